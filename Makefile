@@ -1,0 +1,42 @@
+# Everything a user or CI needs; `make help` lists it. All of it runs in .venv, made on first use.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+BIN := $(VENV)/bin
+export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo check types format test sweep bench clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+
+$(BIN)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+install: $(BIN)/.installed  ## .venv with the locked dependencies and the package
+
+demo: install  ## train a small Llama on Python's own sources, on two ranks (about 5 minutes)
+	$(BIN)/plait train recipes/demo.toml
+
+check: install  ## format, lint, types, imports, sizes: under a minute
+	$(BIN)/ruff format --check --quiet .
+	$(BIN)/ruff check --quiet .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python tools/check_sizes.py
+
+format: install  ## put the code into the house's format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+test: check  ## everything that CI runs
+	$(BIN)/python -m pytest tests
+
+bench: install  ## the benchmarks, one table and one JSON each
+	$(BIN)/python benchmarks/run_all.py
+
+clean:  ## what the targets above made, but for .venv
+	rm -rf runs data build .mypy_cache .ruff_cache .pytest_cache .hypothesis
