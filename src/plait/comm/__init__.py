@@ -1,0 +1,32 @@
+"""The only door to torch.distributed: the world, groups over grid axes, the verbs, the local launcher."""
+
+from plait.comm.connect import World, connect
+from plait.comm.launch import launch_local
+from plait.comm.mesh import Mesh
+from plait.comm.verbs import (
+    Group,
+    Pending,
+    all_gather,
+    all_reduce,
+    broadcast,
+    reduce_scatter,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
+
+__all__ = [
+    "Group",
+    "Mesh",
+    "Pending",
+    "World",
+    "all_gather",
+    "all_reduce",
+    "broadcast",
+    "connect",
+    "launch_local",
+    "reduce_scatter",
+    "start_all_gather",
+    "start_all_reduce",
+    "start_reduce_scatter",
+]

@@ -1,0 +1,155 @@
+"""Joining the ranks that this process was started with: by torchrun, by our launcher, or alone."""
+
+import datetime
+import os
+
+import torch
+import torch.distributed as dist
+
+from plait.comm.verbs import Group, all_reduce
+from plait.errors import CommError
+
+# Where our launcher puts the file through which its ranks meet: a FileStore listens on no port, while
+# torch's TCPStore listens on every interface even for a loopback address.
+RENDEZVOUS_FILE = "PLAIT_RENDEZVOUS_FILE"
+
+_FOREVER = datetime.timedelta(days=365)
+
+
+class World:
+    """All ranks of the job. Made by `connect`; ended by `close`."""
+
+    def __init__(
+        self, rank: int, size: int, local_rank: int, device: torch.device, store: dist.Store | None
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self.local_rank = local_rank
+        self.device = device
+        self._store = store
+        self.group = Group(tuple(range(size)), rank, dist.group.WORLD if size > 1 else None)
+
+    def barrier(self) -> None:
+        """Returns when every rank has come here."""
+        self.any_flag(False)
+
+    def any_flag(self, flag: bool) -> bool:
+        """True on all ranks when it is true on one. Every rank must call it."""
+        votes = torch.tensor([float(flag)], device=self.device)
+        all_reduce(votes, self.group, "max")
+        return bool(votes.item())
+
+    def announce(self, key: str) -> None:
+        """Lets the ranks go on that `wait_for` the key."""
+        if self._store is not None:
+            self._store.set(key, b"1")
+
+    def wait_for(self, key: str) -> None:
+        """Waits without a time limit until a rank has announced `key`; the launcher ends us if that rank dies."""
+        if self._store is not None:
+            self._store.wait([key], _FOREVER)
+
+    def claim(self, key: str) -> bool:
+        """True for exactly one of the ranks that ask: the first."""
+        if self._store is None:
+            return True
+        mine = str(self.rank).encode()
+        return bool(self._store.compare_set(key, "", mine.decode()) == mine)
+
+    def close(self) -> None:
+        """Leaves the job; `connect` would join anew. Nothing may be under way."""
+        global _world
+        if self._store is not None and dist.is_initialized():
+            dist.destroy_process_group()
+        self._store = None
+        _world = None
+
+
+# torch's default process group is one per process, so the world that owns it is too.
+_world: World | None = None
+
+
+def connect(*, timeout_s: float = 600.0, device: str | None = None) -> World:
+    """Joins the ranks that torchrun or our launcher announced in the environment; alone without one.
+
+    Takes one GPU per rank and NCCL where CUDA is available (or `device="cuda"`), else CPU and Gloo.
+    A second call returns the same world. A process group that the program has made already is used.
+    `timeout_s`: how long a communication may wait for a rank. Raises CommError.
+    """
+    global _world
+    if _world is not None:
+        return _world
+    rank, size, local_rank = (_env_int(name, value) for name, value in _RANK_VARIABLES)
+    chosen = _device(device, local_rank)
+    store = None
+    if dist.is_initialized():
+        rank, size = dist.get_rank(), dist.get_world_size()
+        store = dist.distributed_c10d._get_default_store()  # torch offers no public way to it
+    elif size > 1:
+        timeout = datetime.timedelta(seconds=timeout_s)
+        store = _store(rank, size, timeout)
+        _join(store, rank, size, chosen, timeout)
+    _world = World(rank, size, local_rank, chosen, store)
+    return _world
+
+
+_RANK_VARIABLES = (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
+
+
+def _env_int(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    if not text.isdigit():
+        raise CommError(f"{name} is not a number", given=f"{name}={text}", hint="start with torchrun")
+    return int(text)
+
+
+def _device(asked: str | None, local_rank: int) -> torch.device:
+    if asked == "cpu" or (asked is None and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise CommError(
+            "a rank has no GPU",
+            given=f"local rank {local_rank}, {torch.cuda.device_count()} GPUs",
+            expected="one GPU per rank",
+            hint="fewer ranks per host",
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _store(rank: int, size: int, timeout: datetime.timedelta) -> dist.Store:
+    path = os.environ.get(RENDEZVOUS_FILE)
+    if path is not None:
+        return dist.FileStore(path, size)
+    try:
+        store, _, _ = next(iter(dist.rendezvous("env://", rank, size, timeout=timeout)))
+    except (RuntimeError, ValueError) as error:
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        taken = "EADDRINUSE" in str(error) or "address already in use" in str(error)
+        raise CommError(
+            "the port where the ranks meet is taken" if taken else "the ranks cannot meet",
+            given=f"rank {rank} of {size} at {address}: {str(error).splitlines()[0][:160]}",
+            expected="a free port" if taken else "MASTER_ADDR and MASTER_PORT of the host of rank 0",
+            hint="another --master-port" if taken else "start with torchrun",
+        ) from error
+    return store
+
+
+def _join(
+    store: dist.Store, rank: int, size: int, device: torch.device, timeout: datetime.timedelta
+) -> None:
+    cuda = device.type == "cuda"
+    try:
+        dist.init_process_group(
+            "nccl" if cuda else "gloo",
+            store=dist.PrefixStore("plait", store),
+            rank=rank,
+            world_size=size,
+            timeout=timeout,
+            device_id=device if cuda else None,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise CommError(
+            "the ranks cannot form a group", given=f"rank {rank} of {size}: {str(error).splitlines()[0]}"
+        ) from error

@@ -1,0 +1,38 @@
+"""The mesh: process groups along the grid's axes, made when first asked for."""
+
+import torch.distributed as dist
+
+from plait.comm.connect import World
+from plait.comm.verbs import Group
+from plait.plan import Grid
+
+
+class Mesh:
+    """This rank's place on the grid, and its groups.
+
+    Groups are made on first use, and only by their own members: all of them must ask for a group at
+    the same point of the program.
+    """
+
+    def __init__(self, world: World, grid: Grid) -> None:
+        assert world.size == grid.num_ranks, f"{world.size} ranks for a grid of {grid.num_ranks}"
+        self.world = world
+        self.grid = grid
+        self.coord = grid.coord(world.rank)
+        self._groups: dict[tuple[int, ...], Group] = {}
+
+    def group(self, *axes: str) -> Group:
+        """The ranks that differ from this one along `axes` only."""
+        ranks = self.grid.group(self.world.rank, *axes)
+        if ranks not in self._groups:
+            self._groups[ranks] = Group(ranks, ranks.index(self.world.rank), self._handle(ranks))
+        return self._groups[ranks]
+
+    def _handle(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        if len(ranks) == 1:
+            return None
+        if len(ranks) == self.world.size:
+            return dist.group.WORLD
+        handle = dist.new_group(list(ranks), use_local_synchronization=True)
+        assert isinstance(handle, dist.ProcessGroup), f"rank {self.world.rank} is not in {ranks}"
+        return handle

@@ -1,0 +1,20 @@
+"""What can be decided without a device: plans, grids, layouts, bytes and FLOPs. Imports no torch."""
+
+from plait.plan.grid import AXES, Grid
+from plait.plan.layout import Box, Layout, Piece, TensorFact, UnitFact, UnitLayout
+from plait.plan.memory import MemoryUse, model_state_bytes
+from plait.plan.plan import Plan
+
+__all__ = [
+    "AXES",
+    "Box",
+    "Grid",
+    "Layout",
+    "MemoryUse",
+    "Piece",
+    "Plan",
+    "TensorFact",
+    "UnitFact",
+    "UnitLayout",
+    "model_state_bytes",
+]

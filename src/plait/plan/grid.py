@@ -1,0 +1,62 @@
+"""The grid: ranks arranged along named axes, the last axis running fastest."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import product
+
+from plait.plan.plan import Plan
+
+# Outermost to innermost: neighbours on `col` are the closest (DESIGN, words).
+AXES = ("pp", "replicate", "shard", "cp", "row", "col")
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Degrees along AXES. An axis that the plan does not use has degree 1."""
+
+    degrees: tuple[int, ...]
+
+    @classmethod
+    def of(cls, plan: Plan) -> "Grid":
+        return cls.along(replicate=plan.dp)
+
+    @classmethod
+    def along(cls, **degrees: int) -> "Grid":
+        """`Grid.along(replicate=2, col=4)`: 8 ranks."""
+        unknown = set(degrees) - set(AXES)
+        assert not unknown, f"no such axis: {sorted(unknown)}"
+        return cls(tuple(degrees.get(axis, 1) for axis in AXES))
+
+    @property
+    def num_ranks(self) -> int:
+        return math.prod(self.degrees)
+
+    def degree(self, *axes: str) -> int:
+        """Number of ranks along these axes together."""
+        return math.prod(self.degrees[AXES.index(axis)] for axis in axes)
+
+    def coord(self, rank: int) -> dict[str, int]:
+        """The rank's place on every axis."""
+        assert 0 <= rank < self.num_ranks, f"rank {rank} of {self.num_ranks}"
+        places = {}
+        for axis, degree in zip(reversed(AXES), reversed(self.degrees), strict=True):
+            rank, places[axis] = divmod(rank, degree)
+        return {axis: places[axis] for axis in AXES}
+
+    def rank(self, coord: Mapping[str, int]) -> int:
+        """The rank at a place; axes that are not named are 0."""
+        rank = 0
+        for axis, degree in zip(AXES, self.degrees, strict=True):
+            place = coord.get(axis, 0)
+            assert 0 <= place < degree, f"{axis}={place} of {degree}"
+            rank = rank * degree + place
+        return rank
+
+    def group(self, rank: int, *axes: str) -> tuple[int, ...]:
+        """The ranks that share every coordinate with `rank` but those of `axes`, in rank order."""
+        ordered = [axis for axis in AXES if axis in axes]
+        assert len(ordered) == len(axes), f"no such axis among {axes}"
+        own = self.coord(rank)
+        places = product(*(range(self.degree(axis)) for axis in ordered))
+        return tuple(self.rank({**own, **dict(zip(ordered, place, strict=True))}) for place in places)
