@@ -20,13 +20,20 @@ class World:
     """All ranks of the job. Made by `connect`; ended by `close`."""
 
     def __init__(
-        self, rank: int, size: int, local_rank: int, device: torch.device, store: dist.Store | None
+        self,
+        rank: int,
+        size: int,
+        local_rank: int,
+        device: torch.device,
+        store: dist.Store | None,
+        owned: bool,
     ) -> None:
         self.rank = rank
         self.size = size
         self.local_rank = local_rank
         self.device = device
         self._store = store
+        self._owned = owned  # the process group is ours to destroy: the program had made none
         self.group = Group(tuple(range(size)), rank, dist.group.WORLD if size > 1 else None)
 
     def barrier(self) -> None:
@@ -59,7 +66,7 @@ class World:
     def close(self) -> None:
         """Leaves the job; `connect` would join anew. Nothing may be under way."""
         global _world
-        if self._store is not None and dist.is_initialized():
+        if self._owned and dist.is_initialized():
             dist.destroy_process_group()
         self._store = None
         _world = None
@@ -77,19 +84,19 @@ def connect(*, timeout_s: float = 600.0, device: str | None = None) -> World:
     `timeout_s`: how long a communication may wait for a rank. Raises CommError.
     """
     global _world
-    if _world is not None:
+    if _world is not None and (_world.size == 1 or dist.is_initialized()):
         return _world
     rank, size, local_rank = (_env_int(name, value) for name, value in _RANK_VARIABLES)
     chosen = _device(device, local_rank)
-    store = None
-    if dist.is_initialized():
+    store, found = None, dist.is_initialized()
+    if found:
         rank, size = dist.get_rank(), dist.get_world_size()
         store = dist.distributed_c10d._get_default_store()  # torch offers no public way to it
     elif size > 1:
         timeout = datetime.timedelta(seconds=timeout_s)
         store = _store(rank, size, timeout)
         _join(store, rank, size, chosen, timeout)
-    _world = World(rank, size, local_rank, chosen, store)
+    _world = World(rank, size, local_rank, chosen, store, owned=store is not None and not found)
     return _world
 
 

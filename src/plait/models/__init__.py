@@ -1,0 +1,21 @@
+"""What a model tells about itself: its units, its initial weights, its loss, what it saves for backward."""
+
+from plait.models.build import causal_lm_on_meta, pretrained_causal_lm
+from plait.models.facts import blocks_of, flops_per_token, unit_facts
+from plait.models.loss import Loss, choose_loss, forward_inputs
+from plait.models.materialise import initialise
+from plait.models.saved import saved_bytes, watch_saved
+
+__all__ = [
+    "Loss",
+    "blocks_of",
+    "causal_lm_on_meta",
+    "choose_loss",
+    "flops_per_token",
+    "forward_inputs",
+    "initialise",
+    "pretrained_causal_lm",
+    "saved_bytes",
+    "unit_facts",
+    "watch_saved",
+]

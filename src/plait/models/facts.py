@@ -1,0 +1,91 @@
+"""Where a model's blocks, embedding and head are found, and what a plan needs to know of them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from plait.plan import TensorFact, UnitFact
+from plait.plan.cost import training_flops_per_token
+
+
+def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The model's repeated blocks with their names, in forward order.
+
+    They are the children of the `ModuleList` or `Sequential` that holds the most parameters and is not
+    itself inside such a one; of a bare `Sequential` its own children. Empty when there is none.
+    """
+    containers: list[tuple[int, str, nn.Module]] = []
+    inside: list[str] = []
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList | nn.Sequential) or any(name.startswith(p) for p in inside):
+            continue
+        inside.append(f"{name}." if name else "")
+        containers.append((sum(p.numel() for p in module.parameters()), name, module))
+    if not containers:
+        return []
+    _, name, found = max(containers, key=lambda entry: entry[0])
+    prefix = f"{name}." if name else ""
+    return [(f"{prefix}{key}", block) for key, block in found.named_children()]
+
+
+def unit_facts(model: nn.Module) -> tuple[UnitFact, ...]:
+    """The model's trainable parameters by unit, in forward order.
+
+    A block is a unit; what is registered before the blocks is the unit `embedding`, what comes after
+    them `head`. A tied parameter belongs to the first unit that registers it.
+    """
+    blocks = [name for name, _ in blocks_of(model)]
+    tensors: dict[str, list[TensorFact]] = {"embedding": [], **{name: [] for name in blocks}, "head": []}
+    norms = _norm_parameters(model)
+    seen_block = not blocks  # a model without blocks is one unit
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        block = next((b for b in blocks if name.startswith(f"{b}.")), None)
+        seen_block = seen_block or block is not None
+        unit = block or ("head" if seen_block else "embedding")
+        decay = parameter.ndim >= 2 and name not in norms and not name.endswith("bias")
+        tensors[unit].append(TensorFact(name, tuple(parameter.shape), decay))
+    return tuple(UnitFact(name, tuple(found)) for name, found in tensors.items() if found)
+
+
+def _norm_parameters(model: nn.Module) -> set[str]:
+    """Names of the parameters of normalisation layers, by their class's name as everywhere."""
+    return {
+        f"{name}.{key}" if name else key
+        for name, module in model.named_modules()
+        if "norm" in type(module).__name__.lower()
+        for key, _ in module.named_parameters(recurse=False)
+    }
+
+
+def flops_per_token(model: nn.Module, sequence: int) -> float:
+    """FLOPs of forward and backward for one token; see `plan/cost.py` for what is counted.
+
+    Looked-up tables (embedding, positions) take part in no product, unless tied to the head.
+    """
+    tables = {id(m.weight): m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding)}
+    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    if head is not None:
+        tables.pop(id(head.weight), None)
+    total = sum(p.numel() for p in model.parameters())
+    config = getattr(model, "config", None)
+    return training_flops_per_token(
+        matmul_parameters=total - sum(tables.values()),
+        num_layers=_first(config, ("num_hidden_layers", "n_layer")),
+        attention_width=_attention_width(config),
+        sequence=sequence,
+    )
+
+
+def _attention_width(config: Any) -> int:
+    heads = _first(config, ("num_attention_heads", "n_head"))
+    head_dim = _first(config, ("head_dim",))
+    return heads * head_dim if heads and head_dim else _first(config, ("hidden_size", "n_embd"))
+
+
+def _first(config: Any, names: Sequence[str]) -> int:
+    """The first of these attributes that the configuration has; 0 when it has none of them."""
+    return next((int(value) for n in names if (value := getattr(config, n, None)) is not None), 0)

@@ -1,0 +1,61 @@
+"""The loss of a step: a sum over targets and their count, so that it can be divided once, by all of them.
+
+# S sequence  V vocabulary  B batch
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from plait.errors import ModelError
+
+# (outputs of the model, micro-batch) -> (loss summed over its targets, number of targets)
+Loss = Callable[[Any, Mapping[str, Tensor]], tuple[Tensor, int | Tensor]]
+
+IGNORED = -100  # labels with this value are no targets, as everywhere in transformers
+
+
+def choose_loss(model: nn.Module, loss: Loss | None) -> Loss:
+    """The user's loss, else that of a causal language model. Raises ModelError where neither fits."""
+    if loss is not None:
+        return loss
+    if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
+        raise ModelError(
+            "this model does not say what its loss is",
+            given=type(model).__name__,
+            expected="a Hugging Face causal language model, or loss=",
+            hint="parallelize(..., loss=lambda outputs, batch: (summed_loss, number_of_targets))",
+        )
+    if getattr(model.config, "output_router_logits", False):
+        raise ModelError(
+            "the model's auxiliary router loss is not part of the loss over tokens",
+            given="output_router_logits=True",
+            hint="output_router_logits=False, or loss= with the auxiliary term in it",
+        )
+    return causal_lm_loss
+
+
+def causal_lm_loss(outputs: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Cross entropy of the next token, summed. `labels` (B, S) are shifted here; -100 is ignored.
+
+    Computed in float32 at least, whatever the logits are.
+    """
+    logits_BSV, labels_BS = outputs.logits, batch["labels"]
+    targets = F.pad(labels_BS, (0, 1), value=IGNORED)[:, 1:].reshape(-1)
+    logits = logits_BSV.flatten(0, 1)
+    if logits.dtype in (torch.bfloat16, torch.float16):
+        logits = logits.float()
+    total = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+    return total, (targets != IGNORED).sum()
+
+
+def forward_inputs(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+    """What the model's forward is called with: the batch without its labels, and no cache of keys."""
+    inputs: dict[str, Any] = {key: value for key, value in batch.items() if key != "labels"}
+    if isinstance(model, PreTrainedModel):
+        inputs["use_cache"] = False
+    return inputs

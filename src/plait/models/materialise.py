@@ -1,0 +1,73 @@
+"""Initial weights: a function of the seed and the module's name alone, the same under every plan.
+
+[Note: how a meta model comes to life]
+Parameters already lie in their final storage when this runs (`parallel/units.py` binds them); here
+they are only given values. Modules are visited children first, as transformers does, because a parent
+may re-initialise what its children hold (gpt2 scales its residual projections so). Before each module
+the generator is seeded with a hash of (seed, the module's name), so a module's values depend on no other
+module, on no rank and on no plan. Buffers of a meta model are allocated here; their module's own
+initialisation fills them. Everything is poisoned with NaN first: what no initialisation touched
+is found and named instead of being trained as garbage.
+"""
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from plait.errors import ModelError
+
+
+def derive_seed(*parts: object) -> int:
+    """A 63-bit seed that depends on every part, the same on every machine."""
+    digest = hashlib.sha256("\0".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def initialise(model: nn.Module, seed: int, device: torch.device) -> None:
+    """Fills parameters and buffers of a model that was built on meta. Changes no global generator.
+
+    Raises ModelError naming a parameter that the model's own code leaves without a value.
+    """
+    with torch.no_grad(), torch.random.fork_rng(_cuda_devices(device)):
+        for parameter in model.parameters():
+            parameter.fill_(float("nan"))
+        _visit(model, "", _initialiser_of(model), seed, device)
+    for name, parameter in model.named_parameters():
+        if bool(torch.isnan(parameter).any()):
+            raise ModelError(
+                "the model's own code leaves a parameter without an initial value",
+                given=name,
+                hint="give the module that owns it a reset_parameters(), or build the model off meta",
+            )
+
+
+def _visit(module: nn.Module, name: str, apply: Callable[[Any], None], seed: int, device: torch.device) -> None:
+    for key, child in module.named_children():
+        inner = _initialiser_of(child) if isinstance(child, PreTrainedModel) else apply
+        _visit(child, f"{name}.{key}" if name else key, inner, seed, device)
+    for key, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_meta:
+            module._buffers[key] = torch.empty_like(buffer, device=device)
+    torch.manual_seed(derive_seed("initial weights", seed, name))
+    apply(module)
+
+
+def _initialiser_of(model: nn.Module) -> Callable[[Any], None]:
+    """What gives a module its values: the Hugging Face model's own way, else `reset_parameters`."""
+    if isinstance(model, PreTrainedModel):
+        return model._init_weights
+    return _reset
+
+
+def _reset(module: nn.Module) -> None:
+    reset = getattr(module, "reset_parameters", None)
+    if callable(reset):
+        reset()
+
+
+def _cuda_devices(device: torch.device) -> list[torch.device]:
+    return [device] if device.type == "cuda" else []
