@@ -3,8 +3,8 @@
 from plait.models.build import causal_lm_on_meta, pretrained_causal_lm
 from plait.models.facts import blocks_of, flops_per_token, unit_facts
 from plait.models.loss import Loss, choose_loss, forward_inputs
-from plait.models.materialise import initialise
-from plait.models.saved import saved_bytes, watch_saved
+from plait.models.materialise import initialise, seeded
+from plait.models.saved import meta_twin, saved_bytes, watch_saved
 
 __all__ = [
     "Loss",
@@ -14,8 +14,10 @@ __all__ = [
     "flops_per_token",
     "forward_inputs",
     "initialise",
+    "meta_twin",
     "pretrained_causal_lm",
     "saved_bytes",
+    "seeded",
     "unit_facts",
     "watch_saved",
 ]

@@ -11,7 +11,8 @@ is found and named instead of being trained as garbage.
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,6 +26,14 @@ def derive_seed(*parts: object) -> int:
     """A 63-bit seed that depends on every part, the same on every machine."""
     digest = hashlib.sha256("\0".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
+
+
+@contextmanager
+def seeded(device: torch.device, *parts: object) -> Iterator[None]:
+    """Random numbers inside depend on `parts` alone; afterwards the generators are as they were."""
+    with torch.random.fork_rng(_cuda_devices(device)):
+        torch.manual_seed(derive_seed(*parts))
+        yield
 
 
 def initialise(model: nn.Module, seed: int, device: torch.device) -> None:

@@ -1,6 +1,7 @@
 """How many bytes a forward pass keeps for backward: measured on a real pass, or seen before on meta."""
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,6 +31,14 @@ class SavedBytes:
             self._alive.append(tensor)
             self.total += storage.nbytes()
         return tensor
+
+    def pack_inputs(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Tensor):
+                self.pack(value)
+
+    def release(self) -> None:
+        self._alive.clear()
 
 
 class _YesToQuestions(TorchDispatchMode):
@@ -61,28 +70,39 @@ class _FusedAttention(TorchFunctionMode):
 
 
 @contextmanager
-def watch_saved(model: nn.Module) -> Iterator[SavedBytes]:
-    """Counts what is saved for backward inside; parameters and buffers do not count."""
-    watch = SavedBytes(model)
-    with saved_tensors_hooks(watch.pack, lambda tensor: tensor):
-        yield watch
-    watch._alive.clear()
+def watch_saved(model: nn.Module, held: Sequence[nn.Module] = ()) -> Iterator[SavedBytes]:
+    """Counts what is kept for backward inside; parameters and buffers do not count.
 
-
-def saved_bytes(model: nn.Module, loss: Loss, batch: dict[str, Tensor], dtype: torch.dtype) -> int:
-    """Bytes that one micro-batch will keep for backward, computed on meta: no memory, no FLOP.
-
-    `model` is on meta; `batch` holds meta tensors of a micro-batch's shapes. The model's parameters
-    are taken as `dtype`.
+    `held`: modules that hold their inputs without autograd's knowledge, as recomputed blocks do.
     """
-    before = {name: p.dtype for name, p in model.named_parameters()}
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
+    watch = SavedBytes(model)
+    handles = [
+        module.register_forward_pre_hook(watch.pack_inputs, prepend=True, with_kwargs=True) for module in held
+    ]
     try:
-        with _YesToQuestions(), _FusedAttention(), watch_saved(model) as watch:
-            outputs = model(**forward_inputs(model, batch))
-            loss(outputs, batch)
+        with saved_tensors_hooks(watch.pack, lambda tensor: tensor):
+            yield watch
     finally:
-        for name, parameter in model.named_parameters():
-            parameter.data = parameter.data.to(before[name])
+        watch.release()
+        for handle in handles:
+            handle.remove()
+
+
+def meta_twin(model: nn.Module) -> nn.Module:
+    """A copy of the model without its bytes: parameters and buffers are on meta, in the same dtypes."""
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        empty = torch.empty_like(tensor, device="meta")
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+    return copy.deepcopy(model, memo)
+
+
+def saved_bytes(twin: nn.Module, loss: Loss, batch: dict[str, Tensor], held: Sequence[nn.Module] = ()) -> int:
+    """Bytes that one micro-batch will keep for backward, found on meta: no memory, no FLOP.
+
+    `twin` is on meta; `batch` holds meta tensors of a micro-batch's shapes. `held`: see `watch_saved`.
+    """
+    with _YesToQuestions(), _FusedAttention(), watch_saved(twin, held) as watch:
+        loss(twin(**forward_inputs(twin, batch)), batch)
     return watch.total

@@ -1,0 +1,346 @@
+"""The engine: a plan, a model and an optimizer, assembled into something with `.step()`.
+
+[Note: one division, at the end]
+The loss of a step is the sum of its targets' losses over all micro-batches and data ranks, divided by
+the number of those targets: never a mean of means. Gradients are therefore accumulated and reduced as
+sums. `update` learns the number of targets in the same small all-reduce that brings the loss, and
+divides once, together with clipping: a factor that fused optimizers apply as they read.
+
+[Note: what makes a step repeatable]
+Inside `step` the random generators are seeded from (seed, step, micro-batch, data rank), so dropout
+needs no state in a checkpoint, and put back afterwards. Gradients are summed in a fixed order. Whether
+a step is skipped follows from the reduced loss and norm, which are the same bits on every rank.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.comm import Group, Mesh, World, all_reduce, broadcast, connect
+from plait.errors import ModelError, PlanError
+from plait.models import (
+    Loss,
+    blocks_of,
+    choose_loss,
+    flops_per_token,
+    forward_inputs,
+    initialise,
+    meta_twin,
+    saved_bytes,
+    seeded,
+    unit_facts,
+    watch_saved,
+)
+from plait.optim import clip_factor, make_optimizer, scaled_step, squared_norm, states_per_element
+from plait.parallel import DataParallel, Precision, Unit, make_units, recompute_blocks
+from plait.parallel.state import EngineState, flat_slices
+from plait.plan import Grid, Layout, MemoryUse, Plan, model_state_bytes
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did; the same on every rank.
+
+    loss        mean over all targets of the step (NaN when there was none)
+    grad_norm   2-norm of the step's gradient before clipping, each whole element once
+    num_tokens  targets of the step, over all micro-batches and data ranks
+    skipped     loss or norm was not finite, or there was no target: weights and optimizer are untouched
+    """
+
+    loss: float
+    grad_norm: float
+    num_tokens: int
+    skipped: bool
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """Summed over all data ranks; the mean loss is `loss_sum / num_tokens`."""
+
+    loss_sum: float
+    num_tokens: int
+
+
+class Engine:
+    """Trains one model under one plan. Made by `parallelize`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        *,
+        mesh: Mesh,
+        loss: Loss | None,
+        optimizer: type[torch.optim.Optimizer],
+        optimizer_args: Mapping[str, Any],
+        clip_norm: float | None,
+        seed: int,
+    ) -> None:
+        self.plan = plan
+        self.model = model
+        self.world = mesh.world
+        self.device = mesh.world.device
+        self.seed = seed
+        self.clip_norm = clip_norm
+        self.num_steps = 0
+        self._loss = loss
+        self._data_group = mesh.group("replicate", "shard")
+        self._blocks = [block for _, block in blocks_of(model)]
+        self.layout = Layout.of(unit_facts(model))
+        self._units = _bring_to_life(model, self.layout, plan, mesh, seed)
+        if plan.recompute == "full":
+            recompute_blocks(self._blocks)
+        self._data = DataParallel(self._units, self._data_group)
+        self._slices = flat_slices(self._units)
+        self._states_per_element = states_per_element(optimizer, optimizer_args)
+        self.optimizer = make_optimizer(optimizer, optimizer_args, self._slices)
+        self._totals = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss, targets
+        self._micros_done = 0
+        self._saved_bytes: int | None = None  # known after the first step
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of a step's batch is this rank's, of `data_ranks`."""
+        return self._data_group.rank
+
+    @property
+    def data_ranks(self) -> int:
+        return self._data_group.size
+
+    @property
+    def num_parameters(self) -> int:
+        """Trainable elements of the whole model, each counted once."""
+        return self.layout.num_parameters
+
+    def step(self, batch: Mapping[str, Tensor]) -> StepResult:
+        """One optimizer step on this data rank's share of the batch.
+
+        Every tensor's dim 0 counts samples and is split into `plan.micro` micro-batches. Raises
+        PlanError when it does not divide. After an exception the engine can be used again; the step
+        was not taken.
+        """
+        try:
+            for number, micro in enumerate(self._micro_batches(batch)):
+                with seeded(self.device, self.seed, self.num_steps, number, self.data_rank):
+                    self.backward(*self._forward(micro))
+        except BaseException:
+            self._abandon()
+            raise
+        return self.update()
+
+    def backward(self, loss: Tensor, num_targets: int | Tensor | None = None) -> None:
+        """Adds a micro-batch's gradient to the step's; called `plan.micro` times before `update`.
+
+        `loss` is a sum over `num_targets` targets. Without `num_targets` it is a mean that counts as
+        one target, so that the step's loss is the mean over micro-batches and data ranks.
+        """
+        self._micros_done += 1
+        assert self._micros_done <= self.plan.micro, f"backward more than micro={self.plan.micro} times"
+        self._totals[0] += loss.detach()
+        self._totals[1] += 1 if num_targets is None else num_targets
+        self._data.begin_micro(last=self._micros_done == self.plan.micro)
+        try:
+            torch.autograd.backward(loss)
+        except BaseException:
+            self._abandon()
+            raise
+
+    def update(self) -> StepResult:
+        """Reduces what is left, clips, and lets the optimizer update the weights. See [Note: one division]."""
+        all_reduce(self._totals, self._data_group)
+        squares = [squared_norm(unit.gradient) for unit in self._data.finish()]
+        loss_sum, num_targets, square = torch.stack([*self._totals, torch.stack(squares).sum()]).tolist()
+        self._totals.zero_()
+        loss, norm = math.nan, math.nan
+        if num_targets:
+            loss, norm = loss_sum / num_targets, math.sqrt(square) / num_targets
+        skipped = not (math.isfinite(loss) and math.isfinite(norm))
+        if not skipped:
+            scaled_step(self.optimizer, clip_factor(norm, self.clip_norm) / num_targets)
+            for unit in self._units:
+                unit.publish()
+        self._data.reset()
+        self._micros_done = 0
+        self.num_steps += 1
+        return StepResult(loss, norm, int(num_targets), skipped)
+
+    def evaluate(self, batch: Mapping[str, Tensor]) -> EvalResult:
+        """The loss of this data rank's share, summed over all; changes nothing of the training state."""
+        training = self.model.training
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                loss, count = self._forward(self._on_device(batch))
+        finally:
+            self.model.train(training)
+        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
+        totals[0], totals[1] = loss, count
+        all_reduce(totals, self._data_group)
+        loss_sum, num_targets = totals.tolist()
+        return EvalResult(loss_sum, int(num_targets))
+
+    def whole_parameters(self) -> dict[str, Tensor]:
+        """The weights that the optimizer updates, whole, by the model's names: on rank 0, elsewhere {}."""
+        return self._state().weights() if self.world.rank == 0 else {}
+
+    def whole_gradients(self) -> dict[str, Tensor]:
+        """The last step's gradients as the optimizer saw them (clipped), whole: on rank 0, elsewhere {}."""
+        return self._state().gradients() if self.world.rank == 0 else {}
+
+    def state(self) -> dict[str, Tensor]:
+        """All that continues the training, by name: views, to be copied or written before the next step."""
+        return self._state().save(self.num_steps)
+
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Takes over what `state` gave, under whatever plan. Raises CheckpointError naming what does not fit."""
+        self.num_steps = self._state().load(tensors)
+
+    def memory(self) -> MemoryUse:
+        """Bytes that this rank holds. Activations: what one micro-batch keeps from forward to backward,
+        measured in the first step (0 before it)."""
+        return MemoryUse(
+            parameters=sum(u.storage.nbytes for u in self._units),
+            gradients=sum(u.gradient.nbytes for u in self._units),
+            master=sum(u.master.nbytes for u in self._units if u.master is not u.storage),
+            optimizer=sum(
+                value.nbytes
+                for state in self.optimizer.state.values()
+                for value in state.values()
+                if isinstance(value, Tensor)
+            ),
+            activations=self._saved_bytes or 0,
+        )
+
+    def predicted_memory(self, batch_shape: tuple[int, int]) -> MemoryUse:
+        """What `memory` will say, for micro-batches of token ids of this (batch, sequence) shape."""
+        twin = meta_twin(self.model)
+        ids = torch.zeros(batch_shape, dtype=torch.long, device="meta")
+        saved = saved_bytes(twin, self._choose_loss(), {"input_ids": ids, "labels": ids}, self._held(twin))
+        return model_state_bytes(
+            self.layout,
+            self.plan,
+            states_per_element=self._states_per_element,
+            activation_bytes=saved,
+        )
+
+    def flops_per_token(self, sequence: int) -> float:
+        """FLOPs of forward and backward for one token; the formula stands in `plan/cost.py`."""
+        return flops_per_token(self.model, sequence)
+
+    def _forward(self, micro: Mapping[str, Tensor]) -> tuple[Tensor, int | Tensor]:
+        loss = self._choose_loss()
+        if self._saved_bytes is not None or not torch.is_grad_enabled():
+            return loss(self.model(**forward_inputs(self.model, micro)), micro)
+        with watch_saved(self.model, self._held(self.model)) as watch:
+            result = loss(self.model(**forward_inputs(self.model, micro)), micro)
+        self._saved_bytes = watch.total
+        return result
+
+    def _choose_loss(self) -> Loss:
+        return choose_loss(self.model, self._loss)
+
+    def _held(self, model: nn.Module) -> list[nn.Module]:
+        """Modules whose inputs are kept although autograd does not save them: recomputed blocks."""
+        return [block for _, block in blocks_of(model)] if self.plan.recompute == "full" else []
+
+    def _micro_batches(self, batch: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+        sizes = {key: value.shape[0] for key, value in batch.items()}
+        if len(set(sizes.values())) != 1 or any(size % self.plan.micro for size in sizes.values()):
+            raise PlanError(
+                "this rank's batch does not split into micro-batches",
+                given=f"{sizes}, micro={self.plan.micro}",
+                expected="tensors of one size along dim 0, a multiple of micro",
+            )
+        parts = {key: value.chunk(self.plan.micro) for key, value in self._on_device(batch).items()}
+        for number in range(self.plan.micro):
+            yield {key: chunks[number] for key, chunks in parts.items()}
+
+    def _on_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {key: value.to(self.device, non_blocking=True) for key, value in batch.items()}
+
+    def _abandon(self) -> None:
+        """Forgets a step that an exception ended."""
+        self._data.reset()
+        self._totals.zero_()
+        self._micros_done = 0
+
+    def _state(self) -> EngineState:
+        return EngineState(self.model, self._units, self._slices, self.optimizer)
+
+
+def _bring_to_life(model: nn.Module, layout: Layout, plan: Plan, mesh: Mesh, seed: int) -> list[Unit]:
+    """Units whose storages hold the model's first weights, the same on every data rank."""
+    device = mesh.world.device
+    on_meta = {parameter.is_meta for parameter in model.parameters()}
+    if len(on_meta) != 1:
+        raise ModelError(
+            "a model is either on meta or has its weights",
+            given="a model without parameters" if not on_meta else "some parameters on meta, others not",
+        )
+    units = make_units(model, layout, Precision.of(plan), device)
+    if on_meta == {True}:
+        initialise(model, seed, device)
+    for module in model.modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                wide = plan.precision == "fp64" and buffer.is_floating_point()
+                module._buffers[key] = buffer.to(device, torch.float64 if wide else buffer.dtype)
+    if on_meta == {False}:
+        _take_rank_0s(model, units, mesh.group("replicate", "shard"))
+    for unit in units:
+        unit.compute_with_storage()
+    return units
+
+
+def _take_rank_0s(model: nn.Module, units: list[Unit], group: Group) -> None:
+    held = {name for unit in units for name in unit.parameters}
+    frozen = [p.data for name, p in model.named_parameters() if name not in held]
+    for tensor in (*(unit.master for unit in units), *frozen, *model.buffers()):
+        broadcast(tensor, group)
+
+
+def parallelize(
+    model: nn.Module,
+    plan: Plan | str,
+    *,
+    optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    optimizer_args: Mapping[str, Any] | None = None,
+    clip_norm: float | None = None,
+    loss: Loss | None = None,
+    seed: int = 0,
+    world: World | None = None,
+) -> Engine:
+    """Makes `model` train under `plan` on the ranks of this job (one, when started alone).
+
+    model           a Hugging Face causal LM or any nn.Module, unmodified. Built on meta, it gets its
+                    initial weights here: a function of `seed` and the modules' names, the same under
+                    every plan. Built with weights, rank 0's are taken. Its parameters become new
+                    objects, views of flat storages: hand them to nobody before this call.
+    optimizer       an element-wise torch.optim class, with `optimizer_args`; fused where it can be.
+                    Weight decay leaves out norms and biases.
+    clip_norm       limit of the gradient's global 2-norm
+    loss            (outputs, micro-batch) -> (summed loss, number of targets); None: the next token's
+                    cross entropy of a Hugging Face causal LM. The model is called with the micro-batch's
+                    entries, but for `labels`, as keywords.
+
+    Raises PlanError, ModelError or ConfigError.
+    """
+    plan = Plan.parse(plan) if isinstance(plan, str) else plan
+    choose_loss(model, loss)
+    world = connect() if world is None else world
+    plan.check_ranks(world.size)
+    return Engine(
+        model.train(),
+        plan,
+        mesh=Mesh(world, Grid.of(plan)),
+        loss=loss,
+        optimizer=optimizer,
+        optimizer_args=optimizer_args or {},
+        clip_norm=clip_norm,
+        seed=seed,
+    )

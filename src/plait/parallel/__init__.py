@@ -1,0 +1,7 @@
+"""The strands. So far: data parallelism over units of flat storage."""
+
+from plait.parallel.recompute import recompute_blocks
+from plait.parallel.units import Precision, Unit, UnitState, make_units
+from plait.parallel.zero import DataParallel
+
+__all__ = ["DataParallel", "Precision", "Unit", "UnitState", "make_units", "recompute_blocks"]

@@ -1,0 +1,72 @@
+"""Data parallelism over units. Stage 0: every data rank holds all of the model's state.
+
+[Note: one order of reductions, agreed without a word]
+A collective is matched across ranks by the order in which a group sees it. Gradients become ready in
+an order that may differ between ranks (a parameter that is unused on one of them, a branch), so units
+are not reduced when they are ready but in one order fixed beforehand: the reverse of forward's, which
+is nearly the order in which backward completes them. A unit that is ready early waits for those
+before it; what never becomes ready is reduced, its missing gradients as zeros, when backward is over.
+The ranks hold the same model, hence the same order.
+
+[Note: why only the last micro-batch communicates]
+The reduction is linear: reducing the sum of a step's micro-batches is reducing each. So earlier
+micro-batches only add to the unit's gradient, and the last one's backward overlaps with the
+reduction of the units that it has completed.
+"""
+
+from collections.abc import Iterator
+
+from plait.comm import Group, Pending, start_all_reduce
+from plait.parallel.units import Unit, UnitState
+
+
+class DataParallel:
+    """Sums the units' gradients over the data ranks, beside backward."""
+
+    def __init__(self, units: list[Unit], group: Group) -> None:
+        self._order = list(reversed(units))  # see [Note: one order of reductions ...]
+        self._group = group
+        self._last = False
+        self._complete: set[Unit] = set()
+        self._started: list[tuple[Unit, Pending]] = []
+        for unit in units:
+            unit.on_complete = self._on_complete
+
+    def begin_micro(self, *, last: bool) -> None:
+        """A micro-batch's backward is about to run; with `last`, units are reduced as they complete."""
+        self._last = last
+        self._complete.clear()
+        for unit in self._order:
+            unit.begin_micro()
+
+    def finish(self) -> Iterator[Unit]:
+        """Starts what has not started, then yields each unit as its gradient becomes the sum over ranks."""
+        while len(self._started) < len(self._order):
+            self._start_next()
+        for unit, pending in self._started:
+            pending.wait()
+            unit.move(UnitState.REDUCED)
+            yield unit
+        self._started.clear()
+
+    def reset(self) -> None:
+        """Makes ready for the next step; also after an exception, when reductions may be under way."""
+        for _, pending in self._started:
+            pending.wait()
+        self._started.clear()
+        self._last = False
+        for unit in self._order:
+            unit.reset()
+
+    def _on_complete(self, unit: Unit) -> None:
+        if not self._last:
+            return
+        self._complete.add(unit)
+        while len(self._started) < len(self._order) and self._order[len(self._started)] in self._complete:
+            self._start_next()
+
+    def _start_next(self) -> None:
+        unit = self._order[len(self._started)]
+        unit.zero_missing()
+        unit.move(UnitState.REDUCING)
+        self._started.append((unit, start_all_reduce(unit.gradient, self._group)))
