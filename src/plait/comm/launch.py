@@ -275,7 +275,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _torch_quiet() -> Iterator[None]:
-    """Keeps the agent's log from the terminal: ranks speak for themselves. TORCH_DISTRIBUTED_DEBUG=INFO shows it."""
+    """Keeps the log of torch's agent off the terminal, unless TORCH_DISTRIBUTED_DEBUG asks: ranks speak."""
     log = logging.getLogger("torch.distributed.elastic")
     silence = logging.NullHandler()  # without any handler, logging prints warnings to stderr
     propagate = log.propagate

@@ -1,0 +1,23 @@
+"""Fixtures for every rung."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from _pytest.config import parse_warning_filter
+
+TESTS = str(Path(__file__).resolve().parent)
+if TESTS not in sys.path:  # pytest puts it there in one of its import modes only
+    sys.path.insert(0, TESTS)
+
+from pool import Pool  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def pool(pytestconfig: pytest.Config) -> Iterator[Pool]:
+    """Long-lived worker processes: `pool.run(function, n, *args)`. Started at first use."""
+    filters = [parse_warning_filter(text, escape=False) for text in pytestconfig.getini("filterwarnings")]
+    ranks = Pool(filters)
+    yield ranks
+    ranks.close()
