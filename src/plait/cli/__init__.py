@@ -1,0 +1,1 @@
+"""Commands: thin. They parse, call and print."""

@@ -1,0 +1,28 @@
+"""`plait export`: a run's newest checkpoint as a Hugging Face directory."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from plait.cli.letters import ends_with_letter
+from plait.cli.options import Debug, Run
+from plait.train.export import export as write
+from plait.train.run import RunDir
+
+# the keys of plait.train.export.DTYPES
+Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
+
+
+@ends_with_letter
+def export(
+    run: Run,
+    out: Annotated[Path, typer.Argument(help="A directory that does not exist yet.", show_default=False)],
+    dtype: Annotated[
+        Dtype | None, typer.Option(help="Of the weights; else what the run computed in.")
+    ] = None,
+    debug: Debug = False,  # noqa: ARG001 (read by ends_with_letter)
+) -> None:
+    """Write the trained model for AutoModelForCausalLM and AutoTokenizer."""
+    write(RunDir(run), out, dtype)
+    print(out)

@@ -1,0 +1,44 @@
+"""The command `plait`."""
+
+from typing import Annotated
+
+import typer
+
+from plait import __version__
+from plait.cli.data import data
+from plait.cli.export import export
+from plait.cli.generate import generate
+from plait.cli.train import rank, train
+
+app = typer.Typer(
+    name="plait",
+    help="Train PyTorch models that have outgrown one device.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(train)
+app.command(hidden=True)(rank)
+app.command()(generate)
+app.command()(export)
+app.add_typer(data, name="data")
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(f"plait {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _plait(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Train PyTorch models that have outgrown one device."""
+
+
+def main() -> None:
+    """Runs the command line; ends the process with its exit code."""
+    app()

@@ -1,0 +1,1 @@
+"""The main job: recipe, data, training loop, metrics, export."""

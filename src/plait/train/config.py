@@ -1,0 +1,275 @@
+"""The recipe: what a run is, as a frozen value read from TOML.
+
+Every section belongs to the part that uses it. A key that nobody knows is an error that names the
+nearest known one, a value of the wrong type one that names its key.
+"""
+
+import inspect
+import json
+import tomllib
+import typing
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from transformers import get_scheduler
+
+from plait.errors import ConfigError, unknown_key_hint
+from plait.train.data import DataConfig, TokenizerConfig
+
+# The engine updates flat storages, in which a matrix is no longer a matrix: an optimizer has to treat
+# every element alike. (Adafactor, Muon and LBFGS do not.)
+OPTIMIZERS = (
+    "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
+)  # fmt: skip
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RunConfig(Section):
+    """`[run]`: where, how long, how often. Every `*_every` is in steps; 0 is never."""
+
+    dir: Path
+    steps: int = Field(ge=1)
+    batch: int = Field(ge=1, description="sequences per step, over all ranks")
+    seed: int = Field(
+        default=0, ge=0, lt=2**63, description="of initial weights, dropout and order of samples"
+    )
+    log_every: int = Field(default=10, ge=1)
+    evaluate_every: int = Field(
+        default=100, ge=0, description="also before the first step and after the last"
+    )
+    evaluate_batches: int = Field(
+        default=8, ge=1, description="batches of validation sequences per evaluation"
+    )
+    checkpoint_every: int = Field(
+        default=100, ge=0, description="also after the last step, and when told to stop"
+    )
+    keep_last: int = Field(default=2, ge=1)
+    max_skipped: int = Field(
+        default=10, ge=1, description="steps in a row without a finite gradient before it stops"
+    )
+    timeout_s: float = Field(default=600.0, gt=0, description="how long a rank waits for another in a step")
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+
+class ModelConfig(Section):
+    """`[model]`: either `config`, the keys of a Hugging Face configuration with its `model_type`, or
+    `path`, a directory or JSON file that holds one. `pretrained` starts from the weights in `path`."""
+
+    config: dict[str, Any] | None = None
+    path: Path | None = None
+    pretrained: bool = False
+
+
+class OptimizerConfig(Section):
+    """`[optimizer]`: a class of torch.optim. `args` are its other arguments, by torch's names."""
+
+    name: str = "AdamW"
+    lr: float = Field(gt=0)
+    weight_decay: float = Field(default=0.0, ge=0, description="not applied to norms and biases")
+    clip_norm: float | None = Field(default=None, gt=0)
+    args: dict[str, Any] = {}
+
+    def torch_class(self) -> type[torch.optim.Optimizer]:
+        return typing.cast(type[torch.optim.Optimizer], getattr(torch.optim, self.name))
+
+    def torch_args(self) -> dict[str, Any]:
+        decay = {} if self.name == "Rprop" else {"weight_decay": self.weight_decay}
+        return {"lr": self.lr, **decay, **self.args}
+
+
+class ScheduleConfig(Section):
+    """`[schedule]`: the learning rate's course, one of transformers.get_scheduler's."""
+
+    name: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = "cosine"
+    warmup: int = Field(default=0, ge=0, description="steps from 0 up to optimizer.lr")
+    decay: int | None = Field(
+        default=None, ge=1, description="of warmup_stable_decay: its last steps, down to 0"
+    )
+
+    def course(self, steps: int) -> Callable[[int], float]:
+        """What multiplies optimizer.lr in step number 0, 1, ... of `steps`: a pure function."""
+        name = "constant_with_warmup" if self.name == "constant" else self.name
+        specific = {"num_decay_steps": self.decay} if self.name == "warmup_stable_decay" else None
+        unused = torch.optim.SGD([torch.zeros(1)], lr=1.0)  # the course is asked for, not stepped along
+        return typing.cast(
+            Callable[[int], float], get_scheduler(name, unused, self.warmup, steps, specific).lr_lambdas[0]
+        )
+
+
+class SampleConfig(Section):
+    """`[sample]`: the text that the trained model writes at the end. No tokens, no sample."""
+
+    prompt: str = ""
+    tokens: int = Field(default=0, ge=0)
+    temperature: float = Field(default=0.8, ge=0, description="0 takes the likeliest token")
+    top_k: int = Field(default=50, ge=1)
+
+
+class Recipe(Section):
+    """All of a run. `plan` is text, e.g. "dp=2 precision=bf16"."""
+
+    plan: str
+    run: RunConfig
+    model: ModelConfig
+    data: DataConfig
+    tokenizer: TokenizerConfig
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig = ScheduleConfig()
+    sample: SampleConfig = SampleConfig()
+
+
+def read_recipe(path: Path, sets: Iterable[str] = (), plan: str | None = None) -> Recipe:
+    """The recipe in a TOML file (JSON: one that a run has saved), `key=value` texts and plan put over it.
+
+    Raises ConfigError.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except FileNotFoundError as error:
+        raise ConfigError("there is no such recipe", given=path) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("the recipe cannot be read", given=f"{path}: {error}") from error
+    except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError("the recipe is not TOML", given=f"{path}: {error}") from error
+    for assignment in sets:
+        _set(values, assignment)
+    if plan is not None:
+        values["plan"] = plan
+    return parse_recipe(values, source=str(path))
+
+
+def parse_recipe(values: dict[str, Any], *, source: str) -> Recipe:
+    """Checks `values`; ConfigError names the key and `source`."""
+    try:
+        # By way of JSON because strict types are then those of TOML: text is a Path, but never a number.
+        recipe = Recipe.model_validate_json(json.dumps(values, default=str), strict=True)
+    except ValidationError as error:
+        raise _letter(error, source) from error
+    _check_model(recipe.model)
+    _check_optimizer(recipe.optimizer)
+    _check_schedule(recipe.schedule, recipe.run.steps)
+    return recipe
+
+
+def differences(one: Recipe, other: Recipe) -> list[str]:
+    """The keys in which two recipes differ, `run.dir` apart."""
+    ours, theirs = (dict(_leaves(recipe.model_dump(mode="json"))) for recipe in (one, other))
+    return [key for key in {**ours, **theirs} if key != "run.dir" and ours.get(key) != theirs.get(key)]
+
+
+def _leaves(values: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _set(values: dict[str, Any], assignment: str) -> None:
+    key, equals, text = assignment.partition("=")
+    *parents, last = key.strip().split(".")
+    if not equals or not last or not all(parents):
+        raise ConfigError("--set needs key=value", given=assignment, hint="--set run.steps=100")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()  # a bare word is text: nobody wants to quote twice in a shell
+    table = values
+    for parent in parents:
+        table = table.setdefault(parent, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"{parent} holds a value, no keys", given=f"--set {assignment}")
+    table[last] = value
+
+
+def _letter(error: ValidationError, source: str) -> ConfigError:
+    """The first of pydantic's findings, an unknown key before others: it often explains them."""
+    found = sorted(error.errors(), key=lambda each: each["type"] != "extra_forbidden")[0]
+    path = [str(part) for part in found["loc"]]
+    name = ".".join(path)
+    if found["type"] == "extra_forbidden":
+        where, known = ".".join(path[:-1]), _keys(path[:-1])
+        hint = unknown_key_hint(path[-1], known)
+        return ConfigError(
+            f"{where or 'a recipe'} has no key {path[-1]!r}",
+            given=f"{name} in {source}",
+            hint=f"{where}.{hint}" if where and not hint.startswith("one of") else hint,
+        )
+    if found["type"] == "missing":
+        return ConfigError(f"the recipe does not say {name}", given=source, hint=f"--set {name}=...")
+    message = found["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    return ConfigError(
+        f"{name or 'the recipe'} is not what it can be",
+        given=f"{name} = {found['input']!r} in {source}",
+        expected=message,
+    )
+
+
+def _keys(path: list[str]) -> list[str]:
+    model: type[BaseModel] = Recipe
+    for part in path:
+        model = typing.cast(type[BaseModel], model.model_fields[part].annotation)
+    return list(model.model_fields)
+
+
+def _check_model(model: ModelConfig) -> None:
+    if (model.config is None) == (model.path is None):
+        raise ConfigError(
+            "a model is either a configuration or a path",
+            given=f"model.config {_given(model.config)}, model.path {_given(model.path)}",
+            expected="one of the two",
+        )
+    if model.pretrained and model.path is None:
+        raise ConfigError(
+            "weights to start from need a path", given="model.pretrained = true", hint="model.path"
+        )
+
+
+def _given(value: object) -> str:
+    return "not given" if value is None else "given"
+
+
+def _check_optimizer(optimizer: OptimizerConfig) -> None:
+    if optimizer.name not in OPTIMIZERS:
+        raise ConfigError(
+            "not an optimizer that updates each element by itself",
+            given=f"optimizer.name = {optimizer.name!r}",
+            expected="one of " + ", ".join(OPTIMIZERS),
+            hint=unknown_key_hint(optimizer.name, OPTIMIZERS),
+        )
+    known = set(inspect.signature(optimizer.torch_class()).parameters) - {"params"}
+    for key in optimizer.args:
+        if key in ("lr", "weight_decay"):
+            raise ConfigError(f"{key} is a key of [optimizer] itself", given=f"optimizer.args.{key}")
+        if key not in known:
+            raise ConfigError(
+                f"torch.optim.{optimizer.name} has no argument {key!r}",
+                given=f"optimizer.args.{key}",
+                hint=unknown_key_hint(key, known),
+            )
+    try:
+        optimizer.torch_class()([torch.zeros(1)], **optimizer.torch_args())
+    except (TypeError, ValueError, RuntimeError) as error:
+        given = f"torch.optim.{optimizer.name}: {error}"
+        raise ConfigError("the optimizer cannot be made", given=given) from error
+
+
+def _check_schedule(schedule: ScheduleConfig, steps: int) -> None:
+    if (schedule.name == "warmup_stable_decay") != (schedule.decay is not None):
+        raise ConfigError(
+            "decay belongs to warmup_stable_decay, which needs it",
+            given=f"schedule.name = {schedule.name!r}, decay {_given(schedule.decay)}",
+        )
+    if schedule.warmup + (schedule.decay or 0) > steps:
+        raise ConfigError(
+            "the learning rate's course is longer than the run",
+            given=f"schedule.warmup = {schedule.warmup}, schedule.decay = {schedule.decay}",
+            expected=f"at most run.steps = {steps} together",
+        )

@@ -1,0 +1,183 @@
+"""The training loop, on one rank. Every rank runs it; the first one also speaks and writes."""
+
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import rich
+import torch
+import transformers
+from rich.console import Console
+from torch import Tensor
+
+import plait
+from plait import checkpoint
+from plait.comm import World
+from plait.engine import Engine, parallelize
+from plait.errors import CheckpointError, RunError
+from plait.plan import Plan
+from plait.train.config import Recipe
+from plait.train.data import TokenStore, TokenStream, loader, open_store
+from plait.train.export import DTYPES
+from plait.train.finish import finish
+from plait.train.metrics import Metrics, StepFacts, matmul_peak
+from plait.train.model import build_model
+from plait.train.report import start_table
+from plait.train.run import RunDir, model_facts
+from plait.train.stop import Stop
+
+
+@dataclass
+class Job:
+    """A run on this rank, and how far it is."""
+
+    recipe: Recipe
+    run: RunDir
+    store: TokenStore
+    engine: Engine
+    console: Console | None  # on the first rank
+    step: int = 0  # steps done
+    tokens: int = 0  # targets seen
+    skipped: int = 0  # steps in a row that were skipped
+
+
+def train(recipe: Recipe, world: World) -> signal.Signals | None:
+    """Trains from the newest checkpoint of the run, or from the beginning, to the recipe's last step.
+
+    Returns None, or the signal that it was stopped by, with the state then saved. Raises a PlaitError.
+    """
+    with Stop() as stop:
+        job = _start(recipe, world)
+        stopped_by = _loop(job, stop)
+    if stopped_by is None and job.console is not None:
+        finish(recipe, job.run, job.engine, job.console)
+    return stopped_by
+
+
+def _loop(job: Job, stop: Stop) -> signal.Signals | None:
+    how, engine, begun_at = job.recipe.run, job.engine, job.step
+    peak_flops = matmul_peak(engine.device, DTYPES[engine.plan.precision])
+    _show_start(job, peak_flops)
+    flops = engine.flops_per_token(job.recipe.data.sequence) * how.batch * job.recipe.data.sequence
+    course = job.recipe.schedule.course(how.steps)
+    batches = _batches(job, job.store.train, range(job.step, how.steps), job.recipe.data.workers)
+    with Metrics(job.run, job.console, begun_at, how.steps, how.log_every) as metrics:
+        if begun_at == 0 and how.evaluate_every:
+            metrics.validation(0, _evaluate(job))
+        while job.step < how.steps:
+            began_s = time.perf_counter()
+            lr = job.recipe.optimizer.lr * course(job.step)
+            for group in engine.optimizer.param_groups:
+                group["lr"] = lr
+            result = engine.step(next(batches))
+            job.step += 1
+            job.tokens += result.num_tokens
+            seconds = time.perf_counter() - began_s
+            mfu = flops / seconds / (engine.world.size * peak_flops)
+            metrics.step(StepFacts.of(result, job.step, job.tokens, lr, seconds, mfu))
+            job.skipped = job.skipped + 1 if result.skipped else 0
+            if job.skipped >= how.max_skipped:
+                raise _diverged(job, lr)
+            if _due(job.step, how.evaluate_every, how.steps):
+                metrics.validation(job.step, _evaluate(job))
+            stopping = engine.world.any_flag(stop.asked is not None)
+            if stopping or job.step == how.steps or _due(job.step, how.checkpoint_every, how.steps):
+                metrics.flush()
+                _save(job)
+            if stopping and job.step < how.steps:
+                metrics.note(f"stopped after step {job.step}, saved: plait train {job.run.path} --resume")
+                return stop.asked or signal.SIGTERM
+    return None
+
+
+def _due(step: int, every: int, steps: int) -> bool:
+    return every > 0 and (step % every == 0 or step == steps)
+
+
+def _start(recipe: Recipe, world: World) -> Job:
+    """The engine, and in it the newest checkpoint, if there is one."""
+    store = open_store(recipe.data, recipe.tokenizer)
+    engine = parallelize(
+        build_model(recipe.model),
+        Plan.parse(recipe.plan),
+        optimizer=recipe.optimizer.torch_class(),
+        optimizer_args=recipe.optimizer.torch_args(),
+        clip_norm=recipe.optimizer.clip_norm,
+        seed=recipe.run.seed,
+        world=world,
+    )
+    console = rich.get_console() if world.rank == 0 else None
+    job = Job(recipe, RunDir(recipe.run.dir), store, engine, console)
+    last = checkpoint.newest(job.run.checkpoints)
+    if last is not None:
+        last.check_same("model", model_facts(recipe))
+        last.check_same("data", store.digest)
+        last.check_tensors(engine.state())
+        engine.load_state(last.read())
+        job.step, job.tokens = last.step, int(last.facts["tokens"])
+    return job
+
+
+def _batches(job: Job, stream: TokenStream, steps: range, workers: int) -> Iterator[dict[str, Tensor]]:
+    """This rank's share of the batch of each of `steps`."""
+    batches: Iterator[dict[str, Tensor]] = iter(
+        loader(
+            stream,
+            sequence=job.recipe.data.sequence,
+            global_batch=job.recipe.run.batch,
+            data_rank=job.engine.data_rank,
+            data_ranks=job.engine.data_ranks,
+            seed=job.recipe.run.seed,
+            order=job.recipe.data.order,
+            first_step=steps.start,
+            last_step=steps.stop,
+            workers=workers,
+        )
+    )
+    return batches
+
+
+def _evaluate(job: Job) -> float:
+    """Mean loss per target, over the same validation batches each time."""
+    batches = _batches(job, job.store.validation, range(job.recipe.run.evaluate_batches), workers=0)
+    results = [job.engine.evaluate(batch) for batch in batches]
+    return sum(result.loss_sum for result in results) / sum(result.num_tokens for result in results)
+
+
+def _save(job: Job) -> None:
+    """The first rank writes: each holds the whole state. The others wait, and end with it if it fails."""
+    problem: CheckpointError | None = None
+    if job.engine.world.rank == 0:
+        facts = {
+            "tokens": job.tokens,
+            "seed": job.recipe.run.seed,
+            "plan": str(job.engine.plan),
+            "model": model_facts(job.recipe),
+            "data": job.store.digest,
+            "versions": {module.__name__: str(module.__version__) for module in (plait, torch, transformers)},
+        }
+        try:
+            checkpoint.save(
+                job.run.checkpoints, job.step, job.engine.state(), facts, keep_last=job.recipe.run.keep_last
+            )
+        except CheckpointError as error:
+            problem = error
+    if job.engine.world.any_flag(problem is not None):
+        raise problem or SystemExit(2)  # the first rank tells why
+
+
+def _show_start(job: Job, peak_flops: float) -> None:
+    if job.console is not None:
+        job.console.print(start_table(job.recipe, job.engine, peak_flops))
+        if job.step:
+            job.console.print(f"resumed after step {job.step}", highlight=False)
+
+
+def _diverged(job: Job, lr: float) -> RunError:
+    return RunError(
+        f"the gradient was not finite in {job.skipped} steps in a row",
+        given=f"up to step {job.step}, with a learning rate of {lr:.2e}",
+        expected="finite gradients; a step without them changes no weight",
+        hint=f"a smaller optimizer.lr or clip_norm; the last checkpoint is in {job.run.checkpoints}",
+    )

@@ -1,0 +1,197 @@
+"""What a run tells while it runs: a progress line, metrics.jsonl, TensorBoard. On rank 0; elsewhere nothing.
+
+metrics.jsonl has an object per line: of a step all of `StepFacts`, of an evaluation `step` and
+`validation_loss`. A number that is not finite stands as null. Resumed, a run cuts the file back to the
+step that it resumes from, so that no step stands in it twice.
+"""
+
+import json
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from torch.utils.tensorboard.writer import SummaryWriter
+
+from plait.engine import StepResult
+from plait.train.run import RunDir
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """One training step, over all ranks. `step` counts from 1; `tokens` are the targets since step 1."""
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float
+    skipped: bool
+    tokens: int
+    tokens_per_s: float
+    mfu: float
+    seconds: float
+
+    @classmethod
+    def of(
+        cls, result: StepResult, step: int, tokens: int, lr: float, seconds: float, mfu: float
+    ) -> "StepFacts":
+        speed = result.num_tokens / seconds
+        return cls(step, result.loss, lr, result.grad_norm, result.skipped, tokens, speed, mfu, seconds)
+
+
+class Metrics:
+    """Opened for one run of the loop: `with Metrics(...) as metrics`.
+
+    console     None on every rank but the first: then nothing is shown or written
+    first_step  how many steps are done already
+    log_every   steps between lines on the screen and points on TensorBoard
+    """
+
+    def __init__(
+        self, run: RunDir, console: Console | None, first_step: int, steps: int, log_every: int
+    ) -> None:
+        self._console = console
+        self._log_every = log_every
+        self._steps = steps
+        self._since_log: list[StepFacts] = []
+        self._last_validation = ""
+        self._progress: Progress | None = None
+        if console is None:
+            return
+        cut_back(run.metrics, first_step)
+        self._file = run.metrics.open("a", encoding="utf-8")
+        # `purge_step`: TensorBoard drops what an earlier process wrote for the steps from here on
+        self._board = SummaryWriter(str(run.tensorboard), purge_step=first_step + 1, flush_secs=30)
+        if console.is_terminal:
+            self._progress = _progress_line(console)
+            self._task = self._progress.add_task("", total=steps, completed=first_step, text="starting")
+
+    def __enter__(self) -> "Metrics":
+        if self._progress is not None:
+            self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+        if self._console is not None:
+            self._file.close()
+            self._board.close()
+
+    def step(self, facts: StepFacts) -> None:
+        """Records a step. The file gets every step; screen and TensorBoard every `log_every`-th."""
+        if self._console is None:
+            return
+        self._file.write(_line(vars(facts)))
+        self._since_log.append(facts)
+        if facts.skipped:
+            self.note(f"step {facts.step}: the gradient is not finite; the step is skipped")
+        if self._progress is not None:
+            self._progress.update(self._task, completed=facts.step, text=self._text([facts]))
+        if facts.step % self._log_every and facts.step != self._steps:
+            return
+        if self._progress is None:
+            self.note(f"step {facts.step}/{self._steps}  {self._text(self._since_log)}{self._left()}")
+        for name in ("loss", "lr", "grad_norm", "tokens_per_s", "mfu"):
+            self._board.add_scalar(f"train/{name}", getattr(facts, name), facts.step)
+        self._since_log.clear()
+        self._file.flush()
+
+    def validation(self, step: int, loss: float) -> None:
+        """Records an evaluation after `step` steps."""
+        if self._console is None:
+            return
+        self._file.write(_line({"step": step, "validation_loss": loss}))
+        self._file.flush()
+        self._board.add_scalar("validation/loss", loss, step)
+        self._last_validation = f"  validation {loss:.3f}"
+        self.note(f"step {step}/{self._steps}  validation loss {loss:.4f}")
+
+    def flush(self) -> None:
+        """What was recorded is in the file when this returns."""
+        if self._console is not None:
+            self._file.flush()
+
+    def note(self, text: str) -> None:
+        if self._console is not None:
+            self._console.print(text, highlight=False, soft_wrap=True, markup=False)
+
+    def _text(self, window: list[StepFacts]) -> str:
+        last = window[-1]
+        losses = [facts.loss for facts in window if math.isfinite(facts.loss)]
+        loss = sum(losses) / len(losses) if losses else math.nan
+        speed = sum(facts.tokens_per_s for facts in window) / len(window)
+        mfu = sum(facts.mfu for facts in window) / len(window)
+        return (
+            f"loss {loss:.4f}  lr {last.lr:.2e}  grad {last.grad_norm:.2f}  "
+            f"{speed:,.0f} tok/s  mfu {mfu:.1%}{self._last_validation}"
+        )
+
+    def _left(self) -> str:
+        window = self._since_log
+        left_s = (self._steps - window[-1].step) * sum(facts.seconds for facts in window) / len(window)
+        return f"  {time.strftime('%H:%M:%S', time.gmtime(left_s))} left" if left_s < 86400 else ""
+
+
+def _progress_line(console: Console) -> Progress:
+    return Progress(
+        TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+        BarColumn(bar_width=20),
+        TextColumn("{task.fields[text]}"),
+        TimeRemainingColumn(),
+        console=console,
+        refresh_per_second=4,
+    )
+
+
+def cut_back(path: Path, last_step: int) -> None:
+    """Drops the records of later steps than `last_step`, and a last line that a killed process left half."""
+    if not path.exists():
+        return
+    kept = [_line(record) for record in read_metrics(path) if record["step"] <= last_step]
+    partial = path.with_suffix(".tmp")
+    partial.write_text("".join(kept), encoding="utf-8")
+    partial.replace(path)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl, in order; a half-written last line is left out."""
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        if not line.endswith("\n"):
+            break
+        records.append(json.loads(line))
+    return records
+
+
+def _line(record: dict[str, Any]) -> str:
+    finite = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in record.items()
+    }
+    return json.dumps(finite) + "\n"
+
+
+def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of a square matrix product on this device now, with this process's threads: MFU's measure.
+
+    The best of several tries, so that a neighbour's noise does not make the device look slow. Every rank
+    of a host has to call it at the same time, to share the host as they do in training.
+    """
+    size = 8192 if device.type == "cuda" else 1024
+    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    best_s = math.inf
+    for _ in range(6):
+        began = time.perf_counter()
+        torch.mm(left, right)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best_s = min(best_s, time.perf_counter() - began)
+    return 2.0 * size**3 / best_s

@@ -1,0 +1,74 @@
+"""What a run shows before it starts and after it ends: tables, and the picture of its loss."""
+
+from dataclasses import fields
+from pathlib import Path
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from rich.table import Table
+
+from plait.engine import Engine
+from plait.plan import MemoryUse
+from plait.train.config import Recipe
+from plait.train.metrics import read_metrics
+
+
+def predicted_memory(recipe: Recipe, engine: Engine) -> MemoryUse:
+    """Bytes that a rank will hold: activations are those of one micro-batch."""
+    shares = engine.data_ranks * engine.plan.micro
+    return engine.predicted_memory((recipe.run.batch // shares, recipe.data.sequence))
+
+
+def start_table(recipe: Recipe, engine: Engine, peak_flops: float) -> Table:
+    """Model, plan, batch, device, and the memory that each rank will use."""
+    predicted = predicted_memory(recipe, engine)
+    table = Table(title="this run", show_header=False, title_justify="left")
+    table.add_column()
+    table.add_column()
+    run, sequence = recipe.run, recipe.data.sequence
+    table.add_row("model", f"{type(engine.model).__name__}, {engine.num_parameters:,} parameters")
+    table.add_row("plan", f"{engine.plan} on {engine.world.size} ranks ({engine.device.type})")
+    table.add_row("step", f"{run.batch} sequences of {sequence} = {run.batch * sequence:,} tokens")
+    table.add_row("steps", f"{run.steps:,}: {run.steps * run.batch * sequence:,} tokens")
+    table.add_row("peak", f"{peak_flops / 1e9:,.1f} GFLOP/s per rank, a matrix product measured now")
+    memory = ", ".join(f"{field.name} {_size(getattr(predicted, field.name))}" for field in fields(predicted))
+    table.add_row("memory per rank", f"{memory}; in all {_size(predicted.total)}")
+    return table
+
+
+def memory_table(predicted: MemoryUse, measured: MemoryUse) -> Table:
+    """Bytes per rank by category: what was predicted, what was measured."""
+    table = Table(title="memory per rank", title_justify="left")
+    for heading in ("", "predicted", "measured"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for field in fields(predicted):
+        table.add_row(field.name, _size(getattr(predicted, field.name)), _size(getattr(measured, field.name)))
+    table.add_row("in all", _size(predicted.total), _size(measured.total))
+    return table
+
+
+def draw_losses(metrics: Path, picture: Path) -> None:
+    """Training and validation loss over steps, from metrics.jsonl."""
+    records = read_metrics(metrics)
+    train = [(record["step"], record["loss"]) for record in records if record.get("loss") is not None]
+    validation = [
+        (record["step"], record["validation_loss"])
+        for record in records
+        if record.get("validation_loss") is not None
+    ]
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for points, style, label in ((train, "-", "training"), (validation, "o-", "validation")):
+        if points:
+            axes.plot(*zip(*points, strict=True), style, label=label, linewidth=1, markersize=4)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss, nats per token")
+    axes.grid(alpha=0.3)
+    if train or validation:
+        axes.legend()
+    figure.savefig(picture, dpi=120)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.1f} MiB"

@@ -1,0 +1,211 @@
+"""A run's directory, and everything that can be checked before the first rank starts."""
+
+import json
+import secrets
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from plait import checkpoint
+from plait.errors import ConfigError, DataError, PlanError, RunError
+from plait.models import causal_lm_on_meta
+from plait.plan import Plan
+from plait.train.config import Recipe, differences, read_recipe
+from plait.train.data import TokenStore, build, load_tokenizer
+from plait.train.model import whole_config
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Where a run keeps what."""
+
+    path: Path
+
+    @property
+    def recipe(self) -> Path:
+        """What the run uses, resolved."""
+        return self.path / "recipe.json"
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.path / "tokenizer"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def picture(self) -> Path:
+        return self.path / "loss.png"
+
+    @property
+    def export(self) -> Path:
+        """The trained model in Hugging Face form."""
+        return self.path / "export"
+
+    def read_recipe(self, sets: Sequence[str] = (), plan: str | None = None) -> Recipe:
+        """The recipe of this run, wherever the run has been moved to. Raises RunError, ConfigError."""
+        if not self.recipe.is_file():
+            raise RunError(
+                "there is no run to resume" if not self.path.exists() else "this is not a run's directory",
+                given=self.path,
+                expected=f"a directory with {self.recipe.name}",
+                hint="without --resume, to begin one",
+            )
+        recipe = read_recipe(self.recipe, sets, plan)
+        return recipe.model_copy(update={"run": recipe.run.model_copy(update={"dir": self.path})})
+
+
+def prepare(
+    source: Path,
+    *,
+    sets: Sequence[str] = (),
+    plan: str | None = None,
+    resume: bool = False,
+    ranks: int | None = None,
+    local: bool = True,
+) -> Recipe:
+    """Checks a run as far as it can be without a rank, builds its data and makes its directory.
+
+    `source` is a recipe, or with `resume` also a run's directory. `ranks`: how many there are, if that is
+    decided; `local` when all of them are to run on this host. Returns the recipe as the ranks are to use
+    it, which is saved in the run's directory. Raises a PlaitError, and has then made no directory.
+    """
+    if source.is_dir():
+        if not resume:
+            raise RunError("a directory is not a recipe", given=source, hint=f"plait train {source} --resume")
+        recipe = RunDir(source).read_recipe(sets, plan)
+    else:
+        recipe = read_recipe(source, sets, plan)
+    run = RunDir(recipe.run.dir)
+    the_plan = Plan.parse(recipe.plan)
+    the_plan.check_ranks(ranks if ranks is not None else the_plan.num_ranks)
+    _check_batch(the_plan, recipe.run.batch)
+    if local:
+        _check_devices(the_plan.num_ranks, recipe.run.device)
+    if resume:
+        saved = run.read_recipe(sets, plan)
+        last = checkpoint.newest(run.checkpoints)
+    elif run.path.exists() and (not run.path.is_dir() or any(run.path.iterdir())):
+        raise RunError(
+            "the run's directory exists",
+            given=f"run.dir = {run.path}",
+            hint=f"--resume to go on with it, or --set run.dir={run.path}-2",
+        )
+    store = build(recipe.data, recipe.tokenizer)
+    recipe = _resolve(recipe, store)
+    if not resume:
+        _create(run, recipe, store)
+        return recipe
+    _check_unchanged(recipe, saved, run)
+    if last is not None:
+        last.check_same("model", model_facts(recipe))
+        last.check_same("data", store.digest)
+        last.verify()
+    _write_recipe(run.recipe, recipe)  # with what --set and --plan have changed
+    return recipe
+
+
+def discard_unused(run: RunDir) -> None:
+    """Removes the directory of a run that ended before it had done anything."""
+    if not (run.metrics.exists() or run.checkpoints.exists()):
+        shutil.rmtree(run.path, ignore_errors=True)
+
+
+def model_facts(recipe: Recipe) -> dict[str, object]:
+    """What makes a checkpoint one of this model."""
+    return {"config": recipe.model.config, "path": str(recipe.model.path) if recipe.model.path else None}
+
+
+def _check_batch(plan: Plan, batch: int) -> None:
+    try:
+        plan.check_batch(batch)
+    except PlanError as error:  # the recipe's name for it
+        raise PlanError(
+            error.fact, given=f"run.{error.given}", expected=error.expected, hint=f"run.{error.hint}"
+        ) from error
+
+
+def _resolve(recipe: Recipe, store: TokenStore) -> Recipe:
+    """The recipe with everything said that the data and the tokenizer decide; checks that they fit."""
+    tokenizer = load_tokenizer(store.tokenizer_dir)
+    config = whole_config(recipe.model, tokenizer, store.vocab_size)
+    model = causal_lm_on_meta(config)
+    store.check_model(
+        vocab_size=int(model.config.vocab_size),
+        max_sequence=getattr(model.config, "max_position_embeddings", None),
+        sequence=recipe.data.sequence,
+    )
+    if recipe.run.evaluate_every and store.validation.num_tokens < recipe.data.sequence:
+        raise DataError(
+            "the validation text is shorter than one sequence",
+            given=f"{store.validation.num_tokens} tokens, data.sequence = {recipe.data.sequence}",
+            hint="a larger data.validation, or run.evaluate_every = 0",
+        )
+    if recipe.model.pretrained:
+        resolved = recipe.model.model_copy(update={"path": _absolute(recipe.model.path)})
+    else:
+        resolved = recipe.model.model_copy(update={"config": config, "path": None})
+    data = recipe.data.model_copy(update={"dir": _absolute(recipe.data.dir)})
+    words = recipe.tokenizer.model_copy(update={"path": _absolute(recipe.tokenizer.path)})
+    return recipe.model_copy(update={"model": resolved, "data": data, "tokenizer": words})
+
+
+def _absolute(path: Path | None) -> Path | None:
+    return None if path is None else path.absolute()
+
+
+def _create(run: RunDir, recipe: Recipe, store: TokenStore) -> None:
+    """Makes the directory wholly or not at all."""
+    partial = run.path.with_name(f"{run.path.name}.tmp-{secrets.token_hex(4)}")
+    try:
+        partial.mkdir(parents=True)
+        try:
+            _write_recipe(RunDir(partial).recipe, recipe)
+            shutil.copytree(store.tokenizer_dir, RunDir(partial).tokenizer)
+            partial.replace(run.path)  # also over an empty directory
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+    except OSError as error:
+        raise RunError("the run's directory cannot be made", given=f"{run.path}: {error}") from error
+
+
+def _write_recipe(path: Path, recipe: Recipe) -> None:
+    partial = path.with_suffix(".tmp")
+    partial.write_text(json.dumps(recipe.model_dump(mode="json"), indent=1), encoding="utf-8")
+    partial.replace(path)
+
+
+def _check_unchanged(recipe: Recipe, saved: Recipe, run: RunDir) -> None:
+    """A recipe file that has changed since the run began is refused; what --set and --plan say is not."""
+    changed = differences(recipe, saved)
+    if changed:
+        raise RunError(
+            "the recipe is not the one that the run began with",
+            given=f"{', '.join(changed[:5])} differ from {run.recipe}",
+            hint=f"plait train {run.path} --resume, with --set for what shall change",
+        )
+
+
+def _check_devices(ranks: int, device: str) -> None:
+    """One rank per GPU, or all on the CPU."""
+    gpus = 0 if device == "cpu" else torch.cuda.device_count()
+    if (device == "cuda" and gpus == 0) or 0 < gpus < ranks:
+        raise ConfigError(
+            "more ranks than GPUs",
+            given=f"{ranks} ranks, {gpus} GPUs",
+            expected="one rank per GPU",
+            hint=f'--plan "dp={gpus}", or --set run.device=cpu' if gpus else "--set run.device=cpu",
+        )
