@@ -1,0 +1,33 @@
+"""Text in, batches out: sources, tokenizer, token files, sample order, loader.
+
+sources.py    what a recipe's `sources` mean: files, and the shards they are cut into
+reading.py    a shard as documents, streamed in pieces of about a megabyte
+tokenizer.py  train, take over, save and load a tokenizer
+index.py      what stands in index.json, and how it is written and read
+parts.py      one shard -> one pair of token files, in this process or another
+build.py      all shards -> a directory of tokens; restartable
+store.py      a directory of tokens, checked, as two streams
+order.py      which sample comes when: a pure function of (seed, epoch, sample number)
+loader.py     a stream and an order as a torch DataLoader
+"""
+
+from plait.train.data.build import build
+from plait.train.data.config import DataConfig, TokenizerConfig
+from plait.train.data.loader import Windows, loader
+from plait.train.data.order import Permutation, SampleOrder
+from plait.train.data.store import TokenStore, TokenStream, open_store
+from plait.train.data.tokenizer import load_tokenizer
+
+__all__ = [
+    "DataConfig",
+    "Permutation",
+    "SampleOrder",
+    "TokenStore",
+    "TokenStream",
+    "TokenizerConfig",
+    "Windows",
+    "build",
+    "load_tokenizer",
+    "loader",
+    "open_store",
+]

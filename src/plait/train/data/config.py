@@ -1,0 +1,52 @@
+"""What a recipe says about data: `[data]` and `[tokenizer]`."""
+
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+END_OF_DOCUMENT = "<|end|>"
+BYTES_AND_END = 257  # a byte-level vocabulary has every byte, and the end of a document
+
+
+class TokenizerConfig(BaseModel):
+    """Either an existing tokenizer (`path`) or the size of one to be trained (`vocab_size`).
+
+    `path` is a Hugging Face tokenizer's directory, or a tokenizer.json. `end_of_document` is the token
+    that ends every document: `<|end|>` in a trained tokenizer, an existing one's own eos token.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    path: Path | None = None
+    vocab_size: int | None = Field(default=None, ge=BYTES_AND_END, le=2**31)
+    end_of_document: str | None = Field(default=None, min_length=1)
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> Self:
+        if (self.path is None) == (self.vocab_size is None):
+            raise ValueError("a tokenizer has either path (an existing one) or vocab_size (one to train)")
+        return self
+
+
+class DataConfig(BaseModel):
+    """Where text comes from, where its tokens live, and how samples are drawn from them.
+
+    `sources`: paths or globs of text files (one document each), of .jsonl or .jsonl.gz (one per line,
+    under `text_key`), `hf:NAME_OR_DIR[?config=..&split=..]`, or `python-stdlib`. `sequence` is in tokens.
+    `validation` is a share of the documents. `workers` load batches; `build_workers` tokenize (0: this
+    process; None: one per core where the corpus is worth it). `verify` hashes the token files at start.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    dir: Path
+    sources: list[str] = Field(min_length=1)
+    text_key: str = "text"
+    sequence: int = Field(ge=2)
+    order: Literal["random", "sequential"] = "random"
+    validation: float = Field(default=0.02, ge=0, lt=1)
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    workers: int = Field(default=1, ge=0)
+    build_workers: int | None = Field(default=None, ge=0)
+    verify: bool = True
