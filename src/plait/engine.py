@@ -14,7 +14,6 @@ a step is skipped follows from the reduced loss and norm, which are the same bit
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,7 +150,8 @@ class Engine:
             raise
 
     def update(self) -> StepResult:
-        """Reduces what is left, clips, and lets the optimizer update the weights. See [Note: one division]."""
+        """Reduces what is left, clips, lets the optimizer update the weights. See [Note: one division]."""
+        self._data.start_rest()
         all_reduce(self._totals, self._data_group)
         squares = [squared_norm(unit.gradient) for unit in self._data.finish()]
         loss_sum, num_targets, square = torch.stack([*self._totals, torch.stack(squares).sum()]).tolist()
@@ -197,7 +197,7 @@ class Engine:
         return self._state().save(self.num_steps)
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Takes over what `state` gave, under whatever plan. Raises CheckpointError naming what does not fit."""
+        """Takes over what `state` gave, under whatever plan. Raises CheckpointError for another model's."""
         self.num_steps = self._state().load(tensors)
 
     def memory(self) -> MemoryUse:

@@ -52,7 +52,7 @@ class World:
             self._store.set(key, b"1")
 
     def wait_for(self, key: str) -> None:
-        """Waits without a time limit until a rank has announced `key`; the launcher ends us if that rank dies."""
+        """Waits until a rank has announced `key`. No time limit: the launcher ends us if that rank dies."""
         if self._store is not None:
             self._store.wait([key], _FOREVER)
 
@@ -143,9 +143,7 @@ def _store(rank: int, size: int, timeout: datetime.timedelta) -> dist.Store:
     return store
 
 
-def _join(
-    store: dist.Store, rank: int, size: int, device: torch.device, timeout: datetime.timedelta
-) -> None:
+def _join(store: dist.Store, rank: int, size: int, device: torch.device, timeout: datetime.timedelta) -> None:
     cuda = device.type == "cuda"
     try:
         dist.init_process_group(

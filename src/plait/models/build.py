@@ -1,4 +1,4 @@
-"""Building Hugging Face causal language models: on meta from a configuration, or from a directory's weights."""
+"""Building Hugging Face causal language models: on meta from a configuration, or with their weights."""
 
 import json
 from collections.abc import Mapping

@@ -41,10 +41,15 @@ def initialise(model: nn.Module, seed: int, device: torch.device) -> None:
 
     Raises ModelError naming a parameter that the model's own code leaves without a value.
     """
+    wide = {p: p.data for p in model.parameters() if p.dtype == torch.float64}
+    for parameter, data in wide.items():  # generators draw other numbers in float64
+        parameter.data = torch.empty_like(data, dtype=torch.float32)
     with torch.no_grad(), torch.random.fork_rng(_cuda_devices(device)):
         for parameter in model.parameters():
             parameter.fill_(float("nan"))
         _visit(model, "", _initialiser_of(model), seed, device)
+    for parameter, data in wide.items():
+        parameter.data = data.copy_(parameter.data)
     for name, parameter in model.named_parameters():
         if bool(torch.isnan(parameter).any()):
             raise ModelError(
@@ -54,7 +59,9 @@ def initialise(model: nn.Module, seed: int, device: torch.device) -> None:
             )
 
 
-def _visit(module: nn.Module, name: str, apply: Callable[[Any], None], seed: int, device: torch.device) -> None:
+def _visit(
+    module: nn.Module, name: str, apply: Callable[[Any], None], seed: int, device: torch.device
+) -> None:
     for key, child in module.named_children():
         inner = _initialiser_of(child) if isinstance(child, PreTrainedModel) else apply
         _visit(child, f"{name}.{key}" if name else key, inner, seed, device)

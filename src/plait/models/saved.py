@@ -32,7 +32,7 @@ class SavedBytes:
             self.total += storage.nbytes()
         return tensor
 
-    def pack_inputs(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def pack_inputs(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         for value in (*args, *kwargs.values()):
             if isinstance(value, Tensor):
                 self.pack(value)

@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-
 _RUN = 4096  # elements summed in the gradient's own dtype before float64 takes over
 
 

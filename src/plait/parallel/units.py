@@ -93,9 +93,7 @@ class Unit:
             parameter = parameters[piece.name]
             if not parameter.is_meta:
                 view.copy_(parameter.detach())
-        self._parameters = [
-            _rebound(parameters[piece.name], view) for piece, view in self.named(self.master)
-        ]
+        self._parameters = [_rebound(parameters[piece.name], view) for piece, view in self.named(self.master)]
         for index, parameter in enumerate(self._parameters):
             parameter.register_post_accumulate_grad_hook(self._taker(index))
 

@@ -39,10 +39,15 @@ class DataParallel:
         for unit in self._order:
             unit.begin_micro()
 
-    def finish(self) -> Iterator[Unit]:
-        """Starts what has not started, then yields each unit as its gradient becomes the sum over ranks."""
+    def start_rest(self) -> None:
+        """Backward is over: starts what has not started. Until then no other verb may be called on the
+        group, because ranks differ in how far they have come."""
         while len(self._started) < len(self._order):
             self._start_next()
+
+    def finish(self) -> Iterator[Unit]:
+        """Yields each unit as its gradient becomes the sum over ranks."""
+        assert len(self._started) == len(self._order), "finish before start_rest"
         for unit, pending in self._started:
             pending.wait()
             unit.move(UnitState.REDUCED)

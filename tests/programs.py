@@ -1,0 +1,199 @@
+"""Programs that tests run on ranks, and the one-process program that they are compared with."""
+
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import plait
+from plait.comm import connect
+from plait.models import causal_lm_on_meta
+
+SEQUENCES, LENGTH, VOCABULARY, STEPS = 12, 16, 61, 3
+CLIP = 0.05  # well under the norms that occur, so that clipping is active in every step
+ADAMW = {"lr": 3e-3, "weight_decay": 0.1, "betas": (0.9, 0.95)}
+
+
+@dataclass
+class Trace:
+    """What a run computed: per step its loss, norm and gradients, and the weights at both ends."""
+
+    first_weights: dict[str, Tensor] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+
+
+def llama(*, on_meta: bool = True, tied: bool = False, exact: bool = True) -> nn.Module:
+    """A small unmodified Llama; with `exact`, its norms compute in the dtype of their input."""
+    model: Any = causal_lm_on_meta(
+        {
+            "model_type": "llama",
+            "vocab_size": VOCABULARY,
+            "hidden_size": 32,
+            "intermediate_size": 56,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 64,
+            "tie_word_embeddings": tied,
+        }
+    )
+    if not on_meta:
+        model = type(model)(model.config)
+    for module in model.modules():
+        if exact and type(module).__name__ == "LlamaRMSNorm":
+            module.forward = types.MethodType(_exact_rms_norm, module)
+    return model
+
+
+def _exact_rms_norm(self: Any, x: Tensor) -> Tensor:
+    """transformers computes this in float32 whatever the model's dtype, which 1e-9 cannot see through."""
+    return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+
+
+def tied_llama(on_meta: bool = True) -> nn.Module:
+    return llama(on_meta=on_meta, tied=True)
+
+
+class Branches(nn.Module):
+    """A plain module with what makes data parallelism hard: a branch that only some samples take, a
+    module used twice, a parameter that is never used, a scalar and a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 24)
+        self.blocks = nn.ModuleList([nn.Linear(24, 24) for _ in range(3)])
+        self.rare = nn.Linear(24, 24)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.unused = nn.Parameter(torch.ones(5))
+        self.head = nn.Linear(24, VOCABULARY, bias=False)
+        self.frozen = nn.Parameter(torch.linspace(0.5, 1.5, 24), requires_grad=False)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids) * self.frozen
+        for block in (*self.blocks, self.blocks[0]):
+            x = x + torch.tanh(block(x))
+        if int(input_ids[0, 0]) % 2:  # differs between ranks and micro-batches
+            x = x + self.rare(x)
+        return self.head(x * self.scale)
+
+
+def branches(on_meta: bool = False) -> nn.Module:
+    assert not on_meta, "plain modules come with their weights"
+    torch.manual_seed(5 + connect().rank)  # ranks disagree: the engine must take rank 0's
+    return Branches()
+
+
+def summed_loss(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    """Next-token cross entropy of logits or of an output that holds them: sum and count, computed plainly."""
+    logits = outputs if isinstance(outputs, Tensor) else outputs.logits
+    targets = batch["labels"][:, 1:].reshape(-1)
+    total = F.cross_entropy(logits[:, :-1].flatten(0, 1), targets, ignore_index=-100, reduction="sum")
+    return total, (targets != -100).sum()
+
+
+def batches(steps: int = STEPS) -> list[dict[str, Tensor]]:
+    """Global batches whose labels are masked unevenly: from all of a sequence to nothing of it."""
+    generator = torch.Generator().manual_seed(11)
+    found = []
+    for _ in range(steps):
+        ids = torch.randint(0, VOCABULARY, (SEQUENCES, LENGTH), generator=generator)
+        share = torch.linspace(0.0, 1.0, SEQUENCES)[torch.randperm(SEQUENCES, generator=generator), None]
+        masked = torch.rand(SEQUENCES, LENGTH, generator=generator) < share
+        found.append({"input_ids": ids, "labels": ids.masked_fill(masked, -100)})
+    return found
+
+
+def train(build: Callable[[], nn.Module], plan: str, optimizer: str = "AdamW") -> Trace:
+    """The parallel program: runs on every rank of the plan; rank 0's trace is whole."""
+    torch.set_default_dtype(torch.float64)  # plain modules are built in it; meta models are cast
+    try:
+        engine = plait.parallelize(
+            build(),
+            plan,
+            optimizer=getattr(torch.optim, optimizer),
+            optimizer_args=ADAMW if optimizer == "AdamW" else {"lr": 0.3},
+            clip_norm=CLIP,
+            loss=summed_loss,
+            seed=3,
+        )
+    finally:
+        torch.set_default_dtype(torch.float32)
+    trace = Trace(first_weights=engine.whole_parameters())
+    for batch in batches():
+        result = engine.step(share_of(batch, engine))
+        assert not result.skipped
+        trace.losses.append(result.loss)
+        trace.norms.append(result.grad_norm)
+        trace.gradients.append(engine.whole_gradients())
+    trace.weights = engine.whole_parameters()
+    return trace
+
+
+def share_of(batch: dict[str, Tensor], engine: plait.Engine) -> dict[str, Tensor]:
+    return {key: value.chunk(engine.data_ranks)[engine.data_rank] for key, value in batch.items()}
+
+
+def one_process(
+    build: Callable[..., nn.Module], first_weights: dict[str, Tensor], micros: int, optimizer: str = "AdamW"
+) -> Trace:
+    """The oracle: plain torch, whole batch, one model, no plait code in the training loop.
+
+    `micros`: into how many pieces the batch is cut for forward; only branches that look at values see it.
+    """
+    model = build(on_meta=False).double()
+    model.load_state_dict(first_weights, strict=False)
+    named = dict(model.named_parameters())
+    decay = [p for name, p in named.items() if p.requires_grad and _decays(name, p)]
+    others = [p for name, p in named.items() if p.requires_grad and not _decays(name, p)]
+    groups = [{"params": decay}, {"params": others, "weight_decay": 0.0}]
+    if optimizer == "AdamW":
+        stepper: torch.optim.Optimizer = torch.optim.AdamW(groups, **ADAMW, foreach=False)
+    else:
+        stepper = getattr(torch.optim, optimizer)(groups, lr=0.3)
+    trace = Trace(first_weights=first_weights)
+    for batch in batches():
+        num_targets = (batch["labels"][:, 1:] != -100).sum()
+        loss = torch.zeros((), dtype=torch.float64)
+        for piece in range(micros):
+            micro = {key: value.chunk(micros)[piece] for key, value in batch.items()}
+            total, _ = summed_loss(model(micro["input_ids"]), micro)
+            loss = loss + total / num_targets
+        stepper.zero_grad()
+        loss.backward()
+        trainable = [p for p in named.values() if p.requires_grad]
+        for parameter in trainable:  # plait updates what a step does not use as with a zero gradient
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        trace.norms.append(nn.utils.clip_grad_norm_(trainable, CLIP, foreach=False).item())
+        trace.losses.append(loss.item())
+        trace.gradients.append({n: p.grad.clone() for n, p in named.items() if p.requires_grad})
+        stepper.step()
+    trace.weights = {name: p.detach().clone() for name, p in named.items()}
+    return trace
+
+
+def _decays(name: str, parameter: Tensor) -> bool:
+    return parameter.ndim >= 2 and not name.endswith("bias")
+
+
+def largest_difference(ours: dict[str, Tensor], oracle: dict[str, Tensor]) -> tuple[float, str]:
+    """The largest difference of any tensor, relative to the largest element of all, and its name."""
+    assert ours.keys() == oracle.keys(), ours.keys() ^ oracle.keys()
+    scale = max(float(t.abs().max()) for t in oracle.values())
+    return max((float((ours[n] - oracle[n]).abs().max()) / scale, n) for n in oracle)
+
+
+def assert_same(ours: Trace, oracle: Trace, tolerance: float = 1e-9) -> None:
+    for step, (mine, theirs) in enumerate(zip(ours.gradients, oracle.gradients, strict=True)):
+        difference, name = largest_difference(mine, theirs)
+        assert difference <= tolerance, f"step {step}: gradient of {name} differs by {difference:.1e}"
+    difference, name = largest_difference(ours.weights, oracle.weights)
+    assert difference <= tolerance, f"weight {name} differs by {difference:.1e}"
+    for mine, theirs in zip(ours.losses + ours.norms, oracle.losses + oracle.norms, strict=True):
+        assert abs(mine - theirs) <= tolerance * abs(theirs), f"loss or norm {mine} against {theirs}"
