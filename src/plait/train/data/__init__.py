@@ -4,7 +4,8 @@ sources.py    what a recipe's `sources` mean: files, and the shards they are cut
 reading.py    a shard as documents, streamed in pieces of about a megabyte
 tokenizer.py  train, take over, save and load a tokenizer
 index.py      what stands in index.json, and how it is written and read
-parts.py      one shard -> one pair of token files, in this process or another
+parts.py      one shard -> one pair of token files and a record
+processes.py  many shards, in this process or in several
 build.py      all shards -> a directory of tokens; restartable
 store.py      a directory of tokens, checked, as two streams
 order.py      which sample comes when: a pure function of (seed, epoch, sample number)
@@ -13,7 +14,7 @@ loader.py     a stream and an order as a torch DataLoader
 
 from plait.train.data.build import build
 from plait.train.data.config import DataConfig, TokenizerConfig
-from plait.train.data.loader import Windows, loader
+from plait.train.data.loader import Windows, check_batch, loader
 from plait.train.data.order import Permutation, SampleOrder
 from plait.train.data.store import TokenStore, TokenStream, open_store
 from plait.train.data.tokenizer import load_tokenizer
@@ -27,6 +28,7 @@ __all__ = [
     "TokenizerConfig",
     "Windows",
     "build",
+    "check_batch",
     "load_tokenizer",
     "loader",
     "open_store",

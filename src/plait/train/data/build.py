@@ -57,13 +57,13 @@ def build(
     """
     console = Console(stderr=True, quiet=not progress)
     spec = Spec.of(data, tokenizer)
-    if not force and (data.dir / INDEX).exists():
-        store = open_store(data, tokenizer)
-        _note_changed_sources(store, data, console)
-        return store
-    _check_folder(data.dir)
-    shards = list_shards(data.sources)
     try:
+        if not force and (data.dir / INDEX).exists():
+            store = open_store(data, tokenizer)
+            _note_changed_sources(store, data, console)
+            return store
+        _check_folder(data.dir)
+        shards = list_shards(data.sources)
         with _locked(data.dir, console):
             if force:
                 (data.dir / INDEX).unlink(missing_ok=True)
@@ -104,10 +104,10 @@ class _Build:
             folder=self.data.dir,
             tokenizer=folder,
             tokenizer_sha256=json_hash(tokenizers.file_hashes(folder)),
-            vocab_size=len(found),
+            vocab_size=max(found.get_vocab().values()) + 1,  # not their count: ids may have gaps
             text_key=self.data.text_key,
             seed=self.data.seed,
-            end_of_document=found.convert_tokens_to_ids(found.eos_token),
+            end_of_document=found.get_vocab()[found.eos_token],
             share=share,
             threshold=share,
         )
@@ -124,10 +124,10 @@ class _Build:
             made = tokenizers.read_tokenizer(self.tokenizer.path, self.tokenizer.end_of_document)
         else:
             assert self.tokenizer.vocab_size is not None, "the configuration's check"
-            with self.console.status("training the tokenizer"):
-                made = tokenizers.train_tokenizer(
-                    self._sample(), self.tokenizer.vocab_size, self.tokenizer.end_of_document
-                )
+            self.console.print("training the tokenizer", highlight=False)
+            made = tokenizers.train_tokenizer(
+                self._sample(), self.tokenizer.vocab_size, self.tokenizer.end_of_document
+            )
         tokenizers.save_tokenizer(made, folder)
         write_json(record, {"key": key, "files": tokenizers.file_hashes(folder)})
 

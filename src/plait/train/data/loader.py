@@ -35,21 +35,13 @@ class Windows(Dataset[dict[str, Tensor]]):
     ) -> None:
         """Raises PlanError for a batch that does not divide, DataError for a stream that is too short."""
         assert 0 <= data_rank < data_ranks, f"data rank {data_rank} of {data_ranks}"
-        if global_batch < 1 or global_batch % data_ranks:
-            raise PlanError(
-                "the batch cannot be dealt evenly to the ranks that see different data",
-                given=f"batch={global_batch} on dp={data_ranks}",
-                expected=f"a multiple of {data_ranks}",
-                hint=f"batch={max(1, round(global_batch / data_ranks)) * data_ranks}",
-            )
+        check_batch(stream, sequence=sequence, global_batch=global_batch, data_ranks=data_ranks)
         self.stream = stream
         self.sequence = sequence
         self.global_batch = global_batch
         self.share = global_batch // data_ranks
         self.first = data_rank * self.share
-        num_samples = count_samples(stream.num_tokens, sequence)
-        _check_length(stream, num_samples, sequence, global_batch)
-        self.order = SampleOrder(num_samples, seed, order)
+        self.order = SampleOrder(count_samples(stream.num_tokens, sequence), seed, order)
 
     def __len__(self) -> int:
         """Whole batches of one epoch. Steps beyond it go on with the next epoch's order."""
@@ -67,7 +59,16 @@ def count_samples(num_tokens: int, sequence: int) -> int:
     return max(0, (num_tokens - 1) // (sequence - 1))
 
 
-def _check_length(stream: TokenStream, num_samples: int, sequence: int, global_batch: int) -> None:
+def check_batch(stream: TokenStream, *, sequence: int, global_batch: int, data_ranks: int) -> None:
+    """Raises PlanError for a batch that does not divide, DataError for a stream shorter than one batch."""
+    if global_batch < 1 or global_batch % data_ranks:
+        raise PlanError(
+            "the batch cannot be dealt evenly to the ranks that see different data",
+            given=f"batch={global_batch} on dp={data_ranks}",
+            expected=f"a multiple of {data_ranks}",
+            hint=f"batch={max(1, round(global_batch / data_ranks)) * data_ranks}",
+        )
+    num_samples = count_samples(stream.num_tokens, sequence)
     if num_samples < 1:
         raise DataError(
             f"the {stream.name} tokens are fewer than one sequence",
@@ -99,10 +100,10 @@ def loader(
     workers: int = 0,
     pin_memory: bool = False,
 ) -> "DataLoader[dict[str, Tensor]]":
-    """Yields this rank's share of steps first_step, ..., last_step - 1: {"input_ids", "labels"}, (b, S) int64.
+    """Yields this rank's share of each step from first_step to last_step - 1, as Windows gives it.
 
-    b = global_batch / data_ranks. `workers` processes read ahead; 0 reads in this process. Raises PlanError
-    for a batch that does not divide, DataError for a stream shorter than one sequence or one batch.
+    `workers` processes read ahead; 0 reads in this process. Raises PlanError for a batch that does not
+    divide, DataError for a stream shorter than one sequence or one batch.
     """
     windows = Windows(
         stream,

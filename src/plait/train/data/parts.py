@@ -149,6 +149,7 @@ def write_part(
             done = sum(piece.num_bytes for piece in batch)
             num_bytes += done
             report(done)
+        record_path(setting.folder, number).unlink(missing_ok=True)  # of other files than these
         record = PartRecord(
             key=setting.key(shard),
             threshold=setting.threshold,

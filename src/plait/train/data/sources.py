@@ -5,6 +5,7 @@ how many processes tokenize, so the tokens are the same on every machine.
 """
 
 import glob
+import itertools
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,6 +21,7 @@ Kind = Literal["text", "jsonl", "jsonl.gz", "hf"]
 SHARDS = 64  # aimed at: enough for many cores and for restarts, few enough for one directory
 MIN_SHARD_BYTES = 1 << 20
 MAX_SHARD_BYTES = 1 << 28
+HF_ROW_BYTES = 2048  # a guess, for progress and for the size of shards: a row's size is known when read
 NOT_LIBRARY = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 
 
@@ -27,8 +29,8 @@ NOT_LIBRARY = frozenset({"test", "tests", "idle_test", "site-packages", "dist-pa
 class Slice:
     """A stretch of a file: it owns the lines that begin in bytes [start, stop). For `hf` it is rows.
 
-    `size` and `changed_ns` are the whole file's when it was listed: who finds others later knows that the
-    file has changed in between. `name` is the file's path, or the dataset's name.
+    `size` and `version` are the whole file's when it was listed (its time of change, a dataset's
+    fingerprint): a part made of other ones is made again. `name` is the path, or the dataset's name.
     """
 
     kind: Kind
@@ -36,7 +38,7 @@ class Slice:
     start: int
     stop: int
     size: int
-    changed_ns: int = 0
+    version: str = ""
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,8 @@ def _matches(source: str) -> list[Path]:
         )
     if path.exists():
         return [path]
-    paths = sorted(Path(p) for p in glob.glob(str(path), recursive=True))
+    found = glob.glob(str(path), recursive=True)  # noqa: PTH207  Path.glob takes no absolute pattern
+    paths = sorted(Path(name) for name in found)
     paths = [p for p in paths if p.is_file()]
     if not paths:
         raise DataError(
@@ -118,7 +121,7 @@ def _file_slice(path: Path) -> Slice:
         status = path.stat()
     except OSError as error:
         raise DataError(f"cannot read {path}", given=error.strerror) from error
-    return Slice(kind, str(path), 0, status.st_size, status.st_size, status.st_mtime_ns)
+    return Slice(kind, str(path), 0, status.st_size, status.st_size, str(status.st_mtime_ns))
 
 
 def _cut(item: Slice, limit: int) -> Iterator[Slice]:
@@ -128,7 +131,7 @@ def _cut(item: Slice, limit: int) -> Iterator[Slice]:
         return
     pieces = -(-_num_bytes(item) // limit)
     bounds = [item.size * number // pieces for number in range(pieces + 1)]
-    for start, stop in zip(bounds, bounds[1:], strict=False):
+    for start, stop in itertools.pairwise(bounds):
         if start < stop:
             yield replace(item, start=start, stop=stop)
 
@@ -152,14 +155,16 @@ def _num_bytes(item: Slice) -> int:
     return item.stop - item.start
 
 
-HF_ROW_BYTES = 2048  # a guess, for progress and for the size of shards: a row's size is known when read
-
-
 def _dataset_slice(name: str) -> Slice:
-    rows = len(open_dataset(name))
-    if rows == 0:
+    rows = open_dataset(name)
+    if len(rows) == 0:
         raise DataError(f"the source hf:{name} is empty", given="0 rows")
-    return Slice("hf", name, 0, rows, rows)
+    return Slice("hf", name, 0, len(rows), len(rows), dataset_fingerprint(rows))
+
+
+def dataset_fingerprint(rows: Any) -> str:
+    """What `datasets` itself tells contents apart by."""
+    return str(rows._fingerprint)
 
 
 def open_dataset(name: str) -> Any:

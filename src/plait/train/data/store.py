@@ -40,7 +40,8 @@ class TokenStream:
 
     def read(self, start: int, length: int) -> NDArray[np.int64]:
         """(length,) token ids from `start` on."""
-        return self.read_windows(np.array([start], dtype=np.int64), length)[0]
+        windows = self.read_windows(np.array([start], dtype=np.int64), length)
+        return windows.reshape(length)
 
     def read_windows(self, starts: NDArray[np.int64], length: int) -> NDArray[np.int64]:
         """(len(starts), length) token ids: row i is tokens [starts[i], starts[i] + length)."""
@@ -125,7 +126,7 @@ class TokenStore:
 def open_store(
     data: DataConfig, tokenizer: TokenizerConfig | None = None, *, verify: bool | None = None
 ) -> TokenStore:
-    """Opens and checks what `build` made. Reads every byte once to hash it where `verify` (data.verify) is set.
+    """Opens and checks what `build` made. `verify` (data.verify) reads every byte once to hash it.
 
     Raises DataError: missing, cut short, another hash, another tokenizer, made from another recipe.
     """
@@ -203,7 +204,7 @@ def _check_size(path: Path, expected: int) -> None:
 
 
 def _check_hashes(folder: Path, files: Sequence[PartFile]) -> None:
-    """In threads: hashing lets go of the interpreter's lock, so this runs at the disk's or the cores' speed."""
+    """In threads: hashing lets go of the interpreter's lock, so this is as fast as the disk or the cores."""
     threads = min(HASH_THREADS, len(os.sched_getaffinity(0)))
     with ThreadPoolExecutor(threads) as pool:
         for letter in pool.map(lambda file: _hash_letter(folder / file.name, file.sha256), files):

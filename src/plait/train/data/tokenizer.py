@@ -39,7 +39,11 @@ def train_tokenizer(
         show_progress=False,
     )
     bpe.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=end, eos_token=end, pad_token=end)
+    return _fast(tokenizer_object=bpe, bos_token=end, eos_token=end, pad_token=end)
+
+
+def _fast(**arguments: Any) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(**arguments)  # type: ignore[no-untyped-call]
 
 
 def read_tokenizer(path: Path, end_of_document: str | None) -> PreTrainedTokenizerFast:
@@ -48,7 +52,7 @@ def read_tokenizer(path: Path, end_of_document: str | None) -> PreTrainedTokeniz
         raise DataError(f"the tokenizer {path} is missing", expected="its directory, or a tokenizer.json")
     try:
         if path.is_file():
-            found = PreTrainedTokenizerFast(tokenizer_file=str(path))
+            found: Any = _fast(tokenizer_file=str(path))
         else:
             found = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     except Exception as error:  # from the Rust side come bare Exceptions
@@ -91,7 +95,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 
 def encoder(folder: Path) -> Tokenizer:
     """The bare, fast tokenizer for a corpus: text that spells a special token stays text."""
-    bare: Any = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    bare: Tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     bare.encode_special_tokens = True
     bare.no_truncation()
     bare.no_padding()
