@@ -1,0 +1,268 @@
+"""Jobs on local ranks as real processes: how they start, what they open, how they end."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from plait.comm import launch_local
+from plait.errors import CommError
+
+START_S = 40.0  # two imports of torch beside other work
+
+LAUNCHER = """
+import sys
+from plait.comm import launch_local
+sys.exit(launch_local(2, sys.argv[2:], command=[sys.executable, "-u", sys.argv[1]]))
+"""
+
+# Counts the signals, and ends like a rank that saves: between steps, taking its time.
+SAVING_RANK = """
+import os, pathlib, signal, subprocess, sys, time
+rank, folder = int(os.environ["RANK"]), pathlib.Path(sys.argv[1])
+save_s, code = float(sys.argv[2 + rank]), int(sys.argv[4])
+helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])  # like a DataLoader's worker
+got = []
+for signum in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(signum, lambda signum, frame: got.append(signum))
+(folder / f"ready-{rank}").touch()
+while not got:
+    time.sleep(0.02)
+time.sleep(save_s)
+helper_lives = helper.poll() is None
+helper.kill()
+(folder / f"saved-{rank}").write_text(f"{[int(signum) for signum in got]} {helper_lives}")
+sys.exit(code)
+"""
+
+IGNORING_RANK = """
+import os, pathlib, signal, sys, time
+for signum in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(signum, signal.SIG_IGN)
+(pathlib.Path(sys.argv[1]) / f"ready-{os.environ['RANK']}").write_text(str(os.getpid()))
+while os.environ["RANK"] == "0" or len(sys.argv) < 3:
+    time.sleep(0.1)  # as stuck as in a collective: no signal that Python handles is heard
+sys.exit(int(sys.argv[2]))
+"""
+
+Write = Callable[[str], Path]
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Write:
+    def write(text: str) -> Path:
+        (tmp_path / "rank.py").write_text(text)
+        return tmp_path / "rank.py"
+
+    return write
+
+
+def run_here(script: Path, num_ranks: int, *argv: object) -> int:
+    return launch_local(num_ranks, [str(arg) for arg in argv], command=[sys.executable, "-u", str(script)])
+
+
+@pytest.fixture
+def start(script: Write, tmp_path: Path) -> Iterator[Start]:
+    """Starts a launcher of two ranks in a process of its own, and waits until both have said `ready-RANK`."""
+    launchers = []
+
+    def start(text: str, *argv: object) -> subprocess.Popen[str]:
+        launcher = subprocess.Popen(
+            [sys.executable, "-c", LAUNCHER, str(script(text)), str(tmp_path), *map(str, argv)],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        launchers.append(launcher)
+        ready = [tmp_path / "ready-0", tmp_path / "ready-1"]
+        wait_until(lambda: launcher.poll() is not None or all(path.exists() for path in ready), START_S)
+        assert launcher.poll() is None, launcher.communicate()[0]
+        return launcher
+
+    yield start
+    for launcher in launchers:
+        launcher.kill()
+        launcher.communicate()
+
+
+def wait_until(condition: Callable[[], bool], limit_s: float) -> float:
+    begin_s = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begin_s < limit_s, f"not so within {limit_s} s"
+        time.sleep(0.02)
+    return time.monotonic() - begin_s
+
+
+def is_alive(pid: int) -> bool:
+    """A zombie that nobody has reaped yet is dead."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("ends", "code"),
+    [
+        (["sys.exit(0)", "sys.exit(0)"], 0),
+        (["sys.exit(0)", "sys.exit(3)"], 3),
+        (["sys.exit(1)", "time.sleep(0.5); sys.exit(2)"], 2),
+        (["time.sleep(0.5); sys.exit(1)", "os.kill(os.getpid(), 9)"], 128 + 9),
+        (["time.sleep(60)", "os.abort()"], 128 + 6),
+    ],
+    ids=["all well", "one fails", "a user's mistake", "the first is killed", "one aborts"],
+)
+def test_the_exit_code_is_that_of_the_cause(script: Write, ends: list[str], code: int) -> None:
+    rank_0, rank_1 = ends
+    file = script(f"import os, sys, time\nif os.environ['RANK'] == '0':\n    {rank_0}\nelse:\n    {rank_1}\n")
+    assert run_here(file, 2) == code
+
+
+def test_arguments_and_output_pass_through_unchanged_and_nothing_else_is_printed(
+    script: Write, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = script("import sys\nprint(sys.argv[1:])\nsys.exit(5)")
+    assert run_here(file, 1, "--prompt", "$$ ${local_rank} $HOME") == 5
+    assert capfd.readouterr() == ("['--prompt', '$$ ${local_rank} $HOME']\n", "")
+
+
+def test_ranks_find_their_environment_and_ours_is_left_as_it_was(
+    script: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "my0")
+    before, handler = dict(os.environ), signal.getsignal(signal.SIGTERM)
+    names = "RANK LOCAL_RANK WORLD_SIZE OMP_NUM_THREADS GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME"
+    file = script(f"""
+import os, pathlib
+meeting = pathlib.Path(os.environ["PLAIT_RENDEZVOUS_FILE"]).parent
+text = " ".join(os.environ[name] for name in "{names}".split()) + f" {{meeting.stat().st_mode & 0o777:o}}"
+pathlib.Path(r"{tmp_path}", os.environ["RANK"]).write_text(text)
+""")
+    assert run_here(file, 2) == 0
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    for rank in (0, 1):
+        assert (tmp_path / str(rank)).read_text() == f"{rank} {rank} 2 {threads} my0 lo 700"
+    assert dict(os.environ) == before
+    assert signal.getsignal(signal.SIGTERM) is handler
+    assert not any((tmp_path / "tmp").iterdir())
+
+
+def test_a_stuck_peer_of_a_failed_rank_is_gone_within_10_seconds(script: Write, tmp_path: Path) -> None:
+    begin_s = time.monotonic()
+    assert run_here(script(IGNORING_RANK), 2, tmp_path, 4) == 4
+    assert time.monotonic() - begin_s < 10
+    assert not is_alive(int((tmp_path / "ready-0").read_text()))
+
+
+def test_a_killed_rank_takes_down_the_ranks_that_wait_for_it_in_a_collective(
+    start: Start, tmp_path: Path
+) -> None:
+    launcher = start("""
+import os, pathlib, sys, time
+from plait.comm import connect
+world = connect()
+world.barrier()
+(pathlib.Path(sys.argv[1]) / f"pid-{world.rank}").write_text(str(os.getpid()))
+(pathlib.Path(sys.argv[1]) / f"ready-{world.rank}").touch()
+time.sleep(60 * world.rank)
+world.barrier()
+""")
+    victim, peer = (int((tmp_path / f"pid-{rank}").read_text()) for rank in (1, 0))
+    os.kill(victim, signal.SIGKILL)
+    output, _ = launcher.communicate(timeout=10)
+    assert launcher.returncode == 128 + signal.SIGKILL
+    assert not is_alive(peer)
+    assert "rror" in output  # the peer's own words
+    assert "elastic" not in output
+
+
+def test_sigterm_lets_every_rank_save_and_ends_with_0(start: Start, tmp_path: Path) -> None:
+    launcher = start(SAVING_RANK, 0.0, 1.0, 0)
+    launcher.send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    launcher.send_signal(signal.SIGTERM)  # schedulers repeat themselves
+    output, _ = launcher.communicate(timeout=10)
+    assert launcher.returncode == 0
+    assert output == ""
+    for rank in (0, 1):  # the signal once, and not to the processes that the rank had started
+        assert (tmp_path / f"saved-{rank}").read_text() == f"[{int(signal.SIGTERM)}] True"
+
+
+def test_ctrl_c_lets_every_rank_save_in_its_own_time_and_ends_with_130(start: Start, tmp_path: Path) -> None:
+    # One rank is ready long before the other, and says with its exit code that it was interrupted: that is
+    # no death for which its peer is to be killed after 5 s.
+    launcher = start(SAVING_RANK, 0.0, 5.5, 130)
+    os.killpg(launcher.pid, signal.SIGINT)  # the terminal signals the whole foreground group
+    launcher.communicate(timeout=15)
+    assert launcher.returncode == 130
+    for rank in (0, 1):
+        assert (tmp_path / f"saved-{rank}").read_text() == f"[{int(signal.SIGINT)}] True"
+
+
+def test_a_second_ctrl_c_ends_ranks_that_do_not_listen(start: Start, tmp_path: Path) -> None:
+    launcher = start(IGNORING_RANK)
+    launcher.send_signal(signal.SIGINT)
+    time.sleep(1.2)
+    assert launcher.poll() is None
+    launcher.send_signal(signal.SIGINT)
+    launcher.communicate(timeout=5)
+    assert launcher.returncode == 128 + signal.SIGKILL
+    assert not any(is_alive(int((tmp_path / f"ready-{rank}").read_text())) for rank in (0, 1))
+
+
+def test_a_killed_launcher_leaves_no_rank(start: Start, tmp_path: Path) -> None:
+    launcher = start("from plait.comm.launch import end_with_parent\nend_with_parent()\n" + IGNORING_RANK)
+    pids = [int((tmp_path / f"ready-{rank}").read_text()) for rank in (0, 1)]
+    assert all(map(is_alive, pids))
+    launcher.kill()
+    wait_until(lambda: not any(map(is_alive, pids)), 5.0)
+
+
+def test_nothing_listens_but_on_loopback(start: Start, tmp_path: Path) -> None:
+    launcher = start("""
+import os, pathlib, sys, time
+from plait.comm import connect
+world = connect()
+assert not world.any_flag(False)
+(pathlib.Path(sys.argv[1]) / f"pid-{world.rank}").write_text(str(os.getpid()))
+(pathlib.Path(sys.argv[1]) / f"ready-{world.rank}").touch()
+while not (pathlib.Path(sys.argv[1]) / "looked").exists():
+    time.sleep(0.02)
+world.close()
+""")
+    pids = [launcher.pid, *(int((tmp_path / f"pid-{rank}").read_text()) for rank in (0, 1))]
+    addresses = {address for pid in pids for address in listening(pid)}
+    (tmp_path / "looked").touch()
+    output, _ = launcher.communicate(timeout=START_S)
+    assert launcher.returncode == 0, output
+    assert addresses == {"0100007F"}, addresses  # 127.0.0.1, as /proc/net writes it; Gloo's
+
+
+def test_a_job_without_ranks_is_refused() -> None:
+    with pytest.raises(CommError, match="a job needs ranks"):
+        launch_local(0, [])
+
+
+def listening(pid: int) -> list[str]:
+    """The local addresses, in hexadecimal, on which a process listens."""
+    links = [str(fd.readlink()) for fd in Path(f"/proc/{pid}/fd").iterdir()]
+    inodes = {link[len("socket:[") : -1] for link in links if link.startswith("socket:")}
+    rows = [
+        row.split()
+        for table in ("tcp", "tcp6")
+        if Path(f"/proc/{pid}/net/{table}").exists()
+        for row in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
+    ]
+    listen = "0A"
+    return [row[1].partition(":")[0] for row in rows if row[3] == listen and row[9] in inodes]
