@@ -1,0 +1,204 @@
+"""Recipes: what they can say, and the letter that answers what they cannot."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import get_scheduler
+
+from plait.errors import ConfigError
+from plait.plan import Plan
+from plait.train.config import OPTIMIZERS, Recipe, ScheduleConfig, differences, read_recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPE = """
+plan = "dp=2 micro=2"
+[run]
+dir = "runs/x"
+steps = 100
+batch = 8
+[model.config]
+model_type = "llama"
+hidden_size = 32
+[data]
+dir = "data/x"
+sources = ["*.txt"]
+sequence = 64
+[tokenizer]
+vocab_size = 512
+[optimizer]
+lr = 1e-3
+args = { betas = [0.9, 0.95] }
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.toml"
+    path.write_text(RECIPE)
+    return path
+
+
+def letter(read: Callable[[], object]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read()
+    return caught.value.letter()
+
+
+def test_a_recipe_says_what_stands_in_it_and_defaults_for_the_rest(recipe: Path) -> None:
+    found = read_recipe(recipe)
+    assert Plan.parse(found.plan) == Plan(dp=2, micro=2)
+    assert (found.run.steps, found.run.log_every, found.run.dir) == (100, 10, Path("runs/x"))
+    assert found.optimizer.torch_class() is torch.optim.AdamW
+    assert found.optimizer.torch_args() == {"lr": 1e-3, "weight_decay": 0.0, "betas": [0.9, 0.95]}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.toml")), ids=lambda path: path.name)
+def test_the_recipes_that_we_ship_are_valid(path: Path) -> None:
+    found = read_recipe(path)
+    Plan.parse(found.plan).check_batch(found.run.batch)
+
+
+def test_a_saved_recipe_reads_back_as_itself(recipe: Path, tmp_path: Path) -> None:
+    found = read_recipe(recipe)
+    saved = tmp_path / "recipe.json"
+    saved.write_text(json.dumps(found.model_dump(mode="json")))
+    assert read_recipe(saved) == found
+    assert differences(read_recipe(saved), found) == []
+    other = read_recipe(saved, ["run.dir=elsewhere", "model.config.hidden_size=64", "optimizer.lr=0.1"])
+    assert sorted(differences(other, found)) == ["model.config.hidden_size", "optimizer.lr"]
+
+
+@pytest.mark.parametrize(
+    ("assignment", "key", "value"),
+    [
+        ("run.steps=7", lambda r: r.run.steps, 7),
+        ("run.dir=/a b/c", lambda r: r.run.dir, Path("/a b/c")),
+        ('run.dir="q"', lambda r: r.run.dir, Path("q")),
+        ("optimizer.lr=1", lambda r: r.optimizer.lr, 1.0),
+        ('data.sources=["a", "b"]', lambda r: r.data.sources, ["a", "b"]),
+        ("data.verify=false", lambda r: r.data.verify, False),
+        ("schedule.name=linear", lambda r: r.schedule.name, "linear"),
+        ("model.config.tie_word_embeddings=true", lambda r: r.model.config["tie_word_embeddings"], True),
+        ("plan=dp=4", lambda r: r.plan, "dp=4"),
+    ],
+)
+def test_set_puts_a_value_over_the_recipes(
+    recipe: Path, assignment: str, key: Callable[[Recipe], Any], value: object
+) -> None:
+    assert key(read_recipe(recipe, [assignment])) == value
+
+
+def test_the_plan_on_the_command_line_goes_over_the_recipes(recipe: Path) -> None:
+    assert read_recipe(recipe, plan="dp=1 precision=bf16").plan == "dp=1 precision=bf16"
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("run.stpes", "run.steps"),
+        ("run.checkpoint_evry", "run.checkpoint_every"),
+        ("optimizer.learning_rate", "one of"),
+        ("optimizer.clipnorm", "optimizer.clip_norm"),
+        ("data.seqence", "data.sequence"),
+        ("tokenizer.vocabsize", "tokenizer.vocab_size"),
+        ("shedule", "schedule"),
+        ("optimizer.args.beta", "betas"),
+    ],
+)
+def test_a_misspelt_key_is_answered_with_the_nearest(recipe: Path, key: str, nearest: str) -> None:
+    said = letter(lambda: read_recipe(recipe, [f"{key}=3"]))
+    assert repr(key.split(".")[-1]) in said.splitlines()[0]
+    assert nearest in said.splitlines()[-1]
+    assert str(recipe) in said or "args" in key
+
+
+@pytest.mark.parametrize(
+    ("assignment", "words"),
+    [
+        ("run.steps=many", "run.steps = 'many'"),
+        ("run.steps=0", "greater than or equal to 1"),
+        ("run.steps=1.5", "run.steps = 1.5"),
+        ('run.steps="100"', "run.steps = '100'"),
+        ("run.batch=true", "run.batch = True"),
+        ("run.dir=3", "run.dir = 3"),
+        ("optimizer.lr=-1", "greater than 0"),
+        ("schedule.name=cosin", "'cosine'"),
+        ("data.sequence=1", "data.sequence = 1"),
+        ("run=3", "run = 3"),
+        ("tokenizer.path=some", "either path"),
+        ("run.device=tpu", "run.device = 'tpu'"),
+    ],
+)
+def test_a_value_that_cannot_be_is_answered_with_its_key(recipe: Path, assignment: str, words: str) -> None:
+    assert words in letter(lambda: read_recipe(recipe, [assignment]))
+
+
+@pytest.mark.parametrize("assignment", ["run.steps", "=3", ".a=3", "run..steps=3"])
+def test_a_set_without_key_and_value_is_answered_with_an_example(recipe: Path, assignment: str) -> None:
+    assert "--set run.steps=100" in letter(lambda: read_recipe(recipe, [assignment]))
+
+
+def test_a_key_below_a_value_is_refused(recipe: Path) -> None:
+    assert "holds a value" in letter(lambda: read_recipe(recipe, ["run.steps.more=3"]))
+
+
+def test_a_recipe_that_is_no_toml_or_not_there_is_named(tmp_path: Path) -> None:
+    assert "no such recipe" in letter(lambda: read_recipe(tmp_path / "none.toml"))
+    bad = tmp_path / "bad.toml"
+    bad.write_text("[run\nsteps = 3")
+    assert f"{bad}: " in letter(lambda: read_recipe(bad))
+    bad.write_bytes(b"\xff\xfe")
+    assert "cannot be read" in letter(lambda: read_recipe(bad))
+    (tmp_path / "empty.toml").write_text("")
+    assert "does not say plan" in letter(lambda: read_recipe(tmp_path / "empty.toml"))
+
+
+def test_a_model_is_a_configuration_or_a_path(recipe: Path) -> None:
+    assert "one of the two" in letter(lambda: read_recipe(recipe, ["model.path=somewhere"]))
+    assert "need a path" in letter(lambda: read_recipe(recipe, ["model.pretrained=true"]))
+
+
+def test_only_optimizers_that_update_each_element_by_itself_are_taken(recipe: Path) -> None:
+    for name in OPTIMIZERS:
+        read_recipe(recipe, [f"optimizer.name={name}", "optimizer.args={}"])
+    for name in ("Muon", "LBFGS", "Adafactor", "SparseAdam", "Adan"):
+        assert f"optimizer.name = '{name}'" in letter(
+            lambda name=name: read_recipe(recipe, [f"optimizer.name={name}"])
+        )
+    assert "Invalid" in letter(lambda: read_recipe(recipe, ["optimizer.args={betas=[3.0, 0.9]}"]))
+    assert "[optimizer] itself" in letter(lambda: read_recipe(recipe, ["optimizer.args={lr=1.0}"]))
+
+
+def test_a_course_longer_than_the_run_is_refused(recipe: Path) -> None:
+    assert "longer than the run" in letter(lambda: read_recipe(recipe, ["schedule.warmup=101"]))
+    assert "decay" in letter(lambda: read_recipe(recipe, ["schedule.decay=10"]))
+    assert "decay" in letter(lambda: read_recipe(recipe, ["schedule.name=warmup_stable_decay"]))
+
+
+@pytest.mark.parametrize(
+    ("name", "theirs", "decay"),
+    [
+        ("constant", "constant_with_warmup", None),
+        ("linear", "linear", None),
+        ("cosine", "cosine", None),
+        ("warmup_stable_decay", "warmup_stable_decay", 20),
+    ],
+)
+def test_the_learning_rate_is_that_of_transformers_at_any_step_in_any_order(
+    name: str, theirs: str, decay: int | None
+) -> None:
+    weight = torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    specific = None if decay is None else {"num_decay_steps": decay}
+    scheduler = get_scheduler(theirs, optimizer, 10, 100, specific)
+    expected = []
+    for _ in range(100):
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    course = ScheduleConfig.model_validate({"name": name, "warmup": 10, "decay": decay}).course(100)
+    assert [0.5 * course(step) for step in reversed(range(100))] == expected[::-1]

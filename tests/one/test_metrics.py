@@ -1,0 +1,98 @@
+"""metrics.jsonl, TensorBoard, the picture: what a run tells about itself."""
+
+import io
+import json
+import math
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from plait.train.metrics import Metrics, StepFacts, cut_back, matmul_peak, read_metrics
+from plait.train.report import draw_losses
+from plait.train.run import RunDir
+
+
+def facts(step: int, *, loss: float | None = None, skipped: bool = False) -> StepFacts:
+    loss = 10.0 - step if loss is None else loss
+    return StepFacts(step, loss, 1e-3, 0.5, skipped, step * 100, 5000.0, 0.25, 0.02)
+
+
+def record(run: RunDir, first: int, last: int) -> str:
+    """Steps first+1 .. last of 12, an evaluation after each third. What was shown."""
+    shown = io.StringIO()
+    with Metrics(run, Console(file=shown, width=200), first, 12, 2) as metrics:
+        for step in range(first + 1, last + 1):
+            metrics.step(facts(step))
+            if step % 3 == 0:
+                metrics.validation(step, 11.0 - step)
+    return shown.getvalue()
+
+
+def test_every_step_is_in_the_file_and_every_second_on_the_screen(tmp_path: Path) -> None:
+    shown = record(RunDir(tmp_path), 0, 12)
+    steps = [line for line in read_metrics(tmp_path / "metrics.jsonl") if "loss" in line]
+    assert [line["step"] for line in steps] == list(range(1, 13))
+    assert steps[3] == vars(facts(4))
+    lines = [line for line in shown.splitlines() if "tok/s" in line]
+    assert len(lines) == 6
+    assert "step 4/12" in lines[1]
+    assert "loss 6.5000" in lines[1], "the mean since the last line"
+    assert "5,000 tok/s  mfu 25.0%" in lines[1]
+
+
+def test_a_resumed_run_has_every_step_once(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    record(run, 0, 8)
+    with run.metrics.open("a") as file:
+        file.write('{"step": 9, "lo')  # a process killed while it wrote
+    record(run, 6, 12)
+    found = read_metrics(run.metrics)
+    assert [line["step"] for line in found if "loss" in line] == list(range(1, 13))
+    assert [line["step"] for line in found if "validation_loss" in line] == [3, 6, 9, 12]
+    board = EventAccumulator(str(run.tensorboard))
+    board.Reload()
+    assert [event.step for event in board.Scalars("train/loss")] == [2, 4, 6, 8, 10, 12]
+    assert [event.value for event in board.Scalars("validation/loss")] == [8.0, 5.0, 2.0, -1.0]
+
+
+def test_a_number_that_is_not_finite_is_null_and_the_skip_is_told(tmp_path: Path) -> None:
+    shown = io.StringIO()
+    with Metrics(RunDir(tmp_path), Console(file=shown, width=200), 0, 12, 2) as metrics:
+        metrics.step(facts(1, loss=math.nan, skipped=True))
+        metrics.step(facts(2))
+    first = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["loss"] is None
+    assert first["skipped"] is True
+    assert "step 1: the gradient is not finite; the step is skipped" in shown.getvalue()
+    assert "loss 8.0000" in shown.getvalue(), "the mean is of what is finite"
+
+
+def test_other_ranks_write_and_show_nothing(tmp_path: Path) -> None:
+    with Metrics(RunDir(tmp_path), None, 0, 12, 2) as metrics:
+        metrics.step(facts(1))
+        metrics.validation(1, 1.0)
+        metrics.note("nobody reads this")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_cutting_back_a_file_that_is_not_there_is_nothing(tmp_path: Path) -> None:
+    cut_back(tmp_path / "metrics.jsonl", 3)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_picture_shows_both_losses(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    record(run, 0, 12)
+    draw_losses(run.metrics, run.picture)
+    assert run.picture.read_bytes().startswith(b"\x89PNG")
+    with_validation = run.picture.stat().st_size
+    kept = [line for line in run.metrics.read_text().splitlines(True) if "validation" not in line]
+    run.metrics.write_text("".join(kept))
+    draw_losses(run.metrics, run.picture)
+    assert run.picture.stat().st_size < with_validation
+
+
+def test_the_measured_peak_is_a_speed_that_a_processor_can_have() -> None:
+    assert 1e8 < matmul_peak(torch.device("cpu"), torch.float32) < 1e13
