@@ -1,0 +1,65 @@
+"""Simplicity has numbers: sizes of files and functions, folders in the README's tree. Exits 1 with offenders.
+
+A file has at most 400 lines; a function at most 60, counted from its `def`, and nine functions in ten at most
+40. README.md, where there is one, names every folder under src/plait in its tree.
+"""
+
+import ast
+import sys
+from pathlib import Path
+
+FOLDERS = ("src", "tests", "benchmarks", "tools", "examples")
+FILE_LINES = 400
+FUNCTION_LINES = 60
+MOST_FUNCTIONS_LINES = 40
+MOST = 0.9
+
+
+def main(root: Path) -> int:
+    files = [path for folder in FOLDERS for path in sorted((root / folder).rglob("*.py"))]
+    offenders, lengths = [], []
+    for path in files:
+        name = path.relative_to(root)
+        source = path.read_text(encoding="utf-8")
+        num_lines = len(source.splitlines())
+        if num_lines > FILE_LINES:
+            offenders.append(f"{name}: {num_lines} lines, at most {FILE_LINES}")
+        for function in functions(ast.parse(source, str(path))):
+            length = function.end_lineno - function.lineno + 1
+            lengths.append(length)
+            if length > FUNCTION_LINES:
+                where = f"{name}:{function.lineno}: {function.name}"
+                offenders.append(f"{where}: {length} lines, at most {FUNCTION_LINES}")
+    short = sum(length <= MOST_FUNCTIONS_LINES for length in lengths)
+    if short < MOST * len(lengths):
+        offenders.append(
+            f"{len(lengths) - short} of {len(lengths)} functions have over {MOST_FUNCTIONS_LINES} lines, "
+            "at most one in ten"
+        )
+    offenders += missing_from_tree(root)
+    print("\n".join(offenders), end="\n" if offenders else "")
+    return 1 if offenders else 0
+
+
+def functions(tree: ast.Module) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def missing_from_tree(root: Path) -> list[str]:
+    """Folders with code under src/plait that no line of the README's tree begins with."""
+    readme = root / "README.md"
+    if not readme.exists():
+        return []
+    # In a tree, a folder's name comes first, behind at most the branches that lead to it.
+    lines = [line.lstrip(" │├└─|`-+") for line in readme.read_text(encoding="utf-8").splitlines()]
+    named = {line.split()[0].rstrip("/").rpartition("/")[2] for line in lines if "/" in line.split(" ")[0]}
+    folders = sorted({path.parent for path in (root / "src/plait").rglob("*.py")})
+    return [
+        f"README.md: {folder.relative_to(root)}/ is not in the tree"
+        for folder in folders
+        if folder.name not in named
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(__file__).resolve().parent.parent))
