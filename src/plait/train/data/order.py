@@ -74,7 +74,7 @@ class SampleOrder:
     num_samples: int
     seed: int
     order: Literal["random", "sequential"] = "random"
-    _block: tuple[int, Int64s] | None = field(default=None, repr=False, compare=False)
+    _block: tuple[tuple[int, int], Int64s] | None = field(default=None, repr=False, compare=False)
 
     def places(self, first: int, count: int) -> Int64s:
         """(count,) places in [0, num_samples) of samples number first, first + 1, ..."""
@@ -82,23 +82,15 @@ class SampleOrder:
             return np.arange(first, first + count, dtype=np.int64) % self.num_samples
         found: list[Int64s] = []
         while count > 0:
-            number, offset = divmod(first, BLOCK)
-            part = self._places_of_block(number)[offset : offset + count]
+            epoch, number = divmod(first, self.num_samples)
+            block, offset = divmod(number, BLOCK)
+            part = self._places_of_block(epoch, block)[offset : offset + count]
             found.append(part)
             first, count = first + len(part), count - len(part)
         return np.concatenate(found) if found else np.empty(0, dtype=np.int64)
 
-    def _places_of_block(self, number: int) -> Int64s:
-        if self._block is None or self._block[0] != number:
-            self._block = (number, self._worked_out(number * BLOCK, BLOCK))
+    def _places_of_block(self, epoch: int, block: int) -> Int64s:
+        if self._block is None or self._block[0] != (epoch, block):
+            numbers = np.arange(block * BLOCK, min((block + 1) * BLOCK, self.num_samples), dtype=np.int64)
+            self._block = (epoch, block), Permutation(self.num_samples, seed=self.seed, epoch=epoch)(numbers)
         return self._block[1]
-
-    def _worked_out(self, first: int, count: int) -> Int64s:
-        found: list[Int64s] = []
-        while count > 0:
-            epoch, start = divmod(first, self.num_samples)
-            take = min(count, self.num_samples - start)
-            numbers = np.arange(start, start + take, dtype=np.int64)
-            found.append(Permutation(self.num_samples, seed=self.seed, epoch=epoch)(numbers))
-            first, count = first + take, count - take
-        return np.concatenate(found)
