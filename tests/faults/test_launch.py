@@ -75,7 +75,8 @@ def start(script: Write, tmp_path: Path) -> Iterator[Start]:
     def start(text: str, *argv: object) -> subprocess.Popen[str]:
         launcher = subprocess.Popen(
             [sys.executable, "-c", LAUNCHER, str(script(text)), str(tmp_path), *map(str, argv)],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+            # A launcher that is killed cannot remove its directory.
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

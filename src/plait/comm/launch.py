@@ -64,7 +64,7 @@ def launch_local(num_ranks: int, argv: list[str], *, command: Sequence[str] | No
 
     Returns the exit code: 0 when all ranks ended with 0; else 2 when any ended with 2 (a user's mistake);
     else that of the rank that failed first, 128 + n for one killed by signal n. After a SIGINT that all
-    ranks obeyed: 130.
+    ranks obeyed: 130. TORCH_DISTRIBUTED_DEBUG=INFO shows the log of torch's agent.
 
     Raises CommError for less than one rank, and OSError when the command cannot be started.
     """
