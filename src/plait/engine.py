@@ -94,7 +94,7 @@ class Engine:
         self._units = _bring_to_life(model, self.layout, plan, mesh, seed)
         if plan.recompute == "full":
             recompute_blocks(self._blocks)
-        self._data = DataParallel(self._units, self._data_group)
+        self._data = DataParallel(self._units, self._data_group, plan.micro)
         self._slices = flat_slices(self._units)
         self._states_per_element = states_per_element(optimizer, optimizer_args)
         self.optimizer = make_optimizer(optimizer, optimizer_args, self._slices)
@@ -205,7 +205,7 @@ class Engine:
         measured in the first step (0 before it)."""
         return MemoryUse(
             parameters=sum(u.storage.nbytes for u in self._units),
-            gradients=sum(u.gradient.nbytes for u in self._units),
+            gradients=sum(u.gradient.nbytes for u in self._units) + self._data.buffer_bytes,
             master=sum(u.master.nbytes for u in self._units if u.master is not u.storage),
             optimizer=sum(
                 value.nbytes
@@ -226,6 +226,7 @@ class Engine:
             self.plan,
             states_per_element=self._states_per_element,
             activation_bytes=saved,
+            wire_bytes=self._data.buffer_bytes,
         )
 
     def flops_per_token(self, sequence: int) -> float:

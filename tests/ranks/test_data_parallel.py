@@ -40,7 +40,7 @@ def test_sgd_sees_the_gradients_scale_and_agrees(pool: Pool) -> None:
 
 def _train_deaf(plan: str) -> Any:
     """The parallel program whose ranks do not hear each other's gradients."""
-    plait.parallel.zero.start_all_reduce = lambda *_: Pending("all-reduce", None)
+    plait.parallel.zero.start_all_reduce = lambda *_: Pending("all-reduce", [])
     try:
         return programs.train(programs.llama, plan)
     finally:

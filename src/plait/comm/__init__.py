@@ -4,18 +4,22 @@ from plait.comm.connect import World, connect
 from plait.comm.launch import launch_local
 from plait.comm.mesh import Mesh
 from plait.comm.verbs import (
+    Exchange,
     Group,
     Pending,
     all_gather,
     all_reduce,
     broadcast,
     reduce_scatter,
+    sends_narrow,
     start_all_gather,
     start_all_reduce,
+    start_exchange,
     start_reduce_scatter,
 )
 
 __all__ = [
+    "Exchange",
     "Group",
     "Mesh",
     "Pending",
@@ -26,7 +30,9 @@ __all__ = [
     "connect",
     "launch_local",
     "reduce_scatter",
+    "sends_narrow",
     "start_all_gather",
     "start_all_reduce",
+    "start_exchange",
     "start_reduce_scatter",
 ]

@@ -8,6 +8,9 @@
 `gradient`  the sum of this step's gradients, in master's dtype. Lives as long as the unit, but has
             meaning only from the first gradient of a step until `reset`: nothing zeroes it, because the
             first gradient of each parameter overwrites its piece and only later ones are added.
+`incoming`  where hooks put gradients: `gradient` itself, or a storage in the compute dtype when that is what
+            travels (see [Note: narrow tensors on the wire ...] in `comm/verbs.py`) and each parameter
+            gives one gradient a step.
 The gaps between pieces (see `plan/layout.py`) are zero in all of them and stay so.
 
 [Note: why gradients are taken over in hooks]
@@ -67,7 +70,7 @@ class Unit:
     def __init__(self, layout: UnitLayout, precision: Precision, device: torch.device) -> None:
         self.layout = layout
         self.master = torch.zeros(layout.numel, dtype=precision.master, device=device)
-        self.gradient = torch.zeros_like(self.master)
+        self.gradient = self.incoming = torch.zeros_like(self.master)
         self.storage = self.master
         if precision.compute != precision.master:
             self.storage = torch.zeros(layout.numel, dtype=precision.compute, device=device)
@@ -78,6 +81,11 @@ class Unit:
         self._written = [False] * len(layout.pieces)  # this step: the piece holds a gradient
         self._arrived = [False] * len(layout.pieces)  # this micro-batch: it has come
         self._parameters: list[nn.Parameter] = []
+
+    def keep_incoming_narrow(self) -> None:
+        """From now on gradients come in, once per step each, in the compute dtype."""
+        self.incoming = torch.zeros_like(self.storage)
+        self._gradients = self.pieces_of(self.incoming)
 
     def pieces_of(self, flat: Tensor) -> list[Tensor]:
         """Views of a tensor that is laid out like the storage, one per piece, each in its box's shape."""

@@ -14,23 +14,41 @@ micro-batches only add to the unit's gradient, and the last one's backward overl
 reduction of the units that it has completed.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from plait.comm import Group, Pending, start_all_reduce
+import torch
+from torch import Tensor
+
+from plait.comm import Group, sends_narrow, start_all_reduce, start_exchange
 from plait.parallel.units import Unit, UnitState
 
 
 class DataParallel:
-    """Sums the units' gradients over the data ranks, beside backward."""
+    """Sums the units' gradients over the data ranks, beside backward.
 
-    def __init__(self, units: list[Unit], group: Group) -> None:
+    `micro`: how many micro-batches give their gradients before each sum.
+    """
+
+    def __init__(self, units: list[Unit], group: Group, micro: int) -> None:
         self._order = list(reversed(units))  # see [Note: one order of reductions ...]
         self._group = group
         self._last = False
         self._complete: set[Unit] = set()
-        self._started: list[tuple[Unit, Pending]] = []
+        self._started: list[tuple[Unit, Callable[[], None]]] = []  # and what finishes it
+        self._received: dict[Unit, list[Tensor]] = {}  # what peers send, where they send it unsummed
         for unit in units:
             unit.on_complete = self._on_complete
+            if micro == 1 and sends_narrow(group, unit.storage.dtype, unit.gradient.dtype):
+                unit.keep_incoming_narrow()
+                self._received[unit] = [torch.empty_like(unit.incoming) for _ in range(group.size - 1)]
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes held only to communicate: narrow gradients, this rank's and those received."""
+        return sum(
+            unit.incoming.nbytes + sum(tensor.nbytes for tensor in tensors)
+            for unit, tensors in self._received.items()
+        )
 
     def begin_micro(self, *, last: bool) -> None:
         """A micro-batch's backward is about to run; with `last`, units are reduced as they complete."""
@@ -48,16 +66,16 @@ class DataParallel:
     def finish(self) -> Iterator[Unit]:
         """Yields each unit as its gradient becomes the sum over ranks."""
         assert len(self._started) == len(self._order), "finish before start_rest"
-        for unit, pending in self._started:
-            pending.wait()
+        for unit, finish in self._started:
+            finish()
             unit.move(UnitState.REDUCED)
             yield unit
         self._started.clear()
 
     def reset(self) -> None:
         """Makes ready for the next step; also after an exception, when reductions may be under way."""
-        for _, pending in self._started:
-            pending.wait()
+        for _, finish in self._started:
+            finish()
         self._started.clear()
         self._last = False
         for unit in self._order:
@@ -74,4 +92,10 @@ class DataParallel:
         unit = self._order[len(self._started)]
         unit.zero_missing()
         unit.move(UnitState.REDUCING)
-        self._started.append((unit, start_all_reduce(unit.gradient, self._group)))
+        self._started.append((unit, self._start(unit)))
+
+    def _start(self, unit: Unit) -> Callable[[], None]:
+        if unit not in self._received:
+            return start_all_reduce(unit.gradient, self._group).wait
+        exchange = start_exchange(unit.incoming, self._received[unit], self._group)
+        return lambda: exchange.wait_and_sum(unit.gradient)

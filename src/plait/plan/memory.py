@@ -30,13 +30,16 @@ class MemoryUse:
 
 
 def model_state_bytes(
-    layout: Layout, plan: Plan, *, states_per_element: int, activation_bytes: int = 0
+    layout: Layout, plan: Plan, *, states_per_element: int, activation_bytes: int = 0, wire_bytes: int = 0
 ) -> MemoryUse:
-    """What a rank will hold. `states_per_element`: 2 for Adam, 1 for SGD with momentum, 0 without."""
+    """What a rank will hold. `states_per_element`: 2 for Adam, 1 for SGD with momentum, 0 without.
+
+    `wire_bytes`: gradients that are held in the form in which they travel, where the transport asks for it.
+    """
     compute, master = COMPUTE_BYTES[plan.precision], MASTER_BYTES[plan.precision]
     return MemoryUse(
         parameters=layout.numel * compute,
-        gradients=layout.numel * master,
+        gradients=layout.numel * master + wire_bytes,
         master=layout.numel * master if master != compute else 0,
         optimizer=layout.numel * master * states_per_element,
         activations=activation_bytes,

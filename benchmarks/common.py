@@ -1,0 +1,62 @@
+"""What the benchmarks share: machine facts, medians and ratios, a table and its JSON."""
+
+import json
+import os
+import platform
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+Times = dict[str, list[float]]  # contender -> seconds per step, in the order in which they were measured
+Row = dict[str, Any]
+
+
+def machine() -> dict[str, Any]:
+    """What a figure depends on and a reader cannot see."""
+    return {"cpu": _cpu_model(), "cores": os.cpu_count(), "torch": torch.__version__, "python": platform.python_version()}
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def rows(case: str, times: Times, *, yardstick: str, peer: str) -> list[Row]:
+    """A row per contender: median, spread, and the median of its ratios to the others of the same round."""
+    found = []
+    for name, seconds in times.items():
+        found.append(
+            {
+                "case": case,
+                "contender": name,
+                "median_ms": 1e3 * statistics.median(seconds),
+                "least_ms": 1e3 * min(seconds),
+                "of_yardstick": _ratio(seconds, times[yardstick]),
+                "faster_than_peer": _ratio(times[peer], seconds),
+            }
+        )
+    return found
+
+
+def _ratio(these: list[float], those: list[float]) -> float:
+    return statistics.median(a / b for a, b in zip(these, those, strict=True))
+
+
+def report(title: str, found: list[Row], facts: dict[str, Any], json_path: Path | None) -> None:
+    """Prints the table; writes rows and facts to `json_path` when there is one."""
+    table = Table(title=title, caption=", ".join(f"{key} {value}" for key, value in facts.items()))
+    for column in found[0]:
+        table.add_column(column.replace("_", " "), justify="left" if column in ("case", "contender") else "right")
+    for row in found:
+        table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()))
+    Console(width=120).print(table)
+    if json_path is not None:
+        json_path.write_text(json.dumps({"title": title, "machine": facts, "rows": found}, indent=1))

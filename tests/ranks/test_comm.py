@@ -1,0 +1,135 @@
+"""The verbs against what they say, and the world's agreements."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from plait.comm import (
+    Group,
+    Mesh,
+    all_gather,
+    all_reduce,
+    broadcast,
+    connect,
+    reduce_scatter,
+    sends_narrow,
+    start_all_reduce,
+    start_exchange,
+)
+from plait.plan import Grid
+from pool import Pool, RankError
+
+
+def _values(rank: int, numel: int = 6) -> torch.Tensor:
+    return torch.arange(numel, dtype=torch.float64) + 100.0 * rank
+
+
+def _verbs(replicate: int, col: int) -> dict[str, Any]:
+    """Every verb on the groups along `col`."""
+    world = connect()
+    group = Mesh(world, Grid.along(replicate=replicate, col=col)).group("col")
+    summed, largest, copied = _values(world.rank), _values(world.rank), _values(world.rank)
+    pending = start_all_reduce(summed, group)
+    all_reduce(largest, group, "max")
+    pending.wait()
+    broadcast(copied, group, source=group.size - 1)
+    gathered = torch.empty(6 * group.size, dtype=torch.float64)
+    all_gather(gathered, _values(world.rank), group)
+    scattered = torch.empty(6, dtype=torch.float64)
+    reduce_scatter(scattered, _values(world.rank, 6 * group.size), group)
+    return {
+        "ranks": group.ranks,
+        "summed": summed,
+        "largest": largest,
+        "copied": copied,
+        "gathered": gathered,
+        "scattered": scattered,
+    }
+
+
+@pytest.mark.parametrize(("replicate", "col"), [(1, 1), (1, 2), (1, 4), (2, 2), (4, 1)])
+def test_every_verb_does_what_it_says_on_every_group(pool: Pool, replicate: int, col: int) -> None:
+    for rank, got in enumerate(pool.run(_verbs, replicate * col, replicate, col)):
+        first = rank // col * col
+        assert got["ranks"] == tuple(range(first, first + col))
+        mine = [_values(r) for r in got["ranks"]]
+        assert torch.equal(got["summed"], torch.stack(mine).sum(0))
+        assert torch.equal(got["largest"], mine[-1])
+        assert torch.equal(got["copied"], mine[-1])
+        assert torch.equal(got["gathered"], torch.cat(mine))
+        whole = torch.stack([_values(r, 6 * col) for r in got["ranks"]]).sum(0)
+        place = rank - first
+        assert torch.equal(got["scattered"], whole[6 * place : 6 * place + 6])
+
+
+def _exchange(numel: int) -> tuple[torch.Tensor, torch.Tensor]:
+    group = connect().group
+    torch.manual_seed(group.rank)
+    mine = torch.randn(numel).bfloat16()
+    out = torch.empty(numel)
+    start_exchange(mine, [torch.empty_like(mine) for _ in range(group.size - 1)], group).wait_and_sum(out)
+    return mine, out
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("numel", [0, 1, 7, 300_001])
+def test_an_exchange_sums_bf16_in_float32_in_rank_order(pool: Pool, ranks: int, numel: int) -> None:
+    results = pool.run(_exchange, ranks, numel)
+    expected = torch.zeros(numel)
+    for mine, _ in results:
+        expected += mine.float()
+    assert all(torch.equal(out, expected) for _, out in results)
+
+
+def _which_travel_narrow() -> tuple[bool, bool]:
+    group = connect().group
+    return (
+        sends_narrow(group, torch.bfloat16, torch.float32),
+        sends_narrow(group, torch.float32, torch.float32),
+    )
+
+
+def test_narrow_tensors_travel_where_that_is_fewer_bytes(pool: Pool) -> None:
+    found = {ranks: pool.run(_which_travel_narrow, ranks)[0] for ranks in (1, 2, 3, 4)}
+    assert found == {1: (False, False), 2: (True, False), 3: (True, False), 4: (False, False)}
+
+
+def _agree() -> tuple[bool, bool, bool, bool]:
+    world = connect()
+    if world.rank == 2:
+        world.announce("ready")
+    world.wait_for("ready")
+    one, none = world.any_flag(world.rank == 1), world.any_flag(False)
+    return one, none, world.claim("door"), connect() is world
+
+
+def test_ranks_agree_and_one_of_them_claims(pool: Pool) -> None:
+    results = pool.run(_agree, 3)
+    assert [result[:2] for result in results] == [(True, False)] * 3
+    assert sum(result[2] for result in results) == 1
+    assert all(result[3] for result in results)
+
+
+def test_a_world_of_one_communicates_with_nobody() -> None:
+    world = connect()
+    tensor = torch.ones(3)
+    all_reduce(tensor, world.group)
+    assert world.size == 1
+    assert world.any_flag(True)
+    assert world.claim("door")
+    assert torch.equal(tensor, torch.ones(3))
+    assert world.group == Group((0,), 0, None)
+
+
+def _mismatch() -> None:
+    world = connect()
+    if world.rank == 0:
+        world.close()  # gone while the other waits
+    else:
+        all_reduce(torch.ones(4), world.group)
+
+
+def test_a_lost_peer_is_an_error_that_says_so(pool: Pool) -> None:
+    with pytest.raises(RankError, match="all-reduce failed: a rank is gone"):
+        pool.run(_mismatch, 2)
