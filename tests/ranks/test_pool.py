@@ -183,7 +183,7 @@ def test_a_dead_rank_is_named_quickly_and_replaced(pool: Pool, code: int | None,
     begin_s = time.monotonic()
     with pytest.raises(RankError, match=f"rank 0 {words}") as caught:
         pool.run(wait_for_rank_0, 2, code)
-    assert time.monotonic() - begin_s < 7
+    assert time.monotonic() - begin_s < 10
     assert caught.value.failures[0].rank == 0
     assert "my last words" in str(caught.value.failures[0])
     after = pool.run(connected_sum, 2)
