@@ -153,7 +153,7 @@ def _row_pieces(lines: Iterator[_Line], item: Slice, how: Reading) -> Iterator[P
             row = json.loads(line.raw.decode("utf-8"))
         except UnicodeDecodeError as error:
             raise _not_utf8(item.name, line.offset + error.start, error) from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(
                 f"{item.name} holds a line that is no JSON", given=f"{line.place}: {error}"
             ) from error

@@ -26,17 +26,17 @@ class TokenStream:
     """
 
     def __init__(self, name: str, files: Sequence[tuple[Path, int]], dtype: str) -> None:
-        """`files`: paths and their numbers of tokens. The files must not be cut while they are mapped."""
+        """`files`: paths and numbers of tokens. Raises nothing; cutting a mapped file kills its readers."""
         self.name = name
-        self._files = tuple(files)
+        self.files = tuple(files)
         self._dtype = dtype
-        counts = np.array([count for _, count in self._files], dtype=np.int64)
+        counts = np.array([count for _, count in self.files], dtype=np.int64)
         self._stops = np.cumsum(counts)
-        self._parts = [_mapped(path, count, dtype) for path, count in self._files]
+        self._parts = [_mapped(path, count, dtype) for path, count in self.files]
         self.num_tokens = int(counts.sum())
 
     def __reduce__(self) -> tuple[type["TokenStream"], tuple[str, tuple[tuple[Path, int], ...], str]]:
-        return TokenStream, (self.name, self._files, self._dtype)
+        return TokenStream, (self.name, self.files, self._dtype)
 
     def read(self, start: int, length: int) -> NDArray[np.int64]:
         """(length,) token ids from `start` on."""

@@ -1,0 +1,274 @@
+"""Text becomes tokens once, whole, the same on any number of processes, and survives being killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from plait.errors import DataError
+from plait.train.data import (
+    DataConfig,
+    TokenizerConfig,
+    TokenStore,
+    TokenStream,
+    build,
+    load_tokenizer,
+    open_store,
+    sources,
+)
+
+TRAINED = TokenizerConfig(vocab_size=320)
+NASTY = [
+    "plain words\n",
+    "  tabs\tand\r\nreturns \n\n\n",
+    "é漢字🙂 \u200d\ufeff",
+    "<|end|> is only text",
+    " ",
+]
+
+
+def config(folder: Path, *names: str, **settings: object) -> DataConfig:
+    settings = {"dir": folder / "tokens", "sequence": 8, "validation": 0.3, **settings}
+    return DataConfig(sources=[str(folder / name) for name in names], **settings)
+
+
+def write_rows(path: Path, texts: list[str]) -> None:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+
+def texts_of(stream: TokenStream, store: TokenStore) -> list[str]:
+    tokens = stream.read(0, stream.num_tokens)
+    ends = np.flatnonzero(tokens == store.end_of_document)
+    assert ends[-1] == len(tokens) - 1, "the last document has an end"
+    tokenizer = load_tokenizer(store.tokenizer_dir)
+    documents = np.split(tokens, ends + 1)[:-1]
+    return [tokenizer.decode(document[:-1], clean_up_tokenization_spaces=False) for document in documents]
+
+
+@pytest.fixture
+def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many parts from little text."""
+    monkeypatch.setattr(sources, "MIN_SHARD_BYTES", 200)
+    monkeypatch.setattr(sources, "MAX_SHARD_BYTES", 200)
+
+
+@pytest.mark.usefixtures("small_shards")
+def test_every_document_comes_back_once_to_the_letter(tmp_path: Path) -> None:
+    texts = [f"{text}{number}" for number in range(20) for text in NASTY]
+    write_rows(tmp_path / "a.jsonl", texts[:60])
+    for number, text in enumerate(texts[60:]):
+        (tmp_path / f"b{number:02d}.txt").write_bytes(text.encode())
+    store = build(config(tmp_path, "a.jsonl", "b*.txt"), TRAINED, progress=False)
+    train, validation = texts_of(store.train, store), texts_of(store.validation, store)
+    assert sorted(train + validation) == sorted(texts)
+    assert train == [text for text in texts if text in set(train)]  # in the sources' order
+    assert 0.1 < len(validation) / len(texts) < 0.5
+    assert len(store.index.train) > 5
+
+
+def test_the_tokenizer_is_one_that_transformers_loads(tmp_path: Path) -> None:
+    write_rows(tmp_path / "a.jsonl", NASTY * 5)
+    store = build(config(tmp_path, "a.jsonl"), TRAINED, progress=False)
+    tokenizer = AutoTokenizer.from_pretrained(store.tokenizer_dir)
+    assert tokenizer.eos_token == tokenizer.bos_token == "<|end|>"
+    assert tokenizer.eos_token_id == store.end_of_document
+    assert len(tokenizer) == store.vocab_size <= 320
+    text = NASTY[2]
+    assert tokenizer.decode(tokenizer(text)["input_ids"], clean_up_tokenization_spaces=False) == text
+    assert store.train.num_tokens + store.validation.num_tokens == store.index.sources[0].tokens
+
+
+def test_the_standard_librarys_files_round_trip(tmp_path: Path) -> None:
+    root = Path(json.__file__).parent
+    store = build(config(tmp_path, f"{root}/*.py"), TokenizerConfig(vocab_size=1000), progress=False)
+    found = texts_of(store.train, store) + texts_of(store.validation, store)
+    assert sorted(found) == sorted(path.read_bytes().decode() for path in root.glob("*.py"))
+    assert store.vocab_size == 1000
+
+
+@pytest.mark.parametrize("validation", [0.001, 0.999])
+@pytest.mark.usefixtures("small_shards")
+def test_no_split_is_empty_where_there_are_two_documents(tmp_path: Path, validation: float) -> None:
+    texts = [f"document {number} " * 20 for number in range(6)]
+    write_rows(tmp_path / "a.jsonl", texts)
+    store = build(config(tmp_path, "a.jsonl", validation=validation), TRAINED, progress=False)
+    train, held_out = texts_of(store.train, store), texts_of(store.validation, store)
+    assert min(len(train), len(held_out)) == 1
+    assert sorted(train + held_out) == sorted(texts)
+
+
+def test_without_a_validation_share_all_is_for_training(tmp_path: Path) -> None:
+    write_rows(tmp_path / "a.jsonl", NASTY)
+    store = build(config(tmp_path, "a.jsonl", validation=0), TRAINED, progress=False)
+    assert store.validation.num_tokens == 0
+    assert len(texts_of(store.train, store)) == len(NASTY)
+
+
+def test_the_split_changes_with_the_seed_but_not_with_the_order_of_sources(tmp_path: Path) -> None:
+    texts = [f"text number {number}" for number in range(60)]
+    write_rows(tmp_path / "a.jsonl", texts[:30])
+    write_rows(tmp_path / "b.jsonl", texts[30:])
+
+    def held_out(name: str, *files: str, seed: int = 0) -> set[str]:
+        data = config(tmp_path, *files, dir=tmp_path / name, seed=seed)
+        store = build(data, TRAINED, progress=False)
+        return set(texts_of(store.validation, store))
+
+    assert held_out("ab", "a.jsonl", "b.jsonl") == held_out("ba", "b.jsonl", "a.jsonl")
+    assert held_out("ab", "a.jsonl", "b.jsonl") != held_out("seed", "a.jsonl", "b.jsonl", seed=1)
+
+
+def test_an_existing_tokenizer_is_taken_over_with_its_own_end(tmp_path: Path) -> None:
+    write_rows(tmp_path / "a.jsonl", NASTY)
+    first = build(
+        config(tmp_path, "a.jsonl"), TokenizerConfig(vocab_size=300, end_of_document="</s>"), progress=False
+    )
+    data = config(tmp_path, "a.jsonl", dir=tmp_path / "second")
+    second = build(data, TokenizerConfig(path=first.tokenizer_dir), progress=False)
+    assert load_tokenizer(second.tokenizer_dir).eos_token == "</s>"
+    assert (second.train.read(0, 20) == first.train.read(0, 20)).all()
+    bare = config(tmp_path, "a.jsonl", dir=tmp_path / "bare")
+    file = first.tokenizer_dir / "tokenizer.json"
+    with pytest.raises(DataError, match="no token to end a document with"):
+        build(bare, TokenizerConfig(path=file), progress=False)
+    assert not bare.dir.exists()
+    third = build(bare, TokenizerConfig(path=file, end_of_document="</s>"), progress=False)
+    assert (third.train.read(0, 20) == first.train.read(0, 20)).all()
+
+
+def test_a_second_build_only_opens(tmp_path: Path) -> None:
+    write_rows(tmp_path / "a.jsonl", NASTY)
+    data = config(tmp_path, "a.jsonl")
+    first = build(data, TRAINED, progress=False)
+    before = {path: path.stat().st_mtime_ns for path in data.dir.rglob("*")}
+    assert build(data, TRAINED, progress=False).digest == first.digest
+    assert {path: path.stat().st_mtime_ns for path in data.dir.rglob("*")} == before
+
+
+def test_tokens_outlive_their_sources_and_changed_sources_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_rows(tmp_path / "a.jsonl", NASTY)
+    data = config(tmp_path, "a.jsonl")
+    first = build(data, TRAINED)
+    write_rows(tmp_path / "a.jsonl", [*NASTY, "more"])
+    assert build(data, TRAINED).digest == first.digest
+    assert "the sources have changed" in capsys.readouterr().err.replace("\n", " ")
+    assert build(data, TRAINED, progress=False, force=True).digest != first.digest
+    (tmp_path / "a.jsonl").unlink()
+    build(data, TRAINED, progress=False)
+
+
+def test_a_directory_with_something_else_is_left_alone(tmp_path: Path) -> None:
+    write_rows(tmp_path / "a.jsonl", NASTY)
+    data = config(tmp_path, "a.jsonl")
+    data.dir.mkdir()
+    (data.dir / "thesis.tex").write_text("precious")
+    with pytest.raises(DataError, match="holds something else than tokens"):
+        build(data, TRAINED, progress=False, force=True)
+    assert [path.name for path in data.dir.iterdir()] == ["thesis.tex"]
+
+
+def test_bad_text_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"fine\n\xff")
+    data = config(tmp_path, "a.txt")
+    with pytest.raises(DataError, match="not UTF-8"):
+        build(data, TRAINED, progress=False)
+    assert not data.dir.exists()
+
+
+def test_a_source_with_rows_but_no_text_is_empty(tmp_path: Path) -> None:
+    write_rows(tmp_path / "a.jsonl", ["", ""])
+    write_rows(tmp_path / "b.jsonl", NASTY)
+    with pytest.raises(DataError, match=r"a\.jsonl is empty"):
+        build(config(tmp_path, "a.jsonl", "b.jsonl"), TRAINED, progress=False)
+
+
+SHARD_BYTES = 100_000
+BUILD = f"""
+import sys
+from pathlib import Path
+from plait.train.data import DataConfig, TokenizerConfig, build, sources
+sources.MIN_SHARD_BYTES = sources.MAX_SHARD_BYTES = {SHARD_BYTES}
+folder, workers = Path(sys.argv[1]), int(sys.argv[2])
+settings = dict(sequence=8, validation=0.1, build_workers=workers)
+data = DataConfig(dir=folder / "tokens", sources=[str(folder / "*.jsonl")], **settings)
+print(build(data, TokenizerConfig(vocab_size=400), progress=False).digest)
+"""
+
+
+def start_build(folder: Path, workers: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", BUILD, str(folder), str(workers)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def descendants(pid: int) -> list[int]:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [pid for child in children for pid in (int(child), *descendants(int(child)))]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_killed_build_goes_on_and_makes_the_same_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(4):
+        write_rows(
+            tmp_path / f"{number}.jsonl", [f"{number} {row} {row * row} words\n" * 40 for row in range(1200)]
+        )
+    killed = start_build(tmp_path, workers=2)
+    unfinished = tmp_path / "tokens" / "unfinished"
+    deadline = time.monotonic() + 60
+    while len(list(unfinished.glob("part-*.json"))) < 3:
+        assert killed.poll() is None, "the build ended before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    helpers = descendants(killed.pid)
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.communicate()
+    deadline = time.monotonic() + 10
+    while any(map(is_running, helpers)):
+        assert time.monotonic() < deadline, "its processes outlive it"
+        time.sleep(0.01)
+    with pytest.raises(DataError, match="holds no tokens"):
+        open_store(config(tmp_path, "*.jsonl"))
+    records = {path.stem: path.stat().st_mtime_ns for path in unfinished.glob("part-*.json")}
+    parts = {
+        path: path.stat().st_mtime_ns for stem in records for path in unfinished.parent.glob(f"{stem}.*")
+    }
+
+    goes_on = start_build(tmp_path, workers=0)
+    digest, _ = goes_on.communicate()
+    assert goes_on.returncode == 0
+    assert len(parts) >= 3
+    assert {path: path.stat().st_mtime_ns for path in parts} == parts, "a finished part was made again"
+    names = {path.name for path in (tmp_path / "tokens").iterdir()}
+    assert {name for name in names if not name.startswith("part-")} == {"index.json", "tokenizer", ".lock"}
+    monkeypatch.setattr(sources, "MIN_SHARD_BYTES", SHARD_BYTES)
+    monkeypatch.setattr(sources, "MAX_SHARD_BYTES", SHARD_BYTES)
+    in_one_go = config(tmp_path, "*.jsonl", dir=tmp_path / "other", validation=0.1)
+    assert build(in_one_go, TokenizerConfig(vocab_size=400), progress=False).digest == digest.strip()
+
+
+def test_two_builds_at_once_make_one_set_of_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_rows(tmp_path / "a.jsonl", [f"{row} {row * row} words\n" * 40 for row in range(1000)])
+    data = config(tmp_path, "a.jsonl")
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(lambda _: build(data, TRAINED), range(2))
+    assert capsys.readouterr().err.count("training the tokenizer") == 1
+    assert first.digest == second.digest == open_store(data, verify=True).digest
