@@ -1,5 +1,6 @@
 """What the benchmarks share: machine facts, medians and ratios, a table and its JSON."""
 
+import argparse
 import json
 import os
 import platform
@@ -15,9 +16,17 @@ Times = dict[str, list[float]]  # contender -> seconds per step, in the order in
 Row = dict[str, Any]
 
 
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """A command line whose help is the file's own words, with --json."""
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--json", type=Path, help="write rows and machine facts to this file")
+    return made
+
+
 def machine() -> dict[str, Any]:
     """What a figure depends on and a reader cannot see."""
-    return {"cpu": _cpu_model(), "cores": os.cpu_count(), "torch": torch.__version__, "python": platform.python_version()}
+    python = platform.python_version()
+    return {"cpu": _cpu_model(), "cores": os.cpu_count(), "torch": torch.__version__, "python": python}
 
 
 def _cpu_model() -> str:
@@ -54,7 +63,8 @@ def report(title: str, found: list[Row], facts: dict[str, Any], json_path: Path 
     """Prints the table; writes rows and facts to `json_path` when there is one."""
     table = Table(title=title, caption=", ".join(f"{key} {value}" for key, value in facts.items()))
     for column in found[0]:
-        table.add_column(column.replace("_", " "), justify="left" if column in ("case", "contender") else "right")
+        words = column in ("case", "contender")
+        table.add_column(column.replace("_", " "), justify="left" if words else "right")
     for row in found:
         table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()))
     Console(width=120).print(table)

@@ -16,11 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import common
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
+import common
 import plait
 from plait.comm import World, all_reduce, connect, launch_local
 from plait.models import causal_lm_on_meta
@@ -62,7 +62,9 @@ def torchs(world: World) -> Step:
     return step
 
 
-def measure(steps: dict[str, Step], batch: dict[str, torch.Tensor], world: World, rounds: int) -> common.Times:
+def measure(
+    steps: dict[str, Step], batch: dict[str, torch.Tensor], world: World, rounds: int
+) -> common.Times:
     times: common.Times = {name: [] for name in steps}
     for number in range(rounds + 2):  # two rounds of warm-up
         for name, step in steps.items():
@@ -91,19 +93,19 @@ def worker(arguments: argparse.Namespace) -> None:
     for sequences in arguments.batches:
         ids = torch.randint(0, LLAMA["vocab_size"], (sequences, SEQUENCE))
         times = measure(steps, {"input_ids": ids, "labels": ids}, world, arguments.rounds)
-        rows += common.rows(f"{sequences} x {SEQUENCE}", times, yardstick="no communication", peer="torch DDP")
+        case = f"{sequences} x {SEQUENCE}"
+        rows += common.rows(case, times, yardstick="no communication", peer="torch DDP")
     if world.rank == 0:
-        facts = common.machine() | {"ranks": world.size, "backend": dist.get_backend(), "rounds": arguments.rounds}
+        facts = common.machine() | {"ranks": world.size, "backend": dist.get_backend()}
         common.report("data parallelism", rows, facts, arguments.json)
     world.close()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__)
     parser.add_argument("--batches", type=int, nargs="+", default=[2, 1], help="sequences per rank and step")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if "RANK" in os.environ:
         worker(arguments)

@@ -220,7 +220,8 @@ class Engine:
         """What `memory` will say, for micro-batches of token ids of this (batch, sequence) shape."""
         twin = meta_twin(self.model)
         ids = torch.zeros(batch_shape, dtype=torch.long, device="meta")
-        saved = saved_bytes(twin, self._choose_loss(), {"input_ids": ids, "labels": ids}, self._held(twin))
+        batch = {"input_ids": ids, "labels": ids}
+        saved = saved_bytes(twin, self._choose_loss(), batch, self.device, self._held(twin))
         return model_state_bytes(
             self.layout,
             self.plan,

@@ -49,7 +49,7 @@ class World:
     def announce(self, key: str) -> None:
         """Lets the ranks go on that `wait_for` the key."""
         if self._store is not None:
-            self._store.set(key, b"1")
+            self._store.set(key, "1")
 
     def wait_for(self, key: str) -> None:
         """Waits until a rank has announced `key`. No time limit: the launcher ends us if that rank dies."""

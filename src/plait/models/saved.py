@@ -56,14 +56,27 @@ class _YesToQuestions(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class _FusedAttention(TorchFunctionMode):
-    """On meta, torch takes the unfused attention, which saves scores; devices take one that does not."""
+class _AsOnDevice(TorchFunctionMode):
+    """Keeps on meta what the device's kernels would keep.
+
+    Attention: on meta torch takes the unfused one, which saves scores; devices take a fused one (the CPU's
+    knows no dropout). Grouped products of experts: on meta they exist for bf16 only; one expert's
+    product with all tokens saves the same.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._fused_dropout = device.type != "cpu"
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = dict(kwargs or {})
+        if func is torch._grouped_mm and args[1].is_meta and args[1].ndim == 3:
+            return args[0] @ args[1][0]
         if func is not F.scaled_dot_product_attention or not args[0].is_meta:
+            return func(*args, **kwargs)
+        if kwargs.get("dropout_p", 0.0) and not self._fused_dropout:
             return func(*args, **kwargs)
         kwargs.pop("enable_gqa", None)  # the fused kernel reads fewer kv heads by itself
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*args, **kwargs)[0]
@@ -98,11 +111,17 @@ def meta_twin(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def saved_bytes(twin: nn.Module, loss: Loss, batch: dict[str, Tensor], held: Sequence[nn.Module] = ()) -> int:
-    """Bytes that one micro-batch will keep for backward, found on meta: no memory, no FLOP.
+def saved_bytes(
+    twin: nn.Module,
+    loss: Loss,
+    batch: dict[str, Tensor],
+    device: torch.device,
+    held: Sequence[nn.Module] = (),
+) -> int:
+    """Bytes that one micro-batch will keep for backward on `device`, found on meta: no memory, no FLOP.
 
     `twin` is on meta; `batch` holds meta tensors of a micro-batch's shapes. `held`: see `watch_saved`.
     """
-    with _YesToQuestions(), _FusedAttention(), watch_saved(twin, held) as watch:
+    with _YesToQuestions(), _AsOnDevice(device), watch_saved(twin, held) as watch:
         loss(twin(**forward_inputs(twin, batch)), batch)
     return watch.total

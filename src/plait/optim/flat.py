@@ -64,7 +64,7 @@ def make_optimizer(
     if "fused" in takes and not {"fused", "foreach", "differentiable"} & options.keys():
         options["fused"] = True
     no_decay = {"weight_decay": 0.0} if "weight_decay" in takes else {}
-    groups = [{"params": decaying}, {"params": others, **no_decay}]
+    groups: list[dict[str, Any]] = [{"params": decaying}, {"params": others, **no_decay}]
     try:
         return kind([group for group in groups if group["params"]], **options)
     except (TypeError, ValueError, RuntimeError) as error:

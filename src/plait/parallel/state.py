@@ -140,7 +140,7 @@ class EngineState:
 
 def _offset(flat_slice: FlatSlice) -> int:
     """Where the slice begins in its unit's storage."""
-    return flat_slice.leaf.storage_offset()
+    return int(flat_slice.leaf.storage_offset())
 
 
 def _is_flat(value: object, flat_slice: FlatSlice) -> bool:

@@ -178,9 +178,9 @@ def make_units(model: nn.Module, layout: Layout, precision: Precision, device: t
         if id(parameter) not in new:
             new[id(parameter)] = _frozen(parameter, precision.compute, device)
     for module in model.modules():
-        for key, parameter in module._parameters.items():
-            if parameter is not None:
-                module._parameters[key] = new[id(parameter)]
+        for key, held in module._parameters.items():
+            if held is not None:
+                module._parameters[key] = new[id(held)]
     return units
 
 

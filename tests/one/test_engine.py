@@ -1,0 +1,179 @@
+"""The engine in one process: optimizers, state, memory, evaluation, bad batches."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import plait
+import programs
+from plait.errors import CheckpointError, ConfigError, PlanError
+
+BATCH = programs.batches(1)[0]
+
+
+def engine_of(plan: str = "dp=1 precision=fp64", **options: Any) -> plait.Engine:
+    options.setdefault("optimizer_args", programs.ADAMW)
+    return plait.parallelize(programs.llama(), plan, seed=3, **options)
+
+
+def weights_of(engine: plait.Engine) -> dict[str, Tensor]:
+    return engine.whole_parameters()
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments"),
+    [
+        ("SGD", {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
+        ("Adam", {"lr": 1e-3}),
+        ("AdamW", {"lr": 1e-3, "amsgrad": True}),
+        ("RMSprop", {"lr": 1e-3}),
+        ("Adagrad", {"lr": 1e-2}),
+        ("NAdam", {"lr": 1e-3}),
+        ("RAdam", {"lr": 1e-3}),
+        ("Rprop", {"lr": 1e-3}),
+    ],
+)
+def test_torchs_optimizers_do_to_flat_pieces_what_they_do_to_parameters(
+    kind: str, arguments: dict[str, Any]
+) -> None:
+    chosen = getattr(torch.optim, kind)
+    engine = engine_of(optimizer=chosen, optimizer_args=arguments, loss=programs.summed_loss)
+    model = programs.llama(on_meta=False).double()
+    model.load_state_dict(weights_of(engine), strict=False)
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    no_decay = {"weight_decay": 0.0} if kind != "Rprop" else {}
+    plain = chosen([{"params": matrices}, {"params": vectors, **no_decay}], **arguments)
+    for batch in programs.batches(3):
+        engine.step(batch)
+        total, count = programs.summed_loss(model(batch["input_ids"]), batch)
+        plain.zero_grad()
+        (total / count).backward()
+        plain.step()
+    expected = {name: p.detach() for name, p in model.named_parameters()}
+    difference, name = programs.largest_difference(weights_of(engine), expected)
+    assert difference < 1e-9, name
+
+
+@pytest.mark.parametrize(("kind", "reason"), [("LBFGS", "line|direction"), ("Adafactor", "rows and columns")])
+def test_optimizers_that_need_whole_tensors_are_refused_by_name(kind: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        engine_of(optimizer=getattr(torch.optim, kind), optimizer_args={})
+
+
+def test_arguments_that_an_optimizer_does_not_take_are_a_letter() -> None:
+    with pytest.raises(ConfigError, match="does not take these arguments"):
+        engine_of(optimizer_args={"learning_rate": 1.0})
+
+
+@pytest.mark.parametrize("plan", ["precision=fp64", "micro=3", "precision=bf16 recompute=full"])
+def test_state_taken_and_given_back_continues_bit_for_bit(plan: str) -> None:
+    first, second = engine_of(plan), engine_of(plan)
+    batches = programs.batches(4)
+    for batch in batches[:2]:
+        first.step(batch)
+    second.load_state({key: tensor.clone() for key, tensor in first.state().items()})
+    for batch in batches[2:]:
+        assert first.step(batch) == second.step(batch)
+    assert second.num_steps == 4
+    mine, theirs = first.state(), second.state()
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+
+
+def test_state_of_another_model_is_refused_before_anything_changes() -> None:
+    engine = engine_of()
+    before = weights_of(engine)
+    state = {key: tensor.clone() + 1 for key, tensor in engine.state().items()}
+    state["weights/lm_head.weight"] = torch.zeros(3, 3)
+    with pytest.raises(CheckpointError, match="of another model"):
+        engine.load_state(state)
+    state.pop("weights/lm_head.weight")
+    with pytest.raises(CheckpointError, match="missing"):
+        engine.load_state(state)
+    assert all(torch.equal(before[name], tensor) for name, tensor in weights_of(engine).items())
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_memory_is_foretold_within_two_percent(precision: str, recompute: str) -> None:
+    engine = engine_of(f"dp=1 precision={precision} recompute={recompute}")
+    predicted = engine.predicted_memory((programs.SEQUENCES, programs.LENGTH))
+    engine.step(BATCH)
+    measured = engine.memory()
+    for category in ("parameters", "gradients", "master", "optimizer", "activations"):
+        assert getattr(measured, category) == pytest.approx(getattr(predicted, category), rel=0.02), category
+
+
+def test_recompute_keeps_less_for_backward() -> None:
+    shape = (programs.SEQUENCES, programs.LENGTH)
+    plain = engine_of("dp=1").predicted_memory(shape).activations
+    assert engine_of("dp=1 recompute=full").predicted_memory(shape).activations < 0.6 * plain
+
+
+def test_evaluation_changes_nothing_that_training_sees() -> None:
+    watched, plain = engine_of(), engine_of()
+    batches = programs.batches(3)
+    for batch in batches:
+        result = watched.evaluate(batch)
+        assert result.num_tokens == int((batch["labels"][:, 1:] != -100).sum())
+        mean = result.loss_sum / result.num_tokens
+        step = watched.step(batch)
+        assert step.loss == pytest.approx(mean, rel=1e-12)  # the loss of a step is that before its update
+        assert step == plain.step(batch)
+        assert watched.model.training
+
+
+class _Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.nn.functional.dropout(block(x), 0.5, self.training)
+        return x
+
+
+def test_dropout_is_a_function_of_seed_and_step_and_leaves_the_users_generator_alone() -> None:
+    def run(seed: int) -> list[float]:
+        torch.manual_seed(0)
+        engine = plait.parallelize(
+            _Dropping(), "dp=1 micro=2", loss=lambda out, _: (out.square().sum(), out.shape[0]), seed=seed
+        )
+        x = torch.ones(4, 8)
+        losses = [engine.step({"x": x}).loss for _ in range(3)]
+        return [*losses, torch.rand(()).item()]
+
+    assert run(1) == run(1)
+    assert run(1)[0] != run(2)[0]
+    assert run(1)[-1] == run(2)[-1]
+
+
+@pytest.mark.parametrize("sizes", [(5, 5), (4, 6), (0, 6)])
+def test_a_batch_that_does_not_split_is_refused_and_the_engine_goes_on(sizes: tuple[int, int]) -> None:
+    engine = engine_of("dp=1 micro=2")
+    ids, labels = (torch.zeros(size, 8, dtype=torch.long) for size in sizes)
+    with pytest.raises(PlanError, match="does not split into micro-batches"):
+        engine.step({"input_ids": ids, "labels": labels})
+    assert not engine.step(BATCH).skipped
+
+
+def test_a_step_without_targets_is_skipped() -> None:
+    engine = engine_of("dp=1")
+    before = weights_of(engine)
+    result = engine.step({**BATCH, "labels": torch.full_like(BATCH["labels"], -100)})
+    assert result.skipped
+    assert result.num_tokens == 0
+    assert all(torch.equal(before[name], tensor) for name, tensor in weights_of(engine).items())
+
+
+def test_a_plain_module_that_was_built_on_meta_gets_its_own_initial_weights() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    engine = plait.parallelize(model, "dp=1", loss=lambda out, _: (out.sum(), 1))
+    weights = engine.whole_parameters()
+    assert torch.equal(weights["1.weight"], torch.ones(8))
+    assert 0 < weights["0.weight"].abs().max() <= 8**-0.5

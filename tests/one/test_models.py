@@ -1,0 +1,199 @@
+"""What is read from models: units, initial weights, what they keep for backward, their loss."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from plait.comm import connect
+from plait.engine import parallelize
+from plait.errors import ModelError, PlanError
+from plait.models import (
+    blocks_of,
+    causal_lm_on_meta,
+    choose_loss,
+    flops_per_token,
+    forward_inputs,
+    meta_twin,
+    pretrained_causal_lm,
+    saved_bytes,
+    unit_facts,
+    watch_saved,
+)
+
+SMALL: dict[str, dict[str, Any]] = {
+    "llama": {"num_key_value_heads": 2},
+    "qwen3": {"num_key_value_heads": 2, "head_dim": 8},
+    "mistral": {"num_key_value_heads": 2},
+    "gpt2": {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64},
+    "gpt_neox": {},
+    "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32},
+    "bloom": {"n_layer": 2, "n_head": 4},
+    "phi3": {"pad_token_id": 0},
+    "mixtral": {"num_key_value_heads": 2, "num_local_experts": 2},
+}
+
+
+def small(kind: str) -> PreTrainedModel:
+    common = {
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+    }
+    return causal_lm_on_meta({"model_type": kind, **common, **SMALL[kind]})
+
+
+@pytest.mark.parametrize("kind", SMALL)
+def test_every_parameter_is_in_one_unit_and_each_block_is_one(kind: str) -> None:
+    model = small(kind)
+    units = unit_facts(model)
+    names = [tensor.name for unit in units for tensor in unit.tensors]
+    assert sorted(names) == sorted(name for name, _ in model.named_parameters())
+    assert len(blocks_of(model)) == 2
+    assert units[0].name == "embedding"
+    assert [unit.name for unit in units[1:3]] == [name for name, _ in blocks_of(model)]
+
+
+def test_norms_and_biases_do_not_decay_and_matrices_do() -> None:
+    tensors = {t.name: t.decay for unit in unit_facts(small("gpt2")) for t in unit.tensors}
+    assert tensors["transformer.wte.weight"]
+    assert tensors["transformer.h.0.attn.c_attn.weight"]
+    assert not tensors["transformer.h.0.attn.c_attn.bias"]
+    assert not tensors["transformer.h.0.ln_1.weight"]
+
+
+def test_plain_modules_have_units_too() -> None:
+    assert [unit.name for unit in unit_facts(nn.Linear(3, 4))] == ["head"]
+    layers = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
+    assert [unit.name for unit in unit_facts(layers)] == ["0", "2"]
+
+
+@pytest.mark.parametrize("kind", SMALL)
+def test_a_meta_model_comes_to_life_as_transformers_would_have_it(kind: str) -> None:
+    """Same zeros, same ones, same spread per tensor as the model's own initialisation off meta."""
+    model = small(kind)
+    torch.manual_seed(1)
+    reference = AutoModelForCausalLM.from_config(model.config)
+    ours = parallelize(model, "dp=1", seed=1).whole_parameters()
+    for name, theirs in reference.named_parameters():
+        spread = theirs.std(correction=0).item()
+        assert ours[name].std(correction=0).item() == pytest.approx(spread, rel=0.25, abs=1e-12), name
+        assert ours[name].mean().item() == pytest.approx(
+            theirs.mean().item(), abs=8 * spread / theirs.numel() ** 0.5 + 1e-12
+        ), name
+    for name, theirs in reference.named_buffers():
+        assert torch.equal(dict(model.named_buffers())[name], theirs), name
+
+
+def test_a_modules_initial_weights_depend_on_seed_and_name_alone() -> None:
+    two = parallelize(small("llama"), "dp=1", seed=1).whole_parameters()
+    again = parallelize(small("llama"), "dp=1", seed=1).whole_parameters()
+    other = parallelize(small("llama"), "dp=1", seed=2).whole_parameters()
+    deeper_model = causal_lm_on_meta({**small("llama").config.to_dict(), "num_hidden_layers": 3})
+    deeper = parallelize(deeper_model, "dp=1", seed=1).whole_parameters()
+    for name, tensor in two.items():
+        assert torch.equal(tensor, again[name])
+        assert torch.equal(tensor, deeper[name])
+    key = "model.layers.1.mlp.up_proj.weight"
+    assert not torch.equal(two[key], other[key])
+    assert not torch.equal(two[key], two["model.layers.0.mlp.up_proj.weight"])
+
+
+class _Forgetful(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.gate = nn.Parameter(torch.ones(2))
+
+
+def test_a_parameter_that_nothing_initialises_is_named_not_trained_as_garbage() -> None:
+    with torch.device("meta"):
+        model = _Forgetful()
+    with pytest.raises(ModelError, match="without an initial value") as caught:
+        parallelize(model, "dp=1", loss=lambda *_: (torch.zeros(()), 1))
+    assert caught.value.given == "gate"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", SMALL)
+def test_bytes_kept_for_backward_are_foretold_on_meta(kind: str, dtype: torch.dtype) -> None:
+    config = small(kind).config
+    model = AutoModelForCausalLM.from_config(config).to(dtype)
+    loss = choose_loss(model, None)
+    batch = {key: torch.zeros(3, 16, dtype=torch.long) for key in ("input_ids", "labels")}
+    with watch_saved(model) as watch:
+        loss(model(**forward_inputs(model, batch)), batch)
+    on_meta = {key: value.to("meta") for key, value in batch.items()}
+    # some models build small helpers from lists, which meta places elsewhere
+    assert saved_bytes(meta_twin(model), loss, on_meta, torch.device("cpu")) == pytest.approx(
+        watch.total, rel=0.02
+    )
+
+
+def test_flops_of_a_llama_token_follow_the_formula() -> None:
+    model = small("llama")
+    attention, ffn, head = 2 * 32 * 32 + 2 * 32 * 16, 3 * 32 * 64, 61 * 32
+    norms = 5 * 32
+    matmul = 2 * (attention + ffn) + head + norms
+    assert flops_per_token(model, 16) == 6 * matmul + 6 * 2 * 32 * 16
+
+
+def test_a_tied_head_counts_as_the_product_that_it_is() -> None:
+    tied = causal_lm_on_meta({**small("llama").config.to_dict(), "tie_word_embeddings": True})
+    assert flops_per_token(tied, 16) == flops_per_token(small("llama"), 16)
+
+
+def test_a_configuration_is_read_from_a_directory_and_weights_are_loaded(tmp_path: Path) -> None:
+    config = small("llama").config
+    torch.manual_seed(0)
+    reference = AutoModelForCausalLM.from_config(config)
+    reference.save_pretrained(tmp_path)
+    on_meta = causal_lm_on_meta(tmp_path)
+    assert all(p.is_meta for p in on_meta.parameters())
+    assert on_meta.config.hidden_size == 32
+    loaded = parallelize(pretrained_causal_lm(str(tmp_path)), "dp=1").whole_parameters()
+    assert all(torch.equal(loaded[name], p) for name, p in reference.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"hidden_size": 8}, "names no model_type"),
+        ({"model_type": "lama"}, "no such model type"),
+        ({"model_type": "vit"}, "does not make a causal language model"),
+        ({"model_type": "llama", "hidden_size": "wide"}, "not valid"),
+        (Path("nowhere.json"), "cannot be read"),
+    ],
+)
+def test_a_configuration_that_makes_no_model_is_a_letter(config: Any, words: str) -> None:
+    with pytest.raises(ModelError, match=words):
+        causal_lm_on_meta(config)
+
+
+def test_a_misspelt_model_type_is_answered_with_the_nearest() -> None:
+    with pytest.raises(ModelError) as caught:
+        causal_lm_on_meta({"model_type": "lama"})
+    assert caught.value.hint == "llama"
+
+
+def test_a_model_without_a_loss_of_its_own_needs_one() -> None:
+    with pytest.raises(ModelError, match="does not say what its loss is"):
+        parallelize(nn.Linear(2, 2), "dp=1")
+    router = causal_lm_on_meta({**small("mixtral").config.to_dict(), "output_router_logits": True})
+    with pytest.raises(ModelError, match="auxiliary router loss"):
+        parallelize(router, "dp=1")
+
+
+def test_recompute_without_blocks_is_refused() -> None:
+    with pytest.raises(PlanError, match="none were found"):
+        parallelize(nn.Linear(2, 2), "dp=1 recompute=full", loss=lambda *_: (torch.zeros(()), 1))
+
+
+def test_this_process_is_a_world_of_one() -> None:
+    assert connect().size == 1
