@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 
 from plait import checkpoint
-from plait.errors import ConfigError, DataError, PlanError, RunError
+from plait.errors import ConfigError, PlanError, RunError
 from plait.models import causal_lm_on_meta
 from plait.plan import Plan
 from plait.train.config import Recipe, differences, read_recipe
-from plait.train.data import TokenStore, build, load_tokenizer
+from plait.train.data import TokenStore, build, check_batch, load_tokenizer
 from plait.train.model import whole_config
 
 
@@ -147,11 +147,13 @@ def _resolve(recipe: Recipe, store: TokenStore) -> Recipe:
         max_sequence=getattr(model.config, "max_position_embeddings", None),
         sequence=recipe.data.sequence,
     )
-    if recipe.run.evaluate_every and store.validation.num_tokens < recipe.data.sequence:
-        raise DataError(
-            "the validation text is shorter than one sequence",
-            given=f"{store.validation.num_tokens} tokens, data.sequence = {recipe.data.sequence}",
-            hint="a larger data.validation, or run.evaluate_every = 0",
+    streams = [store.train, *([store.validation] if recipe.run.evaluate_every else [])]
+    for stream in streams:
+        check_batch(
+            stream,
+            sequence=recipe.data.sequence,
+            global_batch=recipe.run.batch,
+            data_ranks=Plan.parse(recipe.plan).dp,
         )
     if recipe.model.pretrained:
         resolved = recipe.model.model_copy(update={"path": _absolute(recipe.model.path)})

@@ -1,0 +1,121 @@
+"""What the tests of whole runs share: a small recipe, commands as real processes, what they leave."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from plait import checkpoint
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 24
+LIMIT_S = 120.0
+
+RECIPE = """
+plan = "dp=2 micro=2"
+[run]
+dir = "{here}/run"
+steps = 24
+batch = 16
+log_every = 1
+evaluate_every = 8
+evaluate_batches = 2
+checkpoint_every = 6
+[model.config]
+model_type = "llama"
+hidden_size = 32
+intermediate_size = 64
+num_hidden_layers = 2
+num_attention_heads = 2
+num_key_value_heads = 2
+max_position_embeddings = 64
+attention_dropout = 0.1
+[data]
+dir = "{here}/data"
+sources = ["{here}/text/*.txt"]
+sequence = 64
+validation = 0.2
+workers = 0
+[tokenizer]
+vocab_size = 300
+[optimizer]
+lr = 1e-3
+weight_decay = 0.1
+clip_norm = 0.5
+[schedule]
+warmup = 4
+[sample]
+prompt = "The ship"
+tokens = 8
+"""
+
+
+def write_recipe(here: Path) -> Path:
+    """A recipe and its text, all under `here`."""
+    (here / "text").mkdir()
+    for number in range(40):
+        lines = [f"The ship {number} sails {count} miles to harbour {number * count}." for count in range(40)]
+        (here / "text" / f"{number:02}.txt").write_text("\n".join(lines))
+    recipe = here / "recipe.toml"
+    recipe.write_text(RECIPE.format(here=here))
+    return recipe
+
+
+def environment() -> dict[str, str]:
+    """Of a command typed on a terminal: no rank of anything."""
+    return {
+        **{
+            key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+        },
+        "PYTHONPATH": str(ROOT / "src"),
+        "OMP_NUM_THREADS": "1",
+        "COLUMNS": "200",
+    }
+
+
+PLAIT = (sys.executable, "-m", "plait")
+
+
+def start(*words: object, entry: Sequence[str] = PLAIT) -> subprocess.Popen[str]:
+    """`plait words...` as a process that leads its own group, as a shell would start it."""
+    return subprocess.Popen(
+        [*entry, *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:
+    """stdout and stderr of a process that has to end with `code`."""
+    out, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == code, f"exit code {process.returncode}\n{out}\n{err}"
+    assert "Traceback" not in err, err
+    return out, err
+
+
+def wait_for_step(process: subprocess.Popen[str], step: int) -> None:
+    """Returns when the run shows this step or a later one."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        words = line.split()
+        if words[:1] == ["step"] and "tok/s" in words and int(words[1].split("/")[0]) >= step:
+            return
+    raise AssertionError(f"the run ended before step {step}: {process.communicate()}")
+
+
+def last_state(run: Path) -> dict[str, Tensor]:
+    """The tensors of the run's newest checkpoint: weights and optimizer state."""
+    found = checkpoint.newest(run / "checkpoints")
+    assert found is not None
+    return found.read()
+
+
+def last_step(run: Path) -> int:
+    found = checkpoint.newest(run / "checkpoints")
+    return 0 if found is None else found.step
