@@ -250,17 +250,30 @@ def test_a_killed_build_goes_on_and_makes_the_same_tokens(
         path: path.stat().st_mtime_ns for stem in records for path in unfinished.parent.glob(f"{stem}.*")
     }
 
-    goes_on = start_build(tmp_path, workers=0)
-    digest, _ = goes_on.communicate()
-    assert goes_on.returncode == 0
+    monkeypatch.setattr(sources, "MIN_SHARD_BYTES", SHARD_BYTES)
+    monkeypatch.setattr(sources, "MAX_SHARD_BYTES", SHARD_BYTES)
+    data = config(tmp_path, "*.jsonl", validation=0.1)
+    store = build(data, TokenizerConfig(vocab_size=400), progress=False)
     assert len(parts) >= 3
     assert {path: path.stat().st_mtime_ns for path in parts} == parts, "a finished part was made again"
     names = {path.name for path in (tmp_path / "tokens").iterdir()}
     assert {name for name in names if not name.startswith("part-")} == {"index.json", "tokenizer", ".lock"}
-    monkeypatch.setattr(sources, "MIN_SHARD_BYTES", SHARD_BYTES)
-    monkeypatch.setattr(sources, "MAX_SHARD_BYTES", SHARD_BYTES)
     in_one_go = config(tmp_path, "*.jsonl", dir=tmp_path / "other", validation=0.1)
-    assert build(in_one_go, TokenizerConfig(vocab_size=400), progress=False).digest == digest.strip()
+    assert build(in_one_go, TokenizerConfig(vocab_size=400), progress=False).digest == store.digest
+
+
+@pytest.mark.usefixtures("small_shards")
+def test_bad_text_met_by_another_process_is_the_same_letter(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"a line of text\n" * 200 + b"\xff")
+    existing = config(tmp_path, "b.txt", dir=tmp_path / "existing")
+    (tmp_path / "b.txt").write_text("text to train on")
+    tokenizer = TokenizerConfig(path=build(existing, TRAINED, progress=False).tokenizer_dir)
+    data = config(tmp_path, "a.txt", build_workers=2)
+    with pytest.raises(DataError, match=r"a\.txt is not UTF-8") as error:
+        build(data, tokenizer, progress=False)
+    assert str(error.value.given).startswith("byte 3000 (0xff)")
+    assert not list(data.dir.glob("**/*.tmp"))
+    assert not (data.dir / "index.json").exists()
 
 
 def test_two_builds_at_once_make_one_set_of_tokens(

@@ -118,6 +118,18 @@ class _TokenFile:
         return PartFile(name=self._path.name, tokens=self.tokens, sha256=self._hash.hexdigest())
 
 
+class _Content:
+    """What was read of the source, unpacked: its size and its hash."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self.sha256 = hashlib.sha256()
+
+    def take(self, raw: bytes) -> None:
+        self.num_bytes += len(raw)
+        self.sha256.update(raw)
+
+
 def write_part(
     number: int, shard: Shard, setting: Setting, tokenizer: Tokenizer, report: Callable[[int], None]
 ) -> PartRecord:
@@ -125,10 +137,10 @@ def write_part(
 
     `report` is called with bytes of the source as they are done; what it raises ends the work.
     """
-    digest = hashlib.sha256()
-    pieces = read_pieces(shard, Reading(setting.text_key, setting.seed, digest.update))
+    content = _Content()
+    pieces = read_pieces(shard, Reading(setting.text_key, setting.seed, content.take))
     stem = setting.folder / f"part-{number:05d}"
-    documents = num_bytes = 0
+    documents = 0
     draws: set[int] = set()
     with (
         _TokenFile(stem.with_suffix(".train.bin"), setting.dtype) as train,
@@ -146,20 +158,18 @@ def write_part(
             train.add(ids[False])
             draws = _extremes(draws, batch)
             documents += sum(piece.last for piece in batch)
-            done = sum(piece.num_bytes for piece in batch)
-            num_bytes += done
-            report(done)
+            report(sum(piece.num_bytes for piece in batch))
         record_path(setting.folder, number).unlink(missing_ok=True)  # of other files than these
         record = PartRecord(
             key=setting.key(shard),
             threshold=setting.threshold,
             source=shard.source,
             documents=documents,
-            bytes=num_bytes,
+            bytes=content.num_bytes,
             lowest=min(draws, default=2**64 - 1),
             highest=max(draws, default=0),
             max_token=max(train.max_token, validation.max_token),
-            source_sha256=digest.hexdigest(),
+            source_sha256=content.sha256.hexdigest(),
             train=train.finish(),
             validation=validation.finish(),
         )

@@ -168,7 +168,7 @@ def dataset_fingerprint(rows: Any) -> str:
 
 
 def open_dataset(name: str) -> Any:
-    """The rows of a Hugging Face dataset on disk (a directory by save_to_disk) or by name.
+    """The rows of a Hugging Face dataset: a directory by save_to_disk, one of data files, or a name.
 
     `name` may end in `?config=..&split=..`; the split is `train` unless said. Raises DataError.
     """
@@ -184,7 +184,7 @@ def open_dataset(name: str) -> Any:
     if options.keys() - {"config", "split"}:
         raise DataError(f"hf:{name} has an unknown option", expected="config and split after the ?")
     try:
-        if Path(place).is_dir():
+        if any((Path(place) / name).is_file() for name in ("state.json", "dataset_dict.json")):
             found = datasets.load_from_disk(place)
         else:
             found = datasets.load_dataset(place, options.get("config"))

@@ -43,7 +43,7 @@ def train_tokenizer(
 
 
 def _fast(**arguments: Any) -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast(**arguments)  # type: ignore[no-untyped-call]
+    return PreTrainedTokenizerFast(**arguments)
 
 
 def read_tokenizer(path: Path, end_of_document: str | None) -> PreTrainedTokenizerFast:

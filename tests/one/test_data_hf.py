@@ -1,0 +1,64 @@
+"""Hugging Face datasets as sources, with the real library; skipped where the optional extra is missing."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plait.errors import DataError
+from plait.train.data import DataConfig, TokenizerConfig, TokenStore, build
+
+datasets = pytest.importorskip("datasets")
+ROWS = [f"row {number} has text\n" for number in range(200)]
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Any:
+    lines = [json.dumps({"id": number, "text": text}) for number, text in enumerate(ROWS)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    cache = str(tmp_path / "cache")
+    return datasets.load_dataset(
+        "json", data_files=str(tmp_path / "rows.jsonl"), split="train", cache_dir=cache
+    )
+
+
+def tokens_of(folder: Path, source: str, **changes: object) -> TokenStore:
+    data = DataConfig(dir=folder / "tokens", sources=[source], sequence=8, **changes)
+    return build(data, TokenizerConfig(vocab_size=300), progress=False)
+
+
+def test_a_saved_dataset_gives_the_tokens_of_the_same_rows(tmp_path: Path, rows: Any) -> None:
+    rows.save_to_disk(str(tmp_path / "saved"))
+    store = tokens_of(tmp_path, f"hf:{tmp_path / 'saved'}")
+    plain = build(
+        DataConfig(dir=tmp_path / "plain", sources=[str(tmp_path / "rows.jsonl")], sequence=8),
+        TokenizerConfig(vocab_size=300),
+        progress=False,
+    )
+    assert store.digest == plain.digest
+
+
+def test_a_split_is_chosen_by_name(tmp_path: Path, rows: Any) -> None:
+    splits = datasets.DatasetDict({"train": rows, "test": rows.select(range(10))})
+    splits.save_to_disk(str(tmp_path / "saved"))
+    store = tokens_of(tmp_path, f"hf:{tmp_path / 'saved'}?split=test")
+    assert store.index.sources[0].documents == 10
+    assert store.index.sources[0].bytes == sum(len(text) + 1 for text in ROWS[:10])
+
+
+@pytest.mark.parametrize(
+    ("query", "changes", "fact"),
+    [
+        ("?split=dev", {}, "has no split dev"),
+        ("?spilt=test", {}, "has an unknown option"),
+        ("", {"text_key": "body"}, "holds a row without 'body'"),
+        ("", {"text_key": "id"}, "holds a row whose 'id' is no text"),
+    ],
+)
+def test_what_is_wrong_is_a_letter(
+    tmp_path: Path, rows: Any, query: str, changes: dict[str, object], fact: str
+) -> None:
+    datasets.DatasetDict({"train": rows}).save_to_disk(str(tmp_path / "saved"))
+    with pytest.raises(DataError, match=fact):
+        tokens_of(tmp_path, f"hf:{tmp_path / 'saved'}{query}", **changes)
