@@ -54,7 +54,7 @@ class FileFacts(_Strict):
 
 class TensorFacts(_Strict):
     file: str
-    shape: list[int]
+    shape: tuple[int, ...]
     dtype: str
 
 
@@ -217,17 +217,18 @@ class Checkpoint:
                 hint="resume with the recipe that it was saved with, or choose another run.dir",
             )
 
-    def check_tensors(self, expected: Mapping[str, Tensor]) -> None:
-        """Raises CheckpointError unless this holds the names and shapes of `expected`, and no others."""
-        found = self.manifest.tensors
-        for name in [*expected, *found]:
-            here = tuple(found[name].shape) if name in found else "missing"
-            there = tuple(expected[name].shape) if name in expected else "no such tensor"
-            if here != there:
+    def check_weights(self, expected: Mapping[str, Tensor]) -> None:
+        """Raises CheckpointError unless the weights have the names and shapes of those in `expected`."""
+        ours, theirs = (
+            {name: tuple(tensor.shape) for name, tensor in tensors.items() if name.startswith("weights/")}
+            for tensors in (expected, self.manifest.tensors)
+        )
+        for name in [*ours, *theirs]:
+            if ours.get(name) != theirs.get(name):
                 raise CheckpointError(
-                    "the checkpoint is of another model or optimizer",
-                    given=f"{self.path}: {name} {here}",
-                    expected=f"{name} {there}",
+                    "the checkpoint is of another model",
+                    given=f"{self.path}: {name} {theirs.get(name, 'missing')}",
+                    expected=f"{name} {ours.get(name, 'missing')}",
                     hint="resume with the recipe that it was saved with, or choose another run.dir",
                 )
 
@@ -245,7 +246,7 @@ class Checkpoint:
         for name, facts in wanted.items():
             if name not in tensors:
                 raise _damaged(self.path / facts.file, f"no tensor {name}")
-            found = (list(tensors[name].shape), _dtype_name(tensors[name].dtype))
+            found = (tuple(tensors[name].shape), _dtype_name(tensors[name].dtype))
             if found != (facts.shape, facts.dtype):
                 raise _damaged(self.path / facts.file, f"{name} is {found}, not as in the manifest")
         return {name: tensors[name] for name in wanted}

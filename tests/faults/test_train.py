@@ -157,12 +157,8 @@ def test_a_full_disk_ends_the_run_and_its_last_good_checkpoint_stays(
 ) -> None:
     run = recipe.parent / "full"
     shutil.copytree(whole[0], run)
-    limit = [
-        "bash",
-        "-c",
-        'ulimit -f 64; exec "$@"',
-        "bash",
-    ]  # KiB: less than the weights, more than the rest
+    # KiB: less than the weights, more than all else
+    limit = ("bash", "-c", 'ulimit -f 64; exec "$@"', "bash")
     began_s = time.monotonic()
     process = start("train", run, "--resume", "--set", f"run.steps={STEPS + 2}", entry=[*limit, *PLAIT])
     _, err = finish(process, 2)

@@ -34,7 +34,7 @@ def load_trained(
         raise CheckpointError("the run has no checkpoint yet", given=run.checkpoints)
     weights = {name.removeprefix("weights/"): tensor for name, tensor in last.read("weights/").items()}
     on_meta = causal_lm_on_meta(_config(recipe))
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # it has nothing to say
+    transformers_logging.disable_progress_bar()  # it has nothing to say
     build: Any = type(on_meta).from_pretrained
     model, report = build(
         None,

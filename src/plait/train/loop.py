@@ -113,7 +113,7 @@ def _start(recipe: Recipe, world: World) -> Job:
     if last is not None:
         last.check_same("model", model_facts(recipe))
         last.check_same("data", store.digest)
-        last.check_tensors(engine.state())
+        last.check_weights(engine.state())
         engine.load_state(last.read())
         job.step, job.tokens = last.step, int(last.facts["tokens"])
     return job
