@@ -201,13 +201,12 @@ sources.MIN_SHARD_BYTES = sources.MAX_SHARD_BYTES = {SHARD_BYTES}
 folder, workers = Path(sys.argv[1]), int(sys.argv[2])
 settings = dict(sequence=8, validation=0.1, build_workers=workers)
 data = DataConfig(dir=folder / "tokens", sources=[str(folder / "*.jsonl")], **settings)
-print(build(data, TokenizerConfig(vocab_size=400), progress=False).digest)
+build(data, TokenizerConfig(vocab_size=400), progress=False)
 """
 
 
-def start_build(folder: Path, workers: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", BUILD, str(folder), str(workers)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+def start_build(folder: Path, workers: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", BUILD, str(folder), str(workers)])
 
 
 def descendants(pid: int) -> list[int]:
@@ -238,7 +237,7 @@ def test_a_killed_build_goes_on_and_makes_the_same_tokens(
         time.sleep(0.01)
     helpers = descendants(killed.pid)
     os.kill(killed.pid, signal.SIGKILL)
-    killed.communicate()
+    killed.wait()
     deadline = time.monotonic() + 10
     while any(map(is_running, helpers)):
         assert time.monotonic() < deadline, "its processes outlive it"
