@@ -169,6 +169,29 @@ def test_a_full_disk_ends_the_run_and_its_last_good_checkpoint_stays(
     assert_same_bits(last_state(run), last_state(whole[0]))
 
 
+def test_a_run_that_starts_from_an_export_begins_where_that_ended(
+    whole: tuple[Path, str], recipe: Path
+) -> None:
+    run, export = recipe.parent / "tuned", whole[0] / "export"
+    text = recipe.read_text()
+    model = text[text.index("[model.config]") : text.index("[data]")]
+    words = f'[model]\npath = "{export}"\npretrained = true\n'
+    tune = recipe.parent / "tune.toml"
+    tune.write_text(text.replace(model, words))
+    finish(start("train", tune, "--set", f"run.dir={run}", "--set", "run.steps=4", "--plan", "dp=1"))
+    ended, began = (
+        [
+            line["validation_loss"]
+            for line in read_metrics(path / "metrics.jsonl")
+            if "validation_loss" in line
+        ]
+        for path in (whole[0], run)
+    )
+    assert began[0] == pytest.approx(ended[-1], rel=1e-6)
+    assert began[-1] < ended[-1]
+    assert AutoModelForCausalLM.from_pretrained(run / "export").config.vocab_size == 300
+
+
 def test_generate_writes_the_same_text_for_the_same_seed(whole: tuple[Path, str]) -> None:
     words = ["generate", whole[0], "--prompt", "The ship", "--tokens", "8", "--seed", "3"]
     processes = [start(*words) for _ in range(2)]

@@ -20,15 +20,18 @@ def whole_config(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, vocab_s
     Added, where not given: `vocab_size` and the ids of the special tokens. Raises ModelError.
     """
     if model.config is not None:
+        specials = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": tokenizer.bos_token_id}
+        return {"vocab_size": vocab_size, **specials, **model.config}
+    assert model.path is not None, "a recipe's model has a configuration or a path"
+    return {"vocab_size": vocab_size, **_read(model.path)}
+
+
+def check_config(model: ModelConfig) -> None:
+    """Raises ModelError for what is wrong with the configuration whatever the tokenizer will be."""
+    if model.config is not None:
         _check_keys(model.config)
-        given = model.config
-    else:
-        assert model.path is not None, "a recipe's model has a configuration or a path"
-        given = _read(model.path)
-    specials = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": tokenizer.bos_token_id}
-    if model.path is not None:  # a model of others: its own ids, if the tokenizer is its own too
-        specials = {}
-    return {"vocab_size": vocab_size, **specials, **given}
+    if not model.pretrained:
+        build_model(model)
 
 
 def build_model(model: ModelConfig) -> PreTrainedModel:

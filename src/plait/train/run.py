@@ -15,7 +15,7 @@ from plait.models import causal_lm_on_meta
 from plait.plan import Plan
 from plait.train.config import Recipe, differences, read_recipe
 from plait.train.data import TokenStore, build, check_batch, load_tokenizer
-from plait.train.model import whole_config
+from plait.train.model import check_config, whole_config
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,7 @@ def prepare(
     _check_batch(the_plan, recipe.run.batch)
     if local:
         _check_devices(the_plan.num_ranks, recipe.run.device)
+    check_config(recipe.model)
     if resume:
         saved = run.read_recipe(sets, plan)
         last = checkpoint.newest(run.checkpoints)

@@ -1,0 +1,237 @@
+"""A user's mistakes at the command line: one letter, exit code 2, no traceback, nothing left behind.
+
+These are found before a rank starts, so the command runs in this process; one test shows that it is the
+same as a process. What only the ranks can find is in test_train.py.
+"""
+
+import os
+import re
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from runs import STEPS, finish, start, write_recipe
+from typer.testing import CliRunner
+
+from plait.cli.main import app
+
+Damage = Callable[[Path], object]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a recipe, its text, its tokens, and a finished run."""
+    here = tmp_path_factory.mktemp("mistakes")
+    finish(start("train", write_recipe(here), "--plan", "dp=1", "--set", "sample.tokens=0"))
+    return here
+
+
+@pytest.fixture
+def here(built: Path, tmp_path: Path) -> Path:
+    """A copy of its run and tokens that a test may damage; of the same text."""
+    recipe = (built / "recipe.toml").read_text()
+    saved = (built / "run" / "recipe.json").read_text()
+    for name in ("data", "run"):
+        shutil.copytree(built / name, tmp_path / name)
+        recipe = recipe.replace(f"{built}/{name}", f"{tmp_path}/{name}")
+        saved = saved.replace(f"{built}/{name}", f"{tmp_path}/{name}")
+    (tmp_path / "recipe.toml").write_text(recipe)
+    (tmp_path / "run" / "recipe.json").write_text(saved)
+    return tmp_path
+
+
+def everything(here: Path) -> dict[str, bytes]:
+    files = (path for path in here.rglob("*") if path.is_file() and path.name != ".lock")
+    return {str(path.relative_to(here)): path.read_bytes() for path in files}
+
+
+def letter(*words: object) -> str:
+    """What `plait words...` says on stderr, having ended with code 2 and without a traceback."""
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    assert result.exit_code == 2, result.output
+    assert isinstance(result.exception, SystemExit), result.exception
+    assert "Traceback" not in result.stderr
+    assert len(re.findall(r"^\w+Error: ", result.stderr, re.MULTILINE)) == 1, result.stderr
+    return result.stderr
+
+
+AT_ALL = ("data.validation=0", "run.evaluate_every=0", "run.batch=1")  # with however little text
+
+
+def sets(*values: str) -> list[str]:
+    return [word for value in values for word in ("--set", value)]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (sets("run.stpes=3"), ["ConfigError", "'stpes'", "try     : run.steps"]),
+        (["--plan", "pd=2"], ["PlanError", "'pd'", "dp"]),
+        (["--ranks", "3"], ["PlanError", "3 ranks", "dp=3"]),
+        (sets("run.batch=6"), ["PlanError", "does not divide", "run.batch=8"]),
+        (sets("optimizer.name=Adan"), ["ConfigError", "optimizer.name"]),
+        (sets("run.device=cuda"), ["ConfigError", "GPUs"]),
+        (sets("model.config.hiden_size=8"), ["ModelError", "'hiden_size'", "model.config.hidden_size"]),
+        (sets("model.config.model_type=lama"), ["ModelError", "lama"]),
+        (sets("model.config.hidden_size=large"), ["ModelError", "hidden_size"]),
+        (sets("model.config.vocab_size=100"), ["DataError", "vocabulary", "vocab_size=100"]),
+        (sets("data.sequence=65"), ["DataError", "longer than the model allows", "65"]),
+        (sets("tokenizer.vocab_size=320"), ["DataError", "another tokenizer"]),
+        (sets('data.sources=["{here}/none/*.txt"]', "data.dir={here}/new"), ["DataError", "none"]),
+        (sets('data.sources=["{here}/empty.txt"]', "data.dir={here}/new"), ["DataError", "empty"]),
+        (sets('data.sources=["{here}/binary.txt"]', "data.dir={here}/new"), ["DataError", "binary.txt"]),
+        (sets("data.validation=0.001", "data.dir={here}/new"), ["DataError", "validation"]),
+    ],
+    ids=lambda value: value[-1] if isinstance(value[-1], str) else None,
+)
+def test_a_mistake_gets_its_letter_and_leaves_nothing(here: Path, words: list[str], says: list[str]) -> None:
+    (here / "empty.txt").touch()
+    (here / "binary.txt").write_bytes(b"\xff\xfe\x00" * 100)
+    before = everything(here)
+    words = [word.format(here=here) for word in words]
+    said = letter("train", here / "recipe.toml", *sets(f"run.dir={here}/other"), *words)
+    assert all(word in said for word in says), said
+    left = {name: content for name, content in everything(here).items() if not name.startswith("new/")}
+    assert left == before
+    assert not (here / "other").exists()
+    assert not list(here.glob("*tmp*"))
+
+
+def first(pattern: str) -> Callable[[Path], Path]:
+    return lambda here: sorted(here.glob(pattern))[0]
+
+
+def cut_short(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-2])
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"), [(cut_short, "cut short"), (flip_a_bit, "is damaged"), (Path.unlink, "missing")]
+)
+def test_a_damaged_token_file_is_named(here: Path, damage: Damage, says: str) -> None:
+    tokens = max((here / "data").glob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
+    damage(tokens)
+    said = letter("train", here / "recipe.toml", *sets(f"run.dir={here}/other"))
+    assert "DataError" in said
+    assert tokens.name in said
+    assert says in said
+    assert not (here / "other").exists()
+
+
+def test_a_run_directory_that_exists_is_not_touched(here: Path) -> None:
+    before = everything(here)
+    said = letter("train", here / "recipe.toml")
+    assert "RunError: the run's directory exists" in said
+    assert "--resume" in said
+    assert "RunError" in letter("train", here / "run"), "a run is not a recipe"
+    assert everything(here) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["{here}/recipe.toml", *sets("run.dir={here}/none")], ["RunError", "no run to resume"]),
+        (["{here}/data"], ["RunError", "not a run's directory"]),
+        (
+            ["{here}/run", *sets("model.config.hidden_size=64")],
+            ["CheckpointError", "another model", "hidden_size"],
+        ),
+        (
+            ["{here}/run", *sets('data.sources=["{here}/*.toml"]', "data.dir={here}/new", *AT_ALL)],
+            ["another data"],
+        ),
+    ],
+    ids=["missing", "no run", "another model", "other data"],
+)
+def test_a_run_that_cannot_be_resumed_gets_its_letter(here: Path, words: list[str], says: list[str]) -> None:
+    before = everything(here)
+    said = letter("train", *(word.format(here=here) for word in words), "--resume", "--plan", "dp=1")
+    assert all(word in said for word in says), said
+    assert {k: v for k, v in everything(here).items() if not k.startswith("new/")} == before
+
+
+def test_a_recipe_edited_since_the_run_began_is_not_resumed_by_accident(here: Path) -> None:
+    recipe = here / "recipe.toml"
+    recipe.write_text(recipe.read_text().replace("lr = 1e-3", "lr = 2e-3"))
+    said = letter("train", recipe, "--resume", "--plan", "dp=1", "--set", "sample.tokens=0")
+    assert "optimizer.lr differ" in said
+    assert f"plait train {here / 'run'} --resume" in said
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors", "optimizer.safetensors", "manifest.json"])
+def test_a_damaged_checkpoint_is_named_before_a_rank_starts(here: Path, name: str) -> None:
+    flip_a_bit(here / "run" / "checkpoints" / f"step-{STEPS:08d}" / name)
+    said = letter("train", here / "run", "--resume")
+    assert "CheckpointError" in said
+    assert f"step-{STEPS:08d}/{name}" in said
+
+
+def test_a_run_saved_half_is_resumed_from_the_last_whole_checkpoint(here: Path) -> None:
+    checkpoints = here / "run" / "checkpoints"
+    (checkpoints / f"step-{STEPS:08d}").rename(checkpoints / f"step-{STEPS:08d}.tmp-0a1b2c3d")
+    out, _ = finish(start("train", here / "run", "--resume"))
+    assert "resumed after step 18" in out
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-00000018", f"step-{STEPS:08d}"]
+
+
+def test_export_and_generate_refuse_what_is_no_run_or_exists(here: Path) -> None:
+    assert "RunError" in letter("generate", here / "data", "--prompt", "a")
+    assert "RunError" in letter("export", here / "none", here / "out")
+    assert "RunError: the export's directory exists" in letter("export", here / "run", here / "data")
+    shutil.rmtree(here / "run" / "checkpoints")
+    assert "no checkpoint yet" in letter("export", here / "run", here / "out")
+    assert not (here / "out").exists()
+
+
+def test_data_build_says_what_it_built_and_gets_letters_too(here: Path) -> None:
+    result = CliRunner().invoke(app, ["data", "build", str(here / "recipe.toml")])
+    assert result.exit_code == 0
+    assert "tokens to train on" in result.stdout
+    assert "ConfigError" in letter("data", "build", here / "none.toml")
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        yield taken.getsockname()[1]
+
+
+def test_a_taken_port_is_named(here: Path, taken_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torchrun_says = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1"}
+    for name, value in (torchrun_says | {"MASTER_PORT": taken_port}).items():
+        monkeypatch.setenv(name, str(value))
+    said = letter("train", here / "recipe.toml", *sets(f"run.dir={here}/other"))
+    assert "CommError" in said
+    assert str(taken_port) in said
+    assert not (here / "other").exists()
+
+
+def test_a_letter_comes_from_a_process_as_from_here(here: Path) -> None:
+    out, err = finish(start("train", here / "recipe.toml", "--ranks", "3"), 2)
+    assert out == ""
+    assert err == letter("train", here / "recipe.toml", "--ranks", "3")
+
+
+def test_debug_adds_the_traceback(here: Path) -> None:
+    result = CliRunner().invoke(app, ["train", str(here / "recipe.toml"), "--ranks", "3", "--debug"])
+    assert result.exit_code == 2
+    assert "Traceback" in result.stderr
+    assert result.stderr.rstrip().splitlines()[-4].startswith("PlanError")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_an_unreadable_corpus_is_named(here: Path) -> None:
+    (here / "text" / "00.txt").chmod(0)
+    said = letter("train", here / "recipe.toml", *sets(f"data.dir={here}/new", f"run.dir={here}/other"))
+    assert "DataError" in said
+    assert "00.txt" in said
