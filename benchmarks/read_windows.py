@@ -8,24 +8,19 @@ disk gives is the disk's matter.
 """
 
 import argparse
-import json
 import os
-import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 
+import common
 from plait.train.data import TokenStream, Windows
 
-BAR = 50e6  # tokens/s
 PART_BYTES = 32 << 20
 
 
@@ -36,29 +31,18 @@ def main() -> None:
         stream = _make_stream(Path(folder), args.megabytes << 20, args.dtype)
         rows = [_measure(stream, "random", batch, args) for batch in args.batches]
         rows += [_measure(stream, "sequential", batch, args) for batch in args.batches]
-    machine = {
-        "cpu": _cpu_model(),
-        "cores": os.cpu_count(),
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "python": platform.python_version(),
-    }
-    _print(rows, machine, args)
-    if args.json is not None:
-        args.json.write_text(
-            json.dumps({"machine": machine, "bar_tokens_per_s": BAR, "rows": rows}, indent=1)
-        )
+    title = f"{args.megabytes} MB of {args.dtype} tokens, windows of {args.sequence}, one thread"
+    common.report(title, rows, common.machine() | {"numpy": np.__version__}, args.json)
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = common.parser(__doc__)
     parser.add_argument("--megabytes", type=int, default=200, help="size of the token files")
     parser.add_argument("--sequence", type=int, default=1024, help="tokens in a window")
     parser.add_argument("--batches", type=int, nargs="+", default=[8, 64], help="windows in a step")
     parser.add_argument("--dtype", choices=["uint16", "uint32"], default="uint16")
     parser.add_argument("--repeats", type=int, default=9, help="the median of as many is quoted")
     parser.add_argument("--dir", type=Path, help="where to make the files, for the time of the run")
-    parser.add_argument("--json", type=Path, help="write the figures there")
     return parser.parse_args()
 
 
@@ -78,7 +62,7 @@ def _make_stream(folder: Path, num_bytes: int, dtype: str) -> TokenStream:
 
 def _measure(
     stream: TokenStream, order: Literal["random", "sequential"], batch: int, args: argparse.Namespace
-) -> dict[str, object]:
+) -> common.Row:
     windows = Windows(
         stream, sequence=args.sequence, global_batch=batch, data_rank=0, data_ranks=1, seed=0, order=order
     )
@@ -94,33 +78,11 @@ def _measure(
         speeds.append(steps * batch * args.sequence / elapsed_s)
     speeds = speeds[1:]  # the first one maps the pages
     return {
-        "order": order,
-        "batch": batch,
-        "sequence": args.sequence,
-        "tokens_per_s": statistics.median(speeds),
-        "slowest": min(speeds),
+        "case": f"{order} order",
+        "windows_a_step": batch,
+        "million_tokens_per_s": statistics.median(speeds) / 1e6,
+        "slowest": min(speeds) / 1e6,
     }
-
-
-def _cpu_model() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next(
-        (line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine()
-    )
-
-
-def _print(rows: list[dict[str, object]], machine: Mapping[str, object], args: argparse.Namespace) -> None:
-    console = Console()
-    console.print(", ".join(f"{key} {value}" for key, value in machine.items()), highlight=False)
-    table = Table(title=f"{args.megabytes} MB of {args.dtype} tokens, windows of {args.sequence}, one thread")
-    for name in ("order", "windows a step", "M tokens/s", "slowest", "x the bar of 50"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        speed, slowest = float(str(row["tokens_per_s"])), float(str(row["slowest"]))
-        figures = (f"{speed / 1e6:.0f}", f"{slowest / 1e6:.0f}", f"{speed / BAR:.1f}")
-        table.add_row(str(row["order"]), str(row["batch"]), *figures)
-    console.print(table)
 
 
 if __name__ == "__main__":
