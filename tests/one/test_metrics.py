@@ -39,7 +39,7 @@ def test_every_step_is_in_the_file_and_every_second_on_the_screen(tmp_path: Path
     assert len(lines) == 6
     assert "step 4/12" in lines[1]
     assert "loss 6.5000" in lines[1], "the mean since the last line"
-    assert "5,000 tok/s  mfu 25.0%" in lines[1]
+    assert "5,000 tok/s mfu 25.0%" in lines[1]
 
 
 def test_a_resumed_run_has_every_step_once(tmp_path: Path) -> None:

@@ -133,6 +133,7 @@ def _batches(job: Job, stream: TokenStream, steps: range, workers: int) -> Itera
             first_step=steps.start,
             last_step=steps.stop,
             workers=workers,
+            pin_memory=job.engine.device.type == "cuda",
         )
     )
     return batches

@@ -59,7 +59,6 @@ class Metrics:
         self._log_every = log_every
         self._steps = steps
         self._since_log: list[StepFacts] = []
-        self._last_validation = ""
         self._progress: Progress | None = None
         if console is None:
             return
@@ -111,7 +110,6 @@ class Metrics:
         self._file.write(_line({"step": step, "validation_loss": loss}))
         self._file.flush()
         self._board.add_scalar("validation/loss", loss, step)
-        self._last_validation = f"  validation {loss:.3f}"
         self.note(f"step {step}/{self._steps}  validation loss {loss:.4f}")
 
     def flush(self) -> None:
@@ -129,10 +127,7 @@ class Metrics:
         loss = sum(losses) / len(losses) if losses else math.nan
         speed = sum(facts.tokens_per_s for facts in window) / len(window)
         mfu = sum(facts.mfu for facts in window) / len(window)
-        return (
-            f"loss {loss:.4f}  lr {last.lr:.2e}  grad {last.grad_norm:.2f}  "
-            f"{speed:,.0f} tok/s  mfu {mfu:.1%}{self._last_validation}"
-        )
+        return f"loss {loss:.4f} lr {last.lr:.1e} grad {last.grad_norm:.2f} {speed:,.0f} tok/s mfu {mfu:.1%}"
 
     def _left(self) -> str:
         window = self._since_log
@@ -141,9 +136,10 @@ class Metrics:
 
 
 def _progress_line(console: Console) -> Progress:
+    """Of at most 80 columns, as long as the numbers are no larger than usual."""
     return Progress(
-        TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
-        BarColumn(bar_width=20),
+        TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+        BarColumn(bar_width=8),
         TextColumn("{task.fields[text]}"),
         TimeRemainingColumn(),
         console=console,
