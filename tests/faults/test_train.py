@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from plait import checkpoint
-from plait.comm import connect
+from plait.comm import World, connect
 from plait.engine import parallelize
 from plait.plan import Plan
 from plait.train.metrics import read_metrics
@@ -34,6 +35,13 @@ def whole(recipe: Path) -> tuple[Path, str]:
     """A run from the first step to the last without a stop, and what it showed."""
     out, _ = finish(start("train", recipe))
     return recipe.parent / "run", out
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    alone = connect()
+    yield alone
+    alone.close()
 
 
 def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
@@ -61,7 +69,7 @@ def test_a_run_learns_and_leaves_all_that_it_names(whole: tuple[Path, str]) -> N
         assert words in out
 
 
-def test_the_export_is_the_trained_model(whole: tuple[Path, str], recipe: Path, tmp_path: Path) -> None:
+def test_the_export_is_the_trained_model(whole: tuple[Path, str], world: World, tmp_path: Path) -> None:
     run = RunDir(whole[0])
     ids = torch.randint(0, 300, (2, 64), generator=torch.Generator().manual_seed(0))
     how = run.read_recipe()
@@ -71,7 +79,7 @@ def test_the_export_is_the_trained_model(whole: tuple[Path, str], recipe: Path, 
             Plan(precision=precision),
             optimizer=how.optimizer.torch_class(),
             optimizer_args=how.optimizer.torch_args(),
-            world=connect(),
+            world=world,
         )
         engine.load_state(last_state(run.path))
         engine.model.eval()
