@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.comm import Group, Mesh, World, all_reduce, broadcast, connect
+from plait.comm import Group, Mesh, World, all_reduce, broadcast, connect, start_all_reduce
 from plait.errors import ModelError, PlanError
 from plait.models import (
     Loss,
@@ -35,7 +35,7 @@ from plait.models import (
     unit_facts,
     watch_saved,
 )
-from plait.optim import clip_factor, make_optimizer, scaled_step, squared_norm, states_per_element
+from plait.optim import clip_factor, make_optimizer, scaled_step, states_per_element
 from plait.parallel import DataParallel, Precision, Unit, make_units, recompute_blocks
 from plait.parallel.state import EngineState, flat_slices
 from plait.plan import Grid, Layout, MemoryUse, Plan, model_state_bytes
@@ -152,13 +152,14 @@ class Engine:
     def update(self) -> StepResult:
         """Reduces what is left, clips, lets the optimizer update the weights. See [Note: one division]."""
         self._data.start_rest()
-        all_reduce(self._totals, self._data_group)
-        squares = [squared_norm(unit.gradient) for unit in self._data.finish()]
-        loss_sum, num_targets, square = torch.stack([*self._totals, torch.stack(squares).sum()]).tolist()
+        pending = start_all_reduce(self._totals, self._data_group)
+        square = self._data.finish()
+        pending.wait()
+        loss_sum, num_targets, square_sum = torch.stack([*self._totals, square]).tolist()
         self._totals.zero_()
         loss, norm = math.nan, math.nan
         if num_targets:
-            loss, norm = loss_sum / num_targets, math.sqrt(square) / num_targets
+            loss, norm = loss_sum / num_targets, math.sqrt(square_sum) / num_targets
         skipped = not (math.isfinite(loss) and math.isfinite(norm))
         if not skipped:
             scaled_step(self.optimizer, clip_factor(norm, self.clip_norm) / num_targets)

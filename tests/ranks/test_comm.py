@@ -68,7 +68,8 @@ def _exchange(numel: int) -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(group.rank)
     mine = torch.randn(numel).bfloat16()
     out = torch.empty(numel)
-    start_exchange(mine, [torch.empty_like(mine) for _ in range(group.size - 1)], group).wait_and_sum(out)
+    exchange = start_exchange(mine, [torch.empty_like(mine) for _ in range(group.size - 1)], group)
+    assert sum(run.numel() for run in exchange.wait_and_sum(out)) == numel
     return mine, out
 
 

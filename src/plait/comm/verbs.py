@@ -10,7 +10,7 @@ quarters for 3, no gain from 4 on. Every rank adds in rank order, so all end wit
 costs memory for what is received and pays where bytes cost CPU time: Gloo does it, NCCL does not.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,14 +90,18 @@ class Exchange:
         self._pending = pending
         self._parts = [*received[: group.rank], mine, *received[group.rank :]]
 
-    def wait_and_sum(self, out: Tensor) -> None:
-        """Fills `out` with the sum, added in its dtype and in rank order, in runs that stay in cache."""
+    def wait_and_sum(self, out: Tensor) -> Iterator[Tensor]:
+        """Fills `out` with the sum, added in its dtype and in rank order, run by run.
+
+        Yields each run of `out` as it is done, for whatever else is to be done with it in the cache.
+        """
         self._pending.wait()
         for start in range(0, out.numel(), _CACHED):
             run = slice(start, start + _CACHED)
             out[run].copy_(self._parts[0][run])
             for part in self._parts[1:]:
                 out[run].add_(part[run])
+            yield out[run]
 
 
 _CACHED = 1 << 17  # elements: 512 KiB of float32
@@ -106,7 +110,7 @@ _CACHED = 1 << 17  # elements: 512 KiB of float32
 def start_exchange(mine: Tensor, received: list[Tensor], group: Group) -> Exchange:
     """Sends flat `mine` to every peer and takes theirs into `received` (size - 1 tensors like it, by rank).
 
-    All of them are in use until `wait_and_sum` returns.
+    All of them are in use until `wait_and_sum` is through.
     """
     operations = []
     for tensor, peer in zip(received, (r for r in group.ranks if r != group.ranks[group.rank]), strict=True):

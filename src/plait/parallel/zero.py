@@ -14,12 +14,13 @@ micro-batches only add to the unit's gradient, and the last one's backward overl
 reduction of the units that it has completed.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
 from plait.comm import Group, sends_narrow, start_all_reduce, start_exchange
+from plait.optim import squared_norm
 from plait.parallel.units import Unit, UnitState
 
 
@@ -34,7 +35,7 @@ class DataParallel:
         self._group = group
         self._last = False
         self._complete: set[Unit] = set()
-        self._started: list[tuple[Unit, Callable[[], None]]] = []  # and what finishes it
+        self._started: list[tuple[Unit, Callable[[], Iterable[Tensor]]]] = []  # and what finishes it
         self._received: dict[Unit, list[Tensor]] = {}  # what peers send, where they send it unsummed
         for unit in units:
             unit.on_complete = self._on_complete
@@ -63,19 +64,24 @@ class DataParallel:
         while len(self._started) < len(self._order):
             self._start_next()
 
-    def finish(self) -> Iterator[Unit]:
-        """Yields each unit as its gradient becomes the sum over ranks."""
+    def finish(self) -> Tensor:
+        """Waits until every unit's gradient is the sum over ranks; the sum of its squares, float64, ().
+
+        Each element of the whole gradient counts once. Early units are squared while later ones travel.
+        """
         assert len(self._started) == len(self._order), "finish before start_rest"
+        squares = []
         for unit, finish in self._started:
-            finish()
+            squares += [squared_norm(run) for run in finish()]
             unit.move(UnitState.REDUCED)
-            yield unit
         self._started.clear()
+        return torch.stack(squares).sum()
 
     def reset(self) -> None:
         """Makes ready for the next step; also after an exception, when reductions may be under way."""
         for _, finish in self._started:
-            finish()
+            for _ in finish():
+                pass
         self._started.clear()
         self._last = False
         for unit in self._order:
@@ -94,8 +100,15 @@ class DataParallel:
         unit.move(UnitState.REDUCING)
         self._started.append((unit, self._start(unit)))
 
-    def _start(self, unit: Unit) -> Callable[[], None]:
-        if unit not in self._received:
-            return start_all_reduce(unit.gradient, self._group).wait
-        exchange = start_exchange(unit.incoming, self._received[unit], self._group)
-        return lambda: exchange.wait_and_sum(unit.gradient)
+    def _start(self, unit: Unit) -> Callable[[], Iterable[Tensor]]:
+        """Starts the sum. What is returned waits for it and gives the gradient, in one run or many."""
+        if unit in self._received:
+            exchange = start_exchange(unit.incoming, self._received[unit], self._group)
+            return lambda: exchange.wait_and_sum(unit.gradient)
+        pending = start_all_reduce(unit.gradient, self._group)
+
+        def finish() -> Iterable[Tensor]:
+            pending.wait()
+            return (unit.gradient,)
+
+        return finish
