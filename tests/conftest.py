@@ -6,12 +6,16 @@ from pathlib import Path
 
 import pytest
 from _pytest.config import parse_warning_filter
+from hypothesis import settings
 
 TESTS = str(Path(__file__).resolve().parent)
 if TESTS not in sys.path:  # pytest puts it there in one of its import modes only
     sys.path.insert(0, TESTS)
 
 from pool import Pool  # noqa: E402
+
+settings.register_profile("plait", deadline=None)  # a shared machine pauses when it likes
+settings.load_profile("plait")
 
 
 @pytest.fixture(scope="session")

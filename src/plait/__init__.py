@@ -1,9 +1,30 @@
 """plait trains PyTorch models that have outgrown one device."""
 
-from plait.engine import Engine, EvalResult, StepResult, parallelize
-from plait.errors import PlaitError
-from plait.plan import Plan
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from plait.engine import Engine, EvalResult, StepResult, parallelize
+    from plait.errors import PlaitError
+    from plait.plan import Plan
 
 __version__ = "0.1.0"
 
 __all__ = ["Engine", "EvalResult", "PlaitError", "Plan", "StepResult", "__version__", "parallelize"]
+
+# Looked up when first used: the engine brings transformers along, whose import takes seconds that a
+# loader's worker, the launcher or a plan has no use for.
+_HOMES = {
+    "Engine": "plait.engine",
+    "EvalResult": "plait.engine",
+    "StepResult": "plait.engine",
+    "parallelize": "plait.engine",
+    "PlaitError": "plait.errors",
+    "Plan": "plait.plan",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'plait' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -144,6 +144,7 @@ def test_ranks_find_their_environment_and_ours_is_left_as_it_was(
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "my0")
     before, handler = dict(os.environ), signal.getsignal(signal.SIGTERM)
     names = "RANK LOCAL_RANK WORLD_SIZE OMP_NUM_THREADS GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME"
+    names += " MALLOC_MMAP_THRESHOLD_ MALLOC_TRIM_THRESHOLD_"
     file = script(f"""
 import os, pathlib
 meeting = pathlib.Path(os.environ["PLAIT_RENDEZVOUS_FILE"]).parent
@@ -153,7 +154,7 @@ pathlib.Path(r"{tmp_path}", os.environ["RANK"]).write_text(text)
     assert run_here(file, 2) == 0
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
     for rank in (0, 1):
-        assert (tmp_path / str(rank)).read_text() == f"{rank} {rank} 2 {threads} my0 lo 700"
+        assert (tmp_path / str(rank)).read_text() == f"{rank} {rank} 2 {threads} my0 lo {2**30} {2**34} 700"
     assert dict(os.environ) == before
     assert signal.getsignal(signal.SIGTERM) is handler
     assert not any((tmp_path / "tmp").iterdir())

@@ -11,6 +11,7 @@ import typer
 from plait.errors import PlaitError
 
 USER_MISTAKE = 2
+LOST_RANK = 1  # another rank ended: what it said is the cause
 CTRL_C = 130
 
 P = ParamSpec("P")

@@ -1,27 +1,18 @@
-"""`plait train`, and `plait rank`: what it starts once per rank.
+"""`plait train`, and `plait rank`: what it starts once per rank."""
 
-[Note: how a rank ends]
-When a communication is over, a thread of Gloo lets go of its tensors, which takes Python's lock. If Python is
-being taken down at that moment the thread calls std::terminate, and a rank that has done all its work
-dies by SIGABRT (torch 2.13: one run in four with ranks that end at different times). A rank therefore
-runs Python's exit functions and ends there, without taking Python down.
-"""
-
-import atexit
 import os
 import signal
-import sys
 import time
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
-from plait.cli.letters import CTRL_C, USER_MISTAKE, ends_with_letter, show_letter
+from plait.cli.letters import CTRL_C, LOST_RANK, USER_MISTAKE, ends_with_letter, show_letter
 from plait.cli.options import Debug, Run, Sets
 from plait.comm import World, connect, launch_local
 from plait.comm.launch import end_with_parent
-from plait.errors import PlaitError
+from plait.errors import CommError, PlaitError
 from plait.plan import Plan
 from plait.train.config import Recipe, read_recipe
 from plait.train.loop import train as train_on_this_rank
@@ -47,7 +38,7 @@ def train(
     """Train what the recipe says: under torchrun on its ranks, else on local ranks that this starts."""
     sets = sets or []
     if "WORLD_SIZE" in os.environ:
-        _end_rank(_train_under_torchrun(recipe, sets, plan, resume, debug))
+        raise typer.Exit(_train_under_torchrun(recipe, sets, plan, resume, debug))
     # One rank is started like many: the same signals, letters and exit codes.
     prepared = prepare(recipe, sets=sets, plan=plan, resume=resume, ranks=ranks)
     run, num_ranks = prepared.run.dir, Plan.parse(prepared.plan).num_ranks
@@ -62,7 +53,7 @@ def rank(run: Run, debug: Debug = False) -> None:
     """One rank of a run that `plait train` has prepared."""
     end_with_parent()
     recipe = RunDir(run).read_recipe()
-    _end_rank(_train_as_one_of_many(recipe, _join(recipe), debug))
+    raise typer.Exit(_train_as_one_of_many(recipe, _join(recipe), debug))
 
 
 def _train_under_torchrun(source: Path, sets: list[str], plan: str | None, resume: bool, debug: bool) -> int:
@@ -102,14 +93,6 @@ def _train_as_one_of_many(recipe: Recipe, world: World, debug: bool) -> int:
             world.announce(_LETTER_SHOWN)
         else:  # a rank that ends takes the others down: not before the letter is out
             world.wait_for(_LETTER_SHOWN)
-        return USER_MISTAKE
+        return LOST_RANK if isinstance(error, CommError) else USER_MISTAKE
     world.close()
     return CTRL_C if stopped_by == signal.SIGINT else 0
-
-
-def _end_rank(code: int) -> NoReturn:
-    """See [Note: how a rank ends]."""
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

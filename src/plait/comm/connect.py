@@ -1,12 +1,13 @@
 """Joining the ranks that this process was started with: by torchrun, by our launcher, or alone."""
 
+import atexit
 import datetime
 import os
 
 import torch
 import torch.distributed as dist
 
-from plait.comm.verbs import Group, all_reduce
+from plait.comm.verbs import Group, Link, all_reduce
 from plait.errors import CommError
 
 # Where our launcher puts the file through which its ranks meet: a FileStore listens on no port, while
@@ -34,7 +35,9 @@ class World:
         self.device = device
         self._store = store
         self._owned = owned  # the process group is ours to destroy: the program had made none
-        self.group = Group(tuple(range(size)), rank, dist.group.WORLD if size > 1 else None)
+        self._links: list[Link] = []
+        link = self.own(Link(dist.group.WORLD)) if size > 1 else None
+        self.group = Group(tuple(range(size)), rank, link)
 
     def barrier(self) -> None:
         """Returns when every rank has come here."""
@@ -63,13 +66,22 @@ class World:
         mine = str(self.rank).encode()
         return bool(self._store.compare_set(key, "", mine.decode()) == mine)
 
+    def own(self, link: Link) -> Link:
+        """Takes over a link, to cut it on `close`."""
+        self._links.append(link)
+        return link
+
     def close(self) -> None:
-        """Leaves the job; `connect` would join anew. Nothing may be under way."""
+        """Leaves the job; `connect` would join anew. Groups of this world can be used no more."""
         global _world
+        for link in self._links:
+            link.cut()
         if self._owned and dist.is_initialized():
             dist.destroy_process_group()
         self._store = None
-        _world = None
+        if _world is self:
+            _world = None
+            atexit.unregister(self.close)
 
 
 # torch's default process group is one per process, so the world that owns it is too.
@@ -97,6 +109,7 @@ def connect(*, timeout_s: float = 600.0, device: str | None = None) -> World:
         store = _store(rank, size, timeout)
         _join(store, rank, size, chosen, timeout)
     _world = World(rank, size, local_rank, chosen, store, owned=store is not None and not found)
+    atexit.register(_world.close)  # see Link: a process must not end while Gloo's threads run
     return _world
 
 

@@ -241,6 +241,10 @@ def _environment_of_ranks(num_ranks: int, meeting: Path) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": loopback,
         "NCCL_SOCKET_IFNAME": loopback,
         "OMP_NUM_THREADS": str(max(1, _num_cpus() // num_ranks)),
+        # glibc gives blocks of some MB back to the kernel after each use; a training step uses the same
+        # ones again, and pays for every page. Kept, a step on CPU takes a tenth less time.
+        "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+        "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
     }
     return {
         **{name: value for name, value in unless_set.items() if name not in os.environ},

@@ -3,7 +3,7 @@
 import torch.distributed as dist
 
 from plait.comm.connect import World
-from plait.comm.verbs import Group
+from plait.comm.verbs import Group, Link
 from plait.plan import Grid
 
 
@@ -25,14 +25,14 @@ class Mesh:
         """The ranks that differ from this one along `axes` only."""
         ranks = self.grid.group(self.world.rank, *axes)
         if ranks not in self._groups:
-            self._groups[ranks] = Group(ranks, ranks.index(self.world.rank), self._handle(ranks))
+            self._groups[ranks] = Group(ranks, ranks.index(self.world.rank), self._link(ranks))
         return self._groups[ranks]
 
-    def _handle(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+    def _link(self, ranks: tuple[int, ...]) -> Link | None:
         if len(ranks) == 1:
             return None
         if len(ranks) == self.world.size:
-            return dist.group.WORLD
+            return self.world.group.link
         handle = dist.new_group(list(ranks), use_local_synchronization=True)
         assert isinstance(handle, dist.ProcessGroup), f"rank {self.world.rank} is not in {ranks}"
-        return handle
+        return self.world.own(Link(handle))

@@ -27,13 +27,37 @@ _reduce_into: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
+class Link:
+    """The process group behind a group; its world cuts it when it closes.
+
+    Whoever still holds the group then holds nothing of torch's: Gloo's threads end with the last
+    reference to it, and have to before Python does, or they take the process down.
+    """
+
+    def __init__(self, handle: dist.ProcessGroup | None) -> None:
+        self._handle = handle
+
+    @property
+    def handle(self) -> dist.ProcessGroup:
+        assert self._handle is not None, "a verb on a group whose world is closed"
+        return self._handle
+
+    def cut(self) -> None:
+        self._handle = None
+
+
 @dataclass(frozen=True)
 class Group:
     """Ranks that communicate, in order. `rank` is this process's place among them."""
 
     ranks: tuple[int, ...]
     rank: int
-    handle: dist.ProcessGroup | None  # None for a group of one, which needs no transport
+    link: Link | None  # None for a group of one, which needs no transport
+
+    @property
+    def handle(self) -> dist.ProcessGroup:
+        assert self.link is not None, "a group of one has no process group"
+        return self.link.handle
 
     @property
     def size(self) -> int:

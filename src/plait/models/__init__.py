@@ -1,6 +1,6 @@
 """What a model tells about itself: its units, its initial weights, its loss, what it saves for backward."""
 
-from plait.models.build import causal_lm_on_meta, pretrained_causal_lm
+from plait.models.build import causal_lm_on_meta, pretrained_causal_lm, read_config
 from plait.models.facts import blocks_of, flops_per_token, unit_facts
 from plait.models.loss import Loss, choose_loss, forward_inputs
 from plait.models.materialise import initialise, seeded
@@ -16,6 +16,7 @@ __all__ = [
     "initialise",
     "meta_twin",
     "pretrained_causal_lm",
+    "read_config",
     "saved_bytes",
     "seeded",
     "unit_facts",

@@ -46,7 +46,7 @@ def pretrained_causal_lm(path: str) -> PreTrainedModel:
 
 
 def _hf_config(config: Mapping[str, Any] | Path) -> PretrainedConfig:
-    values = _read(config) if isinstance(config, Path) else dict(config)
+    values = read_config(config) if isinstance(config, Path) else dict(config)
     kind = values.pop("model_type", None)
     if kind is None:
         raise ModelError(
@@ -73,10 +73,11 @@ def _hf_config(config: Mapping[str, Any] | Path) -> PretrainedConfig:
         ) from error
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
+    """The JSON object of a `config.json`, or of the one in a directory. Raises ModelError."""
     file = path / "config.json" if path.is_dir() else path
     try:
-        values = json.loads(file.read_text())
+        values = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelError("the model's configuration cannot be read", given=f"{file}: {error}") from error
     if not isinstance(values, dict):

@@ -1,13 +1,11 @@
 """The model of a recipe: its configuration made whole by the tokenizer, and the model on meta."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from plait.errors import ModelError, unknown_key_hint
-from plait.models import causal_lm_on_meta, pretrained_causal_lm
+from plait.models import causal_lm_on_meta, pretrained_causal_lm, read_config
 from plait.train.config import ModelConfig
 
 # Keys that configurations take but do not keep under this name.
@@ -23,7 +21,7 @@ def whole_config(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, vocab_s
         specials = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": tokenizer.bos_token_id}
         return {"vocab_size": vocab_size, **specials, **model.config}
     assert model.path is not None, "a recipe's model has a configuration or a path"
-    return {"vocab_size": vocab_size, **_read(model.path)}
+    return {"vocab_size": vocab_size, **read_config(model.path)}
 
 
 def check_config(model: ModelConfig) -> None:
@@ -57,14 +55,3 @@ def _check_keys(config: dict[str, Any]) -> None:
                 given=f"model.config.{key}",
                 hint=f"model.config.{unknown_key_hint(key, known)}",
             )
-
-
-def _read(path: Path) -> dict[str, Any]:
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError("the model's configuration cannot be read", given=f"{file}: {error}") from error
-    if not isinstance(values, dict):
-        raise ModelError("the model's configuration is not a JSON object", given=file)
-    return values
