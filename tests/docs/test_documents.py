@@ -88,7 +88,7 @@ class Page:
         self._to_run = blocks
         self._complaints: dict[Block, str] = {}
         self._python: Python | None = None
-        for name in ("recipes", "examples"):
+        for name in ("README.md", "docs", "examples", "recipes", "src"):
             (folder / name).symlink_to(ROOT / name)
 
     def complaint(self, block: Block) -> str:
