@@ -82,7 +82,7 @@ def worker(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     world = connect()
-    alone = World(0, 1, 0, world.device, None, owned=False)
+    alone = World.alone(world.device)
     steps = {
         "no communication": ours(alone),
         "plait": ours(world),

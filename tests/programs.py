@@ -61,6 +61,10 @@ def tied_llama(on_meta: bool = True) -> nn.Module:
     return llama(on_meta=on_meta, tied=True)
 
 
+def rough_llama(on_meta: bool = True) -> nn.Module:
+    return llama(on_meta=on_meta, exact=False)
+
+
 class Branches(nn.Module):
     """A plain module with what makes data parallelism hard: a branch that only some samples take, a
     module used twice, a parameter that is never used, a scalar and a frozen one."""

@@ -12,6 +12,7 @@ needs no state in a checkpoint, and put back afterwards. Gradients are summed in
 a step is skipped follows from the reduced loss and norm, which are the same bits on every rank.
 """
 
+import contextlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,24 +21,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.comm import Group, Mesh, World, all_reduce, broadcast, connect, start_all_reduce
-from plait.errors import ModelError, PlanError
+from plait.comm import Mesh, World, all_reduce, broadcast, connect, start_all_reduce
+from plait.errors import PlanError
 from plait.models import (
     Loss,
     blocks_of,
     choose_loss,
     flops_per_token,
     forward_inputs,
-    initialise,
     meta_twin,
     saved_bytes,
     seeded,
     unit_facts,
     watch_saved,
 )
-from plait.optim import clip_factor, make_optimizer, scaled_step, states_per_element
-from plait.parallel import DataParallel, Precision, Unit, make_units, recompute_blocks
-from plait.parallel.state import EngineState, flat_slices
+from plait.optim import clip_factor, make_optimizer, scaled_step, state_kinds
+from plait.parallel import DataParallel, Precision, bring_to_life, recompute_blocks
+from plait.parallel.state import EngineState, flat_slices, persistent_buffers
 from plait.plan import Grid, Layout, MemoryUse, Plan, model_state_bytes
 
 
@@ -91,13 +91,14 @@ class Engine:
         self._data_group = mesh.group("replicate", "shard")
         self._blocks = [block for _, block in blocks_of(model)]
         self.layout = Layout.of(unit_facts(model))
-        self._units = _bring_to_life(model, self.layout, plan, mesh, seed)
+        self._units = bring_to_life(model, self.layout, plan, mesh, seed)
         if plan.recompute == "full":
             recompute_blocks(self._blocks)
         self._data = DataParallel(self._units, self._data_group, plan.micro)
         self._slices = flat_slices(self._units)
-        self._states_per_element = states_per_element(optimizer, optimizer_args)
+        self._state_kinds = state_kinds(optimizer, optimizer_args)
         self.optimizer = make_optimizer(optimizer, optimizer_args, self._slices)
+        self._buffers = persistent_buffers(model)  # what forward changes follows rank 0, as under DDP
         self._totals = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss, targets
         self._micros_done = 0
         self._saved_bytes: int | None = None  # known after the first step
@@ -120,8 +121,8 @@ class Engine:
         """One optimizer step on this data rank's share of the batch.
 
         Every tensor's dim 0 counts samples and is split into `plan.micro` micro-batches. Raises
-        PlanError when it does not divide. After an exception the engine can be used again; the step
-        was not taken.
+        PlanError when it does not divide. After an exception that every rank raises at the same point
+        the engine can be used again: the step was not taken. A rank that raises alone has to end.
         """
         try:
             for number, micro in enumerate(self._micro_batches(batch)):
@@ -138,8 +139,14 @@ class Engine:
         `loss` is a sum over `num_targets` targets. Without `num_targets` it is a mean that counts as
         one target, so that the step's loss is the mean over micro-batches and data ranks.
         """
+        if self._micros_done == self.plan.micro:
+            raise PlanError(
+                "more micro-batches than the plan has",
+                given=f"backward number {self._micros_done + 1} of a step, micro={self.plan.micro}",
+                expected="engine.update() after the last one",
+                hint=f"micro={self._micros_done + 1}",
+            )
         self._micros_done += 1
-        assert self._micros_done <= self.plan.micro, f"backward more than micro={self.plan.micro} times"
         self._totals[0] += loss.detach()
         self._totals[1] += 1 if num_targets is None else num_targets
         self._data.begin_micro(last=self._micros_done == self.plan.micro)
@@ -151,6 +158,18 @@ class Engine:
 
     def update(self) -> StepResult:
         """Reduces what is left, clips, lets the optimizer update the weights. See [Note: one division]."""
+        if not self._micros_done:
+            raise PlanError(
+                "an update without a gradient",
+                expected="engine.backward(loss) before it, not loss.backward()",
+            )
+        try:
+            return self._update()
+        except BaseException:
+            self._abandon()
+            raise
+
+    def _update(self) -> StepResult:
         self._data.start_rest()
         pending = start_all_reduce(self._totals, self._data_group)
         square = self._data.finish()
@@ -165,22 +184,31 @@ class Engine:
             scaled_step(self.optimizer, clip_factor(norm, self.clip_norm) / num_targets)
             for unit in self._units:
                 unit.publish()
+        for buffer in self._buffers.values():
+            broadcast(buffer, self._data_group)
         self._data.reset()
         self._micros_done = 0
         self.num_steps += 1
         return StepResult(loss, norm, int(num_targets), skipped)
 
     def evaluate(self, batch: Mapping[str, Tensor]) -> EvalResult:
-        """The loss of this data rank's share, summed over all; changes nothing of the training state."""
-        training = self.model.training
+        """The loss of this data rank's share, summed over all; changes nothing of the training state.
+
+        Runs in at most `plan.micro` parts, no larger than training's.
+        """
+        modes = [(module, module.training) for module in self.model.modules()]
+        parts = {key: value.chunk(self.plan.micro) for key, value in self._on_device(batch).items()}
+        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
         self.model.eval()
         try:
             with torch.no_grad():
-                loss, count = self._forward(self._on_device(batch))
+                for number in range(len(next(iter(parts.values())))):
+                    loss, count = self._forward({key: chunks[number] for key, chunks in parts.items()})
+                    totals[0] += loss
+                    totals[1] += count
         finally:
-            self.model.train(training)
-        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
-        totals[0], totals[1] = loss, count
+            for module, training in modes:
+                module.training = training
         all_reduce(totals, self._data_group)
         loss_sum, num_targets = totals.tolist()
         return EvalResult(loss_sum, int(num_targets))
@@ -218,15 +246,21 @@ class Engine:
         )
 
     def predicted_memory(self, batch_shape: tuple[int, int]) -> MemoryUse:
-        """What `memory` will say, for micro-batches of token ids of this (batch, sequence) shape."""
-        twin = meta_twin(self.model)
+        """What `memory` will say, for micro-batches of token ids of this (batch, sequence) shape.
+
+        Activations are None for a model that cannot run without values.
+        """
         ids = torch.zeros(batch_shape, dtype=torch.long, device="meta")
         batch = {"input_ids": ids, "labels": ids}
-        saved = saved_bytes(twin, self._choose_loss(), batch, self.device, self._held(twin))
+        saved: int | None = None
+        # Whatever the user's model raises without values (or cannot be copied), it can still be trained.
+        with contextlib.suppress(Exception):
+            twin = meta_twin(self.model)
+            saved = saved_bytes(twin, self._choose_loss(), batch, self.device, self._held(twin))
         return model_state_bytes(
             self.layout,
             self.plan,
-            states_per_element=self._states_per_element,
+            states_per_element=sum("." not in kind for kind in self._state_kinds),
             activation_bytes=saved,
             wire_bytes=self._data.buffer_bytes,
         )
@@ -264,7 +298,16 @@ class Engine:
             yield {key: chunks[number] for key, chunks in parts.items()}
 
     def _on_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {key: value.to(self.device, non_blocking=True) for key, value in batch.items()}
+        """Moves the batch; its floating inputs, labels excepted, are cast to what the model computes in."""
+        compute = Precision.of(self.plan).compute
+        return {
+            key: value.to(
+                self.device,
+                compute if value.is_floating_point() and key != "labels" else value.dtype,
+                non_blocking=True,
+            )
+            for key, value in batch.items()
+        }
 
     def _abandon(self) -> None:
         """Forgets a step that an exception ended."""
@@ -273,38 +316,7 @@ class Engine:
         self._micros_done = 0
 
     def _state(self) -> EngineState:
-        return EngineState(self.model, self._units, self._slices, self.optimizer)
-
-
-def _bring_to_life(model: nn.Module, layout: Layout, plan: Plan, mesh: Mesh, seed: int) -> list[Unit]:
-    """Units whose storages hold the model's first weights, the same on every data rank."""
-    device = mesh.world.device
-    on_meta = {parameter.is_meta for parameter in model.parameters()}
-    if len(on_meta) != 1:
-        raise ModelError(
-            "a model is either on meta or has its weights",
-            given="a model without parameters" if not on_meta else "some parameters on meta, others not",
-        )
-    units = make_units(model, layout, Precision.of(plan), device)
-    if on_meta == {True}:
-        initialise(model, seed, device)
-    for module in model.modules():
-        for key, buffer in module._buffers.items():
-            if buffer is not None:
-                wide = plan.precision == "fp64" and buffer.is_floating_point()
-                module._buffers[key] = buffer.to(device, torch.float64 if wide else buffer.dtype)
-    if on_meta == {False}:
-        _take_rank_0s(model, units, mesh.group("replicate", "shard"))
-    for unit in units:
-        unit.compute_with_storage()
-    return units
-
-
-def _take_rank_0s(model: nn.Module, units: list[Unit], group: Group) -> None:
-    held = {name for unit in units for name in unit.parameters}
-    frozen = [p.data for name, p in model.named_parameters() if name not in held]
-    for tensor in (*(unit.master for unit in units), *frozen, *model.buffers()):
-        broadcast(tensor, group)
+        return EngineState(self.model, self._units, self._slices, self.optimizer, self._state_kinds)
 
 
 def parallelize(
@@ -329,8 +341,10 @@ def parallelize(
     clip_norm       limit of the gradient's global 2-norm
     loss            (outputs, micro-batch) -> (summed loss, number of targets); None: the next token's
                     cross entropy of a Hugging Face causal LM. The model is called with the micro-batch's
-                    entries, but for `labels`, as keywords.
+                    entries, but for `labels`, as keywords; floating ones in the plan's precision.
 
+    A parameter that a step does not use counts as one with a zero gradient: its moments and weight decay
+    go on, where a plain torch loop would leave it out. Buffers that forward changes follow rank 0's.
     Raises PlanError, ModelError or ConfigError.
     """
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
@@ -338,7 +352,7 @@ def parallelize(
     world = connect() if world is None else world
     plan.check_ranks(world.size)
     return Engine(
-        model.train(),
+        model if model.training else model.train(),
         plan,
         mesh=Mesh(world, Grid.of(plan)),
         loss=loss,

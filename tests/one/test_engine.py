@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 import plait
 import programs
-from plait.errors import CheckpointError, ConfigError, PlanError
+from plait.errors import CheckpointError, ConfigError, ModelError, PlanError
+from plait.parallel.state import scalar_device
 
 BATCH = programs.batches(1)[0]
 
@@ -177,3 +178,65 @@ def test_a_plain_module_that_was_built_on_meta_gets_its_own_initial_weights() ->
     weights = engine.whole_parameters()
     assert torch.equal(weights["1.weight"], torch.ones(8))
     assert 0 < weights["0.weight"].abs().max() <= 8**-0.5
+
+
+def test_evaluation_runs_in_parts_no_larger_than_trainings_and_leaves_every_mode() -> None:
+    whole, parts = engine_of("dp=1 precision=fp64"), engine_of("dp=1 micro=3 precision=fp64")
+    parts.model.model.layers[0].eval()  # frozen by its user
+    sizes: list[int] = []
+    hook = lambda _, inputs: sizes.append(inputs[0].shape[0])  # noqa: E731
+    parts.model.model.embed_tokens.register_forward_pre_hook(hook)
+    one, three = whole.evaluate(BATCH), parts.evaluate(BATCH)
+    assert three.loss_sum == pytest.approx(one.loss_sum, rel=1e-12)
+    assert three.num_tokens == one.num_tokens
+    assert max(sizes) <= programs.SEQUENCES // 3
+    assert not parts.model.model.layers[0].training
+    assert parts.model.model.layers[1].training
+
+
+def test_state_of_another_optimizer_is_refused() -> None:
+    first = engine_of(optimizer=torch.optim.SGD, optimizer_args={"lr": 0.1, "momentum": 0.9})
+    first.step(BATCH)
+    with pytest.raises(CheckpointError, match="another model or optimizer"):
+        engine_of().load_state(first.state())
+
+
+def test_counters_of_fused_kernels_live_where_the_kernel_reads_them() -> None:
+    on_gpu = torch.empty(0, device="meta")  # stands for any device that is not the CPU
+    assert scalar_device({"fused": True}, on_gpu) == on_gpu.device
+    assert scalar_device({"capturable": True}, on_gpu) == on_gpu.device
+    assert scalar_device({"fused": None}, on_gpu) == torch.device("cpu")
+
+
+def test_mistakes_in_a_loop_of_ones_own_are_letters() -> None:
+    engine = engine_of("dp=1")
+    ids = BATCH["input_ids"]
+    with pytest.raises(PlanError, match="update without a gradient"):
+        engine.update()
+    engine.backward(engine.model(input_ids=ids, labels=ids).loss)
+    with pytest.raises(PlanError, match="more micro-batches than the plan has"):
+        engine.backward(engine.model(input_ids=ids, labels=ids).loss)
+    assert not engine.update().skipped
+    with pytest.raises(ModelError, match="no labels"):
+        engine.step({"input_ids": ids})
+
+
+def test_an_exception_in_the_optimizer_leaves_the_engine_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of("dp=1 micro=3")
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as broken:
+        broken.setattr(engine.optimizer, "step", fail)
+        with pytest.raises(ZeroDivisionError):
+            engine.step(BATCH)
+    assert not engine.step(BATCH).skipped
+
+
+def test_floating_inputs_come_in_the_plans_precision() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    engine = plait.parallelize(
+        model, "dp=1 precision=bf16", loss=lambda out, b: (out.sum(), len(b["labels"]))
+    )
+    assert not engine.step({"input": torch.ones(3, 4), "labels": torch.ones(3)}).skipped

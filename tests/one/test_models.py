@@ -197,3 +197,37 @@ def test_recompute_without_blocks_is_refused() -> None:
 
 def test_this_process_is_a_world_of_one() -> None:
     assert connect().size == 1
+
+
+class _Positions(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.register_buffer("places", torch.arange(6).to(dtype))
+        self.inner = nn.Linear(6, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.long])
+def test_a_buffer_that_nothing_fills_is_named_not_used_as_garbage(dtype: torch.dtype) -> None:
+    with torch.device("meta"):
+        model = _Positions(dtype)
+    with pytest.raises(ModelError, match="without an initial value") as caught:
+        parallelize(model, "dp=1", loss=lambda *_: (torch.zeros(()), 1))
+    assert caught.value.given == "places"
+
+
+class _LooksAtValues(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(61, 8)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.table(input_ids[input_ids > 3].nonzero())
+
+
+def test_a_model_that_cannot_run_without_values_is_trained_all_the_same() -> None:
+    engine = parallelize(_LooksAtValues(), "dp=1", loss=lambda out, _: (out.sum(), 1))
+    predicted = engine.predicted_memory((2, 8))
+    assert predicted.activations is None
+    assert predicted.total > 0
+    engine.step({"input_ids": torch.arange(16).view(2, 8)})
+    assert engine.memory().activations

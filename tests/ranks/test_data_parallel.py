@@ -1,5 +1,6 @@
 """Data parallelism computes what the one-process program computes, in float64 to 1e-9."""
 
+import time
 from typing import Any
 
 import pytest
@@ -167,3 +168,97 @@ def test_after_an_exception_in_forward_the_engine_goes_on_as_if_nothing_had_been
 def test_ranks_that_do_not_fit_the_plan_are_refused(pool: Pool) -> None:
     with pytest.raises(RankError, match="do not multiply to the 2 ranks"):
         pool.run(_initial_weights, 2, "dp=3")
+
+
+def _bf16_by(all_reduce: bool, ranks: int, build: Any) -> Any:
+    """Three bf16 steps of one micro-batch each; with `all_reduce`, gradients are widened before they travel."""
+    if all_reduce:
+        plait.parallel.zero.sends_narrow = lambda *_: False
+    try:
+        engine = plait.parallelize(
+            build(),
+            f"dp={ranks} precision=bf16",
+            optimizer_args=programs.ADAMW,
+            clip_norm=programs.CLIP,
+            loss=programs.summed_loss,
+            seed=3,
+        )
+        results = [engine.step(programs.share_of(b, engine)) for b in programs.batches(3)]
+        return results, engine.whole_parameters()
+    finally:
+        plait.parallel.zero.sends_narrow = plait.comm.sends_narrow
+
+
+@pytest.mark.parametrize("build", [programs.rough_llama, programs.branches])
+def test_gradients_that_travel_as_bf16_have_the_sum_of_those_widened_before(pool: Pool, build: Any) -> None:
+    """Two addends have one sum, whatever moved them: equal to the bit. Three may be added in another order."""
+    narrow, wide = (pool.run(_bf16_by, 2, flag, 2, build)[0] for flag in (False, True))
+    assert narrow[0] == wide[0]
+    assert all(torch.equal(narrow[1][name], wide[1][name]) for name in wide[1])
+    narrow, wide = (pool.run(_bf16_by, 3, flag, 3, build)[0] for flag in (False, True))
+    assert [r.loss for r in narrow[0]] == pytest.approx([r.loss for r in wide[0]], rel=1e-3)
+    difference, name = programs.largest_difference(narrow[1], wide[1])
+    assert difference < 1e-3, name
+
+
+def _deaf_exchange(*_: Any) -> Any:
+    class Silence:
+        def wait_and_sum(self, out: torch.Tensor) -> list[torch.Tensor]:
+            return [out]
+
+    return Silence()
+
+
+def _bf16_deaf() -> Any:
+    plait.parallel.zero.start_exchange = _deaf_exchange
+    try:
+        return _bf16_by(False, 2, programs.rough_llama)
+    finally:
+        plait.parallel.zero.start_exchange = plait.comm.start_exchange
+
+
+def test_without_the_exchange_the_bf16_run_is_another(pool: Pool) -> None:
+    heard, deaf = pool.run(_bf16_by, 2, False, 2, programs.rough_llama)[0], pool.run(_bf16_deaf, 2)[0]
+    assert heard[0] != deaf[0]
+
+
+class _Running(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x)
+
+
+def _running_statistics() -> Any:
+    engine = plait.parallelize(_Running(), "dp=2", loss=lambda out, _: (out.square().sum(), len(out)))
+    for step in range(3):
+        engine.step({"x": torch.randn(6, 4) + engine.data_rank + step})
+    return engine.model.norm.running_mean, engine.model.norm.num_batches_tracked
+
+
+def test_running_statistics_are_the_same_on_all_ranks(pool: Pool) -> None:
+    first, second = pool.run(_running_statistics, 2)
+    assert torch.equal(first[0], second[0])
+    assert first[0].abs().max() > 0
+    assert first[1] == second[1] == 3
+
+
+def _one_rank_raises() -> None:
+    engine = plait.parallelize(programs.llama(), "dp=2 micro=3", seed=3)
+    batch = programs.share_of(programs.batches(1)[0], engine)
+    if engine.data_rank == 1:
+        engine.model.model.layers[1].register_forward_pre_hook(_divide_by_zero)
+    engine.step(batch)
+
+
+def _divide_by_zero(*_: Any) -> None:
+    raise ZeroDivisionError("on rank 1 alone")
+
+
+def test_a_rank_that_raises_alone_ends_the_others_within_seconds(pool: Pool) -> None:
+    begin_s = time.monotonic()
+    with pytest.raises(RankError, match="on rank 1 alone"):
+        pool.run(_one_rank_raises, 2)
+    assert time.monotonic() - begin_s < 20

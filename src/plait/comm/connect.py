@@ -26,18 +26,26 @@ class World:
         size: int,
         local_rank: int,
         device: torch.device,
-        store: dist.Store | None,
-        owned: bool,
+        *,
+        store: dist.Store | None = None,
+        owned: bool = False,
+        timeout: datetime.timedelta = datetime.timedelta(minutes=10),
     ) -> None:
         self.rank = rank
         self.size = size
         self.local_rank = local_rank
         self.device = device
+        self.timeout = timeout  # how long a communication may wait for a rank
         self._store = store
         self._owned = owned  # the process group is ours to destroy: the program had made none
         self._links: list[Link] = []
         link = self.own(Link(dist.group.WORLD)) if size > 1 else None
         self.group = Group(tuple(range(size)), rank, link)
+
+    @classmethod
+    def alone(cls, device: torch.device) -> "World":
+        """One rank that communicates with nobody, whatever else this process takes part in."""
+        return cls(0, 1, 0, device)
 
     def barrier(self) -> None:
         """Returns when every rank has come here."""
@@ -66,6 +74,13 @@ class World:
         mine = str(self.rank).encode()
         return bool(self._store.compare_set(key, "", mine.decode()) == mine)
 
+    def is_alive(self) -> bool:
+        """Whether the process group that it was made for is still the process's."""
+        if self.size == 1:
+            return not dist.is_initialized() or dist.get_world_size() == 1
+        assert self.group.link is not None
+        return dist.is_initialized() and self.group.link.is_to(dist.group.WORLD)
+
     def own(self, link: Link) -> Link:
         """Takes over a link, to cut it on `close`."""
         self._links.append(link)
@@ -92,24 +107,29 @@ def connect(*, timeout_s: float = 600.0, device: str | None = None) -> World:
     """Joins the ranks that torchrun or our launcher announced in the environment; alone without one.
 
     Takes one GPU per rank and NCCL where CUDA is available (or `device="cuda"`), else CPU and Gloo.
-    A second call returns the same world. A process group that the program has made already is used.
+    A second call returns the same world, whatever its arguments, as long as its process group lives. A
+    process group that the program has made already is used, and the GPU that it has chosen.
     `timeout_s`: how long a communication may wait for a rank. Raises CommError.
     """
     global _world
-    if _world is not None and (_world.size == 1 or dist.is_initialized()):
+    if _world is not None and _world.is_alive():
         return _world
     rank, size, local_rank = (_env_int(name, value) for name, value in _RANK_VARIABLES)
-    chosen = _device(device, local_rank)
+    timeout = datetime.timedelta(seconds=timeout_s)
     store, found = None, dist.is_initialized()
     if found:
         rank, size = dist.get_rank(), dist.get_world_size()
         store = dist.distributed_c10d._get_default_store()  # torch offers no public way to it
-    elif size > 1:
-        timeout = datetime.timedelta(seconds=timeout_s)
+        if "LOCAL_RANK" not in os.environ and torch.cuda.is_available():
+            local_rank = torch.cuda.current_device()
+    chosen = _device(device, local_rank)
+    if size > 1 and not found:
         store = _store(rank, size, timeout)
         _join(store, rank, size, chosen, timeout)
-    _world = World(rank, size, local_rank, chosen, store, owned=store is not None and not found)
-    atexit.register(_world.close)  # see Link: a process must not end while Gloo's threads run
+    owned = store is not None and not found
+    _world = World(rank, size, local_rank, chosen, store=store, owned=owned, timeout=timeout)
+    if chosen.type == "cpu":  # see Link. NCCL needs no such care, and waits for its peers when destroyed
+        atexit.register(_world.close)
     return _world
 
 

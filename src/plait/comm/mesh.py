@@ -33,6 +33,6 @@ class Mesh:
             return None
         if len(ranks) == self.world.size:
             return self.world.group.link
-        handle = dist.new_group(list(ranks), use_local_synchronization=True)
+        handle = dist.new_group(list(ranks), timeout=self.world.timeout, use_local_synchronization=True)
         assert isinstance(handle, dist.ProcessGroup), f"rank {self.world.rank} is not in {ranks}"
         return self.world.own(Link(handle))

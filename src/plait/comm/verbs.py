@@ -42,6 +42,9 @@ class Link:
         assert self._handle is not None, "a verb on a group whose world is closed"
         return self._handle
 
+    def is_to(self, handle: dist.ProcessGroup | None) -> bool:
+        return self._handle is handle
+
     def cut(self) -> None:
         self._handle = None
 
@@ -173,7 +176,9 @@ def _guard(verb: str, action: Callable[[], Any]) -> Any:
     """Turns the transport's errors into ours: the cause stands below, for --debug."""
     try:
         return action()
-    except (RuntimeError, ValueError) as error:
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
         raise CommError(
             f"{verb} failed: a rank is gone, late or sent something else",
             given=str(error).splitlines()[0],

@@ -20,7 +20,7 @@ def causal_lm_on_meta(config: Mapping[str, Any] | Path) -> PreTrainedModel:
     hf_config = _hf_config(config)
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(hf_config)
+            return AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False)
     except (ValueError, TypeError, AttributeError, RuntimeError) as error:
         raise ModelError(
             "the configuration does not make a causal language model",
@@ -34,7 +34,7 @@ def pretrained_causal_lm(path: str) -> PreTrainedModel:
     Runs no code that comes with the weights. Raises ModelError.
     """
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ModelError(
             "the weights to start from cannot be loaded",

@@ -42,8 +42,14 @@ def choose_loss(model: nn.Module, loss: Loss | None) -> Loss:
 def causal_lm_loss(outputs: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Cross entropy of the next token, summed. `labels` (B, S) are shifted here; -100 is ignored.
 
-    Computed in float32 at least, whatever the logits are.
+    Computed in float32 at least, whatever the logits are. Raises ModelError without labels.
     """
+    if "labels" not in batch:
+        raise ModelError(
+            "the batch has no labels to compute a loss from",
+            given=f"a batch with {', '.join(batch)}",
+            expected="labels: the input_ids, with -100 where there is nothing to predict",
+        )
     logits_BSV, labels_BS = outputs.logits, batch["labels"]
     targets = F.pad(labels_BS, (0, 1), value=IGNORED)[:, 1:].reshape(-1)
     logits = logits_BSV.flatten(0, 1)

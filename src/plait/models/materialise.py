@@ -6,8 +6,8 @@ they are only given values. Modules are visited children first, as transformers 
 may re-initialise what its children hold (gpt2 scales its residual projections so). Before each module
 the generator is seeded with a hash of (seed, the module's name), so a module's values depend on no other
 module, on no rank and on no plan. Buffers of a meta model are allocated here; their module's own
-initialisation fills them. Everything is poisoned with NaN first: what no initialisation touched
-is found and named instead of being trained as garbage.
+initialisation fills them. Parameters and buffers are poisoned first (NaN, the least integer): what no
+initialisation touched is found and named instead of being trained as garbage.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from plait.errors import ModelError
@@ -32,7 +32,7 @@ def derive_seed(*parts: object) -> int:
 def seeded(device: torch.device, *parts: object) -> Iterator[None]:
     """Random numbers inside depend on `parts` alone; afterwards the generators are as they were."""
     with torch.random.fork_rng(_cuda_devices(device)):
-        torch.manual_seed(derive_seed(*parts))
+        _seed(device, *parts)
         yield
 
 
@@ -46,14 +46,14 @@ def initialise(model: nn.Module, seed: int, device: torch.device) -> None:
         parameter.data = torch.empty_like(data, dtype=torch.float32)
     with torch.no_grad(), torch.random.fork_rng(_cuda_devices(device)):
         for parameter in model.parameters():
-            parameter.fill_(float("nan"))
+            _poisoned(parameter)
         _visit(model, "", _initialiser_of(model), seed, device)
     for parameter, data in wide.items():
         parameter.data = data.copy_(parameter.data)
-    for name, parameter in model.named_parameters():
-        if bool(torch.isnan(parameter).any()):
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if _is_poisoned(tensor):
             raise ModelError(
-                "the model's own code leaves a parameter without an initial value",
+                "the model's own code leaves a parameter or buffer without an initial value",
                 given=name,
                 hint="give the module that owns it a reset_parameters(), or build the model off meta",
             )
@@ -67,8 +67,8 @@ def _visit(
         _visit(child, f"{name}.{key}" if name else key, inner, seed, device)
     for key, buffer in module._buffers.items():
         if buffer is not None and buffer.is_meta:
-            module._buffers[key] = torch.empty_like(buffer, device=device)
-    torch.manual_seed(derive_seed("initial weights", seed, name))
+            module._buffers[key] = _poisoned(torch.empty_like(buffer, device=device))
+    _seed(device, "initial weights", seed, name)
     apply(module)
 
 
@@ -83,6 +83,29 @@ def _reset(module: nn.Module) -> None:
     reset = getattr(module, "reset_parameters", None)
     if callable(reset):
         reset()
+
+
+def _poisoned(tensor: Tensor) -> Tensor:
+    if tensor.is_floating_point() or tensor.is_complex():
+        return tensor.fill_(float("nan"))
+    return tensor.fill_(True if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).min)
+
+
+def _is_poisoned(tensor: Tensor) -> bool:
+    """Any NaN, or integers none of which was touched. A bool cannot tell; its neighbours do."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return bool(torch.isnan(tensor).any())
+    if tensor.dtype == torch.bool or tensor.numel() == 0:
+        return False
+    return bool((tensor == torch.iinfo(tensor.dtype).min).all())
+
+
+def _seed(device: torch.device, *parts: object) -> None:
+    """Seeds the generators of the CPU and of `device`, and no other device's."""
+    seed = derive_seed(*parts)
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
 
 
 def _cuda_devices(device: torch.device) -> list[torch.device]:

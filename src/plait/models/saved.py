@@ -76,10 +76,14 @@ class _AsOnDevice(TorchFunctionMode):
             return args[0] @ args[1][0]
         if func is not F.scaled_dot_product_attention or not args[0].is_meta:
             return func(*args, **kwargs)
-        if kwargs.get("dropout_p", 0.0) and not self._fused_dropout:
+        named = dict(zip(_ATTENTION_ARGUMENTS, args, strict=False)) | kwargs
+        if named.get("dropout_p", 0.0) and not self._fused_dropout:
             return func(*args, **kwargs)
-        kwargs.pop("enable_gqa", None)  # the fused kernel reads fewer kv heads by itself
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*args, **kwargs)[0]
+        named.pop("enable_gqa", None)  # the fused kernel reads fewer kv heads by itself
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(**named)[0]
+
+
+_ATTENTION_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Optimizers over flat storages, and clipping."""
 
 from plait.optim.clip import clip_factor, squared_norm
-from plait.optim.flat import FlatSlice, make_optimizer, scaled_step, states_per_element
+from plait.optim.flat import FlatSlice, make_optimizer, scaled_step, state_kinds, states_per_element
 
 __all__ = [
     "FlatSlice",
@@ -9,5 +9,6 @@ __all__ = [
     "make_optimizer",
     "scaled_step",
     "squared_norm",
+    "state_kinds",
     "states_per_element",
 ]

@@ -73,13 +73,33 @@ def make_optimizer(
         ) from error
 
 
-def states_per_element(kind: type[torch.optim.Optimizer], arguments: Mapping[str, Any]) -> int:
-    """How many tensors as large as the parameter the optimizer will keep: found by one step on a tiny one."""
-    tiny = FlatSlice.of(True, torch.zeros(8), torch.zeros(8))
+def state_kinds(kind: type[torch.optim.Optimizer], arguments: Mapping[str, Any]) -> set[str]:
+    """What the optimizer will remember, found by one step on a tiny parameter.
+
+    A state as large as the parameter by its name (`exp_avg`), a counter as `scalar.step` or, where it is
+    a Python number, `number.step`. Raises ConfigError for what it cannot step with.
+    """
+    tiny = FlatSlice.of(True, torch.zeros(8), torch.ones(8))
     optimizer = make_optimizer(kind, arguments, [tiny])
-    optimizer.step()
+    try:
+        optimizer.step()
+    except (RuntimeError, TypeError, ValueError, AssertionError) as error:
+        raise ConfigError(
+            f"{kind.__name__} cannot step with these arguments", given=f"{dict(arguments)}: {error}"
+        ) from error
     state = optimizer.state.get(tiny.leaf, {})
-    return sum(isinstance(value, Tensor) and value.numel() == 8 for value in state.values())
+    return {_kind(name, value) for name, value in state.items() if value is not None}
+
+
+def _kind(name: str, value: object) -> str:
+    if not isinstance(value, Tensor):
+        return f"number.{name}"
+    return name if value.numel() == 8 else f"scalar.{name}"
+
+
+def states_per_element(kind: type[torch.optim.Optimizer], arguments: Mapping[str, Any]) -> int:
+    """How many tensors as large as the parameter the optimizer will keep."""
+    return sum("." not in name for name in state_kinds(kind, arguments))
 
 
 def scaled_step(optimizer: torch.optim.Optimizer, factor: float) -> None:

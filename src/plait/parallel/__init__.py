@@ -1,7 +1,16 @@
 """The strands. So far: data parallelism over units of flat storage."""
 
+from plait.parallel.life import bring_to_life
 from plait.parallel.recompute import recompute_blocks
 from plait.parallel.units import Precision, Unit, UnitState, make_units
 from plait.parallel.zero import DataParallel
 
-__all__ = ["DataParallel", "Precision", "Unit", "UnitState", "make_units", "recompute_blocks"]
+__all__ = [
+    "DataParallel",
+    "Precision",
+    "Unit",
+    "UnitState",
+    "bring_to_life",
+    "make_units",
+    "recompute_blocks",
+]

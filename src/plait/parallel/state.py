@@ -2,10 +2,12 @@
 
 Keys are `kind/name`: `weights/<parameter>` (master weights), `buffers/<buffer>`, for every state of the
 optimizer `<state>/<parameter>` (`exp_avg/...`) in the parameter's shape or, for what it counts once per
-parameter, `scalar.<state>/<parameter>` (`scalar.step/...`), and `engine/num_steps`.
+parameter, `scalar.<state>/<parameter>` (`scalar.step/...`; `number.` where it is a Python number), and
+`engine/num_steps`.
 """
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +18,19 @@ from plait.parallel.units import Unit
 from plait.plan import Piece
 
 _OURS = ("weights", "buffers", "engine")
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that a state_dict holds: what forward may change, and what a resumed run needs."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    state = model.state_dict()
+    return {name: t for name, t in state.items() if name not in parameters and isinstance(t, Tensor)}
+
+
+def scalar_device(group: Mapping[str, Any], leaf: Tensor) -> torch.device:
+    """Where torch's optimizers keep counters such as `step`: on the CPU, unless a kernel reads them."""
+    in_kernel = group.get("fused") or group.get("capturable")
+    return leaf.device if in_kernel else torch.device("cpu")
 
 
 def flat_slices(units: list[Unit]) -> list[FlatSlice]:
@@ -36,7 +51,10 @@ class EngineState:
         units: list[Unit],
         slices: list[FlatSlice],
         optimizer: torch.optim.Optimizer,
+        kinds: set[str],
     ) -> None:
+        """`kinds`: those of the optimizer's states, as `save` names them."""
+        self._kinds = kinds
         self._model = model
         self._units = units
         self._slices = slices
@@ -55,25 +73,27 @@ class EngineState:
     def save(self, num_steps: int) -> dict[str, Tensor]:
         """Everything, by key. Flat tensors are views of what lives on."""
         tensors = {f"weights/{name}": tensor for name, tensor in self._weight_views()}
-        tensors |= {f"buffers/{name}": buffer for name, buffer in self._buffers()}
+        tensors |= {f"buffers/{name}": buffer for name, buffer in persistent_buffers(self._model).items()}
         for piece, flat_slice in self._owners():
             for key, value in self._optimizer.state.get(flat_slice.leaf, {}).items():
                 if _is_flat(value, flat_slice):
                     start = piece.start - _offset(flat_slice)
                     view = value[start : start + piece.box.numel].view(piece.box.shape)
                     tensors[f"{key}/{piece.name}"] = view
+                elif isinstance(value, Tensor):
+                    tensors[f"scalar.{key}/{piece.name}"] = value.clone()
                 else:
-                    tensors[f"scalar.{key}/{piece.name}"] = torch.as_tensor(value).clone()
+                    tensors[f"number.{key}/{piece.name}"] = torch.tensor(value)
         tensors["engine/num_steps"] = torch.tensor(num_steps)
         return tensors
 
     def load(self, tensors: Mapping[str, Tensor]) -> int:
         """Takes everything over and returns the number of steps. Raises CheckpointError before any change
-        when a tensor is missing or of another shape."""
+        when a tensor is missing, of another shape or of another optimizer."""
         self._check(tensors)
         for name, view in self._weight_views():
             view.copy_(tensors[f"weights/{name}"])
-        for name, buffer in self._buffers():
+        for name, buffer in persistent_buffers(self._model).items():
             buffer.copy_(tensors[f"buffers/{name}"])
         self._load_optimizer(tensors)
         for unit in self._units:
@@ -82,32 +102,44 @@ class EngineState:
 
     def _check(self, tensors: Mapping[str, Tensor]) -> None:
         expected = {f"weights/{name}": view.shape for name, view in self._weight_views()}
-        expected |= {f"buffers/{name}": buffer.shape for name, buffer in self._buffers()}
+        buffers = persistent_buffers(self._model)
+        expected |= {f"buffers/{name}": buffer.shape for name, buffer in buffers.items()}
         expected["engine/num_steps"] = torch.Size(())
-        held = {key for key in tensors if key.partition("/")[0] in _OURS}
-        for key in sorted(expected.keys() | held):
+        kinds = self._optimizer_kinds(tensors)
+        for piece, _ in self._owners():
+            scalar = torch.Size(())
+            for kind in kinds:
+                is_flat = not kind.startswith(("scalar.", "number."))
+                expected[f"{kind}/{piece.name}"] = torch.Size(piece.box.shape) if is_flat else scalar
+        for key in sorted(expected.keys() | tensors.keys()):
             if key not in tensors or key not in expected or tensors[key].shape != expected[key]:
                 raise CheckpointError(
-                    "the checkpoint is of another model",
+                    "the checkpoint is of another model or optimizer",
                     given=f"{key}: {tuple(tensors[key].shape) if key in tensors else 'missing'}",
                     expected=f"{key}: {tuple(expected[key]) if key in expected else 'nothing'}",
                 )
 
+    def _optimizer_kinds(self, tensors: Mapping[str, Tensor]) -> set[str]:
+        """The kinds of optimizer state to expect: none if it had not made a step when it was saved."""
+        found = {key.partition("/")[0] for key in tensors} - set(_OURS)
+        return self._kinds if found else set()
+
     def _load_optimizer(self, tensors: Mapping[str, Tensor]) -> None:
-        states: dict[Tensor, dict[str, Tensor]] = {}
-        kinds = {key.partition("/")[0] for key in tensors} - set(_OURS)
+        states: dict[Tensor, dict[str, Any]] = {}
+        groups = {leaf: group for group in self._optimizer.param_groups for leaf in group["params"]}
         for piece, flat_slice in self._owners():
-            state = states.setdefault(flat_slice.leaf, {})
-            for kind in kinds:
-                value = tensors.get(f"{kind}/{piece.name}")
-                if value is None:
-                    continue
-                if kind.startswith("scalar."):
-                    state[kind.removeprefix("scalar.")] = value.clone()
-                    continue
-                start = piece.start - _offset(flat_slice)
-                flat = state.setdefault(kind, torch.zeros_like(flat_slice.leaf, requires_grad=False))
-                flat[start : start + piece.box.numel].copy_(value.reshape(-1))
+            leaf = flat_slice.leaf
+            state = states.setdefault(leaf, {})
+            for kind in self._optimizer_kinds(tensors):
+                value, name = tensors[f"{kind}/{piece.name}"], kind.partition(".")[2]
+                if kind.startswith("number."):
+                    state[name] = value.item()
+                elif kind.startswith("scalar."):
+                    state[name] = value.to(scalar_device(groups[leaf], leaf), copy=True)
+                else:
+                    start = piece.start - _offset(flat_slice)
+                    flat = state.setdefault(kind, torch.zeros_like(leaf, requires_grad=False))
+                    flat[start : start + piece.box.numel].copy_(value.reshape(-1))
         self._optimizer.state.clear()
         self._optimizer.state.update({leaf: state for leaf, state in states.items() if state})
 
@@ -120,13 +152,6 @@ class EngineState:
         for name, parameter in self._model.named_parameters():
             if name not in held:
                 yield name, parameter.detach()
-
-    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Persistent buffers: a state_dict holds them and no parameters' names collide with them."""
-        parameters = dict(self._model.named_parameters(remove_duplicate=False))
-        for name, tensor in self._model.state_dict().items():
-            if name not in parameters and isinstance(tensor, Tensor):
-                yield name, tensor
 
     def _owners(self) -> Iterator[tuple[Piece, FlatSlice]]:
         """Every piece with the slice that it lies in."""

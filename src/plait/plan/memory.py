@@ -16,21 +16,26 @@ MASTER_BYTES = {"fp64": 8, "fp32": 4, "bf16": 4}  # of master weights, gradients
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes that one rank holds, by category."""
+    """Bytes that one rank holds, by category. `activations` is None where nobody can say."""
 
     parameters: int
     gradients: int
     master: int
     optimizer: int
-    activations: int
+    activations: int | None
 
     @property
     def total(self) -> int:
-        return sum(getattr(self, field.name) for field in fields(self))
+        return sum(getattr(self, field.name) or 0 for field in fields(self))
 
 
 def model_state_bytes(
-    layout: Layout, plan: Plan, *, states_per_element: int, activation_bytes: int = 0, wire_bytes: int = 0
+    layout: Layout,
+    plan: Plan,
+    *,
+    states_per_element: int,
+    activation_bytes: int | None = 0,
+    wire_bytes: int = 0,
 ) -> MemoryUse:
     """What a rank will hold. `states_per_element`: 2 for Adam, 1 for SGD with momentum, 0 without.
 

@@ -70,5 +70,5 @@ def draw_losses(metrics: Path, picture: Path) -> None:
     figure.savefig(picture, dpi=120)
 
 
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:,.1f} MiB"
+def _size(num_bytes: int | None) -> str:
+    return "not known" if num_bytes is None else f"{num_bytes / 2**20:,.1f} MiB"
