@@ -171,7 +171,7 @@ def test_ranks_that_do_not_fit_the_plan_are_refused(pool: Pool) -> None:
 
 
 def _bf16_by(all_reduce: bool, ranks: int, build: Any) -> Any:
-    """Three bf16 steps of one micro-batch each; with `all_reduce`, gradients are widened before they travel."""
+    """Three bf16 steps of one micro-batch each; with `all_reduce`, gradients are widened first."""
     if all_reduce:
         plait.parallel.zero.sends_narrow = lambda *_: False
     try:
@@ -191,7 +191,7 @@ def _bf16_by(all_reduce: bool, ranks: int, build: Any) -> Any:
 
 @pytest.mark.parametrize("build", [programs.rough_llama, programs.branches])
 def test_gradients_that_travel_as_bf16_have_the_sum_of_those_widened_before(pool: Pool, build: Any) -> None:
-    """Two addends have one sum, whatever moved them: equal to the bit. Three may be added in another order."""
+    """Two addends have one sum, whatever moved them: the same bits. Three may be added in any order."""
     narrow, wide = (pool.run(_bf16_by, 2, flag, 2, build)[0] for flag in (False, True))
     assert narrow[0] == wide[0]
     assert all(torch.equal(narrow[1][name], wide[1][name]) for name in wide[1])
