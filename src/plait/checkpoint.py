@@ -1,6 +1,6 @@
 """Checkpoints: whole tensors in safetensors beside a JSON manifest; complete and verified, or ignored.
 
-    checkpoints/step-00000120/weights.safetensors    tensors named weights/*
+    checkpoints/step-00000120/weights.safetensors    tensors named weights/* and buffers/*
                               optimizer.safetensors  all others
                               manifest.json          what it is of, every tensor, every file's hash
 
@@ -111,7 +111,7 @@ def save(
 def _write(partial: Path, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
     by_file: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
-        file = "weights.safetensors" if name.startswith("weights/") else "optimizer.safetensors"
+        file = "weights.safetensors" if name.startswith(("weights/", "buffers/")) else "optimizer.safetensors"
         by_file.setdefault(file, {})[name] = tensor.detach().cpu().contiguous()
     for file, content in by_file.items():
         save_file(content, partial / file)
@@ -232,7 +232,7 @@ class Checkpoint:
                     hint="resume with the recipe that it was saved with, or choose another run.dir",
                 )
 
-    def read(self, only: str = "") -> dict[str, Tensor]:
+    def read(self, only: str | tuple[str, ...] = "") -> dict[str, Tensor]:
         """The tensors whose names begin with `only`, on the CPU. Raises CheckpointError when damaged."""
         wanted = {name: facts for name, facts in self.manifest.tensors.items() if name.startswith(only)}
         files = sorted({facts.file for facts in wanted.values()})

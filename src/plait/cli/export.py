@@ -1,17 +1,15 @@
 """`plait export`: a run's newest checkpoint as a Hugging Face directory."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from plait.cli.letters import ends_with_letter
 from plait.cli.options import Debug, Run
+from plait.train.export import Dtype
 from plait.train.export import export as write
 from plait.train.run import RunDir
-
-# the keys of plait.train.export.DTYPES
-Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
 
 
 @ends_with_letter

@@ -3,21 +3,23 @@
 import secrets
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from plait import checkpoint
 from plait.errors import CheckpointError, RunError
-from plait.models import causal_lm_on_meta
 from plait.plan import Plan
-from plait.train.config import Recipe
 from plait.train.data import load_tokenizer
+from plait.train.model import check_prompt, model_on_meta, prompt_ids
 from plait.train.run import RunDir
 
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
+DTYPES: dict[str, torch.dtype] = dict(
+    zip(get_args(Dtype), (torch.float64, torch.float32, torch.bfloat16, torch.float16), strict=True)
+)
 
 
 def load_trained(
@@ -32,14 +34,15 @@ def load_trained(
     last = checkpoint.newest(run.checkpoints)
     if last is None:
         raise CheckpointError("the run has no checkpoint yet", given=run.checkpoints)
-    weights = {name.removeprefix("weights/"): tensor for name, tensor in last.read("weights/").items()}
-    on_meta = causal_lm_on_meta(_config(recipe))
+    # `weights/` and the persistent buffers: what a state_dict holds, by its names
+    tensors = {name.partition("/")[2]: tensor for name, tensor in last.read(("weights/", "buffers/")).items()}
+    on_meta = model_on_meta(recipe.model)
     transformers_logging.disable_progress_bar()  # it has nothing to say
     build: Any = type(on_meta).from_pretrained
     model, report = build(
         None,
         config=on_meta.config,
-        state_dict=weights,
+        state_dict=tensors,
         dtype=DTYPES[dtype or Plan.parse(recipe.plan).precision],
         output_loading_info=True,
     )
@@ -85,35 +88,17 @@ def generate(
     """
     model, tokenizer = load_trained(run, device=device)
     write: Any = model.generate
-    ids = tokenizer(prompt, return_tensors="pt")["input_ids"] if prompt else _document_start(tokenizer)
-    ids = ids.to(device)
-    longest = getattr(model.config, "max_position_embeddings", None)
-    if longest is not None:
-        tokens = min(tokens, longest - ids.shape[1])
-        if tokens < 1:
-            raise RunError(
-                "the prompt leaves no room for more", given=f"{ids.shape[1]} tokens", expected=f"< {longest}"
-            )
+    prompt_tokens = prompt_ids(tokenizer, prompt)
+    room = check_prompt(prompt_tokens, model.config)
+    ids = torch.tensor([prompt_tokens], device=device)
     how = {"do_sample": False} if temperature == 0 else {"temperature": temperature, "top_k": top_k}
     with torch.random.fork_rng(devices=[device] if device != "cpu" else []):
         torch.manual_seed(seed)
         written = write(
             ids,
             attention_mask=torch.ones_like(ids),
-            max_new_tokens=tokens,
+            max_new_tokens=tokens if room is None else min(tokens, room),
             pad_token_id=tokenizer.eos_token_id,
             **({"do_sample": True} | how),
         )
     return str(tokenizer.decode(written[0], skip_special_tokens=True))
-
-
-def _document_start(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
-    """Documents follow on the mark that ends the one before."""
-    return torch.tensor([[tokenizer.eos_token_id]])
-
-
-def _config(recipe: Recipe) -> dict[str, object]:
-    if recipe.model.config is not None:
-        return recipe.model.config
-    values: dict[str, object] = AutoConfig.from_pretrained(str(recipe.model.path)).to_dict()
-    return values

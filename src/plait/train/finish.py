@@ -1,4 +1,4 @@
-"""The end of a run, on its first rank: picture, export, a sample of text, and where everything is."""
+"""The end of a run, on its first rank: picture, export, where everything is, a sample of text."""
 
 import shutil
 
@@ -6,6 +6,7 @@ from rich.console import Console
 
 from plait import checkpoint
 from plait.engine import Engine
+from plait.errors import RunError
 from plait.train.config import Recipe
 from plait.train.export import export, generate
 from plait.train.report import draw_losses, memory_table, predicted_memory
@@ -13,15 +14,16 @@ from plait.train.run import RunDir
 
 
 def finish(recipe: Recipe, run: RunDir, engine: Engine, console: Console) -> None:
-    """Writes loss.png and the export, shows memory, sample and paths. Raises a PlaitError."""
+    """Writes loss.png and the export, shows memory, paths and a sample. Raises a PlaitError."""
     console.print(memory_table(predicted_memory(recipe, engine), engine.memory()))
-    draw_losses(run.metrics, run.picture)
-    shutil.rmtree(run.export, ignore_errors=True)  # of this run before it was resumed
+    try:
+        draw_losses(run.metrics, run.picture)
+    except OSError as error:
+        raise RunError("the picture cannot be written", given=f"{run.picture}: {error}") from error
+    # The first: of this run before it was resumed. The others: of a run killed while it exported.
+    for old in (run.export, *run.path.glob(f"{run.export.name}.tmp-*")):
+        shutil.rmtree(old, ignore_errors=True)
     export(run, run.export)
-    if recipe.sample.tokens:
-        how = recipe.sample.model_dump()
-        console.print("a sample of what it writes:", style="bold")
-        console.print(generate(run, **how, seed=recipe.run.seed), markup=False, highlight=False)
     places = {
         "checkpoint": checkpoint.steps(run.checkpoints)[-1],
         "Hugging Face export": run.export,
@@ -31,3 +33,7 @@ def finish(recipe: Recipe, run: RunDir, engine: Engine, console: Console) -> Non
     }
     for name, path in places.items():
         console.print(f"{name:<19} : {path}", highlight=False, soft_wrap=True, markup=False)
+    if recipe.sample.tokens:
+        how = recipe.sample.model_dump()
+        console.print("a sample of what it writes:", style="bold")
+        console.print(generate(run, **how, seed=recipe.run.seed), markup=False, highlight=False)

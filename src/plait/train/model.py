@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from plait.errors import ModelError, unknown_key_hint
+from plait.errors import ModelError, RunError, unknown_key_hint
 from plait.models import causal_lm_on_meta, pretrained_causal_lm, read_config
 from plait.train.config import ModelConfig
 
@@ -36,9 +36,39 @@ def build_model(model: ModelConfig) -> PreTrainedModel:
     """The model: on meta, or with the weights that it starts from. Raises ModelError."""
     if model.pretrained:
         return pretrained_causal_lm(str(model.path))
+    return model_on_meta(model)
+
+
+def model_on_meta(model: ModelConfig) -> PreTrainedModel:
+    """The model of the configuration, whatever weights it starts from. Raises ModelError."""
     source = model.config if model.config is not None else model.path
     assert source is not None, "a recipe's model has a configuration or a path"
     return causal_lm_on_meta(source)
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+    """The prompt's tokens; of none, the mark that ends the document before: a document follows on it."""
+    ids: list[int] = list(tokenizer(prompt)["input_ids"])
+    return ids or [int(tokenizer.eos_token_id)]
+
+
+def check_prompt(ids: list[int], config: PretrainedConfig) -> int | None:
+    """How many tokens the model can write after these; None: no limit. Raises RunError where it can none."""
+    if max(ids) >= config.vocab_size:
+        raise RunError(
+            "the prompt has tokens that the model does not know",
+            given=f"token id {max(ids)}, model with vocab_size={config.vocab_size}",
+        )
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is None:
+        return None
+    if len(ids) >= longest:
+        raise RunError(
+            "the prompt leaves no room for more",
+            given=f"{len(ids)} tokens, model with max_position_embeddings={longest}",
+            expected=f"a prompt of fewer than {longest} tokens",
+        )
+    return int(longest) - len(ids)
 
 
 def _check_keys(config: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from plait.models import causal_lm_on_meta
 from plait.plan import Plan
 from plait.train.config import Recipe, differences, read_recipe
 from plait.train.data import TokenStore, build, check_batch, load_tokenizer
-from plait.train.model import check_config, whole_config
+from plait.train.model import check_config, check_prompt, prompt_ids, whole_config
 
 
 @dataclass(frozen=True)
@@ -148,6 +148,8 @@ def _resolve(recipe: Recipe, store: TokenStore) -> Recipe:
         max_sequence=getattr(model.config, "max_position_embeddings", None),
         sequence=recipe.data.sequence,
     )
+    if recipe.sample.tokens:  # else found at the end of the run
+        check_prompt(prompt_ids(tokenizer, recipe.sample.prompt), model.config)
     streams = [store.train, *([store.validation] if recipe.run.evaluate_every else [])]
     for stream in streams:
         check_batch(

@@ -54,7 +54,7 @@ def read_tokenizer(path: Path, end_of_document: str | None) -> PreTrainedTokeniz
         if path.is_file():
             found: Any = _fast(tokenizer_file=str(path))
         else:
-            found = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+            found = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # from the Rust side come bare Exceptions
         raise DataError(
             f"cannot read the tokenizer {path}", given=f"{type(error).__name__}: {error}"
