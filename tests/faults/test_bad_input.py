@@ -78,6 +78,7 @@ def sets(*values: str) -> list[str]:
         (sets("model.config.hidden_size=large"), ["ModelError", "hidden_size"]),
         (sets("model.config.vocab_size=100"), ["DataError", "vocabulary", "vocab_size=100"]),
         (sets("data.sequence=65"), ["DataError", "longer than the model allows", "65"]),
+        (sets("sample.prompt=" + "ship " * 64), ["RunError", "no room", "max_position_embeddings=64"]),
         (sets("tokenizer.vocab_size=320"), ["DataError", "another tokenizer"]),
         (sets('data.sources=["{here}/none/*.txt"]', "data.dir={here}/new"), ["DataError", "none"]),
         (sets('data.sources=["{here}/empty.txt"]', "data.dir={here}/new"), ["DataError", "empty"]),

@@ -126,6 +126,19 @@ def test_the_split_changes_with_the_seed_but_not_with_the_order_of_sources(tmp_p
     assert held_out("ab", "a.jsonl", "b.jsonl") != held_out("seed", "a.jsonl", "b.jsonl", seed=1)
 
 
+def test_code_that_comes_with_a_tokenizer_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even where somebody would say yes when transformers asks."""
+    folder, ran = tmp_path / "words", tmp_path / "ran"
+    folder.mkdir()
+    settings = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", "own.Own"]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "own.py").write_text(f"open({str(ran)!r}, 'w').close()\nclass Own:\n    pass\n")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    with pytest.raises(DataError):
+        load_tokenizer(folder)
+    assert not ran.exists()
+
+
 def test_an_existing_tokenizer_is_taken_over_with_its_own_end(tmp_path: Path) -> None:
     write_rows(tmp_path / "a.jsonl", NASTY)
     first = build(

@@ -1,0 +1,97 @@
+"""What leaves plait is the model of the checkpoint: its weights and its persistent buffers."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from plait import checkpoint
+from plait.comm import World, connect
+from plait.engine import Engine, parallelize
+from plait.errors import CheckpointError
+from plait.models import causal_lm_on_meta
+from plait.train.config import Recipe, parse_recipe
+from plait.train.data.tokenizer import save_tokenizer, train_tokenizer
+from plait.train.export import export, generate
+from plait.train.run import RunDir
+
+# It keeps a bias that no gradient moves, e_score_correction_bias, as a persistent buffer.
+GLM = {
+    "model_type": "glm4_moe",
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 64,
+    "pad_token_id": None,
+}
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    alone = connect()
+    yield alone
+    alone.close()
+
+
+@pytest.fixture
+def trained(tmp_path: Path, world: World) -> tuple[RunDir, Engine]:
+    """A run's directory with one checkpoint of a model with a persistent buffer, and the engine of it."""
+    engine = parallelize(causal_lm_on_meta(GLM), "dp=1", world=world)
+    for name, buffer in engine.model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.tensor([5.0, -5.0, 3.0, -3.0]))
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+    run.recipe.write_text(_recipe(tmp_path).model_dump_json())
+    words = train_tokenizer(iter(["the ship sails " * 50]), 300, None)
+    save_tokenizer(words, run.tokenizer)
+    checkpoint.save(run.checkpoints, 1, engine.state(), {}, keep_last=1)
+    return run, engine
+
+
+def _recipe(here: Path) -> Recipe:
+    values = {
+        "plan": "dp=1",
+        "run": {"dir": str(here / "run"), "steps": 1, "batch": 1},
+        "model": {"config": GLM},
+        "data": {"dir": str(here / "data"), "sources": ["*.txt"], "sequence": 16},
+        "tokenizer": {"vocab_size": 300},
+        "optimizer": {"lr": 1e-3},
+    }
+    return parse_recipe(values, source="test")
+
+
+def test_persistent_buffers_are_exported_with_the_weights(
+    trained: tuple[RunDir, Engine], tmp_path: Path
+) -> None:
+    run, engine = trained
+    export(run, tmp_path / "out")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    ours, theirs = engine.model.state_dict(), exported.state_dict()
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]), name
+    ids = torch.randint(0, 300, (2, 16), generator=torch.Generator().manual_seed(0))
+    engine.model.eval()
+    with torch.no_grad():
+        assert torch.equal(engine.model(input_ids=ids).logits, exported(input_ids=ids).logits)
+    assert generate(run, "the ship", tokens=2, temperature=0).startswith("the ship")
+
+
+def test_a_checkpoint_with_a_tensor_too_many_is_of_another_model(trained: tuple[RunDir, Engine]) -> None:
+    run, engine = trained
+    tensors = engine.state() | {"buffers/model.surplus": torch.zeros(2)}
+    checkpoint.save(run.checkpoints, 2, tensors, {}, keep_last=1)
+    with pytest.raises(CheckpointError, match="another model"):
+        export(run, run.path.with_name("out"))
