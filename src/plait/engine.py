@@ -98,7 +98,7 @@ class Engine:
         self._slices = flat_slices(self._units)
         self._state_kinds = state_kinds(optimizer, optimizer_args)
         self.optimizer = make_optimizer(optimizer, optimizer_args, self._slices)
-        self._buffers = persistent_buffers(model)  # what forward changes follows rank 0, as under DDP
+        self._has_buffers = bool(persistent_buffers(model))
         self._totals = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss, targets
         self._micros_done = 0
         self._saved_bytes: int | None = None  # known after the first step
@@ -184,8 +184,9 @@ class Engine:
             scaled_step(self.optimizer, clip_factor(norm, self.clip_norm) / num_targets)
             for unit in self._units:
                 unit.publish()
-        for buffer in self._buffers.values():
-            broadcast(buffer, self._data_group)
+        if self._has_buffers:  # what forward changes follows rank 0, as under DDP; it may be a new tensor
+            for buffer in persistent_buffers(self.model).values():
+                broadcast(buffer, self._data_group)
         self._data.reset()
         self._micros_done = 0
         self.num_steps += 1

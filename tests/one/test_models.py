@@ -231,3 +231,9 @@ def test_a_model_that_cannot_run_without_values_is_trained_all_the_same() -> Non
     assert predicted.total > 0
     engine.step({"input_ids": torch.arange(16).view(2, 8)})
     assert engine.memory().activations
+
+
+def test_a_model_without_trainable_parameters_is_refused() -> None:
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    with pytest.raises(ModelError, match="nothing to train"):
+        parallelize(frozen, "dp=1", loss=lambda *_: (torch.zeros(()), 1))

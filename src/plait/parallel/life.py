@@ -19,6 +19,8 @@ def bring_to_life(model: nn.Module, layout: Layout, plan: Plan, mesh: Mesh, seed
             "a model is either on meta or has its weights",
             given="a model without parameters" if not on_meta else "some parameters on meta, others not",
         )
+    if not layout.units:
+        raise ModelError("the model has nothing to train", given="no parameter that requires a gradient")
     units = make_units(model, layout, Precision.of(plan), device)
     if on_meta == {True}:
         initialise(model, seed, device)

@@ -22,9 +22,12 @@ _OURS = ("weights", "buffers", "engine")
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     """The buffers that a state_dict holds: what forward may change, and what a resumed run needs."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    state = model.state_dict()
-    return {name: t for name, t in state.items() if name not in parameters and isinstance(t, Tensor)}
+    return {
+        f"{name}.{key}" if name else key: buffer
+        for name, module in model.named_modules()
+        for key, buffer in module._buffers.items()
+        if buffer is not None and key not in module._non_persistent_buffers_set
+    }
 
 
 def scalar_device(group: Mapping[str, Any], leaf: Tensor) -> torch.device:
