@@ -17,11 +17,10 @@ the manifest says.
 import errno
 import hashlib
 import json
-import os
 import re
 import secrets
 import shutil
-import stat
+import warnings
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from plait.errors import CheckpointError
+from plait.files import plain_file_bytes, sync_folder, sync_tree
 
 MANIFEST = "manifest.json"
 _MANIFEST_LIMIT_BYTES = 256 * 2**20
@@ -93,7 +93,7 @@ def save(
         directory.mkdir(parents=True, exist_ok=True)
         remove_partial(directory)
         _check_space(directory, tensors)
-        partial = directory / f"step-{step:08d}.tmp-{secrets.token_hex(4)}"
+        partial = _aside(directory / f"step-{step:08d}")
         partial.mkdir()
         try:
             _write(partial, step, tensors, facts)
@@ -132,15 +132,23 @@ def _write(partial: Path, step: int, tensors: Mapping[str, Tensor], facts: Mappi
     manifest = json.loads(json.dumps(manifest))  # as a reader will find it: what the hash is of
     text = json.dumps(manifest | {"sha256": _hash_of_facts(manifest)}, indent=1)
     (partial / MANIFEST).write_text(text, encoding="utf-8")
-    for path in (*(partial / file for file in by_file), partial / MANIFEST, partial):
-        _sync(path)
+    sync_tree(partial)
 
 
 def _put_in_place(partial: Path, final: Path) -> Path:
-    if final.exists():  # of an earlier try, damaged perhaps: aside first, a directory cannot replace one
-        _remove(final)
-    partial.rename(final)
-    _sync(final.parent)
+    """A directory cannot replace one: what an earlier try left goes aside, and away when ours is in place."""
+    aside = _aside(final) if final.exists() else None
+    try:
+        if aside is not None:
+            final.rename(aside)
+        partial.rename(final)
+    except OSError:
+        if aside is not None and aside.exists():
+            aside.rename(final)
+        raise
+    sync_folder(final.parent)
+    if aside is not None:
+        shutil.rmtree(aside, ignore_errors=True)
     return final
 
 
@@ -153,10 +161,22 @@ def remove_partial(directory: Path) -> None:
 
 
 def _remove(checkpoint: Path) -> None:
-    """Renamed first: a removal that is killed half-way leaves no half of a checkpoint under its name."""
-    doomed = checkpoint.with_name(f"{checkpoint.name}.tmp-{secrets.token_hex(4)}")
-    checkpoint.rename(doomed)
+    """Renamed first: a removal that is killed half-way leaves no half of a checkpoint under its name.
+
+    One that stays costs disk and nothing else: no reason to end a run.
+    """
+    doomed = _aside(checkpoint)
+    try:
+        checkpoint.rename(doomed)
+    except OSError as error:
+        warnings.warn(f"an old checkpoint cannot be removed: {error}", stacklevel=3)
+        return
     shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _aside(checkpoint: Path) -> Path:
+    """A name under which nobody reads it and the next save removes it."""
+    return checkpoint.with_name(f"{checkpoint.name}.tmp-{secrets.token_hex(4)}")
 
 
 def _check_space(directory: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -179,14 +199,6 @@ def _write_error(error: Exception, directory: Path, step: int) -> CheckpointErro
         given=f"step {step} in {directory}: {error}",
         hint="free some space, then --resume: the checkpoints before this one are whole" if full else None,
     )
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # --- reading
@@ -310,12 +322,12 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 def _size_of_plain_file(path: Path) -> int:
     try:
-        status = path.lstat()
+        size = plain_file_bytes(path)
     except OSError as error:
         raise _damaged(path, "missing") from error
-    if not stat.S_ISREG(status.st_mode):  # a link could lead anywhere
+    if size is None:
         raise _damaged(path, "not a plain file")
-    return status.st_size
+    return size
 
 
 def _damaged(path: Path, reason: str) -> CheckpointError:

@@ -232,3 +232,41 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     save(tmp_path, 2)
     read_newest(tmp_path)
     assert names(tmp_path) == ["step-00000002"]
+
+
+def test_a_step_that_cannot_be_replaced_stays_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = (save(tmp_path, 2) / "weights.safetensors").read_bytes()
+    rename = Path.rename
+
+    def fails(path: Path, target: Path) -> Path:
+        if target.name == "step-00000002" and (path / "manifest.json").read_bytes() != manifest:
+            raise OSError(5, "Input/output error")
+        return rename(path, target)
+
+    manifest = (tmp_path / "step-00000002" / "manifest.json").read_bytes()
+    monkeypatch.setattr(Path, "rename", fails)
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        checkpoint.save(tmp_path, 2, some_tensors(3), FACTS, keep_last=2)
+    assert names(tmp_path) == ["step-00000002"]
+    assert (tmp_path / "step-00000002" / "weights.safetensors").read_bytes() == before
+    read_newest(tmp_path)
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 1)
+    rename = Path.rename
+
+    def fails(path: Path, target: Path) -> Path:
+        if path.name == "step-00000001":
+            raise PermissionError(1, "Operation not permitted")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fails)
+    with pytest.warns(UserWarning, match="cannot be removed"):
+        save(tmp_path, 2, keep_last=1)
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+    read_newest(tmp_path)

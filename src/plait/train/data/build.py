@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from plait.errors import DataError
+from plait.files import sync_folder, write_json
 from plait.train.data import tokenizer as tokenizers
 from plait.train.data.config import DataConfig, TokenizerConfig
 from plait.train.data.index import (
@@ -31,9 +32,7 @@ from plait.train.data.index import (
     SourceFacts,
     Spec,
     json_hash,
-    sync_folder,
     write_index,
-    write_json,
 )
 from plait.train.data.parts import UNFINISHED, PartRecord, Setting, finished_part
 from plait.train.data.processes import Report, write_parts

@@ -1,4 +1,4 @@
-"""What stands in a directory of tokens: index.json, its parts, and how JSON is written and read here.
+"""What stands in a directory of tokens: index.json, its parts, and how the index is written and read.
 
 tokenizer/                      as AutoTokenizer.from_pretrained reads it
 part-00000.train.bin            token ids, little-endian uint16 or uint32, documents one after another,
@@ -7,16 +7,15 @@ index.json                      written last: without it the directory is an unf
 unfinished/                     records of the parts that are done, while building
 """
 
-import contextlib
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from plait.errors import DataError
+from plait.files import write_json
 from plait.train.data import tokenizer as tokenizers
 from plait.train.data.config import DataConfig, TokenizerConfig
 
@@ -144,32 +143,3 @@ def read_index(folder: Path) -> Index:
         ) from error
     except OSError as error:
         raise DataError(f"cannot read {path}", given=error.strerror) from error
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Atomic, and on disk when it returns. Two writers at once: one of them wins, whole."""
-    fresh = fresh_name(path)
-    try:
-        with fresh.open("w", encoding="utf-8") as file:
-            json.dump(value, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.replace(path)
-        sync_folder(path.parent)
-    finally:
-        fresh.unlink(missing_ok=True)
-
-
-def fresh_name(path: Path) -> Path:
-    """A name beside `path` that no other writer has."""
-    return path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes the renames in a directory last through a power cut, where the file system can."""
-    place = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # some network file systems cannot sync a directory
-            os.fsync(place)
-    finally:
-        os.close(place)

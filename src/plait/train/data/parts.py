@@ -11,15 +11,14 @@ import numpy as np
 from pydantic import Field, ValidationError
 from tokenizers import Tokenizer
 
+from plait.files import fresh_name, write_json
 from plait.train.data.index import (
     MAX_UINT16_VOCAB,
     Count,
     PartFile,
     Sha256,
     Strict,
-    fresh_name,
     json_hash,
-    write_json,
 )
 from plait.train.data.reading import Piece, Reading, read_pieces
 from plait.train.data.sources import Shard

@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import stat
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plait.errors import DataError, PlaitError
+from plait.files import plain_file_bytes
 from plait.train.data import tokenizer as tokenizers
 from plait.train.data.config import DataConfig, TokenizerConfig
 from plait.train.data.index import TOKENIZER, Index, PartFile, Spec, read_index
@@ -187,17 +187,17 @@ def _check_tokenizer(folder: Path, index: Index) -> None:
 
 def _check_size(path: Path, expected: int) -> None:
     try:
-        status = os.lstat(path)
+        size = plain_file_bytes(path)
     except OSError as error:
         raise DataError(
             f"the token file {path} is missing", given=error.strerror, hint=_again(path.parent)
         ) from error
-    if not stat.S_ISREG(status.st_mode):
+    if size is None:
         raise DataError(f"the token file {path} is no plain file", expected="a file, not a link or a folder")
-    if status.st_size != expected:
+    if size != expected:
         raise DataError(
-            f"the token file {path} {'is cut short' if status.st_size < expected else 'is too long'}",
-            given=f"{status.st_size} bytes",
+            f"the token file {path} {'is cut short' if size < expected else 'is too long'}",
+            given=f"{size} bytes",
             expected=f"{expected} bytes",
             hint=_again(path.parent),
         )

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from plait.errors import DataError
+from plait.files import sync_folder, sync_tree
 from plait.train.data.config import END_OF_DOCUMENT, TokenizerConfig
 
 FILES = (
@@ -78,12 +79,11 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     fresh = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
     try:
         tokenizer.save_pretrained(str(fresh))
-        for path in fresh.iterdir():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
+        sync_tree(fresh)
         if folder.exists():
             shutil.rmtree(folder)
         fresh.rename(folder)
+        sync_folder(folder.parent)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
 

@@ -1,0 +1,74 @@
+"""Files that are whole, and on disk when a call returns, or are not there at all.
+
+Written beside their place under a name that no other writer has, synced, and renamed; the folder is synced
+too, without which a power cut may take the rename back.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+# What some network file systems answer when a folder is to be synced.
+_FOLDERS_CANNOT = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Atomic, and on disk when it returns. Two writers at once: one of them wins, whole. Raises OSError."""
+    fresh = fresh_name(path)
+    try:
+        with fresh.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(path)
+        sync_folder(path.parent)
+    finally:
+        with contextlib.suppress(OSError):
+            fresh.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """As `write_text`."""
+    write_text(path, json.dumps(value, indent=1))
+
+
+def fresh_name(path: Path) -> Path:
+    """A name beside `path` that no other writer has."""
+    return path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the renames in a directory last through a power cut, where the file system can."""
+    try:
+        _sync(folder)
+    except OSError as error:
+        if error.errno not in _FOLDERS_CANNOT:
+            raise
+
+
+def sync_tree(folder: Path) -> None:
+    """Everything under `folder`, and itself, is on disk when this returns; its name, when its parent is."""
+    for path in folder.iterdir():
+        if path.is_dir():
+            sync_tree(path)
+        else:
+            _sync(path)
+    sync_folder(folder)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def plain_file_bytes(path: Path) -> int | None:
+    """The file's size; None for a folder, or a link, which could lead anywhere. Raises OSError: missing."""
+    status = path.lstat()
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
