@@ -5,10 +5,12 @@ import json
 import math
 from pathlib import Path
 
+import pytest
 import torch
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from plait.errors import CheckpointError, RunError
 from plait.train.metrics import Metrics, StepFacts, cut_back, matmul_peak, read_metrics
 from plait.train.report import draw_losses
 from plait.train.run import RunDir
@@ -55,6 +57,48 @@ def test_a_resumed_run_has_every_step_once(tmp_path: Path) -> None:
     board.Reload()
     assert [event.step for event in board.Scalars("train/loss")] == [2, 4, 6, 8, 10, 12]
     assert [event.value for event in board.Scalars("validation/loss")] == [8.0, 5.0, 2.0, -1.0]
+
+
+def test_garbage_that_a_power_cut_left_costs_its_own_lines_only(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    record(run, 0, 4)
+    lines = run.metrics.read_bytes().splitlines(keepends=True)
+    rubbish = (b"\x00" * 40 + b"\n", b"\xff\xfe\n", b'{"step": 9\n', b"[1]\n", b'{"loss": 1}\n', b"7\n")
+    run.metrics.write_bytes(b"".join([*lines[:2], *rubbish, *lines[2:], b'{"step": 5}']))
+    assert [line["step"] for line in read_metrics(run.metrics)] == [1, 2, 3, 3, 4]
+    record(run, 4, 6)
+    for line in run.metrics.read_text().splitlines():
+        json.loads(line)
+
+
+class FullDisk(io.StringIO):
+    def flush(self) -> None:
+        raise OSError(28, "No space left on device")
+
+    def close(self) -> None:
+        self.flush()
+
+
+def record_on_a_full_disk(run: RunDir, steps: int, error: Exception | None = None) -> None:
+    with Metrics(run, Console(file=io.StringIO()), 0, 12, 1) as metrics:
+        metrics._file.close()
+        metrics._file = FullDisk()
+        for step in range(steps):
+            metrics.step(facts(step + 1))
+        if error is not None:
+            raise error
+
+
+@pytest.mark.parametrize("steps", [0, 1], ids=["found at the end", "found at a step"])
+def test_a_full_disk_is_a_letter(tmp_path: Path, steps: int) -> None:
+    with pytest.raises(RunError, match="cannot be written") as caught:
+        record_on_a_full_disk(RunDir(tmp_path), steps)
+    assert "No space left" in caught.value.letter()
+
+
+def test_a_full_disk_does_not_hide_the_error_that_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no room"):
+        record_on_a_full_disk(RunDir(tmp_path), 0, CheckpointError("no room for a checkpoint"))
 
 
 def test_a_number_that_is_not_finite_is_null_and_the_skip_is_told(tmp_path: Path) -> None:

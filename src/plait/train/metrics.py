@@ -5,9 +5,11 @@ metrics.jsonl has an object per line: of a step all of `StepFacts`, of an evalua
 step that it resumes from, so that no step stands in it twice.
 """
 
+import contextlib
 import json
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +21,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.utils.tensorboard.writer import SummaryWriter
 
 from plait.engine import StepResult
+from plait.errors import RunError
+from plait.files import write_text
 from plait.train.run import RunDir
 
 
@@ -50,6 +54,8 @@ class Metrics:
     console     None on every rank but the first: then nothing is shown or written
     first_step  how many steps are done already
     log_every   steps between lines on the screen and points on TensorBoard
+
+    Every method raises RunError when the disk is full or cannot be written.
     """
 
     def __init__(
@@ -62,10 +68,12 @@ class Metrics:
         self._progress: Progress | None = None
         if console is None:
             return
-        cut_back(run.metrics, first_step)
-        self._file = run.metrics.open("a", encoding="utf-8")
-        # `purge_step`: TensorBoard drops what an earlier process wrote for the steps from here on
-        self._board = SummaryWriter(str(run.tensorboard), purge_step=first_step + 1, flush_secs=30)
+        self._path = run.path
+        with self._writing():
+            cut_back(run.metrics, first_step)
+            self._file = run.metrics.open("a", encoding="utf-8")
+            # `purge_step`: TensorBoard drops what an earlier process wrote for the steps from here on
+            self._board = SummaryWriter(str(run.tensorboard), purge_step=first_step + 1, flush_secs=30)
         if console.is_terminal:
             self._progress = _progress_line(console)
             self._task = self._progress.add_task("", total=steps, completed=first_step, text="starting")
@@ -80,15 +88,32 @@ class Metrics:
     ) -> None:
         if self._progress is not None:
             self._progress.stop()
-        if self._console is not None:
-            self._file.close()
-            self._board.close()
+        if self._console is None:
+            return
+        try:
+            with self._writing(), contextlib.closing(self._board):
+                self._file.close()
+        except RunError:
+            if error is None:  # else it is the cause, and what is to be told
+                raise
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise RunError(
+                "the run's metrics cannot be written",
+                given=f"{self._path}: {error}",
+                hint="free some space, then --resume",
+            ) from error
 
     def step(self, facts: StepFacts) -> None:
         """Records a step. The file gets every step; screen and TensorBoard every `log_every`-th."""
         if self._console is None:
             return
-        self._file.write(_line(vars(facts)))
+        with self._writing():
+            self._file.write(_line(vars(facts)))
         self._since_log.append(facts)
         if facts.skipped:
             self.note(f"step {facts.step}: the gradient is not finite; the step is skipped")
@@ -98,24 +123,27 @@ class Metrics:
             return
         if self._progress is None:
             self.note(f"step {facts.step}/{self._steps}  {self._text(self._since_log)}{self._left()}")
-        for name in ("loss", "lr", "grad_norm", "tokens_per_s", "mfu"):
-            self._board.add_scalar(f"train/{name}", getattr(facts, name), facts.step)
+        with self._writing():
+            for name in ("loss", "lr", "grad_norm", "tokens_per_s", "mfu"):
+                self._board.add_scalar(f"train/{name}", getattr(facts, name), facts.step)
+            self._file.flush()
         self._since_log.clear()
-        self._file.flush()
 
     def validation(self, step: int, loss: float) -> None:
         """Records an evaluation after `step` steps."""
         if self._console is None:
             return
-        self._file.write(_line({"step": step, "validation_loss": loss}))
-        self._file.flush()
-        self._board.add_scalar("validation/loss", loss, step)
+        with self._writing():
+            self._file.write(_line({"step": step, "validation_loss": loss}))
+            self._file.flush()
+            self._board.add_scalar("validation/loss", loss, step)
         self.note(f"step {step}/{self._steps}  validation loss {loss:.4f}")
 
     def flush(self) -> None:
         """What was recorded is in the file when this returns."""
         if self._console is not None:
-            self._file.flush()
+            with self._writing():
+                self._file.flush()
 
     def note(self, text: str) -> None:
         if self._console is not None:
@@ -148,22 +176,22 @@ def _progress_line(console: Console) -> Progress:
 
 
 def cut_back(path: Path, last_step: int) -> None:
-    """Drops the records of later steps than `last_step`, and a last line that a killed process left half."""
+    """Drops the records of later steps than `last_step`, and lines that are none."""
     if not path.exists():
         return
     kept = [_line(record) for record in read_metrics(path) if record["step"] <= last_step]
-    partial = path.with_suffix(".tmp")
-    partial.write_text("".join(kept), encoding="utf-8")
-    partial.replace(path)
+    write_text(path, "".join(kept))
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl, in order; a half-written last line is left out."""
+    """The records of a metrics.jsonl, in order. Lines that are none, which a killed process or a power cut
+    has left, are left out."""
     records = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        if not line.endswith("\n"):
-            break
-        records.append(json.loads(line))
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+        with contextlib.suppress(ValueError):
+            record = json.loads(line)
+            if line.endswith("\n") and isinstance(record, dict) and isinstance(record.get("step"), int):
+                records.append(record)
     return records
 
 
