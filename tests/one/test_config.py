@@ -126,6 +126,13 @@ def test_a_misspelt_key_is_answered_with_the_nearest(recipe: Path, key: str, nea
         ("run.batch=true", "run.batch = True"),
         ("run.dir=3", "run.dir = 3"),
         ("optimizer.lr=-1", "greater than 0"),
+        ("optimizer.lr=inf", "finite"),
+        ("optimizer.clip_norm=inf", "finite"),
+        ("optimizer.weight_decay=nan", "finite"),
+        ("run.timeout_s=inf", "run.timeout_s"),
+        ("run.timeout_s=1e9", "less than or equal to 2592000"),
+        ("run.save_s=0", "greater than 0"),
+        ("data.validation=nan", "data.validation"),
         ("schedule.name=cosin", "'cosine'"),
         ("data.sequence=1", "data.sequence = 1"),
         ("run=3", "run = 3"),
@@ -165,10 +172,13 @@ def test_a_model_is_a_configuration_or_a_path(recipe: Path) -> None:
 def test_only_optimizers_that_update_each_element_by_itself_are_taken(recipe: Path) -> None:
     for name in OPTIMIZERS:
         read_recipe(recipe, [f"optimizer.name={name}", "optimizer.args={}"])
-    for name in ("Muon", "LBFGS", "Adafactor", "SparseAdam", "Adan"):
+    for name in ("Rprop", "Muon", "LBFGS", "Adafactor", "SparseAdam", "Adan"):
         assert f"optimizer.name = '{name}'" in letter(
             lambda name=name: read_recipe(recipe, [f"optimizer.name={name}"])
         )
+    for arguments in ("fused=false, capturable=true", "differentiable=true"):  # made without a word
+        said = letter(lambda text=arguments: read_recipe(recipe, [f"optimizer.args={{{text}}}"]))
+        assert arguments.split("=")[-2].split()[-1] in said
     assert "Invalid" in letter(lambda: read_recipe(recipe, ["optimizer.args={betas=[3.0, 0.9]}"]))
     assert "[optimizer] itself" in letter(lambda: read_recipe(recipe, ["optimizer.args={lr=1.0}"]))
 

@@ -1,5 +1,10 @@
 """A loader gives each rank its share of each step: the same global batches on any number of ranks."""
 
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.errors import DataError, PlanError
-from plait.train.data import TokenStream, check_batch, loader
+from plait.errors import DataError
+from plait.train.data import TokenStream, check_samples, loader
 
 S = 9
 
@@ -86,16 +91,63 @@ def test_workers_give_the_same_batches_in_order_and_leave_torchs_generator_alone
     assert all(torch.equal(*pair) for pair in zip(with_workers, steps(stream), strict=True))
 
 
-def test_a_batch_that_does_not_divide_is_a_letter(stream: TokenStream) -> None:
-    with pytest.raises(PlanError, match="cannot be dealt evenly") as error:
-        steps(stream, ranks=3)
-    assert error.value.hint == "batch=9"
-
-
 def test_a_stream_shorter_than_one_sequence_or_one_batch_is_a_letter(stream: TokenStream) -> None:
-    check_batch(stream, sequence=1001, global_batch=1, data_ranks=1)
+    check_samples(stream, sequence=1001, global_batch=1)
     with pytest.raises(DataError, match="training tokens are fewer than one sequence"):
-        check_batch(stream, sequence=1002, global_batch=1, data_ranks=1)
+        check_samples(stream, sequence=1002, global_batch=1)
     with pytest.raises(DataError, match="training tokens are fewer than one batch") as error:
-        check_batch(stream, sequence=S, global_batch=126, data_ranks=1)
+        check_samples(stream, sequence=S, global_batch=126)
     assert error.value.given == "125 sequences of 9 tokens for batch=126"
+
+
+# A rank, as its process group sees it: it remembers SIGTERM, and goes on reading with its workers' help.
+READS_ON = """
+import os, signal, sys, time
+from pathlib import Path
+import numpy as np
+from plait.train.data import TokenStream, loader
+
+asked = []
+signal.signal(signal.SIGTERM, lambda *_: asked.append(True))
+stream = TokenStream("training", [(Path(sys.argv[1]), 1001)], "uint16")
+batches = iter(loader(
+    stream, sequence=9, global_batch=8, data_rank=0, data_ranks=1, seed=5, last_step=10_000, workers=2
+))
+next(batches)
+print(*(worker.pid for worker in batches._workers), flush=True)
+while not asked:
+    next(batches)
+time.sleep(0.2)  # the signal has come to all
+for _ in range(30):
+    next(batches)
+print("read on", flush=True)
+if sys.argv[2] == "waits":
+    time.sleep(60)
+"""
+
+
+def assert_they_end(pids: list[int]) -> None:
+    until_s = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < until_s, "workers outlive their rank"
+        time.sleep(0.05)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("then", ["ends", "waits"])
+def test_workers_read_on_when_their_whole_group_is_told_to_end_and_end_with_their_rank(
+    tmp_path: Path, then: str
+) -> None:
+    """As by torchrun. Then the rank ends with its loader open, or is killed."""
+    np.arange(1001, dtype="<u2").tofile(tmp_path / "tokens")
+    command = [sys.executable, "-c", READS_ON, str(tmp_path / "tokens"), then]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as rank:
+        assert rank.stdout is not None
+        workers = [int(word) for word in rank.stdout.readline().split()]
+        assert len(workers) == 2
+        os.killpg(rank.pid, signal.SIGTERM)
+        assert rank.stdout.readline() == "read on\n"
+        if then == "waits":
+            rank.kill()
+        assert rank.wait(20) == (0 if then == "ends" else -signal.SIGKILL)
+    assert_they_end(workers)

@@ -12,7 +12,7 @@ from plait.cli.letters import CTRL_C, LOST_RANK, USER_MISTAKE, ends_with_letter,
 from plait.cli.options import Debug, Run, Sets
 from plait.comm import World, connect, launch_local
 from plait.comm.launch import end_with_parent
-from plait.errors import CommError, PlaitError
+from plait.errors import CommError, PlaitError, PlanError
 from plait.plan import Plan
 from plait.train.config import Recipe, read_recipe
 from plait.train.loop import train as train_on_this_rank
@@ -38,11 +38,12 @@ def train(
     """Train what the recipe says: under torchrun on its ranks, else on local ranks that this starts."""
     sets = sets or []
     if "WORLD_SIZE" in os.environ:
-        raise typer.Exit(_train_under_torchrun(recipe, sets, plan, resume, debug))
+        raise typer.Exit(_train_under_torchrun(recipe, sets, plan, ranks, resume, debug))
     # One rank is started like many: the same signals, letters and exit codes.
     prepared = prepare(recipe, sets=sets, plan=plan, resume=resume, ranks=ranks)
     run, num_ranks = prepared.run.dir, Plan.parse(prepared.plan).num_ranks
-    code = launch_local(num_ranks, ["rank", str(run), *(["--debug"] if debug else [])])
+    words = ["rank", str(run), *(["--debug"] if debug else [])]
+    code = launch_local(num_ranks, words, save_s=prepared.run.save_s)
     if code == USER_MISTAKE and not resume:
         discard_unused(RunDir(run))
     raise typer.Exit(code)
@@ -56,9 +57,12 @@ def rank(run: Run, debug: Debug = False) -> None:
     raise typer.Exit(_train_as_one_of_many(recipe, _join(recipe), debug))
 
 
-def _train_under_torchrun(source: Path, sets: list[str], plan: str | None, resume: bool, debug: bool) -> int:
+def _train_under_torchrun(
+    source: Path, sets: list[str], plan: str | None, ranks: int | None, resume: bool, debug: bool
+) -> int:
     """The first rank prepares the run, the others wait for it however long the data takes."""
     try:
+        _check_ranks(ranks)
         recipe = (
             RunDir(source).read_recipe(sets, plan) if source.is_dir() else read_recipe(source, sets, plan)
         )
@@ -76,6 +80,16 @@ def _train_under_torchrun(source: Path, sets: list[str], plan: str | None, resum
     if code == USER_MISTAKE and not resume and world.rank == 0:
         discard_unused(run)
     return code
+
+
+def _check_ranks(ranks: int | None) -> None:
+    started = os.environ["WORLD_SIZE"]
+    if ranks is not None and str(ranks) != started:
+        raise PlanError(
+            "torchrun has started another number of ranks",
+            given=f"--ranks {ranks}, WORLD_SIZE={started}",
+            hint="without --ranks, which is for ranks that plait starts",
+        )
 
 
 def _join(recipe: Recipe) -> World:

@@ -41,7 +41,6 @@ from plait.errors import CommError
 _LAUNCHER_PID = "PLAIT_LAUNCHER_PID"
 
 _MONITOR_S = 0.05
-_SAVE_S = 60.0  # from a signal to SIGKILL: time to write a checkpoint
 _ASK_AFTER_DEATH_S = 2.0  # from a rank's death to SIGTERM: peers mostly see it themselves, and say so
 _KILL_AFTER_DEATH_S = 5.0  # ... to SIGKILL: stuck in a collective they answer to nothing else
 _ABANDON_S = 3.0  # from SIGKILL to giving up on a rank that the kernel does not let go
@@ -51,7 +50,9 @@ _USER_MISTAKE = 2  # the command line's exit code for a PlaitError
 _PASSED_ON = {signal.SIGTERM: signal.SIGTERM, signal.SIGINT: signal.SIGINT, signal.SIGHUP: signal.SIGTERM}
 
 
-def launch_local(num_ranks: int, argv: list[str], *, command: Sequence[str] | None = None) -> int:
+def launch_local(
+    num_ranks: int, argv: list[str], *, command: Sequence[str] | None = None, save_s: float = 60.0
+) -> int:
     """Runs `command *argv` (by default `python -m plait *argv`) on `num_ranks` ranks of this host.
 
     Each rank finds RANK, WORLD_SIZE, LOCAL_RANK as under `torchrun`, and in PLAIT_RENDEZVOUS_FILE the file
@@ -59,8 +60,8 @@ def launch_local(num_ranks: int, argv: list[str], *, command: Sequence[str] | No
     the others down: within seconds, also when they are stuck.
 
     SIGTERM, SIGINT (Ctrl-C) and SIGHUP (as SIGTERM) are passed on once to every rank, which then has
-    60 s to save and end by itself; a second Ctrl-C ends it at once. This needs the main thread: called in
-    another one, signals are left as they are.
+    `save_s` seconds to save and end by itself; a second Ctrl-C ends it at once. This needs the main
+    thread: called in another one, signals are left as they are.
 
     Returns the exit code: 0 when all ranks ended with 0; else 2 when any ended with 2 (a user's mistake);
     else that of the rank that failed first, 128 + n for one killed by signal n. After a SIGINT that all
@@ -72,7 +73,7 @@ def launch_local(num_ranks: int, argv: list[str], *, command: Sequence[str] | No
         raise CommError("a job needs ranks", given=f"{num_ranks} ranks", expected="1 or more")
     entry = [*(command or (sys.executable, "-u", "-m", "plait")), *argv]
     with tempfile.TemporaryDirectory(prefix="plait-", ignore_cleanup_errors=True) as meeting:
-        watch = _Watch()
+        watch = _Watch(save_s)
         with (
             _environment(_environment_of_ranks(num_ranks, Path(meeting))),
             _torch_quiet(),
@@ -108,7 +109,8 @@ def _watch_parent(launcher: int) -> None:
 class _Watch:
     """How the ranks live and end. It looks at the dead without reaping them: torch does that."""
 
-    def __init__(self) -> None:
+    def __init__(self, save_s: float) -> None:
+        self._save_s = save_s  # from a signal to SIGKILL: time to write a checkpoint
         self._pids: Mapping[int, int] = {}
         self._codes: dict[int, int] = {}  # in the order of death; negative: killed by that signal
         self._arrived: list[tuple[float, signal.Signals]] = []  # signals to us, not yet passed on
@@ -164,7 +166,7 @@ class _Watch:
             at_s, signum = self._arrived.pop(0)
             if self._asked is None:
                 self._asked, self._asked_s = _PASSED_ON[signum], at_s
-                self._due += [(at_s, self._asked), (at_s + _SAVE_S, signal.SIGKILL)]
+                self._due += [(at_s, self._asked), (at_s + self._save_s, signal.SIGKILL)]
             elif signum is signal.SIGINT and at_s > self._asked_s + _IMPATIENT_S:
                 self._due.append((at_s, signal.SIGKILL))
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import plait
 from plait import checkpoint
-from plait.comm import World
+from plait.comm import World, all_reduce
 from plait.engine import Engine, parallelize
 from plait.errors import CheckpointError, RunError
 from plait.plan import Plan
@@ -24,8 +24,10 @@ from plait.train.finish import finish
 from plait.train.metrics import Metrics, StepFacts, matmul_peak
 from plait.train.model import build_model
 from plait.train.report import start_table
-from plait.train.run import RunDir, model_facts
+from plait.train.run import RunDir, check_checkpoint, run_facts
 from plait.train.stop import Stop
+
+MOST_STEPS_UNASKED = 10
 
 
 @dataclass
@@ -50,13 +52,14 @@ def train(recipe: Recipe, world: World) -> signal.Signals | None:
     with Stop() as stop:
         job = _start(recipe, world)
         stopped_by = _loop(job, stop)
-    if stopped_by is None and job.console is not None:
-        finish(recipe, job.run, job.engine, job.console)
+        if stopped_by is None and job.console is not None:  # a signal now comes late: all is trained
+            finish(recipe, job.run, job.engine, job.console)
     return stopped_by
 
 
 def _loop(job: Job, stop: Stop) -> signal.Signals | None:
-    how, engine, begun_at = job.recipe.run, job.engine, job.step
+    how, engine, begun_at, ask_every = job.recipe.run, job.engine, job.step, 1
+    engine.world.barrier()  # the ranks of a host share it while they measure, as they will in training
     peak_flops = matmul_peak(engine.device, DTYPES[engine.plan.precision])
     _show_start(job, peak_flops)
     flops = engine.flops_per_token(job.recipe.data.sequence) * how.batch * job.recipe.data.sequence
@@ -81,7 +84,9 @@ def _loop(job: Job, stop: Stop) -> signal.Signals | None:
                 raise _diverged(job, lr)
             if _due(job.step, how.evaluate_every, how.steps):
                 metrics.validation(job.step, _evaluate(job))
-            stopping = engine.world.any_flag(stop.asked is not None)
+            if job.step == begun_at + 5:  # the first steps are slower than those to come
+                ask_every = _ask_every(engine, seconds)
+            stopping = job.step % ask_every == 0 and engine.world.any_flag(stop.asked is not None)
             if stopping or job.step == how.steps or _due(job.step, how.checkpoint_every, how.steps):
                 metrics.flush()
                 _save(job)
@@ -89,6 +94,18 @@ def _loop(job: Job, stop: Stop) -> signal.Signals | None:
                 metrics.note(f"stopped after step {job.step}, saved: plait train {job.run.path} --resume")
                 return stop.asked or signal.SIGTERM
     return None
+
+
+def _ask_every(engine: Engine, step_s: float) -> int:
+    """Steps from one agreement on whether to stop to the next: about one a second, the same on all ranks.
+
+    On a GPU each makes the device wait. On the CPU it costs nothing beside a step.
+    """
+    if engine.device.type == "cpu":
+        return 1
+    slowest_s = torch.tensor([step_s], device=engine.device)
+    all_reduce(slowest_s, engine.world.group, "max")
+    return max(1, min(MOST_STEPS_UNASKED, int(1.0 / slowest_s.item())))
 
 
 def _due(step: int, every: int, steps: int) -> bool:
@@ -111,8 +128,7 @@ def _start(recipe: Recipe, world: World) -> Job:
     job = Job(recipe, RunDir(recipe.run.dir), store, engine, console)
     last = checkpoint.newest(job.run.checkpoints)
     if last is not None:
-        last.check_same("model", model_facts(recipe))
-        last.check_same("data", store.digest)
+        check_checkpoint(last, recipe, store)
         last.check_weights(engine.state())
         engine.load_state(last.read())
         job.step, job.tokens = last.step, int(last.facts["tokens"])
@@ -147,15 +163,18 @@ def _evaluate(job: Job) -> float:
 
 
 def _save(job: Job) -> None:
-    """The first rank writes: each holds the whole state. The others wait, and end with it if it fails."""
+    """The first rank writes: each holds the whole state. The others wait, and end with it if it fails.
+
+    They wait at the store, which has no time limit: run.timeout_s is for steps, and a disk may be slow.
+    """
     problem: CheckpointError | None = None
+    saved = f"plait: saved {job.step}"
     if job.engine.world.rank == 0:
         facts = {
             "tokens": job.tokens,
             "seed": job.recipe.run.seed,
             "plan": str(job.engine.plan),
-            "model": model_facts(job.recipe),
-            "data": job.store.digest,
+            **run_facts(job.recipe, job.store),
             "versions": {module.__name__: str(module.__version__) for module in (plait, torch, transformers)},
         }
         try:
@@ -164,6 +183,8 @@ def _save(job: Job) -> None:
             )
         except CheckpointError as error:
             problem = error
+        job.engine.world.announce(saved)
+    job.engine.world.wait_for(saved)
     if job.engine.world.any_flag(problem is not None):
         raise problem or SystemExit(2)  # the first rank tells why
 
@@ -176,9 +197,11 @@ def _show_start(job: Job, peak_flops: float) -> None:
 
 
 def _diverged(job: Job, lr: float) -> RunError:
+    saved = checkpoint.steps(job.run.checkpoints)
+    go_on = f"; the last checkpoint is {saved[-1]}" if saved else ""
     return RunError(
         f"the gradient was not finite in {job.skipped} steps in a row",
         given=f"up to step {job.step}, with a learning rate of {lr:.2e}",
         expected="finite gradients; a step without them changes no weight",
-        hint=f"a smaller optimizer.lr or clip_norm; the last checkpoint is in {job.run.checkpoints}",
+        hint=f"a smaller optimizer.lr or clip_norm{go_on}",
     )

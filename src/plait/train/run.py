@@ -1,6 +1,5 @@
 """A run's directory, and everything that can be checked before the first rank starts."""
 
-import json
 import secrets
 import shutil
 from collections.abc import Sequence
@@ -10,11 +9,13 @@ from pathlib import Path
 import torch
 
 from plait import checkpoint
+from plait.checkpoint import Checkpoint
 from plait.errors import ConfigError, PlanError, RunError
+from plait.files import sync_folder, sync_tree, write_json
 from plait.models import causal_lm_on_meta
 from plait.plan import Plan
 from plait.train.config import Recipe, differences, read_recipe
-from plait.train.data import TokenStore, build, check_batch, load_tokenizer
+from plait.train.data import TokenStore, build, check_samples, load_tokenizer
 from plait.train.model import check_config, check_prompt, prompt_ids, whole_config
 
 
@@ -61,7 +62,7 @@ class RunDir:
                 "there is no run to resume" if not self.path.exists() else "this is not a run's directory",
                 given=self.path,
                 expected=f"a directory with {self.recipe.name}",
-                hint="without --resume, to begin one",
+                hint="plait train RECIPE begins one",
             )
         recipe = read_recipe(self.recipe, sets, plan)
         return recipe.model_copy(update={"run": recipe.run.model_copy(update={"dir": self.path})})
@@ -111,10 +112,9 @@ def prepare(
         return recipe
     _check_unchanged(recipe, saved, run)
     if last is not None:
-        last.check_same("model", model_facts(recipe))
-        last.check_same("data", store.digest)
+        check_checkpoint(last, recipe, store)
         last.verify()
-    _write_recipe(run.recipe, recipe)  # with what --set and --plan have changed
+    _rewrite(run, recipe)
     return recipe
 
 
@@ -124,9 +124,20 @@ def discard_unused(run: RunDir) -> None:
         shutil.rmtree(run.path, ignore_errors=True)
 
 
-def model_facts(recipe: Recipe) -> dict[str, object]:
-    """What makes a checkpoint one of this model."""
-    return {"config": recipe.model.config, "path": str(recipe.model.path) if recipe.model.path else None}
+def run_facts(recipe: Recipe, store: TokenStore) -> dict[str, object]:
+    """What makes a checkpoint one of this run."""
+    path = str(recipe.model.path) if recipe.model.path else None
+    return {
+        "model": {"config": recipe.model.config, "path": path},
+        "data": store.digest,
+        "optimizer": recipe.optimizer.name,
+    }
+
+
+def check_checkpoint(last: Checkpoint, recipe: Recipe, store: TokenStore) -> None:
+    """Raises CheckpointError unless it is one of this run: of its model, data and optimizer."""
+    for fact, value in run_facts(recipe, store).items():
+        last.check_same(fact, value)
 
 
 def _check_batch(plan: Plan, batch: int) -> None:
@@ -152,12 +163,7 @@ def _resolve(recipe: Recipe, store: TokenStore) -> Recipe:
         check_prompt(prompt_ids(tokenizer, recipe.sample.prompt), model.config)
     streams = [store.train, *([store.validation] if recipe.run.evaluate_every else [])]
     for stream in streams:
-        check_batch(
-            stream,
-            sequence=recipe.data.sequence,
-            global_batch=recipe.run.batch,
-            data_ranks=Plan.parse(recipe.plan).dp,
-        )
+        check_samples(stream, sequence=recipe.data.sequence, global_batch=recipe.run.batch)
     if recipe.model.pretrained:
         resolved = recipe.model.model_copy(update={"path": _absolute(recipe.model.path)})
     else:
@@ -172,14 +178,16 @@ def _absolute(path: Path | None) -> Path | None:
 
 
 def _create(run: RunDir, recipe: Recipe, store: TokenStore) -> None:
-    """Makes the directory wholly or not at all."""
+    """Makes the directory wholly or not at all, and on disk: its checkpoints are worth nothing without it."""
     partial = run.path.with_name(f"{run.path.name}.tmp-{secrets.token_hex(4)}")
     try:
         partial.mkdir(parents=True)
         try:
-            _write_recipe(RunDir(partial).recipe, recipe)
+            write_json(RunDir(partial).recipe, recipe.model_dump(mode="json"))
             shutil.copytree(store.tokenizer_dir, RunDir(partial).tokenizer)
+            sync_tree(partial)
             partial.replace(run.path)  # also over an empty directory
+            sync_folder(run.path.parent)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
@@ -187,10 +195,12 @@ def _create(run: RunDir, recipe: Recipe, store: TokenStore) -> None:
         raise RunError("the run's directory cannot be made", given=f"{run.path}: {error}") from error
 
 
-def _write_recipe(path: Path, recipe: Recipe) -> None:
-    partial = path.with_suffix(".tmp")
-    partial.write_text(json.dumps(recipe.model_dump(mode="json"), indent=1), encoding="utf-8")
-    partial.replace(path)
+def _rewrite(run: RunDir, recipe: Recipe) -> None:
+    """With what --set and --plan have changed."""
+    try:
+        write_json(run.recipe, recipe.model_dump(mode="json"))
+    except OSError as error:
+        raise RunError("the run's recipe cannot be written", given=f"{run.recipe}: {error}") from error
 
 
 def _check_unchanged(recipe: Recipe, saved: Recipe, run: RunDir) -> None:

@@ -14,7 +14,7 @@ loader.py     a stream and an order as a torch DataLoader
 
 from plait.train.data.build import build
 from plait.train.data.config import DataConfig, TokenizerConfig
-from plait.train.data.loader import Windows, check_batch, loader
+from plait.train.data.loader import Windows, check_samples, loader
 from plait.train.data.order import Permutation, SampleOrder
 from plait.train.data.store import TokenStore, TokenStream, open_store
 from plait.train.data.tokenizer import load_tokenizer
@@ -28,7 +28,7 @@ __all__ = [
     "TokenizerConfig",
     "Windows",
     "build",
-    "check_batch",
+    "check_samples",
     "load_tokenizer",
     "loader",
     "open_store",

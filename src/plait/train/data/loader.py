@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from plait.errors import DataError, PlanError
+from plait.errors import DataError
 from plait.train.data.order import SampleOrder
-from plait.train.data.processes import worker_context
+from plait.train.data.processes import deaf_worker, worker_context
 from plait.train.data.store import TokenStream
 
 PREFETCH = 4  # batches that a worker has ready; a batch is a few hundred kilobytes
@@ -17,9 +17,9 @@ PREFETCH = 4  # batches that a worker has ready; a batch is a few hundred kiloby
 class Windows(Dataset[dict[str, Tensor]]):
     """This data rank's share of each step: item `step` is a whole batch.
 
-    Sample i covers tokens [i * (S - 1), i * (S - 1) + S): every token but the stream's first is predicted
-    once an epoch. Sample j of a step is number c = step * global_batch + j of the order; rank r of R takes
-    the r-th of R equal runs of them.
+    Sample i covers tokens [i * (S - 1), i * (S - 1) + S): each token is predicted once an epoch, but for the
+    stream's first and for those at its end that fill no window: fewer than S - 1. Sample j of a step is
+    number c = step * global_batch + j of the order; rank r of R takes the r-th of R equal runs of them.
     """
 
     def __init__(
@@ -33,9 +33,10 @@ class Windows(Dataset[dict[str, Tensor]]):
         seed: int,
         order: Literal["random", "sequential"],
     ) -> None:
-        """Raises PlanError for a batch that does not divide, DataError for a stream that is too short."""
+        """Raises DataError for a stream that is too short."""
         assert 0 <= data_rank < data_ranks, f"data rank {data_rank} of {data_ranks}"
-        check_batch(stream, sequence=sequence, global_batch=global_batch, data_ranks=data_ranks)
+        assert global_batch % data_ranks == 0, "Plan.check_batch has let this pass"
+        check_samples(stream, sequence=sequence, global_batch=global_batch)
         self.stream = stream
         self.sequence = sequence
         self.global_batch = global_batch
@@ -59,15 +60,8 @@ def count_samples(num_tokens: int, sequence: int) -> int:
     return max(0, (num_tokens - 1) // (sequence - 1))
 
 
-def check_batch(stream: TokenStream, *, sequence: int, global_batch: int, data_ranks: int) -> None:
-    """Raises PlanError for a batch that does not divide, DataError for a stream shorter than one batch."""
-    if global_batch < 1 or global_batch % data_ranks:
-        raise PlanError(
-            "the batch cannot be dealt evenly to the ranks that see different data",
-            given=f"batch={global_batch} on dp={data_ranks}",
-            expected=f"a multiple of {data_ranks}",
-            hint=f"batch={max(1, round(global_batch / data_ranks)) * data_ranks}",
-        )
+def check_samples(stream: TokenStream, *, sequence: int, global_batch: int) -> None:
+    """Raises DataError for a stream shorter than one batch."""
     num_samples = count_samples(stream.num_tokens, sequence)
     if num_samples < 1:
         raise DataError(
@@ -102,8 +96,8 @@ def loader(
 ) -> "DataLoader[dict[str, Tensor]]":
     """Yields this rank's share of each step from first_step to last_step - 1, as Windows gives it.
 
-    `workers` processes read ahead; 0 reads in this process. Raises PlanError for a batch that does not
-    divide, DataError for a stream shorter than one sequence or one batch.
+    `workers` processes read ahead; 0 reads in this process. `global_batch` is a multiple of `data_ranks`.
+    Raises DataError for a stream shorter than one sequence or one batch.
     """
     windows = Windows(
         stream,
@@ -121,6 +115,7 @@ def loader(
         num_workers=workers,
         multiprocessing_context=worker_context() if workers else None,
         prefetch_factor=PREFETCH if workers else None,
+        worker_init_fn=deaf_worker if workers else None,
         pin_memory=pin_memory,
         generator=torch.Generator().manual_seed(seed % 2**63),  # its own: not a draw from torch's global one
     )

@@ -4,8 +4,14 @@
 threads of torch, of the process group and perhaps of CUDA, whose locks a fork would copy locked. The
 server imports this package once; each worker is a cheap fork of it. All end when this process does,
 however it ends.
+
+[Note: signals to a whole process group]  torchrun, a terminal and job queues send SIGTERM or SIGINT to all
+processes of a rank. The rank then saves, for which it needs those that read for it, the fork server too: it
+is started with SIGTERM blocked, which a process hands on to its children, and ignores SIGINT by itself. What
+remains is that multiprocessing, when Python ends, asks by SIGTERM and waits: we kill before that.
 """
 
+import atexit
 import multiprocessing
 import os
 import signal
@@ -14,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing import connection
+from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext
 from multiprocessing.sharedctypes import Synchronized
 from multiprocessing.synchronize import Event
@@ -33,10 +39,31 @@ Report = Callable[[int], None]
 
 
 def worker_context() -> ForkServerContext:
-    """See [Note: worker processes]."""
+    """See [Note: worker processes] and [Note: signals to a whole process group]."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["plait.train.data"])
+    resource_tracker.ensure_running()  # first: the server starts it, and that would unblock SIGTERM
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    atexit.unregister(_kill_workers)
+    atexit.register(_kill_workers)
     return context
+
+
+def _kill_workers() -> None:
+    for process in multiprocessing.active_children():
+        if process.daemon:
+            process.kill()
+
+
+def deaf_worker(_number: int) -> None:
+    """A DataLoader's worker_init_fn. See [Note: signals to a whole process group]."""
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
 def write_parts(
@@ -103,6 +130,7 @@ _worker: list[_Worker] = []  # in a worker process, its one: an executor has no 
 
 def _start(setting: Setting, done_bytes: "Synchronized[int]", stop: Event) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which then sets `stop`
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # by it the executor ends them
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process per core already
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _worker[:] = [_Worker(setting, encoder(Path(setting.tokenizer)), done_bytes, stop)]

@@ -1,4 +1,5 @@
-"""A shard as documents, streamed in pieces: no document, however large, is whole in memory.
+"""A shard as documents, streamed in pieces. No text file is whole in memory, however large; a JSON line or a
+dataset's row is.
 
 [Note: pieces]  A text file is read in pieces of about a megabyte that end at line ends (or, in a line
 longer than that, anywhere between two characters). A piece is tokenized for itself. Byte-level BPE never
