@@ -149,8 +149,9 @@ def test_a_run_directory_that_exists_is_not_touched(here: Path) -> None:
             ["{here}/run", *sets('data.sources=["{here}/*.toml"]', "data.dir={here}/new", *AT_ALL)],
             ["another data"],
         ),
+        (["{here}/run", *sets("optimizer.name=SGD")], ["CheckpointError", "another optimizer", "'AdamW'"]),
     ],
-    ids=["missing", "no run", "another model", "other data"],
+    ids=["missing", "no run", "another model", "other data", "another optimizer"],
 )
 def test_a_run_that_cannot_be_resumed_gets_its_letter(here: Path, words: list[str], says: list[str]) -> None:
     before = everything(here)
@@ -214,6 +215,14 @@ def test_a_taken_port_is_named(here: Path, taken_port: int, monkeypatch: pytest.
     said = letter("train", here / "recipe.toml", *sets(f"run.dir={here}/other"))
     assert "CommError" in said
     assert str(taken_port) in said
+    assert not (here / "other").exists()
+
+
+def test_another_number_of_ranks_than_torchruns_is_named(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    said = letter("train", here / "recipe.toml", "--ranks", "3", *sets(f"run.dir={here}/other"))
+    assert "PlanError" in said
+    assert "--ranks 3, WORLD_SIZE=2" in said
     assert not (here / "other").exists()
 
 

@@ -145,6 +145,53 @@ def test_stopped_and_killed_and_resumed_ends_with_the_bits_of_never_stopping(
         assert [line.get(key) for line in ours] == [line.get(key) for line in theirs], key
 
 
+SLOW_AND_TOLD_TO_STOP_LATE = """
+import os, signal, time
+import plait.train.finish
+from plait import checkpoint
+from plait.cli.main import main
+from plait.train.run import RunDir
+
+save, export = checkpoint.save, plait.train.finish.export
+
+def slow_save(*args, **kwargs):
+    time.sleep(12)
+    return save(*args, **kwargs)
+
+def told_to_stop(run, out):
+    os.kill(os.getpid(), signal.SIGTERM)
+    export(run, out)
+
+checkpoint.save, plait.train.finish.export = slow_save, told_to_stop
+main()
+"""
+
+
+def test_a_save_longer_than_a_steps_time_limit_and_a_late_signal_end_as_if_neither_had_been(
+    recipe: Path, tmp_path: Path
+) -> None:
+    run, script = recipe.parent / "slow", tmp_path / "slow.py"
+    script.write_text(SLOW_AND_TOLD_TO_STOP_LATE)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
+    values = [
+        f"run.dir={run}",
+        "run.steps=1",
+        "schedule.warmup=0",
+        "run.timeout_s=10",
+        "run.evaluate_every=0",
+    ]
+    words = [word for value in values for word in ("--set", value)]
+    out, _ = finish(start("train", recipe, *words, entry=torchrun))
+    assert last_step(run) == 1
+    assert str(run / "export") in out
+    AutoModelForCausalLM.from_pretrained(run / "export")
+
+    # What a run killed in its export has left is gone when the next one ends.
+    (run / "export.tmp-0a1b2c3d").mkdir()
+    finish(start("train", run, "--resume"))
+    assert [path.name for path in run.iterdir() if "tmp" in path.name] == []
+
+
 def test_a_gradient_that_is_not_finite_is_skipped_counted_shown_and_at_last_ends_the_run(
     recipe: Path,
 ) -> None:
