@@ -143,11 +143,14 @@ def test_workers_read_on_when_their_whole_group_is_told_to_end_and_end_with_thei
     command = [sys.executable, "-c", READS_ON, str(tmp_path / "tokens"), then]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as rank:
         assert rank.stdout is not None
-        workers = [int(word) for word in rank.stdout.readline().split()]
-        assert len(workers) == 2
-        os.killpg(rank.pid, signal.SIGTERM)
-        assert rank.stdout.readline() == "read on\n"
-        if then == "waits":
+        try:
+            workers = [int(word) for word in rank.stdout.readline().split()]
+            assert len(workers) == 2
+            os.killpg(rank.pid, signal.SIGTERM)
+            assert rank.stdout.readline() == "read on\n"
+            if then == "waits":
+                rank.kill()
+            assert rank.wait(20) == (0 if then == "ends" else -signal.SIGKILL)
+        finally:
             rank.kill()
-        assert rank.wait(20) == (0 if then == "ends" else -signal.SIGKILL)
     assert_they_end(workers)
