@@ -30,6 +30,9 @@ from plait.train.stop import Stop
 MOST_STEPS_UNASKED = 10
 
 
+_FINISHED = "plait: finished"
+
+
 @dataclass
 class Job:
     """A run on this rank, and how far it is."""
@@ -52,8 +55,11 @@ def train(recipe: Recipe, world: World) -> signal.Signals | None:
     with Stop() as stop:
         job = _start(recipe, world)
         stopped_by = _loop(job, stop)
-        if stopped_by is None and job.console is not None:  # a signal now comes late: all is trained
-            finish(recipe, job.run, job.engine, job.console)
+        if stopped_by is None:  # a signal now comes late: all is trained
+            if job.console is not None:
+                finish(recipe, job.run, job.engine, job.console)
+                world.announce(_FINISHED)
+            world.wait_for(_FINISHED)  # a rank that left would take the first one's export down with it
     return stopped_by
 
 
