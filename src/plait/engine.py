@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.comm import Mesh, World, all_reduce, broadcast, connect, start_all_reduce
-from plait.errors import PlanError
+from plait.errors import ConfigError, ModelError, PlanError
 from plait.models import (
     Loss,
     blocks_of,
@@ -232,7 +232,7 @@ class Engine:
 
     def memory(self) -> MemoryUse:
         """Bytes that this rank holds. Activations: what one micro-batch keeps from forward to backward,
-        measured in the first step (0 before it)."""
+        measured in the first step (None before it)."""
         return MemoryUse(
             parameters=sum(u.storage.nbytes for u in self._units),
             gradients=sum(u.gradient.nbytes for u in self._units) + self._data.buffer_bytes,
@@ -243,7 +243,7 @@ class Engine:
                 for value in state.values()
                 if isinstance(value, Tensor)
             ),
-            activations=self._saved_bytes or 0,
+            activations=self._saved_bytes,
         )
 
     def predicted_memory(self, batch_shape: tuple[int, int]) -> MemoryUse:
@@ -271,13 +271,22 @@ class Engine:
         return flops_per_token(self.model, sequence)
 
     def _forward(self, micro: Mapping[str, Tensor]) -> tuple[Tensor, int | Tensor]:
-        loss = self._choose_loss()
         if self._saved_bytes is not None or not torch.is_grad_enabled():
-            return loss(self.model(**forward_inputs(self.model, micro)), micro)
+            return self._summed_loss(micro)
         with watch_saved(self.model, self._held(self.model)) as watch:
-            result = loss(self.model(**forward_inputs(self.model, micro)), micro)
+            result = self._summed_loss(micro)
         self._saved_bytes = watch.total
         return result
+
+    def _summed_loss(self, micro: Mapping[str, Tensor]) -> tuple[Tensor, int | Tensor]:
+        found = self._choose_loss()(self.model(**forward_inputs(self.model, micro)), micro)
+        if not isinstance(found, tuple) or len(found) != 2:
+            raise ModelError(
+                "a loss is a sum and the number of targets that it sums over",
+                given=f"loss returned a {type(found).__name__}",
+                hint="return loss_sum, num_targets: the step divides once, by the targets of all ranks",
+            )
+        return found
 
     def _choose_loss(self) -> Loss:
         return choose_loss(self.model, self._loss)
@@ -287,6 +296,7 @@ class Engine:
         return [block for _, block in blocks_of(model)] if self.plan.recompute == "full" else []
 
     def _micro_batches(self, batch: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+        batch = self._on_device(batch)
         sizes = {key: value.shape[0] for key, value in batch.items()}
         if len(set(sizes.values())) != 1 or any(size % self.plan.micro for size in sizes.values()):
             raise PlanError(
@@ -294,12 +304,18 @@ class Engine:
                 given=f"{sizes}, micro={self.plan.micro}",
                 expected="tensors of one size along dim 0, a multiple of micro",
             )
-        parts = {key: value.chunk(self.plan.micro) for key, value in self._on_device(batch).items()}
+        parts = {key: value.chunk(self.plan.micro) for key, value in batch.items()}
         for number in range(self.plan.micro):
             yield {key: chunks[number] for key, chunks in parts.items()}
 
     def _on_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Moves the batch; its floating inputs, labels excepted, are cast to what the model computes in."""
+        if not isinstance(batch, Mapping):
+            raise ModelError(
+                "a batch is a dict of tensors",
+                given=f"a {type(batch).__name__}",
+                expected="what the model's forward takes, by its names, and labels, which only the loss sees",
+            )
         compute = Precision.of(self.plan).compute
         return {
             key: value.to(
@@ -349,6 +365,10 @@ def parallelize(
     Raises PlanError, ModelError or ConfigError.
     """
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
+    if clip_norm is not None and not clip_norm > 0:
+        raise ConfigError(
+            "clip_norm is not a limit", given=f"clip_norm={clip_norm}", expected="above 0, or None"
+        )
     choose_loss(model, loss)
     world = connect() if world is None else world
     plan.check_ranks(world.size)

@@ -67,8 +67,9 @@ class RunError(PlaitError):
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The known word most like `word`, or None when none is like it."""
-    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return matches[0] if matches else None
+    spelt = {name.lower(): name for name in known}
+    matches = difflib.get_close_matches(word.lower(), spelt, n=1, cutoff=0.6)
+    return spelt[matches[0]] if matches else None
 
 
 def unknown_key_hint(word: str, known: Iterable[str]) -> str:

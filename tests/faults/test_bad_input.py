@@ -149,6 +149,7 @@ def test_a_run_directory_that_exists_is_not_touched(here: Path) -> None:
             ["{here}/run", *sets('data.sources=["{here}/*.toml"]', "data.dir={here}/new", *AT_ALL)],
             ["another data"],
         ),
+        (["{here}/run", *sets("run.batch=8")], ["CheckpointError", "another samples", "batch"]),
         (["{here}/run", *sets("optimizer.name=SGD")], ["CheckpointError", "another optimizer", "'AdamW'"]),
     ],
     ids=["missing", "no run", "another model", "other data", "another optimizer"],

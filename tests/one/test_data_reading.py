@@ -180,7 +180,7 @@ def test_a_misspelt_text_key_gets_the_nearest_one(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"content": "a"}')
     with pytest.raises(DataError) as error:
         documents(list_shards([str(tmp_path / "rows.jsonl")]), "contents")
-    assert error.value.hint == "text_key = 'content'"
+    assert error.value.hint == "data.text_key = content"
 
 
 @pytest.mark.parametrize(

@@ -240,3 +240,20 @@ def test_floating_inputs_come_in_the_plans_precision() -> None:
         model, "dp=1 precision=bf16", loss=lambda out, b: (out.sum(), len(b["labels"]))
     )
     assert not engine.step({"input": torch.ones(3, 4), "labels": torch.ones(3)}).skipped
+
+
+def test_a_limit_that_is_none_is_refused() -> None:
+    for limit in (0.0, -1.0, float("nan")):
+        with pytest.raises(ConfigError, match="clip_norm"):
+            engine_of("dp=1", clip_norm=limit)
+
+
+def test_a_batch_that_is_no_dict_and_a_loss_that_is_no_sum_are_letters() -> None:
+    engine = engine_of("dp=1")
+    with pytest.raises(ModelError, match="a batch is a dict"):
+        engine.step(BATCH["input_ids"])  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match="a batch is a dict"):
+        engine.evaluate([BATCH["input_ids"]])  # type: ignore[arg-type]
+    mean = plait.parallelize(nn.Linear(4, 1), "dp=1", loss=lambda out, _: out.mean())  # type: ignore
+    with pytest.raises(ModelError, match="the number of targets"):
+        mean.step({"input": torch.ones(3, 4)})

@@ -49,9 +49,9 @@ def test_every_key_takes_effect_on_the_value() -> None:
         ("dp=-1", ["dp=-1"]),
         ("micro=2.5", ["micro=2.5"]),
         ("dp=²", ["dp is not a degree"]),
-        ("precision=bf61", ["precision=bf61", "fp64 or fp32 or bf16", "precision=bf16"]),
-        ("recompute=ful", ["recompute=full"]),
-        ("tp=2", ["no key 'tp'"]),
+        ("precision=bf61", ["precision=bf61", "fp64 or fp32 or bf16"]),
+        ("recompute=ful", ["recompute=ful", "none or full"]),
+        ("tp=2", ["no key 'tp'", "one of dp, micro"]),
     ],
 )
 def test_what_cannot_be_is_refused_with_a_letter(text: str, words: list[str]) -> None:
@@ -65,7 +65,12 @@ def test_ranks_that_do_not_fit_are_refused_with_a_plan_that_would() -> None:
     Plan(dp=4).check_ranks(4)
     with pytest.raises(PlanError, match="2 ranks of this run") as caught:
         Plan(dp=4, precision="bf16").check_ranks(2)
-    assert caught.value.hint == "dp=2 precision=bf16"
+    assert "dp=2 precision=bf16" in str(caught.value)
+    assert "--nproc-per-node 4" in str(caught.value)
+
+
+def test_commas_between_words_are_taken_for_spaces() -> None:
+    assert Plan.parse("dp=2, micro=4,precision=bf16") == Plan(2, 4, "bf16")
 
 
 def test_a_batch_that_does_not_divide_is_refused_with_one_that_would() -> None:

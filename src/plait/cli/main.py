@@ -15,6 +15,7 @@ app = typer.Typer(
     help="Train PyTorch models that have outgrown one device.",
     no_args_is_help=True,
     add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
 app.command()(train)

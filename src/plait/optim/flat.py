@@ -54,7 +54,7 @@ def make_optimizer(
             f"{kind.__name__} cannot work on flat pieces of parameters",
             given=_NEEDS_WHOLE_TENSORS[kind.__name__],
             expected="an element-wise optimizer",
-            hint="AdamW, Adam, SGD, Adagrad, RMSprop, NAdam, RAdam, Adamax, Adadelta or Rprop",
+            hint="AdamW, Adam, SGD, Adagrad, RMSprop, NAdam, RAdam, Adamax, Adadelta, ASGD or Rprop",
         )
     slices = list(slices)
     decaying = [piece.leaf for piece in slices if piece.decay]

@@ -41,7 +41,6 @@ class Plan:
                     f"{key} is not one that plait knows",
                     given=f"{key}={value}",
                     expected=" or ".join(choices),
-                    hint=f"{key}={unknown_key_hint(str(value), choices)}",
                 )
 
     @classmethod
@@ -51,13 +50,13 @@ class Plan:
 
     @classmethod
     def parse(cls, text: str) -> "Plan":
-        """Reads `dp=2 micro=4 precision=bf16`. Keys that are not named take their defaults.
+        """Reads `dp=2 micro=4 precision=bf16`, commas allowed. Keys that are not named take their defaults.
 
         Raises PlanError for an unknown or repeated key and for a value that cannot be.
         """
         types = {field.name: field.type for field in fields(cls)}
         values: dict[str, Any] = {}
-        for word in text.split():
+        for word in text.replace(",", " ").split():
             key, equals, value = word.partition("=")
             if not equals:
                 raise PlanError(
@@ -65,7 +64,7 @@ class Plan:
                 )
             if key not in types:
                 hint = unknown_key_hint(key, types)
-                raise PlanError(f"a plan has no key {key!r}", given=word, hint=hint)
+                raise PlanError(f"this version's plans have no key {key!r}", given=word, hint=hint)
             if key in values:
                 raise PlanError(f"{key} is given twice", given=text)
             values[key] = _whole_number(key, value) if types[key] is int else value
@@ -85,11 +84,13 @@ class Plan:
     def check_ranks(self, num_ranks: int) -> None:
         """Raises PlanError unless the degrees multiply to the ranks that there are."""
         if num_ranks != self.num_ranks:
+            ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
             raise PlanError(
-                f"the plan's degrees do not multiply to the {num_ranks} ranks of this run",
-                given=f"{self} (dp = {self.num_ranks}) on {num_ranks} ranks",
-                expected=f"{self.num_ranks} ranks",
-                hint=str(replace(self, dp=num_ranks)),
+                f"the plan's degrees do not multiply to the {ranks} of this run",
+                given=f"{self} (dp = {self.num_ranks}) on {ranks}",
+                expected=f"as many ranks as the plan fills: {self.num_ranks}",
+                hint=f'"{replace(self, dp=num_ranks)}", or torchrun --nproc-per-node {self.num_ranks} '
+                f"(plait train: --ranks {self.num_ranks})",
             )
 
     def check_batch(self, num_sequences: int) -> int:

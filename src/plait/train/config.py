@@ -16,7 +16,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from transformers import get_scheduler
 
-from plait.errors import ConfigError, unknown_key_hint
+from plait.errors import ConfigError, nearest, unknown_key_hint
 from plait.optim import states_per_element
 from plait.train.data import DataConfig, TokenizerConfig
 
@@ -250,7 +250,7 @@ def _check_optimizer(optimizer: OptimizerConfig) -> None:
             "not an optimizer that updates each element by itself",
             given=f"optimizer.name = {optimizer.name!r}",
             expected="one of " + ", ".join(OPTIMIZERS),
-            hint=unknown_key_hint(optimizer.name, OPTIMIZERS),
+            hint=nearest(optimizer.name, OPTIMIZERS),
         )
     known = set(inspect.signature(optimizer.torch_class()).parameters) - {"params"}
     for key in optimizer.args:

@@ -199,7 +199,8 @@ def _show_start(job: Job, peak_flops: float) -> None:
     if job.console is not None:
         job.console.print(start_table(job.recipe, job.engine, peak_flops))
         if job.step:
-            job.console.print(f"resumed after step {job.step}", highlight=False)
+            nothing = "" if job.step < job.recipe.run.steps else ": nothing is left to do, but for run.steps"
+            job.console.print(f"resumed after step {job.step}{nothing}", highlight=False)
 
 
 def _diverged(job: Job, lr: float) -> RunError:

@@ -7,6 +7,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrain
 from plait.errors import ModelError, RunError, unknown_key_hint
 from plait.models import causal_lm_on_meta, pretrained_causal_lm, read_config
 from plait.train.config import ModelConfig
+from plait.train.data import check_sequence
 
 # Keys that configurations take but do not keep under this name.
 _OTHER_SPELLINGS = {"model_type", "rope_theta", "rope_scaling", "torch_dtype", "num_labels"}
@@ -24,12 +25,15 @@ def whole_config(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, vocab_s
     return {"vocab_size": vocab_size, **read_config(model.path)}
 
 
-def check_config(model: ModelConfig) -> None:
-    """Raises ModelError for what is wrong with the configuration whatever the tokenizer will be."""
+def check_config(model: ModelConfig, sequence: int) -> None:
+    """Checks what does not depend on the tokenizer, before hours go into tokens.
+
+    Raises ModelError for the configuration, DataError for samples longer than the model allows.
+    """
     if model.config is not None:
         _check_keys(model.config)
     if not model.pretrained:
-        build_model(model)
+        check_sequence(sequence, getattr(build_model(model).config, "max_position_embeddings", None))
 
 
 def build_model(model: ModelConfig) -> PreTrainedModel:

@@ -95,7 +95,7 @@ def prepare(
     _check_batch(the_plan, recipe.run.batch)
     if local:
         _check_devices(the_plan.num_ranks, recipe.run.device)
-    check_config(recipe.model)
+    check_config(recipe.model, recipe.data.sequence)
     if resume:
         saved = run.read_recipe(sets, plan)
         last = checkpoint.newest(run.checkpoints)
@@ -131,11 +131,18 @@ def run_facts(recipe: Recipe, store: TokenStore) -> dict[str, object]:
         "model": {"config": recipe.model.config, "path": path},
         "data": store.digest,
         "optimizer": recipe.optimizer.name,
+        # what sample is which: changed, a resumed run would see some twice and others never
+        "samples": {
+            "batch": recipe.run.batch,
+            "sequence": recipe.data.sequence,
+            "order": recipe.data.order,
+            "seed": recipe.run.seed,
+        },
     }
 
 
 def check_checkpoint(last: Checkpoint, recipe: Recipe, store: TokenStore) -> None:
-    """Raises CheckpointError unless it is one of this run: of its model, data and optimizer."""
+    """Raises CheckpointError unless it is one of this run: of its model, data, optimizer and samples."""
     for fact, value in run_facts(recipe, store).items():
         last.check_same(fact, value)
 

@@ -16,7 +16,7 @@ from plait.train.data.build import build
 from plait.train.data.config import DataConfig, TokenizerConfig
 from plait.train.data.loader import Windows, check_samples, loader
 from plait.train.data.order import Permutation, SampleOrder
-from plait.train.data.store import TokenStore, TokenStream, open_store
+from plait.train.data.store import TokenStore, TokenStream, check_sequence, open_store
 from plait.train.data.tokenizer import load_tokenizer
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "Windows",
     "build",
     "check_samples",
+    "check_sequence",
     "load_tokenizer",
     "loader",
     "open_store",

@@ -170,7 +170,7 @@ def _text_of(row: Any, name: str, place: str, text_key: str) -> str:
             f"{name} holds a row without {text_key!r}",
             given=f"{place}: {', '.join(map(repr, row)) or 'no keys'}",
             expected="text under text_key",
-            hint=f"text_key = {unknown_key_hint(text_key, map(str, row))!r}" if row else None,
+            hint=f"data.text_key = {unknown_key_hint(text_key, map(str, row))}" if row else None,
         )
     text = row[text_key]
     if not isinstance(text, str):

@@ -115,12 +115,18 @@ class TokenStore:
                 expected=f"vocab_size of at least {self.max_token + 1}",
                 hint=f"vocab_size={self.vocab_size}, the tokenizer's",
             )
-        if max_sequence is not None and sequence > max_sequence:
-            raise DataError(
-                "the sequence is longer than the model allows",
-                given=f"sequence={sequence}, model with max_position_embeddings={max_sequence}",
-                expected=f"sequence of at most {max_sequence}",
-            )
+        check_sequence(sequence, max_sequence)
+
+
+def check_sequence(sequence: int, longest: int | None) -> None:
+    """Raises DataError for samples of more tokens than the model has positions."""
+    if longest is not None and sequence > longest:
+        raise DataError(
+            "the sequence is longer than the model allows",
+            given=f"data.sequence = {sequence}, a model of {longest} positions",
+            expected=f"at most {longest}",
+            hint=f"data.sequence = {longest}, or a model of more positions (max_position_embeddings)",
+        )
 
 
 def open_store(
