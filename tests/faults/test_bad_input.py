@@ -152,7 +152,7 @@ def test_a_run_directory_that_exists_is_not_touched(here: Path) -> None:
         (["{here}/run", *sets("run.batch=8")], ["CheckpointError", "another samples", "batch"]),
         (["{here}/run", *sets("optimizer.name=SGD")], ["CheckpointError", "another optimizer", "'AdamW'"]),
     ],
-    ids=["missing", "no run", "another model", "other data", "another optimizer"],
+    ids=["missing", "no run", "another model", "other data", "other samples", "another optimizer"],
 )
 def test_a_run_that_cannot_be_resumed_gets_its_letter(here: Path, words: list[str], says: list[str]) -> None:
     before = everything(here)
