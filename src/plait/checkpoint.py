@@ -349,6 +349,9 @@ def _difference(found: object, value: object) -> str:
     """The first key in which two mappings differ, or both values."""
     if isinstance(found, dict) and isinstance(value, dict):
         for key in [*value, *found]:
-            if found.get(key) != value.get(key):
+            if isinstance(found.get(key), dict) and isinstance(value.get(key), dict):
+                if found[key] != value[key]:
+                    return f"{key}: {_difference(found[key], value[key])}"
+            elif found.get(key) != value.get(key):
                 return f"{key}={found.get(key)!r}, here {key}={value.get(key)!r}"
     return f"{found!r}, here {value!r}"

@@ -139,7 +139,7 @@ def test_a_run_directory_that_exists_is_not_touched(here: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["{here}/recipe.toml", *sets("run.dir={here}/none")], ["RunError", "no run to resume"]),
+        (["{here}/recipe.toml", *sets("run.dir={here}/none")], ["RunError", "no such run"]),
         (["{here}/data"], ["RunError", "not a run's directory"]),
         (
             ["{here}/run", *sets("model.config.hidden_size=64")],

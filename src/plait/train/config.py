@@ -146,11 +146,13 @@ def read_recipe(path: Path, sets: Iterable[str] = (), plan: str | None = None) -
         raise ConfigError("the recipe cannot be read", given=f"{path}: {error}") from error
     except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
         raise ConfigError("the recipe is not TOML", given=f"{path}: {error}") from error
+    source = str(path)
     for assignment in sets:
         _set(values, assignment)
+        source = f"{path} and the command line"
     if plan is not None:
         values["plan"] = plan
-    return parse_recipe(values, source=str(path))
+    return parse_recipe(values, source=source)
 
 
 def parse_recipe(values: dict[str, Any], *, source: str) -> Recipe:
@@ -269,12 +271,13 @@ def _check_optimizer(optimizer: OptimizerConfig) -> None:
 def _check_schedule(schedule: ScheduleConfig, steps: int) -> None:
     if (schedule.name == "warmup_stable_decay") != (schedule.decay is not None):
         raise ConfigError(
-            "decay belongs to warmup_stable_decay, which needs it",
+            "schedule.decay is for warmup_stable_decay, and that needs it",
             given=f"schedule.name = {schedule.name!r}, decay {_given(schedule.decay)}",
         )
     if schedule.warmup + (schedule.decay or 0) > steps:
         raise ConfigError(
             "the learning rate's course is longer than the run",
-            given=f"schedule.warmup = {schedule.warmup}, schedule.decay = {schedule.decay}",
+            given=f"schedule.warmup = {schedule.warmup}, schedule.decay {schedule.decay or 'not given'}",
             expected=f"at most run.steps = {steps} together",
+            hint=f"--set schedule.warmup={steps // 10}",
         )

@@ -59,7 +59,7 @@ class RunDir:
         """The recipe of this run, wherever the run has been moved to. Raises RunError, ConfigError."""
         if not self.recipe.is_file():
             raise RunError(
-                "there is no run to resume" if not self.path.exists() else "this is not a run's directory",
+                "there is no such run" if not self.path.exists() else "this is not a run's directory",
                 given=self.path,
                 expected=f"a directory with {self.recipe.name}",
                 hint="plait train RECIPE begins one",
@@ -83,6 +83,8 @@ def prepare(
     decided; `local` when all of them are to run on this host. Returns the recipe as the ranks are to use
     it, which is saved in the run's directory. Raises a PlaitError, and has then made no directory.
     """
+    if resume and not source.exists() and not source.suffix:
+        raise RunError("there is no such run", given=source, hint="plait train RECIPE begins one")
     if source.is_dir():
         if not resume:
             raise RunError("a directory is not a recipe", given=source, hint=f"plait train {source} --resume")
