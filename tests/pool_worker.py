@@ -77,7 +77,7 @@ def _find(module: str, file: str | None, qualname: str) -> Callable[..., Any]:
         sys.modules[module] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[module])
         _keep_modules()
-    found: Callable[..., Any] = reduce(getattr, qualname.split("."), importlib.import_module(module))  # type: ignore[arg-type]
+    found: Callable[..., Any] = reduce(getattr, qualname.split("."), importlib.import_module(module))
     return found
 
 

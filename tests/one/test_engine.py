@@ -251,9 +251,9 @@ def test_a_limit_that_is_none_is_refused() -> None:
 def test_a_batch_that_is_no_dict_and_a_loss_that_is_no_sum_are_letters() -> None:
     engine = engine_of("dp=1")
     with pytest.raises(ModelError, match="a batch is a dict"):
-        engine.step(BATCH["input_ids"])  # type: ignore[arg-type]
+        engine.step(BATCH["input_ids"])
     with pytest.raises(ModelError, match="a batch is a dict"):
-        engine.evaluate([BATCH["input_ids"]])  # type: ignore[arg-type]
-    mean = plait.parallelize(nn.Linear(4, 1), "dp=1", loss=lambda out, _: out.mean())  # type: ignore
+        engine.evaluate([BATCH["input_ids"]])
+    mean = plait.parallelize(nn.Linear(4, 1), "dp=1", loss=lambda out, _: out.mean())
     with pytest.raises(ModelError, match="the number of targets"):
         mean.step({"input": torch.ones(3, 4)})
