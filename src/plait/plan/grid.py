@@ -19,7 +19,7 @@ class Grid:
 
     @classmethod
     def of(cls, plan: Plan) -> "Grid":
-        return cls.along(replicate=plan.dp)
+        return cls.along(replicate=plan.dp // plan.shard_degree, shard=plan.shard_degree)
 
     @classmethod
     def along(cls, **degrees: int) -> "Grid":

@@ -1,39 +1,65 @@
 """The plan: what the user asks for, as a frozen value with a text form that parses back."""
 
+import re
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from plait.errors import PlanError, unknown_key_hint
 
-PRECISIONS = ("fp64", "fp32", "bf16")
-RECOMPUTES = ("none", "full")
-_CHOICES = {"precision": PRECISIONS, "recompute": RECOMPUTES}
+PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
+_CHOICES = {
+    "precision": PRECISIONS,
+    "reduce": ("fp32", "bf16"),
+    "accumulate": ("auto", "whole", "cut"),
+    "gathered": ("use", "step"),
+    "states": ("fp32", "bf16"),
+    "offload": ("none", "cpu", "disk"),
+}
+_LEAST = {"zero": 0, "shard": 0, "prefetch": 0}  # of the whole numbers; 1 for all others
+_RECOMPUTE = re.compile(r"none|full|selective|every=[1-9][0-9]*")
 
 
 @dataclass(frozen=True)
 class Plan:
     """Degrees and policies of one training run.
 
-    dp         ranks that see different data and hold the same computation
-    micro      micro-batches per step and data rank (gradient accumulation)
-    precision  what the model computes in. bf16 keeps fp32 master weights and reduces fp32 gradients
-    recompute  `full` keeps only each block's input and computes the block again in backward
+    dp          ranks that see different data and hold the same computation
+    zero        what is cut over `shard`: 0 nothing, 1 optimizer state, 2 + gradients, 3 + parameters
+    shard       ranks that share one copy of what is cut; a divisor of dp, 0 for all of it. The copies
+                are on dp / shard replicas (hybrid sharding)
+    micro       micro-batches per step and data rank (gradient accumulation)
+    accumulate  over micro-batches: `whole` adds whole gradients and reduces once a step (least traffic),
+                `cut` reduces every micro-batch into this rank's range (least memory). `auto`: whole up to
+                stage 1, where gradients are whole anyway, cut from stage 2 on
+    prefetch    stage 3: units gathered ahead of the one in use
+    gathered    stage 3: parameters stay gathered for one `use` (a forward or a backward) or for a `step`
+    precision   what the model computes in. bf16 and fp16 keep fp32 master weights; fp16 scales its loss
+    reduce      what gradients travel in between data ranks; sums are fp32 (fp64 for fp64)
+    states      what the optimizer's states are kept in
+    offload     where optimizer state, master weights and (stage 3) parameter pieces live: `cpu` memory,
+                or memory-mapped files on `disk` for optimizer state and master weights
+    recompute   `full` keeps only each block's input and computes the block again in backward, `selective`
+                keeps matrix products and computes the rest again, `every=k` is full for every k-th block
+    compile     torch.compile of each block
     """
 
     dp: int = 1
+    zero: int = 0
+    shard: int = 0
     micro: int = 1
+    accumulate: str = "auto"
+    prefetch: int = 1
+    gathered: str = "use"
     precision: str = "fp32"
+    reduce: str = "fp32"
+    states: str = "fp32"
+    offload: str = "none"
     recompute: str = "none"
+    compile: bool = False
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value = getattr(self, field.name)
-            if field.type is int and (type(value) is not int or value < 1):
-                raise PlanError(
-                    f"{field.name} is not a degree",
-                    given=f"{field.name}={value}",
-                    expected="a whole number, 1 or more",
-                )
+            _check_type(field.name, field.type, getattr(self, field.name))
         for key, choices in _CHOICES.items():
             value = getattr(self, key)
             if value not in choices:
@@ -42,6 +68,56 @@ class Plan:
                     given=f"{key}={value}",
                     expected=" or ".join(choices),
                 )
+        if not _RECOMPUTE.fullmatch(self.recompute):
+            raise PlanError(
+                "recompute is not one that plait knows",
+                given=f"recompute={self.recompute}",
+                expected="none, full, selective or every=k with k from 1",
+            )
+        self._check_zero()
+
+    def _check_zero(self) -> None:
+        """Refuses what would be accepted and then do nothing."""
+        if self.zero > 3:
+            raise PlanError(
+                "there is no such ZeRO stage",
+                given=f"zero={self.zero}",
+                expected="0 (nothing is cut), 1 (optimizer state), 2 (+ gradients) or 3 (+ parameters)",
+            )
+        if self.shard and not self.zero:
+            raise PlanError(
+                "stage 0 cuts nothing over shard",
+                given=f"zero=0 shard={self.shard}",
+                hint=f"zero=1 shard={self.shard}, or no shard",
+            )
+        if self.shard and self.dp % self.shard:
+            divisors = [str(d) for d in range(2, self.dp + 1) if self.dp % d == 0]
+            raise PlanError(
+                "shard does not divide dp",
+                given=f"dp={self.dp} shard={self.shard}",
+                expected=f"a divisor of {self.dp}",
+                hint=" or ".join(f"shard={d}" for d in divisors) or "dp of more than 1",
+            )
+        if self.accumulate == "cut" and self.zero < 2:
+            raise PlanError(
+                f"stage {self.zero} holds whole gradients: there is no range to accumulate in",
+                given=f"zero={self.zero} accumulate=cut",
+                hint="zero=2 accumulate=cut, or accumulate=whole",
+            )
+        for key, value in (("prefetch", 1), ("gathered", "use")):
+            if self.zero != 3 and getattr(self, key) != value:
+                raise PlanError(
+                    f"{key} is about parameters that are cut, which is stage 3",
+                    given=f"zero={self.zero} {key}={getattr(self, key)}",
+                    hint=f"zero=3 {key}={getattr(self, key)}, or no {key}",
+                )
+        if self.precision == "fp64" and "bf16" in (self.reduce, self.states):
+            key = "reduce" if self.reduce == "bf16" else "states"
+            raise PlanError(
+                "fp64 is for exact comparisons, which bf16 anywhere would spoil",
+                given=f"precision=fp64 {key}=bf16",
+                hint=f"precision=fp64, or precision=bf16 {key}=bf16",
+            )
 
     @classmethod
     def keys(cls) -> tuple[str, ...]:
@@ -67,31 +143,52 @@ class Plan:
                 raise PlanError(f"this version's plans have no key {key!r}", given=word, hint=hint)
             if key in values:
                 raise PlanError(f"{key} is given twice", given=text)
-            values[key] = _whole_number(key, value) if types[key] is int else value
+            values[key] = _read(key, types[key], value)
         return cls(**values)
 
     def __str__(self) -> str:
         """The shortest text that parses back: dp, and whatever is not a default."""
         default = Plan()
         shown = [k for k in self.keys() if k == "dp" or getattr(self, k) != getattr(default, k)]
-        return " ".join(f"{key}={getattr(self, key)}" for key in shown)
+        return " ".join(f"{key}={_shown(getattr(self, key))}" for key in shown)
 
     @property
     def num_ranks(self) -> int:
         """How many ranks the plan fills."""
         return self.dp
 
+    @property
+    def shard_degree(self) -> int:
+        """Ranks that share one copy of what the stage cuts; 1 at stage 0."""
+        return (self.shard or self.dp) if self.zero else 1
+
+    @property
+    def accumulates_whole(self) -> bool:
+        """Whether micro-batches add up in whole gradients, which are reduced once a step."""
+        if self.accumulate == "auto":
+            return self.zero < 2
+        return self.accumulate == "whole"
+
+    @property
+    def gradients_stay_whole(self) -> bool:
+        """Whether a whole gradient lives as long as a step, and not only until it is reduced."""
+        return self.zero < 2 or (self.accumulates_whole and self.micro > 1)
+
     def check_ranks(self, num_ranks: int) -> None:
         """Raises PlanError unless the degrees multiply to the ranks that there are."""
         if num_ranks != self.num_ranks:
             ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
+            fitting = replace(self, dp=num_ranks, shard=self.shard if self._fits(num_ranks) else 0)
             raise PlanError(
                 f"the plan's degrees do not multiply to the {ranks} of this run",
                 given=f"{self} (dp = {self.num_ranks}) on {ranks}",
                 expected=f"as many ranks as the plan fills: {self.num_ranks}",
-                hint=f'"{replace(self, dp=num_ranks)}", or torchrun --nproc-per-node {self.num_ranks} '
+                hint=f'"{fitting}", or torchrun --nproc-per-node {self.num_ranks} '
                 f"(plait train: --ranks {self.num_ranks})",
             )
+
+    def _fits(self, dp: int) -> bool:
+        return self.shard > 0 and dp % self.shard == 0
 
     def check_batch(self, num_sequences: int) -> int:
         """Sequences in one micro-batch of one data rank, for a step of `num_sequences` in all.
@@ -110,7 +207,28 @@ class Plan:
         return num_sequences // shares
 
 
-def _whole_number(key: str, text: str) -> int:
-    if not text.isascii() or not text.isdigit():
-        raise PlanError(f"{key} is not a degree", given=f"{key}={text}", expected="a whole number, 1 or more")
-    return int(text)
+def _check_type(key: str, kind: Any, value: object) -> None:
+    if kind is int and (type(value) is not int or value < _LEAST.get(key, 1)):
+        raise _not_a_number(key, value)
+    if kind is bool and type(value) is not bool:
+        raise PlanError(f"{key} is not a choice", given=f"{key}={value}", expected="true or false")
+
+
+def _read(key: str, kind: Any, text: str) -> Any:
+    if kind is int:
+        if not text.isascii() or not text.isdigit():
+            raise _not_a_number(key, text)
+        return int(text)
+    if kind is bool:
+        return {"true": True, "false": False}.get(text, text)
+    return text
+
+
+def _shown(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _not_a_number(key: str, value: object) -> PlanError:
+    what = "stage" if key == "zero" else "number of units" if key == "prefetch" else "degree"
+    expected = "0, 1, 2 or 3" if key == "zero" else f"a whole number, {_LEAST.get(key, 1)} or more"
+    return PlanError(f"{key} is not a {what}", given=f"{key}={value}", expected=expected)
