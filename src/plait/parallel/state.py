@@ -39,7 +39,7 @@ def scalar_device(group: Mapping[str, Any], leaf: Tensor) -> torch.device:
 def flat_slices(units: list[Unit]) -> list[FlatSlice]:
     """The ranges that the optimizer updates, in the order of units and their groups."""
     return [
-        FlatSlice.of(decay, unit.master[start:stop], unit.gradient[start:stop])
+        FlatSlice.of(0 if decay else 1, unit.master[start:stop], unit.gradient[start:stop])
         for unit in units
         for decay, start, stop in unit.layout.groups
     ]
