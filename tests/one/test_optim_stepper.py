@@ -179,20 +179,20 @@ def test_bf16_states_take_half_the_room_and_train_nearly_the_same(tmp_path: Path
 
 def test_bf16_second_moments_follow_a_gradient_that_shrinks() -> None:
     """Rounded to nearest, 0.999 v + 0.001 g^2 would stay where it is for ever: less than half a bf16 step."""
-    leaf = FlatSlice.of(0, torch.zeros(4096), torch.ones(4096)).leaf
+    leaf = FlatSlice.of(0, torch.zeros(NUMEL), torch.ones(NUMEL)).leaf
     optimizer = make_optimizer(torch.optim.Adam, {}, [FlatSlice(0, leaf)])
     stepper = Stepper(optimizer, state_kinds(torch.optim.Adam, {}), states="bf16")
     stepper.step([leaf], 1.0, 0)
-    stepper.load(leaf, {**stepper.state(leaf), "exp_avg_sq": torch.ones(4096)})
+    stepper.load(leaf, {**stepper.state(leaf), "exp_avg_sq": torch.ones(NUMEL)})
     nearest, exact = torch.ones((), dtype=torch.bfloat16), 1.0
     assert leaf.grad is not None
-    for number in range(1, 501):
+    for number in range(1, 301):
         leaf.grad.fill_(0.1)
         stepper.step([leaf], 1.0, number)
         nearest = (nearest.float() * 0.999 + 0.001 * 0.01).bfloat16()
         exact = exact * 0.999 + 0.001 * 0.01
     assert nearest == 1.0
-    assert stepper.state(leaf)["exp_avg_sq"].mean().item() == pytest.approx(exact, rel=0.01)
+    assert stepper.state(leaf)["exp_avg_sq"].mean().item() == pytest.approx(exact, rel=0.002)
 
 
 @pytest.mark.parametrize("how", HOWS)
