@@ -13,7 +13,7 @@ import plait
 from plait.comm import connect
 from plait.models import causal_lm_on_meta
 
-SEQUENCES, LENGTH, VOCABULARY, STEPS = 12, 16, 61, 3
+SEQUENCES, LENGTH, VOCABULARY, STEPS = 36, 16, 61, 4
 CLIP = 0.05  # well under the norms that occur, so that clipping is active in every step
 ADAMW = {"lr": 3e-3, "weight_decay": 0.1, "betas": (0.9, 0.95)}
 
