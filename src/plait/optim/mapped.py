@@ -15,10 +15,7 @@ import errno
 import mmap
 import os
 import tempfile
-<<<<<<< HEAD
-=======
 import weakref
->>>>>>> w-optim
 from pathlib import Path
 
 import torch
@@ -43,18 +40,9 @@ class MappedFile:
         self._taken = 0
         self._libc = ctypes.CDLL(None)
         self._file = _unnamed(folder)
-<<<<<<< HEAD
-        try:
-            _reserve(self._file, folder, self.num_bytes)
-            self._map = mmap.mmap(self._file, self.num_bytes)
-        except BaseException:
-            os.close(self._file)
-            raise
-=======
         self._release = weakref.finalize(self, os.close, self._file)
         _reserve(self._file, folder, self.num_bytes)
         self._map = mmap.mmap(self._file, self.num_bytes)
->>>>>>> w-optim
         self._address = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -79,14 +67,8 @@ class MappedFile:
 
     def close(self) -> None:
         """Lets go of the file: its space is free when the last tensor in it is gone."""
-<<<<<<< HEAD
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-=======
         if self._release.alive:
             self._release()
->>>>>>> w-optim
             del self._map
 
     def _pages(self, tensor: Tensor) -> tuple[int, int]:

@@ -25,8 +25,6 @@ CHUNK = 2**18  # elements of a leaf whose states visit
 _AHEAD = 8  # leaves whose pages are read while one is stepped
 
 
-<<<<<<< HEAD
-=======
 @dataclass(frozen=True)
 class _Counter:
     """A tensor of one number, without the tensor.
@@ -39,7 +37,6 @@ class _Counter:
     dtype: torch.dtype
 
 
->>>>>>> w-optim
 @dataclass
 class _Kept:
     """What is kept of a leaf between steps. Both are empty before its first one."""
@@ -47,11 +44,7 @@ class _Kept:
     group: int
     position: int
     flat: dict[str, Tensor] = field(default_factory=dict)  # as large as the leaf, as they are stored
-<<<<<<< HEAD
-    rest: dict[str, Any] = field(default_factory=dict)  # counters
-=======
     rest: dict[str, Any] = field(default_factory=dict)  # counters, thin
->>>>>>> w-optim
     places: dict[str, Tensor] = field(default_factory=dict)  # in the file, by name
 
 
@@ -121,11 +114,7 @@ class Stepper:
             return dict(self.optimizer.state.get(leaf, {}))
         kept = self._kept[leaf]
         wide = {name: stored.to(leaf.dtype) for name, stored in kept.flat.items()}
-<<<<<<< HEAD
-        return {**wide, **kept.rest}
-=======
         return {**wide, **{name: _thick(value) for name, value in kept.rest.items()}}
->>>>>>> w-optim
 
     def load(self, leaf: Tensor, state: Mapping[str, Any]) -> None:
         """Takes over copies of what `state` gave. Counters stay on the device that they come on."""
@@ -141,11 +130,7 @@ class Stepper:
                 place = self._place(kept, name, value)
                 kept.flat[name] = value.clone() if place is value else place.copy_(value)
             else:
-<<<<<<< HEAD
-                kept.rest[name] = _copy(value)
-=======
                 kept.rest[name] = _thin(_copy(value))
->>>>>>> w-optim
         self._forget(leaf)
 
     def clear(self) -> None:
@@ -192,21 +177,13 @@ class Stepper:
         kept = self._kept[leaf]
         if kept.flat or kept.rest:
             flat = {name: self._widened(name, stored, leaf) for name, stored in kept.flat.items()}
-<<<<<<< HEAD
-            self.optimizer.state[leaf] = {**flat, **kept.rest}
-=======
             rest = {name: _thick(value) for name, value in kept.rest.items()}
             self.optimizer.state[leaf] = {**flat, **rest}
->>>>>>> w-optim
         try:
             with self._only([leaf]):
                 scaled_step(self.optimizer, factor)
             state = self.optimizer.state.get(leaf, {})
-<<<<<<< HEAD
-            kept.rest = {name: value for name, value in state.items() if not _is_flat(value, leaf)}
-=======
             kept.rest = {name: _thin(value) for name, value in state.items() if not _is_flat(value, leaf)}
->>>>>>> w-optim
             for name in state.keys() - kept.rest.keys():
                 self._keep(kept, name, state[name])
         finally:
@@ -284,8 +261,6 @@ def _is_flat(value: object, leaf: Tensor) -> bool:
 
 def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
-<<<<<<< HEAD
-=======
 
 
 def _thin(value: Any) -> Any:
@@ -297,4 +272,3 @@ def _thin(value: Any) -> Any:
 
 def _thick(value: Any) -> Any:
     return torch.tensor(value.value, dtype=value.dtype) if isinstance(value, _Counter) else value
->>>>>>> w-optim
