@@ -36,7 +36,7 @@ from plait.models import (
     watch_saved,
 )
 from plait.optim import clip_factor, make_optimizer, scaled_step, state_kinds
-from plait.parallel import DataParallel, Precision, bring_to_life, recompute_blocks
+from plait.parallel import DataParallel, Precision, bring_to_life, compile_blocks, recompute_blocks
 from plait.parallel.state import EngineState, flat_slices, persistent_buffers
 from plait.plan import Grid, Layout, MemoryUse, Plan, model_state_bytes
 
@@ -92,8 +92,9 @@ class Engine:
         self._blocks = [block for _, block in blocks_of(model)]
         self.layout = Layout.of(unit_facts(model))
         self._units = bring_to_life(model, self.layout, plan, mesh, seed)
-        if plan.recompute == "full":
-            recompute_blocks(self._blocks)
+        recompute_blocks(self._blocks, plan.recompute)
+        if plan.compile:
+            compile_blocks(self._blocks, self.device)
         self._data = DataParallel(self._units, self._data_group, plan.micro)
         self._slices = flat_slices(self._units)
         self._state_kinds = state_kinds(optimizer, optimizer_args)
@@ -257,7 +258,7 @@ class Engine:
         # Whatever the user's model raises without values (or cannot be copied), it can still be trained.
         with contextlib.suppress(Exception):
             twin = meta_twin(self.model)
-            saved = saved_bytes(twin, self._choose_loss(), batch, self.device, self._held(twin))
+            saved = saved_bytes(twin, self._choose_loss(), batch, self.device)
         return model_state_bytes(
             self.layout,
             self.plan,
@@ -273,7 +274,7 @@ class Engine:
     def _forward(self, micro: Mapping[str, Tensor]) -> tuple[Tensor, int | Tensor]:
         if self._saved_bytes is not None or not torch.is_grad_enabled():
             return self._summed_loss(micro)
-        with watch_saved(self.model, self._held(self.model)) as watch:
+        with watch_saved(self.model) as watch:
             result = self._summed_loss(micro)
         self._saved_bytes = watch.total
         return result
@@ -290,10 +291,6 @@ class Engine:
 
     def _choose_loss(self) -> Loss:
         return choose_loss(self.model, self._loss)
-
-    def _held(self, model: nn.Module) -> list[nn.Module]:
-        """Modules whose inputs are kept although autograd does not save them: recomputed blocks."""
-        return [block for _, block in blocks_of(model)] if self.plan.recompute == "full" else []
 
     def _micro_batches(self, batch: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         batch = self._on_device(batch)
