@@ -118,9 +118,9 @@ def meta_twin(model: nn.Module) -> nn.Module:
 def saved_bytes(twin: nn.Module, loss: Loss, batch: dict[str, Tensor], device: torch.device) -> int:
     """Bytes that one micro-batch will keep for backward on `device`, found on meta: no memory, no FLOP.
 
-    `twin` is on meta; `batch` holds meta tensors of a micro-batch's shapes. What torch.compile would keep
-    is not known before it has compiled: a twin runs uncompiled, which is an upper bound in practice, and
-    exact where only inputs are kept.
+    `twin` is on meta; `batch` holds meta tensors of a micro-batch's shapes. What torch.compile will keep is
+    not known before it has compiled. A twin runs uncompiled: exact where blocks keep their inputs only,
+    else commonly more than what the compiler's partitioner leaves.
     """
     with _YesToQuestions(), _AsOnDevice(device), watch_saved(twin) as watch:
         loss(twin(**forward_inputs(twin, batch)), batch)

@@ -171,7 +171,7 @@ def _without_graph(tensor: Tensor) -> Tensor:
         return tensor.detach()
 
 
-def _keep_products(_: Any, func: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _keep_products(_: Any, func: Callable[..., Any], *__: Any, **___: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if _is_product(func) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
