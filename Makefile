@@ -35,8 +35,16 @@ format: install  ## put the code into the house's format
 test: check  ## everything that CI runs
 	$(BIN)/python -m pytest tests
 
-bench: install  ## the benchmarks, one table and one JSON each
-	$(BIN)/python benchmarks/run_all.py
+# The peers that benchmarks/requirements.txt names live beside the package here, and nowhere else.
+BENCH_VENV ?= build/bench-venv
+
+$(BENCH_VENV)/.installed: pyproject.toml constraints.txt benchmarks/requirements.txt
+	$(PYTHON) -m venv $(BENCH_VENV)
+	$(BENCH_VENV)/bin/pip install --quiet -c constraints.txt -e . -r benchmarks/requirements.txt
+	@touch $@
+
+bench: $(BENCH_VENV)/.installed  ## the benchmarks and the peers that they need, one table and one JSON each
+	$(BENCH_VENV)/bin/python benchmarks/run_all.py
 
 clean:  ## what the targets above made, but for .venv
 	rm -rf runs data build .mypy_cache .ruff_cache .pytest_cache .hypothesis
