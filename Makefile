@@ -6,7 +6,7 @@ export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo check format test bench clean
+.PHONY: help install demo check format test sweep bench clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -34,6 +34,9 @@ format: install  ## put the code into the house's format
 
 test: check  ## everything that CI runs
 	$(BIN)/python -m pytest tests
+
+sweep: install  ## every combination of options that `test` covers in pairs (half an hour)
+	$(BIN)/python -m pytest tests -m sweep
 
 bench: install  ## the benchmarks, one table and one JSON each
 	$(BIN)/python benchmarks/run_all.py
