@@ -4,13 +4,24 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from plait.engine import Engine, EvalResult, StepResult, parallelize
+    from plait.assembly import parallelize
+    from plait.engine import Engine, EvalResult, StepResult
     from plait.errors import PlaitError
+    from plait.optim import LossScaling
     from plait.plan import Plan
 
 __version__ = "0.1.0"
 
-__all__ = ["Engine", "EvalResult", "PlaitError", "Plan", "StepResult", "__version__", "parallelize"]
+__all__ = [
+    "Engine",
+    "EvalResult",
+    "LossScaling",
+    "PlaitError",
+    "Plan",
+    "StepResult",
+    "__version__",
+    "parallelize",
+]
 
 # Looked up when first used: the engine brings transformers along, whose import takes seconds that a
 # loader's worker, the launcher or a plan has no use for.
@@ -18,7 +29,8 @@ _HOMES = {
     "Engine": "plait.engine",
     "EvalResult": "plait.engine",
     "StepResult": "plait.engine",
-    "parallelize": "plait.engine",
+    "LossScaling": "plait.optim",
+    "parallelize": "plait.assembly",
     "PlaitError": "plait.errors",
     "Plan": "plait.plan",
 }

@@ -229,12 +229,10 @@ class Checkpoint:
                 hint="resume with the recipe that it was saved with, or choose another run.dir",
             )
 
-    def check_weights(self, expected: Mapping[str, Tensor]) -> None:
-        """Raises CheckpointError unless the weights have the names and shapes of those in `expected`."""
-        ours, theirs = (
-            {name: tuple(tensor.shape) for name, tensor in tensors.items() if name.startswith("weights/")}
-            for tensors in (expected, self.manifest.tensors)
-        )
+    def check_weights(self, ours: Mapping[str, tuple[int, ...]]) -> None:
+        """Raises CheckpointError unless the weights have these names and shapes."""
+        held = self.manifest.tensors.items()
+        theirs = {name: facts.shape for name, facts in held if name.startswith("weights/")}
         for name in [*ours, *theirs]:
             if ours.get(name) != theirs.get(name):
                 raise CheckpointError(

@@ -1,4 +1,4 @@
-"""The engine: a plan, a model and an optimizer, assembled into something with `.step()`.
+"""The engine: a plan, a model and an optimizer as something with `.step()`. `assembly.py` makes it.
 
 [Note: one division, at the end]
 The loss of a step is the sum of its targets' losses over all micro-batches and data ranks, divided by
@@ -14,15 +14,16 @@ a step is skipped follows from the reduced loss and norm, which are the same bit
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from plait.comm import Mesh, World, all_reduce, broadcast, connect, start_all_reduce
-from plait.errors import ConfigError, ModelError, PlanError
+from plait.comm import Mesh, all_reduce, broadcast, start_all_reduce
+from plait.errors import ModelError, PlanError
 from plait.models import (
     Loss,
     blocks_of,
@@ -35,10 +36,20 @@ from plait.models import (
     unit_facts,
     watch_saved,
 )
-from plait.optim import clip_factor, make_optimizer, scaled_step, state_kinds
-from plait.parallel import DataParallel, Precision, bring_to_life, recompute_blocks
-from plait.parallel.state import EngineState, flat_slices, persistent_buffers
-from plait.plan import Grid, Layout, MemoryUse, Plan, model_state_bytes
+from plait.optim import LossScale, LossScaling, clip_factor, clip_values
+from plait.parallel import (
+    DataGroups,
+    EngineState,
+    Masters,
+    Owned,
+    Precision,
+    bring_to_life,
+    foretold_bytes,
+    held_bytes,
+    persistent_buffers,
+    recompute_blocks,
+)
+from plait.plan import Layout, MemoryUse, Plan
 
 
 @dataclass(frozen=True)
@@ -65,52 +76,66 @@ class EvalResult:
     num_tokens: int
 
 
+@dataclass(frozen=True)
+class Training:
+    """How weights are updated: what `parallelize` was asked for."""
+
+    optimizer: type[torch.optim.Optimizer]
+    arguments: Mapping[str, Any]
+    groups: Sequence[Mapping[str, Any]]  # options of each optimizer group
+    group_of: Mapping[str, int] | None  # by a parameter's name; None: whether weight decay applies to it
+    clip_norm: float | None
+    clip_value: float | None
+    loss: Loss | None
+    loss_scaling: LossScaling | None
+    seed: int
+    offload_dir: Path | None
+
+
 class Engine:
     """Trains one model under one plan. Made by `parallelize`."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        plan: Plan,
-        *,
-        mesh: Mesh,
-        loss: Loss | None,
-        optimizer: type[torch.optim.Optimizer],
-        optimizer_args: Mapping[str, Any],
-        clip_norm: float | None,
-        seed: int,
+        self, model: nn.Module, plan: Plan, how: Training, mesh: Mesh, blocks: list[tuple[str, nn.Module]]
     ) -> None:
         self.plan = plan
         self.model = model
         self.world = mesh.world
         self.device = mesh.world.device
-        self.seed = seed
-        self.clip_norm = clip_norm
+        self.seed = how.seed
         self.num_steps = 0
-        self._loss = loss
-        self._data_group = mesh.group("replicate", "shard")
-        self._blocks = [block for _, block in blocks_of(model)]
-        self.layout = Layout.of(unit_facts(model))
-        self._units = bring_to_life(model, self.layout, plan, mesh, seed)
+        self._how = how
+        self._groups = DataGroups.of(mesh)
+        self._is_replica = mesh.coord["replicate"] > 0
+        self._blocks = [block for _, block in blocks]
+        self.layout = Layout.of(unit_facts(model, blocks, how.group_of), plan.shard_degree)
+        masters = Masters(plan, self.layout, self.device, how.offload_dir)
+        self._zero = bring_to_life(
+            model, blocks, self.layout, plan, self._groups, self.device, how.seed, masters.new
+        )
         if plan.recompute == "full":
             recompute_blocks(self._blocks)
-        self._data = DataParallel(self._units, self._data_group, plan.micro)
-        self._slices = flat_slices(self._units)
-        self._state_kinds = state_kinds(optimizer, optimizer_args)
-        self.optimizer = make_optimizer(optimizer, optimizer_args, self._slices)
+        self._owned = Owned(
+            self._zero.trained, plan, how.optimizer, how.arguments, how.groups, masters, how.offload_dir
+        )
+        self.optimizer = self._owned.optimizer
+        self._state = EngineState(model, self._zero.units, self._owned, self._groups.reductions)
+        self._scale = LossScale(how.loss_scaling) if how.loss_scaling is not None else None
+        self._scale_unit = 0.0  # targets that the loss scale is for; see `_scaled`
         self._has_buffers = bool(persistent_buffers(model))
         self._totals = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss, targets
         self._micros_done = 0
         self._saved_bytes: int | None = None  # known after the first step
+        self.world.before_close(self._zero.wait_all)
 
     @property
     def data_rank(self) -> int:
         """Which share of a step's batch is this rank's, of `data_ranks`."""
-        return self._data_group.rank
+        return self._groups.all.rank
 
     @property
     def data_ranks(self) -> int:
-        return self._data_group.size
+        return self._groups.all.size
 
     @property
     def num_parameters(self) -> int:
@@ -146,12 +171,14 @@ class Engine:
                 expected="engine.update() after the last one",
                 hint=f"micro={self._micros_done + 1}",
             )
+        if not self._micros_done:
+            self._zero.check_versions()
         self._micros_done += 1
         self._totals[0] += loss.detach()
         self._totals[1] += 1 if num_targets is None else num_targets
-        self._data.begin_micro(last=self._micros_done == self.plan.micro)
         try:
-            torch.autograd.backward(loss)
+            last = self._micros_done == self.plan.micro
+            self._zero.backward(self._scaled(loss, num_targets), last=last)
         except BaseException:
             self._abandon()
             raise
@@ -170,27 +197,57 @@ class Engine:
             raise
 
     def _update(self) -> StepResult:
-        self._data.start_rest()
-        pending = start_all_reduce(self._totals, self._data_group)
-        square = self._data.finish()
+        pending = start_all_reduce(self._totals, self._groups.all)
+        square = self._zero.finish()
         pending.wait()
         loss_sum, num_targets, square_sum = torch.stack([*self._totals, square]).tolist()
         self._totals.zero_()
         loss, norm = math.nan, math.nan
+        scale = self._loss_scale()
         if num_targets:
-            loss, norm = loss_sum / num_targets, math.sqrt(square_sum) / num_targets
+            loss, norm = loss_sum / num_targets, self._rounded(math.sqrt(square_sum) / num_targets / scale)
         skipped = not (math.isfinite(loss) and math.isfinite(norm))
         if not skipped:
-            scaled_step(self.optimizer, clip_factor(norm, self.clip_norm) / num_targets)
-            for unit in self._units:
-                unit.publish()
+            self._apply(clip_factor(norm, self._how.clip_norm) / num_targets / scale)
+        if self._scale is not None:
+            self._scale.update(skipped)
         if self._has_buffers:  # what forward changes follows rank 0, as under DDP; it may be a new tensor
             for buffer in persistent_buffers(self.model).values():
-                broadcast(buffer, self._data_group)
-        self._data.reset()
+                broadcast(buffer, self._groups.all)
+        self._zero.end_step()
         self._micros_done = 0
         self.num_steps += 1
         return StepResult(loss, norm, int(num_targets), skipped)
+
+    def _apply(self, factor: float) -> None:
+        """The optimizer's step, gradients multiplied by `factor`."""
+        if self._how.clip_value is not None:
+            clip_values((unit.gradient for unit in self._zero.trained), factor, self._how.clip_value)
+            factor = 1.0
+        self._zero.update(lambda unit: self._owned.step(unit, factor, self.num_steps))
+
+    def _rounded(self, norm: float) -> float:
+        """To the dtype of gradients: the last bits of a float64 sum depend on how units are cut."""
+        return float(torch.tensor(norm, dtype=Precision.of(self.plan).master))
+
+    def _scaled(self, loss: Tensor, num_targets: int | Tensor | None) -> Tensor:
+        """fp16: the loss times the scale. Losses are sums, the scale is for a mean: it is divided by a power
+        of two near the number of targets, which is found once, with the ranks' first micro-batches."""
+        if self._scale is None:
+            return loss
+        if not self._scale_unit:
+            most = torch.tensor([float(num_targets or 1)], device=self.device)
+            all_reduce(most, self._groups.all, "max")
+            self._scale_unit = 2.0 ** round(math.log2(max(1.0, most.item())))
+        return loss * self._loss_scale()
+
+    def _loss_scale(self) -> float:
+        return 1.0 if self._scale is None else self._scale.value / max(1.0, self._scale_unit)
+
+    @property
+    def loss_scale(self) -> float | None:
+        """fp16's current loss scale, for a mean loss; None for other precisions."""
+        return None if self._scale is None else self._scale.value
 
     def evaluate(self, batch: Mapping[str, Tensor]) -> EvalResult:
         """The loss of this data rank's share, summed over all; changes nothing of the training state.
@@ -210,41 +267,55 @@ class Engine:
         finally:
             for module, training in modes:
                 module.training = training
-        all_reduce(totals, self._data_group)
+        all_reduce(totals, self._groups.all)
         loss_sum, num_targets = totals.tolist()
         return EvalResult(loss_sum, int(num_targets))
 
     def whole_parameters(self) -> dict[str, Tensor]:
-        """The weights that the optimizer updates, whole, by the model's names: on rank 0, elsewhere {}."""
-        return self._state().weights() if self.world.rank == 0 else {}
+        """Copies of the weights that the optimizer updates, whole, by the model's names: on rank 0, elsewhere
+        {}. Every rank must call it, as `whole_gradients` and `state`."""
+        return {} if self._is_replica else self._state.weights()
 
     def whole_gradients(self) -> dict[str, Tensor]:
-        """The last step's gradients as the optimizer saw them (clipped), whole: on rank 0, elsewhere {}."""
-        return self._state().gradients() if self.world.rank == 0 else {}
+        """Copies of the last step's gradients as the optimizer saw them (clipped), whole: see above."""
+        return {} if self._is_replica else self._state.gradients()
+
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of all weights, by their keys in `state`; no rank has to be asked."""
+        return self._state.shapes()
 
     def state(self) -> dict[str, Tensor]:
-        """All that continues the training, by name: views, to be copied or written before the next step."""
-        return self._state().save(self.num_steps)
+        """Copies of all that continues the training, whole, by name: on rank 0, elsewhere {}. Every rank must
+        call it."""
+        if self._is_replica:
+            return {}
+        tensors = self._state.save()
+        if self._groups.all.rank == 0:
+            tensors["engine/num_steps"] = torch.tensor(self.num_steps)
+            if self._scale is not None:
+                tensors |= {f"engine/loss_scale.{key}": value for key, value in self._scale.state().items()}
+                tensors["engine/scale_unit"] = torch.tensor(self._scale_unit, dtype=torch.float64)
+        return tensors
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Takes over what `state` gave, under whatever plan. Raises CheckpointError for another model's."""
-        self.num_steps = self._state().load(tensors)
+        """Takes over what `state` gave, under whatever plan: every rank is given all of it.
+
+        Raises CheckpointError for another model's.
+        """
+        self._zero.wait_all()
+        self._state.load(tensors)
+        self._zero.publish()
+        self.num_steps = int(tensors["engine/num_steps"])
+        prefix = "engine/loss_scale."
+        scale = {key.removeprefix(prefix): t for key, t in tensors.items() if key.startswith(prefix)}
+        if self._scale is not None and scale:
+            self._scale.load(scale)
+            self._scale_unit = float(tensors["engine/scale_unit"])
 
     def memory(self) -> MemoryUse:
         """Bytes that this rank holds. Activations: what one micro-batch keeps from forward to backward,
         measured in the first step (None before it)."""
-        return MemoryUse(
-            parameters=sum(u.storage.nbytes for u in self._units),
-            gradients=sum(u.gradient.nbytes for u in self._units) + self._data.buffer_bytes,
-            master=sum(u.master.nbytes for u in self._units if u.master is not u.storage),
-            optimizer=sum(
-                value.nbytes
-                for state in self.optimizer.state.values()
-                for value in state.values()
-                if isinstance(value, Tensor)
-            ),
-            activations=self._saved_bytes,
-        )
+        return held_bytes(self._zero, self._owned, self.plan, self._saved_bytes)
 
     def predicted_memory(self, batch_shape: tuple[int, int]) -> MemoryUse:
         """What `memory` will say, for micro-batches of token ids of this (batch, sequence) shape.
@@ -255,16 +326,10 @@ class Engine:
         batch = {"input_ids": ids, "labels": ids}
         saved: int | None = None
         # Whatever the user's model raises without values (or cannot be copied), it can still be trained.
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception), self._zero.paused():
             twin = meta_twin(self.model)
             saved = saved_bytes(twin, self._choose_loss(), batch, self.device, self._held(twin))
-        return model_state_bytes(
-            self.layout,
-            self.plan,
-            states_per_element=sum("." not in kind for kind in self._state_kinds),
-            activation_bytes=saved,
-            wire_bytes=self._data.buffer_bytes,
-        )
+        return foretold_bytes(self.layout, self._zero, self._owned, self.plan, self._groups, saved)
 
     def flops_per_token(self, sequence: int) -> float:
         """FLOPs of forward and backward for one token; the formula stands in `plan/cost.py`."""
@@ -273,6 +338,7 @@ class Engine:
     def _forward(self, micro: Mapping[str, Tensor]) -> tuple[Tensor, int | Tensor]:
         if self._saved_bytes is not None or not torch.is_grad_enabled():
             return self._summed_loss(micro)
+        self._zero.show()  # the weights' storages, which are no activations
         with watch_saved(self.model, self._held(self.model)) as watch:
             result = self._summed_loss(micro)
         self._saved_bytes = watch.total
@@ -289,7 +355,7 @@ class Engine:
         return found
 
     def _choose_loss(self) -> Loss:
-        return choose_loss(self.model, self._loss)
+        return choose_loss(self.model, self._how.loss)
 
     def _held(self, model: nn.Module) -> list[nn.Module]:
         """Modules whose inputs are kept although autograd does not save them: recomputed blocks."""
@@ -328,57 +394,6 @@ class Engine:
 
     def _abandon(self) -> None:
         """Forgets a step that an exception ended."""
-        self._data.reset()
+        self._zero.reset()
         self._totals.zero_()
         self._micros_done = 0
-
-    def _state(self) -> EngineState:
-        return EngineState(self.model, self._units, self._slices, self.optimizer, self._state_kinds)
-
-
-def parallelize(
-    model: nn.Module,
-    plan: Plan | str,
-    *,
-    optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
-    optimizer_args: Mapping[str, Any] | None = None,
-    clip_norm: float | None = None,
-    loss: Loss | None = None,
-    seed: int = 0,
-    world: World | None = None,
-) -> Engine:
-    """Makes `model` train under `plan` on the ranks of this job (one, when started alone).
-
-    model           a Hugging Face causal LM or any nn.Module, unmodified. Built on meta, it gets its
-                    initial weights here: a function of `seed` and the modules' names, the same under
-                    every plan. Built with weights, rank 0's are taken. Its parameters become new
-                    objects, views of flat storages: hand them to nobody before this call.
-    optimizer       an element-wise torch.optim class, with `optimizer_args`; fused where it can be.
-                    Weight decay leaves out norms and biases.
-    clip_norm       limit of the gradient's global 2-norm
-    loss            (outputs, micro-batch) -> (summed loss, number of targets); None: the next token's
-                    cross entropy of a Hugging Face causal LM. The model is called with the micro-batch's
-                    entries, but for `labels`, as keywords; floating ones in the plan's precision.
-
-    A parameter that a step does not use counts as one with a zero gradient: its moments and weight decay
-    go on, where a plain torch loop would leave it out. Buffers that forward changes follow rank 0's.
-    Raises PlanError, ModelError or ConfigError.
-    """
-    plan = Plan.parse(plan) if isinstance(plan, str) else plan
-    if clip_norm is not None and not clip_norm > 0:
-        raise ConfigError(
-            "clip_norm is not a limit", given=f"clip_norm={clip_norm}", expected="above 0, or None"
-        )
-    choose_loss(model, loss)
-    world = connect() if world is None else world
-    plan.check_ranks(world.size)
-    return Engine(
-        model if model.training else model.train(),
-        plan,
-        mesh=Mesh(world, Grid.of(plan)),
-        loss=loss,
-        optimizer=optimizer,
-        optimizer_args=optimizer_args or {},
-        clip_norm=clip_norm,
-        seed=seed,
-    )

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from plait import checkpoint
 from plait.comm import World, connect
-from plait.engine import parallelize
+from plait.assembly import parallelize
 from plait.plan import Plan
 from plait.train.metrics import read_metrics
 from plait.train.model import build_model

@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from plait import checkpoint
 from plait.comm import World, connect
-from plait.engine import Engine, parallelize
+from plait.assembly import parallelize
+from plait.engine import Engine
 from plait.errors import CheckpointError
 from plait.models import causal_lm_on_meta
 from plait.train.config import Recipe, parse_recipe

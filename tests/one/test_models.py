@@ -9,7 +9,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from plait.comm import connect
-from plait.engine import parallelize
+from plait.assembly import parallelize
 from plait.errors import ModelError, PlanError
 from plait.models import (
     blocks_of,

@@ -16,6 +16,7 @@ from plait.comm import (
     sends_narrow,
     start_all_reduce,
     start_exchange,
+    start_reduce_scatter,
 )
 from plait.plan import Grid
 from pool import Pool, RankError
@@ -68,8 +69,7 @@ def _exchange(numel: int) -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(group.rank)
     mine = torch.randn(numel).bfloat16()
     out = torch.empty(numel)
-    exchange = start_exchange(mine, [torch.empty_like(mine) for _ in range(group.size - 1)], group)
-    assert sum(run.numel() for run in exchange.wait_and_sum(out)) == numel
+    assert sum(run.numel() for run in start_exchange(mine, group).into(out)) == numel
     return mine, out
 
 
@@ -81,6 +81,35 @@ def test_an_exchange_sums_bf16_in_float32_in_rank_order(pool: Pool, ranks: int, 
     for mine, _ in results:
         expected += mine.float()
     assert all(torch.equal(out, expected) for _, out in results)
+
+
+def _scatter_in_place_and_onto(numel: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    group = connect().group
+    torch.manual_seed(group.rank)
+    mine = torch.randn(numel * group.size)
+    whole = mine.clone()
+    own = whole[group.rank * numel : (group.rank + 1) * numel]
+    for _ in start_reduce_scatter(whole, group).into(own):
+        pass
+    onto = torch.ones(numel)
+    for _ in start_reduce_scatter(mine.clone(), group).into(onto, add=True):
+        pass
+    return mine, own.clone(), onto
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("numel", [5, 200_001])
+def test_a_sum_goes_into_the_own_range_itself_or_is_added_elsewhere(
+    pool: Pool, ranks: int, numel: int
+) -> None:
+    results = pool.run(_scatter_in_place_and_onto, ranks, numel)
+    expected = torch.zeros(numel * ranks)
+    for mine, _, _ in results:
+        expected += mine
+    for rank, (_, own, onto) in enumerate(results):
+        part = expected[rank * numel : (rank + 1) * numel]
+        assert torch.equal(own, part)
+        assert torch.equal(onto, 1 + part)
 
 
 def _which_travel_narrow() -> tuple[bool, bool]:

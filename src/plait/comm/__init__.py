@@ -4,12 +4,13 @@ from plait.comm.connect import World, connect
 from plait.comm.launch import launch_local
 from plait.comm.mesh import Mesh
 from plait.comm.verbs import (
-    Exchange,
     Group,
     Pending,
+    Summing,
     all_gather,
     all_reduce,
     broadcast,
+    is_direct,
     reduce_scatter,
     sends_narrow,
     start_all_gather,
@@ -19,15 +20,16 @@ from plait.comm.verbs import (
 )
 
 __all__ = [
-    "Exchange",
     "Group",
     "Mesh",
     "Pending",
+    "Summing",
     "World",
     "all_gather",
     "all_reduce",
     "broadcast",
     "connect",
+    "is_direct",
     "launch_local",
     "reduce_scatter",
     "sends_narrow",

@@ -1,8 +1,10 @@
 """Joining the ranks that this process was started with: by torchrun, by our launcher, or alone."""
 
 import atexit
+import contextlib
 import datetime
 import os
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -39,6 +41,7 @@ class World:
         self._store = store
         self._owned = owned  # the process group is ours to destroy: the program had made none
         self._links: list[Link] = []
+        self._before_close: list[Callable[[], None]] = []
         link = self.own(Link(dist.group.WORLD)) if size > 1 else None
         self.group = Group(tuple(range(size)), rank, link)
 
@@ -86,9 +89,17 @@ class World:
         self._links.append(link)
         return link
 
+    def before_close(self, act: Callable[[], None]) -> None:
+        """Calls `act` when the world closes: for what may still be under way on its groups."""
+        self._before_close.append(act)
+
     def close(self) -> None:
         """Leaves the job; `connect` would join anew. Groups of this world can be used no more."""
         global _world
+        for act in self._before_close:
+            with contextlib.suppress(CommError):  # a peer is gone: we are going too
+                act()
+        self._before_close.clear()
         for link in self._links:
             link.cut()
         if self._owned and dist.is_initialized():

@@ -19,19 +19,24 @@ class Mesh:
         self.world = world
         self.grid = grid
         self.coord = grid.coord(world.rank)
-        self._groups: dict[tuple[int, ...], Group] = {}
+        self._groups: dict[tuple[tuple[int, ...], str], Group] = {}
 
-    def group(self, *axes: str) -> Group:
-        """The ranks that differ from this one along `axes` only."""
+    def group(self, *axes: str, lane: str = "") -> Group:
+        """The ranks that differ from this one along `axes` only.
+
+        Groups of the same ranks in different lanes have connections (NCCL: a stream) of their own: what is
+        started in one neither waits for what is under way in the other, nor has to be in one order with it.
+        """
         ranks = self.grid.group(self.world.rank, *axes)
-        if ranks not in self._groups:
-            self._groups[ranks] = Group(ranks, ranks.index(self.world.rank), self._link(ranks))
-        return self._groups[ranks]
+        key = (ranks, lane if len(ranks) > 1 else "")
+        if key not in self._groups:
+            self._groups[key] = Group(ranks, ranks.index(self.world.rank), self._link(*key))
+        return self._groups[key]
 
-    def _link(self, ranks: tuple[int, ...]) -> Link | None:
+    def _link(self, ranks: tuple[int, ...], lane: str) -> Link | None:
         if len(ranks) == 1:
             return None
-        if len(ranks) == self.world.size:
+        if len(ranks) == self.world.size and not lane:
             return self.world.group.link
         handle = dist.new_group(list(ranks), timeout=self.world.timeout, use_local_synchronization=True)
         assert isinstance(handle, dist.ProcessGroup), f"rank {self.world.rank} is not in {ranks}"

@@ -1,21 +1,30 @@
 """Where a model's blocks, embedding and head are found, and what a plan needs to know of them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
+from plait.errors import ModelError
 from plait.plan import TensorFact, UnitFact
 from plait.plan.cost import training_flops_per_token
 
 
-def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+# Classes or modules that a user names as the model's blocks.
+Blocks = type[nn.Module] | Sequence[type[nn.Module]] | Sequence[nn.Module]
+
+
+def blocks_of(model: nn.Module, given: Blocks | None = None) -> list[tuple[str, nn.Module]]:
     """The model's repeated blocks with their names, in forward order.
 
-    They are the children of the `ModuleList` or `Sequential` that holds the most parameters and is not
-    itself inside such a one; of a bare `Sequential` its own children. Empty when there is none.
+    `given`: their class or classes, or the modules themselves. Without it they are the children of the
+    `ModuleList` or `Sequential` that holds the most parameters and is not itself inside such a one; of a
+    bare `Sequential` its own children. Empty when there is none. Raises ModelError for a block that the
+    model does not have.
     """
+    if given is not None:
+        return _given_blocks(model, given)
     containers: list[tuple[int, str, nn.Module]] = []
     inside: list[str] = []
     for name, module in model.named_modules():
@@ -30,24 +39,49 @@ def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(f"{prefix}{key}", block) for key, block in found.named_children()]
 
 
-def unit_facts(model: nn.Module) -> tuple[UnitFact, ...]:
-    """The model's trainable parameters by unit, in forward order.
+def _given_blocks(model: nn.Module, given: Blocks) -> list[tuple[str, nn.Module]]:
+    wanted = [given] if isinstance(given, type) else list(given)
+    found: list[tuple[str, nn.Module]] = []
+    for name, module in model.named_modules():
+        is_wanted = any(isinstance(module, w) if isinstance(w, type) else module is w for w in wanted)
+        if is_wanted and name and not any(name.startswith(f"{outer}.") for outer, _ in found):
+            found.append((name, module))
+    for w in wanted:
+        if not any(isinstance(m, w) if isinstance(w, type) else m is w for _, m in found):
+            raise ModelError(
+                "the model has no such block, or only inside another block",
+                given=w.__name__ if isinstance(w, type) else f"a {type(w).__name__}",
+                expected="blocks: module classes of the model, or modules of it",
+            )
+    return found
+
+
+def unit_facts(
+    model: nn.Module,
+    blocks: Sequence[tuple[str, nn.Module]],
+    groups: Mapping[str, int] | None = None,
+) -> tuple[UnitFact, ...]:
+    """The model's floating parameters by unit, in forward order.
 
     A block is a unit; what is registered before the blocks is the unit `embedding`, what comes after
-    them `head`. A tied parameter belongs to the first unit that registers it.
+    them `head`. A tied parameter belongs to the first unit that registers it. `groups`: the optimizer's
+    group of each parameter that trains; without it 0 is for those that weight decay applies to, 1 for
+    norms, biases and other vectors.
     """
-    blocks = [name for name, _ in blocks_of(model)]
-    tensors: dict[str, list[TensorFact]] = {"embedding": [], **{name: [] for name in blocks}, "head": []}
+    names = [name for name, _ in blocks]
+    tensors: dict[str, list[TensorFact]] = {"embedding": [], **{name: [] for name in names}, "head": []}
     norms = _norm_parameters(model)
-    seen_block = not blocks  # a model without blocks is one unit
+    seen_block = not names  # a model without blocks is one unit
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        block = next((b for b in blocks if name.startswith(f"{b}.")), None)
+        block = next((b for b in names if name.startswith(f"{b}.")), None)
         seen_block = seen_block or block is not None
         unit = block or ("head" if seen_block else "embedding")
-        decay = parameter.ndim >= 2 and name not in norms and not name.endswith("bias")
-        tensors[unit].append(TensorFact(name, tuple(parameter.shape), decay))
+        group: int | None = None
+        if parameter.requires_grad:
+            decays = parameter.ndim >= 2 and name not in norms and not name.endswith("bias")
+            group = int(not decays) if groups is None else groups[name]
+        if parameter.is_floating_point() or parameter.requires_grad:
+            tensors[unit].append(TensorFact(name, tuple(parameter.shape), group))
     return tuple(UnitFact(name, tuple(found)) for name, found in tensors.items() if found)
 
 

@@ -1,12 +1,31 @@
-"""Optimizers over flat storages, and clipping."""
+"""Optimizers over flat storages, where their states are kept, clipping, and the loss scale."""
 
-from plait.optim.clip import clip_factor, squared_norm
-from plait.optim.flat import FlatSlice, make_optimizer, scaled_step, state_kinds, states_per_element
+from plait.optim.clip import RUN, clip_factor, clip_values, squared_norm
+from plait.optim.flat import (
+    DEFAULT_GROUPS,
+    FlatSlice,
+    make_optimizer,
+    scaled_step,
+    state_kinds,
+    states_per_element,
+)
+from plait.optim.mapped import MappedFile, room_for
+from plait.optim.scale import LossScale, LossScaling
+from plait.optim.stepper import CHUNK, Stepper
 
 __all__ = [
+    "CHUNK",
+    "DEFAULT_GROUPS",
+    "RUN",
     "FlatSlice",
+    "LossScale",
+    "LossScaling",
+    "MappedFile",
+    "Stepper",
     "clip_factor",
+    "clip_values",
     "make_optimizer",
+    "room_for",
     "scaled_step",
     "squared_norm",
     "state_kinds",

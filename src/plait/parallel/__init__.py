@@ -1,16 +1,22 @@
-"""The strands. So far: data parallelism over units of flat storage."""
+"""The strands. So far: data parallelism over units of flat storage, ZeRO 0 to 3."""
 
+from plait.parallel.account import foretold_bytes, held_bytes
 from plait.parallel.life import bring_to_life
+from plait.parallel.owned import Masters, Owned
 from plait.parallel.recompute import recompute_blocks
-from plait.parallel.units import Precision, Unit, UnitState, make_units
-from plait.parallel.zero import DataParallel
+from plait.parallel.state import EngineState, persistent_buffers
+from plait.parallel.zero import DataGroups, Precision, Zero
 
 __all__ = [
-    "DataParallel",
+    "DataGroups",
+    "EngineState",
+    "Masters",
+    "Owned",
     "Precision",
-    "Unit",
-    "UnitState",
+    "Zero",
     "bring_to_life",
-    "make_units",
+    "foretold_bytes",
+    "held_bytes",
+    "persistent_buffers",
     "recompute_blocks",
 ]

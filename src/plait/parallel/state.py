@@ -3,19 +3,20 @@
 Keys are `kind/name`: `weights/<parameter>` (master weights), `buffers/<buffer>`, for every state of the
 optimizer `<state>/<parameter>` (`exp_avg/...`) in the parameter's shape or, for what it counts once per
 parameter, `scalar.<state>/<parameter>` (`scalar.step/...`; `number.` where it is a Python number), and
-`engine/num_steps`.
+`engine/...` for what the engine itself counts.
 """
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from plait.comm import Group, all_gather
 from plait.errors import CheckpointError
-from plait.optim import FlatSlice
+from plait.parallel.owned import Owned, OwnedSlice
 from plait.parallel.units import Unit
-from plait.plan import Piece
 
 _OURS = ("weights", "buffers", "engine")
 
@@ -36,140 +37,149 @@ def scalar_device(group: Mapping[str, Any], leaf: Tensor) -> torch.device:
     return leaf.device if in_kernel else torch.device("cpu")
 
 
-def flat_slices(units: list[Unit]) -> list[FlatSlice]:
-    """The ranges that the optimizer updates, in the order of units and their groups."""
-    return [
-        FlatSlice.of(decay, unit.master[start:stop], unit.gradient[start:stop])
-        for unit in units
-        for decay, start, stop in unit.layout.groups
-    ]
-
-
 class EngineState:
-    """Reads and writes the state of a model, its units and its optimizer."""
+    """Reads and writes the state of a model, its units and their optimizer.
 
-    def __init__(
-        self,
-        model: nn.Module,
-        units: list[Unit],
-        slices: list[FlatSlice],
-        optimizer: torch.optim.Optimizer,
-        kinds: set[str],
-    ) -> None:
-        """`kinds`: those of the optimizer's states, as `save` names them."""
-        self._kinds = kinds
+    Reading is collective over `group`, the ranks that share the units; its first rank gets what is whole.
+    """
+
+    def __init__(self, model: nn.Module, units: list[Unit], owned: Owned, group: Group) -> None:
         self._model = model
         self._units = units
-        self._slices = slices
-        self._optimizer = optimizer
+        self._owned = owned
+        self._group = group
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of all weights, by key."""
+        found = {p.name: p.whole_shape for unit in self._units for p in unit.layout.pieces}
+        found |= {name: tuple(p.shape) for name, p in self._elsewhere().items()}
+        return {f"weights/{name}": found[name] for name, _ in self._model.named_parameters()}
 
     def weights(self) -> dict[str, Tensor]:
-        """Copies of the master weights and of the frozen parameters, whole, in the model's order."""
-        found = {piece.name: view.clone() for unit in self._units for piece, view in unit.named(unit.master)}
-        parameters = self._model.named_parameters()
-        return {name: found.get(name, parameter.detach().clone()) for name, parameter in parameters}
+        """Copies of the master weights and of frozen parameters, whole, in the model's order."""
+        found = dict(self._whole(self._units, lambda unit: unit.master))
+        found |= {name: p.detach().clone() for name, p in self._elsewhere().items()}
+        return {name: found[name] for name, _ in self._model.named_parameters() if name in found}
 
     def gradients(self) -> dict[str, Tensor]:
         """Copies of the last step's gradients, whole."""
-        return {p.name: view.clone() for unit in self._units for p, view in unit.named(unit.gradient)}
+        return dict(self._whole(self._trained(), lambda unit: unit.gradient))
 
-    def save(self, num_steps: int) -> dict[str, Tensor]:
-        """Everything, by key. Flat tensors are views of what lives on."""
-        tensors = {f"weights/{name}": tensor for name, tensor in self._weight_views()}
-        tensors |= {f"buffers/{name}": buffer for name, buffer in persistent_buffers(self._model).items()}
-        for piece, flat_slice in self._owners():
-            for key, value in self._optimizer.state.get(flat_slice.leaf, {}).items():
-                if _is_flat(value, flat_slice):
-                    start = piece.start - _offset(flat_slice)
-                    view = value[start : start + piece.box.numel].view(piece.box.shape)
-                    tensors[f"{key}/{piece.name}"] = view
-                elif isinstance(value, Tensor):
-                    tensors[f"scalar.{key}/{piece.name}"] = value.clone()
-                else:
-                    tensors[f"number.{key}/{piece.name}"] = torch.tensor(value)
-        tensors["engine/num_steps"] = torch.tensor(num_steps)
+    def save(self) -> dict[str, Tensor]:
+        """Copies of everything but the engine's own, by key."""
+        tensors = {f"weights/{name}": tensor for name, tensor in self.weights().items()}
+        buffers = persistent_buffers(self._model)
+        for kind in sorted(self._owned.kinds):
+            if "." not in kind and self._owned.has_states:
+                states = self._whole(self._trained(), functools.partial(self._flat, kind))
+                tensors |= {f"{kind}/{name}": tensor for name, tensor in states}
+        if self._group.rank != 0:
+            return {}
+        tensors |= {f"buffers/{name}": buffer.clone() for name, buffer in buffers.items()}
+        for unit in self._trained() if self._owned.has_states else []:
+            for piece in unit.layout.pieces:
+                for kind, value in self._counters(unit, piece.start).items():
+                    tensors[f"{kind}/{piece.name}"] = value
         return tensors
 
-    def load(self, tensors: Mapping[str, Tensor]) -> int:
-        """Takes everything over and returns the number of steps. Raises CheckpointError before any change
-        when a tensor is missing, of another shape or of another optimizer."""
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Takes everything over, each rank its part. Raises CheckpointError before any change when a tensor
+        is missing, of another shape or of another optimizer. Keys of the engine's own are not looked at."""
+        tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith("engine/")}
         self._check(tensors)
-        for name, view in self._weight_views():
-            view.copy_(tensors[f"weights/{name}"])
-        for name, buffer in persistent_buffers(self._model).items():
-            buffer.copy_(tensors[f"buffers/{name}"])
-        self._load_optimizer(tensors)
-        for unit in self._units:
-            unit.publish()
-        return int(tensors["engine/num_steps"])
+        with torch.no_grad():
+            for unit in self._units:
+                for piece in unit.layout.pieces:
+                    unit.write(piece.name, tensors[f"weights/{piece.name}"])
+            for name, parameter in self._elsewhere().items():
+                parameter.copy_(tensors[f"weights/{name}"])
+            for name, buffer in persistent_buffers(self._model).items():
+                buffer.copy_(tensors[f"buffers/{name}"])
+        kinds = self._kinds_in(tensors)
+        self._owned.stepper.clear()
+        self._owned.has_states = bool(kinds)
+        for unit in self._trained() if kinds else []:
+            for part in self._owned.slices[unit]:
+                self._owned.stepper.load(part.leaf, self._state_of(unit, part, kinds, tensors))
+
+    def _whole(self, units: list[Unit], own: Callable[[Unit], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Every piece, whole, from the ranks' ranges: on the first rank, elsewhere nothing."""
+        for unit in units:
+            part = own(unit).detach().to(unit.cut.device)
+            whole = torch.empty(unit.layout.numel, dtype=part.dtype, device=part.device)
+            all_gather(whole, part, self._group)
+            if self._group.rank == 0:
+                whole = whole.cpu()
+                yield from ((piece.name, view) for piece, view in unit.named(whole))
+
+    def _trained(self) -> list[Unit]:
+        return [unit for unit in self._units if unit.trains]
+
+    def _elsewhere(self) -> dict[str, nn.Parameter]:
+        """Parameters that lie in no unit."""
+        held = {piece.name for unit in self._units for piece in unit.layout.pieces}
+        return {name: p for name, p in self._model.named_parameters() if name not in held}
+
+    def _flat(self, kind: str, unit: Unit) -> Tensor:
+        """A state of the range that this rank owns; zeros where no slice lies."""
+        flat = torch.zeros_like(unit.master, requires_grad=False)
+        for part in self._owned.slices[unit]:
+            flat[part.start : part.stop] = self._owned.stepper.state(part.leaf)[kind]
+        return flat
+
+    def _counters(self, unit: Unit, start: int) -> dict[str, Tensor]:
+        """What the optimizer counts once per parameter: all of a group's slices agree, and one is here."""
+        parts = self._owned.slices[unit]
+        group = next(group for group, low, high in unit.layout.groups if low <= start < high)
+        part = next((part for part in parts if part.group == group), parts[0])
+        found = {}
+        for name, value in self._owned.stepper.state(part.leaf).items():
+            if f"scalar.{name}" in self._owned.kinds:
+                found[f"scalar.{name}"] = value.clone().cpu()
+            elif f"number.{name}" in self._owned.kinds:
+                found[f"number.{name}"] = torch.tensor(value)
+        return found
+
+    def _state_of(
+        self, unit: Unit, part: OwnedSlice, kinds: set[str], tensors: Mapping[str, Tensor]
+    ) -> dict[str, Any]:
+        """A slice's state, as the optimizer will hold it."""
+        groups = {leaf: g for g in self._owned.optimizer.param_groups for leaf in g["params"]}
+        overlaps = unit.layout.overlaps(unit.start + part.start, unit.start + part.stop)
+        name = overlaps[0].piece.name if overlaps else unit.layout.pieces[0].name
+        state: dict[str, Any] = {}
+        for kind in kinds:
+            short = kind.partition(".")[2]
+            if kind.startswith("number."):
+                state[short] = tensors[f"{kind}/{name}"].item()
+            elif kind.startswith("scalar."):
+                device = scalar_device(groups[part.leaf], part.leaf)
+                state[short] = tensors[f"{kind}/{name}"].to(device, copy=True)
+            else:
+                flat = state[kind] = torch.zeros_like(part.leaf, requires_grad=False)
+                for lap in overlaps:
+                    whole = tensors[f"{kind}/{lap.piece.name}"].reshape(-1)
+                    flat[lap.at : lap.at + lap.stop - lap.start].copy_(whole[lap.start : lap.stop])
+        return state
 
     def _check(self, tensors: Mapping[str, Tensor]) -> None:
-        expected = {f"weights/{name}": view.shape for name, view in self._weight_views()}
+        expected = self.shapes()
         buffers = persistent_buffers(self._model)
-        expected |= {f"buffers/{name}": buffer.shape for name, buffer in buffers.items()}
-        expected["engine/num_steps"] = torch.Size(())
-        kinds = self._optimizer_kinds(tensors)
-        for piece, _ in self._owners():
-            scalar = torch.Size(())
-            for kind in kinds:
-                is_flat = not kind.startswith(("scalar.", "number."))
-                expected[f"{kind}/{piece.name}"] = torch.Size(piece.box.shape) if is_flat else scalar
+        expected |= {f"buffers/{name}": tuple(buffer.shape) for name, buffer in buffers.items()}
+        for kind in self._kinds_in(tensors):
+            is_flat = not kind.startswith(("scalar.", "number."))
+            for unit in self._trained():
+                for piece in unit.layout.pieces:
+                    expected[f"{kind}/{piece.name}"] = piece.whole_shape if is_flat else ()
         for key in sorted(expected.keys() | tensors.keys()):
-            if key not in tensors or key not in expected or tensors[key].shape != expected[key]:
+            if key not in tensors or key not in expected or tuple(tensors[key].shape) != expected[key]:
                 raise CheckpointError(
                     "the checkpoint is of another model or optimizer",
                     given=f"{key}: {tuple(tensors[key].shape) if key in tensors else 'missing'}",
-                    expected=f"{key}: {tuple(expected[key]) if key in expected else 'nothing'}",
+                    expected=f"{key}: {expected.get(key, 'nothing')}",
                 )
 
-    def _optimizer_kinds(self, tensors: Mapping[str, Tensor]) -> set[str]:
+    def _kinds_in(self, tensors: Mapping[str, Tensor]) -> set[str]:
         """The kinds of optimizer state to expect: none if it had not made a step when it was saved."""
         found = {key.partition("/")[0] for key in tensors} - set(_OURS)
-        return self._kinds if found else set()
-
-    def _load_optimizer(self, tensors: Mapping[str, Tensor]) -> None:
-        states: dict[Tensor, dict[str, Any]] = {}
-        groups = {leaf: group for group in self._optimizer.param_groups for leaf in group["params"]}
-        for piece, flat_slice in self._owners():
-            leaf = flat_slice.leaf
-            state = states.setdefault(leaf, {})
-            for kind in self._optimizer_kinds(tensors):
-                value, name = tensors[f"{kind}/{piece.name}"], kind.partition(".")[2]
-                if kind.startswith("number."):
-                    state[name] = value.item()
-                elif kind.startswith("scalar."):
-                    state[name] = value.to(scalar_device(groups[leaf], leaf), copy=True)
-                else:
-                    start = piece.start - _offset(flat_slice)
-                    flat = state.setdefault(kind, torch.zeros_like(leaf, requires_grad=False))
-                    flat[start : start + piece.box.numel].copy_(value.reshape(-1))
-        self._optimizer.state.clear()
-        self._optimizer.state.update({leaf: state for leaf, state in states.items() if state})
-
-    def _weight_views(self) -> Iterator[tuple[str, Tensor]]:
-        held = set()
-        for unit in self._units:
-            for piece, view in unit.named(unit.master):
-                held.add(piece.name)
-                yield piece.name, view
-        for name, parameter in self._model.named_parameters():
-            if name not in held:
-                yield name, parameter.detach()
-
-    def _owners(self) -> Iterator[tuple[Piece, FlatSlice]]:
-        """Every piece with the slice that it lies in."""
-        slices = iter(self._slices)
-        for unit in self._units:
-            for (_, start, stop), flat_slice in zip(unit.layout.groups, slices, strict=False):
-                for piece in unit.layout.pieces:
-                    if start <= piece.start < stop:
-                        yield piece, flat_slice
-
-
-def _offset(flat_slice: FlatSlice) -> int:
-    """Where the slice begins in its unit's storage."""
-    return int(flat_slice.leaf.storage_offset())
-
-
-def _is_flat(value: object, flat_slice: FlatSlice) -> bool:
-    return isinstance(value, Tensor) and value.shape == flat_slice.leaf.shape
+        return self._owned.kinds if found else set()

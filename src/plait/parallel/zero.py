@@ -1,114 +1,249 @@
-"""Data parallelism over units. Stage 0: every data rank holds all of the model's state.
+"""ZeRO 0 to 3 over the data ranks (Rajbhandari et al. 1910.02054): one code path, and what is cut differs.
 
-[Note: one order of reductions, agreed without a word]
-A collective is matched across ranks by the order in which a group sees it. Gradients become ready in
-an order that may differ between ranks (a parameter that is unused on one of them, a branch), so units
-are not reduced when they are ready but in one order fixed beforehand: the reverse of forward's, which
-is nearly the order in which backward completes them. A unit that is ready early waits for those
-before it; what never becomes ready is reduced, its missing gradients as zeros, when backward is over.
-The ranks hold the same model, hence the same order.
+[Note: the four stages]
+dp = replicate x shard ranks see different data. The ranks along `shard` share one copy of what the
+stage cuts: each unit's flat storage is divided into equal ranges, and each rank owns one. Stage 0 is the
+case that `shard` has one rank, which owns everything.
 
-[Note: why only the last micro-batch communicates]
-The reduction is linear: reducing the sum of a step's micro-batches is reducing each. So earlier
-micro-batches only add to the unit's gradient, and the last one's backward overlaps with the
-reduction of the units that it has completed.
+  stage  storage (parameters)    incoming (whole gradients)   gradient, master, optimizer states
+  0      whole                   whole                        whole: the range is everything
+  1      whole                   whole                        own range
+  2      whole                   until they are reduced       own range
+  3      while they are used     until they are reduced       own range
+
+A step is the same walk for all of them:
+
+  forward    a unit is gathered before it is used (3), or has been since the update (1, 2)   gather.py
+  backward   gathered again (3); its gradients fill `incoming`; when they are complete, a
+             reduce-scatter over `shard` leaves the sum of the own range in `gradient`       reduce.py
+             and, once a step, an all-reduce over `replicate` adds up the copies
+  update     the norm is summed over `shard`; each rank's optimizer updates its range;
+             stages 1 and 2 gather the new parameters, which forward will wait for
+
+Over `shard`, per rank and parameter, (N-1)/N elements travel for each gather and each reduction: stages 1 and 2 as
+much as stage 0's all-reduce, stage 3 half as much again, because backward gathers once more.
+
+With `gathered=step` stage 3 gathers once a step; `accumulate=whole` keeps whole gradients over a step's
+micro-batches. Both take memory for less traffic.
+
+[Note: two lanes]
+Gathers and reductions use connections (on CUDA: streams) of their own. A gather that a computation waits for
+does not queue behind a reduction that nobody waits for, and ranks whose gathers and reductions interleave
+differently still match each kind in its own order.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from plait.comm import Group, sends_narrow, start_all_reduce, start_exchange
-from plait.optim import squared_norm
-from plait.parallel.units import Unit, UnitState
+from plait.comm import Group, Mesh, is_direct, sends_narrow
+from plait.parallel.gather import Gatherer
+from plait.parallel.meter import Meter
+from plait.parallel.reduce import Reducer
+from plait.parallel.units import Cut, Unit
+from plait.parallel.walk import Bundle
+from plait.plan import Plan
 
 
-class DataParallel:
-    """Sums the units' gradients over the data ranks, beside backward.
+@dataclass(frozen=True)
+class Precision:
+    """What parameters are computed in, and what master weights and sums of gradients are kept in."""
 
-    `micro`: how many micro-batches give their gradients before each sum.
+    compute: torch.dtype
+    master: torch.dtype
+
+    @classmethod
+    def of(cls, plan: Plan) -> "Precision":
+        return {
+            "fp64": cls(torch.float64, torch.float64),
+            "fp32": cls(torch.float32, torch.float32),
+            "bf16": cls(torch.bfloat16, torch.float32),
+            "fp16": cls(torch.float16, torch.float32),
+        }[plan.precision]
+
+
+@dataclass(frozen=True)
+class DataGroups:
+    """The groups of data parallelism, of this rank."""
+
+    all: Group  # replicate x shard
+    replicate: Group
+    gathers: Group  # along shard; see [Note: two lanes]
+    reductions: Group
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> "DataGroups":
+        return cls(
+            mesh.group("replicate", "shard"),
+            mesh.group("replicate", lane="reductions"),
+            mesh.group("shard", lane="gathers"),
+            mesh.group("shard", lane="reductions"),
+        )
+
+
+def cut_of(plan: Plan, groups: DataGroups, device: torch.device, new_master: Callable[[int], Tensor]) -> Cut:
+    """Where this rank keeps what. See [Note: the four stages]."""
+    precision = Precision.of(plan)
+    offloads = plan.offload == "cpu"
+    nothing_to_free = groups.gathers.size == 1 and not offloads
+    return Cut(
+        rank=groups.gathers.rank,
+        device=device,
+        home=torch.device("cpu") if offloads else device,
+        offloads=offloads,
+        compute=precision.compute,
+        master=precision.master,
+        incoming=_incoming(plan, groups, precision),
+        whole_parameters=plan.zero < 3 or nothing_to_free,
+        whole_gradients=plan.gradients_stay_whole,
+        new_master=new_master,
+        meter=Meter(),
+    )
+
+
+def _incoming(plan: Plan, groups: DataGroups, precision: Precision) -> torch.dtype:
+    """Whole gradients are narrow where each reduction takes one contribution per rank and they travel so.
+
+    See [Note: narrow tensors on the wire ...] in `comm/verbs.py`.
     """
+    if plan.accumulates_whole and plan.micro > 1:
+        return precision.master
+    if plan.reduce == "bf16":
+        return torch.bfloat16
+    return precision.compute if is_direct(groups.reductions) or exchanges(plan, groups) else precision.master
 
-    def __init__(self, units: list[Unit], group: Group, micro: int) -> None:
-        self._order = list(reversed(units))  # see [Note: one order of reductions ...]
-        self._group = group
-        self._last = False
-        self._complete: set[Unit] = set()
-        self._started: list[tuple[Unit, Callable[[], Iterable[Tensor]]]] = []  # and what finishes it
-        self._received: dict[Unit, list[Tensor]] = {}  # what peers send, where they send it unsummed
-        for unit in units:
-            unit.on_complete = self._on_complete
-            if micro == 1 and sends_narrow(group, unit.storage.dtype, unit.gradient.dtype):
-                unit.keep_incoming_narrow()
-                self._received[unit] = [torch.empty_like(unit.incoming) for _ in range(group.size - 1)]
+
+def exchanges(plan: Plan, groups: DataGroups) -> bool:
+    """Whether replicas send each other their contributions as they are."""
+    if groups.reductions.size > 1 or plan.micro > 1:
+        return False
+    precision = Precision.of(plan)
+    narrow = torch.bfloat16 if plan.reduce == "bf16" else precision.compute
+    return sends_narrow(groups.replicate, narrow, precision.master)
+
+
+class Zero:
+    """Units under a plan: what a step does with their parameters and gradients."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        bundles: Sequence[Bundle],
+        owners: Mapping[Bundle, Sequence[nn.Module]],
+        plan: Plan,
+        groups: DataGroups,
+    ) -> None:
+        self._plan = plan
+        self.units = [unit for bundle in bundles for unit in bundle]
+        self.trained = [unit for unit in self.units if unit.trains]
+        self._bundles = bundles
+        self._meter = self.units[0].cut.meter
+        self._reducer = Reducer(
+            self.trained,
+            shard=groups.reductions,
+            replicate=groups.replicate,
+            whole=plan.accumulates_whole,
+            exchanges=exchanges(plan, groups),
+            rounded=plan.reduce == "bf16",
+            hurries=not self.units[0].whole.stays and plan.gathered == "use",
+            meter=self._meter,
+        )
+        self._gatherer = Gatherer(
+            model,
+            bundles,
+            owners,
+            groups.gathers,
+            prefetch=plan.prefetch,
+            keeps=plan.zero < 3 or plan.gathered == "step",
+            watches=not plan.compile,
+            on_progress=self._start_reductions,
+        )
+        self._reducer.order_by(self._reduction_order())
+        for unit in self.trained:
+            unit.on_complete.append(self._gatherer.on_complete)
+        self._gathers_after_update = self.units[0].whole.stays
+        if self._gathers_after_update:
+            self._gatherer.start_all()
+        self._gatherer.forget()
+        for unit in self.units:
+            unit.note_versions()
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes held only to communicate: narrow gradients, this rank's and those received."""
-        return sum(
-            unit.incoming.nbytes + sum(tensor.nbytes for tensor in tensors)
-            for unit, tensors in self._received.items()
-        )
+        """The most bytes that were held at a time for gathered parameters and travelling gradients."""
+        return self._meter.peak_bytes
 
-    def begin_micro(self, *, last: bool) -> None:
-        """A micro-batch's backward is about to run; with `last`, units are reduced as they complete."""
-        self._last = last
-        self._complete.clear()
-        for unit in self._order:
-            unit.begin_micro()
+    def check_versions(self) -> None:
+        """Raises ModelError when a parameter was changed behind our back."""
+        for unit in self.units:
+            unit.check_versions()
 
-    def start_rest(self) -> None:
-        """Backward is over: starts what has not started. Until then no other verb may be called on the
-        group, because ranks differ in how far they have come."""
-        while len(self._started) < len(self._order):
-            self._start_next()
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Runs a micro-batch's backward; with `last`, the step's gradients are complete after it."""
+        self._gatherer.begin_backward()
+        self._reducer.begin_micro(last=last)
+        torch.autograd.backward(loss)
+        self._gatherer.start_rest()
+        self._reducer.end_micro()
+        self._gatherer.end_backward()
 
     def finish(self) -> Tensor:
-        """Waits until every unit's gradient is the sum over ranks; the sum of its squares, float64, ().
+        """Waits for the sums of gradients; the sum of their squares, each whole element once, float64, ()."""
+        return self._reducer.finish()
 
-        Each element of the whole gradient counts once. Early units are squared while later ones travel.
-        """
-        assert len(self._started) == len(self._order), "finish before start_rest"
-        squares = []
-        for unit, finish in self._started:
-            squares += [squared_norm(run) for run in finish()]
-            unit.move(UnitState.REDUCED)
-        self._started.clear()
-        return torch.stack(squares).sum()
+    def update(self, step: Callable[[Unit], None]) -> None:
+        """Has each unit's range updated by `step` and lets the model see it."""
+        if not self._gathers_after_update:
+            self._gatherer.forget()
+        self._gatherer.wait_all()
+        for bundle in self._bundles:
+            for unit in bundle:
+                if unit.trains:
+                    step(unit)
+                    unit.publish()
+            if self._gathers_after_update:
+                self._gatherer.start_updated(bundle)
+
+    def end_step(self) -> None:
+        """Makes ready for the next step, whether this one updated the weights or was skipped."""
+        self._reducer.reset()
+        if self._gatherer.agree():
+            self._reducer.order_by(self._reduction_order())
+
+    def publish(self) -> None:
+        """Lets the model see master weights that were changed otherwise than by `update`."""
+        self.update(lambda _: None)
 
     def reset(self) -> None:
-        """Makes ready for the next step; also after an exception, when reductions may be under way."""
-        for _, finish in self._started:
-            for _ in finish():
-                pass
-        self._started.clear()
-        self._last = False
-        for unit in self._order:
-            unit.reset()
+        """Forgets a step that an exception ended."""
+        self._reducer.reset()
+        self._gatherer.reset()
 
-    def _on_complete(self, unit: Unit) -> None:
-        if not self._last:
-            return
-        self._complete.add(unit)
-        while len(self._started) < len(self._order) and self._order[len(self._started)] in self._complete:
-            self._start_next()
+    def wait_all(self) -> None:
+        """Returns when no gather is under way."""
+        self._gatherer.wait_all()
 
-    def _start_next(self) -> None:
-        unit = self._order[len(self._started)]
-        unit.zero_missing()
-        unit.move(UnitState.REDUCING)
-        self._started.append((unit, self._start(unit)))
+    def _reduction_order(self) -> list[Unit]:
+        return [unit for bundle in self._gatherer.backward_order for unit in bundle if unit.trains]
 
-    def _start(self, unit: Unit) -> Callable[[], Iterable[Tensor]]:
-        """Starts the sum. What is returned waits for it and gives the gradient, in one run or many."""
-        if unit in self._received:
-            exchange = start_exchange(unit.incoming, self._received[unit], self._group)
-            return lambda: exchange.wait_and_sum(unit.gradient)
-        pending = start_all_reduce(unit.gradient, self._group)
+    def _start_reductions(self, bundle: Bundle) -> None:
+        for unit in bundle:
+            if unit.trains:
+                self._reducer.start_through(unit)
 
-        def finish() -> Iterable[Tensor]:
-            pending.wait()
-            return (unit.gradient,)
+    def show(self) -> None:
+        """The parameters are views of their storages, also of those that have no memory now."""
+        for unit in self.units:
+            unit.show()
 
-        return finish
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, the model's hooks do nothing: a copy of the model has them too."""
+        self._gatherer.is_paused = True
+        try:
+            yield
+        finally:
+            self._gatherer.is_paused = False

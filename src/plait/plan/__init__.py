@@ -1,7 +1,7 @@
 """What can be decided without a device: plans, grids, layouts, bytes and FLOPs. Imports no torch."""
 
 from plait.plan.grid import AXES, Grid
-from plait.plan.layout import Box, Layout, Piece, TensorFact, UnitFact, UnitLayout
+from plait.plan.layout import Box, Layout, Overlap, Piece, TensorFact, UnitFact, UnitLayout
 from plait.plan.memory import MemoryUse, model_state_bytes
 from plait.plan.plan import Plan
 
@@ -11,6 +11,7 @@ __all__ = [
     "Grid",
     "Layout",
     "MemoryUse",
+    "Overlap",
     "Piece",
     "Plan",
     "TensorFact",

@@ -13,6 +13,10 @@ from dataclasses import dataclass
 # no parameter lies there, so their gradient is zero.
 ALIGNMENT = 8
 
+# A unit is padded so that every rank of `shard` owns a multiple of this many elements. Norms are summed
+# in runs of this length, so their bits do not depend on how many ranks share a unit.
+RANGE_ALIGNMENT = 256
+
 
 @dataclass(frozen=True)
 class Box:
@@ -42,11 +46,11 @@ class Box:
 
 @dataclass(frozen=True)
 class TensorFact:
-    """What a plan needs to know of one parameter. `decay`: weight decay applies to it."""
+    """What a plan needs to know of one parameter. `group`: the optimizer's; None for a frozen one."""
 
     name: str
     shape: tuple[int, ...]
-    decay: bool
+    group: int | None
 
 
 @dataclass(frozen=True)
@@ -72,35 +76,82 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class Overlap:
+    """Elements [start, stop) of a flattened piece, which lie at `at` in some range of its unit."""
+
+    piece: Piece
+    start: int
+    stop: int
+    at: int
+
+
+@dataclass(frozen=True)
 class UnitLayout:
-    """One flat storage. Pieces that decay stand first, so each optimizer group is one range."""
+    """One flat storage, cut into equal ranges: range r is owned by the rank at `shard` coordinate r.
+
+    Pieces of one optimizer group stand together, so each group is one range of the storage, and at most
+    one range of what a rank owns. Parameters that train and frozen ones are units of their own.
+    """
 
     name: str
+    block: str  # the UnitFact that it is of
     pieces: tuple[Piece, ...]
-    decay_stop: int  # [0, decay_stop) decays, [decay_stop, numel) does not
+    groups: tuple[tuple[int, int, int], ...]  # (optimizer group, start, stop); none in a frozen unit
     numel: int
+    shards: int
 
     @classmethod
-    def of(cls, unit: UnitFact) -> "UnitLayout":
-        """Lays the tensors one behind the other: first those that decay, in the model's order."""
+    def of(cls, unit: UnitFact, shards: int = 1, block: str | None = None) -> "UnitLayout":
+        """Lays the tensors one behind the other: group by group, in the model's order. Padded once."""
         pieces: list[Piece] = []
-        position = decay_stop = 0
-        for decay in (True, False):
+        groups: list[tuple[int, int, int]] = []
+        position = 0
+        for group in sorted({tensor.group for tensor in unit.tensors}, key=lambda g: -1 if g is None else g):
+            start = position
             for tensor in unit.tensors:
-                if tensor.decay != decay:
-                    continue
-                piece = Piece(tensor.name, tensor.shape, Box.whole(tensor.shape), position)
-                pieces.append(piece)
-                position = -(-piece.stop // ALIGNMENT) * ALIGNMENT
-            if decay:
-                decay_stop = position
-        return cls(unit.name, tuple(pieces), decay_stop, position)
+                if tensor.group == group:
+                    piece = Piece(tensor.name, tensor.shape, Box.whole(tensor.shape), position)
+                    pieces.append(piece)
+                    position = _round_up(piece.stop, ALIGNMENT)
+            if group is not None and position > start:
+                groups.append((group, start, position))
+        numel = _round_up(position, shards * RANGE_ALIGNMENT)
+        return cls(unit.name, block or unit.name, tuple(pieces), tuple(groups), numel, shards)
 
     @property
-    def groups(self) -> tuple[tuple[bool, int, int], ...]:
-        """The optimizer's groups: (decay, start, stop), those that are not empty."""
-        ranges = ((True, 0, self.decay_stop), (False, self.decay_stop, self.numel))
-        return tuple((decay, start, stop) for decay, start, stop in ranges if stop > start)
+    def trains(self) -> bool:
+        """False for a unit of frozen parameters."""
+        return bool(self.groups)
+
+    @property
+    def range_numel(self) -> int:
+        """Elements that each rank owns."""
+        return self.numel // self.shards
+
+    def owned(self, rank: int) -> tuple[int, int]:
+        """Start and stop of the range that the rank at this `shard` coordinate owns."""
+        return rank * self.range_numel, (rank + 1) * self.range_numel
+
+    def owned_groups(self, rank: int) -> tuple[tuple[int, int, int], ...]:
+        """(optimizer group, start, stop) within the rank's range: what its optimizer updates."""
+        low, high = self.owned(rank)
+        cut = ((group, max(start, low) - low, min(stop, high) - low) for group, start, stop in self.groups)
+        return tuple((group, start, stop) for group, start, stop in cut if stop > start)
+
+    def overlaps(self, start: int, stop: int) -> tuple[Overlap, ...]:
+        """What of which piece lies in [start, stop) of the storage."""
+        return tuple(
+            Overlap(piece, low - piece.start, high - piece.start, low - start)
+            for piece in self.pieces
+            if (low := max(piece.start, start)) < (high := min(piece.stop, stop))
+        )
+
+    @property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """Ranges of the storage that no piece covers."""
+        edges = [0, *(edge for piece in self.pieces for edge in (piece.start, piece.stop)), self.numel]
+        pairs = zip(edges[::2], edges[1::2], strict=True)
+        return tuple((start, stop) for start, stop in pairs if stop > start)
 
 
 @dataclass(frozen=True)
@@ -110,15 +161,31 @@ class Layout:
     units: tuple[UnitLayout, ...]
 
     @classmethod
-    def of(cls, units: Iterable[UnitFact]) -> "Layout":
-        return cls(tuple(UnitLayout.of(unit) for unit in units if unit.tensors))
+    def of(cls, units: Iterable[UnitFact], shards: int = 1) -> "Layout":
+        """`shards`: ranks that share one copy of each unit's storage."""
+        found = []
+        for unit in units:
+            for name, frozen in ((unit.name, False), (f"{unit.name} (frozen)", True)):
+                tensors = tuple(tensor for tensor in unit.tensors if (tensor.group is None) == frozen)
+                if tensors:
+                    found.append(UnitLayout.of(UnitFact(name, tensors), shards, unit.name))
+        return cls(tuple(found))
 
     @property
     def numel(self) -> int:
-        """Elements that the rank stores, gaps included."""
+        """Elements that the units store, gaps included."""
         return sum(unit.numel for unit in self.units)
 
     @property
+    def trained_numel(self) -> int:
+        """Elements of the units that train, gaps included."""
+        return sum(unit.numel for unit in self.units if unit.trains)
+
+    @property
     def num_parameters(self) -> int:
-        """Elements of whole tensors, each counted once."""
-        return sum(math.prod(piece.whole_shape) for unit in self.units for piece in unit.pieces)
+        """Trainable elements of whole tensors, each counted once."""
+        return sum(math.prod(p.whole_shape) for unit in self.units if unit.trains for p in unit.pieces)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,8 +1,9 @@
 """Memory arithmetic: bytes per rank by category, from the layout and the plan alone.
 
 ZeRO's table (Rajbhandari et al. 1910.02054, section 3): mixed-precision Adam keeps 2 bytes of
-parameter, 4 of fp32 gradient (2 there: we accumulate and reduce in fp32) and 12 of master weight and
-moments per element.
+parameter, 2 of gradient and 12 of master weight and moments per element, cut as the stage says. Ours
+adds up gradients in fp32, which takes 4 bytes per element of the range that a rank owns; whole gradients,
+where the stage keeps them, take 2 where they travel in bf16, else 4 with the owned range among them.
 """
 
 from dataclasses import dataclass, fields
@@ -10,23 +11,34 @@ from dataclasses import dataclass, fields
 from plait.plan.layout import Layout
 from plait.plan.plan import Plan
 
-COMPUTE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2}
-MASTER_BYTES = {"fp64": 8, "fp32": 4, "bf16": 4}  # of master weights, gradients and optimizer state
+COMPUTE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+MASTER_BYTES = {"fp64": 8, "fp32": 4, "bf16": 4, "fp16": 4}  # of master weights and sums of gradients
+TRAVELLING = 2  # reductions under way at a time, where whole gradients are freed after them
 
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes that one rank holds, by category. `activations` is None where nobody can say."""
+    """Bytes that one rank holds, by category. `activations` is None where nobody can say.
+
+    buffers       the most that is held at a time for gathered parameters and travelling gradients
+    activations   what one micro-batch keeps from forward to backward
+    host, disk    what is offloaded: not on the device, and in no other category
+    """
 
     parameters: int
     gradients: int
     master: int
     optimizer: int
+    buffers: int
     activations: int | None
+    host: int = 0
+    disk: int = 0
 
     @property
     def total(self) -> int:
-        return sum(getattr(self, field.name) or 0 for field in fields(self))
+        """Bytes on the device."""
+        elsewhere = ("host", "disk")
+        return sum(getattr(self, field.name) or 0 for field in fields(self) if field.name not in elsewhere)
 
 
 def model_state_bytes(
@@ -34,18 +46,73 @@ def model_state_bytes(
     plan: Plan,
     *,
     states_per_element: int,
+    incoming_bytes: int,
+    exchanges: bool = False,
+    receives: bool = False,
     activation_bytes: int | None = 0,
-    wire_bytes: int = 0,
 ) -> MemoryUse:
     """What a rank will hold. `states_per_element`: 2 for Adam, 1 for SGD with momentum, 0 without.
 
-    `wire_bytes`: gradients that are held in the form in which they travel, where the transport asks for it.
+    `incoming_bytes`: of an element of a whole gradient. What the transport asks for: `exchanges`, replicas
+    send each other whole gradients; `receives`, owners hold what each peer sends them.
     """
     compute, master = COMPUTE_BYTES[plan.precision], MASTER_BYTES[plan.precision]
-    return MemoryUse(
-        parameters=layout.numel * compute,
-        gradients=layout.numel * master + wire_bytes,
-        master=layout.numel * master if master != compute else 0,
-        optimizer=layout.numel * master * states_per_element,
-        activations=activation_bytes,
+    shards = plan.shard_degree
+    whole, trained = layout.numel, layout.trained_numel
+    owned = trained // shards
+    offloads = plan.offload == "cpu"
+    parts = {
+        "parameters": compute * (whole if plan.zero < 3 else whole // shards),
+        "master": owned * master if master != compute or (offloads and _stays(plan)) else 0,
+        "optimizer": sum(stop - start for u in layout.units for _, start, stop in u.owned_groups(0))
+        * states_per_element
+        * (2 if plan.states == "bf16" else master),
+        "gradients": 0,
+    }
+    in_place = plan.gradients_stay_whole and incoming_bytes == master and not offloads
+    sums = 0 if in_place else owned * master
+    parts["gradients"] = sums + (trained * incoming_bytes if plan.gradients_stay_whole else 0)
+    return _placed(
+        parts, plan, sums, _buffers(layout, plan, incoming_bytes, exchanges, receives), activation_bytes
     )
+
+
+def _stays(plan: Plan) -> bool:
+    """Whether parameters stay whole on the device."""
+    return plan.zero < 3 or (plan.shard_degree == 1 and plan.offload != "cpu")
+
+
+def _placed(
+    parts: dict[str, int], plan: Plan, sums: int, buffers: int, activation_bytes: int | None
+) -> MemoryUse:
+    """Moves to host or disk what the plan offloads."""
+    host = disk = 0
+    if plan.offload == "cpu":
+        host = parts["master"] + parts["optimizer"] + sums
+        parts |= {"master": 0, "optimizer": 0, "gradients": parts["gradients"] - sums}
+        if plan.zero == 3:
+            host += parts["parameters"]
+            parts["parameters"] = 0
+    if plan.offload == "disk":
+        disk = parts["master"] + parts["optimizer"]
+        parts |= {"master": 0, "optimizer": 0}
+    return MemoryUse(**parts, buffers=buffers, activations=activation_bytes, host=host, disk=disk)
+
+
+def _buffers(layout: Layout, plan: Plan, incoming_bytes: int, exchanges: bool, receives: bool) -> int:
+    """An upper bound that is met where units are equal: the longest run of gathered neighbours, one gradient
+    that fills and those that travel, and what peers send meanwhile."""
+    compute = COMPUTE_BYTES[plan.precision]
+    sizes = [unit.numel for unit in layout.units]
+    gathered = 0
+    if not _stays(plan):
+        run = len(sizes) if plan.gathered == "step" else 1 + plan.prefetch
+        gathered = compute * max(sum(sizes[i : i + run]) for i in range(len(sizes)))
+    gradients = sorted((unit.numel for unit in layout.units if unit.trains), reverse=True)
+    travelling = len(gradients) if plan.gradients_stay_whole else TRAVELLING + 1
+    held = 0 if plan.gradients_stay_whole else sum(gradients[: TRAVELLING + 1])
+    if exchanges:
+        held += sum(gradients) * (plan.dp - 1)
+    elif receives and plan.shard_degree > 1:
+        held += sum(gradients[:travelling]) * (plan.shard_degree - 1) // plan.shard_degree
+    return gathered + held * incoming_bytes

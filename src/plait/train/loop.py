@@ -14,7 +14,8 @@ from torch import Tensor
 import plait
 from plait import checkpoint
 from plait.comm import World, all_reduce
-from plait.engine import Engine, parallelize
+from plait.assembly import parallelize
+from plait.engine import Engine
 from plait.errors import CheckpointError, RunError
 from plait.plan import Plan
 from plait.train.config import Recipe
@@ -135,7 +136,7 @@ def _start(recipe: Recipe, world: World) -> Job:
     last = checkpoint.newest(job.run.checkpoints)
     if last is not None:
         check_checkpoint(last, recipe, store)
-        last.check_weights(engine.state())
+        last.check_weights(engine.weight_shapes())
         engine.load_state(last.read())
         job.step, job.tokens = last.step, int(last.facts["tokens"])
     return job
@@ -174,6 +175,7 @@ def _save(job: Job) -> None:
     They wait at the store, which has no time limit: run.timeout_s is for steps, and a disk may be slow.
     """
     problem: CheckpointError | None = None
+    tensors = job.engine.state()
     saved = f"plait: saved {job.step}"
     if job.engine.world.rank == 0:
         facts = {
@@ -184,9 +186,7 @@ def _save(job: Job) -> None:
             "versions": {module.__name__: str(module.__version__) for module in (plait, torch, transformers)},
         }
         try:
-            checkpoint.save(
-                job.run.checkpoints, job.step, job.engine.state(), facts, keep_last=job.recipe.run.keep_last
-            )
+            checkpoint.save(job.run.checkpoints, job.step, tensors, facts, keep_last=job.recipe.run.keep_last)
         except CheckpointError as error:
             problem = error
         job.engine.world.announce(saved)

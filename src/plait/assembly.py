@@ -1,0 +1,133 @@
+"""From what a user asks for to an engine: everything is checked before the first weight is made."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.comm import Mesh, World, connect
+from plait.engine import Engine, Training
+from plait.errors import ConfigError, PlanError
+from plait.models import Blocks, Loss, blocks_of, choose_loss
+from plait.optim import DEFAULT_GROUPS, LossScaling
+from plait.plan import Grid, Plan
+
+
+def parallelize(
+    model: nn.Module,
+    plan: Plan | str,
+    *,
+    optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    optimizer_args: Mapping[str, Any] | None = None,
+    param_groups: Sequence[Mapping[str, Any]] | None = None,
+    clip_norm: float | None = None,
+    clip_value: float | None = None,
+    loss: Loss | None = None,
+    loss_scaling: LossScaling | None = None,
+    blocks: Blocks | None = None,
+    offload_dir: str | Path | None = None,
+    seed: int = 0,
+    world: World | None = None,
+) -> Engine:
+    """Makes `model` train under `plan` on the ranks of this job (one, when started alone).
+
+    model           a Hugging Face causal LM or any nn.Module, unmodified. Built on meta, it gets its
+                    initial weights here: a function of `seed` and the modules' names, the same under
+                    every plan. Built with weights, rank 0's are taken. Its parameters become new
+                    objects, views of flat storages: hand them to nobody before this call.
+    optimizer       an element-wise torch.optim class, with `optimizer_args`; fused where it can be
+    param_groups    torch's: dicts of "params" (parameters of the model) and options. Without them, weight
+                    decay leaves out norms and biases
+    clip_norm       limit of the gradient's global 2-norm; clip_value: of each of its elements
+    loss            (outputs, micro-batch) -> (summed loss, number of targets); None: the next token's
+                    cross entropy of a Hugging Face causal LM. The model is called with the micro-batch's
+                    entries, but for `labels`, as keywords; floating ones in the plan's precision.
+    loss_scaling    how the loss scale of precision=fp16 moves
+    blocks          what is gathered and reduced together: a module class, several, or a list of modules.
+                    None: the children of the largest ModuleList or Sequential
+    offload_dir     the folder of offload=disk, on a disk of this host
+
+    A parameter that a step does not use counts as one with a zero gradient: its moments and weight decay
+    go on, where a plain torch loop would leave it out. Buffers that forward changes follow rank 0's.
+    Raises PlanError, ModelError or ConfigError.
+    """
+    plan = Plan.parse(plan) if isinstance(plan, str) else plan
+    _check_clipping(clip_norm, clip_value)
+    if loss_scaling is not None and plan.precision != "fp16":
+        raise ConfigError(
+            "a loss scale is for fp16, whose gradients underflow", given=f"precision={plan.precision}"
+        )
+    choose_loss(model, loss)
+    world = connect() if world is None else world
+    plan.check_ranks(world.size)
+    if plan.precision == "fp16":
+        _check_fp16(world.device)
+    how = Training(
+        optimizer=optimizer,
+        arguments=optimizer_args or {},
+        groups=DEFAULT_GROUPS if param_groups is None else [_options(group) for group in param_groups],
+        group_of=None if param_groups is None else _group_of(model, param_groups),
+        clip_norm=clip_norm,
+        clip_value=clip_value,
+        loss=loss,
+        loss_scaling=(loss_scaling or LossScaling()) if plan.precision == "fp16" else None,
+        seed=seed,
+        offload_dir=None if offload_dir is None else Path(offload_dir),
+    )
+    mesh = Mesh(world, Grid.of(plan))
+    return Engine(model if model.training else model.train(), plan, how, mesh, blocks_of(model, blocks))
+
+
+def _check_clipping(norm: float | None, value: float | None) -> None:
+    for name, limit in (("clip_norm", norm), ("clip_value", value)):
+        if limit is not None and not limit > 0:
+            raise ConfigError(f"{name} is not a limit", given=f"{name}={limit}", expected="above 0, or None")
+    if norm is not None and value is not None:
+        raise ConfigError(
+            "gradients are clipped by their norm or by value",
+            given=f"clip_norm={norm} and clip_value={value}",
+            expected="one of the two",
+        )
+
+
+def _check_fp16(device: torch.device) -> None:
+    """Raises PlanError where the device cannot train in fp16."""
+    try:
+        x = torch.ones(2, 1, 8, 8, dtype=torch.float16, device=device, requires_grad=True)
+        nn.functional.scaled_dot_product_attention(x @ x, x, x, is_causal=True).sum().backward()
+    except RuntimeError as error:
+        raise PlanError(
+            "this device does not compute in fp16",
+            given=f"precision=fp16 on {device}: {str(error).splitlines()[0]}",
+            hint="precision=bf16",
+        ) from error
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _group_of(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """The index of each trainable parameter's group. Raises ConfigError unless each is in exactly one."""
+    places: dict[int, int] = {}
+    for index, group in enumerate(groups):
+        params = group.get("params", ())
+        for parameter in [params] if isinstance(params, Tensor) else params:
+            if places.setdefault(id(parameter), index) != index:
+                raise ConfigError(
+                    "a parameter is in two of param_groups", given=f"{places[id(parameter)]}, {index}"
+                )
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    strange = places.keys() - {id(p) for p in model.parameters()}
+    missing = [name for name, p in named.items() if id(p) not in places]
+    if strange or missing:
+        raise ConfigError(
+            "param_groups do not hold the model's trainable parameters",
+            given=f"none of them holds {missing[0]}"
+            if missing
+            else f"{len(strange)} that are not the model's",
+            expected="every parameter that requires a gradient, in one group: model.named_parameters()",
+        )
+    return {name: places[id(p)] for name, p in named.items()}

@@ -1,0 +1,131 @@
+"""The loss scale of fp16: as large as it can be without a gradient that is infinite.
+
+torch.amp.GradScaler's rule: an overflow multiplies the scale by `backoff` and the step is skipped; after
+`interval` steps without one it is multiplied by `growth`.
+
+[Note: powers of two only]
+A scale that is a power of two changes exponents and no mantissa: scaling and unscaling are exact, so that
+a step's numbers do not depend on the scale that happened to hold, and neither do those of two plans. A
+growth of 1.5 would cost that and buy nothing: the room between 2^k and 2^(k+1) is one bit of fp16's range.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.errors import CheckpointError, ConfigError
+
+# Of a float32, in which losses are scaled.
+_SMALLEST, _LARGEST = 2.0**-126, 2.0**127
+
+
+@dataclass(frozen=True)
+class LossScaling:
+    """How the loss scale moves.
+
+    initial      where it begins
+    growth       what it is multiplied by after `interval` steps in a row without an overflow
+    backoff      what it is multiplied by when gradients overflow
+    interval     in steps
+    hysteresis   overflows before the scale backs off, in a row or not; after that every further one does,
+                 until a full interval without one restores the number. With 1: torch.amp.GradScaler
+    minimum      it is never less
+
+    All but the counts are powers of two: see [Note: powers of two only]. Raises ConfigError.
+    """
+
+    initial: float = 65536.0
+    growth: float = 2.0
+    backoff: float = 0.5
+    interval: int = 2000
+    hysteresis: int = 1
+    minimum: float = 1.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            near = _nearest_power(value)
+            is_count = field.name in ("interval", "hysteresis")
+            if not (_is_count(value) if is_count else _is_power_of_two(value)):
+                raise ConfigError(
+                    f"the loss scale's {field.name} is not possible",
+                    given=f"{field.name}={value!r}",
+                    expected="a whole number from 1" if is_count else "a power of two that a float32 holds",
+                    hint=None if is_count or near is None else f"{field.name}={near}",
+                )
+        _require(self.growth > 1, "growth", self.growth, "more than 1")
+        _require(self.backoff < 1, "backoff", self.backoff, "less than 1")
+        fits = self.minimum <= self.initial
+        _require(fits, "minimum", self.minimum, f"at most the initial scale, {self.initial}")
+
+
+class LossScale:
+    """The scale of the coming step. Every rank is told of the same overflows, so that all hold the same."""
+
+    def __init__(self, scaling: LossScaling) -> None:
+        self._scaling = scaling
+        self.value = float(scaling.initial)
+        self._clean = 0  # steps without an overflow since the scale last moved
+        self._left = scaling.hysteresis  # overflows until it backs off
+
+    def update(self, overflow: bool) -> None:
+        """A step is over. `overflow`: a gradient of any rank was not finite, and the step was skipped."""
+        if overflow:
+            self._clean = 0
+            if self._left == 1:
+                self.value = max(self.value * self._scaling.backoff, self._scaling.minimum)
+            else:
+                self._left -= 1
+            return
+        self._clean += 1
+        if self._clean == self._scaling.interval:
+            self._clean = 0
+            self._left = self._scaling.hysteresis
+            if self.value * self._scaling.growth <= _LARGEST:
+                self.value *= self._scaling.growth
+
+    def state(self) -> dict[str, Tensor]:
+        """What continues the scale, for a checkpoint."""
+        return {
+            "value": torch.tensor(self.value, dtype=torch.float64),
+            "clean": torch.tensor(self._clean),
+            "hysteresis_left": torch.tensor(self._left),
+        }
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Takes over what `state` gave, also of a scale with other settings. Raises CheckpointError."""
+        known = {key: tensor.item() for key, tensor in state.items() if tensor.numel() == 1}
+        if known.keys() != self.state().keys() or not _is_power_of_two(known["value"]):
+            raise CheckpointError(
+                "the checkpoint holds no loss scale", given=known, expected="a power of two and two counts"
+            )
+        self.value = max(known["value"], self._scaling.minimum)
+        self._clean = min(max(int(known["clean"]), 0), self._scaling.interval - 1)
+        self._left = min(max(int(known["hysteresis_left"]), 1), self._scaling.hysteresis)
+
+
+def _require(holds: bool, name: str, value: float, expected: str) -> None:
+    if not holds:
+        raise ConfigError(
+            f"the loss scale's {name} is not possible", given=f"{name}={value}", expected=expected
+        )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and _is_number(value)
+
+
+def _is_power_of_two(value: Any) -> bool:
+    return _is_number(value) and math.frexp(value)[0] == 0.5 and _SMALLEST <= value <= _LARGEST
+
+
+def _nearest_power(value: Any) -> float | None:
+    return 2.0 ** max(-126, min(127, round(math.log2(value)))) if _is_number(value) else None

@@ -1,0 +1,45 @@
+"""Bytes that this rank holds, by category: counted on the tensors themselves, and foretold."""
+
+from plait.comm import is_direct
+from plait.parallel.owned import Owned
+from plait.parallel.zero import DataGroups, Zero, exchanges
+from plait.plan import Layout, MemoryUse, Plan, model_state_bytes
+
+
+def held_bytes(zero: Zero, owned: Owned, plan: Plan, activation_bytes: int | None) -> MemoryUse:
+    """What is held now; of buffers, the most so far."""
+    offloads, host = plan.offload == "cpu", 0
+    use = {"parameters": 0, "gradients": 0, "master": 0, "optimizer": owned.stepper.state_bytes}
+    for unit in zero.units:
+        own = 0 if unit.whole.stays else unit.piece.nbytes
+        use["parameters"] += (unit.whole.nbytes if unit.whole.stays else 0) + (0 if offloads else own)
+        host += own if offloads else 0
+        if not unit.trains:
+            continue
+        whole = unit.incoming.nbytes if unit.incoming.stays else 0
+        in_place = whole and unit.gradient.untyped_storage().data_ptr() == unit.incoming.tensor.data_ptr()
+        use["gradients"] += whole + (0 if offloads or in_place else unit.gradient.nbytes)
+        host += unit.gradient.nbytes if offloads else 0
+        separate = unit.master is not unit.piece
+        use["master"] += unit.master.nbytes if separate and plan.offload == "none" else 0
+        host += unit.master.nbytes if separate and offloads else 0
+    if offloads:
+        host, use["optimizer"] = host + use["optimizer"], 0
+    return MemoryUse(
+        **use, buffers=zero.buffer_bytes, activations=activation_bytes, host=host, disk=owned.disk_bytes
+    )
+
+
+def foretold_bytes(
+    layout: Layout, zero: Zero, owned: Owned, plan: Plan, groups: DataGroups, activation_bytes: int | None
+) -> MemoryUse:
+    """What `held_bytes` will say after a step."""
+    return model_state_bytes(
+        layout,
+        plan,
+        states_per_element=owned.states_per_element,
+        incoming_bytes=zero.trained[0].cut.incoming.itemsize,
+        exchanges=exchanges(plan, groups),
+        receives=is_direct(groups.reductions),
+        activation_bytes=activation_bytes,
+    )

@@ -1,0 +1,344 @@
+"""Parameters on their way from the owners of their ranges to where they are used.
+
+[Note: when a unit is whole]
+Stages 1 and 2: always, but for the time from an update, which changes each rank's piece only, until the
+gather that starts right after it has landed; whatever uses the unit first waits for it. Stage 3: from a
+gather just before use (or `prefetch` uses earlier) until the use is over. A use is an *owner* at work:
+the block for a block's units, else any module that holds one of their parameters itself. It begins with
+the owner's forward, and again when the gradient of its output comes. It is over
+- in forward, when the owner has ended and another use begins: the last in forward is the first in
+  backward, and stays;
+- in backward, when every parameter has its gradient: then every operation that saved a weight has run. A
+  block's frozen unit ends with the next use, because the gradient of the block's input is then complete;
+  other frozen units, and those with a parameter that gets no gradient, stay until backward is over.
+Between passes parameters that have no memory are *hidden*: whoever reads them finds NaN.
+The order of gathers is told in `walk.py`.
+
+[Note: weights that are used outside their owners]
+Some models read a parameter of a module that they do not call (tied heads written as
+`F.linear(x, self.embedding.weight)`). The first forward watches every torch function for that. Such
+units, like those with a parameter that the root module holds itself, are *pinned*: whole from the
+beginning of forward to the end of their use in backward.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.comm import Group, start_all_gather
+from plait.errors import ModelError
+from plait.parallel.lane import Lane
+from plait.parallel.units import Unit
+from plait.parallel.walk import (
+    Bundle,
+    Walk,
+    Watch,
+    agreed_order,
+    any_rank,
+    reads_no_weight_in_backward,
+    tensors_in,
+)
+
+
+class Gatherer:
+    """Makes units whole when they are used, and at stage 3 gives their memory back afterwards."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        bundles: Sequence[Bundle],
+        owners: Mapping[Bundle, Sequence[nn.Module]],
+        group: Group,
+        *,
+        prefetch: int,
+        keeps: bool,
+        watches: bool,
+        on_progress: Callable[[Bundle], None],
+    ) -> None:
+        """`keeps`: what was gathered stays until the next update. `watches`: whether the first forward looks for
+        weights that are used outside their owners. `on_progress`: called in backward with uses that are so far
+        back that their reductions have to start, see [Note: nobody waits in a circle] in `reduce.py`."""
+        self._bundles = list(bundles)
+        self._group = group
+        self._prefetch = prefetch
+        self._keeps = keeps
+        self._on_progress = on_progress
+        self._frees = any(not unit.whole.stays for bundle in bundles for unit in bundle)
+        self._lane = Lane(bundles[0][0].cut.device)
+        self._pending: dict[Unit, Callable[[], None]] = {}
+        self._whole: dict[Unit, Bundle] = {}  # whole, or being gathered
+        self._agreed: set[Bundle] = set()  # whole on every rank between passes
+        self._open: dict[Bundle, int] = {}  # how many of its owners are in forward
+        self._pinned = {bundle for bundle in bundles if model in owners[bundle]}
+        self._blocks = {b for b in bundles if len(owners[b]) == 1 and owners[b][0] is not model}
+        self._walk: Walk | None = None
+        self._backward = False
+        self._uses = {False: self._bundles, True: self._bundles[::-1]}  # by whether it is backward
+        self._records: dict[bool, list[Bundle]] = {}  # of the first step's passes
+        self._record: list[Bundle] | None = None  # of the pass under way
+        self._is_agreed = False
+        self._watch: Watch | None = None
+        if self._frees or group.size > 1:
+            self._hook(model, owners)
+            self._watch = Watch(self._bundles, self._used_outside) if watches else None
+        self._watching = False
+        self.is_paused = False  # a copy of the model carries our hooks, but is none of our business
+
+    # --- after an update
+
+    def start_all(self) -> None:
+        """Stages 1 and 2: gathers what every rank has written into its pieces; forward will wait for each unit."""
+        for bundle in self._bundles:
+            for unit in bundle:
+                self._start(unit, bundle)
+
+    def start_updated(self, bundle: Bundle) -> None:
+        """Stages 1 and 2: every rank has updated its piece of what trains."""
+        for unit in bundle:
+            if unit.trains:
+                self._start(unit, bundle)
+
+    def forget(self) -> None:
+        """Stage 3: what is whole is out of date."""
+        if not self._frees:
+            return
+        self.wait_all()
+        for unit in list(self._whole):
+            self._free(unit)
+        self._agreed.clear()
+        self._hide()
+
+    def wait_all(self) -> None:
+        """Returns when no gather is under way."""
+        for unit in list(self._pending):
+            self._wait(unit)
+
+    def reset(self) -> None:
+        """After an exception, which all ranks raised at the same point."""
+        self.wait_all()
+        self._stop_watching()
+        self._walk, self._record, self._backward = None, None, False
+        self._open.clear()
+        self.forget()
+
+    # --- passes
+
+    def begin_forward(self) -> None:
+        if self.is_paused:
+            return
+        self._open.clear()
+        self._begin(backward=False)
+        for bundle in self._in_order(self._pinned):
+            self._open_bundle(bundle)
+        if self._watch is not None:
+            self._watch.__enter__()
+            self._watching = True
+
+    def end_forward(self) -> None:
+        if self.is_paused:
+            return
+        self._stop_watching()
+        self._open.clear()
+        goes_on = torch.is_grad_enabled()
+        self._end({*self._uses[False][-1:], *self._pinned} if goes_on else set())
+        if not goes_on and not self._keeps:
+            self._hide()
+
+    def begin_backward(self) -> None:
+        self._backward = True
+        self._begin(backward=True)
+
+    def start_rest(self) -> None:
+        """Starts the gathers of backward that this rank skipped."""
+        for bundle in self._walk.finish() if self._walk is not None else ():
+            self._start_bundle(bundle)
+
+    def end_backward(self) -> None:
+        self._end(set())
+        self._backward = False
+        if not self._keeps:
+            self._hide()
+
+    def agree(self) -> bool:
+        """After the first step, all ranks take one order of uses; whether they did so just now. See [Note: one
+        order of gathers]."""
+        if self._is_agreed or not self._frees or len(self._records) < 2:
+            return False
+        self._is_agreed = True
+        device = self._bundles[0][0].cut.device
+        pinned = any_rank([bundle in self._pinned for bundle in self._bundles], self._group, device)
+        self._pinned = {bundle for bundle, is_pinned in zip(self._bundles, pinned, strict=True) if is_pinned}
+        for backward, layout in self._uses.items():
+            self._uses[backward] = agreed_order(self._records[backward], layout, self._group)
+        return True
+
+    @property
+    def backward_order(self) -> list[Bundle]:
+        """In the order in which backward's last uses come; what is pinned, or not used, at the end."""
+        uses = [bundle for bundle in self._uses[True] if bundle not in self._pinned]
+        last = {bundle: index for index, bundle in enumerate(uses)}
+        return sorted(self._bundles, key=lambda bundle: last.get(bundle, len(uses)))
+
+    def _begin(self, *, backward: bool) -> None:
+        if self._frees:
+            uses = [bundle for bundle in self._uses[backward] if bundle not in self._pinned]
+            self._walk = Walk(uses, self._prefetch, self._agreed)
+            for bundle in self._bundles:
+                for unit in bundle:
+                    unit.show()
+            recording = not self._is_agreed and (backward or torch.is_grad_enabled())
+            self._record = [] if recording and backward not in self._records else None
+
+    def _end(self, stay: set[Bundle]) -> None:
+        """Ends a pass, after which just `stay` are whole on every rank (all, where they are kept)."""
+        if self._walk is None:
+            return
+        for bundle in self._walk.finish():
+            self._start_bundle(bundle)
+        if self._record is not None:
+            self._records[self._backward], self._record = self._record, None
+        uses, self._walk = {*self._walk.uses, *self._pinned}, None
+        self._agreed = uses if self._keeps else stay & uses
+        for unit, bundle in list(self._whole.items()):
+            if bundle not in self._agreed:
+                self._free(unit)
+
+    # --- uses
+
+    def _hook(self, model: nn.Module, owners: Mapping[Bundle, Sequence[nn.Module]]) -> None:
+        by_owner: dict[nn.Module, list[Bundle]] = {}
+        for bundle in self._bundles:
+            for module in owners[bundle]:
+                by_owner.setdefault(module, []).append(bundle)
+        for module, bundles in by_owner.items():
+            module.register_forward_pre_hook(self._before_forward(bundles), prepend=True)
+            module.register_forward_hook(self._after_forward(module, bundles), always_call=True)
+        model.register_forward_pre_hook(lambda *_: self.begin_forward(), prepend=True)
+        model.register_forward_hook(lambda *_: self.end_forward(), always_call=True)
+        model.register_state_dict_pre_hook(self._before_state_dict)
+
+    def _before_forward(self, bundles: list[Bundle]) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            if not self.is_paused:
+                for bundle in bundles:
+                    self._open_bundle(bundle)
+
+        return hook
+
+    def _open_bundle(self, bundle: Bundle) -> None:
+        was_open = self._open.get(bundle, 0)
+        self._open[bundle] = was_open + 1
+        if not was_open:
+            self._use(bundle)
+
+    def _after_forward(self, module: nn.Module, bundles: list[Bundle]) -> Callable[..., None]:
+        reads_weights = self._frees and not reads_no_weight_in_backward(module)
+
+        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            if self.is_paused:
+                return
+            for bundle in bundles:
+                self._open[bundle] = max(0, self._open.get(bundle, 0) - 1)
+            if reads_weights and torch.is_grad_enabled():
+                for tensor in tensors_in(output):
+                    tensor.register_hook(before_backward)
+
+        def before_backward(_: Tensor) -> None:
+            for bundle in bundles:
+                self._use(bundle)
+
+        return hook
+
+    def _use(self, bundle: Bundle) -> None:
+        """Returns when it is whole (on CUDA: what is queued from now on will find it whole)."""
+        if self._walk is not None and bundle not in self._pinned:
+            to_start = self._walk.go_to(bundle)
+            if to_start is not None:
+                self._free_what_is_over(self._walk)
+                for other in to_start:
+                    self._start_bundle(other)
+                for passed in self._walk.long_passed() if self._backward and not self._keeps else ():
+                    self._on_progress(passed)
+            if self._record is not None and bundle not in self._record[-1:]:
+                self._record.append(bundle)
+        for unit in bundle:
+            if unit not in self._whole and not unit.whole.stays:
+                self._start(unit, bundle)
+            self._wait(unit)
+
+    def _used_outside(self, bundle: Bundle) -> None:
+        """See [Note: weights that are used outside their owners]."""
+        if not self._open.get(bundle):
+            self._pinned.add(bundle)
+            self._open_bundle(bundle)
+
+    def _stop_watching(self) -> None:
+        if self._watch is not None and self._watching:
+            self._watch.__exit__(None, None, None)
+            self._watch, self._watching = None, False
+
+    def _free_what_is_over(self, walk: Walk) -> None:
+        for unit, bundle in list(self._whole.items()):
+            if bundle in walk.window or bundle in self._pinned or self._open.get(bundle) or self._keeps:
+                continue
+            if not self._backward or (bundle in self._blocks and not unit.trains):
+                self._free(unit)
+
+    def on_complete(self, unit: Unit) -> None:
+        """Every parameter has its gradient: backward has no more use for the weights."""
+        bundle = self._whole.get(unit)
+        if bundle is None or self._walk is None or self._keeps or not self._backward:
+            return
+        if bundle not in self._walk.ahead and not self._open.get(bundle):
+            self._free(unit)
+
+    def _hide(self) -> None:
+        for bundle in self._bundles:
+            for unit in bundle:
+                unit.hide()
+
+    def _before_state_dict(self, *_: Any) -> None:
+        self.wait_all()
+        if self._frees:
+            raise ModelError(
+                "the model's parameters are cut: its state_dict would hold none of them",
+                given="state_dict() of a model at ZeRO stage 3",
+                hint="engine.whole_parameters() or engine.state(), called by all ranks",
+            )
+
+    # --- gathers
+
+    def _in_order(self, bundles: Iterable[Bundle]) -> list[Bundle]:
+        return [bundle for bundle in self._bundles if bundle in bundles]
+
+    def _start_bundle(self, bundle: Bundle) -> None:
+        for unit in bundle:
+            if not unit.whole.stays:
+                self._start(unit, bundle)
+
+    def _start(self, unit: Unit, bundle: Bundle) -> None:
+        self._wait(unit)
+        unit.show()
+        unit.whole.hold()
+        own = unit.storage[unit.start : unit.stop]
+        landed = None
+        if own.data_ptr() != unit.piece.data_ptr():  # stage 3
+            landed = self._lane.copy(own, unit.piece)
+        if landed is not None and self._group.size > 1:
+            landed()
+        gathered = start_all_gather(unit.storage, own, self._group)
+        self._pending[unit] = landed if landed is not None and self._group.size == 1 else gathered.wait
+        if not unit.whole.stays:
+            self._whole[unit] = bundle
+
+    def _wait(self, unit: Unit) -> None:
+        wait = self._pending.pop(unit, None)
+        if wait is not None:
+            wait()
+
+    def _free(self, unit: Unit) -> None:
+        self._wait(unit)
+        unit.whole.free()
+        self._whole.pop(unit, None)

@@ -1,0 +1,247 @@
+"""Gradients on their way from every data rank's backward to the owners of their ranges.
+
+[Note: one order of reductions, agreed without a word]
+A collective is matched across ranks by the order in which a group sees it. Gradients become ready in
+an order that may differ between ranks (a parameter that is unused on one of them, a branch), so units
+are not reduced when they are ready but in one order fixed beforehand: the reverse of forward's, which
+is nearly the order in which backward completes them. A unit that is ready early waits for those
+before it; what never becomes ready is reduced, its missing gradients as zeros, when backward is over.
+The ranks hold the same model, hence the same order.
+
+[Note: which micro-batches communicate]
+The reduction is linear: reducing the sum of a step's micro-batches is reducing each. With whole
+gradients, earlier micro-batches only add to `incoming`, and the last one's backward overlaps with the
+reduction of the units that it has completed. With cut ones every micro-batch reduces, `incoming` lives
+only from a unit's first gradient to its reduction's end, and `gradient` adds up the sums. Either way
+the replicas (hybrid sharding) add their `gradient`s once a step.
+
+[Note: who frees a travelling gradient]
+`incoming` is read by the transport until the sum has landed. Landing waits, so it is put off: the
+reduction of unit i lands when that of unit i + 3 has started. At most three whole gradients are held at
+a time: one that fills and two that travel. Where whole gradients stay, nothing is freed and everything
+lands at the end.
+
+[Note: nobody waits in a circle]
+At stage 3 backward waits for gathers and for landings. Rank A waits for unit i to land, but rank B has not
+started that reduction: a parameter of unit i gives B no gradient, so B would start it when backward is
+over. B has gone on and waits for a gather that A, who stands still, has not started. So a rank that goes
+to use p of its backward walk first starts the reductions of all uses up to p - LAG, complete or not, where
+LAG = prefetch + 4. Then there is no circle. Let A be the rank that is least far, at p. Gathers up to
+p + prefetch have been started by all, so A waits for no gather, but for some i to land; having started
+i + 3, it knows that i is at p - 3 at most. Of all who wait for landings take the smallest such i, and a
+rank B that has not started it. B waits for a gather at q < (p - 3) + LAG = p + prefetch + 1, which all have
+started. So somebody can always go on. (Gathers that a rank skipped are started before the reductions that
+it has left over, and both before it waits for any.)
+A gradient that comes after its reduction has started is *late*. It fills `incoming` anew, and after the
+step's last backward the ranks vote on which units are reduced once more.
+"""
+
+from collections import deque
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from plait.comm import (
+    Group,
+    Pending,
+    Summing,
+    all_reduce,
+    start_all_reduce,
+    start_exchange,
+    start_reduce_scatter,
+)
+from plait.optim import squared_norm
+from plait.parallel.lane import Lane
+from plait.parallel.meter import Meter
+from plait.parallel.units import GradientState, Unit
+from plait.plan.memory import TRAVELLING
+
+
+class Reducer:
+    """Sums the units' gradients over the data ranks, beside backward."""
+
+    def __init__(
+        self,
+        units: list[Unit],
+        *,
+        shard: Group,
+        replicate: Group,
+        whole: bool,
+        exchanges: bool,
+        rounded: bool,
+        hurries: bool,
+        meter: Meter,
+    ) -> None:
+        """`whole`: whole gradients stay, and one reduction a step is made of them. `exchanges`: replicas send
+        each other their contributions as they are. `rounded`: gradients travel in bf16, whatever they are.
+        `hurries`: `start_through` is called, see [Note: nobody waits in a circle]."""
+        self._order = list(reversed(units))  # see [Note: one order of reductions ...]
+        self._shard = shard
+        self._replicate = replicate
+        self._every_micro = not whole
+        self._frees = not units[0].cut.whole_gradients
+        self._exchanges = exchanges
+        self._rounded = rounded
+        self._hurries = hurries
+        self._meter = meter
+        self._reducing = False
+        self._last = False
+        self._next = 0
+        self._complete: set[Unit] = set()
+        self._travelling: deque[tuple[Unit, Summing]] = deque()
+        self._replicating: list[tuple[Unit, Tensor, Pending]] = []
+        self._squares: dict[Unit, Tensor] = {}
+        self._device = units[0].cut.device
+        self._lane = Lane(self._device)
+        self._arrivals: list[Callable[[], None]] = []  # gradients on their way to the host
+        for unit in units:
+            unit.on_complete.append(self._on_complete)
+            unit.on_late = self._on_late
+
+    def order_by(self, units: list[Unit]) -> None:
+        """From now on units are reduced in this order, the same on every rank."""
+        assert set(units) == set(self._order), "an order of other units"
+        self._order = units
+
+    def begin_micro(self, *, last: bool) -> None:
+        """A micro-batch's backward is about to run."""
+        self._last = last
+        self._reducing = last or self._every_micro
+        self._next = 0
+        self._complete.clear()
+        for unit in self._order:
+            unit.begin_micro()
+
+    def start_through(self, unit: Unit) -> None:
+        """Starts the reductions up to this unit's, complete or not. See [Note: nobody waits in a circle]."""
+        if self._reducing:
+            for _ in range(self._order.index(unit) + 1 - self._next):
+                self._start_next()
+
+    def end_micro(self) -> None:
+        """Backward is over: starts what has not started. Until then no other verb may be called on the
+        groups, because ranks differ in how far they have come."""
+        if not self._reducing:
+            return
+        while self._next < len(self._order):
+            self._start_next()
+        if not self._last:
+            self._land_all()
+
+    def finish(self) -> Tensor:
+        """Waits until every unit's gradient is the sum over ranks; the sum of its squares, float64, ().
+
+        Each element of the whole gradient counts once. Early units are squared while later ones travel. The
+        step may have had fewer micro-batches than planned.
+        """
+        if not self._last:
+            self.begin_micro(last=True)
+            self.end_micro()
+        self._land_all()
+        if self._hurries:
+            self._reduce_late()
+            for unit in self._order if self._replicates else []:
+                self._start_replicating(unit, unit.gradient)
+        for unit, summed, pending in self._replicating:
+            pending.wait()
+            self._squares[unit] = squared_norm(summed.to(unit.gradient.dtype))
+            if summed is not unit.gradient:
+                self._arrivals.append(self._lane.copy(unit.gradient, summed))
+        self._replicating.clear()
+        for arrived in self._arrivals:
+            arrived()
+        self._arrivals.clear()
+        total = torch.stack([self._squares[unit] for unit in self._order]).sum()
+        self._squares.clear()
+        all_reduce(total, self._shard)
+        return total
+
+    def reset(self) -> None:
+        """Makes ready for the next step; also after an exception, when reductions may be under way."""
+        for unit, summing in self._travelling:
+            for _ in summing.into(torch.empty_like(unit.gradient, device=self._device)):
+                pass
+            self._meter.drop(summing.buffer_bytes)
+        for _, _, pending in self._replicating:
+            pending.wait()
+        self._travelling.clear()
+        self._replicating.clear()
+        self._squares.clear()
+        self._reducing = self._last = False
+        for unit in self._order:
+            unit.reset()
+
+    @property
+    def _replicates(self) -> bool:
+        """Whether replicas add up their gradients after this reduction."""
+        return self._last and self._replicate.size > 1 and not self._exchanges
+
+    def _on_complete(self, unit: Unit) -> None:
+        if not self._reducing:
+            return
+        self._complete.add(unit)
+        while self._next < len(self._order) and self._order[self._next] in self._complete:
+            self._start_next()
+
+    def _on_late(self, unit: Unit) -> None:
+        """A gradient comes while the unit's reduction travels: that has to land first."""
+        while any(unit is travelling for travelling, _ in self._travelling):
+            self._land(*self._travelling.popleft())
+
+    def _reduce_late(self) -> None:
+        """Once more, what is late on any rank. See [Note: nobody waits in a circle]."""
+        late = [float(unit.state is GradientState.FILLING) for unit in self._order]
+        votes = torch.tensor(late, device=self._device)
+        all_reduce(votes, self._shard, "max")
+        for unit, vote in zip(self._order, votes.tolist(), strict=True):
+            if vote:
+                self._start(unit)
+        self._land_all()
+
+    def _start_next(self) -> None:
+        self._next += 1
+        self._start(self._order[self._next - 1])
+
+    def _start(self, unit: Unit) -> None:
+        contribution = unit.seal()
+        unit.move(GradientState.REDUCING)
+        if self._rounded:
+            contribution = contribution.to(torch.bfloat16)
+        if self._exchanges:
+            summing = start_exchange(contribution, self._replicate)
+        else:
+            summing = start_reduce_scatter(contribution, self._shard)
+        self._travelling.append((unit, summing))
+        self._meter.hold(summing.buffer_bytes)
+        while self._frees and len(self._travelling) > TRAVELLING:
+            self._land(*self._travelling.popleft())
+
+    def _land_all(self) -> None:
+        while self._travelling:
+            self._land(*self._travelling.popleft())
+
+    def _land(self, unit: Unit, summing: Summing) -> None:
+        """The sum goes into `gradient`; then, once a step, the replicas add theirs up."""
+        target = unit.gradient
+        if unit.cut.offloads:
+            target = torch.empty_like(unit.gradient, device=self._device)
+            if unit.has_sum:
+                self._lane.copy(target, unit.gradient)()
+        squares = []
+        for run in summing.into(target, add=unit.has_sum):
+            if self._last and not self._replicates:
+                squares.append(squared_norm(run))
+        self._meter.drop(summing.buffer_bytes)
+        unit.landed()
+        if squares:
+            self._squares[unit] = torch.stack(squares).sum()
+        if self._replicates and not self._hurries:
+            self._start_replicating(unit, target)
+        elif unit.cut.offloads:
+            self._arrivals.append(self._lane.copy(unit.gradient, target))
+
+    def _start_replicating(self, unit: Unit, summed: Tensor) -> None:
+        if summed.device != self._device or self._rounded:
+            summed = summed.to(self._device, torch.bfloat16 if self._rounded else summed.dtype)
+        self._replicating.append((unit, summed, start_all_reduce(summed, self._replicate)))

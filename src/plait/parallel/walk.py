@@ -1,0 +1,148 @@
+"""The order in which a pass gathers units, and which weights a model reads outside their modules.
+
+[Note: one order of gathers]
+As with reductions, ranks must start gathers in one order, though a branch may skip a unit on some of
+them. A pass (forward or backward) walks a fixed list of uses. A use further down the list starts all
+gathers before it, the end of the pass starts those that are left. Which uses need a gather follows from
+the list alone, not from what happens to be whole on a rank. The list is the layout's order at first. The
+first step records the uses that really happen; all ranks then take the first rank's record, with the
+units that only others used put in at their place in the layout. A use that is not in the list is
+gathered on demand: then every rank has to do it.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from plait.comm import Group, all_reduce, broadcast
+from plait.parallel.units import Unit
+
+# A block's parameters that train and its frozen ones: gathered together, freed each when it can be.
+Bundle = tuple[Unit, ...]
+
+
+class Walk:
+    """One pass over a list of uses. See [Note: one order of gathers]."""
+
+    def __init__(self, uses: Sequence[Bundle], prefetch: int, whole: Iterable[Bundle]) -> None:
+        """`whole`: what is whole on every rank when the pass begins."""
+        self.uses = uses
+        self._ahead = prefetch
+        self._at = 0
+        self._started = 0
+        self._passed = 0
+        last = dict.fromkeys(whole, -1)
+        self._needs = []
+        for index, bundle in enumerate(uses):
+            left = bundle in last and last[bundle] >= 0 and index - last[bundle] > prefetch + 1
+            self._needs.append(bundle not in last or left)
+            last[bundle] = index
+
+    def go_to(self, bundle: Bundle) -> list[Bundle] | None:
+        """Its next use begins: what is to be gathered now, in this order. None: it is not in the list."""
+        index = next((i for i in range(self._at, len(self.uses)) if self.uses[i] is bundle), None)
+        if index is None:
+            return None
+        self._at = index
+        return self._start_up_to(index + 1 + self._ahead)
+
+    def finish(self) -> list[Bundle]:
+        """The pass is over: what is still to be gathered, because other ranks did."""
+        return self._start_up_to(len(self.uses))
+
+    def long_passed(self) -> list[Bundle]:
+        """What has come to lie LAG or more uses back, and is not used again. See [Note: nobody waits in a
+        circle] in `reduce.py`."""
+        stop = max(self._passed, self._at + 1 - (self._ahead + 4))
+        found = [b for i, b in enumerate(self.uses[:stop]) if i >= self._passed and b not in self.uses[stop:]]
+        self._passed = stop
+        return found
+
+    @property
+    def ahead(self) -> Sequence[Bundle]:
+        """What is gathered ahead of the use that goes on."""
+        return self.uses[self._at + 1 : self._at + 1 + self._ahead]
+
+    @property
+    def window(self) -> Sequence[Bundle]:
+        return self.uses[self._at : self._at + 1 + self._ahead]
+
+    def _start_up_to(self, stop: int) -> list[Bundle]:
+        stop = min(stop, len(self.uses))
+        found = [self.uses[i] for i in range(self._started, stop) if self._needs[i]]
+        self._started = max(self._started, stop)
+        return found
+
+
+def agreed_order(mine: Sequence[Bundle], layout: Sequence[Bundle], group: Group) -> list[Bundle]:
+    """The first rank's order of uses, completed by what others used. See [Note: one order of gathers]."""
+    device = layout[0][0].cut.device
+    used = any_rank([bundle in mine for bundle in layout], group, device)
+    length = torch.tensor([len(mine)], device=device)
+    broadcast(length, group)
+    numbers = torch.zeros(int(length.item()), dtype=torch.long, device=device)
+    if group.rank == 0:
+        numbers.copy_(torch.tensor([layout.index(bundle) for bundle in mine], dtype=torch.long))
+    broadcast(numbers, group)
+    order: list[int] = numbers.tolist()
+    for number, was_used in enumerate(used):
+        if was_used and number not in order:
+            place = next((i for i, other in enumerate(order) if other > number), len(order))
+            order.insert(place, number)
+    return [layout[number] for number in order]
+
+
+def any_rank(flags: Sequence[bool], group: Group, device: torch.device) -> list[bool]:
+    """True where it is true on any rank of the group."""
+    votes = torch.tensor([float(flag) for flag in flags], device=device)
+    all_reduce(votes, group, "max")
+    return [bool(vote) for vote in votes.tolist()]
+
+
+class Watch(TorchFunctionMode):
+    """Calls `found` with the bundle of every parameter that a torch function is given."""
+
+    def __init__(self, bundles: Collection[Bundle], found: Callable[[Bundle], None]) -> None:
+        super().__init__()
+        self._of = {id(p): b for b in bundles for unit in b for p in unit.parameters.values()}
+        self._found = found
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if getattr(func, "__name__", "") not in _READ_NO_VALUES:
+            for value in (*args, *(kwargs or {}).values()):
+                for item in value if isinstance(value, list | tuple) else (value,):
+                    if isinstance(item, nn.Parameter) and id(item) in self._of:
+                        self._found(self._of[id(item)])
+        return func(*args, **(kwargs or {}))
+
+
+_READ_NO_VALUES = {
+    "__get__",
+    "size",
+    "dim",
+    "numel",
+    "stride",
+    "is_floating_point",
+    "element_size",
+    "__len__",
+}
+
+
+def reads_no_weight_in_backward(module: nn.Module) -> bool:
+    """Whether the gradient of the module's weight needs no weight."""
+    return type(module) is nn.Embedding
+
+
+def tensors_in(output: Any) -> list[Tensor]:
+    """The tensors with a gradient in what a module returned."""
+    leaves = [output] if isinstance(output, Tensor) else torch.utils._pytree.tree_leaves(output)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
