@@ -6,7 +6,7 @@ export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo check format test bench clean
+.PHONY: help install demo check format test sweep bench clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -45,6 +45,12 @@ $(BENCH_VENV)/.installed: pyproject.toml constraints.txt benchmarks/requirements
 
 bench: $(BENCH_VENV)/.installed  ## the benchmarks and the peers that they need, one table and one JSON each
 	$(BENCH_VENV)/bin/python benchmarks/run_all.py
+
+sweep: install  ## every combination of options that `test` covers in pairs (half an hour)
+	$(BIN)/python -m pytest tests -m sweep
+
+bench: install  ## the benchmarks, one table and one JSON each
+	$(BIN)/python benchmarks/run_all.py
 
 clean:  ## what the targets above made, but for .venv
 	rm -rf runs data build .mypy_cache .ruff_cache .pytest_cache .hypothesis

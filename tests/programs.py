@@ -1,19 +1,23 @@
 """Programs that tests run on ranks, and the one-process program that they are compared with."""
 
+import math
+import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import plait
-from plait.comm import connect
+from plait.comm import Group, Pending, connect
 from plait.models import causal_lm_on_meta
 
-SEQUENCES, LENGTH, VOCABULARY, STEPS = 36, 16, 61, 4
+SEQUENCES, LENGTH, VOCABULARY, STEPS = 12, 16, 61, 4
 CLIP = 0.05  # well under the norms that occur, so that clipping is active in every step
 ADAMW = {"lr": 3e-3, "weight_decay": 0.1, "betas": (0.9, 0.95)}
 
@@ -114,30 +118,113 @@ def batches(steps: int = STEPS) -> list[dict[str, Tensor]]:
     return found
 
 
+@dataclass(frozen=True)
+class Task:
+    """What is trained, on what and how: the parallel program and the oracle read the same one.
+
+    The functions are top-level ones, so that ranks can import them. `blocks` and `groups` are given the
+    model and return parallelize's `blocks` and `param_groups`; `prepare` is done to the model before the
+    first step, in both programs.
+    """
+
+    build: Callable[..., nn.Module]
+    data: Callable[[int], list[dict[str, Tensor]]] = batches
+    optimizer: str = "AdamW"
+    arguments: dict[str, Any] = field(default_factory=lambda: ADAMW)
+    clip_norm: float | None = CLIP
+    clip_value: float | None = None
+    blocks: Callable[[nn.Module], Any] | None = None
+    groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None
+    prepare: Callable[[nn.Module], None] | None = None
+    steps: int = STEPS
+
+
 def train(build: Callable[[], nn.Module], plan: str, optimizer: str = "AdamW") -> Trace:
     """The parallel program: runs on every rank of the plan; rank 0's trace is whole."""
-    torch.set_default_dtype(torch.float64)  # plain modules are built in it; meta models are cast
-    try:
-        engine = plait.parallelize(
-            build(),
-            plan,
-            optimizer=getattr(torch.optim, optimizer),
-            optimizer_args=ADAMW if optimizer == "AdamW" else {"lr": 0.3},
-            clip_norm=CLIP,
-            loss=summed_loss,
-            seed=3,
-        )
-    finally:
-        torch.set_default_dtype(torch.float32)
+    return train_task(_plain_task(build, optimizer), plan)
+
+
+def train_task(task: Task, plan: str, deaf_to: tuple[str, ...] = ()) -> Trace:
+    """The parallel program of a task. `deaf_to`: verbs that fail to communicate during steps."""
+    engine = engine_of(task, plan)
     trace = Trace(first_weights=engine.whole_parameters())
-    for batch in batches():
-        result = engine.step(share_of(batch, engine))
+    if task.prepare is not None:
+        task.prepare(engine.model)
+    for batch in task.data(task.steps):
+        with deaf(*deaf_to):
+            result = engine.step(share_of(batch, engine))
         assert not result.skipped
         trace.losses.append(result.loss)
         trace.norms.append(result.grad_norm)
         trace.gradients.append(engine.whole_gradients())
     trace.weights = engine.whole_parameters()
     return trace
+
+
+def engine_of(task: Task, plan: str, seed: int = 3) -> plait.Engine:
+    """The task's model under a plan, by this rank."""
+    torch.set_default_dtype(torch.float64)  # plain modules are built in it; meta models are cast
+    try:
+        model = task.build()
+        options: dict[str, Any] = {} if task.blocks is None else {"blocks": task.blocks(model)}
+        options |= {} if task.groups is None else {"param_groups": task.groups(model)}
+        options |= {} if task.clip_value is None else {"clip_value": task.clip_value}
+        return plait.parallelize(
+            model,
+            plan,
+            optimizer=getattr(torch.optim, task.optimizer),
+            optimizer_args=task.arguments,
+            clip_norm=task.clip_norm,
+            loss=summed_loss,
+            seed=seed,
+            **options,
+        )
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def _plain_task(build: Callable[..., nn.Module], optimizer: str) -> Task:
+    return Task(build, optimizer=optimizer, arguments=ADAMW if optimizer == "AdamW" else {"lr": 0.3})
+
+
+@contextmanager
+def deaf(*verbs: str) -> Iterator[None]:
+    """Inside, these verbs of `plait.comm` do this rank's own part and hear no other, wherever parallel
+    modules use them. A verb that none of them uses is an error."""
+    with ExitStack() as patches:
+        for verb in verbs:
+            original = getattr(plait.comm, verb)
+            users = [
+                module
+                for name, module in sys.modules.items()
+                if name.startswith("plait.parallel") and getattr(module, verb, None) is original
+            ]
+            assert users, f"no module of plait.parallel uses {verb}"
+            for module in users:
+                patches.enter_context(mock.patch.object(module, verb, _DEAF[verb]))
+        yield
+
+
+def _reduce_deaf(tensor: Tensor, group: Group, *_: Any, **__: Any) -> Pending:
+    return Pending("all-reduce", [])
+
+
+def _gather_deaf(out: Tensor, piece: Tensor, group: Group, *_: Any, **__: Any) -> Pending:
+    mine = piece.clone()  # it may be a view of `out`
+    out.zero_().view(group.size, -1)[group.rank].copy_(mine)
+    return Pending("all-gather", [])
+
+
+def _scatter_deaf(out: Tensor, whole: Tensor, group: Group, *_: Any, **__: Any) -> Pending:
+    out.copy_(whole.view(group.size, -1)[group.rank])
+    return Pending("reduce-scatter", [])
+
+
+_DEAF = {
+    "start_all_reduce": _reduce_deaf,
+    "start_all_gather": _gather_deaf,
+    "start_reduce_scatter": _scatter_deaf,
+}
 
 
 def share_of(batch: dict[str, Tensor], engine: plait.Engine) -> dict[str, Tensor]:
@@ -151,35 +238,54 @@ def one_process(
 
     `micros`: into how many pieces the batch is cut for forward; only branches that look at values see it.
     """
-    model = build(on_meta=False).double()
+    return one_process_task(_plain_task(build, optimizer), first_weights, micros)
+
+
+def one_process_task(task: Task, first_weights: dict[str, Tensor], micros: int) -> Trace:
+    """The oracle of a task; see `one_process`."""
+    model = task.build(on_meta=False).double()
     model.load_state_dict(first_weights, strict=False)
     named = dict(model.named_parameters())
-    decay = [p for name, p in named.items() if p.requires_grad and _decays(name, p)]
-    others = [p for name, p in named.items() if p.requires_grad and not _decays(name, p)]
-    groups = [{"params": decay}, {"params": others, "weight_decay": 0.0}]
-    if optimizer == "AdamW":
-        stepper: torch.optim.Optimizer = torch.optim.AdamW(groups, **ADAMW, foreach=False)
-    else:
-        stepper = getattr(torch.optim, optimizer)(groups, lr=0.3)
+    assert named.keys() == first_weights.keys(), named.keys() ^ first_weights.keys()
+    if task.prepare is not None:
+        task.prepare(model)
+    groups = _decay_groups(named) if task.groups is None else task.groups(model)
+    options = {"foreach": False} | task.arguments
+    stepper: torch.optim.Optimizer = getattr(torch.optim, task.optimizer)(groups, **options)
+    trainable = {name: p for name, p in named.items() if p.requires_grad}
     trace = Trace(first_weights=first_weights)
-    for batch in batches():
-        num_targets = (batch["labels"][:, 1:] != -100).sum()
-        loss = torch.zeros((), dtype=torch.float64)
-        for piece in range(micros):
-            micro = {key: value.chunk(micros)[piece] for key, value in batch.items()}
-            total, _ = summed_loss(model(micro["input_ids"]), micro)
-            loss = loss + total / num_targets
+    for batch in task.data(task.steps):
         stepper.zero_grad()
+        loss = _mean_loss(model, batch, micros)
         loss.backward()
-        trainable = [p for p in named.values() if p.requires_grad]
-        for parameter in trainable:  # plait updates what a step does not use as with a zero gradient
+        for parameter in trainable.values():  # plait updates what a step does not use as with a zero gradient
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        trace.norms.append(nn.utils.clip_grad_norm_(trainable, CLIP, foreach=False).item())
+        limit = float("inf") if task.clip_norm is None else task.clip_norm
+        norm = nn.utils.clip_grad_norm_(trainable.values(), limit, foreach=False)
+        if task.clip_value is not None:
+            nn.utils.clip_grad_value_(trainable.values(), task.clip_value, foreach=False)
+        trace.norms.append(norm.item())
         trace.losses.append(loss.item())
-        trace.gradients.append({n: p.grad.clone() for n, p in named.items() if p.requires_grad})
+        trace.gradients.append({name: p.grad.clone() for name, p in trainable.items()})
         stepper.step()
     trace.weights = {name: p.detach().clone() for name, p in named.items()}
     return trace
+
+
+def _mean_loss(model: nn.Module, batch: dict[str, Tensor], micros: int) -> Tensor:
+    num_targets = (batch["labels"][:, 1:] != -100).sum()
+    loss = torch.zeros((), dtype=torch.float64)
+    for piece in range(micros):
+        micro = {key: value.chunk(micros)[piece] for key, value in batch.items()}
+        inputs = {key: value for key, value in micro.items() if key != "labels"}
+        loss = loss + summed_loss(model(**inputs), micro)[0] / num_targets
+    return loss
+
+
+def _decay_groups(named: dict[str, nn.Parameter]) -> list[dict[str, Any]]:
+    decay = [p for name, p in named.items() if p.requires_grad and _decays(name, p)]
+    others = [p for name, p in named.items() if p.requires_grad and not _decays(name, p)]
+    return [{"params": decay}, {"params": others, "weight_decay": 0.0}]
 
 
 def _decays(name: str, parameter: Tensor) -> bool:
@@ -190,7 +296,8 @@ def largest_difference(ours: dict[str, Tensor], oracle: dict[str, Tensor]) -> tu
     """The largest difference of any tensor, relative to the largest element of all, and its name."""
     assert ours.keys() == oracle.keys(), ours.keys() ^ oracle.keys()
     scale = max(float(t.abs().max()) for t in oracle.values())
-    return max((float((ours[n] - oracle[n]).abs().max()) / scale, n) for n in oracle)
+    found = {n: float((ours[n] - oracle[n]).abs().max()) / scale for n in oracle}
+    return max((math.inf if math.isnan(d) else d, n) for n, d in found.items())  # max() would lose a NaN
 
 
 def assert_same(ours: Trace, oracle: Trace, tolerance: float = 1e-9) -> None:

@@ -26,7 +26,6 @@ from plait.comm import Mesh, all_reduce, broadcast, start_all_reduce
 from plait.errors import ModelError, PlanError
 from plait.models import (
     Loss,
-    blocks_of,
     choose_loss,
     flops_per_token,
     forward_inputs,

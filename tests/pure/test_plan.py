@@ -1,40 +1,78 @@
 """A plan is plain data: its text parses back, and what cannot be is refused with a letter."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from plait.errors import PlanError
-from plait.plan import Plan
-from plait.plan.plan import PRECISIONS, RECOMPUTES
-
-plans = st.builds(
-    Plan,
-    dp=st.integers(1, 4096),
-    micro=st.integers(1, 512),
-    precision=st.sampled_from(PRECISIONS),
-    recompute=st.sampled_from(RECOMPUTES),
-)
+from plait.plan import Grid, Plan
+from plait.plan.plan import PRECISIONS
 
 
-@given(plans)
+@st.composite
+def plans(draw: Any) -> Plan:
+    """Any plan that can be."""
+    shard, replicas = draw(st.integers(1, 64)), draw(st.integers(1, 64))
+    zero = draw(st.integers(0, 3))
+    precision = draw(st.sampled_from(PRECISIONS))
+    narrow = st.sampled_from(["fp32"] if precision == "fp64" else ["fp32", "bf16"])
+    return Plan(
+        dp=shard * replicas,
+        zero=zero,
+        shard=draw(st.sampled_from([0, shard])) if zero else 0,
+        micro=draw(st.integers(1, 512)),
+        accumulate=draw(st.sampled_from(["auto", "whole", "cut"] if zero >= 2 else ["auto", "whole"])),
+        prefetch=draw(st.integers(0, 9)) if zero == 3 else 1,
+        gathered=draw(st.sampled_from(["use", "step"])) if zero == 3 else "use",
+        precision=precision,
+        reduce=draw(narrow),
+        states=draw(narrow),
+        offload=draw(st.sampled_from(["none", "cpu", "disk"])),
+        recompute=draw(st.sampled_from(["none", "full", "selective", "every=1", "every=12"])),
+        compile=draw(st.booleans()),
+    )
+
+
+def possible(**values: Any) -> Plan | None:
+    """The plan, or None where it is refused."""
+    try:
+        return Plan(**values)
+    except PlanError:
+        return None
+
+
+@given(plans())
 def test_the_text_of_a_plan_parses_back(plan: Plan) -> None:
     assert Plan.parse(str(plan)) == plan
 
 
-@given(plans, st.randoms())
+@given(plans(), st.randoms())
 def test_the_order_of_words_does_not_matter(plan: Plan, random: Any) -> None:
     names = Plan.keys()
-    words = [f"{key}={getattr(plan, key)}" for key in names]
+    words = [f"{key}={str(getattr(plan, key)).lower()}" for key in names]
     random.shuffle(words)
     assert Plan.parse("  ".join(words)) == plan
 
 
+@given(plans())
+def test_the_text_names_dp_and_what_is_no_default(plan: Plan) -> None:
+    named = {word.partition("=")[0] for word in str(plan).split()}
+    default, names = Plan(), Plan.keys()
+    assert named == {"dp"} | {key for key in names if getattr(plan, key) != getattr(default, key)}
+
+
 def test_every_key_takes_effect_on_the_value() -> None:
-    plan = Plan.parse("dp=8 micro=4 precision=bf16 recompute=full")
-    assert (plan.dp, plan.micro, plan.precision, plan.recompute) == (8, 4, "bf16", "full")
+    text = (
+        "dp=8 zero=3 shard=4 micro=4 accumulate=whole prefetch=2 gathered=step precision=bf16 reduce=bf16 "
+        "states=bf16 offload=cpu recompute=every=2 compile=true"
+    )
+    plan = Plan.parse(text)
+    assert plan == Plan(8, 3, 4, 4, "whole", 2, "step", "bf16", "bf16", "bf16", "cpu", "every=2", True)
+    assert str(plan) == text
+    assert {word.partition("=")[0] for word in text.split()} == set(Plan.keys())
     assert str(Plan()) == "dp=1"
 
 
@@ -50,8 +88,17 @@ def test_every_key_takes_effect_on_the_value() -> None:
         ("micro=2.5", ["micro=2.5"]),
         ("dp=²", ["dp is not a degree"]),
         ("precision=bf61", ["precision=bf61", "fp64 or fp32 or bf16"]),
-        ("recompute=ful", ["recompute=ful", "none or full"]),
-        ("tp=2", ["no key 'tp'", "one of dp, micro"]),
+        ("recompute=ful", ["recompute=ful", "none, full"]),
+        ("recompute=every=0", ["recompute=every=0", "k from 1"]),
+        ("recompute=every", ["recompute=every"]),
+        ("tp=2", ["no key 'tp'", "one of accumulate, compile, dp"]),
+        ("compile=1", ["compile=1", "true or false"]),
+        ("compile=True", ["compile=True", "true or false"]),
+        ("offload=gpu", ["offload=gpu", "none or cpu or disk"]),
+        ("reduce=fp16", ["reduce=fp16", "fp32 or bf16"]),
+        ("states=fp16", ["states=fp16", "fp32 or bf16"]),
+        ("zero=2 gathered=always", ["gathered=always", "use or step"]),
+        ("zero=2 accumulate=half", ["accumulate=half", "auto or whole or cut"]),
     ],
 )
 def test_what_cannot_be_is_refused_with_a_letter(text: str, words: list[str]) -> None:
@@ -59,6 +106,71 @@ def test_what_cannot_be_is_refused_with_a_letter(text: str, words: list[str]) ->
         Plan.parse(text)
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("dp=2 zero=4", ["no such ZeRO stage", "zero=4", "3 (+ parameters)"]),
+        ("dp=2 zero=-1", ["zero is not a stage", "zero=-1", "0, 1, 2 or 3"]),
+        ("dp=2 zero=two", ["zero is not a stage", "zero=two", "0, 1, 2 or 3"]),
+        ("dp=4 shard=2", ["stage 0 cuts nothing", "zero=0 shard=2", "zero=1 shard=2"]),
+        ("dp=6 zero=1 shard=4", ["shard does not divide dp", "dp=6 shard=4", "divisor of 6", "shard=3"]),
+        ("dp=2 zero=1 shard=4", ["shard does not divide dp", "shard=2"]),
+        ("dp=1 zero=1 shard=2", ["shard does not divide dp", "dp of more than 1"]),
+        ("dp=2 zero=1 accumulate=cut", ["stage 1 holds whole", "zero=1 accumulate=cut", "zero=2"]),
+        ("dp=2 accumulate=cut", ["stage 0 holds whole", "zero=0 accumulate=cut", "zero=2"]),
+        ("dp=2 zero=2 prefetch=2", ["prefetch is about", "zero=2 prefetch=2", "zero=3 prefetch=2"]),
+        ("dp=2 zero=1 prefetch=0", ["prefetch is about", "zero=3 prefetch=0"]),
+        ("dp=2 zero=3 prefetch=-1", ["prefetch is not a number of units", "0 or more"]),
+        ("dp=2 zero=2 gathered=step", ["gathered is about", "zero=3 gathered=step"]),
+        ("dp=2 precision=fp64 reduce=bf16", ["exact comparisons", "precision=fp64 reduce=bf16"]),
+        ("dp=2 precision=fp64 states=bf16", ["exact comparisons", "precision=bf16 states=bf16"]),
+    ],
+)
+def test_what_zero_cannot_do_is_refused_with_a_letter_that_says_what_can(text: str, words: list[str]) -> None:
+    with pytest.raises(PlanError) as caught:
+        Plan.parse(text)
+    letter = str(caught.value)
+    for word in words:
+        assert word in letter
+    assert "\n  given   : " in letter
+    assert "\n  expected: " in letter or "\n  try     : " in letter
+
+
+@given(plans(), st.integers(1, 64))
+def test_shard_must_divide_dp(plan: Plan, shard: int) -> None:
+    assume(plan.zero)
+    found = possible(dp=plan.dp, zero=plan.zero, shard=shard)
+    assert (found is None) == (plan.dp % shard != 0)
+
+
+@given(plans())
+def test_what_a_stage_cuts_is_cut_over_shard_ranks_and_copied_on_the_rest(plan: Plan) -> None:
+    grid = Grid.of(plan)
+    assert grid.num_ranks == plan.num_ranks == plan.dp
+    expected = 1 if not plan.zero else plan.shard or plan.dp
+    assert grid.degree("shard") == plan.shard_degree == expected
+    assert grid.degree("replicate") * expected == plan.dp
+
+
+@pytest.mark.parametrize(
+    ("text", "whole", "stay"),
+    [
+        ("", True, True),
+        ("zero=1", True, True),
+        ("zero=1 micro=4", True, True),
+        ("zero=2", False, False),
+        ("zero=2 micro=4", False, False),
+        ("zero=2 accumulate=whole", True, False),
+        ("zero=2 accumulate=whole micro=4", True, True),
+        ("zero=3 accumulate=whole micro=4", True, True),
+        ("zero=3 accumulate=cut micro=4", False, False),
+    ],
+)
+def test_gradients_are_whole_as_long_as_the_plan_says(text: str, whole: bool, stay: bool) -> None:
+    plan = Plan.parse(f"dp=2 {text}")
+    assert (plan.accumulates_whole, plan.gradients_stay_whole) == (whole, stay)
 
 
 def test_ranks_that_do_not_fit_are_refused_with_a_plan_that_would() -> None:
@@ -69,8 +181,22 @@ def test_ranks_that_do_not_fit_are_refused_with_a_plan_that_would() -> None:
     assert "--nproc-per-node 4" in str(caught.value)
 
 
+@given(plans(), st.integers(1, 64))
+def test_the_plan_that_is_offered_for_the_ranks_that_there_are_can_be(plan: Plan, num_ranks: int) -> None:
+    assume(num_ranks != plan.num_ranks)
+    with pytest.raises(PlanError) as caught:
+        plan.check_ranks(num_ranks)
+    offered = Plan.parse(str(caught.value.hint).split('"')[1])
+    offered.check_ranks(num_ranks)
+    assert offered in (
+        replace(plan, dp=num_ranks, shard=shard)
+        for shard in {plan.shard, 0}
+        if not (shard and num_ranks % shard)
+    )
+
+
 def test_commas_between_words_are_taken_for_spaces() -> None:
-    assert Plan.parse("dp=2, micro=4,precision=bf16") == Plan(2, 4, "bf16")
+    assert Plan.parse("dp=2, micro=4,precision=bf16") == Plan(dp=2, micro=4, precision="bf16")
 
 
 def test_a_batch_that_does_not_divide_is_refused_with_one_that_would() -> None:
