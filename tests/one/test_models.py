@@ -52,7 +52,7 @@ def small(kind: str) -> PreTrainedModel:
 @pytest.mark.parametrize("kind", SMALL)
 def test_every_parameter_is_in_one_unit_and_each_block_is_one(kind: str) -> None:
     model = small(kind)
-    units = unit_facts(model)
+    units = unit_facts(model, blocks_of(model))
     names = [tensor.name for unit in units for tensor in unit.tensors]
     assert sorted(names) == sorted(name for name, _ in model.named_parameters())
     assert len(blocks_of(model)) == 2
@@ -61,7 +61,8 @@ def test_every_parameter_is_in_one_unit_and_each_block_is_one(kind: str) -> None
 
 
 def test_norms_and_biases_do_not_decay_and_matrices_do() -> None:
-    tensors = {t.name: t.decay for unit in unit_facts(small("gpt2")) for t in unit.tensors}
+    model = small("gpt2")
+    tensors = {t.name: t.group == 0 for unit in unit_facts(model, blocks_of(model)) for t in unit.tensors}
     assert tensors["transformer.wte.weight"]
     assert tensors["transformer.h.0.attn.c_attn.weight"]
     assert not tensors["transformer.h.0.attn.c_attn.bias"]
@@ -69,9 +70,9 @@ def test_norms_and_biases_do_not_decay_and_matrices_do() -> None:
 
 
 def test_plain_modules_have_units_too() -> None:
-    assert [unit.name for unit in unit_facts(nn.Linear(3, 4))] == ["head"]
+    assert [unit.name for unit in unit_facts(nn.Linear(3, 4), [])] == ["head"]
     layers = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
-    assert [unit.name for unit in unit_facts(layers)] == ["0", "2"]
+    assert [unit.name for unit in unit_facts(layers, blocks_of(layers))] == ["0", "2"]
 
 
 @pytest.mark.parametrize("kind", SMALL)

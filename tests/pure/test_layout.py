@@ -6,42 +6,77 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.plan import Box, Layout, Plan, TensorFact, UnitFact, UnitLayout, model_state_bytes
-from plait.plan.layout import ALIGNMENT
+from plait.plan.layout import ALIGNMENT, RANGE_ALIGNMENT
 
 shapes = st.lists(st.integers(1, 7), max_size=3).map(tuple)
-units = st.lists(st.tuples(shapes, st.booleans()), min_size=1, max_size=8).map(
-    lambda facts: UnitFact("u", tuple(TensorFact(f"t{i}", s, d) for i, (s, d) in enumerate(facts)))
+groups = st.sampled_from([0, 1, 2])
+units = st.lists(st.tuples(shapes, groups), min_size=1, max_size=8).map(
+    lambda facts: UnitFact("u", tuple(TensorFact(f"t{i}", s, g) for i, (s, g) in enumerate(facts)))
 )
+shards = st.sampled_from([1, 2, 3, 8])
 boxes = st.integers(0, 3).flatmap(
     lambda n: st.tuples(*[st.lists(st.tuples(*[st.integers(0, 6)] * 2), min_size=n, max_size=n)] * 2)
 )
 
 
-@given(units)
-def test_pieces_are_aligned_do_not_overlap_and_hold_every_tensor_whole(fact: UnitFact) -> None:
-    layout = UnitLayout.of(fact)
+@given(units, shards)
+def test_pieces_are_aligned_do_not_overlap_and_hold_every_tensor_whole(fact: UnitFact, ranks: int) -> None:
+    layout = UnitLayout.of(fact, ranks)
     end = 0
     for piece in layout.pieces:
         assert piece.start % ALIGNMENT == 0
         assert end <= piece.start < end + ALIGNMENT
         assert piece.box == Box.whole(piece.whole_shape)
         end = piece.stop
-    assert end <= layout.numel < end + ALIGNMENT
+    assert end <= layout.numel < end + ALIGNMENT + ranks * RANGE_ALIGNMENT
     assert {p.name: p.whole_shape for p in layout.pieces} == {t.name: t.shape for t in fact.tensors}
+    held = [range(p.start, p.stop) for p in layout.pieces]
+    assert sorted(i for r in (*held, *(range(*gap) for gap in layout.gaps)) for i in r) == list(
+        range(layout.numel)
+    )
 
 
-@given(units)
-def test_a_group_holds_just_the_pieces_of_its_kind(fact: UnitFact) -> None:
-    layout = UnitLayout.of(fact)
-    decays = {tensor.name: tensor.decay for tensor in fact.tensors}
+@given(units, shards)
+def test_a_group_holds_just_the_pieces_of_its_kind(fact: UnitFact, ranks: int) -> None:
+    layout = UnitLayout.of(fact, ranks)
+    kinds = {tensor.name: tensor.group for tensor in fact.tensors}
     covered = 0
-    for decay, start, stop in layout.groups:
+    for group, start, stop in layout.groups:
         assert start == covered
         covered = stop
         inside = [piece for piece in layout.pieces if start <= piece.start < stop]
         assert inside
-        assert all(decays[piece.name] == decay and piece.stop <= stop for piece in inside)
-    assert covered == layout.numel
+        assert all(kinds[piece.name] == group and piece.stop <= stop for piece in inside)
+    assert layout.pieces[-1].stop <= covered <= layout.numel
+
+
+@given(units, shards)
+def test_every_element_is_owned_once_and_in_its_group(fact: UnitFact, ranks: int) -> None:
+    layout = UnitLayout.of(fact, ranks)
+    owned: dict[int, int] = {}
+    for rank in range(ranks):
+        low, high = layout.owned(rank)
+        assert high - low == layout.range_numel
+        assert low % RANGE_ALIGNMENT == 0
+        for group, start, stop in layout.owned_groups(rank):
+            for element in range(low + start, low + stop):
+                assert owned.setdefault(element, group) == group
+        for lap in layout.overlaps(low, high):
+            assert lap.piece.start + lap.start == low + lap.at
+    assert owned == {e: group for group, start, stop in layout.groups for e in range(start, stop)}
+    laps = [lap for rank in range(ranks) for lap in layout.overlaps(*layout.owned(rank))]
+    assert sum(lap.stop - lap.start for lap in laps) == sum(piece.box.numel for piece in layout.pieces)
+
+
+def test_frozen_tensors_are_a_unit_of_their_own() -> None:
+    facts = UnitFact("block", (TensorFact("a", (4,), 0), TensorFact("w", (64, 64), None)))
+    layout = Layout.of([facts], shards=2)
+    assert [(u.name, u.block, u.trains) for u in layout.units] == [
+        ("block", "block", True),
+        ("block (frozen)", "block", False),
+    ]
+    assert layout.num_parameters == 4
+    assert layout.trained_numel == 2 * RANGE_ALIGNMENT
 
 
 @given(boxes)
@@ -57,16 +92,28 @@ def test_the_intersection_of_boxes_holds_the_points_of_both(pair: tuple[list, li
         assert (a & both, b & both) == (both, both)
 
 
-def test_bytes_of_adam_in_mixed_precision_are_zeros_table() -> None:
-    layout = Layout.of([UnitFact("u", (TensorFact("w", (64, 128), True),))])
-    assert layout.num_parameters == layout.numel == 8192
-    use = model_state_bytes(layout, Plan(precision="bf16"), states_per_element=2)
-    assert (use.parameters, use.gradients, use.master, use.optimizer) == (
-        2 * 8192,
-        4 * 8192,
-        4 * 8192,
-        8 * 8192,
-    )
-    use = model_state_bytes(layout, Plan(precision="fp32"), states_per_element=1, activation_bytes=7)
-    assert (use.parameters, use.gradients, use.master, use.optimizer) == (4 * 8192, 4 * 8192, 0, 4 * 8192)
-    assert use.total == 12 * 8192 + 7
+def _bytes(plan: str, incoming_bytes: int, states: int = 2) -> tuple[int, ...]:
+    """Bytes per element of parameters, gradients, master weights and optimizer states."""
+    parsed = Plan.parse(plan)
+    layout = Layout.of([UnitFact("u", (TensorFact("w", (128, 128), 0),))], parsed.shard_degree)
+    assert layout.num_parameters == layout.numel == 128 * 128
+    use = model_state_bytes(layout, parsed, states_per_element=states, incoming_bytes=incoming_bytes)
+    assert use.total == use.parameters + use.gradients + use.master + use.optimizer + use.buffers
+    parts = (use.parameters, use.gradients, use.master, use.optimizer)
+    assert not any(part % (128 * 128 // 4) for part in parts)
+    return tuple(part // (128 * 128 // 4) for part in parts)  # quarters of a byte
+
+
+def test_bytes_of_adam_are_zeros_table() -> None:
+    """2 + 2 + 12 bytes, cut as the stage says; sums of gradients are fp32."""
+    assert _bytes("dp=4 precision=bf16", 4) == (8, 16, 16, 32)
+    assert _bytes("dp=4 precision=bf16", 2) == (8, 8 + 16, 16, 32)
+    assert _bytes("dp=4 zero=1 precision=bf16", 2) == (8, 8 + 4, 4, 8)
+    assert _bytes("dp=4 zero=1 precision=bf16", 4) == (8, 16, 4, 8)
+    assert _bytes("dp=4 zero=2 precision=bf16", 2) == (8, 4, 4, 8)
+    assert _bytes("dp=4 zero=3 precision=bf16", 2) == (2, 4, 4, 8)
+    assert _bytes("dp=4 zero=3 shard=2 precision=bf16", 2) == (4, 8, 8, 16)
+    assert _bytes("dp=4 zero=3 micro=2 accumulate=whole precision=bf16", 4) == (2, 16, 4, 8)
+    assert _bytes("dp=4 zero=3 states=bf16 precision=bf16", 2) == (2, 4, 4, 4)
+    assert _bytes("dp=1 precision=fp32", 4, states=1) == (16, 16, 0, 16)
+    assert _bytes("dp=4 zero=3 precision=fp32", 4, states=1) == (4, 4, 0, 4)

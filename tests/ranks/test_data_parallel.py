@@ -8,8 +8,9 @@ import torch
 
 import plait
 import plait.parallel.reduce
+import plait.parallel.zero
 import programs
-from plait.comm import Pending
+from plait.comm import Pending, Summing
 from pool import Pool, RankError
 
 
@@ -173,7 +174,7 @@ def test_ranks_that_do_not_fit_the_plan_are_refused(pool: Pool) -> None:
 def _bf16_by(all_reduce: bool, ranks: int, build: Any) -> Any:
     """Three bf16 steps of one micro-batch each; with `all_reduce`, gradients are widened first."""
     if all_reduce:
-        plait.parallel.reduce.sends_narrow = lambda *_: False
+        plait.parallel.zero.sends_narrow = lambda *_: False
     try:
         engine = plait.parallelize(
             build(),
@@ -186,7 +187,7 @@ def _bf16_by(all_reduce: bool, ranks: int, build: Any) -> Any:
         results = [engine.step(programs.share_of(b, engine)) for b in programs.batches(3)]
         return results, engine.whole_parameters()
     finally:
-        plait.parallel.reduce.sends_narrow = plait.comm.sends_narrow
+        plait.parallel.zero.sends_narrow = plait.comm.sends_narrow
 
 
 @pytest.mark.parametrize("build", [programs.rough_llama, programs.branches])
@@ -201,12 +202,8 @@ def test_gradients_that_travel_as_bf16_have_the_sum_of_those_widened_before(pool
     assert difference < 1e-3, name
 
 
-def _deaf_exchange(*_: Any) -> Any:
-    class Silence:
-        def wait_and_sum(self, out: torch.Tensor) -> list[torch.Tensor]:
-            return [out]
-
-    return Silence()
+def _deaf_exchange(mine: torch.Tensor, _: Any) -> Summing:
+    return Summing([mine], Pending("exchange", []))
 
 
 def _bf16_deaf() -> Any:
