@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import plait
-from plait.comm import Group, Pending, connect
+from plait.comm import Group, Pending, Summing, connect
 from plait.models import causal_lm_on_meta
 
 SEQUENCES, LENGTH, VOCABULARY, STEPS = 12, 16, 61, 4
@@ -215,9 +215,8 @@ def _gather_deaf(out: Tensor, piece: Tensor, group: Group, *_: Any, **__: Any) -
     return Pending("all-gather", [])
 
 
-def _scatter_deaf(out: Tensor, whole: Tensor, group: Group, *_: Any, **__: Any) -> Pending:
-    out.copy_(whole.view(group.size, -1)[group.rank])
-    return Pending("reduce-scatter", [])
+def _scatter_deaf(whole: Tensor, group: Group, *_: Any, **__: Any) -> Summing:
+    return Summing([whole.view(group.size, -1)[group.rank]], Pending("reduce-scatter", []))
 
 
 _DEAF = {
