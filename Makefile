@@ -35,6 +35,17 @@ format: install  ## put the code into the house's format
 test: check  ## everything that CI runs
 	$(BIN)/python -m pytest tests
 
+# The peers that benchmarks/requirements.txt names live beside the package here, and nowhere else.
+BENCH_VENV ?= build/bench-venv
+
+$(BENCH_VENV)/.installed: pyproject.toml constraints.txt benchmarks/requirements.txt
+	$(PYTHON) -m venv $(BENCH_VENV)
+	$(BENCH_VENV)/bin/pip install --quiet -c constraints.txt -e . -r benchmarks/requirements.txt
+	@touch $@
+
+bench: $(BENCH_VENV)/.installed  ## the benchmarks and the peers that they need, one table and one JSON each
+	$(BENCH_VENV)/bin/python benchmarks/run_all.py
+
 sweep: install  ## every combination of options that `test` covers in pairs (half an hour)
 	$(BIN)/python -m pytest tests -m sweep
 

@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import statistics
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from rich.table import Table
 
 Times = dict[str, list[float]]  # contender -> seconds per step, in the order in which they were measured
 Row = dict[str, Any]
+WIDTH = 160  # of the printed tables, in characters
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
@@ -38,21 +40,25 @@ def _cpu_model() -> str:
     return platform.processor()
 
 
-def rows(case: str, times: Times, *, yardstick: str, peer: str) -> list[Row]:
-    """A row per contender: median, spread, and the median of its ratios to the others of the same round."""
-    found = []
-    for name, seconds in times.items():
-        found.append(
-            {
-                "case": case,
-                "contender": name,
-                "median_ms": 1e3 * statistics.median(seconds),
-                "least_ms": 1e3 * min(seconds),
-                "of_yardstick": _ratio(seconds, times[yardstick]),
-                "faster_than_peer": _ratio(times[peer], seconds),
-            }
-        )
-    return found
+def rows(case: str, times: Times, *, yardstick: str, peers: Collection[str]) -> list[Row]:
+    """A row per contender: median, spread, and the median of its ratios to others of the same round.
+
+    The others are the yardstick and the fastest of those of `peers` that took part, if any did.
+    """
+    medians = {name: statistics.median(seconds) for name, seconds in times.items()}
+    best = min((name for name in times if name in peers), key=medians.__getitem__, default=None)
+    return [
+        {
+            "case": case,
+            "contender": name,
+            "median_ms": 1e3 * medians[name],
+            "least_ms": 1e3 * min(seconds),
+            "of_yardstick": _ratio(seconds, times[yardstick]),
+            "best_peer": best,
+            "faster_than_it": _ratio(times[best], seconds) if best is not None else None,
+        }
+        for name, seconds in times.items()
+    ]
 
 
 def _ratio(these: list[float], those: list[float]) -> float:
@@ -63,10 +69,16 @@ def report(title: str, found: list[Row], facts: dict[str, Any], json_path: Path 
     """Prints the table; writes rows and facts to `json_path` when there is one."""
     table = Table(title=title, caption=", ".join(f"{key} {value}" for key, value in facts.items()))
     for column in found[0]:
-        words = column in ("case", "contender")
+        words = column in ("case", "contender", "best_peer")
         table.add_column(column.replace("_", " "), justify="left" if words else "right")
     for row in found:
-        table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()))
-    Console(width=120).print(table)
+        table.add_row(*map(_cell, row.values()))
+    Console(width=WIDTH).print(table)
     if json_path is not None:
         json_path.write_text(json.dumps({"title": title, "machine": facts, "rows": found}, indent=1))
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,27 +1,34 @@
-"""Data parallelism: our step beside torch DDP's and beside the same step without communication.
+"""Data parallelism, ZeRO 0 to 3: our steps beside those of torch and DeepSpeed, and beside no communication.
 
-    python benchmarks/data_parallel.py [--json FILE]
+    python benchmarks/data_parallel.py [--stages 0 1 2 3] [--only WORD ...] [--json FILE]
 
-The Llama of 33.7 M parameters, bf16 compute, 2 ranks with one thread each. All contenders live in the
-same processes and take turns, so that a noisy machine disturbs them alike; a step's time is that of
-the slower rank. The yardsticks are each contender's step in processes that do not communicate: what
-is above them is the price of data parallelism.
+The Llama of 33.7 M parameters, bf16 compute, 2 ranks with one thread each. The contenders of a stage live in
+the same processes and take turns, so that a noisy machine disturbs them alike; a step's time is that of the
+slower rank. The yardstick, in every stage, is our step in processes that do not communicate: what is above it
+is the price of data parallelism. What peers do and do not do stands in `peers.py`.
+
+Before they are measured, all contenders of a stage train from the same weights on one batch, another one on
+each rank, and have to get the losses of our plan without ZeRO. A contender that did not average its gradients
+would get those of ranks that do not communicate, which are far off: `loss_apart` is 0 for the first and 1 for
+the second.
 """
 
 import argparse
+import gc
 import os
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import common
+import peers
 import plait
+from peers import ADAMW, Batch, Peer, Step
 from plait.comm import World, all_reduce, connect, launch_local
 from plait.models import causal_lm_on_meta
 
@@ -36,65 +43,123 @@ LLAMA = {
     "tie_word_embeddings": False,
 }
 SEQUENCE = 256
-ADAMW = {"lr": 3e-4, "weight_decay": 0.1}
-Step = Callable[[dict[str, torch.Tensor]], Any]
+PLANS = {0: [""], 1: ["zero=1"], 2: ["zero=2"], 3: ["zero=3", "zero=3 gathered=step"]}  # stage -> ours
+YARDSTICK = "no communication"
+TORCH_ALONE = "torch, no communication"
+CHECKED_STEPS = 6  # enough for ranks that do not communicate to be far off
+MOST_APART = 0.25
+WARM_UP = 2
 
 
-def ours(world: World) -> Step:
-    plan = f"dp={world.size} precision=bf16"
-    return plait.parallelize(causal_lm_on_meta(LLAMA), plan, optimizer_args=ADAMW, world=world).step
+def ours(words: str, world: World) -> Step:
+    plan = f"dp={world.size} precision=bf16 {words}"
+    engine = plait.parallelize(causal_lm_on_meta(LLAMA), plan, optimizer_args=ADAMW, world=world)
+    return lambda batch: engine.step(batch).loss
 
 
-def torchs(world: World) -> Step:
-    """What a torch user writes: autocast, DDP with gradients as views of its buckets, fused AdamW."""
-    model: torch.nn.Module = AutoModelForCausalLM.from_config(causal_lm_on_meta(LLAMA).config)
-    if world.size > 1:
-        model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
-
-    def step(batch: dict[str, torch.Tensor]) -> None:
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = model(**batch, use_cache=False).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return step
+def peer_model() -> nn.Module:
+    """The Hugging Face model with the weights that ours starts from."""
+    alone = World.alone(torch.device("cpu"))
+    weights = plait.parallelize(causal_lm_on_meta(LLAMA), "dp=1", world=alone).whole_parameters()
+    model: nn.Module = AutoModelForCausalLM.from_config(causal_lm_on_meta(LLAMA).config)
+    model.load_state_dict(weights)
+    return model
 
 
-def measure(
-    steps: dict[str, Step], batch: dict[str, torch.Tensor], world: World, rounds: int
-) -> common.Times:
+def contenders(stage: int, rivals: list[Peer], world: World, only: list[str]) -> dict[str, Step]:
+    """The yardstick and, of all others of the stage, those whose names have one of the words `only`."""
+
+    def wanted(name: str) -> bool:
+        return not only or any(word in name for word in only)
+
+    alone = World.alone(world.device)
+    steps = {YARDSTICK: ours("", alone)}
+    for words in PLANS[stage]:
+        name = f"plait {words}".strip()
+        if wanted(name):
+            steps[name] = ours(words, world)
+    if stage == 0 and wanted(TORCH_ALONE):
+        steps[TORCH_ALONE] = peers.ddp(peer_model(), 1)
+    for peer in rivals:
+        if not wanted(peer.name):
+            continue
+        if peer.installed:
+            steps[peer.name] = peer.make(peer_model(), world.size)
+        elif world.rank == 0:
+            print(f"{peer.name}: left out, {peer.package} is not installed (`make bench` installs it)")
+    return steps
+
+
+def first_losses(step: Step, batch: Batch, world: World) -> Tensor:
+    """The mean loss over ranks of each of the first steps on one batch."""
+    losses = torch.tensor([float(step(batch)) for _ in range(CHECKED_STEPS)])
+    all_reduce(losses, world.group)
+    return losses / world.size
+
+
+class Oracle:
+    """Says whether a contender trains: what its losses must be, and what they would be without averaging."""
+
+    def __init__(self, batch: Batch, world: World) -> None:
+        self._batch, self._world = batch, world
+        self._right = first_losses(ours("", world), batch, world)
+        self._lone = first_losses(ours("", World.alone(world.device)), batch, world)
+
+    def check(self, name: str, step: Step) -> float:
+        """How far the last of its losses is from ours: 1 is as far as without communication. Ends the
+        program when that is too far."""
+        losses = first_losses(step, self._batch, self._world)
+        apart = float((losses - self._right).abs()[-1] / (self._lone - self._right).abs()[-1])
+        falls = bool((losses.diff() < 0).all())
+        if not (falls and apart < MOST_APART):
+            sys.exit(f"{name} does not train as our plan does: {losses.tolist()}, not {self._right.tolist()}")
+        return apart
+
+
+def measure(steps: dict[str, Step], batch: Batch, world: World, rounds: int) -> common.Times:
     times: common.Times = {name: [] for name in steps}
-    for number in range(rounds + 2):  # two rounds of warm-up
+    for number in range(rounds + WARM_UP):
         for name, step in steps.items():
             world.barrier()
             begin = time.perf_counter()
             step(batch)
             elapsed = torch.tensor([time.perf_counter() - begin])
             all_reduce(elapsed, world.group, "max")
-            if number >= 2:
+            if number >= WARM_UP:
                 times[name].append(elapsed.item())
     return times
 
 
-def worker(arguments: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    world = connect()
-    alone = World.alone(world.device)
-    steps = {
-        "no communication": ours(alone),
-        "plait": ours(world),
-        "torch, no communication": torchs(alone),
-        "torch DDP": torchs(world),
+def rows_of(stage: int, oracle: Oracle, world: World, arguments: argparse.Namespace) -> list[common.Row]:
+    """Makes, checks and measures the contenders of a stage."""
+    rivals = peers.peers_of(stage)
+    steps = contenders(stage, rivals, world, arguments.only)
+    apart = {
+        name: oracle.check(name, step) for name, step in steps.items() if name not in (YARDSTICK, TORCH_ALONE)
     }
     rows = []
     for sequences in arguments.batches:
-        ids = torch.randint(0, LLAMA["vocab_size"], (sequences, SEQUENCE))
-        times = measure(steps, {"input_ids": ids, "labels": ids}, world, arguments.rounds)
-        case = f"{sequences} x {SEQUENCE}"
-        rows += common.rows(case, times, yardstick="no communication", peer="torch DDP")
+        times = measure(steps, a_batch(sequences), world, arguments.rounds)
+        case = f"zero {stage}, {sequences} x {SEQUENCE}"
+        rows += common.rows(case, times, yardstick=YARDSTICK, peers=[peer.name for peer in rivals])
+    return [row | {"loss_apart": apart.get(row["contender"])} for row in rows]
+
+
+def a_batch(sequences: int) -> Batch:
+    """Random tokens, from torch's generator: different ones on every rank."""
+    ids = torch.randint(0, LLAMA["vocab_size"], (sequences, SEQUENCE))
+    return {"input_ids": ids, "labels": ids}
+
+
+def worker(arguments: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    world = connect(device="cpu")
+    torch.manual_seed(world.rank)
+    oracle = Oracle(a_batch(2), world)
+    rows = []
+    for stage in arguments.stages:
+        rows += rows_of(stage, oracle, world, arguments)
+        gc.collect()  # a stage's contenders end before the next one's begin; peers hold themselves in cycles
     if world.rank == 0:
         facts = common.machine() | {"ranks": world.size, "backend": dist.get_backend()}
         common.report("data parallelism", rows, facts, arguments.json)
@@ -103,9 +168,13 @@ def worker(arguments: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = common.parser(__doc__)
+    parser.add_argument("--stages", type=int, nargs="+", default=list(PLANS), choices=PLANS)
+    parser.add_argument(
+        "--only", nargs="+", default=[], help="contenders whose names have one of these words"
+    )
     parser.add_argument("--batches", type=int, nargs="+", default=[2, 1], help="sequences per rank and step")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=2, help="2 or more")
     arguments = parser.parse_args()
     if "RANK" in os.environ:
         worker(arguments)

@@ -96,7 +96,7 @@ def main() -> None:
                 )
                 long_s, _ = plait_run(arguments, Path(folder), precision, SHORT + arguments.steps)
                 loops["plait train"].append((long_s - short_s) / arguments.steps)
-            rows += common.rows(precision, loops, yardstick="bare torch loop", peer="bare torch loop")
+            rows += common.rows(precision, loops, yardstick="bare torch loop", peers=("bare torch loop",))
             print(f"{precision}: {statistics.median(loops['plait train']) * 1e3:.1f} ms a step")
     common.report("the loop's own cost, one rank, one thread", rows, common.machine(), arguments.json)
 

@@ -55,15 +55,10 @@ def parallelize(
     """
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     _check_clipping(clip_norm, clip_value)
-    if loss_scaling is not None and plan.precision != "fp16":
-        raise ConfigError(
-            "a loss scale is for fp16, whose gradients underflow", given=f"precision={plan.precision}"
-        )
     choose_loss(model, loss)
     world = connect() if world is None else world
     plan.check_ranks(world.size)
-    if plan.precision == "fp16":
-        _check_fp16(world.device)
+    _check_fp16(plan, loss_scaling, world.device)
     how = Training(
         optimizer=optimizer,
         arguments=optimizer_args or {},
@@ -92,8 +87,14 @@ def _check_clipping(norm: float | None, value: float | None) -> None:
         )
 
 
-def _check_fp16(device: torch.device) -> None:
-    """Raises PlanError where the device cannot train in fp16."""
+def _check_fp16(plan: Plan, scaling: LossScaling | None, device: torch.device) -> None:
+    """Raises ConfigError for a loss scale without fp16, PlanError where the device cannot train in it."""
+    if plan.precision != "fp16":
+        if scaling is not None:
+            raise ConfigError(
+                "a loss scale is for fp16, whose gradients underflow", given=f"precision={plan.precision}"
+            )
+        return
     try:
         x = torch.ones(2, 1, 8, 8, dtype=torch.float16, device=device, requires_grad=True)
         nn.functional.scaled_dot_product_attention(x @ x, x, x, is_causal=True).sum().backward()

@@ -26,7 +26,6 @@ from plait.comm import Mesh, all_reduce, broadcast, start_all_reduce
 from plait.errors import ModelError, PlanError
 from plait.models import (
     Loss,
-    blocks_of,
     choose_loss,
     flops_per_token,
     forward_inputs,
@@ -44,6 +43,7 @@ from plait.parallel import (
     Owned,
     Precision,
     bring_to_life,
+    compile_blocks,
     foretold_bytes,
     held_bytes,
     persistent_buffers,
@@ -107,14 +107,15 @@ class Engine:
         self._how = how
         self._groups = DataGroups.of(mesh)
         self._is_replica = mesh.coord["replicate"] > 0
-        self._blocks = [block for _, block in blocks]
+        found = [block for _, block in blocks]
         self.layout = Layout.of(unit_facts(model, blocks, how.group_of), plan.shard_degree)
         masters = Masters(plan, self.layout, self.device, how.offload_dir)
         self._zero = bring_to_life(
             model, blocks, self.layout, plan, self._groups, self.device, how.seed, masters.new
         )
-        if plan.recompute == "full":
-            recompute_blocks(self._blocks)
+        recompute_blocks(found, plan.recompute)
+        if plan.compile:
+            compile_blocks(found, self.device)
         self._owned = Owned(
             self._zero.trained, plan, how.optimizer, how.arguments, how.groups, masters, how.offload_dir
         )
@@ -328,7 +329,7 @@ class Engine:
         # Whatever the user's model raises without values (or cannot be copied), it can still be trained.
         with contextlib.suppress(Exception), self._zero.paused():
             twin = meta_twin(self.model)
-            saved = saved_bytes(twin, self._choose_loss(), batch, self.device, self._held(twin))
+            saved = saved_bytes(twin, self._choose_loss(), batch, self.device)
         return foretold_bytes(self.layout, self._zero, self._owned, self.plan, self._groups, saved)
 
     def flops_per_token(self, sequence: int) -> float:
@@ -339,7 +340,7 @@ class Engine:
         if self._saved_bytes is not None or not torch.is_grad_enabled():
             return self._summed_loss(micro)
         self._zero.show()  # the weights' storages, which are no activations
-        with watch_saved(self.model, self._held(self.model)) as watch:
+        with watch_saved(self.model) as watch:
             result = self._summed_loss(micro)
         self._saved_bytes = watch.total
         return result
@@ -356,10 +357,6 @@ class Engine:
 
     def _choose_loss(self) -> Loss:
         return choose_loss(self.model, self._how.loss)
-
-    def _held(self, model: nn.Module) -> list[nn.Module]:
-        """Modules whose inputs are kept although autograd does not save them: recomputed blocks."""
-        return [block for _, block in blocks_of(model)] if self.plan.recompute == "full" else []
 
     def _micro_batches(self, batch: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         batch = self._on_device(batch)

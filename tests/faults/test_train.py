@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from plait import checkpoint
-from plait.comm import World, connect
 from plait.assembly import parallelize
+from plait.comm import World, connect
 from plait.plan import Plan
 from plait.train.metrics import read_metrics
 from plait.train.model import build_model

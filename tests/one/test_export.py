@@ -8,8 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from plait import checkpoint
-from plait.comm import World, connect
 from plait.assembly import parallelize
+from plait.comm import World, connect
 from plait.engine import Engine
 from plait.errors import CheckpointError
 from plait.models import causal_lm_on_meta

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from plait.comm import connect
 from plait.assembly import parallelize
+from plait.comm import connect
 from plait.errors import ModelError, PlanError
 from plait.models import (
     blocks_of,

@@ -10,7 +10,6 @@ from plait.errors import ModelError
 from plait.plan import TensorFact, UnitFact
 from plait.plan.cost import training_flops_per_token
 
-
 # Classes or modules that a user names as the model's blocks.
 Blocks = type[nn.Module] | Sequence[type[nn.Module]] | Sequence[nn.Module]
 

@@ -1,9 +1,9 @@
 """How many bytes a forward pass keeps for backward: measured on a real pass, or seen before on meta."""
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.models.loss import Loss, forward_inputs
+
+
+@runtime_checkable
+class HoldsTensors(Protocol):
+    """A module's forward that keeps tensors for backward without autograd's knowledge, as recompute does."""
+
+    on_hold: Callable[[Tensor], object] | None  # told of each
 
 
 class SavedBytes:
@@ -31,11 +38,6 @@ class SavedBytes:
             self._alive.append(tensor)
             self.total += storage.nbytes()
         return tensor
-
-    def pack_inputs(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, Tensor):
-                self.pack(value)
 
     def release(self) -> None:
         self._alive.clear()
@@ -87,22 +89,20 @@ _ATTENTION_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_c
 
 
 @contextmanager
-def watch_saved(model: nn.Module, held: Sequence[nn.Module] = ()) -> Iterator[SavedBytes]:
-    """Counts what is kept for backward inside; parameters and buffers do not count.
-
-    `held`: modules that hold their inputs without autograd's knowledge, as recomputed blocks do.
-    """
+def watch_saved(model: nn.Module) -> Iterator[SavedBytes]:
+    """Counts what is kept for backward inside; parameters and buffers do not count."""
     watch = SavedBytes(model)
-    handles = [
-        module.register_forward_pre_hook(watch.pack_inputs, prepend=True, with_kwargs=True) for module in held
-    ]
+    forwards = [module.__dict__.get("forward") for module in model.modules()]
+    holders = [forward for forward in forwards if isinstance(forward, HoldsTensors)]
+    for holder in holders:
+        holder.on_hold = watch.pack
     try:
         with saved_tensors_hooks(watch.pack, lambda tensor: tensor):
             yield watch
     finally:
         watch.release()
-        for handle in handles:
-            handle.remove()
+        for holder in holders:
+            holder.on_hold = None
 
 
 def meta_twin(model: nn.Module) -> nn.Module:
@@ -115,17 +115,13 @@ def meta_twin(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def saved_bytes(
-    twin: nn.Module,
-    loss: Loss,
-    batch: dict[str, Tensor],
-    device: torch.device,
-    held: Sequence[nn.Module] = (),
-) -> int:
+def saved_bytes(twin: nn.Module, loss: Loss, batch: dict[str, Tensor], device: torch.device) -> int:
     """Bytes that one micro-batch will keep for backward on `device`, found on meta: no memory, no FLOP.
 
-    `twin` is on meta; `batch` holds meta tensors of a micro-batch's shapes. `held`: see `watch_saved`.
+    `twin` is on meta; `batch` holds meta tensors of a micro-batch's shapes. What torch.compile will keep is
+    not known before it has compiled. A twin runs uncompiled: exact where blocks keep their inputs only,
+    else commonly more than what the compiler's partitioner leaves.
     """
-    with _YesToQuestions(), _AsOnDevice(device), watch_saved(twin, held) as watch:
+    with _YesToQuestions(), _AsOnDevice(device), watch_saved(twin) as watch:
         loss(twin(**forward_inputs(twin, batch)), batch)
     return watch.total

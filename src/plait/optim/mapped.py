@@ -15,6 +15,7 @@ import errno
 import mmap
 import os
 import tempfile
+import weakref
 from pathlib import Path
 
 import torch
@@ -39,12 +40,9 @@ class MappedFile:
         self._taken = 0
         self._libc = ctypes.CDLL(None)
         self._file = _unnamed(folder)
-        try:
-            _reserve(self._file, folder, self.num_bytes)
-            self._map = mmap.mmap(self._file, self.num_bytes)
-        except BaseException:
-            os.close(self._file)
-            raise
+        self._release = weakref.finalize(self, os.close, self._file)
+        _reserve(self._file, folder, self.num_bytes)
+        self._map = mmap.mmap(self._file, self.num_bytes)
         self._address = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -69,9 +67,8 @@ class MappedFile:
 
     def close(self) -> None:
         """Lets go of the file: its space is free when the last tensor in it is gone."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        if self._release.alive:
+            self._release()
             del self._map
 
     def _pages(self, tensor: Tensor) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """The strands. So far: data parallelism over units of flat storage, ZeRO 0 to 3."""
 
 from plait.parallel.account import foretold_bytes, held_bytes
+from plait.parallel.compile import compile_blocks
 from plait.parallel.life import bring_to_life
 from plait.parallel.owned import Masters, Owned
 from plait.parallel.recompute import recompute_blocks
@@ -15,6 +16,7 @@ __all__ = [
     "Precision",
     "Zero",
     "bring_to_life",
+    "compile_blocks",
     "foretold_bytes",
     "held_bytes",
     "persistent_buffers",

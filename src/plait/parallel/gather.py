@@ -57,9 +57,13 @@ class Gatherer:
         watches: bool,
         on_progress: Callable[[Bundle], None],
     ) -> None:
-        """`keeps`: what was gathered stays until the next update. `watches`: whether the first forward looks for
-        weights that are used outside their owners. `on_progress`: called in backward with uses that are so far
-        back that their reductions have to start, see [Note: nobody waits in a circle] in `reduce.py`."""
+        """Installs hooks on `model`.
+
+        keeps         what was gathered stays until the next update
+        watches       the first forward looks for weights that are used outside their owners
+        on_progress   called in backward with uses that are so far back that their reductions have to
+                      start: see [Note: nobody waits in a circle] in `reduce.py`
+        """
         self._bundles = list(bundles)
         self._group = group
         self._prefetch = prefetch
@@ -89,7 +93,7 @@ class Gatherer:
     # --- after an update
 
     def start_all(self) -> None:
-        """Stages 1 and 2: gathers what every rank has written into its pieces; forward will wait for each unit."""
+        """Stages 1 and 2: gathers what the ranks have written into their pieces; forward waits for each."""
         for bundle in self._bundles:
             for unit in bundle:
                 self._start(unit, bundle)
@@ -162,8 +166,8 @@ class Gatherer:
             self._hide()
 
     def agree(self) -> bool:
-        """After the first step, all ranks take one order of uses; whether they did so just now. See [Note: one
-        order of gathers]."""
+        """After the first step, all ranks take one order of uses: see [Note: one order of gathers]. Whether
+        they did so just now."""
         if self._is_agreed or not self._frees or len(self._records) < 2:
             return False
         self._is_agreed = True

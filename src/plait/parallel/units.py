@@ -10,9 +10,9 @@
 `master`    the same range in float32 (float64 for fp64): what the optimizer updates. The same tensor as
             `piece` where the dtypes are equal and neither is offloaded; else `publish` rounds it into
             `piece` after each update.
-`incoming`  whole: where hooks put gradients and reductions read them. In the dtype in which they travel, or in
-            master's where micro-batches add up in it. Its memory is taken for the first gradient and
-            given back after the reduction, unless the stage keeps whole gradients.
+`incoming`  whole: where hooks put gradients and reductions read them. In the dtype in which they
+            travel, or in master's where micro-batches add up in it. Its memory is taken for the first
+            gradient and given back after the reduction, unless the stage keeps whole gradients.
 `gradient`  the sum over data ranks of the range that this rank owns, in master's dtype; a view of
             `incoming` where that lives as long and has that dtype. Nothing zeroes it: a step's first sum
             overwrites it and only later ones are added.
@@ -63,7 +63,7 @@ class Flat:
     def __init__(
         self, numel: int, dtype: torch.dtype, device: torch.device, *, stays: bool, meter: Meter
     ) -> None:
-        """`stays`: it is never freed, and not counted by `meter`. Else views are made first, then it is freed."""
+        """`stays`: it is never freed, and `meter` does not count it. Else: make all views, then free it."""
         self.tensor = torch.zeros(numel, dtype=dtype, device=device)
         self.nbytes = self.tensor.nbytes
         self.stays = stays
@@ -171,7 +171,7 @@ class Unit:
                 self.master[overlap.at : overlap.at + part.numel()].copy_(part)
 
     def adopt(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Makes parameters that are views of `storage`, with the marks that libraries left on the old ones."""
+        """Makes parameters that are views of `storage`, with the marks that libraries left on old ones."""
         for piece, view in zip(self.layout.pieces, self._views, strict=True):
             new = nn.Parameter(view.new_empty(0), requires_grad=self.trains)
             new.data = view  # so it has a version of its own: gathers and updates do not count as edits
@@ -187,7 +187,7 @@ class Unit:
         return dict(zip(names, self._parameters, strict=True))
 
     def hide(self) -> None:
-        """While there is no memory behind `storage`, who reads the parameters finds NaN, not an invalid address."""
+        """While no memory is behind `storage`, readers of parameters find NaN, not an invalid address."""
         if not self.whole.stays and not self._hidden:
             for parameter in self._parameters:
                 parameter.data = self._nan.expand(parameter.shape)

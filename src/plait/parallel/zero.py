@@ -20,8 +20,9 @@ A step is the same walk for all of them:
   update     the norm is summed over `shard`; each rank's optimizer updates its range;
              stages 1 and 2 gather the new parameters, which forward will wait for
 
-Over `shard`, per rank and parameter, (N-1)/N elements travel for each gather and each reduction: stages 1 and 2 as
-much as stage 0's all-reduce, stage 3 half as much again, because backward gathers once more.
+Over N ranks of `shard` (N-1)/N elements per parameter and rank travel for each gather and each reduction:
+stages 1 and 2 as much as stage 0's all-reduce, stage 3 half as much again, because backward gathers once
+more.
 
 With `gathered=step` stage 3 gathers once a step; `accumulate=whole` keeps whole gradients over a step's
 micro-batches. Both take memory for less traffic.

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import plait
 from plait import checkpoint
-from plait.comm import World, all_reduce
 from plait.assembly import parallelize
+from plait.comm import World, all_reduce
 from plait.engine import Engine
 from plait.errors import CheckpointError, RunError
 from plait.plan import Plan

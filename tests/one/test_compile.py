@@ -1,0 +1,132 @@
+"""Compiled blocks: the numbers of uncompiled ones, storages that come and go, a missing compiler."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import plait
+import programs
+from plait.errors import PlanError
+from plait.models import blocks_of, meta_twin, watch_saved
+from plait.parallel import compile_blocks, recompute_blocks
+from plait.parallel.compile import check_compiler
+
+HOWS = ("none", "full", "every=2", "selective")
+CPU = torch.device("cpu")
+# One shape in all tests, so that compiled code is found again on disk; large beside a random state's 5 kB,
+# which a compiled graph keeps with its tensors.
+IDS = (torch.arange(128) % programs.VOCABULARY).view(4, 32)
+
+
+def small_llama() -> nn.Module:
+    torch.manual_seed(0)
+    return programs.llama(on_meta=False, exact=False)
+
+
+def wrapped(how: str, *, compiled: bool = True) -> nn.Module:
+    model = small_llama()
+    blocks = [block for _, block in blocks_of(model)]
+    recompute_blocks(blocks, how)
+    if compiled:
+        compile_blocks(blocks, CPU)
+    return model
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_a_compiled_run_is_the_uncompiled_one(how: str) -> None:
+    """And what it keeps for backward is counted in its first step, and no more than foretold."""
+
+    def run(plan: str) -> tuple[float, dict[str, Tensor], plait.Engine]:
+        engine = plait.parallelize(small_llama(), plan, optimizer_args=programs.ADAMW, seed=3)
+        loss = engine.step({"input_ids": IDS, "labels": IDS}).loss
+        return loss, engine.whole_gradients(), engine
+
+    loss, gradients, _ = run(f"recompute={how}")
+    found_loss, found, engine = run(f"recompute={how} compile=true")
+    assert found_loss == pytest.approx(loss, rel=1e-6)
+    difference, name = programs.largest_difference(found, gradients)
+    assert difference < 1e-6, name
+    foretold = engine.predicted_memory((4, 32)).activations
+    measured = engine.memory().activations
+    assert measured is not None
+    assert foretold is not None
+    assert 0 < measured <= 1.02 * foretold
+    if how == "full":
+        assert measured >= 0.98 * foretold
+
+
+@pytest.mark.parametrize("how", ["none", "full", "selective"])
+def test_storages_may_be_freed_between_forward_and_backward(how: str) -> None:
+    """As ZeRO-3 does around a block's forward and backward: the views stay, their bytes come and go."""
+
+    def gradients(model: nn.Module, flat: Tensor | None) -> list[Tensor]:
+        out = model(IDS, use_cache=False).logits.square().sum()
+        if flat is not None:
+            values = flat.clone()
+            flat.untyped_storage().resize_(0)
+            flat.untyped_storage().resize_(values.nbytes)
+            flat.fill_(torch.nan)
+            flat.copy_(values)
+        return list(torch.autograd.grad(out, list(model.parameters())))
+
+    plain = gradients(small_llama(), None)
+    model = wrapped(how)
+    parameters = [parameter for _, block in blocks_of(model) for parameter in block.parameters()]
+    flat = torch.cat([parameter.detach().flatten() for parameter in parameters])
+    pieces = flat.split([parameter.numel() for parameter in parameters])
+    for parameter, piece in zip(parameters, pieces, strict=True):
+        parameter.data = piece.view_as(parameter)
+    for _ in range(2):
+        for mine, theirs in zip(gradients(model, flat), plain, strict=True):
+            assert (mine - theirs).abs().max() <= 1e-6 * theirs.abs().max()
+
+
+@pytest.mark.parametrize("how", ["none", "full", "selective"])
+def test_hooks_stay_outside_of_what_is_compiled(how: str) -> None:
+    model, calls = wrapped(how), []
+    for number, (_, block) in enumerate(blocks_of(model)):
+        block.register_forward_pre_hook(lambda *_, number=number: calls.append(number))
+    for _ in range(2):
+        model(IDS, use_cache=False).logits.sum().backward()
+    assert calls == [0, 1, 0, 1]
+
+
+def test_blocks_of_one_kind_share_what_is_compiled() -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = wrapped("none")
+    with watch_saved(model) as watch:  # as in an engine's first step, but not in its others
+        model(IDS, use_cache=False).logits.sum().backward()
+    model(IDS, use_cache=False).logits.sum().backward()
+    assert watch.total > 0
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_a_copy_runs_uncompiled_with_its_own_parameters(how: str) -> None:
+    model = wrapped(how)
+    twin = copy.deepcopy(model)
+    expected = wrapped(how, compiled=False)(IDS, use_cache=False).logits
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert torch.equal(twin(IDS, use_cache=False).logits, expected)
+    assert all(parameter.is_meta for parameter in meta_twin(model).parameters())
+
+
+def test_a_missing_compiler_is_a_letter_before_anything_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_compiler.cache_clear()
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, str(tmp_path / "g++")))
+    with pytest.raises(PlanError, match="needs a C\\+\\+ compiler") as caught:
+        plait.parallelize(small_llama(), "compile=true")
+    assert caught.value.hint == "compile=false"
+
+
+def test_compile_without_blocks_is_a_letter() -> None:
+    with pytest.raises(PlanError, match="none were found"):
+        plait.parallelize(nn.Linear(2, 2), "compile=true", loss=lambda *_: (torch.zeros(()), 1))

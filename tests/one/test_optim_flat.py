@@ -1,0 +1,120 @@
+"""Optimizers over flat pieces: their groups, what they remember, which ones are refused."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from plait.errors import ConfigError
+from plait.optim import FlatSlice, make_optimizer, scaled_step, state_kinds, states_per_element
+
+ELEMENTWISE = ["AdamW", "Adam", "SGD", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta"]
+ELEMENTWISE += ["ASGD", "Rprop"]
+
+
+def piece(group: int, *, value: float = 1.0) -> FlatSlice:
+    return FlatSlice.of(group, torch.full((16,), value), torch.full((16,), 0.5))
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_every_group_is_there_in_order_on_a_rank_without_a_leaf_in_it(name: str) -> None:
+    kind = getattr(torch.optim, name)
+    lone = piece(1)
+    groups = ({}, {"lr": 0.25}, {"lr": 0.5})
+    optimizer = make_optimizer(kind, {"lr": 0.125}, [lone], groups)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.125, 0.25, 0.5]
+    assert [len(group["params"]) for group in optimizer.param_groups] == [0, 1, 0]
+    before = lone.leaf.detach().clone()
+    optimizer.step()  # with two empty groups
+    assert not torch.equal(lone.leaf, before)
+    nobodys = make_optimizer(kind, {"lr": 0.125}, [], groups)
+    scaled_step(nobodys, 0.5)
+    assert len(nobodys.param_groups) == 3
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_the_second_group_does_not_decay_where_the_class_can(name: str) -> None:
+    kind = getattr(torch.optim, name)
+    arguments = {"lr": 0.1} if name == "Rprop" else {"lr": 0.1, "weight_decay": 0.1}
+    optimizer = make_optimizer(kind, arguments, [piece(0), piece(1)])
+    assert [group.get("weight_decay") for group in optimizer.param_groups] == (
+        [None, None] if name == "Rprop" else [0.1, 0.0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("groups", "match"),
+    [
+        (({}, {"lr": -1.0}), "Invalid learning rate"),
+        (({}, {"beta": (0.9, 0.9)}), "try +: betas"),
+        (({"weight_decai": 0.1},), "weight_decay"),
+    ],
+)
+def test_options_of_a_group_are_checked_as_the_arguments_are(
+    groups: tuple[dict[str, Any], ...], match: str
+) -> None:
+    with pytest.raises(ConfigError, match=match) as caught:
+        make_optimizer(torch.optim.AdamW, {}, [], groups)
+    assert caught.value.fact == "AdamW does not take these arguments"
+
+
+def test_decay_for_a_class_that_knows_none_is_refused_unless_it_is_zero() -> None:
+    with pytest.raises(ConfigError, match="weight_decay"):
+        make_optimizer(torch.optim.Rprop, {}, [piece(0)], ({"weight_decay": 0.1},))
+
+
+def test_groups_that_would_remember_different_things_are_refused() -> None:
+    with pytest.raises(ConfigError, match="keep different states"):
+        state_kinds(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, ({}, {"momentum": 0.0}))
+
+
+def test_what_an_optimizer_remembers_is_known_before_it_steps() -> None:
+    assert state_kinds(torch.optim.AdamW, {}) == {"exp_avg", "exp_avg_sq", "scalar.step"}
+    assert states_per_element(torch.optim.AdamW, {"amsgrad": True}) == 3
+    assert state_kinds(torch.optim.SGD, {"lr": 0.1}) == set()
+
+
+class MyLBFGS(torch.optim.LBFGS):
+    """A user's own."""
+
+
+class Normalised(torch.optim.SGD):
+    """Like LARS and LAMB: the step is as long as the parameter's norm says."""
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(group["lr"] * p.norm() * p.grad / p.grad.norm())
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps for the group, as several published optimizers do."""
+
+    def step(self) -> None:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+        super().step()
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (MyLBFGS, "line|direction"),
+        (torch.optim.Muon, "orthogonalises"),
+        (Normalised, "depends on the elements around it"),
+        (Counting, "counts in its param_groups"),
+    ],
+)
+def test_classes_that_need_whole_tensors_are_refused_with_the_reason(
+    kind: type[torch.optim.Optimizer], reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason) as caught:
+        state_kinds(kind, {"lr": 0.1})
+    assert caught.value.fact == f"{kind.__name__} cannot work on flat pieces of parameters"
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_no_elementwise_class_of_torch_is_refused(name: str) -> None:
+    kinds = state_kinds(getattr(torch.optim, name), {"lr": 0.1})
+    assert all(isinstance(kind, str) for kind in kinds)

@@ -1,0 +1,105 @@
+"""Tensors in a file: nothing left behind, nothing lost, and letters before training."""
+
+import gc
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from plait.errors import ConfigError
+from plait.optim import MappedFile, room_for
+
+# Root writes where nobody may, but for this capability.
+AS_ANYONE = ("setpriv", "--bounding-set=-dac_override")
+
+
+def own_maps() -> list[str]:
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "/.plait-" in line]
+
+
+def test_a_file_has_no_name_and_all_of_its_room_from_the_start(tmp_path: Path) -> None:
+    size = 3 << 20
+    file = MappedFile(tmp_path, size)
+    assert list(tmp_path.iterdir()) == []
+    assert os.fstat(file._file).st_blocks * 512 >= size
+    assert len(own_maps()) == 1
+
+
+def test_tensors_keep_their_values_when_they_are_forgotten_and_share_no_page(tmp_path: Path) -> None:
+    lengths = [(5000, torch.float32), (1, torch.float64), (0, torch.float32), (70_001, torch.bfloat16)]
+    with_room = sum(room_for(*each) for each in lengths)
+    file = MappedFile(tmp_path, with_room)
+    tensors = [file.take(*each) for each in lengths]
+    for number, tensor in enumerate(tensors):
+        assert (tensor.storage_offset(), tensor.sum().item()) == (0, 0.0)
+        tensor.fill_(number + 1)
+    for tensor in (*tensors[:2], tensors[3], tensors[3][40_000:50_000]):
+        file.forget(tensor)
+        file.expect(tensor)
+    for number, tensor in enumerate(tensors):
+        assert (tensor == number + 1).all()
+    with pytest.raises(AssertionError, match="reserved too small"):
+        file.take(1, torch.float32)
+    with pytest.raises(AssertionError, match="not in this file"):
+        file.forget(torch.zeros(8))
+
+
+def test_the_room_is_given_back_when_the_file_and_its_tensors_are_gone(tmp_path: Path) -> None:
+    file = MappedFile(tmp_path, 1 << 20)
+    tensor = file.take(100, torch.float32)
+    file.close()
+    file.close()
+    tensor.fill_(2.0)  # the mapping lives as long as a tensor in it
+    assert tensor.sum() == 200
+    del tensor
+    gc.collect()
+    assert own_maps() == []
+    assert not [fd for fd in Path("/proc/self/fd").iterdir() if "/.plait-" in str(fd.resolve())]
+
+
+def test_a_folder_that_cannot_be_used_is_a_letter(tmp_path: Path) -> None:
+    missing, plain = tmp_path / "missing", tmp_path / "plain"
+    plain.write_text("")
+    with pytest.raises(ConfigError, match="No such file") as caught:
+        MappedFile(missing, 100)
+    assert caught.value.hint == f"mkdir -p {missing}"
+    with pytest.raises(ConfigError, match="Not a directory"):
+        MappedFile(plain, 100)
+
+
+def letter_of(script: str, *entry: str) -> str:
+    """What ConfigError says when `script` makes a file in a process of its own."""
+    command = f"import sys\nfrom pathlib import Path\nfrom plait.optim import MappedFile\n{script}"
+    done = subprocess.run([*entry, sys.executable, "-c", command], capture_output=True, text=True)
+    assert done.returncode == 1
+    return done.stderr.partition("plait.errors.ConfigError: ")[2]
+
+
+def test_a_folder_that_nobody_may_write_to_is_a_letter(tmp_path: Path) -> None:
+    as_root = os.geteuid() == 0
+    if as_root and (not shutil.which(AS_ANYONE[0]) or subprocess.run([*AS_ANYONE, "true"]).returncode):
+        pytest.skip("root may write everywhere, and cannot give that up here")
+    tmp_path.chmod(0o555)
+    letter = letter_of(f"MappedFile(Path({str(tmp_path)!r}), 100)", *(AS_ANYONE if as_root else ()))
+    assert "Permission denied" in letter
+
+
+def test_a_disk_without_room_is_a_letter_with_both_numbers(tmp_path: Path) -> None:
+    disk = os.statvfs(tmp_path)
+    size = 10 * disk.f_blocks * disk.f_frsize
+    with pytest.raises(ConfigError, match="no room") as caught:
+        MappedFile(tmp_path, size)
+    assert caught.value.expected == f"{size:,} bytes"
+    assert "bytes are free (No space left on device)" in caught.value.given
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_room_that_the_system_refuses_is_a_letter_and_not_a_signal_later(tmp_path: Path) -> None:
+    limit = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+    letter = letter_of(f"{limit}MappedFile(Path({str(tmp_path)!r}), 1 << 20)")
+    assert "File too large" in letter
+    assert "1,048,576 bytes" in letter

@@ -1,0 +1,279 @@
+"""Recompute in one process: the numbers of none, the bytes foretold, hooks outside, odd blocks."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+import plait
+import programs
+from plait.errors import ModelError, PlanError
+from plait.models import blocks_of, causal_lm_on_meta, watch_saved
+from plait.parallel import recompute_blocks
+
+HOWS = ("full", "every=2", "selective")
+SHAPE = (programs.SEQUENCES, programs.LENGTH)
+BATCH = programs.batches(1)[0]
+
+
+def gpt2(attention: str = "sdpa") -> nn.Module:
+    """Three blocks, dropout in attention and behind every product."""
+    shape = {"n_embd": 32, "n_head": 4, "n_layer": 3, "n_positions": 64, "vocab_size": programs.VOCABULARY}
+    tokens = {"bos_token_id": 0, "eos_token_id": 0}
+    return causal_lm_on_meta(
+        {"model_type": "gpt2", **shape, **tokens, "attn_implementation": attention, "attn_pdrop": 0.2}
+    )
+
+
+def experts() -> nn.Module:
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+    return causal_lm_on_meta(
+        {
+            "model_type": "mixtral",
+            "vocab_size": programs.VOCABULARY,
+            "num_local_experts": 2,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 64,
+            **shape,
+        }
+    )
+
+
+def steps_of(model: nn.Module, plan: str) -> tuple[list[float], dict[str, Tensor], int]:
+    engine = plait.parallelize(model, plan, optimizer_args=programs.ADAMW, seed=3)
+    losses = [engine.step(batch).loss for batch in programs.batches(2)]
+    activations = engine.memory().activations
+    assert activations is not None
+    return losses, engine.whole_parameters(), activations
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp64", "bf16"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_recompute_changes_no_bit_with_dropout_active(attention: str, precision: str) -> None:
+    plan = f"micro=2 precision={precision}"
+    losses, weights, kept = steps_of(gpt2(attention), plan)
+    bytes_kept = [kept]
+    for how in ("selective", "every=2", "full"):
+        found = steps_of(gpt2(attention), f"{plan} recompute={how}")
+        assert found[0] == losses
+        assert all(torch.equal(found[1][name], weights[name]) for name in weights), how
+        bytes_kept.append(found[2])
+    none, selective, every, full = bytes_kept
+    assert none > selective > full
+    assert none > every > full
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp64", "bf16"])
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("build", [programs.rough_llama, gpt2])
+def test_bytes_that_recompute_keeps_are_foretold(build: Any, how: str, precision: str) -> None:
+    engine = plait.parallelize(build(), f"precision={precision} recompute={how}")
+    predicted = engine.predicted_memory(SHAPE).activations
+    assert predicted is not None
+    engine.step(BATCH)
+    assert engine.memory().activations == pytest.approx(predicted, rel=0.02)
+
+
+@pytest.mark.parametrize("build", [programs.rough_llama, gpt2, experts])
+def test_selective_keeps_less_than_none_and_more_than_full(build: Any) -> None:
+    def foretold(how: str) -> int:
+        saved = plait.parallelize(build(), f"recompute={how}").predicted_memory(SHAPE).activations
+        assert saved is not None
+        return saved
+
+    assert foretold("none") > foretold("selective") > foretold("full")
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_experts_are_recomputed_and_foretold_too(how: str) -> None:
+    plain = steps_of(experts(), "dp=1")
+    engine = plait.parallelize(experts(), f"recompute={how}", optimizer_args=programs.ADAMW, seed=3)
+    predicted = engine.predicted_memory(SHAPE).activations
+    assert [engine.step(batch).loss for batch in programs.batches(2)] == plain[0]
+    assert engine.memory().activations == pytest.approx(predicted, rel=0.02)
+    assert engine.memory().activations < plain[2]
+
+
+class _Wide(nn.Module):
+    """A block with dropout. `inplace` changes both products' outputs after they were made."""
+
+    def __init__(self, inplace: bool = False) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32, bias=False)
+        self.activation = nn.ReLU(inplace=inplace)
+        self.inplace = inplace
+
+    def forward(self, x: Tensor, *, scales: tuple[Tensor, ...] = ()) -> Tensor:
+        wide = F.dropout(self.activation(self.up(x)), 0.3)
+        y = self.down(wide.sin())
+        y = y.add_(0.5) if self.inplace else y + 0.5
+        for scale in scales:
+            y = y * scale
+        return torch.tanh(x + y.cos())
+
+
+def wide_blocks(how: str, **arguments: Any) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[_Wide(**arguments) for _ in range(3)])
+    recompute_blocks(list(model), how)
+    return model
+
+
+def gradients_of(model: nn.Module, x: Tensor) -> list[Tensor]:
+    torch.manual_seed(1)
+    out = model(x).square().sum()
+    torch.manual_seed(2)  # the random state of backward is another one
+    return list(torch.autograd.grad(out, list(model.parameters())))
+
+
+class _Made(TorchDispatchMode):
+    """Every storage that an operator made, for as long as something else keeps it alive."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._parameters = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+        self._sizes: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._parameters:
+                    reference = StorageWeakRef(storage)
+                    self._sizes[reference.cdata] = (reference, storage.nbytes())
+        return out
+
+    def alive_bytes(self) -> int:
+        return sum(size for reference, size in self._sizes.values() if not reference.expired())
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_bytes_counted_are_the_bytes_alive_after_forward(inplace: bool) -> None:
+    for how in ("none", *HOWS):
+        model = wide_blocks(how, inplace=inplace)
+        x = torch.randn(64, 32)
+        with _Made(model) as made, watch_saved(model) as watch:
+            out = model(x).square().sum()
+        assert watch.total == made.alive_bytes() - out.nbytes + x.nbytes, how
+
+
+def test_products_run_once_under_selective_and_twice_under_full() -> None:
+    def flops(how: str) -> int:
+        model = wide_blocks(how)
+        with FlopCounterMode(display=False) as counter:
+            gradients_of(model, torch.randn(64, 32))
+        return counter.get_total_flops()
+
+    assert flops("selective") == flops("none")
+    assert flops("full") > flops("every=2") > flops("none")
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_products_that_are_changed_in_place_are_computed_again(how: str) -> None:
+    x = torch.randn(64, 32)
+    plain = gradients_of(wide_blocks("none", inplace=True), x)
+    found = gradients_of(wide_blocks(how, inplace=True), x)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, plain, strict=True))
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_a_graph_that_is_retained_can_be_walked_twice(how: str) -> None:
+    model = wide_blocks(how)
+    out = model(torch.randn(8, 32)).sum()
+    first = torch.autograd.grad(out, list(model.parameters()), retain_graph=True)
+    again = torch.autograd.grad(out, list(model.parameters()))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_nothing_is_kept_once_backward_is_over(how: str) -> None:
+    model = wide_blocks(how)
+    with _Made(model) as made:
+        out = model(torch.randn(64, 32)).square().sum()
+        held = made.alive_bytes()
+        out.backward()
+    model.zero_grad()
+    del out
+    assert held > 0
+    assert made.alive_bytes() == 0
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_tensors_in_keywords_are_held_and_counted(how: str) -> None:
+    torch.manual_seed(0)
+    block = _Wide()
+    recompute_blocks([block], how)
+    x, scales = torch.randn(4, 32), (torch.rand(4, 32), torch.rand(4, 32))
+    with watch_saved(block) as without:
+        block(x)
+    with watch_saved(block) as watch:
+        block(x, scales=scales)
+    assert watch.total - without.total == sum(scale.nbytes for scale in scales)
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_hooks_stay_outside_and_run_once(how: str) -> None:
+    model = wide_blocks(how)
+    calls = []
+    for number, block in enumerate(model):
+        block.register_forward_pre_hook(lambda *_, number=number: calls.append(number))
+    model(torch.randn(4, 32)).sum().backward()
+    assert calls == [0, 1, 2]
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_a_copy_recomputes_with_its_own_parameters(how: str) -> None:
+    model = wide_blocks(how)
+    twin = copy.deepcopy(model)
+    x = torch.randn(4, 32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    alone = wide_blocks("none")
+    found, expected = gradients_of(twin, x), gradients_of(alone, x)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+
+
+class _Forgetful(nn.Module):
+    """Does something else each time that it is run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.times = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.times += 1
+        y = x @ self.weight if self.times % 2 else torch.addmm(x, x, self.weight)
+        return y.exp()
+
+
+def test_a_block_that_does_something_else_in_backward_is_a_letter() -> None:
+    block = _Forgetful()
+    recompute_blocks([block], "selective")
+    out = block(torch.randn(4, 4)).sum()
+    with pytest.raises(ModelError, match="did not do in backward what it had done in forward") as caught:
+        out.backward()
+    assert "aten.addmm.default, after aten.mm.default" in str(caught.value.given)
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_recompute_without_blocks_is_a_letter(how: str) -> None:
+    with pytest.raises(PlanError, match="none were found") as caught:
+        plait.parallelize(nn.Linear(2, 2), f"recompute={how}", loss=lambda *_: (torch.zeros(()), 1))
+    assert how in str(caught.value)
+
+
+def test_every_counts_from_the_first_block() -> None:
+    model = gpt2()
+    blocks = [block for _, block in blocks_of(model)]
+    recompute_blocks(blocks, "every=2")
+    assert ["forward" in vars(block) for block in blocks] == [True, False, True]
