@@ -49,8 +49,5 @@ bench: $(BENCH_VENV)/.installed  ## the benchmarks and the peers that they need,
 sweep: install  ## every combination of options that `test` covers in pairs (half an hour)
 	$(BIN)/python -m pytest tests -m sweep
 
-bench: install  ## the benchmarks, one table and one JSON each
-	$(BIN)/python benchmarks/run_all.py
-
 clean:  ## what the targets above made, but for .venv
 	rm -rf runs data build .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -188,7 +188,7 @@ class Gatherer:
     def _begin(self, *, backward: bool) -> None:
         if self._frees:
             uses = [bundle for bundle in self._uses[backward] if bundle not in self._pinned]
-            self._walk = Walk(uses, self._prefetch, self._agreed)
+            self._walk = Walk(uses, self._prefetch, self._agreed, frees=not self._keeps)
             for bundle in self._bundles:
                 for unit in bundle:
                     unit.show()

@@ -27,8 +27,10 @@ Bundle = tuple[Unit, ...]
 class Walk:
     """One pass over a list of uses. See [Note: one order of gathers]."""
 
-    def __init__(self, uses: Sequence[Bundle], prefetch: int, whole: Iterable[Bundle]) -> None:
-        """`whole`: what is whole on every rank when the pass begins."""
+    def __init__(
+        self, uses: Sequence[Bundle], prefetch: int, whole: Iterable[Bundle], *, frees: bool
+    ) -> None:
+        """`whole`: what is whole on every rank when the pass begins. `frees`: what is used is freed after."""
         self.uses = uses
         self._ahead = prefetch
         self._at = 0
@@ -37,8 +39,8 @@ class Walk:
         last = dict.fromkeys(whole, -1)
         self._needs = []
         for index, bundle in enumerate(uses):
-            left = bundle in last and last[bundle] >= 0 and index - last[bundle] > prefetch + 1
-            self._needs.append(bundle not in last or left)
+            freed = frees and last.get(bundle, -1) >= 0 and index - last[bundle] > prefetch + 1
+            self._needs.append(bundle not in last or freed)
             last[bundle] = index
 
     def go_to(self, bundle: Bundle) -> list[Bundle] | None:
