@@ -33,14 +33,16 @@ class Trace:
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
 
 
-def llama(*, on_meta: bool = True, tied: bool = False, exact: bool = True) -> nn.Module:
+def llama(
+    *, on_meta: bool = True, tied: bool = False, exact: bool = True, hidden: int = 32, ffn: int = 56
+) -> nn.Module:
     """A small unmodified Llama; with `exact`, its norms compute in the dtype of their input."""
     model: Any = causal_lm_on_meta(
         {
             "model_type": "llama",
             "vocab_size": VOCABULARY,
-            "hidden_size": 32,
-            "intermediate_size": 56,
+            "hidden_size": hidden,
+            "intermediate_size": ffn,
             "num_hidden_layers": 2,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
@@ -67,6 +69,11 @@ def tied_llama(on_meta: bool = True) -> nn.Module:
 
 def rough_llama(on_meta: bool = True) -> nn.Module:
     return llama(on_meta=on_meta, exact=False)
+
+
+def wide_llama(on_meta: bool = True) -> nn.Module:
+    """Wide enough for the padding of its units to be under 1 % of it."""
+    return llama(on_meta=on_meta, exact=False, hidden=128, ffn=352)
 
 
 class Branches(nn.Module):
