@@ -105,16 +105,21 @@ class Adapted(Block):
         return x + self.down(torch.tanh(inner))
 
 
-def adapted(on_meta: bool = False) -> nn.Module:
-    """All is frozen but the corrections: 2 % of the elements."""
+def adapted(on_meta: bool = False, inner: int = 96) -> nn.Module:
+    """All is frozen but the corrections."""
 
     def make() -> nn.Module:
-        model = Stack([Adapted(96) for _ in range(3)])
+        model = Stack([Adapted(inner) for _ in range(3)])
         for module in (model.embedding, model.norm, model.head):
             module.requires_grad_(False)
         return model
 
     return built(make, on_meta)
+
+
+def wide_adapted(on_meta: bool = False) -> nn.Module:
+    """Wide enough for the padding of its units to be under 2 % of it."""
+    return adapted(on_meta, inner=2048)
 
 
 def many_dtypes(on_meta: bool = False) -> nn.Module:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import plait
-from plait.comm import Group, Pending, connect
+from plait.comm import Group, Pending, Summing, connect
 from plait.models import causal_lm_on_meta
 
 SEQUENCES, LENGTH, VOCABULARY, STEPS = 12, 16, 61, 4
@@ -33,14 +33,16 @@ class Trace:
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
 
 
-def llama(*, on_meta: bool = True, tied: bool = False, exact: bool = True) -> nn.Module:
+def llama(
+    *, on_meta: bool = True, tied: bool = False, exact: bool = True, hidden: int = 32, ffn: int = 56
+) -> nn.Module:
     """A small unmodified Llama; with `exact`, its norms compute in the dtype of their input."""
     model: Any = causal_lm_on_meta(
         {
             "model_type": "llama",
             "vocab_size": VOCABULARY,
-            "hidden_size": 32,
-            "intermediate_size": 56,
+            "hidden_size": hidden,
+            "intermediate_size": ffn,
             "num_hidden_layers": 2,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
@@ -67,6 +69,11 @@ def tied_llama(on_meta: bool = True) -> nn.Module:
 
 def rough_llama(on_meta: bool = True) -> nn.Module:
     return llama(on_meta=on_meta, exact=False)
+
+
+def wide_llama(on_meta: bool = True) -> nn.Module:
+    """Wide enough for the padding of its units to be under 1 % of it."""
+    return llama(on_meta=on_meta, exact=False, hidden=128, ffn=352)
 
 
 class Branches(nn.Module):
@@ -215,9 +222,8 @@ def _gather_deaf(out: Tensor, piece: Tensor, group: Group, *_: Any, **__: Any) -
     return Pending("all-gather", [])
 
 
-def _scatter_deaf(out: Tensor, whole: Tensor, group: Group, *_: Any, **__: Any) -> Pending:
-    out.copy_(whole.view(group.size, -1)[group.rank])
-    return Pending("reduce-scatter", [])
+def _scatter_deaf(whole: Tensor, group: Group, *_: Any, **__: Any) -> Summing:
+    return Summing([whole.view(group.size, -1)[group.rank]], Pending("reduce-scatter", []))
 
 
 _DEAF = {

@@ -1,6 +1,7 @@
 """ZeRO 0 to 3 compute what the one-process program computes, under every plan, and what each other does."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import programs
 import zero_plans
 from covering import Case
 from plait.errors import ConfigError, PlaitError
+from plait.parallel import gather
 from pool import Pool
 
 
@@ -148,6 +150,25 @@ def test_without_its_communication_parity_fails(pool: Pool, plan: str, verb: str
     oracle = programs.one_process_task(task, ours.first_weights, micros=2)
     with pytest.raises(AssertionError, match="differs by"):
         programs.assert_same(ours, oracle)
+
+
+def _num_gathers(plan: str) -> list[int]:
+    """Gathers of each step, and the number of units."""
+    engine = programs.engine_of(programs.Task(programs.branches), plan)
+    counts = []
+    for batch in programs.batches(3):
+        with mock.patch.object(gather, "start_all_gather", wraps=gather.start_all_gather) as verb:
+            engine.step(programs.share_of(batch, engine))
+        counts.append(verb.call_count)
+    return [*counts, len(engine.layout.units)]
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_what_stays_for_a_step_is_gathered_once_a_step(pool: Pool, prefetch: int) -> None:
+    """Also a block that forward uses twice."""
+    plan = f"dp=2 zero=3 micro=3 gathered=step prefetch={prefetch} precision=fp64"
+    for *counts, num_units in pool.run(_num_gathers, 2, plan, timeout_s=30):
+        assert counts == [num_units] * 3
 
 
 def test_a_verb_that_nobody_uses_cannot_be_silenced() -> None:

@@ -76,7 +76,7 @@ def test_a_frozen_model_with_trained_corrections_of_low_rank_trains_the_same(poo
 
 
 def _held(plan: str) -> Any:
-    engine = programs.engine_of(Task(hard_models.adapted), plan)
+    engine = programs.engine_of(Task(hard_models.wide_adapted), plan)
     engine.step(programs.share_of(programs.batches(1)[0], engine))
     return engine.memory(), sum(w.numel() for w in engine.whole_parameters().values())
 
@@ -103,7 +103,7 @@ def test_a_block_that_all_ranks_leave_out_in_some_steps_trains_the_same(pool: Po
     assert used == [False, True, False, True]
 
 
-@pytest.mark.parametrize("plan", ["dp=3 zero=1", "dp=2 micro=3 zero=2", "dp=4 zero=2 shard=2"])
+@every_stage
 def test_a_block_that_one_rank_leaves_out_trains_the_same(pool: Pool, plan: str) -> None:
     check_parity(pool, Task(hard_models.choosing), plan)
 

@@ -271,7 +271,7 @@ def _replaces_behind_the_back(plan: str) -> None:
     batch = programs.share_of(programs.batches(1)[0], engine)
     engine.step(batch)
     weight = engine.model.blocks[1].up.weight
-    weight.data = torch.ones(97, hard_models.WIDTH)
+    weight.data = torch.ones(97, hard_models.WIDTH, dtype=weight.dtype)
     engine.step(batch)
 
 
@@ -279,7 +279,8 @@ def _reassigns_behind_the_back(plan: str) -> None:
     engine = fresh(plan, hard_models.uneven)
     batch = programs.share_of(programs.batches(1)[0], engine)
     engine.step(batch)
-    engine.model.blocks[1].up.weight = nn.Parameter(torch.ones(97, hard_models.WIDTH))
+    up: nn.Module = engine.model.blocks[1].up
+    up.weight = nn.Parameter(torch.ones(97, hard_models.WIDTH, dtype=up.weight.dtype))
     engine.step(batch)
 
 

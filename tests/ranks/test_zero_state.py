@@ -15,10 +15,10 @@ from programs import Task
 
 # --- memory
 
-CATEGORIES = ("parameters", "gradients", "master", "optimizer", "buffers", "host", "disk")
+MODEL_STATE = ("parameters", "gradients", "master", "optimizer", "host", "disk")
 
 
-def _memory(plan: str, build: Any = programs.rough_llama) -> Any:
+def _memory(plan: str, build: Any = programs.wide_llama) -> Any:
     """Foretold before a step, measured after two, and the number of elements."""
     engine = plait.parallelize(
         build(), plan, optimizer_args=programs.ADAMW, loss=programs.summed_loss, seed=3
@@ -48,19 +48,23 @@ def _memory(plan: str, build: Any = programs.rough_llama) -> Any:
     ],
 )
 def test_bytes_of_model_state_are_foretold_within_2_percent(pool: Pool, words: str, precision: str) -> None:
-    for predicted, measured, _ in pool.run(_memory, int(words[3]), f"{words} precision={precision}"):
-        for category in CATEGORIES:
-            foretold, found = getattr(predicted, category), getattr(measured, category)
-            assert found == pytest.approx(foretold, rel=0.02), (
-                f"{category}: {foretold} foretold, {found} held"
-            )
+    """For the rank that holds most; where a rank's range ends in padding it may hold less. Buffers are
+    foretold at their most: what travels at a time depends on the peers."""
+    ranks = pool.run(_memory, int(words[3]), f"{words} precision={precision}")
+    for category in MODEL_STATE:
+        foretold = [getattr(predicted, category) for predicted, _, _ in ranks]
+        held = [getattr(measured, category) for _, measured, _ in ranks]
+        assert max(held) == pytest.approx(max(foretold), rel=0.02), category
+        assert all(mine <= 1.02 * said for mine, said in zip(held, foretold, strict=True)), category
+    for predicted, measured, _ in ranks:
+        assert 0.6 * predicted.buffers <= measured.buffers <= predicted.buffers
 
 
 def per_element(pool: Pool, plan: str) -> list[tuple[MemoryUse, dict[str, float]]]:
     """What each rank measured, and that in bytes per element of the whole model."""
     found = []
     for _, measured, num_elements in pool.run(_memory, int(plan[3]), plan):
-        shares = {c: getattr(measured, c) / num_elements for c in CATEGORIES}
+        shares = {c: getattr(measured, c) / num_elements for c in MODEL_STATE}
         found.append((measured, shares))
     return found
 
@@ -97,21 +101,24 @@ def test_bytes_per_element_are_those_of_zeros_table(pool: Pool, words: str, cut:
         assert measured.host == measured.disk == 0
 
 
+INNER = 640
+
+
 def _deep() -> torch.nn.Module:
-    return hard_models.Stack([hard_models.Block(64) for _ in range(12)])
+    return hard_models.Stack([hard_models.Block(INNER) for _ in range(12)])
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_parameters_in_use_are_few_units_at_a_time(pool: Pool, prefetch: int, precision: str) -> None:
-    """The unit in use, those ahead of it and one whose gradient travels; 12 blocks and two ends in all."""
+    """The unit in use, the one before it, those ahead and two whose gradients travel, of 12 and two ends."""
     plan = f"dp=2 zero=3 prefetch={prefetch} precision={precision}"
     _, measured, num_elements = pool.run(_memory, 2, plan, _deep)[0]
     _, kept, _ = pool.run(_memory, 2, f"dp=2 zero=3 gathered=step precision={precision}", _deep)[0]
     compute = 2 if precision == "bf16" else 4
-    block = 2 * hard_models.WIDTH * 64 + hard_models.WIDTH + 64
+    block = 2 * hard_models.WIDTH * INNER + hard_models.WIDTH + INNER
     ends = num_elements - 12 * block
-    gathered, travelling = (ends + (1 + prefetch) * block) * compute, (ends + 2 * block) * 4
+    gathered, travelling = (ends + (2 + prefetch) * block) * compute, (ends + 2 * block) * 4
     assert 0 < measured.buffers <= 1.05 * (gathered + 2 * travelling)
     assert kept.buffers >= 0.98 * num_elements * compute
     assert measured.buffers < kept.buffers
