@@ -150,6 +150,7 @@ class Engine:
         PlanError when it does not divide. After an exception that every rank raises at the same point
         the engine can be used again: the step was not taken. A rank that raises alone has to end.
         """
+        self._zero.check_unchanged()
         try:
             for number, micro in enumerate(self._micro_batches(batch)):
                 with seeded(self.device, self.seed, self.num_steps, number, self.data_rank):
@@ -173,7 +174,7 @@ class Engine:
                 hint=f"micro={self._micros_done + 1}",
             )
         if not self._micros_done:
-            self._zero.check_versions()
+            self._zero.check_unchanged()
         self._micros_done += 1
         self._totals[0] += loss.detach()
         self._totals[1] += 1 if num_targets is None else num_targets
