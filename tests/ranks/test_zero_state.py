@@ -48,8 +48,7 @@ def _memory(plan: str, build: Any = programs.wide_llama) -> Any:
     ],
 )
 def test_bytes_of_model_state_are_foretold_within_2_percent(pool: Pool, words: str, precision: str) -> None:
-    """For the rank that holds most; where a rank's range ends in padding it may hold less. Buffers are
-    foretold at their most: what travels at a time depends on the peers."""
+    """For the rank that holds most; where a rank's range ends in padding it may hold less."""
     ranks = pool.run(_memory, int(words[3]), f"{words} precision={precision}")
     for category in MODEL_STATE:
         foretold = [getattr(predicted, category) for predicted, _, _ in ranks]
@@ -57,7 +56,23 @@ def test_bytes_of_model_state_are_foretold_within_2_percent(pool: Pool, words: s
         assert max(held) == pytest.approx(max(foretold), rel=0.02), category
         assert all(mine <= 1.02 * said for mine, said in zip(held, foretold, strict=True)), category
     for predicted, measured, _ in ranks:
-        assert 0.6 * predicted.buffers <= measured.buffers <= predicted.buffers
+        assert measured.buffers == predicted.buffers
+
+
+def _llamas_memory(plan: str) -> tuple[MemoryUse, MemoryUse]:
+    engine = programs.engine_of(programs.Task(programs.rough_llama), plan)
+    shape = (programs.SEQUENCES // engine.data_ranks // engine.plan.micro, programs.LENGTH)
+    predicted = engine.predicted_memory(shape)
+    for batch in programs.batches(2):
+        engine.step(programs.share_of(batch, engine))
+    return predicted, engine.memory()
+
+
+@pytest.mark.parametrize("words", ["zero=1", "zero=2 recompute=selective", "zero=3", "zero=3 recompute=full"])
+def test_activations_and_buffers_are_foretold_to_the_byte_at_every_stage(pool: Pool, words: str) -> None:
+    for predicted, measured in pool.run(_llamas_memory, 2, f"dp=2 {words} precision=bf16"):
+        assert predicted.activations == pytest.approx(measured.activations, rel=0.02)
+        assert (predicted.buffers, predicted.parameters) == (measured.buffers, measured.parameters)
 
 
 def per_element(pool: Pool, plan: str) -> list[tuple[MemoryUse, dict[str, float]]]:
