@@ -14,6 +14,7 @@ a step is skipped follows from the reduced loss and norm, which are the same bit
 
 import contextlib
 import math
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,7 +128,7 @@ class Engine:
         self._totals = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss, targets
         self._micros_done = 0
         self._saved_bytes: int | None = None  # known after the first step
-        self.world.before_close(self._zero.wait_all)
+        self.world.before_close(weakref.WeakMethod(self._zero.wait_all))
 
     @property
     def data_rank(self) -> int:
@@ -211,7 +212,7 @@ class Engine:
         skipped = not (math.isfinite(loss) and math.isfinite(norm))
         if not skipped:
             self._apply(clip_factor(norm, self._how.clip_norm) / num_targets / scale)
-        if self._scale is not None:
+        if self._scale is not None and num_targets:
             self._scale.update(skipped)
         if self._has_buffers:  # what forward changes follows rank 0, as under DDP; it may be a new tensor
             for buffer in persistent_buffers(self.model).values():

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import hard_models
@@ -272,3 +273,28 @@ def _refuses(plan: str) -> bool:
 @pytest.mark.parametrize("plan", ["dp=2 zero=1", "dp=2 zero=3"])
 def test_state_of_another_model_is_refused_by_all_before_anything_changes(pool: Pool, plan: str) -> None:
     assert pool.run(_refuses, 2, plan) == [True, True]
+
+
+def _loss_with_other_frozen_weights(plan: str) -> Any:
+    engine = programs.engine_of(TASKS["frozen"], plan)
+    batches = programs.batches(2)
+    engine.step(programs.share_of(batches[0], engine))
+    trains = {name for name, p in engine.model.named_parameters() if p.requires_grad}
+    held: list[Any] = [_copied(engine.state())]
+    if engine.world.size > 1:
+        dist.broadcast_object_list(held)
+    other = {
+        key: tensor * 1.5
+        if key.startswith("weights/") and key.removeprefix("weights/") not in trains
+        else tensor
+        for key, tensor in held[0].items()
+    }
+    engine.load_state(other)
+    return engine.evaluate(programs.share_of(batches[1], engine)).loss_sum
+
+
+def test_frozen_weights_that_are_loaded_are_seen_by_all_ranks(pool: Pool) -> None:
+    alone = pool.run(_loss_with_other_frozen_weights, 1, "dp=1 precision=fp64")[0]
+    for plan in ("dp=2 zero=1", "dp=2 zero=2", "dp=2 zero=3", "dp=4 zero=1 shard=2"):
+        losses = pool.run(_loss_with_other_frozen_weights, int(plan[3]), f"{plan} precision=fp64")
+        assert losses == pytest.approx([alone] * len(losses), rel=1e-9), plan

@@ -171,9 +171,7 @@ class Zero:
         for unit in self.trained:
             unit.on_complete.append(self._gatherer.on_complete)
         self._gathers_after_update = self.units[0].whole.stays
-        if self._gathers_after_update:
-            self._gatherer.start_all()
-        self._gatherer.forget()
+        self.publish()
         for unit in self.units:
             unit.note_versions()
         self._places = [
@@ -229,8 +227,12 @@ class Zero:
             self._reducer.order_by(self._reduction_order())
 
     def publish(self) -> None:
-        """Lets the model see master weights that were changed otherwise than by `update`."""
-        self.update(lambda _: None)
+        """Lets the model see weights that were written into the ranges otherwise than by `update`."""
+        for unit in self.units:
+            unit.publish()
+        if self._gathers_after_update:
+            self._gatherer.start_all()
+        self._gatherer.forget()
 
     def reset(self) -> None:
         """Forgets a step that an exception ended."""
