@@ -221,7 +221,8 @@ class Gatherer:
             module.register_forward_hook(self._after_forward(module, bundles), always_call=True)
         model.register_forward_pre_hook(lambda *_: self.begin_forward(), prepend=True)
         model.register_forward_hook(lambda *_: self.end_forward(), always_call=True)
-        model.register_state_dict_pre_hook(self._before_state_dict)
+        # A function like the others: a copy of the model would copy a method's object, and groups cannot be.
+        model.register_state_dict_pre_hook(lambda *arguments: self._before_state_dict(*arguments))
 
     def _before_forward(self, bundles: list[Bundle]) -> Callable[..., None]:
         def hook(*_: Any) -> None:
