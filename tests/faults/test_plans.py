@@ -182,6 +182,7 @@ def test_fp16_that_no_smaller_scale_could_save_ends_the_run(recipe: Path, cause:
     assert "not finite in 2 steps in a row" in err
     assert f"and a loss scale of {scale}" in err
     assert "precision=bf16" in err
+    assert column(run, "skipped_steps")[-1] == 2, "no more are waited for"
     losses = column(run, "loss")[-2:]
     if scale:
         assert all(loss is not None and math.isfinite(loss) for loss in losses)
