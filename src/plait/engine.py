@@ -210,7 +210,7 @@ class Engine:
         skipped = not (math.isfinite(loss) and math.isfinite(norm))
         if not skipped:
             self._apply(clip_factor(norm, self._how.clip_norm) / num_targets / scale)
-        if self._scale is not None:
+        if self._scale is not None and num_targets:
             self._scale.update(skipped)
         if self._has_buffers:  # what forward changes follows rank 0, as under DDP; it may be a new tensor
             for buffer in persistent_buffers(self.model).values():
