@@ -14,6 +14,7 @@ a step is skipped follows from the reduced loss and norm, which are the same bit
 
 import contextlib
 import math
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,7 +128,7 @@ class Engine:
         self._totals = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss, targets
         self._micros_done = 0
         self._saved_bytes: int | None = None  # known after the first step
-        self.world.before_close(self._zero.wait_all)
+        self.world.before_close(weakref.WeakMethod(self._zero.wait_all))
 
     @property
     def data_rank(self) -> int:
@@ -150,6 +151,7 @@ class Engine:
         PlanError when it does not divide. After an exception that every rank raises at the same point
         the engine can be used again: the step was not taken. A rank that raises alone has to end.
         """
+        self._zero.check_unchanged()
         try:
             for number, micro in enumerate(self._micro_batches(batch)):
                 with seeded(self.device, self.seed, self.num_steps, number, self.data_rank):
@@ -173,7 +175,7 @@ class Engine:
                 hint=f"micro={self._micros_done + 1}",
             )
         if not self._micros_done:
-            self._zero.check_versions()
+            self._zero.check_unchanged()
         self._micros_done += 1
         self._totals[0] += loss.detach()
         self._totals[1] += 1 if num_targets is None else num_targets

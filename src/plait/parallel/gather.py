@@ -222,7 +222,8 @@ class Gatherer:
             module.register_forward_hook(self._after_forward(module, bundles), always_call=True)
         model.register_forward_pre_hook(lambda *_: self.begin_forward(), prepend=True)
         model.register_forward_hook(lambda *_: self.end_forward(), always_call=True)
-        model.register_state_dict_pre_hook(self._before_state_dict)
+        # A function: copies of the model share it, where they would copy a method with all that it hangs on.
+        model.register_state_dict_pre_hook(lambda *_: self._before_state_dict())
 
     def _before_forward(self, bundles: list[Bundle]) -> Callable[..., None]:
         def hook(*_: Any) -> None:
@@ -304,7 +305,7 @@ class Gatherer:
             for unit in bundle:
                 unit.hide()
 
-    def _before_state_dict(self, *_: Any) -> None:
+    def _before_state_dict(self) -> None:
         self.wait_all()
         if self._frees:
             raise ModelError(

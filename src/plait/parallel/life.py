@@ -50,8 +50,6 @@ def bring_to_life(
     _move_buffers(model, plan, device)
     if on_meta == {False}:
         _store_first_ranks(model, store, groups, device)
-    for unit in units:
-        unit.publish()
     owners = _owners(model, dict(blocks), units)
     bind(model, units, others)
     return Zero(model, tuple(owners), owners, plan, groups)

@@ -205,8 +205,9 @@ class Unit:
             self._hidden = True
 
     def show(self) -> None:
-        """The parameters are views of `storage` again."""
+        """The parameters are views of `storage` again. Raises ModelError when they were changed meanwhile."""
         if self._hidden:
+            self.check_unchanged()
             for parameter, view in zip(self._parameters, self._views, strict=True):
                 parameter.data = view
             self._hidden = False
@@ -218,24 +219,15 @@ class Unit:
             self.cut.masters.forget(self.master)
 
     def note_versions(self) -> None:
-        """From now on `check_versions` finds edits."""
+        """From now on `check_unchanged` finds edits."""
         self._versions = [parameter._version for parameter in self._parameters]
 
-    def check_versions(self) -> None:
+    def check_unchanged(self) -> None:
         """Raises ModelError when a parameter was changed behind our back: the change would be lost."""
         ours = (self._nan if self._hidden else self.storage).untyped_storage()._cdata
-        names = [
-            piece.name
-            for piece, p, version in zip(self.layout.pieces, self._parameters, self._versions, strict=True)
-            if p._version != version or p.untyped_storage()._cdata != ours
-        ]
-        if names:
-            raise ModelError(
-                "a parameter was changed behind the engine's back",
-                given=f"{names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else ""),
-                expected="weights that only the engine changes: its master weights know nothing of others",
-                hint="load weights before parallelize, or with engine.load_state",
-            )
+        for piece, p, version in zip(self.layout.pieces, self._parameters, self._versions, strict=True):
+            if p._version != version or p.untyped_storage()._cdata != ours:
+                raise changed_behind_our_back(piece.name)
 
     # --- gradients
 
@@ -306,6 +298,16 @@ class Unit:
         if all(self._arrived):
             for listener in self.on_complete:
                 listener(self)
+
+
+def changed_behind_our_back(name: str) -> ModelError:
+    """Somebody else wrote a parameter."""
+    return ModelError(
+        "a parameter was changed behind the engine's back",
+        given=name,
+        expected="weights that only the engine changes: its master weights know nothing of others",
+        hint="load weights before parallelize, or with engine.load_state",
+    )
 
 
 def bind(model: nn.Module, units: Iterable[Unit], others: Mapping[str, nn.Parameter]) -> None:

@@ -36,6 +36,7 @@ differently still match each kind in its own order.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +45,7 @@ from plait.comm import Group, Mesh, is_direct, sends_narrow
 from plait.parallel.gather import Gatherer
 from plait.parallel.meter import Meter
 from plait.parallel.reduce import Reducer
-from plait.parallel.units import Cut, MasterMemory, Unit
+from plait.parallel.units import Cut, MasterMemory, Unit, changed_behind_our_back
 from plait.parallel.walk import Bundle
 from plait.plan import Plan
 
@@ -126,6 +127,10 @@ def exchanges(plan: Plan, groups: DataGroups) -> bool:
     return sends_narrow(groups.replicate, narrow, precision.master)
 
 
+def _refuse_to_load(*_: Any) -> None:
+    raise changed_behind_our_back("load_state_dict() of a model that is being trained")
+
+
 class Zero:
     """Units under a plan: what a step does with their parameters and gradients."""
 
@@ -166,21 +171,28 @@ class Zero:
         for unit in self.trained:
             unit.on_complete.append(self._gatherer.on_complete)
         self._gathers_after_update = self.units[0].whole.stays
-        if self._gathers_after_update:
-            self._gatherer.start_all()
-        self._gatherer.forget()
+        self.publish()
         for unit in self.units:
             unit.note_versions()
+        self._places = [
+            (module._parameters, key, f"{name}.{key}" if name else key, parameter)
+            for name, module in model.named_modules()
+            for key, parameter in module._parameters.items()
+        ]
+        model.register_load_state_dict_pre_hook(_refuse_to_load)
 
     @property
     def buffer_bytes(self) -> int:
         """The most bytes that were held at a time for gathered parameters and travelling gradients."""
         return self._meter.peak_bytes
 
-    def check_versions(self) -> None:
-        """Raises ModelError when a parameter was changed behind our back."""
+    def check_unchanged(self) -> None:
+        """Raises ModelError when a parameter was changed or replaced behind our back."""
         for unit in self.units:
-            unit.check_versions()
+            unit.check_unchanged()
+        for holder, key, name, parameter in self._places:
+            if holder.get(key) is not parameter:
+                raise changed_behind_our_back(name)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Runs a micro-batch's backward; with `last`, the step's gradients are complete after it."""
@@ -215,8 +227,12 @@ class Zero:
             self._reducer.order_by(self._reduction_order())
 
     def publish(self) -> None:
-        """Lets the model see master weights that were changed otherwise than by `update`."""
-        self.update(lambda _: None)
+        """Lets the model see weights that were written into the ranges otherwise than by `update`."""
+        for unit in self.units:
+            unit.publish()
+        if self._gathers_after_update:
+            self._gatherer.start_all()
+        self._gatherer.forget()
 
     def reset(self) -> None:
         """Forgets a step that an exception ended."""

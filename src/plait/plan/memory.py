@@ -100,19 +100,25 @@ def _placed(
 
 
 def _buffers(layout: Layout, plan: Plan, incoming_bytes: int, exchanges: bool, receives: bool) -> int:
-    """An upper bound that is met where units are equal: the longest run of gathered neighbours, one gradient
-    that fills and those that travel, and what peers send meanwhile."""
-    compute = COMPUTE_BYTES[plan.precision]
-    sizes = [unit.numel for unit in layout.units]
-    gathered = 0
-    if not _stays(plan):
-        run = len(sizes) if plan.gathered == "step" else 1 + plan.prefetch
-        gathered = compute * max(sum(sizes[i : i + run]) for i in range(len(sizes)))
-    gradients = sorted((unit.numel for unit in layout.units if unit.trains), reverse=True)
-    travelling = len(gradients) if plan.gradients_stay_whole else TRAVELLING + 1
-    held = 0 if plan.gradients_stay_whole else sum(gradients[: TRAVELLING + 1])
+    """The most that forward or backward holds at a time, walking the units in the layout's order.
+
+    In backward, when unit k is complete and its reduction starts: its parameters and those gathered ahead,
+    its gradient, those that travel, and what peers have sent for all of them.
+    """
+    units = layout.units[::-1]
+    per_element = incoming_bytes * (0 if plan.gradients_stay_whole else 1)
     if exchanges:
-        held += sum(gradients) * (plan.dp - 1)
-    elif receives and plan.shard_degree > 1:
-        held += sum(gradients[:travelling]) * (plan.shard_degree - 1) // plan.shard_degree
-    return gathered + held * incoming_bytes
+        received = float(plan.dp - 1)
+    else:
+        received = (plan.shard_degree - 1) / plan.shard_degree if receives else 0.0
+    ahead = len(units) if plan.gathered == "step" else plan.prefetch
+    travelling = len(units) if plan.gradients_stay_whole else TRAVELLING
+    most = 0
+    for k in range(len(units)):
+        window = units if plan.gathered == "step" else units[k : k + 1 + ahead]
+        gathered = 0 if _stays(plan) else sum(unit.numel for unit in window)
+        gradients = [unit for unit in units[: k + 1] if unit.trains][-travelling - 1 :]
+        whole = sum(unit.numel for unit in gradients)
+        held = gathered * COMPUTE_BYTES[plan.precision] + whole * per_element
+        most = max(most, held + int(whole * received) * incoming_bytes)
+    return most

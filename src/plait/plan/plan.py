@@ -165,14 +165,17 @@ class Plan:
     @property
     def accumulates_whole(self) -> bool:
         """Whether micro-batches add up in whole gradients, which are reduced once a step."""
-        if self.accumulate == "auto":
-            return self.zero < 2
-        return self.accumulate == "whole"
+        return self.zero < 2 or self.accumulate == "whole" or self._range_is_whole
 
     @property
     def gradients_stay_whole(self) -> bool:
         """Whether a whole gradient lives as long as a step, and not only until it is reduced."""
-        return self.zero < 2 or (self.accumulates_whole and self.micro > 1)
+        return self.zero < 2 or (self.accumulates_whole and self.micro > 1) or self._range_is_whole
+
+    @property
+    def _range_is_whole(self) -> bool:
+        """A lone rank's range is everything: sums need no memory beside the whole gradients."""
+        return self.shard_degree == 1 and self.offload != "cpu"
 
     def check_ranks(self, num_ranks: int) -> None:
         """Raises PlanError unless the degrees multiply to the ranks that there are."""
