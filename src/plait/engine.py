@@ -112,7 +112,7 @@ class Engine:
         self.layout = Layout.of(unit_facts(model, blocks, how.group_of), plan.shard_degree)
         masters = Masters(plan, self.layout, self.device, how.offload_dir)
         self._zero = bring_to_life(
-            model, blocks, self.layout, plan, self._groups, self.device, how.seed, masters.new
+            model, blocks, self.layout, plan, self._groups, self.device, how.seed, masters
         )
         recompute_blocks(found, plan.recompute)
         if plan.compile:

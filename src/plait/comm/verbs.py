@@ -132,22 +132,24 @@ class Summing:
         """
         self._pending.wait()
         first, *others = self._parts
+        length = max(1, out.numel()) if out.is_cuda else _CACHED  # a GPU pays for every launch
         in_place = any(part.data_ptr() == out.data_ptr() for part in self._parts)
         if in_place and not others:
             assert not add, "a sum added to itself"
-            yield from out.split(_CACHED)
+            yield from out.split(length)
             return
-        scratch = torch.empty(_CACHED, dtype=out.dtype, device=out.device) if add or in_place else None
-        for start in range(0, out.numel(), _CACHED):
-            run = out[start : start + _CACHED]
+        needs_scratch = others and (add or in_place)
+        scratch = torch.empty(length, dtype=out.dtype, device=out.device) if needs_scratch else None
+        for start in range(0, out.numel(), length):
+            run = out[start : start + length]
             if add and not others:
-                run.add_(first[start : start + _CACHED])
+                run.add_(first[start : start + length])
                 yield run
                 continue
             total = run if scratch is None else scratch[: run.numel()]
-            total.copy_(first[start : start + _CACHED])
+            total.copy_(first[start : start + length])
             for part in others:
-                total.add_(part[start : start + _CACHED])
+                total.add_(part[start : start + length])
             if add:
                 run.add_(total)
             elif scratch is not None:

@@ -115,9 +115,10 @@ class Gatherer:
         self._hide()
 
     def wait_all(self) -> None:
-        """Returns when no gather is under way."""
+        """Returns when no gather is under way, and none reads pieces that lie on the host."""
         for unit in list(self._pending):
             self._wait(unit)
+        self._lane.drain()
 
     def reset(self) -> None:
         """After an exception, which all ranks raised at the same point."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from plait.comm import broadcast
 from plait.errors import ModelError
 from plait.models import initialise
-from plait.parallel.units import Unit, bind
+from plait.parallel.units import MasterMemory, Unit, bind
 from plait.parallel.walk import Bundle
 from plait.parallel.zero import DataGroups, Zero, cut_of
 from plait.plan import Layout, Plan
@@ -22,7 +22,7 @@ def bring_to_life(
     groups: DataGroups,
     device: torch.device,
     seed: int,
-    new_master: Callable[[int], Tensor],
+    masters: MasterMemory,
 ) -> Zero:
     """Units that hold the model's first weights, the same on every data rank; the model's parameters are
     views of them. No rank holds more of the model at a time than its ranges and one module."""
@@ -34,7 +34,7 @@ def bring_to_life(
         )
     if not layout.trained_numel:
         raise ModelError("the model has nothing to train", given="no parameter that requires a gradient")
-    cut = cut_of(plan, groups, device, new_master)
+    cut = cut_of(plan, groups, device, masters)
     units = [Unit(unit, cut) for unit in layout.units]
     placed = {piece.name: unit for unit in units for piece in unit.layout.pieces}
     others: dict[str, nn.Parameter] = {}  # what has no place in a unit: parameters that are not floating

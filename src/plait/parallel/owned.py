@@ -50,6 +50,11 @@ class Masters:
         pin = self._home.type == "cpu" and torch.cuda.is_available()
         return torch.zeros(numel, dtype=self._dtype, device=self._home, pin_memory=pin)
 
+    def forget(self, master: Tensor) -> None:
+        """Takes a range's weights out of memory, if they are in a file."""
+        if self.file is not None and master.numel():
+            self.file.forget(master)
+
 
 class Owned:
     """The ranges that this rank updates, their optimizer and its states."""

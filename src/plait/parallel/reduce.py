@@ -37,7 +37,6 @@ step's last backward the ranks vote on which units are reduced once more.
 """
 
 from collections import deque
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -94,7 +93,6 @@ class Reducer:
         self._squares: dict[Unit, Tensor] = {}
         self._device = units[0].cut.device
         self._lane = Lane(self._device)
-        self._arrivals: list[Callable[[], None]] = []  # gradients on their way to the host
         for unit in units:
             unit.on_complete.append(self._on_complete)
             unit.on_late = self._on_late
@@ -141,17 +139,16 @@ class Reducer:
         self._land_all()
         if self._hurries:
             self._reduce_late()
+            self._lane.drain()  # replicas start from the gradients on the host
             for unit in self._order if self._replicates else []:
                 self._start_replicating(unit, unit.gradient)
         for unit, summed, pending in self._replicating:
             pending.wait()
             self._squares[unit] = squared_norm(summed.to(unit.gradient.dtype))
             if summed is not unit.gradient:
-                self._arrivals.append(self._lane.copy(unit.gradient, summed))
+                self._lane.copy(unit.gradient, summed)
         self._replicating.clear()
-        for arrived in self._arrivals:
-            arrived()
-        self._arrivals.clear()
+        self._lane.drain()  # the CPU will read the gradients that are on their way to it
         total = torch.stack([self._squares[unit] for unit in self._order]).sum()
         self._squares.clear()
         all_reduce(total, self._shard)
@@ -165,6 +162,7 @@ class Reducer:
             self._meter.drop(summing.buffer_bytes)
         for _, _, pending in self._replicating:
             pending.wait()
+        self._lane.drain()
         self._travelling.clear()
         self._replicating.clear()
         self._squares.clear()
@@ -239,7 +237,7 @@ class Reducer:
         if self._replicates and not self._hurries:
             self._start_replicating(unit, target)
         elif unit.cut.offloads:
-            self._arrivals.append(self._lane.copy(unit.gradient, target))
+            self._lane.copy(unit.gradient, target)
 
     def _start_replicating(self, unit: Unit, summed: Tensor) -> None:
         if summed.device != self._device or self._rounded:

@@ -31,6 +31,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,16 @@ from torch import Tensor, nn
 from plait.errors import ModelError
 from plait.parallel.meter import Meter
 from plait.plan import Piece, UnitLayout
+
+
+class MasterMemory(Protocol):
+    """Where master weights are kept."""
+
+    def new(self, numel: int) -> Tensor:
+        """Zeros for the master weights of a range."""
+
+    def forget(self, master: Tensor) -> None:
+        """They will not be read soon: if they are in a file, they need no memory."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +64,7 @@ class Cut:
     incoming: torch.dtype
     whole_parameters: bool  # `storage` keeps its memory
     whole_gradients: bool  # `incoming` keeps its memory
-    new_master: Callable[[int], Tensor]  # zeros for a master range of so many elements
+    masters: MasterMemory
     meter: Meter  # of gathered parameters and travelling gradients
 
 
@@ -138,7 +149,7 @@ class Unit:
     def _make_training_storages(self, cut: Cut) -> None:
         numel, range_numel = self.layout.numel, self.layout.range_numel
         if cut.compute != cut.master or (cut.offloads and cut.whole_parameters):
-            self.master = cut.new_master(range_numel)
+            self.master = cut.masters.new(range_numel)
         self.incoming = Flat(numel, cut.incoming, cut.device, stays=cut.whole_gradients, meter=cut.meter)
         if cut.whole_gradients and cut.incoming == cut.master and not cut.offloads:
             self.gradient = self.incoming.tensor[self.start : self.stop]
@@ -205,6 +216,7 @@ class Unit:
         """Rounds the updated master weights into what the model computes with."""
         if self.master is not self.piece:
             self.piece.copy_(self.master)
+            self.cut.masters.forget(self.master)
 
     def note_versions(self) -> None:
         """From now on `check_unchanged` finds edits."""

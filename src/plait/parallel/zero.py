@@ -45,7 +45,7 @@ from plait.comm import Group, Mesh, is_direct, sends_narrow
 from plait.parallel.gather import Gatherer
 from plait.parallel.meter import Meter
 from plait.parallel.reduce import Reducer
-from plait.parallel.units import Cut, Unit, changed_behind_our_back
+from plait.parallel.units import Cut, MasterMemory, Unit, changed_behind_our_back
 from plait.parallel.walk import Bundle
 from plait.plan import Plan
 
@@ -86,7 +86,7 @@ class DataGroups:
         )
 
 
-def cut_of(plan: Plan, groups: DataGroups, device: torch.device, new_master: Callable[[int], Tensor]) -> Cut:
+def cut_of(plan: Plan, groups: DataGroups, device: torch.device, masters: MasterMemory) -> Cut:
     """Where this rank keeps what. See [Note: the four stages]."""
     precision = Precision.of(plan)
     offloads = plan.offload == "cpu"
@@ -101,7 +101,7 @@ def cut_of(plan: Plan, groups: DataGroups, device: torch.device, new_master: Cal
         incoming=_incoming(plan, groups, precision),
         whole_parameters=plan.zero < 3 or nothing_to_free,
         whole_gradients=plan.gradients_stay_whole,
-        new_master=new_master,
+        masters=masters,
         meter=Meter(),
     )
 

@@ -1,0 +1,71 @@
+"""Options of a step: clipping by value is as torch has it, recompute and compile change no number."""
+
+from typing import Any
+
+import pytest
+
+import programs
+from plait.errors import ConfigError
+from pool import Pool
+from programs import Task
+from trainings import engine_of, train
+
+# --- clipping by value
+
+
+@pytest.mark.parametrize(
+    "words", ["dp=2 zero=0", "dp=2 zero=0 micro=3", "dp=2 zero=3 micro=3", "dp=2 zero=3 offload=cpu"]
+)
+def test_clipping_by_value_is_torchs(pool: Pool, words: str) -> None:
+    task = Task(
+        programs.llama,
+        clip_norm=None,
+        clip_value=2e-3,
+    )
+    ours = pool.run(programs.train_task, 2, task, f"{words} precision=fp64")[0]
+    oracle = programs.one_process_task(task, ours.first_weights, micros=2)
+    programs.assert_same(ours, oracle)
+    clipped = [float((g.abs() == 2e-3).double().mean()) for g in oracle.gradients[0].values()]
+    assert 0.01 < max(clipped) < 1.0, "clipping was not active"
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_clipping_is_by_norm_or_by_value(stage: int) -> None:
+    with pytest.raises(ConfigError, match="by their norm or by value") as caught:
+        engine_of(f"zero={stage}", clip_norm=1.0, clip_value=0.5)
+    assert "clip_norm=1.0 and clip_value=0.5" in str(caught.value)
+
+
+# --- recompute and compile on ranks
+
+
+@pytest.mark.parametrize("how", ["full", "selective", "every=2"])
+@pytest.mark.parametrize("words", ["dp=2 zero=3", "dp=2 zero=3 micro=3 prefetch=2 accumulate=whole"])
+def test_recompute_at_stage_3_changes_no_number(pool: Pool, words: str, how: str) -> None:
+    plan = f"{words} precision=fp64"
+    plain = pool.run(programs.train, 2, programs.llama, plan)[0]
+    recomputed = pool.run(programs.train, 2, programs.llama, f"{plan} recompute={how}")[0]
+    programs.assert_same(recomputed, plain, tolerance=1e-12)
+
+
+def _compiled(plans: list[str]) -> Any:
+    """In one run for all plans: what is compiled for the first is found again."""
+    found = []
+    for plan in plans:
+        engine = engine_of(plan)
+        found.append((train(engine, last=2), engine.whole_gradients(), engine.whole_parameters()))
+    return found
+
+
+@pytest.mark.parametrize("how", ["none", "full"])
+def test_compiled_blocks_train_as_uncompiled_ones_at_every_stage(pool: Pool, how: str) -> None:
+    plans = [f"dp=2 zero={stage} recompute={how}" for stage in (0, 1, 3)]
+    found = pool.run(_compiled, 2, [f"{plan} compile=true" for plan in plans], timeout_s=240.0)[0]
+    for (results, gradients, weights), (plain, *tensors) in zip(
+        found, pool.run(_compiled, 2, plans)[0], strict=True
+    ):
+        for mine, theirs in zip(results, plain, strict=True):
+            assert mine.loss == pytest.approx(theirs.loss, rel=1e-6)
+            assert mine.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-5)
+        assert programs.largest_difference(gradients, tensors[0])[0] < 1e-5
+        assert programs.largest_difference(weights, tensors[1])[0] < 1e-5
