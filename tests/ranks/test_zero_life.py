@@ -169,9 +169,9 @@ def test_what_is_done_between_steps_changes_no_bit_of_them(pool: Pool, plan: str
     assert pool.run(_with_and_without, 2, f"{plan} precision=fp32", between) == [True, True]
 
 
-def _looks_between_micro_batches(plan: str) -> Any:
+def _looks_between_micro_batches(plan: str, build: Any = programs.llama) -> Any:
     """A loop of the user's own that also looks at a prediction before each backward."""
-    engine = fresh(plan)
+    engine = fresh(plan, build)
     batch = programs.share_of(programs.batches(1)[0], engine)
     for piece in range(3):
         micro = {key: value.chunk(3)[piece] for key, value in batch.items()}
@@ -204,8 +204,8 @@ def _two_forwards_two_backwards(plan: str) -> Any:
     return engine.whole_gradients()
 
 
-def _one_step(plan: str) -> Any:
-    engine = fresh(plan)
+def _one_step(plan: str, build: Any = programs.llama) -> Any:
+    engine = fresh(plan, build)
     engine.step(programs.share_of(programs.batches(1)[0], engine))
     return engine.whole_gradients()
 
@@ -227,6 +227,17 @@ def test_a_loop_of_ones_own_has_the_steps_gradients(pool: Pool, words: str, loop
 
 
 # --- what must not reach the weights
+
+
+@pytest.mark.parametrize("words", ["zero=1", "zero=3", "zero=3 prefetch=0", "zero=3 gathered=step"])
+def test_looking_before_backward_leaves_weights_that_are_used_elsewhere(pool: Pool, words: str) -> None:
+    """The head reads the embedding's weight, which no hook of the embedding announces in backward."""
+    build = hard_models.borrowed
+    plan = f"dp=2 {words} micro=3 precision=fp64"
+    ours = pool.run(_looks_between_micro_batches, 2, plan, build)[0]
+    plain = pool.run(_one_step, 1, "dp=1 precision=fp64", build)[0]
+    difference, name = programs.largest_difference(ours, plain)
+    assert difference < 1e-9, name
 
 
 def _poisoned(plan: str) -> Any:

@@ -154,6 +154,8 @@ class Gatherer:
     def begin_backward(self) -> None:
         self._backward = True
         self._begin(backward=True)
+        for bundle in self._in_order(self._pinned):  # an evaluation since forward may have freed them
+            self._use(bundle)
 
     def start_rest(self) -> None:
         """Starts the gathers of backward that this rank skipped."""

@@ -39,7 +39,7 @@ class Walk:
         last = dict.fromkeys(whole, -1)
         self._needs = []
         for index, bundle in enumerate(uses):
-            freed = frees and last.get(bundle, -1) >= 0 and index - last[bundle] > prefetch + 1
+            freed = frees and index - last.get(bundle, index) > prefetch + 1
             self._needs.append(bundle not in last or freed)
             last[bundle] = index
 
