@@ -14,7 +14,6 @@ a step is skipped follows from the reduced loss and norm, which are the same bit
 
 import contextlib
 import math
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,7 +127,6 @@ class Engine:
         self._totals = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss, targets
         self._micros_done = 0
         self._saved_bytes: int | None = None  # known after the first step
-        self.world.before_close(weakref.WeakMethod(self._zero.wait_all))
 
     @property
     def data_rank(self) -> int:
@@ -305,7 +303,6 @@ class Engine:
 
         Raises CheckpointError for another model's.
         """
-        self._zero.wait_all()
         self._state.load(tensors)
         self._zero.publish()
         self.num_steps = int(tensors["engine/num_steps"])

@@ -1,11 +1,8 @@
 """Joining the ranks that this process was started with: by torchrun, by our launcher, or alone."""
 
 import atexit
-import contextlib
 import datetime
 import os
-import weakref
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -42,7 +39,6 @@ class World:
         self._store = store
         self._owned = owned  # the process group is ours to destroy: the program had made none
         self._links: list[Link] = []
-        self._before_close: list[weakref.WeakMethod[Callable[[], None]]] = []
         link = self.own(Link(dist.group.WORLD)) if size > 1 else None
         self.group = Group(tuple(range(size)), rank, link)
 
@@ -90,20 +86,9 @@ class World:
         self._links.append(link)
         return link
 
-    def before_close(self, act: "weakref.WeakMethod[Callable[[], None]]") -> None:
-        """Calls a method when the world closes, for what may still be under way on its groups. Its object
-        lives no longer for that."""
-        self._before_close.append(act)
-
     def close(self) -> None:
         """Leaves the job; `connect` would join anew. Groups of this world can be used no more."""
         global _world
-        for act in self._before_close:
-            method = act()
-            with contextlib.suppress(CommError):  # a peer is gone: we are going too
-                if method is not None:
-                    method()
-        self._before_close.clear()
         for link in self._links:
             link.cut()
         if self._owned and dist.is_initialized():

@@ -1,9 +1,9 @@
 """Parameters on their way from the owners of their ranges to where they are used.
 
 [Note: when a unit is whole]
-Stages 1 and 2: always, but for the time from an update, which changes each rank's piece only, until the
-gather that starts right after it has landed; whatever uses the unit first waits for it. Stage 3: from a
-gather just before use (or `prefetch` uses earlier) until the use is over. A use is an *owner* at work:
+Stages 1 and 2: always, but for the time of an update: a unit's gather starts when its piece is updated, and
+all have landed when the update is over, so that nobody can read an old weight. Stage 3: from a gather
+just before use (or `prefetch` uses earlier) until the use is over. A use is an *owner* at work:
 the block for a block's units, else any module that holds one of their parameters itself. It begins with
 the owner's forward, and again when the gradient of its output comes. It is over
 - in forward, when the owner has ended and another use begins: the last in forward is the first in
@@ -57,7 +57,7 @@ class Gatherer:
         watches: bool,
         on_progress: Callable[[Bundle], None],
     ) -> None:
-        """Installs hooks on `model`.
+        """At stage 3, installs hooks on `model`.
 
         keeps         what was gathered stays until the next update
         watches       the first forward looks for weights that are used outside their owners
@@ -84,7 +84,7 @@ class Gatherer:
         self._record: list[Bundle] | None = None  # of the pass under way
         self._is_agreed = False
         self._watch: Watch | None = None
-        if self._frees or group.size > 1:
+        if self._frees:
             self._hook(model, owners)
             self._watch = Watch(self._bundles, self._used_outside) if watches else None
         self._watching = False
@@ -93,7 +93,7 @@ class Gatherer:
     # --- after an update
 
     def start_all(self) -> None:
-        """Stages 1 and 2: gathers what the ranks have written into their pieces; forward waits for each."""
+        """Stages 1 and 2: gathers what the ranks have written into their pieces."""
         for bundle in self._bundles:
             for unit in bundle:
                 self._start(unit, bundle)
@@ -224,8 +224,7 @@ class Gatherer:
             module.register_forward_hook(self._after_forward(module, bundles), always_call=True)
         model.register_forward_pre_hook(lambda *_: self.begin_forward(), prepend=True)
         model.register_forward_hook(lambda *_: self.end_forward(), always_call=True)
-        # A function: copies of the model share it, where they would copy a method with all that it hangs on.
-        model.register_state_dict_pre_hook(lambda *_: self._before_state_dict())
+        model.register_state_dict_pre_hook(_refuse_state_dict)
 
     def _before_forward(self, bundles: list[Bundle]) -> Callable[..., None]:
         def hook(*_: Any) -> None:
@@ -242,7 +241,7 @@ class Gatherer:
             self._use(bundle)
 
     def _after_forward(self, module: nn.Module, bundles: list[Bundle]) -> Callable[..., None]:
-        reads_weights = self._frees and not reads_no_weight_in_backward(module)
+        reads_weights = not reads_no_weight_in_backward(module)
 
         def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
             if self.is_paused:
@@ -307,15 +306,6 @@ class Gatherer:
             for unit in bundle:
                 unit.hide()
 
-    def _before_state_dict(self) -> None:
-        self.wait_all()
-        if self._frees:
-            raise ModelError(
-                "the model's parameters are cut: its state_dict would hold none of them",
-                given="state_dict() of a model at ZeRO stage 3",
-                hint="engine.whole_parameters() or engine.state(), called by all ranks",
-            )
-
     # --- gathers
 
     def _in_order(self, bundles: Iterable[Bundle]) -> list[Bundle]:
@@ -350,3 +340,11 @@ class Gatherer:
         self._wait(unit)
         unit.whole.free()
         self._whole.pop(unit, None)
+
+
+def _refuse_state_dict(*_: Any) -> None:
+    raise ModelError(
+        "the model's parameters are cut: its state_dict would hold none of them",
+        given="state_dict() of a model at ZeRO stage 3",
+        hint="engine.whole_parameters() or engine.state(), called by all ranks",
+    )

@@ -13,12 +13,12 @@ case that `shard` has one rank, which owns everything.
 
 A step is the same walk for all of them:
 
-  forward    a unit is gathered before it is used (3), or has been since the update (1, 2)   gather.py
+  forward    a unit is gathered before it is used (3)                                        gather.py
   backward   gathered again (3); its gradients fill `incoming`; when they are complete, a
              reduce-scatter over `shard` leaves the sum of the own range in `gradient`       reduce.py
              and, once a step, an all-reduce over `replicate` adds up the copies
   update     the norm is summed over `shard`; each rank's optimizer updates its range;
-             stages 1 and 2 gather the new parameters, which forward will wait for
+             stages 1 and 2 gather each unit's new parameters while the next one is updated
 
 Over N ranks of `shard` (N-1)/N elements per parameter and rank travel for each gather and each reduction:
 stages 1 and 2 as much as stage 0's all-reduce, stage 3 half as much again, because backward gathers once
@@ -219,6 +219,7 @@ class Zero:
                     unit.publish()
             if self._gathers_after_update:
                 self._gatherer.start_updated(bundle)
+        self._gatherer.wait_all()
 
     def end_step(self) -> None:
         """Makes ready for the next step, whether this one updated the weights or was skipped."""
@@ -232,16 +233,13 @@ class Zero:
             unit.publish()
         if self._gathers_after_update:
             self._gatherer.start_all()
+            self._gatherer.wait_all()
         self._gatherer.forget()
 
     def reset(self) -> None:
         """Forgets a step that an exception ended."""
         self._reducer.reset()
         self._gatherer.reset()
-
-    def wait_all(self) -> None:
-        """Returns when no gather is under way."""
-        self._gatherer.wait_all()
 
     def _reduction_order(self) -> list[Unit]:
         return [unit for bundle in self._gatherer.backward_order for unit in bundle if unit.trains]
