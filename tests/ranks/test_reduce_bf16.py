@@ -48,6 +48,13 @@ def test_gradients_that_travel_in_bf16_train_nearly_the_same(
     assert_near(found, wide, start, weights=0.03, losses=1e-3)
 
 
+@pytest.mark.parametrize("words", ["dp=1", "dp=1 micro=3", "dp=1 zero=3"])
+def test_nothing_is_rounded_that_travels_nowhere(pool: Pool, words: str) -> None:
+    narrow, exact = (pool.run(trained, 1, plan)[0] for plan in (f"{words} reduce=bf16", words))
+    assert narrow[0] == exact[0]
+    assert differing(narrow[2], exact[2]) == []
+
+
 class Powers(nn.Module):
     """A small model; its steps have 128 targets, so that the mean divides exactly."""
 
