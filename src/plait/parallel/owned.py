@@ -29,8 +29,8 @@ class Masters:
     """Gives out the memory of master weights: on the plan's device, in host memory, or in a file."""
 
     def __init__(self, plan: Plan, layout: Layout, device: torch.device, folder: Path | None) -> None:
-        """Raises ConfigError when the plan offloads to a folder that there is not, or cannot be used, PlanError
-        where gradients are on a GPU: no optimizer steps those with weights or states in a file."""
+        """Raises ConfigError when the plan offloads to a folder that there is not, or cannot be used;
+        PlanError where gradients are on a GPU: no optimizer steps those with weights or states in a file."""
         self._dtype = Precision.of(plan).master
         self._home = torch.device("cpu") if plan.offload != "none" else device
         self.file: MappedFile | None = None
