@@ -74,6 +74,20 @@ def sets(*values: str) -> list[str]:
         (sets("run.batch=6"), ["PlanError", "does not divide", "run.batch=8"]),
         (sets("optimizer.name=Adan"), ["ConfigError", "optimizer.name"]),
         (sets("run.device=cuda"), ["ConfigError", "GPUs"]),
+        (["--plan", "dp=2 zero=4"], ["PlanError", "no such ZeRO stage", "zero=4"]),
+        (["--plan", "dp=4 zero=1 shard=3"], ["PlanError", "shard does not divide dp", "shard=2"]),
+        (["--plan", "dp=2 offload=disk"], ["ConfigError", "no run.offload_dir", "--set run.offload_dir="]),
+        (
+            ["--plan", "dp=2 offload=disk", *sets("run.offload_dir={here}/fast")],
+            ["ConfigError", "No such file", "mkdir -p {here}/fast"],
+        ),
+        (
+            ["--plan", "dp=2 offload=disk", *sets("run.offload_dir={here}/recipe.toml")],
+            ["ConfigError", "Not a directory"],
+        ),
+        (sets("loss_scale.initial=1024"), ["ConfigError", "fp16", "--set loss_scale="]),
+        (["--plan", "precision=fp16", *sets("loss_scale.growth=3")], ["ConfigError", "growth=4.0"]),
+        (sets("optimizer.clip_value=1"), ["ConfigError", "one of the two"]),
         (sets("model.config.hiden_size=8"), ["ModelError", "'hiden_size'", "model.config.hidden_size"]),
         (sets("model.config.model_type=lama"), ["ModelError", "lama"]),
         (sets("model.config.hidden_size=large"), ["ModelError", "hidden_size"]),
@@ -94,7 +108,7 @@ def test_a_mistake_gets_its_letter_and_leaves_nothing(here: Path, words: list[st
     before = everything(here)
     words = [word.format(here=here) for word in words]
     said = letter("train", here / "recipe.toml", *sets(f"run.dir={here}/other"), *words)
-    assert all(word in said for word in says), said
+    assert all(word.format(here=here) in said for word in says), said
     left = {name: content for name, content in everything(here).items() if not name.startswith("new/")}
     assert left == before
     assert not (here / "other").exists()
@@ -245,16 +259,32 @@ def test_debug_adds_the_traceback(here: Path) -> None:
 AS_ANYONE = ("setpriv", "--bounding-set=-dac_override,-dac_read_search")
 
 
-def test_an_unreadable_corpus_is_named(here: Path) -> None:
+@pytest.fixture(scope="module")
+def as_anyone() -> tuple[str, ...]:
+    """The words that start plait as a user who may not do everything."""
     as_root = os.geteuid() == 0
     if as_root and (not shutil.which(AS_ANYONE[0]) or subprocess.run([*AS_ANYONE, "true"]).returncode):
-        pytest.skip("root may read everything, and cannot give that up here")
+        pytest.skip("root may do everything, and cannot give that up here")
+    return (*AS_ANYONE, *PLAIT) if as_root else PLAIT
+
+
+def test_a_folder_to_offload_to_that_cannot_be_written_is_named(
+    here: Path, as_anyone: tuple[str, ...]
+) -> None:
+    (here / "fast").mkdir(mode=0o555)
+    words = ["--plan", "dp=2 offload=disk", *sets(f"run.offload_dir={here}/fast", f"run.dir={here}/other")]
+    _, err = finish(start("train", here / "recipe.toml", *words, entry=as_anyone), code=2)
+    assert err.count("ConfigError") == 1
+    assert f"{here}/fast: Permission denied" in err
+    assert not (here / "other").exists()
+
+
+def test_an_unreadable_corpus_is_named(here: Path, as_anyone: tuple[str, ...]) -> None:
     secret = here / "secret.txt"
     secret.write_text("nobody may read this")
     secret.chmod(0)
     words = sets(f'data.sources=["{secret}"]', f"data.dir={here}/new", f"run.dir={here}/other")
-    entry = (*AS_ANYONE, *PLAIT) if as_root else PLAIT
-    _, err = finish(start("train", here / "recipe.toml", *words, entry=entry), code=2)
+    _, err = finish(start("train", here / "recipe.toml", *words, entry=as_anyone), code=2)
     assert f"DataError: cannot read {secret}" in err
     assert "Permission denied" in err
     assert not (here / "other").exists()

@@ -10,6 +10,7 @@ import torch
 from transformers import get_scheduler
 
 from plait.errors import ConfigError
+from plait.optim import LossScaling
 from plait.plan import Plan
 from plait.train.config import OPTIMIZERS, Recipe, ScheduleConfig, differences, read_recipe
 
@@ -92,6 +93,34 @@ def test_set_puts_a_value_over_the_recipes(
     assert key(read_recipe(recipe, [assignment])) == value
 
 
+def test_a_set_without_a_value_takes_the_key_out(recipe: Path) -> None:
+    plain = read_recipe(recipe)
+    full = read_recipe(recipe, ["optimizer.clip_norm=1.0", "loss_scale.interval=7", "sample.prompt=a"])
+    saved = recipe.with_name("saved.json")
+    saved.write_text(json.dumps(full.model_dump(mode="json")))
+    assert (
+        read_recipe(saved, ["optimizer.clip_norm=", "loss_scale= ", "sample.prompt=", "run.save_s="]) == plain
+    )
+    assert "does not say run.steps" in letter(lambda: read_recipe(recipe, ["run.steps="]))
+    assert read_recipe(recipe, ['sample.prompt=""']).sample.prompt == ""
+
+
+def test_a_loss_scale_is_what_its_section_says(recipe: Path) -> None:
+    assert read_recipe(recipe).loss_scale.scaling() == LossScaling()
+    found = read_recipe(recipe, ["loss_scale.initial=1024", "loss_scale.hysteresis=2"])
+    assert found.loss_scale.scaling() == LossScaling(initial=1024.0, hysteresis=2)
+    assert "initial=1024.0" in letter(lambda: read_recipe(recipe, ["loss_scale.initial=1000"]))
+    assert "loss_scale.interval" in letter(lambda: read_recipe(recipe, ["loss_scale.intervall=3"]))
+
+
+def test_gradients_are_clipped_in_one_way(recipe: Path) -> None:
+    found = read_recipe(recipe, ["optimizer.clip_value=0.5"])
+    assert (found.optimizer.clip_norm, found.optimizer.clip_value) == (None, 0.5)
+    both = ["optimizer.clip_norm=1.0", "optimizer.clip_value=0.5"]
+    assert "--set optimizer.clip_norm=" in letter(lambda: read_recipe(recipe, both))
+    assert read_recipe(recipe, [*both, "optimizer.clip_norm="]) == found
+
+
 def test_the_plan_on_the_command_line_goes_over_the_recipes(recipe: Path) -> None:
     assert read_recipe(recipe, plan="dp=1 precision=bf16").plan == "dp=1 precision=bf16"
 
@@ -128,6 +157,9 @@ def test_a_misspelt_key_is_answered_with_the_nearest(recipe: Path, key: str, nea
         ("optimizer.lr=-1", "greater than 0"),
         ("optimizer.lr=inf", "finite"),
         ("optimizer.clip_norm=inf", "finite"),
+        ("optimizer.clip_value=0", "greater than 0"),
+        ("loss_scale.interval=1.5", "loss_scale.interval = 1.5"),
+        ("run.offload_dir=3", "run.offload_dir = 3"),
         ("optimizer.weight_decay=nan", "finite"),
         ("run.timeout_s=inf", "run.timeout_s"),
         ("run.timeout_s=1e9", "less than or equal to 2592000"),

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import time
 from pathlib import Path
 
 import pytest
@@ -11,14 +12,29 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from plait.errors import CheckpointError, RunError
+from plait.plan import MemoryUse
 from plait.train.metrics import Metrics, StepFacts, cut_back, matmul_peak, read_metrics
-from plait.train.report import draw_losses
+from plait.train.report import draw_losses, memory_table
 from plait.train.run import RunDir
 
 
-def facts(step: int, *, loss: float | None = None, skipped: bool = False) -> StepFacts:
-    loss = 10.0 - step if loss is None else loss
-    return StepFacts(step, loss, 1e-3, 0.5, skipped, step * 100, 5000.0, 0.25, 0.02)
+def facts(
+    step: int, *, loss: float | None = None, skipped: int = 0, loss_scale: float | None = None
+) -> StepFacts:
+    """`skipped`: how many steps were, up to this one and it too."""
+    return StepFacts(
+        step=step,
+        loss=10.0 - step if loss is None else loss,
+        lr=1e-3,
+        grad_norm=0.5,
+        skipped=skipped > 0,
+        skipped_steps=skipped,
+        tokens=step * 100,
+        tokens_per_s=5000.0,
+        mfu=0.25,
+        seconds=0.02,
+        loss_scale=loss_scale,
+    )
 
 
 def record(run: RunDir, first: int, last: int) -> str:
@@ -36,7 +52,8 @@ def test_every_step_is_in_the_file_and_every_second_on_the_screen(tmp_path: Path
     shown = record(RunDir(tmp_path), 0, 12)
     steps = [line for line in read_metrics(tmp_path / "metrics.jsonl") if "loss" in line]
     assert [line["step"] for line in steps] == list(range(1, 13))
-    assert steps[3] == vars(facts(4))
+    assert steps[3] | {"loss_scale": None} == vars(facts(4))
+    assert "loss_scale" not in steps[3], "there is none"
     lines = [line for line in shown.splitlines() if "tok/s" in line]
     assert len(lines) == 6
     assert "step 4/12" in lines[1]
@@ -104,13 +121,27 @@ def test_a_full_disk_does_not_hide_the_error_that_ends_the_run(tmp_path: Path) -
 def test_a_number_that_is_not_finite_is_null_and_the_skip_is_told(tmp_path: Path) -> None:
     shown = io.StringIO()
     with Metrics(RunDir(tmp_path), Console(file=shown, width=200), 0, 12, 2) as metrics:
-        metrics.step(facts(1, loss=math.nan, skipped=True))
+        metrics.step(facts(1, loss=math.nan, skipped=1))
         metrics.step(facts(2))
     first = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
     assert first["loss"] is None
     assert first["skipped"] is True
     assert "step 1: the gradient is not finite; the step is skipped" in shown.getvalue()
     assert "loss 8.0000" in shown.getvalue(), "the mean is of what is finite"
+
+
+def test_a_loss_scale_and_skipped_steps_are_in_the_file_and_on_the_board(tmp_path: Path) -> None:
+    run, shown = RunDir(tmp_path), io.StringIO()
+    with Metrics(run, Console(file=shown, width=200), 0, 12, 2) as metrics:
+        for step in range(1, 5):
+            metrics.step(facts(step, skipped=step, loss_scale=2.0**-step))
+    assert [line["loss_scale"] for line in read_metrics(run.metrics)] == [0.5, 0.25, 0.125, 0.0625]
+    assert [line["skipped_steps"] for line in read_metrics(run.metrics)] == [1, 2, 3, 4]
+    board = EventAccumulator(str(run.tensorboard))
+    board.Reload()
+    assert [event.value for event in board.Scalars("train/loss_scale")] == [0.25, 0.0625]
+    assert [event.value for event in board.Scalars("train/skipped_steps")] == [2, 4]
+    assert "step 2: the gradient is not finite; the step is skipped (loss scale 0.25)" in shown.getvalue()
 
 
 def test_other_ranks_write_and_show_nothing(tmp_path: Path) -> None:
@@ -126,6 +157,25 @@ def test_cutting_back_a_file_that_is_not_there_is_nothing(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
+MIB = 2**20
+
+
+def test_the_memory_table_leaves_out_what_is_nothing_and_sums_the_device() -> None:
+    predicted = MemoryUse(2 * MIB, 4 * MIB, 0, 0, 0, None, disk=8 * MIB)
+    measured = MemoryUse(2 * MIB, 4 * MIB, 0, 0, MIB, 3 * MIB, disk=8 * MIB)
+    shown = io.StringIO()
+    Console(file=shown, width=80).print(memory_table(predicted, measured))
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.getvalue().splitlines()]
+    assert [row for row in cells if row] == [
+        ["parameters", "2.0 MiB", "2.0 MiB"],
+        ["gradients", "4.0 MiB", "4.0 MiB"],
+        ["buffers", "0.0 MiB", "1.0 MiB"],
+        ["activations", "not known", "3.0 MiB"],
+        ["in all", "6.0 MiB", "10.0 MiB"],
+        ["disk", "8.0 MiB", "8.0 MiB"],
+    ]
+
+
 def test_the_picture_shows_both_losses(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     record(run, 0, 12)
@@ -138,5 +188,8 @@ def test_the_picture_shows_both_losses(tmp_path: Path) -> None:
     assert run.picture.stat().st_size < with_validation
 
 
-def test_the_measured_peak_is_a_speed_that_a_processor_can_have() -> None:
-    assert 1e8 < matmul_peak(torch.device("cpu"), torch.float32) < 1e13
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_measured_peak_is_a_speed_that_a_processor_can_have(dtype: torch.dtype) -> None:
+    began_s = time.monotonic()
+    assert 1e8 < matmul_peak(torch.device("cpu"), dtype) < 1e14
+    assert time.monotonic() - began_s < 5.0

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from plait.train.run import prepare
+from plait.errors import ConfigError
+from plait.train.run import RunDir, prepare
 
 RECIPE = """
 plan = "dp=1"
@@ -77,3 +78,30 @@ def test_a_changed_recipe_is_on_disk_before_the_run_goes_on(recipe: Path, synced
     assert synced[0].startswith(".recipe.json")
     assert synced[1:] == ["run"]
     assert not [path for path in (recipe.parent / "run").iterdir() if "tmp" in path.name]
+
+
+def test_a_folder_to_offload_to_is_found_again_from_elsewhere(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(recipe.parent)
+    with pytest.raises(ConfigError, match="cannot be used"):
+        prepare(recipe, sets=["run.offload_dir=fast"], plan="dp=1 offload=disk")
+    (recipe.parent / "fast").mkdir()
+    prepare(recipe, sets=["run.offload_dir=fast"], plan="dp=1 offload=disk")
+    assert list((recipe.parent / "fast").iterdir()) == []
+    saved = RunDir(recipe.parent / "run").read_recipe()
+    assert saved.run.offload_dir == recipe.parent / "fast"
+    # the recipe as it was and the run agree, also from another directory
+    monkeypatch.chdir("/")
+    prepare(recipe.parent / "run", resume=True)
+
+
+def test_a_run_goes_on_under_a_plan_that_has_no_use_for_its_settings(recipe: Path) -> None:
+    words = [f"run.offload_dir={recipe.parent}", "loss_scale.initial=1024"]
+    prepare(recipe, sets=words, plan="dp=1 offload=disk precision=fp16")
+    run = recipe.parent / "run"
+    with pytest.raises(ConfigError, match="a loss scale is for fp16") as caught:
+        prepare(run, plan="dp=1 precision=bf16", resume=True)
+    assert "--set loss_scale= " in str(caught.value.hint)
+    changed = prepare(run, plan="dp=1 precision=bf16", sets=["loss_scale="], resume=True)
+    assert changed.run.offload_dir == recipe.parent

@@ -77,7 +77,7 @@ def _train_under_torchrun(
     world.wait_for(_PREPARED)
     run = RunDir(recipe.run.dir if not source.is_dir() else source)
     code = _train_as_one_of_many(run.read_recipe(), world, debug)
-    if code == USER_MISTAKE and not resume and world.rank == 0:
+    if code and not resume and world.rank == 0:  # whichever rank found why
         discard_unused(run)
     return code
 

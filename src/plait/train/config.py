@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from transformers import get_scheduler
 
 from plait.errors import ConfigError, nearest, unknown_key_hint
-from plait.optim import states_per_element
+from plait.optim import LossScaling, states_per_element
 from plait.train.data import DataConfig, TokenizerConfig
 
 # The engine updates flat storages, in which a matrix is no longer a matrix: an optimizer has to treat
@@ -55,7 +55,7 @@ class RunConfig(Section):
     )
     keep_last: int = Field(default=2, ge=1)
     max_skipped: int = Field(
-        default=10, ge=1, description="steps in a row without a finite gradient before it stops"
+        default=10, ge=1, description="steps in a row without a finite gradient before it stops; see loop.py"
     )
     timeout_s: float = Field(
         default=600.0, gt=0, le=MONTH_S, description="how long a rank waits for another in a step"
@@ -64,6 +64,9 @@ class RunConfig(Section):
         default=60.0, gt=0, le=MONTH_S, description="from a signal to stop until local ranks are killed"
     )
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    offload_dir: Path | None = Field(
+        default=None, description="of plans with offload=disk: a folder on a disk of each host"
+    )
 
 
 class ModelConfig(Section):
@@ -82,6 +85,7 @@ class OptimizerConfig(Section):
     lr: float = Field(gt=0)
     weight_decay: float = Field(default=0.0, ge=0, description="not applied to norms and biases")
     clip_norm: float | None = Field(default=None, gt=0)
+    clip_value: float | None = Field(default=None, gt=0)
     args: dict[str, Any] = {}
 
     def torch_class(self) -> type[torch.optim.Optimizer]:
@@ -110,6 +114,21 @@ class ScheduleConfig(Section):
         )
 
 
+class LossScaleConfig(Section):
+    """`[loss_scale]`: how fp16's loss scale moves; its keys are those of plait.optim.LossScaling."""
+
+    initial: float = LossScaling.initial
+    growth: float = LossScaling.growth
+    backoff: float = LossScaling.backoff
+    interval: int = LossScaling.interval
+    hysteresis: int = LossScaling.hysteresis
+    minimum: float = LossScaling.minimum
+
+    def scaling(self) -> LossScaling:
+        """Raises ConfigError for what a loss scale cannot be."""
+        return LossScaling(**self.model_dump())
+
+
 class SampleConfig(Section):
     """`[sample]`: the text that the trained model writes at the end. No tokens, no sample."""
 
@@ -129,6 +148,7 @@ class Recipe(Section):
     tokenizer: TokenizerConfig
     optimizer: OptimizerConfig
     schedule: ScheduleConfig = ScheduleConfig()
+    loss_scale: LossScaleConfig = LossScaleConfig()
     sample: SampleConfig = SampleConfig()
 
 
@@ -165,6 +185,7 @@ def parse_recipe(values: dict[str, Any], *, source: str) -> Recipe:
     _check_model(recipe.model)
     _check_optimizer(recipe.optimizer)
     _check_schedule(recipe.schedule, recipe.run.steps)
+    recipe.loss_scale.scaling()
     return recipe
 
 
@@ -183,20 +204,23 @@ def _leaves(values: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any
 
 
 def _set(values: dict[str, Any], assignment: str) -> None:
+    """Puts `key=value` over a recipe; `key=` takes the key out of it, and the default holds."""
     key, equals, text = assignment.partition("=")
     *parents, last = key.strip().split(".")
     if not equals or not last or not all(parents):
         raise ConfigError("--set needs key=value", given=assignment, hint="--set run.steps=100")
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text.strip()  # a bare word is text: nobody wants to quote twice in a shell
     table = values
     for parent in parents:
         table = table.setdefault(parent, {})
         if not isinstance(table, dict):
             raise ConfigError(f"{parent} holds a value, no keys", given=f"--set {assignment}")
-    table[last] = value
+    if not text.strip():
+        table.pop(last, None)
+        return
+    try:
+        table[last] = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        table[last] = text.strip()  # a bare word is text: nobody wants to quote twice in a shell
 
 
 def _letter(error: ValidationError, source: str) -> ConfigError:
@@ -253,6 +277,13 @@ def _check_optimizer(optimizer: OptimizerConfig) -> None:
             given=f"optimizer.name = {optimizer.name!r}",
             expected="one of " + ", ".join(OPTIMIZERS),
             hint=nearest(optimizer.name, OPTIMIZERS),
+        )
+    if optimizer.clip_norm is not None and optimizer.clip_value is not None:
+        raise ConfigError(
+            "gradients are clipped by their norm or by value",
+            given=f"optimizer.clip_norm = {optimizer.clip_norm}, clip_value = {optimizer.clip_value}",
+            expected="one of the two",
+            hint="--set optimizer.clip_norm= takes a key out of the recipe",
         )
     known = set(inspect.signature(optimizer.torch_class()).parameters) - {"params"}
     for key in optimizer.args:

@@ -1,5 +1,14 @@
-"""The training loop, on one rank. Every rank runs it; the first one also speaks and writes."""
+"""The training loop, on one rank. Every rank runs it; the first one also speaks and writes.
 
+[Note: when skipped steps end a run]
+A step whose loss or gradient is not finite is skipped, and run.max_skipped of them in a row end the run.
+In fp16 a gradient that overflows is how the loss scale finds its level: from 65536 down to 1 are sixteen
+steps, more with hysteresis, and none of them says that the run has diverged. There a skipped step counts
+when no smaller scale could have saved it: its loss is not finite (the scale is no part of that), or the
+scale is at its minimum.
+"""
+
+import math
 import signal
 import time
 from collections.abc import Iterator
@@ -15,7 +24,7 @@ import plait
 from plait import checkpoint
 from plait.assembly import parallelize
 from plait.comm import World, all_reduce
-from plait.engine import Engine
+from plait.engine import Engine, StepResult
 from plait.errors import CheckpointError, RunError
 from plait.plan import Plan
 from plait.train.config import Recipe
@@ -45,7 +54,20 @@ class Job:
     console: Console | None  # on the first rank
     step: int = 0  # steps done
     tokens: int = 0  # targets seen
-    skipped: int = 0  # steps in a row that were skipped
+    skipped: int = 0  # steps that were skipped
+    in_vain: int = 0  # of them in a row, see [Note: when skipped steps end a run]
+
+    def count(self, result: StepResult, loss_scale: float | None) -> None:
+        """A step is done, of which `loss_scale` was the loss scale."""
+        self.step += 1
+        self.tokens += result.num_tokens
+        if not result.skipped:
+            self.in_vain = 0
+            return
+        self.skipped += 1
+        can_fall = loss_scale is not None and loss_scale > self.recipe.loss_scale.minimum
+        if not (can_fall and math.isfinite(result.loss)):
+            self.in_vain += 1
 
 
 def train(recipe: Recipe, world: World) -> signal.Signals | None:
@@ -80,14 +102,26 @@ def _loop(job: Job, stop: Stop) -> signal.Signals | None:
             lr = job.recipe.optimizer.lr * course(job.step)
             for group in engine.optimizer.param_groups:
                 group["lr"] = lr
+            loss_scale = engine.loss_scale
             result = engine.step(next(batches))
-            job.step += 1
-            job.tokens += result.num_tokens
+            job.count(result, loss_scale)
             seconds = time.perf_counter() - began_s
-            mfu = flops / seconds / (engine.world.size * peak_flops)
-            metrics.step(StepFacts.of(result, job.step, job.tokens, lr, seconds, mfu))
-            job.skipped = job.skipped + 1 if result.skipped else 0
-            if job.skipped >= how.max_skipped:
+            metrics.step(
+                StepFacts(
+                    step=job.step,
+                    loss=result.loss,
+                    lr=lr,
+                    grad_norm=result.grad_norm,
+                    skipped=result.skipped,
+                    skipped_steps=job.skipped,
+                    tokens=job.tokens,
+                    tokens_per_s=result.num_tokens / seconds,
+                    mfu=flops / seconds / (engine.world.size * peak_flops),
+                    seconds=seconds,
+                    loss_scale=loss_scale,
+                )
+            )
+            if job.in_vain >= how.max_skipped:
                 raise _diverged(job, lr)
             if _due(job.step, how.evaluate_every, how.steps):
                 metrics.validation(job.step, _evaluate(job))
@@ -122,12 +156,16 @@ def _due(step: int, every: int, steps: int) -> bool:
 def _start(recipe: Recipe, world: World) -> Job:
     """The engine, and in it the newest checkpoint, if there is one."""
     store = open_store(recipe.data, recipe.tokenizer, verify=False)  # `prepare` has hashed the files
+    plan = Plan.parse(recipe.plan)
     engine = parallelize(
         build_model(recipe.model),
-        Plan.parse(recipe.plan),
+        plan,
         optimizer=recipe.optimizer.torch_class(),
         optimizer_args=recipe.optimizer.torch_args(),
         clip_norm=recipe.optimizer.clip_norm,
+        clip_value=recipe.optimizer.clip_value,
+        loss_scaling=recipe.loss_scale.scaling() if plan.precision == "fp16" else None,
+        offload_dir=recipe.run.offload_dir if plan.offload == "disk" else None,
         seed=recipe.run.seed,
         world=world,
     )
@@ -139,6 +177,7 @@ def _start(recipe: Recipe, world: World) -> Job:
         last.check_weights(engine.weight_shapes())
         engine.load_state(last.read())
         job.step, job.tokens = last.step, int(last.facts["tokens"])
+        job.skipped = int(last.facts["skipped"])
     return job
 
 
@@ -170,7 +209,7 @@ def _evaluate(job: Job) -> float:
 
 
 def _save(job: Job) -> None:
-    """The first rank writes: each holds the whole state. The others wait, and end with it if it fails.
+    """The first rank gathers the whole state and writes it. The others wait, and end with it if it fails.
 
     They wait at the store, which has no time limit: run.timeout_s is for steps, and a disk may be slow.
     """
@@ -180,6 +219,7 @@ def _save(job: Job) -> None:
     if job.engine.world.rank == 0:
         facts = {
             "tokens": job.tokens,
+            "skipped": job.skipped,
             "seed": job.recipe.run.seed,
             "plan": str(job.engine.plan),
             **run_facts(job.recipe, job.store),
@@ -206,9 +246,12 @@ def _show_start(job: Job, peak_flops: float) -> None:
 def _diverged(job: Job, lr: float) -> RunError:
     saved = checkpoint.steps(job.run.checkpoints)
     go_on = f"; the last checkpoint is {saved[-1]}" if saved else ""
+    scale = job.engine.loss_scale
+    at_scale = "" if scale is None else f" and a loss scale of {scale:g}"
+    try_too = "" if scale is None else ", precision=bf16"
     return RunError(
-        f"the gradient was not finite in {job.skipped} steps in a row",
-        given=f"up to step {job.step}, with a learning rate of {lr:.2e}",
+        f"the gradient was not finite in {job.in_vain} steps in a row",
+        given=f"up to step {job.step}, with a learning rate of {lr:.2e}{at_scale}",
         expected="finite gradients; a step without them changes no weight",
-        hint=f"a smaller optimizer.lr or clip_norm{go_on}",
+        hint=f"a smaller optimizer.lr or clip_norm{try_too}{go_on}",
     )

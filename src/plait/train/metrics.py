@@ -1,8 +1,8 @@
 """What a run tells while it runs: a progress line, metrics.jsonl, TensorBoard. On rank 0; elsewhere nothing.
 
-metrics.jsonl has an object per line: of a step all of `StepFacts`, of an evaluation `step` and
-`validation_loss`. A number that is not finite stands as null. Resumed, a run cuts the file back to the
-step that it resumes from, so that no step stands in it twice.
+metrics.jsonl has an object per line: of a step all of `StepFacts` (`loss_scale` only where there is one), of
+an evaluation `step` and `validation_loss`. A number that is not finite stands as null. Resumed, a run cuts
+the file back to the step that it resumes from, so that no step stands in it twice.
 """
 
 import contextlib
@@ -20,32 +20,33 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.utils.tensorboard.writer import SummaryWriter
 
-from plait.engine import StepResult
 from plait.errors import RunError
 from plait.files import write_text
 from plait.train.run import RunDir
 
+_CURVES = {"loss", "lr", "grad_norm", "tokens_per_s", "mfu", "skipped_steps", "loss_scale"}
+
 
 @dataclass(frozen=True)
 class StepFacts:
-    """One training step, over all ranks. `step` counts from 1; `tokens` are the targets since step 1."""
+    """One training step, over all ranks. `step` counts from 1.
+
+    skipped_steps  how many were skipped since step 1
+    tokens         targets since step 1
+    loss_scale     of fp16: what this step's loss was scaled by; None for other precisions
+    """
 
     step: int
     loss: float
     lr: float
     grad_norm: float
     skipped: bool
+    skipped_steps: int
     tokens: int
     tokens_per_s: float
     mfu: float
     seconds: float
-
-    @classmethod
-    def of(
-        cls, result: StepResult, step: int, tokens: int, lr: float, seconds: float, mfu: float
-    ) -> "StepFacts":
-        speed = result.num_tokens / seconds
-        return cls(step, result.loss, lr, result.grad_norm, result.skipped, tokens, speed, mfu, seconds)
+    loss_scale: float | None = None
 
 
 class Metrics:
@@ -113,10 +114,11 @@ class Metrics:
         if self._console is None:
             return
         with self._writing():
-            self._file.write(_line(vars(facts)))
+            self._file.write(_line(_given(facts)))
         self._since_log.append(facts)
         if facts.skipped:
-            self.note(f"step {facts.step}: the gradient is not finite; the step is skipped")
+            scale = "" if facts.loss_scale is None else f" (loss scale {facts.loss_scale:g})"
+            self.note(f"step {facts.step}: the gradient is not finite; the step is skipped{scale}")
         if self._progress is not None:
             self._progress.update(self._task, completed=facts.step, text=self._text([facts]))
         if facts.step % self._log_every and facts.step != self._steps:
@@ -124,7 +126,7 @@ class Metrics:
         if self._progress is None:
             self.note(f"step {facts.step}/{self._steps}  {self._text(self._since_log)}{self._left()}")
         with self._writing():
-            for name in ("loss", "lr", "grad_norm", "tokens_per_s", "mfu"):
+            for name in _CURVES & _given(facts).keys():
                 self._board.add_scalar(f"train/{name}", getattr(facts, name), facts.step)
             self._file.flush()
         self._since_log.clear()
@@ -195,6 +197,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return records
 
 
+def _given(facts: StepFacts) -> dict[str, Any]:
+    return {name: value for name, value in vars(facts).items() if value is not None}
+
+
 def _line(record: dict[str, Any]) -> str:
     finite = {
         key: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -210,6 +216,8 @@ def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
     of a host has to call it at the same time, to share the host as they do in training.
     """
     size = 8192 if device.type == "cuda" else 1024
+    if device.type == "cpu" and dtype is torch.float16:
+        size = 256  # most processors have no fp16 arithmetic: a product of the size above takes seconds
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     best_s = math.inf
     for _ in range(6):

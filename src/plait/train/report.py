@@ -31,20 +31,34 @@ def start_table(recipe: Recipe, engine: Engine, peak_flops: float) -> Table:
     table.add_row("step", f"{run.batch} sequences of {sequence} = {run.batch * sequence:,} tokens")
     table.add_row("steps", f"{run.steps:,}: {run.steps * run.batch * sequence:,} tokens")
     table.add_row("peak", f"{peak_flops / 1e9:,.1f} GFLOP/s per rank, a matrix product measured now")
-    memory = ", ".join(f"{field.name} {_size(getattr(predicted, field.name))}" for field in fields(predicted))
-    table.add_row("memory per rank", f"{memory}; in all {_size(predicted.total)}")
+    on_device, elsewhere = (
+        [f"{name} {_size(getattr(predicted, name))}" for name in names]
+        for names in _used_categories(predicted)
+    )
+    memory = "; ".join([", ".join(on_device), f"in all {_size(predicted.total)}", *elsewhere])
+    table.add_row("memory per rank", memory)
     return table
 
 
 def memory_table(predicted: MemoryUse, measured: MemoryUse) -> Table:
-    """Bytes per rank by category: what was predicted, what was measured."""
+    """Bytes per rank by category: what was predicted, what was measured. Below the sum, what is offloaded."""
     table = Table(title="memory per rank", title_justify="left")
     for heading in ("", "predicted", "measured"):
         table.add_column(heading, justify="right" if heading else "left")
-    for field in fields(predicted):
-        table.add_row(field.name, _size(getattr(predicted, field.name)), _size(getattr(measured, field.name)))
+    on_device, elsewhere = _used_categories(predicted, measured)
+    for name in on_device:
+        table.add_row(name, _size(getattr(predicted, name)), _size(getattr(measured, name)))
     table.add_row("in all", _size(predicted.total), _size(measured.total))
+    for name in elsewhere:
+        table.add_row(name, _size(getattr(predicted, name)), _size(getattr(measured, name)))
     return table
+
+
+def _used_categories(*uses: MemoryUse) -> tuple[list[str], list[str]]:
+    """Those in which any of `uses` has bytes or cannot say: of the device, and of what is offloaded."""
+    used = [field.name for field in fields(MemoryUse) if any(getattr(use, field.name) != 0 for use in uses)]
+    offloaded = ("host", "disk")
+    return [name for name in used if name not in offloaded], [name for name in used if name in offloaded]
 
 
 def draw_losses(metrics: Path, picture: Path) -> None:

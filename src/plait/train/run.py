@@ -13,8 +13,9 @@ from plait.checkpoint import Checkpoint
 from plait.errors import ConfigError, PlanError, RunError
 from plait.files import sync_folder, sync_tree, write_json
 from plait.models import causal_lm_on_meta
+from plait.optim import MappedFile
 from plait.plan import Plan
-from plait.train.config import Recipe, differences, read_recipe
+from plait.train.config import LossScaleConfig, Recipe, differences, read_recipe
 from plait.train.data import TokenStore, build, check_samples, load_tokenizer
 from plait.train.model import check_config, check_prompt, prompt_ids, whole_config
 
@@ -95,6 +96,8 @@ def prepare(
     the_plan = Plan.parse(recipe.plan)
     the_plan.check_ranks(ranks if ranks is not None else the_plan.num_ranks)
     _check_batch(the_plan, recipe.run.batch)
+    _check_loss_scale(the_plan, recipe.loss_scale)
+    _check_offload_dir(the_plan, recipe.run.offload_dir)
     if local:
         _check_devices(the_plan.num_ranks, recipe.run.device)
     check_config(recipe.model, recipe.data.sequence)
@@ -179,7 +182,8 @@ def _resolve(recipe: Recipe, store: TokenStore) -> Recipe:
         resolved = recipe.model.model_copy(update={"config": config, "path": None})
     data = recipe.data.model_copy(update={"dir": _absolute(recipe.data.dir)})
     words = recipe.tokenizer.model_copy(update={"path": _absolute(recipe.tokenizer.path)})
-    return recipe.model_copy(update={"model": resolved, "data": data, "tokenizer": words})
+    how = recipe.run.model_copy(update={"offload_dir": _absolute(recipe.run.offload_dir)})
+    return recipe.model_copy(update={"run": how, "model": resolved, "data": data, "tokenizer": words})
 
 
 def _absolute(path: Path | None) -> Path | None:
@@ -221,6 +225,34 @@ def _check_unchanged(recipe: Recipe, saved: Recipe, run: RunDir) -> None:
             given=f"{', '.join(changed[:5])} differ from {run.recipe}",
             hint=f"plait train {run.path} --resume, with --set for what shall change",
         )
+
+
+def _check_loss_scale(plan: Plan, scale: LossScaleConfig) -> None:
+    if plan.precision != "fp16" and scale != LossScaleConfig():
+        raise ConfigError(
+            "a loss scale is for fp16, whose gradients underflow",
+            given=f"[loss_scale] and precision={plan.precision}",
+            hint="precision=fp16, or --set loss_scale= to take the section out of the recipe",
+        )
+
+
+def _check_offload_dir(plan: Plan, folder: Path | None) -> None:
+    """Raises ConfigError unless files can be made in the folder, where the plan offloads to disk.
+
+    On this host: other hosts' folders, and the room in all of them, are for the ranks to find out, which
+    take the whole of it before the first step. A plan that does not offload to disk has no use for the
+    folder and may have one, so that a recipe can be run under several plans.
+    """
+    if plan.offload != "disk":
+        return
+    if folder is None:
+        raise ConfigError(
+            "offload=disk does not say where to",
+            given="no run.offload_dir",
+            expected="a folder on a fast disk of the host, or of each host; not on a network's",
+            hint="--set run.offload_dir=/var/tmp",
+        )
+    MappedFile(folder, 0).close()
 
 
 def _check_devices(ranks: int, device: str) -> None:
