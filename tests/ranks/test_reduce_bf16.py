@@ -10,7 +10,7 @@ import plait
 import programs
 import trainings
 from pool import Pool
-from trainings import assert_near, differing, engine_of, trained
+from trainings import assert_near, differing, engine_of, train, trained
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +46,43 @@ def test_gradients_that_travel_in_bf16_train_nearly_the_same(
 ) -> None:
     found = pool.run(trained, int(words[3]), f"{words} reduce=bf16")[0]
     assert_near(found, wide, start, weights=0.03, losses=1e-3)
+
+
+@pytest.mark.parametrize("words", ["dp=1", "dp=1 micro=3", "dp=1 zero=3"])
+def test_nothing_is_rounded_that_travels_nowhere(pool: Pool, words: str) -> None:
+    narrow, exact = (pool.run(trained, 1, plan)[0] for plan in (f"{words} reduce=bf16", words))
+    assert narrow[0] == exact[0]
+    assert differing(narrow[2], exact[2]) == []
+
+
+def _buffers(plan: str) -> Any:
+    engine = engine_of(plan, programs.wide_llama)
+    shape = programs.SEQUENCES // engine.plan.dp // engine.plan.micro, programs.LENGTH
+    foretold = engine.predicted_memory(shape).buffers
+    train(engine, last=1)
+    return foretold, engine.memory().buffers, engine.num_parameters
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+@pytest.mark.parametrize(
+    ("words", "least"),  # bytes per element that copies in bf16 take, here or at a peer's
+    [
+        ("dp=2 zero=0", 2),
+        ("dp=2 zero=0 micro=3", 2),
+        ("dp=4 zero=0", 2),
+        ("dp=2 zero=1 micro=3", 3),
+        ("dp=4 zero=1 shard=2 micro=3", 3),
+        ("dp=4 zero=2 shard=2", 1),
+        ("dp=4 zero=3 shard=2", 1),
+        ("dp=2 zero=3 micro=3 accumulate=whole", 3),
+    ],
+)
+def test_copies_that_are_rounded_to_travel_are_foretold(
+    pool: Pool, words: str, least: int, offload: str
+) -> None:
+    for foretold, held, numel in pool.run(_buffers, int(words[3]), f"{words} reduce=bf16 offload={offload}"):
+        assert held >= 0.98 * least * numel
+        assert 0.95 * foretold <= held <= foretold
 
 
 class Powers(nn.Module):

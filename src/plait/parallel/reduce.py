@@ -147,6 +147,7 @@ class Reducer:
             self._squares[unit] = squared_norm(summed.to(unit.gradient.dtype))
             if summed is not unit.gradient:
                 self._lane.copy(unit.gradient, summed)
+                self._meter.drop(summed.nbytes)
         self._replicating.clear()
         self._lane.drain()  # the CPU will read the gradients that are on their way to it
         total = torch.stack([self._squares[unit] for unit in self._order]).sum()
@@ -160,8 +161,9 @@ class Reducer:
             for _ in summing.into(torch.empty_like(unit.gradient, device=self._device)):
                 pass
             self._meter.drop(summing.buffer_bytes)
-        for _, _, pending in self._replicating:
+        for unit, summed, pending in self._replicating:
             pending.wait()
+            self._meter.drop(0 if summed is unit.gradient else summed.nbytes)
         self._lane.drain()
         self._travelling.clear()
         self._replicating.clear()
@@ -204,12 +206,14 @@ class Reducer:
     def _start(self, unit: Unit) -> None:
         contribution = unit.seal()
         unit.move(GradientState.REDUCING)
-        if self._rounded:
+        copied = self._rounded and contribution.dtype != torch.bfloat16
+        if copied:
             contribution = contribution.to(torch.bfloat16)
         if self._exchanges:
             summing = start_exchange(contribution, self._replicate)
         else:
             summing = start_reduce_scatter(contribution, self._shard)
+        summing.buffer_bytes += contribution.nbytes if copied else 0
         self._travelling.append((unit, summing))
         self._meter.hold(summing.buffer_bytes)
         while self._frees and len(self._travelling) > TRAVELLING:
@@ -242,4 +246,5 @@ class Reducer:
     def _start_replicating(self, unit: Unit, summed: Tensor) -> None:
         if summed.device != self._device or self._rounded:
             summed = summed.to(self._device, torch.bfloat16 if self._rounded else summed.dtype)
+        self._meter.hold(0 if summed is unit.gradient else summed.nbytes)
         self._replicating.append((unit, summed, start_all_reduce(summed, self._replicate)))

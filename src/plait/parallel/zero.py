@@ -113,9 +113,14 @@ def _incoming(plan: Plan, groups: DataGroups, precision: Precision) -> torch.dty
     """
     if plan.accumulates_whole and plan.micro > 1:
         return precision.master
-    if plan.reduce == "bf16":
+    if _rounds(plan, groups):
         return torch.bfloat16
     return precision.compute if is_direct(groups.reductions) or exchanges(plan, groups) else precision.master
+
+
+def _rounds(plan: Plan, groups: DataGroups) -> bool:
+    """Whether gradients are rounded to bf16. What travels nowhere is not."""
+    return plan.reduce == "bf16" and groups.all.size > 1
 
 
 def exchanges(plan: Plan, groups: DataGroups) -> bool:
@@ -153,7 +158,7 @@ class Zero:
             replicate=groups.replicate,
             whole=plan.accumulates_whole,
             exchanges=exchanges(plan, groups),
-            rounded=plan.reduce == "bf16",
+            rounded=_rounds(plan, groups),
             hurries=not self.units[0].whole.stays and plan.gathered == "use",
             meter=self._meter,
         )

@@ -103,7 +103,8 @@ def _buffers(layout: Layout, plan: Plan, incoming_bytes: int, exchanges: bool, r
     """The most that forward or backward holds at a time, walking the units in the layout's order.
 
     In backward, when unit k is complete and its reduction starts: its parameters and those gathered ahead,
-    its gradient, those that travel, and what peers have sent for all of them.
+    its gradient, those that travel, what peers have sent for all of them, copies that are rounded to travel,
+    and on their way between replicas the ranges of those that have landed.
     """
     units = layout.units[::-1]
     per_element = incoming_bytes * (0 if plan.gradients_stay_whole else 1)
@@ -113,12 +114,27 @@ def _buffers(layout: Layout, plan: Plan, incoming_bytes: int, exchanges: bool, r
         received = (plan.shard_degree - 1) / plan.shard_degree if receives else 0.0
     ahead = len(units) if plan.gathered == "step" else plan.prefetch
     travelling = len(units) if plan.gradients_stay_whole else TRAVELLING
-    most = 0
+    wire = 2 if plan.reduce == "bf16" and plan.dp > 1 else incoming_bytes
+    copies = wire if wire < incoming_bytes else 0
+    between = 0 if exchanges else _copied_for_replicas(plan)
+    waits = not _stays(plan) and plan.gathered == "use"  # replicas add up after backward
+    most = layout.trained_numel // plan.shard_degree * between
     for k in range(len(units)):
         window = units if plan.gathered == "step" else units[k : k + 1 + ahead]
         gathered = 0 if _stays(plan) else sum(unit.numel for unit in window)
-        gradients = [unit for unit in units[: k + 1] if unit.trains][-travelling - 1 :]
-        whole = sum(unit.numel for unit in gradients)
+        gradients = [unit.numel for unit in units[: k + 1] if unit.trains]
+        whole = sum(gradients[-travelling - 1 :])
+        landed = 0 if waits else sum(gradients) - whole
         held = gathered * COMPUTE_BYTES[plan.precision] + whole * per_element
-        most = max(most, held + int(whole * received) * incoming_bytes)
+        held += int(whole * received) * wire + whole * copies + landed // plan.shard_degree * between
+        most = max(most, held)
     return most
+
+
+def _copied_for_replicas(plan: Plan) -> int:
+    """Bytes per element of an owned range that travels between replicas in a copy."""
+    if plan.dp == plan.shard_degree:
+        return 0
+    if plan.reduce == "bf16":
+        return 2
+    return MASTER_BYTES[plan.precision] if plan.offload == "cpu" else 0

@@ -34,10 +34,11 @@ class Plan:
     prefetch    stage 3: units gathered ahead of the one in use
     gathered    stage 3: parameters stay gathered for one `use` (a forward or a backward) or for a `step`
     precision   what the model computes in. bf16 and fp16 keep fp32 master weights; fp16 scales its loss
-    reduce      what gradients travel in between data ranks; sums are fp32 (fp64 for fp64)
+    reduce      what gradients travel in between data ranks; owners add up in fp32 (fp64 for fp64), what
+                replicas (and NCCL) add is rounded as it travels
     states      what the optimizer's states are kept in
     offload     where optimizer state, master weights and (stage 3) parameter pieces live: `cpu` memory,
-                or memory-mapped files on `disk` for optimizer state and master weights
+                or memory-mapped files on `disk` for optimizer state and master weights (of CPU ranks)
     recompute   `full` keeps only each block's input and computes the block again in backward, `selective`
                 keeps matrix products and computes the rest again, `every=k` is full for every k-th block
     compile     torch.compile of each block
