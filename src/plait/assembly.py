@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from plait.comm import Mesh, World, connect
 from plait.engine import Engine, Training
 from plait.errors import ConfigError, PlanError
-from plait.models import Blocks, Loss, blocks_of, choose_loss
+from plait.models import Blocks, Loss, blocks_of
 from plait.optim import DEFAULT_GROUPS, LossScaling
 from plait.plan import Grid, Plan
 
@@ -55,7 +55,6 @@ def parallelize(
     """
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     _check_clipping(clip_norm, clip_value)
-    choose_loss(model, loss)
     world = connect() if world is None else world
     plan.check_ranks(world.size)
     _check_fp16(plan, loss_scaling, world.device)

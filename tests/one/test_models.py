@@ -184,11 +184,16 @@ def test_a_misspelt_model_type_is_answered_with_the_nearest() -> None:
 
 
 def test_a_model_without_a_loss_of_its_own_needs_one() -> None:
+    """In `step`, which computes it; a loop of one's own has its own."""
+    engine = parallelize(nn.Linear(2, 2), "dp=1")
     with pytest.raises(ModelError, match="does not say what its loss is"):
-        parallelize(nn.Linear(2, 2), "dp=1")
+        engine.step({"input": torch.ones(1, 2)})
+    engine.backward(engine.model(torch.ones(1, 2)).sum())
+    assert not engine.update().skipped
     router = causal_lm_on_meta({**small("mixtral").config.to_dict(), "output_router_logits": True})
+    ids = torch.ones(1, 4, dtype=torch.long)
     with pytest.raises(ModelError, match="auxiliary router loss"):
-        parallelize(router, "dp=1")
+        parallelize(router, "dp=1").step({"input_ids": ids, "labels": ids})
 
 
 def test_recompute_without_blocks_is_refused() -> None:

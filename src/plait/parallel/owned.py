@@ -77,7 +77,7 @@ class Owned:
         folder: Path | None,
     ) -> None:
         visits = plan.states == "bf16" or folder is not None
-        self.slices = {unit: _slices(unit, CHUNK if visits else None) for unit in units}
+        self.slices = {unit: _slices(unit, _longest(unit) if visits else None) for unit in units}
         self.kinds = state_kinds(kind, arguments)
         flat = [(unit, part) for unit, parts in self.slices.items() for part in parts]
         self.optimizer = make_optimizer(
@@ -107,6 +107,11 @@ class Owned:
         """The optimizer's step number `number` of this unit, gradients multiplied by `factor`."""
         self.has_states = True
         self.stepper.step([part.leaf for part in self.slices[unit]], factor, number)
+
+
+def _longest(unit: Unit) -> int:
+    """Elements of a slice whose states visit: on a CPU they stay in cache, a GPU pays for every launch."""
+    return CHUNK * 64 if unit.master.is_cuda else CHUNK
 
 
 def _slices(unit: Unit, longest: int | None) -> list[OwnedSlice]:
