@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from plait.assembly import parallelize
-    from plait.engine import Engine, EvalResult, StepResult
+    from plait.batch import EvalResult, StepResult
+    from plait.engine import Engine
     from plait.errors import PlaitError
     from plait.optim import LossScaling
     from plait.plan import Plan
@@ -27,8 +28,8 @@ __all__ = [
 # loader's worker, the launcher or a plan has no use for.
 _HOMES = {
     "Engine": "plait.engine",
-    "EvalResult": "plait.engine",
-    "StepResult": "plait.engine",
+    "EvalResult": "plait.batch",
+    "StepResult": "plait.batch",
     "LossScaling": "plait.optim",
     "parallelize": "plait.assembly",
     "PlaitError": "plait.errors",

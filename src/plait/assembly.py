@@ -54,7 +54,7 @@ def parallelize(
     Raises PlanError, ModelError or ConfigError.
     """
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
-    _check_clipping(clip_norm, clip_value)
+    _check_update(optimizer, clip_norm, clip_value)
     world = connect() if world is None else world
     plan.check_ranks(world.size)
     _check_fp16(plan, loss_scaling, world.device)
@@ -74,9 +74,15 @@ def parallelize(
     return Engine(model if model.training else model.train(), plan, how, mesh, blocks_of(model, blocks))
 
 
-def _check_clipping(norm: float | None, value: float | None) -> None:
+def _check_update(optimizer: object, norm: float | None, value: float | None) -> None:
+    if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
+        raise ConfigError(
+            "the optimizer is given by its class, which is built over the ranges that each rank owns",
+            given=f"{optimizer if isinstance(optimizer, type) else type(optimizer).__name__}",
+            hint="optimizer=torch.optim.AdamW, optimizer_args={'lr': 1e-3}",
+        )
     for name, limit in (("clip_norm", norm), ("clip_value", value)):
-        if limit is not None and not limit > 0:
+        if limit is not None and not (isinstance(limit, int | float) and limit > 0):
             raise ConfigError(f"{name} is not a limit", given=f"{name}={limit}", expected="above 0, or None")
     if norm is not None and value is not None:
         raise ConfigError(

@@ -14,7 +14,7 @@ a step is skipped follows from the reduced loss and norm, which are the same bit
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plait.batch import EvalResult, StepResult, check_loss, micro_batches, on_device
 from plait.comm import Mesh, all_reduce, broadcast, start_all_reduce
 from plait.errors import ModelError, PlanError
 from plait.models import (
@@ -50,30 +51,6 @@ from plait.parallel import (
     recompute_blocks,
 )
 from plait.plan import Layout, MemoryUse, Plan
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one optimizer step did; the same on every rank.
-
-    loss        mean over all targets of the step (NaN when there was none)
-    grad_norm   2-norm of the step's gradient before clipping, each whole element once
-    num_tokens  targets of the step, over all micro-batches and data ranks
-    skipped     loss or norm was not finite, or there was no target: weights and optimizer are untouched
-    """
-
-    loss: float
-    grad_norm: float
-    num_tokens: int
-    skipped: bool
-
-
-@dataclass(frozen=True)
-class EvalResult:
-    """Summed over all data ranks; the mean loss is `loss_sum / num_tokens`."""
-
-    loss_sum: float
-    num_tokens: int
 
 
 @dataclass(frozen=True)
@@ -124,7 +101,9 @@ class Engine:
         self._scale = LossScale(how.loss_scaling) if how.loss_scaling is not None else None
         self._scale_unit = 0.0  # targets that the loss scale is for; see `_scaled`
         self._has_buffers = bool(persistent_buffers(model))
-        self._totals = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss, targets
+        # Of loss, targets, and of a digest and its square, which tell whether all ranks have the same one.
+        self._totals = torch.zeros(4, dtype=torch.float64, device=self.device)
+        self._is_torn = False  # an update was interrupted half-way
         self._micros_done = 0
         self._saved_bytes: int | None = None  # known after the first step
 
@@ -151,11 +130,11 @@ class Engine:
         """
         self._zero.check_unchanged()
         try:
-            for number, micro in enumerate(self._micro_batches(batch)):
+            for number, micro in enumerate(micro_batches(self._on_device(batch), self.plan.micro)):
                 with seeded(self.device, self.seed, self.num_steps, number, self.data_rank):
                     self.backward(*self._forward(micro))
         except BaseException:
-            self._abandon()
+            self.abandon()
             raise
         return self.update()
 
@@ -165,6 +144,12 @@ class Engine:
         `loss` is a sum over `num_targets` targets. Without `num_targets` it is a mean that counts as
         one target, so that the step's loss is the mean over micro-batches and data ranks.
         """
+        check_loss(loss)
+        if self._is_torn:
+            raise ModelError(
+                "the last update was interrupted: some weights are a step ahead of others",
+                hint="engine.load_state with a saved state",
+            )
         if self._micros_done == self.plan.micro:
             raise PlanError(
                 "more micro-batches than the plan has",
@@ -174,14 +159,14 @@ class Engine:
             )
         if not self._micros_done:
             self._zero.check_unchanged()
-        self._micros_done += 1
-        self._totals[0] += loss.detach()
-        self._totals[1] += 1 if num_targets is None else num_targets
         try:
+            self._micros_done += 1
+            self._totals[0] += loss.detach()
+            self._totals[1] += 1 if num_targets is None else num_targets
             last = self._micros_done == self.plan.micro
             self._zero.backward(self._scaled(loss, num_targets), last=last)
         except BaseException:
-            self._abandon()
+            self.abandon()
             raise
 
     def update(self) -> StepResult:
@@ -194,15 +179,19 @@ class Engine:
         try:
             return self._update()
         except BaseException:
-            self._abandon()
+            self.abandon()
             raise
 
     def _update(self) -> StepResult:
+        digest = float(self._zero.digest)
+        self._totals[2:] = torch.tensor([digest, digest**2], dtype=torch.float64)
         pending = start_all_reduce(self._totals, self._groups.all)
         square = self._zero.finish()
         pending.wait()
-        loss_sum, num_targets, square_sum = torch.stack([*self._totals, square]).tolist()
+        loss_sum, num_targets, *digests, square_sum = torch.stack([*self._totals, square]).tolist()
         self._totals.zero_()
+        if digests[1] * self.data_ranks != digests[0] ** 2:
+            raise _other_gathers()
         loss, norm = math.nan, math.nan
         scale = self._loss_scale()
         if num_targets:
@@ -225,7 +214,9 @@ class Engine:
         if self._how.clip_value is not None:
             clip_values((unit.gradient for unit in self._zero.trained), factor, self._how.clip_value)
             factor = 1.0
+        self._is_torn = True
         self._zero.update(lambda unit: self._owned.step(unit, factor, self.num_steps))
+        self._is_torn = False
 
     def _rounded(self, norm: float) -> float:
         """To the dtype of gradients: the last bits of a float64 sum depend on how units are cut."""
@@ -253,15 +244,20 @@ class Engine:
     def evaluate(self, batch: Mapping[str, Tensor]) -> EvalResult:
         """The loss of this data rank's share, summed over all; changes nothing of the training state.
 
-        Runs in at most `plan.micro` parts, no larger than training's.
+        Runs in at most `plan.micro` parts, no larger than training's. Ranks may have shares of other sizes.
         """
         modes = [(module, module.training) for module in self.model.modules()]
         parts = {key: value.chunk(self.plan.micro) for key, value in self._on_device(batch).items()}
+        num_parts = len(next(iter(parts.values())))
+        most = torch.tensor([num_parts], device=self.device)
+        all_reduce(most, self._groups.all, "max")
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
         self.model.eval()
         try:
             with torch.no_grad():
-                for number in range(len(next(iter(parts.values())))):
+                for _ in range(int(most.item()) - num_parts):
+                    self._zero.pass_by()
+                for number in range(num_parts):
                     loss, count = self._forward({key: chunks[number] for key, chunks in parts.items()})
                     totals[0] += loss
                     totals[1] += count
@@ -301,9 +297,11 @@ class Engine:
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Takes over what `state` gave, under whatever plan: every rank is given all of it.
 
-        Raises CheckpointError for another model's.
+        Raises CheckpointError for another model's, before it changes anything.
         """
         self._state.load(tensors)
+        self.abandon()
+        self._is_torn = False
         self._zero.publish()
         self.num_steps = int(tensors["engine/num_steps"])
         prefix = "engine/loss_scale."
@@ -345,7 +343,9 @@ class Engine:
         return result
 
     def _summed_loss(self, micro: Mapping[str, Tensor]) -> tuple[Tensor, int | Tensor]:
-        found = self._choose_loss()(self.model(**forward_inputs(self.model, micro)), micro)
+        loss = self._choose_loss()
+        with self._zero.watching():
+            found = loss(self.model(**forward_inputs(self.model, micro)), micro)
         if not isinstance(found, tuple) or len(found) != 2:
             raise ModelError(
                 "a loss is a sum and the number of targets that it sums over",
@@ -357,39 +357,19 @@ class Engine:
     def _choose_loss(self) -> Loss:
         return choose_loss(self.model, self._how.loss)
 
-    def _micro_batches(self, batch: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-        batch = self._on_device(batch)
-        sizes = {key: value.shape[0] for key, value in batch.items()}
-        if len(set(sizes.values())) != 1 or any(size % self.plan.micro for size in sizes.values()):
-            raise PlanError(
-                "this rank's batch does not split into micro-batches",
-                given=f"{sizes}, micro={self.plan.micro}",
-                expected="tensors of one size along dim 0, a multiple of micro",
-            )
-        parts = {key: value.chunk(self.plan.micro) for key, value in batch.items()}
-        for number in range(self.plan.micro):
-            yield {key: chunks[number] for key, chunks in parts.items()}
-
     def _on_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Moves the batch; its floating inputs, labels excepted, are cast to what the model computes in."""
-        if not isinstance(batch, Mapping):
-            raise ModelError(
-                "a batch is a dict of tensors",
-                given=f"a {type(batch).__name__}",
-                expected="what the model's forward takes, by its names, and labels, which only the loss sees",
-            )
-        compute = Precision.of(self.plan).compute
-        return {
-            key: value.to(
-                self.device,
-                compute if value.is_floating_point() and key != "labels" else value.dtype,
-                non_blocking=True,
-            )
-            for key, value in batch.items()
-        }
+        return on_device(batch, self.device, Precision.of(self.plan).compute)
 
-    def _abandon(self) -> None:
-        """Forgets a step that an exception ended."""
+    def abandon(self) -> None:
+        """Forgets the micro-batches of a step that will not be finished; also done after an exception."""
         self._zero.reset()
         self._totals.zero_()
         self._micros_done = 0
+
+
+def _other_gathers() -> ModelError:
+    return ModelError(
+        "ranks gathered different parameters: their numbers are not to be trusted",
+        given="modules that run in an order, or a number of times, that depends on a rank's data",
+        hint="zero=2, where parameters are not cut; or the same modules on every rank, if with zeros",
+    )

@@ -227,11 +227,14 @@ def reduce_scatter(out: Tensor, whole: Tensor, group: Group) -> None:
 
 def broadcast(tensor: Tensor, group: Group, source: int = 0) -> None:
     """Overwrites `tensor` with that of the group's rank number `source`."""
+    sent = tensor.contiguous()  # transports take the storage as it lies
     _start(
         "broadcast",
         group,
-        lambda: dist.broadcast(tensor, group.ranks[source], group.handle, async_op=True),
+        lambda: dist.broadcast(sent, group.ranks[source], group.handle, async_op=True),
     ).wait()
+    if sent is not tensor:
+        tensor.copy_(sent)
 
 
 def _start(verb: str, group: Group, launch: Callable[[], dist.Work]) -> Pending:

@@ -8,20 +8,22 @@ the block for a block's units, else any module that holds one of their parameter
 the owner's forward, and again when the gradient of its output comes. It is over
 - in forward, when the owner has ended and another use begins: the last in forward is the first in
   backward, and stays;
-- in backward, when every parameter has its gradient: then every operation that saved a weight has run. A
-  block's frozen unit ends with the next use, because the gradient of the block's input is then complete;
-  other frozen units, and those with a parameter that gets no gradient, stay until backward is over.
-Between passes parameters that have no memory are *hidden*: whoever reads them finds NaN.
+- in backward, for a block, when the next use begins: the gradient of its input is then complete, and
+  every operation on the way has run. Units of other modules end when all their parameters have their
+  gradients. Frozen ones among them, and any with a parameter that gets no gradient, stay until backward
+  is over.
+Parameters that have no memory are *hidden*: whoever reads them finds NaN.
 The order of gathers is told in `walk.py`.
 
 [Note: weights that are used outside their owners]
 Some models read a parameter of a module that they do not call (tied heads written as
-`F.linear(x, self.embedding.weight)`). The first forward watches every torch function for that. Such
+`F.linear(x, self.embedding.weight)`). The first step watches every torch function for that. Such
 units, like those with a parameter that the root module holds itself, are *pinned*: whole from the
 beginning of forward to the end of their use in backward.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -51,21 +53,22 @@ class Gatherer:
         bundles: Sequence[Bundle],
         owners: Mapping[Bundle, Sequence[nn.Module]],
         group: Group,
+        everyone: Group,
         *,
         prefetch: int,
         keeps: bool,
         watches: bool,
-        on_progress: Callable[[Bundle], None],
+        on_progress: Callable[[int], None],
     ) -> None:
         """At stage 3, installs hooks on `model`.
 
         keeps         what was gathered stays until the next update
         watches       the first forward looks for weights that are used outside their owners
-        on_progress   called in backward with uses that are so far back that their reductions have to
-                      start: see [Note: nobody waits in a circle] in `reduce.py`
+        on_progress   called when backward goes to this place of its walk, before it waits there
         """
         self._bundles = list(bundles)
         self._group = group
+        self._all = everyone  # of data parallelism: they agree on orders
         self._prefetch = prefetch
         self._keeps = keeps
         self._on_progress = on_progress
@@ -87,7 +90,9 @@ class Gatherer:
         if self._frees:
             self._hook(model, owners)
             self._watch = Watch(self._bundles, self._used_outside) if watches else None
-        self._watching = False
+        self._is_watching = False
+        self._forward_watch = ExitStack()  # from the beginning of a forward to its end
+        self._digest = 0
         self.is_paused = False  # a copy of the model carries our hooks, but is none of our business
 
     # --- after an update
@@ -112,7 +117,6 @@ class Gatherer:
         for unit in list(self._whole):
             self._free(unit)
         self._agreed.clear()
-        self._hide()
 
     def wait_all(self) -> None:
         """Returns when no gather is under way, and none reads pieces that lie on the host."""
@@ -123,8 +127,10 @@ class Gatherer:
     def reset(self) -> None:
         """After an exception, which all ranks raised at the same point."""
         self.wait_all()
-        self._stop_watching()
+        self._forward_watch.close()
         self._walk, self._record, self._backward = None, None, False
+        if not self._is_agreed:
+            self._records.clear()
         self._open.clear()
         self.forget()
 
@@ -137,19 +143,17 @@ class Gatherer:
         self._begin(backward=False)
         for bundle in self._in_order(self._pinned):
             self._open_bundle(bundle)
-        if self._watch is not None:
-            self._watch.__enter__()
-            self._watching = True
+        self._forward_watch.enter_context(self.watching())
 
-    def end_forward(self) -> None:
+    def end_forward(self, *, failed: bool) -> None:
         if self.is_paused:
             return
-        self._stop_watching()
+        self._forward_watch.close()
+        if failed:
+            self._record = None
         self._open.clear()
         goes_on = torch.is_grad_enabled()
         self._end({*self._uses[False][-1:], *self._pinned} if goes_on else set())
-        if not goes_on and not self._keeps:
-            self._hide()
 
     def begin_backward(self) -> None:
         self._backward = True
@@ -157,44 +161,44 @@ class Gatherer:
         for bundle in self._in_order(self._pinned):  # an evaluation since forward may have freed them
             self._use(bundle)
 
-    def start_rest(self) -> None:
-        """Starts the gathers of backward that this rank skipped."""
-        for bundle in self._walk.finish() if self._walk is not None else ():
-            self._start_bundle(bundle)
+    def walk_on(self) -> None:
+        """Goes to the end of the pass, over what this rank skipped."""
+        if self._walk is not None:
+            self._walk_to(self._walk, len(self._walk.uses) - 1)
 
     def end_backward(self) -> None:
         self._end(set())
         self._backward = False
-        if not self._keeps:
-            self._hide()
 
     def agree(self) -> bool:
         """After the first step, all ranks take one order of uses: see [Note: one order of gathers]. Whether
         they did so just now."""
         if self._is_agreed or not self._frees or len(self._records) < 2:
             return False
-        self._is_agreed = True
+        self._is_agreed, self._watch = True, None
         device = self._bundles[0][0].cut.device
-        pinned = any_rank([bundle in self._pinned for bundle in self._bundles], self._group, device)
+        pinned = any_rank([bundle in self._pinned for bundle in self._bundles], self._all, device)
         self._pinned = {bundle for bundle, is_pinned in zip(self._bundles, pinned, strict=True) if is_pinned}
         for backward, layout in self._uses.items():
-            self._uses[backward] = agreed_order(self._records[backward], layout, self._group)
+            self._uses[backward] = agreed_order(self._records[backward], layout, self._all)
         return True
 
     @property
-    def backward_order(self) -> list[Bundle]:
-        """In the order in which backward's last uses come; what is pinned, or not used, at the end."""
+    def last_uses(self) -> dict[Unit, int]:
+        """Of each unit in backward's walk, its last place there."""
         uses = [bundle for bundle in self._uses[True] if bundle not in self._pinned]
-        last = {bundle: index for index, bundle in enumerate(uses)}
-        return sorted(self._bundles, key=lambda bundle: last.get(bundle, len(uses)))
+        return {unit: index for index, bundle in enumerate(uses) for unit in bundle}
+
+    @property
+    def digest(self) -> int:
+        """Of this step's gathers on demand: other than those of the walks, nobody has agreed on them."""
+        digest, self._digest = self._digest, 0
+        return digest
 
     def _begin(self, *, backward: bool) -> None:
         if self._frees:
             uses = [bundle for bundle in self._uses[backward] if bundle not in self._pinned]
             self._walk = Walk(uses, self._prefetch, self._agreed, frees=not self._keeps)
-            for bundle in self._bundles:
-                for unit in bundle:
-                    unit.show()
             recording = not self._is_agreed and (backward or torch.is_grad_enabled())
             self._record = [] if recording and backward not in self._records else None
 
@@ -202,8 +206,7 @@ class Gatherer:
         """Ends a pass, after which just `stay` are whole on every rank (all, where they are kept)."""
         if self._walk is None:
             return
-        for bundle in self._walk.finish():
-            self._start_bundle(bundle)
+        self.walk_on()
         if self._record is not None:
             self._records[self._backward], self._record = self._record, None
         uses, self._walk = {*self._walk.uses, *self._pinned}, None
@@ -223,8 +226,11 @@ class Gatherer:
             module.register_forward_pre_hook(self._before_forward(bundles), prepend=True)
             module.register_forward_hook(self._after_forward(module, bundles), always_call=True)
         model.register_forward_pre_hook(lambda *_: self.begin_forward(), prepend=True)
-        model.register_forward_hook(lambda *_: self.end_forward(), always_call=True)
-        model.register_state_dict_pre_hook(_refuse_state_dict)
+        model.register_forward_hook(
+            lambda _model, _inputs, output: self.end_forward(failed=output is None), always_call=True
+        )
+        for module in model.modules():
+            module.register_state_dict_pre_hook(_refuse_state_dict)
 
     def _before_forward(self, bundles: list[Bundle]) -> Callable[..., None]:
         def hook(*_: Any) -> None:
@@ -249,8 +255,11 @@ class Gatherer:
             for bundle in bundles:
                 self._open[bundle] = max(0, self._open.get(bundle, 0) - 1)
             if reads_weights and torch.is_grad_enabled():
-                for tensor in tensors_in(output):
+                tensors, is_all = tensors_in(output)
+                for tensor in tensors:
                     tensor.register_hook(before_backward)
+                if not is_all:  # nobody would announce its backward
+                    self._pinned.update(bundles)
 
         def before_backward(_: Tensor) -> None:
             for bundle in bundles:
@@ -261,19 +270,31 @@ class Gatherer:
     def _use(self, bundle: Bundle) -> None:
         """Returns when it is whole (on CUDA: what is queued from now on will find it whole)."""
         if self._walk is not None and bundle not in self._pinned:
-            to_start = self._walk.go_to(bundle)
-            if to_start is not None:
-                self._free_what_is_over(self._walk)
-                for other in to_start:
-                    self._start_bundle(other)
-                for passed in self._walk.long_passed() if self._backward and not self._keeps else ():
-                    self._on_progress(passed)
+            index = self._walk.find(bundle)
+            if index is not None:
+                self._walk_to(self._walk, index)
             if self._record is not None and bundle not in self._record[-1:]:
                 self._record.append(bundle)
         for unit in bundle:
             if unit not in self._whole and not unit.whole.stays:
+                self._digest = (31 * self._digest + self._bundles.index(bundle) + 1) % 2**20
                 self._start(unit, bundle)
             self._wait(unit)
+
+    def _walk_to(self, walk: Walk, index: int) -> None:
+        """Begins the uses up to this one. Those on the way are other ranks': over as soon as they begin."""
+        while walk.at < index:
+            to_start = walk.step()
+            self._free_what_is_over(walk)
+            for bundle in to_start:
+                self._start_bundle(bundle)
+            if self._backward and not self._keeps:
+                self._on_progress(walk.at)
+            passed = walk.uses[walk.at]
+            if walk.at < index and not self._keeps and not self._open.get(passed):
+                for unit in passed:
+                    if unit in self._whole and passed not in walk.window[1:]:
+                        self._free(unit)
 
     def _used_outside(self, bundle: Bundle) -> None:
         """See [Note: weights that are used outside their owners]."""
@@ -281,30 +302,33 @@ class Gatherer:
             self._pinned.add(bundle)
             self._open_bundle(bundle)
 
-    def _stop_watching(self) -> None:
-        if self._watch is not None and self._watching:
-            self._watch.__exit__(None, None, None)
-            self._watch, self._watching = None, False
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Until the first step is over: looks inside for weights that are used outside their owners."""
+        if self._watch is None or self._is_watching:
+            yield
+            return
+        self._is_watching = True
+        try:
+            with self._watch:
+                yield
+        finally:
+            self._is_watching = False
 
     def _free_what_is_over(self, walk: Walk) -> None:
         for unit, bundle in list(self._whole.items()):
             if bundle in walk.window or bundle in self._pinned or self._open.get(bundle) or self._keeps:
                 continue
-            if not self._backward or (bundle in self._blocks and not unit.trains):
+            if not self._backward or (unit.is_complete if unit.trains else bundle in self._blocks):
                 self._free(unit)
 
     def on_complete(self, unit: Unit) -> None:
-        """Every parameter has its gradient: backward has no more use for the weights."""
+        """Every parameter has its gradient."""
         bundle = self._whole.get(unit)
         if bundle is None or self._walk is None or self._keeps or not self._backward:
             return
-        if bundle not in self._walk.ahead and not self._open.get(bundle):
+        if bundle not in self._walk.window and not self._open.get(bundle):
             self._free(unit)
-
-    def _hide(self) -> None:
-        for bundle in self._bundles:
-            for unit in bundle:
-                unit.hide()
 
     # --- gathers
 
@@ -339,6 +363,7 @@ class Gatherer:
     def _free(self, unit: Unit) -> None:
         self._wait(unit)
         unit.whole.free()
+        unit.hide()
         self._whole.pop(unit, None)
 
 

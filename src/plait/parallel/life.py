@@ -72,7 +72,8 @@ def _move_buffers(model: nn.Module, plan: Plan, device: torch.device) -> None:
         for key, buffer in module._buffers.items():
             if buffer is not None:
                 wide = plan.precision == "fp64" and buffer.is_floating_point()
-                module._buffers[key] = buffer.to(device, torch.float64 if wide else buffer.dtype)
+                moved = buffer.to(device, torch.float64 if wide else buffer.dtype)
+                module._buffers[key] = moved.contiguous()  # an expanded one is no place to receive into
 
 
 def _owners(

@@ -17,26 +17,19 @@ the replicas (hybrid sharding) add their `gradient`s once a step.
 
 [Note: who frees a travelling gradient]
 `incoming` is read by the transport until the sum has landed. Landing waits, so it is put off: the
-reduction of unit i lands when that of unit i + 3 has started. At most three whole gradients are held at
-a time: one that fills and two that travel. Where whole gradients stay, nothing is freed and everything
-lands at the end.
+reduction of unit i lands when that of unit i + TRAVELLING has started. At most three whole gradients are
+held at a time: one that fills, or has just started, and two that travel. Where whole gradients stay,
+nothing is freed and everything lands at the end.
 
-[Note: nobody waits in a circle]
-At stage 3 backward waits for gathers and for landings. Rank A waits for unit i to land, but rank B has not
-started that reduction: a parameter of unit i gives B no gradient, so B would start it when backward is
-over. B has gone on and waits for a gather that A, who stands still, has not started. So a rank that goes
-to use p of its backward walk first starts the reductions of all uses up to p - LAG, complete or not, where
-LAG = prefetch + 4. Then there is no circle. Let A be the rank that is least far, at p. Gathers up to
-p + prefetch have been started by all, so A waits for no gather, but for some i to land; having started
-i + 3, it knows that i is at p - 3 at most. Of all who wait for landings take the smallest such i, and a
-rank B that has not started it. B waits for a gather at q < (p - 3) + LAG = p + prefetch + 1, which all have
-started. So somebody can always go on. (Gathers that a rank skipped are started before the reductions that
-it has left over, and both before it waits for any.)
+[Note: late gradients]
+At stage 3 a reduction starts when its unit is complete or due, so that nobody waits in a circle: see the
+note of that name in `plan/turns.py`.
 A gradient that comes after its reduction has started is *late*. It fills `incoming` anew, and after the
 step's last backward the ranks vote on which units are reduced once more.
 """
 
 from collections import deque
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -54,7 +47,7 @@ from plait.optim import squared_norm
 from plait.parallel.lane import Lane
 from plait.parallel.meter import Meter
 from plait.parallel.units import GradientState, Unit
-from plait.plan.memory import TRAVELLING
+from plait.plan.turns import TRAVELLING, deadlines
 
 
 class Reducer:
@@ -66,6 +59,7 @@ class Reducer:
         *,
         shard: Group,
         replicate: Group,
+        everyone: Group,
         whole: bool,
         exchanges: bool,
         rounded: bool,
@@ -74,10 +68,11 @@ class Reducer:
     ) -> None:
         """`whole`: whole gradients stay, and one reduction a step is made of them. `exchanges`: replicas send
         each other their contributions as they are. `rounded`: gradients travel in bf16, whatever they are.
-        `hurries`: `start_through` is called, see [Note: nobody waits in a circle]."""
+        `hurries`: reductions have deadlines, see [Note: late gradients]."""
         self._order = list(reversed(units))  # see [Note: one order of reductions ...]
         self._shard = shard
         self._replicate = replicate
+        self._all = everyone
         self._every_micro = not whole
         self._frees = not units[0].cut.whole_gradients
         self._exchanges = exchanges
@@ -87,7 +82,8 @@ class Reducer:
         self._reducing = False
         self._last = False
         self._next = 0
-        self._complete: set[Unit] = set()
+        self._complete: dict[Unit, None] = {}  # in the order of completion
+        self._deadlines: list[int | None] = [None] * len(units)
         self._travelling: deque[tuple[Unit, Summing]] = deque()
         self._replicating: list[tuple[Unit, Tensor, Pending]] = []
         self._squares: dict[Unit, Tensor] = {}
@@ -97,10 +93,17 @@ class Reducer:
             unit.on_complete.append(self._on_complete)
             unit.on_late = self._on_late
 
-    def order_by(self, units: list[Unit]) -> None:
-        """From now on units are reduced in this order, the same on every rank."""
+    def order_by(self, units: list[Unit], last_uses: Mapping[Unit, int], prefetch: int) -> None:
+        """From now on units are reduced in this order, the same on every rank. `last_uses`: places in
+        backward's walk, of units that are in it."""
         assert set(units) == set(self._order), "an order of other units"
         self._order = units
+        self._deadlines = deadlines([last_uses.get(unit, -1) for unit in units], prefetch)
+
+    @property
+    def completed(self) -> list[Unit]:
+        """In the order in which the last backward completed them; at the end those that it did not."""
+        return [*self._complete, *(unit for unit in self._order if unit not in self._complete)]
 
     def begin_micro(self, *, last: bool) -> None:
         """A micro-batch's backward is about to run."""
@@ -111,15 +114,19 @@ class Reducer:
         for unit in self._order:
             unit.begin_micro()
 
-    def start_through(self, unit: Unit) -> None:
-        """Starts the reductions up to this unit's, complete or not. See [Note: nobody waits in a circle]."""
-        if self._reducing:
-            for _ in range(self._order.index(unit) + 1 - self._next):
-                self._start_next()
+    def start_due(self, use: int) -> None:
+        """Backward goes to this place of its walk: starts what is due. See [Note: late gradients]."""
+        while self._reducing and self._next < len(self._order):
+            deadline = self._deadlines[self._next]
+            if deadline is None or deadline > use:
+                return
+            self._start_next()
 
     def end_micro(self) -> None:
         """Backward is over: starts what has not started. Until then no other verb may be called on the
         groups, because ranks differ in how far they have come."""
+        for unit in self._order:
+            unit.end_micro()
         if not self._reducing:
             return
         while self._next < len(self._order):
@@ -178,10 +185,8 @@ class Reducer:
         return self._last and self._replicate.size > 1 and not self._exchanges
 
     def _on_complete(self, unit: Unit) -> None:
-        if not self._reducing:
-            return
-        self._complete.add(unit)
-        while self._next < len(self._order) and self._order[self._next] in self._complete:
+        self._complete[unit] = None
+        while self._reducing and self._next < len(self._order) and self._order[self._next] in self._complete:
             self._start_next()
 
     def _on_late(self, unit: Unit) -> None:
@@ -190,10 +195,10 @@ class Reducer:
             self._land(*self._travelling.popleft())
 
     def _reduce_late(self) -> None:
-        """Once more, what is late on any rank. See [Note: nobody waits in a circle]."""
+        """Once more, what is late on any rank. See [Note: late gradients]."""
         late = [float(unit.state is GradientState.FILLING) for unit in self._order]
         votes = torch.tensor(late, device=self._device)
-        all_reduce(votes, self._shard, "max")
+        all_reduce(votes, self._all, "max")
         for unit, vote in zip(self._order, votes.tolist(), strict=True):
             if vote:
                 self._start(unit)

@@ -84,7 +84,9 @@ class EngineState:
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Takes everything over, each rank its part. Raises CheckpointError before any change when a tensor
-        is missing, of another shape or of another optimizer. Keys of the engine's own are not looked at."""
+        is missing, of another shape or of another optimizer. Of the engine's own keys it looks for one."""
+        if "engine/num_steps" not in tensors:
+            raise CheckpointError("this is no engine's state", given="no engine/num_steps")
         tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith("engine/")}
         self._check(tensors)
         with torch.no_grad():

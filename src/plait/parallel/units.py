@@ -159,6 +159,7 @@ class Unit:
         self.incoming.free()
         self._written = [False] * len(self.layout.pieces)  # since the last reduction: holds a gradient
         self._arrived = [False] * len(self.layout.pieces)  # in this micro-batch: it has come
+        self._listens = False
 
     @property
     def trains(self) -> bool:
@@ -228,6 +229,12 @@ class Unit:
         for piece, p, version in zip(self.layout.pieces, self._parameters, self._versions, strict=True):
             if p._version != version or p.untyped_storage()._cdata != ours:
                 raise changed_behind_our_back(piece.name)
+            if p.requires_grad != self.trains:
+                raise ModelError(
+                    "whether a parameter trains was changed after parallelize",
+                    given=f"{piece.name}.requires_grad = {p.requires_grad}",
+                    hint="freeze before parallelize; what trains has an optimizer's state from then on",
+                )
 
     # --- gradients
 
@@ -242,6 +249,11 @@ class Unit:
     def begin_micro(self) -> None:
         """A micro-batch's backward is about to run: no parameter has given its gradient yet."""
         self._arrived = [False] * len(self._arrived)
+        self._listens = True
+
+    def end_micro(self) -> None:
+        """Gradients that come now are not the engine's."""
+        self._listens = False
 
     @property
     def is_complete(self) -> bool:
@@ -264,6 +276,7 @@ class Unit:
 
     def reset(self) -> None:
         """The step is over: `gradient` keeps its values, but the next step will overwrite them."""
+        self._listens = False
         self.state = GradientState.EMPTY
         self.has_sum = False
         self._forget_incoming()
@@ -283,6 +296,7 @@ class Unit:
 
     def _take(self, index: int, parameter: Tensor) -> None:
         """See [Note: why gradients are taken over in hooks]."""
+        self._check_expected(index, parameter)
         if self.state is GradientState.REDUCING:
             self.on_late(self)
         if self.state is not GradientState.FILLING:
@@ -298,6 +312,25 @@ class Unit:
         if all(self._arrived):
             for listener in self.on_complete:
                 listener(self)
+
+    def _check_expected(self, index: int, parameter: Tensor) -> None:
+        if self._listens and not self._arrived[index]:
+            return
+        parameter.grad = None
+        name = self.layout.pieces[index].name
+        if not self._listens:
+            raise ModelError(
+                "a gradient came outside of the engine's backward",
+                given=name,
+                expected="engine.backward(loss, num_targets), and not loss.backward()",
+                hint="torch.autograd.grad for gradients that are not to be trained on",
+            )
+        raise ModelError(
+            "a parameter got two gradients in one backward",
+            given=name,
+            expected="one, into which autograd has added up all uses",
+            hint="use_reentrant=False where the model checkpoints a module that it uses twice",
+        )
 
 
 def changed_behind_our_back(name: str) -> ModelError:

@@ -2,12 +2,13 @@
 
 [Note: one order of gathers]
 As with reductions, ranks must start gathers in one order, though a branch may skip a unit on some of
-them. A pass (forward or backward) walks a fixed list of uses. A use further down the list starts all
-gathers before it, the end of the pass starts those that are left. Which uses need a gather follows from
-the list alone, not from what happens to be whole on a rank. The list is the layout's order at first. The
-first step records the uses that really happen; all ranks then take the first rank's record, with the
-units that only others used put in at their place in the layout. A use that is not in the list is
-gathered on demand: then every rank has to do it.
+them. A pass (forward or backward) walks a fixed list of uses. A use further down the list walks over all
+before it, gathering and freeing what this rank skipped; the end of the pass walks to the end. Which uses
+need a gather follows from the list alone, not from what happens to be whole on a rank. The list is the
+layout's order at first. The first step records the uses that really happen; all ranks then take the first
+rank's record, with the units that only others used put in at their place in the layout. A use that is not
+in the list is gathered on demand: then every rank has to do it, and a digest tells at the step's end
+whether all did.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -33,9 +34,8 @@ class Walk:
         """`whole`: what is whole on every rank when the pass begins. `frees`: what is used is freed after."""
         self.uses = uses
         self._ahead = prefetch
-        self._at = 0
+        self.at = -1  # the place of the use that goes on
         self._started = 0
-        self._passed = 0
         last = dict.fromkeys(whole, -1)
         self._needs = []
         for index, bundle in enumerate(uses):
@@ -43,40 +43,22 @@ class Walk:
             self._needs.append(bundle not in last or freed)
             last[bundle] = index
 
-    def go_to(self, bundle: Bundle) -> list[Bundle] | None:
-        """Its next use begins: what is to be gathered now, in this order. None: it is not in the list."""
-        index = next((i for i in range(self._at, len(self.uses)) if self.uses[i] is bundle), None)
-        if index is None:
-            return None
-        self._at = index
-        return self._start_up_to(index + 1 + self._ahead)
+    def find(self, bundle: Bundle) -> int | None:
+        """The place of its next use, which may be the one that goes on. None: it is not in the list."""
+        return next((i for i in range(max(0, self.at), len(self.uses)) if self.uses[i] is bundle), None)
 
-    def finish(self) -> list[Bundle]:
-        """The pass is over: what is still to be gathered, because other ranks did."""
-        return self._start_up_to(len(self.uses))
-
-    def long_passed(self) -> list[Bundle]:
-        """What has come to lie LAG or more uses back, and is not used again. See [Note: nobody waits in a
-        circle] in `reduce.py`."""
-        stop = max(self._passed, self._at + 1 - (self._ahead + 4))
-        found = [b for i, b in enumerate(self.uses[:stop]) if i >= self._passed and b not in self.uses[stop:]]
-        self._passed = stop
-        return found
-
-    @property
-    def ahead(self) -> Sequence[Bundle]:
-        """What is gathered ahead of the use that goes on."""
-        return self.uses[self._at + 1 : self._at + 1 + self._ahead]
-
-    @property
-    def window(self) -> Sequence[Bundle]:
-        return self.uses[self._at : self._at + 1 + self._ahead]
-
-    def _start_up_to(self, stop: int) -> list[Bundle]:
-        stop = min(stop, len(self.uses))
+    def step(self) -> list[Bundle]:
+        """The next use begins: what is to be gathered now, in this order."""
+        self.at += 1
+        stop = min(self.at + 1 + self._ahead, len(self.uses))
         found = [self.uses[i] for i in range(self._started, stop) if self._needs[i]]
         self._started = max(self._started, stop)
         return found
+
+    @property
+    def window(self) -> Sequence[Bundle]:
+        """The use that goes on and those that are gathered ahead of it."""
+        return self.uses[max(0, self.at) : self.at + 1 + self._ahead]
 
 
 def agreed_order(mine: Sequence[Bundle], layout: Sequence[Bundle], group: Group) -> list[Bundle]:
@@ -128,14 +110,8 @@ class Watch(TorchFunctionMode):
 
 
 _READ_NO_VALUES = {
-    "__get__",
-    "size",
-    "dim",
-    "numel",
-    "stride",
-    "is_floating_point",
-    "element_size",
-    "__len__",
+    *("__get__", "__set__", "size", "dim", "numel", "stride", "is_floating_point", "element_size", "__len__"),
+    *("untyped_storage", "data_ptr", "register_hook", "requires_grad_", "__hash__", "__format__", "__repr__"),
 }
 
 
@@ -144,7 +120,10 @@ def reads_no_weight_in_backward(module: nn.Module) -> bool:
     return type(module) is nn.Embedding
 
 
-def tensors_in(output: Any) -> list[Tensor]:
-    """The tensors with a gradient in what a module returned."""
+def tensors_in(output: Any) -> tuple[list[Tensor], bool]:
+    """The tensors with a gradient in what a module returned, and whether there can be no others: an object of
+    an unknown class may hide some."""
     leaves = [output] if isinstance(output, Tensor) else torch.utils._pytree.tree_leaves(output)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+    known = (Tensor, str, bytes, int, float, bool, type(None))
+    found = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+    return found, all(isinstance(leaf, known) for leaf in leaves)

@@ -34,7 +34,7 @@ differently still match each kind in its own order.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,7 @@ from plait.parallel.gather import Gatherer
 from plait.parallel.meter import Meter
 from plait.parallel.reduce import Reducer
 from plait.parallel.units import Cut, MasterMemory, Unit, changed_behind_our_back
-from plait.parallel.walk import Bundle
+from plait.parallel.walk import Bundle, agreed_order
 from plait.plan import Plan
 
 
@@ -148,18 +148,21 @@ class Zero:
         groups: DataGroups,
     ) -> None:
         self._plan = plan
+        self._all = groups.all
         self.units = [unit for bundle in bundles for unit in bundle]
         self.trained = [unit for unit in self.units if unit.trains]
+        self._single = [(unit,) for unit in self.trained]
         self._bundles = bundles
         self._meter = self.units[0].cut.meter
         self._reducer = Reducer(
             self.trained,
             shard=groups.reductions,
             replicate=groups.replicate,
+            everyone=groups.all,
             whole=plan.accumulates_whole,
             exchanges=exchanges(plan, groups),
             rounded=_rounds(plan, groups),
-            hurries=not self.units[0].whole.stays and plan.gathered == "use",
+            hurries=not (self.units[0].whole.stays or plan.gathered == "step" or plan.gradients_stay_whole),
             meter=self._meter,
         )
         self._gatherer = Gatherer(
@@ -167,12 +170,13 @@ class Zero:
             bundles,
             owners,
             groups.gathers,
+            groups.all,
             prefetch=plan.prefetch,
             keeps=plan.zero < 3 or plan.gathered == "step",
             watches=not plan.compile,
-            on_progress=self._start_reductions,
+            on_progress=self._reducer.start_due,
         )
-        self._reducer.order_by(self._reduction_order())
+        self._reducer.order_by(self.trained[::-1], self._gatherer.last_uses, plan.prefetch)
         for unit in self.trained:
             unit.on_complete.append(self._gatherer.on_complete)
         self._gathers_after_update = self.units[0].whole.stays
@@ -204,7 +208,7 @@ class Zero:
         self._gatherer.begin_backward()
         self._reducer.begin_micro(last=last)
         torch.autograd.backward(loss)
-        self._gatherer.start_rest()
+        self._gatherer.walk_on()
         self._reducer.end_micro()
         self._gatherer.end_backward()
 
@@ -228,9 +232,11 @@ class Zero:
 
     def end_step(self) -> None:
         """Makes ready for the next step, whether this one updated the weights or was skipped."""
+        completed = self._reducer.completed
         self._reducer.reset()
         if self._gatherer.agree():
-            self._reducer.order_by(self._reduction_order())
+            order = agreed_order([(unit,) for unit in completed], self._single, self._all)
+            self._reducer.order_by([unit for (unit,) in order], self._gatherer.last_uses, self._plan.prefetch)
 
     def publish(self) -> None:
         """Lets the model see weights that were written into the ranges otherwise than by `update`."""
@@ -246,13 +252,19 @@ class Zero:
         self._reducer.reset()
         self._gatherer.reset()
 
-    def _reduction_order(self) -> list[Unit]:
-        return [unit for bundle in self._gatherer.backward_order for unit in bundle if unit.trains]
+    @property
+    def digest(self) -> int:
+        """Of what this rank gathered in this step without an agreement; the others' has to be the same."""
+        return self._gatherer.digest
 
-    def _start_reductions(self, bundle: Bundle) -> None:
-        for unit in bundle:
-            if unit.trains:
-                self._reducer.start_through(unit)
+    def watching(self) -> AbstractContextManager[None]:
+        """For a forward and its loss: see [Note: weights that are used outside their owners]."""
+        return self._gatherer.watching()
+
+    def pass_by(self) -> None:
+        """Takes part in the gathers of a forward without gradients that others run and this rank does not."""
+        self._gatherer.begin_forward()
+        self._gatherer.end_forward(failed=False)
 
     def show(self) -> None:
         """The parameters are views of their storages, also of those that have no memory now."""

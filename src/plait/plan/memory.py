@@ -10,10 +10,10 @@ from dataclasses import dataclass, fields
 
 from plait.plan.layout import Layout
 from plait.plan.plan import Plan
+from plait.plan.turns import TRAVELLING
 
 COMPUTE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 MASTER_BYTES = {"fp64": 8, "fp32": 4, "bf16": 4, "fp16": 4}  # of master weights and sums of gradients
-TRAVELLING = 2  # reductions under way at a time, where whole gradients are freed after them
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,9 @@ def _buffers(layout: Layout, plan: Plan, incoming_bytes: int, exchanges: bool, r
     waits = not _stays(plan) and plan.gathered == "use"  # replicas add up after backward
     most = layout.trained_numel // plan.shard_degree * between
     for k in range(len(units)):
-        window = units if plan.gathered == "step" else units[k : k + 1 + ahead]
+        # An embedding's gradient comes during the use before it: backward reads no row of its table.
+        place = k - 1 if units[k].block == "embedding" and k else k
+        window = units if plan.gathered == "step" else units[place : place + 1 + ahead]
         gathered = 0 if _stays(plan) else sum(unit.numel for unit in window)
         gradients = [unit.numel for unit in units[: k + 1] if unit.trains]
         whole = sum(gradients[-travelling - 1 :])

@@ -1,0 +1,88 @@
+"""What goes into a step and what comes out of it: batches, micro-batches, losses, results."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from plait.errors import ModelError, PlanError
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did; the same on every rank.
+
+    loss        mean over all targets of the step (NaN when there was none)
+    grad_norm   2-norm of the step's gradient before clipping, each whole element once
+    num_tokens  targets of the step, over all micro-batches and data ranks
+    skipped     loss or norm was not finite, or there was no target: weights and optimizer are untouched
+    """
+
+    loss: float
+    grad_norm: float
+    num_tokens: int
+    skipped: bool
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """Summed over all data ranks; the mean loss is `loss_sum / num_tokens`."""
+
+    loss_sum: float
+    num_tokens: int
+
+
+def on_device(batch: Mapping[str, Tensor], device: torch.device, compute: torch.dtype) -> dict[str, Tensor]:
+    """Moves the batch; its floating inputs, labels excepted, are cast to what the model computes in.
+
+    Raises ModelError for what is no batch.
+    """
+    if not isinstance(batch, Mapping):
+        raise ModelError(
+            "a batch is a dict of tensors",
+            given=f"a {type(batch).__name__}",
+            expected="what the model's forward takes, by its names, and labels, which only the loss sees",
+        )
+    wrong = [key for key, value in batch.items() if not isinstance(value, Tensor) or not value.ndim]
+    if wrong or not batch:
+        raise ModelError(
+            "a batch is a dict of tensors with samples along dim 0",
+            given=f"{wrong[0]}: {type(batch[wrong[0]]).__name__} without one" if wrong else "an empty dict",
+        )
+    return {
+        key: value.to(
+            device,
+            compute if value.is_floating_point() and key != "labels" else value.dtype,
+            non_blocking=True,
+        )
+        for key, value in batch.items()
+    }
+
+
+def micro_batches(batch: Mapping[str, Tensor], micro: int) -> Iterator[dict[str, Tensor]]:
+    """The batch in `micro` equal parts along dim 0. Raises PlanError when it does not divide."""
+    sizes = {key: value.shape[0] for key, value in batch.items()}
+    if len(set(sizes.values())) != 1 or any(size % micro for size in sizes.values()):
+        raise PlanError(
+            "this rank's batch does not split into micro-batches",
+            given=f"{sizes}, micro={micro}",
+            expected="tensors of one size along dim 0, a multiple of micro",
+        )
+    parts = {key: value.chunk(micro) for key, value in batch.items()}
+    for number in range(micro):
+        yield {key: chunks[number] for key, chunks in parts.items()}
+
+
+def check_loss(loss: object) -> None:
+    """Raises ModelError unless backward can start from it."""
+    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
+        return
+    of_tensor = (
+        f"shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}" if isinstance(loss, Tensor) else ""
+    )
+    raise ModelError(
+        "a loss is one number with a graph behind it",
+        given=of_tensor or f"a {type(loss).__name__}",
+        expected="the sum over targets of a forward with gradients",
+    )
