@@ -52,8 +52,12 @@ def llama(
     )
     if not on_meta:
         model = type(model)(model.config)
+    return with_exact_norms(model) if exact else model
+
+
+def with_exact_norms(model: Any) -> Any:
     for module in model.modules():
-        if exact and type(module).__name__ == "LlamaRMSNorm":
+        if type(module).__name__ == "LlamaRMSNorm":
             module.forward = types.MethodType(_exact_rms_norm, module)
     return model
 

@@ -68,7 +68,8 @@ class Reducer:
     ) -> None:
         """`whole`: whole gradients stay, and one reduction a step is made of them. `exchanges`: replicas send
         each other their contributions as they are. `rounded`: gradients travel in bf16, whatever they are.
-        `hurries`: reductions have deadlines, see [Note: late gradients]."""
+        `hurries`: reductions have deadlines, see [Note: late gradients]. Where whole gradients stay, nothing
+        lands in backward, so nobody waits in a circle, and a late gradient would meet its own sum."""
         self._order = list(reversed(units))  # see [Note: one order of reductions ...]
         self._shard = shard
         self._replicate = replicate
@@ -116,7 +117,7 @@ class Reducer:
 
     def start_due(self, use: int) -> None:
         """Backward goes to this place of its walk: starts what is due. See [Note: late gradients]."""
-        while self._reducing and self._next < len(self._order):
+        while self._hurries and self._reducing and self._next < len(self._order):
             deadline = self._deadlines[self._next]
             if deadline is None or deadline > use:
                 return
