@@ -43,6 +43,7 @@ from plait.parallel import (
     Masters,
     Owned,
     Precision,
+    Unit,
     bring_to_life,
     compile_blocks,
     foretold_bytes,
@@ -214,8 +215,12 @@ class Engine:
         if self._how.clip_value is not None:
             clip_values((unit.gradient for unit in self._zero.trained), factor, self._how.clip_value)
             factor = 1.0
-        self._is_torn = True
-        self._zero.update(lambda unit: self._owned.step(unit, factor, self.num_steps))
+
+        def step(unit: Unit) -> None:
+            self._owned.step(unit, factor, self.num_steps)
+            self._is_torn = True  # until all units are a step further
+
+        self._zero.update(step)
         self._is_torn = False
 
     def _rounded(self, norm: float) -> float:

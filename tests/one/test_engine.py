@@ -234,6 +234,27 @@ def test_an_exception_in_the_optimizer_leaves_the_engine_usable(monkeypatch: pyt
     assert not engine.step(BATCH).skipped
 
 
+def test_an_update_that_is_interrupted_half_way_is_not_built_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of("dp=1 micro=3")
+    engine.step(BATCH)
+    saved, step, calls = engine.state(), engine.optimizer.step, []
+
+    def interrupted() -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        step()
+
+    with monkeypatch.context() as broken:
+        broken.setattr(engine.optimizer, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step(BATCH)
+    with pytest.raises(ModelError, match="interrupted"):
+        engine.step(BATCH)
+    engine.load_state(saved)
+    assert not engine.step(BATCH).skipped
+
+
 def test_floating_inputs_come_in_the_plans_precision() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     engine = plait.parallelize(

@@ -6,6 +6,7 @@ from plait.parallel.life import bring_to_life
 from plait.parallel.owned import Masters, Owned
 from plait.parallel.recompute import recompute_blocks
 from plait.parallel.state import EngineState, persistent_buffers
+from plait.parallel.units import Unit
 from plait.parallel.zero import DataGroups, Precision, Zero
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "Masters",
     "Owned",
     "Precision",
+    "Unit",
     "Zero",
     "bring_to_life",
     "compile_blocks",
