@@ -1,12 +1,13 @@
 """Gradients on their way from every data rank's backward to the owners of their ranges.
 
-[Note: one order of reductions, agreed without a word]
+[Note: one order of reductions]
 A collective is matched across ranks by the order in which a group sees it. Gradients become ready in
 an order that may differ between ranks (a parameter that is unused on one of them, a branch), so units
 are not reduced when they are ready but in one order fixed beforehand: the reverse of forward's, which
 is nearly the order in which backward completes them. A unit that is ready early waits for those
 before it; what never becomes ready is reduced, its missing gradients as zeros, when backward is over.
-The ranks hold the same model, hence the same order.
+The ranks hold the same model, hence the same order. At stage 3 all ranks take, after the first step, the
+order in which the first rank completed its units: a unit far from its place would be late every time.
 
 [Note: which micro-batches communicate]
 The reduction is linear: reducing the sum of a step's micro-batches is reducing each. With whole
