@@ -254,3 +254,36 @@ def _expanded_buffer(plan: str) -> float:
 def test_a_buffer_that_is_an_expanded_view_is_received_into_memory_of_its_own(pool: Pool) -> None:
     first, second = pool.run(_expanded_buffer, 2, "dp=2")
     assert first == second
+
+
+class Loops(Stack):
+    """Walks its blocks once or twice, as a sample says: in the second walk nobody has agreed on gathers."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        for _ in range(1 + int(input_ids[0, 0]) % 2):
+            for block in self.blocks:
+                x = block(x)
+        return self.head(self.norm(x))
+
+
+def loops(on_meta: bool = False) -> nn.Module:
+    return built(lambda: Loops([Block(8) for _ in range(4)]), on_meta)
+
+
+def test_ranks_that_share_no_parameters_may_gather_what_they_like(pool: Pool) -> None:
+    """Each has all pieces in its own host memory: no other rank has to do the same."""
+    check(pool, loops, "dp=2 zero=3 shard=1 offload=cpu", 2)
+
+
+def _different_digests(plan: str) -> str:
+    engine = programs.engine_of(Task(hard_models.uneven), plan)
+    engine._zero._gatherer._digest = 5 + engine.data_rank
+    with pytest.raises(ModelError) as caught:
+        engine.step(programs.share_of(programs.batches(1)[0], engine))
+    return str(caught.value)
+
+
+def test_ranks_that_gathered_different_parameters_are_told(pool: Pool) -> None:
+    for letter in pool.run(_different_digests, 2, "dp=2 zero=3"):
+        assert "gathered different parameters" in letter

@@ -63,7 +63,7 @@ class Gatherer:
         """At stage 3, installs hooks on `model`.
 
         keeps         what was gathered stays until the next update
-        watches       the first forward looks for weights that are used outside their owners
+        watches       the first step looks for weights that are used outside their owners
         on_progress   called when backward goes to this place of its walk, before it waits there
         """
         self._bundles = list(bundles)
@@ -277,7 +277,7 @@ class Gatherer:
                 self._record.append(bundle)
         for unit in bundle:
             if unit not in self._whole and not unit.whole.stays:
-                self._digest = (31 * self._digest + self._bundles.index(bundle) + 1) % 2**20
+                self._digest = (31 * self._digest + self._bundles.index(bundle) + 1) % 2**16
                 self._start(unit, bundle)
             self._wait(unit)
 

@@ -136,8 +136,9 @@ class Reducer:
         if not self._last:
             self._land_all()
 
-    def finish(self) -> Tensor:
-        """Waits until every unit's gradient is the sum over ranks; the sum of its squares, float64, ().
+    def finish(self, digest: int) -> Tensor:
+        """Waits until every unit's gradient is the sum over ranks; the sum of its squares, and of the digests
+        (of at most 16 bits) and their squares over the ranks that share the units; float64, (3,).
 
         Each element of the whole gradient counts once. Early units are squared while later ones travel. The
         step may have had fewer micro-batches than planned.
@@ -159,10 +160,11 @@ class Reducer:
                 self._meter.drop(summed.nbytes)
         self._replicating.clear()
         self._lane.drain()  # the CPU will read the gradients that are on their way to it
-        total = torch.stack([self._squares[unit] for unit in self._order]).sum()
+        square = torch.stack([self._squares[unit] for unit in self._order]).sum()
         self._squares.clear()
-        all_reduce(total, self._shard)
-        return total
+        totals = torch.stack([square, *square.new_tensor([digest, digest**2])])
+        all_reduce(totals, self._shard)
+        return totals
 
     def reset(self) -> None:
         """Makes ready for the next step; also after an exception, when reductions may be under way."""

@@ -42,6 +42,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.comm import Group, Mesh, is_direct, sends_narrow
+from plait.errors import ModelError
 from plait.parallel.gather import Gatherer
 from plait.parallel.meter import Meter
 from plait.parallel.reduce import Reducer
@@ -149,6 +150,7 @@ class Zero:
     ) -> None:
         self._plan = plan
         self._all = groups.all
+        self._num_shards = groups.reductions.size
         self.units = [unit for bundle in bundles for unit in bundle]
         self.trained = [unit for unit in self.units if unit.trains]
         self._single = [(unit,) for unit in self.trained]
@@ -213,8 +215,18 @@ class Zero:
         self._gatherer.end_backward()
 
     def finish(self) -> Tensor:
-        """Waits for the sums of gradients; the sum of their squares, each whole element once, float64, ()."""
-        return self._reducer.finish()
+        """Waits for the sums of gradients; the sum of their squares, each whole element once, then what
+        `check_digests` takes; float64, (3,)."""
+        return self._reducer.finish(self._gatherer.digest)
+
+    def check_digests(self, total: float, of_squares: float) -> None:
+        """Raises ModelError unless the ranks that share the units have gathered the same in this step."""
+        if of_squares * self._num_shards != total**2:
+            raise ModelError(
+                "ranks gathered different parameters: their numbers are not to be trusted",
+                given="modules that run in an order, or a number of times, that depends on a rank's data",
+                hint="zero=2, where parameters are not cut; or the same modules on every rank, if with zeros",
+            )
 
     def update(self, step: Callable[[Unit], None]) -> None:
         """Has each unit's range updated by `step` and lets the model see it."""
@@ -251,11 +263,6 @@ class Zero:
         """Forgets a step that an exception ended."""
         self._reducer.reset()
         self._gatherer.reset()
-
-    @property
-    def digest(self) -> int:
-        """Of what this rank gathered in this step without an agreement; the others' has to be the same."""
-        return self._gatherer.digest
 
     def watching(self) -> AbstractContextManager[None]:
         """For a forward and its loss: see [Note: weights that are used outside their owners]."""
