@@ -9,25 +9,12 @@ from torch import Tensor
 
 import plait
 import programs
-import trainings
 from plait.errors import ConfigError
 from plait.optim import LossScaling
 from pool import Pool
 from trainings import STEPS, assert_near, copied, differing, engine_of, train, trained
 
 POISONED = "model.layers.1.mlp.up_proj.weight"
-
-
-@pytest.fixture(scope="module")
-def start(pool: Pool) -> dict[str, Tensor]:
-    """The weights that all of these trainings begin with."""
-    return pool.run(trainings.first_weights, 1, "dp=1")[0]
-
-
-@pytest.fixture(scope="module")
-def wide(pool: Pool) -> Any:
-    """All in fp32, by one process."""
-    return pool.run(trained, 1, "dp=1 micro=2")[0]
 
 
 # --- states in bf16

@@ -8,21 +8,8 @@ from torch import Tensor, nn
 
 import plait
 import programs
-import trainings
 from pool import Pool
 from trainings import assert_near, differing, engine_of, train, trained
-
-
-@pytest.fixture(scope="module")
-def start(pool: Pool) -> dict[str, Tensor]:
-    """The weights that all of these trainings begin with."""
-    return pool.run(trainings.first_weights, 1, "dp=1")[0]
-
-
-@pytest.fixture(scope="module")
-def wide(pool: Pool) -> Any:
-    """All in fp32, by one process."""
-    return pool.run(trained, 1, "dp=1 micro=2")[0]
 
 
 @pytest.mark.parametrize(
