@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import plait
-from plait.comm import Group, Pending, Summing, connect
+from plait.comm import Group, Pending, SumOfParts, connect
 from plait.models import causal_lm_on_meta
 
 SEQUENCES, LENGTH, VOCABULARY, STEPS = 12, 16, 61, 4
@@ -217,23 +217,23 @@ def deaf(*verbs: str) -> Iterator[None]:
 
 
 def _reduce_deaf(tensor: Tensor, group: Group, *_: Any, **__: Any) -> Pending:
-    return Pending("all-reduce", [])
+    return Pending()
 
 
 def _gather_deaf(out: Tensor, piece: Tensor, group: Group, *_: Any, **__: Any) -> Pending:
     mine = piece.clone()  # it may be a view of `out`
     out.zero_().view(group.size, -1)[group.rank].copy_(mine)
-    return Pending("all-gather", [])
+    return Pending()
 
 
-def _scatter_deaf(whole: Tensor, group: Group, *_: Any, **__: Any) -> Summing:
-    return Summing([whole.view(group.size, -1)[group.rank]], Pending("reduce-scatter", []))
+def _scatter_deaf(whole: Tensor, group: Group, *_: Any, **__: Any) -> SumOfParts:
+    return SumOfParts([whole.view(group.size, -1)[group.rank]], Pending())
 
 
 _DEAF = {
     "start_all_reduce": _reduce_deaf,
     "start_all_gather": _gather_deaf,
-    "start_reduce_scatter": _scatter_deaf,
+    "start_scattered_sum": _scatter_deaf,
 }
 
 

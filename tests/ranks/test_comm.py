@@ -16,7 +16,7 @@ from plait.comm import (
     sends_narrow,
     start_all_reduce,
     start_exchange,
-    start_reduce_scatter,
+    start_scattered_sum,
 )
 from plait.plan import Grid
 from pool import Pool, RankError
@@ -89,10 +89,10 @@ def _scatter_in_place_and_onto(numel: int) -> tuple[torch.Tensor, torch.Tensor, 
     mine = torch.randn(numel * group.size)
     whole = mine.clone()
     own = whole[group.rank * numel : (group.rank + 1) * numel]
-    for _ in start_reduce_scatter(whole, group).into(own):
+    for _ in start_scattered_sum(whole, group).into(own):
         pass
     onto = torch.ones(numel)
-    for _ in start_reduce_scatter(mine.clone(), group).into(onto, add=True):
+    for _ in start_scattered_sum(mine.clone(), group).into(onto, add=True):
         pass
     return mine, own.clone(), onto
 

@@ -10,7 +10,7 @@ import plait
 import plait.parallel.reduce
 import plait.parallel.zero
 import programs
-from plait.comm import Pending, Summing
+from plait.comm import Pending, SumOfParts
 from pool import Pool, RankError
 
 
@@ -42,7 +42,7 @@ def test_sgd_sees_the_gradients_scale_and_agrees(pool: Pool) -> None:
 
 def _train_deaf(plan: str) -> Any:
     """The parallel program whose ranks do not hear each other's gradients."""
-    plait.parallel.reduce.start_all_reduce = lambda *_: Pending("all-reduce", [])
+    plait.parallel.reduce.start_all_reduce = lambda *_, **__: Pending()
     try:
         return programs.train(programs.llama, plan)
     finally:
@@ -202,8 +202,8 @@ def test_gradients_that_travel_as_bf16_have_the_sum_of_those_widened_before(pool
     assert difference < 1e-3, name
 
 
-def _deaf_exchange(mine: torch.Tensor, _: Any) -> Summing:
-    return Summing([mine], Pending("exchange", []))
+def _deaf_exchange(mine: torch.Tensor, *_: Any, **__: Any) -> SumOfParts:
+    return SumOfParts([mine], Pending())
 
 
 def _bf16_deaf() -> Any:

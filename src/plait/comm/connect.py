@@ -7,7 +7,9 @@ import os
 import torch
 import torch.distributed as dist
 
-from plait.comm.verbs import Group, Link, all_reduce
+from plait.comm.torch_link import TorchLink
+from plait.comm.transport import Transport
+from plait.comm.verbs import Group, all_reduce, barrier
 from plait.errors import CommError
 
 # Where our launcher puts the file through which its ranks meet: a FileStore listens on no port, while
@@ -38,9 +40,9 @@ class World:
         self.timeout = timeout  # how long a communication may wait for a rank
         self._store = store
         self._owned = owned  # the process group is ours to destroy: the program had made none
-        self._links: list[Link] = []
-        link = self.own(Link(dist.group.WORLD)) if size > 1 else None
-        self.group = Group(tuple(range(size)), rank, link)
+        self._links: list[Transport] = []
+        self._handle = dist.group.WORLD if size > 1 else None
+        self.group = self.group_of(tuple(range(size)))
 
     @classmethod
     def alone(cls, device: torch.device) -> "World":
@@ -49,7 +51,7 @@ class World:
 
     def barrier(self) -> None:
         """Returns when every rank has come here."""
-        self.any_flag(False)
+        barrier(self.group)
 
     def any_flag(self, flag: bool) -> bool:
         """True on all ranks when it is true on one. Every rank must call it."""
@@ -78,19 +80,29 @@ class World:
         """Whether the process group that it was made for is still the process's."""
         if self.size == 1:
             return not dist.is_initialized() or dist.get_world_size() == 1
-        assert self.group.link is not None
-        return dist.is_initialized() and self.group.link.is_to(dist.group.WORLD)
+        return dist.is_initialized() and self._handle is dist.group.WORLD
 
-    def own(self, link: Link) -> Link:
-        """Takes over a link, to cut it on `close`."""
-        self._links.append(link)
-        return link
+    def group_of(self, ranks: tuple[int, ...], lane: str = "") -> Group:
+        """A group of these ranks, this one among them. All of them must ask for it at the same point of the
+        program; see `Mesh.group` for lanes."""
+        link = self._link(ranks, lane) if len(ranks) > 1 else None
+        if link is not None:
+            self._links.append(link)
+        return Group(ranks, ranks.index(self.rank), link)
+
+    def _link(self, ranks: tuple[int, ...], lane: str) -> Transport:
+        handle = self._handle
+        if len(ranks) < self.size or lane:
+            handle = dist.new_group(list(ranks), timeout=self.timeout, use_local_synchronization=True)
+        assert isinstance(handle, dist.ProcessGroup), f"rank {self.rank} is not in {ranks}"
+        return TorchLink(handle, ranks, ranks.index(self.rank))
 
     def close(self) -> None:
         """Leaves the job; `connect` would join anew. Groups of this world can be used no more."""
         global _world
         for link in self._links:
             link.cut()
+        self._handle = None
         if self._owned and dist.is_initialized():
             dist.destroy_process_group()
         self._store = None

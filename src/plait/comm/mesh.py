@@ -1,9 +1,7 @@
 """The mesh: process groups along the grid's axes, made when first asked for."""
 
-import torch.distributed as dist
-
 from plait.comm.connect import World
-from plait.comm.verbs import Group, Link
+from plait.comm.verbs import Group
 from plait.plan import Grid
 
 
@@ -30,14 +28,5 @@ class Mesh:
         ranks = self.grid.group(self.world.rank, *axes)
         key = (ranks, lane if len(ranks) > 1 else "")
         if key not in self._groups:
-            self._groups[key] = Group(ranks, ranks.index(self.world.rank), self._link(*key))
+            self._groups[key] = self.world.group_of(*key)
         return self._groups[key]
-
-    def _link(self, ranks: tuple[int, ...], lane: str) -> Link | None:
-        if len(ranks) == 1:
-            return None
-        if len(ranks) == self.world.size and not lane:
-            return self.world.group.link
-        handle = dist.new_group(list(ranks), timeout=self.world.timeout, use_local_synchronization=True)
-        assert isinstance(handle, dist.ProcessGroup), f"rank {self.world.rank} is not in {ranks}"
-        return self.world.own(Link(handle))

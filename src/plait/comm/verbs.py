@@ -1,60 +1,20 @@
 """The verbs. Each communicates on the group it is handed; `start_*` returns at once and `.wait()` ends it.
 
-A group of one rank communicates with nobody: its verbs only move what has to be moved locally.
-
-[Note: ranges straight to their owners]
-Between CPU ranks bytes cost compute, and Gloo's ring moves them more often than needed: on 2 ranks its
-reduce-scatter of 33.7 M float32 takes 130 ms, its all-gather of as many bf16 69 ms. Where it is the
-transport, every rank sends each owner its range and each owner adds what it received (52 ms); an
-all-gather sends the own range to every peer, into the place where it is read (18 ms). Both move the
-least bytes there are, (p-1)/p of the tensor per rank. Sums are added in the order of ranks, whoever
-adds: equal bits everywhere.
-
-[Note: narrow tensors on the wire, wide sums]
-bf16 gradients are to be summed in float32. An owner that adds what it received can widen it first, so
-contributions travel as they are and the sum is float32: half the bytes. For an all-reduce, sending
-one's whole contribution to every peer, which adds, moves (p-1) x 2 bytes per element, against
-2(p-1)/p x 4 for a widened ring: half for 2 ranks, three quarters for 3, no gain from 4 on. NCCL's bytes
-cost no compute: there contributions are widened and its own collectives do the work.
+Tensors may be strided: transports take storage as it lies, so others go through a copy. Sums have a
+fixed order of ranks: every rank gets the same bits. A group of one rank communicates with nobody: its verbs only
+move what has to be moved locally. `label` says of what a communication is, in the letter of one that fails.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from plait.comm.transport import Call, Pending, Summing, SumOfParts, Transport, Verb
 from plait.errors import CommError
 
-# torch 2.13 renamed these two and warns about the old names; 2.11 has only the old ones.
-_gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_into: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-
-
-class Link:
-    """The process group behind a group; its world cuts it when it closes.
-
-    Whoever still holds the group then holds nothing of torch's: Gloo's threads end with the last
-    reference to it, and have to before Python does, or they take the process down.
-    """
-
-    def __init__(self, handle: dist.ProcessGroup | None) -> None:
-        self._handle = handle
-
-    @property
-    def handle(self) -> dist.ProcessGroup:
-        assert self._handle is not None, "a verb on a group whose world is closed"
-        return self._handle
-
-    def is_to(self, handle: dist.ProcessGroup | None) -> bool:
-        return self._handle is handle
-
-    def cut(self) -> None:
-        self._handle = None
+OPS = ("sum", "mean", "max", "min")
 
 
 @dataclass(frozen=True)
@@ -63,193 +23,257 @@ class Group:
 
     ranks: tuple[int, ...]
     rank: int
-    link: Link | None  # None for a group of one, which needs no transport
-
-    @property
-    def handle(self) -> dist.ProcessGroup:
-        assert self.link is not None, "a group of one has no process group"
-        return self.link.handle
+    link: Transport | None  # None for a group of one, which needs no transport
 
     @property
     def size(self) -> int:
         return len(self.ranks)
 
-
-class Pending:
-    """A communication under way. The tensors it was given are in use until `wait` returns."""
-
-    def __init__(self, verb: str, works: list[dist.Work]) -> None:
-        self._verb = verb
-        self._works = works
-
-    def wait(self) -> None:
-        """Blocks until done (on CUDA: makes the current stream wait). Raises CommError if a peer is lost."""
-        while self._works:
-            _guard(self._verb, self._works.pop(0).wait)
+    @property
+    def transport(self) -> Transport:
+        assert self.link is not None, "a group of one has no transport"
+        return self.link
 
 
-def start_all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> Pending:
+def start_all_reduce(tensor: Tensor, group: Group, op: str = "sum", *, label: str = "") -> Pending:
     """Reduces `tensor` in place over the group; every rank ends with the same bits."""
-    return _start("all-reduce", group, lambda: dist.all_reduce(tensor, _OPS[op], group.handle, async_op=True))
+    _check_op(op, tensor)
+    return _start(Call(Verb.ALL_REDUCE, tensor, tensor, op, label=label), group)
 
 
-def start_all_gather(out: Tensor, piece: Tensor, group: Group) -> Pending:
+def all_reduce(tensor: Tensor, group: Group, op: str = "sum", *, label: str = "") -> None:
+    _check_op(op, tensor)
+    _run(Call(Verb.ALL_REDUCE, tensor, tensor, op, label=label), group)
+
+
+def start_all_gather(out: Tensor, piece: Tensor, group: Group, *, label: str = "") -> Pending:
     """Fills `out` (flat, size x piece) with the ranks' pieces in group order. `piece` may be a view of it."""
-    own = _own_range(out, group)
-    if own.data_ptr() != piece.data_ptr():
-        own.copy_(piece)
-    if not is_direct(group):
-        return _start("all-gather", group, lambda: _gather_into(out, own, group.handle, async_op=True))
-    ranges = out.chunk(group.size)
-    return _send_and_receive(
-        "all-gather", [(own, peer) for peer in _peers(group)], [(ranges[p], p) for p in _peers(group)], group
+    _check_ranges(Verb.ALL_GATHER, out, piece, group)
+    return _start(Call(Verb.ALL_GATHER, piece, out, label=label), group)
+
+
+def all_gather(out: Tensor, piece: Tensor, group: Group, *, label: str = "") -> None:
+    _check_ranges(Verb.ALL_GATHER, out, piece, group)
+    _run(Call(Verb.ALL_GATHER, piece, out, label=label), group)
+
+
+def reduce_scatter(out: Tensor, whole: Tensor, group: Group, op: str = "sum", *, label: str = "") -> None:
+    """Leaves in `out` this rank's range of the reduced `whole` (flat, size x out)."""
+    start_reduce_scatter(out, whole, group, op, label=label).wait()
+
+
+def start_reduce_scatter(
+    out: Tensor, whole: Tensor, group: Group, op: str = "sum", *, label: str = ""
+) -> Pending:
+    _check_op(op, whole)
+    _check_ranges(Verb.REDUCE_SCATTER, whole, out, group)
+    return _start(Call(Verb.REDUCE_SCATTER, whole, out, op, label=label), group)
+
+
+def start_broadcast(tensor: Tensor, group: Group, source: int = 0, *, label: str = "") -> Pending:
+    """Overwrites `tensor` with that of the group's rank number `source`."""
+    return _start(_rooted(Verb.BROADCAST, tensor, tensor, group, source, label=label), group)
+
+
+def broadcast(tensor: Tensor, group: Group, source: int = 0, *, label: str = "") -> None:
+    _run(_rooted(Verb.BROADCAST, tensor, tensor, group, source, label=label), group)
+
+
+def start_reduce(tensor: Tensor, group: Group, root: int = 0, op: str = "sum", *, label: str = "") -> Pending:
+    """Reduces into the root's `tensor`; the others' keep their values."""
+    _check_op(op, tensor)
+    out = tensor if group.rank == root else None
+    return _start(_rooted(Verb.REDUCE, tensor, out, group, root, op, label), group)
+
+
+def reduce(tensor: Tensor, group: Group, root: int = 0, op: str = "sum", *, label: str = "") -> None:
+    start_reduce(tensor, group, root, op, label=label).wait()
+
+
+def start_scatter(
+    out: Tensor, whole: Tensor | None, group: Group, source: int = 0, *, label: str = ""
+) -> Pending:
+    """Deals the ranges of the source's `whole` (flat, size x out) to the ranks; others give None."""
+    if group.rank == source:
+        _check_ranges(Verb.SCATTER, whole, out, group)
+    return _start(
+        _rooted(Verb.SCATTER, whole if group.rank == source else None, out, group, source, label=label), group
     )
 
 
-def is_direct(group: Group) -> bool:
-    """Whether ranges go straight to their owners. See [Note: ranges straight to their owners]."""
-    return group.size > 1 and dist.get_backend(group.handle) == "gloo"
+def scatter(out: Tensor, whole: Tensor | None, group: Group, source: int = 0, *, label: str = "") -> None:
+    start_scatter(out, whole, group, source, label=label).wait()
 
 
-def sends_narrow(group: Group, narrow: torch.dtype, wide: torch.dtype) -> bool:
-    """Whether `start_exchange` beats widening and all-reducing. See [Note: narrow tensors ...]."""
-    return is_direct(group) and group.size * narrow.itemsize < 2 * wide.itemsize
+def start_gather(
+    out: Tensor | None, piece: Tensor, group: Group, root: int = 0, *, label: str = ""
+) -> Pending:
+    """Collects the ranks' pieces in the root's `out` (flat, size x piece); others give None."""
+    if group.rank == root:
+        _check_ranges(Verb.GATHER, out, piece, group)
+    return _start(
+        _rooted(Verb.GATHER, piece, out if group.rank == root else None, group, root, label=label), group
+    )
 
 
-class Summing:
-    """A sum over ranks under way. `buffer_bytes`: held for what peers send, until it is over."""
-
-    def __init__(self, parts: list[Tensor], pending: Pending, buffer_bytes: int = 0) -> None:
-        self._parts = parts  # one per rank, in rank order; a single one that is the sum already
-        self._pending = pending
-        self.buffer_bytes = buffer_bytes
-
-    def into(self, out: Tensor, *, add: bool = False) -> Iterator[Tensor]:
-        """Fills `out` with the sum (adds it there), in its dtype and in rank order, run by run.
-
-        Yields each run of `out` as it is done, for whatever else is to be done with it in the cache. `out`
-        may be this rank's part itself.
-        """
-        self._pending.wait()
-        first, *others = self._parts
-        length = max(1, out.numel()) if out.is_cuda else _CACHED  # a GPU pays for every launch
-        in_place = any(part.data_ptr() == out.data_ptr() for part in self._parts)
-        if in_place and not others:
-            assert not add, "a sum added to itself"
-            yield from out.split(length)
-            return
-        needs_scratch = others and (add or in_place)
-        scratch = torch.empty(length, dtype=out.dtype, device=out.device) if needs_scratch else None
-        for start in range(0, out.numel(), length):
-            run = out[start : start + length]
-            if add and not others:
-                run.add_(first[start : start + length])
-                yield run
-                continue
-            total = run if scratch is None else scratch[: run.numel()]
-            total.copy_(first[start : start + length])
-            for part in others:
-                total.add_(part[start : start + length])
-            if add:
-                run.add_(total)
-            elif scratch is not None:
-                run.copy_(total)
-            yield run
+def gather(out: Tensor | None, piece: Tensor, group: Group, root: int = 0, *, label: str = "") -> None:
+    start_gather(out, piece, group, root, label=label).wait()
 
 
-_CACHED = 1 << 17  # elements: 512 KiB of float32
+def start_all_to_all(out: Tensor, whole: Tensor, group: Group, *, label: str = "") -> Pending:
+    """Sends the i-th of `size` equal ranges of `whole` to rank i; `out` gets a range from each, in order."""
+    if out.numel() != whole.numel() or out.numel() % group.size or out.dtype != whole.dtype:
+        raise _unfit(Verb.ALL_TO_ALL, out, whole, group)
+    return _start(Call(Verb.ALL_TO_ALL, whole, out, label=label), group)
 
 
-def start_reduce_scatter(whole: Tensor, group: Group) -> Summing:
+def all_to_all(out: Tensor, whole: Tensor, group: Group, *, label: str = "") -> None:
+    start_all_to_all(out, whole, group, label=label).wait()
+
+
+def barrier(group: Group, *, label: str = "") -> None:
+    """Returns when every rank of the group has come here."""
+    if group.size > 1:
+        group.transport.run(Call(Verb.BARRIER, label=label))
+
+
+def start_send(tensor: Tensor, group: Group, to: int, *, label: str = "") -> Pending:
+    """Sends to the group's rank number `to`. Messages between two ranks arrive in the order they start in."""
+    return _start(_rooted(Verb.SEND, tensor, None, group, to, label=label), group)
+
+
+def start_receive(tensor: Tensor, group: Group, source: int, *, label: str = "") -> Pending:
+    """Fills `tensor` with what the group's rank number `source` sends: as many bytes."""
+    return _start(_rooted(Verb.RECEIVE, None, tensor, group, source, label=label), group)
+
+
+def send(tensor: Tensor, group: Group, to: int, *, label: str = "") -> None:
+    start_send(tensor, group, to, label=label).wait()
+
+
+def receive(tensor: Tensor, group: Group, source: int, *, label: str = "") -> None:
+    start_receive(tensor, group, source, label=label).wait()
+
+
+# --- sums of contributions: what gradients travel by
+
+
+def start_scattered_sum(whole: Tensor, group: Group, *, label: str = "") -> Summing:
     """Sums the ranks' flat `whole`, of which each keeps its own range: the group.rank-th of `size`.
 
     `whole` is in use, and may be overwritten, until `into` is through.
     """
-    own = _own_range(whole, group)
-    if not is_direct(group):
-        reduce = _start(
-            "reduce-scatter", group, lambda: _reduce_into(own, whole, group=group.handle, async_op=True)
-        )
-        return Summing([own], reduce)
-    ranges, peers = whole.chunk(group.size), _peers(group)
-    return _exchange("reduce-scatter", own, [(ranges[p], p) for p in peers], group)
+    if group.size == 1:
+        return SumOfParts([whole], Pending())
+    assert whole.numel() % group.size == 0, f"{whole.numel()} elements in {group.size} ranges"
+    return group.transport.start_sum(whole, scatter=True, label=label)
 
 
-def start_exchange(mine: Tensor, group: Group) -> Summing:
-    """Sums the ranks' flat tensors on every rank, each sending its own to all. See [Note: narrow ...].
+def start_exchange(mine: Tensor, group: Group, *, label: str = "") -> Summing:
+    """Sums the ranks' flat tensors on every rank, contributions travelling as they are.
 
-    `mine` is in use until `into` is through.
+    `mine` is in use until `into` is through. Where `sends_narrow` says so.
     """
-    return _exchange("exchange", mine, [(mine, p) for p in _peers(group)], group)
+    if group.size == 1:
+        return SumOfParts([mine], Pending())
+    return group.transport.start_sum(mine, scatter=False, label=label)
 
 
-def _exchange(verb: str, mine: Tensor, sends: list[tuple[Tensor, int]], group: Group) -> Summing:
-    parts = {place: torch.empty_like(mine) for _, place in sends}
-    pending = _send_and_receive(verb, sends, [(part, place) for place, part in parts.items()], group)
-    buffer_bytes = sum(part.nbytes for part in parts.values())
-    parts[group.rank] = mine
-    return Summing([parts[place] for place in range(group.size)], pending, buffer_bytes)
+def is_direct(group: Group) -> bool:
+    """Whether contributions to a sum travel as they are and are added up wide, by their owners."""
+    return group.link is not None and group.link.is_direct
 
 
-def _send_and_receive(
-    verb: str, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], group: Group
-) -> Pending:
-    """Tensors to and from places in the group. Two ranks' messages meet in the order in which they start."""
-    operations = [dist.P2POp(dist.isend, t, group.ranks[place], group.handle) for t, place in sends]
-    operations += [dist.P2POp(dist.irecv, t, group.ranks[place], group.handle) for t, place in receives]
-    return Pending(verb, _guard(verb, lambda: dist.batch_isend_irecv(operations)))
+def sends_narrow(group: Group, narrow: torch.dtype, wide: torch.dtype) -> bool:
+    """Whether `start_exchange` beats widening contributions and all-reducing."""
+    return group.link is not None and group.link.sends_narrow(narrow, wide)
 
 
-def _own_range(whole: Tensor, group: Group) -> Tensor:
-    numel, rest = divmod(whole.numel(), group.size)
-    assert rest == 0, f"{whole.numel()} elements in {group.size} ranges"
-    return whole[group.rank * numel : (group.rank + 1) * numel]
+# --- what all verbs share
 
 
-def _peers(group: Group) -> list[int]:
-    """The other ranks' places in the group, the next one first: not all send to the same at once."""
-    return [(group.rank + step) % group.size for step in range(1, group.size)]
+def _start(call: Call, group: Group) -> Pending:
+    if group.size == 1:
+        return _alone(call)
+    call, copies = _contiguous(call)
+    pending = group.transport.start(call)
+    if not copies:
+        return pending
+    return Pending(pending.wait, *(_copier(*copy) for copy in copies))
 
 
-def all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> None:
-    start_all_reduce(tensor, group, op).wait()
+def _run(call: Call, group: Group) -> None:
+    if group.size == 1:
+        _alone(call)
+        return
+    call, copies = _contiguous(call)
+    group.transport.run(call)
+    for into, result in copies:
+        into.copy_(result)
 
 
-def all_gather(out: Tensor, piece: Tensor, group: Group) -> None:
-    start_all_gather(out, piece, group).wait()
+def _copier(into: Tensor, result: Tensor) -> Callable[[], object]:
+    return lambda: into.copy_(result)
 
 
-def reduce_scatter(out: Tensor, whole: Tensor, group: Group) -> None:
-    """Leaves in `out` this rank's range of the sum of the ranks' `whole` (flat, size x out)."""
-    for _ in start_reduce_scatter(whole.clone(), group).into(out):
-        pass
+def _contiguous(call: Call) -> tuple[Call, list[tuple[Tensor, Tensor]]]:
+    """The call with contiguous tensors, and what has to be copied (where to, from) after it."""
+    source, out = call.source, call.out
+    if (source is None or source.is_contiguous()) and (out is None or out.is_contiguous()):
+        return call, []
+    given = None if source is None else source.contiguous()
+    if out is None or out.is_contiguous():
+        return replace(call, source=given), []
+    taken = given if out is source else torch.empty_like(out, memory_format=torch.contiguous_format)
+    assert taken is not None
+    return replace(call, source=given, out=taken), [(out, taken)]
 
 
-def broadcast(tensor: Tensor, group: Group, source: int = 0) -> None:
-    """Overwrites `tensor` with that of the group's rank number `source`."""
-    sent = tensor.contiguous()  # transports take the storage as it lies
-    _start(
-        "broadcast",
-        group,
-        lambda: dist.broadcast(sent, group.ranks[source], group.handle, async_op=True),
-    ).wait()
-    if sent is not tensor:
-        tensor.copy_(sent)
+def _alone(call: Call) -> Pending:
+    if call.verb in (Verb.SEND, Verb.RECEIVE):
+        raise CommError(f"{call.verb.value} to oneself", given="a group of one rank")
+    if call.out is not None and call.source is not None and call.out is not call.source:
+        call.out.copy_(call.source.reshape(call.out.shape))
+    return Pending()
 
 
-def _start(verb: str, group: Group, launch: Callable[[], dist.Work]) -> Pending:
-    return Pending(verb, [] if group.size == 1 else [_guard(verb, launch)])
-
-
-def _guard(verb: str, action: Callable[[], Any]) -> Any:
-    """Turns the transport's errors into ours: the cause stands below, for --debug."""
-    try:
-        return action()
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
+def _rooted(
+    verb: Verb,
+    source: Tensor | None,
+    out: Tensor | None,
+    group: Group,
+    root: int,
+    op: str = "sum",
+    label: str = "",
+) -> Call:
+    if not 0 <= root < group.size:
         raise CommError(
-            f"{verb} failed: a rank is gone, late or sent something else",
-            given=str(error).splitlines()[0],
-            hint="look for the first rank that ended: its message is the cause",
-        ) from error
+            f"{verb.value} with a rank that the group does not have",
+            given=f"rank number {root}",
+            expected=f"0 to {group.size - 1}, a place in the group of ranks {list(group.ranks)}",
+        )
+    return Call(verb, source, out, op, root, label)
+
+
+def _check_op(op: str, tensor: Tensor) -> None:
+    if op not in OPS:
+        raise CommError("ranks cannot reduce by that", given=f"op={op!r}", expected=" or ".join(OPS))
+    if op == "mean" and not tensor.is_floating_point():
+        raise CommError("a mean is of floating-point numbers", given=tensor.dtype, hint="op='sum'")
+
+
+def _check_ranges(verb: Verb, whole: Tensor | None, piece: Tensor, group: Group) -> None:
+    fits = whole is not None and whole.numel() == group.size * piece.numel() and whole.dtype == piece.dtype
+    if not fits:
+        raise _unfit(verb, whole, piece, group)
+
+
+def _unfit(verb: Verb, whole: Tensor | None, piece: Tensor, group: Group) -> CommError:
+    def shown(tensor: Tensor | None) -> str:
+        return "None" if tensor is None else f"{tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')}"
+
+    return CommError(
+        f"the tensors of {verb.value} do not fit each other",
+        given=f"{shown(whole)} and {shown(piece)} in a group of {group.size}",
+        expected=f"a whole of {group.size} times the piece's elements, of one dtype",
+    )

@@ -350,7 +350,7 @@ class Gatherer:
             landed = self._lane.copy(own, unit.piece)
         if landed is not None and self._group.size > 1:
             landed()
-        gathered = start_all_gather(unit.storage, own, self._group)
+        gathered = start_all_gather(unit.storage, own, self._group, label=unit.layout.name)
         self._pending[unit] = landed if landed is not None and self._group.size == 1 else gathered.wait
         if not unit.whole.stays:
             self._whole[unit] = bundle

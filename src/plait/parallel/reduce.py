@@ -42,7 +42,7 @@ from plait.comm import (
     all_reduce,
     start_all_reduce,
     start_exchange,
-    start_reduce_scatter,
+    start_scattered_sum,
 )
 from plait.optim import squared_norm
 from plait.parallel.lane import Lane
@@ -219,9 +219,9 @@ class Reducer:
         if copied:
             contribution = contribution.to(torch.bfloat16)
         if self._exchanges:
-            summing = start_exchange(contribution, self._replicate)
+            summing = start_exchange(contribution, self._replicate, label=unit.layout.name)
         else:
-            summing = start_reduce_scatter(contribution, self._shard)
+            summing = start_scattered_sum(contribution, self._shard, label=unit.layout.name)
         summing.buffer_bytes += contribution.nbytes if copied else 0
         self._travelling.append((unit, summing))
         self._meter.hold(summing.buffer_bytes)
@@ -256,4 +256,6 @@ class Reducer:
         if summed.device != self._device or self._rounded:
             summed = summed.to(self._device, torch.bfloat16 if self._rounded else summed.dtype)
         self._meter.hold(0 if summed is unit.gradient else summed.nbytes)
-        self._replicating.append((unit, summed, start_all_reduce(summed, self._replicate)))
+        self._replicating.append(
+            (unit, summed, start_all_reduce(summed, self._replicate, label=unit.layout.name))
+        )

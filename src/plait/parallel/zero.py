@@ -110,7 +110,7 @@ def cut_of(plan: Plan, groups: DataGroups, device: torch.device, masters: Master
 def _incoming(plan: Plan, groups: DataGroups, precision: Precision) -> torch.dtype:
     """Whole gradients are narrow where each reduction takes one contribution per rank and they travel so.
 
-    See [Note: narrow tensors on the wire ...] in `comm/verbs.py`.
+    See [Note: narrow tensors on the wire ...] in `comm/torch_link.py`.
     """
     if plan.accumulates_whole and plan.micro > 1:
         return precision.master
