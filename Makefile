@@ -6,12 +6,14 @@ export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo check format test sweep bench clean
+.PHONY: help install demo check format test sanitize sweep bench clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
-$(BIN)/.installed: pyproject.toml constraints.txt
+NATIVE := src/plait/comm/host/native
+
+$(BIN)/.installed: pyproject.toml constraints.txt $(wildcard $(NATIVE)/*.[ch])
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
 	@touch $@
@@ -34,6 +36,20 @@ format: install  ## put the code into the house's format
 
 test: check  ## everything that CI runs
 	$(BIN)/python -m pytest tests
+
+# The C sources in a program of their own, with the compiler's checks of memory and of threads.
+SANITIZED := build/native-address build/native-thread
+build/native-address: SANITIZERS := address,undefined
+build/native-thread: SANITIZERS := thread
+
+$(SANITIZED): $(wildcard $(NATIVE)/*.[ch] tests/native/*.[ch])
+	@mkdir -p $(@D)
+	$(CC) -std=c11 -g -O3 -UNDEBUG -ffp-contract=off -fno-trapping-math -Wall -Wextra -Werror \
+		-fsanitize=$(SANITIZERS) -fno-sanitize-recover=all -I$(NATIVE) $(filter %.c,$^) -o $@ -lpthread
+
+sanitize: $(SANITIZED)  ## the C sources under the compiler's address, undefined and thread sanitizers
+	build/native-address
+	build/native-thread
 
 # The peers that benchmarks/requirements.txt names live beside the package here, and nowhere else.
 BENCH_VENV ?= build/bench-venv

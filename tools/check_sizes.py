@@ -1,7 +1,7 @@
 """Simplicity has numbers: sizes of files and functions, folders in the README's tree. Exits 1 with offenders.
 
-A file has at most 400 lines; a function at most 60, counted from its `def`, and nine functions in ten at most
-40. README.md, where there is one, names every folder under src/plait in its tree.
+A file, of Python or of C, has at most 400 lines; a Python function at most 60, counted from its `def`, and
+nine in ten at most 40. README.md, where there is one, names every folder under src/plait in its tree.
 """
 
 import ast
@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 FOLDERS = ("src", "tests", "benchmarks", "tools", "examples")
+SUFFIXES = (".py", ".c", ".h")
 FILE_LINES = 400
 FUNCTION_LINES = 60
 MOST_FUNCTIONS_LINES = 40
@@ -16,15 +17,15 @@ MOST = 0.9
 
 
 def main(root: Path) -> int:
-    files = [path for folder in FOLDERS for path in sorted((root / folder).rglob("*.py"))]
+    files = [path for folder in FOLDERS for path in sorted((root / folder).rglob("*.*"))]
     offenders, lengths = [], []
-    for path in files:
+    for path in (path for path in files if path.suffix in SUFFIXES):
         name = path.relative_to(root)
         source = path.read_text(encoding="utf-8")
         num_lines = len(source.splitlines())
         if num_lines > FILE_LINES:
             offenders.append(f"{name}: {num_lines} lines, at most {FILE_LINES}")
-        for function in functions(ast.parse(source, str(path))):
+        for function in functions(source, path):
             length = function.end_lineno - function.lineno + 1
             lengths.append(length)
             if length > FUNCTION_LINES:
@@ -41,7 +42,10 @@ def main(root: Path) -> int:
     return 1 if offenders else 0
 
 
-def functions(tree: ast.Module) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+def functions(source: str, path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    if path.suffix != ".py":
+        return []
+    tree = ast.parse(source, str(path))
     return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
 
 

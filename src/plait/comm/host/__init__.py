@@ -1,0 +1,1 @@
+"""Communication of the ranks of one host through memory that they share."""

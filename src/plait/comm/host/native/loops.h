@@ -1,0 +1,27 @@
+// The table of inner loops: one per dtype, in as many versions as there are kinds of processors.
+#ifndef PLAIT_LOOPS_H
+#define PLAIT_LOOPS_H
+
+#include <stddef.h>
+
+#define PL_NUM_DTYPES 9
+#define PL_NUM_OPS 3
+#define PL_LANES 16
+
+// Loops over n items. `acc` holds items of the type in which a dtype is accumulated and overlaps no other argument.
+struct pl_loops {
+    void (*load)(void *acc, const void *a, size_t n);                               // acc = a
+    void (*pair[PL_NUM_OPS])(void *acc, const void *a, const void *b, size_t n);    // acc = a op b
+    void (*fold[PL_NUM_OPS])(void *acc, const void *a, size_t n);                   // acc = acc op a
+    void (*scale)(void *acc, double scale, size_t n);                               // acc = acc * scale; NULL: integers
+    void (*round)(void *out, const void *acc, size_t n);                            // NULL: the type is acc's own
+    void (*squares)(double *lanes, size_t first, const void *values, size_t n);     // see squares() in loops_dtype.h
+};
+
+// One set of loops per kind of processor: level 0 runs everywhere, higher ones are faster.
+#define PL_NUM_LEVELS 3
+
+// The loops of a level, by pl_dtype; NULL if this processor cannot run them.
+const struct pl_loops *const *pl_loops_of_level(int level);
+
+#endif
