@@ -29,7 +29,10 @@ STACK_S = 2.0  # what a stuck worker gets to write its stack; only a stopped pro
 OUTPUT_CHARS = 4000  # of what a rank printed, in the error
 
 # What gloo says on a rank whose peer went away: a consequence, shown after the causes.
-_ECHO = re.compile(r"connection (was )?(closed|reset)|broken pipe|socket closed|wait timeout|timed out", re.I)
+_ECHO = re.compile(
+    r"connection (was )?(closed|reset)|broken pipe|socket closed|wait timeout|timed out|rank \d+ is gone",
+    re.I,
+)
 
 
 @dataclass(frozen=True)
@@ -132,6 +135,7 @@ class Pool:
         self._num_started = 0
         self._num_runs = 0
         self._filters = [*warning_filters]
+        self.transport = "auto"  # of the next run
 
     def run(
         self, fn: Callable[..., Any], n: int, /, *args: Any, timeout_s: float = 60.0, **kwargs: Any
@@ -149,6 +153,7 @@ class Pool:
             "sys_path": _import_path(),
             "warning_filters": self._filters,
             "environment": self._environment(n),
+            "transport": self.transport,
         }
         workers = self._take(n)
         try:
@@ -161,6 +166,10 @@ class Pool:
             error = RankTimeout(failures) if late else RankError(failures)
             raise error from error.failures[0].exception
         return [results[rank] for rank in range(n)]
+
+    def over(self, transport: str) -> "PoolOver":
+        """The same pool, its ranks connected by this transport and not by the one that plait chooses."""
+        return PoolOver(self, transport)
 
     def close(self) -> None:
         self._replace(self._workers)
@@ -226,6 +235,27 @@ class Pool:
             failures.append(RankFailure(rank, fact, text, None, time.monotonic(), is_late=True))
         self._replace([*stuck.values()])
         return failures
+
+
+class PoolOver:
+    """A pool whose ranks are connected by a given transport."""
+
+    def __init__(self, pool: Pool, transport: str) -> None:
+        self.pool = pool
+        self.transport = transport
+
+    def run(
+        self, fn: Callable[..., Any], n: int, /, *args: Any, timeout_s: float = 60.0, **kwargs: Any
+    ) -> list[Any]:
+        """As `Pool.run`."""
+        self.pool.transport = self.transport
+        try:
+            return self.pool.run(fn, n, *args, timeout_s=timeout_s, **kwargs)
+        finally:
+            self.pool.transport = "auto"
+
+    def over(self, transport: str) -> "PoolOver":
+        return PoolOver(self.pool, transport)
 
 
 def _answers(waiting: dict[int, Worker]) -> list[tuple[int, Any]]:

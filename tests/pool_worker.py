@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from plait.comm import connect
 from plait.comm.launch import end_with_parent
 
 
@@ -56,6 +57,8 @@ def _answer(job: dict[str, Any]) -> dict[str, Any]:
                 warnings.filterwarnings(*entry)
             fn = _find(*job["function"])
             args, kwargs = pickle.loads(job["arguments"])
+            if job["transport"] != "auto":
+                connect(transport=job["transport"])
             return {"result": pickle.dumps(fn(*args, **kwargs))}
     except BaseException as error:  # pytest.fail and skip derive from BaseException
         answer = {

@@ -121,8 +121,10 @@ def _which_travel_narrow() -> tuple[bool, bool]:
 
 
 def test_narrow_tensors_travel_where_that_is_fewer_bytes(pool: Pool) -> None:
-    found = {ranks: pool.run(_which_travel_narrow, ranks)[0] for ranks in (1, 2, 3, 4)}
-    assert found == {1: (False, False), 2: (True, False), 3: (True, False), 4: (False, False)}
+    gloo = {ranks: pool.over("gloo").run(_which_travel_narrow, ranks)[0] for ranks in (1, 2, 3, 4)}
+    assert gloo == {1: (False, False), 2: (True, False), 3: (True, False), 4: (False, False)}
+    host = {ranks: pool.run(_which_travel_narrow, ranks)[0] for ranks in (1, 2, 4, 5)}
+    assert host == {1: (False, False), 2: (True, False), 4: (True, False), 5: (False, False)}
 
 
 def _agree() -> tuple[bool, bool, bool, bool]:
@@ -161,5 +163,5 @@ def _mismatch() -> None:
 
 
 def test_a_lost_peer_is_an_error_that_says_so(pool: Pool) -> None:
-    with pytest.raises(RankError, match="all-reduce failed: a rank is gone"):
+    with pytest.raises(RankError, match="all-reduce failed: rank 0 is gone"):
         pool.run(_mismatch, 2)

@@ -3,10 +3,13 @@
 import atexit
 import datetime
 import os
+import warnings
+from collections import Counter
 
 import torch
 import torch.distributed as dist
 
+from plait.comm.host import Neighbours, Waits, meet, open_group
 from plait.comm.torch_link import TorchLink
 from plait.comm.transport import Transport
 from plait.comm.verbs import Group, all_reduce, barrier
@@ -32,7 +35,9 @@ class World:
         store: dist.Store | None = None,
         owned: bool = False,
         timeout: datetime.timedelta = datetime.timedelta(minutes=10),
+        transport: str = "auto",
     ) -> None:
+        """Use `connect`. Raises CommError."""
         self.rank = rank
         self.size = size
         self.local_rank = local_rank
@@ -42,6 +47,12 @@ class World:
         self._owned = owned  # the process group is ours to destroy: the program had made none
         self._links: list[Transport] = []
         self._handle = dist.group.WORLD if size > 1 else None
+        self._neighbours: Neighbours | None = None
+        self._opened: Counter[tuple[tuple[int, ...], str]] = Counter()
+        # Per rank, a name of the host that it runs on: ranks of equal ones can share memory.
+        self.hosts = [""] * size
+        if size > 1 and device.type == "cpu":
+            self._meet(transport)
         self.group = self.group_of(tuple(range(size)))
 
     @classmethod
@@ -85,24 +96,71 @@ class World:
     def group_of(self, ranks: tuple[int, ...], lane: str = "") -> Group:
         """A group of these ranks, this one among them. All of them must ask for it at the same point of the
         program; see `Mesh.group` for lanes."""
+        if self.rank not in ranks:
+            raise CommError(
+                "a rank asks for a group that it is not in",
+                given=f"rank {self.rank}, ranks {list(ranks)}",
+                hint="only the ranks of a group ask for it",
+            )
         link = self._link(ranks, lane) if len(ranks) > 1 else None
         if link is not None:
             self._links.append(link)
         return Group(ranks, ranks.index(self.rank), link)
 
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A flat tensor where transports read and write it in place; what is in it is undefined."""
+        if self._neighbours is not None:
+            return self._neighbours.arena.empty(numel, dtype)
+        return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def _meet(self, transport: str) -> None:
+        base = TorchLink(self._handle, tuple(range(self.size)), self.rank)
+        wanted = transport in ("auto", "host")
+        self._neighbours, self.hosts, why_not = meet(self.rank, self.size, base, wanted=wanted)
+        base.cut()
+        if why_not and transport == "host":
+            raise CommError(
+                "ranks of one host cannot share memory", given=why_not, hint="transport=auto or gloo"
+            )
+        if why_not and self.hosts.index(self.hosts[self.rank]) == self.rank:  # once per host
+            warnings.warn(f"ranks of one host talk through Gloo, which is slower: {why_not}", stacklevel=4)
+
     def _link(self, ranks: tuple[int, ...], lane: str) -> Transport:
+        if self._neighbours is not None and set(ranks) <= set(self._neighbours.ranks):
+            return self._host_link(self._neighbours, ranks, lane)
         handle = self._handle
         if len(ranks) < self.size or lane:
             handle = dist.new_group(list(ranks), timeout=self.timeout, use_local_synchronization=True)
         assert isinstance(handle, dist.ProcessGroup), f"rank {self.rank} is not in {ranks}"
         return TorchLink(handle, ranks, ranks.index(self.rank))
 
+    def _host_link(self, neighbours: Neighbours, ranks: tuple[int, ...], lane: str) -> Transport:
+        store = self._store
+        assert store is not None, "ranks without a store"
+        self._opened[ranks, lane] += 1
+        key = f"plait/{neighbours.key}/{','.join(map(str, ranks))}/{lane}/{self._opened[ranks, lane]}"
+        waits = Waits.of(len(neighbours.ranks), self.timeout.total_seconds())
+
+        def find() -> str:
+            try:
+                store.wait([key], self.timeout)
+            except RuntimeError as error:
+                raise CommError(
+                    "a group cannot form: its first rank did not come", given=f"ranks {list(ranks)}"
+                ) from error
+            return bytes(store.get(key)).decode()
+
+        place = ranks.index(self.rank)
+        return open_group(neighbours, ranks, place, lambda word: store.set(key, word), find, waits)
+
     def close(self) -> None:
         """Leaves the job; `connect` would join anew. Groups of this world can be used no more."""
         global _world
         for link in self._links:
             link.cut()
-        self._handle = None
+        if self._neighbours is not None:
+            self._neighbours.close()
+        self._neighbours = self._handle = None
         if self._owned and dist.is_initialized():
             dist.destroy_process_group()
         self._store = None
@@ -115,13 +173,18 @@ class World:
 _world: World | None = None
 
 
-def connect(*, timeout_s: float = 600.0, device: str | None = None) -> World:
+TRANSPORTS = ("auto", "host", "gloo", "nccl")
+
+
+def connect(*, timeout_s: float = 600.0, device: str | None = None, transport: str = "auto") -> World:
     """Joins the ranks that torchrun or our launcher announced in the environment; alone without one.
 
     Takes one GPU per rank and NCCL where CUDA is available (or `device="cuda"`), else CPU and Gloo.
     A second call returns the same world, whatever its arguments, as long as its process group lives. A
     process group that the program has made already is used, and the GPU that it has chosen.
-    `timeout_s`: how long a communication may wait for a rank. Raises CommError.
+    `timeout_s`: how long a communication may wait for a rank. `transport` of CPU ranks: `host`, shared memory
+    between the ranks of one host and Gloo between hosts; `gloo` everywhere; `auto` is `host` where that is
+    possible. GPUs take `nccl`, which is their `auto`. Raises CommError.
     """
     global _world
     if _world is not None and _world.is_alive():
@@ -135,11 +198,14 @@ def connect(*, timeout_s: float = 600.0, device: str | None = None) -> World:
         if "LOCAL_RANK" not in os.environ and torch.cuda.is_available():
             local_rank = torch.cuda.current_device()
     chosen = _device(device, local_rank)
+    _check_transport(transport, chosen)
     if size > 1 and not found:
         store = _store(rank, size, timeout)
         _join(store, rank, size, chosen, timeout)
     owned = store is not None and not found
-    _world = World(rank, size, local_rank, chosen, store=store, owned=owned, timeout=timeout)
+    _world = World(
+        rank, size, local_rank, chosen, store=store, owned=owned, timeout=timeout, transport=transport
+    )
     if chosen.type == "cpu":  # see Link. NCCL needs no such care, and waits for its peers when destroyed
         atexit.register(_world.close)
     return _world
@@ -168,6 +234,16 @@ def _device(asked: str | None, local_rank: int) -> torch.device:
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+def _check_transport(transport: str, device: torch.device) -> None:
+    fitting = ("auto", "nccl") if device.type == "cuda" else ("auto", "host", "gloo")
+    if transport not in fitting:
+        raise CommError(
+            "there is no such transport" if transport not in TRANSPORTS else "a transport for other devices",
+            given=f"transport={transport} for ranks on {device.type}",
+            expected=" or ".join(fitting),
+        )
 
 
 def _store(rank: int, size: int, timeout: datetime.timedelta) -> dist.Store:

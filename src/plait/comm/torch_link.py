@@ -53,6 +53,7 @@ class TorchLink:
         self._place = place
         self.name = str(dist.get_backend(handle))
         self.is_direct = self.name == "gloo"
+        self.shares = False
 
     @property
     def handle(self) -> dist.ProcessGroup:
@@ -99,6 +100,11 @@ class TorchLink:
 
     def sends_narrow(self, narrow: torch.dtype, wide: torch.dtype) -> bool:
         return self.is_direct and len(self._ranks) * narrow.itemsize < 2 * wide.itemsize
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        raise AssertionError(f"no memory for {numel} x {dtype}: ranks of a process group share none")
+
+    share = empty
 
     def _exchange(self, call: Call, mine: Tensor, sends: list[tuple[Tensor, int]]) -> Summing:
         parts = {place: torch.empty_like(mine) for _, place in sends}

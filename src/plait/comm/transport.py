@@ -75,6 +75,13 @@ class Summing(Protocol):
         may be this rank's part of what was given itself.
         """
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether `into` is known not to wait for a peer."""
+
+    def release(self) -> None:
+        """After `into`: returns when what this rank gave may be overwritten."""
+
 
 class Transport(Protocol):
     """Carries what at least two ranks say to each other. Calls are matched by their order in the group;
@@ -82,6 +89,7 @@ class Transport(Protocol):
 
     name: str
     is_direct: bool  # contributions to a sum travel as they are and are added up wide, by their owners
+    shares: bool  # ranks read and write each other's memory, if it is of `empty` or `share`
 
     def start(self, call: Call) -> Pending:
         """Returns at once. Raises CommError, as `Pending.wait` and `run` do, when a rank is lost."""
@@ -96,6 +104,13 @@ class Transport(Protocol):
     def sends_narrow(self, narrow: torch.dtype, wide: torch.dtype) -> bool:
         """Whether a sum of whole narrow contributions on every rank beats widening them and all-reducing."""
 
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Where the transport shares: a flat tensor that peers read and write where it lies."""
+
+    def share(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Where the transport shares: one flat tensor of zeros, the same memory on all ranks of the group,
+        which all have to ask for it."""
+
     def cut(self) -> None:
         """Lets go of everything. Nothing may be called afterwards."""
 
@@ -107,6 +122,11 @@ class SumOfParts:
         self._parts = parts  # one per rank, in rank order; a single one that is the sum already
         self._pending = pending
         self.buffer_bytes = buffer_bytes
+
+    is_ready = False
+
+    def release(self) -> None:
+        """Peers got copies."""
 
     def into(self, out: Tensor, *, add: bool = False) -> Iterator[Tensor]:
         self._pending.wait()

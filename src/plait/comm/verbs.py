@@ -1,8 +1,9 @@
 """The verbs. Each communicates on the group it is handed; `start_*` returns at once and `.wait()` ends it.
 
 Tensors may be strided: transports take storage as it lies, so others go through a copy. Sums have a
-fixed order of ranks: every rank gets the same bits. A group of one rank communicates with nobody: its verbs only
-move what has to be moved locally. `label` says of what a communication is, in the letter of one that fails.
+fixed order of ranks: every rank gets the same bits. A group of one rank communicates with nobody: its verbs
+only move what has to be moved locally. `label` says of what a communication is, in the letter of one that
+fails.
 """
 
 from collections.abc import Callable
@@ -187,6 +188,24 @@ def is_direct(group: Group) -> bool:
 def sends_narrow(group: Group, narrow: torch.dtype, wide: torch.dtype) -> bool:
     """Whether `start_exchange` beats widening contributions and all-reducing."""
     return group.link is not None and group.link.sends_narrow(narrow, wide)
+
+
+def shares_memory(group: Group) -> bool:
+    """Whether the ranks read and write each other's memory, if it is of `empty` or `share`."""
+    return group.link is not None and group.link.shares
+
+
+def empty(numel: int, dtype: torch.dtype, device: torch.device, group: Group) -> Tensor:
+    """A flat tensor which the group's verbs read and write where it lies, if they can; of undefined
+    values."""
+    if shares_memory(group):
+        return group.transport.empty(numel, dtype)
+    return torch.empty(numel, dtype=dtype, device=device)
+
+
+def share(numel: int, dtype: torch.dtype, group: Group) -> Tensor:
+    """One flat tensor of zeros, the same memory on all ranks of a group that shares memory. All must ask."""
+    return group.transport.share(numel, dtype)
 
 
 # --- what all verbs share

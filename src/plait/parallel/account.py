@@ -1,6 +1,6 @@
 """Bytes that this rank holds, by category: counted on the tensors themselves, and foretold."""
 
-from plait.comm import is_direct
+from plait.comm import is_direct, shares_memory
 from plait.parallel.owned import Owned
 from plait.parallel.zero import DataGroups, Zero, exchanges
 from plait.plan import Layout, MemoryUse, Plan, model_state_bytes
@@ -11,13 +11,17 @@ def held_bytes(zero: Zero, owned: Owned, plan: Plan, activation_bytes: int | Non
     offloads, host = plan.offload == "cpu", 0
     use = {"parameters": 0, "gradients": 0, "master": 0, "optimizer": owned.stepper.state_bytes}
     for unit in zero.units:
-        own = 0 if unit.whole.stays else unit.piece.nbytes
-        use["parameters"] += (unit.whole.nbytes if unit.whole.stays else 0) + (0 if offloads else own)
+        stays = unit.whole.stays and unit.cut.share is None
+        own = 0 if stays else unit.piece.nbytes
+        use["parameters"] += (unit.whole.nbytes if stays else 0) + (0 if offloads else own)
         host += own if offloads else 0
         if not unit.trains:
             continue
         whole = unit.incoming.nbytes if unit.incoming.stays else 0
-        in_place = whole and unit.gradient.untyped_storage().data_ptr() == unit.incoming.tensor.data_ptr()
+        kept = unit.incoming.tensor
+        in_place = (
+            kept is not None and kept.untyped_storage()._cdata == unit.gradient.untyped_storage()._cdata
+        )
         use["gradients"] += whole + (0 if offloads or in_place else unit.gradient.nbytes)
         host += unit.gradient.nbytes if offloads else 0
         separate = unit.master is not unit.piece
@@ -40,6 +44,14 @@ def foretold_bytes(
         states_per_element=owned.states_per_element,
         incoming_bytes=zero.trained[0].cut.incoming.itemsize,
         exchanges=exchanges(plan, groups),
-        receives=is_direct(groups.reductions),
+        receives=_receives(plan, groups),
+        shares=zero.units[0].cut.share is not None,
         activation_bytes=activation_bytes,
     )
+
+
+def _receives(plan: Plan, groups: DataGroups) -> bool:
+    """Whether peers' contributions to a sum are copied here before they are added up."""
+    if exchanges(plan, groups):
+        return not shares_memory(groups.replicate)
+    return is_direct(groups.reductions) and not shares_memory(groups.reductions)

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.comm import Group, start_all_gather
+from plait.comm import Group, barrier, start_all_gather
 from plait.errors import ModelError
 from plait.parallel.lane import Lane
 from plait.parallel.units import Unit
@@ -73,6 +73,8 @@ class Gatherer:
         self._keeps = keeps
         self._on_progress = on_progress
         self._frees = any(not unit.whole.stays for bundle in bundles for unit in bundle)
+        self._shares = bundles[0][0].cut.share is not None
+        self._was_written = False  # shared memory, and not all ranks know
         self._lane = Lane(bundles[0][0].cut.device)
         self._pending: dict[Unit, Callable[[], None]] = {}
         self._whole: dict[Unit, Bundle] = {}  # whole, or being gathered
@@ -123,6 +125,14 @@ class Gatherer:
         for unit in list(self._pending):
             self._wait(unit)
         self._lane.drain()
+        if self._was_written:
+            self._was_written = False
+            barrier(self._group, label="updated parameters")
+
+    def await_readers(self) -> None:
+        """Weights in memory that ranks share may be written: nobody is in a forward or backward any more."""
+        if self._shares:
+            barrier(self._group, label="parameters to be written")
 
     def reset(self) -> None:
         """After an exception, which all ranks raised at the same point."""
@@ -341,6 +351,9 @@ class Gatherer:
                 self._start(unit, bundle)
 
     def _start(self, unit: Unit, bundle: Bundle) -> None:
+        if self._shares:  # see [Note: memory that ranks share]
+            self._was_written = True
+            return
         self._wait(unit)
         unit.show()
         unit.whole.hold()

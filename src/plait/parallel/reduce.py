@@ -88,6 +88,9 @@ class Reducer:
         self._deadlines: list[int | None] = [None] * len(units)
         self._travelling: deque[tuple[Unit, Summing]] = deque()
         self._replicating: list[tuple[Unit, Tensor, Pending]] = []
+        self._read: list[
+            Summing
+        ] = []  # the last one: peers may still read gradients of it and of those before
         self._squares: dict[Unit, Tensor] = {}
         self._device = units[0].cut.device
         self._lane = Lane(self._device)
@@ -109,6 +112,9 @@ class Reducer:
 
     def begin_micro(self, *, last: bool) -> None:
         """A micro-batch's backward is about to run."""
+        for summing in self._read:
+            summing.release()
+        self._read.clear()
         self._last = last
         self._reducing = last or self._every_micro
         self._next = 0
@@ -192,6 +198,9 @@ class Reducer:
         self._complete[unit] = None
         while self._reducing and self._next < len(self._order) and self._order[self._next] in self._complete:
             self._start_next()
+        # Whole gradients that stay could land later; but what peers have given too may be in the cache now.
+        while not self._frees and self._travelling and self._travelling[0][1].is_ready:
+            self._land(*self._travelling.popleft())
 
     def _on_late(self, unit: Unit) -> None:
         """A gradient comes while the unit's reduction travels: that has to land first."""
@@ -244,6 +253,7 @@ class Reducer:
             if self._last and not self._replicates:
                 squares.append(squared_norm(run))
         self._meter.drop(summing.buffer_bytes)
+        self._read = [summing]
         unit.landed()
         if squares:
             self._squares[unit] = torch.stack(squares).sum()

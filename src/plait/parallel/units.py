@@ -16,7 +16,17 @@
 `gradient`  the sum over data ranks of the range that this rank owns, in master's dtype; a view of
             `incoming` where that lives as long and has that dtype. Nothing zeroes it: a step's first sum
             overwrites it and only later ones are added.
-The gaps between pieces (see `plan/layout.py`) are zero in all of them and stay so. Frozen units have no
+
+[Note: memory that ranks share]
+Where the ranks along `shard` can read and write each other's memory, `storage` is one memory for all of them,
+of which each writes its range: what a gather would copy is there as soon as it is written, and each rank's
+part of the memory is its range. Everybody reads it from the end of an update to the next one's beginning, and
+the owners write it between: before the first write all have reduced their gradients' norm together, after the
+last all meet at a barrier. `incoming`, and `gradient`, are lent by the transport, which reads them where they
+lie.
+
+[Note: gaps]
+The gaps between pieces (see `plan/layout.py`) are zero in all storages and stay so. Frozen units have no
 master, incoming and gradient.
 
 [Note: why gradients are taken over in hooks]
@@ -66,16 +76,17 @@ class Cut:
     whole_gradients: bool  # `incoming` keeps its memory
     masters: MasterMemory
     meter: Meter  # of gathered parameters and travelling gradients
+    # See [Note: memory that ranks share]. None: parameters are each rank's own.
+    share: Callable[[int, torch.dtype], Tensor] | None
+    lend: Callable[[int, torch.dtype], Tensor]  # memory from which gradients travel
 
 
 class Flat:
     """A flat tensor whose memory can be given back and taken again, while it and its views stay."""
 
-    def __init__(
-        self, numel: int, dtype: torch.dtype, device: torch.device, *, stays: bool, meter: Meter
-    ) -> None:
+    def __init__(self, tensor: Tensor, *, stays: bool, meter: Meter) -> None:
         """`stays`: it is never freed, and `meter` does not count it. Else: make all views, then free it."""
-        self.tensor = torch.zeros(numel, dtype=dtype, device=device)
+        self.tensor = tensor
         self.nbytes = self.tensor.nbytes
         self.stays = stays
         self.is_held = True
@@ -102,6 +113,35 @@ class Flat:
             self._meter.drop(self.nbytes)
 
 
+class Loan:
+    """A flat tensor that is there from `hold` to `free`, each time another one."""
+
+    def __init__(self, take: Callable[[], Tensor], *, stays: bool, meter: Meter) -> None:
+        """`stays`: it is taken now, zeros, never freed, and `meter` does not count it."""
+        self.stays = stays
+        self._take = take
+        self._meter = meter
+        self.tensor: Tensor | None = take().zero_() if stays else None
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.tensor is None else self.tensor.nbytes
+
+    def hold(self) -> bool:
+        """Takes memory, if it has none; what is in it is undefined. Whether it had none."""
+        if self.tensor is not None:
+            return False
+        self.tensor = self._take()
+        self._meter.hold(self.tensor.nbytes)
+        return True
+
+    def free(self) -> None:
+        """Gives it back, if there is some and it does not stay."""
+        if self.tensor is not None and not self.stays:
+            self._meter.drop(self.tensor.nbytes)
+            self.tensor = None
+
+
 class GradientState(Enum):
     """Where a unit's whole gradient stands."""
 
@@ -124,7 +164,11 @@ class Unit:
         self.layout = layout
         self.cut = cut
         self.start, self.stop = layout.owned(cut.rank)
-        self.whole = Flat(layout.numel, cut.compute, cut.device, stays=cut.whole_parameters, meter=cut.meter)
+        if cut.share is None:
+            storage = torch.zeros(layout.numel, dtype=cut.compute, device=cut.device)
+        else:
+            storage = cut.share(layout.numel, cut.compute)
+        self.whole = Flat(storage, stays=cut.whole_parameters, meter=cut.meter)
         self.storage = self.whole.tensor
         if cut.whole_parameters:
             self.piece = self.storage[self.start : self.stop]
@@ -150,13 +194,16 @@ class Unit:
         numel, range_numel = self.layout.numel, self.layout.range_numel
         if cut.compute != cut.master or (cut.offloads and cut.whole_parameters):
             self.master = cut.masters.new(range_numel)
-        self.incoming = Flat(numel, cut.incoming, cut.device, stays=cut.whole_gradients, meter=cut.meter)
-        if cut.whole_gradients and cut.incoming == cut.master and not cut.offloads:
+        self.incoming = Loan(
+            lambda: cut.lend(numel, cut.incoming), stays=cut.whole_gradients, meter=cut.meter
+        )
+        self._gradients = [] if self.incoming.tensor is None else self.pieces_of(self.incoming.tensor)
+        if self.incoming.tensor is not None and cut.incoming == cut.master and not cut.offloads:
             self.gradient = self.incoming.tensor[self.start : self.stop]
-        else:
+        elif cut.offloads:
             self.gradient = _zeros(range_numel, cut.master, cut.home)
-        self._gradients = self.pieces_of(self.incoming.tensor)
-        self.incoming.free()
+        else:
+            self.gradient = cut.lend(range_numel, cut.master).zero_()
         self._written = [False] * len(self.layout.pieces)  # since the last reduction: holds a gradient
         self._arrived = [False] * len(self.layout.pieces)  # in this micro-batch: it has come
         self._listens = False
@@ -266,6 +313,7 @@ class Unit:
         for index, written in enumerate(self._written):
             if not written:
                 self._gradients[index].zero_()
+        assert self.incoming.tensor is not None
         return self.incoming.tensor
 
     def landed(self) -> None:
@@ -283,11 +331,14 @@ class Unit:
 
     def _forget_incoming(self) -> None:
         self._written = [False] * len(self._written)
+        if not self.incoming.stays:
+            self._gradients = []
         self.incoming.free()
 
     def _hold_incoming(self) -> None:
-        if not self.incoming.is_held:
-            self.incoming.hold()
+        if self.incoming.hold():
+            assert self.incoming.tensor is not None
+            self._gradients = self.pieces_of(self.incoming.tensor)
             for start, stop in self.layout.gaps:
                 self.incoming.tensor[start:stop].zero_()
 

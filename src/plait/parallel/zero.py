@@ -36,12 +36,13 @@ differently still match each kind in its own order.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from plait.comm import Group, Mesh, is_direct, sends_narrow
+from plait.comm import Group, Mesh, empty, is_direct, sends_narrow, share, shares_memory
 from plait.errors import ModelError
 from plait.parallel.gather import Gatherer
 from plait.parallel.meter import Meter
@@ -92,6 +93,8 @@ def cut_of(plan: Plan, groups: DataGroups, device: torch.device, masters: Master
     precision = Precision.of(plan)
     offloads = plan.offload == "cpu"
     nothing_to_free = groups.gathers.size == 1 and not offloads
+    shares = shares_memory(groups.gathers) and not offloads
+    lenders = [group for group in (groups.reductions, groups.replicate) if shares_memory(group)]
     return Cut(
         rank=groups.gathers.rank,
         device=device,
@@ -100,10 +103,12 @@ def cut_of(plan: Plan, groups: DataGroups, device: torch.device, masters: Master
         compute=precision.compute,
         master=precision.master,
         incoming=_incoming(plan, groups, precision),
-        whole_parameters=plan.zero < 3 or nothing_to_free,
+        whole_parameters=plan.zero < 3 or nothing_to_free or shares,
         whole_gradients=plan.gradients_stay_whole,
         masters=masters,
         meter=Meter(),
+        share=partial(share, group=groups.gathers) if shares else None,
+        lend=partial(empty, device=device, group=(lenders or [groups.reductions])[0]),
     )
 
 
@@ -252,6 +257,7 @@ class Zero:
 
     def publish(self) -> None:
         """Lets the model see weights that were written into the ranges otherwise than by `update`."""
+        self._gatherer.await_readers()
         for unit in self.units:
             unit.publish()
         if self._gathers_after_update:

@@ -49,21 +49,24 @@ def model_state_bytes(
     incoming_bytes: int,
     exchanges: bool = False,
     receives: bool = False,
+    shares: bool = False,
     activation_bytes: int | None = 0,
 ) -> MemoryUse:
     """What a rank will hold. `states_per_element`: 2 for Adam, 1 for SGD with momentum, 0 without.
 
     `incoming_bytes`: of an element of a whole gradient. What the transport asks for: `exchanges`, replicas
-    send each other whole gradients; `receives`, owners hold what each peer sends them.
+    send each other whole gradients; `receives`, who adds up holds what each peer sends; `shares`, parameters
+    are one memory for the ranks of a shard group.
     """
     compute, master = COMPUTE_BYTES[plan.precision], MASTER_BYTES[plan.precision]
     shards = plan.shard_degree
     whole, trained = layout.numel, layout.trained_numel
     owned = trained // shards
     offloads = plan.offload == "cpu"
+    stays = shares or _stays(plan)
     parts = {
-        "parameters": compute * (whole if plan.zero < 3 else whole // shards),
-        "master": owned * master if master != compute or (offloads and _stays(plan)) else 0,
+        "parameters": compute * (whole // shards if plan.zero == 3 or shares else whole),
+        "master": owned * master if master != compute or (offloads and stays) else 0,
         "optimizer": sum(stop - start for u in layout.units for _, start, stop in u.owned_groups(0))
         * states_per_element
         * (2 if plan.states == "bf16" else master),
@@ -72,9 +75,8 @@ def model_state_bytes(
     in_place = plan.gradients_stay_whole and incoming_bytes == master and not offloads
     sums = 0 if in_place else owned * master
     parts["gradients"] = sums + (trained * incoming_bytes if plan.gradients_stay_whole else 0)
-    return _placed(
-        parts, plan, sums, _buffers(layout, plan, incoming_bytes, exchanges, receives), activation_bytes
-    )
+    buffers = _buffers(layout, plan, incoming_bytes, exchanges=exchanges, receives=receives, stays=stays)
+    return _placed(parts, plan, sums, buffers, activation_bytes)
 
 
 def _stays(plan: Plan) -> bool:
@@ -99,7 +101,9 @@ def _placed(
     return MemoryUse(**parts, buffers=buffers, activations=activation_bytes, host=host, disk=disk)
 
 
-def _buffers(layout: Layout, plan: Plan, incoming_bytes: int, exchanges: bool, receives: bool) -> int:
+def _buffers(
+    layout: Layout, plan: Plan, incoming_bytes: int, *, exchanges: bool, receives: bool, stays: bool
+) -> int:
     """The most that forward or backward holds at a time, walking the units in the layout's order.
 
     In backward, when unit k is complete and its reduction starts: its parameters and those gathered ahead,
@@ -108,22 +112,20 @@ def _buffers(layout: Layout, plan: Plan, incoming_bytes: int, exchanges: bool, r
     """
     units = layout.units[::-1]
     per_element = incoming_bytes * (0 if plan.gradients_stay_whole else 1)
-    if exchanges:
-        received = float(plan.dp - 1)
-    else:
-        received = (plan.shard_degree - 1) / plan.shard_degree if receives else 0.0
+    whole_received = float(plan.dp - 1) if exchanges else (plan.shard_degree - 1) / plan.shard_degree
+    received = whole_received if receives else 0.0
     ahead = len(units) if plan.gathered == "step" else plan.prefetch
     travelling = len(units) if plan.gradients_stay_whole else TRAVELLING
     wire = 2 if plan.reduce == "bf16" and plan.dp > 1 else incoming_bytes
     copies = wire if wire < incoming_bytes else 0
     between = 0 if exchanges else _copied_for_replicas(plan)
-    waits = not _stays(plan) and plan.gathered == "use"  # replicas add up after backward
+    waits = not stays and plan.gathered == "use"  # replicas add up after backward
     most = layout.trained_numel // plan.shard_degree * between
     for k in range(len(units)):
         # An embedding's gradient comes during the use before it: backward reads no row of its table.
         place = k - 1 if units[k].block == "embedding" and k else k
         window = units if plan.gathered == "step" else units[place : place + 1 + ahead]
-        gathered = 0 if _stays(plan) else sum(unit.numel for unit in window)
+        gathered = 0 if stays else sum(unit.numel for unit in window)
         gradients = [unit.numel for unit in units[: k + 1] if unit.trains]
         whole = sum(gradients[-travelling - 1 :])
         landed = 0 if waits else sum(gradients) - whole

@@ -7,10 +7,40 @@ program that gets None talks through torch's own backends.
 
 import ctypes
 import sys
-from ctypes import POINTER, c_double, c_int, c_size_t, c_void_p
+from ctypes import POINTER, c_char, c_double, c_int, c_int32, c_size_t, c_uint32, c_uint64, c_void_p
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+
+
+class NativeCall(ctypes.Structure):
+    """pl_call of native/group.h."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("verb", "dtype", "op", "root")),
+        ("count", c_uint64),
+        ("source", c_void_p),
+        ("out", c_void_p),
+        ("scale", c_double),
+        ("label", c_char * 48),
+    )
+
+
+class NativeSaid(ctypes.Structure):
+    """pl_said of native/group.h."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("verb", "dtype", "op", "root")),
+        *((name, c_uint64) for name in ("count", "source", "out")),
+        ("label", c_char * 48),
+    )
+
+
+class NativeFailure(ctypes.Structure):
+    """pl_failure of native/sync.h."""
+
+    _fields_ = (("code", c_int32), ("peer", c_int32))
+
 
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     # native/kernels.h
@@ -24,6 +54,34 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
             *(c_double, c_int, POINTER(c_double)),  # scale, add, squares
         ],
     ),
+    # native/group.h, helper.h, messages.h
+    "pl_control_bytes": (c_uint64, [c_int]),
+    "pl_map": (c_void_p, [c_int, c_uint64]),
+    "pl_unmap": (c_int, [c_void_p, c_uint64]),
+    "pl_lock": (c_int, [c_int, c_int]),
+    "pl_open": (
+        c_void_p,
+        [c_void_p, c_int, c_int, POINTER(c_void_p), c_uint64, c_int, c_uint64, c_uint64, c_uint64],
+    ),
+    "pl_close": (None, [c_void_p]),
+    "pl_run": (c_int, [c_void_p, POINTER(NativeCall)]),
+    "pl_failure_of": (None, [c_void_p, POINTER(NativeFailure)]),
+    "pl_last_said": (None, [c_void_p, c_int, POINTER(NativeSaid)]),
+    "pl_start": (c_uint64, [c_void_p, POINTER(NativeCall)]),
+    "pl_wait": (c_int, [c_void_p, c_uint64, c_uint64]),
+    "pl_sum_start": (c_int, [c_void_p, POINTER(NativeCall), POINTER(c_uint32)]),
+    "pl_sum_is_ready": (c_int, [c_void_p, c_uint32]),
+    "pl_sum_into": (
+        c_int,
+        [c_void_p, c_uint32, c_void_p, c_int, c_uint64, c_uint64, c_double, c_int, POINTER(c_double)],
+    ),
+    "pl_sum_done": (None, [c_void_p, c_uint32]),
+    "pl_sum_is_released": (c_int, [c_void_p, c_uint32]),
+    "pl_sum_release": (c_int, [c_void_p, c_uint32]),
+    "pl_send": (c_void_p, [c_void_p, c_int, c_void_p, c_uint64]),
+    "pl_receive": (c_void_p, [c_void_p, c_int, c_void_p, c_uint64]),
+    "pl_message_wait": (c_int, [c_void_p, c_void_p, c_uint64, POINTER(c_uint64)]),
+    "pl_message_free": (None, [c_void_p, c_void_p]),
 }
 
 

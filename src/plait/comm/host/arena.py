@@ -1,0 +1,248 @@
+"""Memory that the ranks of one host share: each rank's arena, and tensors in it.
+
+[Note: files in memory without names]
+Segments are memfds: files that live in memory and have no name. Peers of the same user open them through
+`/proc/PID/fd`, map them, and no trace is left when the last of them ends, however it ends. Unlike files in
+/dev/shm, which a container often limits to 64 MB, they may be as large as memory.
+
+[Note: the arena]
+A rank's arena is one file of which every rank of the host maps more addresses than there is memory; it grows
+when tensors are allocated. So a tensor's place in it is all that peers need to know to reach it, and
+allocating asks nobody. Memory that is freed stays in the arena for the next tensor: the first touch of a page
+costs more than anything that is ever done with it (4 KiB: a microsecond or more), so that giving pages back
+and taking new ones would take longer than the communication itself.
+
+[Note: memory that peers still read]
+A tensor may be freed while peers read what it held. `Arena.defer` says until when its memory must not be used
+again; it is then passed over for as long as there is other free memory, and waited for before the arena
+grows.
+"""
+
+import ctypes
+import math
+import os
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plait.errors import CommError
+
+_PAGE = 4096
+
+
+@dataclass
+class _Busy:
+    """Freed memory that peers may still read."""
+
+    start: int
+    stop: int
+    is_read: Callable[[], bool]
+    wait: Callable[[], object]
+
+
+@dataclass
+class Ranges:
+    """What is free of an arena: disjoint ranges of bytes in order, none next to another."""
+
+    free: list[tuple[int, int]] = field(default_factory=list)
+
+    def take(self, num_bytes: int) -> int | None:
+        """The start of the first range that is long enough, which shrinks."""
+        for index, (start, stop) in enumerate(self.free):
+            if stop - start >= num_bytes:
+                self.free[index : index + 1] = [(start + num_bytes, stop)] if stop - start > num_bytes else []
+                return start
+        return None
+
+    def give(self, start: int, stop: int) -> None:
+        """Puts a range back, joined with its neighbours."""
+        index = sum(other < start for other, _ in self.free)
+        if index < len(self.free) and self.free[index][0] == stop:
+            stop = self.free.pop(index)[1]
+        if index and self.free[index - 1][1] == start:
+            index -= 1
+            start = self.free.pop(index)[0]
+        self.free.insert(index, (start, stop))
+
+
+class Mapping:
+    """A shared file in memory, mapped as long as this object lives."""
+
+    def __init__(self, library: ctypes.CDLL, fd: int, num_bytes: int) -> None:
+        """Raises CommError where there are no addresses for it."""
+        address = library.pl_map(fd, num_bytes)
+        if address is None:
+            raise CommError(
+                "no addresses for the memory that ranks share",
+                given=f"{num_bytes >> 30} GiB of addresses were refused",
+                hint="ulimit -v unlimited",
+            )
+        self.address: int = address
+        self.num_bytes = num_bytes
+        weakref.finalize(self, library.pl_unmap, address, num_bytes).atexit = False  # the kernel does it
+
+
+class Arena:
+    """A rank's memory that its peers read and write. See [Note: the arena]."""
+
+    def __init__(self, library: ctypes.CDLL, span_bytes: int) -> None:
+        """`span_bytes`: of addresses; more than it can ever hold."""
+        self.fd = os.memfd_create("plait-arena", os.MFD_CLOEXEC)
+        self.mapping = Mapping(library, self.fd, span_bytes)
+        self._ranges = Ranges()
+        self._busy: list[_Busy] = []
+        self._deferred: dict[int, _Busy] = {}  # by the start of memory that is not freed yet
+        self._size = 0  # of the file: all that was ever needed at a time
+        self._starts: dict[int, int] = {}  # of what is in use: start and stop
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it has taken from the system."""
+        return self._size
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(stop - start for start, stop in self._starts.items())
+
+    def owns(self, tensor: Tensor) -> bool:
+        return 0 <= tensor.data_ptr() - self.mapping.address < self.mapping.num_bytes
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A flat tensor in this arena; what is in it is undefined. Raises CommError without memory for it."""
+        num_bytes = max(1, math.ceil(numel * dtype.itemsize / _PAGE)) * _PAGE
+        start = self._take(num_bytes)
+        self._starts[start] = start + num_bytes
+        return as_tensor(self.mapping.address + start, numel, dtype, _Block(self, start))
+
+    def defer(self, tensor: Tensor, is_read: Callable[[], bool], wait: Callable[[], object]) -> None:
+        """The memory of `tensor`, once freed, is not used again before `is_read`; `wait` returns when it
+        is."""
+        place = tensor.data_ptr() - self.mapping.address
+        for start, stop in self._starts.items():
+            if start <= place < stop:
+                self._deferred[start] = _Busy(start, stop, is_read, wait)
+
+    def close(self) -> None:
+        """Nobody will map it any more. Tensors stay until they are freed."""
+        os.close(self.fd)
+        self._busy.clear()
+        self._deferred.clear()
+
+    def _free(self, start: int) -> None:
+        stop = self._starts.pop(start)
+        busy = self._deferred.pop(start, None)
+        if busy is None or busy.is_read():
+            self._ranges.give(start, stop)
+        else:
+            self._busy.append(busy)
+
+    def _take(self, num_bytes: int) -> int:
+        """See [Note: memory that peers still read]."""
+        for busy in [busy for busy in self._busy if busy.is_read()]:
+            self._reuse(busy)
+        found = self._ranges.take(num_bytes)
+        while found is None and self._busy:
+            self._busy[0].wait()
+            self._reuse(self._busy[0])
+            found = self._ranges.take(num_bytes)
+        return self._grow(num_bytes) if found is None else found
+
+    def _reuse(self, busy: _Busy) -> None:
+        self._busy.remove(busy)
+        self._ranges.give(busy.start, busy.stop)
+
+    def _grow(self, num_bytes: int) -> int:
+        start = self._size
+        last = self._ranges.free[-1] if self._ranges.free else (0, -1)
+        if last[1] == self._size:  # free memory at the end is a part of it
+            start = self._ranges.free.pop()[0]
+        try:
+            reserve(self.fd, self._size, start + num_bytes - self._size)
+        except CommError:
+            if start < self._size:
+                self._ranges.give(start, self._size)
+            raise
+        self._size = start + num_bytes
+        return start
+
+
+def reserve(fd: int, start: int, num_bytes: int) -> None:
+    """Takes memory for a range of a file in memory. Raises CommError where there is too little."""
+    found = available_bytes()
+    try:
+        if num_bytes > found:
+            raise OSError
+        os.posix_fallocate(fd, start, num_bytes)
+    except OSError as error:
+        raise CommError(
+            "there is too little memory for what the ranks share",
+            given=f"{_mib(num_bytes)} more are needed, {_mib(found)} are free",
+            hint="a higher zero stage, fewer ranks on this host, or a higher memory limit of the container",
+        ) from error
+
+
+def available_bytes() -> int:
+    """Memory of this host, or of the control group that limits this process, that can still be taken."""
+    found = next(int(line.split()[1]) << 10 for line in _lines("/proc/meminfo") if "MemAvailable" in line)
+    for line in _lines("/proc/self/cgroup"):
+        folder = Path("/sys/fs/cgroup") / line.rpartition(":")[2].strip().lstrip("/")
+        for place in (folder, *folder.parents):
+            limit, used = (_lines(place / name) for name in ("memory.max", "memory.current"))
+            if limit and used and limit[0].strip().isdigit():
+                cache = next(
+                    (int(x.split()[1]) for x in _lines(place / "memory.stat") if x.startswith("file ")), 0
+                )
+                shmem = next(
+                    (int(x.split()[1]) for x in _lines(place / "memory.stat") if x.startswith("shmem ")), 0
+                )
+                found = min(found, int(limit[0]) - int(used[0]) + cache - shmem)
+    return max(0, found)
+
+
+def _lines(path: str | Path) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.1f} MiB"
+
+
+class _Block:
+    """Keeps a piece of an arena in use, for as long as a tensor refers to it."""
+
+    def __init__(self, arena: Arena, start: int) -> None:
+        self._arena = arena
+        self._start = start
+
+    def __del__(self) -> None:
+        self._arena._free(self._start)
+
+
+def as_tensor(address: int, numel: int, dtype: torch.dtype, keeper: object) -> Tensor:
+    """A flat tensor over memory that `keeper` keeps."""
+    if numel == 0:
+        return torch.empty(0, dtype=dtype)
+    memory = _Memory(address, numel * dtype.itemsize, keeper)
+    return torch.from_numpy(np.asarray(memory)).view(dtype)
+
+
+class _Memory:
+    """What numpy needs to know to see an array in memory; it holds on to this."""
+
+    def __init__(self, address: int, num_bytes: int, keeper: object) -> None:
+        self._keeper = keeper
+        self.__array_interface__: dict[str, Any] = {
+            "version": 3,
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+        }

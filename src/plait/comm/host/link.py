@@ -1,0 +1,422 @@
+"""Verbs between the ranks of one host, through memory that they share. The work is done in `native/`.
+
+[Note: who owns a call's tensors]
+A call that was started is executed by a thread in C, which knows addresses and not tensors: the link holds on
+to the tensors of every call until it is over, also when nobody waits for it.
+"""
+
+import ctypes
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from plait.comm.host import library
+from plait.comm.host.arena import Mapping, as_tensor, reserve
+from plait.comm.host.meet import Neighbours, open_peers
+from plait.comm.transport import Call, Pending, Verb
+from plait.errors import CommError
+
+_DTYPES = {
+    torch.float64: 0,
+    torch.float32: 1,
+    torch.bfloat16: 2,
+    torch.float16: 3,
+    torch.int64: 4,
+    torch.int32: 5,
+    torch.int16: 6,
+    torch.int8: 7,
+    torch.uint8: 8,
+    torch.bool: 8,
+}
+_BITS = {8: 4, 4: 5, 2: 6, 1: 7}  # what is only copied travels as integers of its size
+_OPS = {"sum": 0, "mean": 0, "max": 1, "min": 2}
+_VERBS = {
+    Verb.ALL_REDUCE: 0,
+    Verb.REDUCE_SCATTER: 1,
+    Verb.ALL_GATHER: 2,
+    Verb.BROADCAST: 3,
+    Verb.REDUCE: 4,
+    Verb.SCATTER: 5,
+    Verb.GATHER: 6,
+    Verb.ALL_TO_ALL: 7,
+    Verb.BARRIER: 8,
+}
+_NAMES = {number: verb.value for verb, number in _VERBS.items()} | {9: "sum"}
+_REDUCTIONS = (Verb.ALL_REDUCE, Verb.REDUCE_SCATTER, Verb.REDUCE)
+_SPREAD = (Verb.REDUCE_SCATTER, Verb.SCATTER, Verb.ALL_TO_ALL)  # `out` is a piece, or as large as all pieces
+_SUM = 9
+_GONE, _LATE, _MISMATCH = -1, -2, -3
+_PENDING = 1
+_SLICE_NS = 100_000_000  # a wait comes back to Python this often, for signals
+_RUN = 1 << 17  # elements that are summed at a time
+
+
+@dataclass(frozen=True)
+class Waits:
+    """How long a rank waits for others."""
+
+    timeout_s: float  # for one that lives
+    spin_ns: int  # before it sleeps
+    helper_spin_ns: int  # the same for calls that were started: the program computes meanwhile
+
+    @classmethod
+    def of(cls, num_ranks: int, timeout_s: float) -> "Waits":
+        """Spinning takes the processor from the rank that is waited for where ranks outnumber processors."""
+        crowded = num_ranks > len(os.sched_getaffinity(0))
+        return cls(timeout_s, 1_000 if crowded else 50_000, 1_000 if crowded else 5_000)
+
+
+class HostLink:
+    """A group of ranks of one host."""
+
+    name = "host"
+    is_direct = True
+    shares = True
+
+    def __init__(
+        self,
+        neighbours: Neighbours,
+        ranks: tuple[int, ...],
+        place: int,
+        control_fd: int,
+        waits: Waits,
+    ) -> None:
+        """`control_fd`: of the group's control segment, which this takes over. Raises CommError."""
+        self._clib = neighbours.clib
+        self._ranks = ranks
+        self._place = place
+        self._fd = control_fd
+        self._waits = waits
+        self.arena = neighbours.arena
+        self._mappings = [neighbours.mappings[rank] for rank in ranks]  # as long as peers' tensors are read
+        self._control = Mapping(self._clib, control_fd, self._clib.pl_control_bytes(len(ranks)))
+        if self._clib.pl_lock(control_fd, place) != 0:
+            raise CommError("a rank cannot lock its place in a group", given=f"rank {ranks[place]}")
+        bases = (ctypes.c_void_p * len(ranks))(*(m.address for m in self._mappings))
+        handle = self._clib.pl_open(
+            self._control.address,
+            len(ranks),
+            place,
+            bases,
+            self.arena.mapping.num_bytes,
+            control_fd,
+            int(waits.timeout_s * 1e9),
+            waits.spin_ns,
+            waits.helper_spin_ns,
+        )
+        assert handle, "no memory for a group"
+        self._handle: int | None = handle
+        self._held: deque[tuple[int, Call]] = deque()  # see [Note: who owns a call's tensors]
+        self._messages: list[_Message] = []
+
+    # --- the protocol
+
+    def run(self, call: Call) -> None:
+        if call.verb in (Verb.SEND, Verb.RECEIVE):
+            self.start(call).wait()
+            return
+        code = self._clib.pl_run(self._open, ctypes.byref(self._described(call)))
+        if code:
+            raise self._error(call)
+
+    def start(self, call: Call) -> Pending:
+        if call.verb in (Verb.SEND, Verb.RECEIVE):
+            return self._start_message(call)
+        self._forget_finished()
+        ticket = self._clib.pl_start(self._open, ctypes.byref(self._described(call)))
+        self._held.append((ticket, call))
+        return Pending(lambda: self._finish(ticket, call))
+
+    def start_sum(self, given: Tensor, *, scatter: bool, label: str) -> "HostSum":
+        buffer_bytes = 0
+        if not self.arena.owns(given):
+            own = self.arena.empty(given.numel(), given.dtype)
+            buffer_bytes = own.nbytes
+            given = own.copy_(given)
+        call = Call(Verb.REDUCE_SCATTER if scatter else Verb.ALL_REDUCE, given, label=label)
+        return HostSum(self, call, scatter, buffer_bytes)
+
+    def sends_narrow(self, narrow: torch.dtype, wide: torch.dtype) -> bool:
+        """Every rank reads all contributions: (p-1) narrow ones more than it has to, where an all-reduce of
+        wide ones reads and writes each once more."""
+        return (
+            narrow.itemsize < wide.itemsize and (len(self._ranks) - 1) * narrow.itemsize < 2 * wide.itemsize
+        )
+
+    def cut(self) -> None:
+        """Calls under way fail, here and on the peers."""
+        if self._handle is not None:
+            handle, self._handle = self._handle, None
+            self._clib.pl_close(handle)
+            self._held.clear()
+            self._messages.clear()
+            os.close(self._fd)  # and with it the lock on our place: peers that wait for us learn that we left
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return self.arena.empty(numel, dtype)
+
+    def share(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """One flat tensor of zeros, the same memory on all ranks of the group, which all have to ask for
+        it."""
+        num_bytes = max(1, numel * dtype.itemsize)
+        about = torch.zeros(3, dtype=torch.int64)
+        fd = -1
+        if self._place == 0:
+            fd = os.memfd_create("plait-shared", os.MFD_CLOEXEC)
+            try:
+                reserve(fd, 0, num_bytes)
+            except CommError as error:
+                about[2] = 1
+                refused: CommError | None = error
+            else:
+                refused = None
+            about[0], about[1] = os.getpid(), fd
+        self.run(Call(Verb.BROADCAST, about, about, label="shared memory"))
+        pid, number, failed = about.tolist()
+        if failed:
+            if self._place == 0:
+                os.close(fd)
+                assert refused is not None
+                raise refused
+            raise CommError("there is too little memory for what the ranks share", given=f"{num_bytes} bytes")
+        if self._place:
+            fd = open_peers(pid, number)
+        try:
+            mapping = Mapping(self._clib, fd, num_bytes)
+            self.run(Call(Verb.BARRIER, label="shared memory"))  # all have opened it
+        finally:
+            os.close(fd)
+        return as_tensor(mapping.address, numel, dtype, mapping)
+
+    # --- calls
+
+    @property
+    def _open(self) -> int:
+        assert self._handle is not None, "a verb on a group whose world is closed"
+        return self._handle
+
+    def _described(self, call: Call) -> library.NativeCall:
+        """The call as C reads it."""
+        tensor = call.out if call.source is None else call.source
+        if tensor is None:
+            return library.NativeCall(
+                _VERBS[call.verb], 5, 0, 0, 0, None, None, 1.0, call.label.encode()[:47]
+            )
+        for given in (call.source, call.out):
+            if given is not None and given.device.type != "cpu":
+                raise CommError(
+                    f"{call} of a tensor that is not in this host's memory",
+                    given=f"a tensor on {given.device}",
+                    expected="on cpu: the ranks of this world compute there",
+                )
+        dtype, parts = tensor.dtype, 1
+        count = tensor.numel()
+        if call.verb in _SPREAD:
+            count = call.taken.numel() // (len(self._ranks) if call.verb is Verb.ALL_TO_ALL else 1)
+        if call.verb in _REDUCTIONS:
+            code = self._reducible(call, dtype)
+        else:
+            parts = 2 if dtype.itemsize == 16 else 1
+            code = _BITS[dtype.itemsize // parts]
+        return library.NativeCall(
+            _VERBS[call.verb],
+            code,
+            _OPS[call.op],
+            call.root,
+            count * parts,
+            None if call.source is None else call.source.data_ptr(),
+            None if call.out is None else call.out.data_ptr(),
+            1.0 / len(self._ranks) if call.op == "mean" else 1.0,
+            call.label.encode()[:47],
+        )
+
+    def _reducible(self, call: Call, dtype: torch.dtype) -> int:
+        if dtype not in _DTYPES or (dtype is torch.bool and call.op == "sum"):
+            raise CommError(
+                "ranks cannot reduce tensors of this dtype",
+                given=f"{call.op} of {dtype}",
+                expected="floating-point numbers or integers; of bool max (or) and min (and)",
+            )
+        return _DTYPES[dtype]
+
+    def _finish(self, ticket: int, call: Call) -> None:
+        code = _PENDING
+        while code == _PENDING:
+            code = self._clib.pl_wait(self._open, ticket, _SLICE_NS)
+        if code:
+            raise self._error(call)
+
+    def _forget_finished(self) -> None:
+        while self._held and self._clib.pl_wait(self._open, self._held[0][0], 0) != _PENDING:
+            self._held.popleft()
+
+    def _start_message(self, call: Call) -> Pending:
+        tensor = call.given if call.verb is Verb.SEND else call.taken
+        if tensor.device.type != "cpu":
+            raise CommError(f"{call} of a tensor that is not in this host's memory", given=str(tensor.device))
+        if call.root == self._place:
+            raise CommError(f"{call.verb.value} to oneself", given=f"rank {self._ranks[self._place]}")
+        self._messages = [message for message in self._messages if message.wait(0)[0] == _PENDING]
+        message = _Message(self, call.verb is Verb.SEND, call.root, tensor)
+        self._messages.append(message)
+        return Pending(lambda: self._finish_message(message, call, tensor))
+
+    def _finish_message(self, message: "_Message", call: Call, tensor: Tensor) -> None:
+        code, found = _PENDING, 0
+        while code == _PENDING:
+            code, found = message.wait(_SLICE_NS)
+        if code == _MISMATCH:
+            raise CommError(
+                f"{call} failed: two ranks mean different messages",
+                given=f"rank {self._ranks[call.root]} sent {found} bytes, "
+                f"rank {self._ranks[self._place]} expected {tensor.nbytes}",
+            )
+        if code:
+            raise self._error(call)
+
+    # --- errors
+
+    def _error(self, call: Call) -> CommError:
+        failure = library.NativeFailure()
+        self._clib.pl_failure_of(self._open, ctypes.byref(failure))
+        rank = self._ranks[failure.peer]
+        if failure.code == _GONE:
+            return CommError(
+                f"{call} failed: rank {rank} is gone",
+                given="it ended, or left the group, while others waited for it",
+                hint="look for the first rank that ended: its message is the cause",
+            )
+        if failure.code == _LATE:
+            return CommError(
+                f"{call} failed: rank {rank} did not come within {self._waits.timeout_s:g} s",
+                given="it lives, but hangs or does something else",
+                hint=f"py-spy dump of rank {rank}'s process; connect(timeout_s=...) if it is only slow",
+            )
+        said = [self._said(place) for place in range(len(self._ranks))]
+        return CommError(f"{call} failed: the ranks mean different calls", given="\n            ".join(said))
+
+    def _said(self, place: int) -> str:
+        said = library.NativeSaid()
+        self._clib.pl_last_said(self._open, place, ctypes.byref(said))
+        dtype = next((str(d) for d, code in _DTYPES.items() if code == said.dtype), "?").removeprefix(
+            "torch."
+        )
+        what = f" of {said.label.decode(errors='replace')}" if said.label else ""
+        op = f" ({['sum', 'max', 'min'][said.op]})" if said.verb in (0, 1, 4, 9) else ""
+        root = f" with root {self._ranks[said.root]}" if said.verb in (3, 4, 5, 6) else ""
+        return f"rank {self._ranks[place]}: {_NAMES[said.verb]}{op}{what}{root}, {said.count} x {dtype}"
+
+
+class _Message:
+    """One on its way, with its tensor. In C it lives as long as this."""
+
+    def __init__(self, link: HostLink, sends: bool, peer: int, tensor: Tensor) -> None:
+        function = link._clib.pl_send if sends else link._clib.pl_receive
+        self._link = link
+        self._tensor = tensor
+        self._handle = function(link._open, peer, tensor.data_ptr(), tensor.nbytes)
+        assert self._handle, "no memory for a message"
+
+    def wait(self, most_ns: int) -> tuple[int, int]:
+        """The code, and the bytes that the sender's message has where that is known."""
+        found = ctypes.c_uint64(0)
+        wait = self._link._clib.pl_message_wait
+        return wait(self._link._open, self._handle, most_ns, ctypes.byref(found)), found.value
+
+    def __del__(self) -> None:
+        if self._link._handle is not None:
+            self._link._clib.pl_message_free(self._link._handle, self._handle)
+
+
+class HostSum:
+    """A sum that each rank adds up for itself, straight from where its peers' contributions lie."""
+
+    def __init__(self, link: HostLink, call: Call, scatter: bool, buffer_bytes: int) -> None:
+        self.buffer_bytes = buffer_bytes
+        self._link = link
+        self._call = call
+        number = ctypes.c_uint32(0)
+        given = call.given
+        self._begin = given.numel() // len(link._ranks) * link._place if scatter else 0
+        about = library.NativeCall(
+            _SUM,
+            link._reducible(call, given.dtype),
+            0,
+            0,
+            given.numel(),
+            given.data_ptr(),
+            None,
+            1.0,
+            call.label.encode()[:47],
+        )
+        if link._clib.pl_sum_start(link._open, ctypes.byref(about), ctypes.byref(number)):
+            raise link._error(call)
+        self._number = number.value
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every rank has given its part: `into` will not wait."""
+        return bool(self._link._clib.pl_sum_is_ready(self._link._open, self._number))
+
+    def into(self, out: Tensor, *, add: bool = False) -> Iterator[Tensor]:
+        link = self._link
+        code = _DTYPES[out.dtype]
+        for start in range(0, max(1, out.numel()), _RUN):
+            run = out[start : start + _RUN]
+            failed = link._clib.pl_sum_into(
+                link._open,
+                self._number,
+                run.data_ptr(),
+                code,
+                self._begin + start,
+                run.numel(),
+                1.0,
+                int(add),
+                None,
+            )
+            if failed:
+                raise link._error(self._call)
+            if run.numel():
+                yield run
+        link._clib.pl_sum_done(link._open, self._number)
+        if not self._is_read():
+            link.arena.defer(self._call.given, self._is_read, self.release)
+
+    def release(self) -> None:
+        """Returns when the peers have read what this rank gave: it may be overwritten."""
+        if self._link._handle is not None and self._link._clib.pl_sum_release(self._link._open, self._number):
+            raise self._link._error(self._call)
+
+    def _is_read(self) -> bool:
+        link = self._link
+        return link._handle is None or bool(link._clib.pl_sum_is_released(link._handle, self._number))
+
+
+def open_group(
+    neighbours: Neighbours,
+    ranks: tuple[int, ...],
+    place: int,
+    leave: Callable[[str], None],
+    find: Callable[[], str],
+    waits: Waits,
+) -> HostLink:
+    """The group of these ranks, who all call it. The first makes the control segment and `leave`s word of it,
+    which the others `find` (and wait for)."""
+    clib = neighbours.clib
+    if place == 0:
+        fd = os.memfd_create("plait-group", os.MFD_CLOEXEC)
+        reserve(fd, 0, 4096)
+        os.ftruncate(fd, clib.pl_control_bytes(len(ranks)))
+        leave(f"{os.getpid()} {fd}")
+    else:
+        pid, number = map(int, find().split())
+        fd = open_peers(pid, number)
+    link = HostLink(neighbours, ranks, place, fd, waits)
+    link.run(
+        Call(Verb.BARRIER, label="the group")
+    )  # the first one's descriptor is open until all have theirs
+    return link

@@ -1,0 +1,141 @@
+/* A group of ranks of one host: its control segment, and the collective calls that it executes.
+
+[Note: arenas]
+Every rank has an arena, a file in memory from which the tensors that plait owns are allocated; every rank of the
+host maps all of them. A tensor in its rank's arena is *owned*: peers read and write it where it lies. All others
+are *foreign*: they pass through the rank's slots in the control segment, chunk by chunk, each small enough to
+stay in a core's cache.
+
+[Note: a call, round by round]
+A rank enters a call: it publishes a description (which verb, how much, where its tensors lie) and waits for
+everybody's. So all know who is owned and who foreign, and whether they mean the same call. Then come rounds, one when no
+tensor is foreign, else one per chunk, of three parts each:
+
+  fill   a rank whose source is foreign copies the chunk into its slot            posts `filled`
+  act    when all have filled: reduces its share of the chunk, in the order of the ranks, and writes the
+         result to wherever it belongs; or copies what it wants from others       posts `reduced`
+  take   when all have acted: copies results that could not be written in place   posts `taken`
+
+The parts of three rounds are interleaved, so that ranks seldom wait for each other. A slot is filled again when all have
+acted on what was in it, SLOTS rounds before. Round numbers go on from call to call.
+Small calls are filled before they are entered, and every rank acts for itself: one wait in all. A rank that has
+finished a call knows that all have entered it, hence finished the call before: descriptions and slots of two
+calls ago are free.
+
+[Note: sums in two halves]
+A sum is entered by `pl_sum_start`, which waits for nobody. Whoever wants results adds them up himself with
+`pl_sum_into`, straight from the peers' arenas, when they have entered too; `pl_sum_done` tells the peers that their
+memory is no longer read. Nothing may be called in the group between the start of a sum and its end but other sums. */
+#ifndef PLAIT_GROUP_H
+#define PLAIT_GROUP_H
+
+#include <pthread.h>
+#include <stddef.h>
+
+#include "sync.h"
+
+#define PL_API __attribute__((visibility("default")))
+
+enum { PL_LABEL = 48, PL_CALLS = 1024, PL_SUMS = 256, PL_SLOTS = 4 };
+#define PL_CHUNK ((size_t)256 << 10) /* of a slot; L2 is 1 to 2 MiB today */
+#define PL_SMALL ((size_t)32 << 10)  /* whole tensors up to this go through slots and are reduced by everyone */
+#define PL_FOREIGN UINT64_MAX
+
+typedef enum {
+    PL_ALL_REDUCE,
+    PL_REDUCE_SCATTER,
+    PL_ALL_GATHER,
+    PL_BROADCAST,
+    PL_REDUCE,
+    PL_SCATTER,
+    PL_GATHER,
+    PL_ALL_TO_ALL,
+    PL_BARRIER,
+    PL_HALVES, /* a sum in two halves */
+} pl_verb;
+
+/* What a rank says of its part of a call. */
+typedef struct {
+    int32_t verb, dtype, op, root;
+    uint64_t count;       /* elements of a piece; of all-reduce, broadcast, reduce and sum: of the tensor */
+    uint64_t source, out; /* offsets in its arena, or PL_FOREIGN */
+    char label[PL_LABEL];
+} pl_said;
+
+typedef struct {
+    int32_t verb, dtype, op, root;
+    uint64_t count;
+    const void *source;
+    void *out;
+    double scale;
+    char label[PL_LABEL];
+} pl_call;
+
+/* What one rank writes and the others read. */
+typedef struct {
+    pl_counter entered; /* calls */
+    pl_counter filled;  /* rounds */
+    pl_counter reduced;
+    pl_counter taken;
+    pl_counter summed; /* the last sum that this rank is through with: its call's number */
+    pl_counter bell;   /* rung by everybody who has a message, or room for one, for this rank */
+    pl_said said[PL_CALLS];
+} pl_desk;
+
+typedef struct {
+    _Alignas(64) _Atomic uint64_t failure;
+    uint64_t key[2]; /* that this is the file that was meant */
+    uint32_t size;
+} pl_head;
+
+typedef struct pl_helper pl_helper;
+typedef struct pl_mail pl_mail;
+
+typedef struct {
+    int size, place;
+    pl_head *head;
+    pl_desk *desks;
+    uint8_t *slots;    /* per rank: SLOTS of what it fills, SLOTS of what it reduces */
+    uint8_t *channels; /* see messages.h */
+    uint8_t **arenas;
+    uint64_t arena_bytes;
+    pl_watch watch;
+    uint64_t spin_ns, helper_spin_ns;
+    pthread_mutex_t turn; /* one thread at a time executes calls */
+    uint32_t calls, rounds, sums; /* entered, used, of sums: the last one's number */
+    uint32_t open_sums;
+    pl_helper *helper;
+    pl_mail *mail;
+} pl_group;
+
+PL_API uint64_t pl_control_bytes(int size);
+PL_API void *pl_map(int fd, uint64_t num_bytes);
+PL_API int pl_unmap(void *address, uint64_t num_bytes);
+/* `control` is of pl_control_bytes, zero at first, with the place's lock taken on `lock_fd`. NULL: no memory. */
+PL_API pl_group *pl_open(void *control, int size, int place, void *const *arenas, uint64_t arena_bytes, int lock_fd,
+                         uint64_t timeout_ns, uint64_t spin_ns, uint64_t helper_spin_ns);
+/* Ends the group's threads. Calls under way fail. */
+PL_API void pl_close(pl_group *group);
+PL_API int pl_lock(int fd, int place);
+
+/* Runs a call to its end: PL_OK or the group's failure. */
+PL_API int pl_run(pl_group *group, const pl_call *call);
+PL_API void pl_failure_of(pl_group *group, pl_failure *out);
+/* What the rank at `place` said of this rank's last call; for a letter about a mismatch. */
+PL_API void pl_last_said(pl_group *group, int place, pl_said *out);
+
+PL_API int pl_sum_start(pl_group *group, const pl_call *call, uint32_t *number);
+PL_API int pl_sum_is_ready(pl_group *group, uint32_t number);
+/* out[i] (+)= scale * the ranks' sum of element begin + i, for n elements; adds to *squares if that is not NULL. */
+PL_API int pl_sum_into(pl_group *group, uint32_t number, void *out, int out_dtype, uint64_t begin, uint64_t n,
+                       double scale, int add, double *squares);
+PL_API void pl_sum_done(pl_group *group, uint32_t number);
+PL_API int pl_sum_is_released(pl_group *group, uint32_t number);
+PL_API int pl_sum_release(pl_group *group, uint32_t number);
+
+/* For the helper: executes a call; the turn is the caller's. */
+int pl_execute(pl_group *group, const pl_call *call, uint64_t spin_ns);
+/* In this rank's arena, or PL_FOREIGN. */
+uint64_t pl_offset_of(const pl_group *group, const void *address);
+
+#endif

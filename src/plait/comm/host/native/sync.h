@@ -1,0 +1,68 @@
+/* Counters that ranks of one host wait on, and how a rank that waits learns that nobody will come.
+
+[Note: counters instead of locks]
+A rank that is killed while it holds a lock in shared memory stops everybody. Here nobody holds anything: every
+counter has one writer, only grows, and is written (release) after the data that it speaks of; readers load it
+(acquire) before they touch the data. Counters wrap around: they are compared by the sign of the difference.
+
+[Note: who is alive]
+Every rank keeps a POSIX record lock on the byte of its place in the control segment's file. The kernel drops it
+when the process ends, however it ends and before anybody has reaped it; no other process inherits it. F_GETLK
+asks for it. A rank that sleeps on a counter wakes up every few milliseconds to ask.
+
+[Note: spinning]
+A wait spins for `spin_ns` and then sleeps on a futex. A waker makes the system call only when the counter has
+sleepers: it stores the value and then reads `sleepers`, the sleeper adds itself and then reads the value again,
+all sequentially consistent, so that one of the two sees the other. */
+#ifndef PLAIT_SYNC_H
+#define PLAIT_SYNC_H
+
+#include <stdatomic.h>
+#include <stdint.h>
+
+typedef struct {
+    _Alignas(64) _Atomic uint32_t value;
+    _Atomic uint32_t sleepers;
+} pl_counter;
+
+enum { PL_OK = 0, PL_PENDING = 1, PL_GONE = -1, PL_LATE = -2, PL_MISMATCH = -3, PL_NO_MEMORY = -4 };
+
+/* What failed first in a group: sticky, and the same for all who hear of it. */
+typedef struct {
+    int32_t code; /* PL_GONE, PL_LATE, PL_MISMATCH */
+    int32_t peer; /* the place of the missing rank */
+} pl_failure;
+
+/* What a waiting thread needs to know of its group. */
+typedef struct {
+    _Atomic uint64_t *failure; /* shared: see pl_fail */
+    int lock_fd;               /* -1: nobody watches who is alive */
+    uint64_t timeout_ns;
+} pl_watch;
+
+static inline int pl_reached(uint32_t value, uint32_t target) { return (int32_t)(value - target) >= 0; }
+
+static inline uint32_t pl_read(pl_counter *counter) {
+    return atomic_load_explicit(&counter->value, memory_order_acquire);
+}
+
+uint64_t pl_now_ns(void);
+void pl_relax(void);
+
+/* Sets the counter and wakes those who sleep on it. */
+void pl_post(pl_counter *counter, uint32_t value);
+/* Wakes those who sleep on a counter that was changed (sequentially consistent). */
+void pl_wake(pl_counter *counter);
+/* Sleeps for at most `most_ns` while the counter is `seen`. */
+void pl_sleep(pl_counter *counter, uint32_t seen, uint64_t most_ns);
+/* Returns when the counter has reached `target`: PL_OK, or the group's failure. `peer` is its writer's place. */
+int pl_await(pl_watch *watch, pl_counter *counter, uint32_t target, int peer, uint64_t spin_ns);
+
+int pl_lock_place(int fd, int place);
+int pl_is_alive(int fd, int place);
+
+/* Notes a failure, unless there is one already; returns the code of the one that stands. */
+int pl_fail(_Atomic uint64_t *failure, int code, int peer);
+pl_failure pl_failed(_Atomic uint64_t *failure);
+
+#endif
