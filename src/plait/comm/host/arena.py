@@ -94,6 +94,8 @@ class Arena:
     def __init__(self, library: ctypes.CDLL, span_bytes: int) -> None:
         """`span_bytes`: of addresses; more than it can ever hold."""
         self.fd = os.memfd_create("plait-arena", os.MFD_CLOEXEC)
+        if library.pl_lock(self.fd) != 0:
+            raise CommError("a file in memory cannot be locked")
         self.mapping = Mapping(library, self.fd, span_bytes)
         self._ranges = Ranges()
         self._busy: list[_Busy] = []

@@ -82,20 +82,18 @@ class HostLink:
         neighbours: Neighbours,
         ranks: tuple[int, ...],
         place: int,
-        control_fd: int,
+        control: Mapping,
         waits: Waits,
     ) -> None:
-        """`control_fd`: of the group's control segment, which this takes over. Raises CommError."""
+        """`control`: the group's segment, of `pl_control_bytes`."""
         self._clib = neighbours.clib
         self._ranks = ranks
         self._place = place
-        self._fd = control_fd
         self._waits = waits
         self.arena = neighbours.arena
         self._mappings = [neighbours.mappings[rank] for rank in ranks]  # as long as peers' tensors are read
-        self._control = Mapping(self._clib, control_fd, self._clib.pl_control_bytes(len(ranks)))
-        if self._clib.pl_lock(control_fd, place) != 0:
-            raise CommError("a rank cannot lock its place in a group", given=f"rank {ranks[place]}")
+        self._control = control
+        self._files = (ctypes.c_int * len(ranks))(*(neighbours.files[rank] for rank in ranks))
         bases = (ctypes.c_void_p * len(ranks))(*(m.address for m in self._mappings))
         handle = self._clib.pl_open(
             self._control.address,
@@ -103,7 +101,7 @@ class HostLink:
             place,
             bases,
             self.arena.mapping.num_bytes,
-            control_fd,
+            self._files,
             int(waits.timeout_s * 1e9),
             waits.spin_ns,
             waits.helper_spin_ns,
@@ -154,7 +152,6 @@ class HostLink:
             self._clib.pl_close(handle)
             self._held.clear()
             self._messages.clear()
-            os.close(self._fd)  # and with it the lock on our place: peers that wait for us learn that we left
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self.arena.empty(numel, dtype)
@@ -406,17 +403,16 @@ def open_group(
 ) -> HostLink:
     """The group of these ranks, who all call it. The first makes the control segment and `leave`s word of it,
     which the others `find` (and wait for)."""
-    clib = neighbours.clib
     if place == 0:
         fd = os.memfd_create("plait-group", os.MFD_CLOEXEC)
-        reserve(fd, 0, 4096)
-        os.ftruncate(fd, clib.pl_control_bytes(len(ranks)))
+        os.ftruncate(fd, neighbours.clib.pl_control_bytes(len(ranks)))
         leave(f"{os.getpid()} {fd}")
     else:
-        pid, number = map(int, find().split())
-        fd = open_peers(pid, number)
-    link = HostLink(neighbours, ranks, place, fd, waits)
-    link.run(
-        Call(Verb.BARRIER, label="the group")
-    )  # the first one's descriptor is open until all have theirs
+        fd = open_peers(*map(int, find().split()))
+    try:
+        control = Mapping(neighbours.clib, fd, neighbours.clib.pl_control_bytes(len(ranks)))
+        link = HostLink(neighbours, ranks, place, control, waits)
+        link.run(Call(Verb.BARRIER, label="a new group"))  # all have opened what the first one holds
+    finally:
+        os.close(fd)
     return link

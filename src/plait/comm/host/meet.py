@@ -54,15 +54,26 @@ class Neighbours:
     """The ranks of this host, and the arenas through which they reach each other."""
 
     def __init__(
-        self, clib: ctypes.CDLL, ranks: tuple[int, ...], arena: Arena, mappings: dict[int, Mapping], key: str
+        self,
+        clib: ctypes.CDLL,
+        ranks: tuple[int, ...],
+        arena: Arena,
+        mappings: dict[int, Mapping],
+        files: dict[int, int],
+        key: str,
     ) -> None:
         self.clib = clib
         self.ranks = ranks  # of the world
         self.arena = arena  # this rank's
         self.mappings = mappings  # everybody's, by rank
+        self.files = files  # descriptors of the arenas: a rank that lives, and takes part, has locked its own
         self.key = key
 
     def close(self) -> None:
+        """Leaves: peers that wait for this rank learn that it is gone."""
+        for rank, fd in self.files.items():
+            if self.mappings[rank] is not self.arena.mapping:
+                os.close(fd)
         self.arena.close()
         self.mappings.clear()
 
@@ -85,18 +96,21 @@ def meet(rank: int, size: int, link: Transport, *, wanted: bool) -> tuple[Neighb
     cards = _exchange(card, size, link)
     ranks = tuple(r for r in range(size) if cards[r].host == card.host)
     mappings: dict[int, Mapping] = {}
+    files: dict[int, int] = {}
     why_not = next((cards[r].why_not for r in ranks if cards[r].why_not), "")
     if clib is not None and arena is not None and not why_not:
-        mappings, why_not = _map(clib, arena, rank, {r: cards[r] for r in ranks})
+        why_not = _open(clib, arena, rank, {r: cards[r] for r in ranks}, mappings, files)
     # Everybody has opened what he needs, or none of this host uses it.
     verdicts = _exchange(Card(card.host, why_not=why_not[:400]), size, link)
     why_not = next((verdicts[r].why_not for r in ranks if verdicts[r].why_not), "")
     hosts = [c.host for c in cards]
     if arena is None or clib is None or why_not:
+        for peer in files.keys() - {rank}:
+            os.close(files[peer])
         if arena is not None:
             arena.close()
         return None, hosts, why_not if wanted else ""
-    return Neighbours(clib, ranks, arena, mappings, cards[0].key), hosts, ""
+    return Neighbours(clib, ranks, arena, mappings, files, cards[0].key), hosts, ""
 
 
 def _span_bytes() -> int:
@@ -111,22 +125,23 @@ def _exchange(card: Card, size: int, link: Transport) -> list[Card]:
     return [Card.decode(data) for data in out.view(size, -1)]
 
 
-def _map(
-    clib: ctypes.CDLL, arena: Arena, rank: int, cards: dict[int, Card]
-) -> tuple[dict[int, Mapping], str]:
-    found = {rank: arena.mapping}
-    for peer, card in cards.items():
-        if peer == rank:
-            continue
+def _open(
+    clib: ctypes.CDLL,
+    arena: Arena,
+    rank: int,
+    cards: dict[int, Card],
+    mappings: dict[int, Mapping],
+    files: dict[int, int],
+) -> str:
+    """Fills in everybody's mapping and file; why it cannot, if so."""
+    mappings[rank], files[rank] = arena.mapping, arena.fd
+    for peer in cards.keys() - {rank}:
         try:
-            fd = open_peers(card.pid, card.fd)
-            try:
-                found[peer] = Mapping(clib, fd, arena.mapping.num_bytes)
-            finally:
-                os.close(fd)
+            files[peer] = open_peers(cards[peer].pid, cards[peer].fd)
+            mappings[peer] = Mapping(clib, files[peer], arena.mapping.num_bytes)
         except (CommError, OSError) as error:
-            return {}, f"rank {rank} cannot map rank {peer}'s memory: {str(error).splitlines()[0]}"
-    return found, ""
+            return f"rank {rank} cannot map rank {peer}'s memory: {str(error).splitlines()[0]}"
+    return ""
 
 
 def open_peers(pid: int, fd: int) -> int:

@@ -26,10 +26,10 @@ void *pl_map(int fd, uint64_t num_bytes) {
 
 int pl_unmap(void *address, uint64_t num_bytes) { return munmap(address, num_bytes); }
 
-int pl_lock(int fd, int place) { return pl_lock_place(fd, place); }
+int pl_lock(int fd) { return pl_lock_file(fd); }
 
-pl_group *pl_open(void *control, int size, int place, void *const *arenas, uint64_t arena_bytes, int lock_fd,
-                  uint64_t timeout_ns, uint64_t spin_ns, uint64_t helper_spin_ns) {
+pl_group *pl_open(void *control, int size, int place, void *const *arenas, uint64_t arena_bytes,
+                  const int *files, uint64_t timeout_ns, uint64_t spin_ns, uint64_t helper_spin_ns) {
     pl_group *group = calloc(1, sizeof(*group));
     uint8_t **bases = calloc((size_t)size, sizeof(*bases));
     if (!group || !bases) {
@@ -43,7 +43,7 @@ pl_group *pl_open(void *control, int size, int place, void *const *arenas, uint6
         .size = size, .place = place, .arenas = bases, .arena_bytes = arena_bytes,
         .head = (pl_head *)base, .desks = (pl_desk *)(base + desks_at()), .slots = base + slots_at(size),
         .channels = base + channels_at(size), .spin_ns = spin_ns, .helper_spin_ns = helper_spin_ns,
-        .watch = {.failure = &((pl_head *)base)->failure, .lock_fd = lock_fd, .timeout_ns = timeout_ns},
+        .watch = {.failure = &((pl_head *)base)->failure, .files = files, .timeout_ns = timeout_ns},
     };
     pthread_mutex_init(&group->turn, NULL);
     group->helper = pl_helper_new(group);

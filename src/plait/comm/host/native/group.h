@@ -111,12 +111,13 @@ typedef struct {
 PL_API uint64_t pl_control_bytes(int size);
 PL_API void *pl_map(int fd, uint64_t num_bytes);
 PL_API int pl_unmap(void *address, uint64_t num_bytes);
-/* `control` is of pl_control_bytes, zero at first, with the place's lock taken on `lock_fd`. NULL: no memory. */
-PL_API pl_group *pl_open(void *control, int size, int place, void *const *arenas, uint64_t arena_bytes, int lock_fd,
-                         uint64_t timeout_ns, uint64_t spin_ns, uint64_t helper_spin_ns);
+/* `control` is of pl_control_bytes, zero at first; `files`, per place, are locked by their ranks (NULL: nobody watches
+ * who is alive) and stay the caller's, as `arenas` do. NULL: no memory. */
+PL_API pl_group *pl_open(void *control, int size, int place, void *const *arenas, uint64_t arena_bytes,
+                         const int *files, uint64_t timeout_ns, uint64_t spin_ns, uint64_t helper_spin_ns);
 /* Ends the group's threads. Calls under way fail. */
 PL_API void pl_close(pl_group *group);
-PL_API int pl_lock(int fd, int place);
+PL_API int pl_lock(int fd);
 
 /* Runs a call to its end: PL_OK or the group's failure. */
 PL_API int pl_run(pl_group *group, const pl_call *call);

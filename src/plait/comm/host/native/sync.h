@@ -6,9 +6,9 @@ counter has one writer, only grows, and is written (release) after the data that
 (acquire) before they touch the data. Counters wrap around: they are compared by the sign of the difference.
 
 [Note: who is alive]
-Every rank keeps a POSIX record lock on the byte of its place in the control segment's file. The kernel drops it
-when the process ends, however it ends and before anybody has reaped it; no other process inherits it. F_GETLK
-asks for it. A rank that sleeps on a counter wakes up every few milliseconds to ask.
+Every rank keeps a POSIX record lock on its arena's file, which its peers have open, from before they know of it. The
+kernel drops it when the process ends, however it ends and before anybody has reaped it; no other process inherits
+it. F_GETLK asks for it. A rank that sleeps on a counter wakes up every few milliseconds to ask.
 
 [Note: spinning]
 A wait spins for `spin_ns` and then sleeps on a futex. A waker makes the system call only when the counter has
@@ -36,7 +36,7 @@ typedef struct {
 /* What a waiting thread needs to know of its group. */
 typedef struct {
     _Atomic uint64_t *failure; /* shared: see pl_fail */
-    int lock_fd;               /* -1: nobody watches who is alive */
+    const int *files;          /* per place: what it holds a lock on. NULL: nobody watches who is alive */
     uint64_t timeout_ns;
 } pl_watch;
 
@@ -58,8 +58,9 @@ void pl_sleep(pl_counter *counter, uint32_t seen, uint64_t most_ns);
 /* Returns when the counter has reached `target`: PL_OK, or the group's failure. `peer` is its writer's place. */
 int pl_await(pl_watch *watch, pl_counter *counter, uint32_t target, int peer, uint64_t spin_ns);
 
-int pl_lock_place(int fd, int place);
-int pl_is_alive(int fd, int place);
+/* Takes the lock that says that this process is alive. */
+int pl_lock_file(int fd);
+int pl_is_alive(const int *files, int place);
 
 /* Notes a failure, unless there is one already; returns the code of the one that stands. */
 int pl_fail(_Atomic uint64_t *failure, int code, int peer);
