@@ -1,6 +1,6 @@
 """Data parallelism, ZeRO 0 to 3: our steps beside those of torch and DeepSpeed, and beside no communication.
 
-    python benchmarks/data_parallel.py [--stages 0 1 2 3] [--only WORD ...] [--json FILE]
+    python benchmarks/data_parallel.py [--stages 0 1 2 3] [--only WORD ...] [--transport auto|gloo] [--json FILE]
 
 The Llama of 33.7 M parameters, bf16 compute, 2 ranks with one thread each. The contenders of a stage live in
 the same processes and take turns, so that a noisy machine disturbs them alike; a step's time is that of the
@@ -153,7 +153,7 @@ def a_batch(sequences: int) -> Batch:
 
 def worker(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    world = connect(device="cpu")
+    world = connect(device="cpu", transport=arguments.transport)
     torch.manual_seed(world.rank)
     oracle = Oracle(a_batch(2), world)
     rows = []
@@ -161,7 +161,11 @@ def worker(arguments: argparse.Namespace) -> None:
         rows += rows_of(stage, oracle, world, arguments)
         gc.collect()  # a stage's contenders end before the next one's begin; peers hold themselves in cycles
     if world.rank == 0:
-        facts = common.machine() | {"ranks": world.size, "backend": dist.get_backend()}
+        facts = common.machine() | {
+            "ranks": world.size,
+            "plait's transport": world.group.transport.name if world.size > 1 else "none",
+            "peers' backend": dist.get_backend(),
+        }
         common.report("data parallelism", rows, facts, arguments.json)
     world.close()
 
@@ -174,6 +178,9 @@ def main() -> None:
     )
     parser.add_argument("--batches", type=int, nargs="+", default=[2, 1], help="sequences per rank and step")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument(
+        "--transport", default="auto", choices=["auto", "host", "gloo"], help="ours; peers have torch's Gloo"
+    )
     parser.add_argument("--ranks", type=int, default=2, help="2 or more")
     arguments = parser.parse_args()
     if "RANK" in os.environ:

@@ -93,8 +93,9 @@ def _check_ranks(ranks: int | None) -> None:
 
 
 def _join(recipe: Recipe) -> World:
-    device = recipe.run.device
-    return connect(timeout_s=recipe.run.timeout_s, device=None if device == "auto" else device)
+    run = recipe.run
+    device = None if run.device == "auto" else run.device
+    return connect(timeout_s=run.timeout_s, device=device, transport=run.transport)
 
 
 def _train_as_one_of_many(recipe: Recipe, world: World, debug: bool) -> int:

@@ -64,6 +64,9 @@ class RunConfig(Section):
         default=60.0, gt=0, le=MONTH_S, description="from a signal to stop until local ranks are killed"
     )
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    transport: Literal["auto", "host", "gloo", "nccl"] = Field(
+        default="auto", description="what ranks talk through: on a CPU shared memory (host) or Gloo"
+    )
     offload_dir: Path | None = Field(
         default=None, description="of plans with offload=disk: a folder on a disk of each host"
     )
