@@ -119,10 +119,6 @@ class PlaitGroup(dist.ProcessGroup):
     def name(self) -> str:
         return NAME
 
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
-
     def shutdown(self) -> None:
         self._close()
 

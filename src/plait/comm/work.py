@@ -215,8 +215,7 @@ class Queue:
     def close(self) -> None:
         """Drops what is under way. One that is just being waited for keeps the transport until it ends."""
         self._closed = True
-        with self._lock:
-            self._added.release(self._num_free + 1)
+        self._added.release()  # one thread ends, and wakes the next
         if self._turn.acquire(timeout=CLOSE_S):
             try:
                 self._let_go()
@@ -260,6 +259,7 @@ class Queue:
         if is_free:
             with self._lock:
                 self._num_free -= 1
+            self._added.release()
 
     def _complete(self, work: GroupWork) -> bool:
         """Whether the thread is still needed afterwards: not where another has taken over."""
