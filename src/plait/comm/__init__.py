@@ -1,5 +1,6 @@
 """The only door to torch.distributed: the world, groups over grid axes, the verbs, the local launcher."""
 
+from plait.comm.backend import register_backend
 from plait.comm.connect import World, connect
 from plait.comm.launch import launch_local
 from plait.comm.mesh import Mesh
@@ -25,6 +26,7 @@ from plait.comm.verbs import (
     start_all_gather,
     start_all_reduce,
     start_all_to_all,
+    start_barrier,
     start_broadcast,
     start_exchange,
     start_gather,
@@ -59,6 +61,7 @@ __all__ = [
     "receive",
     "reduce",
     "reduce_scatter",
+    "register_backend",
     "scatter",
     "send",
     "sends_narrow",
@@ -67,6 +70,7 @@ __all__ = [
     "start_all_gather",
     "start_all_reduce",
     "start_all_to_all",
+    "start_barrier",
     "start_broadcast",
     "start_exchange",
     "start_gather",

@@ -17,6 +17,7 @@ cost no compute: there contributions are widened and its own collectives do the 
 """
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ from plait.errors import CommError
 # torch 2.13 renamed these two and warns about the old names; 2.11 has only the old ones.
 _gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_into: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_world = dist.distributed_c10d._world  # the tables by which torch's functions know a group
 
 _OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -45,12 +48,16 @@ class TorchLink:
     reference to it, and have to before Python does, or they take the process down.
     """
 
-    def __init__(self, handle: dist.ProcessGroup | None, ranks: tuple[int, ...], place: int) -> None:
-        """`ranks`: of the process group, as its program numbers them. `place`: this one's among them."""
+    def __init__(
+        self, handle: dist.ProcessGroup | None, ranks: tuple[int, ...], place: int, *, is_own: bool = False
+    ) -> None:
+        """`ranks`: of the process group, as its program numbers them. `place`: this one's among them.
+        `is_own`: nobody else knows the process group, so that it ends with the link."""
         assert handle is not None, "no process group"
         self._handle: dist.ProcessGroup | None = handle
         self._ranks = ranks
         self._place = place
+        self._is_own = is_own
         self.name = str(dist.get_backend(handle))
         self.is_direct = self.name == "gloo"
         self.shares = False
@@ -61,7 +68,10 @@ class TorchLink:
         return self._handle
 
     def cut(self) -> None:
-        self._handle = None
+        handle, self._handle = self._handle, None
+        if self._is_own and handle is not None:
+            _world.pg_map.pop(handle, None)
+            _world.pg_group_ranks.pop(handle, None)
 
     def run(self, call: Call) -> None:
         self.start(call).wait()
@@ -180,6 +190,17 @@ _START: dict[Verb, Callable[[TorchLink, Call], Any]] = {
     Verb.SEND: TorchLink._send,
     Verb.RECEIVE: TorchLink._receive,
 }
+
+
+def over_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> TorchLink:
+    """Gloo on its own: a process group that the program's torch.distributed has not made."""
+    kind = dist.ProcessGroup.BackendType.GLOO
+    handle = dist.ProcessGroup(store, rank, size)
+    handle._set_default_backend(kind)
+    handle._register_backend(torch.device("cpu"), kind, dist.ProcessGroupGloo(store, rank, size, timeout))
+    _world.pg_map[handle] = ("gloo", store)
+    _world.pg_group_ranks[handle] = {place: place for place in range(size)}
+    return TorchLink(handle, tuple(range(size)), rank, is_own=True)
 
 
 def _waiter(call: Call, work: dist.Work) -> Callable[[], object]:

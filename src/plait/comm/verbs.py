@@ -138,6 +138,10 @@ def barrier(group: Group, *, label: str = "") -> None:
         group.transport.run(Call(Verb.BARRIER, label=label))
 
 
+def start_barrier(group: Group, *, label: str = "") -> Pending:
+    return group.transport.start(Call(Verb.BARRIER, label=label)) if group.size > 1 else Pending()
+
+
 def start_send(tensor: Tensor, group: Group, to: int, *, label: str = "") -> Pending:
     """Sends to the group's rank number `to`. Messages between two ranks arrive in the order they start in."""
     return _start(_rooted(Verb.SEND, tensor, None, group, to, label=label), group)
