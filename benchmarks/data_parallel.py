@@ -1,6 +1,6 @@
 """Data parallelism, ZeRO 0 to 3: our steps beside those of torch and DeepSpeed, and beside no communication.
 
-    python benchmarks/data_parallel.py [--stages 0 1 2 3] [--only WORD ...] [--transport auto|gloo] [--json FILE]
+    python benchmarks/data_parallel.py [--stages 0 1] [--only WORD ...] [--transport gloo] [--json FILE]
 
 The Llama of 33.7 M parameters, bf16 compute, 2 ranks with one thread each. The contenders of a stage live in
 the same processes and take turns, so that a noisy machine disturbs them alike; a step's time is that of the

@@ -31,8 +31,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plait.comm import verbs
+from plait.comm.choose import best_transport
 from plait.comm.terms import NAME, check_fit, check_tag, from_flat, only, op_of, plain, reducible
-from plait.comm.torch_link import over_gloo
 from plait.comm.transport import Pending, Transport
 from plait.comm.verbs import Group
 from plait.comm.work import GroupWork, Queue
@@ -41,7 +41,7 @@ from plait.errors import CommError
 TransportOf = Callable[[dist.Store, int, int, timedelta], Transport]
 
 
-def register_backend(transport_of: TransportOf = over_gloo) -> None:
+def register_backend(transport_of: TransportOf = best_transport) -> None:
     """Makes "plait" a backend of torch.distributed, for CPU tensors. A second call replaces the transport.
 
     `transport_of(store, rank, size, timeout)`: makes what carries a group, of at least two ranks; all of them

@@ -8,10 +8,12 @@ to the tensors of every call until it is over, also when nobody waits for it.
 import ctypes
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from plait.comm.host import library
@@ -84,8 +86,12 @@ class HostLink:
         place: int,
         control: Mapping,
         waits: Waits,
+        *,
+        is_own: bool = False,
     ) -> None:
-        """`control`: the group's segment, of `pl_control_bytes`."""
+        """`control`: the group's segment, of `pl_control_bytes`. `is_own`: `neighbours` serve this link
+        alone."""
+        self._owned = neighbours if is_own else None
         self._clib = neighbours.clib
         self._ranks = ranks
         self._place = place
@@ -397,22 +403,39 @@ def open_group(
     neighbours: Neighbours,
     ranks: tuple[int, ...],
     place: int,
-    leave: Callable[[str], None],
-    find: Callable[[], str],
-    waits: Waits,
+    store: dist.Store,
+    key: str,
+    timeout: timedelta,
+    *,
+    is_own: bool = False,
 ) -> HostLink:
-    """The group of these ranks, who all call it. The first makes the control segment and `leave`s word of it,
-    which the others `find` (and wait for)."""
+    """The group of these ranks, who all call it with the same key, which nobody has used in the store before.
+
+    `is_own`: the link closes `neighbours` when it is cut. Raises CommError.
+    """
+    size = neighbours.clib.pl_control_bytes(len(ranks))
     if place == 0:
         fd = os.memfd_create("plait-group", os.MFD_CLOEXEC)
-        os.ftruncate(fd, neighbours.clib.pl_control_bytes(len(ranks)))
-        leave(f"{os.getpid()} {fd}")
+        os.ftruncate(fd, size)
+        store.set(key, f"{os.getpid()} {fd}")
     else:
-        fd = open_peers(*map(int, find().split()))
+        fd = open_peers(*_found(store, key, ranks, timeout))
     try:
-        control = Mapping(neighbours.clib, fd, neighbours.clib.pl_control_bytes(len(ranks)))
-        link = HostLink(neighbours, ranks, place, control, waits)
+        control = Mapping(neighbours.clib, fd, size)
+        waits = Waits.of(len(neighbours.ranks), timeout.total_seconds())
+        link = HostLink(neighbours, ranks, place, control, waits, is_own=is_own)
         link.run(Call(Verb.BARRIER, label="a new group"))  # all have opened what the first one holds
     finally:
         os.close(fd)
     return link
+
+
+def _found(store: dist.Store, key: str, ranks: tuple[int, ...], timeout: timedelta) -> tuple[int, int]:
+    try:
+        store.wait([key], timeout)
+    except RuntimeError as error:
+        raise CommError(
+            "a group cannot form: its first rank did not come", given=f"ranks {list(ranks)}"
+        ) from error
+    pid, fd = bytes(store.get(key)).decode().split()
+    return int(pid), int(fd)
