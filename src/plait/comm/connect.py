@@ -10,7 +10,9 @@ import torch.distributed as dist
 from plait.comm.torch_link import TorchLink
 from plait.comm.transport import Transport
 from plait.comm.verbs import Group, all_reduce, barrier
-from plait.errors import CommError
+from plait.errors import CommError, unknown_key_hint
+
+TRANSPORTS = ("auto", "host", "gloo", "nccl")
 
 # Where our launcher puts the file through which its ranks meet: a FileStore listens on no port, while
 # torch's TCPStore listens on every interface even for a loopback address.
@@ -48,6 +50,10 @@ class World:
     def alone(cls, device: torch.device) -> "World":
         """One rank that communicates with nobody, whatever else this process takes part in."""
         return cls(0, 1, 0, device)
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A flat tensor on this rank's device, of the storage that its transport takes without a copy."""
+        return torch.empty(numel, dtype=dtype, device=self.device)
 
     def barrier(self) -> None:
         """Returns when every rank has come here."""
@@ -115,15 +121,17 @@ class World:
 _world: World | None = None
 
 
-def connect(*, timeout_s: float = 600.0, device: str | None = None) -> World:
+def connect(*, timeout_s: float = 600.0, device: str | None = None, transport: str = "auto") -> World:
     """Joins the ranks that torchrun or our launcher announced in the environment; alone without one.
 
     Takes one GPU per rank and NCCL where CUDA is available (or `device="cuda"`), else CPU and Gloo.
+    `transport`: "nccl" or "gloo" asks for one of the two; "auto" is as the device has it.
     A second call returns the same world, whatever its arguments, as long as its process group lives. A
     process group that the program has made already is used, and the GPU that it has chosen.
     `timeout_s`: how long a communication may wait for a rank. Raises CommError.
     """
     global _world
+    device = _device_of(transport, device)
     if _world is not None and _world.is_alive():
         return _world
     rank, size, local_rank = (_env_int(name, value) for name, value in _RANK_VARIABLES)
@@ -153,6 +161,25 @@ def _env_int(name: str, default: int) -> int:
     if not text.isdigit():
         raise CommError(f"{name} is not a number", given=f"{name}={text}", hint="start with torchrun")
     return int(text)
+
+
+def _device_of(transport: str, device: str | None) -> str | None:
+    """The device asked for, or the one that the transport is between."""
+    if transport not in TRANSPORTS:
+        raise CommError(
+            "there is no such transport", given=repr(transport), hint=unknown_key_hint(transport, TRANSPORTS)
+        )
+    if transport == "host":
+        raise CommError("the host transport is not built", given="transport='host'", hint="'auto' or 'gloo'")
+    between = {"gloo": "cpu", "nccl": "cuda"}.get(transport)
+    if between is not None and device not in (None, between):
+        raise CommError(
+            f"{transport} is not for ranks on that device",
+            given=f"transport={transport!r} device={device!r}",
+            expected=f"device={between!r}",
+            hint="transport='auto'",
+        )
+    return device or between
 
 
 def _device(asked: str | None, local_rank: int) -> torch.device:
