@@ -1,4 +1,4 @@
-"""Bandwidths are nccl-tests' own, a fit finds the line that times lie on, and a profile keeps what it is told."""
+"""Bandwidths are nccl-tests' own, a fit finds the line that times lie on, a profile keeps what it is told."""
 
 import json
 import math
@@ -43,8 +43,7 @@ def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(p: int, seconds: fl
     assert math.isclose(bus_bandwidth("all-reduce", size, p, seconds), parts)
 
 
-# Where latency and bandwidth can both be seen: times of the smallest and the largest size that differ in which
-# of the two they are made of.
+# Where both can be seen: the smallest size's time is mostly latency, the largest one's mostly bandwidth.
 LATENCIES = st.floats(1e-6, 1e-2)
 CROSSINGS = st.floats(2.0**11, 2.0**27)  # bytes that take as long as the latency
 

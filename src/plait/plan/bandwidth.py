@@ -1,12 +1,13 @@
 """What collectives cost: bandwidths by the definitions of nccl-tests, and a line through measured times.
 
 [Note: one line through ten sizes]
-A verb's time is taken to be t = latency + S/B. Sizes span six orders of magnitude, and a planner that is off by
-10 % on a small message errs as much as on a large one, so what is made small is the error relative to the time:
-the sum of ((latency + S/B) / t - 1)^2, least squares with weights 1/t. A size at which the machine did something
-else (a cache outgrown, a neighbour's minute) must not bend the line: errors beyond 1.345 times their usual
-size count linearly, not squared (Huber 1964; by reweighting, his 95 % efficiency for normal errors). Neither
-parameter can be negative; where the best line has one that is, it is 0 and the other is fitted alone.
+A verb's time is taken to be t = latency + S/B. Sizes span six orders of magnitude, and 10 % of a small
+message's time are as wrong as 10 % of a large one's, so what is made small is the error relative to the
+time: the sum of ((latency + S/B) / t - 1)^2, least squares with weights 1/t. A size at which the machine did
+something else (a cache outgrown, a neighbour's minute) must not bend the line: errors beyond 1.345 times
+their usual size count linearly, not squared (Huber 1964, with 95 % efficiency for normal errors; by
+reweighting). Neither parameter can be negative; where the best line has one that is, it is 0 and the other
+is fitted alone.
 """
 
 import math
@@ -44,7 +45,7 @@ def bus_bandwidth(verb: str, num_bytes: int, num_ranks: int, seconds: float) -> 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """t = latency_s + num_bytes / bytes_per_s, and by what part of t it is off: the median over the points."""
+    """t = latency_s + num_bytes / bytes_per_s. `error`: by what part of t it is off, the points' median."""
 
     latency_s: float
     bytes_per_s: float  # infinite where the size makes no difference

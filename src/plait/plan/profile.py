@@ -1,7 +1,7 @@
 """What a host's ranks need for each verb: measured by `plait bench collectives`, read by planners.
 
-A profile is one JSON file per host: by default $XDG_CACHE_HOME/plait/profiles/HOSTNAME.json (~/.cache where that
-is not set).
+A profile is one JSON file per host: by default $XDG_CACHE_HOME/plait/profiles/HOSTNAME.json (~/.cache where
+that is not set).
 """
 
 import json
@@ -81,7 +81,7 @@ def profile_path() -> Path:
 def load(path: Path | None = None) -> HostProfile:
     """The profile in the file, by default this host's; an empty one where there is none.
 
-    Raises ProfileError for a file that cannot be read or is damaged: it names the file, what is wrong and where.
+    Raises ProfileError for a file that cannot be read or is damaged: it names the file, and what is wrong.
     """
     path = profile_path() if path is None else path
     try:
