@@ -1,12 +1,12 @@
 """Times of collectives on the ranks of a world, each checked before it is timed.
 
 [Note: what one time is]
-A round visits every case (verb, size, storage) once, in an order of its own: a slow minute of the machine, or
-a cache that the case before has filled, falls on all cases alike, and not on all repetitions of one. A visit
-is a barrier, then repetitions back to back for some milliseconds. A rank's time is their mean, the round's
-that of the slowest rank, the case's the median over rounds. As in nccl-tests, a rank that waits for no one
-(the source of a broadcast) may be ahead of the others by some repetitions: of a small size this is the time at
-which such messages follow each other.
+A round visits every case (verb, size, storage), in an order of its own: a slow minute of the machine, or a
+cache that the case before has filled, falls on all cases alike, and not on all repetitions of one. The short
+ones, which noise hurts most, it visits four times. A visit is a barrier, then repetitions back to back for
+some milliseconds. A rank's time is their mean, the visit's that of the slowest rank, the case's the median
+over visits. As in nccl-tests, a rank that waits for no one (the source of a broadcast) may be ahead of the
+others by some repetitions: of a small size this is the time at which such messages follow each other.
 """
 
 import random
@@ -26,6 +26,7 @@ from plait.comm import World, all_gather, all_reduce, barrier
 from plait.errors import CommError, ConfigError
 
 _VISIT_S = 0.005
+_SHORT_S, _VISITS_OF_SHORT = 0.02, 4
 _MOST_REPEATS = 500
 _FEWEST_ROUNDS, _MOST_ROUNDS = 3, 25  # where the request does not say
 
@@ -39,7 +40,8 @@ class Row:
     num_bytes: int
     median_s: float
     least_s: float
-    repeats: int  # in each round
+    visits: int
+    repeats: int  # in each visit
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,20 @@ class _Case:
     exercise: Exercise
 
 
+@dataclass(frozen=True)
+class _Visits:
+    """What a round does for a case."""
+
+    number: int
+    repeats: int
+
+    @classmethod
+    def of(cls, seconds: float) -> "_Visits":
+        """Of a case that takes about `seconds`."""
+        repeats = max(1, min(_MOST_REPEATS, round(_VISIT_S / max(seconds, 1e-9))))
+        return cls(_VISITS_OF_SHORT if seconds * repeats < _SHORT_S else 1, repeats)
+
+
 def measure(world: World, request: Request, tell: Callable[[str], None] = lambda _: None) -> Measurement:
     """Every rank calls it, with the same request, and gets the same. `tell` hears what is going on.
 
@@ -74,7 +90,7 @@ def measure(world: World, request: Request, tell: Callable[[str], None] = lambda
     arenas = _arenas(world, request)
     cases = _cases(world, request, arenas)
     tell("checking results")
-    repeats = _check_all(cases, world, Pattern(DTYPES[request.dtype], world.size, world.device))
+    visits = _check_all(cases, world, Pattern(DTYPES[request.dtype], world.size, world.device))
     for tensor in (tensor for arena in arenas.values() for tensor in arena):
         tensor.zero_()  # what sums to itself, round after round
     times: list[list[float]] = []
@@ -82,14 +98,10 @@ def measure(world: World, request: Request, tell: Callable[[str], None] = lambda
     while not _is_over(world, request, len(times), time.perf_counter() - begin + longest_s):
         tell(f"measuring: round {len(times) + 1}")
         round_begin = time.perf_counter()
-        times.append(_round(cases, repeats, world, seed=len(times)))
+        times.append(_round(cases, visits, world, seed=len(times)))
         longest_s = max(longest_s, time.perf_counter() - round_begin)
-    by_case = list(zip(*_slowest(world, times), strict=True))
     return Measurement(
-        rows=tuple(
-            Row(case.verb, case.storage, case.num_bytes, statistics.median(seconds), min(seconds), count)
-            for case, seconds, count in zip(cases, by_case, repeats, strict=True)
-        ),
+        rows=_rows(cases, visits, _slowest(world, times)),
         transport=world.group.transport.name,
         device=world.device.type,
         num_ranks=world.size,
@@ -98,6 +110,18 @@ def measure(world: World, request: Request, tell: Callable[[str], None] = lambda
         rounds=len(times),
         seconds=time.perf_counter() - begin,
     )
+
+
+def _rows(cases: list[_Case], visits: list[_Visits], rounds: list[list[float]]) -> tuple[Row, ...]:
+    rows, begin = [], 0
+    for case, done in zip(cases, visits, strict=True):
+        seconds = [time_s for found in rounds for time_s in found[begin : begin + done.number]]
+        begin += done.number
+        median_s, least_s = statistics.median(seconds), min(seconds)
+        rows.append(
+            Row(case.verb, case.storage, case.num_bytes, median_s, least_s, len(seconds), done.repeats)
+        )
+    return tuple(rows)
 
 
 def _is_over(world: World, request: Request, rounds: int, end_s: float) -> bool:
@@ -144,13 +168,10 @@ def _numel(num_bytes: int, world: World, request: Request) -> int:
     return world.size * max(1, round(num_bytes / DTYPES[request.dtype].itemsize / world.size))
 
 
-def _check_all(cases: list[_Case], world: World, pattern: Pattern) -> list[int]:
-    """How often to repeat each case in a round, after its results have been found right."""
+def _check_all(cases: list[_Case], world: World, pattern: Pattern) -> list[_Visits]:
+    """How often to come to each case, whose results have been found right."""
     estimates = [_check(case, world, pattern) for case in cases]
-    return [
-        max(1, min(_MOST_REPEATS, round(_VISIT_S / max(seconds, 1e-9))))
-        for seconds in _slowest(world, [estimates])[0]
-    ]
+    return [_Visits.of(seconds) for seconds in _slowest(world, [estimates])[0]]
 
 
 def _check(case: _Case, world: World, pattern: Pattern) -> float:
@@ -175,13 +196,15 @@ def _check(case: _Case, world: World, pattern: Pattern) -> float:
 _LARGE = 1 << 22
 
 
-def _round(cases: list[_Case], repeats: list[int], world: World, *, seed: int) -> list[float]:
-    """This rank's seconds by case. See [Note: what one time is]."""
-    order = list(range(len(cases)))
+def _round(cases: list[_Case], visits: list[_Visits], world: World, *, seed: int) -> list[float]:
+    """This rank's seconds by case and visit. See [Note: what one time is]."""
+    due = [(case, done.repeats) for case, done in zip(cases, visits, strict=True) for _ in range(done.number)]
+    order = list(range(len(due)))
     random.Random(seed).shuffle(order)
-    times = [0.0] * len(cases)
+    times = [0.0] * len(due)
     for number in order:
-        times[number] = _visit(cases[number].exercise, repeats[number], world)
+        case, repeats = due[number]
+        times[number] = _visit(case.exercise, repeats, world)
     return times
 
 

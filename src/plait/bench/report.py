@@ -90,10 +90,12 @@ def draw(measurement: Measurement, picture: Path) -> None:
         sizes = [row.num_bytes for row in rows]
         left.plot(sizes, [row.median_s for row in rows], ".", label=label, **style)
         right.plot(sizes, [_bandwidths(measurement, row)[1] / 1e9 for row in rows], ".", label=label, **style)
+    ticks = sorted({row.num_bytes for row in measurement.rows if row.num_bytes})
     for axes, title in ((left, "time, s"), (right, "bus bandwidth, GB/s")):
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
-        axes.set_xlabel("size of the whole tensor, bytes")
+        axes.set_xticks(ticks, [_size(tick) for tick in ticks], rotation=45)
+        axes.set_xlabel("size of the whole tensor")
         axes.set_title(title)
         axes.grid(alpha=0.3)
     left.legend(fontsize="small")

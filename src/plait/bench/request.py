@@ -16,10 +16,10 @@ DTYPES = {
 }
 STORAGES = {"owned": ("owned",), "foreign": ("foreign",), "both": ("owned", "foreign")}
 
-BUDGET_S = 35.0  # with the start of the ranks and what comes after, under a minute
+BUDGET_S = 30.0  # with the start of the ranks and what comes after, under a minute
 
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-_SIZE = re.compile(r"(\d+)\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_SIZE = re.compile(r"(\d+)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 _STEP = 4  # from one size to the next
 
 
@@ -100,7 +100,7 @@ def _bad_sizes(text: str) -> ConfigError:
     return ConfigError(
         "these are no sizes",
         given=f"--sizes {text}",
-        expected="MIN:MAX or a list with commas, of bytes, K, M or G above 0",
+        expected="MIN:MAX or a list with commas, of bytes, K, M or G, above 0",
         hint="--sizes 1K:256M or --sizes 1K,64K,3M",
     )
 
@@ -125,9 +125,8 @@ def device_for(backend: str, local_ranks: int) -> str:
     return "cuda" if may else "cpu"
 
 
-def check_memory(request: Request, local_ranks: int) -> None:
-    """Raises ConfigError where the host has less memory than the largest size will take."""
-    available = available_bytes()
+def check_memory(request: Request, local_ranks: int, available: int | None) -> None:
+    """Raises ConfigError where the host has less `available` memory than the largest size will take."""
     # What is given and what is got, of each storage; as much again in Gloo's buffers.
     tensors = local_ranks * (2 * len(request.storages) + 2)
     largest = max(request.sizes)
@@ -163,5 +162,5 @@ def _text(path: str) -> str:
 
 def _shown(num_bytes: int) -> str:
     """In the unit that `--sizes` takes: 64K, 1.5G."""
-    unit = next((unit for unit in ("G", "M", "K") if num_bytes >= _UNITS[unit]), "")
+    unit = next((unit for unit in ("T", "G", "M", "K") if num_bytes >= _UNITS[unit]), "")
     return f"{num_bytes / _UNITS[unit]:.4g}{unit}"

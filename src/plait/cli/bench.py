@@ -13,6 +13,7 @@ from plait.bench import (
     STORAGES,
     Measurement,
     Request,
+    available_bytes,
     check_memory,
     check_num_ranks,
     device_for,
@@ -80,7 +81,7 @@ def collectives(
         num_ranks, local_ranks = _num_ranks(ranks)
         check_num_ranks(num_ranks)
         device = device_for(backend, local_ranks)
-        check_memory(request, local_ranks)
+        check_memory(request, local_ranks, available_bytes())
         _check_outputs(outputs)
         if to_save:
             check_place(profile)
