@@ -150,8 +150,8 @@ def _measured(world: World, request: Request) -> Measurement:
 def _show(found: Measurement, *, json: Path | None, plot: Path | None) -> None:
     for table in tables(found):
         Console().print(table)
-    where = f"{found.num_ranks} ranks on {found.num_hosts} host{'s' * (found.num_hosts > 1)}"
-    print(f"{where} ({found.device}), {found.dtype}; {found.rounds} rounds in {found.seconds:.0f} s")
+    where = f"{found.num_ranks} ranks on {_many(found.num_hosts, 'host')}"
+    print(f"{where} ({found.device}), {found.dtype}; {_many(found.rounds, 'round')} in {found.seconds:.0f} s")
     for path, write in (
         (json, lambda path: write_json(path, to_json(found))),
         (plot, lambda path: draw(found, path)),
@@ -172,3 +172,7 @@ def _keep(found: Measurement, profile: Path | None) -> None:
         print("not saved: a profile is of one host")
         return
     print(f"saved: {save(profile_of(found), profile)}")
+
+
+def _many(number: int, word: str) -> str:
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"
