@@ -1,15 +1,12 @@
-"""What the benchmarks share: machine facts, medians and ratios, a table and its JSON."""
+"""What the benchmarks share: medians and ratios, a table and its JSON."""
 
 import argparse
 import json
-import os
-import platform
 import statistics
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -23,21 +20,6 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--json", type=Path, help="write rows and machine facts to this file")
     return made
-
-
-def machine() -> dict[str, Any]:
-    """What a figure depends on and a reader cannot see."""
-    python = platform.python_version()
-    return {"cpu": _cpu_model(), "cores": os.cpu_count(), "torch": torch.__version__, "python": python}
-
-
-def _cpu_model() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor()
 
 
 def rows(case: str, times: Times, *, yardstick: str, peers: Collection[str]) -> list[Row]:

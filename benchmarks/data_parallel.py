@@ -29,6 +29,7 @@ import common
 import peers
 import plait
 from peers import ADAMW, Batch, Peer, Step
+from plait.bench import machine
 from plait.comm import World, all_reduce, connect, launch_local
 from plait.models import causal_lm_on_meta
 
@@ -161,7 +162,7 @@ def worker(arguments: argparse.Namespace) -> None:
         rows += rows_of(stage, oracle, world, arguments)
         gc.collect()  # a stage's contenders end before the next one's begin; peers hold themselves in cycles
     if world.rank == 0:
-        facts = common.machine() | {
+        facts = machine() | {
             "ranks": world.size,
             "plait's transport": world.group.transport.name if world.size > 1 else "none",
             "peers' backend": dist.get_backend(),

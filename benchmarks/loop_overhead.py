@@ -20,6 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import common
+from plait.bench import machine
 from plait.comm import connect
 from plait.models import causal_lm_on_meta
 from plait.train.config import Recipe
@@ -98,7 +99,7 @@ def main() -> None:
                 loops["plait train"].append((long_s - short_s) / arguments.steps)
             rows += common.rows(precision, loops, yardstick="bare torch loop", peers=("bare torch loop",))
             print(f"{precision}: {statistics.median(loops['plait train']) * 1e3:.1f} ms a step")
-    common.report("the loop's own cost, one rank, one thread", rows, common.machine(), arguments.json)
+    common.report("the loop's own cost, one rank, one thread", rows, machine(), arguments.json)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ import torch
 
 import common
 import plait
+from plait.bench import machine
 from plait.comm import World
 from plait.models import causal_lm_on_meta
 
@@ -158,7 +159,7 @@ def compare(arguments: argparse.Namespace) -> None:
         row(PLAN, layers, without, without, cap_bytes),
         row(OFFLOADED, more, offloaded, without, cap_bytes),
     ]
-    facts = common.machine() | {
+    facts = machine() | {
         "gpu": torch.cuda.get_device_name(),
         "cap": f"{arguments.cap_gib:g} GiB",
         "batch": f"{arguments.batch} x {arguments.sequence}",

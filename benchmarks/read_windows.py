@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 import common
+from plait.bench import machine
 from plait.train.data import TokenStream, Windows
 
 PART_BYTES = 32 << 20
@@ -32,7 +33,7 @@ def main() -> None:
         rows = [_measure(stream, "random", batch, args) for batch in args.batches]
         rows += [_measure(stream, "sequential", batch, args) for batch in args.batches]
     title = f"{args.megabytes} MB of {args.dtype} tokens, windows of {args.sequence}, one thread"
-    common.report(title, rows, common.machine() | {"numpy": np.__version__}, args.json)
+    common.report(title, rows, machine() | {"numpy": np.__version__}, args.json)
 
 
 def _arguments() -> argparse.Namespace:

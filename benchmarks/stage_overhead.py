@@ -17,6 +17,7 @@ import common
 import plait
 from data_parallel import LLAMA, SEQUENCE, a_batch
 from peers import ADAMW, Batch, Step, groups
+from plait.bench import machine
 from plait.comm import World
 from plait.models import causal_lm_on_meta
 
@@ -113,7 +114,7 @@ def main() -> None:
             times = measure(steps, a_batch(sequences), arguments.rounds)
             case = f"{precision}, {sequences} x {SEQUENCE}"
             rows += common.rows(case, times, yardstick=BARE, peers=[BARE])
-    common.report("a step's own cost, one rank, one thread", rows, common.machine(), arguments.json)
+    common.report("a step's own cost, one rank, one thread", rows, machine(), arguments.json)
 
 
 if __name__ == "__main__":

@@ -61,6 +61,10 @@ class CheckpointError(PlaitError):
     """A checkpoint that cannot be written, or is damaged, or is of something else."""
 
 
+class ProfileError(PlaitError):
+    """A host's profile that is damaged, cannot be written, or does not know what is asked."""
+
+
 class RunError(PlaitError):
     """A run that cannot start where it was told to, or cannot go on."""
 

@@ -88,7 +88,9 @@ def test_ddp_trains_as_over_gloo(pool: Pool, ranks: int) -> None:
         first = results[0][name][0]
         for result in results:
             ours, gloo = result[name]
-            torch.testing.assert_close(ours, gloo, rtol=1e-9, atol=1e-12)
+            # Gloo rounds to fp16 after every rank's term, we round the sum once.
+            near = {"rtol": 1e-2, "atol": 1e-3} if name == "fp16 hook" else {"rtol": 1e-9, "atol": 1e-12}
+            torch.testing.assert_close(ours, gloo, **near)
             weights = [i for i, tensor in enumerate(ours) if tensor.dim() == 2]
             assert all(torch.equal(ours[i], first[i]) for i in weights), f"replicas differ: {name}"
 

@@ -18,6 +18,7 @@ from plait.comm import (
     start_exchange,
     start_scattered_sum,
 )
+from plait.errors import CommError
 from plait.plan import Grid
 from pool import Pool, RankError
 
@@ -165,3 +166,34 @@ def _mismatch() -> None:
 def test_a_lost_peer_is_an_error_that_says_so(pool: Pool) -> None:
     with pytest.raises(RankError, match="all-reduce failed: rank 0 is gone"):
         pool.run(_mismatch, 2)
+
+
+def _by_transport(transport: str, numel: int) -> tuple[str, torch.Tensor]:
+    world = connect(transport=transport)
+    mine = world.empty(numel, torch.float64).fill_(world.rank + 1.0)
+    all_reduce(mine, world.group)
+    return world.group.transport.name, mine
+
+
+@pytest.mark.parametrize("transport", ["auto", "host", "gloo"])
+def test_ranks_on_cpus_take_the_transport_that_they_ask_for(pool: Pool, transport: str) -> None:
+    for name, summed in pool.run(_by_transport, 2, transport, 5):
+        assert name == {"auto": "host"}.get(transport, transport)
+        assert torch.equal(summed, torch.full((5,), 3.0, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ({"transport": "glo"}, ["no such transport", "'glo'", "try     : gloo"]),
+        ({"transport": "host", "device": "cuda"}, ["host is not for", "device='cpu'"]),
+        ({"transport": "gloo", "device": "cuda"}, ["gloo is not for", "device='cpu'"]),
+        ({"transport": "nccl", "device": "cpu"}, ["nccl is not for", "device='cuda'"]),
+    ],
+)
+def test_a_transport_that_cannot_be_is_a_letter_before_ranks_meet(
+    words: dict[str, str], says: list[str]
+) -> None:
+    with pytest.raises(CommError) as caught:
+        connect(**words)  # type: ignore[arg-type]
+    assert all(word in str(caught.value) for word in says), caught.value

@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from plait import __version__
+from plait.cli.bench import bench
 from plait.cli.data import data
 from plait.cli.export import export
 from plait.cli.generate import generate
@@ -23,6 +24,7 @@ app.command(hidden=True)(rank)
 app.command()(generate)
 app.command()(export)
 app.add_typer(data, name="data")
+app.add_typer(bench, name="bench")
 
 
 def _show_version(asked: bool) -> None:

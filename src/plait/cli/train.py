@@ -2,24 +2,22 @@
 
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from plait.cli.letters import CTRL_C, LOST_RANK, USER_MISTAKE, ends_with_letter, show_letter
+from plait.cli.letters import CTRL_C, USER_MISTAKE, ends_with_letter
 from plait.cli.options import Debug, Run, Sets
+from plait.cli.ranks import check_ranks, first_rank_first, told_by_one
 from plait.comm import World, connect, launch_local
 from plait.comm.launch import end_with_parent
-from plait.errors import CommError, PlaitError, PlanError
 from plait.plan import Plan
 from plait.train.config import Recipe, read_recipe
 from plait.train.loop import train as train_on_this_rank
 from plait.train.run import RunDir, discard_unused, prepare
 
 _PREPARED = "plait: prepared"
-_LETTER, _LETTER_SHOWN = "plait: letter", "plait: letter shown"
 
 
 @ends_with_letter
@@ -61,16 +59,12 @@ def _train_under_torchrun(
     source: Path, sets: list[str], plan: str | None, ranks: int | None, resume: bool, debug: bool
 ) -> int:
     """The first rank prepares the run, the others wait for it however long the data takes."""
-    try:
-        _check_ranks(ranks)
+    with first_rank_first():
+        check_ranks(ranks)
         recipe = (
             RunDir(source).read_recipe(sets, plan) if source.is_dir() else read_recipe(source, sets, plan)
         )
         world = _join(recipe)
-    except PlaitError:
-        if os.environ.get("RANK", "0") != "0":
-            time.sleep(10)  # the first rank finds the same, tells it, and torchrun then ends us all
-        raise
     if world.rank == 0:
         prepare(source, sets=sets, plan=plan, resume=resume, ranks=world.size, local=False)
         world.announce(_PREPARED)
@@ -82,16 +76,6 @@ def _train_under_torchrun(
     return code
 
 
-def _check_ranks(ranks: int | None) -> None:
-    started = os.environ["WORLD_SIZE"]
-    if ranks is not None and str(ranks) != started:
-        raise PlanError(
-            "torchrun has started another number of ranks",
-            given=f"--ranks {ranks}, WORLD_SIZE={started}",
-            hint="without --ranks, which is for ranks that plait starts",
-        )
-
-
 def _join(recipe: Recipe) -> World:
     run = recipe.run
     device = None if run.device == "auto" else run.device
@@ -99,15 +83,7 @@ def _join(recipe: Recipe) -> World:
 
 
 def _train_as_one_of_many(recipe: Recipe, world: World, debug: bool) -> int:
-    """The exit code. A mistake that every rank finds is told by one of them."""
-    try:
-        stopped_by = train_on_this_rank(recipe, world)
-    except PlaitError as error:
-        if world.claim(_LETTER):
-            show_letter(error, debug=debug)
-            world.announce(_LETTER_SHOWN)
-        else:  # a rank that ends takes the others down: not before the letter is out
-            world.wait_for(_LETTER_SHOWN)
-        return LOST_RANK if isinstance(error, CommError) else USER_MISTAKE
-    world.close()
-    return CTRL_C if stopped_by == signal.SIGINT else 0
+    def run() -> int:
+        return CTRL_C if train_on_this_rank(recipe, world) == signal.SIGINT else 0
+
+    return told_by_one(run, world, debug=debug)

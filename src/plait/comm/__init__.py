@@ -1,7 +1,7 @@
 """The only door to torch.distributed: the world, groups over grid axes, the verbs, the local launcher."""
 
 from plait.comm.backend import register_backend
-from plait.comm.connect import World, connect
+from plait.comm.connect import TRANSPORTS, World, connect
 from plait.comm.launch import launch_local
 from plait.comm.mesh import Mesh
 from plait.comm.transport import Call, Pending, Summing, SumOfParts, Transport, Verb
@@ -39,6 +39,7 @@ from plait.comm.verbs import (
 )
 
 __all__ = [
+    "TRANSPORTS",
     "Call",
     "Group",
     "Mesh",

@@ -13,7 +13,9 @@ from plait.comm.host import Neighbours, meet, open_group
 from plait.comm.torch_link import TorchLink
 from plait.comm.transport import Transport
 from plait.comm.verbs import Group, all_reduce, barrier
-from plait.errors import CommError
+from plait.errors import CommError, unknown_key_hint
+
+TRANSPORTS = ("auto", "host", "gloo", "nccl")
 
 # Where our launcher puts the file through which its ranks meet: a FileStore listens on no port, while
 # torch's TCPStore listens on every interface even for a loopback address.
@@ -160,9 +162,6 @@ class World:
 _world: World | None = None
 
 
-TRANSPORTS = ("auto", "host", "gloo", "nccl")
-
-
 def connect(*, timeout_s: float = 600.0, device: str | None = None, transport: str = "auto") -> World:
     """Joins the ranks that torchrun or our launcher announced in the environment; alone without one.
 
@@ -171,9 +170,10 @@ def connect(*, timeout_s: float = 600.0, device: str | None = None, transport: s
     process group that the program has made already is used, and the GPU that it has chosen.
     `timeout_s`: how long a communication may wait for a rank. `transport` of CPU ranks: `host`, shared memory
     between the ranks of one host and Gloo between hosts; `gloo` everywhere; `auto` is `host` where that is
-    possible. GPUs take `nccl`, which is their `auto`. Raises CommError.
+    possible. GPUs have `nccl`, which is their `auto`. Raises CommError.
     """
     global _world
+    device = _device_of(transport, device)
     if _world is not None and _world.is_alive():
         return _world
     rank, size, local_rank = (_env_int(name, value) for name, value in _RANK_VARIABLES)
@@ -185,7 +185,6 @@ def connect(*, timeout_s: float = 600.0, device: str | None = None, transport: s
         if "LOCAL_RANK" not in os.environ and torch.cuda.is_available():
             local_rank = torch.cuda.current_device()
     chosen = _device(device, local_rank)
-    _check_transport(transport, chosen)
     if size > 1 and not found:
         store = _store(rank, size, timeout)
         _join(store, rank, size, chosen, timeout)
@@ -208,6 +207,23 @@ def _env_int(name: str, default: int) -> int:
     return int(text)
 
 
+def _device_of(transport: str, device: str | None) -> str | None:
+    """The device asked for, or the one that the transport is between."""
+    if transport not in TRANSPORTS:
+        raise CommError(
+            "there is no such transport", given=repr(transport), hint=unknown_key_hint(transport, TRANSPORTS)
+        )
+    between = {"host": "cpu", "gloo": "cpu", "nccl": "cuda"}.get(transport)
+    if between is not None and device not in (None, between):
+        raise CommError(
+            f"{transport} is not for ranks on that device",
+            given=f"transport={transport!r} device={device!r}",
+            expected=f"device={between!r}",
+            hint="transport='auto'",
+        )
+    return device or between
+
+
 def _device(asked: str | None, local_rank: int) -> torch.device:
     if asked == "cpu" or (asked is None and not torch.cuda.is_available()):
         return torch.device("cpu")
@@ -221,16 +237,6 @@ def _device(asked: str | None, local_rank: int) -> torch.device:
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
-
-
-def _check_transport(transport: str, device: torch.device) -> None:
-    fitting = ("auto", "nccl") if device.type == "cuda" else ("auto", "host", "gloo")
-    if transport not in fitting:
-        raise CommError(
-            "there is no such transport" if transport not in TRANSPORTS else "a transport for other devices",
-            given=f"transport={transport} for ranks on {device.type}",
-            expected=" or ".join(fitting),
-        )
 
 
 def _store(rank: int, size: int, timeout: datetime.timedelta) -> dist.Store:

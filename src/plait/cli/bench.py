@@ -1,0 +1,178 @@
+"""`plait bench collectives`: what the ranks of this machine need to talk to each other."""
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from plait.bench import (
+    BUDGET_S,
+    DTYPES,
+    STORAGES,
+    Measurement,
+    Request,
+    available_bytes,
+    check_memory,
+    check_num_ranks,
+    device_for,
+    draw,
+    measure,
+    parse_sizes,
+    parse_verbs,
+    profile_of,
+    tables,
+    to_json,
+)
+from plait.cli.letters import ends_with_letter
+from plait.cli.options import Debug
+from plait.cli.ranks import check_ranks, first_rank_first, told_by_one
+from plait.comm import TRANSPORTS, World, connect, launch_local
+from plait.comm.launch import end_with_parent
+from plait.errors import ConfigError
+from plait.files import write_json
+from plait.plan.bandwidth import VERBS
+from plait.plan.profile import check_place, save
+
+bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)
+
+_RANKS = 2
+_VERB_HELP = f"One of {', '.join(VERBS)}; may be given several times, or with commas. By default all."
+
+
+@bench.callback()
+def _bench() -> None:
+    """Measure this machine."""
+
+
+@bench.command()
+@ends_with_letter
+def collectives(
+    backend: Annotated[str, typer.Option(help=f"The transport: {', '.join(TRANSPORTS)}.")] = "auto",
+    ranks: Annotated[
+        int | None, typer.Option(help="Local ranks to start: by default 2.", show_default=False)
+    ] = None,
+    verb: Annotated[list[str] | None, typer.Option(help=_VERB_HELP, show_default=False)] = None,
+    sizes: Annotated[str, typer.Option(help="MIN:MAX by powers of 4, or a list with commas.")] = "1K:256M",
+    dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")] = "float32",
+    storage: Annotated[
+        str, typer.Option(help=f"Whose the tensors are, the transport's or not: {', '.join(STORAGES)}.")
+    ] = "owned",
+    rounds: Annotated[
+        int | None, typer.Option(help="By default as many as --budget allows.", show_default=False)
+    ] = None,
+    budget: Annotated[float, typer.Option(help="Seconds to measure in, if three rounds fit.")] = BUDGET_S,
+    json: Annotated[Path | None, typer.Option(help="Write times and facts to this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw them into this file, e.g. bench.png.")] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="The host's profile, where not in ~/.cache/plait/profiles.")
+    ] = None,
+    to_save: Annotated[bool, typer.Option("--save/--no-save", help="Keep the lines in the profile.")] = True,
+    debug: Debug = False,
+) -> None:
+    """Time every verb at every size: under torchrun on its ranks, else on local ranks that this starts."""
+    end_with_parent()
+    outputs = {"--json": json, "--plot": plot}
+    with first_rank_first():
+        request = Request(
+            parse_verbs(verb or []), parse_sizes(sizes), backend, dtype, storage, rounds, budget
+        )
+        num_ranks, local_ranks = _num_ranks(ranks)
+        check_num_ranks(num_ranks)
+        device = device_for(backend, local_ranks)
+        check_memory(request, local_ranks, available_bytes())
+        _check_outputs(outputs)
+        if to_save:
+            check_place(profile)
+        if "WORLD_SIZE" not in os.environ:
+            # The ranks read the same words, and find WORLD_SIZE.
+            raise typer.Exit(launch_local(num_ranks, _words(request, outputs, profile, to_save, debug)))
+        world = connect(transport=backend, device=device)
+
+    def run() -> int:
+        found = _measured(world, request)
+        if world.rank == 0:
+            _show(found, json=json, plot=plot)
+            if to_save:
+                _keep(found, profile)
+        return 0
+
+    raise typer.Exit(told_by_one(run, world, debug=debug))
+
+
+def _num_ranks(asked: int | None) -> tuple[int, int]:
+    """In all, and on this host."""
+    if "WORLD_SIZE" not in os.environ:
+        return (_RANKS, _RANKS) if asked is None else (asked, asked)
+    check_ranks(asked)
+    size = int(os.environ["WORLD_SIZE"])
+    return size, int(os.environ.get("LOCAL_WORLD_SIZE", size))
+
+
+def _check_outputs(outputs: dict[str, Path | None]) -> None:
+    for flag, path in outputs.items():
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ConfigError(
+                f"there is no folder for {flag}", given=path, hint=f"mkdir -p {path.absolute().parent}"
+            )
+    picture = outputs["--plot"]
+    if picture is not None and picture.suffix not in (".png", ".pdf", ".svg"):
+        raise ConfigError("a picture of that kind cannot be drawn", given=picture, expected=".png .pdf .svg")
+
+
+def _words(
+    request: Request, outputs: dict[str, Path | None], profile: Path | None, to_save: bool, debug: bool
+) -> list[str]:
+    """The command line that says the same."""
+    values: dict[str, Any] = {
+        "--backend": request.backend,
+        "--verb": ",".join(request.verbs),
+        "--sizes": ",".join(map(str, request.sizes)),
+        "--dtype": request.dtype,
+        "--storage": request.storage,
+        "--rounds": request.rounds,
+        "--budget": request.budget_s,
+        **outputs,
+        "--profile": profile,
+    }
+    given = [str(word) for flag, value in values.items() if value is not None for word in (flag, value)]
+    return ["bench", "collectives", *given, "--save" if to_save else "--no-save", *["--debug"] * debug]
+
+
+def _measured(world: World, request: Request) -> Measurement:
+    if world.rank != 0:
+        return measure(world, request)
+    with Console(stderr=True).status("starting") as status:
+        return measure(world, request, status.update)
+
+
+def _show(found: Measurement, *, json: Path | None, plot: Path | None) -> None:
+    for table in tables(found):
+        Console().print(table)
+    where = f"{found.num_ranks} ranks on {_many(found.num_hosts, 'host')}"
+    print(f"{where} ({found.device}), {found.dtype}; {_many(found.rounds, 'round')} in {found.seconds:.0f} s")
+    for path, write in (
+        (json, lambda path: write_json(path, to_json(found))),
+        (plot, lambda path: draw(found, path)),
+    ):
+        if path is None:
+            continue
+        try:
+            write(path)
+        except OSError as error:
+            raise ConfigError(
+                "what was measured cannot be written", given=f"{path}: {error.strerror}"
+            ) from error
+        print(f"written: {path}")
+
+
+def _keep(found: Measurement, profile: Path | None) -> None:
+    if found.num_hosts > 1:
+        print("not saved: a profile is of one host")
+        return
+    print(f"saved: {save(profile_of(found), profile)}")
+
+
+def _many(number: int, word: str) -> str:
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"

@@ -1,0 +1,49 @@
+"""What commands share that run on several ranks: under torchrun, or started by `launch_local`."""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+
+from plait.cli.letters import LOST_RANK, USER_MISTAKE, show_letter
+from plait.comm import World
+from plait.errors import CommError, PlaitError, PlanError
+
+_LETTER, _LETTER_SHOWN = "plait: letter", "plait: letter shown"
+
+
+def check_ranks(ranks: int | None) -> None:
+    """Raises PlanError when `--ranks` asks for others than torchrun has started."""
+    started = os.environ["WORLD_SIZE"]
+    if ranks is not None and str(ranks) != started:
+        raise PlanError(
+            "torchrun has started another number of ranks",
+            given=f"--ranks {ranks}, WORLD_SIZE={started}",
+            hint="without --ranks, which is for ranks that plait starts",
+        )
+
+
+@contextlib.contextmanager
+def first_rank_first() -> Iterator[None]:
+    """For what ranks do before they meet: a mistake that each of them finds is told by the first."""
+    try:
+        yield
+    except PlaitError:
+        if os.environ.get("RANK", "0") != "0":
+            time.sleep(10)  # the first rank finds the same, tells it, and its launcher then ends us all
+        raise
+
+
+def told_by_one(work: Callable[[], int], world: World, *, debug: bool) -> int:
+    """The exit code: what `work` returns. A mistake that every rank finds is told by one of them."""
+    try:
+        code = work()
+    except PlaitError as error:
+        if world.claim(_LETTER):
+            show_letter(error, debug=debug)
+            world.announce(_LETTER_SHOWN)
+        else:  # a rank that ends takes the others down: not before the letter is out
+            world.wait_for(_LETTER_SHOWN)
+        return LOST_RANK if isinstance(error, CommError) else USER_MISTAKE
+    world.close()
+    return code

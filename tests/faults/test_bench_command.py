@@ -1,0 +1,107 @@
+"""`plait bench collectives` as a user types it: what it shows and leaves, its letters; under torchrun."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from runs import finish, start
+from typer.testing import CliRunner
+
+from plait.cli.main import app
+from plait.plan.bandwidth import VERBS
+from plait.plan.profile import Measured, load
+
+BENCH = ("bench", "collectives", "--sizes", "1K:64K", "--rounds", "1")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "plait")
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def test_two_ranks_are_started_measured_kept_and_drawn(tmp_path: Path) -> None:
+    report, picture, profile = (tmp_path / name for name in ("bench.json", "bench.png", "host.json"))
+    out, _ = finish(
+        start(*BENCH, "--backend", "gloo", "--json", report, "--plot", picture, "--profile", profile)
+    )
+    found = json.loads(report.read_text())
+    assert (found["transport"], found["num_ranks"], found["dtype"]) == ("gloo", 2, "float32")
+    assert found["machine"].keys() == {"host", "cpu", "cores", "torch", "python"}
+    assert re.fullmatch(r"20\d\d-\d\d-\d\dT[\d:]{8}\+00:00", found["date"])
+    times = {(row["verb"], row["num_bytes"]): row for row in found["rows"]}
+    sizes = [1 << 10, 1 << 12, 1 << 14, 1 << 16]
+    assert set(times) == {(verb, size) for verb in VERBS if verb != "barrier" for size in sizes} | {
+        ("barrier", 0)
+    }
+    row = times["reduce-scatter", 1 << 16]
+    assert row["algorithm_bytes_per_s"] == pytest.approx((1 << 16) / row["median_s"])
+    assert row["bus_bytes_per_s"] == pytest.approx(row["algorithm_bytes_per_s"] / 2)
+
+    kept = load(profile)
+    assert set(kept.lines) == {Measured("gloo", verb, 2) for verb in VERBS}
+    expected = times["barrier", 0]["median_s"]
+    assert kept.time_s("barrier", 0, 2, transport="gloo") == pytest.approx(expected)
+    for verb in VERBS:
+        assert re.search(rf"│ {verb} ", out)
+        assert kept.time_s(verb, 1 << 12, 2, transport="gloo") > 0
+    assert picture.read_bytes().startswith(PNG)
+    assert f"saved: {profile}" in out
+
+
+def test_under_torchrun_its_ranks_are_measured_and_one_of_them_tells(tmp_path: Path) -> None:
+    profile = tmp_path / "host.json"
+    words = ("--verb", "barrier,all-reduce", "--storage", "both", "--profile", profile)
+    out, _ = finish(start(*BENCH, *words, entry=TORCHRUN))
+    assert out.count("collectives over gloo, 2 ranks") == 1
+    assert {(what.verb, what.storage) for what in load(profile).lines} == {
+        ("all-reduce", "owned"),
+        ("all-reduce", "foreign"),
+        ("barrier", "owned"),
+    }
+
+
+def test_a_mistake_under_torchrun_is_told_once() -> None:
+    process = start(*BENCH, "--no-save", "--ranks", "3", entry=TORCHRUN)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode != 0
+    assert err.count("PlanError: torchrun has started another number of ranks") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--verb", "all-reduc"], ["ConfigError", "--verb", "'all-reduc'", "try     : all-reduce"]),
+        (["--verb", "barrier", "--verb", "shout"], ["'shout'", "one of all-gather, all-reduce"]),
+        (["--sizes", "1K:1Q"], ["ConfigError", "no sizes", "1K:1Q", "MIN:MAX"]),
+        (["--sizes", "0"], ["no sizes"]),
+        (["--sizes", "-4"], ["no sizes"]),
+        (["--sizes", ""], ["no sizes"]),
+        (["--sizes", "1K:2K:3K"], ["no sizes"]),
+        (["--sizes", "64K:1K"], ["end before they begin", "try     : 1K:64K"]),
+        (["--dtype", "float31"], ["--dtype", "'float31'", "float32"]),
+        (["--backend", "gluu"], ["--backend", "'gluu'", "gloo"]),
+        (["--backend", "nccl", "--ranks", "64"], ["NCCL takes a GPU per rank", "64 ranks"]),
+        (["--storage", "rented"], ["--storage", "'rented'", "owned"]),
+        (["--ranks", "1"], ["one rank communicates with nobody", "2 or more"]),
+        (["--ranks", "-2"], ["-2 ranks"]),
+        (["--rounds", "0"], ["no round"]),
+        (["--budget", "0"], ["no time"]),
+        (["--sizes", "1K,4096G"], ["too little memory", "4T on 2 ranks need 32T", "--sizes 1K:"]),
+        (["--plot", "{here}/none/bench.png"], ["no folder for --plot", "mkdir -p {here}/none"]),
+        (["--json", "{here}/none/bench.json"], ["no folder for --json"]),
+        (["--plot", "{here}/bench.txt"], ["cannot be drawn", ".png"]),
+        (["--profile", "{here}/damaged.json"], ["ProfileError", "{here}/damaged.json", "remove the file"]),
+        (["--profile", "{here}/damaged.json/host.json"], ["ProfileError", "Not a directory"]),
+    ],
+    ids=lambda value: value[-1] if isinstance(value[-1], str) else None,
+)
+def test_a_mistake_gets_its_letter_before_a_rank_starts(
+    tmp_path: Path, words: list[str], says: list[str]
+) -> None:
+    (tmp_path / "damaged.json").write_text("{")
+    profile = [] if "--profile" in words else ["--profile", str(tmp_path / "host.json")]
+    given = [word.format(here=tmp_path) for word in words]
+    result = CliRunner().invoke(app, ["bench", "collectives", *profile, *given])
+    assert result.exit_code == 2, result.output
+    assert len(re.findall(r"^\w+Error: ", result.stderr, re.MULTILINE)) == 1, result.stderr
+    assert all(word.format(here=tmp_path) in result.stderr for word in says), result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["damaged.json"]

@@ -1,0 +1,146 @@
+"""Measurements of collectives: wrong results are found, and what is timed is the slowest rank."""
+
+import time
+
+import pytest
+import torch
+from torch import Tensor
+
+from plait.bench import Measurement, Request, measure
+from plait.bench.exercises import SUM, Part, Pattern, exercise
+from plait.comm import Call, Group, Pending, Summing, Transport, Verb, connect
+from plait.errors import CommError
+from plait.plan.bandwidth import VERBS
+from pool import Pool, RankError
+
+SOME = ("all-reduce", "barrier", "send-receive")
+
+
+class Through:
+    """A transport around another one."""
+
+    def __init__(self, link: Transport) -> None:
+        self.link, self.name, self.is_direct = link, link.name, link.is_direct
+
+    def start(self, call: Call) -> Pending:
+        return self.link.start(call)
+
+    def run(self, call: Call) -> None:
+        self.start(call).wait()
+
+    def start_sum(self, given: Tensor, *, scatter: bool, label: str) -> Summing:
+        return self.link.start_sum(given, scatter=scatter, label=label)
+
+    def sends_narrow(self, narrow: torch.dtype, wide: torch.dtype) -> bool:
+        return self.link.sends_narrow(narrow, wide)
+
+    def cut(self) -> None:
+        self.link.cut()
+
+
+class Silent(Through):
+    """Communicates nothing of some verbs, but the measurement's own maxima."""
+
+    def __init__(self, link: Transport, verbs: tuple[Verb, ...]) -> None:
+        super().__init__(link)
+        self.verbs = verbs
+
+    def start(self, call: Call) -> Pending:
+        return Pending() if call.verb in self.verbs and call.op == "sum" else super().start(call)
+
+
+class Slow(Through):
+    def start(self, call: Call) -> Pending:
+        if call.verb is Verb.ALL_REDUCE and call.op == "sum":
+            time.sleep(0.03)
+        return super().start(call)
+
+
+def _measured(request: Request) -> Measurement:
+    return measure(connect(transport=request.backend), request)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "request_"),
+    [
+        (2, Request(VERBS, (4, 4096), storage="both", rounds=1)),
+        (3, Request(VERBS, (4, 100_000), "gloo", "bfloat16", "foreign", rounds=1)),
+        (2, Request(SOME, (1000,), dtype="int64", rounds=2)),
+    ],
+)
+def test_every_verb_passes_its_check_and_all_ranks_find_the_same(
+    pool: Pool, num_ranks: int, request_: Request
+) -> None:
+    found, *others = pool.run(_measured, num_ranks, request_)
+    assert all((other.rows, other.rounds) == (found.rows, found.rounds) for other in others)
+    assert (found.transport, found.num_ranks, found.num_hosts) == ("gloo", num_ranks, 1)
+    assert found.rounds == request_.rounds
+    assert all(0 < row.least_s <= row.median_s < 30 for row in found.rows)
+    piece = num_ranks * {"float32": 4, "bfloat16": 2, "int64": 8}[request_.dtype]
+    for row in found.rows:
+        assert row.num_bytes % piece == 0
+        assert row.visits % found.rounds == 0
+    cases = [(row.verb, row.storage) for row in found.rows]
+    for verb in request_.verbs:
+        storages = request_.storages[:1] if verb == "barrier" else request_.storages
+        sizes = 1 if verb == "barrier" else len(request_.sizes)
+        assert all(cases.count((verb, storage)) == sizes for storage in storages)
+
+
+def _measured_in_silence(verb: str) -> Measurement:
+    world, group = connect(), connect().group
+    silent = (Verb.SEND, Verb.RECEIVE) if verb == "send-receive" else (Verb(verb),)
+    world.group = Group(group.ranks, group.rank, Silent(group.transport, silent))
+    return measure(world, Request((verb,), (4096,), rounds=1))
+
+
+@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "barrier"])
+def test_a_verb_that_communicates_nothing_is_found_before_it_is_timed(pool: Pool, verb: str) -> None:
+    with pytest.raises(RankError) as caught:
+        pool.run(_measured_in_silence, 2, verb)
+    assert f"{verb} gives wrong results" in str(caught.value)
+    assert isinstance(caught.value.failures[0].exception, CommError)
+
+
+def _measured_with_a_slow_rank() -> Measurement:
+    world, group = connect(), connect().group
+    if world.rank == 1:
+        world.group = Group(group.ranks, group.rank, Slow(group.transport))
+    return measure(world, Request(SOME, (4096,), rounds=2))
+
+
+def test_a_time_is_that_of_the_slowest_rank(pool: Pool) -> None:
+    for found in pool.run(_measured_with_a_slow_rank, 2):
+        by_verb = {row.verb: row for row in found.rows}
+        assert by_verb["all-reduce"].least_s > 0.03
+        assert by_verb["barrier"].least_s < 0.03
+
+
+def _ended_by_the_budget() -> int:
+    return measure(connect(), Request(SOME, (1024,), budget_s=1e-3)).rounds
+
+
+def test_three_rounds_are_measured_however_little_the_budget(pool: Pool) -> None:
+    assert pool.run(_ended_by_the_budget, 2) == [3, 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int32])
+def test_a_pattern_is_summed_exactly_and_shows_a_range_out_of_place(dtype: torch.dtype) -> None:
+    pattern = Pattern(dtype, 5, torch.device("cpu"))
+    wholes = [torch.empty(100_000, dtype=dtype) for _ in range(5)]
+    for rank, whole in enumerate(wholes):
+        pattern.fill(Part(whole, rank))
+    assert pattern.fits(Part(sum(wholes[1:], wholes[0]), SUM))
+    assert pattern.fits(Part(wholes[2][20_000:40_000], 2, 20_000))
+    assert not pattern.fits(Part(wholes[2][20_000:40_000], 2, 40_000))
+    assert not pattern.fits(Part(wholes[2], 3))
+
+
+def test_a_piece_of_a_wrong_rank_does_not_pass() -> None:
+    group = Group((0, 1), 1, None)
+    first, second = torch.empty(8192), torch.empty(8192)
+    pattern = Pattern(torch.float32, 2, torch.device("cpu"))
+    for part in exercise("all-gather", group, first, second).gets:
+        pattern.fill(Part(part.tensor, 0, part.start))
+    fits = [pattern.fits(part) for part in exercise("all-gather", group, first, second).gets]
+    assert fits == [True, False]
