@@ -361,6 +361,6 @@ def _deserted() -> list[str]:
 def test_a_lost_peer_is_told_to_who_waits_in_every_way(pool: Pool) -> None:
     texts = pool.run(_deserted, 2)[0]
     assert len(texts) == 5
-    assert all("a rank is gone" in text for text in texts), texts
+    assert all("rank 1 is gone" in text for text in texts), texts
     assert texts[0].startswith("CommError all-reduce failed")
     assert "CommError" in texts[3]

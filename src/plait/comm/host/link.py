@@ -158,6 +158,8 @@ class HostLink:
             self._clib.pl_close(handle)
             self._held.clear()
             self._messages.clear()
+            if self._owned is not None:
+                self._owned.close()
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self.arena.empty(numel, dtype)
