@@ -1,8 +1,7 @@
 """Bytes that this rank holds, by category: counted on the tensors themselves, and foretold."""
 
-from plait.comm import is_direct
 from plait.parallel.owned import Owned
-from plait.parallel.zero import DataGroups, Zero, exchanges
+from plait.parallel.zero import DataGroups, Zero, exchanges, receives
 from plait.plan import Layout, MemoryUse, Plan, model_state_bytes
 
 
@@ -40,6 +39,7 @@ def foretold_bytes(
         states_per_element=owned.states_per_element,
         incoming_bytes=zero.trained[0].cut.incoming.itemsize,
         exchanges=exchanges(plan, groups),
-        receives=is_direct(groups.reductions),
+        receives=receives(plan, groups),
+        scratch_bytes=zero.scratch_bytes,
         activation_bytes=activation_bytes,
     )

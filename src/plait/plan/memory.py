@@ -49,12 +49,14 @@ def model_state_bytes(
     incoming_bytes: int,
     exchanges: bool = False,
     receives: bool = False,
+    scratch_bytes: int = 0,
     activation_bytes: int | None = 0,
 ) -> MemoryUse:
     """What a rank will hold. `states_per_element`: 2 for Adam, 1 for SGD with momentum, 0 without.
 
     `incoming_bytes`: of an element of a whole gradient. What the transport asks for: `exchanges`, replicas
-    send each other whole gradients; `receives`, owners hold what each peer sends them.
+    send each other whole gradients; `receives`, owners hold what each peer sends them;
+    `scratch_bytes`, what an algorithm keeps for what it has received and not yet added.
     """
     compute, master = COMPUTE_BYTES[plan.precision], MASTER_BYTES[plan.precision]
     shards = plan.shard_degree
@@ -72,9 +74,8 @@ def model_state_bytes(
     in_place = plan.gradients_stay_whole and incoming_bytes == master and not offloads
     sums = 0 if in_place else owned * master
     parts["gradients"] = sums + (trained * incoming_bytes if plan.gradients_stay_whole else 0)
-    return _placed(
-        parts, plan, sums, _buffers(layout, plan, incoming_bytes, exchanges, receives), activation_bytes
-    )
+    buffers = scratch_bytes + _buffers(layout, plan, incoming_bytes, exchanges, receives)
+    return _placed(parts, plan, sums, buffers, activation_bytes)
 
 
 def _stays(plan: Plan) -> bool:
@@ -116,7 +117,7 @@ def _buffers(layout: Layout, plan: Plan, incoming_bytes: int, exchanges: bool, r
     travelling = len(units) if plan.gradients_stay_whole else TRAVELLING
     wire = 2 if plan.reduce == "bf16" and plan.dp > 1 else incoming_bytes
     copies = wire if wire < incoming_bytes else 0
-    between = 0 if exchanges else _copied_for_replicas(plan)
+    between = 0 if exchanges or plan.sums_replicas_at_once else _copied_for_replicas(plan)
     waits = not _stays(plan) and plan.gathered == "use"  # replicas add up after backward
     most = layout.trained_numel // plan.shard_degree * between
     for k in range(len(units)):
