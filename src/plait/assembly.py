@@ -58,6 +58,7 @@ def parallelize(
     world = connect() if world is None else world
     plan.check_ranks(world.size)
     _check_fp16(plan, loss_scaling, world.device)
+    _check_algorithm(plan, world.device)
     how = Training(
         optimizer=optimizer,
         arguments=optimizer_args or {},
@@ -109,6 +110,15 @@ def _check_fp16(plan: Plan, scaling: LossScaling | None, device: torch.device) -
             given=f"precision=fp16 on {device}: {str(error).splitlines()[0]}",
             hint="precision=bf16",
         ) from error
+
+
+def _check_algorithm(plan: Plan, device: torch.device) -> None:
+    if plan.algorithm != "auto" and device.type != "cpu":
+        raise PlanError(
+            "algorithms by name are for CPU ranks: NCCL has its own, and chooses",
+            given=f"algorithm={plan.algorithm} on {device}",
+            hint="algorithm=auto; NCCL_ALGO=Ring or NCCL_ALGO=Tree in the environment",
+        )
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from plait.errors import PlanError
 from plait.plan import Grid, Plan
+from plait.plan.collectives import ALGORITHMS
 from plait.plan.plan import PRECISIONS
 
 
@@ -29,6 +30,7 @@ def plans(draw: Any) -> Plan:
         gathered=draw(st.sampled_from(["use", "step"])) if zero == 3 else "use",
         precision=precision,
         reduce=draw(narrow),
+        algorithm=draw(st.sampled_from(["auto", *ALGORITHMS])),
         states=draw(narrow),
         offload=draw(st.sampled_from(["none", "cpu", "disk"])),
         recompute=draw(st.sampled_from(["none", "full", "selective", "every=1", "every=12"])),
@@ -67,10 +69,12 @@ def test_the_text_names_dp_and_what_is_no_default(plan: Plan) -> None:
 def test_every_key_takes_effect_on_the_value() -> None:
     text = (
         "dp=8 zero=3 shard=4 micro=4 accumulate=whole prefetch=2 gathered=step precision=bf16 reduce=bf16 "
-        "states=bf16 offload=cpu recompute=every=2 compile=true"
+        "algorithm=ring states=bf16 offload=cpu recompute=every=2 compile=true"
     )
     plan = Plan.parse(text)
-    assert plan == Plan(8, 3, 4, 4, "whole", 2, "step", "bf16", "bf16", "bf16", "cpu", "every=2", True)
+    assert plan == Plan(
+        8, 3, 4, 4, "whole", 2, "step", "bf16", "bf16", "ring", "bf16", "cpu", "every=2", True
+    )
     assert str(plan) == text
     assert {word.partition("=")[0] for word in text.split()} == set(Plan.keys())
     assert str(Plan()) == "dp=1"
@@ -91,10 +95,14 @@ def test_every_key_takes_effect_on_the_value() -> None:
         ("recompute=ful", ["recompute=ful", "none, full"]),
         ("recompute=every=0", ["recompute=every=0", "k from 1"]),
         ("recompute=every", ["recompute=every"]),
-        ("tp=2", ["no key 'tp'", "one of accumulate, compile, dp"]),
+        ("tp=2", ["no key 'tp'", "one of accumulate, algorithm, compile, dp"]),
         ("compile=1", ["compile=1", "true or false"]),
         ("compile=True", ["compile=True", "true or false"]),
         ("offload=gpu", ["offload=gpu", "none or cpu or disk"]),
+        (
+            "dp=2 algorithm=rings",
+            ["algorithm=rings", "auto or naive or ring or halving or tree or two-level"],
+        ),
         ("reduce=fp16", ["reduce=fp16", "fp32 or bf16"]),
         ("states=fp16", ["states=fp16", "fp32 or bf16"]),
         ("zero=2 gathered=always", ["gathered=always", "use or step"]),

@@ -1,7 +1,15 @@
 """The only door to torch.distributed: the world, groups over grid axes, the verbs, the local launcher."""
 
+from plait.comm.algorithms import (
+    Sums,
+    all_gather_by,
+    all_reduce_by,
+    broadcast_by,
+    reduce_scatter_by,
+)
 from plait.comm.backend import register_backend
 from plait.comm.connect import TRANSPORTS, World, connect
+from plait.comm.hosts import hosts_of
 from plait.comm.launch import launch_local
 from plait.comm.mesh import Mesh
 from plait.comm.transport import Call, Pending, Summing, SumOfParts, Transport, Verb
@@ -46,22 +54,28 @@ __all__ = [
     "Pending",
     "SumOfParts",
     "Summing",
+    "Sums",
     "Transport",
     "Verb",
     "World",
     "all_gather",
+    "all_gather_by",
     "all_reduce",
+    "all_reduce_by",
     "all_to_all",
     "barrier",
     "broadcast",
+    "broadcast_by",
     "connect",
     "empty",
     "gather",
+    "hosts_of",
     "is_direct",
     "launch_local",
     "receive",
     "reduce",
     "reduce_scatter",
+    "reduce_scatter_by",
     "register_backend",
     "scatter",
     "send",

@@ -38,12 +38,12 @@ class Group:
 
 def start_all_reduce(tensor: Tensor, group: Group, op: str = "sum", *, label: str = "") -> Pending:
     """Reduces `tensor` in place over the group; every rank ends with the same bits."""
-    _check_op(op, tensor)
+    check_op(op, tensor)
     return _start(Call(Verb.ALL_REDUCE, tensor, tensor, op, label=label), group)
 
 
 def all_reduce(tensor: Tensor, group: Group, op: str = "sum", *, label: str = "") -> None:
-    _check_op(op, tensor)
+    check_op(op, tensor)
     _run(Call(Verb.ALL_REDUCE, tensor, tensor, op, label=label), group)
 
 
@@ -66,7 +66,7 @@ def reduce_scatter(out: Tensor, whole: Tensor, group: Group, op: str = "sum", *,
 def start_reduce_scatter(
     out: Tensor, whole: Tensor, group: Group, op: str = "sum", *, label: str = ""
 ) -> Pending:
-    _check_op(op, whole)
+    check_op(op, whole)
     _check_ranges(Verb.REDUCE_SCATTER, whole, out, group)
     return _start(Call(Verb.REDUCE_SCATTER, whole, out, op, label=label), group)
 
@@ -82,7 +82,7 @@ def broadcast(tensor: Tensor, group: Group, source: int = 0, *, label: str = "")
 
 def start_reduce(tensor: Tensor, group: Group, root: int = 0, op: str = "sum", *, label: str = "") -> Pending:
     """Reduces into the root's `tensor`; the others' keep their values."""
-    _check_op(op, tensor)
+    check_op(op, tensor)
     out = tensor if group.rank == root else None
     return _start(_rooted(Verb.REDUCE, tensor, out, group, root, op, label), group)
 
@@ -278,7 +278,7 @@ def _rooted(
     return Call(verb, source, out, op, root, label)
 
 
-def _check_op(op: str, tensor: Tensor) -> None:
+def check_op(op: str, tensor: Tensor) -> None:
     if op not in OPS:
         raise CommError("ranks cannot reduce by that", given=f"op={op!r}", expected=" or ".join(OPS))
     if op == "mean" and not tensor.is_floating_point():

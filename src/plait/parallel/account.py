@@ -1,8 +1,8 @@
 """Bytes that this rank holds, by category: counted on the tensors themselves, and foretold."""
 
-from plait.comm import is_direct, shares_memory
+from plait.comm import shares_memory
 from plait.parallel.owned import Owned
-from plait.parallel.zero import DataGroups, Zero, exchanges
+from plait.parallel.zero import DataGroups, Zero, exchanges, receives
 from plait.plan import Layout, MemoryUse, Plan, model_state_bytes
 
 
@@ -44,14 +44,13 @@ def foretold_bytes(
         states_per_element=owned.states_per_element,
         incoming_bytes=zero.trained[0].cut.incoming.itemsize,
         exchanges=exchanges(plan, groups),
-        receives=_receives(plan, groups),
+        receives=receives(plan, groups) and not _reads_in_place(plan, groups),
         shares=zero.units[0].cut.share is not None,
+        scratch_bytes=zero.scratch_bytes,
         activation_bytes=activation_bytes,
     )
 
 
-def _receives(plan: Plan, groups: DataGroups) -> bool:
-    """Whether peers' contributions to a sum are copied here before they are added up."""
-    if exchanges(plan, groups):
-        return not shares_memory(groups.replicate)
-    return is_direct(groups.reductions) and not shares_memory(groups.reductions)
+def _reads_in_place(plan: Plan, groups: DataGroups) -> bool:
+    """Whether peers' contributions to a sum are read where they lie."""
+    return shares_memory(groups.replicate if exchanges(plan, groups) else groups.reductions)

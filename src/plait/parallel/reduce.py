@@ -39,6 +39,7 @@ from plait.comm import (
     Group,
     Pending,
     Summing,
+    Sums,
     all_reduce,
     start_all_reduce,
     start_exchange,
@@ -62,13 +63,16 @@ class Reducer:
         replicate: Group,
         everyone: Group,
         whole: bool,
-        exchanges: bool,
+        at_once: bool,
+        sums: Sums | None,
+        replica_sums: Sums | None,
         rounded: bool,
         hurries: bool,
         meter: Meter,
     ) -> None:
-        """`whole`: whole gradients stay, and one reduction a step is made of them. `exchanges`: replicas send
-        each other their contributions as they are. `rounded`: gradients travel in bf16, whatever they are.
+        """`whole`: whole gradients stay, and one reduction a step is made of them. `at_once`: replicas add
+        up their contributions, which are whole. `sums`, `replica_sums`: what adds up over `shard` and over
+        `replicate`; None for the transport. `rounded`: gradients travel in bf16, whatever they are.
         `hurries`: reductions have deadlines, see [Note: late gradients]. Where whole gradients stay, nothing
         lands in backward, so nobody waits in a circle, and a late gradient would meet its own sum."""
         self._order = list(reversed(units))  # see [Note: one order of reductions ...]
@@ -77,7 +81,9 @@ class Reducer:
         self._all = everyone
         self._every_micro = not whole
         self._frees = not units[0].cut.whole_gradients
-        self._exchanges = exchanges
+        self._at_once = at_once
+        self._sums = sums
+        self._replica_sums = replica_sums
         self._rounded = rounded
         self._hurries = hurries
         self._meter = meter
@@ -192,7 +198,7 @@ class Reducer:
     @property
     def _replicates(self) -> bool:
         """Whether replicas add up their gradients after this reduction."""
-        return self._last and self._replicate.size > 1 and not self._exchanges
+        return self._last and self._replicate.size > 1 and not self._at_once
 
     def _on_complete(self, unit: Unit) -> None:
         self._complete[unit] = None
@@ -227,15 +233,19 @@ class Reducer:
         copied = self._rounded and contribution.dtype != torch.bfloat16
         if copied:
             contribution = contribution.to(torch.bfloat16)
-        if self._exchanges:
-            summing = start_exchange(contribution, self._replicate, label=unit.layout.name)
-        else:
-            summing = start_scattered_sum(contribution, self._shard, label=unit.layout.name)
+        summing = self._start_sum(contribution, unit.layout.name)
         summing.buffer_bytes += contribution.nbytes if copied else 0
         self._travelling.append((unit, summing))
         self._meter.hold(summing.buffer_bytes)
         while self._frees and len(self._travelling) > TRAVELLING:
             self._land(*self._travelling.popleft())
+
+    def _start_sum(self, contribution: Tensor, label: str) -> Summing:
+        sums = self._replica_sums if self._at_once else self._sums
+        if sums is not None:
+            return sums.start_sum(contribution, scatter=not self._at_once, label=label)
+        start = start_exchange if self._at_once else start_scattered_sum
+        return start(contribution, self._replicate if self._at_once else self._shard, label=label)
 
     def _land_all(self) -> None:
         while self._travelling:
@@ -266,6 +276,8 @@ class Reducer:
         if summed.device != self._device or self._rounded:
             summed = summed.to(self._device, torch.bfloat16 if self._rounded else summed.dtype)
         self._meter.hold(0 if summed is unit.gradient else summed.nbytes)
-        self._replicating.append(
-            (unit, summed, start_all_reduce(summed, self._replicate, label=unit.layout.name))
-        )
+        if self._replica_sums is not None:
+            pending = self._replica_sums.start_all_reduce(summed, label=unit.layout.name)
+        else:
+            pending = start_all_reduce(summed, self._replicate, label=unit.layout.name)
+        self._replicating.append((unit, summed, pending))

@@ -42,7 +42,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.comm import Group, Mesh, empty, is_direct, sends_narrow, share, shares_memory
+from plait.comm import Group, Mesh, Sums, empty, is_direct, sends_narrow, share, shares_memory
 from plait.errors import ModelError
 from plait.parallel.gather import Gatherer
 from plait.parallel.meter import Meter
@@ -121,7 +121,13 @@ def _incoming(plan: Plan, groups: DataGroups, precision: Precision) -> torch.dty
         return precision.master
     if _rounds(plan, groups):
         return torch.bfloat16
-    return precision.compute if is_direct(groups.reductions) or exchanges(plan, groups) else precision.master
+    travels_narrow = receives(plan, groups) or exchanges(plan, groups)
+    return precision.compute if travels_narrow else precision.master
+
+
+def _travels_in(plan: Plan, groups: DataGroups) -> torch.dtype:
+    """What an algorithm sends, which is what it adds in."""
+    return torch.bfloat16 if _rounds(plan, groups) else Precision.of(plan).master
 
 
 def _rounds(plan: Plan, groups: DataGroups) -> bool:
@@ -129,13 +135,23 @@ def _rounds(plan: Plan, groups: DataGroups) -> bool:
     return plan.reduce == "bf16" and groups.all.size > 1
 
 
+def receives(plan: Plan, groups: DataGroups) -> bool:
+    """Whether who adds up takes each peer's contribution as it is."""
+    return exchanges(plan, groups) or (plan.algorithm == "auto" and is_direct(groups.reductions))
+
+
 def exchanges(plan: Plan, groups: DataGroups) -> bool:
     """Whether replicas send each other their contributions as they are."""
-    if groups.reductions.size > 1 or plan.micro > 1:
+    if groups.reductions.size > 1 or plan.micro > 1 or plan.algorithm != "auto":
         return False
     precision = Precision.of(plan)
     narrow = torch.bfloat16 if plan.reduce == "bf16" else precision.compute
     return sends_narrow(groups.replicate, narrow, precision.master)
+
+
+def _sums_over(group: Group, plan: Plan) -> Sums | None:
+    """What adds up gradients over the group, if not its transport."""
+    return Sums(plan.algorithm, group) if plan.algorithm != "auto" and group.size > 1 else None
 
 
 def _refuse_to_load(*_: Any) -> None:
@@ -161,13 +177,19 @@ class Zero:
         self._single = [(unit,) for unit in self.trained]
         self._bundles = bundles
         self._meter = self.units[0].cut.meter
+        at_once = exchanges(plan, groups) or plan.sums_replicas_at_once
+        sums, replica_sums = _sums_over(groups.reductions, plan), _sums_over(groups.replicate, plan)
+        self.scratch_bytes = self._reserve(sums, replica_sums, at_once, _travels_in(plan, groups))
+        self._meter.hold(self.scratch_bytes)
         self._reducer = Reducer(
             self.trained,
             shard=groups.reductions,
             replicate=groups.replicate,
             everyone=groups.all,
             whole=plan.accumulates_whole,
-            exchanges=exchanges(plan, groups),
+            at_once=at_once,
+            sums=sums,
+            replica_sums=replica_sums,
             rounded=_rounds(plan, groups),
             hurries=not (self.units[0].whole.stays or plan.gathered == "step" or plan.gradients_stay_whole),
             meter=self._meter,
@@ -196,6 +218,20 @@ class Zero:
             for key, parameter in module._parameters.items()
         ]
         model.register_load_state_dict_pre_hook(_refuse_to_load)
+
+    def _reserve(
+        self, sums: Sums | None, replica_sums: Sums | None, at_once: bool, dtype: torch.dtype
+    ) -> int:
+        """Takes, for good, the memory in which algorithms receive what they add; its bytes."""
+        largest = max(unit.layout.numel for unit in self.trained)
+        replicated = largest if at_once else largest // self._num_shards
+        total = 0
+        for kind, numel, scatter in ((sums, largest, True), (replica_sums, replicated, False)):
+            if kind is not None:
+                num_bytes = kind.scratch_numel(numel, scatter=scatter) * dtype.itemsize
+                kind.reserve(num_bytes)
+                total += num_bytes
+        return total
 
     @property
     def buffer_bytes(self) -> int:

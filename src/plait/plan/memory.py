@@ -50,13 +50,15 @@ def model_state_bytes(
     exchanges: bool = False,
     receives: bool = False,
     shares: bool = False,
+    scratch_bytes: int = 0,
     activation_bytes: int | None = 0,
 ) -> MemoryUse:
     """What a rank will hold. `states_per_element`: 2 for Adam, 1 for SGD with momentum, 0 without.
 
     `incoming_bytes`: of an element of a whole gradient. What the transport asks for: `exchanges`, replicas
     send each other whole gradients; `receives`, who adds up holds what each peer sends; `shares`, parameters
-    are one memory for the ranks of a shard group.
+    are one memory for the ranks of a shard group; `scratch_bytes`, what an algorithm keeps for what it has
+    received and not yet added.
     """
     compute, master = COMPUTE_BYTES[plan.precision], MASTER_BYTES[plan.precision]
     shards = plan.shard_degree
@@ -76,6 +78,7 @@ def model_state_bytes(
     sums = 0 if in_place else owned * master
     parts["gradients"] = sums + (trained * incoming_bytes if plan.gradients_stay_whole else 0)
     buffers = _buffers(layout, plan, incoming_bytes, exchanges=exchanges, receives=receives, stays=stays)
+    buffers += scratch_bytes
     return _placed(parts, plan, sums, buffers, activation_bytes)
 
 
@@ -118,7 +121,7 @@ def _buffers(
     travelling = len(units) if plan.gradients_stay_whole else TRAVELLING
     wire = 2 if plan.reduce == "bf16" and plan.dp > 1 else incoming_bytes
     copies = wire if wire < incoming_bytes else 0
-    between = 0 if exchanges else _copied_for_replicas(plan)
+    between = 0 if exchanges or plan.sums_replicas_at_once else _copied_for_replicas(plan)
     waits = not stays and plan.gathered == "use"  # replicas add up after backward
     most = layout.trained_numel // plan.shard_degree * between
     for k in range(len(units)):

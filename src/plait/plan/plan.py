@@ -5,11 +5,13 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from plait.errors import PlanError, unknown_key_hint
+from plait.plan.collectives import ALGORITHMS
 
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
 _CHOICES = {
     "precision": PRECISIONS,
     "reduce": ("fp32", "bf16"),
+    "algorithm": ("auto", *ALGORITHMS),
     "accumulate": ("auto", "whole", "cut"),
     "gathered": ("use", "step"),
     "states": ("fp32", "bf16"),
@@ -36,6 +38,10 @@ class Plan:
     precision   what the model computes in. bf16 and fp16 keep fp32 master weights; fp16 scales its loss
     reduce      what gradients travel in between data ranks; owners add up in fp32 (fp64 for fp64), what
                 replicas (and NCCL) add is rounded as it travels
+    algorithm   how gradients are summed between data ranks, which are CPU ranks: naive, ring, halving
+                (recursive halving and doubling), tree (binomial) or two-level (inside hosts, then between
+                them); `auto`: as the backend does it. With a name, gradients travel as wide as they are
+                added, and reduce=bf16 rounds every partial sum
     states      what the optimizer's states are kept in
     offload     where optimizer state, master weights and (stage 3) parameter pieces live: `cpu` memory,
                 or memory-mapped files on `disk` for optimizer state and master weights (of CPU ranks)
@@ -53,6 +59,7 @@ class Plan:
     gathered: str = "use"
     precision: str = "fp32"
     reduce: str = "fp32"
+    algorithm: str = "auto"
     states: str = "fp32"
     offload: str = "none"
     recompute: str = "none"
@@ -172,6 +179,11 @@ class Plan:
     def gradients_stay_whole(self) -> bool:
         """Whether a whole gradient lives as long as a step, and not only until it is reduced."""
         return self.zero < 2 or (self.accumulates_whole and self.micro > 1) or self._range_is_whole
+
+    @property
+    def sums_replicas_at_once(self) -> bool:
+        """Whether an algorithm sums whole gradients over all data ranks: no replica adds anything later."""
+        return self.algorithm != "auto" and self.shard_degree == 1 and self.accumulates_whole
 
     @property
     def _range_is_whole(self) -> bool:
