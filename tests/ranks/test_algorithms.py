@@ -263,7 +263,7 @@ def _peer_leaves() -> list[str]:
 def test_a_lost_peer_is_an_error_where_the_sum_is_awaited(pool: Pool) -> None:
     letters = pool.run(_peer_leaves, 2)[1]
     assert len(letters) == 2
-    assert all("of a unit failed: a rank is gone" in letter for letter in letters)
+    assert all("of a unit failed: rank 0 is gone" in letter for letter in letters)
 
 
 # --- names and hosts

@@ -121,7 +121,7 @@ def _incoming(plan: Plan, groups: DataGroups, precision: Precision) -> torch.dty
         return precision.master
     if _rounds(plan, groups):
         return torch.bfloat16
-    travels_narrow = receives(plan, groups) or exchanges(plan, groups)
+    travels_narrow = receives(plan, groups)
     return precision.compute if travels_narrow else precision.master
 
 
