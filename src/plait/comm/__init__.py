@@ -1,6 +1,10 @@
 """The only door to torch.distributed: the world, groups over grid axes, the verbs, the local launcher."""
 
+from plait.comm.background import Background
+from plait.comm.codes import CODES
+from plait.comm.compress import CodedSum, Compressor
 from plait.comm.connect import World, connect
+from plait.comm.factors import FactoredSum
 from plait.comm.launch import launch_local
 from plait.comm.mesh import Mesh
 from plait.comm.transport import Call, Pending, Summing, SumOfParts, Transport, Verb
@@ -34,7 +38,12 @@ from plait.comm.verbs import (
 )
 
 __all__ = [
+    "CODES",
+    "Background",
     "Call",
+    "CodedSum",
+    "Compressor",
+    "FactoredSum",
     "Group",
     "Mesh",
     "Pending",

@@ -7,6 +7,7 @@ import os
 import torch
 import torch.distributed as dist
 
+from plait.comm.background import Background
 from plait.comm.torch_link import TorchLink
 from plait.comm.transport import Transport
 from plait.comm.verbs import Group, all_reduce, barrier
@@ -41,6 +42,7 @@ class World:
         self._store = store
         self._owned = owned  # the process group is ours to destroy: the program had made none
         self._links: list[Transport] = []
+        self._backgrounds: list[Background] = []
         self._handle = dist.group.WORLD if size > 1 else None
         self.group = self.group_of(tuple(range(size)))
 
@@ -86,9 +88,12 @@ class World:
         """A group of these ranks, this one among them. All of them must ask for it at the same point of the
         program; see `Mesh.group` for lanes."""
         link = self._link(ranks, lane) if len(ranks) > 1 else None
-        if link is not None:
-            self._links.append(link)
-        return Group(ranks, ranks.index(self.rank), link)
+        if link is None:
+            return Group(ranks, ranks.index(self.rank), None)
+        background = Background(self.device)
+        self._links.append(link)
+        self._backgrounds.append(background)
+        return Group(ranks, ranks.index(self.rank), link, background)
 
     def _link(self, ranks: tuple[int, ...], lane: str) -> Transport:
         handle = self._handle
@@ -100,6 +105,8 @@ class World:
     def close(self) -> None:
         """Leaves the job; `connect` would join anew. Groups of this world can be used no more."""
         global _world
+        for background in self._backgrounds:
+            background.close()
         for link in self._links:
             link.cut()
         self._handle = None

@@ -288,8 +288,12 @@ class Unit:
     def _hold_incoming(self) -> None:
         if not self.incoming.is_held:
             self.incoming.hold()
-            for start, stop in self.layout.gaps:
-                self.incoming.tensor[start:stop].zero_()
+            self.clear_gaps()
+
+    def clear_gaps(self) -> None:
+        """Zeroes what no parameter writes: a sum in blocks spreads a gradient's NaN over it."""
+        for start, stop in self.layout.gaps if self.incoming.is_held else ():
+            self.incoming.tensor[start:stop].zero_()
 
     def _taker(self, index: int) -> Callable[[Tensor], None]:
         return lambda parameter: self._take(index, parameter)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from plait.plan.layout import Layout
 from plait.plan.plan import Plan
 from plait.plan.turns import TRAVELLING
+from plait.plan.wire import adds_at_once, compresses, kept_bytes, room_bytes
 
 COMPUTE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 MASTER_BYTES = {"fp64": 8, "fp32": 4, "bf16": 4, "fp16": 4}  # of master weights and sums of gradients
@@ -71,7 +72,8 @@ def model_state_bytes(
     }
     in_place = plan.gradients_stay_whole and incoming_bytes == master and not offloads
     sums = 0 if in_place else owned * master
-    parts["gradients"] = sums + (trained * incoming_bytes if plan.gradients_stay_whole else 0)
+    whole_gradients = trained * incoming_bytes if plan.gradients_stay_whole else 0
+    parts["gradients"] = sums + whole_gradients + kept_bytes(layout, plan)
     return _placed(
         parts, plan, sums, _buffers(layout, plan, incoming_bytes, exchanges, receives), activation_bytes
     )
@@ -104,11 +106,14 @@ def _buffers(layout: Layout, plan: Plan, incoming_bytes: int, exchanges: bool, r
 
     In backward, when unit k is complete and its reduction starts: its parameters and those gathered ahead,
     its gradient, those that travel, what peers have sent for all of them, copies that are rounded to travel,
-    and on their way between replicas the ranges of those that have landed.
+    and on their way between replicas the ranges of those that have landed. Compressed gradients travel in
+    place, their messages in rooms that are always there.
     """
     units = layout.units[::-1]
     per_element = incoming_bytes * (0 if plan.gradients_stay_whole else 1)
-    if exchanges:
+    if compresses(plan):
+        received, exchanges = 0.0, adds_at_once(plan)
+    elif exchanges:
         received = float(plan.dp - 1)
     else:
         received = (plan.shard_degree - 1) / plan.shard_degree if receives else 0.0
@@ -130,7 +135,7 @@ def _buffers(layout: Layout, plan: Plan, incoming_bytes: int, exchanges: bool, r
         held = gathered * COMPUTE_BYTES[plan.precision] + whole * per_element
         held += int(whole * received) * wire + whole * copies + landed // plan.shard_degree * between
         most = max(most, held)
-    return most
+    return most + sum(room_bytes(layout, plan))
 
 
 def _copied_for_replicas(plan: Plan) -> int:
