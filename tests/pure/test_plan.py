@@ -11,6 +11,8 @@ from plait.errors import PlanError
 from plait.plan import Grid, Plan
 from plait.plan.plan import PRECISIONS
 
+REDUCTIONS = ["fp32", "bf16", "fp16", "int8", "powersgd", "powersgd:7"]
+
 
 @st.composite
 def plans(draw: Any) -> Plan:
@@ -18,7 +20,7 @@ def plans(draw: Any) -> Plan:
     shard, replicas = draw(st.integers(1, 64)), draw(st.integers(1, 64))
     zero = draw(st.integers(0, 3))
     precision = draw(st.sampled_from(PRECISIONS))
-    narrow = st.sampled_from(["fp32"] if precision == "fp64" else ["fp32", "bf16"])
+    exact = precision == "fp64"
     return Plan(
         dp=shard * replicas,
         zero=zero,
@@ -28,8 +30,8 @@ def plans(draw: Any) -> Plan:
         prefetch=draw(st.integers(0, 9)) if zero == 3 else 1,
         gathered=draw(st.sampled_from(["use", "step"])) if zero == 3 else "use",
         precision=precision,
-        reduce=draw(narrow),
-        states=draw(narrow),
+        reduce=draw(st.sampled_from(["fp32"] if exact else REDUCTIONS)),
+        states=draw(st.sampled_from(["fp32"] if exact else ["fp32", "bf16"])),
         offload=draw(st.sampled_from(["none", "cpu", "disk"])),
         recompute=draw(st.sampled_from(["none", "full", "selective", "every=1", "every=12"])),
         compile=draw(st.booleans()),
@@ -95,7 +97,10 @@ def test_every_key_takes_effect_on_the_value() -> None:
         ("compile=1", ["compile=1", "true or false"]),
         ("compile=True", ["compile=True", "true or false"]),
         ("offload=gpu", ["offload=gpu", "none or cpu or disk"]),
-        ("reduce=fp16", ["reduce=fp16", "fp32 or bf16"]),
+        ("reduce=fp8", ["reduce=fp8", "fp32, bf16, fp16, int8, powersgd or powersgd:r"]),
+        ("reduce=powersgd:0", ["reduce=powersgd:0", "a rank r from 1"]),
+        ("reduce=powersgd:", ["reduce=powersgd:"]),
+        ("reduce=int8:4", ["reduce=int8:4"]),
         ("states=fp16", ["states=fp16", "fp32 or bf16"]),
         ("zero=2 gathered=always", ["gathered=always", "use or step"]),
         ("zero=2 accumulate=half", ["accumulate=half", "auto or whole or cut"]),
@@ -125,6 +130,9 @@ def test_what_cannot_be_is_refused_with_a_letter(text: str, words: list[str]) ->
         ("dp=2 zero=3 prefetch=-1", ["prefetch is not a number of units", "0 or more"]),
         ("dp=2 zero=2 gathered=step", ["gathered is about", "zero=3 gathered=step"]),
         ("dp=2 precision=fp64 reduce=bf16", ["exact comparisons", "precision=fp64 reduce=bf16"]),
+        ("dp=2 precision=fp64 reduce=fp16", ["exact comparisons", "precision=bf16 reduce=fp16"]),
+        ("dp=2 precision=fp64 reduce=int8", ["which int8", "precision=bf16 reduce=int8"]),
+        ("dp=2 precision=fp64 reduce=powersgd:2", ["exact comparisons", "precision=fp64 reduce=powersgd:2"]),
         ("dp=2 precision=fp64 states=bf16", ["exact comparisons", "precision=bf16 states=bf16"]),
     ],
 )
