@@ -114,6 +114,28 @@ def test_what_is_lost_once_comes_later(pool: Pool, way: str, times: int, share: 
     assert 0 < mean < share * once
 
 
+def _with_one_bad(way: str, scatter: bool, place: int, bad: float) -> bool:
+    group = connect().group
+    compressor, own, given = _compressor(way, group), _own(group, scatter), _contribution(group.rank)
+    if group.rank == 1:
+        given[place] = bad
+    out = torch.empty(own[1] - own[0])
+    for _ in compressor.start(given, own, label="unit").into(out):
+        pass
+    return bool(out.isfinite().all())
+
+
+@pytest.mark.parametrize("scatter", [True, False])
+@pytest.mark.parametrize("way", ["fp16", "int8", "powersgd:2"])
+def test_one_element_of_one_rank_that_is_not_finite_is_never_lost(
+    pool: Pool, way: str, scatter: bool
+) -> None:
+    """In a matrix that travels as factors, in a vector, and in a small matrix."""
+    for place, bad in ((700, float("nan")), (1930, float("inf")), (2921, float("nan")), (5, -float("inf"))):
+        finite = pool.run(_with_one_bad, 2, way, scatter, place, bad)
+        assert not (all(finite) if scatter else any(finite)), (place, bad)
+
+
 @contextmanager
 def _counting() -> Iterator[dict[Verb, float]]:
     """Bytes that this rank sends in what has a label, as the best algorithm of each verb sends them."""

@@ -17,12 +17,10 @@ PLANS = [
     "dp=3 zero=0 micro=2",
     "dp=2 zero=1",
     "dp=2 zero=1 micro=3",
-    "dp=4 zero=2",
     "dp=2 zero=2 micro=3",
     "dp=4 zero=2 shard=2 micro=3",
     "dp=2 zero=3 micro=3 accumulate=whole",
     "dp=4 zero=3",
-    "dp=4 zero=3 shard=2 micro=3",
     "dp=2 zero=3 shard=1 offload=cpu micro=3",
     "dp=4 zero=3 shard=2 offload=cpu",
 ]
@@ -107,9 +105,7 @@ def _parameters(plan: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("way", ["fp16", "int8", "powersgd"])
-@pytest.mark.parametrize(
-    "words", ["dp=2", "dp=3 micro=2", "dp=4", "dp=4 zero=1 shard=2", "dp=4 zero=2 shard=2"]
-)
+@pytest.mark.parametrize("words", ["dp=3 micro=2", "dp=4", "dp=4 zero=1 shard=2"])
 def test_replicas_stay_the_same_bits(pool: Pool, words: str, way: str) -> None:
     first, *others = pool.run(_parameters, int(words[3]), f"{words} reduce={way}")
     for other in others:
@@ -123,7 +119,7 @@ def test_a_run_repeats_bit_by_bit(pool: Pool, words: str, way: str) -> None:
     assert differing(one[2], other[2]) == []
 
 
-def _after_a_skip(plan: str, bad: float) -> Any:
+def _after_a_skip(plan: str, name: str, bad: float) -> Any:
     """Results and weights of a training whose second step is `bad` on one rank, and of one without that step,
     in which nothing that was kept reaches the third step either."""
     found = []
@@ -132,7 +128,7 @@ def _after_a_skip(plan: str, bad: float) -> Any:
         shares = [programs.share_of(batch, engine) for batch in programs.batches(4)]
         results = [engine.step(shares[0])]
         if poisoned:
-            weight = engine.model.get_parameter("model.layers.1.mlp.up_proj.weight")
+            weight = engine.model.get_parameter(f"model.layers.1.{name}.weight")
             factor = bad if engine.data_rank == 1 else 1.0
             handle = weight.register_hook(lambda g, factor=factor: g * factor)
             results.append(engine.step(shares[1]))
@@ -151,13 +147,16 @@ def _shared(engine: plait.Engine) -> dict[str, Tensor]:
     return box[0]
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    ("name", "bad"),  # a matrix, and a vector that has padding in its block
+    [("mlp.up_proj", float("nan")), ("post_attention_layernorm", float("inf"))],
+)
 @pytest.mark.parametrize("way", ["fp16", "int8", "powersgd"])
-@pytest.mark.parametrize("words", ["dp=2", "dp=2 zero=1", "dp=2 zero=3 micro=3", "dp=4 zero=2 shard=2"])
+@pytest.mark.parametrize("words", ["dp=2", "dp=2 zero=1", "dp=4 zero=3 shard=2 micro=3"])
 def test_a_step_that_one_rank_cannot_take_is_skipped_as_if_it_had_not_been(
-    pool: Pool, words: str, way: str, bad: float
+    pool: Pool, words: str, way: str, name: str, bad: float
 ) -> None:
-    answers = pool.run(_after_a_skip, int(words[3]), f"{words} reduce={way}", bad)
+    answers = pool.run(_after_a_skip, int(words[3]), f"{words} reduce={way}", name, bad)
     for (skips, _), (plain_skips, _) in answers:
         assert skips == [False, True, False, False]
         assert plain_skips == [False] * 3
@@ -187,14 +186,13 @@ def _memory(plan: str) -> Any:
     return foretold, engine.memory()
 
 
-@pytest.mark.parametrize("way", ["fp16", "int8", "powersgd", "powersgd:1"])
+@pytest.mark.parametrize("way", ["fp16", "int8", "powersgd:1"])
 @pytest.mark.parametrize(
     "words",
     [
         "dp=2",
         "dp=3 micro=2",
         "dp=2 zero=1 precision=bf16",
-        "dp=4 zero=1 shard=2",
         "dp=4 zero=2 shard=2 micro=3",
         "dp=4 zero=3 shard=2",
         "dp=2 zero=2 offload=cpu",
@@ -211,7 +209,7 @@ def _branches() -> nn.Module:
 
 
 @pytest.mark.parametrize("way", ["fp16", "int8", "powersgd:2"])
-@pytest.mark.parametrize("words", ["dp=2", "dp=4 zero=3", "dp=4 zero=3 shard=2 micro=3"])
+@pytest.mark.parametrize("words", ["dp=2", "dp=4 zero=3 shard=2 micro=3"])
 def test_parameters_that_only_some_ranks_use_are_summed_too(pool: Pool, words: str, way: str) -> None:
     found = pool.run(trained, int(words[3]), f"{words} reduce={way}", {"build": _branches})[0]
     plain = pool.run(trained, int(words[3]), words, {"build": _branches})[0]

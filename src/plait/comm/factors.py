@@ -27,7 +27,8 @@ from plait.plan.wire import Matrix, factor_bytes, matrices
 class FactoredSum:
     """See [Note: one step of a power iteration]. What is no larger than its factors travels as it is.
 
-    A gradient that is not finite anywhere in a matrix makes the whole of the matrix NaN on all ranks.
+    An element that is not finite makes at least its whole column so, on all ranks: whatever QR does to P, it
+    stays a term in that column's row of Q.
     """
 
     def __init__(self, layout: UnitLayout, rank: int, group: Group, room: Tensor) -> None:
@@ -73,7 +74,7 @@ class FactoredSum:
         self._pack(given)
         all_reduce(self._first, self._group, label=label)
         for matrix, left, right in self._factors():
-            left.copy_(_orthonormal(left))
+            left.copy_(torch.linalg.qr(left).Q)
             mine = _of(matrix, given)
             torch.mm(mine.mT, left, out=right)
             torch.addmm(mine, left, right.mT, alpha=-1.0, out=_of(matrix, self._residual))
@@ -119,8 +120,3 @@ def _rows_in(matrix: Matrix, own: tuple[int, int]) -> slice:
     """The rows of which an element is in [start, stop) `own`."""
     first, last = (min(matrix.stop, max(matrix.start, edge)) - matrix.start for edge in own)
     return slice(first // matrix.columns, -(-last // matrix.columns))
-
-
-def _orthonormal(left: Tensor) -> Tensor:
-    """Its columns' span. NaN if anything is not finite: LAPACK may not say so."""
-    return torch.linalg.qr(left).Q + left.sum() * 0.0
