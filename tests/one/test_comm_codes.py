@@ -12,7 +12,7 @@ from plait.comm import CODES
 from plait.plan.wire import BLOCK
 
 INT8, FP16 = CODES["int8"], CODES["fp16"]
-FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
+FINITE = st.floats(-(2.0**127), 2.0**127, width=32)
 BLOCKS = st.tuples(st.integers(0, 2**32), st.lists(FINITE, max_size=12), st.floats(1e-38, 1e37)).map(
     lambda drawn: _block(*drawn)
 )

@@ -46,7 +46,7 @@ class Bytes:
     """8-bit codes under one float32 scale per block, its largest absolute value / 127 (1-bit and 8-bit block
     schemes as in Dettmers 1511.04561 and ZeRO++ 2306.10209): off by absmax / 254 at most.
 
-    A block with NaN or infinity is NaN in all of its elements.
+    A block with NaN or infinity is NaN in all of its elements. What exceeds 3.4e38 may be read as infinite.
     """
 
     block_bytes = BLOCK_BYTES["int8"]
