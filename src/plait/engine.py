@@ -83,7 +83,7 @@ class Engine:
         self.seed = how.seed
         self.num_steps = 0
         self._how = how
-        self._groups = DataGroups.of(mesh)
+        self._groups = DataGroups.of(mesh, plan)
         self._is_replica = mesh.coord["replicate"] > 0
         found = [block for _, block in blocks]
         self.layout = Layout.of(unit_facts(model, blocks, how.group_of), plan.shard_degree)
@@ -198,10 +198,11 @@ class Engine:
             self._apply(clip_factor(norm, self._how.clip_norm) / num_targets / scale)
         if self._scale is not None and num_targets:
             self._scale.update(skipped)
+        scaled = self._loss_scale() / scale
         if self._has_buffers:  # what forward changes follows rank 0, as under DDP; it may be a new tensor
             for buffer in persistent_buffers(self.model).values():
                 broadcast(buffer, self._groups.all)
-        self._zero.end_step()
+        self._zero.end_step(skipped=skipped, scale=scaled)
         self._micros_done = 0
         self.num_steps += 1
         return StepResult(loss, norm, int(num_targets), skipped)

@@ -8,9 +8,9 @@ from runs import environment
 
 PROGRAM = """
 import sys, time, torch
-from plait.comm import Sums, connect
+from plait.comm import StepSums, connect
 group = connect().group
-sums = Sums("ring", group)
+sums = StepSums("ring", group)
 if group.rank == 1:
     started = [sums.start_sum(torch.ones(1_000_000), scatter=True) for _ in range(3)]
     time.sleep(0.5)

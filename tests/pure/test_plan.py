@@ -12,6 +12,8 @@ from plait.plan import Grid, Plan
 from plait.plan.collectives import ALGORITHMS
 from plait.plan.plan import PRECISIONS
 
+REDUCTIONS = ["fp32", "bf16", "fp16", "int8", "powersgd", "powersgd:7"]
+
 
 @st.composite
 def plans(draw: Any) -> Plan:
@@ -19,7 +21,8 @@ def plans(draw: Any) -> Plan:
     shard, replicas = draw(st.integers(1, 64)), draw(st.integers(1, 64))
     zero = draw(st.integers(0, 3))
     precision = draw(st.sampled_from(PRECISIONS))
-    narrow = st.sampled_from(["fp32"] if precision == "fp64" else ["fp32", "bf16"])
+    exact = precision == "fp64"
+    reduce = draw(st.sampled_from(["fp32"] if exact else REDUCTIONS))
     return Plan(
         dp=shard * replicas,
         zero=zero,
@@ -29,9 +32,9 @@ def plans(draw: Any) -> Plan:
         prefetch=draw(st.integers(0, 9)) if zero == 3 else 1,
         gathered=draw(st.sampled_from(["use", "step"])) if zero == 3 else "use",
         precision=precision,
-        reduce=draw(narrow),
-        algorithm=draw(st.sampled_from(["auto", *ALGORITHMS])),
-        states=draw(narrow),
+        reduce=reduce,
+        algorithm=draw(st.sampled_from(["auto", *ALGORITHMS] if reduce in ("fp32", "bf16") else ["auto"])),
+        states=draw(st.sampled_from(["fp32"] if exact else ["fp32", "bf16"])),
         offload=draw(st.sampled_from(["none", "cpu", "disk"])),
         recompute=draw(st.sampled_from(["none", "full", "selective", "every=1", "every=12"])),
         compile=draw(st.booleans()),
@@ -103,7 +106,11 @@ def test_every_key_takes_effect_on_the_value() -> None:
             "dp=2 algorithm=rings",
             ["algorithm=rings", "auto or naive or ring or halving or tree or two-level"],
         ),
-        ("reduce=fp16", ["reduce=fp16", "fp32 or bf16"]),
+        ("algorithm=ring reduce=int8", ["a way of their own", "reduce=int8, or algorithm=ring"]),
+        ("reduce=fp8", ["reduce=fp8", "fp32, bf16, fp16, int8, powersgd or powersgd:r"]),
+        ("reduce=powersgd:0", ["reduce=powersgd:0", "a rank r from 1"]),
+        ("reduce=powersgd:", ["reduce=powersgd:"]),
+        ("reduce=int8:4", ["reduce=int8:4"]),
         ("states=fp16", ["states=fp16", "fp32 or bf16"]),
         ("zero=2 gathered=always", ["gathered=always", "use or step"]),
         ("zero=2 accumulate=half", ["accumulate=half", "auto or whole or cut"]),
@@ -133,6 +140,9 @@ def test_what_cannot_be_is_refused_with_a_letter(text: str, words: list[str]) ->
         ("dp=2 zero=3 prefetch=-1", ["prefetch is not a number of units", "0 or more"]),
         ("dp=2 zero=2 gathered=step", ["gathered is about", "zero=3 gathered=step"]),
         ("dp=2 precision=fp64 reduce=bf16", ["exact comparisons", "precision=fp64 reduce=bf16"]),
+        ("dp=2 precision=fp64 reduce=fp16", ["exact comparisons", "precision=bf16 reduce=fp16"]),
+        ("dp=2 precision=fp64 reduce=int8", ["which int8", "precision=bf16 reduce=int8"]),
+        ("dp=2 precision=fp64 reduce=powersgd:2", ["exact comparisons", "precision=fp64 reduce=powersgd:2"]),
         ("dp=2 precision=fp64 states=bf16", ["exact comparisons", "precision=bf16 states=bf16"]),
     ],
 )

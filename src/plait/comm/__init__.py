@@ -1,14 +1,18 @@
 """The only door to torch.distributed: the world, groups over grid axes, the verbs, the local launcher."""
 
 from plait.comm.algorithms import (
-    Sums,
+    StepSums,
     all_gather_by,
     all_reduce_by,
     broadcast_by,
     reduce_scatter_by,
 )
 from plait.comm.backend import register_backend
+from plait.comm.background import Background
+from plait.comm.codes import CODES
+from plait.comm.compress import CodedSum, Compressor
 from plait.comm.connect import TRANSPORTS, World, connect
+from plait.comm.factors import FactoredSum
 from plait.comm.hosts import hosts_of
 from plait.comm.launch import launch_local
 from plait.comm.mesh import Mesh
@@ -47,14 +51,19 @@ from plait.comm.verbs import (
 )
 
 __all__ = [
+    "CODES",
     "TRANSPORTS",
+    "Background",
     "Call",
+    "CodedSum",
+    "Compressor",
+    "FactoredSum",
     "Group",
     "Mesh",
     "Pending",
+    "StepSums",
     "SumOfParts",
     "Summing",
-    "Sums",
     "Transport",
     "Verb",
     "World",

@@ -13,10 +13,7 @@ are made one after the other, in the order in which they start. The thread ends 
 and does not keep a process alive whose main thread has failed.
 """
 
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
-from threading import Lock, Thread
 
 import torch
 from torch import Tensor
@@ -153,46 +150,7 @@ def broadcast_by(
     _put_back(tensor, flat)
 
 
-class Background:
-    """Runs jobs one after the other. See [Note: communication beside computation]."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._jobs: deque[tuple[Callable[[], None], Future[None]]] = deque()
-        self._lock = Lock()
-        self._is_running = False
-        self._failure: BaseException | None = None
-
-    def start(self, job: Callable[[], None]) -> Pending:
-        """Its `wait` raises what the job has raised. After a failure no job runs: each raises it again."""
-        done: Future[None] = Future()
-        with self._lock:
-            self._jobs.append((job, done))
-            if not self._is_running:
-                self._is_running = True
-                Thread(target=self._run, name=self._name, daemon=True).start()
-        return Pending(done.result)
-
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                if not self._jobs:
-                    self._is_running = False
-                    return
-                job, done = self._jobs.popleft()
-            try:
-                if self._failure is not None:
-                    raise self._failure
-                job()
-            except BaseException as error:
-                self._failure = error
-                done.set_exception(error)
-            else:
-                done.set_result(None)
-            del job, done  # they hold tensors
-
-
-class Sums:
+class StepSums:
     """Sums of flat CPU tensors over a group by one algorithm, beside computation."""
 
     def __init__(self, algorithm: str, group: Group, hosts: Hosts | None = None) -> None:
@@ -201,7 +159,6 @@ class Sums:
         self._algorithm = algorithm
         self._group = group
         self._hosts = _hosts(algorithm, group, hosts)
-        self._background = Background(f"plait-{algorithm}")
         self._scratch = torch.empty(0, dtype=torch.uint8)  # of one sum at a time; the largest so far
 
     def scratch_numel(self, numel: int, *, scatter: bool) -> int:
@@ -233,7 +190,8 @@ class Sums:
         steps = self._steps(flat.numel(), scatter=scatter)
         if not steps:
             return Pending()
-        return self._background.start(lambda: self._run(steps, flat, label))
+        assert self._group.background is not None, "a group that its world has not made"
+        return self._group.background.submit(lambda: self._run(steps, flat, label))
 
     def _run(self, steps: Steps, flat: Tensor, label: str) -> None:
         num_bytes = scratch_numel(steps) * flat.itemsize

@@ -9,6 +9,7 @@ from collections import Counter
 import torch
 import torch.distributed as dist
 
+from plait.comm.background import Background
 from plait.comm.host import Neighbours, meet, open_group
 from plait.comm.torch_link import TorchLink
 from plait.comm.transport import Transport
@@ -48,6 +49,7 @@ class World:
         self._store = store
         self._owned = owned  # the process group is ours to destroy: the program had made none
         self._links: list[Transport] = []
+        self._backgrounds: list[Background] = []
         self._handle = dist.group.WORLD if size > 1 else None
         self._neighbours: Neighbours | None = None
         self._opened: Counter[tuple[tuple[int, ...], str]] = Counter()
@@ -105,9 +107,12 @@ class World:
                 hint="only the ranks of a group ask for it",
             )
         link = self._link(ranks, lane) if len(ranks) > 1 else None
-        if link is not None:
-            self._links.append(link)
-        return Group(ranks, ranks.index(self.rank), link)
+        if link is None:
+            return Group(ranks, ranks.index(self.rank), None)
+        background = Background(self.device)
+        self._links.append(link)
+        self._backgrounds.append(background)
+        return Group(ranks, ranks.index(self.rank), link, background)
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A flat tensor where transports read and write it in place; what is in it is undefined."""
@@ -145,6 +150,8 @@ class World:
     def close(self) -> None:
         """Leaves the job; `connect` would join anew. Groups of this world can be used no more."""
         global _world
+        for background in self._backgrounds:
+            background.close()
         for link in self._links:
             link.cut()
         if self._neighbours is not None:

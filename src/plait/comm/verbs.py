@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from plait.comm.background import Background
 from plait.comm.transport import Call, Pending, Summing, SumOfParts, Transport, Verb
 from plait.errors import CommError
 
@@ -25,6 +26,7 @@ class Group:
     ranks: tuple[int, ...]
     rank: int
     link: Transport | None  # None for a group of one, which needs no transport
+    background: Background | None = None  # where there is a transport
 
     @property
     def size(self) -> int:

@@ -2,12 +2,13 @@
 
 from plait.parallel.account import foretold_bytes, held_bytes
 from plait.parallel.compile import compile_blocks
+from plait.parallel.groups import DataGroups, Precision
 from plait.parallel.life import bring_to_life
 from plait.parallel.owned import Masters, Owned
 from plait.parallel.recompute import recompute_blocks
 from plait.parallel.state import EngineState, persistent_buffers
 from plait.parallel.units import Unit
-from plait.parallel.zero import DataGroups, Precision, Zero
+from plait.parallel.zero import Zero
 
 __all__ = [
     "DataGroups",

@@ -1,8 +1,10 @@
 """Bytes that this rank holds, by category: counted on the tensors themselves, and foretold."""
 
 from plait.comm import shares_memory
+from plait.parallel.groups import DataGroups
 from plait.parallel.owned import Owned
-from plait.parallel.zero import DataGroups, Zero, exchanges, receives
+from plait.parallel.sums import exchanges, receives
+from plait.parallel.zero import Zero
 from plait.plan import Layout, MemoryUse, Plan, model_state_bytes
 
 
@@ -27,6 +29,7 @@ def held_bytes(zero: Zero, owned: Owned, plan: Plan, activation_bytes: int | Non
         separate = unit.master is not unit.piece
         use["master"] += unit.master.nbytes if separate and plan.offload == "none" else 0
         host += unit.master.nbytes if separate and offloads else 0
+    use["gradients"] += zero.kept_bytes
     if offloads:
         host, use["optimizer"] = host + use["optimizer"], 0
     return MemoryUse(

@@ -8,9 +8,10 @@ from torch import Tensor, nn
 from plait.comm import broadcast
 from plait.errors import ModelError
 from plait.models import initialise
+from plait.parallel.groups import DataGroups
 from plait.parallel.units import MasterMemory, Unit, bind
 from plait.parallel.walk import Bundle
-from plait.parallel.zero import DataGroups, Zero, cut_of
+from plait.parallel.zero import Zero, cut_of
 from plait.plan import Layout, Plan
 
 

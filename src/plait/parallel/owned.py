@@ -10,8 +10,8 @@ from torch import Tensor
 
 from plait.errors import ConfigError, PlanError
 from plait.optim import CHUNK, FlatSlice, MappedFile, Stepper, make_optimizer, room_for, state_kinds
+from plait.parallel.groups import Precision
 from plait.parallel.units import Unit
-from plait.parallel.zero import Precision
 from plait.plan import Layout, Plan
 
 

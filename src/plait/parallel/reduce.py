@@ -35,19 +35,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from plait.comm import (
-    Group,
-    Pending,
-    Summing,
-    Sums,
-    all_reduce,
-    start_all_reduce,
-    start_exchange,
-    start_scattered_sum,
-)
+from plait.comm import Group, Summing, all_reduce
 from plait.optim import squared_norm
 from plait.parallel.lane import Lane
 from plait.parallel.meter import Meter
+from plait.parallel.sums import Between, Sums
 from plait.parallel.units import GradientState, Unit
 from plait.plan.turns import TRAVELLING, deadlines
 
@@ -58,33 +50,25 @@ class Reducer:
     def __init__(
         self,
         units: list[Unit],
+        sums: Sums,
         *,
         shard: Group,
-        replicate: Group,
+        replicas: int,
         everyone: Group,
         whole: bool,
-        at_once: bool,
-        sums: Sums | None,
-        replica_sums: Sums | None,
-        rounded: bool,
         hurries: bool,
         meter: Meter,
     ) -> None:
-        """`whole`: whole gradients stay, and one reduction a step is made of them. `at_once`: replicas add
-        up their contributions, which are whole. `sums`, `replica_sums`: what adds up over `shard` and over
-        `replicate`; None for the transport. `rounded`: gradients travel in bf16, whatever they are.
-        `hurries`: reductions have deadlines, see [Note: late gradients]. Where whole gradients stay, nothing
-        lands in backward, so nobody waits in a circle, and a late gradient would meet its own sum."""
+        """`whole`: whole gradients stay, and one reduction a step is made of them. `hurries`: reductions have
+        deadlines, see [Note: late gradients]. Where whole gradients stay, nothing lands in backward, so
+        nobody waits in a circle, and a late gradient would meet its own sum."""
         self._order = list(reversed(units))  # see [Note: one order of reductions ...]
+        self._sums = sums
         self._shard = shard
-        self._replicate = replicate
+        self._has_between = replicas > 1 and not sums.at_once
         self._all = everyone
         self._every_micro = not whole
         self._frees = not units[0].cut.whole_gradients
-        self._at_once = at_once
-        self._sums = sums
-        self._replica_sums = replica_sums
-        self._rounded = rounded
         self._hurries = hurries
         self._meter = meter
         self._reducing = False
@@ -93,10 +77,8 @@ class Reducer:
         self._complete: dict[Unit, None] = {}  # in the order of completion
         self._deadlines: list[int | None] = [None] * len(units)
         self._travelling: deque[tuple[Unit, Summing]] = deque()
-        self._replicating: list[tuple[Unit, Tensor, Pending]] = []
-        self._read: list[
-            Summing
-        ] = []  # the last one: peers may still read gradients of it and of those before
+        self._replicating: list[tuple[Unit, Between]] = []
+        self._read: list[Summing] = []  # the last: peers may still read what it, and those before, are of
         self._squares: dict[Unit, Tensor] = {}
         self._device = units[0].cut.device
         self._lane = Lane(self._device)
@@ -164,12 +146,12 @@ class Reducer:
             self._lane.drain()  # replicas start from the gradients on the host
             for unit in self._order if self._replicates else []:
                 self._start_replicating(unit, unit.gradient)
-        for unit, summed, pending in self._replicating:
-            pending.wait()
-            self._squares[unit] = squared_norm(summed.to(unit.gradient.dtype))
-            if summed is not unit.gradient:
-                self._lane.copy(unit.gradient, summed)
-                self._meter.drop(summed.nbytes)
+        for unit, between in self._replicating:
+            between.pending.wait()
+            self._squares[unit] = squared_norm(between.summed.to(unit.gradient.dtype))
+            if between.summed is not unit.gradient:
+                self._lane.copy(unit.gradient, between.summed)
+            self._meter.drop(between.buffer_bytes)
         self._replicating.clear()
         self._lane.drain()  # the CPU will read the gradients that are on their way to it
         square = torch.stack([self._squares[unit] for unit in self._order]).sum()
@@ -184,9 +166,9 @@ class Reducer:
             for _ in summing.into(torch.empty_like(unit.gradient, device=self._device)):
                 pass
             self._meter.drop(summing.buffer_bytes)
-        for unit, summed, pending in self._replicating:
-            pending.wait()
-            self._meter.drop(0 if summed is unit.gradient else summed.nbytes)
+        for _, between in self._replicating:
+            between.pending.wait()
+            self._meter.drop(between.buffer_bytes)
         self._lane.drain()
         self._travelling.clear()
         self._replicating.clear()
@@ -198,7 +180,7 @@ class Reducer:
     @property
     def _replicates(self) -> bool:
         """Whether replicas add up their gradients after this reduction."""
-        return self._last and self._replicate.size > 1 and not self._at_once
+        return self._last and self._has_between
 
     def _on_complete(self, unit: Unit) -> None:
         self._complete[unit] = None
@@ -230,22 +212,11 @@ class Reducer:
     def _start(self, unit: Unit) -> None:
         contribution = unit.seal()
         unit.move(GradientState.REDUCING)
-        copied = self._rounded and contribution.dtype != torch.bfloat16
-        if copied:
-            contribution = contribution.to(torch.bfloat16)
-        summing = self._start_sum(contribution, unit.layout.name)
-        summing.buffer_bytes += contribution.nbytes if copied else 0
+        summing = self._sums.start(unit, contribution)
         self._travelling.append((unit, summing))
         self._meter.hold(summing.buffer_bytes)
         while self._frees and len(self._travelling) > TRAVELLING:
             self._land(*self._travelling.popleft())
-
-    def _start_sum(self, contribution: Tensor, label: str) -> Summing:
-        sums = self._replica_sums if self._at_once else self._sums
-        if sums is not None:
-            return sums.start_sum(contribution, scatter=not self._at_once, label=label)
-        start = start_exchange if self._at_once else start_scattered_sum
-        return start(contribution, self._replicate if self._at_once else self._shard, label=label)
 
     def _land_all(self) -> None:
         while self._travelling:
@@ -273,11 +244,6 @@ class Reducer:
             self._lane.copy(unit.gradient, target)
 
     def _start_replicating(self, unit: Unit, summed: Tensor) -> None:
-        if summed.device != self._device or self._rounded:
-            summed = summed.to(self._device, torch.bfloat16 if self._rounded else summed.dtype)
-        self._meter.hold(0 if summed is unit.gradient else summed.nbytes)
-        if self._replica_sums is not None:
-            pending = self._replica_sums.start_all_reduce(summed, label=unit.layout.name)
-        else:
-            pending = start_all_reduce(summed, self._replicate, label=unit.layout.name)
-        self._replicating.append((unit, summed, pending))
+        between = self._sums.start_between(unit, summed)
+        self._meter.hold(between.buffer_bytes)
+        self._replicating.append((unit, between))

@@ -279,6 +279,11 @@ class Unit:
         if self.incoming.hold():
             assert self.incoming.tensor is not None
             self._gradients = self.pieces_of(self.incoming.tensor)
+            self.clear_gaps()
+
+    def clear_gaps(self) -> None:
+        """Zeroes what no parameter writes: a sum in blocks spreads a gradient's NaN over it."""
+        if self.incoming.tensor is not None:
             for start, stop in self.layout.gaps:
                 self.incoming.tensor[start:stop].zero_()
 

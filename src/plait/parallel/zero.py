@@ -35,57 +35,22 @@ differently still match each kind in its own order.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from plait.comm import Group, Mesh, Sums, empty, is_direct, sends_narrow, share, shares_memory
+from plait.comm import empty, share, shares_memory
 from plait.errors import ModelError
 from plait.parallel.gather import Gatherer
+from plait.parallel.groups import DataGroups, Precision
 from plait.parallel.meter import Meter
 from plait.parallel.reduce import Reducer
+from plait.parallel.sums import incoming, sums_of_plan
 from plait.parallel.units import Cut, MasterMemory, Unit, changed_behind_our_back
 from plait.parallel.walk import Bundle, agreed_order
 from plait.plan import Plan
-
-
-@dataclass(frozen=True)
-class Precision:
-    """What parameters are computed in, and what master weights and sums of gradients are kept in."""
-
-    compute: torch.dtype
-    master: torch.dtype
-
-    @classmethod
-    def of(cls, plan: Plan) -> "Precision":
-        return {
-            "fp64": cls(torch.float64, torch.float64),
-            "fp32": cls(torch.float32, torch.float32),
-            "bf16": cls(torch.bfloat16, torch.float32),
-            "fp16": cls(torch.float16, torch.float32),
-        }[plan.precision]
-
-
-@dataclass(frozen=True)
-class DataGroups:
-    """The groups of data parallelism, of this rank."""
-
-    all: Group  # replicate x shard
-    replicate: Group
-    gathers: Group  # along shard; see [Note: two lanes]
-    reductions: Group
-
-    @classmethod
-    def of(cls, mesh: Mesh) -> "DataGroups":
-        return cls(
-            mesh.group("replicate", "shard"),
-            mesh.group("replicate", lane="reductions"),
-            mesh.group("shard", lane="gathers"),
-            mesh.group("shard", lane="reductions"),
-        )
 
 
 def cut_of(plan: Plan, groups: DataGroups, device: torch.device, masters: MasterMemory) -> Cut:
@@ -102,7 +67,7 @@ def cut_of(plan: Plan, groups: DataGroups, device: torch.device, masters: Master
         offloads=offloads,
         compute=precision.compute,
         master=precision.master,
-        incoming=_incoming(plan, groups, precision),
+        incoming=incoming(plan, groups),
         whole_parameters=plan.zero < 3 or nothing_to_free or shares,
         whole_gradients=plan.gradients_stay_whole,
         masters=masters,
@@ -110,48 +75,6 @@ def cut_of(plan: Plan, groups: DataGroups, device: torch.device, masters: Master
         share=partial(share, group=groups.gathers) if shares else None,
         lend=partial(empty, device=device, group=(lenders or [groups.reductions])[0]),
     )
-
-
-def _incoming(plan: Plan, groups: DataGroups, precision: Precision) -> torch.dtype:
-    """Whole gradients are narrow where each reduction takes one contribution per rank and they travel so.
-
-    See [Note: narrow tensors on the wire ...] in `comm/torch_link.py`.
-    """
-    if plan.accumulates_whole and plan.micro > 1:
-        return precision.master
-    if _rounds(plan, groups):
-        return torch.bfloat16
-    travels_narrow = receives(plan, groups)
-    return precision.compute if travels_narrow else precision.master
-
-
-def _travels_in(plan: Plan, groups: DataGroups) -> torch.dtype:
-    """What an algorithm sends, which is what it adds in."""
-    return torch.bfloat16 if _rounds(plan, groups) else Precision.of(plan).master
-
-
-def _rounds(plan: Plan, groups: DataGroups) -> bool:
-    """Whether gradients are rounded to bf16. What travels nowhere is not."""
-    return plan.reduce == "bf16" and groups.all.size > 1
-
-
-def receives(plan: Plan, groups: DataGroups) -> bool:
-    """Whether who adds up takes each peer's contribution as it is."""
-    return exchanges(plan, groups) or (plan.algorithm == "auto" and is_direct(groups.reductions))
-
-
-def exchanges(plan: Plan, groups: DataGroups) -> bool:
-    """Whether replicas send each other their contributions as they are."""
-    if groups.reductions.size > 1 or plan.micro > 1 or plan.algorithm != "auto":
-        return False
-    precision = Precision.of(plan)
-    narrow = torch.bfloat16 if plan.reduce == "bf16" else precision.compute
-    return sends_narrow(groups.replicate, narrow, precision.master)
-
-
-def _sums_over(group: Group, plan: Plan) -> Sums | None:
-    """What adds up gradients over the group, if not its transport."""
-    return Sums(plan.algorithm, group) if plan.algorithm != "auto" and group.size > 1 else None
 
 
 def _refuse_to_load(*_: Any) -> None:
@@ -177,20 +100,14 @@ class Zero:
         self._single = [(unit,) for unit in self.trained]
         self._bundles = bundles
         self._meter = self.units[0].cut.meter
-        at_once = exchanges(plan, groups) or plan.sums_replicas_at_once
-        sums, replica_sums = _sums_over(groups.reductions, plan), _sums_over(groups.replicate, plan)
-        self.scratch_bytes = self._reserve(sums, replica_sums, at_once, _travels_in(plan, groups))
-        self._meter.hold(self.scratch_bytes)
+        self._sums = sums_of_plan(self.trained, plan, groups, self.units[0].cut.device, self._meter)
         self._reducer = Reducer(
             self.trained,
+            self._sums,
             shard=groups.reductions,
-            replicate=groups.replicate,
+            replicas=groups.replicate.size,
             everyone=groups.all,
             whole=plan.accumulates_whole,
-            at_once=at_once,
-            sums=sums,
-            replica_sums=replica_sums,
-            rounded=_rounds(plan, groups),
             hurries=not (self.units[0].whole.stays or plan.gathered == "step" or plan.gradients_stay_whole),
             meter=self._meter,
         )
@@ -219,24 +136,20 @@ class Zero:
         ]
         model.register_load_state_dict_pre_hook(_refuse_to_load)
 
-    def _reserve(
-        self, sums: Sums | None, replica_sums: Sums | None, at_once: bool, dtype: torch.dtype
-    ) -> int:
-        """Takes, for good, the memory in which algorithms receive what they add; its bytes."""
-        largest = max(unit.layout.numel for unit in self.trained)
-        replicated = largest if at_once else largest // self._num_shards
-        total = 0
-        for kind, numel, scatter in ((sums, largest, True), (replica_sums, replicated, False)):
-            if kind is not None:
-                num_bytes = kind.scratch_numel(numel, scatter=scatter) * dtype.itemsize
-                kind.reserve(num_bytes)
-                total += num_bytes
-        return total
-
     @property
     def buffer_bytes(self) -> int:
         """The most bytes that were held at a time for gathered parameters and travelling gradients."""
         return self._meter.peak_bytes
+
+    @property
+    def scratch_bytes(self) -> int:
+        """What a named algorithm holds for what it has received."""
+        return self._sums.scratch_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        """What compressed sums keep from step to step."""
+        return self._sums.kept_bytes
 
     def check_unchanged(self) -> None:
         """Raises ModelError when a parameter was changed or replaced behind our back."""
@@ -283,10 +196,14 @@ class Zero:
                 self._gatherer.start_updated(bundle)
         self._gatherer.wait_all()
 
-    def end_step(self) -> None:
-        """Makes ready for the next step, whether this one updated the weights or was skipped."""
+    def end_step(self, *, skipped: bool, scale: float) -> None:
+        """Makes ready for the next step. `scale`: how many times this step's the next one's gradients are."""
         completed = self._reducer.completed
         self._reducer.reset()
+        if skipped:
+            self._forget_sums()
+        elif scale != 1.0:
+            self._sums.scale(scale)
         if self._gatherer.agree():
             order = agreed_order([(unit,) for unit in completed], self._single, self._all)
             self._reducer.order_by([unit for (unit,) in order], self._gatherer.last_uses, self._plan.prefetch)
@@ -302,9 +219,15 @@ class Zero:
         self._gatherer.forget()
 
     def reset(self) -> None:
-        """Forgets a step that an exception ended."""
+        """Forgets a step that an exception ended, or all steps of another training."""
         self._reducer.reset()
+        self._forget_sums()
         self._gatherer.reset()
+
+    def _forget_sums(self) -> None:
+        self._sums.forget()
+        for unit in self.trained:
+            unit.clear_gaps()
 
     def watching(self) -> AbstractContextManager[None]:
         """For a forward and its loss: see [Note: weights that are used outside their owners]."""

@@ -4,6 +4,7 @@ from plait.plan.grid import AXES, Grid
 from plait.plan.layout import Box, Layout, Overlap, Piece, TensorFact, UnitFact, UnitLayout
 from plait.plan.memory import MemoryUse, model_state_bytes
 from plait.plan.plan import Plan
+from plait.plan.wire import adds_at_once, compresses, room_bytes
 
 __all__ = [
     "AXES",
@@ -17,5 +18,8 @@ __all__ = [
     "TensorFact",
     "UnitFact",
     "UnitLayout",
+    "adds_at_once",
+    "compresses",
     "model_state_bytes",
+    "room_bytes",
 ]

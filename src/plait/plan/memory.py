@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from plait.plan.layout import Layout
 from plait.plan.plan import Plan
 from plait.plan.turns import TRAVELLING
+from plait.plan.wire import adds_at_once, compresses, kept_bytes, room_bytes
 
 COMPUTE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 MASTER_BYTES = {"fp64": 8, "fp32": 4, "bf16": 4, "fp16": 4}  # of master weights and sums of gradients
@@ -76,7 +77,8 @@ def model_state_bytes(
     }
     in_place = plan.gradients_stay_whole and incoming_bytes == master and not offloads
     sums = 0 if in_place else owned * master
-    parts["gradients"] = sums + (trained * incoming_bytes if plan.gradients_stay_whole else 0)
+    whole_gradients = trained * incoming_bytes if plan.gradients_stay_whole else 0
+    parts["gradients"] = sums + whole_gradients + kept_bytes(layout, plan)
     buffers = _buffers(layout, plan, incoming_bytes, exchanges=exchanges, receives=receives, stays=stays)
     buffers += scratch_bytes
     return _placed(parts, plan, sums, buffers, activation_bytes)
@@ -111,12 +113,14 @@ def _buffers(
 
     In backward, when unit k is complete and its reduction starts: its parameters and those gathered ahead,
     its gradient, those that travel, what peers have sent for all of them, copies that are rounded to travel,
-    and on their way between replicas the ranges of those that have landed.
+    and on their way between replicas the ranges of those that have landed. Compressed gradients travel in
+    place, their messages in rooms that are always there.
     """
     units = layout.units[::-1]
     per_element = incoming_bytes * (0 if plan.gradients_stay_whole else 1)
     whole_received = float(plan.dp - 1) if exchanges else (plan.shard_degree - 1) / plan.shard_degree
-    received = whole_received if receives else 0.0
+    received = whole_received if receives and not compresses(plan) else 0.0
+    exchanges = adds_at_once(plan) if compresses(plan) else exchanges
     ahead = len(units) if plan.gathered == "step" else plan.prefetch
     travelling = len(units) if plan.gradients_stay_whole else TRAVELLING
     wire = 2 if plan.reduce == "bf16" and plan.dp > 1 else incoming_bytes
@@ -135,7 +139,7 @@ def _buffers(
         held = gathered * COMPUTE_BYTES[plan.precision] + whole * per_element
         held += int(whole * received) * wire + whole * copies + landed // plan.shard_degree * between
         most = max(most, held)
-    return most
+    return most + sum(room_bytes(layout, plan))
 
 
 def _copied_for_replicas(plan: Plan) -> int:

@@ -10,7 +10,6 @@ from plait.plan.collectives import ALGORITHMS
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
 _CHOICES = {
     "precision": PRECISIONS,
-    "reduce": ("fp32", "bf16"),
     "algorithm": ("auto", *ALGORITHMS),
     "accumulate": ("auto", "whole", "cut"),
     "gathered": ("use", "step"),
@@ -19,6 +18,8 @@ _CHOICES = {
 }
 _LEAST = {"zero": 0, "shard": 0, "prefetch": 0}  # of the whole numbers; 1 for all others
 _RECOMPUTE = re.compile(r"none|full|selective|every=[1-9][0-9]*")
+_REDUCE = re.compile(r"fp32|bf16|fp16|int8|powersgd(?::([1-9][0-9]*))?")
+_FACTOR_RANK = 4  # of powersgd without a number
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,10 @@ class Plan:
     gathered    stage 3: parameters stay gathered for one `use` (a forward or a backward) or for a `step`
     precision   what the model computes in. bf16 and fp16 keep fp32 master weights; fp16 scales its loss
     reduce      what gradients travel in between data ranks; owners add up in fp32 (fp64 for fp64), what
-                replicas (and NCCL) add is rounded as it travels
+                replicas (and NCCL) add is rounded as it travels. `fp16`, `int8` and `powersgd` (or
+                `powersgd:8`, with factors of rank 8; 4 without) are added in fp32 everywhere. What the last
+                two lose on a rank is added to its next gradient, and is not saved: a run that is resumed
+                starts without it, so it is near the uninterrupted one and not bit-identical
     algorithm   how gradients are summed between data ranks, which are CPU ranks: naive, ring, halving
                 (recursive halving and doubling), tree (binomial) or two-level (inside hosts, then between
                 them); `auto`: as the backend does it. With a name, gradients travel as wide as they are
@@ -76,13 +80,23 @@ class Plan:
                     given=f"{key}={value}",
                     expected=" or ".join(choices),
                 )
-        if not _RECOMPUTE.fullmatch(self.recompute):
-            raise PlanError(
-                "recompute is not one that plait knows",
-                given=f"recompute={self.recompute}",
-                expected="none, full, selective or every=k with k from 1",
-            )
+        for key, pattern, expected in (
+            ("recompute", _RECOMPUTE, "none, full, selective or every=k with k from 1"),
+            ("reduce", _REDUCE, "fp32, bf16, fp16, int8, powersgd or powersgd:r with a rank r from 1"),
+        ):
+            value = getattr(self, key)
+            if not (isinstance(value, str) and pattern.fullmatch(value)):
+                raise PlanError(
+                    f"{key} is not one that plait knows", given=f"{key}={value}", expected=expected
+                )
         self._check_zero()
+        self._check_exact()
+        if self.algorithm != "auto" and self.reduce not in ("fp32", "bf16"):
+            raise PlanError(
+                "compressed gradients have a way of their own to be summed",
+                given=f"algorithm={self.algorithm} reduce={self.reduce}",
+                hint=f"reduce={self.reduce}, or algorithm={self.algorithm} with reduce=bf16",
+            )
 
     def _check_zero(self) -> None:
         """Refuses what would be accepted and then do nothing."""
@@ -119,13 +133,16 @@ class Plan:
                     given=f"zero={self.zero} {key}={getattr(self, key)}",
                     hint=f"zero=3 {key}={getattr(self, key)}, or no {key}",
                 )
-        if self.precision == "fp64" and "bf16" in (self.reduce, self.states):
-            key = "reduce" if self.reduce == "bf16" else "states"
-            raise PlanError(
-                "fp64 is for exact comparisons, which bf16 anywhere would spoil",
-                given=f"precision=fp64 {key}=bf16",
-                hint=f"precision=fp64, or precision=bf16 {key}=bf16",
-            )
+
+    def _check_exact(self) -> None:
+        for key in ("reduce", "states"):
+            value = getattr(self, key)
+            if self.precision == "fp64" and value != "fp32":
+                raise PlanError(
+                    f"fp64 is for exact comparisons, which {value} anywhere would spoil",
+                    given=f"precision=fp64 {key}={value}",
+                    hint=f"precision=fp64, or precision=bf16 {key}={value}",
+                )
 
     @classmethod
     def keys(cls) -> tuple[str, ...]:
@@ -169,6 +186,14 @@ class Plan:
     def shard_degree(self) -> int:
         """Ranks that share one copy of what the stage cuts; 1 at stage 0."""
         return (self.shard or self.dp) if self.zero else 1
+
+    @property
+    def factor_rank(self) -> int | None:
+        """The rank of the factors that matrices travel as; None where they travel as something else."""
+        found = _REDUCE.fullmatch(self.reduce)
+        if found is None or not self.reduce.startswith("powersgd"):
+            return None
+        return int(found[1] or _FACTOR_RANK)
 
     @property
     def accumulates_whole(self) -> bool:

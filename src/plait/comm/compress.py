@@ -1,0 +1,140 @@
+"""Sums of gradients that travel in a code: fewer bytes, added up in float32.
+
+[Note: codes to the owners and back]
+Each rank owns a range of what is summed. Every rank sends every owner its range, in code; the owner reads
+the codes and adds them up in float32, in rank order, its own numbers as they are: an all-to-all, (p-1)/p of
+the codes. Where everybody needs everything the owner writes the sum in code and an all-gather brings it to
+all, as much again: everyone, the owner too, reads the same codes, so all ranks end with the same bits.
+
+[Note: what a code loses comes back]
+Rounding to 8 bits is biased against whatever is small in its block. What a rank's codes lost is added to its
+next contribution (error feedback: Seide et al. 2014; Karimireddy et al. 1901.09847), so it arrives later
+instead of never. Ranges for others lose when contributions are written; the own range loses only when the
+owner writes the sum, and adding that to its own next contribution adds it to the next sum. So one tensor of
+residuals has room for both. A step that is skipped throws its gradient away: `forget` throws away what is
+left of it (which may be NaN) too.
+"""
+
+from collections.abc import Sequence
+from itertools import repeat
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from plait.comm.codes import Code
+from plait.comm.transport import Summing, SumOfParts
+from plait.comm.verbs import Group, all_gather, all_to_all
+from plait.plan.wire import BLOCK, blocks_each
+
+_RUN = 512  # blocks that are worked on at a time: half a megabyte of float32 stays in a core's cache
+
+
+class Compressor(Protocol):
+    """How one unit's gradient is summed over the ranks of a group; one per unit, used on all of them in one
+    order. `kept`: what lives from sum to sum."""
+
+    @property
+    def kept(self) -> Sequence[Tensor]: ...
+
+    def start(self, given: Tensor, own: tuple[int, int], *, label: str = "") -> Summing:
+        """Sums the ranks' flat float32 `given`, of which this rank gets [start, stop) `own`.
+
+        `given` is in use, and is overwritten, until `Summing.into` is through. Errors come up in `into`.
+        """
+
+    def forget(self) -> None:
+        """Begins anew: what was kept belongs to a gradient that was thrown away. Nothing may be under way."""
+
+    def scale(self, factor: float) -> None:
+        """From now on contributions are `factor` times what they were."""
+
+
+class CodedSum:
+    """See [Note: codes to the owners and back]."""
+
+    def __init__(self, numel: int, group: Group, code: Code, room: Tensor) -> None:
+        """`room`: bytes for messages (`plan/wire.py: code_bytes`), shared with the group's other sums."""
+        assert numel % BLOCK == 0, f"{numel} elements in blocks of {BLOCK}"
+        self._group = group
+        self._code = code
+        self._residual = torch.zeros(numel if code.feeds_back else 0, device=room.device)
+        each = blocks_each(numel, group.size)
+        self._ranges = [
+            slice(min(numel, place * each * BLOCK), min(numel, (place + 1) * each * BLOCK))
+            for place in range(group.size)
+        ]
+        shape = (2, group.size, each, code.block_bytes)
+        mine, theirs = room[: 2 * group.size * each * code.block_bytes].view(shape)
+        self._mine, self._theirs = mine, theirs  # by place in the group
+
+    @property
+    def kept(self) -> Sequence[Tensor]:
+        return [self._residual]
+
+    def start(self, given: Tensor, own: tuple[int, int], *, label: str = "") -> Summing:
+        scattered = own[1] - own[0] < given.numel()
+        background = self._group.background
+        assert background is not None, "a group of one has nothing to compress"
+        pending = background.submit(lambda: self._sum(given, scattered, label))
+        return SumOfParts([given[own[0] : own[1]]], pending)
+
+    def forget(self) -> None:
+        self._residual.zero_()
+
+    def scale(self, factor: float) -> None:
+        self._residual.mul_(factor)
+
+    def _sum(self, given: Tensor, scattered: bool, label: str) -> None:
+        place = self._group.rank
+        if self._code.feeds_back:
+            given.add_(self._residual)
+        for other, part in enumerate(self._ranges):
+            if other != place:
+                self._write(given[part], self._mine[other], self._lost(part))
+        all_to_all(self._theirs.flatten(), self._mine.flatten(), self._group, label=label)
+        own = self._ranges[place]
+        self._add_up(given[own])
+        if scattered:
+            return
+        self._write(given[own], self._mine[place], self._lost(own))
+        all_gather(self._mine.flatten(), self._mine[place].flatten(), self._group, label=label)
+        for other, part in enumerate(self._ranges):
+            for run, codes in self._runs(given[part], self._mine[other]):
+                self._code.read(codes, run)
+
+    def _lost(self, part: slice) -> Tensor | None:
+        return self._residual[part] if self._code.feeds_back else None
+
+    def _write(self, values: Tensor, codes: Tensor, lost: Tensor | None) -> None:
+        """`lost`: where what the code cannot say goes."""
+        runs = self._runs(values, codes)
+        lost_runs = repeat(None) if lost is None else (left for left, _ in self._runs(lost, codes))
+        for (run, run_codes), left in zip(runs, lost_runs, strict=False):
+            self._code.write(run, run_codes)
+            if left is not None:
+                self._code.read(run_codes, left)
+                torch.sub(run, left, out=left)
+
+    def _add_up(self, own: Tensor) -> None:
+        """Leaves in `own`, this rank's contribution, the sum of all, in rank order."""
+        runs = [self._runs(own, codes) for codes in self._theirs]
+        scratch = torch.empty(2, *runs[0][0][0].shape, device=own.device)
+        for parts in zip(*runs, strict=True):
+            mine = parts[0][0]
+            total, term = scratch[:, : len(mine)]
+            for other, (_, codes) in enumerate(parts):
+                into = term if other else total
+                if other == self._group.rank:
+                    into.copy_(mine)
+                else:
+                    self._code.read(codes, into)
+                if other:
+                    total.add_(term)
+            mine.copy_(total)
+
+    def _runs(self, values: Tensor, codes: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Blocks of numbers with their codes, in runs that stay in cache."""
+        values_BK = values.view(-1, BLOCK)
+        length = max(1, len(values_BK)) if values.is_cuda else _RUN
+        return list(zip(values_BK.split(length), codes[: len(values_BK)].split(length), strict=True))
