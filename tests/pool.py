@@ -258,6 +258,9 @@ class PoolOver:
         return PoolOver(self.pool, transport)
 
 
+Ranks = Pool | PoolOver
+
+
 def _answers(waiting: dict[int, Worker]) -> list[tuple[int, Any]]:
     """What ranks have sent within a moment: (rank, result or RankFailure)."""
     by_connection = {worker.connection: rank for rank, worker in waiting.items()}

@@ -15,8 +15,10 @@ FACTORS = {
     "accumulate": "whole cut",
     "prefetch": "0 2",
     "gathered": "use step",
+    "transport": "host gloo",
     "build": "llama tied_llama branches",
 }
+NOT_OF_THE_PLAN = ("build", "shard", "transport")
 MANY = {1: 3, 2: 3, 3: 4, 4: 3}  # micro-batches by dp, so that dp x micro divides the sequences of a step
 STAGE_3_ONLY = ("prefetch", "gathered")
 SEED, NUM_COVERING = 17, 40
@@ -31,6 +33,8 @@ def all_cases() -> list[Case]:
             case = {key: option for key, option in case.items() if key not in STAGE_3_ONLY}
         if case["zero"] == "0":
             del case["shard"]
+        if case["dp"] == "1":
+            del case["transport"]
         if case.get("shard") == "half" and int(case["dp"]) % 2:
             continue
         try:
@@ -48,7 +52,7 @@ def few_cases() -> list[Case]:
 
 def plan_of(case: Case) -> str:
     """The plan's text, in float64."""
-    words = {key: option for key, option in case.items() if key not in ("build", "shard")}
+    words = {key: option for key, option in case.items() if key not in NOT_OF_THE_PLAN}
     words["micro"] = str(_micro(case))
     if case.get("shard") == "half":
         words["shard"] = str(int(case["dp"]) // 2)

@@ -25,7 +25,7 @@ def test_the_runs_of_a_norm_are_the_same_bits_however_the_gradient_is_cut(
     parts = [run_sums(part) for part in flat.split(lengths)]
     assert torch.equal(torch.cat(parts), run_sums(flat))
     total = sum(squared_norm(part).item() for part in flat.split(lengths))
-    assert total == pytest.approx(squared_norm(flat).item(), rel=1e-14)
+    assert total == pytest.approx(squared_norm(flat).item(), rel=1e-13)
 
 
 def test_a_norm_of_millions_of_elements_keeps_its_digits() -> None:

@@ -95,10 +95,8 @@ def _memory(plan: str, folder: str | None) -> Any:
     )
     train(engine)
     for unit in engine._zero.trained if engine.plan.offload == "cpu" else []:
-        on_device = {
-            unit.storage.untyped_storage().data_ptr(),
-            unit.incoming.tensor.untyped_storage().data_ptr(),
-        }
+        held = [unit.storage] + ([] if unit.incoming.tensor is None else [unit.incoming.tensor])
+        on_device = {tensor.untyped_storage().data_ptr() for tensor in held}
         at_home = {t.untyped_storage().data_ptr() for t in (unit.master, unit.gradient)}
         assert not on_device & at_home
     return foretold, engine.memory(), engine.num_parameters

@@ -67,7 +67,9 @@ def _buffers(plan: str) -> Any:
 def test_copies_that_are_rounded_to_travel_are_foretold(
     pool: Pool, words: str, least: int, offload: str
 ) -> None:
-    for foretold, held, numel in pool.run(_buffers, int(words[3]), f"{words} reduce=bf16 offload={offload}"):
+    for foretold, held, numel in pool.over("gloo").run(
+        _buffers, int(words[3]), f"{words} reduce=bf16 offload={offload}"
+    ):
         assert held >= 0.98 * least * numel
         assert 0.95 * foretold <= held <= foretold
 
@@ -154,7 +156,7 @@ def test_sums_that_travel_between_replicas_are_rounded_to_bf16_too(
 ) -> None:
     """At most once more for every replica, each time by 2^-8 of what is added up."""
     ranks = int(words[3])
-    narrow = pool.run(_gradients, ranks, f"{words} reduce=bf16")[0]
+    narrow = pool.over("gloo").run(_gradients, ranks, f"{words} reduce=bf16")[0]
     exact = _by_hand(ranks, micros, torch.float32)
     replicas = ranks // plait.Plan.parse(words).shard_degree
     for name, gradient in narrow.items():

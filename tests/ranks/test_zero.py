@@ -1,5 +1,7 @@
 """ZeRO 0 to 3 compute what the one-process program computes, under every plan, and what each other does."""
 
+import time
+from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
@@ -14,12 +16,13 @@ import zero_plans
 from covering import Case
 from plait.errors import ConfigError, PlaitError
 from plait.parallel import gather
-from pool import Pool
+from pool import Pool, Ranks
 
 
 def check_parity(pool: Pool, case: Case) -> None:
     build = getattr(programs, case["build"])
-    ours = pool.run(programs.train, int(case["dp"]), build, zero_plans.plan_of(case))[0]
+    over = pool.over(case.get("transport", "auto"))
+    ours = over.run(programs.train, int(case["dp"]), build, zero_plans.plan_of(case))[0]
     oracle = programs.one_process(build, ours.first_weights, zero_plans.micros_of(case))
     programs.assert_same(ours, oracle)
     assert all(norm > 2 * programs.CLIP for norm in oracle.norms), "clipping was not active"
@@ -58,7 +61,7 @@ def _bits(plan: str, build: Any = programs.rough_llama) -> Any:
     return results, engine.whole_parameters()
 
 
-def assert_same_bits(pool: Pool, ranks: int, plans: list[str], build: Any = programs.rough_llama) -> None:
+def assert_same_bits(pool: Ranks, ranks: int, plans: list[str], build: Any = programs.rough_llama) -> None:
     results, weights = pool.run(_bits, ranks, plans[0], build)[0]
     for plan in plans[1:]:
         other_results, other_weights = pool.run(_bits, ranks, plan, build)[0]
@@ -70,9 +73,14 @@ def assert_same_bits(pool: Pool, ranks: int, plans: list[str], build: Any = prog
 
 @pytest.mark.parametrize("micro", ["micro=1", "micro=3 accumulate=whole"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_on_two_ranks_all_stages_have_the_same_bits(pool: Pool, precision: str, micro: str) -> None:
+@pytest.mark.parametrize("transport", ["host", "gloo"])
+def test_on_two_ranks_all_stages_have_the_same_bits(
+    pool: Pool, precision: str, micro: str, transport: str
+) -> None:
     """Two addends have one sum. What is summed over micro-batches first has to be so at every stage."""
-    assert_same_bits(pool, 2, [f"dp=2 {micro} precision={precision} {stage}" for stage in STAGES])
+    assert_same_bits(
+        pool.over(transport), 2, [f"dp=2 {micro} precision={precision} {stage}" for stage in STAGES]
+    )
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -90,7 +98,9 @@ def test_when_parameters_are_gathered_and_how_long_they_stay_changes_no_bit(
     pool: Pool, precision: str
 ) -> None:
     words = ["prefetch=0", "", "prefetch=2", "prefetch=9", "gathered=step", "gathered=step prefetch=0"]
-    assert_same_bits(pool, 2, [f"dp=2 micro=3 zero=3 precision={precision} {word}" for word in words])
+    assert_same_bits(
+        pool.over("gloo"), 2, [f"dp=2 micro=3 zero=3 precision={precision} {word}" for word in words]
+    )
 
 
 @pytest.mark.parametrize("dp", [3, 4])
@@ -144,12 +154,33 @@ def test_the_same_plan_and_seed_give_the_same_bits(pool: Pool, words: str, preci
         ("dp=4 zero=3 shard=2", "start_all_reduce"),
     ],
 )
-def test_without_its_communication_parity_fails(pool: Pool, plan: str, verb: str) -> None:
+@pytest.mark.parametrize("transport", ["host", "gloo"])
+def test_without_its_communication_parity_fails(pool: Pool, plan: str, verb: str, transport: str) -> None:
+    if verb == "start_all_gather" and transport == "host":
+        pytest.skip("nothing is gathered where memory is shared: see the next test")
     task = programs.Task(programs.llama)
-    ours = pool.run(programs.train_task, int(plan[3]), task, f"{plan} precision=fp64", deaf_to=(verb,))[0]
+    ranks, words = int(plan[3]), f"{plan} precision=fp64"
+    ours = pool.over(transport).run(programs.train_task, ranks, task, words, deaf_to=(verb,))[0]
     oracle = programs.one_process_task(task, ours.first_weights, micros=2)
     with pytest.raises(AssertionError, match="differs by"):
         programs.assert_same(ours, oracle)
+
+
+def _slow_owner(waits: bool) -> Any:
+    """Weights after a few steps in which rank 1 is late with its range."""
+    engine = programs.engine_of(programs.Task(programs.llama), "dp=2 zero=3 precision=fp64")
+    late = engine._zero.update
+    with ExitStack() as patches:
+        if not waits:
+            patches.enter_context(mock.patch.object(gather, "barrier"))
+        if torch.distributed.get_rank() == 1:
+            slow = mock.patch.object(engine._zero, "update", lambda step: (time.sleep(0.2), late(step)))
+            patches.enter_context(slow)
+        return [engine.step(programs.share_of(b, engine)).loss for b in programs.batches(3)]
+
+
+def test_without_the_barrier_after_an_update_ranks_read_old_weights(pool: Pool) -> None:
+    assert pool.run(_slow_owner, 2, True) != pool.run(_slow_owner, 2, False)
 
 
 def _num_gathers(plan: str) -> list[int]:
@@ -167,7 +198,7 @@ def _num_gathers(plan: str) -> list[int]:
 def test_what_stays_for_a_step_is_gathered_once_a_step(pool: Pool, prefetch: int) -> None:
     """Also a block that forward uses twice."""
     plan = f"dp=2 zero=3 micro=3 gathered=step prefetch={prefetch} precision=fp64"
-    for *counts, num_units in pool.run(_num_gathers, 2, plan, timeout_s=30):
+    for *counts, num_units in pool.over("gloo").run(_num_gathers, 2, plan, timeout_s=30):
         assert counts == [num_units] * 3
 
 

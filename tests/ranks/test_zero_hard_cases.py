@@ -11,8 +11,15 @@ import torch
 
 import hard_models
 import programs
-from pool import Pool
+from pool import Pool, PoolOver
 from programs import Task
+
+
+@pytest.fixture(params=["host", "gloo"])
+def pool(request: pytest.FixtureRequest, pool: Pool) -> PoolOver:
+    """Both ways: at stage 3 parameters are memory that ranks share, or are gathered."""
+    return pool.over(request.param)
+
 
 # One plan per stage and one hybrid; what else there is to vary varies along.
 PLANS = [
@@ -83,7 +90,7 @@ def _held(plan: str) -> Any:
 
 @pytest.mark.parametrize(("plan", "share"), [("dp=2 zero=2", 1), ("dp=2 zero=3", 2), ("dp=4 zero=3", 4)])
 def test_frozen_weights_are_cut_where_parameters_are(pool: Pool, plan: str, share: int) -> None:
-    ranks = pool.run(_held, int(plan[3]), f"{plan} precision=fp32")
+    ranks = pool.over("gloo").run(_held, int(plan[3]), f"{plan} precision=fp32")
     num_elements = ranks[0][1]
     for memory, _ in ranks:
         assert memory.parameters == pytest.approx(4 * num_elements / share, rel=0.03)

@@ -11,8 +11,15 @@ import hard_models
 import plait
 import programs
 from plait.errors import ModelError
-from pool import Pool
+from pool import Pool, PoolOver
 from programs import Task
+
+
+@pytest.fixture(params=["host", "gloo"])
+def pool(request: pytest.FixtureRequest, pool: Pool) -> PoolOver:
+    """Both ways: at stage 3 parameters are memory that ranks share, or are gathered."""
+    return pool.over(request.param)
+
 
 STAGES = [
     "dp=2 micro=3 zero=1",

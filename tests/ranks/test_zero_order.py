@@ -16,8 +16,14 @@ import programs
 from hard_models import Block, Stack, built
 from plait.errors import ModelError
 from plait.models import causal_lm_on_meta
-from pool import Pool
+from pool import Pool, PoolOver
 from programs import Task
+
+
+@pytest.fixture(params=["host", "gloo"])
+def pool(request: pytest.FixtureRequest, pool: Pool) -> PoolOver:
+    """Both ways: at stage 3 parameters are memory that ranks share, or are gathered."""
+    return pool.over(request.param)
 
 
 class Skips(Stack):

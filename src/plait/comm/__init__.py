@@ -13,6 +13,7 @@ from plait.comm.codes import CODES
 from plait.comm.compress import CodedSum, Compressor
 from plait.comm.connect import TRANSPORTS, World, connect
 from plait.comm.factors import FactoredSum
+from plait.comm.host.squares import sum_of_squares
 from plait.comm.hosts import hosts_of
 from plait.comm.launch import launch_local
 from plait.comm.mesh import Mesh
@@ -104,4 +105,5 @@ __all__ = [
     "start_scatter",
     "start_scattered_sum",
     "start_send",
+    "sum_of_squares",
 ]

@@ -57,6 +57,11 @@ class Pending:
         """`waits`: what is to be called, in this order, to end it."""
         self._waits = list(waits)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left to wait for. What can only be found out by waiting is not over."""
+        return not self._waits
+
     def wait(self) -> None:
         """Blocks until done (on CUDA: makes the current stream wait). Raises CommError if a peer is lost."""
         while self._waits:
@@ -64,9 +69,11 @@ class Pending:
 
 
 class Summing(Protocol):
-    """A sum over ranks under way. `buffer_bytes`: held for what peers send, until it is over."""
+    """A sum over ranks under way. `buffer_bytes`: held for what peers send, until it is over. `squares`: of
+    all that `into` has written, a float64 scalar, if the transport takes them on the way."""
 
     buffer_bytes: int
+    squares: Tensor | None
 
     def into(self, out: Tensor, *, add: bool = False) -> Iterator[Tensor]:
         """Fills `out` with the sum (adds it there), in its dtype and in rank order, run by run.
@@ -123,7 +130,11 @@ class SumOfParts:
         self._pending = pending
         self.buffer_bytes = buffer_bytes
 
-    is_ready = False
+    squares: Tensor | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        return self._pending.is_over
 
     def release(self) -> None:
         """Peers got copies."""

@@ -186,9 +186,13 @@ class Reducer:
         self._complete[unit] = None
         while self._reducing and self._next < len(self._order) and self._order[self._next] in self._complete:
             self._start_next()
-        # Whole gradients that stay could land later; but what peers have given too may be in the cache now.
-        while not self._frees and self._travelling and self._travelling[0][1].is_ready:
+        while self._travelling and self._lands_early(self._travelling[0][1]):
             self._land(*self._travelling.popleft())
+
+    def _lands_early(self, summing: Summing) -> bool:
+        """Whole gradients that stay could land later; but what peers have given too may be in the cache now.
+        How much memory a step takes does not depend on how ranks hurry: what holds buffers does not."""
+        return not self._frees and not summing.buffer_bytes and summing.is_ready
 
     def _on_late(self, unit: Unit) -> None:
         """A gradient comes while the unit's reduction travels: that has to land first."""
@@ -232,7 +236,7 @@ class Reducer:
         squares = []
         for run in summing.into(target, add=unit.has_sum):
             if self._last and not self._replicates:
-                squares.append(squared_norm(run))
+                squares.append(squared_norm(run) if summing.squares is None else summing.squares)
         self._meter.drop(summing.buffer_bytes)
         self._read = [summing]
         unit.landed()

@@ -90,7 +90,7 @@ class PlainSums:
     def start(self, unit: Unit, contribution: Tensor) -> Summing:
         copied = self._rounded and contribution.dtype != torch.bfloat16
         if copied:
-            contribution = contribution.to(torch.bfloat16)
+            contribution = unit.cut.lend(contribution.numel(), torch.bfloat16).copy_(contribution)
         if self.at_once:
             summing = start_exchange(contribution, self._groups.replicate, label=unit.layout.name)
         else:

@@ -54,6 +54,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
             *(c_double, c_int, POINTER(c_double)),  # scale, add, squares
         ],
     ),
+    "pl_squares": (None, [c_int, c_void_p, c_size_t, POINTER(c_double)]),
     # native/group.h, helper.h, messages.h
     "pl_control_bytes": (c_uint64, [c_int]),
     "pl_map": (c_void_p, [c_int, c_uint64]),

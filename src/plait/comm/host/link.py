@@ -54,7 +54,6 @@ _SUM = 9
 _GONE, _LATE, _MISMATCH = -1, -2, -3
 _PENDING = 1
 _SLICE_NS = 100_000_000  # a wait comes back to Python this often, for signals
-_RUN = 1 << 17  # elements that are summed at a time
 
 
 @dataclass(frozen=True)
@@ -342,6 +341,7 @@ class HostSum:
 
     def __init__(self, link: HostLink, call: Call, scatter: bool, buffer_bytes: int) -> None:
         self.buffer_bytes = buffer_bytes
+        self.squares: Tensor | None = None
         self._link = link
         self._call = call
         number = ctypes.c_uint32(0)
@@ -368,25 +368,24 @@ class HostSum:
         return bool(self._link._clib.pl_sum_is_ready(self._link._open, self._number))
 
     def into(self, out: Tensor, *, add: bool = False) -> Iterator[Tensor]:
-        link = self._link
-        code = _DTYPES[out.dtype]
-        for start in range(0, max(1, out.numel()), _RUN):
-            run = out[start : start + _RUN]
-            failed = link._clib.pl_sum_into(
-                link._open,
-                self._number,
-                run.data_ptr(),
-                code,
-                self._begin + start,
-                run.numel(),
-                1.0,
-                int(add),
-                None,
-            )
-            if failed:
-                raise link._error(self._call)
-            if run.numel():
-                yield run
+        """In one run: squares are taken on the way, and a large sum is written past the cache."""
+        link, squares = self._link, ctypes.c_double(0.0)
+        failed = link._clib.pl_sum_into(
+            link._open,
+            self._number,
+            out.data_ptr(),
+            _DTYPES[out.dtype],
+            self._begin,
+            out.numel(),
+            1.0,
+            int(add),
+            ctypes.byref(squares),
+        )
+        if failed:
+            raise link._error(self._call)
+        self.squares = torch.tensor(squares.value, dtype=torch.float64)
+        if out.numel():
+            yield out
         link._clib.pl_sum_done(link._open, self._number)
         if not self._is_read():
             link.arena.defer(self._call.given, self._is_read, self.release)

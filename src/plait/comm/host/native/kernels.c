@@ -160,3 +160,15 @@ void pl_reduce(int in_dtype, int out_dtype, int op, const void *const *ins, int 
     for (int lane = 0; lane < PL_LANES; lane++) sum += lanes[lane];
     *squares += sum;
 }
+
+void pl_squares(int dtype, const void *in, size_t n, double *squares) {
+    double lanes[PL_LANES] = {0}, sum = 0;
+    const struct pl_loops *loops = loops_of(dtype);
+    size_t item = pl_itemsize(dtype);
+    for (size_t start = 0; start < n; start += BLOCK_ITEMS) {
+        size_t count = n - start < BLOCK_ITEMS ? n - start : BLOCK_ITEMS;
+        loops->squares(lanes, start, (const char *)in + start * item, count);
+    }
+    for (int lane = 0; lane < PL_LANES; lane++) sum += lanes[lane];
+    *squares += sum;
+}

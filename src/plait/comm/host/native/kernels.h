@@ -27,6 +27,9 @@ size_t pl_itemsize(int dtype);
 void pl_reduce(int in_dtype, int out_dtype, int op, const void *const *ins, int num_ins, void *const *outs,
                int num_outs, size_t n, double scale, int add, double *squares);
 
+// Adds to *squares the sum in double of the squares of n floats, in an order that depends on n alone.
+void pl_squares(int dtype, const void *in, size_t n, double *squares);
+
 // Copies between memories that do not overlap.
 void pl_copy(void *dst, const void *src, size_t num_bytes);
 
