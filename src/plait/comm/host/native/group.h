@@ -133,9 +133,20 @@ PL_API void pl_sum_done(pl_group *group, uint32_t number);
 PL_API int pl_sum_is_released(pl_group *group, uint32_t number);
 PL_API int pl_sum_release(pl_group *group, uint32_t number);
 
+/* --- what the parts of a group need of each other */
+
 /* For the helper: executes a call; the turn is the caller's. */
 int pl_execute(pl_group *group, const pl_call *call, uint64_t spin_ns);
 /* In this rank's arena, or PL_FOREIGN. */
 uint64_t pl_offset_of(const pl_group *group, const void *address);
+/* What a rank says of a call. */
+pl_said *pl_said_by(const pl_group *group, int place, uint32_t call);
+/* This rank says what it does in its next call. */
+void pl_describe(pl_group *group, const pl_call *call, uint32_t number);
+/* Whether all ranks, who have entered it, are in the same call. */
+int pl_check_same(pl_group *group, uint32_t number);
+/* Waits until a counter of every peer, at this offset of its desk, has reached `target`. */
+int pl_await_all(pl_group *group, size_t counter, uint32_t target, uint64_t spin_ns);
+#define AWAIT_ALL(group, counter, target, spin_ns) pl_await_all(group, offsetof(pl_desk, counter), target, spin_ns)
 
 #endif
