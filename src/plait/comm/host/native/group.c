@@ -1,6 +1,7 @@
 #define _GNU_SOURCE
 #include "group.h"
 
+#include <assert.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -30,6 +31,7 @@ int pl_lock(int fd, int place) { return pl_lock_place(fd, place); }
 
 pl_group *pl_open(void *control, int size, int place, void *const *arenas, uint64_t arena_bytes, int lock_fd,
                   uint64_t timeout_ns, uint64_t spin_ns, uint64_t helper_spin_ns) {
+    assert(0 <= place && place < size && size <= PL_RANKS && "a rank's place in its group");
     pl_group *group = calloc(1, sizeof(*group));
     uint8_t **bases = calloc((size_t)size, sizeof(*bases));
     if (!group || !bases) {
@@ -43,7 +45,8 @@ pl_group *pl_open(void *control, int size, int place, void *const *arenas, uint6
         .size = size, .place = place, .arenas = bases, .arena_bytes = arena_bytes,
         .head = (pl_head *)base, .desks = (pl_desk *)(base + desks_at()), .slots = base + slots_at(size),
         .channels = base + channels_at(size), .spin_ns = spin_ns, .helper_spin_ns = helper_spin_ns,
-        .watch = {.failure = &((pl_head *)base)->failure, .lock_fd = lock_fd, .timeout_ns = timeout_ns},
+        .watch = {.failure = &((pl_head *)base)->failure, .has_joined = ((pl_head *)base)->has_joined,
+                  .lock_fd = lock_fd, .timeout_ns = timeout_ns},
     };
     pthread_mutex_init(&group->turn, NULL);
     group->helper = pl_helper_new(group);
@@ -52,6 +55,7 @@ pl_group *pl_open(void *control, int size, int place, void *const *arenas, uint6
         pl_close(group);
         return NULL;
     }
+    atomic_store(&group->head->has_joined[place], 1);
     return group;
 }
 

@@ -36,7 +36,7 @@ memory is no longer read. Nothing may be called in the group between the start o
 
 #define PL_API __attribute__((visibility("default")))
 
-enum { PL_LABEL = 48, PL_CALLS = 1024, PL_SUMS = 256, PL_SLOTS = 4 };
+enum { PL_LABEL = 48, PL_CALLS = 1024, PL_SUMS = 256, PL_SLOTS = 4, PL_RANKS = 1024 };
 #define PL_CHUNK ((size_t)256 << 10) /* of a slot; L2 is 1 to 2 MiB today */
 #define PL_SMALL ((size_t)32 << 10)  /* whole tensors up to this go through slots and are reduced by everyone */
 #define PL_FOREIGN UINT64_MAX
@@ -84,8 +84,7 @@ typedef struct {
 
 typedef struct {
     _Alignas(64) _Atomic uint64_t failure;
-    uint64_t key[2]; /* that this is the file that was meant */
-    uint32_t size;
+    _Atomic uint8_t has_joined[PL_RANKS]; /* has taken its lock */
 } pl_head;
 
 typedef struct pl_helper pl_helper;

@@ -109,7 +109,7 @@ static int move_in(pl_group *group, pl_message *m) {
 static void check_peer(pl_group *group, pl_message *m, uint64_t now) {
     if (now - m->since_ns >= group->watch.timeout_ns)
         pl_fail(group->watch.failure, PL_LATE, m->peer);
-    else if (!pl_is_alive(group->watch.lock_fd, m->peer)) {
+    else if (!pl_is_alive(&group->watch, m->peer)) {
         int moved = m->sends ? move_out(group, m) : move_in(group, m); /* its last words */
         if (!moved && !m->over) pl_fail(group->watch.failure, PL_GONE, m->peer);
     }

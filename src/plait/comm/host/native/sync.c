@@ -72,7 +72,7 @@ int pl_await(pl_watch *watch, pl_counter *counter, uint32_t target, int peer, ui
         if (now - asked >= WATCH_NS) {
             asked = now;
             /* It may have come and gone since we looked. */
-            if (!pl_is_alive(watch->lock_fd, peer) && !pl_reached(pl_read(counter), target))
+            if (!pl_is_alive(watch, peer) && !pl_reached(pl_read(counter), target))
                 return pl_fail(watch->failure, PL_GONE, peer);
         }
         if (now - begin >= watch->timeout_ns) return pl_fail(watch->failure, PL_LATE, peer);
@@ -85,10 +85,10 @@ int pl_lock_place(int fd, int place) {
     return fcntl(fd, F_SETLK, &lock);
 }
 
-int pl_is_alive(int fd, int place) {
-    if (fd < 0) return 1;
+int pl_is_alive(const pl_watch *watch, int place) {
+    if (watch->lock_fd < 0 || !atomic_load(&watch->has_joined[place])) return 1;
     struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = place, .l_len = 1};
-    return fcntl(fd, F_GETLK, &lock) != 0 || lock.l_type != F_UNLCK;
+    return fcntl(watch->lock_fd, F_GETLK, &lock) != 0 || lock.l_type != F_UNLCK;
 }
 
 int pl_fail(_Atomic uint64_t *failure, int code, int peer) {

@@ -8,7 +8,8 @@ counter has one writer, only grows, and is written (release) after the data that
 [Note: who is alive]
 Every rank keeps a POSIX record lock on the byte of its place in the control segment's file. The kernel drops it
 when the process ends, however it ends and before anybody has reaped it; no other process inherits it. F_GETLK
-asks for it. A rank that sleeps on a counter wakes up every few milliseconds to ask.
+asks for it. A rank that has not locked its place yet is one that will come: `has_joined` says who has ever been
+there. A rank that sleeps on a counter wakes up every few milliseconds to ask.
 
 [Note: spinning]
 A wait spins for `spin_ns` and then sleeps on a futex. A waker makes the system call only when the counter has
@@ -35,8 +36,9 @@ typedef struct {
 
 /* What a waiting thread needs to know of its group. */
 typedef struct {
-    _Atomic uint64_t *failure; /* shared: see pl_fail */
-    int lock_fd;               /* -1: nobody watches who is alive */
+    _Atomic uint64_t *failure;   /* shared: see pl_fail */
+    _Atomic uint8_t *has_joined; /* shared, by place */
+    int lock_fd;                 /* -1: nobody watches who is alive */
     uint64_t timeout_ns;
 } pl_watch;
 
@@ -59,7 +61,7 @@ void pl_sleep(pl_counter *counter, uint32_t seen, uint64_t most_ns);
 int pl_await(pl_watch *watch, pl_counter *counter, uint32_t target, int peer, uint64_t spin_ns);
 
 int pl_lock_place(int fd, int place);
-int pl_is_alive(int fd, int place);
+int pl_is_alive(const pl_watch *watch, int place);
 
 /* Notes a failure, unless there is one already; returns the code of the one that stands. */
 int pl_fail(_Atomic uint64_t *failure, int code, int peer);
