@@ -215,8 +215,9 @@ int pl_message_wait(pl_group *group, pl_message *message, uint64_t most_ns, uint
         if (asks) asked = now;
         pthread_mutex_lock(&mail->lock);
         int moved = message->over ? 0 : move_all(mail, asks), over = message->over, code = message->code;
+        int others = moved && mail->runs;
         pthread_mutex_unlock(&mail->lock);
-        if (moved && mail->runs) ring(group, group->place);
+        if (others) ring(group, group->place);
         if (over) {
             if (bytes_sent) *bytes_sent = message->found;
             return code;
@@ -229,7 +230,15 @@ int pl_message_wait(pl_group *group, pl_message *message, uint64_t most_ns, uint
 }
 
 void pl_message_free(pl_group *group, pl_message *message) {
-    pthread_mutex_lock(&group->mail->lock); /* nobody else looks at it any more */
+    line *l = &group->mail->lines[2 * message->peer + message->sends];
+    pthread_mutex_lock(&group->mail->lock);
+    for (pl_message **at = &l->first, *before = NULL; *at && !message->over; before = *at, at = &before->next) {
+        if (*at != message) continue;
+        *at = message->next; /* given up: nobody moves it any more */
+        if (l->last == message) l->last = before;
+        group->mail->num_open--;
+        break;
+    }
     pthread_mutex_unlock(&group->mail->lock);
     free(message);
 }
@@ -240,6 +249,8 @@ void pl_mail_end(pl_mail *mail) {
         ring(mail->group, mail->group->place);
         pthread_join(mail->thread, NULL);
     }
+    for (int i = 0; i < 2 * mail->group->size; i++)
+        for (pl_message *m = mail->lines[i].first, *next; m; m = next) next = m->next, free(m);
     pthread_mutex_destroy(&mail->lock);
     free(mail->lines);
     free(mail);
