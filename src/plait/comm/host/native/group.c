@@ -5,6 +5,8 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <time.h>
+#include <unistd.h>
 
 #include "helper.h"
 #include "kernels.h"
@@ -42,7 +44,7 @@ pl_group *pl_open(void *control, int size, int place, void *const *arenas, uint6
     for (int i = 0; i < size; i++) bases[i] = arenas[i];
     uint8_t *base = control;
     *group = (pl_group){
-        .size = size, .place = place, .arenas = bases, .arena_bytes = arena_bytes,
+        .process = getpid(), .size = size, .place = place, .arenas = bases, .arena_bytes = arena_bytes,
         .head = (pl_head *)base, .desks = (pl_desk *)(base + desks_at()), .slots = base + slots_at(size),
         .channels = base + channels_at(size), .spin_ns = spin_ns, .helper_spin_ns = helper_spin_ns,
         .watch = {.failure = &((pl_head *)base)->failure, .has_joined = ((pl_head *)base)->has_joined,
@@ -60,6 +62,9 @@ pl_group *pl_open(void *control, int size, int place, void *const *arenas, uint6
 }
 
 void pl_close(pl_group *group) {
+    if (getpid() != group->process) return; /* its threads are not here, and its failure would be the rank's */
+    if (atomic_load(&group->waiting)) pl_fail(group->watch.failure, PL_GONE, group->place);
+    while (atomic_load(&group->waiting)) nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
     if (group->helper) pl_helper_end(group->helper);
     if (group->mail) pl_mail_end(group->mail);
     pthread_mutex_destroy(&group->turn);
@@ -118,6 +123,7 @@ int pl_check_same(pl_group *group, uint32_t number) {
 /* --- sums in two halves */
 
 int pl_sum_start(pl_group *group, const pl_call *call, uint32_t *number) {
+    pl_enter(group);
     pl_helper_drain(group->helper);
     pthread_mutex_lock(&group->turn);
     int code = pl_failed(group->watch.failure).code;
@@ -129,7 +135,7 @@ int pl_sum_start(pl_group *group, const pl_call *call, uint32_t *number) {
         pl_post(&group->desks[group->place].entered, *number);
     }
     pthread_mutex_unlock(&group->turn);
-    return code;
+    return pl_leave(group, code);
 }
 
 int pl_sum_is_ready(pl_group *group, uint32_t number) {
@@ -140,15 +146,16 @@ int pl_sum_is_ready(pl_group *group, uint32_t number) {
 
 int pl_sum_into(pl_group *group, uint32_t number, void *out, int out_dtype, uint64_t begin, uint64_t n, double scale,
                 int add, double *squares) {
+    pl_enter(group);
     int code = AWAIT_ALL(group, entered, number, group->spin_ns);
     if (code == PL_OK) code = pl_check_same(group, number);
-    if (code != PL_OK) return code;
+    if (code != PL_OK) return pl_leave(group, code);
     const pl_said *mine = pl_said_by(group, group->place, number);
     const void *ins[group->size];
     for (int place = 0; place < group->size; place++)
         ins[place] = group->arenas[place] + pl_said_by(group, place, number)->source + begin * pl_itemsize(mine->dtype);
     pl_reduce(mine->dtype, out_dtype, mine->op, ins, group->size, &out, 1, n, scale, add, squares);
-    return PL_OK;
+    return pl_leave(group, PL_OK);
 }
 
 void pl_sum_done(pl_group *group, uint32_t number) { pl_post(&group->desks[group->place].summed, number); }
@@ -159,4 +166,7 @@ int pl_sum_is_released(pl_group *group, uint32_t number) {
     return 1;
 }
 
-int pl_sum_release(pl_group *group, uint32_t number) { return AWAIT_ALL(group, summed, number, group->spin_ns); }
+int pl_sum_release(pl_group *group, uint32_t number) {
+    pl_enter(group);
+    return pl_leave(group, AWAIT_ALL(group, summed, number, group->spin_ns));
+}

@@ -31,6 +31,7 @@ memory is no longer read. Nothing may be called in the group between the start o
 
 #include <pthread.h>
 #include <stddef.h>
+#include <sys/types.h>
 
 #include "sync.h"
 
@@ -100,6 +101,8 @@ typedef struct {
     uint64_t arena_bytes;
     pl_watch watch;
     uint64_t spin_ns, helper_spin_ns;
+    pid_t process;        /* a fork of it has no part in the group */
+    _Atomic int waiting;  /* threads in a call that may wait */
     pthread_mutex_t turn; /* one thread at a time executes calls */
     uint32_t calls, rounds, sums; /* entered, used, of sums: the last one's number */
     uint32_t open_sums;
@@ -113,7 +116,8 @@ PL_API int pl_unmap(void *address, uint64_t num_bytes);
 /* `control` is of pl_control_bytes, zero at first, with the place's lock taken on `lock_fd`. NULL: no memory. */
 PL_API pl_group *pl_open(void *control, int size, int place, void *const *arenas, uint64_t arena_bytes, int lock_fd,
                          uint64_t timeout_ns, uint64_t spin_ns, uint64_t helper_spin_ns);
-/* Ends the group's threads. Calls under way fail. */
+/* Ends the group's threads. Calls under way fail, also those that other threads wait for. Does nothing in a
+ * process that was forked from the rank's. */
 PL_API void pl_close(pl_group *group);
 PL_API int pl_lock(int fd, int place);
 
@@ -133,6 +137,13 @@ PL_API int pl_sum_is_released(pl_group *group, uint32_t number);
 PL_API int pl_sum_release(pl_group *group, uint32_t number);
 
 /* --- what the parts of a group need of each other */
+
+/* Around what may wait: the group is not freed meanwhile. */
+static inline void pl_enter(pl_group *group) { atomic_fetch_add(&group->waiting, 1); }
+static inline int pl_leave(pl_group *group, int code) {
+    atomic_fetch_sub(&group->waiting, 1);
+    return code;
+}
 
 /* For the helper: executes a call; the turn is the caller's. */
 int pl_execute(pl_group *group, const pl_call *call, uint64_t spin_ns);

@@ -4,6 +4,7 @@
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "kernels.h"
 
@@ -208,6 +209,7 @@ int pl_message_wait(pl_group *group, pl_message *message, uint64_t most_ns, uint
     pl_mail *mail = group->mail;
     pl_counter *bell = &group->desks[group->place].bell;
     uint64_t begin_ns = pl_now_ns(), asked = begin_ns;
+    pl_enter(group);
     for (;;) {
         uint32_t seen = pl_read(bell);
         uint64_t now = pl_now_ns();
@@ -220,9 +222,9 @@ int pl_message_wait(pl_group *group, pl_message *message, uint64_t most_ns, uint
         if (others) ring(group, group->place);
         if (over) {
             if (bytes_sent) *bytes_sent = message->found;
-            return code;
+            return pl_leave(group, code);
         }
-        if (now - begin_ns >= most_ns) return PL_PENDING;
+        if (now - begin_ns >= most_ns) return pl_leave(group, PL_PENDING);
         if (moved) continue;
         if (now - begin_ns > group->spin_ns) pl_sleep(bell, seen, 20000000ull);
         else pl_relax();
@@ -231,6 +233,7 @@ int pl_message_wait(pl_group *group, pl_message *message, uint64_t most_ns, uint
 
 void pl_message_free(pl_group *group, pl_message *message) {
     line *l = &group->mail->lines[2 * message->peer + message->sends];
+    if (getpid() != group->process) return; /* a thread that is not here may have had the lock */
     pthread_mutex_lock(&group->mail->lock);
     for (pl_message **at = &l->first, *before = NULL; *at && !message->over; before = *at, at = &before->next) {
         if (*at != message) continue;
