@@ -365,26 +365,29 @@ class HostSum:
     def into(self, out: Tensor, *, add: bool = False) -> Iterator[Tensor]:
         link = self._link
         code = _DTYPES[out.dtype]
-        for start in range(0, max(1, out.numel()), _RUN):
-            run = out[start : start + _RUN]
-            failed = link._clib.pl_sum_into(
-                link._open,
-                self._number,
-                run.data_ptr(),
-                code,
-                self._begin + start,
-                run.numel(),
-                1.0,
-                int(add),
-                None,
-            )
-            if failed:
-                raise link._error(self._call)
-            if run.numel():
-                yield run
-        link._clib.pl_sum_done(link._open, self._number)
-        if not self._is_read():
-            link.arena.defer(self._call.given, self._is_read, self.release)
+        try:
+            for start in range(0, max(1, out.numel()), _RUN):
+                run = out[start : start + _RUN]
+                failed = link._clib.pl_sum_into(
+                    link._open,
+                    self._number,
+                    run.data_ptr(),
+                    code,
+                    self._begin + start,
+                    run.numel(),
+                    1.0,
+                    int(add),
+                    None,
+                )
+                if failed:
+                    raise link._error(self._call)
+                if run.numel():
+                    yield run
+        finally:  # also when nobody wants the rest: this and later sums end when all of us say so
+            if link._handle is not None:
+                link._clib.pl_sum_done(link._handle, self._number)
+            if not self._is_read():
+                link.arena.defer(self._call.given, self._is_read, self.release)
 
     def release(self) -> None:
         """Returns when the peers have read what this rank gave: it may be overwritten."""

@@ -51,6 +51,7 @@ pl_group *pl_open(void *control, int size, int place, void *const *arenas, uint6
                   .lock_fd = lock_fd, .timeout_ns = timeout_ns},
     };
     pthread_mutex_init(&group->turn, NULL);
+    pthread_mutex_init(&group->sums, NULL);
     group->helper = pl_helper_new(group);
     group->mail = pl_mail_new(group);
     if (!group->helper || !group->mail) {
@@ -68,6 +69,7 @@ void pl_close(pl_group *group) {
     if (group->helper) pl_helper_end(group->helper);
     if (group->mail) pl_mail_end(group->mail);
     pthread_mutex_destroy(&group->turn);
+    pthread_mutex_destroy(&group->sums);
     free(group->arenas);
     free(group);
 }
@@ -122,6 +124,29 @@ int pl_check_same(pl_group *group, uint32_t number) {
 
 /* --- sums in two halves */
 
+static void note_start(pl_group *group, uint32_t number) {
+    pthread_mutex_lock(&group->sums);
+    if (!group->open_sums++) { /* fresh for who asks about this one: calls of other kinds do not count it up */
+        group->ended = number - 1;
+        pl_post(&group->desks[group->place].summed, group->ended);
+    }
+    group->last_sum = number;
+    group->is_open[number % PL_CALLS] = 1;
+    assert(number - group->ended <= PL_CALLS - PL_SUMS && "few sums are under way at a time");
+    pthread_mutex_unlock(&group->sums);
+}
+
+void pl_sum_done(pl_group *group, uint32_t number) {
+    pthread_mutex_lock(&group->sums);
+    if (group->is_open[number % PL_CALLS]) {
+        group->is_open[number % PL_CALLS] = 0;
+        group->open_sums--;
+        while (group->ended != group->last_sum && !group->is_open[(group->ended + 1) % PL_CALLS]) group->ended++;
+        pl_post(&group->desks[group->place].summed, group->ended);
+    }
+    pthread_mutex_unlock(&group->sums);
+}
+
 int pl_sum_start(pl_group *group, const pl_call *call, uint32_t *number) {
     pl_enter(group);
     pl_helper_drain(group->helper);
@@ -131,6 +156,7 @@ int pl_sum_start(pl_group *group, const pl_call *call, uint32_t *number) {
         code = AWAIT_ALL(group, entered, group->calls + 1 - PL_SUMS, group->spin_ns);
     if (code == PL_OK) {
         *number = ++group->calls;
+        note_start(group, *number);
         pl_describe(group, call, *number);
         pl_post(&group->desks[group->place].entered, *number);
     }
@@ -158,15 +184,17 @@ int pl_sum_into(pl_group *group, uint32_t number, void *out, int out_dtype, uint
     return pl_leave(group, PL_OK);
 }
 
-void pl_sum_done(pl_group *group, uint32_t number) { pl_post(&group->desks[group->place].summed, number); }
-
 int pl_sum_is_released(pl_group *group, uint32_t number) {
     for (int peer = 0; peer < group->size; peer++)
-        if (!pl_reached(pl_read(&group->desks[peer].summed), number)) return 0;
+        if (!pl_reached(pl_read(&group->desks[peer].entered), number) ||
+            !pl_reached(pl_read(&group->desks[peer].summed), number))
+            return 0;
     return 1;
 }
 
 int pl_sum_release(pl_group *group, uint32_t number) {
     pl_enter(group);
-    return pl_leave(group, AWAIT_ALL(group, summed, number, group->spin_ns));
+    int code = AWAIT_ALL(group, entered, number, group->spin_ns);
+    if (code == PL_OK) code = AWAIT_ALL(group, summed, number, group->spin_ns);
+    return pl_leave(group, code);
 }

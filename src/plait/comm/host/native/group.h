@@ -25,7 +25,8 @@ calls ago are free.
 [Note: sums in two halves]
 A sum is entered by `pl_sum_start`, which waits for nobody. Whoever wants results adds them up himself with
 `pl_sum_into`, straight from the peers' arenas, when they have entered too; `pl_sum_done` tells the peers that their
-memory is no longer read. Nothing may be called in the group between the start of a sum and its end but other sums. */
+memory is no longer read. Sums may end in any order; peers learn of the end when all that began before are over,
+and at most PL_CALLS - PL_SUMS may be open. Nothing may be called in the group between the start of a sum and its end but other sums. */
 #ifndef PLAIT_GROUP_H
 #define PLAIT_GROUP_H
 
@@ -78,7 +79,7 @@ typedef struct {
     pl_counter filled;  /* rounds */
     pl_counter reduced;
     pl_counter taken;
-    pl_counter summed; /* the last sum that this rank is through with: its call's number */
+    pl_counter summed; /* this rank is through with all sums up to this number of a call */
     pl_counter bell;   /* rung by everybody who has a message, or room for one, for this rank */
     pl_said said[PL_CALLS];
 } pl_desk;
@@ -104,8 +105,11 @@ typedef struct {
     pid_t process;        /* a fork of it has no part in the group */
     _Atomic int waiting;  /* threads in a call that may wait */
     pthread_mutex_t turn; /* one thread at a time executes calls */
-    uint32_t calls, rounds, sums; /* entered, used, of sums: the last one's number */
+    uint32_t calls, rounds; /* entered, used */
+    pthread_mutex_t sums;   /* of what follows */
+    uint32_t last_sum, ended; /* the last one's number; all sums up to this are over here */
     uint32_t open_sums;
+    uint8_t is_open[PL_CALLS]; /* by number */
     pl_helper *helper;
     pl_mail *mail;
 } pl_group;
