@@ -33,7 +33,7 @@ static void every_verb(void *me_) {
 static void random_calls(void *me_) {
     rank *me = me_;
     uint64_t state = 11;
-    for (int i = 0; i < 1500; i++) {
+    for (int i = 0; i < 400; i++) {
         plan p = random_plan(&state, me->size, PL_CHUNK * 2);
         run_checked(me, &p);
     }
@@ -101,8 +101,8 @@ void test_group(void) {
     run_ranks(3, &plain_world, scaled, NULL);
     // All counters pass the end of their range, and of half of it.
     world ends = plain_world, halves = plain_world;
-    ends.begin = (uint32_t)-300;
-    halves.begin = (uint32_t)INT32_MAX - 300;
+    ends.begin = (uint32_t)-200;
+    halves.begin = (uint32_t)INT32_MAX - 200;
     run_ranks(3, &ends, random_calls, NULL);
     run_ranks(2, &halves, random_calls, NULL);
     run_ranks(4, &plain_world, random_calls, NULL);

@@ -39,7 +39,7 @@ static uint8_t *slot_of(const pl_group *group, int place, int kind, uint32_t rou
 
 /* Where `range` of what `place` gives in this round is read. */
 static const void *source_of(const run *r, int place, int range, uint32_t k) {
-    if (is_staged(r, place))
+    if (is_staged(r, place) && (r->is_small || place != r->group->place))
         return slot_of(r->group, place, 0, r->base + k) + (r->spreads ? (uint64_t)range * r->step * r->item : 0);
     uint64_t at = (r->spreads ? (uint64_t)range * r->call->count : 0) + (uint64_t)k * r->step;
     const uint8_t *base = place == r->group->place
@@ -53,17 +53,6 @@ static uint64_t length_of(const run *r, uint32_t k) {
     return left < r->step ? left : r->step;
 }
 
-static void fill(const run *r, uint32_t k) {
-    const pl_group *group = r->group;
-    uint64_t length = length_of(r, k);
-    uint8_t *slot = slot_of(group, group->place, 0, r->base + k);
-    const uint8_t *source = r->call->source;
-    source += (uint64_t)k * r->step * r->item;
-    for (int range = 0; range < (r->spreads ? group->size : 1); range++)
-        pl_copy(slot + (uint64_t)range * r->step * r->item, source + (uint64_t)range * r->call->count * r->item,
-                length * r->item);
-}
-
 /* The part of a round's chunk that a rank reduces: whole cache lines. */
 static void share_of(const run *r, int place, uint64_t length, uint64_t *low, uint64_t *high) {
     uint64_t line = 64 / r->item, lines = (length + line - 1) / line, size = (uint64_t)r->group->size;
@@ -71,6 +60,23 @@ static void share_of(const run *r, int place, uint64_t length, uint64_t *low, ui
     *high = lines * ((uint64_t)place + 1) / size * line;
     if (*low > length) *low = length;
     if (*high > length) *high = length;
+}
+
+/* What peers read: not this rank's own share, or range, unless everybody reads everything. */
+static void fill(const run *r, uint32_t k) {
+    const pl_group *group = r->group;
+    uint64_t length = length_of(r, k), low = 0, high = 0;
+    uint8_t *slot = slot_of(group, group->place, 0, r->base + k);
+    const uint8_t *source = r->call->source;
+    source += (uint64_t)k * r->step * r->item;
+    if (is_reduction(r->call->verb) && !r->is_small) share_of(r, group->place, length, &low, &high);
+    for (int range = 0; range < (r->spreads ? group->size : 1); range++) {
+        if (r->spreads && !r->is_small && range == group->place) continue;
+        uint8_t *to = slot + (uint64_t)range * r->step * r->item;
+        const uint8_t *from = source + (uint64_t)range * r->call->count * r->item;
+        pl_copy(to, from, low * r->item);
+        pl_copy(to + high * r->item, from + high * r->item, (length - high) * r->item);
+    }
 }
 
 static void sum_up(const run *r, int range, uint32_t k, uint64_t low, uint64_t n, void *const *outs, int num_outs) {
