@@ -16,5 +16,10 @@
     } while (0)
 
 void test_kernels(void);
+void test_group(void);
+void test_helper(void);
+void test_messages(void);
+void test_processes(void);
+void test_sums(void);
 
 #endif

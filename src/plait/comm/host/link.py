@@ -370,25 +370,28 @@ class HostSum:
     def into(self, out: Tensor, *, add: bool = False) -> Iterator[Tensor]:
         """In one run: squares are taken on the way, and a large sum is written past the cache."""
         link, squares = self._link, ctypes.c_double(0.0)
-        failed = link._clib.pl_sum_into(
-            link._open,
-            self._number,
-            out.data_ptr(),
-            _DTYPES[out.dtype],
-            self._begin,
-            out.numel(),
-            1.0,
-            int(add),
-            ctypes.byref(squares),
-        )
-        if failed:
-            raise link._error(self._call)
-        self.squares = torch.tensor(squares.value, dtype=torch.float64)
-        if out.numel():
-            yield out
-        link._clib.pl_sum_done(link._open, self._number)
-        if not self._is_read():
-            link.arena.defer(self._call.given, self._is_read, self.release)
+        try:
+            failed = link._clib.pl_sum_into(
+                link._open,
+                self._number,
+                out.data_ptr(),
+                _DTYPES[out.dtype],
+                self._begin,
+                out.numel(),
+                1.0,
+                int(add),
+                ctypes.byref(squares),
+            )
+            if failed:
+                raise link._error(self._call)
+            self.squares = torch.tensor(squares.value, dtype=torch.float64)
+            if out.numel():
+                yield out
+        finally:  # also when nobody wants the rest: this and later sums end when all of us say so
+            if link._handle is not None:
+                link._clib.pl_sum_done(link._handle, self._number)
+            if not self._is_read():
+                link.arena.defer(self._call.given, self._is_read, self.release)
 
     def release(self) -> None:
         """Returns when the peers have read what this rank gave: it may be overwritten."""

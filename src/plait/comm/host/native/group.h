@@ -25,18 +25,20 @@ calls ago are free.
 [Note: sums in two halves]
 A sum is entered by `pl_sum_start`, which waits for nobody. Whoever wants results adds them up himself with
 `pl_sum_into`, straight from the peers' arenas, when they have entered too; `pl_sum_done` tells the peers that their
-memory is no longer read. Nothing may be called in the group between the start of a sum and its end but other sums. */
+memory is no longer read. Sums may end in any order; peers learn of the end when all that began before are over,
+and at most PL_CALLS - PL_SUMS may be open. Nothing may be called in the group between the start of a sum and its end but other sums. */
 #ifndef PLAIT_GROUP_H
 #define PLAIT_GROUP_H
 
 #include <pthread.h>
 #include <stddef.h>
+#include <sys/types.h>
 
 #include "sync.h"
 
 #define PL_API __attribute__((visibility("default")))
 
-enum { PL_LABEL = 48, PL_CALLS = 1024, PL_SUMS = 256, PL_SLOTS = 4 };
+enum { PL_LABEL = 48, PL_CALLS = 1024, PL_SUMS = 256, PL_SLOTS = 4, PL_RANKS = 1024 };
 #define PL_CHUNK ((size_t)256 << 10) /* of a slot; L2 is 1 to 2 MiB today */
 #define PL_SMALL ((size_t)32 << 10)  /* whole tensors up to this go through slots and are reduced by everyone */
 #define PL_FOREIGN UINT64_MAX
@@ -77,15 +79,13 @@ typedef struct {
     pl_counter filled;  /* rounds */
     pl_counter reduced;
     pl_counter taken;
-    pl_counter summed; /* the last sum that this rank is through with: its call's number */
+    pl_counter summed; /* this rank is through with all sums up to this number of a call */
     pl_counter bell;   /* rung by everybody who has a message, or room for one, for this rank */
     pl_said said[PL_CALLS];
 } pl_desk;
 
 typedef struct {
     _Alignas(64) _Atomic uint64_t failure;
-    uint64_t key[2]; /* that this is the file that was meant */
-    uint32_t size;
 } pl_head;
 
 typedef struct pl_helper pl_helper;
@@ -101,9 +101,14 @@ typedef struct {
     uint64_t arena_bytes;
     pl_watch watch;
     uint64_t spin_ns, helper_spin_ns;
+    pid_t process;        /* a fork of it has no part in the group */
+    _Atomic int waiting;  /* threads in a call that may wait */
     pthread_mutex_t turn; /* one thread at a time executes calls */
-    uint32_t calls, rounds, sums; /* entered, used, of sums: the last one's number */
+    uint32_t calls, rounds; /* entered, used */
+    pthread_mutex_t sums;   /* of what follows */
+    uint32_t last_sum, ended; /* the last one's number; all sums up to this are over here */
     uint32_t open_sums;
+    uint8_t is_open[PL_CALLS]; /* by number */
     pl_helper *helper;
     pl_mail *mail;
 } pl_group;
@@ -115,7 +120,8 @@ PL_API int pl_unmap(void *address, uint64_t num_bytes);
  * who is alive) and stay the caller's, as `arenas` do. NULL: no memory. */
 PL_API pl_group *pl_open(void *control, int size, int place, void *const *arenas, uint64_t arena_bytes,
                          const int *files, uint64_t timeout_ns, uint64_t spin_ns, uint64_t helper_spin_ns);
-/* Ends the group's threads. Calls under way fail. */
+/* Ends the group's threads. Calls under way fail, also those that other threads wait for. Does nothing in a
+ * process that was forked from the rank's. */
 PL_API void pl_close(pl_group *group);
 PL_API int pl_lock(int fd);
 
@@ -134,9 +140,27 @@ PL_API void pl_sum_done(pl_group *group, uint32_t number);
 PL_API int pl_sum_is_released(pl_group *group, uint32_t number);
 PL_API int pl_sum_release(pl_group *group, uint32_t number);
 
+/* --- what the parts of a group need of each other */
+
+/* Around what may wait: the group is not freed meanwhile. */
+static inline void pl_enter(pl_group *group) { atomic_fetch_add(&group->waiting, 1); }
+static inline int pl_leave(pl_group *group, int code) {
+    atomic_fetch_sub(&group->waiting, 1);
+    return code;
+}
+
 /* For the helper: executes a call; the turn is the caller's. */
 int pl_execute(pl_group *group, const pl_call *call, uint64_t spin_ns);
 /* In this rank's arena, or PL_FOREIGN. */
 uint64_t pl_offset_of(const pl_group *group, const void *address);
+/* What a rank says of a call. */
+pl_said *pl_said_by(const pl_group *group, int place, uint32_t call);
+/* This rank says what it does in its next call. */
+void pl_describe(pl_group *group, const pl_call *call, uint32_t number);
+/* Whether all ranks, who have entered it, are in the same call. */
+int pl_check_same(pl_group *group, uint32_t number);
+/* Waits until a counter of every peer, at this offset of its desk, has reached `target`. */
+int pl_await_all(pl_group *group, size_t counter, uint32_t target, uint64_t spin_ns);
+#define AWAIT_ALL(group, counter, target, spin_ns) pl_await_all(group, offsetof(pl_desk, counter), target, spin_ns)
 
 #endif

@@ -72,6 +72,7 @@ static int begin(pl_helper *helper) {
 
 uint64_t pl_start(pl_group *group, const pl_call *call) {
     pl_helper *helper = group->helper;
+    pl_enter(group);
     pthread_mutex_lock(&helper->lock);
     if (!helper->runs && begin(helper)) { /* no thread to be had: done before we return, in the same order */
         pthread_mutex_lock(&group->turn);
@@ -86,6 +87,7 @@ uint64_t pl_start(pl_group *group, const pl_call *call) {
     }
     uint64_t ticket = helper->started;
     pthread_mutex_unlock(&helper->lock);
+    pl_leave(group, PL_OK);
     return ticket;
 }
 
@@ -94,13 +96,14 @@ int pl_wait(pl_group *group, uint64_t ticket, uint64_t most_ns) {
     uint64_t until = pl_now_ns() + most_ns;
     struct timespec at = {(time_t)(until / 1000000000ull), (long)(until % 1000000000ull)};
     int late = 0;
+    pl_enter(group);
     pthread_mutex_lock(&helper->lock);
     while (helper->finished < ticket && !late)
         late = pthread_cond_timedwait(&helper->changed, &helper->lock, &at) != 0;
     int code = helper->finished < ticket ? PL_PENDING : PL_OK;
     if (code == PL_OK && helper->code != PL_OK && helper->failed <= ticket) code = helper->code;
     pthread_mutex_unlock(&helper->lock);
-    return code;
+    return pl_leave(group, code);
 }
 
 void pl_helper_drain(pl_helper *helper) {
@@ -110,11 +113,12 @@ void pl_helper_drain(pl_helper *helper) {
 }
 
 int pl_run(pl_group *group, const pl_call *call) {
+    pl_enter(group);
     pl_helper_drain(group->helper);
     pthread_mutex_lock(&group->turn);
     int code = pl_execute(group, call, group->spin_ns);
     pthread_mutex_unlock(&group->turn);
-    return code;
+    return pl_leave(group, code);
 }
 
 void pl_helper_end(pl_helper *helper) {

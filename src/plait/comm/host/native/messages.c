@@ -4,6 +4,7 @@
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "kernels.h"
 
@@ -109,7 +110,7 @@ static int move_in(pl_group *group, pl_message *m) {
 static void check_peer(pl_group *group, pl_message *m, uint64_t now) {
     if (now - m->since_ns >= group->watch.timeout_ns)
         pl_fail(group->watch.failure, PL_LATE, m->peer);
-    else if (!pl_is_alive(group->watch.files, m->peer)) {
+    else if (!pl_is_alive(&group->watch, m->peer)) {
         int moved = m->sends ? move_out(group, m) : move_in(group, m); /* its last words */
         if (!moved && !m->over) pl_fail(group->watch.failure, PL_GONE, m->peer);
     }
@@ -208,6 +209,7 @@ int pl_message_wait(pl_group *group, pl_message *message, uint64_t most_ns, uint
     pl_mail *mail = group->mail;
     pl_counter *bell = &group->desks[group->place].bell;
     uint64_t begin_ns = pl_now_ns(), asked = begin_ns;
+    pl_enter(group);
     for (;;) {
         uint32_t seen = pl_read(bell);
         uint64_t now = pl_now_ns();
@@ -215,13 +217,14 @@ int pl_message_wait(pl_group *group, pl_message *message, uint64_t most_ns, uint
         if (asks) asked = now;
         pthread_mutex_lock(&mail->lock);
         int moved = message->over ? 0 : move_all(mail, asks), over = message->over, code = message->code;
+        int others = moved && mail->runs;
         pthread_mutex_unlock(&mail->lock);
-        if (moved && mail->runs) ring(group, group->place);
+        if (others) ring(group, group->place);
         if (over) {
             if (bytes_sent) *bytes_sent = message->found;
-            return code;
+            return pl_leave(group, code);
         }
-        if (now - begin_ns >= most_ns) return PL_PENDING;
+        if (now - begin_ns >= most_ns) return pl_leave(group, PL_PENDING);
         if (moved) continue;
         if (now - begin_ns > group->spin_ns) pl_sleep(bell, seen, 20000000ull);
         else pl_relax();
@@ -229,7 +232,16 @@ int pl_message_wait(pl_group *group, pl_message *message, uint64_t most_ns, uint
 }
 
 void pl_message_free(pl_group *group, pl_message *message) {
-    pthread_mutex_lock(&group->mail->lock); /* nobody else looks at it any more */
+    line *l = &group->mail->lines[2 * message->peer + message->sends];
+    if (getpid() != group->process) return; /* a thread that is not here may have had the lock */
+    pthread_mutex_lock(&group->mail->lock);
+    for (pl_message **at = &l->first, *before = NULL; *at && !message->over; before = *at, at = &before->next) {
+        if (*at != message) continue;
+        *at = message->next; /* given up: nobody moves it any more */
+        if (l->last == message) l->last = before;
+        group->mail->num_open--;
+        break;
+    }
     pthread_mutex_unlock(&group->mail->lock);
     free(message);
 }
@@ -240,6 +252,8 @@ void pl_mail_end(pl_mail *mail) {
         ring(mail->group, mail->group->place);
         pthread_join(mail->thread, NULL);
     }
+    for (int i = 0; i < 2 * mail->group->size; i++)
+        for (pl_message *m = mail->lines[i].first, *next; m; m = next) next = m->next, free(m);
     pthread_mutex_destroy(&mail->lock);
     free(mail->lines);
     free(mail);

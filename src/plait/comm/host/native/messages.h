@@ -27,7 +27,8 @@ PL_API pl_message *pl_receive(pl_group *group, int from, void *out, uint64_t num
 /* PL_OK when it is over, PL_PENDING after `most_ns`, or the group's failure. `bytes_sent`, if not NULL: of a receive, what the
  * sender's message had, where that is not what was expected (PL_MISMATCH). */
 PL_API int pl_message_wait(pl_group *group, pl_message *message, uint64_t most_ns, uint64_t *bytes_sent);
-/* A message that is over, or whose group has failed or closes. */
+/* One that is not over is given up, and with it the channel: the group must have failed, or close. What is
+ * left when a group closes is freed with it. */
 PL_API void pl_message_free(pl_group *group, pl_message *message);
 
 #endif

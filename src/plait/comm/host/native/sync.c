@@ -72,7 +72,7 @@ int pl_await(pl_watch *watch, pl_counter *counter, uint32_t target, int peer, ui
         if (now - asked >= WATCH_NS) {
             asked = now;
             /* It may have come and gone since we looked. */
-            if (!pl_is_alive(watch->files, peer) && !pl_reached(pl_read(counter), target))
+            if (!pl_is_alive(watch, peer) && !pl_reached(pl_read(counter), target))
                 return pl_fail(watch->failure, PL_GONE, peer);
         }
         if (now - begin >= watch->timeout_ns) return pl_fail(watch->failure, PL_LATE, peer);
@@ -85,10 +85,10 @@ int pl_lock_file(int fd) {
     return fcntl(fd, F_SETLK, &lock);
 }
 
-int pl_is_alive(const int *files, int place) {
-    if (!files) return 1;
+int pl_is_alive(const pl_watch *watch, int place) {
+    if (!watch->files) return 1;
     struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = 0, .l_len = 1};
-    return fcntl(files[place], F_GETLK, &lock) != 0 || lock.l_type != F_UNLCK;
+    return fcntl(watch->files[place], F_GETLK, &lock) != 0 || lock.l_type != F_UNLCK;
 }
 
 int pl_fail(_Atomic uint64_t *failure, int code, int peer) {

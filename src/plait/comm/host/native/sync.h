@@ -60,7 +60,7 @@ int pl_await(pl_watch *watch, pl_counter *counter, uint32_t target, int peer, ui
 
 /* Takes the lock that says that this process is alive. */
 int pl_lock_file(int fd);
-int pl_is_alive(const int *files, int place);
+int pl_is_alive(const pl_watch *watch, int place);
 
 /* Notes a failure, unless there is one already; returns the code of the one that stands. */
 int pl_fail(_Atomic uint64_t *failure, int code, int peer);
