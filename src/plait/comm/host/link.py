@@ -16,39 +16,11 @@ from torch import Tensor
 
 from plait.comm.host import library
 from plait.comm.host.arena import Mapping, as_tensor, reserve
+from plait.comm.host.calls import check_device, described, described_sum, in_words, reducible
 from plait.comm.host.meet import Neighbours, open_peers
 from plait.comm.transport import Call, Pending, Verb
 from plait.errors import CommError
 
-_DTYPES = {
-    torch.float64: 0,
-    torch.float32: 1,
-    torch.bfloat16: 2,
-    torch.float16: 3,
-    torch.int64: 4,
-    torch.int32: 5,
-    torch.int16: 6,
-    torch.int8: 7,
-    torch.uint8: 8,
-    torch.bool: 8,
-}
-_BITS = {8: 4, 4: 5, 2: 6, 1: 7}  # what is only copied travels as integers of its size
-_OPS = {"sum": 0, "mean": 0, "max": 1, "min": 2}
-_VERBS = {
-    Verb.ALL_REDUCE: 0,
-    Verb.REDUCE_SCATTER: 1,
-    Verb.ALL_GATHER: 2,
-    Verb.BROADCAST: 3,
-    Verb.REDUCE: 4,
-    Verb.SCATTER: 5,
-    Verb.GATHER: 6,
-    Verb.ALL_TO_ALL: 7,
-    Verb.BARRIER: 8,
-}
-_NAMES = {number: verb.value for verb, number in _VERBS.items()} | {9: "sum"}
-_REDUCTIONS = (Verb.ALL_REDUCE, Verb.REDUCE_SCATTER, Verb.REDUCE)
-_SPREAD = (Verb.REDUCE_SCATTER, Verb.SCATTER, Verb.ALL_TO_ALL)  # `out` is a piece, or as large as all pieces
-_SUM = 9
 _GONE, _LATE, _MISMATCH = -1, -2, -3
 _PENDING = 1
 _SLICE_NS = 100_000_000  # a wait comes back to Python this often, for signals
@@ -119,7 +91,7 @@ class HostLink:
         if call.verb in (Verb.SEND, Verb.RECEIVE):
             self.start(call).wait()
             return
-        code = self._clib.pl_run(self._open, ctypes.byref(self._described(call)))
+        code = self._clib.pl_run(self._open, ctypes.byref(described(call, len(self._ranks))))
         if code:
             raise self._error(call)
 
@@ -127,7 +99,7 @@ class HostLink:
         if call.verb in (Verb.SEND, Verb.RECEIVE):
             return self._start_message(call)
         self._forget_finished()
-        ticket = self._clib.pl_start(self._open, ctypes.byref(self._described(call)))
+        ticket = self._clib.pl_start(self._open, ctypes.byref(described(call, len(self._ranks))))
         self._held.append((ticket, call))
         return Pending(lambda: self._finish(ticket, call))
 
@@ -199,50 +171,6 @@ class HostLink:
         assert self._handle is not None, "a verb on a group whose world is closed"
         return self._handle
 
-    def _described(self, call: Call) -> library.NativeCall:
-        """The call as C reads it."""
-        tensor = call.out if call.source is None else call.source
-        if tensor is None:
-            return library.NativeCall(
-                _VERBS[call.verb], 5, 0, 0, 0, None, None, 1.0, call.label.encode()[:47]
-            )
-        for given in (call.source, call.out):
-            if given is not None and given.device.type != "cpu":
-                raise CommError(
-                    f"{call} of a tensor that is not in this host's memory",
-                    given=f"a tensor on {given.device}",
-                    expected="on cpu: the ranks of this world compute there",
-                )
-        dtype, parts = tensor.dtype, 1
-        count = tensor.numel()
-        if call.verb in _SPREAD:
-            count = call.taken.numel() // (len(self._ranks) if call.verb is Verb.ALL_TO_ALL else 1)
-        if call.verb in _REDUCTIONS:
-            code = self._reducible(call, dtype)
-        else:
-            parts = 2 if dtype.itemsize == 16 else 1
-            code = _BITS[dtype.itemsize // parts]
-        return library.NativeCall(
-            _VERBS[call.verb],
-            code,
-            _OPS[call.op],
-            call.root,
-            count * parts,
-            None if call.source is None else call.source.data_ptr(),
-            None if call.out is None else call.out.data_ptr(),
-            1.0 / len(self._ranks) if call.op == "mean" else 1.0,
-            call.label.encode()[:47],
-        )
-
-    def _reducible(self, call: Call, dtype: torch.dtype) -> int:
-        if dtype not in _DTYPES or (dtype is torch.bool and call.op == "sum"):
-            raise CommError(
-                "ranks cannot reduce tensors of this dtype",
-                given=f"{call.op} of {dtype}",
-                expected="floating-point numbers or integers; of bool max (or) and min (and)",
-            )
-        return _DTYPES[dtype]
-
     def _finish(self, ticket: int, call: Call) -> None:
         code = _PENDING
         while code == _PENDING:
@@ -256,8 +184,7 @@ class HostLink:
 
     def _start_message(self, call: Call) -> Pending:
         tensor = call.given if call.verb is Verb.SEND else call.taken
-        if tensor.device.type != "cpu":
-            raise CommError(f"{call} of a tensor that is not in this host's memory", given=str(tensor.device))
+        check_device(call, tensor)
         if call.root == self._place:
             raise CommError(f"{call.verb.value} to oneself", given=f"rank {self._ranks[self._place]}")
         self._messages = [message for message in self._messages if message.wait(0)[0] == _PENDING]
@@ -296,19 +223,12 @@ class HostLink:
                 given="it lives, but hangs or does something else",
                 hint=f"py-spy dump of rank {rank}'s process; connect(timeout_s=...) if it is only slow",
             )
-        said = [self._said(place) for place in range(len(self._ranks))]
-        return CommError(f"{call} failed: the ranks mean different calls", given="\n            ".join(said))
-
-    def _said(self, place: int) -> str:
         said = library.NativeSaid()
-        self._clib.pl_last_said(self._open, place, ctypes.byref(said))
-        dtype = next((str(d) for d, code in _DTYPES.items() if code == said.dtype), "?").removeprefix(
-            "torch."
-        )
-        what = f" of {said.label.decode(errors='replace')}" if said.label else ""
-        op = f" ({['sum', 'max', 'min'][said.op]})" if said.verb in (0, 1, 4, 9) else ""
-        root = f" with root {self._ranks[said.root]}" if said.verb in (3, 4, 5, 6) else ""
-        return f"rank {self._ranks[place]}: {_NAMES[said.verb]}{op}{what}{root}, {said.count} x {dtype}"
+        lines = []
+        for place, rank in enumerate(self._ranks):
+            self._clib.pl_last_said(self._open, place, ctypes.byref(said))
+            lines.append(f"rank {rank}: {in_words(said, self._ranks)}")
+        return CommError(f"{call} failed: the ranks mean different calls", given="\n            ".join(lines))
 
 
 class _Message:
@@ -342,17 +262,7 @@ class HostSum:
         number = ctypes.c_uint32(0)
         given = call.given
         self._begin = given.numel() // len(link._ranks) * link._place if scatter else 0
-        about = library.NativeCall(
-            _SUM,
-            link._reducible(call, given.dtype),
-            0,
-            0,
-            given.numel(),
-            given.data_ptr(),
-            None,
-            1.0,
-            call.label.encode()[:47],
-        )
+        about = described_sum(given, call.label)
         if link._clib.pl_sum_start(link._open, ctypes.byref(about), ctypes.byref(number)):
             raise link._error(call)
         self._number = number.value
@@ -364,7 +274,7 @@ class HostSum:
 
     def into(self, out: Tensor, *, add: bool = False) -> Iterator[Tensor]:
         link = self._link
-        code = _DTYPES[out.dtype]
+        code = reducible("sum", out.dtype)
         for start in range(0, max(1, out.numel()), _RUN):
             run = out[start : start + _RUN]
             failed = link._clib.pl_sum_into(
