@@ -25,6 +25,7 @@ _GONE, _LATE, _MISMATCH = -1, -2, -3
 _PENDING = 1
 _SLICE_NS = 100_000_000  # a wait comes back to Python this often, for signals
 _RUN = 1 << 17  # elements that are summed at a time
+_MOST_SUMS = 512  # under way in a group: what ranks say of their calls is overwritten 768 later
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ class HostLink:
         self._handle: int | None = handle
         self._held: deque[tuple[int, Call]] = deque()  # see [Note: who owns a call's tensors]
         self._messages: list[_Message] = []
+        self._sums: deque[HostSum] = deque()  # under way, in the order they began in
 
     # --- the protocol
 
@@ -104,13 +106,16 @@ class HostLink:
         return Pending(lambda: self._finish(ticket, call))
 
     def start_sum(self, given: Tensor, *, scatter: bool, label: str) -> "HostSum":
+        call = Call(Verb.REDUCE_SCATTER if scatter else Verb.ALL_REDUCE, label=label)
+        check_device(call, given)
         buffer_bytes = 0
         if not self.arena.owns(given):
             own = self.arena.empty(given.numel(), given.dtype)
             buffer_bytes = own.nbytes
             given = own.copy_(given)
-        call = Call(Verb.REDUCE_SCATTER if scatter else Verb.ALL_REDUCE, given, label=label)
-        return HostSum(self, call, scatter, buffer_bytes)
+        assert len(self._sums) < _MOST_SUMS, "sums that nobody adds up"
+        self._sums.append(HostSum(self, given, call, scatter, buffer_bytes))
+        return self._sums[-1]
 
     def sends_narrow(self, narrow: torch.dtype, wide: torch.dtype) -> bool:
         """Every rank reads all contributions: (p-1) narrow ones more than it has to, where an all-reduce of
@@ -126,6 +131,7 @@ class HostLink:
             self._clib.pl_close(handle)
             self._held.clear()
             self._messages.clear()
+            self._sums.clear()
             os.close(self._fd)  # and with it the lock on our place: peers that wait for us learn that we left
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -205,6 +211,15 @@ class HostLink:
         if code:
             raise self._error(call)
 
+    def _sum_is_through(self, summing: "HostSum") -> None:
+        """Tells the peers how far this rank is, in order: of several sums the later may be added up first."""
+        summing.is_through = True
+        number = None
+        while self._sums and self._sums[0].is_through:
+            number = self._sums.popleft()._number
+        if number is not None:
+            self._clib.pl_sum_done(self._open, number)
+
     # --- errors
 
     def _error(self, call: Call) -> CommError:
@@ -255,13 +270,15 @@ class _Message:
 class HostSum:
     """A sum that each rank adds up for itself, straight from where its peers' contributions lie."""
 
-    def __init__(self, link: HostLink, call: Call, scatter: bool, buffer_bytes: int) -> None:
+    def __init__(self, link: HostLink, given: Tensor, call: Call, scatter: bool, buffer_bytes: int) -> None:
+        """`call`: names it in letters. It holds no tensors: the arena holds on to this sum, not the reverse."""
         self.buffer_bytes = buffer_bytes
+        self.is_through = False
         self._link = link
         self._call = call
-        number = ctypes.c_uint32(0)
-        given = call.given
+        self._given: Tensor | None = given  # until it was added up here; then the arena knows when it is read
         self._begin = given.numel() // len(link._ranks) * link._place if scatter else 0
+        number = ctypes.c_uint32(0)
         about = described_sum(given, call.label)
         if link._clib.pl_sum_start(link._open, ctypes.byref(about), ctypes.byref(number)):
             raise link._error(call)
@@ -292,9 +309,11 @@ class HostSum:
                 raise link._error(self._call)
             if run.numel():
                 yield run
-        link._clib.pl_sum_done(link._open, self._number)
+        assert self._given is not None, "a sum that is added up twice"
+        link._sum_is_through(self)
         if not self._is_read():
-            link.arena.defer(self._call.given, self._is_read, self.release)
+            link.arena.defer(self._given, self._is_read, self.release)
+        self._given = None
 
     def release(self) -> None:
         """Returns when the peers have read what this rank gave: it may be overwritten."""
