@@ -9,7 +9,7 @@ from collections import Counter
 import torch
 import torch.distributed as dist
 
-from plait.comm.host import Neighbours, Waits, meet, open_group
+from plait.comm.host import Board, Neighbours, Waits, meet, open_group
 from plait.comm.torch_link import TorchLink
 from plait.comm.transport import Transport
 from plait.comm.verbs import Group, all_reduce, barrier
@@ -140,18 +140,8 @@ class World:
         self._opened[ranks, lane] += 1
         key = f"plait/{neighbours.key}/{','.join(map(str, ranks))}/{lane}/{self._opened[ranks, lane]}"
         waits = Waits.of(len(neighbours.ranks), self.timeout.total_seconds())
-
-        def find() -> str:
-            try:
-                store.wait([key], self.timeout)
-            except RuntimeError as error:
-                raise CommError(
-                    "a group cannot form: its first rank did not come", given=f"ranks {list(ranks)}"
-                ) from error
-            return bytes(store.get(key)).decode()
-
-        place = ranks.index(self.rank)
-        return open_group(neighbours, ranks, place, lambda word: store.set(key, word), find, waits)
+        board = Board(store.set, lambda key: store.check([key]), lambda key: bytes(store.get(key)).decode())
+        return open_group(neighbours, ranks, ranks.index(self.rank), board, key, waits)
 
     def close(self) -> None:
         """Leaves the job; `connect` would join anew. Groups of this world can be used no more."""

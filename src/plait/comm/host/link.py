@@ -8,7 +8,7 @@ to the tensors of every call until it is over, also when nobody waits for it.
 import ctypes
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -271,7 +271,8 @@ class HostSum:
     """A sum that each rank adds up for itself, straight from where its peers' contributions lie."""
 
     def __init__(self, link: HostLink, given: Tensor, call: Call, scatter: bool, buffer_bytes: int) -> None:
-        """`call`: names it in letters. It holds no tensors: the arena holds on to this sum, not the reverse."""
+        """`call`: names it in letters, and holds no tensors: the arena holds on to this sum until peers have
+        read what it gave."""
         self.buffer_bytes = buffer_bytes
         self.is_through = False
         self._link = link
@@ -323,29 +324,3 @@ class HostSum:
     def _is_read(self) -> bool:
         link = self._link
         return link._handle is None or bool(link._clib.pl_sum_is_released(link._handle, self._number))
-
-
-def open_group(
-    neighbours: Neighbours,
-    ranks: tuple[int, ...],
-    place: int,
-    leave: Callable[[str], None],
-    find: Callable[[], str],
-    waits: Waits,
-) -> HostLink:
-    """The group of these ranks, who all call it. The first makes the control segment and `leave`s word of it,
-    which the others `find` (and wait for)."""
-    clib = neighbours.clib
-    if place == 0:
-        fd = os.memfd_create("plait-group", os.MFD_CLOEXEC)
-        reserve(fd, 0, 4096)
-        os.ftruncate(fd, clib.pl_control_bytes(len(ranks)))
-        leave(f"{os.getpid()} {fd}")
-    else:
-        pid, number = map(int, find().split())
-        fd = open_peers(pid, number)
-    link = HostLink(neighbours, ranks, place, fd, waits)
-    link.run(
-        Call(Verb.BARRIER, label="the group")
-    )  # the first one's descriptor is open until all have theirs
-    return link

@@ -59,7 +59,8 @@ void pl_sleep(pl_counter *counter, uint32_t seen, uint64_t most_ns);
 int pl_await(pl_watch *watch, pl_counter *counter, uint32_t target, int peer, uint64_t spin_ns);
 
 int pl_lock_place(int fd, int place);
-int pl_is_alive(int fd, int place);
+/* Exported as the functions of group.h are. */
+__attribute__((visibility("default"))) int pl_is_alive(int fd, int place);
 
 /* Notes a failure, unless there is one already; returns the code of the one that stands. */
 int pl_fail(_Atomic uint64_t *failure, int code, int peer);
