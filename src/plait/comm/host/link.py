@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from plait.comm.host import library
-from plait.comm.host.arena import Mapping, as_tensor, reserve
+from plait.comm.host.arena import Arena, Mapping, as_tensor, reserve
 from plait.comm.host.calls import check_device, described, described_sum, in_words, reducible
 from plait.comm.host.meet import Neighbours, open_peers
 from plait.comm.transport import Call, Pending, Verb
@@ -64,18 +64,19 @@ class HostLink:
         self._place = place
         self._fd = control_fd
         self._waits = waits
-        self.arena = neighbours.arena
+        self._arena: Arena | None = neighbours.arena
         self._mappings = [neighbours.mappings[rank] for rank in ranks]  # as long as peers' tensors are read
-        self._control = Mapping(self._clib, control_fd, self._clib.pl_control_bytes(len(ranks)))
+        control = Mapping(self._clib, control_fd, self._clib.pl_control_bytes(len(ranks)))
+        self._control: Mapping | None = control
         if self._clib.pl_lock(control_fd, place) != 0:
             raise CommError("a rank cannot lock its place in a group", given=f"rank {ranks[place]}")
         bases = (ctypes.c_void_p * len(ranks))(*(m.address for m in self._mappings))
         handle = self._clib.pl_open(
-            self._control.address,
+            control.address,
             len(ranks),
             place,
             bases,
-            self.arena.mapping.num_bytes,
+            neighbours.arena.mapping.num_bytes,
             control_fd,
             int(waits.timeout_s * 1e9),
             waits.spin_ns,
@@ -132,6 +133,8 @@ class HostLink:
             self._held.clear()
             self._messages.clear()
             self._sums.clear()
+            self._mappings.clear()  # whoever still holds the group then holds nobody's memory
+            self._control = self._arena = None
             os.close(self._fd)  # and with it the lock on our place: peers that wait for us learn that we left
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -173,6 +176,11 @@ class HostLink:
     # --- calls
 
     @property
+    def arena(self) -> Arena:
+        assert self._arena is not None, "a verb on a group whose world is closed"
+        return self._arena
+
+    @property
     def _open(self) -> int:
         assert self._handle is not None, "a verb on a group whose world is closed"
         return self._handle
@@ -181,6 +189,7 @@ class HostLink:
         code = _PENDING
         while code == _PENDING:
             code = self._clib.pl_wait(self._open, ticket, _SLICE_NS)
+        self._forget_finished()
         if code:
             raise self._error(call)
 
@@ -202,6 +211,8 @@ class HostLink:
         code, found = _PENDING, 0
         while code == _PENDING:
             code, found = message.wait(_SLICE_NS)
+        if message in self._messages:
+            self._messages.remove(message)
         if code == _MISMATCH:
             raise CommError(
                 f"{call} failed: two ranks mean different messages",
