@@ -1,4 +1,4 @@
-"""The host transport's messages, and its sums in two halves: in order, both ways at once, from memory on loan."""
+"""The host transport's messages and sums in two halves: in order, both ways at once, from lent memory."""
 
 import time
 
