@@ -14,8 +14,8 @@ and taking new ones would take longer than the communication itself.
 
 [Note: memory that peers still read]
 A tensor may be freed while peers read what it held. `Arena.defer` says until when its memory must not be used
-again; it is then passed over for as long as there is other free memory, and waited for before the arena
-grows.
+again; it is then passed over for as long as there is other free memory, and waited for, a little, before the
+arena grows. Not for longer: what peers do before they read may need something of this rank.
 
 [Note: tensors are freed anywhere]
 Python's collector may free a tensor at any line, also of the arena's own, and other threads free theirs
@@ -26,6 +26,7 @@ import ctypes
 import math
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -40,14 +41,8 @@ from torch import Tensor
 from plait.errors import CommError
 
 _PAGE = 4096
-
-
-@dataclass
-class _Reading:
-    """Peers that may still read a piece of memory."""
-
-    is_over: Callable[[], bool]
-    wait: Callable[[], object]
+_PATIENCE_S = 0.1  # for memory that peers still read; once, then there is more
+_LOOK_S = 0.0001
 
 
 @dataclass
@@ -56,14 +51,11 @@ class _Piece:
 
     start: int
     stop: int
-    readings: list[_Reading] = field(default_factory=list)
+    reads: list[Callable[[], bool]] = field(default_factory=list)  # whether peers have read it
 
     def is_read(self) -> bool:
-        return all(reading.is_over() for reading in self.readings)
-
-    def wait(self) -> None:
-        for reading in self.readings:
-            reading.wait()
+        self.reads = [is_read for is_read in self.reads if not is_read()]
+        return not self.reads
 
 
 @dataclass
@@ -142,15 +134,15 @@ class Arena:
         start = self._take(num_bytes)
         return as_tensor(self.mapping.address + start, numel, dtype, _Block(self, start))
 
-    def defer(self, tensor: Tensor, is_read: Callable[[], bool], wait: Callable[[], object]) -> None:
-        """The memory of `tensor`, once freed, is not used again before `is_read`; `wait` returns when it
-        is. They must not hold on to the tensor."""
+    def defer(self, tensor: Tensor, is_read: Callable[[], bool]) -> None:
+        """The memory of `tensor`, once freed, is not used again before `is_read`, which must not hold on to
+        the tensor."""
         place = tensor.data_ptr() - self.mapping.address
         with self._lock:
             piece = next((p for p in self._used.values() if p.start <= place < p.stop), None)
             if piece is not None:
-                piece.readings = [reading for reading in piece.readings if not reading.is_over()]
-                piece.readings.append(_Reading(is_read, wait))
+                piece.is_read()  # forgets those who have
+                piece.reads.append(is_read)
 
     def close(self) -> None:
         """Nobody will map it any more. Tensors stay until they are freed."""
@@ -158,7 +150,7 @@ class Arena:
         with self._lock:
             self._busy.clear()
             for piece in self._used.values():
-                piece.readings.clear()
+                piece.reads.clear()
 
     def _take_back(self) -> None:
         """What was freed, and what peers have read, can be used again."""
@@ -170,17 +162,17 @@ class Arena:
 
     def _take(self, num_bytes: int) -> int:
         """See [Note: memory that peers still read]."""
+        until_s = time.monotonic() + _PATIENCE_S
         while True:
             with self._lock:
                 self._take_back()
                 start = self._ranges.take(num_bytes)
-                if start is None and not self._busy:
+                if start is None and (not self._busy or time.monotonic() > until_s):
                     start = self._grow(num_bytes)
                 if start is not None:
                     self._used[start] = _Piece(start, start + num_bytes)
                     return start
-                busy = self._busy[0]
-            busy.wait()
+            time.sleep(_LOOK_S)
 
     def _grow(self, num_bytes: int) -> int:
         start = self._size

@@ -324,7 +324,7 @@ class HostSum:
         assert self._given is not None, "a sum that is added up twice"
         link._sum_is_through(self)
         if not self._is_read():
-            link.arena.defer(self._given, self._is_read, self.release)
+            link.arena.defer(self._given, self._is_read)
         self._given = None
 
     def release(self) -> None:
