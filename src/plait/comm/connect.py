@@ -43,6 +43,7 @@ class World:
         self.local_rank = local_rank
         self.device = device
         self.timeout = timeout  # how long a communication may wait for a rank
+        self._pid = os.getpid()
         self._store = store
         self._owned = owned  # the process group is ours to destroy: the program had made none
         self._links: list[Transport] = []
@@ -146,6 +147,8 @@ class World:
     def close(self) -> None:
         """Leaves the job; `connect` would join anew. Groups of this world can be used no more."""
         global _world
+        if os.getpid() != self._pid:  # a fork that ends: what it has inherited is not its to end
+            return
         for link in self._links:
             link.cut()
         if self._neighbours is not None:
