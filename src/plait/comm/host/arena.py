@@ -106,7 +106,13 @@ class Arena:
     def __init__(self, library: ctypes.CDLL, span_bytes: int) -> None:
         """`span_bytes`: of addresses; more than it can ever hold."""
         self.fd = os.memfd_create("plait-arena", os.MFD_CLOEXEC)
-        self.mapping = Mapping(library, self.fd, span_bytes)
+        try:
+            os.ftruncate(self.fd, span_bytes)  # refused where the system limits the sizes of files
+            os.ftruncate(self.fd, 0)
+            self.mapping = Mapping(library, self.fd, span_bytes)
+        except (CommError, OSError):
+            os.close(self.fd)
+            raise
         self._ranges = Ranges()
         self._size = 0  # of the file: all that was ever needed at a time
         self._used: dict[int, _Piece] = {}  # by start
