@@ -96,9 +96,15 @@ def reducible(op: str, dtype: torch.dtype) -> int:
 
 
 def in_words(said: NativeSaid, ranks: tuple[int, ...]) -> str:
-    """What a rank says of a call, without the rank."""
-    dtype = next((str(d) for d, code in _DTYPES.items() if code == said.dtype), "?").removeprefix("torch.")
+    """What a rank says of a call, without the rank. Of what is only copied C knows the bytes."""
+    name = _NAMES[said.verb]
+    dtype = next(dtype for dtype, code in _DTYPES.items() if code == said.dtype)
     what = f" of {said.label.decode(errors='replace')}" if said.label else ""
-    op = f" ({['sum', 'max', 'min'][said.op]})" if said.verb in (0, 1, 4, _SUM) else ""
-    root = f" with root {ranks[said.root]}" if said.verb in (3, 4, 5, 6) else ""
-    return f"{_NAMES[said.verb]}{op}{what}{root}, {said.count} x {dtype}"
+    root = f" with root {ranks[said.root]}" if name in ("broadcast", "reduce", "scatter", "gather") else ""
+    if name == "barrier":
+        return name + what
+    if name not in ("all-reduce", "reduce-scatter", "reduce", "sum"):
+        return f"{name}{what}{root}, {said.count * dtype.itemsize} bytes"
+    op = "mean" if said.op >> 8 else ("sum", "max", "min")[said.op]
+    op = "" if name == "sum" else f" ({op})"
+    return f"{name}{op}{what}{root}, {said.count} x {str(dtype).removeprefix('torch.')}"
