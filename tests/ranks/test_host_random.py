@@ -98,10 +98,8 @@ class Player:
             barrier(group)
         else:
             self.under_way.append(self._verb(group, verb, op, place, numel, dtype, key))
-        while self.under_way and self.own.random() < 0.4:
+        while self.under_way and (self.own.random() < 0.4 or len(self.under_way) > 40):
             self.under_way.pop(self.own.randrange(len(self.under_way)))()
-        if len(self.under_way) > 40:
-            self.finish()
 
     def finish(self) -> None:
         for index in range(len(self.groups)):
