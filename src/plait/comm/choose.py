@@ -4,7 +4,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from plait.comm.host import meet, open_group
+from plait.comm.host import Board, meet, open_group
 from plait.comm.torch_link import over_gloo
 from plait.comm.transport import Transport
 
@@ -15,7 +15,8 @@ def best_transport(store: dist.Store, rank: int, size: int, timeout: timedelta) 
     neighbours, hosts, _ = meet(rank, size, gloo, wanted=True)
     if neighbours is not None and len(set(hosts)) == 1:
         gloo.cut()
-        return open_group(neighbours, tuple(range(size)), rank, store, "plait/group", timeout, is_own=True)
+        ranks, board = tuple(range(size)), Board.of(store)
+        return open_group(neighbours, ranks, rank, board, "plait/group", timeout, is_own=True)
     if neighbours is not None:
         neighbours.close()
     return gloo

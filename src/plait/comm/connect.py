@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from plait.comm.background import Background
-from plait.comm.host import Neighbours, meet, open_group
+from plait.comm.host import Board, Neighbours, meet, open_group
 from plait.comm.torch_link import TorchLink
 from plait.comm.transport import Transport
 from plait.comm.verbs import Group, all_reduce, barrier
@@ -46,6 +46,7 @@ class World:
         self.local_rank = local_rank
         self.device = device
         self.timeout = timeout  # how long a communication may wait for a rank
+        self._pid = os.getpid()
         self._store = store
         self._owned = owned  # the process group is ours to destroy: the program had made none
         self._links: list[Transport] = []
@@ -145,11 +146,14 @@ class World:
         assert self._store is not None, "ranks without a store"
         self._opened[ranks, lane] += 1
         key = f"plait/{neighbours.key}/{','.join(map(str, ranks))}/{lane}/{self._opened[ranks, lane]}"
-        return open_group(neighbours, ranks, ranks.index(self.rank), self._store, key, self.timeout)
+        place, board = ranks.index(self.rank), Board.of(self._store)
+        return open_group(neighbours, ranks, place, board, key, self.timeout)
 
     def close(self) -> None:
         """Leaves the job; `connect` would join anew. Groups of this world can be used no more."""
         global _world
+        if os.getpid() != self._pid:  # a fork that ends: what it has inherited is not its to end
+            return
         for background in self._backgrounds:
             background.close()
         for link in self._links:

@@ -65,7 +65,8 @@ class Pending:
     def wait(self) -> None:
         """Blocks until done (on CUDA: makes the current stream wait). Raises CommError if a peer is lost."""
         while self._waits:
-            self._waits.pop(0)()
+            self._waits[0]()  # interrupted by a signal, it is still to be done
+            del self._waits[:1]
 
 
 class Summing(Protocol):

@@ -14,14 +14,21 @@ and taking new ones would take longer than the communication itself.
 
 [Note: memory that peers still read]
 A tensor may be freed while peers read what it held. `Arena.defer` says until when its memory must not be used
-again; it is then passed over for as long as there is other free memory, and waited for before the arena
-grows.
+again; it is then passed over for as long as there is other free memory, and waited for, a little, before the
+arena grows. Not for longer: what peers do before they read may need something of this rank.
+
+[Note: tensors are freed anywhere]
+Python's collector may free a tensor at any line, also of the arena's own, and other threads free theirs
+meanwhile. So what frees only writes down that it did; who allocates next looks, holding the lock.
 """
 
 import ctypes
 import math
 import os
+import threading
+import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,16 +41,21 @@ from torch import Tensor
 from plait.errors import CommError
 
 _PAGE = 4096
+_PATIENCE_S = 0.1  # for memory that peers still read; once, then there is more
+_LOOK_S = 0.0001
 
 
 @dataclass
-class _Busy:
-    """Freed memory that peers may still read."""
+class _Piece:
+    """A piece of an arena that is in use, or that is free but may still be read."""
 
     start: int
     stop: int
-    is_read: Callable[[], bool]
-    wait: Callable[[], object]
+    reads: list[Callable[[], bool]] = field(default_factory=list)  # whether peers have read it
+
+    def is_read(self) -> bool:
+        self.reads = [is_read for is_read in self.reads if not is_read()]
+        return not self.reads
 
 
 @dataclass
@@ -94,14 +106,19 @@ class Arena:
     def __init__(self, library: ctypes.CDLL, span_bytes: int) -> None:
         """`span_bytes`: of addresses; more than it can ever hold."""
         self.fd = os.memfd_create("plait-arena", os.MFD_CLOEXEC)
-        if library.pl_lock(self.fd) != 0:
-            raise CommError("a file in memory cannot be locked")
-        self.mapping = Mapping(library, self.fd, span_bytes)
+        try:
+            os.ftruncate(self.fd, span_bytes)  # refused where the system limits the sizes of files
+            os.ftruncate(self.fd, 0)
+            self.mapping = Mapping(library, self.fd, span_bytes)
+        except (CommError, OSError):
+            os.close(self.fd)
+            raise
         self._ranges = Ranges()
-        self._busy: list[_Busy] = []
-        self._deferred: dict[int, _Busy] = {}  # by the start of memory that is not freed yet
         self._size = 0  # of the file: all that was ever needed at a time
-        self._starts: dict[int, int] = {}  # of what is in use: start and stop
+        self._used: dict[int, _Piece] = {}  # by start
+        self._busy: list[_Piece] = []  # see [Note: memory that peers still read]
+        self._freed: deque[int] = deque()  # see [Note: tensors are freed anywhere]
+        self._lock = threading.Lock()
 
     @property
     def num_bytes(self) -> int:
@@ -110,7 +127,9 @@ class Arena:
 
     @property
     def used_bytes(self) -> int:
-        return sum(stop - start for start, stop in self._starts.items())
+        with self._lock:
+            self._take_back()
+            return sum(piece.stop - piece.start for piece in self._used.values())
 
     def owns(self, tensor: Tensor) -> bool:
         return 0 <= tensor.data_ptr() - self.mapping.address < self.mapping.num_bytes
@@ -119,45 +138,47 @@ class Arena:
         """A flat tensor in this arena; what is in it is undefined. Raises CommError without memory for it."""
         num_bytes = max(1, math.ceil(numel * dtype.itemsize / _PAGE)) * _PAGE
         start = self._take(num_bytes)
-        self._starts[start] = start + num_bytes
         return as_tensor(self.mapping.address + start, numel, dtype, _Block(self, start))
 
-    def defer(self, tensor: Tensor, is_read: Callable[[], bool], wait: Callable[[], object]) -> None:
-        """The memory of `tensor`, once freed, is not used again before `is_read`; `wait` returns when it
-        is."""
+    def defer(self, tensor: Tensor, is_read: Callable[[], bool]) -> None:
+        """The memory of `tensor`, once freed, is not used again before `is_read`, which must not hold on to
+        the tensor."""
         place = tensor.data_ptr() - self.mapping.address
-        for start, stop in self._starts.items():
-            if start <= place < stop:
-                self._deferred[start] = _Busy(start, stop, is_read, wait)
+        with self._lock:
+            piece = next((p for p in self._used.values() if p.start <= place < p.stop), None)
+            if piece is not None:
+                piece.is_read()  # forgets those who have
+                piece.reads.append(is_read)
 
     def close(self) -> None:
         """Nobody will map it any more. Tensors stay until they are freed."""
         os.close(self.fd)
-        self._busy.clear()
-        self._deferred.clear()
+        with self._lock:
+            self._busy.clear()
+            for piece in self._used.values():
+                piece.reads.clear()
 
-    def _free(self, start: int) -> None:
-        stop = self._starts.pop(start)
-        busy = self._deferred.pop(start, None)
-        if busy is None or busy.is_read():
-            self._ranges.give(start, stop)
-        else:
-            self._busy.append(busy)
+    def _take_back(self) -> None:
+        """What was freed, and what peers have read, can be used again."""
+        while self._freed:
+            self._busy.append(self._used.pop(self._freed.popleft()))
+        for piece in [piece for piece in self._busy if piece.is_read()]:
+            self._busy.remove(piece)
+            self._ranges.give(piece.start, piece.stop)
 
     def _take(self, num_bytes: int) -> int:
         """See [Note: memory that peers still read]."""
-        for busy in [busy for busy in self._busy if busy.is_read()]:
-            self._reuse(busy)
-        found = self._ranges.take(num_bytes)
-        while found is None and self._busy:
-            self._busy[0].wait()
-            self._reuse(self._busy[0])
-            found = self._ranges.take(num_bytes)
-        return self._grow(num_bytes) if found is None else found
-
-    def _reuse(self, busy: _Busy) -> None:
-        self._busy.remove(busy)
-        self._ranges.give(busy.start, busy.stop)
+        until_s = time.monotonic() + _PATIENCE_S
+        while True:
+            with self._lock:
+                self._take_back()
+                start = self._ranges.take(num_bytes)
+                if start is None and (not self._busy or time.monotonic() > until_s):
+                    start = self._grow(num_bytes)
+                if start is not None:
+                    self._used[start] = _Piece(start, start + num_bytes)
+                    return start
+            time.sleep(_LOOK_S)
 
     def _grow(self, num_bytes: int) -> int:
         start = self._size
@@ -222,11 +243,11 @@ class _Block:
     """Keeps a piece of an arena in use, for as long as a tensor refers to it."""
 
     def __init__(self, arena: Arena, start: int) -> None:
-        self._arena = arena
+        self._arena = arena  # and with it the mapping
         self._start = start
 
     def __del__(self) -> None:
-        self._arena._free(self._start)
+        self._arena._freed.append(self._start)
 
 
 def as_tensor(address: int, numel: int, dtype: torch.dtype, keeper: object) -> Tensor:

@@ -60,6 +60,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "pl_map": (c_void_p, [c_int, c_uint64]),
     "pl_unmap": (c_int, [c_void_p, c_uint64]),
     "pl_lock": (c_int, [c_int]),
+    "pl_is_locked": (c_int, [c_int]),
     "pl_open": (
         c_void_p,
         [c_void_p, c_int, c_int, POINTER(c_void_p), c_uint64, POINTER(c_int), c_uint64, c_uint64, c_uint64],

@@ -10,47 +10,17 @@ import os
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from plait.comm.host import library
-from plait.comm.host.arena import Mapping, as_tensor, reserve
+from plait.comm.host.arena import Arena, Mapping, as_tensor, reserve
+from plait.comm.host.calls import check_device, described, described_sum, in_words, reducible
 from plait.comm.host.meet import Neighbours, open_peers
 from plait.comm.transport import Call, Pending, Verb
 from plait.errors import CommError
 
-_DTYPES = {
-    torch.float64: 0,
-    torch.float32: 1,
-    torch.bfloat16: 2,
-    torch.float16: 3,
-    torch.int64: 4,
-    torch.int32: 5,
-    torch.int16: 6,
-    torch.int8: 7,
-    torch.uint8: 8,
-    torch.bool: 8,
-}
-_BITS = {8: 4, 4: 5, 2: 6, 1: 7}  # what is only copied travels as integers of its size
-_OPS = {"sum": 0, "mean": 0, "max": 1, "min": 2}
-_VERBS = {
-    Verb.ALL_REDUCE: 0,
-    Verb.REDUCE_SCATTER: 1,
-    Verb.ALL_GATHER: 2,
-    Verb.BROADCAST: 3,
-    Verb.REDUCE: 4,
-    Verb.SCATTER: 5,
-    Verb.GATHER: 6,
-    Verb.ALL_TO_ALL: 7,
-    Verb.BARRIER: 8,
-}
-_NAMES = {number: verb.value for verb, number in _VERBS.items()} | {9: "sum"}
-_REDUCTIONS = (Verb.ALL_REDUCE, Verb.REDUCE_SCATTER, Verb.REDUCE)
-_SPREAD = (Verb.REDUCE_SCATTER, Verb.SCATTER, Verb.ALL_TO_ALL)  # `out` is a piece, or as large as all pieces
-_SUM = 9
 _GONE, _LATE, _MISMATCH = -1, -2, -3
 _PENDING = 1
 _SLICE_NS = 100_000_000  # a wait comes back to Python this often, for signals
@@ -88,24 +58,24 @@ class HostLink:
         *,
         is_own: bool = False,
     ) -> None:
-        """`control`: the group's segment, of `pl_control_bytes`. `is_own`: `neighbours` serve this link
-        alone."""
+        """`control`: the group's segment, of `pl_control_bytes`. `is_own`: this link alone has the
+        `neighbours`."""
         self._owned = neighbours if is_own else None
         self._clib = neighbours.clib
         self._ranks = ranks
         self._place = place
         self._waits = waits
-        self.arena = neighbours.arena
+        self._arena: Arena | None = neighbours.arena
         self._mappings = [neighbours.mappings[rank] for rank in ranks]  # as long as peers' tensors are read
-        self._control = control
+        self._control: Mapping | None = control
         self._files = (ctypes.c_int * len(ranks))(*(neighbours.files[rank] for rank in ranks))
         bases = (ctypes.c_void_p * len(ranks))(*(m.address for m in self._mappings))
         handle = self._clib.pl_open(
-            self._control.address,
+            control.address,
             len(ranks),
             place,
             bases,
-            self.arena.mapping.num_bytes,
+            neighbours.arena.mapping.num_bytes,
             self._files,
             int(waits.timeout_s * 1e9),
             waits.spin_ns,
@@ -122,7 +92,7 @@ class HostLink:
         if call.verb in (Verb.SEND, Verb.RECEIVE):
             self.start(call).wait()
             return
-        code = self._clib.pl_run(self._open, ctypes.byref(self._described(call)))
+        code = self._clib.pl_run(self._open, ctypes.byref(described(call, len(self._ranks))))
         if code:
             raise self._error(call)
 
@@ -130,18 +100,19 @@ class HostLink:
         if call.verb in (Verb.SEND, Verb.RECEIVE):
             return self._start_message(call)
         self._forget_finished()
-        ticket = self._clib.pl_start(self._open, ctypes.byref(self._described(call)))
+        ticket = self._clib.pl_start(self._open, ctypes.byref(described(call, len(self._ranks))))
         self._held.append((ticket, call))
         return Pending(lambda: self._finish(ticket, call))
 
     def start_sum(self, given: Tensor, *, scatter: bool, label: str) -> "HostSum":
+        call = Call(Verb.REDUCE_SCATTER if scatter else Verb.ALL_REDUCE, label=label)
+        check_device(call, given)
         buffer_bytes = 0
         if not self.arena.owns(given):
             own = self.arena.empty(given.numel(), given.dtype)
             buffer_bytes = own.nbytes
             given = own.copy_(given)
-        call = Call(Verb.REDUCE_SCATTER if scatter else Verb.ALL_REDUCE, given, label=label)
-        return HostSum(self, call, scatter, buffer_bytes)
+        return HostSum(self, given, call, scatter, buffer_bytes)
 
     def sends_narrow(self, narrow: torch.dtype, wide: torch.dtype) -> bool:
         """Every rank reads all contributions: (p-1) narrow ones more than it has to, where an all-reduce of
@@ -157,6 +128,8 @@ class HostLink:
             self._clib.pl_close(handle)
             self._held.clear()
             self._messages.clear()
+            self._mappings.clear()  # whoever still holds the group then holds nobody's memory
+            self._control = self._arena = None
             if self._owned is not None:
                 self._owned.close()
 
@@ -199,58 +172,20 @@ class HostLink:
     # --- calls
 
     @property
+    def arena(self) -> Arena:
+        assert self._arena is not None, "a verb on a group whose world is closed"
+        return self._arena
+
+    @property
     def _open(self) -> int:
         assert self._handle is not None, "a verb on a group whose world is closed"
         return self._handle
-
-    def _described(self, call: Call) -> library.NativeCall:
-        """The call as C reads it."""
-        tensor = call.out if call.source is None else call.source
-        if tensor is None:
-            return library.NativeCall(
-                _VERBS[call.verb], 5, 0, 0, 0, None, None, 1.0, call.label.encode()[:47]
-            )
-        for given in (call.source, call.out):
-            if given is not None and given.device.type != "cpu":
-                raise CommError(
-                    f"{call} of a tensor that is not in this host's memory",
-                    given=f"a tensor on {given.device}",
-                    expected="on cpu: the ranks of this world compute there",
-                )
-        dtype, parts = tensor.dtype, 1
-        count = tensor.numel()
-        if call.verb in _SPREAD:
-            count = call.taken.numel() // (len(self._ranks) if call.verb is Verb.ALL_TO_ALL else 1)
-        if call.verb in _REDUCTIONS:
-            code = self._reducible(call, dtype)
-        else:
-            parts = 2 if dtype.itemsize == 16 else 1
-            code = _BITS[dtype.itemsize // parts]
-        return library.NativeCall(
-            _VERBS[call.verb],
-            code,
-            _OPS[call.op],
-            call.root,
-            count * parts,
-            None if call.source is None else call.source.data_ptr(),
-            None if call.out is None else call.out.data_ptr(),
-            1.0 / len(self._ranks) if call.op == "mean" else 1.0,
-            call.label.encode()[:47],
-        )
-
-    def _reducible(self, call: Call, dtype: torch.dtype) -> int:
-        if dtype not in _DTYPES or (dtype is torch.bool and call.op == "sum"):
-            raise CommError(
-                "ranks cannot reduce tensors of this dtype",
-                given=f"{call.op} of {dtype}",
-                expected="floating-point numbers or integers; of bool max (or) and min (and)",
-            )
-        return _DTYPES[dtype]
 
     def _finish(self, ticket: int, call: Call) -> None:
         code = _PENDING
         while code == _PENDING:
             code = self._clib.pl_wait(self._open, ticket, _SLICE_NS)
+        self._forget_finished()
         if code:
             raise self._error(call)
 
@@ -260,8 +195,7 @@ class HostLink:
 
     def _start_message(self, call: Call) -> Pending:
         tensor = call.given if call.verb is Verb.SEND else call.taken
-        if tensor.device.type != "cpu":
-            raise CommError(f"{call} of a tensor that is not in this host's memory", given=str(tensor.device))
+        check_device(call, tensor)
         if call.root == self._place:
             raise CommError(f"{call.verb.value} to oneself", given=f"rank {self._ranks[self._place]}")
         self._messages = [message for message in self._messages if message.wait(0)[0] == _PENDING]
@@ -273,6 +207,8 @@ class HostLink:
         code, found = _PENDING, 0
         while code == _PENDING:
             code, found = message.wait(_SLICE_NS)
+        if message in self._messages:
+            self._messages.remove(message)
         if code == _MISMATCH:
             raise CommError(
                 f"{call} failed: two ranks mean different messages",
@@ -300,19 +236,12 @@ class HostLink:
                 given="it lives, but hangs or does something else",
                 hint=f"py-spy dump of rank {rank}'s process; connect(timeout_s=...) if it is only slow",
             )
-        said = [self._said(place) for place in range(len(self._ranks))]
-        return CommError(f"{call} failed: the ranks mean different calls", given="\n            ".join(said))
-
-    def _said(self, place: int) -> str:
         said = library.NativeSaid()
-        self._clib.pl_last_said(self._open, place, ctypes.byref(said))
-        dtype = next((str(d) for d, code in _DTYPES.items() if code == said.dtype), "?").removeprefix(
-            "torch."
-        )
-        what = f" of {said.label.decode(errors='replace')}" if said.label else ""
-        op = f" ({['sum', 'max', 'min'][said.op]})" if said.verb in (0, 1, 4, 9) else ""
-        root = f" with root {self._ranks[said.root]}" if said.verb in (3, 4, 5, 6) else ""
-        return f"rank {self._ranks[place]}: {_NAMES[said.verb]}{op}{what}{root}, {said.count} x {dtype}"
+        lines = []
+        for place, rank in enumerate(self._ranks):
+            self._clib.pl_last_said(self._open, place, ctypes.byref(said))
+            lines.append(f"rank {rank}: {in_words(said, self._ranks)}")
+        return CommError(f"{call} failed: the ranks mean different calls", given="\n            ".join(lines))
 
 
 class _Message:
@@ -339,25 +268,17 @@ class _Message:
 class HostSum:
     """A sum that each rank adds up for itself, straight from where its peers' contributions lie."""
 
-    def __init__(self, link: HostLink, call: Call, scatter: bool, buffer_bytes: int) -> None:
+    def __init__(self, link: HostLink, given: Tensor, call: Call, scatter: bool, buffer_bytes: int) -> None:
+        """`call`: names it in letters, and holds no tensors: the arena holds on to this sum until peers have
+        read what it gave."""
         self.buffer_bytes = buffer_bytes
         self.squares: Tensor | None = None
         self._link = link
         self._call = call
-        number = ctypes.c_uint32(0)
-        given = call.given
+        self._given: Tensor | None = given  # until it was added up here; then the arena knows when it is read
         self._begin = given.numel() // len(link._ranks) * link._place if scatter else 0
-        about = library.NativeCall(
-            _SUM,
-            link._reducible(call, given.dtype),
-            0,
-            0,
-            given.numel(),
-            given.data_ptr(),
-            None,
-            1.0,
-            call.label.encode()[:47],
-        )
+        number = ctypes.c_uint32(0)
+        about = described_sum(given, call.label)
         if link._clib.pl_sum_start(link._open, ctypes.byref(about), ctypes.byref(number)):
             raise link._error(call)
         self._number = number.value
@@ -370,12 +291,13 @@ class HostSum:
     def into(self, out: Tensor, *, add: bool = False) -> Iterator[Tensor]:
         """In one run: squares are taken on the way, and a large sum is written past the cache."""
         link, squares = self._link, ctypes.c_double(0.0)
+        assert self._given is not None, "a sum that is added up twice"
         try:
             failed = link._clib.pl_sum_into(
                 link._open,
                 self._number,
                 out.data_ptr(),
-                _DTYPES[out.dtype],
+                reducible("sum", out.dtype),
                 self._begin,
                 out.numel(),
                 1.0,
@@ -390,8 +312,9 @@ class HostSum:
         finally:  # also when nobody wants the rest: this and later sums end when all of us say so
             if link._handle is not None:
                 link._clib.pl_sum_done(link._handle, self._number)
-            if not self._is_read():
-                link.arena.defer(self._call.given, self._is_read, self.release)
+                if not self._is_read():
+                    link.arena.defer(self._given, self._is_read)
+            self._given = None
 
     def release(self) -> None:
         """Returns when the peers have read what this rank gave: it may be overwritten."""
@@ -401,45 +324,3 @@ class HostSum:
     def _is_read(self) -> bool:
         link = self._link
         return link._handle is None or bool(link._clib.pl_sum_is_released(link._handle, self._number))
-
-
-def open_group(
-    neighbours: Neighbours,
-    ranks: tuple[int, ...],
-    place: int,
-    store: dist.Store,
-    key: str,
-    timeout: timedelta,
-    *,
-    is_own: bool = False,
-) -> HostLink:
-    """The group of these ranks, who all call it with the same key, which nobody has used in the store before.
-
-    `is_own`: the link closes `neighbours` when it is cut. Raises CommError.
-    """
-    size = neighbours.clib.pl_control_bytes(len(ranks))
-    if place == 0:
-        fd = os.memfd_create("plait-group", os.MFD_CLOEXEC)
-        os.ftruncate(fd, size)
-        store.set(key, f"{os.getpid()} {fd}")
-    else:
-        fd = open_peers(*_found(store, key, ranks, timeout))
-    try:
-        control = Mapping(neighbours.clib, fd, size)
-        waits = Waits.of(len(neighbours.ranks), timeout.total_seconds())
-        link = HostLink(neighbours, ranks, place, control, waits, is_own=is_own)
-        link.run(Call(Verb.BARRIER, label="a new group"))  # all have opened what the first one holds
-    finally:
-        os.close(fd)
-    return link
-
-
-def _found(store: dist.Store, key: str, ranks: tuple[int, ...], timeout: timedelta) -> tuple[int, int]:
-    try:
-        store.wait([key], timeout)
-    except RuntimeError as error:
-        raise CommError(
-            "a group cannot form: its first rank did not come", given=f"ranks {list(ranks)}"
-        ) from error
-    pid, fd = bytes(store.get(key)).decode().split()
-    return int(pid), int(fd)

@@ -1,11 +1,17 @@
-"""Which ranks share a host, and how they come to share its memory."""
+"""Which ranks share a host, and how they come to share its memory.
+
+[Note: who is here]
+A rank that has not come to a group yet holds no lock there, and one that was killed on its way never will. So
+every rank locks its own arena's file, from before the others hear of it until it leaves; they keep the file
+open, and ask the kernel (native/sync.h has the note on that).
+"""
 
 import ctypes
 import json
 import os
 import secrets
 import socket
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -54,27 +60,39 @@ class Neighbours:
     """The ranks of this host, and the arenas through which they reach each other."""
 
     def __init__(
-        self,
-        clib: ctypes.CDLL,
-        ranks: tuple[int, ...],
-        arena: Arena,
-        mappings: dict[int, Mapping],
-        files: dict[int, int],
-        key: str,
+        self, clib: ctypes.CDLL, rank: int, ranks: tuple[int, ...], arena: Arena, peers: "_Peers", key: str
     ) -> None:
         self.clib = clib
         self.ranks = ranks  # of the world
         self.arena = arena  # this rank's
-        self.mappings = mappings  # everybody's, by rank
-        self.files = files  # descriptors of the arenas: a rank that lives, and takes part, has locked its own
+        self.mappings = {rank: arena.mapping, **peers.mappings}  # everybody's, by rank
+        # Descriptors of the arenas: a rank that lives, and has not left, has locked its own.
+        self.files = {rank: arena.fd, **peers.fds}
         self.key = key
+        self._peers = peers
+
+    def is_here(self, rank: int) -> bool:
+        """Whether another rank lives and has not left. See [Note: who is here]."""
+        return bool(self.clib.pl_is_locked(self.files[rank]))
 
     def close(self) -> None:
         """Leaves: peers that wait for this rank learn that it is gone."""
-        for rank, fd in self.files.items():
-            if self.mappings[rank] is not self.arena.mapping:
-                os.close(fd)
         self.arena.close()
+        self.mappings.clear()
+        self._peers.close()
+
+
+@dataclass
+class _Peers:
+    """What a rank has opened of the others' arenas."""
+
+    mappings: dict[int, Mapping] = field(default_factory=dict)
+    fds: dict[int, int] = field(default_factory=dict)
+
+    def close(self) -> None:
+        for fd in self.fds.values():
+            os.close(fd)
+        self.fds.clear()
         self.mappings.clear()
 
 
@@ -90,27 +108,27 @@ def meet(rank: int, size: int, link: Transport, *, wanted: bool) -> tuple[Neighb
     if clib is not None:
         try:
             arena = Arena(clib, _span_bytes())
+            if clib.pl_lock(arena.fd) != 0:
+                raise OSError("a rank cannot lock its own file")
             card = Card(card.host, card.pid, arena.fd, secrets.token_hex(8))
         except (CommError, OSError) as error:
             card = Card(card.host, why_not=str(error).splitlines()[0])
     cards = _exchange(card, size, link)
     ranks = tuple(r for r in range(size) if cards[r].host == card.host)
-    mappings: dict[int, Mapping] = {}
-    files: dict[int, int] = {}
+    peers = _Peers()
     why_not = next((cards[r].why_not for r in ranks if cards[r].why_not), "")
     if clib is not None and arena is not None and not why_not:
-        why_not = _open(clib, arena, rank, {r: cards[r] for r in ranks}, mappings, files)
+        why_not = _open(clib, peers, arena.mapping.num_bytes, rank, {r: cards[r] for r in ranks})
     # Everybody has opened what he needs, or none of this host uses it.
     verdicts = _exchange(Card(card.host, why_not=why_not[:400]), size, link)
     why_not = next((verdicts[r].why_not for r in ranks if verdicts[r].why_not), "")
     hosts = [c.host for c in cards]
     if arena is None or clib is None or why_not:
-        for peer in files.keys() - {rank}:
-            os.close(files[peer])
         if arena is not None:
             arena.close()
+        peers.close()
         return None, hosts, why_not if wanted else ""
-    return Neighbours(clib, ranks, arena, mappings, files, cards[0].key), hosts, ""
+    return Neighbours(clib, rank, ranks, arena, peers, cards[0].key), hosts, ""
 
 
 def _span_bytes() -> int:
@@ -125,20 +143,14 @@ def _exchange(card: Card, size: int, link: Transport) -> list[Card]:
     return [Card.decode(data) for data in out.view(size, -1)]
 
 
-def _open(
-    clib: ctypes.CDLL,
-    arena: Arena,
-    rank: int,
-    cards: dict[int, Card],
-    mappings: dict[int, Mapping],
-    files: dict[int, int],
-) -> str:
-    """Fills in everybody's mapping and file; why it cannot, if so."""
-    mappings[rank], files[rank] = arena.mapping, arena.fd
-    for peer in cards.keys() - {rank}:
+def _open(clib: ctypes.CDLL, peers: _Peers, span_bytes: int, rank: int, cards: dict[int, Card]) -> str:
+    """Why it cannot, or nothing."""
+    for peer, card in cards.items():
+        if peer == rank:
+            continue
         try:
-            files[peer] = open_peers(cards[peer].pid, cards[peer].fd)
-            mappings[peer] = Mapping(clib, files[peer], arena.mapping.num_bytes)
+            peers.fds[peer] = open_peers(card.pid, card.fd)
+            peers.mappings[peer] = Mapping(clib, peers.fds[peer], span_bytes)
         except (CommError, OSError) as error:
             return f"rank {rank} cannot map rank {peer}'s memory: {str(error).splitlines()[0]}"
     return ""

@@ -91,7 +91,7 @@ void pl_describe(pl_group *group, const pl_call *call, uint32_t number) {
     pl_said *said = pl_said_by(group, group->place, number);
     said->verb = call->verb;
     said->dtype = call->dtype;
-    said->op = call->op;
+    said->op = call->op | (call->scale != 1.0) << 8; /* a mean is no sum */
     said->root = call->root;
     said->count = call->count;
     said->source = call->source ? pl_offset_of(group, call->source) : PL_FOREIGN;
@@ -178,7 +178,7 @@ int pl_sum_into(pl_group *group, uint32_t number, void *out, int out_dtype, uint
     const void *ins[group->size];
     for (int place = 0; place < group->size; place++)
         ins[place] = group->arenas[place] + pl_said_by(group, place, number)->source + begin * pl_itemsize(mine->dtype);
-    pl_reduce(mine->dtype, out_dtype, mine->op, ins, group->size, &out, 1, n, scale, add, squares);
+    pl_reduce(mine->dtype, out_dtype, PL_SUM, ins, group->size, &out, 1, n, scale, add, squares);
     return pl_leave(group, PL_OK);
 }
 

@@ -85,11 +85,12 @@ int pl_lock_file(int fd) {
     return fcntl(fd, F_SETLK, &lock);
 }
 
-int pl_is_alive(const pl_watch *watch, int place) {
-    if (!watch->files) return 1;
+int pl_is_locked(int fd) {
     struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = 0, .l_len = 1};
-    return fcntl(watch->files[place], F_GETLK, &lock) != 0 || lock.l_type != F_UNLCK;
+    return fcntl(fd, F_GETLK, &lock) != 0 || lock.l_type != F_UNLCK;
 }
+
+int pl_is_alive(const pl_watch *watch, int place) { return !watch->files || pl_is_locked(watch->files[place]); }
 
 int pl_fail(_Atomic uint64_t *failure, int code, int peer) {
     uint64_t none = 0, ours = (uint64_t)(uint32_t)code | (uint64_t)(uint32_t)peer << 32;

@@ -60,6 +60,8 @@ int pl_await(pl_watch *watch, pl_counter *counter, uint32_t target, int peer, ui
 
 /* Takes the lock that says that this process is alive. */
 int pl_lock_file(int fd);
+/* Whether another process has locked it. Exported as the functions of group.h are. */
+__attribute__((visibility("default"))) int pl_is_locked(int fd);
 int pl_is_alive(const pl_watch *watch, int place);
 
 /* Notes a failure, unless there is one already; returns the code of the one that stands. */
