@@ -12,13 +12,13 @@ typedef struct {
     uint32_t number, seed;
     uint64_t n;
     int16_t *given; // NULL: none
-    int is_over;
+    int has_begun, is_over;
 } sum;
 
 static void start_sum(rank *me, sum *s, uint64_t *shared) {
     s->seed = (uint32_t)next_random(shared);
     s->n = below(shared, ITEMS) + 1;
-    s->is_over = 0;
+    s->has_begun = 1, s->is_over = 0;
     for (uint64_t i = 0; i < s->n; i++) s->given[i] = (int16_t)value_of(s->seed, me->place, i);
     pl_call call = {PL_HALVES, PL_I16, PL_SUM, 0, s->n, s->given, NULL, 1.0, "a sum"};
     CHECK(pl_sum_start(me->group, &call, &s->number) == PL_OK, "a sum");
@@ -43,7 +43,7 @@ static void end_sum(rank *me, sum *s, uint64_t begin, uint64_t n) {
 
 static void reuse(rank *me, sum *s) {
     CHECK(s->is_over, "a sum that is under way");
-    if (s->number && !pl_sum_is_released(me->group, s->number))
+    if (s->has_begun && !pl_sum_is_released(me->group, s->number))
         CHECK(pl_sum_release(me->group, s->number) == PL_OK, "a sum's end");
     memset(s->given, 0x77, ITEMS * sizeof(int16_t)); // what a peer would read now is wrong
 }
