@@ -7,6 +7,7 @@ to the tensors of every call until it is over, also when nobody waits for it.
 
 import ctypes
 import os
+import threading
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -85,6 +86,7 @@ class HostLink:
         self._handle: int | None = handle
         self._held: deque[tuple[int, Call]] = deque()  # see [Note: who owns a call's tensors]
         self._messages: list[_Message] = []
+        self._lock = threading.Lock()  # of these two: calls may be started and waited for by several threads
 
     # --- the protocol
 
@@ -99,9 +101,11 @@ class HostLink:
     def start(self, call: Call) -> Pending:
         if call.verb in (Verb.SEND, Verb.RECEIVE):
             return self._start_message(call)
-        self._forget_finished()
-        ticket = self._clib.pl_start(self._open, ctypes.byref(described(call, len(self._ranks))))
-        self._held.append((ticket, call))
+        about = described(call, len(self._ranks))
+        with self._lock:
+            self._forget_finished()
+            ticket = self._clib.pl_start(self._open, ctypes.byref(about))
+            self._held.append((ticket, call))
         return Pending(lambda: self._finish(ticket, call))
 
     def start_sum(self, given: Tensor, *, scatter: bool, label: str) -> "HostSum":
@@ -185,7 +189,8 @@ class HostLink:
         code = _PENDING
         while code == _PENDING:
             code = self._clib.pl_wait(self._open, ticket, _SLICE_NS)
-        self._forget_finished()
+        with self._lock:
+            self._forget_finished()
         if code:
             raise self._error(call)
 
@@ -198,17 +203,19 @@ class HostLink:
         check_device(call, tensor)
         if call.root == self._place:
             raise CommError(f"{call.verb.value} to oneself", given=f"rank {self._ranks[self._place]}")
-        self._messages = [message for message in self._messages if message.wait(0)[0] == _PENDING]
-        message = _Message(self, call.verb is Verb.SEND, call.root, tensor)
-        self._messages.append(message)
+        with self._lock:
+            self._messages = [message for message in self._messages if message.wait(0)[0] == _PENDING]
+            message = _Message(self, call.verb is Verb.SEND, call.root, tensor)
+            self._messages.append(message)
         return Pending(lambda: self._finish_message(message, call, tensor))
 
     def _finish_message(self, message: "_Message", call: Call, tensor: Tensor) -> None:
         code, found = _PENDING, 0
         while code == _PENDING:
             code, found = message.wait(_SLICE_NS)
-        if message in self._messages:
-            self._messages.remove(message)
+        with self._lock:
+            if message in self._messages:
+                self._messages.remove(message)
         if code == _MISMATCH:
             raise CommError(
                 f"{call} failed: two ranks mean different messages",
