@@ -93,7 +93,7 @@ WORK: dict[str, tuple[Callable[[World, Group], None], str]] = {
     "started calls": (_started, "all-reduce of w"),
     "messages": (_messages, "(send|receive) of w"),
     "sums": (_sums, "all-reduce of w"),
-    "groups": (_groups, r"the group of ranks \[0, 1, 2, 3\] cannot form"),
+    "groups": (_groups, r"the group of ranks \[0, 1, 2, 3\] cannot form|barrier of the group failed"),
 }
 
 
@@ -195,6 +195,15 @@ def test_a_stopped_rank_is_named_after_the_time_limit(pool: Pool, tmp_path: Path
         assert "all-reduce of h7 failed: rank 2 did not come within 2 s" in letter
         assert 1.9 < took_s < 4
     assert "failed" in results[2][0]  # it comes back to a group that has gone on without it
+
+
+def _leave_at_once() -> int:
+    return connect(transport="host", timeout_s=10).group_of((0, 1, 2), "lane").size
+
+
+def test_ranks_that_leave_at_once_have_formed_their_groups(pool: Pool) -> None:
+    for _ in range(10):
+        assert pool.run(_leave_at_once, 3) == [3] * 3
 
 
 def _late_for_a_group(how: str) -> str:

@@ -60,7 +60,11 @@ def open_group(
     try:
         waits = Waits.of(len(neighbours.ranks), timeout.total_seconds())
         link = HostLink(neighbours, ranks, place, Mapping(neighbours.clib, fd, size), waits, is_own=is_own)
-        link.run(Call(Verb.BARRIER, label="a new group"))  # all have opened what the first one holds
+        try:
+            link.run(Call(Verb.BARRIER, label="a new group"))  # all have opened what the first one holds
+        except BaseException:
+            link.cut()
+            raise
     finally:
         os.close(fd)
     return link
