@@ -19,9 +19,15 @@ settings.load_profile("plait")
 
 
 @pytest.fixture(scope="session")
-def pool(pytestconfig: pytest.Config) -> Iterator[Pool]:
-    """Long-lived worker processes: `pool.run(function, n, *args)`. Started at first use."""
+def workers(pytestconfig: pytest.Config) -> Iterator[Pool]:
+    """Long-lived worker processes, started at first use."""
     filters = [parse_warning_filter(text, escape=False) for text in pytestconfig.getini("filterwarnings")]
     ranks = Pool(filters)
     yield ranks
     ranks.close()
+
+
+@pytest.fixture(scope="session")
+def pool(workers: Pool) -> Pool:
+    """`pool.run(function, n, *args)`: a function on n ranks. A file may have a `pool` of its own, of `workers`."""
+    return workers

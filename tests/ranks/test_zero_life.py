@@ -16,9 +16,9 @@ from programs import Task
 
 
 @pytest.fixture(params=["host", "gloo"])
-def pool(request: pytest.FixtureRequest, pool: Pool) -> PoolOver:
+def pool(request: pytest.FixtureRequest, workers: Pool) -> PoolOver:
     """Both ways: at stage 3 parameters are memory that ranks share, or are gathered."""
-    return pool.over(request.param)
+    return workers.over(request.param)
 
 
 STAGES = [
