@@ -29,5 +29,5 @@ def workers(pytestconfig: pytest.Config) -> Iterator[Pool]:
 
 @pytest.fixture(scope="session")
 def pool(workers: Pool) -> Pool:
-    """`pool.run(function, n, *args)`: a function on n ranks. A file may have a `pool` of its own, of `workers`."""
+    """`pool.run(function, n, *args)`: a function on n ranks. A file may make its own, of `workers`."""
     return workers

@@ -62,15 +62,19 @@ def all_gather(out: Tensor, piece: Tensor, group: Group, *, label: str = "") -> 
 
 def reduce_scatter(out: Tensor, whole: Tensor, group: Group, op: str = "sum", *, label: str = "") -> None:
     """Leaves in `out` this rank's range of the reduced `whole` (flat, size x out)."""
-    start_reduce_scatter(out, whole, group, op, label=label).wait()
+    _run(_reduce_scatter(out, whole, group, op, label), group)
 
 
 def start_reduce_scatter(
     out: Tensor, whole: Tensor, group: Group, op: str = "sum", *, label: str = ""
 ) -> Pending:
+    return _start(_reduce_scatter(out, whole, group, op, label), group)
+
+
+def _reduce_scatter(out: Tensor, whole: Tensor, group: Group, op: str, label: str) -> Call:
     check_op(op, whole)
     _check_ranges(Verb.REDUCE_SCATTER, whole, out, group)
-    return _start(Call(Verb.REDUCE_SCATTER, whole, out, op, label=label), group)
+    return Call(Verb.REDUCE_SCATTER, whole, out, op, label=label)
 
 
 def start_broadcast(tensor: Tensor, group: Group, source: int = 0, *, label: str = "") -> Pending:
@@ -84,54 +88,66 @@ def broadcast(tensor: Tensor, group: Group, source: int = 0, *, label: str = "")
 
 def start_reduce(tensor: Tensor, group: Group, root: int = 0, op: str = "sum", *, label: str = "") -> Pending:
     """Reduces into the root's `tensor`; the others' keep their values."""
-    check_op(op, tensor)
-    out = tensor if group.rank == root else None
-    return _start(_rooted(Verb.REDUCE, tensor, out, group, root, op, label), group)
+    return _start(_reduce(tensor, group, root, op, label), group)
 
 
 def reduce(tensor: Tensor, group: Group, root: int = 0, op: str = "sum", *, label: str = "") -> None:
-    start_reduce(tensor, group, root, op, label=label).wait()
+    _run(_reduce(tensor, group, root, op, label), group)
+
+
+def _reduce(tensor: Tensor, group: Group, root: int, op: str, label: str) -> Call:
+    check_op(op, tensor)
+    out = tensor if group.rank == root else None
+    return _rooted(Verb.REDUCE, tensor, out, group, root, op, label)
 
 
 def start_scatter(
     out: Tensor, whole: Tensor | None, group: Group, source: int = 0, *, label: str = ""
 ) -> Pending:
     """Deals the ranges of the source's `whole` (flat, size x out) to the ranks; others give None."""
-    if group.rank == source:
-        _check_ranges(Verb.SCATTER, whole, out, group)
-    return _start(
-        _rooted(Verb.SCATTER, whole if group.rank == source else None, out, group, source, label=label), group
-    )
+    return _start(_scatter(out, whole, group, source, label), group)
 
 
 def scatter(out: Tensor, whole: Tensor | None, group: Group, source: int = 0, *, label: str = "") -> None:
-    start_scatter(out, whole, group, source, label=label).wait()
+    _run(_scatter(out, whole, group, source, label), group)
+
+
+def _scatter(out: Tensor, whole: Tensor | None, group: Group, source: int, label: str) -> Call:
+    if group.rank == source:
+        _check_ranges(Verb.SCATTER, whole, out, group)
+    return _rooted(Verb.SCATTER, whole if group.rank == source else None, out, group, source, label=label)
 
 
 def start_gather(
     out: Tensor | None, piece: Tensor, group: Group, root: int = 0, *, label: str = ""
 ) -> Pending:
     """Collects the ranks' pieces in the root's `out` (flat, size x piece); others give None."""
-    if group.rank == root:
-        _check_ranges(Verb.GATHER, out, piece, group)
-    return _start(
-        _rooted(Verb.GATHER, piece, out if group.rank == root else None, group, root, label=label), group
-    )
+    return _start(_gather(out, piece, group, root, label), group)
 
 
 def gather(out: Tensor | None, piece: Tensor, group: Group, root: int = 0, *, label: str = "") -> None:
-    start_gather(out, piece, group, root, label=label).wait()
+    _run(_gather(out, piece, group, root, label), group)
+
+
+def _gather(out: Tensor | None, piece: Tensor, group: Group, root: int, label: str) -> Call:
+    if group.rank == root:
+        _check_ranges(Verb.GATHER, out, piece, group)
+    return _rooted(Verb.GATHER, piece, out if group.rank == root else None, group, root, label=label)
 
 
 def start_all_to_all(out: Tensor, whole: Tensor, group: Group, *, label: str = "") -> Pending:
     """Sends the i-th of `size` equal ranges of `whole` to rank i; `out` gets a range from each, in order."""
-    if out.numel() != whole.numel() or out.numel() % group.size or out.dtype != whole.dtype:
-        raise _unfit(Verb.ALL_TO_ALL, out, whole, group)
-    return _start(Call(Verb.ALL_TO_ALL, whole, out, label=label), group)
+    return _start(_all_to_all(out, whole, group, label), group)
 
 
 def all_to_all(out: Tensor, whole: Tensor, group: Group, *, label: str = "") -> None:
-    start_all_to_all(out, whole, group, label=label).wait()
+    _run(_all_to_all(out, whole, group, label), group)
+
+
+def _all_to_all(out: Tensor, whole: Tensor, group: Group, label: str) -> Call:
+    if out.numel() != whole.numel() or out.numel() % group.size or out.dtype != whole.dtype:
+        raise _unfit(Verb.ALL_TO_ALL, out, whole, group)
+    return Call(Verb.ALL_TO_ALL, whole, out, label=label)
 
 
 def barrier(group: Group, *, label: str = "") -> None:
