@@ -54,8 +54,6 @@ class World:
         self._handle = dist.group.WORLD if size > 1 else None
         self._neighbours: Neighbours | None = None
         self._opened: Counter[tuple[tuple[int, ...], str]] = Counter()
-        # Per rank, a name of the host that it runs on: ranks of equal ones can share memory.
-        self.hosts = [""] * size
         if size > 1 and device.type == "cpu":
             self._meet(transport)
         self.group = self.group_of(tuple(range(size)))
@@ -124,13 +122,13 @@ class World:
     def _meet(self, transport: str) -> None:
         base = TorchLink(self._handle, tuple(range(self.size)), self.rank)
         wanted = transport in ("auto", "host")
-        self._neighbours, self.hosts, why_not = meet(self.rank, self.size, base, wanted=wanted)
+        self._neighbours, hosts, why_not = meet(self.rank, self.size, base, wanted=wanted)
         base.cut()
         if why_not and transport == "host":
             raise CommError(
                 "ranks of one host cannot share memory", given=why_not, hint="transport=auto or gloo"
             )
-        if why_not and self.hosts.index(self.hosts[self.rank]) == self.rank:  # once per host
+        if why_not and hosts.index(hosts[self.rank]) == self.rank:  # once per host
             warnings.warn(f"ranks of one host talk through Gloo, which is slower: {why_not}", stacklevel=4)
 
     def _link(self, ranks: tuple[int, ...], lane: str) -> Transport:

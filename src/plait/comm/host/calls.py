@@ -7,7 +7,7 @@ from plait.comm.host.library import NativeCall, NativeSaid
 from plait.comm.transport import Call, Verb
 from plait.errors import CommError
 
-_DTYPES = {
+DTYPES = {
     torch.float64: 0,
     torch.float32: 1,
     torch.bfloat16: 2,
@@ -86,19 +86,19 @@ def check_device(call: Call, tensor: Tensor) -> None:
 
 def reducible(op: str, dtype: torch.dtype) -> int:
     """The code of a dtype that ranks can reduce."""
-    if dtype not in _DTYPES or (dtype is torch.bool and op == "sum"):
+    if dtype not in DTYPES or (dtype is torch.bool and op == "sum"):
         raise CommError(
             "ranks cannot reduce tensors of this dtype",
             given=f"{op} of {dtype}",
             expected="floating-point numbers or integers; of bool max (or) and min (and)",
         )
-    return _DTYPES[dtype]
+    return DTYPES[dtype]
 
 
 def in_words(said: NativeSaid, ranks: tuple[int, ...]) -> str:
     """What a rank says of a call, without the rank. Of what is only copied C knows the bytes."""
     name = _NAMES[said.verb]
-    dtype = next(dtype for dtype, code in _DTYPES.items() if code == said.dtype)
+    dtype = next(dtype for dtype, code in DTYPES.items() if code == said.dtype)
     what = f" of {said.label.decode(errors='replace')}" if said.label else ""
     root = f" with root {ranks[said.root]}" if name in ("broadcast", "reduce", "scatter", "gather") else ""
     if name == "barrier":
