@@ -98,7 +98,7 @@ class Engine:
             self._zero.trained, plan, how.optimizer, how.arguments, how.groups, masters, how.offload_dir
         )
         self.optimizer = self._owned.optimizer
-        self._state = EngineState(model, self._zero.units, self._owned, self._groups.reductions)
+        self._state = EngineState(model, self._zero.units, self._owned, self._groups.gathers)
         self._scale = LossScale(how.loss_scaling) if how.loss_scaling is not None else None
         self._scale_unit = 0.0  # targets that the loss scale is for; see `_scaled`
         self._has_buffers = bool(persistent_buffers(model))
@@ -301,8 +301,10 @@ class Engine:
 
         Raises CheckpointError for another model's, before it changes anything.
         """
-        self._state.load(tensors)
+        self._state.check(tensors)
         self.abandon()
+        self._zero.await_readers()
+        self._state.load(tensors)
         self._is_torn = False
         self._zero.publish()
         self.num_steps = int(tensors["engine/num_steps"])

@@ -58,7 +58,7 @@ class CodedSum:
         assert numel % BLOCK == 0, f"{numel} elements in blocks of {BLOCK}"
         self._group = group
         self._code = code
-        self._residual = torch.zeros(numel if code.feeds_back else 0, device=room.device)
+        self._residual = torch.zeros(numel if code.feeds_back else 0, dtype=torch.float32, device=room.device)
         each = blocks_each(numel, group.size)
         self._ranges = [
             slice(min(numel, place * each * BLOCK), min(numel, (place + 1) * each * BLOCK))
@@ -119,7 +119,7 @@ class CodedSum:
     def _add_up(self, own: Tensor) -> None:
         """Leaves in `own`, this rank's contribution, the sum of all, in rank order."""
         runs = [self._runs(own, codes) for codes in self._theirs]
-        scratch = torch.empty(2, *runs[0][0][0].shape, device=own.device)
+        scratch = torch.empty(2, *runs[0][0][0].shape, dtype=torch.float32, device=own.device)
         for parts in zip(*runs, strict=True):
             mine = parts[0][0]
             total, term = scratch[:, : len(mine)]

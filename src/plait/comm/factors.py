@@ -39,8 +39,9 @@ class FactoredSum:
         as_factors = {matrix.start for matrix in self._matrices}
         self._plain = [(p.start, p.stop) for p in layout.pieces if p.start not in as_factors]
         self._first = room[: factor_bytes(layout, rank)].view(torch.float32)
-        self._residual = torch.zeros(layout.numel, device=room.device)
-        self._right = torch.empty(rank * sum(m.columns for m in self._matrices), device=room.device)
+        self._residual = torch.zeros(layout.numel, dtype=torch.float32, device=room.device)
+        numel = rank * sum(m.columns for m in self._matrices)
+        self._right = torch.empty(numel, dtype=torch.float32, device=room.device)
         self._seed = zlib.crc32(layout.name.encode())
         self._begin()
 
@@ -64,7 +65,7 @@ class FactoredSum:
     def _begin(self) -> None:
         """Directions that are nobody's, the same on all ranks under every plan."""
         random = torch.Generator().manual_seed(self._seed)
-        self._right.copy_(torch.randn(self._right.numel(), generator=random))
+        self._right.copy_(torch.randn(self._right.numel(), dtype=torch.float32, generator=random))
 
     def _sum(self, given: Tensor, own: tuple[int, int], label: str) -> None:
         given.add_(self._residual)

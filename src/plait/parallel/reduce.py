@@ -43,6 +43,8 @@ from plait.parallel.sums import Between, Sums
 from plait.parallel.units import GradientState, Unit
 from plait.plan.turns import TRAVELLING, deadlines
 
+_MOST_TRAVELLING = 256  # of whole gradients that stay; transports have room for some hundreds
+
 
 class Reducer:
     """Sums the units' gradients over the data ranks, beside backward."""
@@ -219,7 +221,7 @@ class Reducer:
         summing = self._sums.start(unit, contribution)
         self._travelling.append((unit, summing))
         self._meter.hold(summing.buffer_bytes)
-        while self._frees and len(self._travelling) > TRAVELLING:
+        while len(self._travelling) > (TRAVELLING if self._frees else _MOST_TRAVELLING):
             self._land(*self._travelling.popleft())
 
     def _land_all(self) -> None:

@@ -82,13 +82,16 @@ class EngineState:
                     tensors[f"{kind}/{piece.name}"] = value
         return tensors
 
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Takes everything over, each rank its part. Raises CheckpointError before any change when a tensor
-        is missing, of another shape or of another optimizer. Of the engine's own keys it looks for one."""
+    def check(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raises CheckpointError when a tensor is missing, of another shape or of another optimizer. Of the
+        engine's own keys it looks for one."""
         if "engine/num_steps" not in tensors:
             raise CheckpointError("this is no engine's state", given="no engine/num_steps")
-        tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith("engine/")}
-        self._check(tensors)
+        self._check(_without_engines(tensors))
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Takes over everything that `check` lets pass, each rank its part."""
+        tensors = _without_engines(tensors)
         with torch.no_grad():
             for unit in self._units:
                 for piece in unit.layout.pieces:
@@ -185,3 +188,7 @@ class EngineState:
         """The kinds of optimizer state to expect: none if it had not made a step when it was saved."""
         found = {key.partition("/")[0] for key in tensors} - set(_OURS)
         return self._owned.kinds if found else set()
+
+
+def _without_engines(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {key: tensor for key, tensor in tensors.items() if not key.startswith("engine/")}

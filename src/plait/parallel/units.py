@@ -21,9 +21,9 @@
 Where the ranks along `shard` can read and write each other's memory, `storage` is one memory for all of them,
 of which each writes its range: what a gather would copy is there as soon as it is written, and each rank's
 part of the memory is its range. Everybody reads it from the end of an update to the next one's beginning, and
-the owners write it between: before the first write all have reduced their gradients' norm together, after the
-last all meet at a barrier. `incoming`, and `gradient`, are lent by the transport, which reads them where they
-lie.
+the owners write it between: before the first write all have reduced their gradients' norm together, or met at
+a barrier where weights are loaded; after the last they meet at one. `incoming`, and `gradient`, are lent by
+the transport, which reads them where they lie.
 
 [Note: gaps]
 The gaps between pieces (see `plan/layout.py`) are zero in all storages and stay so. Frozen units have no
@@ -38,6 +38,7 @@ bf16.
 """
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -288,7 +289,14 @@ class Unit:
                 self.incoming.tensor[start:stop].zero_()
 
     def _taker(self, index: int) -> Callable[[Tensor], None]:
-        return lambda parameter: self._take(index, parameter)
+        """A hook that does not keep the unit: the collector does not see through a parameter's hooks."""
+        unit = weakref.ref(self)
+
+        def take(parameter: Tensor) -> None:
+            if (found := unit()) is not None:
+                found._take(index, parameter)
+
+        return take
 
     def _take(self, index: int, parameter: Tensor) -> None:
         """See [Note: why gradients are taken over in hooks]."""

@@ -208,9 +208,13 @@ class Zero:
             order = agreed_order([(unit,) for unit in completed], self._single, self._all)
             self._reducer.order_by([unit for (unit,) in order], self._gatherer.last_uses, self._plan.prefetch)
 
+    def await_readers(self) -> None:
+        """Returns when weights may be written otherwise than by `update`: see [Note: memory that ranks share]
+        in `units.py`."""
+        self._gatherer.await_readers()
+
     def publish(self) -> None:
         """Lets the model see weights that were written into the ranges otherwise than by `update`."""
-        self._gatherer.await_readers()
         for unit in self.units:
             unit.publish()
         if self._gathers_after_update:

@@ -22,7 +22,7 @@ from plait.comm.host.meet import Neighbours, open_peers
 from plait.comm.transport import Call, Pending, Verb
 from plait.errors import CommError
 
-_GONE, _LATE, _MISMATCH = -1, -2, -3
+_GONE, _LATE, _OTHER_SIZE = -1, -2, -4
 _PENDING = 1
 _SLICE_NS = 100_000_000  # a wait comes back to Python this often, for signals
 
@@ -216,7 +216,7 @@ class HostLink:
         with self._lock:
             if message in self._messages:
                 self._messages.remove(message)
-        if code == _MISMATCH:
+        if code == _OTHER_SIZE and found not in (0, tensor.nbytes):
             raise CommError(
                 f"{call} failed: two ranks mean different messages",
                 given=f"rank {self._ranks[call.root]} sent {found} bytes, "
@@ -242,6 +242,11 @@ class HostLink:
                 f"{call} failed: rank {rank} did not come within {self._waits.timeout_s:g} s",
                 given="it lives, but hangs or does something else",
                 hint=f"py-spy dump of rank {rank}'s process; connect(timeout_s=...) if it is only slow",
+            )
+        if failure.code == _OTHER_SIZE:
+            return CommError(
+                f"{call} failed: the group has been given up",
+                given=f"rank {rank} sent a message of another size than was expected",
             )
         said = library.NativeSaid()
         lines = []

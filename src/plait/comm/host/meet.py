@@ -22,6 +22,8 @@ from plait.comm.transport import Call, Transport, Verb
 from plait.errors import CommError
 
 _CARD_BYTES = 1024
+_ADDRESSES = 1 << 46  # bytes; x86-64 gives a process 2^47
+_PAGE = 4096
 _NAMESPACES = ("pid", "ipc", "net", "user")
 
 
@@ -107,7 +109,7 @@ def meet(rank: int, size: int, link: Transport, *, wanted: bool) -> tuple[Neighb
     card = Card(identity(), os.getpid(), why_not=library.why_not() if wanted else "not wanted")
     if clib is not None:
         try:
-            arena = Arena(clib, _span_bytes())
+            arena = Arena(clib, _span_bytes(size))
             if clib.pl_lock(arena.fd) != 0:
                 raise OSError("a rank cannot lock its own file")
             card = Card(card.host, card.pid, arena.fd, secrets.token_hex(8))
@@ -128,13 +130,14 @@ def meet(rank: int, size: int, link: Transport, *, wanted: bool) -> tuple[Neighb
             arena.close()
         peers.close()
         return None, hosts, why_not if wanted else ""
-    return Neighbours(clib, rank, ranks, arena, peers, cards[0].key), hosts, ""
+    return Neighbours(clib, rank, ranks, arena, peers, cards[ranks[0]].key), hosts, ""
 
 
-def _span_bytes() -> int:
-    """Addresses for an arena: twice the host's memory. 128 TiB are enough for thousands of ranks."""
-    pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-    return max(1 << 34, min(2 * pages * page_bytes, 1 << 42))
+def _span_bytes(num_ranks: int) -> int:
+    """Addresses for an arena: twice the host's memory, but for all ranks no more than half of what a process
+    has. The same on every rank of a host."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(2 * memory, (_ADDRESSES // num_ranks) & -_PAGE)
 
 
 def _exchange(card: Card, size: int, link: Transport) -> list[Card]:

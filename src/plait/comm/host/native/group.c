@@ -80,7 +80,10 @@ pl_said *pl_said_by(const pl_group *group, int place, uint32_t call) {
     return &group->desks[place].said[call % PL_CALLS];
 }
 
-void pl_last_said(pl_group *group, int place, pl_said *out) { *out = *pl_said_by(group, place, group->calls); }
+void pl_last_said(pl_group *group, int place, pl_said *out) {
+    uint32_t different = atomic_load(&group->head->different);
+    *out = *pl_said_by(group, place, different ? different : group->calls);
+}
 
 uint64_t pl_offset_of(const pl_group *group, const void *address) {
     const uint8_t *at = address, *arena = group->arenas[group->place];
@@ -109,13 +112,19 @@ int pl_await_all(pl_group *group, size_t counter, uint32_t target, uint64_t spin
     return PL_OK;
 }
 
+static int differ(pl_group *group, uint32_t number, int peer) {
+    uint32_t none = 0;
+    atomic_compare_exchange_strong(&group->head->different, &none, number);
+    return pl_fail(group->watch.failure, PL_MISMATCH, peer);
+}
+
 int pl_check_same(pl_group *group, uint32_t number) {
     const pl_said *mine = pl_said_by(group, group->place, number);
     for (int peer = 0; peer < group->size; peer++) {
         const pl_said *other = pl_said_by(group, peer, number);
         if (other->verb != mine->verb || other->dtype != mine->dtype || other->op != mine->op ||
             other->root != mine->root || other->count != mine->count)
-            return pl_fail(group->watch.failure, PL_MISMATCH, peer);
+            return differ(group, number, peer);
     }
     return PL_OK;
 }

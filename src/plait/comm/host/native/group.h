@@ -86,6 +86,7 @@ typedef struct {
 
 typedef struct {
     _Alignas(64) _Atomic uint64_t failure;
+    _Atomic uint32_t different; /* the call that ranks mean differently, once somebody has noticed */
 } pl_head;
 
 typedef struct pl_helper pl_helper;
@@ -128,7 +129,7 @@ PL_API int pl_lock(int fd);
 /* Runs a call to its end: PL_OK or the group's failure. */
 PL_API int pl_run(pl_group *group, const pl_call *call);
 PL_API void pl_failure_of(pl_group *group, pl_failure *out);
-/* What the rank at `place` said of this rank's last call; for a letter about a mismatch. */
+/* What the rank at `place` said of the call that ranks mean differently, else of this rank's last one. */
 PL_API void pl_last_said(pl_group *group, int place, pl_said *out);
 
 PL_API int pl_sum_start(pl_group *group, const pl_call *call, uint32_t *number);

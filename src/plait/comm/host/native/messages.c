@@ -92,7 +92,7 @@ static int move_in(pl_group *group, pl_message *m) {
         uint64_t left = m->num_bytes - m->moved, n = left < BLOCK ? left : BLOCK;
         m->found = l.total;
         if (l.total != m->num_bytes) {
-            m->code = pl_fail(group->watch.failure, PL_MISMATCH, m->peer);
+            m->code = pl_fail(group->watch.failure, PL_OTHER_SIZE, m->peer);
             return m->over = 1;
         }
         if (l.source != PL_FOREIGN) n = left;

@@ -25,7 +25,7 @@ void pl_mail_end(pl_mail *mail);
 PL_API pl_message *pl_send(pl_group *group, int to, const void *source, uint64_t num_bytes);
 PL_API pl_message *pl_receive(pl_group *group, int from, void *out, uint64_t num_bytes);
 /* PL_OK when it is over, PL_PENDING after `most_ns`, or the group's failure. `bytes_sent`, if not NULL: of a receive, what the
- * sender's message had, where that is not what was expected (PL_MISMATCH). */
+ * sender's message had, where that is not what was expected (PL_OTHER_SIZE). */
 PL_API int pl_message_wait(pl_group *group, pl_message *message, uint64_t most_ns, uint64_t *bytes_sent);
 /* One that is not over is given up, and with it the channel: the group must have failed, or close. What is
  * left when a group closes is freed with it. */

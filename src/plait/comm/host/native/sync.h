@@ -25,11 +25,11 @@ typedef struct {
     _Atomic uint32_t sleepers;
 } pl_counter;
 
-enum { PL_OK = 0, PL_PENDING = 1, PL_GONE = -1, PL_LATE = -2, PL_MISMATCH = -3, PL_NO_MEMORY = -4 };
+enum { PL_OK = 0, PL_PENDING = 1, PL_GONE = -1, PL_LATE = -2, PL_MISMATCH = -3, PL_OTHER_SIZE = -4 };
 
 /* What failed first in a group: sticky, and the same for all who hear of it. */
 typedef struct {
-    int32_t code; /* PL_GONE, PL_LATE, PL_MISMATCH */
+    int32_t code; /* PL_GONE, PL_LATE, PL_MISMATCH, PL_OTHER_SIZE (of a message) */
     int32_t peer; /* the place of the missing rank */
 } pl_failure;
 
