@@ -164,7 +164,7 @@ def _sent(plan: str) -> tuple[dict[Verb, float], list[UnitLayout]]:
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_codes_send_what_the_formula_says(pool: Pool, ranks: int, zero: int) -> None:
     for way, block_bytes in (("int8", 260), ("fp16", 512)):
-        for sent, units in pool.run(_sent, ranks, f"dp={ranks} zero={zero} reduce={way}"):
+        for sent, units in pool.over("gloo").run(_sent, ranks, f"dp={ranks} zero={zero} reduce={way}"):
             blocks = sum(-(-unit.numel // 256 // ranks) for unit in units)
             once = (ranks - 1) * blocks * block_bytes
             assert sent[Verb.ALL_TO_ALL] == once
@@ -179,7 +179,7 @@ def test_codes_send_what_the_formula_says(pool: Pool, ranks: int, zero: int) -> 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_factors_send_what_the_formula_says(pool: Pool, ranks: int, zero: int) -> None:
     rank = 2
-    for sent, units in pool.run(_sent, ranks, f"dp={ranks} zero={zero} reduce=powersgd:{rank}"):
+    for sent, units in pool.over("gloo").run(_sent, ranks, f"dp={ranks} zero={zero} reduce=powersgd:{rank}"):
         numbers = 0
         for piece in (piece for unit in units for piece in unit.pieces):
             thin = rank * sum(piece.whole_shape)

@@ -124,8 +124,8 @@ def test_what_is_held_for_peers_is_foretold(pool: Pool, words: str) -> None:
 def _scratch(plan: str) -> tuple[int, int]:
     engine = engine_of(plan)
     taken = engine._zero.scratch_bytes
-    reserved = by.Sums.reserve
-    with mock.patch.object(by.Sums, "reserve", autospec=True, side_effect=reserved) as grows:
+    reserved = by.StepSums.reserve
+    with mock.patch.object(by.StepSums, "reserve", autospec=True, side_effect=reserved) as grows:
         train(engine, last=1)
     return taken, grows.call_count
 
