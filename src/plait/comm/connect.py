@@ -63,6 +63,11 @@ class World:
         """One rank that communicates with nobody, whatever else this process takes part in."""
         return cls(0, 1, 0, device)
 
+    @property
+    def transport(self) -> str:
+        """What carries the group of all ranks: host, gloo or nccl; "none" for a lone rank."""
+        return self.group.link.name if self.group.link is not None else "none"
+
     def barrier(self) -> None:
         """Returns when every rank has come here."""
         barrier(self.group)
@@ -241,7 +246,7 @@ def _device(asked: str | None, local_rank: int) -> torch.device:
             "a rank has no GPU",
             given=f"local rank {local_rank}, {torch.cuda.device_count()} GPUs",
             expected="one GPU per rank",
-            hint="fewer ranks per host",
+            hint="fewer ranks per host" if torch.cuda.device_count() else "device=cpu",
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)

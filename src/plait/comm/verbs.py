@@ -45,6 +45,7 @@ def start_all_reduce(tensor: Tensor, group: Group, op: str = "sum", *, label: st
 
 
 def all_reduce(tensor: Tensor, group: Group, op: str = "sum", *, label: str = "") -> None:
+    """`start_all_reduce`, to its end."""
     check_op(op, tensor)
     _run(Call(Verb.ALL_REDUCE, tensor, tensor, op, label=label), group)
 
@@ -56,6 +57,7 @@ def start_all_gather(out: Tensor, piece: Tensor, group: Group, *, label: str = "
 
 
 def all_gather(out: Tensor, piece: Tensor, group: Group, *, label: str = "") -> None:
+    """`start_all_gather`, to its end."""
     _check_ranges(Verb.ALL_GATHER, out, piece, group)
     _run(Call(Verb.ALL_GATHER, piece, out, label=label), group)
 
@@ -83,6 +85,7 @@ def start_broadcast(tensor: Tensor, group: Group, source: int = 0, *, label: str
 
 
 def broadcast(tensor: Tensor, group: Group, source: int = 0, *, label: str = "") -> None:
+    """`start_broadcast`, to its end."""
     _run(_rooted(Verb.BROADCAST, tensor, tensor, group, source, label=label), group)
 
 
@@ -92,6 +95,7 @@ def start_reduce(tensor: Tensor, group: Group, root: int = 0, op: str = "sum", *
 
 
 def reduce(tensor: Tensor, group: Group, root: int = 0, op: str = "sum", *, label: str = "") -> None:
+    """`start_reduce`, to its end."""
     _run(_reduce(tensor, group, root, op, label), group)
 
 
@@ -109,6 +113,7 @@ def start_scatter(
 
 
 def scatter(out: Tensor, whole: Tensor | None, group: Group, source: int = 0, *, label: str = "") -> None:
+    """`start_scatter`, to its end."""
     _run(_scatter(out, whole, group, source, label), group)
 
 
@@ -126,6 +131,7 @@ def start_gather(
 
 
 def gather(out: Tensor | None, piece: Tensor, group: Group, root: int = 0, *, label: str = "") -> None:
+    """`start_gather`, to its end."""
     _run(_gather(out, piece, group, root, label), group)
 
 
@@ -141,6 +147,7 @@ def start_all_to_all(out: Tensor, whole: Tensor, group: Group, *, label: str = "
 
 
 def all_to_all(out: Tensor, whole: Tensor, group: Group, *, label: str = "") -> None:
+    """`start_all_to_all`, to its end."""
     _run(_all_to_all(out, whole, group, label), group)
 
 
@@ -171,10 +178,12 @@ def start_receive(tensor: Tensor, group: Group, source: int, *, label: str = "")
 
 
 def send(tensor: Tensor, group: Group, to: int, *, label: str = "") -> None:
+    """`start_send`, to its end."""
     start_send(tensor, group, to, label=label).wait()
 
 
 def receive(tensor: Tensor, group: Group, source: int, *, label: str = "") -> None:
+    """`start_receive`, to its end."""
     start_receive(tensor, group, source, label=label).wait()
 
 

@@ -253,7 +253,11 @@ class HostLink:
         for place, rank in enumerate(self._ranks):
             self._clib.pl_last_said(self._open, place, ctypes.byref(said))
             lines.append(f"rank {rank}: {in_words(said, self._ranks)}")
-        return CommError(f"{call} failed: the ranks mean different calls", given="\n            ".join(lines))
+        return CommError(
+            f"{call} failed: the ranks mean different calls",
+            given="\n            ".join(lines),
+            hint="the same calls in the same order on every rank; after a failure the group is of no use",
+        )
 
 
 class _Message:
