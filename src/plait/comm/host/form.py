@@ -56,15 +56,15 @@ def open_group(
         try:
             fd = open_peers(*map(int, word.split()))
         except OSError as error:
-            raise _missing(ranks, 0, "is gone") from error
+            raise _missing(ranks, f"rank {ranks[0]} is gone") from error
     try:
         waits = Waits.of(len(neighbours.ranks), timeout.total_seconds())
         link = HostLink(neighbours, ranks, place, Mapping(neighbours.clib, fd, size), waits, is_own=is_own)
         try:
             link.run(Call(Verb.BARRIER, label="a new group"))  # all have opened what the first one holds
-        except BaseException:
+        except CommError as error:
             link.cut()
-            raise
+            raise _missing(ranks, error.fact.partition("failed: ")[2]) from error
     finally:
         os.close(fd)
     return link
@@ -80,15 +80,15 @@ def _find(
         if board.has(key):
             return board.read(key)
         if not is_here:
-            raise _missing(ranks, peer, "is gone")
+            raise _missing(ranks, f"rank {ranks[peer]} is gone")
         if time.monotonic() > until_s:
-            raise _missing(ranks, peer, f"did not come within {timeout_s:g} s")
+            raise _missing(ranks, f"rank {ranks[peer]} did not come within {timeout_s:g} s")
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LOOK_SELDOM_S)
 
 
-def _missing(ranks: tuple[int, ...], peer: int, what: str) -> CommError:
+def _missing(ranks: tuple[int, ...], what: str) -> CommError:
     return CommError(
-        f"the group of ranks {list(ranks)} cannot form: rank {ranks[peer]} {what}",
+        f"the group of ranks {list(ranks)} cannot form: {what}",
         hint="all ranks of a group ask for it at the same point of the program",
     )
