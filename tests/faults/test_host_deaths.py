@@ -132,7 +132,7 @@ def assert_nothing_remains(pool: Pool) -> None:
 
 
 def _kill_at_work(pool: Pool, folder: Path, name: str, chance: random.Random) -> None:
-    # A first rank that is killed while it leaves word of a group may leave half a record in torch's FileStore,
+    # A first rank killed while it leaves word of a group may leave half a record in torch's FileStore,
     # on which readers turn forever.
     victim, after_s = chance.randrange(name == "groups", RANKS), chance.uniform(0.001, 0.3)
     with pytest.raises(RankError, match="was killed by SIGKILL"):
