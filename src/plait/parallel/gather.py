@@ -1,6 +1,7 @@
 """Parameters on their way from the owners of their ranges to where they are used.
 
 [Note: when a unit is whole]
+In memory that ranks share: always, with a barrier where a gather would be. Else:
 Stages 1 and 2: always, but for the time of an update: a unit's gather starts when its piece is updated, and
 all have landed when the update is over, so that nobody can read an old weight. Stage 3: from a gather
 just before use (or `prefetch` uses earlier) until the use is over. A use is an *owner* at work:

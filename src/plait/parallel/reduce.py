@@ -20,7 +20,7 @@ the replicas (hybrid sharding) add their `gradient`s once a step.
 `incoming` is read by the transport until the sum has landed. Landing waits, so it is put off: the
 reduction of unit i lands when that of unit i + TRAVELLING has started. At most three whole gradients are
 held at a time: one that fills, or has just started, and two that travel. Where whole gradients stay,
-nothing is freed and everything lands at the end.
+nothing is freed, and what peers have not given by then lands at the end.
 
 [Note: late gradients]
 At stage 3 a reduction starts when its unit is complete or due, so that nobody waits in a circle: see the
@@ -62,8 +62,9 @@ class Reducer:
         meter: Meter,
     ) -> None:
         """`whole`: whole gradients stay, and one reduction a step is made of them. `hurries`: reductions have
-        deadlines, see [Note: late gradients]. Where whole gradients stay, nothing lands in backward, so
-        nobody waits in a circle, and a late gradient would meet its own sum."""
+        deadlines, see [Note: late gradients]. Where whole gradients stay, backward lands what needs no
+        waiting (and, beyond some hundreds of units, the oldest), so nobody waits in a circle, and a late
+        gradient would meet its own sum."""
         self._order = list(reversed(units))  # see [Note: one order of reductions ...]
         self._sums = sums
         self._shard = shard

@@ -24,6 +24,9 @@ Over N ranks of `shard` (N-1)/N elements per parameter and rank travel for each 
 stages 1 and 2 as much as stage 0's all-reduce, stage 3 half as much again, because backward gathers once
 more.
 
+Where the ranks of `shard` share memory (see the note of that name in `units.py`) one storage serves all of
+them from stage 1 on: nothing is gathered, and a barrier ends the update.
+
 With `gathered=step` stage 3 gathers once a step; `accumulate=whole` keeps whole gradients over a step's
 micro-batches. Both take memory for less traffic.
 
