@@ -47,7 +47,8 @@ def test_the_plans_of_zero_differ_can_be_and_meet_in_pairs() -> None:
     cases, few = zero_plans.all_cases(), zero_plans.few_cases()
     names = {zero_plans.name_of(case) for case in cases}
     assert len(names) == len(cases)
-    assert len(cases) == 3 * (16 + 4 * (2 + 2 + 1 + 1) + 8 * (2 + 2 + 1 + 1) + 32 * (2 + 2 + 1 + 1))
+    alone, shards, transports, builds = 4 + 4 + 8 + 32, 2 + 1 + 2, 2, 3  # one rank; of dp 2, 3 and 4
+    assert len(cases) == builds * (alone + transports * (3 * 4 + shards * (4 + 8 + 32)))
     assert zero_plans.NUM_COVERING <= len(few) <= 1.2 * zero_plans.NUM_COVERING
     assert all(programs.SEQUENCES % zero_plans.micros_of(case) == 0 for case in cases)
     pairs = {pair for case in few for pair in combined(case, 2)}
