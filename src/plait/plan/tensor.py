@@ -1,0 +1,138 @@
+"""How layers are cut over the grid's `row` and `col` axes: the algebra, without a tensor.
+
+[Note: one axis is a special case of two]
+The residual stream's features are cut over `row`; heads and the feed-forward's features over `col`.
+
+  style       weight (out, in)          input features    summed over, forward    backward      output features
+  COLUMN      out over col, in over row     over row          row                     col           over col
+  ROW         out over row, in over col     over col          col                     row           over row
+
+A ROW layer takes what a COLUMN layer gives and the other way round, so nothing is re-laid between them. With one
+row this is Megatron-LM (Shoeybi et al. 1909.08053, section 3); with ZeRO 3 along `shard` it is AxoNN's grid (Singh et
+al. 2305.13525, section 3): X = col, Y = row, Z = shard.
+
+[Note: uneven pieces, shared pieces]
+Every coordinate of an axis has ranges of a tensor's dim: one, several (a packed projection gives one of each part), of
+any length. Coordinates that have the same ranges hold the same piece: kv heads fewer than columns. What each of
+them adds to its gradient is a part of it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+Range = tuple[int, int]  # start and stop
+
+
+class Style(Enum):
+    """What becomes of a module. See [Note: one axis is a special case of two]."""
+
+    COLUMN = "column"
+    ROW = "row"
+    VOCABULARY = "vocabulary"  # an embedding: vocabulary over col, features over row; summed over col
+    TABLE = "table"  # an embedding that every column holds: features over row (positions, token types)
+    NORM = "norm"  # statistics over all of a feature dim that is cut; see LayerCut.out
+    HEAD_NORM = "head norm"  # of each head by itself: whole weight, which every column adds to
+    LATENT = "latent"  # DeepSeek's kv_a_proj: whole; of its output the rotary part is shared by all heads
+    EXPERTS = "experts"  # a module of expert tensors: input whole, output summed over col
+    WHOLE = "whole"  # as it is, given whole features
+
+
+@dataclass(frozen=True)
+class DimCut:
+    """Which ranges of one dim of a whole tensor every coordinate along an axis has."""
+
+    axis: str  # row or col
+    ranges: tuple[tuple[Range, ...], ...]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Elements of each coordinate."""
+        return tuple(sum(stop - start for start, stop in ranges) for ranges in self.ranges)
+
+    def sharers(self, coord: int) -> tuple[int, ...]:
+        """The coordinates that have what this one has, itself among them."""
+        return tuple(c for c, ranges in enumerate(self.ranges) if ranges == self.ranges[coord])
+
+
+@dataclass(frozen=True)
+class LayerCut:
+    """What becomes of one module.
+
+    out, inp    the cut of its output and of its input features; None: whole. An embedding's `inp` is its
+                vocabulary; a norm has `out` alone, whose axis its statistics are taken over
+    transposed  its weight is stored (in, out), as transformers' Conv1D does
+    gathers     COLUMN: its output is gathered over `col`, and whole on every rank
+    splits      ROW: its input is whole; this rank takes its features of it
+    head        COLUMN: gives the logits; they stay cut over the vocabulary where nobody asks for them whole
+    """
+
+    module: str
+    style: Style
+    out: DimCut | None = None
+    inp: DimCut | None = None
+    transposed: bool = False
+    gathers: bool = False
+    splits: bool = False
+    head: bool = False
+
+
+@dataclass(frozen=True)
+class ParameterCut:
+    """What becomes of one parameter.
+
+    dims        the cut of each of its dims, None for a whole one
+    partial     every column computes a part of its gradient, although all hold the same piece
+    """
+
+    name: str
+    dims: tuple[DimCut | None, ...]
+    partial: bool = False
+
+    def ranges(self, shape: Sequence[int], row: int, col: int) -> tuple[tuple[Range, ...], ...]:
+        """Of every dim of the whole, what the rank at this place holds."""
+        assert len(shape) == len(self.dims), f"{self.name}: {len(self.dims)} cuts for shape {tuple(shape)}"
+        place = {"row": row, "col": col}
+        return tuple(
+            ((0, size),) if cut is None else cut.ranges[place[cut.axis]]
+            for size, cut in zip(shape, self.dims, strict=True)
+        )
+
+    def sharers(self, cols: int, col: int) -> tuple[int, ...]:
+        """The `col` coordinates whose gradients of this piece are parts of a sum; () where none has to be
+        taken."""
+        over_col = self._along("col")
+        found = over_col.sharers(col) if over_col is not None else tuple(range(cols)) if self.partial else ()
+        return found if len(found) > 1 else ()
+
+    def is_first(self, row: int, col: int) -> bool:
+        """Whether this rank is the first that holds its piece: the one that counts it in a norm."""
+        over_row, over_col = self._along("row"), self._along("col")
+        first_row = row if over_row is not None else 0
+        first_col = over_col.sharers(col)[0] if over_col is not None else 0
+        return (row, col) == (first_row, first_col)
+
+    def _along(self, axis: str) -> DimCut | None:
+        return next((cut for cut in self.dims if cut is not None and cut.axis == axis), None)
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """What becomes of a model on a grid of `rows` x `cols`. Parameters that are not named are whole.
+
+    layers      modules whose forward changes
+    parameters  by the names that the model's `named_parameters` gives (a tied one once)
+    regions     modules in which features are cut over `col` (heads, ffn): attention, mlp, or a lone layer. Outside
+                of them lies the residual stream
+    pure        of regions: every weight in it that reads the region's input is cut (COLUMN), so that the gradients of
+                its input are parts on every column
+    attributes  (module, attribute, its value at each `col` coordinate): what a module counts itself
+    """
+
+    rows: int
+    cols: int
+    layers: tuple[LayerCut, ...] = ()
+    parameters: tuple[ParameterCut, ...] = ()
+    regions: tuple[str, ...] = ()
+    pure: frozenset[str] = frozenset()
+    attributes: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
