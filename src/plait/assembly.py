@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from plait.comm import Mesh, World, connect
 from plait.engine import Engine, Training
 from plait.errors import ConfigError, PlanError
-from plait.models import Blocks, Loss, blocks_of
+from plait.models import Blocks, Loss, blocks_of, meta_twin, tensor_plan_of
 from plait.optim import DEFAULT_GROUPS, LossScaling
-from plait.plan import Grid, Plan
+from plait.plan import Grid, Plan, TensorPlan
+from plait.probe import probe as run_probe
+from plait.probe import probe_batch
 
 
 def parallelize(
@@ -28,6 +30,8 @@ def parallelize(
     loss_scaling: LossScaling | None = None,
     blocks: Blocks | None = None,
     offload_dir: str | Path | None = None,
+    tensor_plan: Mapping[str, str] | None = None,
+    probe: bool | Mapping[str, Tensor] = False,
     seed: int = 0,
     world: World | None = None,
 ) -> Engine:
@@ -48,6 +52,10 @@ def parallelize(
     blocks          what is gathered and reduced together: a module class, several, or a list of modules.
                     None: the children of the largest ModuleList or Sequential
     offload_dir     the folder of offload=disk, on a disk of this host
+    tensor_plan     how `tp` cuts layers: {"blocks.*.fc1": "colwise", "blocks.*.fc2": "rowwise"}. None:
+                    what a Hugging Face model says of itself, or what plait knows of its family
+    probe           compares the model's gradients with those of the whole model in one process (rank 0 needs
+                    the memory) before the first step: on random tokens, or on a batch that is given
 
     A parameter that a step does not use counts as one with a zero gradient: its moments and weight decay
     go on, where a plain torch loop would leave it out. Buffers that forward changes follow rank 0's.
@@ -59,6 +67,7 @@ def parallelize(
     plan.check_ranks(world.size)
     _check_fp16(plan, loss_scaling, world.device)
     _check_algorithm(plan, world.device)
+    found = blocks_of(model, blocks)
     how = Training(
         optimizer=optimizer,
         arguments=optimizer_args or {},
@@ -70,9 +79,15 @@ def parallelize(
         loss_scaling=(loss_scaling or LossScaling()) if plan.precision == "fp16" else None,
         seed=seed,
         offload_dir=None if offload_dir is None else Path(offload_dir),
+        tensor=_tensor_plan(model, plan, found, tensor_plan),
     )
     mesh = Mesh(world, Grid.of(plan))
-    return Engine(model if model.training else model.train(), plan, how, mesh, blocks_of(model, blocks))
+    batch = probe_batch(model, seed) if probe is True else probe or None
+    twin = meta_twin(model) if batch is not None else None
+    engine = Engine(model if model.training else model.train(), plan, how, mesh, found)
+    if batch is not None and twin is not None:
+        run_probe(engine, twin, batch, loss)
+    return engine
 
 
 def _check_update(optimizer: object, norm: float | None, value: float | None) -> None:
@@ -110,6 +125,15 @@ def _check_fp16(plan: Plan, scaling: LossScaling | None, device: torch.device) -
             given=f"precision=fp16 on {device}: {str(error).splitlines()[0]}",
             hint="precision=bf16",
         ) from error
+
+
+def _tensor_plan(
+    model: nn.Module, plan: Plan, blocks: list[tuple[str, nn.Module]], given: Mapping[str, str] | None
+) -> TensorPlan:
+    """A lone rank cuts nothing, so any model will do; what a user says of it is checked all the same."""
+    if plan.rows == plan.cols == 1 and given is None:
+        return TensorPlan(1, 1)
+    return tensor_plan_of(model, plan.rows, plan.cols, sequence=plan.sp, blocks=blocks, given=given)
 
 
 def _check_algorithm(plan: Plan, device: torch.device) -> None:

@@ -12,7 +12,6 @@ needs no state in a checkpoint, and put back afterwards. Gradients are summed in
 a step is skipped follows from the reduced loss and norm, which are the same bits on every rank.
 """
 
-import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,16 +24,12 @@ from torch import Tensor, nn
 from plait.batch import EvalResult, StepResult, check_loss, micro_batches, on_device
 from plait.comm import Mesh, all_reduce, broadcast, start_all_reduce
 from plait.errors import ModelError, PlanError
+from plait.forward import Forward
 from plait.models import (
+    FlopFacts,
     Loss,
-    choose_loss,
-    flops_per_token,
-    forward_inputs,
-    meta_twin,
-    saved_bytes,
     seeded,
     unit_facts,
-    watch_saved,
 )
 from plait.optim import LossScale, LossScaling, clip_factor, clip_values
 from plait.parallel import (
@@ -42,6 +37,7 @@ from plait.parallel import (
     EngineState,
     Masters,
     Owned,
+    PartialSums,
     Precision,
     Unit,
     bring_to_life,
@@ -51,7 +47,8 @@ from plait.parallel import (
     persistent_buffers,
     recompute_blocks,
 )
-from plait.plan import Layout, MemoryUse, Plan
+from plait.parallel.tensor import cut_layers
+from plait.plan import Layout, MemoryUse, Place, Plan, TensorPlan
 
 
 @dataclass(frozen=True)
@@ -68,6 +65,7 @@ class Training:
     loss_scaling: LossScaling | None
     seed: int
     offload_dir: Path | None
+    tensor: TensorPlan
 
 
 class Engine:
@@ -85,12 +83,18 @@ class Engine:
         self._how = how
         self._groups = DataGroups.of(mesh, plan)
         self._is_replica = mesh.coord["replicate"] > 0
+        self._flops = FlopFacts.of(model)
         found = [block for _, block in blocks]
-        self.layout = Layout.of(unit_facts(model, blocks, how.group_of), plan.shard_degree)
+        facts = unit_facts(model, blocks, how.group_of)
+        layouts = [Layout.of(facts, plan.shard_degree, place) for place in Place.all_of(how.tensor)]
+        self.layout = layouts[self._groups.model.rank]
         masters = Masters(plan, self.layout, self.device, how.offload_dir)
+        partial = PartialSums(mesh, self.layout)
         self._zero = bring_to_life(
-            model, blocks, self.layout, plan, self._groups, self.device, how.seed, masters
+            model, blocks, self.layout, plan, self._groups, partial, self.device, how.seed, masters
         )
+        self._cut = cut_layers(model, how.tensor, mesh, blocks, sequence=plan.sp)
+        self._forward = Forward(model, self._zero, self._cut, how.loss)
         recompute_blocks(found, plan.recompute)
         if plan.compile:
             compile_blocks(found, self.device)
@@ -98,14 +102,15 @@ class Engine:
             self._zero.trained, plan, how.optimizer, how.arguments, how.groups, masters, how.offload_dir
         )
         self.optimizer = self._owned.optimizer
-        self._state = EngineState(model, self._zero.units, self._owned, self._groups.gathers)
+        self._state = EngineState(
+            model, self._zero.units, self._owned, self._groups.gathers, self._groups.model, layouts
+        )
         self._scale = LossScale(how.loss_scaling) if how.loss_scaling is not None else None
         self._scale_unit = 0.0  # targets that the loss scale is for; see `_scaled`
         self._has_buffers = bool(persistent_buffers(model))
         self._totals = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss, targets
         self._is_torn = False  # an update was interrupted half-way
         self._micros_done = 0
-        self._saved_bytes: int | None = None  # known after the first step
 
     @property
     def data_rank(self) -> int:
@@ -279,6 +284,23 @@ class Engine:
         """Copies of the last step's gradients as the optimizer saw them (clipped), whole: see above."""
         return {} if self._is_replica else self._state.gradients()
 
+    def probe_gradients(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The gradients of the mean loss over `batch`, in eval mode, whole, on rank 0; elsewhere {}. Every
+        rank gives the same batch, before a step's first micro-batch. No step is taken."""
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()
+        try:
+            loss, count = self._forward.summed_loss(self._on_device(batch))
+            self.backward(loss, count)
+        finally:
+            for module, training in modes:
+                module.training = training
+        self._zero.finish()
+        scale = float(count) * self.data_ranks
+        found = {name: gradient / scale for name, gradient in self.whole_gradients().items()}
+        self.abandon()
+        return found
+
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of all weights, by their keys in `state`; no rank has to be asked."""
         return self._state.shapes()
@@ -289,7 +311,7 @@ class Engine:
         if self._is_replica:
             return {}
         tensors = self._state.save()
-        if self._groups.all.rank == 0:
+        if self.world.rank == 0:
             tensors["engine/num_steps"] = torch.tensor(self.num_steps)
             if self._scale is not None:
                 tensors |= {f"engine/loss_scale.{key}": value for key, value in self._scale.state().items()}
@@ -317,49 +339,19 @@ class Engine:
     def memory(self) -> MemoryUse:
         """Bytes that this rank holds. Activations: what one micro-batch keeps from forward to backward,
         measured in the first step (None before it)."""
-        return held_bytes(self._zero, self._owned, self.plan, self._saved_bytes)
+        return held_bytes(self._zero, self._owned, self.plan, self._forward.saved_bytes)
 
     def predicted_memory(self, batch_shape: tuple[int, int]) -> MemoryUse:
         """What `memory` will say, for micro-batches of token ids of this (batch, sequence) shape.
 
         Activations are None for a model that cannot run without values.
         """
-        ids = torch.zeros(batch_shape, dtype=torch.long, device="meta")
-        batch = {"input_ids": ids, "labels": ids}
-        saved: int | None = None
-        # Whatever the user's model raises without values (or cannot be copied), it can still be trained.
-        with contextlib.suppress(Exception), self._zero.paused():
-            twin = meta_twin(self.model)
-            saved = saved_bytes(twin, self._choose_loss(), batch, self.device)
+        saved = self._forward.foretold_bytes(batch_shape, self.device)
         return foretold_bytes(self.layout, self._zero, self._owned, self.plan, self._groups, saved)
 
     def flops_per_token(self, sequence: int) -> float:
         """FLOPs of forward and backward for one token; the formula stands in `plan/cost.py`."""
-        return flops_per_token(self.model, sequence)
-
-    def _forward(self, micro: Mapping[str, Tensor]) -> tuple[Tensor, int | Tensor]:
-        if self._saved_bytes is not None or not torch.is_grad_enabled():
-            return self._summed_loss(micro)
-        self._zero.show()  # the weights' storages, which are no activations
-        with watch_saved(self.model) as watch:
-            result = self._summed_loss(micro)
-        self._saved_bytes = watch.total
-        return result
-
-    def _summed_loss(self, micro: Mapping[str, Tensor]) -> tuple[Tensor, int | Tensor]:
-        loss = self._choose_loss()
-        with self._zero.watching():
-            found = loss(self.model(**forward_inputs(self.model, micro)), micro)
-        if not isinstance(found, tuple) or len(found) != 2:
-            raise ModelError(
-                "a loss is a sum and the number of targets that it sums over",
-                given=f"loss returned a {type(found).__name__}",
-                hint="return loss_sum, num_targets: the step divides once, by the targets of all ranks",
-            )
-        return found
-
-    def _choose_loss(self) -> Loss:
-        return choose_loss(self.model, self._how.loss)
+        return self._flops.per_token(sequence)
 
     def _on_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return on_device(batch, self.device, Precision.of(self.plan).compute)

@@ -12,10 +12,10 @@ from plait.assembly import parallelize
 from plait.comm import connect
 from plait.errors import ModelError, PlanError
 from plait.models import (
+    FlopFacts,
     blocks_of,
     causal_lm_on_meta,
     choose_loss,
-    flops_per_token,
     forward_inputs,
     meta_twin,
     pretrained_causal_lm,
@@ -142,12 +142,12 @@ def test_flops_of_a_llama_token_follow_the_formula() -> None:
     attention, ffn, head = 2 * 32 * 32 + 2 * 32 * 16, 3 * 32 * 64, 61 * 32
     norms = 5 * 32
     matmul = 2 * (attention + ffn) + head + norms
-    assert flops_per_token(model, 16) == 6 * matmul + 6 * 2 * 32 * 16
+    assert FlopFacts.of(model).per_token(16) == 6 * matmul + 6 * 2 * 32 * 16
 
 
 def test_a_tied_head_counts_as_the_product_that_it_is() -> None:
     tied = causal_lm_on_meta({**small("llama").config.to_dict(), "tie_word_embeddings": True})
-    assert flops_per_token(tied, 16) == flops_per_token(small("llama"), 16)
+    assert FlopFacts.of(tied) == FlopFacts.of(small("llama"))
 
 
 def test_a_configuration_is_read_from_a_directory_and_weights_are_loaded(tmp_path: Path) -> None:

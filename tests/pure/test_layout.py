@@ -1,12 +1,28 @@
 """Every element of every tensor lies in exactly one place of its unit's storage; bytes follow from that."""
 
 import math
+from itertools import product
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.plan import Box, Layout, Plan, TensorFact, UnitFact, UnitLayout, model_state_bytes
+from plait.plan import (
+    Box,
+    Boxes,
+    Layout,
+    ParameterCut,
+    Piece,
+    Place,
+    Plan,
+    TensorFact,
+    TensorPlan,
+    UnitFact,
+    UnitLayout,
+    model_state_bytes,
+)
 from plait.plan.layout import ALIGNMENT, RANGE_ALIGNMENT
+from plait.plan.tensor import DimCut
 
 shapes = st.lists(st.integers(1, 7), max_size=3).map(tuple)
 groups = st.sampled_from([0, 1, 2])
@@ -26,7 +42,7 @@ def test_pieces_are_aligned_do_not_overlap_and_hold_every_tensor_whole(fact: Uni
     for piece in layout.pieces:
         assert piece.start % ALIGNMENT == 0
         assert end <= piece.start < end + ALIGNMENT
-        assert piece.box == Box.whole(piece.whole_shape)
+        assert piece.boxes == Boxes.whole(piece.whole_shape)
         end = piece.stop
     assert end <= layout.numel < end + ALIGNMENT + ranks * RANGE_ALIGNMENT
     assert {p.name: p.whole_shape for p in layout.pieces} == {t.name: t.shape for t in fact.tensors}
@@ -65,7 +81,7 @@ def test_every_element_is_owned_once_and_in_its_group(fact: UnitFact, ranks: int
             assert lap.piece.start + lap.start == low + lap.at
     assert owned == {e: group for group, start, stop in layout.groups for e in range(start, stop)}
     laps = [lap for rank in range(ranks) for lap in layout.overlaps(*layout.owned(rank))]
-    assert sum(lap.stop - lap.start for lap in laps) == sum(piece.box.numel for piece in layout.pieces)
+    assert sum(lap.stop - lap.start for lap in laps) == sum(piece.boxes.numel for piece in layout.pieces)
 
 
 def test_frozen_tensors_are_a_unit_of_their_own() -> None:
@@ -117,3 +133,95 @@ def test_bytes_of_adam_are_zeros_table() -> None:
     assert _bytes("dp=4 zero=3 states=bf16 precision=bf16", 2) == (2, 4, 4, 4)
     assert _bytes("dp=1 precision=fp32", 4, states=1) == (16, 16, 0, 16)
     assert _bytes("dp=4 zero=3 precision=fp32", 4, states=1) == (4, 4, 0, 4)
+
+
+# --- on a grid
+
+
+AXES_OF_DIMS = [(), ("row",), ("col",), ("row", "col"), ("col", "row"), (None, "col")]
+
+
+@st.composite
+def tensor_plans(draw: Any) -> tuple[UnitFact, TensorPlan]:
+    """Parameters that are cut over an axis or both, in one or several ranges, some shared by neighbours."""
+    rows, cols = draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    facts, cuts = [], []
+    for number in range(draw(st.integers(1, 5))):
+        axes = draw(st.sampled_from([(), ("row",), ("col",), ("row", "col"), ("col", "row"), (None, "col")]))
+        dims = [
+            None if axis is None else draw(dim_cuts(axis, {"row": rows, "col": cols}[axis])) for axis in axes
+        ]
+        shape = tuple(draw(st.integers(1, 4)) if dim is None else _size(dim) for dim in dims)
+        facts.append(TensorFact(f"t{number}", shape, draw(st.sampled_from([None, 0, 1]))))
+        if draw(st.booleans()) or any(dims):
+            cuts.append(ParameterCut(f"t{number}", tuple(dims), partial=draw(st.booleans())))
+    return UnitFact("u", tuple(facts)), TensorPlan(rows, cols, parameters=tuple(cuts))
+
+
+@st.composite
+def dim_cuts(draw: Any, axis: str, degree: int) -> DimCut:
+    parts = draw(st.integers(1, 2))  # of a packed projection
+    pieces = draw(st.integers(1, degree)) if axis == "col" else degree  # the last may be held several times
+    edges = [0]
+    for _ in range(parts * pieces):
+        edges.append(edges[-1] + draw(st.integers(1, 3)))
+    held = [
+        tuple((edges[part * pieces + piece], edges[part * pieces + piece + 1]) for part in range(parts))
+        for piece in range(pieces)
+    ]
+    return DimCut(axis, tuple(held[min(coord, pieces - 1)] for coord in range(degree)))
+
+
+def _size(cut: DimCut) -> int:
+    return max(stop for ranges in cut.ranges for _, stop in ranges)
+
+
+@given(tensor_plans(), shards)
+def test_on_a_grid_every_element_is_counted_once(given_: tuple[UnitFact, TensorPlan], ranks: int) -> None:
+    fact, plan = given_
+    seen: dict[tuple[str, tuple[int, ...]], int] = {}
+    for place in Place.all_of(plan):
+        for unit in Layout.of([fact], ranks, place).units:
+            repeated = {start for start, _ in unit.repeated}
+            for piece in unit.pieces:
+                assert piece.stop - piece.start == piece.boxes.numel == sum(box.numel for box in piece.boxes)
+                assert (piece.start in repeated) == (not piece.counted)
+                for box in piece.boxes:
+                    for element in product(*map(range, box.start, box.stop)):
+                        seen[piece.name, element] = seen.get((piece.name, element), 0) + piece.counted
+    whole = {(t.name, e) for t in fact.tensors for e in product(*map(range, t.shape))}
+    assert seen.keys() == whole
+    assert set(seen.values()) == {1}
+
+
+@given(tensor_plans())
+def test_columns_that_share_a_piece_agree_on_who_they_are_and_where_it_lies(
+    given_: tuple[UnitFact, TensorPlan],
+) -> None:
+    fact, plan = given_
+    cuts = {cut.name: cut for cut in plan.parameters}
+    for row in range(plan.rows):
+        layouts = [Layout.of([fact], place=place) for place in Place.all_of(plan) if place.row == row]
+        for col, layout in enumerate(layouts):
+            for piece in (piece for unit in layout.units for piece in unit.pieces):
+                cut = cuts.get(piece.name)
+                assert piece.sharers == (() if cut is None else cut.sharers(plan.cols, col))
+                for other in piece.sharers:
+                    assert _piece(layouts[other], piece.name).boxes == piece.boxes
+            for number, unit in enumerate(layout.units):
+                in_runs = {
+                    p.name for _, start, stop in unit.partial for p in unit.pieces if start <= p.start < stop
+                }
+                assert in_runs == {piece.name for piece in unit.pieces if piece.sharers}
+                for sharers, _, _ in unit.partial:
+                    theirs = [_lengths(layouts[other].units[number], sharers) for other in sharers]
+                    assert theirs == [_lengths(unit, sharers)] * len(sharers)
+
+
+def _lengths(unit: UnitLayout, wanted: tuple[int, ...]) -> list[int]:
+    """Of the messages that these columns sum."""
+    return [stop - start for sharers, start, stop in unit.partial if sharers == wanted]
+
+
+def _piece(layout: Layout, name: str) -> Piece:
+    return next(piece for unit in layout.units for piece in unit.pieces if piece.name == name)

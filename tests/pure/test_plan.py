@@ -23,8 +23,11 @@ def plans(draw: Any) -> Plan:
     precision = draw(st.sampled_from(PRECISIONS))
     exact = precision == "fp64"
     reduce = draw(st.sampled_from(["fp32"] if exact else REDUCTIONS))
+    cols = draw(st.integers(1, 16))
     return Plan(
         dp=shard * replicas,
+        tp=(draw(st.integers(1, 4)), cols),
+        sp=draw(st.booleans()) and cols > 1,
         zero=zero,
         shard=draw(st.sampled_from([0, shard])) if zero else 0,
         micro=draw(st.integers(1, 512)),
@@ -71,12 +74,12 @@ def test_the_text_names_dp_and_what_is_no_default(plan: Plan) -> None:
 
 def test_every_key_takes_effect_on_the_value() -> None:
     text = (
-        "dp=8 zero=3 shard=4 micro=4 accumulate=whole prefetch=2 gathered=step precision=bf16 reduce=bf16 "
-        "algorithm=ring states=bf16 offload=cpu recompute=every=2 compile=true"
+        "dp=8 tp=2x4 sp=true zero=3 shard=4 micro=4 accumulate=whole prefetch=2 gathered=step "
+        "precision=bf16 reduce=bf16 algorithm=ring states=bf16 offload=cpu recompute=every=2 compile=true"
     )
     plan = Plan.parse(text)
     assert plan == Plan(
-        8, 3, 4, 4, "whole", 2, "step", "bf16", "bf16", "ring", "bf16", "cpu", "every=2", True
+        8, "2x4", True, 3, 4, 4, "whole", 2, "step", "bf16", "bf16", "ring", "bf16", "cpu", "every=2", True
     )
     assert str(plan) == text
     assert {word.partition("=")[0] for word in text.split()} == set(Plan.keys())
@@ -98,7 +101,11 @@ def test_every_key_takes_effect_on_the_value() -> None:
         ("recompute=ful", ["recompute=ful", "none, full"]),
         ("recompute=every=0", ["recompute=every=0", "k from 1"]),
         ("recompute=every", ["recompute=every"]),
-        ("tp=2", ["no key 'tp'", "one of accumulate, algorithm, compile, dp"]),
+        ("xp=2", ["no key 'xp'", "tp"]),
+        ("tp=0", ["tp is not a grid", "tp=0", "rows x columns (tp=2x4)"]),
+        ("tp=2x", ["tp=2x"]),
+        ("tp=2x2x2", ["tp=2x2x2"]),
+        ("tp=4x1 sp=true", ["tp=4x1 sp=true", "one column", "tp=2 sp=true"]),
         ("compile=1", ["compile=1", "true or false"]),
         ("compile=True", ["compile=True", "true or false"]),
         ("offload=gpu", ["offload=gpu", "none or cpu or disk"]),
@@ -166,7 +173,7 @@ def test_shard_must_divide_dp(plan: Plan, shard: int) -> None:
 @given(plans())
 def test_what_a_stage_cuts_is_cut_over_shard_ranks_and_copied_on_the_rest(plan: Plan) -> None:
     grid = Grid.of(plan)
-    assert grid.num_ranks == plan.num_ranks == plan.dp
+    assert grid.num_ranks == plan.num_ranks == plan.dp * plan.rows * plan.cols
     expected = 1 if not plan.zero else plan.shard or plan.dp
     assert grid.degree("shard") == plan.shard_degree == expected
     assert grid.degree("replicate") * expected == plan.dp
@@ -206,11 +213,11 @@ def test_the_plan_that_is_offered_for_the_ranks_that_there_are_can_be(plan: Plan
         plan.check_ranks(num_ranks)
     offered = Plan.parse(str(caught.value.hint).split('"')[1])
     offered.check_ranks(num_ranks)
-    assert offered in (
-        replace(plan, dp=num_ranks, shard=shard)
-        for shard in {plan.shard, 0}
-        if not (shard and num_ranks % shard)
-    )
+    keeps = num_ranks % (plan.rows * plan.cols) == 0  # its grid fits
+    assert offered.tp == (plan.tp if keeps else "1")
+    assert offered.sp == (plan.sp and keeps)
+    assert offered.shard in (plan.shard, 0)
+    assert replace(offered, dp=1, tp="1", sp=False, shard=0) == replace(plan, dp=1, tp="1", sp=False, shard=0)
 
 
 def test_commas_between_words_are_taken_for_spaces() -> None:

@@ -30,7 +30,7 @@ def test_pieces_travel_as_factors_where_those_are_smaller(shapes: list[tuple[int
     unit = _layout(shapes).units[0]
     found = {matrix.start: matrix for matrix in matrices(unit, rank)}
     for piece in unit.pieces:
-        shape = piece.box.shape
+        shape = piece.boxes.shape
         rows, rest = (shape[0], prod(shape[1:])) if len(shape) > 1 else (1, prod(shape))
         assert (piece.start in found) == (rank * (rows + rest) < rows * rest)
         if piece.start in found:

@@ -39,7 +39,7 @@ def _contribution(rank: int, directions: int | None = None) -> Tensor:
     common, own = torch.Generator().manual_seed(0), torch.Generator().manual_seed(1 + rank)
     flat = torch.zeros(_layout().numel)
     for piece in _layout().pieces:
-        values = torch.randn(piece.box.shape, generator=own)
+        values = torch.randn(piece.boxes.shape, generator=own)
         if directions is not None and values.ndim > 1:
             columns = torch.randn(len(values), directions, generator=common)
             values = columns @ torch.randn(directions, values[0].numel(), generator=own)
@@ -183,7 +183,7 @@ def test_factors_send_what_the_formula_says(pool: Pool, ranks: int, zero: int) -
         numbers = 0
         for piece in (piece for unit in units for piece in unit.pieces):
             thin = rank * sum(piece.whole_shape)
-            numbers += thin if len(piece.whole_shape) > 1 else piece.box.numel
+            numbers += thin if len(piece.whole_shape) > 1 else piece.boxes.numel
         assert sent[Verb.ALL_REDUCE] == pytest.approx(2 * (ranks - 1) / ranks * 4 * numbers)
         assert Verb.ALL_TO_ALL not in sent
         assert numbers < 0.06 * sum(unit.numel for unit in units)

@@ -1,5 +1,7 @@
 """The mesh: process groups along the grid's axes, made when first asked for."""
 
+from collections.abc import Sequence
+
 from plait.comm.connect import World
 from plait.comm.verbs import Group
 from plait.plan import Grid
@@ -25,7 +27,14 @@ class Mesh:
         Groups of the same ranks in different lanes have connections (NCCL: a stream) of their own: what is
         started in one neither waits for what is under way in the other, nor has to be in one order with it.
         """
-        ranks = self.grid.group(self.world.rank, *axes)
+        return self._group_of(self.grid.group(self.world.rank, *axes), lane)
+
+    def part(self, axis: str, coords: Sequence[int], *, lane: str = "") -> Group:
+        """Of the ranks along one axis those at these coordinates, this one among them."""
+        along = self.grid.group(self.world.rank, axis)
+        return self._group_of(tuple(along[coord] for coord in coords), lane)
+
+    def _group_of(self, ranks: tuple[int, ...], lane: str) -> Group:
         key = (ranks, lane if len(ranks) > 1 else "")
         if key not in self._groups:
             self._groups[key] = self.world.group_of(*key)

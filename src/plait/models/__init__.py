@@ -1,18 +1,18 @@
 """What a model tells about itself: its units, its initial weights, its loss, what it saves for backward."""
 
 from plait.models.build import causal_lm_on_meta, pretrained_causal_lm, read_config
-from plait.models.facts import Blocks, blocks_of, flops_per_token, unit_facts
+from plait.models.facts import Blocks, FlopFacts, blocks_of, unit_facts
 from plait.models.loss import Loss, choose_loss, forward_inputs
 from plait.models.materialise import initialise, seeded
 from plait.models.saved import meta_twin, saved_bytes, watch_saved
 
 __all__ = [
     "Blocks",
+    "FlopFacts",
     "Loss",
     "blocks_of",
     "causal_lm_on_meta",
     "choose_loss",
-    "flops_per_token",
     "forward_inputs",
     "initialise",
     "meta_twin",
@@ -23,3 +23,5 @@ __all__ = [
     "unit_facts",
     "watch_saved",
 ]
+
+tensor_plan_of: Any = None

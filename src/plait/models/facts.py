@@ -1,6 +1,7 @@
 """Where a model's blocks, embedding and head are found, and what a plan needs to know of them."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -94,23 +95,34 @@ def _norm_parameters(model: nn.Module) -> set[str]:
     }
 
 
-def flops_per_token(model: nn.Module, sequence: int) -> float:
-    """FLOPs of forward and backward for one token; see `plan/cost.py` for what is counted.
+@dataclass(frozen=True)
+class FlopFacts:
+    """What a model's FLOPs follow from. Taken while it is whole."""
 
-    Looked-up tables (embedding, positions) take part in no product, unless tied to the head.
-    """
-    tables = {id(m.weight): m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding)}
-    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
-    if head is not None:
-        tables.pop(id(head.weight), None)
-    total = sum(p.numel() for p in model.parameters())
-    config = getattr(model, "config", None)
-    return training_flops_per_token(
-        matmul_parameters=total - sum(tables.values()),
-        num_layers=_first(config, ("num_hidden_layers", "n_layer")),
-        attention_width=_attention_width(config),
-        sequence=sequence,
-    )
+    matmul_parameters: int
+    num_layers: int
+    attention_width: int
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "FlopFacts":
+        """Looked-up tables (embedding, positions) take part in no product, unless tied to the head."""
+        tables = {id(m.weight): m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding)}
+        head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+        if head is not None:
+            tables.pop(id(head.weight), None)
+        total = sum(p.numel() for p in model.parameters())
+        config = getattr(model, "config", None)
+        layers = _first(config, ("num_hidden_layers", "n_layer"))
+        return cls(total - sum(tables.values()), layers, _attention_width(config))
+
+    def per_token(self, sequence: int) -> float:
+        """FLOPs of forward and backward for one token; see `plan/cost.py` for what is counted."""
+        return training_flops_per_token(
+            matmul_parameters=self.matmul_parameters,
+            num_layers=self.num_layers,
+            attention_width=self.attention_width,
+            sequence=sequence,
+        )
 
 
 def _attention_width(config: Any) -> int:

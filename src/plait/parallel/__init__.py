@@ -1,8 +1,8 @@
-"""The strands. So far: data parallelism over units of flat storage, ZeRO 0 to 3."""
+"""The strands. So far: data parallelism over units of flat storage, ZeRO 0 to 3; layers cut on a grid."""
 
 from plait.parallel.account import foretold_bytes, held_bytes
 from plait.parallel.compile import compile_blocks
-from plait.parallel.groups import DataGroups, Precision
+from plait.parallel.groups import DataGroups, PartialSums, Precision
 from plait.parallel.life import bring_to_life
 from plait.parallel.owned import Masters, Owned
 from plait.parallel.recompute import recompute_blocks
@@ -15,6 +15,7 @@ __all__ = [
     "EngineState",
     "Masters",
     "Owned",
+    "PartialSums",
     "Precision",
     "Unit",
     "Zero",

@@ -1,11 +1,12 @@
-"""The ranks that a plan's data parallelism is between, and the dtypes that it computes and adds up in."""
+"""The ranks that a plan's parallelism is between, and the dtypes that it computes and adds up in."""
 
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from plait.comm import Group, Mesh
-from plait.plan import Plan, adds_at_once, compresses
+from plait.comm import Group, Mesh, all_reduce
+from plait.plan import Layout, Plan, UnitLayout, adds_at_once, compresses
 
 
 @dataclass(frozen=True)
@@ -27,22 +28,49 @@ class Precision:
 
 @dataclass(frozen=True)
 class DataGroups:
-    """The groups of data parallelism, of this rank."""
+    """The groups of data parallelism, of this rank, and those with which it shares a model."""
 
+    everyone: Group
     all: Group  # replicate x shard
     replicate: Group
     gathers: Group  # along shard; see [Note: two lanes] in `zero.py`
     reductions: Group
     at_once: Group  # for sums over all data ranks, where the plan makes such; else it is `reductions`
+    model: Group  # row x col: those that hold other pieces, for the same data
+    norm: Group  # shard x row x col: those that together hold one copy of the gradient
 
     @classmethod
     def of(cls, mesh: Mesh, plan: Plan) -> "DataGroups":
         reductions = mesh.group("shard", lane="reductions")
         at_once = compresses(plan) and adds_at_once(plan)
         return cls(
+            mesh.world.group,
             mesh.group("replicate", "shard"),
             mesh.group("replicate", lane="reductions"),
             mesh.group("shard", lane="gathers"),
             reductions,
             mesh.group("replicate", "shard", lane="reductions") if at_once else reductions,
+            mesh.group("row", "col"),
+            mesh.group("shard", "row", "col", lane="reductions"),
         )
+
+
+class PartialSums:
+    """Sums what columns have computed of gradients that each of them sees a part of.
+
+    [Note: when parts are summed]
+    All ranks of a grid run the same program on the same data, so units complete in the same order on all of
+    them: the sum is taken where a unit's reduction begins, at the same point of every rank's program, on
+    connections of its own. What is summed there are a step's micro-batches together, and one message per
+    unit and set of columns.
+    """
+
+    def __init__(self, mesh: Mesh, layout: Layout) -> None:
+        found = {sharers for unit in layout.units if unit.trains for sharers, _, _ in unit.partial}
+        in_order = sorted(found, key=lambda sharers: (len(sharers), sharers))
+        self._groups = {sharers: mesh.part("col", sharers, lane="gradients") for sharers in in_order}
+
+    def add_up(self, layout: UnitLayout, gradient: Tensor) -> None:
+        """In place. `gradient` is laid out like the unit's storage."""
+        for sharers, start, stop in layout.partial:
+            all_reduce(gradient[start:stop], self._groups[sharers], label=f"parts of {layout.name}")

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from plait.comm import broadcast
 from plait.errors import ModelError
 from plait.models import initialise
-from plait.parallel.groups import DataGroups
+from plait.parallel.groups import DataGroups, PartialSums
 from plait.parallel.units import MasterMemory, Unit, bind
 from plait.parallel.walk import Bundle
 from plait.parallel.zero import Zero, cut_of
@@ -21,11 +21,12 @@ def bring_to_life(
     layout: Layout,
     plan: Plan,
     groups: DataGroups,
+    partial: PartialSums,
     device: torch.device,
     seed: int,
     masters: MasterMemory,
 ) -> Zero:
-    """Units that hold the model's first weights, the same on every data rank; the model's parameters are
+    """Units that hold the model's first weights, of one whole model; the model's parameters are
     views of them. No rank holds more of the model at a time than its ranges and one module."""
     on_meta = {parameter.is_meta for parameter in model.parameters()}
     if len(on_meta) != 1:
@@ -53,7 +54,7 @@ def bring_to_life(
         _store_first_ranks(model, store, groups, device)
     owners = _owners(model, dict(blocks), units)
     bind(model, units, others)
-    return Zero(model, tuple(owners), owners, plan, groups)
+    return Zero(model, tuple(owners), owners, plan, groups, partial)
 
 
 def _store_first_ranks(
@@ -62,10 +63,10 @@ def _store_first_ranks(
     """All ranks take the first one's weights and buffers, one tensor at a time."""
     for name, parameter in model.named_parameters():
         values = parameter.detach().to(device, copy=True)
-        broadcast(values, groups.all)
+        broadcast(values, groups.everyone)
         store(name, values)
     for buffer in model.buffers():
-        broadcast(buffer, groups.all)
+        broadcast(buffer, groups.everyone)
 
 
 def _move_buffers(model: nn.Module, plan: Plan, device: torch.device) -> None:

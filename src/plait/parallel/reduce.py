@@ -37,6 +37,7 @@ from torch import Tensor
 
 from plait.comm import Group, Summing, all_reduce
 from plait.optim import squared_norm
+from plait.parallel.groups import PartialSums
 from plait.parallel.lane import Lane
 from plait.parallel.meter import Meter
 from plait.parallel.sums import Between, Sums
@@ -53,8 +54,9 @@ class Reducer:
         self,
         units: list[Unit],
         sums: Sums,
+        partial: PartialSums,
         *,
-        shard: Group,
+        norm: Group,
         replicas: int,
         everyone: Group,
         whole: bool,
@@ -67,7 +69,8 @@ class Reducer:
         gradient would meet its own sum."""
         self._order = list(reversed(units))  # see [Note: one order of reductions ...]
         self._sums = sums
-        self._shard = shard
+        self._partial = partial
+        self._norm = norm
         self._has_between = replicas > 1 and not sums.at_once
         self._all = everyone
         self._every_micro = not whole
@@ -135,7 +138,7 @@ class Reducer:
 
     def finish(self, digest: int) -> Tensor:
         """Waits until every unit's gradient is the sum over ranks; the sum of its squares, and of the digests
-        (of at most 16 bits) and their squares over the ranks that share the units; float64, (3,).
+        (of at most 16 bits) and their squares, over the ranks that hold one copy of it; float64, (3,).
 
         Each element of the whole gradient counts once. Early units are squared while later ones travel. The
         step may have had fewer micro-batches than planned.
@@ -159,8 +162,11 @@ class Reducer:
         self._lane.drain()  # the CPU will read the gradients that are on their way to it
         square = torch.stack([self._squares[unit] for unit in self._order]).sum()
         self._squares.clear()
+        for unit in self._order:  # what other ranks of the grid hold too is counted there
+            for repeated in unit.repeated_gradients():
+                square -= squared_norm(repeated).to(square.device)
         totals = torch.stack([square, *square.new_tensor([digest, digest**2])])
-        all_reduce(totals, self._shard)
+        all_reduce(totals, self._norm)
         return totals
 
     def reset(self) -> None:
@@ -218,6 +224,7 @@ class Reducer:
 
     def _start(self, unit: Unit) -> None:
         contribution = unit.seal()
+        self._partial.add_up(unit.layout, contribution)  # see [Note: when parts are summed]
         unit.move(GradientState.REDUCING)
         summing = self._sums.start(unit, contribution)
         self._travelling.append((unit, summing))

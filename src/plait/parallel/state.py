@@ -7,16 +7,18 @@ parameter, `scalar.<state>/<parameter>` (`scalar.step/...`; `number.` where it i
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from plait.comm import Group, all_gather
+from plait.comm import Group, all_gather, receive, send
 from plait.errors import CheckpointError
+from plait.parallel.boxes import put, taken
 from plait.parallel.owned import Owned, OwnedSlice
 from plait.parallel.units import Unit
+from plait.plan import Layout
 
 _OURS = ("weights", "buffers", "engine")
 
@@ -40,14 +42,30 @@ def scalar_device(group: Mapping[str, Any], leaf: Tensor) -> torch.device:
 class EngineState:
     """Reads and writes the state of a model, its units and their optimizer.
 
-    Reading is collective over `group`, the ranks that share the units; its first rank gets what is whole.
+    Reading is collective over the ranks that together hold one copy; the first of them gets what is whole.
     """
 
-    def __init__(self, model: nn.Module, units: list[Unit], owned: Owned, group: Group) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        units: list[Unit],
+        owned: Owned,
+        shard: Group,
+        grid: Group,
+        layouts: Sequence[Layout],
+    ) -> None:
+        """`shard`: ranks with the ranges of the same units. `grid`: those with other pieces of the model,
+        whose `layouts` these are."""
         self._model = model
         self._units = units
         self._owned = owned
-        self._group = group
+        self._shard = shard
+        self._grid = grid
+        self._layouts = layouts
+
+    @property
+    def _is_first(self) -> bool:
+        return self._shard.rank == self._grid.rank == 0
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of all weights, by key."""
@@ -73,7 +91,7 @@ class EngineState:
             if "." not in kind and self._owned.has_states:
                 states = self._whole(self._trained(), functools.partial(self._flat, kind))
                 tensors |= {f"{kind}/{name}": tensor for name, tensor in states}
-        if self._group.rank != 0:
+        if not self._is_first:
             return {}
         tensors |= {f"buffers/{name}": buffer.clone() for name, buffer in buffers.items()}
         for unit in self._trained() if self._owned.has_states else []:
@@ -108,14 +126,32 @@ class EngineState:
                 self._owned.stepper.load(part.leaf, self._state_of(unit, part, kinds, tensors))
 
     def _whole(self, units: list[Unit], own: Callable[[Unit], Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Every piece, whole, from the ranks' ranges: on the first rank, elsewhere nothing."""
+        """Every parameter, whole, from the ranks' ranges and pieces: on the first rank, elsewhere nothing."""
         for unit in units:
             part = own(unit).detach().to(unit.cut.device)
-            whole = torch.empty(unit.layout.numel, dtype=part.dtype, device=part.device)
-            all_gather(whole, part, self._group)
-            if self._group.rank == 0:
-                whole = whole.cpu()
-                yield from ((piece.name, view) for piece, view in unit.named(whole))
+            held = torch.empty(unit.layout.numel, dtype=part.dtype, device=part.device)
+            all_gather(held, part, self._shard)
+            if self._shard.rank == 0:
+                yield from self._from_grid(self._units.index(unit), held)
+
+    def _from_grid(self, number: int, held: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """The unit's parameters, of what every rank of the grid holds; on its first rank."""
+        if self._grid.rank:
+            send(held, self._grid, 0)
+            return
+        found: dict[str, Tensor] = {}
+        for rank, layout in enumerate(self._layouts):
+            unit = layout.units[number]
+            if rank:
+                held = held.new_empty(unit.numel)
+                receive(held, self._grid, rank)
+            for piece in unit.pieces:
+                if piece.name not in found:
+                    found[piece.name] = torch.empty(piece.whole_shape, dtype=held.dtype)
+                if piece.counted:
+                    part = held[piece.start : piece.stop].view(piece.boxes.shape)
+                    put(found[piece.name], piece.boxes, part)
+        yield from ((piece.name, found[piece.name]) for piece in self._layouts[0].units[number].pieces)
 
     def _trained(self) -> list[Unit]:
         return [unit for unit in self._units if unit.trains]
@@ -163,8 +199,8 @@ class EngineState:
             else:
                 flat = state[kind] = torch.zeros_like(part.leaf, requires_grad=False)
                 for lap in overlaps:
-                    whole = tensors[f"{kind}/{lap.piece.name}"].reshape(-1)
-                    flat[lap.at : lap.at + lap.stop - lap.start].copy_(whole[lap.start : lap.stop])
+                    held = taken(tensors[f"{kind}/{lap.piece.name}"], lap.piece.boxes).reshape(-1)
+                    flat[lap.at : lap.at + lap.stop - lap.start].copy_(held[lap.start : lap.stop])
         return state
 
     def _check(self, tensors: Mapping[str, Tensor]) -> None:

@@ -48,6 +48,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.errors import ModelError
+from plait.parallel.boxes import taken
 from plait.parallel.memory import Flat, Loan
 from plait.parallel.meter import Meter
 from plait.plan import Piece, UnitLayout
@@ -155,7 +156,7 @@ class Unit:
 
     def pieces_of(self, flat: Tensor) -> list[Tensor]:
         """Views of a tensor that is laid out like the storage, one per piece, each in its box's shape."""
-        return [flat[p.start : p.stop].view(p.box.shape) for p in self.layout.pieces]
+        return [flat[p.start : p.stop].view(p.boxes.shape) for p in self.layout.pieces]
 
     def named(self, flat: Tensor) -> Iterator[tuple[Piece, Tensor]]:
         """The pieces with their views of a tensor that is laid out like the storage."""
@@ -167,7 +168,8 @@ class Unit:
         """Sets the owned part of a parameter, of which `values` is the whole, in `master`."""
         for overlap in self.layout.overlaps(self.start, self.stop):
             if overlap.piece.name == name:
-                part = values.detach().reshape(-1)[overlap.start : overlap.stop]
+                held = taken(values.detach(), overlap.piece.boxes)
+                part = held.reshape(-1)[overlap.start : overlap.stop]
                 self.master[overlap.at : overlap.at + part.numel()].copy_(part)
 
     def adopt(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -281,6 +283,13 @@ class Unit:
             assert self.incoming.tensor is not None
             self._gradients = self.pieces_of(self.incoming.tensor)
             self.clear_gaps()
+
+    def repeated_gradients(self) -> Iterator[Tensor]:
+        """Runs of `gradient` that belong to pieces which another rank counts in norms."""
+        for start, stop in self.layout.repeated:
+            low, high = max(start, self.start), min(stop, self.stop)
+            if low < high:
+                yield self.gradient[low - self.start : high - self.start]
 
     def clear_gaps(self) -> None:
         """Zeroes what no parameter writes: a sum in blocks spreads a gradient's NaN over it."""

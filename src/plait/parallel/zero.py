@@ -47,7 +47,7 @@ from torch import Tensor, nn
 from plait.comm import empty, share, shares_memory
 from plait.errors import ModelError
 from plait.parallel.gather import Gatherer
-from plait.parallel.groups import DataGroups, Precision
+from plait.parallel.groups import DataGroups, PartialSums, Precision
 from plait.parallel.meter import Meter
 from plait.parallel.reduce import Reducer
 from plait.parallel.sums import incoming, sums_of_plan
@@ -94,10 +94,11 @@ class Zero:
         owners: Mapping[Bundle, Sequence[nn.Module]],
         plan: Plan,
         groups: DataGroups,
+        partial: PartialSums,
     ) -> None:
         self._plan = plan
         self._all = groups.all
-        self._num_shards = groups.reductions.size
+        self._num_digests = groups.norm.size
         self.units = [unit for bundle in bundles for unit in bundle]
         self.trained = [unit for unit in self.units if unit.trains]
         self._single = [(unit,) for unit in self.trained]
@@ -107,7 +108,8 @@ class Zero:
         self._reducer = Reducer(
             self.trained,
             self._sums,
-            shard=groups.reductions,
+            partial,
+            norm=groups.norm,
             replicas=groups.replicate.size,
             everyone=groups.all,
             whole=plan.accumulates_whole,
@@ -178,7 +180,7 @@ class Zero:
 
     def check_digests(self, total: float, of_squares: float) -> None:
         """Raises ModelError unless the ranks that share the units have gathered the same in this step."""
-        if of_squares * self._num_shards != total**2:
+        if of_squares * self._num_digests != total**2:
             raise ModelError(
                 "ranks gathered different parameters: their numbers are not to be trusted",
                 given="modules that run in an order, or a number of times, that depends on a rank's data",

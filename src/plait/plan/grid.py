@@ -19,7 +19,9 @@ class Grid:
 
     @classmethod
     def of(cls, plan: Plan) -> "Grid":
-        return cls.along(replicate=plan.dp // plan.shard_degree, shard=plan.shard_degree)
+        return cls.along(
+            replicate=plan.dp // plan.shard_degree, shard=plan.shard_degree, row=plan.rows, col=plan.cols
+        )
 
     @classmethod
     def along(cls, **degrees: int) -> "Grid":

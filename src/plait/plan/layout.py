@@ -5,8 +5,11 @@ from it, the checkpointer its names and shapes, the memory arithmetic its sizes.
 """
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby, product
+
+from plait.plan.tensor import ParameterCut, Range, TensorPlan
 
 # A piece starts at a multiple of this many elements: 16 bytes of bf16, which is what matrix units ask
 # of a pointer. Widths of real models are multiples of it, so gaps are rare. They hold zeros for ever:
@@ -45,6 +48,47 @@ class Box:
 
 
 @dataclass(frozen=True)
+class Boxes:
+    """A grid of boxes of a whole tensor: of each dim some ranges. A rank holds them as one tensor."""
+
+    ranges: tuple[tuple[Range, ...], ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> "Boxes":
+        return cls(tuple(((0, size),) for size in shape))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the tensor that holds them."""
+        return tuple(sum(stop - start for start, stop in ranges) for ranges in self.ranges)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def __iter__(self) -> Iterator[Box]:
+        for ranges in product(*self.ranges):
+            yield Box(tuple(start for start, _ in ranges), tuple(stop for _, stop in ranges))
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank's coordinates on the axes that cut layers, and which parameters are cut there, by name."""
+
+    row: int = 0
+    col: int = 0
+    rows: int = 1
+    cols: int = 1
+    cuts: Mapping[str, ParameterCut] = field(default_factory=dict)
+
+    @classmethod
+    def all_of(cls, plan: TensorPlan) -> "list[Place]":
+        """Of every rank of a grid, columns fastest."""
+        cuts = {cut.name: cut for cut in plan.parameters}
+        return [cls(*at, plan.rows, plan.cols, cuts) for at in product(range(plan.rows), range(plan.cols))]
+
+
+@dataclass(frozen=True)
 class TensorFact:
     """What a plan needs to know of one parameter. `group`: the optimizer's; None for a frozen one."""
 
@@ -63,16 +107,41 @@ class UnitFact:
 
 @dataclass(frozen=True)
 class Piece:
-    """The box of a whole tensor that a rank holds, `numel` elements from `start` in its unit's storage."""
+    """The boxes of a whole tensor that a rank holds, `numel` elements from `start` in its unit's storage.
+
+    sharers     the `col` coordinates that compute parts of this piece's gradient; () where nothing is summed
+    counted     this rank is the first of those that hold the piece
+    """
 
     name: str
     whole_shape: tuple[int, ...]
-    box: Box
+    boxes: Boxes
     start: int
+    sharers: tuple[int, ...] = ()
+    counted: bool = True
+
+    @classmethod
+    def of(cls, fact: TensorFact, place: Place) -> "Piece":
+        """What the rank at `place` holds, at the beginning of a storage."""
+        cut = place.cuts.get(fact.name)
+        if cut is None:
+            is_first = place.row == place.col == 0
+            return cls(fact.name, fact.shape, Boxes.whole(fact.shape), 0, counted=is_first)
+        return cls(
+            fact.name,
+            fact.shape,
+            Boxes(cut.ranges(fact.shape, place.row, place.col)),
+            0,
+            cut.sharers(place.cols, place.col),
+            cut.is_first(place.row, place.col),
+        )
 
     @property
     def stop(self) -> int:
-        return self.start + self.box.numel
+        return self.start + self.boxes.numel
+
+
+_ALONE = Place()
 
 
 @dataclass(frozen=True)
@@ -90,7 +159,8 @@ class UnitLayout:
     """One flat storage, cut into equal ranges: range r is owned by the rank at `shard` coordinate r.
 
     Pieces of one optimizer group stand together, so each group is one range of the storage, and at most
-    one range of what a rank owns. Parameters that train and frozen ones are units of their own.
+    one range of what a rank owns. In a group, pieces whose gradients are summed over the same columns stand
+    together. Parameters that train and frozen ones are units of their own.
     """
 
     name: str
@@ -101,18 +171,19 @@ class UnitLayout:
     shards: int
 
     @classmethod
-    def of(cls, unit: UnitFact, shards: int = 1, block: str | None = None) -> "UnitLayout":
+    def of(
+        cls, unit: UnitFact, shards: int = 1, block: str | None = None, place: Place = _ALONE
+    ) -> "UnitLayout":
         """Lays the tensors one behind the other: group by group, in the model's order. Padded once."""
         pieces: list[Piece] = []
         groups: list[tuple[int, int, int]] = []
         position = 0
         for group in sorted({tensor.group for tensor in unit.tensors}, key=lambda g: -1 if g is None else g):
             start = position
-            for tensor in unit.tensors:
-                if tensor.group == group:
-                    piece = Piece(tensor.name, tensor.shape, Box.whole(tensor.shape), position)
-                    pieces.append(piece)
-                    position = _round_up(piece.stop, ALIGNMENT)
+            held = [Piece.of(tensor, place) for tensor in unit.tensors if tensor.group == group]
+            for piece in sorted(held, key=lambda piece: piece.sharers):
+                pieces.append(replace(piece, start=position))
+                position = _round_up(pieces[-1].stop, ALIGNMENT)
             if group is not None and position > start:
                 groups.append((group, start, position))
         numel = _round_up(position, shards * RANGE_ALIGNMENT)
@@ -147,6 +218,18 @@ class UnitLayout:
         )
 
     @property
+    def partial(self) -> tuple[tuple[tuple[int, ...], int, int], ...]:
+        """(columns, start, stop): where gradients are parts, which these columns sum."""
+        runs = groupby(self.pieces, key=lambda piece: piece.sharers)
+        found = ((sharers, list(pieces)) for sharers, pieces in runs if sharers)
+        return tuple((sharers, pieces[0].start, pieces[-1].stop) for sharers, pieces in found)
+
+    @property
+    def repeated(self) -> tuple[tuple[int, int], ...]:
+        """Ranges of the storage that another rank counts in norms."""
+        return tuple((piece.start, piece.stop) for piece in self.pieces if not piece.counted)
+
+    @property
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """Ranges of the storage that no piece covers."""
         edges = [0, *(edge for piece in self.pieces for edge in (piece.start, piece.stop)), self.numel]
@@ -161,14 +244,15 @@ class Layout:
     units: tuple[UnitLayout, ...]
 
     @classmethod
-    def of(cls, units: Iterable[UnitFact], shards: int = 1) -> "Layout":
-        """`shards`: ranks that share one copy of each unit's storage."""
+    def of(cls, units: Iterable[UnitFact], shards: int = 1, place: Place = _ALONE) -> "Layout":
+        """`shards`: ranks that share one copy of each unit's storage. `place`: of this rank where layers are
+        cut."""
         found = []
         for unit in units:
             for name, frozen in ((unit.name, False), (f"{unit.name} (frozen)", True)):
                 tensors = tuple(tensor for tensor in unit.tensors if (tensor.group is None) == frozen)
                 if tensors:
-                    found.append(UnitLayout.of(UnitFact(name, tensors), shards, unit.name))
+                    found.append(UnitLayout.of(UnitFact(name, tensors), shards, unit.name, place))
         return cls(tuple(found))
 
     @property

@@ -18,6 +18,7 @@ _CHOICES = {
 }
 _LEAST = {"zero": 0, "shard": 0, "prefetch": 0}  # of the whole numbers; 1 for all others
 _RECOMPUTE = re.compile(r"none|full|selective|every=[1-9][0-9]*")
+_TP = re.compile(r"([1-9][0-9]*)(?:x([1-9][0-9]*))?")
 _REDUCE = re.compile(r"fp32|bf16|fp16|int8|powersgd(?::([1-9][0-9]*))?")
 _FACTOR_RANK = 4  # of powersgd without a number
 
@@ -27,6 +28,9 @@ class Plan:
     """Degrees and policies of one training run.
 
     dp          ranks that see different data and hold the same computation
+    tp          ranks that share every layer: `tp=4` cuts heads and ffn widths over 4 columns (Megatron's
+                layout), `tp=2x4` also the hidden dim over 2 rows
+    sp          between the layers that tp cuts, activations are cut over the sequence on the columns
     zero        what is cut over `shard`: 0 nothing, 1 optimizer state, 2 + gradients, 3 + parameters
     shard       ranks that share one copy of what is cut; a divisor of dp, 0 for all of it. The copies
                 are on dp / shard replicas (hybrid sharding)
@@ -55,6 +59,8 @@ class Plan:
     """
 
     dp: int = 1
+    tp: str = "1"
+    sp: bool = False
     zero: int = 0
     shard: int = 0
     micro: int = 1
@@ -70,6 +76,7 @@ class Plan:
     compile: bool = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "tp", _canonical(self.tp))
         for field in fields(self):
             _check_type(field.name, field.type, getattr(self, field.name))
         for key, choices in _CHOICES.items():
@@ -89,6 +96,7 @@ class Plan:
                 raise PlanError(
                     f"{key} is not one that plait knows", given=f"{key}={value}", expected=expected
                 )
+        self._check_tensor()
         self._check_zero()
         self._check_exact()
         if self.algorithm != "auto" and self.reduce not in ("fp32", "bf16"):
@@ -96,6 +104,14 @@ class Plan:
                 "compressed gradients have a way of their own to be summed",
                 given=f"algorithm={self.algorithm} reduce={self.reduce}",
                 hint=f"reduce={self.reduce}, or algorithm={self.algorithm} with reduce=bf16",
+            )
+
+    def _check_tensor(self) -> None:
+        if self.sp and self.cols == 1:
+            raise PlanError(
+                "one column has nothing to cut the sequence over",
+                given=f"tp={self.tp} sp=true",
+                hint="tp=2 sp=true, or no sp",
             )
 
     def _check_zero(self) -> None:
@@ -180,7 +196,19 @@ class Plan:
     @property
     def num_ranks(self) -> int:
         """How many ranks the plan fills."""
-        return self.dp
+        return self.dp * self.rows * self.cols
+
+    @property
+    def rows(self) -> int:
+        """Degree of `row`: ranks that the hidden dim is cut over."""
+        found = _TP.fullmatch(self.tp)
+        assert found is not None, self.tp
+        return int(found[1]) if found[2] else 1
+
+    @property
+    def cols(self) -> int:
+        """Degree of `col`: ranks that heads and ffn widths are cut over."""
+        return int(self.tp.rpartition("x")[2])
 
     @property
     def shard_degree(self) -> int:
@@ -219,17 +247,22 @@ class Plan:
         """Raises PlanError unless the degrees multiply to the ranks that there are."""
         if num_ranks != self.num_ranks:
             ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
-            fitting = replace(self, dp=num_ranks, shard=self.shard if self._fits(num_ranks) else 0)
+            product = "dp" if self.tp == "1" else "dp x tp"
             raise PlanError(
                 f"the plan's degrees do not multiply to the {ranks} of this run",
-                given=f"{self} (dp = {self.num_ranks}) on {ranks}",
+                given=f"{self} ({product} = {self.num_ranks}) on {ranks}",
                 expected=f"as many ranks as the plan fills: {self.num_ranks}",
-                hint=f'"{fitting}", or torchrun --nproc-per-node {self.num_ranks} '
+                hint=f'"{self._fitting(num_ranks)}", or torchrun --nproc-per-node {self.num_ranks} '
                 f"(plait train: --ranks {self.num_ranks})",
             )
 
-    def _fits(self, dp: int) -> bool:
-        return self.shard > 0 and dp % self.shard == 0
+    def _fitting(self, num_ranks: int) -> "Plan":
+        """The nearest plan for so many ranks: with this grid, if it divides them."""
+        grid = self.rows * self.cols
+        keeps = num_ranks % grid == 0
+        dp = num_ranks // grid if keeps else num_ranks
+        shard = self.shard if self.shard and dp % self.shard == 0 else 0
+        return replace(self, dp=dp, shard=shard, tp=self.tp if keeps else "1", sp=self.sp and keeps)
 
     def check_batch(self, num_sequences: int) -> int:
         """Sequences in one micro-batch of one data rank, for a step of `num_sequences` in all.
@@ -246,6 +279,17 @@ class Plan:
                 hint=f"batch={nearest}",
             )
         return num_sequences // shares
+
+
+def _canonical(tp: object) -> str:
+    """`4` for a grid of one row, else `2x4`: of a text, a number or (rows, columns)."""
+    text = "x".join(map(str, tp)) if isinstance(tp, tuple) else str(tp)
+    found = _TP.fullmatch(text)
+    if found is None:
+        raise PlanError(
+            "tp is not a grid", given=f"tp={text}", expected="columns (tp=4), or rows x columns (tp=2x4)"
+        )
+    return text.removeprefix("1x")
 
 
 def _check_type(key: str, kind: Any, value: object) -> None:

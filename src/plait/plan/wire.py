@@ -54,7 +54,7 @@ def matrices(unit: UnitLayout, rank: int) -> tuple[Matrix, ...]:
     """The pieces that are larger than their factors of this rank."""
     found = []
     for piece in unit.pieces:
-        rows, columns = _as_matrix(piece.box.shape)
+        rows, columns = _as_matrix(piece.boxes.shape)
         if rank * (rows + columns) < rows * columns:
             found.append(Matrix(piece.start, rows, columns))
     return tuple(found)
@@ -81,7 +81,7 @@ def code_bytes(numel: int, ranks: int, reduce: str) -> int:
 def factor_bytes(unit: UnitLayout, rank: int) -> int:
     """Of a unit's first message: left factors, and what stays as it is."""
     found = matrices(unit, rank)
-    plain = sum(p.box.numel for p in unit.pieces) - sum(m.rows * m.columns for m in found)
+    plain = sum(p.boxes.numel for p in unit.pieces) - sum(m.rows * m.columns for m in found)
     return WIDE * (plain + rank * sum(m.rows for m in found))
 
 

@@ -1,0 +1,129 @@
+"""Small models of many Hugging Face families, in which every number is a float64 where it can be.
+
+[Note: float64 all through]
+transformers' models compute norms, rotary tables and softmax in float32 whatever the model's dtype is, which
+1e-9 cannot see through. `exact` models run under a mode that takes `float32` for `float64` wherever the
+model's own code asks for it; the oracle and the parallel model alike. What families write in fused kernels of
+their own stays.
+"""
+
+import functools
+import types
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import programs
+
+_SIZES = {
+    "vocab_size": programs.VOCABULARY,
+    "hidden_size": 48,
+    "intermediate_size": 88,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "pad_token_id": None,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+_NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
+_GPT = {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": programs.VOCABULARY}
+_NO_GPT_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+_GPT |= {"bos_token_id": 0, "eos_token_id": 0}
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "tied_llama": {"model_type": "llama", "tie_word_embeddings": True},
+    "one_kv_llama": {"model_type": "llama", "num_key_value_heads": 1},
+    "biased_llama": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
+    "mistral": {"head_dim": 12, "sliding_window": 8},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 16},
+    "gemma2": {"head_dim": 12, "query_pre_attn_scalar": 12, "sliding_window": 8, "tie_word_embeddings": True},
+    "phi": {"num_key_value_heads": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "partial_rotary_factor": 0.5},
+    "phi3": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "sliding_window": None},
+    "olmo2": {},
+    "gpt_neox": {"rotary_pct": 0.5, **_NO_DROPOUT},
+    "starcoder2": {"residual_dropout": 0.0, "embedding_dropout": 0.0, "attention_dropout": 0.0},
+    "cohere": {"logit_scale": 0.25, "tie_word_embeddings": True},
+    "granite": {"logits_scaling": 2.0, "residual_multiplier": 0.5, "embedding_multiplier": 3.0},
+    "gpt2": {**_GPT, **_NO_GPT_DROPOUT},
+    "gptj": {**_GPT, "rotary_dim": 8, **_NO_GPT_DROPOUT, "tie_word_embeddings": False},
+    "gpt_neo": {
+        "attention_types": [[["global", "local"], 1]],
+        "window_size": 8,
+        "num_layers": 2,
+        "num_heads": 4,
+        "resid_dropout": 0.0,
+        "embed_dropout": 0.0,
+        "attention_dropout": 0.0,
+    },
+    "opt": {"ffn_dim": 88, "word_embed_proj_dim": 24, "dropout": 0.0, "attention_dropout": 0.0},
+    "bloom": {"n_layer": 2, "n_head": 4, "hidden_dropout": 0.0, "attention_dropout": 0.0},
+    "falcon": {"multi_query": True, "new_decoder_architecture": False, "parallel_attn": True, **_NO_DROPOUT},
+    "grouped_falcon": {
+        "model_type": "falcon",
+        "num_kv_heads": 2,
+        "new_decoder_architecture": True,
+        **_NO_DROPOUT,
+    },
+}
+_OF_THEIR_OWN = ("gpt2", "gptj")  # families whose sizes have other names
+
+
+def config_of(family: str) -> Any:
+    given = dict(CONFIGS[family])
+    kind = given.pop("model_type", family)
+    sizes = {} if kind in _OF_THEIR_OWN else _SIZES
+    return AutoConfig.for_model(kind, **{**sizes, **given})
+
+
+def model_of(family: str, *, on_meta: bool = True, exact: bool = True) -> nn.Module:
+    """The family's causal language model; see [Note: float64 all through]."""
+    config = config_of(family)
+    attention = "sdpa" if _has_sdpa(config) else "eager"
+    with torch.device("meta" if on_meta else "cpu"):
+        model: nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    return with_exact_numbers(model) if exact else model
+
+
+def builder(family: str) -> Any:
+    """What a `programs.Task` takes."""
+    return functools.partial(model_of, family)
+
+
+def _has_sdpa(config: Any) -> bool:
+    return config.model_type not in ("bloom", "gemma2", "gpt_neo", "gptj")
+
+
+def with_exact_numbers(model: nn.Module) -> nn.Module:
+    model.forward = types.MethodType(_Exact(type(model).forward), model)
+    return model
+
+
+class _Exact:
+    def __init__(self, forward: Any) -> None:
+        self.forward = forward
+
+    def __call__(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        is_wide = any(p.dtype == torch.float64 for p in model.parameters())
+        with _Wide() if is_wide else nullcontext():
+            return self.forward(model, *args, **kwargs)
+
+
+class _Wide(TorchFunctionMode):
+    """Takes float64 where the program says float32."""
+
+    def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is Tensor.float:
+            return args[0].double()
+        args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+        kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in kwargs.items()}
+        return func(*args, **kwargs)

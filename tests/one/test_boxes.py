@@ -1,0 +1,47 @@
+"""What ranks hold of a tensor is taken out of it and put together again."""
+
+from itertools import pairwise
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plait.parallel.boxes import put, taken
+from plait.plan import Boxes
+
+partitions = st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=5), min_size=1, max_size=3)
+
+
+def holders(lengths: list[int]) -> list[tuple[tuple[int, int], ...]]:
+    """Two ranks' ranges of a dim: every other run, the rest."""
+    edges = [0]
+    for length in lengths:
+        edges.append(edges[-1] + length)
+    runs = list(pairwise(edges))
+    return [tuple(ranges) for ranges in (runs[::2], runs[1::2]) if ranges]
+
+
+@given(partitions)
+def test_what_ranks_take_makes_the_whole_tensor_again(lengths: list[list[int]]) -> None:
+    shape = [sum(dim) for dim in lengths]
+    whole = torch.arange(torch.Size(shape).numel()).reshape(shape)
+    found = torch.full_like(whole, -1)
+    grids = [Boxes(())]
+    for dim in lengths:
+        grids = [Boxes((*grid.ranges, ranges)) for grid in grids for ranges in holders(dim)]
+    for boxes in grids:
+        held = taken(whole, boxes)
+        assert held.shape == boxes.shape
+        index = torch.meshgrid(
+            *(torch.tensor([i for run in ranges for i in range(*run)]) for ranges in boxes.ranges),
+            indexing="ij",
+        )
+        assert torch.equal(held, whole[index])
+        put(found, boxes, held)
+    assert torch.equal(found, whole)
+
+
+def test_a_whole_tensor_is_taken_without_a_copy() -> None:
+    whole = torch.zeros(3, 4)
+    assert taken(whole, Boxes.whole((3, 4))).data_ptr() == whole.data_ptr()
+    assert taken(torch.ones(()), Boxes(())).shape == ()
