@@ -103,7 +103,10 @@ def _has_sdpa(config: Any) -> bool:
 
 
 def with_exact_numbers(model: nn.Module) -> nn.Module:
-    model.forward = types.MethodType(_Exact(type(model).forward), model)
+    """Blocks too, because they may run again in backward."""
+    blocks = [block for found in model.modules() if isinstance(found, nn.ModuleList) for block in found]
+    for module in (model, *blocks):
+        module.forward = types.MethodType(_Exact(type(module).forward), module)
     return model
 
 

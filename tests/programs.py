@@ -148,6 +148,7 @@ class Task:
     groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None
     prepare: Callable[[nn.Module], None] | None = None
     steps: int = STEPS
+    own_loss: bool = False  # plait's own loss of causal language models; else `summed_loss` is given
 
 
 def train(build: Callable[[], nn.Module], plan: str, optimizer: str = "AdamW") -> Trace:
@@ -186,7 +187,7 @@ def engine_of(task: Task, plan: str, seed: int = 3) -> plait.Engine:
             optimizer=getattr(torch.optim, task.optimizer),
             optimizer_args=task.arguments,
             clip_norm=task.clip_norm,
-            loss=summed_loss,
+            loss=None if task.own_loss else summed_loss,
             seed=seed,
             **options,
         )
@@ -230,7 +231,12 @@ def _scatter_deaf(whole: Tensor, group: Group, *_: Any, **__: Any) -> SumOfParts
     return SumOfParts([whole.view(group.size, -1)[group.rank]], Pending())
 
 
+def _all_reduce_deaf(*_: Any, **__: Any) -> None:
+    return None
+
+
 _DEAF = {
+    "all_reduce": _all_reduce_deaf,
     "start_all_reduce": _reduce_deaf,
     "start_all_gather": _gather_deaf,
     "start_scattered_sum": _scatter_deaf,
@@ -288,6 +294,8 @@ def _mean_loss(model: nn.Module, batch: dict[str, Tensor], micros: int) -> Tenso
     for piece in range(micros):
         micro = {key: value.chunk(micros)[piece] for key, value in batch.items()}
         inputs = {key: value for key, value in micro.items() if key != "labels"}
+        if hasattr(model, "config"):
+            inputs["use_cache"] = False
         loss = loss + summed_loss(model(**inputs), micro)[0] / num_targets
     return loss
 

@@ -24,4 +24,4 @@ __all__ = [
     "watch_saved",
 ]
 
-tensor_plan_of: Any = None
+tensor_plan_of = None

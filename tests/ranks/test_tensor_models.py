@@ -1,0 +1,49 @@
+"""Whole models on a grid compute what the one-process program computes: loss, every gradient, weights."""
+
+import pytest
+
+import families
+import programs
+import tensor_plans
+from covering import Case
+from pool import Pool
+
+STEPS = 3
+
+
+def task_of(case: Case) -> programs.Task:
+    own = case["loss"] == "own"
+    return programs.Task(families.builder(case["family"]), steps=STEPS, own_loss=own)
+
+
+def check_parity(pool: Pool, case: Case) -> None:
+    task = task_of(case)
+    ranks = tensor_plans.num_ranks(case)
+    ours = pool.run(programs.train_task, ranks, task, tensor_plans.plan_of(case))[0]
+    oracle = programs.one_process_task(task, ours.first_weights, 1)
+    programs.assert_same(ours, oracle)
+    assert all(norm > 2 * programs.CLIP for norm in oracle.norms), "clipping was not active"
+
+
+@pytest.mark.parametrize("case", tensor_plans.few_cases(), ids=tensor_plans.name_of)
+def test_loss_gradients_and_weights_equal_the_one_process_programs(pool: Pool, case: Case) -> None:
+    check_parity(pool, case)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("case", tensor_plans.all_cases(), ids=tensor_plans.name_of)
+def test_under_every_plan_loss_gradients_and_weights_equal_the_one_process_programs(
+    pool: Pool, case: Case
+) -> None:
+    check_parity(pool, case)
+
+
+@pytest.mark.parametrize("verb", ["all_reduce"])
+@pytest.mark.parametrize("tp", ["2", "2x1"])
+def test_without_communication_between_layers_the_numbers_are_others(pool: Pool, tp: str, verb: str) -> None:
+    case = {"family": "llama", "tp": tp, "sp": "false", "data": "alone", "loss": "own", "recompute": "none"}
+    task = task_of(case)
+    ours = pool.run(programs.train_task, 2, task, tensor_plans.plan_of(case), (verb,))[0]
+    oracle = programs.one_process_task(task, ours.first_weights, 1)
+    with pytest.raises(AssertionError, match="differs by"):
+        programs.assert_same(ours, oracle)

@@ -1,0 +1,50 @@
+"""The plans that whole models are tested under on grids: the product of its options, and a covering set."""
+
+from itertools import product
+
+import families
+from covering import Case, covering
+
+FACTORS = {
+    "family": " ".join(families.CONFIGS),
+    "tp": "2 3 4 2x1 2x2",
+    "sp": "false true",
+    "data": "alone zero0 zero1 zero2 zero3",  # over dp=2, but for alone
+    "loss": "own given",
+    "recompute": "none full",
+}
+SEED, NUM_COVERING = 23, 130
+
+
+def all_cases() -> list[Case]:
+    found = []
+    for options in product(*(text.split() for text in FACTORS.values())):
+        case = dict(zip(FACTORS, options, strict=True))
+        if case["sp"] == "true" and case["tp"].endswith("x1"):
+            continue
+        if num_ranks(case) > 8:
+            continue
+        found.append(case)
+    return found
+
+
+def few_cases() -> list[Case]:
+    return covering(all_cases(), seed=SEED, least=NUM_COVERING)
+
+
+def plan_of(case: Case) -> str:
+    words = [f"tp={case['tp']} recompute={case['recompute']}"]
+    if case["sp"] == "true":
+        words.append("sp=true")
+    if case["data"] != "alone":
+        words.append(f"dp=2 zero={case['data'][-1]}")
+    return " ".join([*words, "precision=fp64"])
+
+
+def num_ranks(case: Case) -> int:
+    rows, _, cols = case["tp"].rpartition("x")
+    return int(rows or 1) * int(cols) * (1 if case["data"] == "alone" else 2)
+
+
+def name_of(case: Case) -> str:
+    return "-".join(f"{key}={option}" for key, option in case.items())
