@@ -3,19 +3,21 @@
 # T tokens  V vocabulary  v this rank's columns of it
 
 [Note: what a rank knows by itself]
-A rank's columns of a token have a largest logit m and, relative to it, a sum of exponentials s. Over all ranks these
-are M = max m and S = sum of s exp(m - M). With t the target's logit and a the mean of all V logits:
+A rank's columns of a token have a largest logit m and, relative to it, a sum of exponentials s. Over all
+ranks these are M = max m and S = sum of s exp(m - M). With t the target's logit and a the mean of all V
+logits:
 
   loss      log S - (1 - eps) (t - M) - eps (a - M) + z_loss (log S + M)^2
   gradient  softmax here x share x (1 + 2 z_loss (log S + M)) - (1 - eps) onehot - eps / V
 
-where share = s exp(m - M) / S is the part of a token's probability that lies in the rank's columns. So two messages of
-a few numbers per token are exchanged in forward, none in backward, and what is kept is the logits as they are and
-two numbers per token: its target and the factor of the softmax. Everything is relative to M: logits far from zero
-lose no digits.
+where share = s exp(m - M) / S is the part of a token's probability that lies in the rank's columns. So two
+messages of a few numbers per token are exchanged in forward, none in backward, and what is kept is the logits
+as they are and two numbers per token: its target and the factor of the softmax. Everything is relative to M:
+logits far from zero lose no digits.
 
-torch's softmax is one pass over memory with a fast exponential; the largest probability in it is 1 / s. Chunks of
-tokens are small enough that what is done to them stays in the cache, and no others are ever held in float32.
+torch's softmax is one pass over memory with a fast exponential; the largest probability in it is 1 / s.
+Chunks of tokens are small enough that what is done to them stays in the cache, and no others are ever held in
+float32.
 """
 
 from collections.abc import Iterator, Sequence
@@ -47,13 +49,14 @@ def cross_entropy(
 ) -> Tensor:
     """The loss summed over tokens, the same bits on every rank of `group`; in float32 at least.
 
-    `columns` says which of the vocabulary's columns (start and stop) each of the ranks has, in their order: of any
-    number, or none. `targets_T` are places in the whole vocabulary, the same on every rank; tokens whose target is
-    `ignore_index` count nothing. `label_smoothing` spreads that part of a target over the whole vocabulary, `z_loss`
-    weighs the square of the log of the summed exponentials, `softcap` c makes c tanh(z / c) of every logit first.
+    `columns` says which of the vocabulary's columns (start and stop) each of the ranks has, in their order:
+    of any number, or none. `targets_T` are places in the whole vocabulary, the same on every rank; tokens
+    whose target is `ignore_index` count nothing. `label_smoothing` spreads that part of a target over the
+    whole vocabulary, `z_loss` weighs the square of the log of the summed exponentials, `softcap` c makes c
+    tanh(z / c) of every logit first.
 
-    Gradients have the logits' dtype. Raises ModelError for a target outside of the vocabulary (on a GPU the device
-    does, when it gets there), and for a second derivative.
+    Gradients have the logits' dtype. Raises ModelError for a target outside of the vocabulary (on a GPU the
+    device does, when it gets there), and for a second derivative.
     """
     start, stop = columns[group.rank]
     assert logits_Tv.shape == (len(targets_T), stop - start), (
@@ -134,8 +137,8 @@ def _total(logits_Tv: Tensor, targets_T: Tensor, how: _How) -> tuple[Tensor, Ten
 
 
 def _own_terms(logits_Tv: Tensor, how: _How) -> tuple[Tensor, Tensor]:
-    """Of this rank's columns: the largest logit, and the message of sums relative to it: of exponentials, a place for
-    the target's logit, and for label smoothing that of logits."""
+    """Of this rank's columns: the largest logit, and the message of sums relative to it: of exponentials, a
+    place for the target's logit, and for label smoothing that of logits."""
     num_tokens, num_columns = logits_Tv.shape
     most_T = _new(logits_Tv, num_tokens).fill_(-torch.inf)
     message = _new(logits_Tv, 3 if how.smoothing else 2, num_tokens).zero_()

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -31,8 +30,8 @@ def choose_loss(
 ) -> Loss:
     """The user's loss, else that of a causal language model. Raises ModelError where neither fits.
 
-    The latter takes logits that are cut over the vocabulary: `columns` (start and stop) are those of each rank of
-    `group`. None: whole logits.
+    The latter takes logits that are cut over the vocabulary: `columns` (start and stop) are those of each
+    rank of `group`. None: whole logits.
     """
     if loss is not None:
         return loss
@@ -61,8 +60,8 @@ def causal_lm_loss(
 ) -> tuple[Tensor, Tensor]:
     """Cross entropy of the next token, summed. `labels` (B, S) are shifted here; -100 is ignored.
 
-    Computed in float32 at least, whatever the logits are; see `choose_loss` for cut ones. Raises ModelError without
-    labels, or for a label outside of the vocabulary.
+    Computed in float32 at least, whatever the logits are; see `choose_loss` for cut ones. Raises ModelError
+    without labels, or for a label outside of the vocabulary.
     """
     if "labels" not in batch:
         raise ModelError(
