@@ -3,15 +3,17 @@
 # S sequence  V vocabulary  B batch
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from plait.comm import Group
 from plait.errors import ModelError
+from plait.models.cross_entropy import ALONE, cross_entropy
 
 # (outputs of the model, micro-batch) -> (loss summed over its targets, number of targets)
 Loss = Callable[[Any, Mapping[str, Tensor]], tuple[Tensor, int | Tensor]]
@@ -19,8 +21,18 @@ Loss = Callable[[Any, Mapping[str, Tensor]], tuple[Tensor, int | Tensor]]
 IGNORED = -100  # labels with this value are no targets, as everywhere in transformers
 
 
-def choose_loss(model: nn.Module, loss: Loss | None) -> Loss:
-    """The user's loss, else that of a causal language model. Raises ModelError where neither fits."""
+def choose_loss(
+    model: nn.Module,
+    loss: Loss | None,
+    *,
+    group: Group = ALONE,
+    columns: Sequence[tuple[int, int]] | None = None,
+) -> Loss:
+    """The user's loss, else that of a causal language model. Raises ModelError where neither fits.
+
+    The latter takes logits that are cut over the vocabulary: `columns` (start and stop) are those of each
+    rank of `group`. None: whole logits.
+    """
     if loss is not None:
         return loss
     if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
@@ -36,13 +48,20 @@ def choose_loss(model: nn.Module, loss: Loss | None) -> Loss:
             given="output_router_logits=True",
             hint="output_router_logits=False, or loss= with the auxiliary term in it",
         )
-    return causal_lm_loss
+    return partial(causal_lm_loss, group=group, columns=columns)
 
 
-def causal_lm_loss(outputs: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+def causal_lm_loss(
+    outputs: Any,
+    batch: Mapping[str, Tensor],
+    *,
+    group: Group = ALONE,
+    columns: Sequence[tuple[int, int]] | None = None,
+) -> tuple[Tensor, Tensor]:
     """Cross entropy of the next token, summed. `labels` (B, S) are shifted here; -100 is ignored.
 
-    Computed in float32 at least, whatever the logits are. Raises ModelError without labels.
+    Computed in float32 at least, whatever the logits are; see `choose_loss` for cut ones. Raises ModelError
+    without labels, or for a label outside of the vocabulary.
     """
     if "labels" not in batch:
         raise ModelError(
@@ -52,10 +71,8 @@ def causal_lm_loss(outputs: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, T
         )
     logits_BSV, labels_BS = outputs.logits, batch["labels"]
     targets = F.pad(labels_BS, (0, 1), value=IGNORED)[:, 1:].reshape(-1)
-    logits = logits_BSV.flatten(0, 1)
-    if logits.dtype in (torch.bfloat16, torch.float16):
-        logits = logits.float()
-    total = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+    columns = columns or [(0, logits_BSV.shape[-1])]
+    total = cross_entropy(logits_BSV.flatten(0, 1), targets, group, columns, ignore_index=IGNORED)
     return total, (targets != IGNORED).sum()
 
 
