@@ -94,7 +94,7 @@ class Engine:
             model, blocks, self.layout, plan, self._groups, partial, self.device, how.seed, masters
         )
         self._cut = cut_layers(model, how.tensor, mesh, blocks, sequence=plan.sp)
-        self._forward = Forward(model, self._zero, self._cut, how.loss)
+        self._forward = Forward(model, self._zero, self._cut, how.tensor, mesh.group("col"), how.loss)
         recompute_blocks(found, plan.recompute)
         if plan.compile:
             compile_blocks(found, self.device)

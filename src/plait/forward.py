@@ -6,10 +6,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from plait.comm import Group
 from plait.errors import ModelError
-from plait.models import Loss, choose_loss, forward_inputs, meta_twin, saved_bytes, watch_saved
+from plait.models import ALONE, Loss, choose_loss, forward_inputs, meta_twin, saved_bytes, watch_saved
 from plait.parallel import Zero
 from plait.parallel.tensor import CutLayers
+from plait.plan import TensorPlan
 
 
 class Forward:
@@ -18,12 +20,17 @@ class Forward:
     saved_bytes     what one micro-batch keeps from forward to backward; None before the first
     """
 
-    def __init__(self, model: nn.Module, zero: Zero, cut: CutLayers, loss: Loss | None) -> None:
+    def __init__(
+        self, model: nn.Module, zero: Zero, cut: CutLayers, plan: TensorPlan, col: Group, loss: Loss | None
+    ) -> None:
+        """`plan` says how logits are cut over `col`. `loss`: the user's."""
         self.saved_bytes: int | None = None
         self._model = model
         self._zero = zero
         self._cut = cut
         self._given = loss
+        self._columns = plan.logit_columns
+        self._col = ALONE if self._columns is None else col
 
     def __call__(self, micro: Mapping[str, Tensor]) -> tuple[Tensor, int | Tensor]:
         """`summed_loss`; the first with gradients is measured."""
@@ -58,7 +65,7 @@ class Forward:
         return None
 
     def _loss(self) -> Loss:
-        return choose_loss(self._model, self._given)
+        return choose_loss(self._model, self._given, group=self._col, columns=self._columns)
 
     def _logits(self) -> contextlib.AbstractContextManager[None]:
         """Our own loss takes the logits that this rank has; a user's takes all."""

@@ -1,12 +1,14 @@
 """What a model tells about itself: its units, its initial weights, its loss, what it saves for backward."""
 
 from plait.models.build import causal_lm_on_meta, pretrained_causal_lm, read_config
+from plait.models.cross_entropy import ALONE
 from plait.models.facts import Blocks, FlopFacts, blocks_of, unit_facts
 from plait.models.loss import Loss, choose_loss, forward_inputs
 from plait.models.materialise import initialise, seeded
 from plait.models.saved import meta_twin, saved_bytes, watch_saved
 
 __all__ = [
+    "ALONE",
     "Blocks",
     "FlopFacts",
     "Loss",

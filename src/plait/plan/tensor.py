@@ -136,3 +136,12 @@ class TensorPlan:
     regions: tuple[str, ...] = ()
     pure: frozenset[str] = frozenset()
     attributes: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
+
+    @property
+    def logit_columns(self) -> tuple[Range, ...] | None:
+        """(start, stop) of the vocabulary at each `col` coordinate; None where logits are whole."""
+        head = next((layer for layer in self.layers if layer.head), None)
+        if head is None or head.out is None:
+            return None
+        assert all(len(ranges) == 1 for ranges in head.out.ranges), "logits in one run per column"
+        return tuple(ranges[0] for ranges in head.out.ranges)
