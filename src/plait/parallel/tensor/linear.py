@@ -1,0 +1,144 @@
+"""A linear layer cut over both axes: each rank multiplies with its piece of the weight, and parts are summed.
+
+  B batch  T tokens  I in_features  O out_features;  lower case = this rank's piece
+
+  COLUMN  y_To = sum over row (x_Ti w_oi^T) + b_o     dx_Ti = sum over col (dy_To w_oi)
+  ROW     the same with row and col swapped
+
+The weight's gradient is whole on this rank: dw_oi = dy_To^T x_Ti. So is the bias's.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from plait.comm import Group
+from plait.parallel.tensor.groups import Cut
+from plait.parallel.tensor.ops import gather_features, split_features, sum_in_place
+from plait.parallel.tensor.readers import Readers, Reading, weight_of
+from plait.parallel.tensor.tokens import TokenCut, gathered_tokens, summed_tokens
+
+
+@dataclass
+class Head:
+    """Whether logits stay cut over the vocabulary just now."""
+
+    stays_cut: bool = False
+
+
+@dataclass(frozen=True)
+class CutLinear:
+    """The forward of a cut linear layer, for `types.MethodType`: it is given the module.
+
+    parts       the ranks whose products are summed
+    readers     of its input, whose gradient they sum
+    scope       the block it is in; see Readers
+    is_given    whoever gives the input sums its gradient (sequence parallel)
+    transposed  the weight is (in, out)
+    splits      the input is whole, this rank takes its features of it
+    gathers     the output is gathered, unless the `head` says otherwise
+    tokens      the sum leaves this rank's tokens only (sequence parallel)
+    """
+
+    parts: Group
+    readers: Readers
+    scope: str = ""
+    is_given: bool = False
+    transposed: bool = False
+    splits: Cut | None = None
+    gathers: Cut | None = None
+    head: Head | None = None
+    tokens: TokenCut | None = None
+
+    @torch.compiler.disable
+    def __call__(self, module: nn.Module, x: Tensor) -> Tensor:
+        y = self.product(module, x)
+        if self.gathers is None or (self.head is not None and self.head.stays_cut):
+            return y
+        return gather_features(y, self.gathers)
+
+    def product(self, module: nn.Module, x: Tensor) -> Tensor:
+        """This rank's features of the output."""
+        if self.splits is not None:
+            x = split_features(x, self.splits)
+        weight, bias = weight_of(module), getattr(module, "bias", None)
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+            x, weight = x.to(dtype), weight.to(dtype)
+            bias = None if bias is None else bias.to(dtype)
+        read = self.readers.find if self.is_given else self.readers.read
+        x, reading = read(x, module, self.scope)
+        sizes = None if self.tokens is None else self.tokens.sizes_within(x)
+        job = _Job(self.parts, self.transposed, reading, weight, self.tokens, sizes)
+        return _Product.apply(x, None if job.is_expected else weight, bias, job)
+
+
+@dataclass(frozen=True)
+class _Job:
+    parts: Group
+    transposed: bool
+    reading: Reading | None
+    weight: Tensor
+    tokens: TokenCut | None
+    sizes: tuple[int, ...] | None
+
+    @property
+    def is_expected(self) -> bool:
+        """Whether the reading computes the weight's gradient."""
+        return self.reading is not None and self.reading.expects(self.weight)
+
+
+class _Product(Function):
+    """The product, the sum of the parts, the bias once. See readers.py for who computes the weight's
+    gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, _: Tensor | None, bias: Tensor | None, job: _Job) -> Tensor:
+        given = job.weight
+        needs_x = ctx.needs_input_grad[0]
+        ctx.job = job
+        ctx.save_for_backward(x if given.requires_grad else None, given if needs_x else None)
+        added = bias if job.parts.rank == 0 else None
+        if not job.transposed:
+            out = F.linear(x, given, added)
+        elif added is None:
+            out = x @ given
+        else:
+            out = torch.addmm(added, _flat(x), given)
+            out = out.view(*x.shape[:-1], given.shape[1])
+        if job.tokens is not None:
+            assert job.sizes is not None
+            return summed_tokens(out, job.tokens.group, job.sizes)
+        return sum_in_place(out, job.parts, "parts of a product")
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, given = ctx.saved_tensors
+        job, needs = ctx.job, ctx.needs_input_grad
+        if job.tokens is not None:
+            dy = gathered_tokens(dy, job.tokens.group, job.sizes)
+        dx = dy @ (given.t() if job.transposed else given) if needs[0] else None
+        dw = db = None
+        if x is not None and job.is_expected:
+            x = x.detach()  # its graph is the reading's own
+            job.reading.leave(job.weight, lambda: _weight_gradient(dy, x, job.transposed))
+        elif needs[1]:
+            dw = _weight_gradient(dy, x, job.transposed)
+        if needs[2]:
+            db = _flat(dy).sum(0)
+        return dx, dw, db, None
+
+
+def _weight_gradient(dy: Tensor, x: Tensor, transposed: bool) -> Tensor:
+    return _flat(x).t() @ _flat(dy) if transposed else _flat(dy).t() @ _flat(x)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """(tokens, features); also of no features, which `reshape` would not know the tokens of."""
+    return tensor.flatten(0, -2) if tensor.dim() > 1 else tensor.unsqueeze(0)

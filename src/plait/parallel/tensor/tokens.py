@@ -1,0 +1,173 @@
+"""Tokens cut over `col`: the stream between the first block's input and the last block's output.
+
+[Note: which rank has which tokens]
+A sequence of T tokens is cut in consecutive pieces, the first T % col of them a token longer. Of (B, T, H)
+dim 1 is cut, of (T, H) dim 0. A block that flattens its piece to (B t, H) has B runs of its tokens; so have
+the others, and gathered along dim 0 they are in an order of their own, which layers that treat tokens alike
+do not see and which the sum after them undoes.
+
+What was the whole length can not be told from a piece. The first block sees it. Each block marks the
+graph's node of what it gives, and reads the mark of what it gets: so a block that is run again in backward,
+after the forward of another micro-batch, finds its own. Where there is no graph it is the last one's.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from plait.comm import Group, Pending, all_gather, start_reduce_scatter
+from plait.errors import ModelError
+
+_MARK = "plait: tokens of the whole sequence"
+
+
+@dataclass
+class TokenCut:
+    """The cut of the tokens that are under way. See [Note: which rank has which tokens]."""
+
+    group: Group
+    length: int = field(default=0)  # of the whole sequence; set by the block that is running
+
+    def enter(self, x: Tensor, *, is_whole: bool) -> None:
+        """A block begins with `x`, its piece or (the first one) the whole."""
+        if is_whole:
+            self.length = x.shape[dim_of(x)]
+        else:
+            self.length = _marks(x).get(_MARK, self.length)
+
+    def mark(self, x: Tensor) -> None:
+        """A block gives `x`."""
+        _marks(x)[_MARK] = self.length
+
+    @property
+    def pieces(self) -> tuple[int, ...]:
+        return pieces_of(self.length, self.group.size)
+
+    def sizes_around(self, piece: Tensor) -> tuple[int, ...]:
+        """Of what `piece` is this rank's part of, every rank's tokens."""
+        own, tokens = self.pieces[self.group.rank], piece.shape[dim_of(piece)]
+        return self._runs(tokens, own, "a rank's piece")
+
+    def sizes_within(self, whole: Tensor) -> tuple[int, ...]:
+        """Of `whole`, every rank's tokens."""
+        return self._runs(whole.shape[dim_of(whole)], self.length, "the whole sequence")
+
+    def _runs(self, tokens: int, expected: int, what: str) -> tuple[int, ...]:
+        runs, rest = divmod(tokens, expected) if expected else (1, tokens)
+        if rest:
+            raise ModelError(
+                "a block re-arranges tokens in a way that cannot be cut over ranks",
+                given=f"{tokens} tokens where {what} has {expected}",
+                hint="sp=false",
+            )
+        return tuple(runs * piece for piece in self.pieces)
+
+
+def _marks(x: Tensor) -> dict[Any, Any]:
+    """What is noted at the node of autograd's graph that gives `x`; lost where there is none."""
+    node: Any = x.grad_fn
+    return {} if node is None else node.metadata
+
+
+def pieces_of(length: int, ranks: int) -> tuple[int, ...]:
+    return tuple(length // ranks + (rank < length % ranks) for rank in range(ranks))
+
+
+def dim_of(x: Tensor) -> int:
+    return 1 if x.dim() > 2 else 0
+
+
+def split_tokens(whole: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
+    """This rank's tokens; backward gathers."""
+    return _Split.apply(whole, group, sizes) if group.size > 1 else whole
+
+
+def gather_tokens(piece: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
+    """All tokens; backward takes this rank's, as what follows is the same on every rank."""
+    return _Gather.apply(piece, group, sizes) if group.size > 1 else piece
+
+
+def gathered_tokens(piece: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
+    """(B, t, H) of every rank to (B, T, H), without a graph. One pass beyond the message where B > 1 or
+    pieces are uneven."""
+    dim, longest = dim_of(piece), max(sizes)
+    whole = piece.new_empty(*piece.shape[:dim], sum(sizes), *piece.shape[dim + 1 :])
+    if group.size == 1 or piece.is_meta:
+        return piece if group.size == 1 else whole
+    if _lies_in_order(piece, sizes):
+        all_gather(whole.view(-1), piece.contiguous().view(-1), group, label="tokens")
+        return whole
+    buffer = piece.new_empty(group.size, *piece.shape[:dim], longest, *piece.shape[dim + 1 :])
+    own = buffer[group.rank]
+    own.narrow(dim, 0, sizes[group.rank]).copy_(piece)
+    own.narrow(dim, sizes[group.rank], longest - sizes[group.rank]).zero_()
+    all_gather(buffer.view(-1), own.view(-1), group, label="tokens")
+    for part, got in zip(whole.split(sizes, dim), buffer, strict=True):
+        part.copy_(got.narrow(dim, 0, part.shape[dim]))
+    return whole
+
+
+def start_summed_tokens(
+    whole: Tensor, group: Group, sizes: tuple[int, ...], label: str = "tokens"
+) -> tuple[Tensor, Pending]:
+    """The sum over ranks of (B, T, H), of which this rank gets its tokens once the Pending is over."""
+    dim, longest = dim_of(whole), max(sizes)
+    if group.size == 1:
+        return whole, Pending()
+    shape = (*whole.shape[:dim], longest, *whole.shape[dim + 1 :])
+    piece = whole.new_empty(shape)
+    pending = Pending()
+    if not whole.is_meta:
+        if _lies_in_order(whole, sizes):
+            buffer = whole.contiguous()
+        else:
+            buffer = whole.new_empty(group.size, *shape)
+            for part, into in zip(whole.split(sizes, dim), buffer, strict=True):
+                into.narrow(dim, 0, part.shape[dim]).copy_(part)
+                into.narrow(dim, part.shape[dim], longest - part.shape[dim]).zero_()
+        pending = start_reduce_scatter(piece.view(-1), buffer.view(-1), group, label=label)
+    return piece.narrow(dim, 0, sizes[group.rank]), pending
+
+
+def summed_tokens(whole: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
+    """`start_summed_tokens`, to its end."""
+    piece, pending = start_summed_tokens(whole, group, sizes)
+    pending.wait()
+    return piece.contiguous()
+
+
+def _lies_in_order(x: Tensor, sizes: tuple[int, ...]) -> bool:
+    """Whether ranks' tokens lie one after the other in the whole, and are equally many."""
+    return len(set(sizes)) == 1 and (dim_of(x) == 0 or x.shape[0] == 1)
+
+
+def _own(whole: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
+    return whole.narrow(dim_of(whole), sum(sizes[: group.rank]), sizes[group.rank])
+
+
+class _Split(Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
+        ctx.group, ctx.sizes = group, sizes
+        return _own(whole, group, sizes).clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return gathered_tokens(grad, ctx.group, ctx.sizes), None, None
+
+
+class _Gather(Function):
+    @staticmethod
+    def forward(ctx: Any, piece: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
+        ctx.group, ctx.sizes = group, sizes
+        return gathered_tokens(piece, group, sizes)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _own(grad, ctx.group, ctx.sizes), None, None
