@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plait import models
 from plait.comm import Mesh, World, connect
 from plait.engine import Engine, Training
 from plait.errors import ConfigError, PlanError
-from plait.models import Blocks, Loss, blocks_of, meta_twin, tensor_plan_of
+from plait.models import Blocks, Loss, blocks_of, meta_twin
 from plait.optim import DEFAULT_GROUPS, LossScaling
 from plait.plan import Grid, Plan, TensorPlan
 from plait.probe import probe as run_probe
@@ -133,7 +134,7 @@ def _tensor_plan(
     """A lone rank cuts nothing, so any model will do; what a user says of it is checked all the same."""
     if plan.rows == plan.cols == 1 and given is None:
         return TensorPlan(1, 1)
-    return tensor_plan_of(model, plan.rows, plan.cols, sequence=plan.sp, blocks=blocks, given=given)
+    return models.tensor_plan(model, plan.rows, plan.cols, sequence=plan.sp, blocks=blocks, given=given)
 
 
 def _check_algorithm(plan: Plan, device: torch.device) -> None:

@@ -47,7 +47,7 @@ from plait.parallel import (
     persistent_buffers,
     recompute_blocks,
 )
-from plait.parallel.tensor import cut_layers
+from plait.parallel.tensor import TensorGroups, cut_layers
 from plait.plan import Layout, MemoryUse, Place, Plan, TensorPlan
 
 
@@ -93,8 +93,9 @@ class Engine:
         self._zero = bring_to_life(
             model, blocks, self.layout, plan, self._groups, partial, self.device, how.seed, masters
         )
-        self._cut = cut_layers(model, how.tensor, mesh, blocks, sequence=plan.sp)
-        self._forward = Forward(model, self._zero, self._cut, how.tensor, mesh.group("col"), how.loss)
+        grid = TensorGroups(mesh.group("row"), mesh.group("col"))
+        cut = cut_layers(model, how.tensor, grid, blocks, sequence=plan.sp)
+        self._forward = Forward(model, self._zero, cut, how.tensor, grid.col, how.loss)
         recompute_blocks(found, plan.recompute)
         if plan.compile:
             compile_blocks(found, self.device)

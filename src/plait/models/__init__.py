@@ -6,6 +6,7 @@ from plait.models.facts import Blocks, FlopFacts, blocks_of, unit_facts
 from plait.models.loss import Loss, choose_loss, forward_inputs
 from plait.models.materialise import initialise, seeded
 from plait.models.saved import meta_twin, saved_bytes, watch_saved
+from plait.models.tensor import tensor_plan
 
 __all__ = [
     "ALONE",
@@ -22,8 +23,7 @@ __all__ = [
     "read_config",
     "saved_bytes",
     "seeded",
+    "tensor_plan",
     "unit_facts",
     "watch_saved",
 ]
-
-tensor_plan_of = None

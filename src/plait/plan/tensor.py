@@ -3,25 +3,103 @@
 [Note: one axis is a special case of two]
 The residual stream's features are cut over `row`; heads and the feed-forward's features over `col`.
 
-  style       weight (out, in)          input features    summed over, forward    backward      output features
-  COLUMN      out over col, in over row     over row          row                     col           over col
-  ROW         out over row, in over col     over col          col                     row           over row
+  style    weight: out, in     input      summed over: forward, backward    output
+  COLUMN   col, row            over row   row, col                          over col
+  ROW      row, col            over col   col, row                          over row
 
-A ROW layer takes what a COLUMN layer gives and the other way round, so nothing is re-laid between them. With one
-row this is Megatron-LM (Shoeybi et al. 1909.08053, section 3); with ZeRO 3 along `shard` it is AxoNN's grid (Singh et
-al. 2305.13525, section 3): X = col, Y = row, Z = shard.
+A ROW layer takes what a COLUMN layer gives and the other way round, so nothing is re-laid between them.
+With one row this is Megatron-LM (Shoeybi et al. 1909.08053, section 3); with ZeRO 3 along `shard` it is
+AxoNN's grid (Singh et al. 2305.13525, section 3): X = col, Y = row, Z = shard.
 
 [Note: uneven pieces, shared pieces]
-Every coordinate of an axis has ranges of a tensor's dim: one, several (a packed projection gives one of each part), of
-any length. Coordinates that have the same ranges hold the same piece: kv heads fewer than columns. What each of
-them adds to its gradient is a part of it.
+Every coordinate of an axis has ranges of a tensor's dim: one, several (a packed projection gives one of each
+part), of any length. Coordinates that have the same ranges hold the same piece: kv heads fewer than columns.
+What each of them adds to its gradient is a part of it.
+
+[Note: heads and their keys]
+Query heads share a key and value head in groups of heads / kv_heads. A rank has whole groups or a part of
+one group, never parts of two, so that on every rank the number of its query heads is a multiple of that of
+its key heads, and attention finds the right key for each of its heads by the same rule as in the whole model.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from plait.errors import PlanError
+
 Range = tuple[int, int]  # start and stop
+
+ALIGNED = 8  # elements: pieces of wide dims start at a multiple of it
+
+
+def split(size: int, parts: int, unit: int = 1, *, of: str = "features") -> tuple[Range, ...]:
+    """Contiguous ranges of `size`, one for each part, as even as whole units allow; none is empty.
+
+    The first parts get the units that do not divide, the last one what is left of a unit. Raises PlanError
+    where there are fewer units than parts; `of` says whose they are.
+    """
+    units = size // unit
+    if units < parts:
+        raise PlanError(
+            f"{of} cannot be cut into {parts} pieces",
+            given=f"{size} in units of {unit}",
+            expected="at least one unit on every rank",
+            hint=f"tp with at most {units} ranks along that axis",
+        )
+    each, extra = divmod(units, parts)
+    stops = [(each * (part + 1) + min(part + 1, extra)) * unit for part in range(parts - 1)] + [size]
+    return tuple(zip([0, *stops[:-1]], stops, strict=True))
+
+
+def split_width(size: int, parts: int, *, of: str = "features") -> tuple[Range, ...]:
+    """How a width (hidden, feed-forward, vocabulary) is cut: the same wherever it is `size`.
+
+    In multiples of eight where every piece has at least about sixty-four, for the sake of matrix products.
+    """
+    return split(size, parts, ALIGNED if size >= 8 * ALIGNED * parts else 1, of=of)
+
+
+@dataclass(frozen=True)
+class HeadSplit:
+    """Of every coordinate, its range of query heads and its range of key and value heads."""
+
+    queries: tuple[Range, ...]
+    keys: tuple[Range, ...]
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """Query heads to a key head, of every coordinate."""
+        pairs = zip(self.queries, self.keys, strict=True)
+        return tuple((q_stop - q) // (k_stop - k) for (q, q_stop), (k, k_stop) in pairs)
+
+
+def split_heads(heads: int, kv_heads: int, parts: int, *, of: str = "attention") -> HeadSplit:
+    """Deals heads out. See [Note: heads and their keys]. Raises PlanError for fewer heads than parts."""
+    if heads < parts or heads % kv_heads:
+        raise PlanError(
+            f"the heads of {of} cannot be cut over {parts} columns",
+            given=f"heads={heads} kv heads={kv_heads} columns={parts}",
+            expected="kv heads that divide the heads, and at least one head on every column",
+            hint=" or ".join(f"tp=1x{cols}" for cols in _fitting(heads, parts)) if heads > 1 else "tp=1",
+        )
+    group = heads // kv_heads
+    if parts <= kv_heads:
+        keys = split(kv_heads, parts)
+        return HeadSplit(tuple((start * group, stop * group) for start, stop in keys), keys)
+    queries: list[Range] = []
+    shared: list[Range] = []
+    for key, (first, last) in enumerate(split(parts, kv_heads)):  # the columns that share this key head
+        ranges = split(group, last - first)
+        queries += [(key * group + start, key * group + stop) for start, stop in ranges]
+        shared += [(key, key + 1)] * (last - first)
+    return HeadSplit(tuple(queries), tuple(shared))
+
+
+def _fitting(heads: int, parts: int) -> list[int]:
+    """The largest two numbers of columns, below `parts`, over which `heads` divide."""
+    below = range(min(heads, parts - 1), 0, -1)
+    return [cols for cols in below if heads % cols == 0][:2]
 
 
 class Style(Enum):
@@ -60,7 +138,8 @@ class LayerCut:
     """What becomes of one module.
 
     out, inp    the cut of its output and of its input features; None: whole. An embedding's `inp` is its
-                vocabulary; a norm has `out` alone, whose axis its statistics are taken over
+                vocabulary; a norm has `out` alone, whose axis its statistics are taken over; a WHOLE layer
+                gathers its input where it has `inp` and keeps its piece of the output where it has `out`
     transposed  its weight is stored (in, out), as transformers' Conv1D does
     gathers     COLUMN: its output is gathered over `col`, and whole on every rank
     splits      ROW: its input is whole; this rank takes its features of it
@@ -99,8 +178,7 @@ class ParameterCut:
         )
 
     def sharers(self, cols: int, col: int) -> tuple[int, ...]:
-        """The `col` coordinates whose gradients of this piece are parts of a sum; () where none has to be
-        taken."""
+        """The `col` coordinates whose gradients of this piece are parts of a sum; () where none is."""
         over_col = self._along("col")
         found = over_col.sharers(col) if over_col is not None else tuple(range(cols)) if self.partial else ()
         return found if len(found) > 1 else ()
@@ -117,16 +195,35 @@ class ParameterCut:
 
 
 @dataclass(frozen=True)
+class ArgumentCut:
+    """What a module is handed for all heads, and takes its own of: ALiBi's slopes.
+
+    argument    its keyword
+    dim         the dim that counts heads, or the batch and the heads folded into one, heads inner. Where its
+                size is no multiple of `heads`, the argument has nothing of heads and stays
+    heads       of the whole
+    cut         which heads each column has
+    """
+
+    module: str
+    argument: str
+    dim: int
+    heads: int
+    cut: DimCut
+
+
+@dataclass(frozen=True)
 class TensorPlan:
     """What becomes of a model on a grid of `rows` x `cols`. Parameters that are not named are whole.
 
     layers      modules whose forward changes
     parameters  by the names that the model's `named_parameters` gives (a tied one once)
-    regions     modules in which features are cut over `col` (heads, ffn): attention, mlp, or a lone layer. Outside
-                of them lies the residual stream
-    pure        of regions: every weight in it that reads the region's input is cut (COLUMN), so that the gradients of
-                its input are parts on every column
+    regions     modules in which features are cut over `col` (heads, ffn): attention, mlp, or a lone COLUMN
+                layer, whose lone ROW layer ends it. Outside of them lies the residual stream
+    pure        of regions: every weight in it that reads the region's input is cut (COLUMN), so that the
+                gradients of its input are parts on every column
     attributes  (module, attribute, its value at each `col` coordinate): what a module counts itself
+    arguments   what modules are handed for all heads
     """
 
     rows: int
@@ -136,6 +233,7 @@ class TensorPlan:
     regions: tuple[str, ...] = ()
     pure: frozenset[str] = frozenset()
     attributes: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
+    arguments: tuple[ArgumentCut, ...] = ()
 
     @property
     def logit_columns(self) -> tuple[Range, ...] | None:

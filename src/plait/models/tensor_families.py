@@ -1,0 +1,154 @@
+"""Tensor plans of families for which transformers ships none, or none that cuts what can be cut.
+
+Patterns are of paths below the base model; words as in `models/tensor_words.py`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from plait.errors import ModelError
+from plait.models.tensor_draft import Draft
+from plait.models.tensor_heads import Heads
+from plait.plan.tensor import ArgumentCut, TensorPlan
+
+Patterns = dict[str, str]
+
+
+_GPT2 = {
+    "h.*.attn.c_attn": "packed_colwise:3",
+    "h.*.attn.c_proj": "rowwise",
+    "h.*.mlp.c_fc": "colwise",
+    "h.*.mlp.c_proj": "rowwise",
+}
+
+
+_GPT_NEO = {
+    "h.*.attn.attention.q_proj": "colwise",
+    "h.*.attn.attention.k_proj": "colwise",
+    "h.*.attn.attention.v_proj": "colwise",
+    "h.*.attn.attention.out_proj": "rowwise",
+    "h.*.mlp.c_fc": "colwise",
+    "h.*.mlp.c_proj": "rowwise",
+}
+
+
+_GPTJ = {
+    "h.*.attn.q_proj": "colwise",
+    "h.*.attn.k_proj": "colwise",
+    "h.*.attn.v_proj": "colwise",
+    "h.*.attn.out_proj": "rowwise",
+    "h.*.mlp.fc_in": "colwise",
+    "h.*.mlp.fc_out": "rowwise",
+}
+
+
+_OPT = {
+    "decoder.layers.*.self_attn.q_proj": "colwise",
+    "decoder.layers.*.self_attn.k_proj": "colwise",
+    "decoder.layers.*.self_attn.v_proj": "colwise",
+    "decoder.layers.*.self_attn.out_proj": "rowwise",
+    "decoder.layers.*.fc1": "colwise",
+    "decoder.layers.*.fc2": "rowwise",
+}
+
+
+def _bloom(config: Any, _cols: int) -> Patterns:
+    """Queries, keys and values are interleaved by head: cut at heads they stay what they are."""
+    if config.pretraining_tp > 1 and config.slow_but_exact:
+        raise ModelError(
+            "a bloom model that multiplies slices of its weights by itself cannot be cut",
+            given=f"pretraining_tp={config.pretraining_tp} slow_but_exact=True",
+            hint="slow_but_exact=False",
+        )
+    return {
+        "h.*.self_attention.query_key_value": "colwise",
+        "h.*.self_attention.dense": "rowwise",
+        "h.*.mlp.dense_h_to_4h": "colwise",
+        "h.*.mlp.dense_4h_to_h": "rowwise",
+    }
+
+
+def _falcon(config: Any, cols: int) -> Patterns:
+    """Three layouts of one matrix: by head, one key for all heads, one key for a group of heads.
+
+    Where columns would share keys, the matrix has a part that is cut and a part that is shared: its output is
+    gathered instead.
+    """
+    grouped = config.new_decoder_architecture
+    kv_heads = config.num_kv_heads if grouped else 1 if config.multi_query else config.num_attention_heads
+    packed, end = ("grouped_colwise" if grouped or config.multi_query else "colwise"), "rowwise"
+    if cols > kv_heads:
+        packed, end = "colwise_gather_output", "rowwise_split_input"
+    return {
+        "h.*.self_attention.query_key_value": packed,
+        "h.*.self_attention.dense": end,
+        "h.*.mlp.dense_h_to_4h": "colwise",
+        "h.*.mlp.dense_4h_to_h": "rowwise",
+    }
+
+
+# Their own plans gather gate and up, which are halves of one matrix: each half can be cut.
+_PACKED_GATE = {"layers.*.mlp.gate_up_proj": "packed_colwise", "layers.*.mlp.down_proj": "rowwise"}
+
+
+FAMILIES: dict[str, Patterns | Callable[[Any, int], Patterns]] = {
+    "gpt2": _GPT2,
+    "gpt_neo": _GPT_NEO,
+    "gptj": _GPTJ,
+    "opt": _OPT,
+    "bloom": _bloom,
+    "falcon": _falcon,
+    "phi3": _PACKED_GATE,
+    "glm": _PACKED_GATE,
+    "glm4": _PACKED_GATE,
+}
+
+# Keywords of attention modules that hold something of every head, and the dim in which.
+_HEAD_ARGUMENTS = {"bloom": (("alibi", -3),), "falcon": (("alibi", -3), ("attention_mask", -3))}
+
+
+def built_in(model: nn.Module, cols: int) -> Patterns:
+    """What this house says of a transformers model, over what the model says itself."""
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    if not isinstance(model, PreTrainedModel) or kind not in FAMILIES:
+        return {}
+    family = FAMILIES[kind]
+    return family if isinstance(family, dict) else family(model.config, cols)
+
+
+def add_arguments(draft: Draft, heads: Heads) -> None:
+    """What an attention module, whose layers are cut at heads, is handed for all of them."""
+    kind = getattr(draft.config, "model_type", None)
+    for argument, dim in _HEAD_ARGUMENTS.get(kind or "", ()):
+        cut = ArgumentCut(heads.module, argument, dim, heads.count, heads.queries(1))
+        if cut not in draft.arguments:
+            draft.arguments.append(cut)
+
+
+class OwnHeads:
+    """A forward pre-hook that leaves a module this column's heads of an argument. See `ArgumentCut`."""
+
+    def __init__(self, cut: ArgumentCut, col: int) -> None:
+        self._argument, self._dim, self._heads = cut.argument, cut.dim, cut.heads
+        ((self._start, self._stop),) = cut.cut.ranges[col]
+
+    def __call__(
+        self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        whole = kwargs.get(self._argument)
+        if not isinstance(whole, torch.Tensor) or whole.shape[self._dim] % self._heads:
+            return args, kwargs
+        by_head = whole.unflatten(self._dim, (-1, self._heads))
+        mine = by_head.narrow(self._dim, self._start, self._stop - self._start)
+        return args, {**kwargs, self._argument: mine.flatten(self._dim - 1, self._dim)}
+
+
+def take_own_heads(model: nn.Module, plan: TensorPlan, col: int) -> None:
+    """Sees to `plan.arguments` on a model: each module gets this column's heads of them."""
+    for cut in plan.arguments:
+        hook = OwnHeads(cut, col)
+        model.get_submodule(cut.module).register_forward_pre_hook(hook, with_kwargs=True)

@@ -1,0 +1,204 @@
+"""Where heads are cut: how many an attention module has, and which features of its layers are whose.
+
+[Note: whose heads]
+A layer's heads are those of the nearest module around it that
+
+1. is said to have numbers of its own, `local:num_heads,width` (a user's plan), or
+2. is an attention by its name or its class's, and counts its heads itself or has a configuration that does.
+
+In the first case the heads are as many as all those numbers are multiples of, unless layers say how wide a
+head is (`/64`). In the second, queries have `num_attention_heads`, and keys as many as attention repeats
+`num_key_value_groups` times, under whatever name; the layers of keys and values are known by theirs. A head's
+width is the layer's over the heads, so that gates beside queries, and latent projections, are cut rightly
+too.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+
+from torch import nn
+
+from plait.errors import ModelError, PlanError
+from plait.models.tensor_draft import Draft, in_parts, linear_features, one_each, part_width
+from plait.models.tensor_words import Word
+from plait.plan.tensor import DimCut, HeadSplit, Style, split, split_heads, split_width
+
+QUERY_COUNTS = ("num_heads", "num_attention_heads", "n_head", "n_heads")
+KEY_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
+GROUPS = ("num_key_value_groups", "n_rep")
+WIDTHS = ("split_size", "embed_dim", "all_head_size")  # of all heads together
+
+_ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
+_KEYS = {"k_proj", "v_proj", "k", "v", "key", "value", "key_proj", "value_proj", "wk", "wv"}
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Of one attention module. `is_said`: by the user's plan."""
+
+    module: str
+    count: int
+    kv: int
+    split: HeadSplit
+    is_said: bool = False
+
+    def queries(self, width: int) -> DimCut:
+        """The cut of a dim in which every query head has `width` elements."""
+        return one_each("col", [(start * width, stop * width) for start, stop in self.split.queries])
+
+    def keys(self, width: int) -> DimCut:
+        return one_each("col", [(start * width, stop * width) for start, stop in self.split.keys])
+
+    def grouped(self, width: int) -> DimCut:
+        """Of [kv head][its query heads, key, value], each `width` wide, in whole groups."""
+        return self.keys((self.count // self.kv + 2) * width)
+
+
+def heads_of(draft: Draft, name: str) -> Heads | None:
+    """The heads of the attention around a layer or a parameter. See [Note: whose heads]."""
+    block = draft.block_of(name)
+    for around in draft.ancestors(name):
+        if around == block:
+            return None
+        said = draft.words.get(around)
+        if said is not None and said.attributes:
+            return _said_heads(draft, around, said.attributes)
+        module = draft.modules[around]
+        if _ATTENTION.search(around.rpartition(".")[2]) or _ATTENTION.search(type(module).__name__):
+            counts = head_counts(draft, module)
+            if counts is not None:
+                return Heads(around, *counts, split_heads(*counts, draft.cols, of=around))
+    return None
+
+
+def head_counts(draft: Draft, module: nn.Module) -> tuple[int, int] | None:
+    """(query heads, key heads) of an attention module; None where neither it nor the configuration tells."""
+    heads = _number(module, QUERY_COUNTS) or _number(draft.config, QUERY_COUNTS)
+    if heads is None:
+        return None
+    groups = _number(module, GROUPS)
+    if groups and heads % groups == 0:
+        return heads, heads // groups
+    return heads, _number(module, KEY_COUNTS) or _number(draft.config, KEY_COUNTS) or heads
+
+
+def _number(of: object, names: tuple[str, ...]) -> int | None:
+    values = (getattr(of, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int) and value > 0), None)
+
+
+def _said_heads(draft: Draft, module: str, attributes: tuple[str, ...]) -> Heads:
+    values = _values(draft, module, attributes)
+    units = _said_units(draft, module)
+    count, kv = (max(units), min(units)) if units else (math.gcd(*values),) * 2
+    return Heads(module, count, kv, split_heads(count, kv, draft.cols, of=module), is_said=True)
+
+
+def _values(draft: Draft, module: str, attributes: tuple[str, ...]) -> list[int]:
+    values = [getattr(draft.modules[module], key, None) for key in attributes]
+    for key, value in zip(attributes, values, strict=True):
+        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+            raise ModelError(
+                f"the tensor plan divides an attribute of {module} that is no number",
+                given=f"{key}={value!r}",
+                expected="a whole number that counts heads or their features",
+            )
+    return [value for value in values if value is not None]
+
+
+def _said_units(draft: Draft, module: str) -> list[int]:
+    """How many heads the layers of a module have that say how wide one is."""
+    found = []
+    for name in draft.inside(module):
+        word, features = draft.words.get(name), linear_features(draft.modules[name])
+        if word is not None and word.multiple and features is not None:
+            size = features[0] if word.style is Style.COLUMN else features[1]
+            found.append(part_width(part_width(size, word.parts, name), word.multiple, name))
+    return found
+
+
+def over_col(draft: Draft, name: str, word: Word, size: int) -> DimCut:
+    """How the features of a layer or parameter, `size` in all, are cut over the columns."""
+    width = part_width(size, word.parts, name)
+    cut = _part_over_col(draft, name, word, width)
+    return in_parts(cut, width, word.parts) if word.parts > 1 else cut
+
+
+def _part_over_col(draft: Draft, name: str, word: Word, width: int) -> DimCut:
+    cols = draft.cols
+    if word.gathers or word.splits or word.head:
+        return one_each("col", split_width(width, cols, of=name))
+    heads = heads_of(draft, name)
+    if heads is None:
+        if word.multiple:
+            return one_each("col", split(width, cols, word.multiple, of=name))
+        return one_each("col", split_width(width, cols, of=name))
+    if word.grouped:
+        if cols > heads.kv:
+            raise PlanError(
+                f"{name} packs queries with their keys, which cannot be shared there",
+                given=f"kv heads={heads.kv} columns={cols}",
+                hint=f"tp=1x{heads.kv}, or colwise_gather_output",
+            )
+        return heads.grouped(_head_width(width, heads.count + 2 * heads.kv, name, heads))
+    is_key = word.style is Style.COLUMN and bool(_KEYS & set(name[len(heads.module) :].split(".")))
+    if heads.is_said:
+        is_key = word.multiple is not None and width // word.multiple == heads.kv != heads.count
+    if is_key:
+        return heads.keys(_head_width(width, heads.kv, name, heads))
+    return heads.queries(_head_width(width, heads.count, name, heads))
+
+
+def _head_width(size: int, count: int, name: str, heads: Heads) -> int:
+    if size % count:
+        raise PlanError(
+            f"{name} cannot be cut at heads",
+            given=f"{size} features, heads={heads.count} kv heads={heads.kv}",
+            expected="a whole number of features for every head",
+            hint="a tensor plan that says how it is made, or tp=1",
+        )
+    return size // count
+
+
+def add_attributes(draft: Draft, heads: Heads) -> None:
+    """What an attention module, whose layers are cut at heads, counts itself."""
+    module, cut = draft.modules[heads.module], heads.split
+    queries = [stop - start for start, stop in cut.queries]
+    keys = [stop - start for start, stop in cut.keys]
+
+    def put(key: str, values: list[int]) -> None:
+        draft.attributes[heads.module, key] = tuple(values)
+
+    if heads.is_said:
+        for key in draft.words[heads.module].attributes:
+            put(key, _divided(heads, key, getattr(module, key), queries, keys))
+        return
+    for key in QUERY_COUNTS:
+        if getattr(module, key, None) == heads.count:
+            put(key, queries)
+    for key in KEY_COUNTS:
+        if getattr(module, key, None) == heads.kv:
+            put(key, keys)
+    for key in GROUPS:
+        if getattr(module, key, None) == heads.count // heads.kv:
+            put(key, list(cut.groups))
+    for key in WIDTHS:
+        value = getattr(module, key, None)
+        if isinstance(value, int) and value == heads.count * getattr(module, "head_dim", 0):
+            put(key, [value // heads.count * found for found in queries])
+
+
+def _divided(heads: Heads, key: str, value: int, queries: list[int], keys: list[int]) -> list[int]:
+    if value % heads.count == 0:
+        return [value // heads.count * found for found in queries]
+    if value % heads.kv == 0 and heads.kv != heads.count:
+        return [value // heads.kv * found for found in keys]
+    if value == heads.count // heads.kv:
+        return list(heads.split.groups)
+    raise PlanError(
+        f"a number of {heads.module} does not divide like its heads",
+        given=f"{key}={value}, heads={heads.count}, at {len(queries)} columns",
+        expected="a multiple of the heads",
+        hint=f"a plan without local:{key}, or tp=1",
+    )

@@ -1,0 +1,193 @@
+"""Regions and the residual stream between them: what cutting its features or its tokens asks of a model."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import nn
+
+from plait.errors import ModelError
+from plait.models.tensor_draft import Draft, linear_features
+from plait.plan.tensor import DimCut, LayerCut, ParameterCut, Style
+
+_CUT = (Style.COLUMN, Style.ROW, Style.EXPERTS)
+
+
+def regions_of(draft: Draft) -> tuple[str, ...]:
+    """The modules in which features are cut over `col`; see `TensorPlan.regions`."""
+    found: dict[str, None] = {}
+    for name, cut in draft.layers.items():
+        region = draft.region_of(name)
+        if cut.style in _CUT and region is not None and not (region == name and cut.style is Style.ROW):
+            found[region] = None
+    for name in draft.parameters:
+        owner = draft.region_of(name)
+        if owner is not None and owner not in draft.layers and any(draft.parameters[name].dims):
+            found.setdefault(owner)
+    return tuple(found)
+
+
+def pure_regions(draft: Draft, regions: Sequence[str]) -> frozenset[str]:
+    """Those in which nothing whole can read the region's input."""
+    harmless = (Style.COLUMN, Style.ROW, Style.HEAD_NORM, Style.NORM)
+    return frozenset(
+        region
+        for region in regions
+        if all(
+            (name in draft.layers and draft.layers[name].style in harmless)
+            or all(full in draft.parameters for full in draft.own_parameters(name).values())
+            for name in draft.inside(region)
+        )
+        and not any(cut.style is Style.EXPERTS for name, cut in draft.layers.items() if _is_in(name, region))
+    )
+
+
+def _is_in(name: str, region: str) -> bool:
+    return name == region or name.startswith(f"{region}.")
+
+
+def _region_around(name: str, regions: Sequence[str]) -> str | None:
+    return next((region for region in regions if _is_in(name, region)), None)
+
+
+# Features of the stream over `row`
+
+
+def add_stream(draft: Draft, regions: Sequence[str]) -> None:
+    """What is in the stream and of which nothing is said, where its features are cut.
+
+    Norms take their statistics over the rows, tables are cut, linear layers stay whole and are given all
+    features. Raises ModelError for a parameter of which nobody knows what it does to the features.
+    """
+    for name, module in draft.modules.items():
+        if name in draft.layers or _region_around(name, regions) is not None:
+            continue
+        own = draft.own_parameters(name)
+        if draft.is_norm(name) and (own or not list(module.children())):
+            _add_norm(draft, name, own)
+        elif not own:
+            continue
+        elif isinstance(module, nn.Embedding):
+            out = draft.over_row(module.embedding_dim, name)
+            draft.layers[name] = LayerCut(name, Style.TABLE, out)
+            draft.cut_parameter(own["weight"], (None, out))
+        elif isinstance(module, nn.Linear):
+            out, inp = draft.over_row(module.out_features, name), draft.over_row(module.in_features, name)
+            draft.layers[name] = LayerCut(name, Style.WHOLE, out, inp)
+        else:
+            raise _uncut(
+                draft, name or type(module).__name__, f"{type(module).__name__} with {', '.join(own)}"
+            )
+
+
+def _add_norm(draft: Draft, name: str, own: dict[str, str]) -> None:
+    shapes = {draft.shapes[full] for full in own.values()}
+    if len(shapes) > 1 or any(len(shape) != 1 for shape in shapes):
+        raise _uncut(draft, name, f"parameters of shapes {sorted(shapes)}")
+    (size,) = next(iter(shapes), (stream_width(draft),))
+    out = draft.over_row(size, name)
+    draft.layers[name] = LayerCut(name, Style.NORM, out)
+    for full in own.values():
+        draft.cut_parameter(full, (out,))
+
+
+def stream_width(draft: Draft) -> int:
+    """The features that layers inside of blocks read and give; a ModelError where they differ."""
+    widths: dict[int, str] = {}
+    for name, cut in draft.layers.items():
+        features = linear_features(draft.modules[name])
+        if (
+            features is not None
+            and cut.style in (Style.COLUMN, Style.ROW)
+            and draft.block_of(name) is not None
+        ):
+            widths.setdefault(features[1] if cut.style is Style.COLUMN else features[0], name)
+    if len(widths) != 1:
+        raise _uncut(draft, next(iter(widths.values()), "the model"), f"streams of widths {sorted(widths)}")
+    return next(iter(widths))
+
+
+def check_rows(draft: Draft, regions: Sequence[str]) -> None:
+    """Raises ModelError where something in a region would need features that are on other rows."""
+    stream_width(draft)
+    for name, cut in draft.layers.items():
+        if cut.style in (Style.EXPERTS, Style.LATENT):
+            raise _uncut(draft, name, f"style {cut.style.value}")
+    for region in regions:
+        columns = [draft.layers[name] for name in draft.inside(region) if name in draft.layers]
+        if not any(cut.style is Style.ROW for cut in columns) and region not in draft.layers:
+            raise _uncut(draft, region, "a region that gives the stream all its features")
+        is_gathered = any(cut.gathers for cut in columns)
+        for name in draft.inside(region):
+            if name in draft.layers or (is_gathered and draft.is_norm(name)):
+                continue
+            unsaid = [key for key, full in draft.own_parameters(name).items() if full not in draft.parameters]
+            if unsaid:
+                raise _uncut(draft, name, f"{type(draft.modules[name]).__name__} with {', '.join(unsaid)}")
+
+
+def _uncut(draft: Draft, name: str, given: str) -> ModelError:
+    return ModelError(
+        f"{name} cannot be part of a model whose hidden features are cut over rows",
+        given=f"{given}, tp={draft.rows}x{draft.cols}",
+        expected="norms, embeddings and layers that are cut, in the stream and in its regions",
+        hint=f"tp=1x{draft.rows * draft.cols}",
+    )
+
+
+# Tokens of the stream over `col`
+
+
+def check_sequence(draft: Draft, regions: Sequence[str]) -> None:
+    """Raises ModelError where sequence parallelism would hand a module tokens of one column alone.
+
+    In a block, all that has parameters has to be a region that ends in a ROW layer, or a norm, which treats
+    every token by itself.
+    """
+    for name, module in draft.modules.items():
+        block = draft.block_of(name)
+        if block is None or name == block or _region_around(name, regions) is not None:
+            continue
+        is_end = name in draft.layers and draft.layers[name].style is Style.ROW
+        if not is_end and not draft.is_norm(name) and draft.own_parameters(name):
+            raise _mixing(draft, name, f"{type(module).__name__}, which is not cut")
+    for region in regions:
+        styles = [draft.layers[name].style for name in draft.inside(region) if name in draft.layers]
+        if Style.EXPERTS in styles:
+            raise _mixing(draft, region, "a mixture of experts")
+        if region not in draft.layers and Style.ROW not in styles:
+            raise _mixing(draft, region, "a region that does not end in a rowwise layer")
+        ends = (cut for cut in draft.layers.values() if cut.style is Style.ROW)
+        block = draft.block_of(region)
+        if region in draft.layers and not any(draft.region_of(end.module) == end.module for end in ends):
+            raise _mixing(draft, region, f"a lone layer, with no rowwise one in {block}")
+
+
+def _mixing(draft: Draft, name: str, given: str) -> ModelError:
+    return ModelError(
+        f"{name} may need all tokens, which sequence parallelism deals out to columns",
+        given=f"{given}, tp={draft.rows}x{draft.cols} sp=true",
+        expected="blocks of norms, and of attention and mlp that are cut",
+        hint=f"tp={draft.rows}x{draft.cols} without sp",
+    )
+
+
+def mark_parts(draft: Draft, regions: Sequence[str], *, sequence: bool) -> None:
+    """Marks what sees only its column's tokens. See `models/tensor.py` [Note: which gradients are parts]."""
+    if not sequence:
+        return
+    biases = {
+        full
+        for name, cut in draft.layers.items()
+        if cut.style is Style.ROW and draft.block_of(name) is not None
+        for key, full in draft.own_parameters(name).items()
+        if key == "bias"
+    }
+    for full, shape in draft.shapes.items():
+        is_between = draft.block_of(full) is not None and _region_around(full, regions) is None
+        if full in biases or is_between:
+            cut = draft.parameters.get(full, ParameterCut(full, (None,) * len(shape)))
+            draft.parameters[full] = replace(cut, partial=not _is_over_col(cut.dims))
+
+
+def _is_over_col(dims: Sequence[DimCut | None]) -> bool:
+    return any(cut is not None and cut.axis == "col" for cut in dims)
