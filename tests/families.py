@@ -88,8 +88,13 @@ def model_of(family: str, *, on_meta: bool = True, exact: bool = True) -> nn.Mod
     """The family's causal language model; see [Note: float64 all through]."""
     config = config_of(family)
     attention = "sdpa" if _has_sdpa(config) else "eager"
-    with torch.device("meta" if on_meta else "cpu"):
-        model: nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64 if exact else torch.float32)  # of tables in buffers
+    try:
+        with torch.device("meta" if on_meta else "cpu"):
+            model: nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    finally:
+        torch.set_default_dtype(before)
     return with_exact_numbers(model) if exact else model
 
 

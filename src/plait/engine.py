@@ -144,6 +144,12 @@ class Engine:
             raise
         return self.update()
 
+    def loss(self, micro: Mapping[str, Tensor]) -> tuple[Tensor, int | Tensor]:
+        """(summed loss, number of targets) of a micro-batch: what `backward` takes. With a causal language
+        model's own loss, logits stay cut over the columns of `tp`; those that `model` itself gives are
+        whole."""
+        return self._forward(self._on_device(micro))
+
     def backward(self, loss: Tensor, num_targets: int | Tensor | None = None) -> None:
         """Adds a micro-batch's gradient to the step's; called `plan.micro` times before `update`.
 
