@@ -47,7 +47,7 @@ from plait.parallel import (
     persistent_buffers,
     recompute_blocks,
 )
-from plait.parallel.tensor import TensorGroups, cut_layers
+from plait.parallel.tensor import TensorGroups, cut_layers, zone_randomness
 from plait.plan import Layout, MemoryUse, Place, Plan, TensorPlan
 
 
@@ -95,6 +95,8 @@ class Engine:
         )
         grid = TensorGroups(mesh.group("row"), mesh.group("col"))
         cut = cut_layers(model, how.tensor, grid, blocks, sequence=plan.sp)
+        places = {"row": grid.row.rank, "col": grid.col.rank}
+        zone_randomness(model, found, how.tensor, sequence=plan.sp, device=self.device, **places)
         self._forward = Forward(model, self._zero, cut, how.tensor, grid.col, how.loss)
         recompute_blocks(found, plan.recompute)
         if plan.compile:

@@ -2,5 +2,6 @@
 
 from plait.parallel.tensor.groups import TensorGroups
 from plait.parallel.tensor.install import CutLayers, cut_layers
+from plait.parallel.tensor.random import zone_randomness
 
-__all__ = ["CutLayers", "TensorGroups", "cut_layers"]
+__all__ = ["CutLayers", "TensorGroups", "cut_layers", "zone_randomness"]
