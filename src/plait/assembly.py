@@ -128,6 +128,12 @@ def _check_fp16(plan: Plan, scaling: LossScaling | None, device: torch.device) -
         ) from error
 
 
+def check_grid(model: nn.Module, plan: Plan, given: Mapping[str, str] | None = None) -> None:
+    """Raises PlanError or ModelError unless the model's layers can be cut on the plan's grid; needs no
+    rank."""
+    _tensor_plan(model, plan, blocks_of(model), given)
+
+
 def _tensor_plan(
     model: nn.Module, plan: Plan, blocks: list[tuple[str, nn.Module]], given: Mapping[str, str] | None
 ) -> TensorPlan:

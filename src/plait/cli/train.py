@@ -31,10 +31,13 @@ def train(
     ] = None,
     sets: Sets = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was stopped.")] = False,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Before the first step, compare with the model in one process.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Train what the recipe says: under torchrun on its ranks, else on local ranks that this starts."""
-    sets = sets or []
+    sets = [*(sets or []), *(["run.probe=true"] if probe else [])]
     if "WORLD_SIZE" in os.environ:
         raise typer.Exit(_train_under_torchrun(recipe, sets, plan, ranks, resume, debug))
     # One rank is started like many: the same signals, letters and exit codes.

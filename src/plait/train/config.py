@@ -70,15 +70,23 @@ class RunConfig(Section):
     offload_dir: Path | None = Field(
         default=None, description="of plans with offload=disk: a folder on a disk of each host"
     )
+    probe: bool = Field(
+        default=False,
+        description="compare gradients with the whole model's in one process before the first step",
+    )
 
 
 class ModelConfig(Section):
     """`[model]`: either `config`, the keys of a Hugging Face configuration with its `model_type`, or
-    `path`, a directory or JSON file that holds one. `pretrained` starts from the weights in `path`."""
+    `path`, a directory or JSON file that holds one. `pretrained` starts from the weights in `path`.
+    """
 
     config: dict[str, Any] | None = None
     path: Path | None = None
     pretrained: bool = False
+    tensor_plan: dict[str, str] | None = Field(
+        default=None, description="how `tp` cuts layers, over what the model says of itself"
+    )
 
 
 class OptimizerConfig(Section):

@@ -166,6 +166,8 @@ def _start(recipe: Recipe, world: World) -> Job:
         clip_value=recipe.optimizer.clip_value,
         loss_scaling=recipe.loss_scale.scaling() if plan.precision == "fp16" else None,
         offload_dir=recipe.run.offload_dir if plan.offload == "disk" else None,
+        tensor_plan=recipe.model.tensor_plan,
+        probe=recipe.run.probe,
         seed=recipe.run.seed,
         world=world,
     )

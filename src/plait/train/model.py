@@ -4,8 +4,10 @@ from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from plait.assembly import check_grid
 from plait.errors import ModelError, RunError, unknown_key_hint
 from plait.models import causal_lm_on_meta, pretrained_causal_lm, read_config
+from plait.plan import Plan
 from plait.train.config import ModelConfig
 from plait.train.data import check_sequence
 
@@ -25,15 +27,18 @@ def whole_config(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, vocab_s
     return {"vocab_size": vocab_size, **read_config(model.path)}
 
 
-def check_config(model: ModelConfig, sequence: int) -> None:
+def check_config(model: ModelConfig, sequence: int, plan: Plan) -> None:
     """Checks what does not depend on the tokenizer, before hours go into tokens.
 
-    Raises ModelError for the configuration, DataError for samples longer than the model allows.
+    Raises ModelError for the configuration or for layers that cannot be cut, PlanError for a grid that they
+    cannot be cut on, DataError for samples longer than the model allows.
     """
     if model.config is not None:
         _check_keys(model.config)
     if not model.pretrained:
-        check_sequence(sequence, getattr(build_model(model).config, "max_position_embeddings", None))
+        built = build_model(model)
+        check_sequence(sequence, getattr(built.config, "max_position_embeddings", None))
+        check_grid(built, plan, model.tensor_plan)
 
 
 def build_model(model: ModelConfig) -> PreTrainedModel:

@@ -100,7 +100,7 @@ def prepare(
     _check_offload_dir(the_plan, recipe.run.offload_dir)
     if local:
         _check_devices(the_plan.num_ranks, recipe.run.device)
-    check_config(recipe.model, recipe.data.sequence)
+    check_config(recipe.model, recipe.data.sequence, the_plan)
     if resume:
         saved = run.read_recipe(sets, plan)
         last = checkpoint.newest(run.checkpoints)
