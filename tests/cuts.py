@@ -1,7 +1,7 @@
 """Pieces of whole tensors, and a cut module beside the whole one on the same numbers."""
 
 import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -37,6 +37,23 @@ def packed(axis: str, part: int, parts: int, ranks: int) -> DimCut:
 def groups_of(rows: int, cols: int) -> TensorGroups:
     mesh = Mesh(connect(), Grid.along(row=rows, col=cols))
     return TensorGroups(mesh.group("row"), mesh.group("col"))
+
+
+def silent(groups: TensorGroups, *axes: str) -> TensorGroups:
+    """The same groups, of which those along `axes` say nothing to each other."""
+    lone = {axis: replace(groups.along(axis), link=_Silent()) for axis in axes}  # type: ignore[arg-type]
+    return replace(groups, **lone)
+
+
+class _Silent:
+    """A transport on which nothing is sent."""
+
+    def run(self, _: object) -> None: ...
+
+    def start(self, _: object) -> "_Silent":
+        return self
+
+    def wait(self) -> None: ...
 
 
 def own(tensor: Tensor, groups: TensorGroups, cuts: Cuts) -> Tensor:
