@@ -67,8 +67,9 @@ class CutLinear:
         if self.splits is not None:
             x = split_features(x, self.splits)
         weight, bias = weight_of(module), getattr(module, "bias", None)
-        if torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
+        kind = x.device.type
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
             x, weight = x.to(dtype), weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
         read = self.readers.find if self.is_given else self.readers.read
