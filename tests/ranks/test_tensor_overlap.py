@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from cuts import Case, Products, even, gap, gaps, groups_of, localise, recorded, run
-from plait.parallel import compile_blocks
+from plait.parallel import compile_blocks, recompute_blocks
 from plait.parallel.tensor import cut_layers
 from plait.plan.tensor import LayerCut, Style, TensorPlan
 from pool import Pool
@@ -277,6 +277,33 @@ def test_a_copy_on_meta_does_its_shapes_alone(pool: Pool) -> None:
         assert shape == (2, 3, H)
         assert grad_shape == (F // 2, H)
         assert far < TINY
+
+
+def _kept(sequence: bool) -> tuple[float, list[str], list[str]]:
+    """Selective recompute keeps sums: what backward says is what it says without it."""
+    case = _case(1, 2)
+    case.sequence, case.partial = sequence, ("norm.weight", "norm.bias") if sequence else ()
+    case.plan = {"regions": ("attn", "mlp"), "pure": frozenset(("attn", "mlp"))}
+    said, grads = [], []
+    c = torch.randn_like(case.x)
+    for how in ("none", "selective"):
+        log: list[str] = []
+        module = case.cut(recorded(groups_of(1, 2), log))
+        recompute_blocks([module], how)
+        run(module, case.x, c)
+        log.clear()
+        grads.append(run(module, case.x, c))
+        said.append([line for line in log if not line.startswith("end")])
+    return max(gap(grads[0][name], grads[1][name]) for name in grads[0]), said[0], said[1]
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_selective_recompute_sums_no_product_again(pool: Pool, sequence: bool) -> None:
+    for far, plain, recomputed in pool.run(_kept, 2, sequence):
+        assert far == 0.0
+        assert len(plain) == (3 if not sequence else 8)
+        gathers = 1 if sequence else 0  # of the regions' input: no product
+        assert len(recomputed) == len(plain) + gathers
 
 
 def _compiled() -> float:
