@@ -1,13 +1,14 @@
 """Pieces of whole tensors, and a cut module beside the whole one on the same numbers."""
 
 import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from plait.comm import Mesh, all_reduce, connect
+from plait.comm import Call, Mesh, Pending, Transport, all_reduce, connect
 from plait.parallel.tensor import TensorGroups, cut_layers
 from plait.plan import Grid
 from plait.plan.tensor import DimCut, LayerCut, TensorPlan
@@ -37,6 +38,65 @@ def packed(axis: str, part: int, parts: int, ranks: int) -> DimCut:
 def groups_of(rows: int, cols: int) -> TensorGroups:
     mesh = Mesh(connect(), Grid.along(row=rows, col=cols))
     return TensorGroups(mesh.group("row"), mesh.group("col"))
+
+
+def silent(groups: TensorGroups, *axes: str) -> TensorGroups:
+    """The same groups, of which those along `axes` say nothing to each other."""
+    lone = {axis: replace(groups.along(axis), link=_Silent()) for axis in axes}  # type: ignore[arg-type]
+    return replace(groups, **lone)
+
+
+class _Silent:
+    """A transport on which nothing is sent."""
+
+    def run(self, _: object) -> None: ...
+
+    def start(self, _: object) -> "_Silent":
+        return self
+
+    def wait(self) -> None: ...
+
+
+def recorded(groups: TensorGroups, log: list[str]) -> TensorGroups:
+    """The same groups, which write down what they do: `all-reduce col`, `start ...`, `end ...`."""
+    told = {
+        axis: replace(groups.along(axis), link=_Recorder(groups.along(axis).link, axis, log))  # type: ignore[arg-type]
+        for axis in ("row", "col")
+    }
+    return replace(groups, **told)
+
+
+class _Recorder:
+    """A transport in front of another."""
+
+    def __init__(self, link: Transport | None, axis: str, log: list[str]) -> None:
+        self._link, self._axis, self._log = link, axis, log
+
+    def run(self, call: Call) -> None:
+        assert self._link is not None
+        self._log.append(f"{call.verb.value} {self._axis}")
+        self._link.run(call)
+
+    def start(self, call: Call) -> Pending:
+        assert self._link is not None
+        self._log.append(f"start {call.verb.value} {self._axis}")
+        return Pending(
+            self._link.start(call).wait, lambda: self._log.append(f"end {call.verb.value} {self._axis}")
+        )
+
+
+class Products(TorchDispatchMode):
+    """Writes down products: `mm` and the shape of what comes out."""
+
+    def __init__(self, log: list[str]) -> None:
+        super().__init__()
+        self._log = log
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            self._log.append(f"mm {tuple(out.shape)}")
+        return out
 
 
 def own(tensor: Tensor, groups: TensorGroups, cuts: Cuts) -> Tensor:
@@ -102,17 +162,20 @@ def gaps(case: Case, groups: TensorGroups, *, steps: int = 2) -> dict[str, float
             all_reduce(got[name], groups.col)
         for name, tensor in expected.items():
             cuts = {"x": case.inp, "y": case.out, **case.parameters}.get(name, ())
-            found[name] = max(found.get(name, 0.0), gap(got[name], own(tensor, groups, cuts)))
+            piece = None if tensor is None else own(tensor, groups, cuts)
+            found[name] = max(found.get(name, 0.0), gap(got[name], piece))
     return found
 
 
-def gap(mine: Tensor, expected: Tensor) -> float:
+def gap(mine: Tensor | None, expected: Tensor | None) -> float:
+    if mine is None or expected is None:
+        return 0.0 if mine is expected else float("inf")
     if mine.shape != expected.shape:
         return float("inf")
     return float((mine - expected).abs().max()) if mine.numel() else 0.0
 
 
-def run(module: nn.Module, x: Tensor, c: Tensor) -> dict[str, Tensor]:
+def run(module: nn.Module, x: Tensor, c: Tensor) -> dict[str, Tensor | None]:
     """The output y, and the gradients of sum(y * c): of x and of every parameter that needs one."""
     module.zero_grad()
     x = x.clone().requires_grad_(x.is_floating_point())
@@ -120,4 +183,4 @@ def run(module: nn.Module, x: Tensor, c: Tensor) -> dict[str, Tensor]:
     (y * c).sum().backward()
     found = {name: p.grad for name, p in module.named_parameters() if p.requires_grad}
     found |= {"x": x.grad} if x.is_floating_point() else {}
-    return {"y": y.detach(), **{n: torch.empty(0) if grad is None else grad for n, grad in found.items()}}
+    return {"y": y.detach(), **found}

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from cuts import GRIDS, Case, DimCut, even, gaps, groups_of, packed
+from cuts import GRIDS, Case, DimCut, even, gaps, groups_of, packed, silent
 from plait.errors import ModelError
-from plait.parallel.tensor import TensorGroups
 from plait.plan.tensor import LayerCut, Style
 from pool import Pool, RankError
 
@@ -197,23 +196,7 @@ def _without_messages(rows: int, cols: int) -> dict[str, dict[str, float]]:
     """Every rank by itself: as if all sums and gathers had been forgotten."""
     groups = groups_of(rows, cols)
     case = _pair(rows, cols, 12, 24, bias=True, transposed=False)
-    found = {}
-    for what, alone in (("row", groups.row), ("col", groups.col)):
-        lone = type(alone)(alone.ranks, alone.rank, _Silent())  # type: ignore[arg-type]
-        words = {"row": groups.row, "col": groups.col} | {what: lone}
-        found[what] = gaps(case, TensorGroups(**words), steps=1)
-    return found
-
-
-class _Silent:
-    """A transport that says nothing."""
-
-    def run(self, _: object) -> None: ...
-
-    def start(self, _: object) -> "_Silent":
-        return self
-
-    def wait(self) -> None: ...
+    return {axis: gaps(case, silent(groups, axis), steps=1) for axis in ("row", "col")}
 
 
 def test_without_its_messages_a_cut_layer_gives_other_numbers(pool: Pool) -> None:

@@ -48,6 +48,7 @@ _PRODUCTS = frozenset(
         "aten::_scaled_grouped_mm",
         "transformers::grouped_mm_fallback",
         "aten::convolution",
+        "plait::summed_product",  # parallel/tensor/linear.py
     }
 )
 

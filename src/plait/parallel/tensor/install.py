@@ -220,7 +220,8 @@ class _Region:
 
 
 def _is_in(name: str, ancestor: str) -> bool:
-    return name == ancestor or name.startswith(ancestor + ".")
+    """Also of itself; the model is called ""."""
+    return not ancestor or name == ancestor or name.startswith(ancestor + ".")
 
 
 def _set(module: nn.Module, forward: Callable[..., Any]) -> None:

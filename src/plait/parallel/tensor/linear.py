@@ -6,8 +6,16 @@
   ROW     the same with row and col swapped
 
 The weight's gradient is whole on this rank: dw_oi = dy_To^T x_Ti. So is the bias's.
+
+[Note: a product and its sum are one operator]
+Selective recompute keeps what products give. A part that is kept, and then summed in place, would have to
+be computed and summed again. So a product with its sum is one operator to torch, and what is kept is the
+sum. An operator's arguments are tensors and numbers; what else it needs waits for it under a number, from
+its call to its end.
 """
 
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,8 +75,9 @@ class CutLinear:
         if self.splits is not None:
             x = split_features(x, self.splits)
         weight, bias = weight_of(module), getattr(module, "bias", None)
-        if torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
+        kind = x.device.type
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
             x, weight = x.to(dtype), weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
         read = self.readers.find if self.is_given else self.readers.read
@@ -92,6 +101,13 @@ class _Job:
         """Whether the reading computes the weight's gradient."""
         return self.reading is not None and self.reading.expects(self.weight)
 
+    def sum(self, part: Tensor) -> Tensor:
+        """Of all ranks' parts, in the part that is given; or this rank's tokens of it."""
+        if self.tokens is None:
+            return sum_in_place(part, self.parts, "parts of a product")
+        assert self.sizes is not None
+        return summed_tokens(part, self.tokens.group, self.sizes)
+
 
 class _Product(Function):
     """The product, the sum of the parts, the bias once. See readers.py for who computes the weight's
@@ -104,17 +120,9 @@ class _Product(Function):
         ctx.job = job
         ctx.save_for_backward(x if given.requires_grad else None, given if needs_x else None)
         added = bias if job.parts.rank == 0 else None
-        if not job.transposed:
-            out = F.linear(x, given, added)
-        elif added is None:
-            out = x @ given
-        else:
-            out = torch.addmm(added, _flat(x), given)
-            out = out.view(*x.shape[:-1], given.shape[1])
-        if job.tokens is not None:
-            assert job.sizes is not None
-            return summed_tokens(out, job.tokens.group, job.sizes)
-        return sum_in_place(out, job.parts, "parts of a product")
+        if job.parts.size == 1:
+            return _product(x, given, added, job.transposed)
+        return _summed(x, given, added, job)
 
     @staticmethod
     @once_differentiable
@@ -133,6 +141,38 @@ class _Product(Function):
         if needs[2]:
             db = _flat(dy).sum(0)
         return dx, dw, db, None
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+    if not transposed:
+        return F.linear(x, weight, bias)
+    if bias is None:
+        return x @ weight
+    return torch.addmm(bias, _flat(x), weight).view(*x.shape[:-1], weight.shape[1])
+
+
+def _summed(x: Tensor, weight: Tensor, bias: Tensor | None, job: "_Job") -> Tensor:
+    """See [Note: a product and its sum are one operator]."""
+    number = next(_numbers)
+    _waiting[number] = job.sum
+    try:
+        out: Tensor = torch.ops.plait.summed_product(x, weight, bias, job.transposed, number)
+    finally:
+        _waiting.pop(number)
+    return out
+
+
+def _summed_product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, number: int) -> Tensor:
+    return _waiting[number](_product(x, weight, bias, transposed))
+
+
+_numbers = itertools.count()
+_waiting: dict[int, Callable[[Tensor], Tensor]] = {}
+_operators = torch.library.Library("plait", "FRAGMENT")
+_operators.define(
+    "summed_product(Tensor x, Tensor weight, Tensor? bias, bool transposed, int number) -> Tensor"
+)
+_operators.impl("summed_product", _summed_product, "CompositeExplicitAutograd")
 
 
 def _weight_gradient(dy: Tensor, x: Tensor, transposed: bool) -> Tensor:

@@ -81,7 +81,7 @@ class _OverAllRanks(TorchFunctionMode):
         x = args[0] if args else kwargs.get("input")
         if not self._is_cut(x):
             return func(*args, **kwargs)
-        asked = getattr(func, "__name__", "")
+        asked = getattr(func, "__name__", "").removeprefix("linalg_")
         answer = _ANSWERS.get(asked)
         if answer is not None:
             call = _read(asked, x, args[1:], {k: v for k, v in kwargs.items() if k != "input"})
@@ -111,7 +111,8 @@ class _OverAllRanks(TorchFunctionMode):
 
 def _lost_features(x: Tensor, result: Tensor) -> bool:
     """Whether one number of all features came out."""
-    return result.shape == x.shape[:-1] or (result.shape[:-1] == x.shape[:-1] and result.shape[-1] == 1)
+    kept = result.shape[:-1] == x.shape[:-1] and result.shape[-1] == 1 if result.dim() else True
+    return kept or result.shape == x.shape[:-1]
 
 
 # --- what is asked

@@ -11,7 +11,7 @@ graph's node of what it gives, and reads the mark of what it gets: so a block th
 after the forward of another micro-batch, finds its own. Where there is no graph it is the last one's.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,10 +30,12 @@ class TokenCut:
     """The cut of the tokens that are under way. See [Note: which rank has which tokens]."""
 
     group: Group
-    length: int = field(default=0)  # of the whole sequence; set by the block that is running
+    length: int = 0  # of the whole sequence; set, as what follows, by the block that is running
+    sequences: int = 1  # that lie one after the other where a block flattens them
 
     def enter(self, x: Tensor, *, is_whole: bool) -> None:
         """A block begins with `x`, its piece or (the first one) the whole."""
+        self.sequences = x.shape[0] if x.dim() > 2 else 1
         if is_whole:
             self.length = x.shape[dim_of(x)]
         else:
@@ -50,6 +52,8 @@ class TokenCut:
     def sizes_around(self, piece: Tensor) -> tuple[int, ...]:
         """Of what `piece` is this rank's part of, every rank's tokens."""
         own, tokens = self.pieces[self.group.rank], piece.shape[dim_of(piece)]
+        if not own:  # nothing to tell it from
+            return self._times(self.sequences if piece.dim() == 2 else 1)
         return self._runs(tokens, own, "a rank's piece")
 
     def sizes_within(self, whole: Tensor) -> tuple[int, ...]:
@@ -64,6 +68,9 @@ class TokenCut:
                 given=f"{tokens} tokens where {what} has {expected}",
                 hint="sp=false",
             )
+        return self._times(runs)
+
+    def _times(self, runs: int) -> tuple[int, ...]:
         return tuple(runs * piece for piece in self.pieces)
 
 
