@@ -5,6 +5,8 @@ from plait.models.facts import Blocks, blocks_of, flops_per_token, unit_facts
 from plait.models.loss import Loss, choose_loss, forward_inputs
 from plait.models.materialise import initialise, seeded
 from plait.models.saved import meta_twin, saved_bytes, watch_saved
+from plait.models.tensor import tensor_plan
+from plait.models.tensor_families import take_own_heads
 
 __all__ = [
     "Blocks",
@@ -20,6 +22,8 @@ __all__ = [
     "read_config",
     "saved_bytes",
     "seeded",
+    "take_own_heads",
+    "tensor_plan",
     "unit_facts",
     "watch_saved",
 ]
