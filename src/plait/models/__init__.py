@@ -7,6 +7,7 @@ from plait.models.loss import Loss, choose_loss, forward_inputs
 from plait.models.materialise import initialise, seeded
 from plait.models.saved import meta_twin, saved_bytes, watch_saved
 from plait.models.tensor import tensor_plan
+from plait.models.tensor_families import take_own_heads
 
 __all__ = [
     "ALONE",
@@ -23,6 +24,7 @@ __all__ = [
     "read_config",
     "saved_bytes",
     "seeded",
+    "take_own_heads",
     "tensor_plan",
     "unit_facts",
     "watch_saved",

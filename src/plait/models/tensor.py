@@ -30,7 +30,7 @@ from plait.errors import ModelError
 from plait.models.tensor_draft import Draft, add_linear, one_each, part_width
 from plait.models.tensor_families import add_arguments, built_in
 from plait.models.tensor_heads import add_attributes, heads_of, over_col
-from plait.models.tensor_norms import add_head_norm, add_unsaid_head_norms
+from plait.models.tensor_inner import add_activations, add_head_norm, add_unsaid_head_norms
 from plait.models.tensor_stream import (
     add_stream,
     check_rows,
@@ -70,7 +70,8 @@ def tensor_plan(
     _add_experts(draft)
     _add_numbers(draft)
     add_unsaid_head_norms(draft)
-    if not draft.layers:
+    add_activations(draft)
+    if not draft.layers or (given is None and not any(draft.block_of(name) for name in draft.layers)):
         raise ModelError(
             "there is no tensor plan for this model",
             given=type(model).__name__,
@@ -102,14 +103,21 @@ def _say_embedding_and_head(draft: Draft) -> None:
         return
     names = {id(module): name for name, module in draft.modules.items()}
     embedding, head = draft.model.get_input_embeddings(), draft.model.get_output_embeddings()
+    is_head_cut = False
     if isinstance(head, nn.Linear) and id(head) in names:
-        draft.words[names[id(head)]] = Word(Style.COLUMN, head=True)
+        is_head_cut = _say(draft, names[id(head)], Word(Style.COLUMN, head=True), always=False)
     if isinstance(embedding, nn.Embedding) and id(embedding) in names:
-        name = names[id(embedding)]
-        is_tied = isinstance(head, nn.Linear) and head.weight is embedding.weight
-        said = draft.words.get(name)
-        if said is None or is_tied or said.style is not Style.WHOLE:
-            draft.words[name] = Word(Style.VOCABULARY)
+        is_tied = is_head_cut and isinstance(head, nn.Linear) and head.weight is embedding.weight
+        _say(draft, names[id(embedding)], Word(Style.VOCABULARY), always=is_tied)
+
+
+def _say(draft: Draft, name: str, word: Word, *, always: bool) -> bool:
+    """Says it over what is said, unless that is to leave the module whole; whether it did."""
+    said = draft.words.get(name)
+    if not always and said is not None and said.style is Style.WHOLE:
+        return False
+    draft.words[name] = word
+    return True
 
 
 def _add_module(draft: Draft, name: str, word: Word) -> None:

@@ -91,6 +91,16 @@ def _falcon(config: Any, cols: int) -> Patterns:
     }
 
 
+# Latent attention, as transformers says it of deepseek_v2. A layer that a configuration does not have is not
+# missed.
+_DEEPSEEK = {
+    "layers.*.self_attn.q_proj": "colwise",
+    "layers.*.self_attn.q_b_proj": "colwise",
+    "layers.*.self_attn.kv_a_proj_with_mqa": "mla_kv_a_proj",
+    "layers.*.self_attn.kv_b_proj": "colwise",
+    "layers.*.self_attn.o_proj": "rowwise",
+}
+
 # Their own plans gather gate and up, which are halves of one matrix: each half can be cut.
 _PACKED_GATE = {"layers.*.mlp.gate_up_proj": "packed_colwise", "layers.*.mlp.down_proj": "rowwise"}
 
@@ -102,6 +112,7 @@ FAMILIES: dict[str, Patterns | Callable[[Any, int], Patterns]] = {
     "opt": _OPT,
     "bloom": _bloom,
     "falcon": _falcon,
+    "deepseek_v3": _DEEPSEEK,
     "phi3": _PACKED_GATE,
     "glm": _PACKED_GATE,
     "glm4": _PACKED_GATE,

@@ -17,8 +17,6 @@ import math
 import re
 from dataclasses import dataclass
 
-from torch import nn
-
 from plait.errors import ModelError, PlanError
 from plait.models.tensor_draft import Draft, in_parts, linear_features, one_each, part_width
 from plait.models.tensor_words import Word
@@ -66,21 +64,35 @@ def heads_of(draft: Draft, name: str) -> Heads | None:
             return _said_heads(draft, around, said.attributes)
         module = draft.modules[around]
         if _ATTENTION.search(around.rpartition(".")[2]) or _ATTENTION.search(type(module).__name__):
-            counts = head_counts(draft, module)
+            counts = head_counts(draft, around)
             if counts is not None:
                 return Heads(around, *counts, split_heads(*counts, draft.cols, of=around))
     return None
 
 
-def head_counts(draft: Draft, module: nn.Module) -> tuple[int, int] | None:
+def head_counts(draft: Draft, around: str) -> tuple[int, int] | None:
     """(query heads, key heads) of an attention module; None where neither it nor the configuration tells."""
+    module = draft.modules[around]
     heads = _number(module, QUERY_COUNTS) or _number(draft.config, QUERY_COUNTS)
     if heads is None:
         return None
-    groups = _number(module, GROUPS)
+    groups, keys = _number(module, GROUPS), _number(module, KEY_COUNTS)
     if groups and heads % groups == 0:
         return heads, heads // groups
-    return heads, _number(module, KEY_COUNTS) or _number(draft.config, KEY_COUNTS) or heads
+    if keys is None and _has_narrow_keys(draft, around):
+        keys = _number(draft.config, KEY_COUNTS)
+    return heads, keys or heads
+
+
+def _has_narrow_keys(draft: Draft, around: str) -> bool:
+    """Whether its layer of keys is narrower than another: what a configuration says of keys may be idle."""
+    widths = {
+        name: features[0]
+        for name in draft.inside(around)
+        if (features := linear_features(draft.modules[name])) is not None
+    }
+    keys = [width for name, width in widths.items() if name.rpartition(".")[2] in _KEYS]
+    return bool(keys) and min(keys) < max(widths.values())
 
 
 def _number(of: object, names: tuple[str, ...]) -> int | None:
@@ -113,8 +125,12 @@ def _said_units(draft: Draft, module: str) -> list[int]:
     for name in draft.inside(module):
         word, features = draft.words.get(name), linear_features(draft.modules[name])
         if word is not None and word.multiple and features is not None:
-            size = features[0] if word.style is Style.COLUMN else features[1]
-            found.append(part_width(part_width(size, word.parts, name), word.multiple, name))
+            width = part_width(features[0 if word.style is Style.COLUMN else 1], word.parts, name)
+            if width % word.multiple:
+                raise PlanError(
+                    f"{name} cannot be cut at heads", given=f"{width} features, heads of {word.multiple}"
+                )
+            found.append(width // word.multiple)
     return found
 
 

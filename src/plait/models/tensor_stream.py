@@ -58,18 +58,21 @@ def add_stream(draft: Draft, regions: Sequence[str]) -> None:
     Norms take their statistics over the rows, tables are cut, linear layers stay whole and are given all
     features. Raises ModelError for a parameter of which nobody knows what it does to the features.
     """
+    for name, cut in draft.layers.items():
+        if cut.style in (Style.EXPERTS, Style.LATENT):
+            raise _uncut(draft, name, f"style {cut.style.value}")
     for name, module in draft.modules.items():
         if name in draft.layers or _region_around(name, regions) is not None:
             continue
         own = draft.own_parameters(name)
-        if draft.is_norm(name) and (own or not list(module.children())):
-            _add_norm(draft, name, own)
-        elif not own:
-            continue
-        elif isinstance(module, nn.Embedding):
+        if isinstance(module, nn.Embedding):
             out = draft.over_row(module.embedding_dim, name)
             draft.layers[name] = LayerCut(name, Style.TABLE, out)
             draft.cut_parameter(own["weight"], (None, out))
+        elif draft.is_norm(name) and (own or not list(module.children())):
+            _add_norm(draft, name, own)
+        elif not own:
+            continue
         elif isinstance(module, nn.Linear):
             out, inp = draft.over_row(module.out_features, name), draft.over_row(module.in_features, name)
             draft.layers[name] = LayerCut(name, Style.WHOLE, out, inp)
@@ -109,9 +112,6 @@ def stream_width(draft: Draft) -> int:
 def check_rows(draft: Draft, regions: Sequence[str]) -> None:
     """Raises ModelError where something in a region would need features that are on other rows."""
     stream_width(draft)
-    for name, cut in draft.layers.items():
-        if cut.style in (Style.EXPERTS, Style.LATENT):
-            raise _uncut(draft, name, f"style {cut.style.value}")
     for region in regions:
         columns = [draft.layers[name] for name in draft.inside(region) if name in draft.layers]
         if not any(cut.style is Style.ROW for cut in columns) and region not in draft.layers:

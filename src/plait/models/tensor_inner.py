@@ -1,4 +1,4 @@
-"""Norms of queries and keys, which stand between layers that are cut at heads."""
+"""What has weights and stands between layers that are cut: norms of queries and keys, activations."""
 
 import re
 
@@ -7,6 +7,7 @@ from plait.models.tensor_draft import Draft, linear_features
 from plait.models.tensor_heads import Heads, heads_of
 from plait.plan.tensor import DimCut, LayerCut, Style
 
+_ACTIVATION = re.compile(r"^act(ivation)?(_fn)?$")
 _NAMED = re.compile(r"^(q|k|query|key)_?(layer_?)?(norm|ln)$")
 
 
@@ -27,7 +28,7 @@ def add_head_norm(draft: Draft, name: str) -> None:
 def add_unsaid_head_norms(draft: Draft) -> None:
     """Norms that are named as of queries or keys, of which the plan says nothing.
 
-    As wide as a head: one of each head. As wide as all heads together: its statistics are of all columns.
+    As wide as a head: one of each head. As wide as all heads together, it needs them all: a ModelError.
     """
     for name in draft.modules:
         if name in draft.words or not _NAMED.match(name.rpartition(".")[2]) or not draft.is_norm(name):
@@ -36,32 +37,26 @@ def add_unsaid_head_norms(draft: Draft) -> None:
         if not columns or heads is None or not own:
             continue
         shape = draft.shapes[next(iter(own.values()))]
-        widths = {_width(draft, cut): cut for cut in columns}
-        head_widths = {width // count for width in widths for count in (heads.count, heads.kv)}
-        if _over_heads(heads, shape) is not None or (len(shape) == 1 and shape[0] in head_widths):
+        widths = [features[0] for cut in columns if (features := linear_features(draft.modules[cut.module]))]
+        count = heads.kv if name.rpartition(".")[2].startswith("k") else heads.count
+        if shape[0] * count in widths or _over_heads(heads, shape) is not None:
             add_head_norm(draft, name)
-        elif len(shape) == 1 and shape[0] in widths:
-            _add_wide_norm(draft, name, widths[shape[0]])
+        elif shape[0] in widths and draft.cols > 1:
+            raise ModelError(
+                f"{name} takes its statistics over all heads, which are on several columns",
+                given=f"{shape[0]} features, heads={heads.count}, columns={draft.cols}",
+                expected="a norm of each head, or projections that are gathered",
+                hint="colwise_gather_output for the projections and rowwise_split_input for the last layer",
+            )
 
 
-def _width(draft: Draft, layer: LayerCut) -> int:
-    """The whole width of a COLUMN layer's output."""
-    features = linear_features(draft.modules[layer.module])
-    assert features is not None, f"{layer.module} is no linear layer"
-    return features[0]
-
-
-def _add_wide_norm(draft: Draft, name: str, layer: LayerCut) -> None:
-    assert layer.out is not None
-    if len(set(layer.out.ranges)) < len(layer.out.ranges):
-        raise ModelError(
-            f"{name} takes its statistics over all heads, some of which are on several columns",
-            given=f"columns={draft.cols}, of which {len(set(layer.out.ranges))} have keys of their own",
-            hint=f"tp=1x{len(set(layer.out.ranges))}",
-        )
-    draft.layers[name] = LayerCut(name, Style.NORM, out=layer.out)
-    for full in draft.own_parameters(name).values():
-        draft.cut_parameter(full, (layer.out,))
+def add_activations(draft: Draft) -> None:
+    """Numbers that an activation learns: every column applies them to its features, and adds to them."""
+    for name in draft.modules:
+        is_said = name in draft.words or not _ACTIVATION.match(name.rpartition(".")[2])
+        if not is_said and _columns_beside(draft, name):
+            for full in draft.own_parameters(name).values():
+                draft.cut_parameter(full, [None] * len(draft.shapes[full]), partial=True)
 
 
 def _columns_beside(draft: Draft, name: str) -> list[LayerCut]:

@@ -1,0 +1,79 @@
+"""What transformers ships: every word of its tensor plans, and every causal language model that has one."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from plait.errors import PlaitError
+from plait.models.tensor_families import FAMILIES as BUILT_IN
+from plait.models.tensor_words import REFUSED, WORDS
+from plait.plan.tensor import TensorPlan
+from tensor_models import plan_of
+
+
+def test_every_word_of_transformers_is_known_or_refused() -> None:
+    known = set(WORDS) | set(REFUSED)
+    assert set(ALL_PARALLEL_STYLES.keys()) - known <= {
+        "free_full_weight",
+        "keep_full_weight",
+    }  # of its own shards
+
+
+# What a configuration's defaults lack.
+LACKING: dict[str, dict[str, Any]] = {
+    "nemotron": {"num_key_value_heads": 8},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "ministral": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128},
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # families' own
+def test_every_causal_model_that_ships_a_plan_is_cut_or_refused_by_a_letter() -> None:
+    made, refused, unbuilt = [], {}, []
+    for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        model = on_meta(kind)
+        if model is None:
+            unbuilt.append(kind)
+        elif kind in BUILT_IN or model.config.get_text_config().base_model_tp_plan:
+            try:
+                plan = plan_of(model, 1, 3)
+            except PlaitError as error:
+                refused[kind] = str(error)
+                continue
+            made.append(kind)
+            assert_is_cut(model, plan)
+    print(f"{len(made)} made; refused: {', '.join(refused)}; not built: {', '.join(unbuilt)}")
+    assert len(made) > 100
+    assert len(refused) < 6
+    assert all("\n  try     : " in letter for letter in refused.values())
+    assert len(unbuilt) < 16
+
+
+def assert_is_cut(model: nn.Module, plan: TensorPlan) -> None:
+    """The second of three columns has something of every parameter, and of most not all."""
+    assert plan.regions
+    assert sum(any(dim is not None and dim.axis == "col" for dim in cut.dims) for cut in plan.parameters) > 2
+    for cut in plan.parameters:
+        shape = model.get_parameter(cut.name).shape
+        sizes = [sum(stop - start for start, stop in ranges) for ranges in cut.ranges(shape, 0, 1)]
+        assert all(0 < size <= full for size, full in zip(sizes, shape, strict=True)), cut.name
+
+
+def on_meta(kind: str) -> PreTrainedModel | None:
+    """As its configuration is by itself, of two layers where it can be; None where that builds nothing."""
+    for options in ({"num_hidden_layers": 2}, {}):
+        try:
+            config = CONFIG_MAPPING[kind](**options, **LACKING.get(kind, {}))
+            with torch.device("meta"):
+                return AutoModelForCausalLM.from_config(config)
+        except Exception:  # whatever a family's own code raises
+            continue
+    return None

@@ -1,0 +1,365 @@
+"""From models to tensor plans: pieces cover, columns compute what the whole does, the rest is refused."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from plait.errors import ModelError, PlaitError, PlanError
+from plait.plan.tensor import DimCut, ParameterCut, Style, TensorPlan
+from tensor_models import FAMILIES, loss_of, piece, places, plan_of, real, small, trained
+
+EXPERTS = {"mixtral", "deepseek_v2", "deepseek_v3"}  # one row only, no sequence parallelism
+GRIDS = [(1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2)]
+TOKENS = torch.randint(3, 101, (2, 7), generator=torch.Generator().manual_seed(2))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_a_column() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_pieces_of_all_ranks_cover_every_parameter(name: str) -> None:
+    model = small(name)
+    shapes = {key: parameter.shape for key, parameter in model.named_parameters()}
+    for rows, cols in GRIDS:
+        if rows > 1 and name in EXPERTS:
+            with pytest.raises(ModelError, match="cut over rows"):
+                plan_of(model, rows, cols)
+            continue
+        plan = plan_of(model, rows, cols)
+        assert {cut.name for cut in plan.parameters} <= set(shapes)
+        for cut in plan.parameters:
+            assert_covers(cut, shapes[cut.name], plan)
+
+
+def assert_covers(cut: ParameterCut, shape: torch.Size, plan: TensorPlan) -> None:
+    """Every element is on as many ranks as share it, and first on one."""
+    held, first = torch.zeros(shape), torch.zeros(shape)
+    number = torch.arange(shape.numel()).reshape(shape)
+    is_cut = {axis: any(d is not None and d.axis == axis for d in cut.dims) for axis in ("row", "col")}
+    expected = torch.zeros(shape)
+    for row, col in places(plan):
+        mine = piece(number, cut, row, col).flatten()
+        assert len(mine) > 0
+        assert len(set(mine.tolist())) == len(mine), cut.name
+        held.flatten()[mine] += 1
+        first.flatten()[mine] += cut.is_first(row, col)
+        sharers = len(cut.sharers(plan.cols, col)) or 1
+        expected.flatten()[mine] = (sharers if is_cut["col"] else plan.cols) * (
+            1 if is_cut["row"] else plan.rows
+        )
+    assert torch.equal(held, expected), cut.name
+    assert bool((first == 1).all()), cut.name
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_columns_compute_the_whole_models_loss_and_gradients(name: str) -> None:
+    model = real(small(name))
+    for cols in (2, 3, 4):
+        assert differences(model, plan_of(model, 1, cols)) == {}
+
+
+def differences(model: nn.Module, plan: TensorPlan) -> dict[str, float]:
+    """Parameters whose gradient is not the whole model's, parts summed as the plan says, and by how much."""
+    model.zero_grad()
+    whole = loss_of(model, TOKENS)
+    whole.backward()
+    columns = trained(model, plan, TOKENS)
+    furthest = max(abs(loss - whole.item()) for loss, _ in columns)
+    found = {"loss": furthest} if furthest > 1e-6 else {}
+    cuts = {cut.name: cut for cut in plan.parameters}
+    kept = {layer.module for layer in plan.layers if layer.style is Style.VOCABULARY or layer.head}
+    stays = {id(p) for name in kept for p in model.get_submodule(name).parameters()}
+    least = 1e-3 * max(float(p.grad.abs().max()) for p in model.parameters() if p.grad is not None)
+    for name, parameter in model.named_parameters():
+        if parameter.grad is None:
+            continue
+        uncut = ParameterCut(name, (None,) * parameter.ndim)
+        cut = uncut if id(parameter) in stays else cuts.get(name, uncut)
+        for col, (_, grads) in enumerate(columns):
+            mine = sum(
+                grads[name] for _, grads in [columns[c] for c in cut.sharers(plan.cols, col) or (col,)]
+            )
+            # Norms and rotary tables compute in float32; a bias of keys alone has no gradient.
+            scale = max(float(parameter.grad.abs().max()), least)
+            error = float((mine - piece(parameter.grad, cut, 0, col)).abs().max()) / scale
+            if not error < 1e-4:
+                found[name] = error
+    return found
+
+
+def test_gradients_differ_where_parts_are_not_summed() -> None:
+    model = real(small("qwen3"))
+    plan = plan_of(model, 1, 4)
+    whole = replace(plan, parameters=tuple(replace(cut, partial=False) for cut in plan.parameters))
+    assert {name.rpartition("self_attn.")[2] for name in differences(model, whole)} == {
+        "q_norm.weight",
+        "k_norm.weight",
+    }
+
+
+def test_the_loss_differs_where_heads_are_not_this_columns() -> None:
+    model = real(small("bloom"))
+    plan = plan_of(model, 1, 2)
+    assert plan.arguments
+    swapped = [replace(cut, cut=DimCut("col", tuple(reversed(cut.cut.ranges)))) for cut in plan.arguments]
+    assert "loss" in differences(model, replace(plan, arguments=tuple(swapped)))
+
+
+def test_regions_are_attention_and_mlp_and_pure_where_all_that_reads_is_cut() -> None:
+    plan = plan_of(small("llama"), 1, 2)
+    block = ("model.layers.0.self_attn", "model.layers.0.mlp")
+    assert set(block) <= set(plan.regions)
+    assert len(plan.regions) == 4
+    assert plan.pure == frozenset(plan.regions)
+    mixture = plan_of(small("mixtral"), 1, 2)
+    assert mixture.pure == {"model.layers.0.self_attn", "model.layers.1.self_attn"}
+    assert not plan_of(small("deepseek_v2"), 1, 2).pure & {"model.layers.0.self_attn"}  # latent projections
+    lone = plan_of(small("opt"), 1, 2)
+    assert {region.rpartition(".")[2] for region in lone.regions} == {"self_attn", "fc1"}
+
+
+def test_shared_keys_are_one_piece_on_the_columns_that_share_them() -> None:
+    plan = plan_of(small("llama"), 1, 4)  # 6 heads, 2 of keys
+    cuts = {cut.name: cut for cut in plan.parameters}
+    key, query = (cuts[f"model.layers.0.self_attn.{which}_proj.weight"] for which in "kq")
+    assert [key.sharers(4, col) for col in range(4)] == [(0, 1), (0, 1), (2, 3), (2, 3)]
+    assert [query.sharers(4, col) for col in range(4)] == [()] * 4
+    groups = {key: values for module, key, values in plan.attributes if module == "model.layers.0.self_attn"}
+    assert groups["num_key_value_groups"] == (2, 1, 2, 1)
+
+
+def test_sequence_parallelism_makes_parts_of_what_is_between_regions_and_of_rowwise_biases() -> None:
+    model = small("gpt2")
+    parts = {cut.name for cut in plan_of(model, 1, 2, sequence=True).parameters if cut.partial}
+    assert {name.removeprefix("transformer.h.0.") for name in parts if ".h.0." in name} == {
+        "ln_1.weight",
+        "ln_1.bias",
+        "attn.c_proj.bias",
+        "ln_2.weight",
+        "ln_2.bias",
+        "mlp.c_proj.bias",
+    }
+    assert not any(".h." not in name for name in parts)  # embeddings and the last norm see all tokens
+    assert not any(cut.partial for cut in plan_of(model, 1, 2).parameters)
+
+
+def test_over_rows_norms_tables_and_lone_linears_are_seen_to() -> None:
+    model = small("opt")
+    plan = plan_of(model, 2, 2)
+    layers = {layer.module.removeprefix("model.decoder."): layer for layer in plan.layers}
+    styles = {name: layer.style for name, layer in layers.items()}
+    assert styles["embed_tokens"] is Style.VOCABULARY
+    assert styles["embed_positions"] is Style.TABLE
+    assert styles["layers.0.self_attn_layer_norm"] is styles["final_layer_norm"] is Style.NORM
+    assert styles["project_in"] is styles["project_out"] is Style.WHOLE
+    assert layers["project_in"].inp == DimCut("row", (((0, 8),), ((8, 16),)))
+    assert layers["project_in"].out == DimCut("row", (((0, 12),), ((12, 24),)))
+    assert styles["lm_head"] is Style.COLUMN
+    assert layers["lm_head"].head
+    cuts = {cut.name: cut for cut in plan.parameters}
+    assert "lm_head.weight" not in cuts  # tied: once, under its first name
+    assert cuts["model.decoder.embed_tokens.weight"].dims == (layers["lm_head"].out, layers["lm_head"].inp)
+    assert "model.decoder.project_in.weight" not in cuts
+    uncut = {name for name, _ in model.named_parameters()} - set(cuts)
+    assert {name.rpartition(".")[0].rpartition(".")[2] for name in uncut} == {"project_in", "project_out"}
+
+
+def test_head_norms_are_parts_only_where_heads_are_cut() -> None:
+    parts = {cut.name for cut in plan_of(small("qwen3"), 1, 2).parameters if cut.partial}
+    assert {name.rpartition("self_attn.")[2] for name in parts} == {"q_norm.weight", "k_norm.weight"}
+    assert not any(cut.partial for cut in plan_of(small("olmo2"), 1, 2).parameters)  # gathered projections
+    cohere = {cut.name: cut for cut in plan_of(small("cohere"), 1, 2).parameters}
+    weights = cohere["model.layers.0.self_attn.k_norm.weight"]  # one row of weights for every head
+    assert weights.dims == (DimCut("col", (((0, 1),), ((1, 2),))), None)
+
+
+@pytest.mark.parametrize("name", sorted(EXPERTS))
+def test_a_mixture_of_experts_is_refused_with_sequence_parallelism(name: str) -> None:
+    with pytest.raises(ModelError, match="without sp"):
+        plan_of(small(name), 1, 2, sequence=True)
+
+
+def test_more_columns_than_heads_are_refused_with_grids_that_would_work() -> None:
+    with pytest.raises(PlanError) as raised:
+        plan_of(small("llama"), 1, 8)
+    assert "model.layers.0.self_attn" in str(raised.value)
+    assert "tp=1x6 or tp=1x3" in str(raised.value)
+
+
+def test_a_bloom_that_multiplies_slices_of_its_weights_is_refused() -> None:
+    with pytest.raises(ModelError, match="slow_but_exact=False"):
+        plan_of(small("bloom", pretraining_tp=2, slow_but_exact=True), 1, 2)
+
+
+def test_a_users_words_override_the_models_own() -> None:
+    model = real(small("llama"))
+    given = {"model.layers.*.mlp.gate_proj": "replicate", "model.layers.*.mlp.up_proj": "replicate"}
+    given["model.layers.*.mlp.down_proj"] = "replicate"
+    plan = plan_of(model, 1, 2, given=given)
+    assert not any(".mlp." in layer.module for layer in plan.layers)
+    assert differences(model, plan) == {}
+
+
+class Attention(nn.Module):
+    """Packed projections, and numbers that it counts itself."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads, self.width = num_heads, width
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x_BSh: Tensor) -> Tensor:
+        query, key, value = (
+            part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for part in self.qkv(x_BSh).split(self.width, -1)
+        )
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.proj(mixed.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.attn, self.norm = Attention(width, num_heads), nn.LayerNorm(width)
+        self.fc1, self.fc2 = nn.Linear(width, 3 * width), nn.Linear(3 * width, width)
+
+    def forward(self, x_BSh: Tensor) -> Tensor:
+        x_BSh = x_BSh + self.attn(self.norm(x_BSh))
+        return x_BSh + self.fc2(torch.tanh(self.fc1(x_BSh)))
+
+
+class Plain(nn.Module):
+    """No model of transformers."""
+
+    def __init__(self, width: int = 24, num_heads: int = 6) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(101, width)
+        self.blocks = nn.ModuleList(Block(width, num_heads) for _ in range(2))
+        self.head = nn.Linear(width, 101)
+        self.double()
+
+    def forward(self, input_ids: Tensor, use_cache: bool) -> SimpleNamespace:
+        assert not use_cache
+        x_BSh = self.embed(input_ids)
+        for block in self.blocks:
+            x_BSh = block(x_BSh)
+        return SimpleNamespace(logits=self.head(x_BSh))
+
+
+GIVEN = {
+    "embed": "embedding_rowwise",
+    "blocks.*.attn.qkv": "packed_colwise:3",
+    "blocks.*.attn.proj": "rowwise",
+    "blocks.*.attn": "local:num_heads,width",
+    "blocks.*.fc1": "colwise",
+    "blocks.*.fc2": "rowwise",
+    "head": "head",
+}
+
+
+@pytest.mark.parametrize("cols", [1, 2, 3, 4])
+@pytest.mark.parametrize("qkv", ["packed_colwise:3", "packed_colwise:3/4"])
+def test_a_module_of_ones_own_is_cut_by_a_plan_of_ones_own(cols: int, qkv: str) -> None:
+    model = Plain()
+    plan = plan_of(model, 1, cols, given=GIVEN | {"blocks.*.attn.qkv": qkv})
+    heads = {key: values for module, key, values in plan.attributes if module == "blocks.1.attn"}
+    assert sum(heads["num_heads"]) == 6
+    assert heads["width"] == tuple(4 * count for count in heads["num_heads"])
+    assert differences(model, plan) == {}
+
+
+def test_over_rows_a_module_of_ones_own_has_its_norms_and_tables_cut() -> None:
+    plan = plan_of(Plain(), 2, 2, given={key: word for key, word in GIVEN.items() if key != "embed"})
+    styles = {layer.module: layer.style for layer in plan.layers}
+    assert styles["embed"] is Style.TABLE
+    assert styles["blocks.0.norm"] is Style.NORM
+    for cut in plan.parameters:
+        assert_covers(cut, Plain().get_parameter(cut.name).shape, plan)
+
+
+class Scaled(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(24))
+
+
+def test_a_parameter_in_the_stream_that_nobody_knows_is_refused_over_rows_alone() -> None:
+    assert plan_of(Scaled(), 1, 4, given=GIVEN).layers
+    with pytest.raises(ModelError) as raised:
+        plan_of(Scaled(), 2, 2, given=GIVEN)
+    assert "Scaled with scale" in str(raised.value)
+    assert "tp=1x4" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("changed", "letter"),
+    [
+        (
+            {"blocks.*.atn.qkv": "colwise"},
+            r"names nothing that the model has[\s\S]*try     : blocks\.\*\.attn\.qkv",
+        ),
+        ({"blocks.*.fc1": "colwize"}, r"unknown word of blocks\.0\.fc1[\s\S]*try     : .*colwise"),
+        ({"blocks.*.fc1": "packed_colwise:x"}, "no number of blocks.0.fc1"),
+        ({"blocks.*.fc1": "packed_colwise:5"}, "does not hold 5 parts of equal width"),
+        ({"blocks.*.fc1": "all_reduce"}, "cannot do what the plan says of blocks.0.fc1"),
+        ({"blocks.*.norm": "colwise"}, "blocks.0.norm is not a linear layer"),
+        ({"blocks.*.fc1": "embedding_rowwise"}, "blocks.0.fc1 is not an embedding"),
+        (
+            {"blocks.*.attn": "local:heads"},
+            r"attribute of blocks\.0\.attn that is no number[\s\S]*heads=None",
+        ),
+        (
+            {"blocks.*.attn.qkv": "packed_colwise:3/2"},
+            r"number of blocks\.0\.attn does not divide[\s\S]*num_heads=6, heads=12",
+        ),
+        (
+            {"blocks.*.attn.qkv": "packed_colwise:3/7"},
+            r"blocks\.0\.attn\.qkv cannot be cut at heads[\s\S]*24 features, heads of 7",
+        ),
+        (
+            {"blocks.*.attn.qkv": "packed_colwise:3/12"},
+            r"heads of blocks\.0\.attn cannot be cut over 4 columns",
+        ),
+        ({"blocks.*.fc1": "mla_kv_a_proj"}, "rotary part of unknown width"),
+        ({"blocks.*.fc1.weight": "embedding_rowwise"}, "of the parameter blocks.0.fc1.weight"),
+        ({"blocks.*.fc1": "moe_tp_experts"}, "the experts of blocks.0.fc1 have parameters"),
+    ],
+)
+def test_what_a_plan_cannot_mean_is_said_by_the_layers_name(changed: dict[str, str], letter: str) -> None:
+    with pytest.raises(PlaitError, match=letter):
+        plan_of(Plain(), 1, 4, given=GIVEN | changed)
+
+
+def test_a_model_without_a_plan_is_refused() -> None:
+    with pytest.raises(ModelError, match="no tensor plan for this model"):
+        plan_of(Plain(), 1, 2)
+
+
+def test_a_layer_shared_with_a_layer_that_is_cut_otherwise_is_refused() -> None:
+    model = Plain()
+    model.blocks[0].fc2.weight = model.blocks[1].fc1.weight
+    model.blocks[0].fc2.weight = nn.Parameter(torch.zeros(24, 72, dtype=torch.float64))
+    model.blocks[1].fc2.weight = model.blocks[0].fc2.weight
+    assert plan_of(model, 1, 2, given=GIVEN).layers  # cut alike
+    with pytest.raises(ModelError, match="cuts in two ways"):
+        plan_of(model, 1, 2, given=GIVEN | {"blocks.1.fc2": "colwise"})
+
+
+def test_a_user_may_leave_the_head_and_the_embedding_whole() -> None:
+    model = small("llama")
+    head = plan_of(model, 1, 2, given={"lm_head": "replicate"})
+    assert not any(layer.head for layer in head.layers)
+    assert any(layer.style is Style.VOCABULARY for layer in head.layers)
+    embedding = plan_of(model, 1, 2, given={"model.embed_tokens": "replicate"})
+    assert any(layer.head for layer in embedding.layers)
+    assert not any(layer.style is Style.VOCABULARY for layer in embedding.layers)
