@@ -13,8 +13,10 @@ from types import MethodType
 from typing import Any
 
 from torch import nn
+from transformers.models.falcon.modeling_falcon import FalconLinear
 
 from plait.errors import ModelError
+from plait.models import take_own_heads
 from plait.parallel.tensor.embedding import CutEmbedding, check_embedding, own_padding
 from plait.parallel.tensor.groups import Cut, TensorGroups
 from plait.parallel.tensor.linear import CutLinear, Head
@@ -63,6 +65,7 @@ def cut_layers(
         cutting.cut(layer)
     if cutting.sequence:
         cutting.cut_tokens(blocks)
+    take_own_heads(model, plan, groups.col.rank)
     for name, attribute, values in plan.attributes:
         setattr(model.get_submodule(name), attribute, values[groups.col.rank])
     return CutLayers(cutting.head)
@@ -240,9 +243,12 @@ def _own_forward(name: str, module: nn.Module) -> Callable[..., Any]:
     )
 
 
+# What transformers writes otherwise, and is the same.
+_LIKE_IT = (FalconLinear.forward,)
+
+
 def _check_linear(layer: LayerCut, module: nn.Module, forward: Callable[..., Any]) -> None:
-    is_conv = type(module).__name__ == "Conv1D"  # transformers'
-    if (forward is nn.Linear.forward) if not layer.transposed else is_conv:
+    if type(module).__name__ == "Conv1D" if layer.transposed else forward in (nn.Linear.forward, *_LIKE_IT):
         return
     raise ModelError(
         f"{layer.module} cannot be cut as a linear layer",

@@ -129,17 +129,16 @@ class _Product(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, given = ctx.saved_tensors
         job, needs = ctx.job, ctx.needs_input_grad
+        db = _flat(dy).sum(0) if needs[2] else None  # of this rank's tokens
         if job.tokens is not None:
             dy = gathered_tokens(dy, job.tokens.group, job.sizes)
         dx = dy @ (given.t() if job.transposed else given) if needs[0] else None
-        dw = db = None
+        dw = None
         if x is not None and job.is_expected:
             x = x.detach()  # its graph is the reading's own
             job.reading.leave(job.weight, lambda: _weight_gradient(dy, x, job.transposed))
         elif needs[1]:
             dw = _weight_gradient(dy, x, job.transposed)
-        if needs[2]:
-            db = _flat(dy).sum(0)
         return dx, dw, db, None
 
 

@@ -137,14 +137,15 @@ def start_summed_tokens(
                 into.narrow(dim, 0, part.shape[dim]).copy_(part)
                 into.narrow(dim, part.shape[dim], longest - part.shape[dim]).zero_()
         pending = start_reduce_scatter(piece.view(-1), buffer.view(-1), group, label=label)
-    return piece.narrow(dim, 0, sizes[group.rank]), pending
+    own = sizes[group.rank]
+    return piece if own == longest else piece.narrow(dim, 0, own), pending
 
 
 def summed_tokens(whole: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
-    """`start_summed_tokens`, to its end."""
+    """`start_summed_tokens`, to its end. No view: a model's own code may write into it."""
     piece, pending = start_summed_tokens(whole, group, sizes)
     pending.wait()
-    return piece.contiguous()
+    return piece.clone(memory_format=torch.contiguous_format) if piece._is_view() else piece
 
 
 def _lies_in_order(x: Tensor, sizes: tuple[int, ...]) -> bool:
