@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from plait.comm import Call, Mesh, Pending, Transport, all_reduce, connect
+from plait.comm import Call, Mesh, Pending, Transport, Verb, all_reduce, connect
 from plait.parallel.tensor import TensorGroups, cut_layers
 from plait.plan import Grid
 from plait.plan.tensor import DimCut, LayerCut, TensorPlan
@@ -42,19 +42,27 @@ def groups_of(rows: int, cols: int) -> TensorGroups:
 
 def silent(groups: TensorGroups, *axes: str) -> TensorGroups:
     """The same groups, of which those along `axes` say nothing to each other."""
-    lone = {axis: replace(groups.along(axis), link=_Silent()) for axis in axes}  # type: ignore[arg-type]
-    return replace(groups, **lone)
+    old = {axis: groups.along(axis) for axis in axes}
+    new = {axis: replace(group, link=_Silent(group.rank)) for axis, group in old.items()}  # type: ignore[arg-type]
+    return replace(groups, **new)
 
 
 class _Silent:
-    """A transport on which nothing is sent."""
+    """A transport on which nothing is sent: each rank gets what it gave itself, and zeros of the others."""
 
-    def run(self, _: object) -> None: ...
+    def __init__(self, place: int) -> None:
+        self._place = place
 
-    def start(self, _: object) -> "_Silent":
-        return self
+    def run(self, call: Call) -> None:
+        if call.verb is Verb.ALL_GATHER:
+            own = call.given.clone()
+            call.taken.zero_()[self._place * own.numel() :][: own.numel()] = own
+        elif call.verb is Verb.REDUCE_SCATTER:
+            call.taken.copy_(call.given[self._place * call.taken.numel() :][: call.taken.numel()])
 
-    def wait(self) -> None: ...
+    def start(self, call: Call) -> Pending:
+        self.run(call)
+        return Pending()
 
 
 def recorded(groups: TensorGroups, log: list[str]) -> TensorGroups:

@@ -57,6 +57,15 @@ class Mixed(Mlp):
         return self.down(self.up(torch.tanh(self.low(x))) * torch.sigmoid(self.gate(x)))
 
 
+class Flat(Mlp):
+    """Flattens whole sequences."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, H)
+        y = self.down(self.up(flat) * torch.sigmoid(self.gate(flat)))
+        return y.view(x.shape[0], -1, H)
+
+
 class Table(nn.Module):
     """Expert tensors, cut over their width; of flat tokens."""
 
@@ -133,6 +142,7 @@ _MAKES: dict[str, Callable[[], nn.Module]] = {
     "mixed": lambda: Block(Mixed),
     "experts": lambda: Block(Experts),
     "lone": Lone,
+    "flat": lambda: Block(Flat),
 }
 _COLUMNS, _ROWS = ("q", "k", "v", "up", "gate", "fc1"), ("o", "down", "fc2")
 
@@ -165,7 +175,7 @@ def _case(
             partial += [f"{name}.weight", f"{name}.bias"]  # every rank sees its tokens only
     if kind == "parallel":
         partial = [name for name in partial if "norm2" not in name]
-    pure = frozenset(n for n in regions if n.endswith("attn") or kind in ("plain", "parallel"))
+    pure = frozenset(n for n in regions if n.endswith("attn") or kind in ("plain", "parallel", "flat"))
     blocks = tuple(f"blocks.{i}" for i in range(2))
     return Case(
         model,

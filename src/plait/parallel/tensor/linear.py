@@ -65,7 +65,11 @@ class CutLinear:
 
     @torch.compiler.disable
     def __call__(self, module: nn.Module, x: Tensor) -> Tensor:
-        y = self.product(module, x)
+        sequences = None if self.tokens is None else self.tokens.sequences_of(x)
+        if sequences is None:
+            y = self.product(module, x)
+        else:
+            y = self.product(module, x.unflatten(0, (sequences, -1))).flatten(0, 1)
         if self.gathers is None or (self.head is not None and self.head.stays_cut):
             return y
         return gather_features(y, self.gathers)

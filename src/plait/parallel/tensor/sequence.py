@@ -114,6 +114,7 @@ class CutRegion:
         return with_input(lambda x: self._gathered(module, x), self.name, args, kwargs)
 
     def _gathered(self, module: nn.Module, x: Tensor) -> Tensor:
+        self.tokens.dims = x.dim()
         known = self.gathers.pure if self.is_pure else self.gathers.whole
         found = known.get(x)
         if found is not None:

@@ -4,7 +4,8 @@
 A sequence of T tokens is cut in consecutive pieces, the first T % col of them a token longer. Of (B, T, H)
 dim 1 is cut, of (T, H) dim 0. A block that flattens its piece to (B t, H) has B runs of its tokens; so have
 the others, and gathered along dim 0 they are in an order of their own, which layers that treat tokens alike
-do not see and which the sum after them undoes.
+do not see and which the sum after them undoes. A region that is given (B, T, H) and flattens that has whole
+sequences one after the other: its ROW layers are told, and sum (B, T, H).
 
 What was the whole length can not be told from a piece. The first block sees it. Each block marks the
 graph's node of what it gives, and reads the mark of what it gets: so a block that is run again in backward,
@@ -32,6 +33,7 @@ class TokenCut:
     group: Group
     length: int = 0  # of the whole sequence; set, as what follows, by the block that is running
     sequences: int = 1  # that lie one after the other where a block flattens them
+    dims: int = 3  # of what the running region was given
 
     def enter(self, x: Tensor, *, is_whole: bool) -> None:
         """A block begins with `x`, its piece or (the first one) the whole."""
@@ -44,6 +46,12 @@ class TokenCut:
     def mark(self, x: Tensor) -> None:
         """A block gives `x`."""
         _marks(x)[_MARK] = self.length
+
+    def sequences_of(self, whole: Tensor) -> int | None:
+        """How many whole sequences a region has flattened to `whole`; None where it has not."""
+        if whole.dim() > 2 or self.dims <= 2 or not self.length:
+            return None
+        return whole.shape[0] // self.length
 
     @property
     def pieces(self) -> tuple[int, ...]:
