@@ -5,6 +5,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +14,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from plait.models import blocks_of, causal_lm_on_meta, take_own_heads, tensor_plan
-from plait.plan.tensor import LayerCut, ParameterCut, Range, Style, TensorPlan
+from plait.plan.tensor import LayerCut, ParameterCut, Range, Style, TensorPlan, split
+
+LENGTH = 7  # tokens of a sequence
 
 COMMON = {
     "vocab_size": 101,
@@ -55,6 +58,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon by head": ("falcon", ALIBI),
     "mixtral": ("mixtral", {"num_local_experts": 4}),
     "deepseek_v2": ("deepseek_v2", {**MLA, **EXPERTS, "num_key_value_heads": 6}),
+    "deepseek_v2 dense": (
+        "deepseek_v2",
+        {**MLA, **EXPERTS, "num_key_value_heads": 6, "first_k_dense_replace": 2},
+    ),
     "deepseek_v3": ("deepseek_v3", {**MLA, **EXPERTS, "num_key_value_heads": 6}),
 }
 
@@ -101,6 +108,7 @@ class Exchange:
     """Where the columns meet: each gives a tensor and gets all of them, in columns' order."""
 
     def __init__(self, cols: int) -> None:
+        self.cols = cols
         self._slots: list[Tensor | None] = [None] * cols
         self._barrier = threading.Barrier(cols, timeout=60)
 
@@ -153,6 +161,57 @@ class _Gather(torch.autograd.Function):
         return grad, None, None, None, None
 
 
+class _Tokens(torch.autograd.Function):
+    """Every column's tokens put together forward, and its own of the gradient backward; or reversed.
+
+    `sums`: where it takes its own, of the sum over columns.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: Exchange, col: int, gathers: bool, sums: bool) -> Tensor:
+        ctx.rest = (exchange, col, gathers, sums)
+        return _Tokens._move(x, exchange, col, gathers, sums)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        exchange, col, gathers, sums = ctx.rest
+        return _Tokens._move(grad, exchange, col, not gathers, sums), None, None, None, None
+
+    @staticmethod
+    def _move(x: Tensor, exchange: Exchange, col: int, gathers: bool, sums: bool) -> Tensor:
+        dim = 0 if x.ndim == 2 else 1
+        if gathers:
+            return torch.cat(exchange.all(col, x), dim)
+        whole = sum(exchange.all(col, x)) if sums else x
+        batch = x.shape[0] // LENGTH if x.ndim == 2 else 1  # blocks that fold the batch into the tokens
+        sizes = [batch * (stop - start) for start, stop in split(LENGTH, exchange.cols)]
+        return whole.split(sizes, dim)[col].clone()  # falcon adds to it in place
+
+
+@dataclass
+class Stream:
+    """A block or a region where the stream's tokens are cut: gathers them or takes its own, of its input
+    or of its output."""
+
+    inner: Callable[..., Any]
+    exchange: Exchange
+    col: int
+    gathers: bool
+    sums: bool = False
+    at_end: bool = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        def move(x: Tensor) -> Tensor:
+            return _Tokens.apply(x, self.exchange, self.col, self.gathers, self.sums)
+
+        if self.at_end:
+            found = self.inner(*args, **kwargs)
+            return (move(found[0]), *found[1:]) if isinstance(found, tuple) else move(found)
+        if not args:
+            return self.inner(**{**kwargs, "hidden_states": move(kwargs["hidden_states"])})
+        return self.inner(move(args[0]), *args[1:], **kwargs)
+
+
 def _own(x: Tensor, ranges: tuple[Range, ...]) -> Tensor:
     return torch.cat([x[..., start:stop] for start, stop in ranges], -1)
 
@@ -173,18 +232,23 @@ class Layer:
     """A layer's forward on one column. The embedding and the head stay whole here: others test them."""
 
     def __init__(
-        self, cut: LayerCut, module: nn.Module, parent: nn.Module, exchange: Exchange, col: int
+        self, cut: LayerCut, module: nn.Module, parent: nn.Module, exchange: Exchange, col: int, tokens: str
     ) -> None:
         self.cut, self.module, self.parent = cut, module, parent
         self.exchange, self.col, self.inner = exchange, col, module.forward
+        self.tokens = tokens  # whole; cut; or pure: cut, and its region sums the gradient of its input
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         cut = self.cut
         if cut.style is Style.COLUMN:
-            found = self._linear(self._sum(x, False), self.module.bias)
+            found = self._linear(x if self.tokens == "pure" else self._sum(x, False), self.module.bias)
             return self._gather(found, cut.out, True) if cut.gathers else found
         if cut.style is Style.ROW:
-            found = self._sum(self._linear(self._gather(x, cut.inp, False) if cut.splits else x, None), True)
+            found = self._linear(self._gather(x, cut.inp, False) if cut.splits else x, None)
+            if self.tokens == "whole":
+                found = self._sum(found, True)
+            else:
+                found = _Tokens.apply(found, self.exchange, self.col, False, True)
             return found if self.module.bias is None else found + self.module.bias
         if cut.style is Style.EXPERTS:
             args = tuple(self._sum(a, False) if a.is_floating_point() else a for a in args)
@@ -205,7 +269,9 @@ class Layer:
         return _Gather.apply(x, along.ranges, self.exchange, self.col, gathers)
 
 
-def column(model: nn.Module, plan: TensorPlan, col: int, exchange: Exchange) -> nn.Module:
+def column(
+    model: nn.Module, plan: TensorPlan, col: int, exchange: Exchange, *, sequence: bool = False
+) -> nn.Module:
     """The model as the rank at (0, col) of one row holds it; its embedding and head whole."""
     local = copy.deepcopy(model)
     stays = {cut.module for cut in plan.layers if cut.style is Style.VOCABULARY or cut.head}
@@ -222,8 +288,21 @@ def column(model: nn.Module, plan: TensorPlan, col: int, exchange: Exchange) -> 
         if cut.style in (Style.COLUMN, Style.ROW, Style.EXPERTS, Style.LATENT) and cut.module not in stays:
             layer = local.get_submodule(cut.module)
             around = local.get_submodule(cut.module.rpartition(".")[0])
-            layer.forward = Layer(cut, layer, around, exchange, col)
+            region = next((r for r in plan.regions if f"{cut.module}.".startswith(f"{r}.")), None)
+            tokens = "whole" if not sequence else "pure" if region in plan.pure else "cut"
+            layer.forward = Layer(cut, layer, around, exchange, col, tokens)
+    if sequence:
+        _cut_tokens(local, plan, col, exchange)
     return local
+
+
+def _cut_tokens(local: nn.Module, plan: TensorPlan, col: int, exchange: Exchange) -> None:
+    for name in plan.regions:
+        region = local.get_submodule(name)
+        region.forward = Stream(region.forward, exchange, col, True, sums=name in plan.pure)
+    blocks = [block for _, block in blocks_of(local)]
+    blocks[0].forward = Stream(blocks[0].forward, exchange, col, False)
+    blocks[-1].forward = Stream(blocks[-1].forward, exchange, col, True, at_end=True)
 
 
 def on_columns(plan: TensorPlan, run: Callable[[int, Exchange], Any]) -> list[Any]:
@@ -246,11 +325,13 @@ def on_columns(plan: TensorPlan, run: Callable[[int, Exchange], Any]) -> list[An
     return [future.result() for future in futures]
 
 
-def trained(model: nn.Module, plan: TensorPlan, tokens: Tensor) -> list[tuple[float, dict[str, Tensor]]]:
+def trained(
+    model: nn.Module, plan: TensorPlan, tokens: Tensor, *, sequence: bool = False
+) -> list[tuple[float, dict[str, Tensor]]]:
     """Loss and gradients by parameter of every column, parts not yet summed."""
 
     def run(col: int, exchange: Exchange) -> tuple[float, dict[str, Tensor]]:
-        local = column(model, plan, col, exchange)
+        local = column(model, plan, col, exchange, sequence=sequence)
         loss = loss_of(local, tokens)
         loss.backward()
         grads = {name: p.grad for name, p in local.named_parameters() if p.grad is not None}
