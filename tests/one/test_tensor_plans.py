@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from plait.errors import ModelError, PlaitError, PlanError
 from plait.plan.tensor import DimCut, ParameterCut, Style, TensorPlan
-from tensor_models import FAMILIES, LENGTH, loss_of, piece, places, plan_of, real, small, trained
+from tensor_models import FAMILIES, LENGTH, loss_of, piece, places, plan_of, real, small
+from tensor_ranks import stays_whole, trained
 
 EXPERTS = {"mixtral", "deepseek_v2", "deepseek_v3"}  # no sequence parallelism
 ONE_ROW = {*EXPERTS, "deepseek_v2 dense"}
@@ -76,30 +77,35 @@ def test_columns_of_cut_sequences_compute_the_whole_models_loss_and_gradients(na
         assert differences(model, plan_of(model, 1, cols, sequence=True), sequence=True) == {}
 
 
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ONE_ROW])
+def test_rows_and_columns_compute_the_whole_models_loss_and_gradients(name: str) -> None:
+    model = real(small(name))
+    for rows, cols, sequence in ((2, 1, False), (3, 2, False), (2, 2, True)):
+        plan = plan_of(model, rows, cols, sequence=sequence)
+        assert differences(model, plan, sequence=sequence) == {}
+
+
 def differences(model: nn.Module, plan: TensorPlan, *, sequence: bool = False) -> dict[str, float]:
     """Parameters whose gradient is not the whole model's, parts summed as the plan says, and by how much."""
     model.zero_grad()
     whole = loss_of(model, TOKENS)
     whole.backward()
-    columns = trained(model, plan, TOKENS, sequence=sequence)
-    furthest = max(abs(loss - whole.item()) for loss, _ in columns)
+    ranks = trained(model, plan, TOKENS, sequence=sequence)
+    furthest = max(abs(loss - whole.item()) for loss, _ in ranks.values())
     found = {"loss": furthest} if furthest > 1e-6 else {}
-    cuts = {cut.name: cut for cut in plan.parameters}
-    kept = {layer.module for layer in plan.layers if layer.style is Style.VOCABULARY or layer.head}
-    stays = {id(p) for name in kept for p in model.get_submodule(name).parameters()}
-    least = 1e-3 * max(float(p.grad.abs().max()) for p in model.parameters() if p.grad is not None)
-    for name, parameter in model.named_parameters():
-        if parameter.grad is None:
-            continue
-        uncut = ParameterCut(name, (None,) * parameter.ndim)
-        cut = uncut if id(parameter) in stays else cuts.get(name, uncut)
-        for col, (_, grads) in enumerate(columns):
-            mine = sum(
-                grads[name] for _, grads in [columns[c] for c in cut.sharers(plan.cols, col) or (col,)]
-            )
+    cuts, stays = {cut.name: cut for cut in plan.parameters}, stays_whole(model, plan)
+    grads = {
+        name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
+    least = 1e-3 * max(float(grad.abs().max()) for grad in grads.values())
+    for name, grad in grads.items():
+        uncut = ParameterCut(name, (None,) * grad.ndim, name in cuts and cuts[name].partial)
+        cut = uncut if id(model.get_parameter(name)) in stays else cuts.get(name, uncut)
+        for row, col in ranks:
+            mine = sum(ranks[row, c][1][name] for c in cut.sharers(plan.cols, col) or (col,))
             # Norms and rotary tables compute in float32; a bias of keys alone has no gradient.
-            scale = max(float(parameter.grad.abs().max()), least)
-            error = float((mine - piece(parameter.grad, cut, 0, col)).abs().max()) / scale
+            scale = max(float(grad.abs().max()), least)
+            error = float((mine - piece(grad, cut, row, col)).abs().max()) / scale
             if not error < 1e-4:
                 found[name] = error
     return found
