@@ -310,6 +310,11 @@ def test_over_rows_a_module_of_ones_own_has_its_norms_and_tables_cut() -> None:
         assert_covers(cut, Plain().get_parameter(cut.name).shape, plan)
 
 
+def test_a_layer_that_leaves_the_stream_is_refused_over_rows_unless_it_is_said_to_be_the_head() -> None:
+    with pytest.raises(ModelError, match="head cannot be part of a model whose hidden features are cut"):
+        plan_of(Plain(), 2, 2, given={key: word for key, word in GIVEN.items() if key != "head"})
+
+
 class Scaled(Plain):
     def __init__(self) -> None:
         super().__init__()

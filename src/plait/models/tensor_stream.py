@@ -57,13 +57,19 @@ def _is_in_any(draft: Draft, name: str, regions: frozenset[str]) -> bool:
 def add_stream(draft: Draft, regions: Sequence[str]) -> None:
     """What is in the stream and of which nothing is said, where its features are cut.
 
-    Norms take their statistics over the rows, tables are cut, linear layers stay whole and are given all
-    features. Raises ModelError for a parameter of which nobody knows what it does to the features.
+    Norms take their statistics over the rows, tables are cut; a linear layer from the stream to the stream,
+    or between it and an embedding's width, stays whole and is given all features. Raises ModelError for a
+    parameter of which nobody knows what it does to the features.
     """
     for name, cut in draft.layers.items():
         if cut.style in (Style.EXPERTS, Style.LATENT):
             raise _uncut(draft, name, f"style {cut.style.value}")
     around = frozenset(regions)
+    widths = {stream_width(draft)} | {
+        draft.modules[name].embedding_dim
+        for name, cut in draft.layers.items()
+        if cut.style is Style.VOCABULARY
+    }
     for name, module in draft.modules.items():
         if name in draft.layers or _is_in_any(draft, name, around):
             continue
@@ -76,7 +82,7 @@ def add_stream(draft: Draft, regions: Sequence[str]) -> None:
             _add_norm(draft, name, own)
         elif not own:
             continue
-        elif isinstance(module, nn.Linear):
+        elif isinstance(module, nn.Linear) and {module.in_features, module.out_features} <= widths:
             out, inp = draft.over_row(module.out_features, name), draft.over_row(module.in_features, name)
             draft.layers[name] = LayerCut(name, Style.WHOLE, out, inp)
         else:
