@@ -1,10 +1,7 @@
-"""Small models of every family that is cut, and their columns, run as threads of one process."""
+"""Small models of every family that tensor parallelism cuts."""
 
-import copy
 import itertools
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,8 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from plait.models import blocks_of, causal_lm_on_meta, take_own_heads, tensor_plan
-from plait.plan.tensor import LayerCut, ParameterCut, Range, Style, TensorPlan
+from plait.models import blocks_of, causal_lm_on_meta, tensor_plan
+from plait.plan.tensor import ParameterCut, TensorPlan
+
+LENGTH = 7  # tokens of a sequence
 
 COMMON = {
     "vocab_size": 101,
@@ -55,6 +54,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon by head": ("falcon", ALIBI),
     "mixtral": ("mixtral", {"num_local_experts": 4}),
     "deepseek_v2": ("deepseek_v2", {**MLA, **EXPERTS, "num_key_value_heads": 6}),
+    "deepseek_v2 dense": (
+        "deepseek_v2",
+        {**MLA, **EXPERTS, "num_key_value_heads": 6, "first_k_dense_replace": 2},
+    ),
     "deepseek_v3": ("deepseek_v3", {**MLA, **EXPERTS, "num_key_value_heads": 6}),
 }
 
@@ -95,165 +98,3 @@ def real(model: PreTrainedModel) -> PreTrainedModel:
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
     logits = model(input_ids=tokens, use_cache=False).logits.double()
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-
-
-class Exchange:
-    """Where the columns meet: each gives a tensor and gets all of them, in columns' order."""
-
-    def __init__(self, cols: int) -> None:
-        self._slots: list[Tensor | None] = [None] * cols
-        self._barrier = threading.Barrier(cols, timeout=60)
-
-    def all(self, col: int, mine: Tensor) -> list[Tensor]:
-        self._slots[col] = mine.detach()
-        self._barrier.wait()
-        found = [tensor for tensor in self._slots if tensor is not None]
-        self._barrier.wait()
-        return found
-
-    def abort(self) -> None:
-        self._barrier.abort()
-
-
-class _Sum(torch.autograd.Function):
-    """Summed over columns forward, or backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: Exchange, col: int, is_forward: bool) -> Tensor:
-        ctx.backward_sum = None if is_forward else (exchange, col)
-        return sum(exchange.all(col, x)) if is_forward else x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        if ctx.backward_sum is not None:
-            exchange, col = ctx.backward_sum
-            grad = sum(exchange.all(col, grad))
-        return grad, None, None, None
-
-
-class _Gather(torch.autograd.Function):
-    """Pieces of the last dim put together forward, and its own of the gradient backward; or reversed."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        ranges: tuple[tuple[Range, ...], ...],
-        exchange: Exchange,
-        col: int,
-        gathers: bool,
-    ) -> Tensor:
-        ctx.rest = (ranges, exchange, col, gathers)
-        return _whole(exchange.all(col, x), ranges) if gathers else _own(x, ranges[col])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        ranges, exchange, col, gathers = ctx.rest
-        grad = _own(grad, ranges[col]) if gathers else _whole(exchange.all(col, grad), ranges)
-        return grad, None, None, None, None
-
-
-def _own(x: Tensor, ranges: tuple[Range, ...]) -> Tensor:
-    return torch.cat([x[..., start:stop] for start, stop in ranges], -1)
-
-
-def _whole(pieces: list[Tensor], ranges: tuple[tuple[Range, ...], ...]) -> Tensor:
-    """The pieces of a last dim at their places."""
-    size = max(stop for found in ranges for _, stop in found)
-    whole = pieces[0].new_full((*pieces[0].shape[:-1], size), float("nan"))
-    for mine, found in zip(pieces, ranges, strict=True):
-        at = 0
-        for start, stop in found:
-            whole[..., start:stop] = mine[..., at : at + stop - start]
-            at += stop - start
-    return whole
-
-
-class Layer:
-    """A layer's forward on one column. The embedding and the head stay whole here: others test them."""
-
-    def __init__(
-        self, cut: LayerCut, module: nn.Module, parent: nn.Module, exchange: Exchange, col: int
-    ) -> None:
-        self.cut, self.module, self.parent = cut, module, parent
-        self.exchange, self.col, self.inner = exchange, col, module.forward
-
-    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        cut = self.cut
-        if cut.style is Style.COLUMN:
-            found = self._linear(self._sum(x, False), self.module.bias)
-            return self._gather(found, cut.out, True) if cut.gathers else found
-        if cut.style is Style.ROW:
-            found = self._sum(self._linear(self._gather(x, cut.inp, False) if cut.splits else x, None), True)
-            return found if self.module.bias is None else found + self.module.bias
-        if cut.style is Style.EXPERTS:
-            args = tuple(self._sum(a, False) if a.is_floating_point() else a for a in args)
-            return self._sum(self.inner(self._sum(x, False), *args, **kwargs), True)
-        assert cut.style is Style.LATENT
-        found = self.inner(x)
-        rotary = self.parent.qk_rope_head_dim
-        return torch.cat([found[..., :-rotary], self._sum(found[..., -rotary:], False)], -1)
-
-    def _linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        weight = self.module.weight
-        return F.linear(x, weight.mT if self.cut.transposed else weight, bias)
-
-    def _sum(self, x: Tensor, is_forward: bool) -> Tensor:
-        return _Sum.apply(x, self.exchange, self.col, is_forward)
-
-    def _gather(self, x: Tensor, along: Any, gathers: bool) -> Tensor:
-        return _Gather.apply(x, along.ranges, self.exchange, self.col, gathers)
-
-
-def column(model: nn.Module, plan: TensorPlan, col: int, exchange: Exchange) -> nn.Module:
-    """The model as the rank at (0, col) of one row holds it; its embedding and head whole."""
-    local = copy.deepcopy(model)
-    stays = {cut.module for cut in plan.layers if cut.style is Style.VOCABULARY or cut.head}
-    kept = {id(p) for name in stays for p in local.get_submodule(name).parameters()}
-    cuts = {cut.name: cut for cut in plan.parameters}
-    for name, parameter in local.named_parameters():
-        if name in cuts and id(parameter) not in kept:
-            parameter.data = piece(parameter.data, cuts[name], 0, col).clone()
-    for module, key, values in plan.attributes:
-        assert isinstance(getattr(local.get_submodule(module), key), int)
-        setattr(local.get_submodule(module), key, values[col])
-    take_own_heads(local, plan, col)
-    for cut in plan.layers:
-        if cut.style in (Style.COLUMN, Style.ROW, Style.EXPERTS, Style.LATENT) and cut.module not in stays:
-            layer = local.get_submodule(cut.module)
-            around = local.get_submodule(cut.module.rpartition(".")[0])
-            layer.forward = Layer(cut, layer, around, exchange, col)
-    return local
-
-
-def on_columns(plan: TensorPlan, run: Callable[[int, Exchange], Any]) -> list[Any]:
-    """What `run` gives on every column, all of them at once; an error on one ends all."""
-    exchange = Exchange(plan.cols)
-
-    def guarded(col: int) -> Any:
-        try:
-            return run(col, exchange)
-        except BaseException:
-            exchange.abort()
-            raise
-
-    with ThreadPoolExecutor(plan.cols) as threads:
-        futures = [threads.submit(guarded, col) for col in range(plan.cols)]
-    errors = [found for future in futures if (found := future.exception()) is not None]
-    for error in errors:
-        if not isinstance(error, threading.BrokenBarrierError):
-            raise error
-    return [future.result() for future in futures]
-
-
-def trained(model: nn.Module, plan: TensorPlan, tokens: Tensor) -> list[tuple[float, dict[str, Tensor]]]:
-    """Loss and gradients by parameter of every column, parts not yet summed."""
-
-    def run(col: int, exchange: Exchange) -> tuple[float, dict[str, Tensor]]:
-        local = column(model, plan, col, exchange)
-        loss = loss_of(local, tokens)
-        loss.backward()
-        grads = {name: p.grad for name, p in local.named_parameters() if p.grad is not None}
-        return loss.item(), grads
-
-    return on_columns(plan, run)

@@ -11,11 +11,13 @@ from torch import Tensor, nn
 
 from plait.errors import ModelError, PlaitError, PlanError
 from plait.plan.tensor import DimCut, ParameterCut, Style, TensorPlan
-from tensor_models import FAMILIES, loss_of, piece, places, plan_of, real, small, trained
+from tensor_models import FAMILIES, LENGTH, loss_of, piece, places, plan_of, real, small
+from tensor_ranks import stays_whole, trained
 
-EXPERTS = {"mixtral", "deepseek_v2", "deepseek_v3"}  # one row only, no sequence parallelism
+EXPERTS = {"mixtral", "deepseek_v2", "deepseek_v3"}  # no sequence parallelism
+ONE_ROW = {*EXPERTS, "deepseek_v2 dense"}
 GRIDS = [(1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2)]
-TOKENS = torch.randint(3, 101, (2, 7), generator=torch.Generator().manual_seed(2))
+TOKENS = torch.randint(3, 101, (2, LENGTH), generator=torch.Generator().manual_seed(2))
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +33,7 @@ def test_the_pieces_of_all_ranks_cover_every_parameter(name: str) -> None:
     model = small(name)
     shapes = {key: parameter.shape for key, parameter in model.named_parameters()}
     for rows, cols in GRIDS:
-        if rows > 1 and name in EXPERTS:
+        if rows > 1 and name in ONE_ROW:
             with pytest.raises(ModelError, match="cut over rows"):
                 plan_of(model, rows, cols)
             continue
@@ -68,30 +70,42 @@ def test_columns_compute_the_whole_models_loss_and_gradients(name: str) -> None:
         assert differences(model, plan_of(model, 1, cols)) == {}
 
 
-def differences(model: nn.Module, plan: TensorPlan) -> dict[str, float]:
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in EXPERTS])
+def test_columns_of_cut_sequences_compute_the_whole_models_loss_and_gradients(name: str) -> None:
+    model = real(small(name))
+    for cols in (2, 3):
+        assert differences(model, plan_of(model, 1, cols, sequence=True), sequence=True) == {}
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ONE_ROW])
+def test_rows_and_columns_compute_the_whole_models_loss_and_gradients(name: str) -> None:
+    model = real(small(name))
+    for rows, cols, sequence in ((2, 1, False), (3, 2, False), (2, 2, True)):
+        plan = plan_of(model, rows, cols, sequence=sequence)
+        assert differences(model, plan, sequence=sequence) == {}
+
+
+def differences(model: nn.Module, plan: TensorPlan, *, sequence: bool = False) -> dict[str, float]:
     """Parameters whose gradient is not the whole model's, parts summed as the plan says, and by how much."""
     model.zero_grad()
     whole = loss_of(model, TOKENS)
     whole.backward()
-    columns = trained(model, plan, TOKENS)
-    furthest = max(abs(loss - whole.item()) for loss, _ in columns)
+    ranks = trained(model, plan, TOKENS, sequence=sequence)
+    furthest = max(abs(loss - whole.item()) for loss, _ in ranks.values())
     found = {"loss": furthest} if furthest > 1e-6 else {}
-    cuts = {cut.name: cut for cut in plan.parameters}
-    kept = {layer.module for layer in plan.layers if layer.style is Style.VOCABULARY or layer.head}
-    stays = {id(p) for name in kept for p in model.get_submodule(name).parameters()}
-    least = 1e-3 * max(float(p.grad.abs().max()) for p in model.parameters() if p.grad is not None)
-    for name, parameter in model.named_parameters():
-        if parameter.grad is None:
-            continue
-        uncut = ParameterCut(name, (None,) * parameter.ndim)
-        cut = uncut if id(parameter) in stays else cuts.get(name, uncut)
-        for col, (_, grads) in enumerate(columns):
-            mine = sum(
-                grads[name] for _, grads in [columns[c] for c in cut.sharers(plan.cols, col) or (col,)]
-            )
+    cuts, stays = {cut.name: cut for cut in plan.parameters}, stays_whole(model, plan)
+    grads = {
+        name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
+    least = 1e-3 * max(float(grad.abs().max()) for grad in grads.values())
+    for name, grad in grads.items():
+        uncut = ParameterCut(name, (None,) * grad.ndim, name in cuts and cuts[name].partial)
+        cut = uncut if id(model.get_parameter(name)) in stays else cuts.get(name, uncut)
+        for row, col in ranks:
+            mine = sum(ranks[row, c][1][name] for c in cut.sharers(plan.cols, col) or (col,))
             # Norms and rotary tables compute in float32; a bias of keys alone has no gradient.
-            scale = max(float(parameter.grad.abs().max()), least)
-            error = float((mine - piece(parameter.grad, cut, 0, col)).abs().max()) / scale
+            scale = max(float(grad.abs().max()), least)
+            error = float((mine - piece(grad, cut, row, col)).abs().max()) / scale
             if not error < 1e-4:
                 found[name] = error
     return found
@@ -115,6 +129,14 @@ def test_the_loss_differs_where_heads_are_not_this_columns() -> None:
     assert "loss" in differences(model, replace(plan, arguments=tuple(swapped)))
 
 
+def test_gradients_differ_where_a_region_is_taken_for_pure_that_is_not() -> None:
+    model = real(small("deepseek_v2 dense"))
+    plan = plan_of(model, 1, 2, sequence=True)
+    assert plan.pure == {"model.layers.0.mlp", "model.layers.1.mlp"}
+    assert differences(model, plan, sequence=True) == {}
+    assert differences(model, replace(plan, pure=frozenset(plan.regions)), sequence=True)
+
+
 def test_regions_are_attention_and_mlp_and_pure_where_all_that_reads_is_cut() -> None:
     plan = plan_of(small("llama"), 1, 2)
     block = ("model.layers.0.self_attn", "model.layers.0.mlp")
@@ -123,7 +145,8 @@ def test_regions_are_attention_and_mlp_and_pure_where_all_that_reads_is_cut() ->
     assert plan.pure == frozenset(plan.regions)
     mixture = plan_of(small("mixtral"), 1, 2)
     assert mixture.pure == {"model.layers.0.self_attn", "model.layers.1.self_attn"}
-    assert not plan_of(small("deepseek_v2"), 1, 2).pure & {"model.layers.0.self_attn"}  # latent projections
+    gathered = plan_of(small("olmo2"), 1, 2)
+    assert gathered.pure == frozenset(gathered.regions)  # its norms read queries and keys, not the input
     lone = plan_of(small("opt"), 1, 2)
     assert {region.rpartition(".")[2] for region in lone.regions} == {"self_attn", "fc1"}
 
@@ -285,6 +308,11 @@ def test_over_rows_a_module_of_ones_own_has_its_norms_and_tables_cut() -> None:
     assert styles["blocks.0.norm"] is Style.NORM
     for cut in plan.parameters:
         assert_covers(cut, Plain().get_parameter(cut.name).shape, plan)
+
+
+def test_a_layer_that_leaves_the_stream_is_refused_over_rows_unless_it_is_said_to_be_the_head() -> None:
+    with pytest.raises(ModelError, match="head cannot be part of a model whose hidden features are cut"):
+        plan_of(Plain(), 2, 2, given={key: word for key, word in GIVEN.items() if key != "head"})
 
 
 class Scaled(Plain):

@@ -14,8 +14,8 @@ on every column.
 - In a region, a whole weight that reads the region's input (a router, a latent projection) reads all tokens,
   also under sequence parallelism, and gives what the columns share: what a COLUMN layer, a gather or the
   experts read, and these sum its gradient. Not parts.
-- In a region, a weight applied to each head by itself (HEAD_NORM) sees this column's heads: parts, always. If
-  attention's projections are gathered it sees all heads: not parts.
+- In a region, a weight applied to each head by itself (HEAD_NORM), or a number that an activation learns,
+  sees this column's features: parts, always. Between projections that are gathered it sees all: not parts.
 
 A piece that columns share because they share kv heads (see `DimCut.sharers`) is a part on each of them, and
 needs no mark. Along `row` nothing is a part: rows hold different pieces, or compute the same.

@@ -25,13 +25,18 @@ def add_head_norm(draft: Draft, name: str) -> None:
             draft.cut_parameter(full, [None] * len(shape), partial=True)
 
 
+def is_head_norm(draft: Draft, name: str) -> bool:
+    """Whether it is a norm of queries or keys, by its name: what it reads is what projections give."""
+    return _NAMED.match(name.rpartition(".")[2]) is not None and draft.is_norm(name)
+
+
 def add_unsaid_head_norms(draft: Draft) -> None:
     """Norms that are named as of queries or keys, of which the plan says nothing.
 
     As wide as a head: one of each head. As wide as all heads together, it needs them all: a ModelError.
     """
     for name in draft.modules:
-        if name in draft.words or not _NAMED.match(name.rpartition(".")[2]) or not draft.is_norm(name):
+        if name in draft.words or not is_head_norm(draft, name):
             continue
         columns, heads, own = _columns_beside(draft, name), heads_of(draft, name), draft.own_parameters(name)
         if not columns or heads is None or not own:

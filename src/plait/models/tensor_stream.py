@@ -7,6 +7,7 @@ from torch import nn
 
 from plait.errors import ModelError
 from plait.models.tensor_draft import Draft, linear_features
+from plait.models.tensor_inner import is_head_norm
 from plait.plan.tensor import DimCut, LayerCut, ParameterCut, Style
 
 _CUT = (Style.COLUMN, Style.ROW, Style.EXPERTS)
@@ -33,20 +34,21 @@ def pure_regions(draft: Draft, regions: Sequence[str]) -> frozenset[str]:
         region
         for region in regions
         if all(
-            (name in draft.layers and draft.layers[name].style in harmless)
+            _has_style(draft, name, *harmless)
+            or is_head_norm(draft, name)
             or all(full in draft.parameters for full in draft.own_parameters(name).values())
             for name in draft.inside(region)
         )
-        and not any(cut.style is Style.EXPERTS for name, cut in draft.layers.items() if _is_in(name, region))
+        and not any(_has_style(draft, name, Style.EXPERTS) for name in draft.inside(region))
     )
 
 
-def _is_in(name: str, region: str) -> bool:
-    return name == region or name.startswith(f"{region}.")
+def _has_style(draft: Draft, name: str, *styles: Style) -> bool:
+    return name in draft.layers and draft.layers[name].style in styles
 
 
-def _region_around(name: str, regions: Sequence[str]) -> str | None:
-    return next((region for region in regions if _is_in(name, region)), None)
+def _is_in_any(draft: Draft, name: str, regions: frozenset[str]) -> bool:
+    return name in regions or not regions.isdisjoint(draft.ancestors(name))
 
 
 # Features of the stream over `row`
@@ -55,14 +57,21 @@ def _region_around(name: str, regions: Sequence[str]) -> str | None:
 def add_stream(draft: Draft, regions: Sequence[str]) -> None:
     """What is in the stream and of which nothing is said, where its features are cut.
 
-    Norms take their statistics over the rows, tables are cut, linear layers stay whole and are given all
-    features. Raises ModelError for a parameter of which nobody knows what it does to the features.
+    Norms take their statistics over the rows, tables are cut; a linear layer from the stream to the stream,
+    or between it and an embedding's width, stays whole and is given all features. Raises ModelError for a
+    parameter of which nobody knows what it does to the features.
     """
     for name, cut in draft.layers.items():
         if cut.style in (Style.EXPERTS, Style.LATENT):
             raise _uncut(draft, name, f"style {cut.style.value}")
+    around = frozenset(regions)
+    widths = {stream_width(draft)} | {
+        draft.modules[name].embedding_dim
+        for name, cut in draft.layers.items()
+        if cut.style is Style.VOCABULARY
+    }
     for name, module in draft.modules.items():
-        if name in draft.layers or _region_around(name, regions) is not None:
+        if name in draft.layers or _is_in_any(draft, name, around):
             continue
         own = draft.own_parameters(name)
         if isinstance(module, nn.Embedding):
@@ -73,7 +82,7 @@ def add_stream(draft: Draft, regions: Sequence[str]) -> None:
             _add_norm(draft, name, own)
         elif not own:
             continue
-        elif isinstance(module, nn.Linear):
+        elif isinstance(module, nn.Linear) and {module.in_features, module.out_features} <= widths:
             out, inp = draft.over_row(module.out_features, name), draft.over_row(module.in_features, name)
             draft.layers[name] = LayerCut(name, Style.WHOLE, out, inp)
         else:
@@ -86,7 +95,7 @@ def _add_norm(draft: Draft, name: str, own: dict[str, str]) -> None:
     shapes = {draft.shapes[full] for full in own.values()}
     if len(shapes) > 1 or any(len(shape) != 1 for shape in shapes):
         raise _uncut(draft, name, f"parameters of shapes {sorted(shapes)}")
-    (size,) = next(iter(shapes), (stream_width(draft),))
+    size = next(iter(shapes))[0] if shapes else stream_width(draft)
     out = draft.over_row(size, name)
     draft.layers[name] = LayerCut(name, Style.NORM, out)
     for full in own.values():
@@ -143,23 +152,26 @@ def check_sequence(draft: Draft, regions: Sequence[str]) -> None:
     In a block, all that has parameters has to be a region that ends in a ROW layer, or a norm, which treats
     every token by itself.
     """
+    around = frozenset(regions)
     for name, module in draft.modules.items():
         block = draft.block_of(name)
-        if block is None or name == block or _region_around(name, regions) is not None:
+        if block is None or name == block or _is_in_any(draft, name, around):
             continue
-        is_end = name in draft.layers and draft.layers[name].style is Style.ROW
-        if not is_end and not draft.is_norm(name) and draft.own_parameters(name):
+        if not _has_style(draft, name, Style.ROW) and not draft.is_norm(name) and draft.own_parameters(name):
             raise _mixing(draft, name, f"{type(module).__name__}, which is not cut")
+    for name, cut in draft.layers.items():
+        if cut.style in _CUT and not cut.head and draft.block_of(name) is None:
+            raise _mixing(draft, name, "cut, and in none of the blocks that are known")
     for region in regions:
         styles = [draft.layers[name].style for name in draft.inside(region) if name in draft.layers]
         if Style.EXPERTS in styles:
             raise _mixing(draft, region, "a mixture of experts")
         if region not in draft.layers and Style.ROW not in styles:
             raise _mixing(draft, region, "a region that does not end in a rowwise layer")
-        ends = (cut for cut in draft.layers.values() if cut.style is Style.ROW)
-        block = draft.block_of(region)
-        if region in draft.layers and not any(draft.region_of(end.module) == end.module for end in ends):
-            raise _mixing(draft, region, f"a lone layer, with no rowwise one in {block}")
+        beside = region.rpartition(".")[0]
+        ends = (f"{beside}.{child}" for child, _ in draft.modules[beside].named_children())
+        if region in draft.layers and not any(_has_style(draft, end, Style.ROW) for end in ends):
+            raise _mixing(draft, region, f"a lone layer, with no rowwise one in {beside}")
 
 
 def _mixing(draft: Draft, name: str, given: str) -> ModelError:
@@ -175,6 +187,7 @@ def mark_parts(draft: Draft, regions: Sequence[str], *, sequence: bool) -> None:
     """Marks what sees only its column's tokens. See `models/tensor.py` [Note: which gradients are parts]."""
     if not sequence:
         return
+    around = frozenset(regions)
     biases = {
         full
         for name, cut in draft.layers.items()
@@ -183,7 +196,7 @@ def mark_parts(draft: Draft, regions: Sequence[str], *, sequence: bool) -> None:
         if key == "bias"
     }
     for full, shape in draft.shapes.items():
-        is_between = draft.block_of(full) is not None and _region_around(full, regions) is None
+        is_between = draft.block_of(full) is not None and not _is_in_any(draft, full, around)
         if full in biases or is_between:
             cut = draft.parameters.get(full, ParameterCut(full, (None,) * len(shape)))
             draft.parameters[full] = replace(cut, partial=not _is_over_col(cut.dims))
