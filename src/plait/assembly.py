@@ -11,11 +11,10 @@ from plait import models
 from plait.comm import Mesh, World, connect
 from plait.engine import Engine, Training
 from plait.errors import ConfigError, PlanError
-from plait.models import Blocks, Loss, blocks_of, meta_twin
+from plait.models import Blocks, Loss, blocks_of
 from plait.optim import DEFAULT_GROUPS, LossScaling
 from plait.plan import Grid, Plan, TensorPlan
-from plait.probe import probe as run_probe
-from plait.probe import probe_batch
+from plait.probe import Probe
 
 
 def parallelize(
@@ -38,41 +37,35 @@ def parallelize(
 ) -> Engine:
     """Makes `model` train under `plan` on the ranks of this job (one, when started alone).
 
-    model           a Hugging Face causal LM or any nn.Module, unmodified. Built on meta, it gets its
-                    initial weights here: a function of `seed` and the modules' names, the same under
-                    every plan. Built with weights, rank 0's are taken. Its parameters become new
-                    objects, views of flat storages: hand them to nobody before this call.
-    optimizer       an element-wise torch.optim class, with `optimizer_args`; fused where it can be
-    param_groups    torch's: dicts of "params" (parameters of the model) and options. Without them, weight
-                    decay leaves out norms and biases
+    model           a Hugging Face causal LM or any nn.Module, unmodified: with weights (rank 0's are taken)
+                    or on meta, to get initial ones that follow from `seed` and names alone, under every
+                    plan. Its parameters become new objects, views of flat storages
+    optimizer       an element-wise class of torch.optim; fused where it can be
+    param_groups    torch's: dicts of "params" and options. None: weight decay leaves out norms and biases
     clip_norm       limit of the gradient's global 2-norm; clip_value: of each of its elements
-    loss            (outputs, micro-batch) -> (summed loss, number of targets); None: the next token's
-                    cross entropy of a Hugging Face causal LM. The model is called with the micro-batch's
-                    entries, but for `labels`, as keywords; floating ones in the plan's precision.
+    loss            (outputs, micro-batch) -> (summed loss, number of targets); None: the next token's cross
+                    entropy of a Hugging Face causal LM. The model is called with the micro-batch's entries,
+                    but for `labels`, by name; floating ones in the plan's precision
     loss_scaling    how the loss scale of precision=fp16 moves
-    blocks          what is gathered and reduced together: a module class, several, or a list of modules.
-                    None: the children of the largest ModuleList or Sequential
+    blocks          what is communicated together: a module class, several, or a list of modules. None: the
+                    children of the largest ModuleList or Sequential
     offload_dir     the folder of offload=disk, on a disk of this host
-    tensor_plan     how `tp` cuts layers: {"blocks.*.fc1": "colwise", "blocks.*.fc2": "rowwise"}. None:
-                    what a Hugging Face model says of itself, or what plait knows of its family
-    probe           compares the model's gradients with those of the whole model in one process (rank 0 needs
-                    the memory) before the first step: on random tokens, or on a batch that is given
+    tensor_plan     how `tp` cuts layers: {"blocks.*.fc1": "colwise", "blocks.*.fc2": "rowwise"}. None: what
+                    a Hugging Face model says of itself, or what plait knows of its family
+    probe           compare gradients with the whole model's on rank 0, of random tokens or of a batch
 
-    A parameter that a step does not use counts as one with a zero gradient: its moments and weight decay
-    go on, where a plain torch loop would leave it out. Buffers that forward changes follow rank 0's.
-    Raises PlanError, ModelError or ConfigError.
+    A parameter that a step does not use counts as one with a zero gradient: its moments and weight decay go
+    on. Buffers that forward changes follow rank 0's. Raises PlanError, ModelError or ConfigError.
     """
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     _check_update(optimizer, clip_norm, clip_value)
-    world = connect() if world is None else world
-    plan.check_ranks(world.size)
-    _check_fp16(plan, loss_scaling, world.device)
-    _check_algorithm(plan, world.device)
+    world = _checked(connect() if world is None else world, plan, loss_scaling)
     found = blocks_of(model, blocks)
+    to_probe = Probe.of(model, probe, seed)  # before the model is cut
     how = Training(
         optimizer=optimizer,
         arguments=optimizer_args or {},
-        groups=DEFAULT_GROUPS if param_groups is None else [_options(group) for group in param_groups],
+        groups=_options(param_groups),
         group_of=None if param_groups is None else _group_of(model, param_groups),
         clip_norm=clip_norm,
         clip_value=clip_value,
@@ -82,13 +75,8 @@ def parallelize(
         offload_dir=None if offload_dir is None else Path(offload_dir),
         tensor=_tensor_plan(model, plan, found, tensor_plan),
     )
-    mesh = Mesh(world, Grid.of(plan))
-    batch = probe_batch(model, seed) if probe is True else probe or None
-    twin = meta_twin(model) if batch is not None else None
-    engine = Engine(model if model.training else model.train(), plan, how, mesh, found)
-    if batch is not None and twin is not None:
-        run_probe(engine, twin, batch, loss)
-    return engine
+    engine = Engine(model if model.training else model.train(), plan, how, Mesh(world, Grid.of(plan)), found)
+    return engine if to_probe is None else to_probe.run(engine, loss)
 
 
 def _check_update(optimizer: object, norm: float | None, value: float | None) -> None:
@@ -107,6 +95,14 @@ def _check_update(optimizer: object, norm: float | None, value: float | None) ->
             given=f"clip_norm={norm} and clip_value={value}",
             expected="one of the two",
         )
+
+
+def _checked(world: World, plan: Plan, scaling: LossScaling | None) -> World:
+    """The world, if the plan fits its ranks and their devices."""
+    plan.check_ranks(world.size)
+    _check_fp16(plan, scaling, world.device)
+    _check_algorithm(plan, world.device)
+    return world
 
 
 def _check_fp16(plan: Plan, scaling: LossScaling | None, device: torch.device) -> None:
@@ -152,8 +148,10 @@ def _check_algorithm(plan: Plan, device: torch.device) -> None:
         )
 
 
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
+def _options(groups: Sequence[Mapping[str, Any]] | None) -> Sequence[Mapping[str, Any]]:
+    if groups is None:
+        return DEFAULT_GROUPS
+    return [{key: value for key, value in group.items() if key != "params"} for group in groups]
 
 
 def _group_of(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> dict[str, int]:

@@ -11,6 +11,7 @@ model is in eval mode: with dropout, ranks and one process draw different masks.
 import copy
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from plait.batch import on_device
 from plait.comm import broadcast
 from plait.engine import Engine
 from plait.errors import ModelError
-from plait.models import Loss, choose_loss, forward_inputs
+from plait.models import Loss, choose_loss, forward_inputs, meta_twin
 from plait.parallel import Precision
 
 _SAMPLES, _LENGTH = 2, 16
@@ -28,7 +29,46 @@ _EXACT = {torch.float64: 1e-5, torch.float32: 2e-3}  # transformers' norms and t
 _TIMES_NOISE = 4.0
 
 
-def probe_batch(model: nn.Module, seed: int) -> dict[str, Tensor]:
+@dataclass(frozen=True)
+class Probe:
+    """A probe that waits for its model to be cut. `twin`: the same model, whole, on meta."""
+
+    twin: nn.Module
+    batch: Mapping[str, Tensor]
+
+    @classmethod
+    def of(cls, model: nn.Module, asked: bool | Mapping[str, Tensor], seed: int) -> "Probe | None":
+        """`asked`: whether one is, or the batch that it is to take. Raises ModelError where it needs one."""
+        if asked is False:
+            return None
+        return cls(meta_twin(model), _random_batch(model, seed) if asked is True else asked)
+
+    def run(self, engine: Engine, loss: Loss | None) -> Engine:
+        """The engine, if its model's gradients are those of the twin.
+
+        Every rank must call it; rank 0 holds, while it lasts, the whole model and its gradients. Changes
+        nothing of the engine. Raises ModelError on every rank, naming the parameter that differs most, when
+        it is by more than the plan's precision explains.
+        """
+        found = engine.probe_gradients(self.batch)
+        weights = engine.whole_parameters()
+        verdict = torch.zeros(3, dtype=torch.float64, device=engine.device)  # index, difference, allowed
+        if engine.world.rank == 0:
+            verdict.copy_(torch.tensor(_compare(engine, self.twin, self.batch, loss, found, weights)))
+        broadcast(verdict, engine.world.group)
+        index, difference, allowed = verdict.tolist()
+        if not difference <= allowed:
+            name = list(dict(self.twin.named_parameters()))[int(index)]
+            raise ModelError(
+                "cut as the plan says, the model computes another function than it does whole",
+                given=f"{engine.plan}: the gradient of {name} differs by {difference:.2g} of its norm",
+                expected=f"at most {allowed:.2g}",
+                hint="tensor_plan= with styles that fit what this class's code does, or tp=1",
+            )
+        return engine
+
+
+def _random_batch(model: nn.Module, seed: int) -> dict[str, Tensor]:
     """Two short sequences of random tokens. Raises ModelError for a model that has no vocabulary."""
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
     if not isinstance(vocabulary, int):
@@ -40,32 +80,6 @@ def probe_batch(model: nn.Module, seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, vocabulary, (_SAMPLES, _LENGTH), generator=generator)
     return {"input_ids": ids, "labels": ids}
-
-
-def probe(engine: Engine, twin: nn.Module, batch: Mapping[str, Tensor], loss: Loss | None) -> float:
-    """The largest difference of a parameter's gradient, relative to its norm, between the engine's model and
-    `twin`, the same model on meta, from before it was cut.
-
-    Every rank must call it; rank 0 holds, while it lasts, the whole model and its gradients. Changes nothing
-    of the engine. Raises ModelError on every rank, naming the parameter that differs most, when it is more
-    than the plan's precision explains.
-    """
-    found = engine.probe_gradients(batch)
-    weights = engine.whole_parameters()
-    verdict = torch.zeros(3, dtype=torch.float64, device=engine.device)  # index, difference, allowed
-    if engine.world.rank == 0:
-        verdict.copy_(torch.tensor(_compare(engine, twin, batch, loss, found, weights)))
-    broadcast(verdict, engine.world.group)
-    index, difference, allowed = verdict.tolist()
-    if not difference <= allowed:
-        name = list(dict(twin.named_parameters()))[int(index)]
-        raise ModelError(
-            "cut as the plan says, the model computes another function than it does whole",
-            given=f"{engine.plan}: the gradient of {name} differs by {difference:.2g} of its norm",
-            expected=f"at most {allowed:.2g}",
-            hint="tensor_plan= with styles that fit what this class's code does, or tp=1",
-        )
-    return difference
 
 
 def _compare(
