@@ -10,8 +10,6 @@ decay on norms and biases), the model's own loss, and the same batch on all rank
 - The gradient's norm: we compute it in every step; nobody here does.
 - The loss: with DTensor logits stay cut over the vocabulary (`loss_parallel`), as with us. transformers
   gathers them, and every rank computes the whole loss.
-- A norm's weight: whole on all ranks, and so is its gradient, with the peers and with us; with our `sp=true`
-  each rank has the gradient of its part of the sequence, which a step adds up and a backward alone does not.
 """
 
 import contextlib
