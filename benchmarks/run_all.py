@@ -10,7 +10,15 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-BENCHMARKS = ("collectives", "data_parallel", "stage_overhead", "offload", "loop_overhead", "read_windows")
+BENCHMARKS = (
+    "collectives",
+    "data_parallel",
+    "tensor_parallel",
+    "stage_overhead",
+    "offload",
+    "loop_overhead",
+    "read_windows",
+)
 
 
 def main() -> None:
