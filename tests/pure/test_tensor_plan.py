@@ -1,6 +1,7 @@
 """How widths and heads are dealt out, what a rank's pieces are, and what a block costs."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -140,12 +141,12 @@ def test_side_by_side_attention_and_mlp_read_one_tensor() -> None:
     assert [m.count for m in block_messages(parallel, 10, 1, 2)] == [2, 1]
 
 
-def test_sequence_parallelism_has_twice_the_messages_and_the_same_bytes() -> None:
-    assert sent(1, 4, sequence=True) == sent(1, 4)
+def test_sequence_parallelism_has_twice_the_messages_and_gathers_its_inputs_once_more() -> None:
+    assert sent(1, 4, sequence=True) == sent(1, 4) * 10 / 8
     verbs = [(m.verb, m.count) for m in block_messages(GPT, 10, 1, 4, sequence=True)]
     assert (
         sorted(verb.value for verb, count in verbs for _ in range(count))
-        == ["all-gather"] * 4 + ["reduce-scatter"] * 4
+        == ["all-gather"] * 6 + ["reduce-scatter"] * 4
     )
 
 
@@ -154,6 +155,8 @@ def test_norms_over_rows_send_a_few_numbers_a_token_in_four_bytes() -> None:
     assert sent(2, 3, statistics=True) == 2 * 2 * 10 * 4
     assert sent(2, 2, sequence=True, statistics=True) == 2 * 2 * 10 * 4 / 2
     assert sent(1, 3, statistics=True) == 0
+    centred = [m for m in block_messages(replace(GPT, centred=True), 10, 2, 3) if m.is_statistic]
+    assert [(m.verb, m.elements) for m in centred] == [(Verb.ALL_GATHER, 40), (Verb.ALL_REDUCE, 20)]
 
 
 def test_activation_bytes_of_korthikantis_table() -> None:

@@ -7,11 +7,13 @@ m tokens, R rows, C columns; all-reduces, of what a rank holds of the tensor:
   forward, over col    each ROW layer's output, m x hidden / R
   backward, over col   the gradient of each distinct tensor that COLUMN layers read, m x hidden / R
   backward, over row   the gradient of each ROW layer's input, m x width / C
-  both, over row       of each norm in the stream, a few numbers per token
+  both, over row       of each norm in the stream, a few numbers per token: of an RMS norm a sum each way; of
+                       a layer norm every rank's mean and variance, gathered, and the sum of two gradients
 
 With sequence parallelism the all-reduces over `col` become a gather each (of what COLUMN layers read, of the
 gradient of what ROW layers give) and a reduce-scatter each (the other way): twice the messages, the same
-bytes.
+bytes. In backward what COLUMN layers read is gathered once more, for their weights (Korthikanti et al.
+2205.05198, section 4.2.2): for a GPT block six gathers and four scatters, 10/8 of the bytes.
 
 For a GPT block (two tensors read, columns 3h and 4h, rows h and 4h) the sums over `col` send 8 (C-1)/P m h
 elements and those over `row` 24 (R-1)/P: AxoNN's volume V = (8/P) (3 (R-1) + (C-1)), P = R C.
@@ -43,7 +45,7 @@ class BlockWidths:
     columns     output widths of the COLUMN layers, whole
     rows        input widths of the ROW layers, whole
     norms       in the stream
-    statistics  numbers per token and norm that are summed over `row`, forward and backward
+    centred     whether they are layer norms, else RMS norms
     """
 
     hidden: int
@@ -51,7 +53,7 @@ class BlockWidths:
     columns: tuple[int, ...]
     rows: tuple[int, ...]
     norms: int = 2
-    statistics: tuple[int, int] = (1, 1)
+    centred: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,12 +80,18 @@ def block_messages(
         for backward, widths in ((False, block.columns), (True, block.rows)):
             found += [Message(Verb.ALL_REDUCE, "row", backward, tokens * width / cols) for width in widths]
         spread = cols if sequence else 1  # a column's norms see its own tokens
-        found += [
-            Message(Verb.ALL_REDUCE, "row", bool(way), tokens * numbers / spread, block.norms, True)
-            for way, numbers in enumerate(block.statistics)
-            if block.norms
-        ]
+        found += _statistics(block, tokens / spread, rows)
     return tuple(found)
+
+
+def _statistics(block: BlockWidths, tokens: float, rows: int) -> list[Message]:
+    if not block.norms:
+        return []
+    forward, numbers = (Verb.ALL_GATHER, 2 * rows) if block.centred else (Verb.ALL_REDUCE, 1)
+    return [
+        Message(forward, "row", False, tokens * numbers, block.norms, True),
+        Message(Verb.ALL_REDUCE, "row", True, tokens * (2 if block.centred else 1), block.norms, True),
+    ]
 
 
 def _over_col(block: BlockWidths, stream: float, *, sequence: bool) -> list[Message]:
@@ -96,7 +104,7 @@ def _over_col(block: BlockWidths, stream: float, *, sequence: bool) -> list[Mess
     return [
         Message(Verb.ALL_GATHER, "col", False, stream, block.inputs),
         Message(Verb.REDUCE_SCATTER, "col", False, stream, ends),
-        Message(Verb.ALL_GATHER, "col", True, stream, ends),
+        Message(Verb.ALL_GATHER, "col", True, stream, ends + block.inputs),
         Message(Verb.REDUCE_SCATTER, "col", True, stream, block.inputs),
     ]
 
