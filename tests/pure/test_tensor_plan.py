@@ -16,6 +16,7 @@ from plait.plan.tensor_cost import (
     Verb,
     axonn_volume,
     block_messages,
+    gpt2_activation_bytes,
     gpt_activation_bytes,
     llama_activation_bytes,
     ring_bytes,
@@ -172,16 +173,29 @@ def test_activation_bytes_of_korthikantis_table() -> None:
     assert per_hidden(tensor=4, sequence=True, flash=True) == 34 / 4
 
 
+def test_activation_bytes_of_a_gpt2_block_are_korthikantis_with_its_operators() -> None:
+    for options in ({}, {"tensor": 4}, {"tensor": 4, "sequence": True}):
+        of = Activations(2, 1000, 10, 1000, flash=True, **options)  # type: ignore[arg-type]
+        spread = of.tensor if of.sequence else 1
+        small = 2 * (8 / spread + 4 * 10 / of.tensor)  # the norms' and the kernel's numbers
+        fused = gpt2_activation_bytes(of, gelu_tensors=1)
+        assert fused == pytest.approx(gpt_activation_bytes(of) + small)
+        assert gpt2_activation_bytes(of) == pytest.approx(fused + 2 * 3 * 8 * 1000 / of.tensor)
+        wide = gpt2_activation_bytes(of, mask_bytes=2, gelu_tensors=1)
+        assert wide == pytest.approx(fused + 2 * 2 * 1000 / spread)
+
+
 def test_activation_bytes_of_a_llama_block() -> None:
     def of(**options: int | bool) -> float:
         sizes = Activations(2, 64, 8, 16, flash=True, **options)  # type: ignore[arg-type]
         return llama_activation_bytes(sizes, kv_heads=2, head_dim=8, ffn=96)
 
-    # Two bytes: four of the stream, q and attention's output, k and v, four of the feed-forward.
-    assert of() == 2 * 2 * (4 * 64 + 2 * 64 + 2 * 16 + 4 * 96)
-    assert of(tensor=4) == 2 * 2 * (4 * 64 + 2 * 16 + 2 * 8 + 96)  # a key head on every rank
+    # Of norms a float and two halves of each feature; q and attention's output, k and v, the feed-forward.
+    norms, small = 2 * (4 + 2 + 2) * 64, 2 * 4
+    assert of() == 2 * (norms + small + 2 * (2 * 64 + 2 * 16 + 4 * 96) + 4 * 8)
+    assert of(tensor=4) == 2 * (norms + small + 2 * (2 * 16 + 2 * 8 + 96) + 4 * 2)  # a key head on every rank
     assert of(tensor=2, sequence=True) == of() / 2
     kept = llama_activation_bytes(
         Activations(2, 64, 8, 16, tensor=2, sequence=True), kv_heads=2, head_dim=8, ffn=96, regathers=False
     )
-    assert kept == of() / 2 + 2 * 2 * 64 + 2 * 2 * 8 * 16 / 2
+    assert kept == of() / 2 + 2 * 2 * 64 + 2 * (2 * 8 * 16 - 4 * 8) / 2

@@ -164,18 +164,39 @@ def gpt_activation_bytes(of: Activations) -> float:
     return of.tokens * of.hidden * (stream + 24 / of.tensor + scores)
 
 
+def gpt2_activation_bytes(of: Activations, *, mask_bytes: int = 1, gelu_tensors: int = 4) -> float:
+    """Bytes that transformers' GPT-2 block saves in sixteen bits; its attention is a kernel without scores.
+
+    Per token and hidden feature, each of two bytes but for the masks:
+      stream    what two norms read (4), what they give (4), two masks of dropout
+      regions   q, k, v (6), attention's output (2), for each of four hidden what GELU saves and what it gives
+    Besides a number of four bytes per head (the kernel's), and two of two per norm. With one tensor for GELU
+    and masks of a byte these are Korthikanti's 10 + 24. `mask_bytes`: the CPU's masks are of the activations'
+    dtype. `gelu_tensors`: `gelu_new` is made of operators that save four, `gelu_pytorch_tanh` is one
+    operator.
+    """
+    stream = of.hidden * (8 + 2 * mask_bytes) + 2 * 2 * 2
+    regions = of.hidden * (8 + 8 * (gelu_tensors + 1)) + 4 * of.heads
+    return of.tokens * (stream / (of.tensor if of.sequence else 1) + regions / of.tensor)
+
+
 def llama_activation_bytes(
     of: Activations, *, kv_heads: int, head_dim: int, ffn: int, itemsize: int = 2, regathers: bool = True
 ) -> float:
-    """Bytes that a Llama block saves: RMS norms, grouped keys, SwiGLU, no dropout. Counted from its products.
+    """Bytes that transformers' Llama block saves: RMS norms, grouped keys, SwiGLU, no dropout.
 
-    Stream: two norms' inputs and what they give (4 hidden); with `sequence` what they give is kept gathered
-    unless it `regathers` it. Regions: q, k, v, attention's output, and of the feed-forward the gate, its
-    SiLU, up and their product (4 ffn). Of the scores, where they are stored, the softmax.
+    Counted from its operators; each of `itemsize` bytes but where four are said:
+      stream    two norms: what they read (in four), that normalised, and what they give; with `sequence`
+                the last are kept gathered unless it `regathers` them. A number of four per token and norm
+      regions   q, k, v, attention's output; the gate, its SiLU, up and their product (4 ffn)
+      scores    where they are stored the softmax, else a number of four per head
     """
+    heads, size = of.heads / of.tensor, itemsize
     shared = max(kv_heads / of.tensor, 1.0)  # fewer key heads than ranks: every rank has one
-    attention = (2 * of.heads / of.tensor + 2 * shared) * head_dim
-    scores = 0.0 if of.selective or of.flash else of.heads * of.sequence_length / of.tensor
     cut = of.tensor if of.sequence else 1
-    stream = 2 * of.hidden / cut + 2 * of.hidden / (cut if regathers else 1)
-    return itemsize * of.tokens * (stream + attention + 4 * ffn / of.tensor + scores)
+    norms = 2 * (4 * (of.hidden + 1) + size * of.hidden) / cut
+    given = 2 * size * of.hidden / (cut if regathers else 1)
+    regions = size * ((2 * heads + 2 * shared) * head_dim + 4 * ffn / of.tensor)
+    is_stored = not (of.selective or of.flash)
+    scores = size * heads * of.sequence_length if is_stored else 4 * heads
+    return of.tokens * (norms + given + regions + scores)
