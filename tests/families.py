@@ -77,11 +77,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
 _OF_THEIR_OWN = ("gpt2", "gptj")  # families whose sizes have other names
 
 
-def config_of(family: str) -> Any:
+def config_of(family: str, **more: Any) -> Any:
     given = dict(CONFIGS[family])
     kind = given.pop("model_type", family)
     sizes = {} if kind in _OF_THEIR_OWN else _SIZES
-    return AutoConfig.for_model(kind, **{**sizes, **given})
+    return AutoConfig.for_model(kind, **{**sizes, **given, **more})
 
 
 def model_of(family: str, *, on_meta: bool = True, exact: bool = True) -> nn.Module:

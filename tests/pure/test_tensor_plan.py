@@ -1,6 +1,7 @@
 """How widths and heads are dealt out, what a rank's pieces are, and what a block costs."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -15,6 +16,7 @@ from plait.plan.tensor_cost import (
     Verb,
     axonn_volume,
     block_messages,
+    gpt2_activation_bytes,
     gpt_activation_bytes,
     llama_activation_bytes,
     ring_bytes,
@@ -140,12 +142,12 @@ def test_side_by_side_attention_and_mlp_read_one_tensor() -> None:
     assert [m.count for m in block_messages(parallel, 10, 1, 2)] == [2, 1]
 
 
-def test_sequence_parallelism_has_twice_the_messages_and_the_same_bytes() -> None:
-    assert sent(1, 4, sequence=True) == sent(1, 4)
+def test_sequence_parallelism_has_twice_the_messages_and_gathers_its_inputs_once_more() -> None:
+    assert sent(1, 4, sequence=True) == sent(1, 4) * 10 / 8
     verbs = [(m.verb, m.count) for m in block_messages(GPT, 10, 1, 4, sequence=True)]
     assert (
         sorted(verb.value for verb, count in verbs for _ in range(count))
-        == ["all-gather"] * 4 + ["reduce-scatter"] * 4
+        == ["all-gather"] * 6 + ["reduce-scatter"] * 4
     )
 
 
@@ -154,6 +156,8 @@ def test_norms_over_rows_send_a_few_numbers_a_token_in_four_bytes() -> None:
     assert sent(2, 3, statistics=True) == 2 * 2 * 10 * 4
     assert sent(2, 2, sequence=True, statistics=True) == 2 * 2 * 10 * 4 / 2
     assert sent(1, 3, statistics=True) == 0
+    centred = [m for m in block_messages(replace(GPT, centred=True), 10, 2, 3) if m.is_statistic]
+    assert [(m.verb, m.elements) for m in centred] == [(Verb.ALL_GATHER, 40), (Verb.ALL_REDUCE, 20)]
 
 
 def test_activation_bytes_of_korthikantis_table() -> None:
@@ -169,16 +173,29 @@ def test_activation_bytes_of_korthikantis_table() -> None:
     assert per_hidden(tensor=4, sequence=True, flash=True) == 34 / 4
 
 
+def test_activation_bytes_of_a_gpt2_block_are_korthikantis_with_its_operators() -> None:
+    for options in ({}, {"tensor": 4}, {"tensor": 4, "sequence": True}):
+        of = Activations(2, 1000, 10, 1000, flash=True, **options)  # type: ignore[arg-type]
+        spread = of.tensor if of.sequence else 1
+        small = 2 * (8 / spread + 4 * 10 / of.tensor)  # the norms' and the kernel's numbers
+        fused = gpt2_activation_bytes(of, gelu_tensors=1)
+        assert fused == pytest.approx(gpt_activation_bytes(of) + small)
+        assert gpt2_activation_bytes(of) == pytest.approx(fused + 2 * 3 * 8 * 1000 / of.tensor)
+        wide = gpt2_activation_bytes(of, mask_bytes=2, gelu_tensors=1)
+        assert wide == pytest.approx(fused + 2 * 2 * 1000 / spread)
+
+
 def test_activation_bytes_of_a_llama_block() -> None:
     def of(**options: int | bool) -> float:
         sizes = Activations(2, 64, 8, 16, flash=True, **options)  # type: ignore[arg-type]
         return llama_activation_bytes(sizes, kv_heads=2, head_dim=8, ffn=96)
 
-    # Two bytes: four of the stream, q and attention's output, k and v, four of the feed-forward.
-    assert of() == 2 * 2 * (4 * 64 + 2 * 64 + 2 * 16 + 4 * 96)
-    assert of(tensor=4) == 2 * 2 * (4 * 64 + 2 * 16 + 2 * 8 + 96)  # a key head on every rank
+    # Of norms a float and two halves of each feature; q and attention's output, k and v, the feed-forward.
+    norms, small = 2 * (4 + 2 + 2) * 64, 2 * 4
+    assert of() == 2 * (norms + small + 2 * (2 * 64 + 2 * 16 + 4 * 96) + 4 * 8)
+    assert of(tensor=4) == 2 * (norms + small + 2 * (2 * 16 + 2 * 8 + 96) + 4 * 2)  # a key head on every rank
     assert of(tensor=2, sequence=True) == of() / 2
     kept = llama_activation_bytes(
         Activations(2, 64, 8, 16, tensor=2, sequence=True), kv_heads=2, head_dim=8, ffn=96, regathers=False
     )
-    assert kept == of() / 2 + 2 * 2 * 64 + 2 * 2 * 8 * 16 / 2
+    assert kept == of() / 2 + 2 * 2 * 64 + 2 * (2 * 8 * 16 - 4 * 8) / 2

@@ -301,7 +301,7 @@ def _kept(sequence: bool) -> tuple[float, list[str], list[str]]:
 def test_selective_recompute_sums_no_product_again(pool: Pool, sequence: bool) -> None:
     for far, plain, recomputed in pool.run(_kept, 2, sequence):
         assert far == 0.0
-        assert len(plain) == (3 if not sequence else 8)
+        assert len(plain) == (3 if not sequence else 9)
         gathers = 1 if sequence else 0  # of the regions' input: no product
         assert len(recomputed) == len(plain) + gathers
 

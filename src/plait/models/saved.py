@@ -61,9 +61,9 @@ class _YesToQuestions(TorchDispatchMode):
 class _AsOnDevice(TorchFunctionMode):
     """Keeps on meta what the device's kernels would keep.
 
-    Attention: on meta torch takes the unfused one, which saves scores; devices take a fused one (the CPU's
-    knows no dropout). Grouped products of experts: on meta they exist for bf16 only; one expert's
-    product with all tokens saves the same.
+    Attention: on meta torch takes the unfused one, which saves scores; devices take a fused one (none where
+    one key head is broadcast, as in Falcon; the CPU's knows no dropout). Grouped products of experts: on meta
+    they exist for bf16 only; one expert's product with all tokens saves the same.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -79,9 +79,10 @@ class _AsOnDevice(TorchFunctionMode):
         if func is not F.scaled_dot_product_attention or not args[0].is_meta:
             return func(*args, **kwargs)
         named = dict(zip(_ATTENTION_ARGUMENTS, args, strict=False)) | kwargs
-        if named.get("dropout_p", 0.0) and not self._fused_dropout:
+        grouped = named.pop("enable_gqa", False)  # the fused kernel reads fewer kv heads by itself
+        is_broadcast = not grouped and named["query"].shape[:-2] != named["key"].shape[:-2]
+        if is_broadcast or (named.get("dropout_p", 0.0) and not self._fused_dropout):
             return func(*args, **kwargs)
-        named.pop("enable_gqa", None)  # the fused kernel reads fewer kv heads by itself
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(**named)[0]
 
 

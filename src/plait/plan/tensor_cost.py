@@ -7,11 +7,13 @@ m tokens, R rows, C columns; all-reduces, of what a rank holds of the tensor:
   forward, over col    each ROW layer's output, m x hidden / R
   backward, over col   the gradient of each distinct tensor that COLUMN layers read, m x hidden / R
   backward, over row   the gradient of each ROW layer's input, m x width / C
-  both, over row       of each norm in the stream, a few numbers per token
+  both, over row       of each norm in the stream, a few numbers per token: of an RMS norm a sum each way; of
+                       a layer norm every rank's mean and variance, gathered, and the sum of two gradients
 
 With sequence parallelism the all-reduces over `col` become a gather each (of what COLUMN layers read, of the
 gradient of what ROW layers give) and a reduce-scatter each (the other way): twice the messages, the same
-bytes.
+bytes. In backward what COLUMN layers read is gathered once more, for their weights (Korthikanti et al.
+2205.05198, section 4.2.2): for a GPT block six gathers and four scatters, 10/8 of the bytes.
 
 For a GPT block (two tensors read, columns 3h and 4h, rows h and 4h) the sums over `col` send 8 (C-1)/P m h
 elements and those over `row` 24 (R-1)/P: AxoNN's volume V = (8/P) (3 (R-1) + (C-1)), P = R C.
@@ -43,7 +45,7 @@ class BlockWidths:
     columns     output widths of the COLUMN layers, whole
     rows        input widths of the ROW layers, whole
     norms       in the stream
-    statistics  numbers per token and norm that are summed over `row`, forward and backward
+    centred     whether they are layer norms, else RMS norms
     """
 
     hidden: int
@@ -51,7 +53,7 @@ class BlockWidths:
     columns: tuple[int, ...]
     rows: tuple[int, ...]
     norms: int = 2
-    statistics: tuple[int, int] = (1, 1)
+    centred: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,12 +80,18 @@ def block_messages(
         for backward, widths in ((False, block.columns), (True, block.rows)):
             found += [Message(Verb.ALL_REDUCE, "row", backward, tokens * width / cols) for width in widths]
         spread = cols if sequence else 1  # a column's norms see its own tokens
-        found += [
-            Message(Verb.ALL_REDUCE, "row", bool(way), tokens * numbers / spread, block.norms, True)
-            for way, numbers in enumerate(block.statistics)
-            if block.norms
-        ]
+        found += _statistics(block, tokens / spread, rows)
     return tuple(found)
+
+
+def _statistics(block: BlockWidths, tokens: float, rows: int) -> list[Message]:
+    if not block.norms:
+        return []
+    forward, numbers = (Verb.ALL_GATHER, 2 * rows) if block.centred else (Verb.ALL_REDUCE, 1)
+    return [
+        Message(forward, "row", False, tokens * numbers, block.norms, True),
+        Message(Verb.ALL_REDUCE, "row", True, tokens * (2 if block.centred else 1), block.norms, True),
+    ]
 
 
 def _over_col(block: BlockWidths, stream: float, *, sequence: bool) -> list[Message]:
@@ -96,7 +104,7 @@ def _over_col(block: BlockWidths, stream: float, *, sequence: bool) -> list[Mess
     return [
         Message(Verb.ALL_GATHER, "col", False, stream, block.inputs),
         Message(Verb.REDUCE_SCATTER, "col", False, stream, ends),
-        Message(Verb.ALL_GATHER, "col", True, stream, ends),
+        Message(Verb.ALL_GATHER, "col", True, stream, ends + block.inputs),
         Message(Verb.REDUCE_SCATTER, "col", True, stream, block.inputs),
     ]
 
@@ -156,18 +164,39 @@ def gpt_activation_bytes(of: Activations) -> float:
     return of.tokens * of.hidden * (stream + 24 / of.tensor + scores)
 
 
+def gpt2_activation_bytes(of: Activations, *, mask_bytes: int = 1, gelu_tensors: int = 4) -> float:
+    """Bytes that transformers' GPT-2 block saves in sixteen bits; its attention is a kernel without scores.
+
+    Per token and hidden feature, each of two bytes but for the masks:
+      stream    what two norms read (4), what they give (4), two masks of dropout
+      regions   q, k, v (6), attention's output (2), for each of four hidden what GELU saves and what it gives
+    Besides a number of four bytes per head (the kernel's), and two of two per norm. With one tensor for GELU
+    and masks of a byte these are Korthikanti's 10 + 24. `mask_bytes`: the CPU's masks are of the activations'
+    dtype. `gelu_tensors`: `gelu_new` is made of operators that save four, `gelu_pytorch_tanh` is one
+    operator.
+    """
+    stream = of.hidden * (8 + 2 * mask_bytes) + 2 * 2 * 2
+    regions = of.hidden * (8 + 8 * (gelu_tensors + 1)) + 4 * of.heads
+    return of.tokens * (stream / (of.tensor if of.sequence else 1) + regions / of.tensor)
+
+
 def llama_activation_bytes(
     of: Activations, *, kv_heads: int, head_dim: int, ffn: int, itemsize: int = 2, regathers: bool = True
 ) -> float:
-    """Bytes that a Llama block saves: RMS norms, grouped keys, SwiGLU, no dropout. Counted from its products.
+    """Bytes that transformers' Llama block saves: RMS norms, grouped keys, SwiGLU, no dropout.
 
-    Stream: two norms' inputs and what they give (4 hidden); with `sequence` what they give is kept gathered
-    unless it `regathers` it. Regions: q, k, v, attention's output, and of the feed-forward the gate, its
-    SiLU, up and their product (4 ffn). Of the scores, where they are stored, the softmax.
+    Counted from its operators; each of `itemsize` bytes but where four are said:
+      stream    two norms: what they read (in four), that normalised, and what they give; with `sequence`
+                the last are kept gathered unless it `regathers` them. A number of four per token and norm
+      regions   q, k, v, attention's output; the gate, its SiLU, up and their product (4 ffn)
+      scores    where they are stored the softmax, else a number of four per head
     """
+    heads, size = of.heads / of.tensor, itemsize
     shared = max(kv_heads / of.tensor, 1.0)  # fewer key heads than ranks: every rank has one
-    attention = (2 * of.heads / of.tensor + 2 * shared) * head_dim
-    scores = 0.0 if of.selective or of.flash else of.heads * of.sequence_length / of.tensor
     cut = of.tensor if of.sequence else 1
-    stream = 2 * of.hidden / cut + 2 * of.hidden / (cut if regathers else 1)
-    return itemsize * of.tokens * (stream + attention + 4 * ffn / of.tensor + scores)
+    norms = 2 * (4 * (of.hidden + 1) + size * of.hidden) / cut
+    given = 2 * size * of.hidden / (cut if regathers else 1)
+    regions = size * ((2 * heads + 2 * shared) * head_dim + 4 * ffn / of.tensor)
+    is_stored = not (of.selective or of.flash)
+    scores = size * heads * of.sequence_length if is_stored else 4 * heads
+    return of.tokens * (norms + given + regions + scores)

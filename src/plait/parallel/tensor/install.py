@@ -119,6 +119,7 @@ class _Cutting:
                 module = self.model.get_submodule(region.name)
                 forward = _own_forward(region.name, module)
                 scope = self._scope(region.name)
+                columns = self._columns_of(region) if region.is_pure else ()
                 _set(
                     module,
                     CutRegion(
@@ -128,6 +129,7 @@ class _Cutting:
                         self.gathers,
                         self.readers["col"],
                         scope,
+                        columns,
                         region.is_pure,
                         region.is_closed,
                     ),
@@ -188,6 +190,14 @@ class _Cutting:
 
     def _region_of(self, name: str) -> "_Region | None":
         return next((region for region in self.regions.values() if _is_in(name, region.name)), None)
+
+    def _columns_of(self, region: "_Region") -> tuple[str, ...]:
+        """By their names in it; itself is called ""."""
+        return tuple(
+            layer.module.removeprefix(region.name).removeprefix(".")
+            for layer in self.plan.layers
+            if layer.style is Style.COLUMN and _is_in(layer.module, region.name)
+        )
 
     def _regions(self) -> dict[str, "_Region"]:
         """The plan's, and cut layers in a block that are in none of them: each a region by itself."""

@@ -85,10 +85,13 @@ class CutLinear:
             x, weight = x.to(dtype), weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
         read = self.readers.find if self.is_given else self.readers.read
-        x, reading = read(x, module, self.scope)
+        source = read(x, module, self.scope)
         sizes = None if self.tokens is None else self.tokens.sizes_within(x)
-        job = _Job(self.parts, self.transposed, reading, weight, self.tokens, sizes)
-        return _Product.apply(x, None if job.is_expected else weight, bias, job)
+        job = _Job(self.parts, self.transposed, source.reading, weight, self.tokens, sizes)
+        x = x if source.tensor is None else source.tensor
+        if job.is_expected:
+            return _Product.apply(x, None, bias, source.piece, job)
+        return _Product.apply(x, weight, bias, None, job)
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,20 @@ class _Job:
         """Whether the reading computes the weight's gradient."""
         return self.reading is not None and self.reading.expects(self.weight)
 
+    def read_again(self, kept: Tensor, reader: Any) -> Callable[[], Tensor] | None:
+        """In backward: what was read, for the reading to compute with; None where it does not compute.
+
+        `reader`: the reading's node, which this backward may end above.
+        """
+        reading = self.reading
+        if reading is None or not self.is_expected or not torch._C._will_engine_execute_node(reader):
+            return None
+        if reading.again is None:
+            kept = kept.detach()  # its graph is the reading's own
+            return lambda: kept
+        reading.again.begin(kept)
+        return reading.again.whole
+
     def sum(self, part: Tensor) -> Tensor:
         """Of all ranks' parts, in the part that is given; or this rank's tokens of it."""
         if self.tokens is None:
@@ -118,11 +135,14 @@ class _Product(Function):
     gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, _: Tensor | None, bias: Tensor | None, job: _Job) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, _: Tensor | None, bias: Tensor | None, piece: Tensor | None, job: _Job
+    ) -> Tensor:
         given = job.weight
         needs_x = ctx.needs_input_grad[0]
         ctx.job = job
-        ctx.save_for_backward(x if given.requires_grad else None, given if needs_x else None)
+        kept = x if piece is None else piece  # see [Note: what is gathered is not kept] in readers.py
+        ctx.save_for_backward(kept if given.requires_grad else None, given if needs_x else None)
         added = bias if job.parts.rank == 0 else None
         if job.parts.size == 1:
             return _product(x, given, added, job.transposed)
@@ -131,19 +151,17 @@ class _Product(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, given = ctx.saved_tensors
+        kept, given = ctx.saved_tensors
         job, needs = ctx.job, ctx.needs_input_grad
+        x = None if kept is None else job.read_again(kept, ctx.next_functions[0][0])
         db = _flat(dy).sum(0) if needs[2] else None  # of this rank's tokens
         if job.tokens is not None:
             dy = gathered_tokens(dy, job.tokens.group, job.sizes)
         dx = dy @ (given.t() if job.transposed else given) if needs[0] else None
-        dw = None
-        if x is not None and job.is_expected:
-            x = x.detach()  # its graph is the reading's own
-            job.reading.leave(job.weight, lambda: _weight_gradient(dy, x, job.transposed))
-        elif needs[1]:
-            dw = _weight_gradient(dy, x, job.transposed)
-        return dx, dw, db, None
+        if x is not None:
+            job.reading.leave(job.weight, lambda: _weight_gradient(dy, x(), job.transposed))
+        dw = _weight_gradient(dy, kept, job.transposed) if needs[1] else None
+        return dx, dw, db, None, None
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:

@@ -25,10 +25,27 @@ keeps other tensors for backward than it otherwise would, so a step may differ f
 this.
 
 A group of one sums nothing; there is no reading, and products do as a linear layer does.
+
+[Note: what is gathered is not kept]
+Under sequence parallelism z is the tokens of all ranks, and x this rank's. Products keep x, and z is gathered
+again in backward (Korthikanti et al. 2205.05198, section 4.2.2), once for all who read it:
+
+  backward   the first product: starts the gather of z, computes dz beside it
+             reading: starts the sum of dz; awaits z; computes every dW; ends the sum; lets go of z
+
+A layer that reads a view of z has z itself kept: its product knows no reading. Whoever keeps x depends on
+the reading for z and for its dW, also in the first step and in a copy that has
+learned nothing. A region therefore names its readers. A second region that is handed the same tensor (blocks
+with attention and mlp side by side) reads z through a node of its own, which computes what the first reading
+did not expect, before the sum instead of beside it; from the second step on there is nothing of the kind.
+The nodes differ then between a step and its recomputation, what is kept does not.
+
+Gathers and sums are made on one group, in an order that is that of autograd's nodes: every rank has the same.
 """
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -72,6 +89,29 @@ def _version(tensor: Tensor) -> int:
 
 
 Sum = Callable[[Tensor], tuple[Tensor, Pending]]
+Gather = Callable[[Tensor], Callable[[], Tensor]]  # begins; what it returns waits for the whole
+
+
+class Regathered:
+    """What is read, during a backward. See [Note: what is gathered is not kept]."""
+
+    def __init__(self, gather: Gather) -> None:
+        self._gather = gather
+        self._end: Callable[[], Tensor] | None = None
+
+    def begin(self, piece: Tensor) -> None:
+        """By whoever is first."""
+        if self._end is None:
+            self._end = self._gather(piece)
+
+    def whole(self) -> Tensor:
+        assert self._end is not None, "a gather that nobody has begun"
+        whole = self._end()
+        self._end = lambda: whole
+        return whole
+
+    def forget(self) -> None:
+        self._end = None
 
 
 class Reading:
@@ -79,18 +119,20 @@ class Reading:
 
     def __init__(
         self,
-        first: nn.Module,
+        first: nn.Module | None,
         scope: str,
         weights: list[Tensor],
         start: Sum,
         take: Callable[[Tensor], Tensor],
+        again: Regathered | None = None,
     ) -> None:
         """`start`: begins the sum of a gradient; what it returns holds it when the Pending is over. `take`:
-        what is read, without a graph. `scope`: see Readers."""
-        self.first = weakref.ref(first)
+        what is read, without a graph. `scope`: see Readers. `again`: where what is read is not kept."""
+        self.first = (lambda: None) if first is None else weakref.ref(first)
         self.scope = scope
         self.start = start
         self.take = take
+        self.again = again
         self._weights = weights  # alive, so that their identities are theirs
         self._places = {id(weight): place for place, weight in enumerate(weights)}
         self._left: list[list[Callable[[], Tensor]]] = [[] for _ in weights]
@@ -101,6 +143,11 @@ class Reading:
     def leave(self, weight: Tensor, compute: Callable[[], Tensor]) -> None:
         """In backward: `compute` gives a part of the gradient of `weight`."""
         self._left[self._places[id(weight)]].append(compute)
+
+    def end(self) -> None:
+        """In backward: all that was left has been computed."""
+        if self.again is not None:
+            self.again.forget()
 
     def weight_gradient(self, place: int) -> Tensor | None:
         left, self._left[place] = self._left[place], []
@@ -115,6 +162,21 @@ class Reading:
         """What is to be read for `x`."""
         z: Tensor = _Read.apply(x, self, *self._weights)
         return z
+
+
+class Joined(Reading):
+    """How a further region reads `z`, which `reading` gives: weights that this one does not expect."""
+
+    def __init__(self, reading: Reading, weights: list[Tensor]) -> None:
+        super().__init__(None, reading.scope, weights, _as_it_is, Tensor.detach, reading.again)
+        self.first = reading.first  # which learns of these too
+
+    def end(self) -> None:
+        """The reading needs it yet."""
+
+
+def _as_it_is(dz: Tensor) -> tuple[Tensor, Pending]:
+    return dz, Pending()
 
 
 class _Read(Function):
@@ -133,7 +195,22 @@ class _Read(Function):
         dx, pending = ctx.reading.start(dz) if needs[0] else (None, Pending())
         grads = [ctx.reading.weight_gradient(place) if need else None for place, need in enumerate(needs[2:])]
         pending.wait()
+        ctx.reading.end()
         return dx, None, *grads
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is known of a tensor that layers are given.
+
+    tensor    what they read for it; None: itself, which nothing that is known of it may keep alive
+    reading   sums the gradient
+    piece     of what they read, if that is gathered again: what is kept
+    """
+
+    tensor: Tensor | None = None
+    reading: Reading | None = None
+    piece: Tensor | None = None
 
 
 class Readers:
@@ -145,37 +222,47 @@ class Readers:
 
     def __init__(self, group: Group) -> None:
         self._group = group  # that sums gradients
-        # What to read for a tensor; None: itself.
-        self._readings: ByTensor[tuple[Tensor | None, Reading]] = ByTensor()
+        self._sources: ByTensor[Source] = ByTensor()
         self._together: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[nn.Module]]] = (
             weakref.WeakKeyDictionary()
         )
 
-    def read(self, x: Tensor, module: nn.Module, scope: str) -> tuple[Tensor, Reading | None]:
+    def read(self, x: Tensor, module: nn.Module, scope: str) -> Source:
         """What `module` is to read for `x`; in the backward of that, gradients are summed over the group."""
         if self._group.size == 1 or not (torch.is_grad_enabled() and x.requires_grad):
-            return x, None
-        if self._readings.get(x) is None:
-            weights = [weight_of(module), *self.weights_with(module)]
-            reading = Reading(module, scope, distinct(weights), self._start_sum, Tensor.detach)
-            self._readings.put(x, (reading.of(x), reading))
+            return Source()
+        if self._sources.get(x) is None:
+            weights = self.expected(module, [weight_of(module)])
+            reading = Reading(module, scope, weights, self._start_sum, Tensor.detach)
+            self._sources.put(x, Source(reading.of(x), reading))
         return self.find(x, module, scope)
 
-    def find(self, x: Tensor, module: nn.Module, scope: str) -> tuple[Tensor, Reading | None]:
-        """The same where who gave `x` made it known; else `x`."""
-        z, reading = self._readings.get(x) or (None, None)
-        if reading is not None and reading.scope == scope:
-            self._note(reading, module)
-        return (x if z is None else z), reading
+    def find(self, x: Tensor, module: nn.Module, scope: str) -> Source:
+        """The same where who gave `x` made it known."""
+        source = self._sources.get(x) or Source()
+        if source.reading is not None and source.reading.scope == scope:
+            self._note(source.reading, module)
+        return source
 
-    def make_known(self, x: Tensor, reading: Reading) -> None:
-        """`x` is what is read by `reading`."""
-        self._readings.put(x, (None, reading))
+    def join(self, z: Tensor, weights: list[Tensor]) -> Tensor:
+        """What a further region is to read for `z`, which a reading of another one's has given."""
+        source = self._sources.get(z) or Source()
+        reading = source.reading
+        if reading is None or all(reading.expects(weight) for weight in distinct(weights)):
+            return z
+        joined = Joined(reading, distinct(weights))
+        own = joined.of(z)
+        self.make_known(own, joined, source.piece)
+        return own
 
-    def weights_with(self, first: nn.Module) -> list[Tensor]:
-        """The weights that were read along with `first` the last time."""
-        others = (other() for other in self._together.get(first, ()))
-        return [weight_of(module) for module in others if module is not None]
+    def make_known(self, z: Tensor, reading: Reading, piece: Tensor | None) -> None:
+        """`z` is what `reading` gives, for `piece`."""
+        self._sources.put(z, Source(None, reading, piece))
+
+    def expected(self, first: nn.Module, weights: list[Tensor]) -> list[Tensor]:
+        """`weights`, and those that were read along with `first` the last time."""
+        others = [other() for other in self._together.get(first, ())]
+        return distinct([*weights, *(weight_of(module) for module in others if module is not None)])
 
     def _note(self, reading: Reading, module: nn.Module) -> None:
         first = reading.first()

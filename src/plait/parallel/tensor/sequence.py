@@ -7,13 +7,13 @@ rank its own.
 
 [Note: the gradient of a region's input]
   pure    every weight that reads the input is cut, so each rank has a part of its gradient: backward sums
-  the parts
-          and leaves each rank its tokens, one reduce-scatter. COLUMN layers inside do not sum.
+          the parts and leaves each rank its tokens, one reduce-scatter. COLUMN layers inside do not sum.
+          What they read is gathered again for their weights; see readers.py.
   else    COLUMN layers inside sum, as without sp; the gradient is whole on every rank, which takes its
-  tokens. closed  nothing inside leaves a rank its own tokens: it holds experts, which look at tokens one by
-  one and in an
-          order of their own, or has no ROW layer. It works as without sp, and every rank takes its tokens
-          of what comes out. A closed region is not pure.
+          tokens.
+  closed  nothing inside leaves a rank its own tokens: it holds experts, which look at tokens one by one and
+          in an order of their own, or has no ROW layer. It works as without sp, and every rank takes its
+          tokens of what comes out. A closed region is not pure, but for a lone layer.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.errors import ModelError
-from plait.parallel.tensor.readers import ByTensor, Readers, Reading, distinct
+from plait.parallel.tensor.readers import ByTensor, Readers, Reading, Regathered, weight_of
 from plait.parallel.tensor.tokens import (
     TokenCut,
     dim_of,
@@ -32,6 +32,7 @@ from plait.parallel.tensor.tokens import (
     gathered_tokens,
     pieces_of,
     split_tokens,
+    start_gathered_tokens,
     start_summed_tokens,
 )
 
@@ -91,7 +92,10 @@ class CutBlock:
 
 @dataclass(frozen=True)
 class CutRegion:
-    """The forward of a region. See [Note: the gradient of a region's input]."""
+    """The forward of a region. See [Note: the gradient of a region's input].
+
+    columns   of a pure region, the layers that read its input, by their names in it
+    """
 
     name: str
     forward: Forward
@@ -99,6 +103,7 @@ class CutRegion:
     gathers: Gathers
     readers: Readers  # along col
     scope: str
+    columns: tuple[str, ...]
     is_pure: bool
     is_closed: bool
 
@@ -118,22 +123,26 @@ class CutRegion:
         known = self.gathers.pure if self.is_pure else self.gathers.whole
         found = known.get(x)
         if found is not None:
-            return found
+            return self.readers.join(found, self._weights(module)) if self.is_pure else found
         group, sizes = self.tokens.group, self.tokens.sizes_around(x)
         if self.is_pure and torch.is_grad_enabled() and x.requires_grad:
             reading = Reading(
                 module,
                 self.scope,
-                distinct(self.readers.weights_with(module)),
+                self.readers.expected(module, self._weights(module)),
                 lambda dz: start_summed_tokens(dz, group, sizes, "gradient of a region's tokens"),
                 lambda piece: gathered_tokens(piece, group, sizes),
+                Regathered(lambda piece: start_gathered_tokens(piece, group, sizes, "a region's tokens")),
             )
             whole = reading.of(x)
-            self.readers.make_known(whole, reading)
+            self.readers.make_known(whole, reading, x.detach())
         else:
             whole = gather_tokens(x, group, sizes)
         known.put(x, whole)
         return whole
+
+    def _weights(self, module: nn.Module) -> list[Tensor]:
+        return [weight_of(module.get_submodule(name)) for name in self.columns]
 
     @torch.compiler.disable
     def _leave(self, output: Any) -> Any:

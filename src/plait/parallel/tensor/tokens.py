@@ -12,6 +12,7 @@ graph's node of what it gives, and reads the mark of what it gets: so a block th
 after the forward of another micro-batch, finds its own. Where there is no graph it is the last one's.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from plait.comm import Group, Pending, all_gather, start_reduce_scatter
+from plait.comm import Group, Pending, all_gather, start_all_gather, start_reduce_scatter
 from plait.errors import ModelError
 
 _MARK = "plait: tokens of the whole sequence"
@@ -109,21 +110,62 @@ def gather_tokens(piece: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor
 def gathered_tokens(piece: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
     """(B, t, H) of every rank to (B, T, H), without a graph. One pass beyond the message where B > 1 or
     pieces are uneven."""
-    dim, longest = dim_of(piece), max(sizes)
-    whole = piece.new_empty(*piece.shape[:dim], sum(sizes), *piece.shape[dim + 1 :])
-    if group.size == 1 or piece.is_meta:
-        return piece if group.size == 1 else whole
-    if _lies_in_order(piece, sizes):
-        all_gather(whole.view(-1), piece.contiguous().view(-1), group, label="tokens")
+    if group.size == 1:
+        return piece
+    room = _Room.of(piece, group, sizes)
+    if not piece.is_meta:
+        all_gather(room.there.view(-1), room.own.view(-1), group, label="tokens")
+    return room.whole(piece)
+
+
+def start_gathered_tokens(
+    piece: Tensor, group: Group, sizes: tuple[int, ...], label: str = "tokens"
+) -> Callable[[], Tensor]:
+    """The same, begun; what is returned waits for the whole."""
+    if group.size == 1:
+        return lambda: piece
+    room, pending = _Room.of(piece, group, sizes), Pending()
+    if not piece.is_meta:
+        pending = start_all_gather(room.there.view(-1), room.own.view(-1), group, label=label)
+
+    def end() -> Tensor:
+        pending.wait()
+        return room.whole(piece)
+
+    return end
+
+
+@dataclass(frozen=True)
+class _Room:
+    """Where ranks' tokens arrive: in the whole; or padded to equal lengths, one rank's after the other's."""
+
+    there: Tensor
+    own: Tensor  # what this rank gives
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, piece: Tensor, group: Group, sizes: tuple[int, ...]) -> "_Room":
+        dim, longest, own = dim_of(piece), max(sizes), sizes[group.rank]
+        if _lies_in_order(piece, sizes):
+            return cls(piece.new_empty(_longer(piece, sum(sizes))), piece.contiguous(), sizes)
+        buffer = piece.new_empty(group.size, *_longer(piece, longest))
+        given = buffer[group.rank]
+        given.narrow(dim, 0, own).copy_(piece)
+        given.narrow(dim, own, longest - own).zero_()
+        return cls(buffer, given, sizes)
+
+    def whole(self, piece: Tensor) -> Tensor:
+        if _lies_in_order(piece, self.sizes):
+            return self.there
+        dim, whole = dim_of(piece), piece.new_empty(_longer(piece, sum(self.sizes)))
+        for part, got in zip(whole.split(self.sizes, dim), self.there, strict=True):
+            part.copy_(got.narrow(dim, 0, part.shape[dim]))
         return whole
-    buffer = piece.new_empty(group.size, *piece.shape[:dim], longest, *piece.shape[dim + 1 :])
-    own = buffer[group.rank]
-    own.narrow(dim, 0, sizes[group.rank]).copy_(piece)
-    own.narrow(dim, sizes[group.rank], longest - sizes[group.rank]).zero_()
-    all_gather(buffer.view(-1), own.view(-1), group, label="tokens")
-    for part, got in zip(whole.split(sizes, dim), buffer, strict=True):
-        part.copy_(got.narrow(dim, 0, part.shape[dim]))
-    return whole
+
+
+def _longer(piece: Tensor, tokens: int) -> tuple[int, ...]:
+    dim = dim_of(piece)
+    return (*piece.shape[:dim], tokens, *piece.shape[dim + 1 :])
 
 
 def start_summed_tokens(

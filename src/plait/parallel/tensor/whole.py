@@ -17,10 +17,10 @@ from plait.parallel.tensor.sequence import with_input, with_output
 class WholeLayer:
     """The forward of a layer with a whole weight, given and giving what its neighbours have.
 
-    inp     its input is this cut of what it reads: it is gathered
-    out     its neighbours want this cut of its output
-    tail    of its output so many last features are read by every rank of `col` for itself: DeepSeek's rotary
-            key, which all heads share, behind the latent that COLUMN layers read
+    inp   its input is this cut of what it reads: it is gathered
+    out   its neighbours want this cut of its output
+    tail  of its output so many last features are read by every rank of `col` for itself: DeepSeek's rotary
+          key, which all heads share, behind the latent that COLUMN layers read
     """
 
     name: str
