@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.batch import EvalResult, StepResult, check_loss, micro_batches, on_device
+from plait.batch import EvalResult, StepResult, check_loss, check_same, micro_batches, on_device
 from plait.comm import Mesh, all_reduce, broadcast, start_all_reduce
 from plait.errors import ModelError, PlanError
 from plait.forward import Forward
@@ -114,6 +114,7 @@ class Engine:
         self._totals = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss, targets
         self._is_torn = False  # an update was interrupted half-way
         self._micros_done = 0
+        self._has_batch = False  # one was seen, and the same on all ranks of the grid
 
     @property
     def data_rank(self) -> int:
@@ -138,7 +139,7 @@ class Engine:
         """
         self._zero.check_unchanged()
         try:
-            for number, micro in enumerate(micro_batches(self._on_device(batch), self.plan.micro)):
+            for number, micro in enumerate(micro_batches(self._checked(batch), self.plan.micro)):
                 with seeded(self.device, self.seed, self.num_steps, number, self.data_rank):
                     self.backward(*self._forward(micro))
         except BaseException:
@@ -150,7 +151,7 @@ class Engine:
         """(summed loss, number of targets) of a micro-batch: what `backward` takes. With a causal language
         model's own loss, logits stay cut over the columns of `tp`; those that `model` itself gives are
         whole."""
-        return self._forward(self._on_device(micro))
+        return self._forward(self._checked(micro))
 
     def backward(self, loss: Tensor, num_targets: int | Tensor | None = None) -> None:
         """Adds a micro-batch's gradient to the step's; called `plan.micro` times before `update`.
@@ -197,10 +198,12 @@ class Engine:
             raise
 
     def _update(self) -> StepResult:
-        pending = start_all_reduce(self._totals, self._groups.all)
+        # Over the ranks of grids too, which have the same: what one of them alone finds, all skip.
+        pending = start_all_reduce(self._totals, self._groups.everyone)
         sums = self._zero.finish()
         pending.wait()
-        loss_sum, num_targets, square_sum, *digests = torch.cat([self._totals, sums]).tolist()
+        totals = self._totals / self._groups.model.size
+        loss_sum, num_targets, square_sum, *digests = torch.cat([totals, sums]).tolist()
         self._totals.zero_()
         self._zero.check_digests(*digests)
         loss, norm = math.nan, math.nan
@@ -361,6 +364,14 @@ class Engine:
     def flops_per_token(self, sequence: int) -> float:
         """FLOPs of forward and backward for one token; the formula stands in `plan/cost.py`."""
         return self._flops.per_token(sequence)
+
+    def _checked(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """On the device; a training's first one is compared over the grid."""
+        moved = self._on_device(batch)
+        if not self._has_batch:
+            check_same(moved, self._groups.model)
+            self._has_batch = True
+        return moved
 
     def _on_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return on_device(batch, self.device, Precision.of(self.plan).compute)

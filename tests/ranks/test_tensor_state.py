@@ -162,4 +162,3 @@ def test_of_models_that_come_with_weights_rank_0s_are_taken(pool: Pool, plan: st
     for found, expected in zip(results, oracle[2], strict=True):
         assert found.loss == pytest.approx(expected.loss, rel=1e-9)
         assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-9)
-
