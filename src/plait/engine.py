@@ -296,20 +296,22 @@ class Engine:
         """Copies of the last step's gradients as the optimizer saw them (clipped), whole: see above."""
         return {} if self._is_replica else self._state.gradients()
 
-    def probe_gradients(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def probe_gradients(self, batch: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
         """The gradients of the mean loss over `batch`, in eval mode, whole, on rank 0; elsewhere {}. Every
-        rank gives the same batch, before a step's first micro-batch. No step is taken."""
+        rank gives the same batch, before a step's first micro-batch. No step is taken. Within backward they
+        are `scale` times as large."""
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:
             loss, count = self._forward.summed_loss(self._on_device(batch))
-            self.backward(loss, count)
+            check_loss(loss)
+            self._zero.backward(loss * (scale / float(count)), last=True)
         finally:
             for module, training in modes:
                 module.training = training
         self._zero.finish()
-        scale = float(count) * self.data_ranks
-        found = {name: gradient / scale for name, gradient in self.whole_gradients().items()}
+        times = scale * self.data_ranks
+        found = {name: gradient / times for name, gradient in self.whole_gradients().items()}
         self.abandon()
         return found
 
