@@ -61,7 +61,7 @@ def parallelize(
     _check_update(optimizer, clip_norm, clip_value)
     world = _checked(connect() if world is None else world, plan, loss_scaling)
     found = blocks_of(model, blocks)
-    to_probe = Probe.of(model, probe, seed)  # before the model is cut
+    to_probe = Probe.of(model, probe, plan, seed)  # before the model is cut
     how = Training(
         optimizer=optimizer,
         arguments=optimizer_args or {},

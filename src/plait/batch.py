@@ -1,11 +1,13 @@
 """What goes into a step and what comes out of it: batches, micro-batches, losses, results."""
 
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from plait.comm import Group, all_gather
 from plait.errors import ModelError, PlanError
 
 
@@ -72,6 +74,34 @@ def micro_batches(batch: Mapping[str, Tensor], micro: int) -> Iterator[dict[str,
     parts = {key: value.chunk(micro) for key, value in batch.items()}
     for number in range(micro):
         yield {key: chunks[number] for key, chunks in parts.items()}
+
+
+def check_same(batch: Mapping[str, Tensor], grid: Group) -> None:
+    """Raises PlanError on all ranks of `grid`, which cut layers together, unless they were given the same."""
+    if grid.size == 1:
+        return
+    device = next(iter(batch.values())).device
+    sums = torch.zeros(grid.size, dtype=torch.long, device=device)
+    all_gather(sums, torch.tensor([_checksum(batch)], device=device), grid)
+    found = sums.tolist()
+    others = [rank for rank, value in zip(grid.ranks, found, strict=True) if value != found[0]]
+    if others:
+        shapes = ", ".join(f"{key} {tuple(value.shape)}" for key, value in batch.items())
+        raise PlanError(
+            "ranks that cut layers together were given different batches",
+            given=f"rank {others[0]} has other values or shapes than rank {grid.ranks[0]}; here {shapes}",
+            expected="the same samples on every rank of a grid: tp multiplies ranks, not data",
+            hint="the share of engine.data_rank, of engine.data_ranks",
+        )
+
+
+def _checksum(batch: Mapping[str, Tensor]) -> int:
+    found = 0
+    for key in sorted(batch):
+        value = batch[key].detach()
+        found = zlib.crc32(f"{key} {value.dtype} {tuple(value.shape)}".encode(), found)
+        found = zlib.crc32(value.contiguous().reshape(-1).view(torch.uint8).cpu().numpy(), found)
+    return found
 
 
 def check_loss(loss: object) -> None:

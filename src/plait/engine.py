@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.batch import EvalResult, StepResult, check_loss, micro_batches, on_device
+from plait.batch import EvalResult, StepResult, check_loss, check_same, micro_batches, on_device
 from plait.comm import Mesh, all_reduce, broadcast, start_all_reduce
 from plait.errors import ModelError, PlanError
 from plait.forward import Forward
@@ -114,6 +114,7 @@ class Engine:
         self._totals = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss, targets
         self._is_torn = False  # an update was interrupted half-way
         self._micros_done = 0
+        self._has_batch = False  # one was seen, and the same on all ranks of the grid
 
     @property
     def data_rank(self) -> int:
@@ -138,7 +139,7 @@ class Engine:
         """
         self._zero.check_unchanged()
         try:
-            for number, micro in enumerate(micro_batches(self._on_device(batch), self.plan.micro)):
+            for number, micro in enumerate(micro_batches(self._checked(batch), self.plan.micro)):
                 with seeded(self.device, self.seed, self.num_steps, number, self.data_rank):
                     self.backward(*self._forward(micro))
         except BaseException:
@@ -150,7 +151,7 @@ class Engine:
         """(summed loss, number of targets) of a micro-batch: what `backward` takes. With a causal language
         model's own loss, logits stay cut over the columns of `tp`; those that `model` itself gives are
         whole."""
-        return self._forward(self._on_device(micro))
+        return self._forward(self._checked(micro))
 
     def backward(self, loss: Tensor, num_targets: int | Tensor | None = None) -> None:
         """Adds a micro-batch's gradient to the step's; called `plan.micro` times before `update`.
@@ -197,10 +198,12 @@ class Engine:
             raise
 
     def _update(self) -> StepResult:
-        pending = start_all_reduce(self._totals, self._groups.all)
+        # Over the ranks of grids too, which have the same: what one of them alone finds, all skip.
+        pending = start_all_reduce(self._totals, self._groups.everyone)
         sums = self._zero.finish()
         pending.wait()
-        loss_sum, num_targets, square_sum, *digests = torch.cat([self._totals, sums]).tolist()
+        totals = self._totals / self._groups.model.size
+        loss_sum, num_targets, square_sum, *digests = torch.cat([totals, sums]).tolist()
         self._totals.zero_()
         self._zero.check_digests(*digests)
         loss, norm = math.nan, math.nan
@@ -293,20 +296,22 @@ class Engine:
         """Copies of the last step's gradients as the optimizer saw them (clipped), whole: see above."""
         return {} if self._is_replica else self._state.gradients()
 
-    def probe_gradients(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def probe_gradients(self, batch: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
         """The gradients of the mean loss over `batch`, in eval mode, whole, on rank 0; elsewhere {}. Every
-        rank gives the same batch, before a step's first micro-batch. No step is taken."""
+        rank gives the same batch, before a step's first micro-batch. No step is taken. Within backward they
+        are `scale` times as large."""
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:
             loss, count = self._forward.summed_loss(self._on_device(batch))
-            self.backward(loss, count)
+            check_loss(loss)
+            self._zero.backward(loss * (scale / float(count)), last=True)
         finally:
             for module, training in modes:
                 module.training = training
         self._zero.finish()
-        scale = float(count) * self.data_ranks
-        found = {name: gradient / scale for name, gradient in self.whole_gradients().items()}
+        times = scale * self.data_ranks
+        found = {name: gradient / times for name, gradient in self.whole_gradients().items()}
         self.abandon()
         return found
 
@@ -361,6 +366,14 @@ class Engine:
     def flops_per_token(self, sequence: int) -> float:
         """FLOPs of forward and backward for one token; the formula stands in `plan/cost.py`."""
         return self._flops.per_token(sequence)
+
+    def _checked(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """On the device; a training's first one is compared over the grid."""
+        moved = self._on_device(batch)
+        if not self._has_batch:
+            check_same(moved, self._groups.model)
+            self._has_batch = True
+        return moved
 
     def _on_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return on_device(batch, self.device, Precision.of(self.plan).compute)

@@ -5,7 +5,8 @@ Two small random inputs go through the cut model and, on the first rank, through
 of all parameters are compared. A loss would not do: that of untrained models is near log V whatever they
 compute, while a wrong gradient is wrong by as much as it is large. What the plan's dtype loses is measured on
 the whole copy, in that dtype and in the master weights': the cut model may lose a few times as much. The
-model is in eval mode: with dropout, ranks and one process draw different masks.
+model is in eval mode: with dropout, ranks and one process draw different masks. Gradients that data ranks add
+up in codes or factors are too far from the whole ones to say anything.
 """
 
 import copy
@@ -20,13 +21,17 @@ from torch import Tensor, nn
 from plait.batch import on_device
 from plait.comm import broadcast
 from plait.engine import Engine
-from plait.errors import ModelError
+from plait.errors import ConfigError, ModelError
 from plait.models import Loss, choose_loss, forward_inputs, meta_twin
 from plait.parallel import Precision
+from plait.plan import Plan
 
 _SAMPLES, _LENGTH = 2, 16
 _EXACT = {torch.float64: 1e-5, torch.float32: 2e-3}  # transformers' norms and tables are float32 in any case
+_NARROW = 0.02  # computed, or sent, in half as many bits
+_TELLING = ("fp32", "bf16", "fp16")  # what gradients may travel in
 _TIMES_NOISE = 4.0
+_SCALE = 1024.0  # of the loss, in both: fp16 has the numbers for it
 
 
 @dataclass(frozen=True)
@@ -37,10 +42,20 @@ class Probe:
     batch: Mapping[str, Tensor]
 
     @classmethod
-    def of(cls, model: nn.Module, asked: bool | Mapping[str, Tensor], seed: int) -> "Probe | None":
-        """`asked`: whether one is, or the batch that it is to take. Raises ModelError where it needs one."""
+    def of(
+        cls, model: nn.Module, asked: bool | Mapping[str, Tensor], plan: Plan, seed: int
+    ) -> "Probe | None":
+        """`asked`: whether one is, or the batch that it is to take. Raises ModelError where it needs one,
+        ConfigError under a plan whose gradients tell nothing."""
         if asked is False:
             return None
+        if plan.dp > 1 and plan.reduce not in _TELLING:
+            raise ConfigError(
+                "a probe compares gradients, and this plan does not keep them between data ranks",
+                given=f"probe and reduce={plan.reduce}",
+                expected=f"reduce={' or '.join(_TELLING)}, once: `tp` cuts layers the same way under each",
+                hint="reduce=fp32 for the probe, or no probe",
+            )
         return cls(meta_twin(model), _random_batch(model, seed) if asked is True else asked)
 
     def run(self, engine: Engine, loss: Loss | None) -> Engine:
@@ -50,7 +65,7 @@ class Probe:
         nothing of the engine. Raises ModelError on every rank, naming the parameter that differs most, when
         it is by more than the plan's precision explains.
         """
-        found = engine.probe_gradients(self.batch)
+        found = engine.probe_gradients(self.batch, _SCALE)
         weights = engine.whole_parameters()
         verdict = torch.zeros(3, dtype=torch.float64, device=engine.device)  # index, difference, allowed
         if engine.world.rank == 0:
@@ -96,15 +111,17 @@ def _compare(
     rough = exact
     if precision.compute != precision.master:
         rough = _gradients(twin, engine, batch, loss, weights, precision.compute)
+    is_exact = engine.plan.dp == 1 or engine.plan.reduce == "fp32"
+    least = _EXACT.get(precision.compute, _NARROW) if is_exact else _NARROW
     largest = max(float(g.norm()) for g in exact.values())
-    worst = (0.0, 0.0, _EXACT.get(precision.compute, 0.02))
+    worst = (0.0, 0.0, least)
     for index, name in enumerate(exact):
         if name not in found:
             continue
         # A gradient that is all but nothing is noise: what its neighbours have is the measure then.
         norm = max(float(exact[name].norm()), 1e-3 * largest, 1e-30)
         noise = float((rough[name] - exact[name]).norm()) / norm
-        allowed = _EXACT.get(precision.compute, 0.02) + _TIMES_NOISE * noise
+        allowed = least + _TIMES_NOISE * noise
         difference = float((found[name].cpu().to(exact[name].dtype) - exact[name]).norm()) / norm
         if not math.isfinite(difference):
             return float(index), math.inf, allowed
@@ -125,9 +142,11 @@ def _gradients(
     model = _with_weights(twin, engine.model, weights, engine.device, dtype).eval()
     inputs = on_device(batch, engine.device, dtype)
     total, count = choose_loss(model, loss)(model(**forward_inputs(model, inputs)), inputs)
-    (total / count).backward()
+    (total * (_SCALE / float(count))).backward()
     return {
-        name: torch.zeros_like(p, device="cpu") if p.grad is None else p.grad.to("cpu", weights[name].dtype)
+        name: torch.zeros_like(weights[name], device="cpu")
+        if p.grad is None
+        else p.grad.to("cpu", weights[name].dtype) / _SCALE
         for name, p in model.named_parameters()
         if name in weights
     }

@@ -65,6 +65,12 @@ def sets(*values: str) -> list[str]:
     return [word for value in values for word in ("--set", value)]
 
 
+MIXTRAL = (
+    'model.config={model_type="mixtral", hidden_size=32, intermediate_size=64, num_hidden_layers=1, '
+    "num_attention_heads=2, num_key_value_heads=2, num_local_experts=2}"
+)
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -91,6 +97,37 @@ def sets(*values: str) -> list[str]:
         (sets("model.config.hiden_size=8"), ["ModelError", "'hiden_size'", "model.config.hidden_size"]),
         (sets("model.config.model_type=lama"), ["ModelError", "lama"]),
         (sets("model.config.hidden_size=large"), ["ModelError", "hidden_size"]),
+        (
+            ["--plan", "tp=4"],
+            ["PlanError", "model.layers.0.self_attn cannot be cut over 4", "heads=2", "tp=1x2"],
+        ),
+        (
+            [
+                "--plan",
+                "tp=301x1",
+                *sets("model.config.hidden_size=300", "model.config.num_attention_heads=3"),
+            ],
+            ["PlanError", "cut into 301 pieces", "300"],
+        ),
+        (
+            ["--plan", "tp=2", *sets('model.tensor_plan={"model.layers.*.mlp.upp_proj"="colwise"}')],
+            [
+                "ModelError",
+                "names nothing",
+                "model.layers.*.mlp.upp_proj",
+                "try     : model.layers.*.mlp.up_proj",
+            ],
+        ),
+        (
+            sets('model.tensor_plan={"model.layers.*.mlp.up_proj"="colwize"}'),
+            ["ModelError", "unknown word of model.layers.0.mlp.up_proj", "colwize", "try     : colwise"],
+        ),
+        (
+            ["--plan", "tp=2", *sets('model.config={model_type="mamba", hidden_size=32}')],
+            ["ModelError", "no tensor plan for this model", "MambaForCausalLM", "tensor_plan"],
+        ),
+        (["--plan", "tp=2 sp=true", *sets(MIXTRAL)], ["ModelError", "layers.0.mlp", "tp=1x2 without sp"]),
+        (["--plan", "tp=2x2", *sets(MIXTRAL)], ["ModelError", "layers.0.mlp.experts", "try     : tp=1x4"]),
         (sets("model.config.vocab_size=100"), ["DataError", "vocabulary", "vocab_size=100"]),
         (sets("data.sequence=65"), ["DataError", "longer than the model allows", "65"]),
         (sets("sample.prompt=" + "ship " * 64), ["RunError", "no room", "max_position_embeddings=64"]),
@@ -106,9 +143,9 @@ def test_a_mistake_gets_its_letter_and_leaves_nothing(here: Path, words: list[st
     (here / "empty.txt").touch()
     (here / "binary.txt").write_bytes(b"\xff\xfe\x00" * 100)
     before = everything(here)
-    words = [word.format(here=here) for word in words]
+    words = [word.replace("{here}", str(here)) for word in words]
     said = letter("train", here / "recipe.toml", *sets(f"run.dir={here}/other"), *words)
-    assert all(word.format(here=here) in said for word in says), said
+    assert all(word.replace("{here}", str(here)) in said for word in says), said
     left = {name: content for name, content in everything(here).items() if not name.startswith("new/")}
     assert left == before
     assert not (here / "other").exists()

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from plait import checkpoint
+from plait.assembly import check_grid
 from plait.checkpoint import Checkpoint
 from plait.errors import ConfigError, PlanError, RunError
 from plait.files import sync_folder, sync_tree, write_json
@@ -111,7 +112,7 @@ def prepare(
             hint=f"--resume to go on with it, or --set run.dir={run.path}-2",
         )
     store = build(recipe.data, recipe.tokenizer)
-    recipe = _resolve(recipe, store)
+    recipe = _resolve(recipe, store, the_plan)
     if not resume:
         _create(run, recipe, store)
         return recipe
@@ -161,8 +162,9 @@ def _check_batch(plan: Plan, batch: int) -> None:
         ) from error
 
 
-def _resolve(recipe: Recipe, store: TokenStore) -> Recipe:
-    """The recipe with everything said that the data and the tokenizer decide; checks that they fit."""
+def _resolve(recipe: Recipe, store: TokenStore, plan: Plan) -> Recipe:
+    """The recipe with everything said that the data and the tokenizer decide; checks that they fit, and that
+    the model with their vocabulary, or one that comes with its weights, can be cut as the plan says."""
     tokenizer = load_tokenizer(store.tokenizer_dir)
     config = whole_config(recipe.model, tokenizer, store.vocab_size)
     model = causal_lm_on_meta(config)
@@ -171,6 +173,7 @@ def _resolve(recipe: Recipe, store: TokenStore) -> Recipe:
         max_sequence=getattr(model.config, "max_position_embeddings", None),
         sequence=recipe.data.sequence,
     )
+    check_grid(model, plan, recipe.model.tensor_plan)
     if recipe.sample.tokens:  # else found at the end of the run
         check_prompt(prompt_ids(tokenizer, recipe.sample.prompt), model.config)
     streams = [store.train, *([store.validation] if recipe.run.evaluate_every else [])]
