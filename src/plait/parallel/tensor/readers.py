@@ -33,12 +33,12 @@ again in backward (Korthikanti et al. 2205.05198, section 4.2.2), once for all w
   backward   the first product: starts the gather of z, computes dz beside it
              reading: starts the sum of dz; awaits z; computes every dW; ends the sum; lets go of z
 
-A layer that reads a view of z has z itself kept: its product knows no reading. Whoever keeps x depends on
-the reading for z and for its dW, also in the first step and in a copy that has
-learned nothing. A region therefore names its readers. A second region that is handed the same tensor (blocks
-with attention and mlp side by side) reads z through a node of its own, which computes what the first reading
-did not expect, before the sum instead of beside it; from the second step on there is nothing of the kind.
-The nodes differ then between a step and its recomputation, what is kept does not.
+Whoever keeps x depends on the reading for z and for its dW, also in the first step and in a copy that has
+learned nothing: a region names its readers. A second region that is handed the same tensor (attention and
+mlp side by side) reads z through a node of its own, which computes what the first region's reading did not
+expect, before the sum instead of beside it. From the second step on the reading expects all. A step and its
+recomputation may differ in these nodes, not in what is kept. A layer that reads a view of z knows no reading,
+and z is kept for it.
 
 Gathers and sums are made on one group, in an order that is that of autograd's nodes: every rank has the same.
 """
