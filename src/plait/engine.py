@@ -150,8 +150,10 @@ class Engine:
     def loss(self, micro: Mapping[str, Tensor]) -> tuple[Tensor, int | Tensor]:
         """(summed loss, number of targets) of a micro-batch: what `backward` takes. With a causal language
         model's own loss, logits stay cut over the columns of `tp`; those that `model` itself gives are
-        whole."""
-        return self._forward(self._checked(micro))
+        whole. Dropout is as `step` has it: see [Note: what makes a step repeatable]."""
+        batch = self._checked(micro)
+        with seeded(self.device, self.seed, self.num_steps, self._micros_done, self.data_rank):
+            return self._forward(batch)
 
     def backward(self, loss: Tensor, num_targets: int | Tensor | None = None) -> None:
         """Adds a micro-batch's gradient to the step's; called `plan.micro` times before `update`.
@@ -218,7 +220,7 @@ class Engine:
         scaled = self._loss_scale() / scale
         if self._has_buffers:  # what forward changes follows rank 0, as under DDP; it may be a new tensor
             for buffer in persistent_buffers(self.model).values():
-                broadcast(buffer, self._groups.all)
+                broadcast(buffer, self._groups.everyone)
         self._zero.end_step(skipped=skipped, scale=scaled)
         self._micros_done = 0
         self.num_steps += 1

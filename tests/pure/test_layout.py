@@ -208,6 +208,8 @@ def test_columns_that_share_a_piece_agree_on_who_they_are_and_where_it_lies(
                 assert piece.sharers == (() if cut is None else cut.sharers(plan.cols, col))
                 for other in piece.sharers:
                     assert _piece(layouts[other], piece.name).boxes == piece.boxes
+                for theirs in (_piece(layout, piece.name) for layout in layouts if plan.rows == 1):
+                    assert theirs.boxes != piece.boxes or theirs.start == piece.start
             for number, unit in enumerate(layout.units):
                 in_runs = {
                     p.name for _, start, stop in unit.partial for p in unit.pieces if start <= p.start < stop

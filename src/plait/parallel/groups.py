@@ -71,6 +71,10 @@ class PartialSums:
         self._groups = {sharers: mesh.part("col", sharers, lane="gradients") for sharers in in_order}
 
     def add_up(self, layout: UnitLayout, gradient: Tensor) -> None:
-        """In place. `gradient` is laid out like the unit's storage."""
+        """In place, in float32 at least. `gradient` is laid out like the unit's storage."""
         for sharers, start, stop in layout.partial:
-            all_reduce(gradient[start:stop], self._groups[sharers], label=f"parts of {layout.name}")
+            parts = gradient[start:stop]
+            wide = parts.to(torch.promote_types(parts.dtype, torch.float32))
+            all_reduce(wide, self._groups[sharers], label=f"parts of {layout.name}")
+            if wide is not parts:
+                parts.copy_(wide)

@@ -57,16 +57,17 @@ class Reducer:
         partial: PartialSums,
         *,
         norm: Group,
+        grid: int,
         replicas: int,
         everyone: Group,
         whole: bool,
         hurries: bool,
         meter: Meter,
     ) -> None:
-        """`whole`: whole gradients stay, and one reduction a step is made of them. `hurries`: reductions have
-        deadlines, see [Note: late gradients]. Where whole gradients stay, backward lands what needs no
-        waiting (and, beyond some hundreds of units, the oldest), so nobody waits in a circle, and a late
-        gradient would meet its own sum."""
+        """`grid`: how many ranks cut the same layers. `whole`: whole gradients stay, and one reduction a
+        step is made of them. `hurries`: reductions have deadlines, see [Note: late gradients]. Where whole
+        gradients stay, backward lands what needs no waiting (and, beyond some hundreds of units, the oldest),
+        so nobody waits in a circle, and a late gradient would meet its own sum."""
         self._order = list(reversed(units))  # see [Note: one order of reductions ...]
         self._sums = sums
         self._partial = partial
@@ -75,6 +76,7 @@ class Reducer:
         self._all = everyone
         self._every_micro = not whole
         self._frees = not units[0].cut.whole_gradients
+        self._may_land_early = not self._frees and (grid == 1 or not self._has_between)
         self._hurries = hurries
         self._meter = meter
         self._reducing = False
@@ -200,8 +202,9 @@ class Reducer:
 
     def _lands_early(self, summing: Summing) -> bool:
         """Whole gradients that stay could land later; but what peers have given too may be in the cache now.
-        How much memory a step takes does not depend on how ranks hurry: what holds buffers does not."""
-        return not self._frees and not summing.buffer_bytes and summing.is_ready
+        How much memory a step takes does not depend on how ranks hurry: what holds buffers does not. Nor does
+        a grid whose ranks add up for replicas when they land: beside the sums of its layers, in one order."""
+        return self._may_land_early and not summing.buffer_bytes and summing.is_ready
 
     def _on_late(self, unit: Unit) -> None:
         """A gradient comes while the unit's reduction travels: that has to land first."""

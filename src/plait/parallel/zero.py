@@ -110,6 +110,7 @@ class Zero:
             self._sums,
             partial,
             norm=groups.norm,
+            grid=groups.model.size,
             replicas=groups.replicate.size,
             everyone=groups.all,
             whole=plan.accumulates_whole,

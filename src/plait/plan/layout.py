@@ -2,11 +2,20 @@
 
 One table, read by whoever needs it: the units bind parameters to it, the optimizer takes its groups
 from it, the checkpointer its names and shapes, the memory arithmetic its sizes.
+
+[Note: copies stay equal]
+Ranks that hold the same piece update it each for itself, and must get the same bits for ever. Gradients that
+travel in codes share a scale per 256 elements, and states in bf16 are rounded by noise that follows from an
+element's place: so copies lie at the same place on all their holders, among the same neighbours. What the
+whole grid holds comes first, then what some of its ranks do, then what is this rank's alone, each from a
+multiple of 256 elements on. (Where rows are cut unevenly, what each column's rows share may lie at different
+places.)
 """
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from itertools import groupby, product
 
 from plait.plan.tensor import ParameterCut, Range, TensorPlan
@@ -105,12 +114,21 @@ class UnitFact:
     tensors: tuple[TensorFact, ...]
 
 
+class Holders(IntEnum):
+    """Which ranks of a grid hold a piece besides this one."""
+
+    ALL = 0
+    SOME = 1
+    NONE = 2
+
+
 @dataclass(frozen=True)
 class Piece:
     """The boxes of a whole tensor that a rank holds, `numel` elements from `start` in its unit's storage.
 
     sharers     the `col` coordinates that compute parts of this piece's gradient; () where nothing is summed
     counted     this rank is the first of those that hold the piece
+    held_by     other ranks of the grid hold it too: all, some or none
     """
 
     name: str
@@ -119,6 +137,7 @@ class Piece:
     start: int
     sharers: tuple[int, ...] = ()
     counted: bool = True
+    held_by: Holders = Holders.ALL
 
     @classmethod
     def of(cls, fact: TensorFact, place: Place) -> "Piece":
@@ -127,6 +146,8 @@ class Piece:
         if cut is None:
             is_first = place.row == place.col == 0
             return cls(fact.name, fact.shape, Boxes.whole(fact.shape), 0, counted=is_first)
+        copies = cut.copies(place.rows, place.cols, place.col)
+        everyone = place.rows * place.cols
         return cls(
             fact.name,
             fact.shape,
@@ -134,6 +155,7 @@ class Piece:
             0,
             cut.sharers(place.cols, place.col),
             cut.is_first(place.row, place.col),
+            Holders.ALL if copies == everyone else Holders.SOME if copies > 1 else Holders.NONE,
         )
 
     @property
@@ -159,8 +181,9 @@ class UnitLayout:
     """One flat storage, cut into equal ranges: range r is owned by the rank at `shard` coordinate r.
 
     Pieces of one optimizer group stand together, so each group is one range of the storage, and at most
-    one range of what a rank owns. In a group, pieces whose gradients are summed over the same columns stand
-    together. Parameters that train and frozen ones are units of their own.
+    one range of what a rank owns. On a grid there are up to three of each: see [Note: copies stay equal].
+    There, pieces whose gradients are summed over the same columns stand together. Parameters that train and
+    frozen ones are units of their own.
     """
 
     name: str
@@ -178,14 +201,18 @@ class UnitLayout:
         pieces: list[Piece] = []
         groups: list[tuple[int, int, int]] = []
         position = 0
-        for group in sorted({tensor.group for tensor in unit.tensors}, key=lambda g: -1 if g is None else g):
+        held = [(tensor.group, Piece.of(tensor, place)) for tensor in unit.tensors]
+        for (holders, order), run in groupby(
+            sorted(held, key=_place_in_unit), key=lambda h: _place_in_unit(h)[:2]
+        ):
+            if pieces and holders != pieces[-1].held_by:  # see [Note: copies stay equal]
+                position = _round_up(position, RANGE_ALIGNMENT)
             start = position
-            held = [Piece.of(tensor, place) for tensor in unit.tensors if tensor.group == group]
-            for piece in sorted(held, key=lambda piece: piece.sharers):
+            for _, piece in run:
                 pieces.append(replace(piece, start=position))
                 position = _round_up(pieces[-1].stop, ALIGNMENT)
-            if group is not None and position > start:
-                groups.append((group, start, position))
+            if order >= 0 and position > start:
+                groups.append((order, start, position))
         numel = _round_up(position, shards * RANGE_ALIGNMENT)
         return cls(unit.name, block or unit.name, tuple(pieces), tuple(groups), numel, shards)
 
@@ -269,6 +296,11 @@ class Layout:
     def num_parameters(self) -> int:
         """Trainable elements of whole tensors, each counted once."""
         return sum(math.prod(p.whole_shape) for unit in self.units if unit.trains for p in unit.pieces)
+
+
+def _place_in_unit(held: tuple[int | None, Piece]) -> tuple[Holders, int, tuple[int, ...]]:
+    group, piece = held
+    return piece.held_by, -1 if group is None else group, piece.sharers
 
 
 def _round_up(value: int, multiple: int) -> int:

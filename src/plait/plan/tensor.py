@@ -183,6 +183,12 @@ class ParameterCut:
         found = over_col.sharers(col) if over_col is not None else tuple(range(cols)) if self.partial else ()
         return found if len(found) > 1 else ()
 
+    def copies(self, rows: int, cols: int, col: int) -> int:
+        """How many ranks of the grid hold this piece."""
+        over_col = self._along("col")
+        along_row = 1 if self._along("row") is not None else rows
+        return along_row * (cols if over_col is None else len(over_col.sharers(col)))
+
     def is_first(self, row: int, col: int) -> bool:
         """Whether this rank is the first that holds its piece: the one that counts it in a norm."""
         over_row, over_col = self._along("row"), self._along("col")
