@@ -100,7 +100,7 @@ def _checksum(batch: Mapping[str, Tensor]) -> int:
     for key in sorted(batch):
         value = batch[key].detach()
         found = zlib.crc32(f"{key} {value.dtype} {tuple(value.shape)}".encode(), found)
-        found = zlib.crc32(value.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().data, found)
+        found = zlib.crc32(value.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes(), found)
     return found
 
 

@@ -43,14 +43,21 @@ def _partly_frozen(on_meta: bool = True) -> nn.Module:
     return model
 
 
+@pytest.fixture(scope="module")
+def oracles() -> dict[str, programs.Trace]:
+    """By task: first weights are the same under every plan."""
+    return {}
+
+
 LLAMA = families.builder("llama")
+STEPS = 3
 TASKS = {
-    "llama": Task(LLAMA, own_loss=True),
-    "gpt2": Task(families.builder("gpt2"), own_loss=True),
-    "groups": Task(LLAMA, groups=_two_groups),
-    "frozen": Task(_partly_frozen),
-    "by value": Task(LLAMA, clip_norm=None, clip_value=2e-3),
-    "momentum": Task(LLAMA, optimizer="SGD", arguments={"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
+    "llama": Task(LLAMA, own_loss=True, steps=STEPS),
+    "gpt2": Task(families.builder("gpt2"), own_loss=True, steps=STEPS),
+    "groups": Task(LLAMA, groups=_two_groups, steps=STEPS),
+    "frozen": Task(_partly_frozen, steps=STEPS),
+    "by value": Task(LLAMA, clip_norm=None, clip_value=2e-3, steps=STEPS),
+    "momentum": Task(LLAMA, optimizer="SGD", arguments={"lr": 0.1, "momentum": 0.9}, steps=STEPS),
 }
 
 
@@ -69,17 +76,18 @@ TASKS = {
         ("groups", "tp=2 sp=true dp=2 zero=3"),
         ("frozen", "tp=2x2"),
         ("frozen", "tp=2 sp=true dp=2 zero=3"),
-        ("frozen", "tp=2 dp=2 zero=1"),
-        ("by value", "tp=2x2"),
         ("by value", "tp=2 sp=true dp=2 zero=3 micro=2"),
         ("momentum", "tp=2x1 dp=2 zero=2"),
     ],
 )
-def test_options_on_a_grid_give_the_one_process_programs_numbers(pool: Pool, task: str, plan: str) -> None:
-    ranks = num_ranks(plan)
-    ours = pool.run(programs.train_task, ranks, TASKS[task], f"{plan} precision=fp64")[0]
-    oracle = programs.one_process_task(TASKS[task], ours.first_weights, 1)
-    programs.assert_same(ours, oracle)
+def test_options_on_a_grid_give_the_one_process_programs_numbers(
+    pool: Pool, oracles: dict[str, programs.Trace], task: str, plan: str
+) -> None:
+    ours = pool.run(programs.train_task, num_ranks(plan), TASKS[task], f"{plan} precision=fp64")[0]
+    if task not in oracles:
+        oracles[task] = programs.one_process_task(TASKS[task], ours.first_weights, 1)
+    assert differing(ours.first_weights, oracles[task].first_weights) == []
+    programs.assert_same(ours, oracles[task])
 
 
 # --- lower precision

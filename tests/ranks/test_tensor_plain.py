@@ -1,0 +1,196 @@
+"""Modules of one's own with a tensor plan, and what cannot be cut: letters on every rank."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import families
+import plait
+import programs
+from plait.errors import PlaitError
+from pool import Pool
+from programs import Task
+
+
+def num_ranks(plan: str) -> int:
+    return plait.Plan.parse(plan).num_ranks
+
+
+# --- a GPT of one's own
+
+
+class Attention(nn.Module):
+    """A packed projection, and a count of heads that the code reads."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x_BSh: Tensor) -> Tensor:
+        parts = self.qkv(x_BSh).chunk(3, -1)
+        query, key, value = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.before, self.attention = nn.LayerNorm(width), Attention(width, heads)
+        self.between = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 3 * width), nn.GELU(), nn.Linear(3 * width, width))
+
+    def forward(self, x_BSh: Tensor) -> Tensor:
+        x_BSh = x_BSh + self.attention(self.before(x_BSh))
+        return x_BSh + self.mlp(self.between(x_BSh))
+
+
+class GPT(nn.Module):
+    """`heads` of 8 features; the head's weight is the embedding's, if it is `tied`."""
+
+    def __init__(self, heads: int = 4, *, tied: bool = False) -> None:
+        super().__init__()
+        width = 8 * heads
+        self.tokens = nn.Embedding(programs.VOCABULARY, width)
+        self.places = nn.Embedding(programs.LENGTH, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(2))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, programs.VOCABULARY, bias=False)
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x_BSh = self.tokens(input_ids) + self.places.weight[: input_ids.shape[1]]
+        for block in self.blocks:
+            x_BSh = block(x_BSh)
+        return self.head(self.norm(x_BSh))
+
+
+def gpt(on_meta: bool = False) -> nn.Module:
+    torch.manual_seed(4)
+    return GPT()
+
+
+def tied_gpt(on_meta: bool = False) -> nn.Module:
+    torch.manual_seed(4)
+    return GPT(tied=True)
+
+
+def three_heads(on_meta: bool = False) -> nn.Module:
+    torch.manual_seed(4)
+    return GPT(3)
+
+
+CUTS = {
+    "tokens": "embedding_rowwise",
+    "blocks.*.attention.qkv": "packed_colwise:3/8",
+    "blocks.*.attention.out": "rowwise",
+    "blocks.*.attention": "local:heads",
+    "blocks.*.mlp.0": "colwise",
+    "blocks.*.mlp.2": "rowwise",
+    "head": "head",
+}
+
+
+def _trained(task: Task, plan: str, words: dict[str, str]) -> programs.Trace:
+    """As `programs.train_task` does, with a tensor plan."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = task.build()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    engine = plait.parallelize(
+        model,
+        plan,
+        optimizer_args=task.arguments,
+        clip_norm=task.clip_norm,
+        loss=programs.summed_loss,
+        tensor_plan=words,
+        probe=task.data(1)[0],
+    )
+    trace = programs.Trace(first_weights=engine.whole_parameters())
+    for batch in task.data(task.steps):
+        result = engine.step(programs.share_of(batch, engine))
+        trace.losses.append(result.loss)
+        trace.norms.append(result.grad_norm)
+        trace.gradients.append(engine.whole_gradients())
+    trace.weights = engine.whole_parameters()
+    return trace
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "tp=2x1", "tp=2x2", "tp=2 sp=true", "tp=2 sp=true dp=2 zero=3"])
+@pytest.mark.parametrize("build", [gpt, tied_gpt])
+def test_a_gpt_of_ones_own_gives_the_one_process_programs_numbers(pool: Pool, build: Any, plan: str) -> None:
+    task = Task(build)
+    ours = pool.run(_trained, num_ranks(plan), task, f"{plan} precision=fp64", CUTS)[0]
+    programs.assert_same(ours, programs.one_process_task(task, ours.first_weights, 1))
+
+
+def test_heads_that_do_not_divide_are_cut_unevenly(pool: Pool) -> None:
+    task = Task(three_heads)
+    ours = pool.run(_trained, 2, task, "tp=2 precision=fp64", CUTS)[0]
+    programs.assert_same(ours, programs.one_process_task(task, ours.first_weights, 1))
+
+
+# --- letters
+
+
+def _letter(build: Any, plan: str, words: dict[str, str] | None) -> str:
+    with pytest.raises(PlaitError) as caught:
+        plait.parallelize(build(), plan, loss=programs.summed_loss, tensor_plan=words)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize(
+    ("build", "plan", "words", "says"),
+    [
+        (
+            families.builder("llama"),
+            "tp=6",
+            None,
+            ["PlanError: the heads of model.layers.0.self_attn", "heads=4", "columns=6", "tp=1x4 or tp=1x2"],
+        ),
+        (gpt, "tp=6", CUTS, ["PlanError: the heads of blocks.0.attention", "heads=4", "tp=1x4"]),
+        (
+            gpt,
+            "tp=2",
+            None,
+            ["ModelError: there is no tensor plan", "GPT", "tensor_plan = {path: style}"],
+        ),
+        (
+            gpt,
+            "tp=2",
+            CUTS | {"blocks.*.atention.qkv": "colwise"},
+            ["ModelError: the tensor plan names nothing", "blocks.*.atention.qkv", "blocks.*.attention.qkv"],
+        ),
+        (
+            gpt,
+            "tp=2",
+            CUTS | {"head": "heda"},
+            ["ModelError: the tensor plan says an unknown", "of head", "heda"],
+        ),
+        (
+            gpt,
+            "tp=2 sp=true",
+            {key: word for key, word in CUTS.items() if "mlp" not in key},
+            ["ModelError: blocks.0.mlp.0 may need all tokens", "tp=1x2 without sp"],
+        ),
+        (
+            gpt,
+            "tp=2x1",
+            {key: word for key, word in CUTS.items() if key != "head"},
+            ["ModelError: head cannot be part of a model whose hidden features are cut", "tp=1x2"],
+        ),
+    ],
+)
+def test_what_cannot_be_cut_is_said_on_every_rank(
+    pool: Pool, build: Any, plan: str, words: dict[str, str] | None, says: list[str]
+) -> None:
+    letters = pool.run(_letter, num_ranks(plan), build, plan, words)
+    assert len(set(letters)) == 1
+    assert all(part in letters[0] for part in says), letters[0]
