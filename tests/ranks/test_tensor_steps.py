@@ -146,7 +146,7 @@ def test_compiled_blocks_on_a_grid_train_as_uncompiled_ones(pool: Pool) -> None:
 
 
 def _evaluated(task: str, plan: str) -> Any:
-    """The loss of a batch whose shares differ in size, and what evaluation changed."""
+    """The loss of a batch after a step, and what evaluation changed."""
     engine = programs.engine_of(TASKS[task], plan)
     batches = programs.batches(2)
     engine.step(programs.share_of(batches[0], engine))
@@ -312,7 +312,7 @@ def _first_step(plan: str) -> Any:
 
 
 def test_data_ranks_may_have_what_they_like(pool: Pool) -> None:
-    """Of floats, booleans, and numbers of samples that differ between grids."""
+    """Other numbers of samples too, of narrow floats and booleans."""
     for skipped in pool.run(_odd_batches, 4, "dp=2 tp=2"):
         assert not skipped
 
