@@ -242,6 +242,10 @@ def test_more_columns_than_heads_are_refused_with_grids_that_would_work() -> Non
         plan_of(small("llama"), 1, 8)
     assert "model.layers.0.self_attn" in str(raised.value)
     assert "tp=1x6 or tp=1x3" in str(raised.value)
+    with pytest.raises(PlanError) as raised:
+        plan_of(small("llama"), 2, 8)
+    assert "tp=2x6 or tp=2x3" in str(raised.value)
+    assert plan_of(small("llama"), 2, 6).cols == 6
 
 
 def test_a_bloom_that_multiplies_slices_of_its_weights_is_refused() -> None:

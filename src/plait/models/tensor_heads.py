@@ -66,7 +66,7 @@ def heads_of(draft: Draft, name: str) -> Heads | None:
         if _ATTENTION.search(around.rpartition(".")[2]) or _ATTENTION.search(type(module).__name__):
             counts = head_counts(draft, around)
             if counts is not None:
-                return Heads(around, *counts, split_heads(*counts, draft.cols, of=around))
+                return Heads(around, *counts, split_heads(*counts, draft.cols, rows=draft.rows, of=around))
     return None
 
 
@@ -104,7 +104,8 @@ def _said_heads(draft: Draft, module: str, attributes: tuple[str, ...]) -> Heads
     values = _values(draft, module, attributes)
     units = _said_units(draft, module)
     count, kv = (max(units), min(units)) if units else (math.gcd(*values),) * 2
-    return Heads(module, count, kv, split_heads(count, kv, draft.cols, of=module), is_said=True)
+    cut = split_heads(count, kv, draft.cols, rows=draft.rows, of=module)
+    return Heads(module, count, kv, cut, is_said=True)
 
 
 def _values(draft: Draft, module: str, attributes: tuple[str, ...]) -> list[int]:
