@@ -73,7 +73,24 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "new_decoder_architecture": True,
         **_NO_DROPOUT,
     },
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 12,
+        "kv_lora_rank": 10,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 6,
+        "v_head_dim": 5,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+    },
 }
+WITH_EXPERTS = ("mixtral", "deepseek_v3")  # neither over rows nor with tokens cut
 _OF_THEIR_OWN = ("gpt2", "gptj")  # families whose sizes have other names
 
 
@@ -92,7 +109,9 @@ def model_of(family: str, *, on_meta: bool = True, exact: bool = True) -> nn.Mod
     torch.set_default_dtype(torch.float64 if exact else torch.float32)  # of tables in buffers
     try:
         with torch.device("meta" if on_meta else "cpu"):
-            model: nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+            model: nn.Module = AutoModelForCausalLM.from_config(
+                config, attn_implementation=attention, experts_implementation="eager"
+            )
     finally:
         torch.set_default_dtype(before)
     return with_exact_numbers(model) if exact else model

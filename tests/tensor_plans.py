@@ -22,6 +22,8 @@ def all_cases() -> list[Case]:
         case = dict(zip(FACTORS, options, strict=True))
         if case["sp"] == "true" and case["tp"].endswith("x1"):
             continue
+        if case["family"] in families.WITH_EXPERTS and (case["sp"] == "true" or "x" in case["tp"]):
+            continue
         if num_ranks(case) > 8:
             continue
         found.append(case)

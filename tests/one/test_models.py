@@ -137,6 +137,14 @@ def test_bytes_kept_for_backward_are_foretold_on_meta(kind: str, dtype: torch.dt
     )
 
 
+def test_flops_of_a_model_whose_layers_differ_go_by_its_hidden_size() -> None:
+    config = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    model = causal_lm_on_meta({"model_type": "gemma4_unified_text", **config, "num_attention_heads": 4})
+    with pytest.raises(RuntimeError, match="may vary across layers"):
+        _ = model.config.head_dim
+    assert FlopFacts.of(model).attention_width == 32
+
+
 def test_flops_of_a_llama_token_follow_the_formula() -> None:
     model = small("llama")
     attention, ffn, head = 2 * 32 * 32 + 2 * 32 * 16, 3 * 32 * 64, 61 * 32

@@ -1,5 +1,6 @@
 """How widths and heads are dealt out, what a rank's pieces are, and what a block costs."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -90,8 +91,25 @@ def test_fewer_heads_than_columns_are_refused_with_grids_that_would_work() -> No
 
 
 def test_kv_heads_that_do_not_divide_the_heads_are_refused() -> None:
-    with pytest.raises(PlanError, match="kv heads that divide"):
-        split_heads(6, 4, 2)
+    with pytest.raises(PlanError) as raised:
+        split_heads(6, 4, 2, rows=2, of="blocks.0.attn")
+    assert str(raised.value).startswith("the heads of blocks.0.attn cannot be cut, as each has not one key")
+    assert "kv heads that divide the heads" in str(raised.value)
+    assert "tp=2x1, or a tensor_plan that leaves blocks.0.attn whole" in str(raised.value)
+
+
+@given(heads=st.integers(1, 24), kv_heads=st.integers(1, 12), parts=parts, rows=st.integers(1, 4))
+def test_grids_that_a_letter_about_heads_says_to_try_keep_the_rows_and_work(
+    heads: int, kv_heads: int, parts: int, rows: int
+) -> None:
+    try:
+        split_heads(heads, kv_heads, parts, rows=rows)
+    except PlanError as error:
+        tried = re.findall(r"tp=(\d+)(?:x(\d+))?", str(error.hint))
+        assert tried
+        for left, right in tried:
+            assert int(left) == rows
+            assert len(split_heads(heads, kv_heads, int(right or 1), rows=rows).queries) < parts
 
 
 def over_col(*ranges: Range) -> DimCut:

@@ -133,4 +133,11 @@ def _attention_width(config: Any) -> int:
 
 def _first(config: Any, names: Sequence[str]) -> int:
     """The first of these attributes that the configuration has; 0 when it has none of them."""
-    return next((int(value) for n in names if (value := getattr(config, n, None)) is not None), 0)
+    return next((int(value) for name in names if (value := _said(config, name)) is not None), 0)
+
+
+def _said(config: Any, name: str) -> Any:
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:  # transformers' way to say that layers differ in it
+        return None

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from plait.errors import ModelError
 from plait.models.tensor_draft import Draft, add_linear, one_each, part_width
 from plait.models.tensor_families import add_arguments, built_in
-from plait.models.tensor_heads import add_attributes, heads_of, over_col
+from plait.models.tensor_heads import add_attributes, check_heads, heads_of, over_col
 from plait.models.tensor_inner import add_activations, add_head_norm, add_unsaid_head_norms
 from plait.models.tensor_stream import (
     add_stream,
@@ -39,7 +39,7 @@ from plait.models.tensor_stream import (
     pure_regions,
     regions_of,
 )
-from plait.models.tensor_words import Word, words_of
+from plait.models.tensor_words import Word, numberless, words_of
 from plait.plan.tensor import DimCut, LayerCut, Style, TensorPlan, split_width
 
 
@@ -122,6 +122,7 @@ def _say(draft: Draft, name: str, word: Word, *, always: bool) -> bool:
 
 def _add_module(draft: Draft, name: str, word: Word) -> None:
     if word.style in (Style.COLUMN, Style.ROW):
+        check_heads(draft, name, word)
         add_linear(draft, name, word, lambda size: over_col(draft, name, word, size))
     elif word.style is Style.VOCABULARY:
         _add_vocabulary(draft, name)
@@ -178,10 +179,20 @@ def _add_parameter(draft: Draft, name: str, word: Word) -> None:
 
 
 def _expert_cut(draft: Draft, owner: str, size: int, word: Word, name: str) -> DimCut:
-    """Of experts' features: a dim that interleaves several of each (gate, up, ...) is cut between them."""
+    """Of experts' features. A dim that interleaves several of each (gate, up, ...) is cut between them, and
+    has to be said to: what is told by widths alone may as well lie one after the other."""
     width = part_width(size, word.parts, name)
     ffn = min(_expert_widths(draft, owner))
-    each = part_width(width, ffn, name) if width % ffn == 0 else 1
+    each = width // ffn if width % ffn == 0 else 1
+    if each not in (1, word.multiple):
+        style = f"packed_{'colwise' if word.style is Style.COLUMN else 'rowwise'}"
+        raise ModelError(
+            f"the tensor plan does not say how {name} holds its parts",
+            given=f"{width} features, experts of {ffn}",
+            expected=f"{style}:{each * word.parts} where they lie one after the other, "
+            f"{style}:{word.parts}/{each} where they are interleaved",
+            hint=f"tensor_plan={{'{numberless(name)}': '{style}:{each * word.parts}'}}",
+        )
     ranges = split_width(width // each, draft.cols, of=f"the features of {owner}")
     parts = range(word.parts)
     return DimCut(

@@ -104,6 +104,9 @@ _DEEPSEEK = {
 # Their own plans gather gate and up, which are halves of one matrix: each half can be cut.
 _PACKED_GATE = {"layers.*.mlp.gate_up_proj": "packed_colwise", "layers.*.mlp.down_proj": "rowwise"}
 
+# It says colwise, which is of one matrix; gate and up lie one after the other.
+_PACKED_EXPERTS = {"layers.*.mlp.experts.gate_up_proj": "packed_colwise"}
+
 
 FAMILIES: dict[str, Patterns | Callable[[Any, int], Patterns]] = {
     "gpt2": _GPT2,
@@ -116,6 +119,8 @@ FAMILIES: dict[str, Patterns | Callable[[Any, int], Patterns]] = {
     "phi3": _PACKED_GATE,
     "glm": _PACKED_GATE,
     "glm4": _PACKED_GATE,
+    "inkling_text": _PACKED_EXPERTS,
+    "inkling2_text": _PACKED_EXPERTS,
 }
 
 # Keywords of attention modules that hold something of every head, and the dim in which.

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from plait.errors import ModelError, PlanError
 from plait.models.tensor_draft import Draft, in_parts, linear_features, one_each, part_width
-from plait.models.tensor_words import Word
+from plait.models.tensor_words import Word, numberless
 from plait.plan.tensor import DimCut, HeadSplit, Style, split, split_heads, split_width
 
 QUERY_COUNTS = ("num_heads", "num_attention_heads", "n_head", "n_heads")
@@ -66,7 +66,7 @@ def heads_of(draft: Draft, name: str) -> Heads | None:
         if _ATTENTION.search(around.rpartition(".")[2]) or _ATTENTION.search(type(module).__name__):
             counts = head_counts(draft, around)
             if counts is not None:
-                return Heads(around, *counts, split_heads(*counts, draft.cols, of=around))
+                return Heads(around, *counts, split_heads(*counts, draft.cols, rows=draft.rows, of=around))
     return None
 
 
@@ -104,7 +104,8 @@ def _said_heads(draft: Draft, module: str, attributes: tuple[str, ...]) -> Heads
     values = _values(draft, module, attributes)
     units = _said_units(draft, module)
     count, kv = (max(units), min(units)) if units else (math.gcd(*values),) * 2
-    return Heads(module, count, kv, split_heads(count, kv, draft.cols, of=module), is_said=True)
+    cut = split_heads(count, kv, draft.cols, rows=draft.rows, of=module)
+    return Heads(module, count, kv, cut, is_said=True)
 
 
 def _values(draft: Draft, module: str, attributes: tuple[str, ...]) -> list[int]:
@@ -175,6 +176,21 @@ def _head_width(size: int, count: int, name: str, heads: Heads) -> int:
             hint="a tensor plan that says how it is made, or tp=1",
         )
     return size // count
+
+
+def check_heads(draft: Draft, name: str, word: Word) -> None:
+    """Refuses a ROW layer that gives a number for every head: where heads are cut, code wants its own."""
+    features = linear_features(draft.modules[name])
+    if word.style is not Style.ROW or word.splits or features is None or draft.cols == 1:
+        return
+    heads = heads_of(draft, name)
+    if heads is not None and not heads.is_said and features[0] in (heads.count, heads.kv):
+        raise ModelError(
+            f"{name} gives a number for every head, of which each column has its own alone",
+            given=f"{features[0]} features, heads={heads.count} kv heads={heads.kv} columns={draft.cols}",
+            expected="a rowwise layer that gives features of the stream",
+            hint=f"tensor_plan={{'{numberless(heads.module)}.*': 'replicate'}}",
+        )
 
 
 def add_attributes(draft: Draft, heads: Heads) -> None:

@@ -132,7 +132,7 @@ def words_of(
     for pattern, text in (given or {}).items():
         matched = _matches(pattern, names)
         if not matched:
-            close = nearest(pattern, {_numberless(name) for name in names})
+            close = nearest(pattern, {numberless(name) for name in names})
             raise ModelError(
                 "the tensor plan names nothing that the model has",
                 given=pattern,
@@ -169,5 +169,5 @@ def _fits(parts: list[str], wanted: list[str]) -> bool:
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
-def _numberless(name: str) -> str:
+def numberless(name: str) -> str:
     return ".".join("*" if part.isdecimal() else part for part in name.split("."))

@@ -74,14 +74,28 @@ class HeadSplit:
         return tuple((q_stop - q) // (k_stop - k) for (q, q_stop), (k, k_stop) in pairs)
 
 
-def split_heads(heads: int, kv_heads: int, parts: int, *, of: str = "attention") -> HeadSplit:
-    """Deals heads out. See [Note: heads and their keys]. Raises PlanError for fewer heads than parts."""
-    if heads < parts or heads % kv_heads:
+def split_heads(heads: int, kv_heads: int, parts: int, *, rows: int = 1, of: str = "attention") -> HeadSplit:
+    """Deals heads out. See [Note: heads and their keys].
+
+    Raises PlanError for fewer heads than parts, and for kv heads that do not divide them; `rows` are the
+    grid's, for what it says to try.
+    """
+    if parts == 1:
+        return HeadSplit(((0, heads),), ((0, kv_heads),))
+    given = f"heads={heads} kv heads={kv_heads} columns={parts}"
+    if heads % kv_heads:
+        raise PlanError(
+            f"the heads of {of} cannot be cut, as each has not one key head",
+            given=given,
+            expected="kv heads that divide the heads",
+            hint=f"{_grid(rows, 1)}, or a tensor_plan that leaves {of} whole",
+        )
+    if heads < parts:
         raise PlanError(
             f"the heads of {of} cannot be cut over {parts} columns",
-            given=f"heads={heads} kv heads={kv_heads} columns={parts}",
-            expected="kv heads that divide the heads, and at least one head on every column",
-            hint=" or ".join(f"tp=1x{cols}" for cols in _fitting(heads, parts)) if heads > 1 else "tp=1",
+            given=given,
+            expected="at least one head on every column",
+            hint=" or ".join(_grid(rows, cols) for cols in _fitting(heads, parts)),
         )
     group = heads // kv_heads
     if parts <= kv_heads:
@@ -94,6 +108,10 @@ def split_heads(heads: int, kv_heads: int, parts: int, *, of: str = "attention")
         queries += [(key * group + start, key * group + stop) for start, stop in ranges]
         shared += [(key, key + 1)] * (last - first)
     return HeadSplit(tuple(queries), tuple(shared))
+
+
+def _grid(rows: int, cols: int) -> str:
+    return "tp=1" if rows == cols == 1 else f"tp={rows}x{cols}"
 
 
 def _fitting(heads: int, parts: int) -> list[int]:

@@ -17,10 +17,12 @@ from transformers.models.falcon.modeling_falcon import FalconLinear
 
 from plait.errors import ModelError
 from plait.models import take_own_heads
+from plait.parallel.tensor.beside import Beside
 from plait.parallel.tensor.embedding import CutEmbedding, check_embedding, own_padding
 from plait.parallel.tensor.groups import Cut, TensorGroups
 from plait.parallel.tensor.linear import CutLinear, Head
 from plait.parallel.tensor.norm import CutNorm
+from plait.parallel.tensor.outside import watch_outside
 from plait.parallel.tensor.readers import Readers
 from plait.parallel.tensor.sequence import CutBlock, CutRegion, Gathers
 from plait.parallel.tensor.tokens import TokenCut
@@ -86,6 +88,7 @@ class _Cutting:
         self.readers = {"row": Readers(self.groups.row), "col": Readers(self.groups.col)}
         self.tokens = TokenCut(self.groups.col)
         self.gathers = Gathers()
+        self.beside = Beside(self.tokens)
         self.regions = self._regions() if self.sequence else {}
 
     def cut(self, layer: LayerCut) -> None:
@@ -127,6 +130,7 @@ class _Cutting:
                         forward,
                         self.tokens,
                         self.gathers,
+                        self.beside,
                         self.readers["col"],
                         scope,
                         columns,
@@ -136,7 +140,8 @@ class _Cutting:
                 )
         for number, (name, block) in enumerate(blocks):
             forward, is_last = _own_forward(name, block), number == len(blocks) - 1
-            _set(block, CutBlock(name, forward, self.tokens, self.gathers, number == 0, is_last))
+            _set(block, CutBlock(name, forward, self.tokens, self.gathers, self.beside, number == 0, is_last))
+        watch_outside(self.model, [name for name, _ in blocks], self.tokens)
 
     # --- layers
 

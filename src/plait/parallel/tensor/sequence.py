@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.errors import ModelError
+from plait.parallel.tensor.beside import Beside, with_others
 from plait.parallel.tensor.readers import ByTensor, Readers, Reading, Regathered, weight_of
 from plait.parallel.tensor.tokens import (
     TokenCut,
@@ -59,6 +60,7 @@ class CutBlock:
     forward: Forward
     tokens: TokenCut
     gathers: Gathers
+    beside: Beside
     is_first: bool
     is_last: bool
 
@@ -69,17 +71,25 @@ class CutBlock:
     @torch.compiler.disable
     def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         def enter(x: Tensor) -> Tensor:
-            self.tokens.enter(x, is_whole=self.is_first)
+            self.tokens.enter(self.name, x, is_whole=self.is_first)
             if not self.is_first:
                 return x
+            self.beside.forget()
             group = self.tokens.group
-            return split_tokens(x, group, pieces_of(x.shape[dim_of(x)], group.size))
+            piece = split_tokens(x, group, pieces_of(x.shape[dim_of(x)], group.size))
+            self.tokens.mark(piece)
+            return piece
 
-        return with_input(enter, self.name, args, kwargs)
+        def other(x: Tensor) -> Tensor:
+            return self.beside.for_block(self.name, x, is_first=self.is_first)
+
+        return with_others(other, *with_input(enter, self.name, args, kwargs))
 
     @torch.compiler.disable
     def _leave(self, output: Any) -> Any:
         self.gathers.forget()
+        if self.is_last:
+            self.tokens.leave()
 
         def leave(x: Tensor) -> Tensor:
             if self.is_last:
@@ -101,6 +111,7 @@ class CutRegion:
     forward: Forward
     tokens: TokenCut
     gathers: Gathers
+    beside: Beside
     readers: Readers  # along col
     scope: str
     columns: tuple[str, ...]
@@ -116,7 +127,16 @@ class CutRegion:
     def _enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return with_input(lambda x: self._gathered(module, x), self.name, args, kwargs)
+        args, kwargs = with_input(lambda x: self._read(module, x), self.name, args, kwargs)
+        if self.is_pure:
+            return args, kwargs
+        return with_others(lambda x: self.beside.for_region(self.name, x), args, kwargs)
+
+    def _read(self, module: nn.Module, x: Tensor) -> Tensor:
+        given = self.beside.given(x)
+        if given is None:
+            return self._gathered(module, x)
+        return x if self.is_pure else given  # all tokens already
 
     def _gathered(self, module: nn.Module, x: Tensor) -> Tensor:
         self.tokens.dims = x.dim()
@@ -171,7 +191,8 @@ def with_output(change: Callable[[Tensor], Tensor], name: str, output: Any) -> A
     if isinstance(output, Tensor):
         return change(output)
     if isinstance(output, tuple | list) and output and isinstance(output[0], Tensor):
-        return type(output)((change(output[0]), *output[1:]))
+        values = (change(output[0]), *output[1:])
+        return output._make(values) if hasattr(output, "_make") else type(output)(values)  # a namedtuple
     if isinstance(output, dict) and output and isinstance(first := next(iter(output.values())), Tensor):
         output[next(iter(output))] = change(first)  # transformers' ModelOutput
         return output

@@ -7,13 +7,18 @@ the others, and gathered along dim 0 they are in an order of their own, which la
 do not see and which the sum after them undoes. A region that is given (B, T, H) and flattens that has whole
 sequences one after the other: its ROW layers are told, and sum (B, T, H).
 
-What was the whole length can not be told from a piece. The first block sees it. Each block marks the
-graph's node of what it gives, and reads the mark of what it gets: so a block that is run again in backward,
-after the forward of another micro-batch, finds its own. Where there is no graph it is the last one's.
+What was the whole length can not be told from a piece. The first block sees it. Each block marks what it
+gives, at the graph's node or, where there is none, at the tensor; and reads the mark of what it gets: so a
+block that is run again in backward, after the forward of another micro-batch, finds its own. A mark that is
+lost between two blocks of one forward is the first block's. Without a mark there is none in a backward, which
+is refused.
+
+The stream is cut from the first block's input to the last one's output of a forward: not where a block is run
+again in backward, and no more where a new forward of the model begins.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,6 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from plait.comm import Group, Pending, all_gather, start_all_gather, start_reduce_scatter
 from plait.errors import ModelError
+from plait.parallel.tensor.readers import ByTensor
 
 _MARK = "plait: tokens of the whole sequence"
 
@@ -33,20 +39,45 @@ class TokenCut:
 
     group: Group
     length: int = 0  # of the whole sequence; set, as what follows, by the block that is running
+    begun: int = 0  # autograd's number when the first block was entered
     sequences: int = 1  # that lie one after the other where a block flattens them
     dims: int = 3  # of what the running region was given
+    is_cut: bool = False  # the stream of the forward that is running
+    _graphless: ByTensor[tuple[int, int]] = field(default_factory=ByTensor)  # marks
 
-    def enter(self, x: Tensor, *, is_whole: bool) -> None:
+    def enter(self, name: str, x: Tensor, *, is_whole: bool) -> None:
         """A block begins with `x`, its piece or (the first one) the whole."""
         self.sequences = x.shape[0] if x.dim() > 2 else 1
         if is_whole:
-            self.length = x.shape[dim_of(x)]
-        else:
-            self.length = _marks(x).get(_MARK, self.length)
+            self.length, self.begun = x.shape[dim_of(x)], torch.autograd._get_sequence_nr()
+            self.is_cut = not _is_backward()
+            return
+        node: Any = x.grad_fn
+        mark = self._graphless.get(x) if node is None else node.metadata.get(_MARK)
+        if mark is not None:
+            self.length, self.begun = mark
+        elif _is_backward() or not self.is_cut:
+            raise ModelError(
+                f"{name} runs on tokens of a sequence whose length is not known",
+                given="in backward, what it reads is not what the block before it gave"
+                if _is_backward()
+                else "the first block has not run in this forward",
+                expected="blocks in their order, each reading what the one before it gave",
+                hint="recompute=none, or sp=false",
+            )
 
     def mark(self, x: Tensor) -> None:
-        """A block gives `x`."""
-        _marks(x)[_MARK] = self.length
+        """A block gives `x`; or the first one goes on with it."""
+        node: Any = x.grad_fn
+        if node is None:
+            self._graphless.put(x, (self.length, self.begun))
+        else:
+            node.metadata[_MARK] = (self.length, self.begun)
+
+    def leave(self) -> None:
+        """The last block ends, or a new forward begins."""
+        if not _is_backward():
+            self.is_cut = False
 
     def sequences_of(self, whole: Tensor) -> int | None:
         """How many whole sequences a region has flattened to `whole`; None where it has not."""
@@ -55,12 +86,17 @@ class TokenCut:
         return whole.shape[0] // self.length
 
     @property
+    def own(self) -> int:
+        """Tokens of this rank."""
+        return self.pieces[self.group.rank]
+
+    @property
     def pieces(self) -> tuple[int, ...]:
         return pieces_of(self.length, self.group.size)
 
     def sizes_around(self, piece: Tensor) -> tuple[int, ...]:
         """Of what `piece` is this rank's part of, every rank's tokens."""
-        own, tokens = self.pieces[self.group.rank], piece.shape[dim_of(piece)]
+        own, tokens = self.own, piece.shape[dim_of(piece)]
         if not own:  # nothing to tell it from
             return self._times(self.sequences if piece.dim() == 2 else 1)
         return self._runs(tokens, own, "a rank's piece")
@@ -83,10 +119,23 @@ class TokenCut:
         return tuple(runs * piece for piece in self.pieces)
 
 
-def _marks(x: Tensor) -> dict[Any, Any]:
-    """What is noted at the node of autograd's graph that gives `x`; lost where there is none."""
-    node: Any = x.grad_fn
-    return {} if node is None else node.metadata
+def is_of_stream(x: Tensor) -> bool:
+    """Whether autograd's graph leads from `x` to what a block was given."""
+    seen: set[Any] = set()
+    left: list[Any] = [x.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        if _MARK in node.metadata:
+            return True
+        seen.add(node)
+        left += [before for before, _ in node.next_functions]
+    return False
+
+
+def _is_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 def pieces_of(length: int, ranks: int) -> tuple[int, ...]:
