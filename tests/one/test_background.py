@@ -58,8 +58,10 @@ def test_an_error_is_the_waiters_and_nothing_runs_after_it() -> None:
 
 def test_what_has_not_begun_when_the_world_closes_is_dropped() -> None:
     background, go_on, seen = Background(CPU), threading.Event(), []
-    running = background.submit(lambda: _wait(go_on))
+    begun = threading.Event()
+    running = background.submit(lambda: begun.set() or _wait(go_on))
     dropped = background.submit(lambda: seen.append("ran"))
+    assert begun.wait(30)
     closing = threading.Thread(target=background.close)
     closing.start()
     time.sleep(0.05)  # it has told the thread by now, and waits for what is running

@@ -57,11 +57,11 @@ def heads_of(draft: Draft, name: str) -> Heads | None:
     """The heads of the attention around a layer or a parameter. See [Note: whose heads]."""
     block = draft.block_of(name)
     for around in draft.ancestors(name):
-        if around == block:
-            return None
         said = draft.words.get(around)
         if said is not None and said.attributes:
             return _said_heads(draft, around, said.attributes)
+        if around == block:
+            return None
         module = draft.modules[around]
         if _ATTENTION.search(around.rpartition(".")[2]) or _ATTENTION.search(type(module).__name__):
             counts = head_counts(draft, around)
