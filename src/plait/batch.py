@@ -35,6 +35,20 @@ class EvalResult:
     num_tokens: int
 
 
+@dataclass(frozen=True)
+class Probed:
+    """What a probe found: the parameter whose gradient differs most from the whole model's, by how much of
+    its norm, and how much the plan's precision explains."""
+
+    name: str
+    difference: float
+    allowed: float
+
+    def __str__(self) -> str:
+        found = f"gradients within {self.difference:.1g} of the whole model's"
+        return f"{found}, {self.allowed:.1g} allowed ({self.name})"
+
+
 def on_device(batch: Mapping[str, Tensor], device: torch.device, compute: torch.dtype) -> dict[str, Tensor]:
     """Moves the batch; its floating inputs, labels excepted, are cast to what the model computes in.
 

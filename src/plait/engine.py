@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.batch import EvalResult, StepResult, check_loss, check_same, micro_batches, on_device
+from plait.batch import EvalResult, Probed, StepResult, check_loss, check_same, micro_batches, on_device
 from plait.comm import Mesh, all_reduce, broadcast, start_all_reduce
 from plait.errors import ModelError, PlanError
 from plait.forward import Forward
@@ -69,7 +69,10 @@ class Training:
 
 
 class Engine:
-    """Trains one model under one plan. Made by `parallelize`."""
+    """Trains one model under one plan. Made by `parallelize`.
+
+    probed  what its probe found, if it was asked for one
+    """
 
     def __init__(
         self, model: nn.Module, plan: Plan, how: Training, mesh: Mesh, blocks: list[tuple[str, nn.Module]]
@@ -80,6 +83,7 @@ class Engine:
         self.device = mesh.world.device
         self.seed = how.seed
         self.num_steps = 0
+        self.probed: Probed | None = None
         self._how = how
         self._groups = DataGroups.of(mesh, plan)
         self._is_replica = mesh.coord["replicate"] > 0
@@ -114,7 +118,7 @@ class Engine:
         self._totals = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss, targets
         self._is_torn = False  # an update was interrupted half-way
         self._micros_done = 0
-        self._has_batch = False  # one was seen, and the same on all ranks of the grid
+        self._compared: set[bool] = set()  # batches seen to be the same on a grid: in evaluation, in training
 
     @property
     def data_rank(self) -> int:
@@ -268,7 +272,8 @@ class Engine:
         Runs in at most `plan.micro` parts, no larger than training's. Ranks may have shares of other sizes.
         """
         modes = [(module, module.training) for module in self.model.modules()]
-        parts = {key: value.chunk(self.plan.micro) for key, value in self._on_device(batch).items()}
+        moved = self._checked(batch, trains=False)
+        parts = {key: value.chunk(self.plan.micro) for key, value in moved.items()}
         num_parts = len(next(iter(parts.values())))
         most = torch.tensor([num_parts], device=self.device)
         all_reduce(most, self._groups.all, "max")
@@ -369,12 +374,12 @@ class Engine:
         """FLOPs of forward and backward for one token; the formula stands in `plan/cost.py`."""
         return self._flops.per_token(sequence)
 
-    def _checked(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """On the device; a training's first one is compared over the grid."""
+    def _checked(self, batch: Mapping[str, Tensor], *, trains: bool = True) -> dict[str, Tensor]:
+        """On the device; the first one of training and of evaluation is compared over the grid."""
         moved = self._on_device(batch)
-        if not self._has_batch:
+        if trains not in self._compared:
             check_same(moved, self._groups.model)
-            self._has_batch = True
+            self._compared.add(trains)
         return moved
 
     def _on_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:

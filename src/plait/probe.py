@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.batch import on_device
+from plait.batch import Probed, on_device
 from plait.comm import broadcast
 from plait.engine import Engine
 from plait.errors import ConfigError, ModelError
@@ -72,8 +72,9 @@ class Probe:
             verdict.copy_(torch.tensor(_compare(engine, self.twin, self.batch, loss, found, weights)))
         broadcast(verdict, engine.world.group)
         index, difference, allowed = verdict.tolist()
+        name = list(dict(self.twin.named_parameters()))[int(index)]
+        engine.probed = Probed(name, difference, allowed)
         if not difference <= allowed:
-            name = list(dict(self.twin.named_parameters()))[int(index)]
             raise ModelError(
                 "cut as the plan says, the model computes another function than it does whole",
                 given=f"{engine.plan}: the gradient of {name} differs by {difference:.2g} of its norm",

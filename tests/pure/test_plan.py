@@ -1,5 +1,6 @@
 """A plan is plain data: its text parses back, and what cannot be is refused with a letter."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -214,8 +215,8 @@ def test_the_plan_that_is_offered_for_the_ranks_that_there_are_can_be(plan: Plan
     offered = Plan.parse(str(caught.value.hint).split('"')[1])
     offered.check_ranks(num_ranks)
     keeps = num_ranks % (plan.rows * plan.cols) == 0  # its grid fits
-    assert offered.tp == (plan.tp if keeps else "1")
-    assert offered.sp == (plan.sp and keeps)
+    assert offered.tp == (plan.tp if keeps else str(math.gcd(num_ranks, plan.rows * plan.cols)))
+    assert offered.sp == (plan.sp and offered.cols > 1)
     assert offered.shard in (plan.shard, 0)
     assert replace(offered, dp=1, tp="1", sp=False, shard=0) == replace(plan, dp=1, tp="1", sp=False, shard=0)
 

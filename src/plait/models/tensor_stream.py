@@ -113,8 +113,10 @@ def stream_width(draft: Draft) -> int:
             and draft.block_of(name) is not None
         ):
             widths.setdefault(features[1] if cut.style is Style.COLUMN else features[0], name)
+    if not widths:
+        raise _uncut(draft, "the model", "no block has a colwise or rowwise layer")
     if len(widths) != 1:
-        raise _uncut(draft, next(iter(widths.values()), "the model"), f"streams of widths {sorted(widths)}")
+        raise _uncut(draft, next(iter(widths.values())), f"streams of widths {sorted(widths)}")
     return next(iter(widths))
 
 
@@ -138,7 +140,8 @@ def _uncut(draft: Draft, name: str, given: str) -> ModelError:
     return ModelError(
         f"{name} cannot be part of a model whose hidden features are cut over rows",
         given=f"{given}, tp={draft.rows}x{draft.cols}",
-        expected="norms, embeddings and layers that are cut, in the stream and in its regions",
+        expected="of the stream norms, embeddings and linear layers; in what is cut (attention, mlp) cut "
+        "layers, and norms of heads",
         hint=f"tp=1x{draft.rows * draft.cols}",
     )
 
@@ -166,12 +169,22 @@ def check_sequence(draft: Draft, regions: Sequence[str]) -> None:
         styles = [draft.layers[name].style for name in draft.inside(region) if name in draft.layers]
         if Style.EXPERTS in styles:
             raise _mixing(draft, region, "a mixture of experts")
+        for name in draft.inside(region):
+            if draft.config is None and draft.is_norm(name) and _is_of_stream(draft, name):
+                raise _mixing(draft, region, f"{name}, a norm of the stream, inside of what is cut")
         if region not in draft.layers and Style.ROW not in styles:
             raise _mixing(draft, region, "a region that does not end in a rowwise layer")
         beside = region.rpartition(".")[0]
         ends = (f"{beside}.{child}" for child, _ in draft.modules[beside].named_children())
         if region in draft.layers and not any(_has_style(draft, end, Style.ROW) for end in ends):
             raise _mixing(draft, region, f"a lone layer, with no rowwise one in {beside}")
+
+
+def _is_of_stream(draft: Draft, name: str) -> bool:
+    """Whether a norm of a user's own has the stream's width, and is of no head."""
+    own = draft.own_parameters(name).values()
+    whole = [full for full in own if full not in draft.parameters]
+    return name not in draft.layers and any(draft.shapes[full] == (stream_width(draft),) for full in whole)
 
 
 def _mixing(draft: Draft, name: str, given: str) -> ModelError:

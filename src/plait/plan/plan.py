@@ -1,5 +1,6 @@
 """The plan: what the user asks for, as a frozen value with a text form that parses back."""
 
+import math
 import re
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -257,12 +258,13 @@ class Plan:
             )
 
     def _fitting(self, num_ranks: int) -> "Plan":
-        """The nearest plan for so many ranks: with this grid, if it divides them."""
-        grid = self.rows * self.cols
-        keeps = num_ranks % grid == 0
-        dp = num_ranks // grid if keeps else num_ranks
-        shard = self.shard if self.shard and dp % self.shard == 0 else 0
-        return replace(self, dp=dp, shard=shard, tp=self.tp if keeps else "1", sp=self.sp and keeps)
+        """The nearest plan for so many ranks: with this grid, or with as many columns as divide them."""
+        tp = self.tp
+        if num_ranks % (self.rows * self.cols):
+            tp = str(math.gcd(num_ranks, self.rows * self.cols))
+        fitting = replace(self, dp=1, shard=0, tp=tp, sp=self.sp and tp != "1")
+        dp = num_ranks // fitting.num_ranks
+        return replace(fitting, dp=dp, shard=self.shard if self.shard and dp % self.shard == 0 else 0)
 
     def check_batch(self, num_sequences: int) -> int:
         """Sequences in one micro-batch of one data rank, for a step of `num_sequences` in all.

@@ -27,7 +27,9 @@ def start_table(recipe: Recipe, engine: Engine, peak_flops: float) -> Table:
     table.add_column()
     run, sequence = recipe.run, recipe.data.sequence
     table.add_row("model", f"{type(engine.model).__name__}, {engine.num_parameters:,} parameters")
-    table.add_row("plan", f"{engine.plan} on {engine.world.size} ranks ({engine.device.type})")
+    table.add_row("plan", f"{engine.plan} on {_ranks(engine)} ({engine.device.type})")
+    if engine.probed is not None:
+        table.add_row("probe", str(engine.probed))
     table.add_row("step", f"{run.batch} sequences of {sequence} = {run.batch * sequence:,} tokens")
     table.add_row("steps", f"{run.steps:,}: {run.steps * run.batch * sequence:,} tokens")
     table.add_row("peak", f"{peak_flops / 1e9:,.1f} GFLOP/s per rank, a matrix product measured now")
@@ -38,6 +40,10 @@ def start_table(recipe: Recipe, engine: Engine, peak_flops: float) -> Table:
     memory = "; ".join([", ".join(on_device), f"in all {_size(predicted.total)}", *elsewhere])
     table.add_row("memory per rank", memory)
     return table
+
+
+def _ranks(engine: Engine) -> str:
+    return "1 rank" if engine.world.size == 1 else f"{engine.world.size} ranks"
 
 
 def memory_table(predicted: MemoryUse, measured: MemoryUse) -> Table:
