@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from plait.models import blocks_of, take_own_heads
+from plait.models import blocks_of
+from plait.parallel.tensor import take_own_heads
 from plait.plan.tensor import DimCut, LayerCut, Range, Style, TensorPlan, split
 from tensor_models import LENGTH, loss_of, piece, places
 

@@ -9,10 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from plait.errors import ModelError, PlaitError, PlanError
-from plait.models import causal_lm_on_meta
+from plait.errors import ModelError, PlaitError
 from plait.plan.tensor import DimCut, ParameterCut, Style, TensorPlan
-from tensor_models import COMMON, FAMILIES, LENGTH, loss_of, piece, places, plan_of, real, small
+from tensor_models import FAMILIES, LENGTH, loss_of, piece, places, plan_of, real, small
 from tensor_ranks import stays_whole, trained
 
 EXPERTS = {"mixtral", "deepseek_v2", "deepseek_v3"}  # no sequence parallelism
@@ -207,52 +206,6 @@ def test_head_norms_are_parts_only_where_heads_are_cut() -> None:
     assert weights.dims == (DimCut("col", (((0, 1),), ((1, 2),))), None)
 
 
-@pytest.mark.parametrize("name", sorted(EXPERTS))
-def test_a_mixture_of_experts_is_refused_with_sequence_parallelism(name: str) -> None:
-    with pytest.raises(ModelError, match="without sp"):
-        plan_of(small(name), 1, 2, sequence=True)
-
-
-def test_experts_of_which_it_is_not_said_how_they_hold_gate_and_up_are_refused() -> None:
-    model, path = small("mixtral"), "model.layers.*.mlp.experts.gate_up_proj"
-    with pytest.raises(
-        ModelError, match=r"does not say how model\.layers\.0\.mlp\.experts\.gate_up"
-    ) as found:
-        plan_of(model, 1, 2, given={path: "colwise"})
-    assert "80 features, experts of 40" in str(found.value)
-    assert f"tensor_plan={{'{path}': 'packed_colwise:2'}}" in str(found.value)
-    for word, ranges in {"packed_colwise:2": ((0, 20), (40, 60)), "packed_colwise:1/2": ((0, 40),)}.items():
-        plan = plan_of(model, 1, 2, given={path: word})
-        (cut,) = (cut for cut in plan.parameters if cut.name.endswith("layers.1.mlp.experts.gate_up_proj"))
-        assert cut.dims[1] is not None
-        assert cut.dims[1].ranges[0] == ranges
-
-
-def test_a_layer_that_gives_a_number_for_every_head_is_refused_where_heads_are_cut() -> None:
-    model = causal_lm_on_meta({"model_type": "doge", **COMMON})
-    with pytest.raises(ModelError, match=r"self_attn\.dt_proj gives a number for every head") as found:
-        plan_of(model, 1, 2)
-    words = {"model.layers.*.self_attn.*": "replicate"}
-    assert f"tensor_plan={words}" in str(found.value)
-    assert plan_of(model, 1, 2, given=words).regions == ("model.layers.0.mlp", "model.layers.1.mlp")
-
-
-def test_more_columns_than_heads_are_refused_with_grids_that_would_work() -> None:
-    with pytest.raises(PlanError) as raised:
-        plan_of(small("llama"), 1, 8)
-    assert "model.layers.0.self_attn" in str(raised.value)
-    assert "tp=1x6 or tp=1x3" in str(raised.value)
-    with pytest.raises(PlanError) as raised:
-        plan_of(small("llama"), 2, 8)
-    assert "tp=2x6 or tp=2x3" in str(raised.value)
-    assert plan_of(small("llama"), 2, 6).cols == 6
-
-
-def test_a_bloom_that_multiplies_slices_of_its_weights_is_refused() -> None:
-    with pytest.raises(ModelError, match="slow_but_exact=False"):
-        plan_of(small("bloom", pretraining_tp=2, slow_but_exact=True), 1, 2)
-
-
 def test_a_users_words_override_the_models_own() -> None:
     model = real(small("llama"))
     given = {"model.layers.*.mlp.gate_proj": "replicate", "model.layers.*.mlp.up_proj": "replicate"}
@@ -400,6 +353,24 @@ def test_what_a_plan_cannot_mean_is_said_by_the_layers_name(changed: dict[str, s
 def test_a_model_without_a_plan_is_refused() -> None:
     with pytest.raises(ModelError, match="no tensor plan for this model"):
         plan_of(Plain(), 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("changed", "pattern"),
+    [
+        ({"blocks.*.fc1": "mla_kv_a_proj"}, "blocks.*.*"),
+        ({"blocks.*.norm": "embedding_rowwise"}, "blocks.*.norm"),
+    ],
+)
+def test_a_letter_says_what_a_tensor_plan_could_leave_whole_and_that_works(
+    changed: dict[str, str], pattern: str
+) -> None:
+    with pytest.raises(PlaitError) as raised:
+        plan_of(Plain(), 1, 3, given=GIVEN | changed)
+    words = {pattern: "replicate"}
+    assert raised.value.hint == f"tensor_plan={words}, or tp=1"
+    numbers = {"blocks.*.attn": "replicate"} if pattern == "blocks.*.*" else {}
+    assert plan_of(Plain(), 1, 3, given={**GIVEN, **changed, **words, **numbers})
 
 
 def test_a_layer_shared_with_a_layer_that_is_cut_otherwise_is_refused() -> None:

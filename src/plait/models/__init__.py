@@ -7,10 +7,11 @@ from plait.models.loss import Loss, choose_loss, forward_inputs
 from plait.models.materialise import initialise, seeded
 from plait.models.saved import meta_twin, saved_bytes, watch_saved
 from plait.models.tensor import tensor_plan
-from plait.models.tensor_families import take_own_heads
+from plait.models.tensor_families import LINEAR_FORWARDS
 
 __all__ = [
     "ALONE",
+    "LINEAR_FORWARDS",
     "Blocks",
     "FlopFacts",
     "Loss",
@@ -24,7 +25,6 @@ __all__ = [
     "read_config",
     "saved_bytes",
     "seeded",
-    "take_own_heads",
     "tensor_plan",
     "unit_facts",
     "watch_saved",

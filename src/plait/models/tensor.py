@@ -39,7 +39,7 @@ from plait.models.tensor_stream import (
     pure_regions,
     regions_of,
 )
-from plait.models.tensor_words import Word, numberless, words_of
+from plait.models.tensor_words import Word, left_whole, numberless, words_of
 from plait.plan.tensor import DimCut, LayerCut, Style, TensorPlan, split_width
 
 
@@ -76,7 +76,7 @@ def tensor_plan(
             "there is no tensor plan for this model",
             given=type(model).__name__,
             expected="a transformers model with a plan, or tensor_plan = {path: style}",
-            hint="tp=1, or a tensor_plan",
+            hint="tensor_plan={'layers.*.mlp.up': 'colwise', 'layers.*.mlp.down': 'rowwise', ...}, or tp=1",
         )
     regions = regions_of(draft)
     if rows > 1:
@@ -129,12 +129,13 @@ def _add_module(draft: Draft, name: str, word: Word) -> None:
     elif word.style is Style.HEAD_NORM:
         add_head_norm(draft, name)
     elif word.style is Style.LATENT:
-        around = draft.modules[draft.ancestors(name)[0]]
+        path = name.rpartition(".")[0]
+        around = draft.modules[path]
         if not isinstance(getattr(around, "qk_rope_head_dim", None), int):
             raise ModelError(
                 f"{name} gives a rotary part of unknown width",
                 given=f"{type(around).__name__} without qk_rope_head_dim",
-                hint="tp=1",
+                hint=left_whole(f"{path}.*" if path else "*"),
             )
         draft.layers[name] = LayerCut(name, Style.LATENT)
     elif word.style is Style.EXPERTS:
@@ -145,7 +146,10 @@ def _add_vocabulary(draft: Draft, name: str) -> None:
     module = draft.modules[name]
     if not isinstance(module, nn.Embedding):
         raise ModelError(
-            f"{name} is not an embedding", given=type(module).__name__, expected="nn.Embedding", hint="tp=1"
+            f"{name} is not an embedding",
+            given=type(module).__name__,
+            expected="nn.Embedding",
+            hint=left_whole(name),
         )
     vocabulary = split_width(module.num_embeddings, draft.cols, of=f"the vocabulary of {name}")
     inp, out = one_each("col", vocabulary), draft.over_row(module.embedding_dim, name)
@@ -230,7 +234,7 @@ def _add_experts(draft: Draft) -> None:
                 f"the experts of {name} have parameters that the tensor plan leaves whole",
                 given=", ".join(full[len(name) + 1 :] for full in unsaid) or "no parameters at all",
                 expected="every parameter cut, as the columns' outputs are summed",
-                hint="tp=1, or a tensor_plan that cuts them",
+                hint="tensor_plan= that cuts them, or with 'replicate' for all that is in it, or tp=1",
             )
 
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from plait.errors import ModelError, PlanError
-from plait.models.tensor_words import Word
+from plait.models.tensor_words import Word, left_whole
 from plait.plan.tensor import ArgumentCut, DimCut, LayerCut, ParameterCut, Range, Style, split_width
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList)  # hold modules, and are never called
@@ -53,7 +53,7 @@ class Draft:
             raise ModelError(
                 f"two layers share the parameter {name}, which the tensor plan cuts in two ways",
                 given=f"shape {self.shapes[name]}",
-                hint="one style for both, or tp=1",
+                hint="tensor_plan= with one style for both, or 'replicate', or tp=1",
             )
 
     def over_row(self, size: int, of: str) -> DimCut:
@@ -144,7 +144,7 @@ def add_linear(draft: Draft, name: str, word: Word, over_col: Callable[[int], Di
             raise ModelError(
                 f"{name} has a parameter that a linear layer has not",
                 given=key,
-                hint="tp=1, or a plan without it",
+                hint=left_whole(name),
             )
 
 

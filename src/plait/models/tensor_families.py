@@ -6,14 +6,14 @@ Patterns are of paths below the base model; words as in `models/tensor_words.py`
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.models.falcon.modeling_falcon import FalconLinear
 
 from plait.errors import ModelError
 from plait.models.tensor_draft import Draft
 from plait.models.tensor_heads import Heads
-from plait.plan.tensor import ArgumentCut, TensorPlan
+from plait.plan.tensor import ArgumentCut
 
 Patterns = dict[str, str]
 
@@ -123,6 +123,9 @@ FAMILIES: dict[str, Patterns | Callable[[Any, int], Patterns]] = {
     "inkling2_text": _PACKED_EXPERTS,
 }
 
+# Forwards that compute what nn.Linear's does.
+LINEAR_FORWARDS = (nn.Linear.forward, FalconLinear.forward)
+
 # Keywords of attention modules that hold something of every head, and the dim in which.
 _HEAD_ARGUMENTS = {"bloom": (("alibi", -3),), "falcon": (("alibi", -3), ("attention_mask", -3))}
 
@@ -143,28 +146,3 @@ def add_arguments(draft: Draft, heads: Heads) -> None:
         cut = ArgumentCut(heads.module, argument, dim, heads.count, heads.queries(1))
         if cut not in draft.arguments:
             draft.arguments.append(cut)
-
-
-class OwnHeads:
-    """A forward pre-hook that leaves a module this column's heads of an argument. See `ArgumentCut`."""
-
-    def __init__(self, cut: ArgumentCut, col: int) -> None:
-        self._argument, self._dim, self._heads = cut.argument, cut.dim, cut.heads
-        ((self._start, self._stop),) = cut.cut.ranges[col]
-
-    def __call__(
-        self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        whole = kwargs.get(self._argument)
-        if not isinstance(whole, torch.Tensor) or whole.shape[self._dim] % self._heads:
-            return args, kwargs
-        by_head = whole.unflatten(self._dim, (-1, self._heads))
-        mine = by_head.narrow(self._dim, self._start, self._stop - self._start)
-        return args, {**kwargs, self._argument: mine.flatten(self._dim - 1, self._dim)}
-
-
-def take_own_heads(model: nn.Module, plan: TensorPlan, col: int) -> None:
-    """Sees to `plan.arguments` on a model: each module gets this column's heads of them."""
-    for cut in plan.arguments:
-        hook = OwnHeads(cut, col)
-        model.get_submodule(cut.module).register_forward_pre_hook(hook, with_kwargs=True)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from plait.errors import ModelError, PlanError
 from plait.models.tensor_draft import Draft, in_parts, linear_features, one_each, part_width
-from plait.models.tensor_words import Word, numberless
+from plait.models.tensor_words import Word, left_whole
 from plait.plan.tensor import DimCut, HeadSplit, Style, split, split_heads, split_width
 
 QUERY_COUNTS = ("num_heads", "num_attention_heads", "n_head", "n_heads")
@@ -172,8 +172,8 @@ def _head_width(size: int, count: int, name: str, heads: Heads) -> int:
         raise PlanError(
             f"{name} cannot be cut at heads",
             given=f"{size} features, heads={heads.count} kv heads={heads.kv}",
-            expected="a whole number of features for every head",
-            hint="a tensor plan that says how it is made, or tp=1",
+            expected="a whole number of features for every head, or a tensor_plan that says how it is made",
+            hint=left_whole(f"{heads.module}.*"),
         )
     return size // count
 
@@ -189,7 +189,7 @@ def check_heads(draft: Draft, name: str, word: Word) -> None:
             f"{name} gives a number for every head, of which each column has its own alone",
             given=f"{features[0]} features, heads={heads.count} kv heads={heads.kv} columns={draft.cols}",
             expected="a rowwise layer that gives features of the stream",
-            hint=f"tensor_plan={{'{numberless(heads.module)}.*': 'replicate'}}",
+            hint=left_whole(f"{heads.module}.*"),
         )
 
 

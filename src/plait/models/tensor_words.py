@@ -89,7 +89,7 @@ def parse_word(text: str, where: str) -> Word:
         raise ModelError(
             f"tensor parallelism cannot do what the plan says of {where}",
             given=f"{key}: {REFUSED[key]}",
-            hint="tp=1",
+            hint=f"tensor_plan= with 'replicate' for {numberless(where)} and all that is in it, or tp=1",
         )
     if key not in WORDS:
         raise ModelError(
@@ -125,10 +125,7 @@ def words_of(
     names += [name for name, _ in model.named_parameters()]
     prefix = base_prefix(model)
     own = {**own_plan(model), **{f"{prefix}{pattern}": text for pattern, text in built_in.items()}}
-    found: dict[str, Word] = {}
-    for pattern, text in own.items():
-        for name in _matches(pattern, names):
-            found[name] = parse_word(text, name)
+    found = {name: text for pattern, text in own.items() for name in _matches(pattern, names)}
     for pattern, text in (given or {}).items():
         matched = _matches(pattern, names)
         if not matched:
@@ -139,8 +136,8 @@ def words_of(
                 expected="paths of modules or parameters, with * for a part of a path",
                 hint=close,
             )
-        found |= {name: parse_word(text, name) for name in matched}
-    return found
+        found |= dict.fromkeys(matched, text)
+    return {name: parse_word(text, name) for name, text in found.items()}
 
 
 def own_plan(model: nn.Module) -> dict[str, str]:
@@ -169,5 +166,11 @@ def _fits(parts: list[str], wanted: list[str]) -> bool:
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
+def left_whole(name: str) -> str:
+    """What to try where a module or a parameter cannot be cut."""
+    return f"tensor_plan={{'{numberless(name)}': 'replicate'}}, or tp=1"
+
+
 def numberless(name: str) -> str:
+    """The pattern of its like in all blocks."""
     return ".".join("*" if part.isdecimal() else part for part in name.split("."))

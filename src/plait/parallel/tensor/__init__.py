@@ -2,6 +2,7 @@
 
 from plait.parallel.tensor.groups import TensorGroups
 from plait.parallel.tensor.install import CutLayers, cut_layers
+from plait.parallel.tensor.own_heads import take_own_heads
 from plait.parallel.tensor.random import zone_randomness
 
-__all__ = ["CutLayers", "TensorGroups", "cut_layers", "zone_randomness"]
+__all__ = ["CutLayers", "TensorGroups", "cut_layers", "take_own_heads", "zone_randomness"]

@@ -13,16 +13,16 @@ from types import MethodType
 from typing import Any
 
 from torch import nn
-from transformers.models.falcon.modeling_falcon import FalconLinear
 
 from plait.errors import ModelError
-from plait.models import take_own_heads
+from plait.models import LINEAR_FORWARDS
 from plait.parallel.tensor.beside import Beside
 from plait.parallel.tensor.embedding import CutEmbedding, check_embedding, own_padding
 from plait.parallel.tensor.groups import Cut, TensorGroups
 from plait.parallel.tensor.linear import CutLinear, Head
 from plait.parallel.tensor.norm import CutNorm
 from plait.parallel.tensor.outside import watch_outside
+from plait.parallel.tensor.own_heads import take_own_heads
 from plait.parallel.tensor.readers import Readers
 from plait.parallel.tensor.sequence import CutBlock, CutRegion, Gathers
 from plait.parallel.tensor.tokens import TokenCut
@@ -258,12 +258,8 @@ def _own_forward(name: str, module: nn.Module) -> Callable[..., Any]:
     )
 
 
-# What transformers writes otherwise, and is the same.
-_LIKE_IT = (FalconLinear.forward,)
-
-
 def _check_linear(layer: LayerCut, module: nn.Module, forward: Callable[..., Any]) -> None:
-    if type(module).__name__ == "Conv1D" if layer.transposed else forward in (nn.Linear.forward, *_LIKE_IT):
+    if type(module).__name__ == "Conv1D" if layer.transposed else forward in LINEAR_FORWARDS:
         return
     raise ModelError(
         f"{layer.module} cannot be cut as a linear layer",

@@ -1,0 +1,66 @@
+"""What cannot be cut is refused by a letter, and what the letter says to try works."""
+
+import pytest
+
+from plait.errors import ModelError, PlanError
+from plait.models import causal_lm_on_meta
+from tensor_models import COMMON, plan_of, small
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "mixtral"])
+def test_a_mixture_of_experts_is_refused_with_sequence_parallelism(name: str) -> None:
+    with pytest.raises(ModelError, match="without sp"):
+        plan_of(small(name), 1, 2, sequence=True)
+
+
+def test_experts_of_which_it_is_not_said_how_they_hold_gate_and_up_are_refused() -> None:
+    model, path = small("mixtral"), "model.layers.*.mlp.experts.gate_up_proj"
+    with pytest.raises(
+        ModelError, match=r"does not say how model\.layers\.0\.mlp\.experts\.gate_up"
+    ) as found:
+        plan_of(model, 1, 2, given={path: "colwise"})
+    assert "80 features, experts of 40" in str(found.value)
+    assert f"tensor_plan={{'{path}': 'packed_colwise:2'}}" in str(found.value)
+    for word, ranges in {"packed_colwise:2": ((0, 20), (40, 60)), "packed_colwise:1/2": ((0, 40),)}.items():
+        plan = plan_of(model, 1, 2, given={path: word})
+        (cut,) = (cut for cut in plan.parameters if cut.name.endswith("layers.1.mlp.experts.gate_up_proj"))
+        assert cut.dims[1] is not None
+        assert cut.dims[1].ranges[0] == ranges
+
+
+def test_a_layer_that_gives_a_number_for_every_head_is_refused_where_heads_are_cut() -> None:
+    model = causal_lm_on_meta({"model_type": "doge", **COMMON})
+    with pytest.raises(ModelError, match=r"self_attn\.dt_proj gives a number for every head") as found:
+        plan_of(model, 1, 2)
+    words = {"model.layers.*.self_attn.*": "replicate"}
+    assert f"tensor_plan={words}" in str(found.value)
+    assert plan_of(model, 1, 2, given=words).regions == ("model.layers.0.mlp", "model.layers.1.mlp")
+
+
+def test_more_columns_than_heads_are_refused_with_grids_that_would_work() -> None:
+    with pytest.raises(PlanError) as raised:
+        plan_of(small("llama"), 1, 8)
+    assert "model.layers.0.self_attn" in str(raised.value)
+    assert "tp=1x6 or tp=1x3" in str(raised.value)
+    with pytest.raises(PlanError) as raised:
+        plan_of(small("llama"), 2, 8)
+    assert "tp=2x6 or tp=2x3" in str(raised.value)
+    assert plan_of(small("llama"), 2, 6).cols == 6
+
+
+def test_a_bloom_that_multiplies_slices_of_its_weights_is_refused() -> None:
+    with pytest.raises(ModelError, match="slow_but_exact=False"):
+        plan_of(small("bloom", pretraining_tp=2, slow_but_exact=True), 1, 2)
+
+
+def test_a_users_word_overrides_one_of_the_models_that_cannot_be_honoured() -> None:
+    sizes = {**COMMON, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+    model = causal_lm_on_meta({"model_type": "inkling_text", **sizes})
+    with pytest.raises(
+        ModelError, match=r"says of model\.layers\.0\.mlp\.shared_experts\n.*all_reduce"
+    ) as raised:
+        plan_of(model, 1, 2)
+    path = "model.layers.*.mlp.shared_experts"
+    assert f"'replicate' for {path} and all that is in it" in str(raised.value)
+    plan = plan_of(model, 1, 2, given={path: "replicate", f"{path}.*": "replicate"})
+    assert not any("shared_experts" in cut.name for cut in plan.parameters)
