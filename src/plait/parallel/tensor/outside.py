@@ -17,7 +17,7 @@ def watch_outside(model: nn.Module, blocks: Sequence[str], tokens: TokenCut) -> 
     """Hooks, also of copies: a function is not copied, so theirs knows the same tokens."""
     model.register_forward_pre_hook(lambda *_: tokens.leave())  # a forward that failed may have left them cut
     for name, module in model.named_modules():
-        is_inside = any(name == block or name.startswith(f"{block}.") for block in blocks)
+        is_inside = any(not block or name == block or name.startswith(f"{block}.") for block in blocks)
         if name and not is_inside and any(True for _ in module.parameters(recurse=False)):
             _watch(name, module, tokens)
 
