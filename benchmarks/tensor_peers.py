@@ -86,6 +86,14 @@ def dtensor(folder: Path, precision: str) -> Contender:
     return _contender("torch DTensor", model, loss_parallel)
 
 
+def dtensor_layers(folder: Path, precision: str) -> Contender:
+    """torch's tutorial: `parallelize_module` over the linear layers of blocks, and nothing else."""
+    model, mesh = _load(folder, precision), _mesh()
+    for block in model.model.layers:
+        parallelize_module(block, mesh, _linears(RowwiseParallel))
+    return _contender("torch DTensor, layers alone", model)
+
+
 def dtensor_sequence(folder: Path, precision: str) -> Contender:
     """The same, with the residual stream cut over the sequence, as torchtitan has it."""
     model, mesh = _load(folder, precision), _mesh()
@@ -120,6 +128,7 @@ def transformers_tp(folder: Path, precision: str) -> Contender:
 
 PEERS: dict[str, Callable[[Path, str], Contender]] = {
     "torch DTensor": dtensor,
+    "torch DTensor, layers alone": dtensor_layers,
     "torch DTensor, sequence": dtensor_sequence,
     "transformers tp": transformers_tp,
 }
@@ -134,7 +143,7 @@ def _contender(
     name: str, model: nn.Module, around: LossContext = contextlib.nullcontext, *, alone: bool = False
 ) -> Contender:
     """`around`: forward and backward."""
-    optimizer = torch.optim.AdamW(groups(model), fused=True, **ADAMW)
+    optimizer = torch.optim.AdamW(_unmixed(groups(model)), fused=True, **ADAMW)
 
     def backward(batch: Batch) -> Tensor:
         with around():
@@ -164,6 +173,16 @@ def _load(folder: Path, precision: str, **options: Any) -> nn.Module:
 
 def _mesh() -> DeviceMesh:
     return dist.init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def _unmixed(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Fused kernels take DTensors or plain tensors."""
+    kinds = [
+        group | {"params": [p for p in group["params"] if isinstance(p, DTensor) is cut]}
+        for group in groups
+        for cut in (True, False)
+    ]
+    return [group for group in kinds if group["params"]]
 
 
 def _linears(rowwise: Callable[[], ParallelStyle]) -> dict[str, ParallelStyle]:
