@@ -31,8 +31,8 @@ def test_loss_gradients_and_weights_equal_the_one_process_programs(pool: Pool, c
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("case", tensor_plans.all_cases(), ids=tensor_plans.name_of)
-def test_under_every_plan_loss_gradients_and_weights_equal_the_one_process_programs(
+@pytest.mark.parametrize("case", tensor_plans.many_cases(), ids=tensor_plans.name_of)
+def test_under_many_plans_loss_gradients_and_weights_equal_the_one_process_programs(
     pool: Pool, case: Case
 ) -> None:
     check_parity(pool, case)
