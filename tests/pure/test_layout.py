@@ -4,7 +4,7 @@ import math
 from itertools import product
 from typing import Any
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from plait.plan import (
@@ -194,7 +194,22 @@ def test_on_a_grid_every_element_is_counted_once(given_: tuple[UnitFact, TensorP
     assert set(seen.values()) == {1}
 
 
+def _interposed() -> tuple[UnitFact, TensorPlan]:
+    """Columns 1 and 2 share a piece that lies, there alone, behind two that all columns share."""
+    col = DimCut("col", (((0, 1),), ((1, 2),), ((1, 2),)))
+    row = DimCut("row", (((0, 1),), ((1, 2),)))
+    cuts = (
+        ParameterCut("norm", (None,), partial=True),
+        ParameterCut("keys", (col,)),
+        ParameterCut("stream", (row,), partial=True),
+    )
+    shapes = {"norm": (3,), "keys": (2,), "stream": (2,)}
+    facts = tuple(TensorFact(name, shape, 0) for name, shape in shapes.items())
+    return UnitFact("u", facts), TensorPlan(2, 3, parameters=cuts)
+
+
 @given(tensor_plans())
+@example(_interposed())
 def test_columns_that_share_a_piece_agree_on_who_they_are_and_where_it_lies(
     given_: tuple[UnitFact, TensorPlan],
 ) -> None:

@@ -30,6 +30,12 @@ def test_loss_gradients_and_weights_equal_the_one_process_programs(pool: Pool, c
     check_parity(pool, case)
 
 
+def test_rows_and_columns_that_share_heads_unevenly_sum_the_same_parts(pool: Pool) -> None:
+    """Of three columns two share a kv head; under `sp` all of them share the norms, which rows cut."""
+    case = {"family": "biased_llama", "tp": "2x3", "sp": "true", "data": "alone", "loss": "own"}
+    check_parity(pool, case | {"recompute": "none"})
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("case", tensor_plans.many_cases(), ids=tensor_plans.name_of)
 def test_under_many_plans_loss_gradients_and_weights_equal_the_one_process_programs(

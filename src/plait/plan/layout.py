@@ -6,16 +6,14 @@ from it, the checkpointer its names and shapes, the memory arithmetic its sizes.
 [Note: copies stay equal]
 Ranks that hold the same piece update it each for itself, and must get the same bits for ever. Gradients that
 travel in codes share a scale per 256 elements, and states in bf16 are rounded by noise that follows from an
-element's place: so copies lie at the same place on all their holders, among the same neighbours. What the
-whole grid holds comes first, then what some of its ranks do, then what is this rank's alone, each from a
-multiple of 256 elements on. (Where rows are cut unevenly, what each column's rows share may lie at different
-places.)
+element's place: so copies lie at the same place on all their holders, among the same neighbours. What more
+ranks of the grid hold comes first, and what as many do begins at a multiple of 256 elements. (Where rows are
+cut unevenly, what each column's rows share may lie at different places.)
 """
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import IntEnum
 from itertools import groupby, product
 
 from plait.plan.tensor import ParameterCut, Range, TensorPlan
@@ -114,21 +112,13 @@ class UnitFact:
     tensors: tuple[TensorFact, ...]
 
 
-class Holders(IntEnum):
-    """Which ranks of a grid hold a piece besides this one."""
-
-    ALL = 0
-    SOME = 1
-    NONE = 2
-
-
 @dataclass(frozen=True)
 class Piece:
     """The boxes of a whole tensor that a rank holds, `numel` elements from `start` in its unit's storage.
 
     sharers     the `col` coordinates that compute parts of this piece's gradient; () where nothing is summed
     counted     this rank is the first of those that hold the piece
-    held_by     other ranks of the grid hold it too: all, some or none
+    copies      how many ranks of the grid hold it
     """
 
     name: str
@@ -137,17 +127,16 @@ class Piece:
     start: int
     sharers: tuple[int, ...] = ()
     counted: bool = True
-    held_by: Holders = Holders.ALL
+    copies: int = 1
 
     @classmethod
     def of(cls, fact: TensorFact, place: Place) -> "Piece":
         """What the rank at `place` holds, at the beginning of a storage."""
         cut = place.cuts.get(fact.name)
         if cut is None:
-            is_first = place.row == place.col == 0
-            return cls(fact.name, fact.shape, Boxes.whole(fact.shape), 0, counted=is_first)
-        copies = cut.copies(place.rows, place.cols, place.col)
-        everyone = place.rows * place.cols
+            is_first, copies = place.row == place.col == 0, place.rows * place.cols
+            boxes = Boxes.whole(fact.shape)
+            return cls(fact.name, fact.shape, boxes, 0, counted=is_first, copies=copies)
         return cls(
             fact.name,
             fact.shape,
@@ -155,7 +144,7 @@ class Piece:
             0,
             cut.sharers(place.cols, place.col),
             cut.is_first(place.row, place.col),
-            Holders.ALL if copies == everyone else Holders.SOME if copies > 1 else Holders.NONE,
+            cut.copies(place.rows, place.cols, place.col),
         )
 
     @property
@@ -181,7 +170,7 @@ class UnitLayout:
     """One flat storage, cut into equal ranges: range r is owned by the rank at `shard` coordinate r.
 
     Pieces of one optimizer group stand together, so each group is one range of the storage, and at most
-    one range of what a rank owns. On a grid there are up to three of each: see [Note: copies stay equal].
+    one range of what a rank owns. On a grid there may be several of each: see [Note: copies stay equal].
     There, pieces whose gradients are summed over the same columns stand together. Parameters that train and
     frozen ones are units of their own.
     """
@@ -202,13 +191,12 @@ class UnitLayout:
         groups: list[tuple[int, int, int]] = []
         position = 0
         held = [(tensor.group, Piece.of(tensor, place)) for tensor in unit.tensors]
-        for (holders, order), run in groupby(
-            sorted(held, key=_place_in_unit), key=lambda h: _place_in_unit(h)[:2]
-        ):
-            if pieces and holders != pieces[-1].held_by:  # see [Note: copies stay equal]
+        for (_, order), run in groupby(sorted(held, key=_place_in_unit), key=lambda h: _place_in_unit(h)[:2]):
+            parts = [piece for _, piece in run]
+            if pieces and parts[0].copies != pieces[-1].copies:  # see [Note: copies stay equal]
                 position = _round_up(position, RANGE_ALIGNMENT)
             start = position
-            for _, piece in run:
+            for piece in parts:
                 pieces.append(replace(piece, start=position))
                 position = _round_up(pieces[-1].stop, ALIGNMENT)
             if order >= 0 and position > start:
@@ -246,10 +234,14 @@ class UnitLayout:
 
     @property
     def partial(self) -> tuple[tuple[tuple[int, ...], int, int], ...]:
-        """(columns, start, stop): where gradients are parts, which these columns sum."""
-        runs = groupby(self.pieces, key=lambda piece: piece.sharers)
-        found = ((sharers, list(pieces)) for sharers, pieces in runs if sharers)
+        """(columns, start, stop): where gradients are parts, which these columns sum. Runs that touch stay
+        two: on another of the columns something else may lie between them."""
+        runs = groupby(self.pieces, key=lambda p: (p.sharers, p.copies, self._group_at(p.start)))
+        found = [(sharers, list(pieces)) for (sharers, _, _), pieces in runs if sharers]
         return tuple((sharers, pieces[0].start, pieces[-1].stop) for sharers, pieces in found)
+
+    def _group_at(self, position: int) -> int | None:
+        return next((group for group, start, stop in self.groups if start <= position < stop), None)
 
     @property
     def repeated(self) -> tuple[tuple[int, int], ...]:
@@ -298,9 +290,10 @@ class Layout:
         return sum(math.prod(p.whole_shape) for unit in self.units if unit.trains for p in unit.pieces)
 
 
-def _place_in_unit(held: tuple[int | None, Piece]) -> tuple[Holders, int, tuple[int, ...]]:
+def _place_in_unit(held: tuple[int | None, Piece]) -> tuple[int, int, tuple[int, ...]]:
+    """What more ranks hold comes first."""
     group, piece = held
-    return piece.held_by, -1 if group is None else group, piece.sharers
+    return -piece.copies, -1 if group is None else group, piece.sharers
 
 
 def _round_up(value: int, multiple: int) -> int:
