@@ -187,6 +187,7 @@ def _summed_product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: 
     return _waiting[number](_product(x, weight, bias, transposed))
 
 
+# Operators take numbers and tensors only: a sum is here from just before its operator's call to just after.
 _numbers = itertools.count()
 _waiting: dict[int, Callable[[Tensor], Tensor]] = {}
 _operators = torch.library.Library("plait", "FRAGMENT")
