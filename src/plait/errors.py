@@ -41,6 +41,10 @@ class PlanError(PlaitError):
     """A plan that cannot exist, or does not fit the ranks, the batch or the model."""
 
 
+class ScheduleError(PlanError):
+    """A pipeline schedule that cannot be read, or cannot be run."""
+
+
 class ConfigError(PlaitError):
     """A recipe or a flag that does not say something possible."""
 

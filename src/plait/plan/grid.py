@@ -20,7 +20,11 @@ class Grid:
     @classmethod
     def of(cls, plan: Plan) -> "Grid":
         return cls.along(
-            replicate=plan.dp // plan.shard_degree, shard=plan.shard_degree, row=plan.rows, col=plan.cols
+            pp=plan.pp,
+            replicate=plan.dp // plan.shard_degree,
+            shard=plan.shard_degree,
+            row=plan.rows,
+            col=plan.cols,
         )
 
     @classmethod

@@ -17,11 +17,23 @@ _CHOICES = {
     "states": ("fp32", "bf16"),
     "offload": ("none", "cpu", "disk"),
 }
-_LEAST = {"zero": 0, "shard": 0, "prefetch": 0}  # of the whole numbers; 1 for all others
+_LEAST = {"zero": 0, "shard": 0, "prefetch": 0, "chunks": 0}  # of the whole numbers; 1 for all others
 _RECOMPUTE = re.compile(r"none|full|selective|every=[1-9][0-9]*")
 _TP = re.compile(r"([1-9][0-9]*)(?:x([1-9][0-9]*))?")
 _REDUCE = re.compile(r"fp32|bf16|fp16|int8|powersgd(?::([1-9][0-9]*))?")
 _FACTOR_RANK = 4  # of powersgd without a number
+_STAGES = re.compile(r"([1-9][0-9]*(,[1-9][0-9]*)*)?")
+# Chunks per rank of each schedule: the usual number, and whether it can be another.
+_SCHEDULES = {
+    "gpipe": (1, True),
+    "1f1b": (1, True),
+    "interleaved": (2, True),
+    "bfs": (2, True),
+    "zb-h1": (1, False),
+    "zbv": (2, False),
+    "dualpipev": (2, False),
+}
+SCHEDULES = tuple(_SCHEDULES)
 
 
 @dataclass(frozen=True)
@@ -31,6 +43,11 @@ class Plan:
     dp          ranks that see different data and hold the same computation
     tp          ranks that share every layer: `tp=4` cuts heads and ffn widths over 4 columns (Megatron's
                 layout), `tp=2x4` also the hidden dim over 2 rows
+    pp          ranks that share the model's depth: each has some of its blocks (pipeline parallelism)
+    schedule    which rank computes what of which micro-batch when: 1f1b (with chunks: interleaved), gpipe (with
+                chunks: bfs), interleaved, bfs (breadth-first), zb-h1, zbv, dualpipev, or file:PATH, a CSV file
+    chunks      stages per rank; 0: what is usual for the schedule
+    stages      blocks of each stage, as in 8,8,8,6; nothing: dealt by cost
     sp          between the layers that tp cuts, activations are cut over the sequence on the columns
     zero        what is cut over `shard`: 0 nothing, 1 optimizer state, 2 + gradients, 3 + parameters
     shard       ranks that share one copy of what is cut; a divisor of dp, 0 for all of it. The copies
@@ -61,6 +78,10 @@ class Plan:
 
     dp: int = 1
     tp: str = "1"
+    pp: int = 1
+    schedule: str = "1f1b"
+    chunks: int = 0
+    stages: str = ""
     sp: bool = False
     zero: int = 0
     shard: int = 0
@@ -98,6 +119,7 @@ class Plan:
                     f"{key} is not one that plait knows", given=f"{key}={value}", expected=expected
                 )
         self._check_tensor()
+        self._check_pipeline()
         self._check_zero()
         self._check_exact()
         if self.algorithm != "auto" and self.reduce not in ("fp32", "bf16"):
@@ -113,6 +135,39 @@ class Plan:
                 "one column has nothing to cut the sequence over",
                 given=f"tp={self.tp} sp=true",
                 hint="tp=2 sp=true, or no sp",
+            )
+
+    def _check_pipeline(self) -> None:
+        if not self.schedule.startswith("file:"):
+            if self.schedule not in _SCHEDULES:
+                raise PlanError(
+                    "there is no such schedule",
+                    given=f"schedule={self.schedule}",
+                    expected=f"{', '.join(SCHEDULES)}, or file:PATH",
+                    hint=unknown_key_hint(self.schedule, SCHEDULES),
+                )
+            usual, varies = _SCHEDULES[self.schedule]
+            if self.chunks and self.chunks != usual and not varies:
+                raise PlanError(
+                    f"{self.schedule} has {usual} {'stage' if usual == 1 else 'stages'} on every rank",
+                    given=f"schedule={self.schedule} chunks={self.chunks}",
+                    hint=f"schedule=interleaved chunks={self.chunks}",
+                )
+        elif self.chunks:
+            raise PlanError(
+                "a schedule's file says which rank has which stages",
+                given=f"{self.schedule} chunks={self.chunks}",
+                hint="no chunks",
+            )
+        if not _STAGES.fullmatch(self.stages):
+            raise PlanError(
+                "stages are numbers of blocks", given=f"stages={self.stages}", expected="stages=8,8,8,6"
+            )
+        if self.stages and self.num_stages not in (0, self.stages.count(",") + 1):
+            raise PlanError(
+                "stages are not as many as the plan has",
+                given=f"stages={self.stages} (there are {self.stages.count(',') + 1})",
+                expected=f"{self.num_stages} numbers of blocks: pp={self.pp} x {self.num_chunks} per rank",
             )
 
     def _check_zero(self) -> None:
@@ -174,7 +229,7 @@ class Plan:
         """
         types = {field.name: field.type for field in fields(cls)}
         values: dict[str, Any] = {}
-        for word in text.replace(",", " ").split():
+        for word in re.split(r"[\s,]+(?=[^\s,]*=)|\s+", text.strip().strip(",")) if text.strip() else []:
             key, equals, value = word.partition("=")
             if not equals:
                 raise PlanError(
@@ -197,7 +252,22 @@ class Plan:
     @property
     def num_ranks(self) -> int:
         """How many ranks the plan fills."""
-        return self.dp * self.rows * self.cols
+        return self.pp * self.dp * self.rows * self.cols
+
+    @property
+    def num_chunks(self) -> int:
+        """Stages per rank; 0 where a file says it."""
+        return 0 if self.schedule.startswith("file:") else self.chunks or _SCHEDULES[self.schedule][0]
+
+    @property
+    def num_stages(self) -> int:
+        """Of the whole pipeline; 0 where a file says it."""
+        return self.pp * self.num_chunks
+
+    @property
+    def blocks_per_stage(self) -> tuple[int, ...] | None:
+        """By hand; None where they are dealt by cost."""
+        return tuple(map(int, self.stages.split(","))) if self.stages else None
 
     @property
     def rows(self) -> int:
@@ -248,7 +318,8 @@ class Plan:
         """Raises PlanError unless the degrees multiply to the ranks that there are."""
         if num_ranks != self.num_ranks:
             ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
-            product = "dp" if self.tp == "1" else "dp x tp"
+            used = (("dp", True), ("tp", self.tp != "1"), ("pp", self.pp > 1))
+            product = " x ".join(key for key, is_used in used if is_used)
             raise PlanError(
                 f"the plan's degrees do not multiply to the {ranks} of this run",
                 given=f"{self} ({product} = {self.num_ranks}) on {ranks}",

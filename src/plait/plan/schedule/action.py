@@ -1,0 +1,152 @@
+"""A pipeline schedule as a value: per rank, a list of actions. It prints, parses, and goes through CSV.
+
+    rank 0: F0.0 F0.1 B0.0 B0.1        action, stage, micro-batch
+    rank 1: F1.0 B1.0 F1.1 B1.1
+
+`F` is a forward. `B` is a backward: the whole of it, or, where the schedule has a `W` of the same stage and
+micro-batch, the gradients of the stage's input, which its predecessor waits for; `W` then computes those of
+the weights (Qi et al. 2401.10241, section 2). Which rank has a stage follows from who runs its actions. A
+stage's outputs go to the next stage, and gradients come back from there: on another rank, or on the same.
+"""
+
+import csv
+import io
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from typing import NamedTuple
+
+from plait.errors import ScheduleError
+
+_ACTION = re.compile(r"([FBW])(\d+)\.(\d+)")
+_RANK = re.compile(r"\s*rank\s+(\d+)\s*:(.*)")
+
+
+class Kind(Enum):
+    """What an action computes."""
+
+    F = "F"
+    B = "B"
+    W = "W"
+
+
+class Action(NamedTuple):
+    """One forward, backward, or the weights' half of a backward, of one stage and one micro-batch."""
+
+    kind: Kind
+    stage: int
+    micro: int
+
+    def __str__(self) -> str:
+        return f"{self.kind.value}{self.stage}.{self.micro}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Action":
+        """Raises ScheduleError for what is no action."""
+        found = _ACTION.fullmatch(text.strip())
+        if found is None:
+            raise ScheduleError(
+                "a schedule's cell is no action",
+                given=repr(text),
+                expected="F, B or W with a stage and a micro-batch: F0.3",
+            )
+        return cls(Kind(found[1]), int(found[2]), int(found[3]))
+
+
+def F(stage: int, micro: int) -> Action:
+    return Action(Kind.F, stage, micro)
+
+
+def B(stage: int, micro: int) -> Action:
+    return Action(Kind.B, stage, micro)
+
+
+def W(stage: int, micro: int) -> Action:
+    return Action(Kind.W, stage, micro)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The actions of every rank of a pipeline, in their order. Nothing is checked: see `check`."""
+
+    name: str
+    ranks: tuple[tuple[Action, ...], ...]
+
+    @classmethod
+    def of(cls, name: str, ranks: Iterable[Iterable[Action]]) -> "Schedule":
+        return cls(name, tuple(tuple(actions) for actions in ranks))
+
+    def __iter__(self) -> Iterator[tuple[int, Action]]:
+        """(rank, action), rank by rank."""
+        for rank, actions in enumerate(self.ranks):
+            for action in actions:
+                yield rank, action
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.ranks)
+
+    @cached_property
+    def num_stages(self) -> int:
+        return 1 + max((action.stage for _, action in self), default=-1)
+
+    @cached_property
+    def num_micros(self) -> int:
+        return 1 + max((action.micro for _, action in self), default=-1)
+
+    @cached_property
+    def rank_of(self) -> dict[int, int]:
+        """The rank that runs a stage: the first that does."""
+        found: dict[int, int] = {}
+        for rank, action in self:
+            found.setdefault(action.stage, rank)
+        return found
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that a rank runs, in the model's order."""
+        return tuple(stage for stage in range(self.num_stages) if self.rank_of.get(stage) == rank)
+
+    @cached_property
+    def split(self) -> frozenset[tuple[int, int]]:
+        """(stage, micro-batch) of backwards that are halves: B and W."""
+        return frozenset((a.stage, a.micro) for _, a in self if a.kind is Kind.W)
+
+    @property
+    def trains(self) -> bool:
+        """False for forwards alone."""
+        return any(action.kind is not Kind.F for _, action in self)
+
+    def __str__(self) -> str:
+        return "\n".join(f"rank {rank}: {' '.join(map(str, a))}" for rank, a in enumerate(self.ranks))
+
+    @classmethod
+    def parse(cls, text: str, name: str = "given") -> "Schedule":
+        """Reads what `str` prints; empty lines and `#` comments are passed over. Raises ScheduleError."""
+        lines: list[list[Action]] = []
+        for line in text.splitlines():
+            line = line.partition("#")[0].strip()
+            if not line:
+                continue
+            found = _RANK.fullmatch(line)
+            if found is None or int(found[1]) != len(lines):
+                raise ScheduleError(
+                    "a schedule has a line for every rank, in order",
+                    given=repr(line[:60]),
+                    expected=f"rank {len(lines)}: F0.0 ...",
+                )
+            lines.append([Action.parse(word) for word in found[2].split()])
+        return cls.of(name, lines)
+
+    def to_csv(self) -> str:
+        """A row for every rank, a cell for every action."""
+        out = io.StringIO()
+        csv.writer(out, lineterminator="\n").writerows([map(str, actions) for actions in self.ranks])
+        return out.getvalue()
+
+    @classmethod
+    def from_csv(cls, text: str, name: str = "given") -> "Schedule":
+        """Reads rows of actions; empty cells (a rank that idles) are passed over. Raises ScheduleError."""
+        rows = [row for row in csv.reader(io.StringIO(text)) if row]
+        return cls.of(name, ([Action.parse(cell) for cell in row if cell.strip()] for row in rows))

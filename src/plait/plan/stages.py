@@ -1,0 +1,66 @@
+"""How a model is cut into pipeline stages: which blocks are whose, and who computes with what else."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class StageCut:
+    """The stages of a model, in forward order. Stage s has blocks [start, stop), at least one.
+
+    What runs before the first block is the first stage's; what runs between two blocks belongs to the second
+    one's stage; what runs after the last block to the last stage.
+
+    shared      parameters outside blocks, or of blocks of several stages, by name: the stages that compute
+                with them, in order. All others are of one stage
+    homes       of every parameter and buffer of the model, by name: the stage that counts it, and whose value
+                of a buffer is the model's
+    """
+
+    blocks: tuple[tuple[int, int], ...]
+    homes: Mapping[str, int]
+    shared: Mapping[str, tuple[int, ...]]
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.blocks)
+
+    def stages_with(self, parameter: str) -> tuple[int, ...]:
+        """The stages that compute with a parameter."""
+        return self.shared.get(parameter, (self.homes[parameter],))
+
+    def stage_of_block(self, number: int) -> int:
+        return next(stage for stage, (start, stop) in enumerate(self.blocks) if start <= number < stop)
+
+
+def deal(
+    costs: Sequence[float], num_stages: int, *, first: float = 0.0, last: float = 0.0
+) -> tuple[int, ...]:
+    """How many consecutive blocks each stage gets, so that the slowest stage is as fast as can be.
+
+    `costs`: of each block, in any unit. `first`, `last`: of what the first and the last stage do besides.
+    """
+    assert 1 <= num_stages <= len(costs), f"{len(costs)} blocks on {num_stages} stages"
+    sums = [0.0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+
+    def cost_of(stage: int, start: int, stop: int) -> float:
+        extra = (first if stage == 0 else 0.0) + (last if stage == num_stages - 1 else 0.0)
+        return sums[stop] - sums[start] + extra
+
+    # best[stop]: of the first `stop` blocks on the stages so far, (the slowest, sum of squares, their numbers)
+    best = {
+        stop: (cost_of(0, 0, stop), cost_of(0, 0, stop) ** 2, (stop,)) for stop in range(1, len(costs) + 1)
+    }
+    for stage in range(1, num_stages):
+        longer = {}
+        for stop in range(stage + 1, len(costs) + 1):
+            options = []
+            for start in range(stage, stop):
+                slowest, squares, numbers = best[start]
+                cost = cost_of(stage, start, stop)
+                options.append((max(slowest, cost), squares + cost**2, (*numbers, stop - start)))
+            longer[stop] = min(options)
+        best = longer
+    return best[len(costs)][2]
