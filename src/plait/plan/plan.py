@@ -44,8 +44,8 @@ class Plan:
     tp          ranks that share every layer: `tp=4` cuts heads and ffn widths over 4 columns (Megatron's
                 layout), `tp=2x4` also the hidden dim over 2 rows
     pp          ranks that share the model's depth: each has some of its blocks (pipeline parallelism)
-    schedule    which rank computes what of which micro-batch when: 1f1b (with chunks: interleaved), gpipe (with
-                chunks: bfs), interleaved, bfs (breadth-first), zb-h1, zbv, dualpipev, or file:PATH, a CSV file
+    schedule    what each rank computes of which micro-batch when: 1f1b (with chunks: interleaved), gpipe (with
+                chunks: bfs, breadth-first), interleaved, bfs, zb-h1, zbv, dualpipev, or file:PATH of a CSV
     chunks      stages per rank; 0: what is usual for the schedule
     stages      blocks of each stage, as in 8,8,8,6; nothing: dealt by cost
     sp          between the layers that tp cuts, activations are cut over the sequence on the columns
