@@ -13,9 +13,8 @@ a step is skipped follows from the reduced loss and norm, which are the same bit
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -24,53 +23,19 @@ from torch import Tensor, nn
 from plait.batch import EvalResult, Probed, StepResult, check_loss, check_same, micro_batches, on_device
 from plait.comm import Mesh, all_reduce, broadcast, start_all_reduce
 from plait.errors import ModelError, PlanError
-from plait.forward import Forward
-from plait.models import (
-    FlopFacts,
-    Loss,
-    seeded,
-    unit_facts,
-)
-from plait.optim import LossScale, LossScaling, clip_factor, clip_values
-from plait.parallel import (
-    DataGroups,
-    EngineState,
-    Masters,
-    Owned,
-    PartialSums,
-    Precision,
-    Unit,
-    bring_to_life,
-    compile_blocks,
-    foretold_bytes,
-    held_bytes,
-    persistent_buffers,
-    recompute_blocks,
-)
-from plait.parallel.tensor import TensorGroups, cut_layers, zone_randomness
-from plait.plan import Layout, MemoryUse, Place, Plan, TensorPlan
+from plait.models import FlopFacts, seeded
+from plait.optim import LossScale, clip_factor, clip_values
+from plait.parallel import Precision, Unit, foretold_bytes, held_bytes, persistent_buffers
+from plait.parts import Parts, Training
+from plait.passes import Passes
+from plait.plan import MemoryUse, Plan
 
-
-@dataclass(frozen=True)
-class Training:
-    """How weights are updated: what `parallelize` was asked for."""
-
-    optimizer: type[torch.optim.Optimizer]
-    arguments: Mapping[str, Any]
-    groups: Sequence[Mapping[str, Any]]  # options of each optimizer group
-    group_of: Mapping[str, int] | None  # by a parameter's name; None: whether weight decay applies to it
-    clip_norm: float | None
-    clip_value: float | None
-    loss: Loss | None
-    loss_scaling: LossScaling | None
-    seed: int
-    offload_dir: Path | None
-    tensor: TensorPlan
-
+Batch = Mapping[str, Tensor]
 
 class Engine:
     """Trains one model under one plan. Made by `parallelize`.
 
+    model   the one that was given: in place where it is one stage; of several, its blocks that are this rank's
     probed  what its probe found, if it was asked for one
     """
 
@@ -85,37 +50,18 @@ class Engine:
         self.num_steps = 0
         self.probed: Probed | None = None
         self._how = how
-        self._groups = DataGroups.of(mesh, plan)
-        self._is_replica = mesh.coord["replicate"] > 0
         self._flops = FlopFacts.of(model)
-        found = [block for _, block in blocks]
-        facts = unit_facts(model, blocks, how.group_of)
-        layouts = [Layout.of(facts, plan.shard_degree, place) for place in Place.all_of(how.tensor)]
-        self.layout = layouts[self._groups.model.rank]
-        masters = Masters(plan, self.layout, self.device, how.offload_dir)
-        partial = PartialSums(mesh, self.layout)
-        self._zero = bring_to_life(
-            model, blocks, self.layout, plan, self._groups, partial, self.device, how.seed, masters
-        )
-        grid = TensorGroups(mesh.group("row"), mesh.group("col"))
-        cut = cut_layers(model, how.tensor, grid, blocks, sequence=plan.sp)
-        places = {"row": grid.row.rank, "col": grid.col.rank}
-        zone_randomness(model, found, how.tensor, sequence=plan.sp, device=self.device, **places)
-        self._forward = Forward(model, self._zero, cut, how.tensor, grid.col, how.loss)
-        recompute_blocks(found, plan.recompute)
-        if plan.compile:
-            compile_blocks(found, self.device)
-        self._owned = Owned(
-            self._zero.trained, plan, how.optimizer, how.arguments, how.groups, masters, how.offload_dir
-        )
+        self._parts = Parts.of(model, plan, how, mesh, blocks)
+        self._groups = self._parts.groups
+        self._held = self._parts.held
+        self._owned = self._parts.owned
+        self._state = self._parts.state
+        self._passes = Passes(self._parts, how.schedule)
+        self._is_replica = mesh.coord["replicate"] > 0
         self.optimizer = self._owned.optimizer
-        self._state = EngineState(
-            model, self._zero.units, self._owned, self._groups.gathers, self._groups.model, layouts
-        )
         self._scale = LossScale(how.loss_scaling) if how.loss_scaling is not None else None
         self._scale_unit = 0.0  # targets that the loss scale is for; see `_scaled`
-        self._has_buffers = bool(persistent_buffers(model))
-        self._totals = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss, targets
+        self._totals = torch.zeros(3, dtype=torch.float64, device=self.device)  # loss, targets, `_scale_unit`
         self._is_torn = False  # an update was interrupted half-way
         self._micros_done = 0
         self._compared: set[bool] = set()  # batches seen to be the same on a grid: in evaluation, in training
@@ -132,45 +78,45 @@ class Engine:
     @property
     def num_parameters(self) -> int:
         """Trainable elements of the whole model, each counted once."""
-        return self.layout.num_parameters
+        return self._parts.holdings.num_parameters
 
-    def step(self, batch: Mapping[str, Tensor]) -> StepResult:
+    def step(self, batch: Batch | Sequence[Batch]) -> StepResult:
         """One optimizer step on this data rank's share of the batch.
 
-        Every tensor's dim 0 counts samples and is split into `plan.micro` micro-batches. Raises
-        PlanError when it does not divide. After an exception that every rank raises at the same point
-        the engine can be used again: the step was not taken. A rank that raises alone has to end.
+        Every tensor's dim 0 counts samples and is split into `plan.micro` micro-batches; a list of so many dicts
+        is taken as it is, and its micro-batches may differ in size. Raises PlanError when it does not divide.
+        After an exception that every rank raises at the same point before its first micro-batch has run the
+        engine can be used again (under pp=1 after any): the step was not taken. A rank that raises alone has to
+        end.
         """
-        self._zero.check_unchanged()
+        self._begin()
         try:
-            for number, micro in enumerate(micro_batches(self._checked(batch), self.plan.micro)):
-                with seeded(self.device, self.seed, self.num_steps, number, self.data_rank):
-                    self.backward(*self._forward(micro))
+            micros = self._micros(batch)
+            self._passes.train(micros, self._add_loss, (self.seed, self.num_steps), self.data_rank)
+            self._micros_done = self.plan.micro
         except BaseException:
             self.abandon()
             raise
         return self.update()
 
-    def loss(self, micro: Mapping[str, Tensor]) -> tuple[Tensor, int | Tensor]:
+    def loss(self, micro: Batch) -> tuple[Tensor, int | Tensor]:
         """(summed loss, number of targets) of a micro-batch: what `backward` takes. With a causal language
         model's own loss, logits stay cut over the columns of `tp`; those that `model` itself gives are
-        whole. Dropout is as `step` has it: see [Note: what makes a step repeatable]."""
+        whole. Dropout is as `step` has it: see [Note: what makes a step repeatable]. Under pp=1."""
+        stage = self._passes.only_stage("engine.loss")
         batch = self._checked(micro)
         with seeded(self.device, self.seed, self.num_steps, self._micros_done, self.data_rank):
-            return self._forward(batch)
+            with stage.measured() if torch.is_grad_enabled() else nullcontext():
+                return stage.summed_loss(batch)
 
     def backward(self, loss: Tensor, num_targets: int | Tensor | None = None) -> None:
-        """Adds a micro-batch's gradient to the step's; called `plan.micro` times before `update`.
+        """Adds a micro-batch's gradient to the step's; called `plan.micro` times before `update`. Under pp=1.
 
         `loss` is a sum over `num_targets` targets. Without `num_targets` it is a mean that counts as
         one target, so that the step's loss is the mean over micro-batches and data ranks.
         """
         check_loss(loss)
-        if self._is_torn:
-            raise ModelError(
-                "the last update was interrupted: some weights are a step ahead of others",
-                hint="engine.load_state with a saved state",
-            )
+        stage = self._passes.only_stage("engine.backward")
         if self._micros_done == self.plan.micro:
             raise PlanError(
                 "more micro-batches than the plan has",
@@ -179,16 +125,30 @@ class Engine:
                 hint=f"micro={self._micros_done + 1}",
             )
         if not self._micros_done:
-            self._zero.check_unchanged()
+            self._begin()
         try:
             self._micros_done += 1
-            self._totals[0] += loss.detach()
-            self._totals[1] += 1 if num_targets is None else num_targets
             last = self._micros_done == self.plan.micro
-            self._zero.backward(self._scaled(loss, num_targets), last=last)
+            stage.zero.backward([self._add_loss(loss, num_targets)], [None], last=last)
         except BaseException:
             self.abandon()
             raise
+
+    def _begin(self) -> None:
+        """Of a step: nothing has happened that must not."""
+        if self._is_torn:
+            raise ModelError(
+                "the last update was interrupted: some weights are a step ahead of others",
+                hint="engine.load_state with a saved state",
+            )
+        self._held.check_unchanged()
+
+    def _add_loss(self, loss: Tensor, num_targets: int | Tensor | None) -> Tensor:
+        """Counts a micro-batch's; what backward starts from."""
+        check_loss(loss)
+        self._totals[0] += loss.detach()
+        self._totals[1] += 1 if num_targets is None else num_targets
+        return self._scaled(loss, num_targets)
 
     def update(self) -> StepResult:
         """Reduces what is left, clips, lets the optimizer update the weights. See [Note: one division]."""
@@ -204,14 +164,17 @@ class Engine:
             raise
 
     def _update(self) -> StepResult:
-        # Over the ranks of grids too, which have the same: what one of them alone finds, all skip.
+        # Over the ranks of grids too, which have the same: what one of them alone finds, all skip. Stages before
+        # the last one have nothing.
+        self._totals[2] = self._scale_unit if self._passes.has_last_stage else 0.0
         pending = start_all_reduce(self._totals, self._groups.everyone)
-        sums = self._zero.finish()
+        sums = self._held.finish()
         pending.wait()
-        totals = self._totals / self._groups.model.size
-        loss_sum, num_targets, square_sum, *digests = torch.cat([totals, sums]).tolist()
+        totals = self._totals / self._groups.grid.size
+        loss_sum, num_targets, units, square_sum, *digests = torch.cat([totals, sums]).tolist()
         self._totals.zero_()
-        self._zero.check_digests(*digests)
+        self._held.check_digests(digests)
+        self._scale_unit = units / self._groups.all.size
         loss, norm = math.nan, math.nan
         scale = self._loss_scale()
         if num_targets:
@@ -225,7 +188,7 @@ class Engine:
         if self._has_buffers:  # what forward changes follows rank 0, as under DDP; it may be a new tensor
             for buffer in persistent_buffers(self.model).values():
                 broadcast(buffer, self._groups.everyone)
-        self._zero.end_step(skipped=skipped, scale=scaled)
+        self._held.end_step(skipped=skipped, scale=scaled)
         self._micros_done = 0
         self.num_steps += 1
         return StepResult(loss, norm, int(num_targets), skipped)
@@ -233,14 +196,14 @@ class Engine:
     def _apply(self, factor: float) -> None:
         """The optimizer's step, gradients multiplied by `factor`."""
         if self._how.clip_value is not None:
-            clip_values((unit.gradient for unit in self._zero.trained), factor, self._how.clip_value)
+            clip_values((unit.gradient for unit in self._held.trained), factor, self._how.clip_value)
             factor = 1.0
 
         def step(unit: Unit) -> None:
             self._owned.step(unit, factor, self.num_steps)
             self._is_torn = True  # until all units are a step further
 
-        self._zero.update(step)
+        self._held.update(step)
         self._is_torn = False
 
     def _rounded(self, norm: float) -> float:
@@ -266,33 +229,33 @@ class Engine:
         """fp16's current loss scale, for a mean loss; None for other precisions."""
         return None if self._scale is None else self._scale.value
 
-    def evaluate(self, batch: Mapping[str, Tensor]) -> EvalResult:
+    def evaluate(self, batch: Batch) -> EvalResult:
         """The loss of this data rank's share, summed over all; changes nothing of the training state.
 
         Runs in at most `plan.micro` parts, no larger than training's. Ranks may have shares of other sizes.
         """
-        modes = [(module, module.training) for module in self.model.modules()]
         moved = self._checked(batch, trains=False)
         parts = {key: value.chunk(self.plan.micro) for key, value in moved.items()}
         num_parts = len(next(iter(parts.values())))
         most = torch.tensor([num_parts], device=self.device)
         all_reduce(most, self._groups.all, "max")
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
-        self.model.eval()
-        try:
-            with torch.no_grad():
-                for _ in range(int(most.item()) - num_parts):
-                    self._zero.pass_by()
-                for number in range(num_parts):
-                    loss, count = self._forward({key: chunks[number] for key, chunks in parts.items()})
-                    totals[0] += loss
-                    totals[1] += count
-        finally:
-            for module, training in modes:
-                module.training = training
+
+        def add(loss: Tensor, count: int | Tensor) -> None:
+            totals[0] += loss
+            totals[1] += count
+
+        micros = [{key: chunks[number] for key, chunks in parts.items()} for number in range(num_parts)]
+        self._passes.evaluate(micros, add, missing=int(most.item()) - num_parts)
         all_reduce(totals, self._groups.all)
+        broadcast(totals, self._groups.pipeline, self._passes.last_rank)
         loss_sum, num_targets = totals.tolist()
         return EvalResult(loss_sum, int(num_targets))
+
+    def outputs(self, batch: Batch, pick: Callable[[Any], Any] | None = None) -> Any:
+        """What the model returns for the batch, in eval mode and without gradients, on every rank: all of it (that
+        can be sent), or what `pick` takes of it where it is computed. Every rank must call it, with its share."""
+        return self._passes.outputs(self._checked(batch, trains=False), pick or _all_of)
 
     def whole_parameters(self) -> dict[str, Tensor]:
         """Copies of the weights that the optimizer updates, whole, by the model's names: on rank 0, elsewhere
@@ -303,20 +266,18 @@ class Engine:
         """Copies of the last step's gradients as the optimizer saw them (clipped), whole: see above."""
         return {} if self._is_replica else self._state.gradients()
 
-    def probe_gradients(self, batch: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
+    def probe_gradients(self, batch: Batch, scale: float) -> dict[str, Tensor]:
         """The gradients of the mean loss over `batch`, in eval mode, whole, on rank 0; elsewhere {}. Every
         rank gives the same batch, before a step's first micro-batch. No step is taken. Within backward they
         are `scale` times as large."""
-        modes = [(module, module.training) for module in self.model.modules()]
-        self.model.eval()
-        try:
-            loss, count = self._forward.summed_loss(self._on_device(batch))
+
+        def mean(loss: Tensor, count: int | Tensor) -> Tensor:
             check_loss(loss)
-            self._zero.backward(loss * (scale / float(count)), last=True)
-        finally:
-            for module, training in modes:
-                module.training = training
-        self._zero.finish()
+            return loss * (scale / float(count))
+
+        with self._passes.eval_mode():
+            self._passes.probe(self._on_device(batch), mean)
+        self._held.finish()
         times = scale * self.data_ranks
         found = {name: gradient / times for name, gradient in self.whole_gradients().items()}
         self.abandon()
@@ -346,10 +307,10 @@ class Engine:
         """
         self._state.check(tensors)
         self.abandon()
-        self._zero.await_readers()
+        self._held.await_readers()
         self._state.load(tensors)
         self._is_torn = False
-        self._zero.publish()
+        self._held.publish()
         self.num_steps = int(tensors["engine/num_steps"])
         prefix = "engine/loss_scale."
         scale = {key.removeprefix(prefix): t for key, t in tensors.items() if key.startswith(prefix)}
@@ -358,35 +319,50 @@ class Engine:
             self._scale_unit = float(tensors["engine/scale_unit"])
 
     def memory(self) -> MemoryUse:
-        """Bytes that this rank holds. Activations: what one micro-batch keeps from forward to backward,
-        measured in the first step (None before it)."""
-        return held_bytes(self._zero, self._owned, self.plan, self._forward.saved_bytes)
+        """Bytes that this rank holds. Activations: what all micro-batches between their forward and their
+        backward keep at a time, of what one keeps on a stage, measured in the first step (None before it)."""
+        return held_bytes(self._held, self._owned, self.plan, self._passes.saved_bytes())
 
     def predicted_memory(self, batch_shape: tuple[int, int]) -> MemoryUse:
         """What `memory` will say, for micro-batches of token ids of this (batch, sequence) shape.
 
         Activations are None for a model that cannot run without values.
         """
-        saved = self._forward.foretold_bytes(batch_shape, self.device)
-        return foretold_bytes(self.layout, self._zero, self._owned, self.plan, self._groups, saved)
+        saved = self._passes.foretold_bytes(batch_shape, self.device)
+        return foretold_bytes(self._parts.layout, self._held, self._owned, self.plan, self._groups, saved)
 
     def flops_per_token(self, sequence: int) -> float:
         """FLOPs of forward and backward for one token; the formula stands in `plan/cost.py`."""
         return self._flops.per_token(sequence)
 
-    def _checked(self, batch: Mapping[str, Tensor], *, trains: bool = True) -> dict[str, Tensor]:
-        """On the device; the first one of training and of evaluation is compared over the grid."""
+    def _checked(self, batch: Batch, *, trains: bool = True) -> dict[str, Tensor]:
+        """On the device; the first one of training and of evaluation is compared over a model's ranks."""
         moved = self._on_device(batch)
         if trains not in self._compared:
             check_same(moved, self._groups.model)
             self._compared.add(trains)
         return moved
 
-    def _on_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _micros(self, batch: Batch | Sequence[Batch]) -> list[dict[str, Tensor]]:
+        if isinstance(batch, Mapping) or not isinstance(batch, Sequence):
+            return list(micro_batches(self._checked(batch), self.plan.micro))
+        if len(batch) != self.plan.micro:
+            raise PlanError(
+                "a step has as many micro-batches as the plan",
+                given=f"a list of {len(batch)}, micro={self.plan.micro}",
+                hint=f"micro={len(batch)}, or a dict with all samples",
+            )
+        return [self._checked(micro) for micro in batch]
+
+    def _on_device(self, batch: Batch) -> dict[str, Tensor]:
         return on_device(batch, self.device, Precision.of(self.plan).compute)
 
     def abandon(self) -> None:
         """Forgets the micro-batches of a step that will not be finished; also done after an exception."""
-        self._zero.reset()
+        self._held.reset()
         self._totals.zero_()
         self._micros_done = 0
+
+
+def _all_of(outputs: Any) -> Any:
+    return outputs

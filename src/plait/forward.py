@@ -1,52 +1,58 @@
-"""The forward of a training step: the model and its loss, and how many bytes it keeps for backward."""
+"""The forward of a training step, on one stage of the model: what is sent on, or the loss; and how many bytes it
+keeps for backward."""
 
 import contextlib
 from collections.abc import Mapping
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from plait.comm import Group
 from plait.errors import ModelError
-from plait.models import ALONE, Loss, choose_loss, forward_inputs, meta_twin, saved_bytes, watch_saved
+from plait.models import ALONE, Loss, StageModule, choose_loss, forward_inputs, watch_saved
 from plait.parallel import Zero
 from plait.parallel.tensor import CutLayers
 from plait.plan import TensorPlan
 
 
 class Forward:
-    """Runs micro-batches through a model that an engine trains.
+    """Runs micro-batches through a stage that an engine trains.
 
     saved_bytes     what one micro-batch keeps from forward to backward; None before the first
     """
 
     def __init__(
-        self, model: nn.Module, zero: Zero, cut: CutLayers, plan: TensorPlan, col: Group, loss: Loss | None
+        self,
+        part: StageModule,
+        zero: Zero,
+        cut: CutLayers,
+        plan: TensorPlan,
+        col: Group,
+        loss: Loss | None,
+        *,
+        is_last: bool,
     ) -> None:
         """`plan` says how logits are cut over `col`. `loss`: the user's."""
         self.saved_bytes: int | None = None
-        self._model = model
-        self._zero = zero
+        self.part = part
+        self.zero = zero
+        self.is_last = is_last
         self._cut = cut
         self._given = loss
         self._columns = plan.logit_columns
         self._col = ALONE if self._columns is None else col
 
-    def __call__(self, micro: Mapping[str, Tensor]) -> tuple[Tensor, int | Tensor]:
-        """`summed_loss`; the first with gradients is measured."""
-        if self.saved_bytes is not None or not torch.is_grad_enabled():
-            return self.summed_loss(micro)
-        self._zero.show()  # the weights' storages, which are no activations
-        with watch_saved(self._model) as watch:
-            result = self.summed_loss(micro)
-        self.saved_bytes = watch.total
-        return result
+    def outputs(self, micro: Mapping[str, Tensor], received: Any = None) -> Any:
+        """What the stage returns: the last one what the model does."""
+        with self.zero.watching(), self.part.receiving(received):
+            return self.part.module(**forward_inputs(self.part.module, micro))
 
-    def summed_loss(self, micro: Mapping[str, Tensor]) -> tuple[Tensor, int | Tensor]:
-        """(the loss summed over targets, their number). Raises ModelError for what is no such pair."""
-        loss = self._loss()
-        with self._zero.watching(), self._logits():
-            found = loss(self._model(**forward_inputs(self._model, micro)), micro)
+    def summed_loss(self, micro: Mapping[str, Tensor], received: Any = None) -> tuple[Tensor, int | Tensor]:
+        """Of the last stage: (the loss summed over targets, their number). Raises ModelError for what is no such
+        pair."""
+        loss = self.loss()
+        with self.zero.watching(), self.logits():
+            found = loss(self.outputs(micro, received), micro)
         if not isinstance(found, tuple) or len(found) != 2:
             raise ModelError(
                 "a loss is a sum and the number of targets that it sums over",
@@ -55,18 +61,22 @@ class Forward:
             )
         return found
 
-    def foretold_bytes(self, batch_shape: tuple[int, int], device: torch.device) -> int | None:
-        """What `saved_bytes` will be for token ids of this (batch, sequence) shape, if that can be told."""
-        ids = torch.zeros(batch_shape, dtype=torch.long, device="meta")
-        # Whatever the user's model raises without values (or cannot be copied), it can still be trained.
-        with contextlib.suppress(Exception), self._zero.paused(), self._logits():
-            twin = meta_twin(self._model)
-            return saved_bytes(twin, self._loss(), {"input_ids": ids, "labels": ids}, device)
-        return None
+    def measured(self) -> contextlib.AbstractContextManager[None]:
+        """Around a forward with gradients: the first one is counted."""
+        if self.saved_bytes is not None:
+            return contextlib.nullcontext()
+        return self._measuring()
 
-    def _loss(self) -> Loss:
-        return choose_loss(self._model, self._given, group=self._col, columns=self._columns)
+    @contextlib.contextmanager
+    def _measuring(self) -> Any:
+        self.zero.show()  # the weights' storages, which are no activations
+        with watch_saved(self.part.module) as watch:
+            yield
+        self.saved_bytes = watch.total
 
-    def _logits(self) -> contextlib.AbstractContextManager[None]:
+    def loss(self) -> Loss:
+        return choose_loss(self.part.module, self._given, group=self._col, columns=self._columns)
+
+    def logits(self) -> contextlib.AbstractContextManager[None]:
         """Our own loss takes the logits that this rank has; a user's takes all."""
         return self._cut.logits_stay_cut() if self._given is None else contextlib.nullcontext()

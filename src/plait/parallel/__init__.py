@@ -1,28 +1,36 @@
-"""The strands. So far: data parallelism over units of flat storage, ZeRO 0 to 3; layers cut on a grid."""
+"""The strands: data parallelism over units of flat storage, ZeRO 0 to 3; layers cut on a grid; pipelines."""
 
 from plait.parallel.account import foretold_bytes, held_bytes
 from plait.parallel.compile import compile_blocks
 from plait.parallel.groups import DataGroups, PartialSums, Precision
-from plait.parallel.life import bring_to_life
+from plait.parallel.held import Held, SharedSums
+from plait.parallel.holdings import Holdings, persistent_buffers
+from plait.parallel.life import bring_to_life, first_weights, let_go
 from plait.parallel.owned import Masters, Owned
 from plait.parallel.recompute import recompute_blocks
-from plait.parallel.state import EngineState, persistent_buffers
+from plait.parallel.state import EngineState
 from plait.parallel.units import Unit
-from plait.parallel.zero import Zero
+from plait.parallel.zero import Zero, cut_of
 
 __all__ = [
     "DataGroups",
     "EngineState",
+    "Held",
+    "Holdings",
     "Masters",
     "Owned",
     "PartialSums",
     "Precision",
+    "SharedSums",
     "Unit",
     "Zero",
     "bring_to_life",
     "compile_blocks",
+    "cut_of",
+    "first_weights",
     "foretold_bytes",
     "held_bytes",
+    "let_go",
     "persistent_buffers",
     "recompute_blocks",
 ]

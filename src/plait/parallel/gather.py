@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from plait.comm import Group, barrier, start_all_gather
 from plait.errors import ModelError
 from plait.parallel.lane import Lane
-from plait.parallel.units import Unit
+from plait.parallel.units import Cut, Unit
 from plait.parallel.walk import (
     Bundle,
     Walk,
@@ -55,6 +55,7 @@ class Gatherer:
         owners: Mapping[Bundle, Sequence[nn.Module]],
         group: Group,
         everyone: Group,
+        cut: Cut,
         *,
         prefetch: int,
         keeps: bool,
@@ -74,9 +75,10 @@ class Gatherer:
         self._keeps = keeps
         self._on_progress = on_progress
         self._frees = any(not unit.whole.stays for bundle in bundles for unit in bundle)
-        self._shares = bundles[0][0].cut.share is not None
+        self._shares = cut.share is not None
         self._was_written = False  # shared memory, and not all ranks know
-        self._lane = Lane(bundles[0][0].cut.device)
+        self._device = cut.device
+        self._lane = Lane(cut.device)
         self._pending: dict[Unit, Callable[[], None]] = {}
         self._whole: dict[Unit, Bundle] = {}  # whole, or being gathered
         self._agreed: set[Bundle] = set()  # whole on every rank between passes
@@ -85,6 +87,7 @@ class Gatherer:
         self._blocks = {b for b in bundles if len(owners[b]) == 1 and owners[b][0] is not model}
         self._walk: Walk | None = None
         self._backward = False
+        self._half = False  # this backward leaves the gradients of weights for later
         self._uses = {False: self._bundles, True: self._bundles[::-1]}  # by whether it is backward
         self._records: dict[bool, list[Bundle]] = {}  # of the first step's passes
         self._record: list[Bundle] | None = None  # of the pass under way
@@ -139,7 +142,7 @@ class Gatherer:
         """After an exception, which all ranks raised at the same point."""
         self.wait_all()
         self._forward_watch.close()
-        self._walk, self._record, self._backward = None, None, False
+        self._walk, self._record, self._backward, self._half = None, None, False, False
         if not self._is_agreed:
             self._records.clear()
         self._open.clear()
@@ -166,8 +169,8 @@ class Gatherer:
         goes_on = torch.is_grad_enabled()
         self._end({*self._uses[False][-1:], *self._pinned} if goes_on else set())
 
-    def begin_backward(self) -> None:
-        self._backward = True
+    def begin_backward(self, *, half: bool = False) -> None:
+        self._backward, self._half = True, half
         self._begin(backward=True)
         for bundle in self._in_order(self._pinned):  # an evaluation since forward may have freed them
             self._use(bundle)
@@ -179,7 +182,7 @@ class Gatherer:
 
     def end_backward(self) -> None:
         self._end(set())
-        self._backward = False
+        self._backward = self._half = False
 
     def agree(self) -> bool:
         """After the first step, all ranks take one order of uses: see [Note: one order of gathers]. Whether
@@ -187,8 +190,7 @@ class Gatherer:
         if self._is_agreed or not self._frees or len(self._records) < 2:
             return False
         self._is_agreed, self._watch = True, None
-        device = self._bundles[0][0].cut.device
-        pinned = any_rank([bundle in self._pinned for bundle in self._bundles], self._all, device)
+        pinned = any_rank([bundle in self._pinned for bundle in self._bundles], self._all, self._device)
         self._pinned = {bundle for bundle, is_pinned in zip(self._bundles, pinned, strict=True) if is_pinned}
         for backward, layout in self._uses.items():
             self._uses[backward] = agreed_order(self._records[backward], layout, self._all)
@@ -330,7 +332,8 @@ class Gatherer:
         for unit, bundle in list(self._whole.items()):
             if bundle in walk.window or bundle in self._pinned or self._open.get(bundle) or self._keeps:
                 continue
-            if not self._backward or (unit.is_complete if unit.trains else bundle in self._blocks):
+            comes = unit.trains and not self._half  # its gradient, which tells when backward is through
+            if not self._backward or (unit.is_complete if comes else bundle in self._blocks):
                 self._free(unit)
 
     def on_complete(self, unit: Unit) -> None:

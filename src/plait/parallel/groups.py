@@ -36,8 +36,11 @@ class DataGroups:
     gathers: Group  # along shard; see [Note: two lanes] in `zero.py`
     reductions: Group
     at_once: Group  # for sums over all data ranks, where the plan makes such; else it is `reductions`
-    model: Group  # row x col: those that hold other pieces, for the same data
-    norm: Group  # shard x row x col: those that together hold one copy of the gradient
+    grid: Group  # row x col: those that cut the same layers
+    model: Group  # pp x row x col: those that hold other pieces, for the same data
+    stage: Group  # all ranks with pieces of the same stages
+    pipeline: Group  # pp: those with other stages, for the same data
+    norm: Group  # pp x shard x row x col: those that together hold one copy of the gradient
 
     @classmethod
     def of(cls, mesh: Mesh, plan: Plan) -> "DataGroups":
@@ -51,7 +54,10 @@ class DataGroups:
             reductions,
             mesh.group("replicate", "shard", lane="reductions") if at_once else reductions,
             mesh.group("row", "col"),
-            mesh.group("shard", "row", "col", lane="reductions"),
+            mesh.group("pp", "row", "col"),
+            mesh.group("replicate", "shard", "row", "col"),
+            mesh.group("pp"),
+            mesh.group("pp", "shard", "row", "col", lane="reductions"),
         )
 
 

@@ -1,6 +1,6 @@
 """How a model comes to life in its units: with first weights that are the same on every data rank."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 
 import torch
 from torch import Tensor, nn
@@ -9,52 +9,76 @@ from plait.comm import broadcast
 from plait.errors import ModelError
 from plait.models import initialise
 from plait.parallel.groups import DataGroups, PartialSums
-from plait.parallel.units import MasterMemory, Unit, bind
+from plait.parallel.holdings import buffer_dtype
+from plait.parallel.units import Cut, Unit, bind
 from plait.parallel.walk import Bundle
-from plait.parallel.zero import Zero, cut_of
-from plait.plan import Layout, Plan
+from plait.parallel.zero import Zero
+from plait.plan import Plan
 
 
-def bring_to_life(
+def first_weights(
     model: nn.Module,
-    blocks: Sequence[tuple[str, nn.Module]],
-    layout: Layout,
-    plan: Plan,
+    units: Mapping[int, Sequence[Unit]],
     groups: DataGroups,
-    partial: PartialSums,
+    plan: Plan,
     device: torch.device,
     seed: int,
-    masters: MasterMemory,
-) -> Zero:
-    """Units that hold the model's first weights, of one whole model; the model's parameters are
-    views of them. No rank holds more of the model at a time than its ranges and one module."""
+    elsewhere: Set[nn.Module],
+) -> dict[str, nn.Parameter]:
+    """Writes the first weights of one whole model into the units, by stage, of this rank; its buffers become
+    real and move to the device. Returns what has no place in a unit: parameters that are not floating. No
+    rank holds more of the model at a time than its ranges and one module; what is in modules `elsewhere`
+    is not made."""
     on_meta = {parameter.is_meta for parameter in model.parameters()}
     if len(on_meta) != 1:
         raise ModelError(
             "a model is either on meta or has its weights",
             given="a model without parameters" if not on_meta else "some parameters on meta, others not",
         )
-    if not layout.trained_numel:
-        raise ModelError("the model has nothing to train", given="no parameter that requires a gradient")
-    cut = cut_of(plan, groups, device, masters)
-    units = [Unit(unit, cut) for unit in layout.units]
-    placed = {piece.name: unit for unit in units for piece in unit.layout.pieces}
-    others: dict[str, nn.Parameter] = {}  # what has no place in a unit: parameters that are not floating
+    placed: dict[str, list[Unit]] = {}
+    for unit in (unit for of_stage in units.values() for unit in of_stage):
+        for piece in unit.layout.pieces:
+            placed.setdefault(piece.name, []).append(unit)
+    others: dict[str, nn.Parameter] = {}
 
     def store(name: str, values: Tensor) -> None:
-        if name in placed:
-            placed[name].write(name, values)
-        else:
+        for unit in placed.get(name, ()):
+            unit.write(name, values)
+        if not (values.is_floating_point() or name in placed):
             others[name] = nn.Parameter(values.detach().to(device, copy=True), requires_grad=False)
 
     if on_meta == {True}:
-        initialise(model, seed, device, store)
+        initialise(model, seed, device, store, skip=elsewhere)
     _move_buffers(model, plan, device)
     if on_meta == {False}:
         _store_first_ranks(model, store, groups, device)
+    return others
+
+
+def bring_to_life(
+    model: nn.Module,
+    blocks: Sequence[tuple[str, nn.Module]],
+    units: Sequence[Unit],
+    others: Mapping[str, nn.Parameter],
+    plan: Plan,
+    groups: DataGroups,
+    partial: PartialSums,
+    cut: Cut,
+) -> Zero:
+    """The model, or one stage of it, whose parameters are views of units from now on."""
     owners = _owners(model, dict(blocks), units)
     bind(model, units, others)
-    return Zero(model, tuple(owners), owners, plan, groups, partial)
+    return Zero(model, tuple(owners), owners, plan, groups, partial, cut)
+
+
+def let_go(model: nn.Module, kept: Set[int]) -> None:
+    """What of the whole model no stage of this rank took over has no memory any more. `kept`: the identities
+    of parameters that were."""
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None and not parameter.is_meta and id(parameter) not in kept:
+                meta = torch.empty_like(parameter, device="meta")
+                module._parameters[key] = nn.Parameter(meta, parameter.requires_grad)
 
 
 def _store_first_ranks(
@@ -66,15 +90,15 @@ def _store_first_ranks(
         broadcast(values, groups.everyone)
         store(name, values)
     for buffer in model.buffers():
-        broadcast(buffer, groups.everyone)
+        if not buffer.is_meta:
+            broadcast(buffer, groups.everyone)
 
 
 def _move_buffers(model: nn.Module, plan: Plan, device: torch.device) -> None:
     for module in model.modules():
         for key, buffer in module._buffers.items():
-            if buffer is not None:
-                wide = plan.precision == "fp64" and buffer.is_floating_point()
-                moved = buffer.to(device, torch.float64 if wide else buffer.dtype)
+            if buffer is not None and not buffer.is_meta:
+                moved = buffer.to(device, buffer_dtype(buffer, plan))
                 module._buffers[key] = moved.contiguous()  # an expanded one is no place to receive into
 
 

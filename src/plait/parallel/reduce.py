@@ -41,7 +41,7 @@ from plait.parallel.groups import PartialSums
 from plait.parallel.lane import Lane
 from plait.parallel.meter import Meter
 from plait.parallel.sums import Between, Sums
-from plait.parallel.units import GradientState, Unit
+from plait.parallel.units import Cut, GradientState, Unit
 from plait.plan.turns import TRAVELLING, deadlines
 
 _MOST_TRAVELLING = 256  # of whole gradients that stay; transports have room for some hundreds
@@ -56,7 +56,7 @@ class Reducer:
         sums: Sums,
         partial: PartialSums,
         *,
-        norm: Group,
+        cut: Cut,
         grid: int,
         replicas: int,
         everyone: Group,
@@ -64,18 +64,17 @@ class Reducer:
         hurries: bool,
         meter: Meter,
     ) -> None:
-        """`grid`: how many ranks cut the same layers. `whole`: whole gradients stay, and one reduction a
+        """`cut`: of all units. `grid`: how many ranks cut the same layers. `whole`: whole gradients stay, and one reduction a
         step is made of them. `hurries`: reductions have deadlines, see [Note: late gradients]. Where whole
         gradients stay, backward lands what needs no waiting (and, beyond some hundreds of units, the oldest),
         so nobody waits in a circle, and a late gradient would meet its own sum."""
         self._order = list(reversed(units))  # see [Note: one order of reductions ...]
         self._sums = sums
         self._partial = partial
-        self._norm = norm
         self._has_between = replicas > 1 and not sums.at_once
         self._all = everyone
         self._every_micro = not whole
-        self._frees = not units[0].cut.whole_gradients
+        self._frees = not cut.whole_gradients
         self._may_land_early = not self._frees and (grid == 1 or not self._has_between)
         self._hurries = hurries
         self._meter = meter
@@ -88,7 +87,7 @@ class Reducer:
         self._replicating: list[tuple[Unit, Between]] = []
         self._read: list[Summing] = []  # the last: peers may still read what it, and those before, are of
         self._squares: dict[Unit, Tensor] = {}
-        self._device = units[0].cut.device
+        self._device = cut.device
         self._lane = Lane(self._device)
         for unit in units:
             unit.on_complete.append(self._on_complete)
@@ -106,17 +105,24 @@ class Reducer:
         """In the order in which the last backward completed them; at the end those that it did not."""
         return [*self._complete, *(unit for unit in self._order if unit not in self._complete)]
 
-    def begin_micro(self, *, last: bool) -> None:
-        """A micro-batch's backward is about to run."""
+    def begin_micro(self, *, last: bool, half: bool = False) -> None:
+        """A micro-batch's backward is about to run. `half`: its other half comes later, see `begin_rest`."""
+        for unit in self._order:
+            unit.begin_micro()
+        self._begin(last=last, reduces=not half and (last or self._every_micro))
+
+    def begin_rest(self, *, last: bool) -> None:
+        """The second half of a backward is about to run, of which units have been told what to expect."""
+        self._begin(last=last, reduces=last or self._every_micro)
+
+    def _begin(self, *, last: bool, reduces: bool) -> None:
         for summing in self._read:
             summing.release()
         self._read.clear()
         self._last = last
-        self._reducing = last or self._every_micro
+        self._reducing = reduces
         self._next = 0
         self._complete.clear()
-        for unit in self._order:
-            unit.begin_micro()
 
     def start_due(self, use: int) -> None:
         """Backward goes to this place of its walk: starts what is due. See [Note: late gradients]."""
@@ -138,13 +144,9 @@ class Reducer:
         if not self._last:
             self._land_all()
 
-    def finish(self, digest: int) -> Tensor:
-        """Waits until every unit's gradient is the sum over ranks; the sum of its squares, and of the digests
-        (of at most 16 bits) and their squares, over the ranks that hold one copy of it; float64, (3,).
-
-        Each element of the whole gradient counts once. Early units are squared while later ones travel. The
-        step may have had fewer micro-batches than planned.
-        """
+    def land(self) -> None:
+        """Waits until every unit's gradient is the sum over ranks. The step may have had fewer micro-batches
+        than planned."""
         if not self._last:
             self.begin_micro(last=True)
             self.end_micro()
@@ -162,14 +164,23 @@ class Reducer:
             self._meter.drop(between.buffer_bytes)
         self._replicating.clear()
         self._lane.drain()  # the CPU will read the gradients that are on their way to it
-        square = torch.stack([self._squares[unit] for unit in self._order]).sum()
+
+    def square(self) -> Tensor:
+        """After `land`: the sum of the squares of this rank's gradients, float64. Over the ranks that hold one
+        copy each element of the whole gradient counts once. Early units were squared while later ones
+        travelled."""
+        square = torch.zeros((), dtype=torch.float64, device=self._device)
+        if self._order:
+            square = torch.stack([self._squares[unit] for unit in self._order]).sum()
         self._squares.clear()
         for unit in self._order:  # what other ranks of the grid hold too is counted there
             for repeated in unit.repeated_gradients():
                 square -= squared_norm(repeated).to(square.device)
-        totals = torch.stack([square, *square.new_tensor([digest, digest**2])])
-        all_reduce(totals, self._norm)
-        return totals
+        return square
+
+    def square_again(self, unit: Unit) -> None:
+        """After `land`: its gradient has changed."""
+        self._squares[unit] = squared_norm(unit.gradient).to(self._device)
 
     def reset(self) -> None:
         """Makes ready for the next step; also after an exception, when reductions may be under way."""

@@ -7,6 +7,7 @@ parameter, `scalar.<state>/<parameter>` (`scalar.step/...`; `number.` where it i
 """
 
 import functools
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,21 +17,12 @@ from torch import Tensor, nn
 from plait.comm import Group, all_gather, receive, send
 from plait.errors import CheckpointError
 from plait.parallel.boxes import put, taken
+from plait.parallel.holdings import Holdings, persistent_buffers
 from plait.parallel.owned import Owned, OwnedSlice
-from plait.parallel.units import Unit
-from plait.plan import Layout
+from plait.parallel.units import Cut, Unit
+from plait.plan import UnitLayout
 
 _OURS = ("weights", "buffers", "engine")
-
-
-def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that a state_dict holds: what forward may change, and what a resumed run needs."""
-    return {
-        f"{name}.{key}" if name else key: buffer
-        for name, module in model.named_modules()
-        for key, buffer in module._buffers.items()
-        if buffer is not None and key not in module._non_persistent_buffers_set
-    }
 
 
 def scalar_device(group: Mapping[str, Any], leaf: Tensor) -> torch.device:
@@ -47,58 +39,56 @@ class EngineState:
 
     def __init__(
         self,
-        model: nn.Module,
-        units: list[Unit],
+        modules: Mapping[int, nn.Module],
+        units: Mapping[int, Sequence[Unit]],
         owned: Owned,
+        cut: Cut,
         shard: Group,
-        grid: Group,
-        layouts: Sequence[Layout],
+        model: Group,
+        holdings: Holdings,
     ) -> None:
-        """`shard`: ranks with the ranges of the same units. `grid`: those with other pieces of the model,
-        whose `layouts` these are."""
-        self._model = model
+        """`modules`, `units`: by stage. `shard`: ranks with the ranges of the same units. `model`: those with
+        other pieces of the model."""
+        self._modules = modules
         self._units = units
         self._owned = owned
+        self._cut = cut
         self._shard = shard
-        self._grid = grid
-        self._layouts = layouts
+        self._model = model
+        self._holdings = holdings
 
     @property
     def _is_first(self) -> bool:
-        return self._shard.rank == self._grid.rank == 0
+        return self._shard.rank == self._model.rank == 0
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of all weights, by key."""
-        found = {p.name: p.whole_shape for unit in self._units for p in unit.layout.pieces}
-        found |= {name: tuple(p.shape) for name, p in self._elsewhere().items()}
-        return {f"weights/{name}": found[name] for name, _ in self._model.named_parameters()}
+        found = {piece.name: piece.whole_shape for piece, _ in self._holdings.pieces()}
+        found |= {name: loose.shape for name, loose in self._holdings.loose.items()}
+        return {f"weights/{name}": found[name] for name in self._holdings.order}
 
     def weights(self) -> dict[str, Tensor]:
         """Copies of the master weights and of frozen parameters, whole, in the model's order."""
-        found = dict(self._whole(self._units, lambda unit: unit.master))
-        found |= {name: p.detach().clone() for name, p in self._elsewhere().items()}
-        return {name: found[name] for name, _ in self._model.named_parameters() if name in found}
+        found = dict(self._whole(lambda unit: unit.master, frozen=True))
+        found |= self._loose("weights")
+        return {name: found[name] for name in self._holdings.order if name in found}
 
     def gradients(self) -> dict[str, Tensor]:
         """Copies of the last step's gradients, whole."""
-        return dict(self._whole(self._trained(), lambda unit: unit.gradient))
+        found = dict(self._whole(lambda unit: unit.gradient))
+        return {name: found[name] for name in self._holdings.order if name in found}
 
     def save(self) -> dict[str, Tensor]:
         """Copies of everything but the engine's own, by key."""
         tensors = {f"weights/{name}": tensor for name, tensor in self.weights().items()}
-        buffers = persistent_buffers(self._model)
-        for kind in sorted(self._owned.kinds):
-            if "." not in kind and self._owned.has_states:
-                states = self._whole(self._trained(), functools.partial(self._flat, kind))
-                tensors |= {f"{kind}/{name}": tensor for name, tensor in states}
-        if not self._is_first:
-            return {}
-        tensors |= {f"buffers/{name}": buffer.clone() for name, buffer in buffers.items()}
-        for unit in self._trained() if self._owned.has_states else []:
-            for piece in unit.layout.pieces:
-                for kind, value in self._counters(unit, piece.start).items():
-                    tensors[f"{kind}/{piece.name}"] = value
-        return tensors
+        tensors |= {f"buffers/{name}": tensor for name, tensor in self._loose("buffers").items()}
+        if self._owned.has_states:
+            for kind in sorted(self._owned.kinds):
+                if "." not in kind:
+                    states = self._whole(functools.partial(self._flat, kind))
+                    tensors |= {f"{kind}/{name}": tensor for name, tensor in states}
+            tensors |= self._all_counters()
+        return tensors if self._is_first else {}
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
         """Raises CheckpointError when a tensor is missing, of another shape or of another optimizer. Of the
@@ -111,13 +101,12 @@ class EngineState:
         """Takes over everything that `check` lets pass, each rank its part."""
         tensors = _without_engines(tensors)
         with torch.no_grad():
-            for unit in self._units:
+            for unit in self._all_units():
                 for piece in unit.layout.pieces:
                     unit.write(piece.name, tensors[f"weights/{piece.name}"])
-            for name, parameter in self._elsewhere().items():
-                parameter.copy_(tensors[f"weights/{name}"])
-            for name, buffer in persistent_buffers(self._model).items():
-                buffer.copy_(tensors[f"buffers/{name}"])
+            for name, (_, held) in self._loose_here().items():
+                for tensor in held:
+                    tensor.copy_(tensors[f"{self._holdings.loose[name].kind}/{name}"])
         kinds = self._kinds_in(tensors)
         self._owned.stepper.clear()
         self._owned.has_states = bool(kinds)
@@ -125,41 +114,116 @@ class EngineState:
             for part in self._owned.slices[unit]:
                 self._owned.stepper.load(part.leaf, self._state_of(unit, part, kinds, tensors))
 
-    def _whole(self, units: list[Unit], own: Callable[[Unit], Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter, whole, from the ranks' ranges and pieces: on the first rank, elsewhere nothing."""
-        for unit in units:
-            part = own(unit).detach().to(unit.cut.device)
-            held = torch.empty(unit.layout.numel, dtype=part.dtype, device=part.device)
-            all_gather(held, part, self._shard)
-            if self._shard.rank == 0:
-                yield from self._from_grid(self._units.index(unit), held)
+    # --- from the ranks that hold it
 
-    def _from_grid(self, number: int, held: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """The unit's parameters, of what every rank of the grid holds; on its first rank."""
-        if self._grid.rank:
-            send(held, self._grid, 0)
+    def _whole(
+        self, own: Callable[[Unit], Tensor], *, frozen: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter (with `frozen`, also those that do not train), whole, from the ranks' ranges and
+        pieces: on the first rank, elsewhere nothing."""
+        for stage, number, layouts in self._holdings.units():
+            trains = next(iter(layouts.values())).trains
+            if not (trains or frozen):
+                continue
+            held = None
+            if stage in self._units:
+                part = own(self._units[stage][number]).detach().to(self._cut.device)
+                held = part.new_empty(part.numel() * self._shard.size)
+                all_gather(held, part, self._shard)
+            if self._shard.rank == 0:
+                dtype = self._cut.master if trains else self._cut.compute
+                yield from self._from_model(layouts, held, dtype)
+
+    def _from_model(
+        self, layouts: Mapping[int, UnitLayout], held: Tensor | None, dtype: torch.dtype
+    ) -> Iterator[tuple[str, Tensor]]:
+        """A unit's parameters, of what every rank of the model holds of it; on its first rank."""
+        if self._model.rank:
+            if held is not None:
+                send(held, self._model, 0)
             return
         found: dict[str, Tensor] = {}
-        for rank, layout in enumerate(self._layouts):
-            unit = layout.units[number]
+        for rank, layout in layouts.items():
             if rank:
-                held = held.new_empty(unit.numel)
-                receive(held, self._grid, rank)
-            for piece in unit.pieces:
-                if piece.name not in found:
-                    found[piece.name] = torch.empty(piece.whole_shape, dtype=held.dtype)
+                held = torch.empty(layout.numel, dtype=dtype, device=self._cut.device)
+                receive(held, self._model, rank)
+            assert held is not None, f"{layout.name} is not where it should be"
+            for piece in layout.pieces:
                 if piece.counted:
-                    part = held[piece.start : piece.stop].view(piece.boxes.shape)
-                    put(found[piece.name], piece.boxes, part)
-        yield from ((piece.name, found[piece.name]) for piece in self._layouts[0].units[number].pieces)
+                    if piece.name not in found:
+                        found[piece.name] = torch.empty(piece.whole_shape, dtype=held.dtype)
+                    put(found[piece.name], piece.boxes, held[piece.start : piece.stop].view(piece.boxes.shape))
+        yield from found.items()
+
+    def _loose(self, kind: str) -> dict[str, Tensor]:
+        """Copies of what lies in no unit, on the first rank; elsewhere of what it has itself."""
+        here, found = self._loose_here(), {}
+        for name, loose in self._holdings.loose.items():
+            if loose.kind != kind or self._shard.rank:
+                continue
+            home = self._holdings.first_rank(loose.stage)
+            if self._model.rank == home:
+                found[name] = here[name][1][here[name][0].index(loose.stage)].detach().clone()
+                if home:
+                    send(found[name], self._model, 0)
+            elif self._model.rank == 0:
+                found[name] = torch.empty(loose.shape, dtype=loose.dtype, device=self._cut.device)
+                receive(found[name], self._model, home)
+        return found
+
+    def _loose_here(self) -> dict[str, tuple[list[int], list[Tensor]]]:
+        """What of it this rank has: the stages, and the tensor of each."""
+        found: dict[str, tuple[list[int], list[Tensor]]] = {}
+        for stage, module in self._modules.items():
+            for name, tensor in (*module.named_parameters(), *persistent_buffers(module).items()):
+                if name in self._holdings.loose:
+                    stages, tensors = found.setdefault(name, ([], []))
+                    stages.append(stage)
+                    tensors.append(tensor)
+        return found
+
+    def _all_counters(self) -> dict[str, Tensor]:
+        """What the optimizer counts once per parameter, by key, on the first rank."""
+        if self._shard.rank:
+            return {}
+        found = {
+            f"{kind}/{piece.name}": value
+            for unit in self._trained()
+            for piece in unit.layout.pieces
+            for kind, value in self._counters(unit, piece.start).items()
+        }
+        said = {key: (str(value.dtype).removeprefix("torch."), value.item()) for key, value in found.items()}
+        column = {rank for stage in self._stages for rank in [self._holdings.first_rank(stage)]}
+        for rank in sorted(column - {0}):
+            text = self._told(json.dumps(said) if self._model.rank == rank else None, rank)
+            if self._model.rank == 0:
+                for key, (dtype, value) in json.loads(text).items():
+                    found.setdefault(key, torch.tensor(value, dtype=getattr(torch, dtype)))
+        return found
+
+    def _told(self, text: str | None, rank: int) -> str:
+        """On the first rank what another one says."""
+        if text is not None:
+            said = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(self._cut.device)
+            send(torch.tensor([said.numel()], device=self._cut.device), self._model, 0)
+            send(said, self._model, 0)
+        elif self._model.rank == 0:
+            length = torch.zeros(1, dtype=torch.long, device=self._cut.device)
+            receive(length, self._model, rank)
+            said = torch.zeros(int(length.item()), dtype=torch.uint8, device=self._cut.device)
+            receive(said, self._model, rank)
+            return said.cpu().numpy().tobytes().decode()
+        return ""
+
+    @property
+    def _stages(self) -> set[int]:
+        return {stage for layouts in self._holdings.layouts for stage in layouts}
 
     def _trained(self) -> list[Unit]:
-        return [unit for unit in self._units if unit.trains]
+        return [unit for unit in self._all_units() if unit.trains]
 
-    def _elsewhere(self) -> dict[str, nn.Parameter]:
-        """Parameters that lie in no unit."""
-        held = {piece.name for unit in self._units for piece in unit.layout.pieces}
-        return {name: p for name, p in self._model.named_parameters() if name not in held}
+    def _all_units(self) -> list[Unit]:
+        return [unit for units in self._units.values() for unit in units]
 
     def _flat(self, kind: str, unit: Unit) -> Tensor:
         """A state of the range that this rank owns; zeros where no slice lies."""
@@ -205,12 +269,15 @@ class EngineState:
 
     def _check(self, tensors: Mapping[str, Tensor]) -> None:
         expected = self.shapes()
-        buffers = persistent_buffers(self._model)
-        expected |= {f"buffers/{name}": tuple(buffer.shape) for name, buffer in buffers.items()}
+        expected |= {
+            f"buffers/{name}": loose.shape
+            for name, loose in self._holdings.loose.items()
+            if loose.kind == "buffers"
+        }
         for kind in self._kinds_in(tensors):
             is_flat = not kind.startswith(("scalar.", "number."))
-            for unit in self._trained():
-                for piece in unit.layout.pieces:
+            for piece, trains in self._holdings.pieces():
+                if trains:
                     expected[f"{kind}/{piece.name}"] = piece.whole_shape if is_flat else ()
         for key in sorted(expected.keys() | tensors.keys()):
             if key not in tensors or key not in expected or tuple(tensors[key].shape) != expected[key]:

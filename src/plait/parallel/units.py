@@ -39,6 +39,7 @@ bf16.
 
 import math
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -148,6 +149,7 @@ class Unit:
             self.gradient = cut.lend(range_numel, cut.master).zero_()
         self._written = [False] * len(self.layout.pieces)  # since the last reduction: holds a gradient
         self._arrived = [False] * len(self.layout.pieces)  # in this micro-batch: it has come
+        self._expected: Counter[int] = Counter()  # what `deliver` will bring
         self._listens = False
 
     @property
@@ -179,6 +181,7 @@ class Unit:
             new.data = view  # so it has a version of its own: gathers and updates do not count as edits
             new.__dict__.update(parameters[piece.name].__dict__)
             self._parameters.append(new)
+        self._index_of = {id(parameter): index for index, parameter in enumerate(self._parameters)}
         if self.trains:
             for index, parameter in enumerate(self._parameters):
                 parameter.register_post_accumulate_grad_hook(self._taker(index))
@@ -250,6 +253,19 @@ class Unit:
         """Every parameter has given its gradient in this micro-batch."""
         return all(self._arrived)
 
+    def expect(self, parameter: nn.Parameter) -> None:
+        """One more `deliver` of a gradient of this parameter, of a backward's second half."""
+        index = self._index_of[id(parameter)]
+        self._expected[index] += 1
+        self._arrived[index] = False
+
+    def deliver(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Adds what a backward's second half has computed."""
+        index = self._index_of[id(parameter)]
+        assert self._expected[index], f"unit {self.layout.name}: a gradient that was not expected"
+        self._expected[index] -= 1
+        self._add(index, gradient, last=not self._expected[index])
+
     def seal(self) -> Tensor:
         """No more gradients come: `incoming`, in which those that never came are zero."""
         self._hold_incoming()
@@ -270,6 +286,8 @@ class Unit:
         self._listens = False
         self.state = GradientState.EMPTY
         self.has_sum = False
+        if self.trains:
+            self._expected.clear()
         self._forget_incoming()
 
     def _forget_incoming(self) -> None:
@@ -310,18 +328,23 @@ class Unit:
     def _take(self, index: int, parameter: Tensor) -> None:
         """See [Note: why gradients are taken over in hooks]."""
         self._check_expected(index, parameter)
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None, f"unit {self.layout.name}: a hook without a gradient"
+        self._add(index, gradient, last=True)
+
+    def _add(self, index: int, gradient: Tensor, *, last: bool) -> None:
+        """To `incoming`. `last`: of this parameter, in this backward."""
         if self.state is GradientState.REDUCING:
             self.on_late(self)
         if self.state is not GradientState.FILLING:
             self.move(GradientState.FILLING)
             self._hold_incoming()
-        gradient, parameter.grad = parameter.grad, None
-        assert gradient is not None, f"unit {self.layout.name}: a hook without a gradient"
         if self._written[index]:
             self._gradients[index].add_(gradient)
         else:
             self._gradients[index].copy_(gradient)
-        self._written[index] = self._arrived[index] = True
+        self._written[index] = True
+        self._arrived[index] = last
         if all(self._arrived):
             for listener in self.on_complete:
                 listener(self)

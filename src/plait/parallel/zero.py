@@ -36,7 +36,7 @@ does not queue behind a reduction that nobody waits for, and ranks whose gathers
 differently still match each kind in its own order.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -54,6 +54,10 @@ from plait.parallel.sums import incoming, sums_of_plan
 from plait.parallel.units import Cut, MasterMemory, Unit, changed_behind_our_back
 from plait.parallel.walk import Bundle, agreed_order
 from plait.plan import Plan
+
+
+# Where a backward starts: a tensor, or its place in the graph when the tensor itself is gone.
+Root = Tensor | torch.autograd.graph.GradientEdge
 
 
 def cut_of(plan: Plan, groups: DataGroups, device: torch.device, masters: MasterMemory) -> Cut:
@@ -95,26 +99,27 @@ class Zero:
         plan: Plan,
         groups: DataGroups,
         partial: PartialSums,
+        cut: Cut,
     ) -> None:
         self._plan = plan
         self._all = groups.all
-        self._num_digests = groups.norm.size
+        self.cut = cut
         self.units = [unit for bundle in bundles for unit in bundle]
         self.trained = [unit for unit in self.units if unit.trains]
         self._single = [(unit,) for unit in self.trained]
         self._bundles = bundles
-        self._meter = self.units[0].cut.meter
-        self._sums = sums_of_plan(self.trained, plan, groups, self.units[0].cut.device, self._meter)
+        self._meter = cut.meter
+        self._sums = sums_of_plan(self.trained, plan, groups, cut.device, self._meter)
         self._reducer = Reducer(
             self.trained,
             self._sums,
             partial,
-            norm=groups.norm,
-            grid=groups.model.size,
+            cut=cut,
+            grid=groups.grid.size,
             replicas=groups.replicate.size,
             everyone=groups.all,
             whole=plan.accumulates_whole,
-            hurries=not (self.units[0].whole.stays or plan.gathered == "step" or plan.gradients_stay_whole),
+            hurries=not (cut.whole_parameters or plan.gathered == "step" or plan.gradients_stay_whole),
             meter=self._meter,
         )
         self._gatherer = Gatherer(
@@ -123,6 +128,7 @@ class Zero:
             owners,
             groups.gathers,
             groups.all,
+            cut,
             prefetch=plan.prefetch,
             keeps=plan.zero < 3 or plan.gathered == "step",
             watches=not plan.compile,
@@ -131,10 +137,11 @@ class Zero:
         self._reducer.order_by(self.trained[::-1], self._gatherer.last_uses, plan.prefetch)
         for unit in self.trained:
             unit.on_complete.append(self._gatherer.on_complete)
-        self._gathers_after_update = self.units[0].whole.stays
+        self._gathers_after_update = cut.whole_parameters
         self.publish()
         for unit in self.units:
             unit.note_versions()
+        self._unit_of = {id(p): unit for unit in self.units for p in unit.parameters.values()}
         self._places = [
             (module._parameters, key, f"{name}.{key}" if name else key, parameter)
             for name, module in model.named_modules()
@@ -165,28 +172,49 @@ class Zero:
             if holder.get(key) is not parameter:
                 raise changed_behind_our_back(name)
 
-    def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Runs a micro-batch's backward; with `last`, the step's gradients are complete after it."""
-        self._gatherer.begin_backward()
-        self._reducer.begin_micro(last=last)
-        torch.autograd.backward(loss)
+    def backward(
+        self, roots: Sequence[Root], gradients: Sequence[Tensor | None], *, last: bool, half: bool = False
+    ) -> None:
+        """Runs a micro-batch's backward from `roots`, whose gradients these are (None: of a scalar, 1); with
+        `last`, the step's gradients are complete after it. With `half` the gradients of some weights come
+        later, by `deliver`."""
+        self._gatherer.begin_backward(half=half)
+        self._reducer.begin_micro(last=last and not half, half=half)
+        if roots:  # else nothing before them trains
+            torch.autograd.backward(roots, gradients)
         self._gatherer.walk_on()
         self._reducer.end_micro()
         self._gatherer.end_backward()
 
-    def finish(self) -> Tensor:
-        """Waits for the sums of gradients; the sum of their squares, each whole element once, then what
-        `check_digests` takes; float64, (3,)."""
-        return self._reducer.finish(self._gatherer.digest)
+    def deliver(
+        self, gradients: Iterable[tuple[nn.Parameter, Callable[[], Tensor]]], *, last: bool
+    ) -> None:
+        """A backward's second half: computes gradients of weights and takes them over."""
+        queued = [(p, self._unit_of[id(p)], compute) for p, compute in gradients]
+        for parameter, unit, _ in queued:
+            unit.expect(parameter)
+        self._reducer.begin_rest(last=last)
+        for parameter, unit, compute in queued:
+            unit.deliver(parameter, compute())
+        self._reducer.end_micro()
 
-    def check_digests(self, total: float, of_squares: float) -> None:
-        """Raises ModelError unless the ranks that share the units have gathered the same in this step."""
-        if of_squares * self._num_digests != total**2:
-            raise ModelError(
-                "ranks gathered different parameters: their numbers are not to be trusted",
-                given="modules that run in an order, or a number of times, that depends on a rank's data",
-                hint="zero=2, where parameters are not cut; or the same modules on every rank, if with zeros",
-            )
+    def land(self) -> None:
+        """Waits for the sums of gradients over the data ranks."""
+        self._reducer.land()
+
+    def square(self) -> Tensor:
+        """After `land`: the sum of the squares of this rank's gradients, each whole element once over the ranks
+        that hold one copy; float64, a scalar."""
+        return self._reducer.square()
+
+    def square_again(self, unit: Unit) -> None:
+        """After `land`: the unit's gradient has changed."""
+        self._reducer.square_again(unit)
+
+    @property
+    def digest(self) -> int:
+        """Of this step's gathers, the same on all ranks that share the units. Reading it begins a new one."""
+        return self._gatherer.digest
 
     def update(self, step: Callable[[Unit], None]) -> None:
         """Has each unit's range updated by `step` and lets the model see it."""

@@ -12,7 +12,7 @@ cut unevenly, what each column's rows share may lie at different places.)
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import groupby, product
 
@@ -263,15 +263,23 @@ class Layout:
     units: tuple[UnitLayout, ...]
 
     @classmethod
-    def of(cls, units: Iterable[UnitFact], shards: int = 1, place: Place = _ALONE) -> "Layout":
+    def of(
+        cls,
+        units: Iterable[UnitFact],
+        shards: int = 1,
+        place: Place = _ALONE,
+        elsewhere: Set[str] = frozenset(),
+    ) -> "Layout":
         """`shards`: ranks that share one copy of each unit's storage. `place`: of this rank where layers are
-        cut."""
+        cut. `elsewhere`: parameters that another pipeline stage counts."""
         found = []
         for unit in units:
             for name, frozen in ((unit.name, False), (f"{unit.name} (frozen)", True)):
                 tensors = tuple(tensor for tensor in unit.tensors if (tensor.group is None) == frozen)
                 if tensors:
-                    found.append(UnitLayout.of(UnitFact(name, tensors), shards, unit.name, place))
+                    laid = UnitLayout.of(UnitFact(name, tensors), shards, unit.name, place)
+                    pieces = [replace(p, counted=p.counted and p.name not in elsewhere) for p in laid.pieces]
+                    found.append(replace(laid, pieces=tuple(pieces)))
         return cls(tuple(found))
 
     @property

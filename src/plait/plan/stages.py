@@ -1,7 +1,9 @@
 """How a model is cut into pipeline stages: which blocks are whose, and who computes with what else."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+from plait.plan.layout import TensorFact, UnitFact
 
 
 @dataclass(frozen=True)

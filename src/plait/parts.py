@@ -1,0 +1,140 @@
+"""What an engine is made of: a model's stages on this rank, their units, their optimizer, their executor."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from plait.comm import Mesh
+from plait.forward import Forward
+from plait.models import Loss, cut_stage, unit_facts
+from plait.optim import LossScaling
+from plait.parallel import (
+    DataGroups,
+    EngineState,
+    Held,
+    Holdings,
+    Masters,
+    Owned,
+    PartialSums,
+    Precision,
+    SharedSums,
+    Unit,
+    bring_to_life,
+    compile_blocks,
+    cut_of,
+    first_weights,
+    let_go,
+    recompute_blocks,
+)
+from plait.parallel.pipeline import Pipeline, split_linears
+from plait.parallel.tensor import TensorGroups, cut_layers, zone_randomness
+from plait.plan import Layout, Place, Plan, StageCut, TensorPlan
+from plait.plan.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a model is cut and its weights are updated: what `parallelize` was asked for."""
+
+    optimizer: type[torch.optim.Optimizer]
+    arguments: Mapping[str, Any]
+    groups: Sequence[Mapping[str, Any]]  # options of each optimizer group
+    group_of: Mapping[str, int] | None  # by a parameter's name; None: whether weight decay applies to it
+    clip_norm: float | None
+    clip_value: float | None
+    loss: Loss | None
+    loss_scaling: LossScaling | None
+    seed: int
+    offload_dir: Path | None
+    tensor: TensorPlan
+    stages: StageCut
+    schedule: Schedule
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Of one rank."""
+
+    groups: DataGroups
+    holdings: Holdings
+    layout: Layout  # of all that this rank holds
+    stages: Mapping[int, Forward]
+    held: Held
+    owned: Owned
+    state: EngineState
+    pipeline: Pipeline
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, plan: Plan, how: Training, mesh: Mesh, blocks: list[tuple[str, nn.Module]]
+    ) -> "Parts":
+        """Brings the model to life, in place where it is one stage. All ranks call it."""
+        groups, device = DataGroups.of(mesh, plan), mesh.world.device
+        facts = unit_facts(model, blocks, how.group_of)
+        rank_of = how.schedule.rank_of
+        holdings = Holdings.of(model, facts, how.stages, rank_of, mesh.grid, Place.all_of(how.tensor), plan)
+        layouts = holdings.layouts[groups.model.rank]
+        layout = Layout(tuple(unit for of_stage in layouts.values() for unit in of_stage.units))
+        masters = Masters(plan, layout, device, how.offload_dir)
+        cut = cut_of(plan, groups, device, masters)
+        units = {stage: [Unit(unit, cut) for unit in found.units] for stage, found in layouts.items()}
+        own = {block for stage in layouts for _, block in _blocks_of(blocks, how.stages, stage)}
+        elsewhere = {block for _, block in blocks if block not in own}
+        loose = first_weights(model, units, groups, plan, device, how.seed, elsewhere)
+        partial = PartialSums(mesh, layout)
+        stages = {}
+        for stage in layouts:
+            part = cut_stage(model, blocks, how.stages, stage, device=device, dtype=Precision.of(plan).compute)
+            zero = bring_to_life(part.module, part.blocks, units[stage], loose, plan, groups, partial, cut)
+            stages[stage] = _forward_of(part, zero, plan, how, mesh, is_last=stage == how.stages.num_stages - 1)
+        if how.stages.num_stages > 1:
+            let_go(model, {id(p) for of in units.values() for unit in of for p in unit.parameters.values()})
+        held = Held(
+            {stage: forward.zero for stage, forward in stages.items()},
+            groups,
+            SharedSums(how.stages.shared_units, rank_of, mesh),
+        )
+        owned = Owned(held.trained, plan, how.optimizer, how.arguments, how.groups, masters, how.offload_dir)
+        state = EngineState(
+            {stage: forward.part.module for stage, forward in stages.items()},
+            units,
+            owned,
+            cut,
+            groups.gathers,
+            groups.model,
+            holdings,
+        )
+        return cls(groups, holdings, layout, stages, held, owned, state, Pipeline(rank_of, mesh))
+
+
+def _forward_of(part: Any, zero: Any, plan: Plan, how: Training, mesh: Mesh, *, is_last: bool) -> Forward:
+    """Gives the stage's blocks the forwards that the plan asks for."""
+    found = [block for _, block in part.blocks]
+    grid = TensorGroups(mesh.group("row"), mesh.group("col"))
+    cut = cut_layers(part.module, how.tensor, grid, part.blocks, sequence=plan.sp)
+    zone_randomness(
+        part.module,
+        found,
+        how.tensor,
+        sequence=plan.sp,
+        device=mesh.world.device,
+        row=grid.row.rank,
+        col=grid.col.rank,
+    )
+    if how.schedule.split:
+        split_linears(found)
+    recompute_blocks(found, plan.recompute)
+    if plan.compile:
+        compile_blocks(found, mesh.world.device)
+    return Forward(part, zero, cut, how.tensor, grid.col, how.loss, is_last=is_last)
+
+
+def _blocks_of(
+    blocks: Sequence[tuple[str, nn.Module]], cut: StageCut, stage: int
+) -> Sequence[tuple[str, nn.Module]]:
+    start, stop = cut.blocks[stage]
+    return blocks[start:stop]

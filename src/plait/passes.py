@@ -1,0 +1,204 @@
+"""Micro-batches on their way over the stages of this rank: training, evaluation, outputs.
+
+[Note: one seed per stage]
+Stages of one model draw from generators of their own, or blocks in the same place of two stages would drop the
+same elements. The first stage's seed has no stage in it: a model that is one stage draws as it always did.
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.comm import broadcast
+from plait.errors import ModelError, PlanError
+from plait.forward import Forward
+from plait.models import forward_inputs, meta_twin, saved_bytes, seeded
+from plait.parallel import Zero
+from plait.parallel.pipeline import Parcel, pack, unpack
+from plait.parts import Parts
+from plait.plan.schedule import Schedule, Span, forwards_only, one_micro
+
+Micro = Mapping[str, Tensor]
+TakeLoss = Callable[[Tensor, int | Tensor], Any]  # (summed loss, targets) -> what backward starts from
+
+
+class Passes:
+    """Runs an engine's schedule, and others over the same stages."""
+
+    def __init__(self, parts: Parts, schedule: Schedule) -> None:
+        self._parts = parts
+        self._schedule = schedule
+        self._last = schedule.num_stages - 1
+        self._is_broken = False  # an exception has left messages that nobody will take
+
+    @property
+    def has_last_stage(self) -> bool:
+        return self._last in self._parts.stages
+
+    @property
+    def last_rank(self) -> int:
+        """The place on `pp` of the last stage."""
+        return self._schedule.rank_of[self._last]
+
+    def only_stage(self, asked: str) -> Forward:
+        """Raises PlanError unless the model is one stage."""
+        if self._last:
+            raise PlanError(
+                "a pipeline's micro-batches are under way together",
+                given=f"{asked}, and a model in {self._last + 1} stages",
+                expected="engine.step with a step's micro-batches, engine.evaluate or engine.outputs",
+            )
+        return self._parts.stages[0]
+
+    def train(
+        self, micros: Sequence[Micro], take: TakeLoss, seed: tuple[int, int], data_rank: int
+    ) -> list[Span]:
+        """Forward and backward of a step."""
+
+        def seeds(stage: int, micro: int) -> Any:
+            more = (stage,) if stage else ()
+            return seeded(self._device, *seed, micro, data_rank, *more)
+
+        return self._run(self._schedule, micros, take, seeds)
+
+    def probe(self, micro: Micro, take: TakeLoss) -> None:
+        """Forward and backward of one micro-batch."""
+        self._run(one_micro(self._schedule), [micro], take, None)
+
+    def evaluate(self, micros: Sequence[Micro], take: TakeLoss, *, missing: int = 0) -> None:
+        """Forwards alone, in eval mode. `missing`: micro-batches that other data ranks have and this one has
+        not."""
+        with self.eval_mode(), torch.no_grad():
+            for stage in self._parts.stages.values():
+                for _ in range(missing):
+                    stage.zero.pass_by()
+            if micros:
+                self._run(forwards_only(self._schedule, len(micros)), micros, take, None)
+
+    def outputs(self, micro: Micro, pick: Callable[[Any], Any]) -> Any:
+        """What `pick` takes of the model's outputs, on every rank of the pipeline."""
+        found: list[Any] = []
+        with self.eval_mode(), torch.no_grad():
+            self._run(forwards_only(self._schedule, 1), [micro], found.append, None, of_outputs=True)
+            return self._told(pick(found[0]) if found else None)
+
+    @contextmanager
+    def eval_mode(self) -> Iterator[None]:
+        modules = [m for stage in self._parts.stages.values() for m in stage.part.module.modules()]
+        modes = [(module, module.training) for module in modules]
+        for stage in self._parts.stages.values():
+            stage.part.module.eval()
+        try:
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
+
+    @property
+    def _device(self) -> torch.device:
+        return self._parts.held.device
+
+    def _run(
+        self,
+        schedule: Schedule,
+        micros: Sequence[Micro],
+        take: Callable[..., Any],
+        seeds: Callable[[int, int], Any] | None,
+        *,
+        of_outputs: bool = False,
+    ) -> list[Span]:
+        if self._is_broken:
+            raise ModelError(
+                "a step was interrupted while its micro-batches were on their way between stages",
+                expected="a new start of all ranks",
+            )
+        stages = {
+            number: _Pass(stage, micros, take, seeds, number, of_outputs)
+            for number, stage in self._parts.stages.items()
+        }
+        try:
+            return self._parts.pipeline.run(schedule, stages, [_key_of(micro) for micro in micros])
+        except BaseException:
+            self._is_broken = self._last > 0 and schedule.num_ranks > 1
+            raise
+
+    def _told(self, value: Any) -> Any:
+        """What the last stage's rank knows."""
+        group, root = self._parts.groups.pipeline, self.last_rank
+        if group.size == 1:
+            return value
+        parcel, tensors = pack(value, of="the model") if group.rank == root else (None, [])
+        text = "" if parcel is None else parcel.to_json()
+        length = torch.tensor([len(text.encode())], device=self._device)
+        broadcast(length, group, root)
+        said = torch.zeros(int(length.item()), dtype=torch.uint8)
+        if parcel is not None:
+            said = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        said = said.to(self._device)
+        broadcast(said, group, root)
+        parcel = Parcel.from_json(said.cpu().numpy().tobytes().decode())
+        if group.rank != root:
+            tensors = [torch.empty(s.shape, dtype=s.dtype, device=self._device) for s in parcel.specs]
+        for tensor in tensors:
+            broadcast(tensor, group, root)
+        return unpack(parcel, tensors)
+
+    # --- bytes
+
+    def saved_bytes(self) -> int | None:
+        """The most that is kept for backward at a time."""
+        kept = {number: stage.saved_bytes for number, stage in self._parts.stages.items()}
+        return self._peak(kept)
+
+    def foretold_bytes(self, batch_shape: tuple[int, int], device: torch.device) -> int | None:
+        kept = {n: stage.foretold_bytes(batch_shape, device) for n, stage in self._parts.stages.items()}
+        return self._peak(kept)
+
+    def _peak(self, kept: Mapping[int, int | None]) -> int | None:
+        """Over this rank's actions, of what one micro-batch keeps on each stage."""
+        most = held = 0
+        for action in self._schedule.ranks[self._parts.groups.pipeline.rank]:
+            num_bytes = kept[action.stage]
+            if num_bytes is None:
+                return None
+            if action.kind.value == "F":
+                held += num_bytes
+            elif action.kind.value == "W" or (action.stage, action.micro) not in self._schedule.split:
+                held -= num_bytes
+            most = max(most, held)
+        return most
+
+
+@dataclass
+class _Pass:
+    """One of this rank's stages, in one pass."""
+
+    stage: Forward
+    micros: Sequence[Micro]
+    take: Callable[..., Any]
+    seeds: Callable[[int, int], Any] | None
+    number: int
+    of_outputs: bool
+    zero: Zero = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.zero = self.stage.zero
+
+    def forward(self, number: int, received: Any) -> Any:
+        micro, stage = self.micros[number], self.stage
+        with nullcontext() if self.seeds is None else self.seeds(self.number, number):
+            with stage.measured() if torch.is_grad_enabled() else nullcontext():
+                if not stage.is_last:
+                    return stage.outputs(micro, received)
+                if self.of_outputs:
+                    return self.take(stage.outputs(micro, received))
+                return self.take(*stage.summed_loss(micro, received))
+
+
+def _key_of(micro: Micro) -> Hashable:
+    """Equal where all that a stage returns has the same shapes."""
+    return tuple((name, tuple(value.shape), str(value.dtype)) for name, value in sorted(micro.items()))
