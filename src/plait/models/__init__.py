@@ -1,11 +1,14 @@
-"""What a model tells about itself: its units, its initial weights, its loss, what it saves for backward."""
+"""What a model tells about itself: its units, its initial weights, its loss, its stages, what it saves."""
 
 from plait.models.build import causal_lm_on_meta, pretrained_causal_lm, read_config
+from plait.models.chain import Chain
 from plait.models.cross_entropy import ALONE
 from plait.models.facts import Blocks, FlopFacts, blocks_of, unit_facts
 from plait.models.loss import Loss, choose_loss, forward_inputs
 from plait.models.materialise import initialise, seeded
 from plait.models.saved import meta_twin, saved_bytes, watch_saved
+from plait.models.stage_plan import plan_stages
+from plait.models.stages import StageModule, cut_stage, receiving
 from plait.models.tensor import tensor_plan
 from plait.models.tensor_families import LINEAR_FORWARDS
 
@@ -13,16 +16,21 @@ __all__ = [
     "ALONE",
     "LINEAR_FORWARDS",
     "Blocks",
+    "Chain",
     "FlopFacts",
     "Loss",
+    "StageModule",
     "blocks_of",
     "causal_lm_on_meta",
     "choose_loss",
+    "cut_stage",
     "forward_inputs",
     "initialise",
     "meta_twin",
+    "plan_stages",
     "pretrained_causal_lm",
     "read_config",
+    "receiving",
     "saved_bytes",
     "seeded",
     "tensor_plan",

@@ -8,6 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from plait.errors import ModelError
+from plait.models.chain import Chain
 from plait.plan import TensorFact, UnitFact
 from plait.plan.cost import training_flops_per_token
 
@@ -20,15 +21,17 @@ def blocks_of(model: nn.Module, given: Blocks | None = None) -> list[tuple[str, 
 
     `given`: their class or classes, or the modules themselves. Without it they are the children of the
     `ModuleList` or `Sequential` that holds the most parameters and is not itself inside such a one; of a
-    bare `Sequential` its own children. Empty when there is none. Raises ModelError for a block that the
-    model does not have.
+    bare `Sequential` or `Chain` its own children. Empty when there is none. Raises ModelError for a block
+    that the model does not have.
     """
     if given is not None:
         return _given_blocks(model, given)
     containers: list[tuple[int, str, nn.Module]] = []
     inside: list[str] = []
     for name, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList | nn.Sequential) or any(name.startswith(p) for p in inside):
+        if not isinstance(module, nn.ModuleList | nn.Sequential | Chain) or any(
+            name.startswith(p) for p in inside
+        ):
             continue
         inside.append(f"{name}." if name else "")
         containers.append((sum(p.numel() for p in module.parameters()), name, module))

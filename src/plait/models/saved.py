@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from plait.models.hollow import hollows
 from plait.models.loss import Loss, forward_inputs
 
 
@@ -106,10 +107,17 @@ def watch_saved(model: nn.Module) -> Iterator[SavedBytes]:
             holder.on_hold = None
 
 
+@contextmanager
+def running_on_meta(device: torch.device) -> Iterator[None]:
+    """A twin's forward runs inside, as it would on `device`."""
+    with _YesToQuestions(), _AsOnDevice(device):
+        yield
+
+
 def meta_twin(model: nn.Module) -> nn.Module:
     """A copy of the model without its bytes: parameters and buffers are on meta, in the same dtypes."""
     memo: dict[int, Any] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
+    for tensor in (*model.parameters(), *model.buffers(), *(hollow for _, hollow in hollows(model))):
         empty = torch.empty_like(tensor, device="meta")
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
@@ -123,6 +131,6 @@ def saved_bytes(twin: nn.Module, loss: Loss, batch: dict[str, Tensor], device: t
     not known before it has compiled. A twin runs uncompiled: exact where blocks keep their inputs only,
     else commonly more than what the compiler's partitioner leaves.
     """
-    with _YesToQuestions(), _AsOnDevice(device), watch_saved(twin) as watch:
+    with running_on_meta(device), watch_saved(twin) as watch:
         loss(twin(**forward_inputs(twin, batch)), batch)
     return watch.total

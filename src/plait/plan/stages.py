@@ -51,8 +51,8 @@ def deal(
         extra = (first if stage == 0 else 0.0) + (last if stage == num_stages - 1 else 0.0)
         return sums[stop] - sums[start] + extra
 
-    # Of the first `stop` blocks on the stages so far: (the slowest, sum of squares, their numbers).
-    best = {
+    # best[stop]: of the first `stop` blocks on the stages so far: the slowest, sum of squares, their numbers
+    best: dict[int, tuple[float, float, tuple[int, ...]]] = {
         stop: (cost_of(0, 0, stop), cost_of(0, 0, stop) ** 2, (stop,)) for stop in range(1, len(costs) + 1)
     }
     for stage in range(1, num_stages):

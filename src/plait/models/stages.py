@@ -1,0 +1,268 @@
+"""A model's stages: each is the model itself, in whose forward other stages' blocks do nothing.
+
+[Note: how a model's forward runs in stages]
+What travels from stage to stage is what a stage's last block returned, whatever that is. A stage's shell is
+a copy of the model's structure that holds its own blocks, and `PassThrough`s in the place of all others. The
+one before its first own block returns what was received, so the model's own code takes it apart as it does
+in one process. Those before that return NaN in the same form: a model that uses an earlier block's output
+besides (a skip connection over blocks) cannot be cut there, and NaN tells. When the last own block has
+returned, the forward ends: an exception carries the output to the shell's forward, which returns it. Hooks
+of the block have run by then, and hooks of the shell see a return like any other.
+
+Parameters outside of blocks that the stage does not compute with are hollow (models/hollow.py).
+"""
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+from transformers import PreTrainedConfig
+
+from plait.errors import ModelError
+from plait.models.hollow import hollow_keys, hollow_like, hollows, make_hollow
+from plait.plan.stages import StageCut
+
+
+@dataclass(frozen=True)
+class StageModule:
+    """What one stage computes with.
+
+    module      called with a micro-batch's inputs it runs the stage, and returns what the next stage is to
+                receive; that of the last stage what the model returns
+    blocks      its own ones, under their names in the model
+    """
+
+    number: int
+    module: nn.Module
+    blocks: list[tuple[str, nn.Module]]
+
+    def receiving(self, structure: Any) -> AbstractContextManager[None]:
+        return receiving(self.module, structure)
+
+    def check_taint(self, outputs: Any, received: Any = None) -> None:
+        """Raises ModelError if something that another stage should have computed reached these outputs.
+
+        Looks at all numbers; waits for the device.
+        """
+        if _has_nan(outputs) and not _has_nan(received) and isinstance(self.module.forward, StageForward):
+            raise _leak(self.number, self.module, self.module.forward.inbox)
+
+
+@contextmanager
+def receiving(module: nn.Module, structure: Any) -> Iterator[None]:
+    """While inside, a stage's module, or a copy of it, gets `structure` from the stage before."""
+    assert isinstance(module.forward, StageForward), "a whole model receives nothing"
+    inbox = module.forward.inbox
+    inbox.received, inbox.is_filled = structure, True
+    try:
+        yield
+    finally:
+        inbox.clear()
+
+
+def cut_stage(
+    model: nn.Module,
+    blocks: Sequence[tuple[str, nn.Module]],
+    cut: StageCut,
+    stage: int,
+    *,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+) -> StageModule:
+    """One stage of the model, made of the model's own blocks, parameters and modules outside of blocks.
+
+    Modules that have parameters of several stages, or none, are copied, and buffers with them, so they must
+    have their values. `dtype`: in which the other stages' parameters look to be, if not in their own. The
+    model remains as it is, yet a stage's last block gets a twin that shares all it has.
+    """
+    if cut.num_stages == 1:
+        return StageModule(0, model, list(blocks))
+    start, stop = cut.blocks[stage]
+    inbox = Inbox(stage)
+    memo = _kept(model, blocks, cut, stage)
+    own = []
+    for number, (name, block) in enumerate(blocks):
+        if start <= number < stop:
+            is_end = number == stop - 1 and stage < cut.num_stages - 1
+            own.append((name, _ending(block) if is_end else block))
+            memo[id(block)] = own[-1][1]
+        else:
+            memo[id(block)] = PassThrough(name, block, inbox, feeds=number == start - 1)
+    for name, parameter in model.named_parameters():
+        is_own = stage in cut.stages_with(name)
+        memo[id(parameter)] = parameter if is_own else hollow_like(parameter, device, dtype)
+    shell = copy.deepcopy(model, memo)
+    _empty(shell, inbox)
+    shell.forward = StageForward(shell.forward, inbox, ends=stage < cut.num_stages - 1)
+    return StageModule(stage, shell, own)
+
+
+def _kept(
+    model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], cut: StageCut, stage: int
+) -> dict[int, Any]:
+    """What is not copied: configurations, and modules outside of blocks all of whose parameters are own."""
+    inner = {id(module) for _, block in blocks for module in block.modules()}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        if id(module) in inner:
+            continue
+        memo |= {id(value): value for value in vars(module).values() if isinstance(value, PreTrainedConfig)}
+        below = [names[id(parameter)] for parameter in module.parameters()]
+        is_own = below and all(stage in cut.stages_with(name) for name in below)
+        if is_own and not any(id(m) in inner for m in module.modules()):
+            memo[id(module)] = module
+    return memo
+
+
+def _empty(shell: nn.Module, inbox: "Inbox") -> None:
+    """Foreign parameters leave the shell's lists of parameters; who runs with them is noted."""
+    for name, module in shell.named_modules():
+        for key, held in list(module._parameters.items()):
+            if held is not None and not isinstance(held, nn.Parameter):
+                make_hollow(module, key, held)
+        if hollow_keys(module):
+            module.register_forward_hook(_Ran(name, inbox))
+
+
+class Inbox:
+    """What a stage received, for one forward, and how far that forward is."""
+
+    def __init__(self, stage: int) -> None:
+        self.stage = stage
+        self.ran: list[str] = []  # modules with hollow parameters
+        self.is_taken = False
+        self.clear()
+
+    def clear(self) -> None:
+        self.received: Any = None
+        self.is_filled = False
+        self._nans: Any = None
+
+    def take(self) -> Any:
+        self.is_taken = True
+        return self.received
+
+    def nans(self) -> Any:
+        """As received, with NaN for every number; made once."""
+        if self._nans is None:
+            self._nans = tree_map_only(Tensor, _nan_like, self.received)
+        return self._nans
+
+
+def _nan_like(tensor: Tensor) -> Tensor:
+    return torch.full_like(tensor, torch.nan) if tensor.is_floating_point() else tensor
+
+
+class PassThrough(nn.Module):
+    """Stands for another stage's block. It has what the model's code may ask a block, such as its type."""
+
+    def __init__(self, name: str, block: nn.Module, inbox: Inbox, *, feeds: bool) -> None:
+        """`feeds`: it is the one before the stage's first block."""
+        super().__init__()
+        for key, value in vars(block).items():
+            if not key.startswith("_") and isinstance(value, _PLAIN):
+                setattr(self, key, value)
+        self.__dict__["_stage_inbox"] = inbox
+        self.__dict__["_stage_block"] = name
+        self.__dict__["_stage_feeds"] = feeds
+
+    def forward(self, *_args: Any, **_kwargs: Any) -> Any:
+        inbox: Inbox = self.__dict__["_stage_inbox"]
+        if inbox.is_taken or not inbox.is_filled:
+            raise ModelError(
+                "the model's blocks are not called once each, in the order of their names",
+                given=f"stage {inbox.stage} met block {self.__dict__['_stage_block']} out of order",
+                expected="a forward that calls the blocks one after the other",
+                hint="a plan without stages, or blocks=[module, ...] in forward order",
+            )
+        return inbox.take() if self.__dict__["_stage_feeds"] else inbox.nans()
+
+
+_PLAIN = (bool, int, float, str, tuple, type(None), torch.dtype, PreTrainedConfig)
+
+
+class _EndOfStage(Exception):
+    """Not an error: the last block of a stage has returned this."""
+
+    def __init__(self, output: Any) -> None:
+        super().__init__("a stage's last block was called outside of its stage")
+        self.output = output
+
+
+def _ending(block: nn.Module) -> nn.Module:
+    """The block, hooks and all, but that the stage ends when a call of it is over.
+
+    A twin of a class of its own that shares the block's attributes: no hook could do it, as hooks that come
+    after it would not run.
+    """
+    kind = type(block)
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        raise _EndOfStage(kind.__call__(self, *args, **kwargs))
+
+    ending = type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
+    twin: nn.Module = object.__new__(ending)
+    twin.__dict__ = block.__dict__
+    return twin
+
+
+class StageForward:
+    """The forward of a stage's shell. See [Note: how a model's forward runs in stages]."""
+
+    def __init__(self, forward: Any, inbox: Inbox, *, ends: bool) -> None:
+        """`ends`: before the model's forward does, with the last own block."""
+        self.forward = forward
+        self.inbox = inbox
+        self.ends = ends
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        inbox = self.inbox
+        assert inbox.is_filled == (inbox.stage > 0), f"stage {inbox.stage} runs with what it has received"
+        inbox.ran.clear()
+        inbox.is_taken = inbox.stage == 0
+        has_ended = False
+        try:
+            output = self.forward(*args, **kwargs)
+        except _EndOfStage as end:
+            output, has_ended = end.output, True
+        if has_ended != self.ends or not inbox.is_taken:
+            raise ModelError(
+                "the model's forward did not call every block of the stage",
+                given=f"stage {inbox.stage}",
+                expected="a forward that calls the blocks one after the other, each in every pass",
+                hint="no layerdrop, or a plan without stages",
+            )
+        return output
+
+
+class _Ran:
+    """A forward hook that notes that a module with hollow parameters ran."""
+
+    def __init__(self, name: str, inbox: Inbox) -> None:
+        self._name, self._inbox = name, inbox
+
+    def __call__(self, *_: Any) -> None:
+        self._inbox.ran.append(self._name)
+
+
+def _has_nan(values: Any) -> bool:
+    tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    return any(bool(torch.isnan(t).any()) for t in tensors if t.is_floating_point() or t.is_complex())
+
+
+def _leak(stage: int, shell: nn.Module, inbox: Inbox) -> ModelError:
+    names = dict.fromkeys(name for name, _ in hollows(shell))
+    ran = [name for name in names if name.rpartition(".")[0] in inbox.ran] or list(names)
+    return ModelError(
+        f"stage {stage} cannot compute without what other stages have",
+        given=f"its result is NaN; it ran without the values of {', '.join(ran) or 'earlier blocks'}",
+        expected="between blocks goes only what the block before returned: what lies outside of them is used "
+        "before the first or after the last, and no block takes an earlier one's output",
+        hint="let the blocks return what later ones need, or plait.Chain of modules that do",
+    )
