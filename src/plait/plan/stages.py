@@ -34,6 +34,44 @@ class StageCut:
     def stage_of_block(self, number: int) -> int:
         return next(stage for stage, (start, stop) in enumerate(self.blocks) if start <= number < stop)
 
+    def facts_of(self, stage: int, facts: Iterable[UnitFact]) -> tuple[UnitFact, ...]:
+        """What a stage has of the model's units. What it shares with other stages is a unit for each such set
+        of stages, the first where the first of them is this one, else the last."""
+        found: list[UnitFact] = []
+        shared: dict[tuple[int, ...], list[TensorFact]] = {}
+        for unit in facts:
+            own = []
+            for tensor in unit.tensors:
+                stages = self.stages_with(tensor.name)
+                if stages == (stage,):
+                    own.append(tensor)
+                elif stage in stages:
+                    shared.setdefault(stages, []).append(tensor)
+            if own:
+                found.append(UnitFact(unit.name, tuple(own)))
+        units = {stages: UnitFact(shared_name(stages), tuple(tensors)) for stages, tensors in shared.items()}
+        first = [unit for stages, unit in units.items() if stages[0] == stage]
+        return (*first, *found, *(unit for stages, unit in units.items() if stages[0] != stage))
+
+    def counted_elsewhere(self, stage: int) -> frozenset[str]:
+        """Parameters that this stage shares with an earlier one."""
+        return frozenset(name for name, stages in self.shared.items() if stage in stages[1:])
+
+    @property
+    def shared_units(self) -> dict[str, tuple[int, ...]]:
+        """The units that several stages have."""
+        return {shared_name(stages): stages for stages in sorted(set(self.shared.values()))}
+
+
+def whole_model(names: Iterable[str], num_blocks: int) -> StageCut:
+    """One stage that has everything."""
+    return StageCut(((0, num_blocks),), dict.fromkeys(names, 0), {})
+
+
+def shared_name(stages: Sequence[int]) -> str:
+    """Of the unit with what these stages share."""
+    return f"shared by stages {', '.join(map(str, stages))}"
+
 
 def deal(
     costs: Sequence[float], num_stages: int, *, first: float = 0.0, last: float = 0.0
