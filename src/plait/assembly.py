@@ -9,16 +9,18 @@ from torch import Tensor, nn
 
 from plait import models
 from plait.comm import Mesh, World, connect
-from plait.engine import Engine, Training
-from plait.errors import ConfigError, PlanError
-from plait.models import Blocks, Loss, blocks_of
+from plait.engine import Engine
+from plait.errors import ConfigError, PlanError, ScheduleError
+from plait.models import Blocks, Chain, Loss, blocks_of, plan_stages
 from plait.optim import DEFAULT_GROUPS, LossScaling
-from plait.plan import Grid, Plan, TensorPlan
+from plait.parts import Training
+from plait.plan import Grid, Plan, StageCut, TensorPlan, whole_model
+from plait.plan.schedule import Schedule, check, make_schedule
 from plait.probe import Probe
 
 
 def parallelize(
-    model: nn.Module,
+    model: nn.Module | Sequence[nn.Module],
     plan: Plan | str,
     *,
     optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
@@ -39,7 +41,8 @@ def parallelize(
 
     model           a Hugging Face causal LM or any nn.Module, unmodified: with weights (rank 0's are taken)
                     or on meta, to get initial ones that follow from `seed` and names alone, under every
-                    plan. Its parameters become new objects, views of flat storages
+                    plan. Its parameters become new objects, views of flat storages. Or a list of modules,
+                    stages of a pipeline: the first takes the batch, each other one what the one before returns
     optimizer       an element-wise class of torch.optim; fused where it can be
     param_groups    torch's: dicts of "params" and options. None: weight decay leaves out norms and biases
     clip_norm       limit of the gradient's global 2-norm; clip_value: of each of its elements
@@ -58,9 +61,12 @@ def parallelize(
     on. Buffers that forward changes follow rank 0's. Raises PlanError, ModelError or ConfigError.
     """
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
+    model = model if isinstance(model, nn.Module) else Chain(model)
     _check_update(optimizer, clip_norm, clip_value)
     world = _checked(connect() if world is None else world, plan, loss_scaling)
     found = blocks_of(model, blocks)
+    schedule = schedule_of(plan)
+    stages = _stages(model, plan, found, schedule)
     to_probe = Probe.of(model, probe, plan, seed)  # before the model is cut
     how = Training(
         optimizer=optimizer,
@@ -74,6 +80,8 @@ def parallelize(
         seed=seed,
         offload_dir=None if offload_dir is None else Path(offload_dir),
         tensor=_tensor_plan(model, plan, found, tensor_plan),
+        stages=stages,
+        schedule=schedule,
     )
     engine = Engine(model if model.training else model.train(), plan, how, Mesh(world, Grid.of(plan)), found)
     return engine if to_probe is None else to_probe.run(engine, loss)
@@ -124,10 +132,50 @@ def _check_fp16(plan: Plan, scaling: LossScaling | None, device: torch.device) -
         ) from error
 
 
-def check_grid(model: nn.Module, plan: Plan, given: Mapping[str, str] | None = None) -> None:
-    """Raises PlanError or ModelError unless the model's layers can be cut on the plan's grid; needs no
-    rank."""
-    _tensor_plan(model, plan, blocks_of(model), given)
+def check_cuts(model: nn.Module, plan: Plan, given: Mapping[str, str] | None = None) -> None:
+    """Raises PlanError or ModelError unless the model can be cut into the plan's stages, and its layers on the
+    plan's grid; needs no rank."""
+    blocks = blocks_of(model)
+    _stages(model, plan, blocks, schedule_of(plan))
+    _tensor_plan(model, plan, blocks, given)
+
+
+def schedule_of(plan: Plan) -> Schedule:
+    """The plan's schedule, proved to run. Raises ScheduleError, PlanError for a file of other numbers."""
+    if not plan.schedule.startswith("file:"):
+        schedule = make_schedule(plan.schedule, plan.pp, plan.micro, plan.chunks)
+        check(schedule)
+        return schedule
+    schedule = read_schedule(Path(plan.schedule.removeprefix("file:")))
+    check(schedule)
+    facts = (schedule.num_ranks, schedule.num_micros, schedule.trains)
+    if facts != (plan.pp, plan.micro, True):
+        raise PlanError(
+            "the schedule is of another pipeline",
+            given=f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_micros} micro-batches"
+            + ("" if schedule.trains else ", forwards alone"),
+            expected=f"pp={plan.pp} ranks and micro={plan.micro} micro-batches, forward and backward",
+            hint=f"pp={schedule.num_ranks} micro={schedule.num_micros}",
+        )
+    return schedule
+
+
+def read_schedule(path: Path) -> Schedule:
+    """A schedule from a CSV file. Raises ScheduleError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ScheduleError("the schedule's file cannot be read", given=f"{path}: {error}") from error
+    return Schedule.from_csv(text, path.name)
+
+
+def _stages(
+    model: nn.Module, plan: Plan, blocks: list[tuple[str, nn.Module]], schedule: Schedule
+) -> StageCut:
+    if schedule.num_stages == 1 and plan.blocks_per_stage is None:
+        tensors = (*model.named_parameters(), *model.named_buffers())
+        return whole_model((name for name, _ in tensors), len(blocks))
+    return plan_stages(model, blocks, schedule.num_stages, given=plan.blocks_per_stage)
 
 
 def _tensor_plan(

@@ -5,11 +5,12 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from plait.comm import Group
 from plait.errors import ModelError
-from plait.models import ALONE, Loss, StageModule, choose_loss, forward_inputs, watch_saved
+from plait.models import ALONE, Loss, StageModule, choose_loss, forward_inputs, meta_twin, saved_bytes, watch_saved
 from plait.parallel import Zero
 from plait.parallel.tensor import CutLayers
 from plait.plan import TensorPlan
@@ -44,7 +45,8 @@ class Forward:
 
     def outputs(self, micro: Mapping[str, Tensor], received: Any = None) -> Any:
         """What the stage returns: the last one what the model does."""
-        with self.zero.watching(), self.part.receiving(received):
+        is_first = self.part.number == 0
+        with self.zero.watching(), contextlib.nullcontext() if is_first else self.part.receiving(received):
             return self.part.module(**forward_inputs(self.part.module, micro))
 
     def summed_loss(self, micro: Mapping[str, Tensor], received: Any = None) -> tuple[Tensor, int | Tensor]:
@@ -80,3 +82,12 @@ class Forward:
     def logits(self) -> contextlib.AbstractContextManager[None]:
         """Our own loss takes the logits that this rank has; a user's takes all."""
         return self._cut.logits_stay_cut() if self._given is None else contextlib.nullcontext()
+
+    def foretold_bytes(self, batch_shape: tuple[int, int], device: torch.device) -> int | None:
+        """What `saved_bytes` will be for token ids of this (batch, sequence) shape, if that can be told."""
+        ids = torch.zeros(batch_shape, dtype=torch.long, device="meta")
+        # Whatever the user's model raises without values (or cannot be copied), it can still be trained.
+        with contextlib.suppress(Exception), self.zero.paused(), self.logits():
+            twin = meta_twin(self.part.module)
+            return saved_bytes(twin, self.loss(), {"input_ids": ids, "labels": ids}, device)
+        return None

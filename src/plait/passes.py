@@ -16,7 +16,7 @@ from torch import Tensor
 from plait.comm import broadcast
 from plait.errors import ModelError, PlanError
 from plait.forward import Forward
-from plait.models import forward_inputs, meta_twin, saved_bytes, seeded
+from plait.models import seeded
 from plait.parallel import Zero
 from plait.parallel.pipeline import Parcel, pack, unpack
 from plait.parts import Parts
@@ -100,7 +100,7 @@ class Passes:
 
     @property
     def _device(self) -> torch.device:
-        return self._parts.held.device
+        return self._parts.pipeline.device
 
     def _run(
         self,

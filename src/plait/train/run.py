@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from plait import checkpoint
-from plait.assembly import check_grid
+from plait.assembly import check_cuts
 from plait.checkpoint import Checkpoint
 from plait.errors import ConfigError, PlanError, RunError
 from plait.files import sync_folder, sync_tree, write_json
@@ -173,7 +173,7 @@ def _resolve(recipe: Recipe, store: TokenStore, plan: Plan) -> Recipe:
         max_sequence=getattr(model.config, "max_position_embeddings", None),
         sequence=recipe.data.sequence,
     )
-    check_grid(model, plan, recipe.model.tensor_plan)
+    check_cuts(model, plan, recipe.model.tensor_plan)
     if recipe.sample.tokens:  # else found at the end of the run
         check_prompt(prompt_ids(tokenizer, recipe.sample.prompt), model.config)
     streams = [store.train, *([store.validation] if recipe.run.evaluate_every else [])]

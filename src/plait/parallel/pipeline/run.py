@@ -66,7 +66,7 @@ class Pipeline:
         self._rank = mesh.coord["pp"]
         self._rank_of = rank_of
         self._last_stage = max(rank_of)
-        self._device = mesh.world.device
+        self.device = mesh.world.device
         self._outboxes: dict[tuple[str, int], Outbox] = {}  # by what is sent, and to whom
         self._inboxes: dict[tuple[str, int], Inbox] = {}
         for what, source, target in sorted(self._lines()):
@@ -74,9 +74,9 @@ class Pipeline:
                 label = f"{what} from stage rank {source} to {target}"
                 group = mesh.part("pp", sorted((source, target)), lane=label)
                 if self._rank == source:
-                    self._outboxes[what, target] = Outbox(group, device=self._device, label=label)
+                    self._outboxes[what, target] = Outbox(group, device=self.device, label=label)
                 else:
-                    self._inboxes[what, source] = Inbox(group, device=self._device, label=label)
+                    self._inboxes[what, source] = Inbox(group, device=self.device, label=label)
 
     def _lines(self) -> set[tuple[str, int, int]]:
         """(what, from, to) of all channels of the pipeline."""
@@ -99,7 +99,7 @@ class Pipeline:
         a stage returns has the same shapes. Gives when what was done, with `records`; seconds of this process's
         clock."""
         run = _Run(self, schedule, stages, keys)
-        clock = _Clock(self._device) if records else None
+        clock = _Clock(self.device) if records else None
         actions = schedule.ranks[self._rank]
         for place, action in enumerate(actions):
             run.post(action)

@@ -3,6 +3,7 @@
 from plait.plan.schedule.action import Action, B, F, Kind, Schedule, W
 from plait.plan.schedule.check import Checked, check
 from plait.plan.schedule.clock import Durations, Span, Timeline, peak_bytes, simulate
+from plait.plan.schedule.derive import forwards_only, one_micro
 from plait.plan.schedule.generate import GENERATORS, make_schedule
 
 __all__ = [
@@ -18,7 +19,9 @@ __all__ = [
     "Timeline",
     "W",
     "check",
+    "forwards_only",
     "make_schedule",
+    "one_micro",
     "peak_bytes",
     "simulate",
 ]
