@@ -61,7 +61,7 @@ class Background:
             self._thread.start()
         task = _Task(run)
         self._tasks.put(task)
-        return Pending(task.wait)
+        return Pending(task.wait, is_done=task.done.is_set)
 
     def close(self) -> None:
         """Drops what has not begun. Nothing may be given afterwards."""
@@ -93,4 +93,4 @@ class Background:
         with torch.cuda.stream(self._stream), torch.no_grad():
             run()
             done = self._stream.record_event()
-        return Pending(lambda: torch.cuda.current_stream(self._device).wait_event(done))
+        return Pending(lambda: torch.cuda.current_stream(self._device).wait_event(done), is_done=done.query)

@@ -14,6 +14,11 @@ contributions travel as they are and the sum is float32: half the bytes. For an 
 one's whole contribution to every peer, which adds, moves (p-1) x 2 bytes per element, against
 2(p-1)/p x 4 for a widened ring: half for 2 ranks, three quarters for 3, no gain from 4 on. NCCL's bytes
 cost no compute: there contributions are widened and its own collectives do the work.
+
+[Note: who asks Gloo whether a message is through]
+Gloo's `is_completed` of a send or a receive is false until somebody has waited for it, and a wait with a time
+limit breaks the connection when the limit passes. So the first who asks has a thread of the link wait, in the
+order of the questions. Who waits and never asks needs no thread.
 """
 
 from collections.abc import Callable
@@ -24,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from plait.comm.background import Background
 from plait.comm.transport import Call, Pending, Summing, SumOfParts, Verb
 from plait.errors import CommError
 
@@ -58,6 +64,7 @@ class TorchLink:
         self._ranks = ranks
         self._place = place
         self._is_own = is_own
+        self._aside: Background | None = None  # from the first question on
         self.name = str(dist.get_backend(handle))
         self.is_direct = self.name == "gloo"
         self.shares = False
@@ -68,6 +75,8 @@ class TorchLink:
         return self._handle
 
     def cut(self) -> None:
+        if self._aside is not None:
+            self._aside.close()
         handle, self._handle = self._handle, None
         if self._is_own and handle is not None:
             _world.pg_map.pop(handle, None)
@@ -80,11 +89,20 @@ class TorchLink:
         if self.is_direct and call.verb is Verb.ALL_GATHER:
             return self._start_direct_gather(call)
         work = _guard(call, lambda: _START[call.verb](self, call))
+        if self.is_direct and call.verb in (Verb.SEND, Verb.RECEIVE):
+            message = _Message(self, call, work)
+            return Pending(message.wait, is_done=message.is_done)
         waits: list[Callable[[], object]] = [] if work is None else [lambda: _guard(call, work.wait)]
         if call.op == "mean" and call.out is not None:
             out, size = call.out, len(self._ranks)
             waits.append(lambda: out.div_(size))
-        return Pending(*waits)
+        return Pending(*waits, is_done=None if work is None else work.is_completed)
+
+    def wait_aside(self, wait: Callable[[], None]) -> Pending:
+        """Has a thread call it. See [Note: who asks Gloo whether a message is through]."""
+        if self._aside is None:
+            self._aside = Background(torch.device("cpu"))
+        return self._aside.submit(wait)
 
     def _start_direct_gather(self, call: Call) -> Pending:
         ranges = call.taken.chunk(len(self._ranks))
@@ -190,6 +208,24 @@ _START: dict[Verb, Callable[[TorchLink, Call], Any]] = {
     Verb.SEND: TorchLink._send,
     Verb.RECEIVE: TorchLink._receive,
 }
+
+
+class _Message:
+    """One of Gloo's. See [Note: who asks Gloo whether a message is through]."""
+
+    def __init__(self, link: TorchLink, call: Call, work: Any) -> None:
+        self._link = link
+        self._wait: Callable[[], None] = lambda: _guard(call, work.wait)  # holds the tensor
+        self._aside: Pending | None = None
+
+    def wait(self) -> None:
+        self._wait()
+
+    def is_done(self) -> bool:
+        if self._aside is None:
+            self._aside = self._link.wait_aside(self._wait)
+            self._wait = self._aside.wait
+        return self._aside.is_done()
 
 
 def over_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> TorchLink:

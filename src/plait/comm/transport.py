@@ -53,20 +53,27 @@ class Call:
 class Pending:
     """A communication under way. The tensors it was given are in use until `wait` returns."""
 
-    def __init__(self, *waits: Callable[[], object]) -> None:
-        """`waits`: what is to be called, in this order, to end it."""
+    def __init__(self, *waits: Callable[[], object], is_done: Callable[[], bool] | None = None) -> None:
+        """`waits`: what is to be called, in this order, to end it. `is_done`: whether none would block."""
         self._waits = list(waits)
+        self._is_done = is_done
 
     @property
     def is_over(self) -> bool:
         """Whether nothing is left to wait for. What can only be found out by waiting is not over."""
         return not self._waits
 
+    def is_done(self) -> bool:
+        """Whether `wait` would return (or raise) at once, and no stream would wait either. Asks the
+        transport, without waiting; False, until it was waited for, where only waiting can tell."""
+        return not self._waits or (self._is_done is not None and self._is_done())
+
     def wait(self) -> None:
         """Blocks until done (on CUDA: makes the current stream wait). Raises CommError if a peer is lost."""
         while self._waits:
             self._waits[0]()  # interrupted by a signal, it is still to be done
             del self._waits[:1]
+        self._is_done = None  # which holds the tensors too
 
 
 class Summing(Protocol):

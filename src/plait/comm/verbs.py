@@ -249,7 +249,7 @@ def _start(call: Call, group: Group) -> Pending:
     pending = group.transport.start(call)
     if not copies:
         return pending
-    return Pending(pending.wait, *(_copier(*copy) for copy in copies))
+    return Pending(pending.wait, *(_copier(*copy) for copy in copies), is_done=pending.is_done)
 
 
 def _run(call: Call, group: Group) -> None:

@@ -106,7 +106,10 @@ class HostLink:
             self._forget_finished()
             ticket = self._clib.pl_start(self._open, ctypes.byref(about))
             self._held.append((ticket, call))
-        return Pending(lambda: self._finish(ticket, call))
+        return Pending(
+            lambda: self._finish(ticket, call),
+            is_done=lambda: self._clib.pl_wait(self._open, ticket, 0) != _PENDING,
+        )
 
     def start_sum(self, given: Tensor, *, scatter: bool, label: str) -> "HostSum":
         call = Call(Verb.REDUCE_SCATTER if scatter else Verb.ALL_REDUCE, label=label)
@@ -207,7 +210,10 @@ class HostLink:
             self._messages = [message for message in self._messages if message.wait(0)[0] == _PENDING]
             message = _Message(self, call.verb is Verb.SEND, call.root, tensor)
             self._messages.append(message)
-        return Pending(lambda: self._finish_message(message, call, tensor))
+        return Pending(
+            lambda: self._finish_message(message, call, tensor),
+            is_done=lambda: message.wait(0)[0] != _PENDING,
+        )
 
     def _finish_message(self, message: "_Message", call: Call, tensor: Tensor) -> None:
         code, found = _PENDING, 0

@@ -1,0 +1,1 @@
+"""Pipelines: what travels between stages, and backwards in halves."""
