@@ -32,6 +32,7 @@ from plait.plan import MemoryUse, Plan
 
 Batch = Mapping[str, Tensor]
 
+
 class Engine:
     """Trains one model under one plan. Made by `parallelize`.
 
@@ -185,9 +186,10 @@ class Engine:
         if self._scale is not None and num_targets:
             self._scale.update(skipped)
         scaled = self._loss_scale() / scale
-        if self._has_buffers:  # what forward changes follows rank 0, as under DDP; it may be a new tensor
-            for buffer in persistent_buffers(self.model).values():
-                broadcast(buffer, self._groups.everyone)
+        for stage in self._parts.stages.values():
+            # What forward changes follows the first rank's, as under DDP; it may be a new tensor.
+            for buffer in persistent_buffers(stage.part.module).values():
+                broadcast(buffer, self._groups.stage)
         self._held.end_step(skipped=skipped, scale=scaled)
         self._micros_done = 0
         self.num_steps += 1

@@ -10,7 +10,16 @@ from torch import Tensor
 
 from plait.comm import Group
 from plait.errors import ModelError
-from plait.models import ALONE, Loss, StageModule, choose_loss, forward_inputs, meta_twin, saved_bytes, watch_saved
+from plait.models import (
+    ALONE,
+    Loss,
+    StageModule,
+    choose_loss,
+    forward_inputs,
+    meta_twin,
+    saved_bytes,
+    watch_saved,
+)
 from plait.parallel import Zero
 from plait.parallel.tensor import CutLayers
 from plait.plan import TensorPlan

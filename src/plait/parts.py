@@ -88,9 +88,13 @@ class Parts:
         partial = PartialSums(mesh, layout)
         stages = {}
         for stage in layouts:
-            part = cut_stage(model, blocks, how.stages, stage, device=device, dtype=Precision.of(plan).compute)
+            part = cut_stage(
+                model, blocks, how.stages, stage, device=device, dtype=Precision.of(plan).compute
+            )
             zero = bring_to_life(part.module, part.blocks, units[stage], loose, plan, groups, partial, cut)
-            stages[stage] = _forward_of(part, zero, plan, how, mesh, is_last=stage == how.stages.num_stages - 1)
+            stages[stage] = _forward_of(
+                part, zero, plan, how, mesh, is_last=stage == how.stages.num_stages - 1
+            )
         if how.stages.num_stages > 1:
             let_go(model, {id(p) for of in units.values() for unit in of for p in unit.parameters.values()})
         held = Held(

@@ -116,9 +116,7 @@ class EngineState:
 
     # --- from the ranks that hold it
 
-    def _whole(
-        self, own: Callable[[Unit], Tensor], *, frozen: bool = False
-    ) -> Iterator[tuple[str, Tensor]]:
+    def _whole(self, own: Callable[[Unit], Tensor], *, frozen: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Every parameter (with `frozen`, also those that do not train), whole, from the ranks' ranges and
         pieces: on the first rank, elsewhere nothing."""
         for stage, number, layouts in self._holdings.units():
@@ -152,7 +150,9 @@ class EngineState:
                 if piece.counted:
                     if piece.name not in found:
                         found[piece.name] = torch.empty(piece.whole_shape, dtype=held.dtype)
-                    put(found[piece.name], piece.boxes, held[piece.start : piece.stop].view(piece.boxes.shape))
+                    put(
+                        found[piece.name], piece.boxes, held[piece.start : piece.stop].view(piece.boxes.shape)
+                    )
         yield from found.items()
 
     def _loose(self, kind: str) -> dict[str, Tensor]:

@@ -186,9 +186,7 @@ class Zero:
         self._reducer.end_micro()
         self._gatherer.end_backward()
 
-    def deliver(
-        self, gradients: Iterable[tuple[nn.Parameter, Callable[[], Tensor]]], *, last: bool
-    ) -> None:
+    def deliver(self, gradients: Iterable[tuple[nn.Parameter, Callable[[], Tensor]]], *, last: bool) -> None:
         """A backward's second half: computes gradients of weights and takes them over."""
         queued = [(p, self._unit_of[id(p)], compute) for p, compute in gradients]
         for parameter, unit, _ in queued:

@@ -4,7 +4,7 @@ from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from plait.assembly import check_grid
+from plait.assembly import check_cuts
 from plait.errors import ModelError, RunError, unknown_key_hint
 from plait.models import causal_lm_on_meta, pretrained_causal_lm, read_config
 from plait.plan import Plan
@@ -38,7 +38,7 @@ def check_config(model: ModelConfig, sequence: int, plan: Plan) -> None:
     if not model.pretrained:
         built = build_model(model)
         check_sequence(sequence, getattr(built.config, "max_position_embeddings", None))
-        check_grid(built, plan, model.tensor_plan)
+        check_cuts(built, plan, model.tensor_plan)
 
 
 def build_model(model: ModelConfig) -> PreTrainedModel:

@@ -126,7 +126,9 @@ class _Run:
         self._here: dict[Action, tuple[Parcel, list[Tensor]] | list[Tensor]] = {}  # between our own stages
         self._posted: dict[Action, Posted] = {}
         self._parcels: dict[Action, Parcel] = {}
-        self._queues = {line: self._sent_by(*line) for line in pipeline._inboxes}  # what is still to be posted
+        self._queues = {
+            line: self._sent_by(*line) for line in pipeline._inboxes
+        }  # what is still to be posted
         self._final: dict[int, Action] = {}
         for action in schedule.ranks[pipeline._rank]:
             if action.kind is Kind.W or (action.kind is Kind.B and not self._is_half(action)):
