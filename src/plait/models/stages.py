@@ -105,7 +105,7 @@ def cut_stage(
 def _kept(
     model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], cut: StageCut, stage: int
 ) -> dict[int, Any]:
-    """What is not copied: configurations, and modules outside of blocks all of whose parameters are own."""
+    """What is not copied: configurations, and modules outside of blocks that are this stage's alone."""
     inner = {id(module) for _, block in blocks for module in block.modules()}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     memo: dict[int, Any] = {}
@@ -114,7 +114,7 @@ def _kept(
             continue
         memo |= {id(value): value for value in vars(module).values() if isinstance(value, PreTrainedConfig)}
         below = [names[id(parameter)] for parameter in module.parameters()]
-        is_own = below and all(stage in cut.stages_with(name) for name in below)
+        is_own = below and all(cut.stages_with(name) == (stage,) for name in below)
         if is_own and not any(id(m) in inner for m in module.modules()):
             memo[id(module)] = module
     return memo
