@@ -19,6 +19,12 @@ touched what, and each is seeded by name. A tied parameter, which several module
 touched several times. Whoever touches a parameter hands it over anew; the last time counts. Marks
 that libraries leave on parameters (attributes, such as transformers' `_is_hf_initialized`) are replayed
 like values, since initialisations ask for them, and are on the model's parameters in the end.
+
+[Note: modules that are skipped]
+A pipeline's stage does not draw what other stages hold, and gets the same values for what it does draw. A
+skipped module is put off: it is drawn after all, before a container that turns out to touch a parameter of
+it, since what the container draws next may depend on how much it drew for that one, and its marks. One that
+shares a parameter with what is not skipped is not skipped: it may have the last word on it.
 """
 
 import hashlib
@@ -51,7 +57,12 @@ def seeded(device: torch.device, *parts: object) -> Iterator[None]:
 
 
 def initialise(
-    model: nn.Module, seed: int, device: torch.device, store: Callable[[str, Tensor], None]
+    model: nn.Module,
+    seed: int,
+    device: torch.device,
+    store: Callable[[str, Tensor], None],
+    *,
+    skip: Set[nn.Module] = frozenset(),
 ) -> None:
     """Draws the first weights of a model on meta, at no time more of them than one module touches.
 
@@ -60,18 +71,23 @@ def initialise(
     It must copy what it keeps. It is called again when another module changes the values: the last call
     counts. Calls come in the same order on every rank.
 
+    `skip`: modules that are not drawn, with all that is in them: their parameters are not stored, and their
+    buffers may stay on meta. All else gets the values that it gets without. See [Note: modules that are
+    skipped].
+
     Buffers on meta are allocated on `device` and filled. The parameters are the same objects as before, on
     meta, also when this raises. Changes no global generator. Raises ModelError naming a parameter or
     buffer that the model's own code leaves without a value, or a parameter that it replaces.
     """
     assert all(p.is_meta for p in model.parameters()), "only a model on meta is given first weights"
-    visit = _Visit(model, seed, device, store)
+    visit = _Visit(model, seed, device, store, skip)
     with torch.no_grad(), torch.random.fork_rng(_cuda_devices(device)):
         try:
             visit.down(model, "", _initialiser_of(model))
         finally:
             visit.bind(visit.parameters)
-    for name in (*visit.unset(), *(name for name, b in model.named_buffers() if _is_poisoned(b))):
+    buffers = [name for name, b in model.named_buffers() if b in visit.own_buffers and _is_poisoned(b)]
+    for name in (*visit.unset(), *buffers):
         raise ModelError(
             "the model's own code leaves a parameter or buffer without an initial value",
             given=name,
@@ -99,7 +115,12 @@ class _Visit:
     """
 
     def __init__(
-        self, model: nn.Module, seed: int, device: torch.device, store: Callable[[str, Tensor], None]
+        self,
+        model: nn.Module,
+        seed: int,
+        device: torch.device,
+        store: Callable[[str, Tensor], None],
+        skip: Set[nn.Module],
     ) -> None:
         self.seed, self.device, self.store = seed, device, store
         self.parameters = dict(model.named_parameters())
@@ -117,12 +138,26 @@ class _Visit:
         self._log: list[tuple[_Initialisation, Set[str]]] = []  # what ran, with all that it touched
         self._touches: dict[str, list[int]] = {name: [] for name in self.parameters}  # places in the log
         self._has_value: set[str] = set()
+        self._modules = list(_without(model, skip))
+        own = {p for module in self._modules for p in module._parameters.values() if p is not None}
+        self._own = {self._name_of[parameter] for parameter in own}
+        self._skip = {module for module in skip if own.isdisjoint(module.parameters())}
+        self._put_off: dict[str, tuple[nn.Module, Callable[[Any], None]]] = {}  # skipped so far, by name
+
+    @property
+    def own_buffers(self) -> set[Tensor]:
+        """Those of modules that are not skipped."""
+        return {b for module in self._modules for b in module._buffers.values() if b is not None}
 
     def down(self, module: nn.Module, name: str, apply: Callable[[Any], None]) -> None:
         """Gives values to all that lies below a module, then to its own parameters and buffers."""
         for key, child in module.named_children():
             inner = _initialiser_of(child) if isinstance(child, PreTrainedModel) else apply
-            self.down(child, f"{name}.{key}" if name else key, inner)
+            full = f"{name}.{key}" if name else key
+            if child in self._skip:
+                self._put_off[full] = child, inner
+            else:
+                self.down(child, full, inner)
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 module._buffers[key] = allocated = _poisoned(torch.empty_like(buffer, device=self.device))
@@ -137,7 +172,7 @@ class _Visit:
 
     def unset(self) -> list[str]:
         """Parameters that nothing gave a value."""
-        return [name for name in self.parameters if name not in self._has_value]
+        return [name for name in self.parameters if name in self._own and name not in self._has_value]
 
     def _initialise(self, this: _Initialisation) -> None:
         """Runs it, again and again, until all that it touches is real; hands that over."""
@@ -154,8 +189,17 @@ class _Visit:
             _restore(buffers)
             for name in marks:
                 _mark(self.parameters[name], marks[name])
+            self._draw_put_off(missing)
+            marks, buffers = self._marks_of(below), self._copies_of_buffers([this.module])
         if real:
             self._hand_over(this, real)
+
+    def _draw_put_off(self, missing: Set[str]) -> None:
+        """Skipped modules that hold one of these, as if they had not been skipped."""
+        for name, (module, apply) in list(self._put_off.items()):
+            if not missing.isdisjoint(self._name_of[p] for p in module.parameters()):
+                del self._put_off[name]
+                self.down(module, name, apply)
 
     def _attempt(self, this: _Initialisation, real: Mapping[str, nn.Parameter], below: Set[str]) -> Set[str]:
         """Runs it with these parameters real. Returns those that it touches besides; then it was in vain."""
@@ -182,7 +226,8 @@ class _Visit:
                 self._has_value.discard(name)
             else:
                 self._has_value.add(name)
-                self.store(name, parameter.detach())
+                if name in self._own:
+                    self.store(name, parameter.detach())
 
     def _values_of(self, names: Set[str], marks: Mapping[str, Any]) -> dict[str, nn.Parameter]:
         """Real parameters with the values they have by now (poison, if none) and these marks, in order."""
@@ -264,6 +309,14 @@ class _Watch(TorchDispatchMode):
             if isinstance(value, Tensor) and value.is_meta:
                 self.seen |= self._stored_at.get(value.untyped_storage()._cdata, set())
         return func(*args, **(kwargs or {}))
+
+
+def _without(module: nn.Module, skip: Set[nn.Module]) -> Iterator[nn.Module]:
+    """The module and what is in it, but for what is skipped."""
+    yield module
+    for child in module.children():
+        if child not in skip:
+            yield from _without(child, skip)
 
 
 def _restore(copies: list[tuple[Tensor, Tensor]]) -> None:

@@ -1,0 +1,99 @@
+"""Stages of a model one after the other in one process: what travels is handed over, gradients by hand."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from plait.models import StageModule, blocks_of, cut_stage, forward_inputs, plan_stages
+from plait.plan.stages import StageCut
+
+CPU = torch.device("cpu")
+
+Batches = Sequence[Mapping[str, Tensor]]
+
+
+def stages_of(model: nn.Module, num_stages: int, **how: Any) -> tuple[StageCut, list[StageModule]]:
+    """`how`: `blocks` and `given`, where they are not the model's own."""
+    blocks = blocks_of(model, how.pop("blocks", None))
+    cut = plan_stages(model, blocks, num_stages, **how)
+    return cut, [cut_stage(model, blocks, cut, stage, device=CPU) for stage in range(num_stages)]
+
+
+def whole(model: nn.Module, batches: Batches, loss: Any) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """The loss summed over batches, and the gradients that it leaves."""
+    model.zero_grad()
+    total = torch.zeros((), dtype=torch.float64)
+    for batch in batches:
+        value = loss(model(**forward_inputs(model, batch)), batch)
+        value.backward()
+        total += value.detach()
+    return total, _take_gradients(model)
+
+
+def in_stages(
+    model: nn.Module, stages: Sequence[StageModule], batches: Batches, loss: Any
+) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """The same of its stages; parameters of several stages are one object here, so gradients add up."""
+    model.zero_grad()
+    total = torch.zeros((), dtype=torch.float64)
+    for batch in batches:
+        sent, received = forward(model, stages, batch)
+        value = loss(sent[-1], batch)
+        total += value.detach()
+        sent[-1] = value
+        received.append(None)
+        for output, arrived in zip(reversed(sent), reversed(received), strict=True):
+            backward(output, arrived)
+    return total, _take_gradients(model)
+
+
+def forward(
+    model: nn.Module, stages: Sequence[StageModule], batch: Mapping[str, Tensor]
+) -> tuple[list[Any], list[Any]]:
+    """What every stage returned, and what all but the first were given."""
+    inputs = forward_inputs(model, batch)
+    sent = [stages[0].module(**inputs)]
+    stages[0].check_taint(sent[0])
+    received = []
+    for stage in stages[1:]:
+        received.append(tree_map_only(Tensor, _arrived, sent[-1]))
+        with stage.receiving(received[-1]):
+            sent.append(stage.module(**inputs))
+        stage.check_taint(sent[-1], received[-1])
+    return sent, received
+
+
+def backward(output: Any, arrived: Any) -> None:
+    """From the gradients of what the next stage received; from the loss when that is None."""
+    if arrived is None:
+        output.backward()
+        return
+    pairs = zip(tree_leaves(output), tree_leaves(arrived), strict=True)
+    known = [(o, a.grad) for o, a in pairs if isinstance(o, Tensor) and a.grad is not None]
+    torch.autograd.backward([o for o, _ in known], [gradient for _, gradient in known])
+
+
+def _arrived(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _take_gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    return found
+
+
+def farthest(found: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None]) -> float:
+    """The largest difference of two sets of gradients, relative to each one's largest element."""
+    assert found.keys() == expected.keys()
+    worst = 0.0
+    for name, want in expected.items():
+        have = found[name]
+        assert (want is None) == (have is None), name
+        if want is not None and have is not None and want.numel():
+            assert torch.isfinite(have).all(), name
+            worst = max(worst, float((have - want).abs().max() / want.abs().max().clamp(min=1e-30)))
+    return worst
