@@ -41,8 +41,8 @@ def parallelize(
 
     model           a Hugging Face causal LM or any nn.Module, unmodified: with weights (rank 0's are taken)
                     or on meta, to get initial ones that follow from `seed` and names alone, under every
-                    plan. Its parameters become new objects, views of flat storages. Or a list of modules,
-                    stages of a pipeline: the first takes the batch, each other one what the one before returns
+                    plan. Its parameters become new objects, views of flat storages. Or a list of modules:
+                    the first takes the batch, each other one what the one before returns
     optimizer       an element-wise class of torch.optim; fused where it can be
     param_groups    torch's: dicts of "params" and options. None: weight decay leaves out norms and biases
     clip_norm       limit of the gradient's global 2-norm; clip_value: of each of its elements
@@ -133,8 +133,8 @@ def _check_fp16(plan: Plan, scaling: LossScaling | None, device: torch.device) -
 
 
 def check_cuts(model: nn.Module, plan: Plan, given: Mapping[str, str] | None = None) -> None:
-    """Raises PlanError or ModelError unless the model can be cut into the plan's stages, and its layers on the
-    plan's grid; needs no rank."""
+    """Raises PlanError or ModelError unless the model can be cut into the plan's stages, and its layers on
+    the plan's grid; needs no rank."""
     blocks = blocks_of(model)
     _stages(model, plan, blocks, schedule_of(plan))
     _tensor_plan(model, plan, blocks, given)

@@ -14,7 +14,6 @@ a step is skipped follows from the reduced loss and norm, which are the same bit
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ Batch = Mapping[str, Tensor]
 class Engine:
     """Trains one model under one plan. Made by `parallelize`.
 
-    model   the one that was given: in place where it is one stage; of several, its blocks that are this rank's
+    model   the one that was given: in place where it is one stage; of several, this rank's blocks of it
     probed  what its probe found, if it was asked for one
     """
 
@@ -84,11 +83,10 @@ class Engine:
     def step(self, batch: Batch | Sequence[Batch]) -> StepResult:
         """One optimizer step on this data rank's share of the batch.
 
-        Every tensor's dim 0 counts samples and is split into `plan.micro` micro-batches; a list of so many dicts
-        is taken as it is, and its micro-batches may differ in size. Raises PlanError when it does not divide.
-        After an exception that every rank raises at the same point before its first micro-batch has run the
-        engine can be used again (under pp=1 after any): the step was not taken. A rank that raises alone has to
-        end.
+        Every tensor's dim 0 counts samples and is split into `plan.micro` micro-batches; a list of so many
+        dicts is taken as it is, and its micro-batches may differ in size. Raises PlanError when it does not
+        divide. After an exception that every rank raises at the same point (under pp > 1: before the first
+        micro-batch) the engine can be used again: the step was not taken. A rank that raises alone must end.
         """
         self._begin()
         try:
@@ -106,9 +104,11 @@ class Engine:
         whole. Dropout is as `step` has it: see [Note: what makes a step repeatable]. Under pp=1."""
         stage = self._passes.only_stage("engine.loss")
         batch = self._checked(micro)
-        with seeded(self.device, self.seed, self.num_steps, self._micros_done, self.data_rank):
-            with stage.measured() if torch.is_grad_enabled() else nullcontext():
-                return stage.summed_loss(batch)
+        with (
+            seeded(self.device, self.seed, self.num_steps, self._micros_done, self.data_rank),
+            stage.measured(),
+        ):
+            return stage.summed_loss(batch)
 
     def backward(self, loss: Tensor, num_targets: int | Tensor | None = None) -> None:
         """Adds a micro-batch's gradient to the step's; called `plan.micro` times before `update`. Under pp=1.
@@ -165,8 +165,8 @@ class Engine:
             raise
 
     def _update(self) -> StepResult:
-        # Over the ranks of grids too, which have the same: what one of them alone finds, all skip. Stages before
-        # the last one have nothing.
+        # Over the ranks of grids too, which have the same: what one of them alone finds, all skip. Stages
+        # before the last one have nothing.
         self._totals[2] = self._scale_unit if self._passes.has_last_stage else 0.0
         pending = start_all_reduce(self._totals, self._groups.everyone)
         sums = self._held.finish()
@@ -255,8 +255,8 @@ class Engine:
         return EvalResult(loss_sum, int(num_targets))
 
     def outputs(self, batch: Batch, pick: Callable[[Any], Any] | None = None) -> Any:
-        """What the model returns for the batch, in eval mode and without gradients, on every rank: all of it (that
-        can be sent), or what `pick` takes of it where it is computed. Every rank must call it, with its share."""
+        """What the model returns for the batch, in eval mode and without gradients, on every rank: all of it,
+        or what `pick` takes of it where it is computed. Every rank must call it, with its share."""
         return self._passes.outputs(self._checked(batch, trains=False), pick or _all_of)
 
     def whole_parameters(self) -> dict[str, Tensor]:

@@ -1,5 +1,7 @@
-"""The forward of a training step, on one stage of the model: what is sent on, or the loss; and how many bytes it
-keeps for backward."""
+"""The forward of a training step on one stage of the model: what is sent on, or the loss.
+
+And how many bytes it keeps for backward.
+"""
 
 import contextlib
 from collections.abc import Mapping
@@ -59,8 +61,8 @@ class Forward:
             return self.part.module(**forward_inputs(self.part.module, micro))
 
     def summed_loss(self, micro: Mapping[str, Tensor], received: Any = None) -> tuple[Tensor, int | Tensor]:
-        """Of the last stage: (the loss summed over targets, their number). Raises ModelError for what is no such
-        pair."""
+        """Of the last stage: (the loss summed over targets, their number). Raises ModelError for what is no
+        such pair."""
         loss = self.loss()
         with self.zero.watching(), self.logits():
             found = loss(self.outputs(micro, received), micro)
@@ -74,7 +76,7 @@ class Forward:
 
     def measured(self) -> contextlib.AbstractContextManager[None]:
         """Around a forward with gradients: the first one is counted."""
-        if self.saved_bytes is not None:
+        if self.saved_bytes is not None or not torch.is_grad_enabled():
             return contextlib.nullcontext()
         return self._measuring()
 

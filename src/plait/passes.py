@@ -1,8 +1,8 @@
 """Micro-batches on their way over the stages of this rank: training, evaluation, outputs.
 
 [Note: one seed per stage]
-Stages of one model draw from generators of their own, or blocks in the same place of two stages would drop the
-same elements. The first stage's seed has no stage in it: a model that is one stage draws as it always did.
+Stages of one model draw from generators of their own, or blocks in the same place of two stages would drop
+the same elements. The first stage's seed has no stage in it: a model of one stage draws as it always did.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -190,13 +190,12 @@ class _Pass:
 
     def forward(self, number: int, received: Any) -> Any:
         micro, stage = self.micros[number], self.stage
-        with nullcontext() if self.seeds is None else self.seeds(self.number, number):
-            with stage.measured() if torch.is_grad_enabled() else nullcontext():
-                if not stage.is_last:
-                    return stage.outputs(micro, received)
-                if self.of_outputs:
-                    return self.take(stage.outputs(micro, received))
-                return self.take(*stage.summed_loss(micro, received))
+        with nullcontext() if self.seeds is None else self.seeds(self.number, number), stage.measured():
+            if not stage.is_last:
+                return stage.outputs(micro, received)
+            if self.of_outputs:
+                return self.take(stage.outputs(micro, received))
+            return self.take(*stage.summed_loss(micro, received))
 
 
 def _key_of(micro: Micro) -> Hashable:

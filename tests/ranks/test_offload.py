@@ -94,7 +94,7 @@ def _memory(plan: str, folder: str | None) -> Any:
         (programs.SEQUENCES // engine.plan.dp // engine.plan.micro, programs.LENGTH)
     )
     train(engine)
-    for unit in engine._zero.trained if engine.plan.offload == "cpu" else []:
+    for unit in engine._held.trained if engine.plan.offload == "cpu" else []:
         held = [unit.storage] + ([] if unit.incoming.tensor is None else [unit.incoming.tensor])
         on_device = {tensor.untyped_storage().data_ptr() for tensor in held}
         at_home = {t.untyped_storage().data_ptr() for t in (unit.master, unit.gradient)}

@@ -177,7 +177,7 @@ def _skips(plan: str, poisoned: int, what: str) -> Any:
     handles = []
     if engine.world.rank == poisoned:
         if what == "loss":
-            with mock.patch.object(engine._forward, "summed_loss", _nan_loss(engine)):
+            with mock.patch.object(engine._parts.stages[0], "summed_loss", _nan_loss(engine)):
                 found.append(engine.step(batches[1]))
         else:
             weight = dict(engine.model.named_parameters())["model.layers.1.mlp.up_proj.weight"]
@@ -193,7 +193,7 @@ def _skips(plan: str, poisoned: int, what: str) -> Any:
 
 def _nan_loss(engine: plait.Engine) -> Any:
     """A loss that is no number, and has a gradient that is."""
-    original = engine._forward.summed_loss
+    original = engine._parts.stages[0].summed_loss
 
     def poisoned(micro: Any) -> tuple[Tensor, Any]:
         loss, count = original(micro)

@@ -2,17 +2,17 @@
 
 from plait.comm import shares_memory
 from plait.parallel.groups import DataGroups
+from plait.parallel.held import Held
 from plait.parallel.owned import Owned
 from plait.parallel.sums import exchanges, receives
-from plait.parallel.zero import Zero
 from plait.plan import Layout, MemoryUse, Plan, model_state_bytes
 
 
-def held_bytes(zero: Zero, owned: Owned, plan: Plan, activation_bytes: int | None) -> MemoryUse:
+def held_bytes(held: Held, owned: Owned, plan: Plan, activation_bytes: int | None) -> MemoryUse:
     """What is held now; of buffers, the most so far."""
     offloads, host = plan.offload == "cpu", 0
     use = {"parameters": 0, "gradients": 0, "master": 0, "optimizer": owned.stepper.state_bytes}
-    for unit in zero.units:
+    for unit in held.units:
         stays = unit.whole.stays and unit.cut.share is None
         own = 0 if stays else unit.piece.nbytes
         use["parameters"] += (unit.whole.nbytes if stays else 0) + (0 if offloads else own)
@@ -29,27 +29,27 @@ def held_bytes(zero: Zero, owned: Owned, plan: Plan, activation_bytes: int | Non
         separate = unit.master is not unit.piece
         use["master"] += unit.master.nbytes if separate and plan.offload == "none" else 0
         host += unit.master.nbytes if separate and offloads else 0
-    use["gradients"] += zero.kept_bytes
+    use["gradients"] += held.kept_bytes
     if offloads:
         host, use["optimizer"] = host + use["optimizer"], 0
     return MemoryUse(
-        **use, buffers=zero.buffer_bytes, activations=activation_bytes, host=host, disk=owned.disk_bytes
+        **use, buffers=held.buffer_bytes, activations=activation_bytes, host=host, disk=owned.disk_bytes
     )
 
 
 def foretold_bytes(
-    layout: Layout, zero: Zero, owned: Owned, plan: Plan, groups: DataGroups, activation_bytes: int | None
+    layout: Layout, held: Held, owned: Owned, plan: Plan, groups: DataGroups, activation_bytes: int | None
 ) -> MemoryUse:
     """What `held_bytes` will say after a step."""
     return model_state_bytes(
         layout,
         plan,
         states_per_element=owned.states_per_element,
-        incoming_bytes=zero.trained[0].cut.incoming.itemsize,
+        incoming_bytes=held.cut.incoming.itemsize,
         exchanges=exchanges(plan, groups),
         receives=receives(plan, groups) and not _reads_in_place(plan, groups),
-        shares=zero.units[0].cut.share is not None,
-        scratch_bytes=zero.scratch_bytes,
+        shares=held.cut.share is not None,
+        scratch_bytes=held.scratch_bytes,
         activation_bytes=activation_bytes,
     )
 

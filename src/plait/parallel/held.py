@@ -9,7 +9,7 @@ earlier would have the first and the last stage wait for each other in the middl
 summed is a rank's range, in the master's dtype.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ class Held:
     def __init__(self, zeros: Mapping[int, Zero], groups: DataGroups, shared: "SharedSums") -> None:
         """`zeros`: by stage."""
         self.zeros = dict(zeros)
+        self.cut = next(iter(self.zeros.values())).cut  # the same for all
         self._groups = groups
         self._shared = shared
 
@@ -41,7 +42,7 @@ class Held:
     @property
     def buffer_bytes(self) -> int:
         """The most bytes that were held at a time for gathered parameters and travelling gradients."""
-        return sum(zero.buffer_bytes for zero in self._meters())
+        return self.cut.meter.peak_bytes
 
     @property
     def scratch_bytes(self) -> int:
@@ -85,7 +86,7 @@ class Held:
                 raise ModelError(
                     "ranks gathered different parameters: their numbers are not to be trusted",
                     given="modules that run in an order, or a number of times, that depends on a rank's data",
-                    hint="zero=2, where parameters are not cut; or the same modules on every rank, if with zeros",
+                    hint="zero=2, where parameters are not cut; or the same modules everywhere, if with zeros",
                 )
 
     def update(self, step: Callable[[Unit], None]) -> None:
@@ -112,10 +113,6 @@ class Held:
         """Forgets a step that an exception ended, or all steps of another training."""
         for zero in self.zeros.values():
             zero.reset()
-
-    def _meters(self) -> Iterable[Zero]:
-        """One of those that count together."""
-        return {id(zero.cut.meter): zero for zero in self.zeros.values()}.values()
 
 
 class SharedSums:

@@ -48,7 +48,7 @@ def first_weights(
             others[name] = nn.Parameter(values.detach().to(device, copy=True), requires_grad=False)
 
     if on_meta == {True}:
-        initialise(model, seed, device, store)
+        initialise(model, seed, device, store, skip=elsewhere)
     _move_buffers(model, plan, device)
     if on_meta == {False}:
         _store_first_ranks(model, store, groups, device)

@@ -64,10 +64,11 @@ class Reducer:
         hurries: bool,
         meter: Meter,
     ) -> None:
-        """`cut`: of all units. `grid`: how many ranks cut the same layers. `whole`: whole gradients stay, and one reduction a
-        step is made of them. `hurries`: reductions have deadlines, see [Note: late gradients]. Where whole
-        gradients stay, backward lands what needs no waiting (and, beyond some hundreds of units, the oldest),
-        so nobody waits in a circle, and a late gradient would meet its own sum."""
+        """`cut`: of all units. `grid`: how many ranks cut the same layers. `whole`: whole gradients stay, and
+        one reduction a step is made of them. `hurries`: reductions have deadlines, see [Note: late
+        gradients]. Where whole gradients stay, backward lands what needs no waiting (and, beyond some
+        hundreds of units, the oldest), so nobody waits in a circle, and a late gradient would meet its own
+        sum."""
         self._order = list(reversed(units))  # see [Note: one order of reductions ...]
         self._sums = sums
         self._partial = partial
@@ -166,8 +167,8 @@ class Reducer:
         self._lane.drain()  # the CPU will read the gradients that are on their way to it
 
     def square(self) -> Tensor:
-        """After `land`: the sum of the squares of this rank's gradients, float64. Over the ranks that hold one
-        copy each element of the whole gradient counts once. Early units were squared while later ones
+        """After `land`: the sum of the squares of this rank's gradients, float64. Over the ranks that hold
+        one copy each element of the whole gradient counts once. Early units were squared while later ones
         travelled."""
         square = torch.zeros((), dtype=torch.float64, device=self._device)
         if self._order:

@@ -45,7 +45,6 @@ import torch
 from torch import Tensor, nn
 
 from plait.comm import empty, share, shares_memory
-from plait.errors import ModelError
 from plait.parallel.gather import Gatherer
 from plait.parallel.groups import DataGroups, PartialSums, Precision
 from plait.parallel.meter import Meter
@@ -54,7 +53,6 @@ from plait.parallel.sums import incoming, sums_of_plan
 from plait.parallel.units import Cut, MasterMemory, Unit, changed_behind_our_back
 from plait.parallel.walk import Bundle, agreed_order
 from plait.plan import Plan
-
 
 # Where a backward starts: a tensor, or its place in the graph when the tensor itself is gone.
 Root = Tensor | torch.autograd.graph.GradientEdge
@@ -150,11 +148,6 @@ class Zero:
         model.register_load_state_dict_pre_hook(_refuse_to_load)
 
     @property
-    def buffer_bytes(self) -> int:
-        """The most bytes that were held at a time for gathered parameters and travelling gradients."""
-        return self._meter.peak_bytes
-
-    @property
     def scratch_bytes(self) -> int:
         """What a named algorithm holds for what it has received."""
         return self._sums.scratch_bytes
@@ -181,7 +174,7 @@ class Zero:
         self._gatherer.begin_backward(half=half)
         self._reducer.begin_micro(last=last and not half, half=half)
         if roots:  # else nothing before them trains
-            torch.autograd.backward(roots, gradients)
+            torch.autograd.backward(roots, gradients)  # type: ignore[arg-type]  # a mixture is fine
         self._gatherer.walk_on()
         self._reducer.end_micro()
         self._gatherer.end_backward()
@@ -201,8 +194,8 @@ class Zero:
         self._reducer.land()
 
     def square(self) -> Tensor:
-        """After `land`: the sum of the squares of this rank's gradients, each whole element once over the ranks
-        that hold one copy; float64, a scalar."""
+        """After `land`: the sum of the squares of this rank's gradients, each whole element once over the
+        ranks that hold one copy; float64, a scalar."""
         return self._reducer.square()
 
     def square_again(self, unit: Unit) -> None:

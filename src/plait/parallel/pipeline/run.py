@@ -1,14 +1,14 @@
 """The executor: one loop over a rank's actions. It knows no schedule by name.
 
 [Note: why nobody waits in a circle]
-Computing goes in the order of the list. A send never blocks (see `channel.py`), whatever the receiver does. What
-one rank sends to another, of one kind, arrives in the order in which it was sent; the receiver knows that order,
-because it has the whole schedule. Before an action waits for a message, every earlier one of its channel has
-been posted; so nothing stands in its way, and it comes as soon as its sender has computed it. Let all unfinished
-ranks wait, and take of the actions that they wait for one that comes first in a valid order of the whole
-schedule (the checker has proved that there is one): everything that it needs has been computed and sent, and
-is on its way to a posted buffer. So its rank does not wait. Contradiction. How many messages a transport can
-hold does not matter.
+Computing goes in the order of the list. A send never blocks (see `channel.py`), whatever the receiver does.
+What one rank sends to another, of one kind, arrives in the order in which it was sent; the receiver knows the
+order, because it has the whole schedule. Before an action waits for a message, every earlier one of its
+channel has been posted; so nothing stands in its way, and it comes as soon as its sender has computed it. Let
+all unfinished ranks wait, and take of the actions that they wait for one that comes first in a valid order of
+the whole schedule (the checker has proved that there is one): everything that it needs has been computed and
+sent, and is on its way to a posted buffer. So its rank does not wait. Contradiction. How many messages a
+transport can hold does not matter.
 
 [Note: what a micro-batch holds on a stage]
 From its forward to its backward: what autograd saved, and the places in the graph where backward starts. The
@@ -61,8 +61,8 @@ class Pipeline:
     """Runs schedules over the stages of this rank and those of its neighbours."""
 
     def __init__(self, rank_of: Mapping[int, int], mesh: Mesh) -> None:
-        """`rank_of`: the place on `pp` of every stage. All ranks of the pipeline make theirs at the same point
-        of the program."""
+        """`rank_of`: the place on `pp` of every stage. All ranks of the pipeline make theirs at the same
+        point of the program."""
         self._rank = mesh.coord["pp"]
         self._rank_of = rank_of
         self._last_stage = max(rank_of)
@@ -95,9 +95,9 @@ class Pipeline:
         *,
         records: bool = False,
     ) -> list[Span]:
-        """One pass over this rank's actions, of these stages. `keys`: of each micro-batch, equal where all that
-        a stage returns has the same shapes. Gives when what was done, with `records`; seconds of this process's
-        clock."""
+        """One pass over this rank's actions, of these stages. `keys`: of each micro-batch, equal where all
+        that a stage returns has the same shapes. Gives when what was done, with `records`; seconds of this
+        process's clock."""
         run = _Run(self, schedule, stages, keys)
         clock = _Clock(self.device) if records else None
         actions = schedule.ranks[self._rank]
@@ -191,7 +191,8 @@ class _Run:
         return (action.stage, action.micro) in self._schedule.split
 
     def check_over(self) -> None:
-        assert not self._flights and not self._here and not self._posted, "a schedule that leaves something"
+        left = {*self._flights, *self._here, *self._posted}
+        assert not left, f"a schedule that leaves something: {left}"
 
     # --- messages: an action's name is also that of what it sends
 

@@ -4,7 +4,7 @@ from plait.plan.schedule.action import Action, B, F, Schedule
 
 
 def forwards_only(schedule: Schedule, micros: int) -> Schedule:
-    """Forwards of so many micro-batches: each rank takes its stages in turn, all micro-batches of one first."""
+    """Forwards of so many micro-batches: each rank takes its stages in turn, all micro-batches of one."""
     return Schedule.of(
         "inference",
         (
