@@ -1,6 +1,22 @@
 """Pipeline schedules: what each rank does with which stage and micro-batch, and in what order."""
 
 from plait.plan.schedule.action import Action, B, F, Kind, Schedule, W
+from plait.plan.schedule.check import Checked, check
 from plait.plan.schedule.clock import Durations, Span, Timeline
+from plait.plan.schedule.generate import GENERATORS, make_schedule
 
-__all__ = ["Action", "B", "Durations", "F", "Kind", "Schedule", "Span", "Timeline", "W"]
+__all__ = [
+    "GENERATORS",
+    "Action",
+    "B",
+    "Checked",
+    "Durations",
+    "F",
+    "Kind",
+    "Schedule",
+    "Span",
+    "Timeline",
+    "W",
+    "check",
+    "make_schedule",
+]

@@ -1,0 +1,104 @@
+"""The schedules that plait knows by name. Each is a function of a rank and the pipeline's numbers.
+
+A rank has several stages in a loop: stage s is on rank s % ranks, and a rank's c-th stage, or chunk, is
+c * ranks + rank.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from plait.errors import ScheduleError, unknown_key_hint
+from plait.plan.schedule.action import Action, B, F, Schedule
+
+# (rank, ranks, micro-batches, chunks) -> the rank's actions
+Make = Callable[[int, int, int, int], list[Action]]
+
+
+@dataclass(frozen=True)
+class Generator:
+    """How a schedule is made.
+
+    chunks   stages per rank, if nothing else is asked for
+    varies   whether there can be another number of them
+    trains   whether there are backwards
+    """
+
+    make: Make
+    chunks: int = 1
+    varies: bool = True
+    trains: bool = True
+
+    def chunks_for(self, name: str, chunks: int) -> int:
+        """What was asked for, or the usual for 0. Raises ScheduleError where that cannot be."""
+        if chunks not in (0, self.chunks) and not self.varies:
+            raise ScheduleError(
+                f"{name} has {self.chunks} {'stage' if self.chunks == 1 else 'stages'} on every rank",
+                given=f"schedule={name} chunks={chunks}",
+                hint=f"schedule=interleaved chunks={chunks}",
+            )
+        return chunks or self.chunks
+
+
+def make_schedule(name: str, ranks: int, micros: int, chunks: int = 0) -> Schedule:
+    """A schedule by its name; `chunks` stages per rank, 0 for what is usual.
+
+    Raises ScheduleError for a name that is not in GENERATORS and for numbers that cannot be.
+    """
+    if name not in GENERATORS:
+        raise ScheduleError(
+            "there is no such schedule",
+            given=f"schedule={name}",
+            expected=", ".join(GENERATORS),
+            hint=unknown_key_hint(name, GENERATORS),
+        )
+    for key, value, least in (("ranks", ranks, 1), ("micros", micros, 1), ("chunks", chunks, 0)):
+        if value < least:
+            raise ScheduleError(
+                f"a schedule cannot have {value} {key}",
+                given=f"{key}={value}",
+                expected=f"a whole number, {least} or more",
+            )
+    generator = GENERATORS[name]
+    chunks = generator.chunks_for(name, chunks)
+    return Schedule.of(name, (generator.make(rank, ranks, micros, chunks) for rank in range(ranks)))
+
+
+def inference(rank: int, ranks: int, micros: int, chunks: int) -> list[Action]:
+    """Forwards only: each stage all micro-batches, then the rank's next stage."""
+    return [F(chunk * ranks + rank, micro) for chunk in range(chunks) for micro in range(micros)]
+
+
+def breadth_first(rank: int, ranks: int, micros: int, chunks: int) -> list[Action]:
+    """All forwards, then all backwards, stage by stage (Lamy-Poirier 2211.05953); of one chunk it is GPipe.
+
+    What ZeRO gathers for a stage is gathered once for all micro-batches; all of them are in flight.
+    """
+    stages = [chunk * ranks + rank for chunk in reversed(range(chunks))]
+    backwards = [B(stage, micro) for stage in stages for micro in range(micros)]
+    return inference(rank, ranks, micros, chunks) + backwards
+
+
+def one_f_one_b(rank: int, ranks: int, micros: int, chunks: int) -> list[Action]:
+    """Fills the pipe, alternates, drains (PipeDream-flush, Narayanan et al. 2006.09503)."""
+    assert chunks == 1, f"{chunks} chunks are not built yet"
+    return _alternate(
+        [F(rank, micro) for micro in range(micros)],
+        [B(rank, micro) for micro in range(micros)],
+        warmup=ranks - rank - 1,
+    )
+
+
+def _alternate(forwards: list[Action], backwards: list[Action], warmup: int) -> list[Action]:
+    """Some forwards, then a forward and a backward in turn, then the backwards that are left."""
+    warmup = min(warmup, len(forwards))
+    turns = zip(forwards[warmup:], backwards, strict=False)
+    steady = [action for turn in turns for action in turn]
+    return forwards[:warmup] + steady + backwards[len(forwards) - warmup :]
+
+
+GENERATORS = {
+    "gpipe": Generator(breadth_first),
+    "1f1b": Generator(one_f_one_b),
+    "bfs": Generator(breadth_first, chunks=2),
+    "inference": Generator(inference, trains=False),
+}
