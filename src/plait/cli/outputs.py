@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TextIO
 
 from plait.errors import ConfigError
 
@@ -27,12 +28,12 @@ def check_picture(path: Path | None) -> None:
         raise ConfigError("a picture of that kind cannot be drawn", given=path, expected=" ".join(PICTURES))
 
 
-def write_output(path: Path | None, write: Callable[[Path], None]) -> None:
-    """Writes what was asked for and says so. Raises ConfigError where it cannot be written."""
+def write_output(path: Path | None, write: Callable[[Path], None], *, say: TextIO | None = None) -> None:
+    """Writes what was asked for, and says so: on stdout, or `say`. Raises ConfigError where it cannot."""
     if path is None:
         return
     try:
         write(path)
     except OSError as error:
         raise ConfigError("the file cannot be written", given=f"{path}: {error.strerror}") from error
-    print(f"written: {path}")
+    print(f"written: {path}", file=say)
