@@ -7,6 +7,7 @@ from typing import Any
 
 from plait.errors import PlanError, unknown_key_hint
 from plait.plan.collectives import ALGORITHMS
+from plait.plan.schedule.generate import GENERATORS
 
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
 _CHOICES = {
@@ -23,17 +24,7 @@ _TP = re.compile(r"([1-9][0-9]*)(?:x([1-9][0-9]*))?")
 _REDUCE = re.compile(r"fp32|bf16|fp16|int8|powersgd(?::([1-9][0-9]*))?")
 _FACTOR_RANK = 4  # of powersgd without a number
 _STAGES = re.compile(r"([1-9][0-9]*(,[1-9][0-9]*)*)?")
-# Chunks per rank of each schedule: the usual number, and whether it can be another.
-_SCHEDULES = {
-    "gpipe": (1, True),
-    "1f1b": (1, True),
-    "interleaved": (2, True),
-    "bfs": (2, True),
-    "zb-h1": (1, False),
-    "zbv": (2, False),
-    "dualpipev": (2, False),
-}
-SCHEDULES = tuple(_SCHEDULES)
+SCHEDULES = tuple(name for name, generator in GENERATORS.items() if generator.trains)
 
 
 @dataclass(frozen=True)
@@ -44,8 +35,9 @@ class Plan:
     tp          ranks that share every layer: `tp=4` cuts heads and ffn widths over 4 columns (Megatron's
                 layout), `tp=2x4` also the hidden dim over 2 rows
     pp          ranks that share the model's depth: each has some of its blocks (pipeline parallelism)
-    schedule    which rank computes what of which micro-batch when: 1f1b (with chunks: interleaved), gpipe (with
-                chunks: bfs), interleaved, bfs (breadth-first), zb-h1, zbv, dualpipev, or file:PATH, a CSV file
+    schedule    which rank computes what of which micro-batch when: 1f1b (with chunks: interleaved), gpipe
+                (with chunks: bfs), interleaved, bfs (breadth-first), zb-h1, zbv, dualpipev, or file:PATH, a
+                CSV file
     chunks      stages per rank; 0: what is usual for the schedule
     stages      blocks of each stage, as in 8,8,8,6; nothing: dealt by cost
     sp          between the layers that tp cuts, activations are cut over the sequence on the columns
@@ -139,20 +131,14 @@ class Plan:
 
     def _check_pipeline(self) -> None:
         if not self.schedule.startswith("file:"):
-            if self.schedule not in _SCHEDULES:
+            if self.schedule not in SCHEDULES:
                 raise PlanError(
                     "there is no such schedule",
                     given=f"schedule={self.schedule}",
                     expected=f"{', '.join(SCHEDULES)}, or file:PATH",
                     hint=unknown_key_hint(self.schedule, SCHEDULES),
                 )
-            usual, varies = _SCHEDULES[self.schedule]
-            if self.chunks and self.chunks != usual and not varies:
-                raise PlanError(
-                    f"{self.schedule} has {usual} {'stage' if usual == 1 else 'stages'} on every rank",
-                    given=f"schedule={self.schedule} chunks={self.chunks}",
-                    hint=f"schedule=interleaved chunks={self.chunks}",
-                )
+            GENERATORS[self.schedule].chunks_for(self.schedule, self.chunks)
         elif self.chunks:
             raise PlanError(
                 "a schedule's file says which rank has which stages",
@@ -257,7 +243,9 @@ class Plan:
     @property
     def num_chunks(self) -> int:
         """Stages per rank; 0 where a file says it."""
-        return 0 if self.schedule.startswith("file:") else self.chunks or _SCHEDULES[self.schedule][0]
+        if self.schedule.startswith("file:"):
+            return 0
+        return GENERATORS[self.schedule].chunks_for(self.schedule, self.chunks)
 
     @property
     def num_stages(self) -> int:

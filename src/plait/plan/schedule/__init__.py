@@ -2,7 +2,7 @@
 
 from plait.plan.schedule.action import Action, B, F, Kind, Schedule, W
 from plait.plan.schedule.check import Checked, check
-from plait.plan.schedule.clock import Durations, Span, Timeline
+from plait.plan.schedule.clock import Durations, Span, Timeline, peak_bytes, simulate
 from plait.plan.schedule.generate import GENERATORS, make_schedule
 
 __all__ = [
@@ -19,4 +19,6 @@ __all__ = [
     "W",
     "check",
     "make_schedule",
+    "peak_bytes",
+    "simulate",
 ]

@@ -31,6 +31,8 @@ class Kind(Enum):
     B = "B"
     W = "W"
 
+    __hash__ = object.__hash__  # Enum's is Python, and slow: actions are keys of large tables
+
 
 class Action(NamedTuple):
     """One forward, backward, or the weights' half of a backward, of one stage and one micro-batch."""

@@ -124,13 +124,12 @@ def _check_once(schedule: Schedule) -> None:
 def _check_complete(schedule: Schedule) -> None:
     """Every forward and, if the schedule trains, every backward is there. `W` are as the schedule likes."""
     there = {action for _, action in schedule}
-    for make in (F, B) if schedule.trains else (F,):
-        kind = make(0, 0).kind
+    for kind in (Kind.F, Kind.B) if schedule.trains else (Kind.F,):
         num = sum(action.kind is kind for action in there)
         if num == schedule.num_stages * schedule.num_micros:
             continue
         pairs = ((s, m) for s in range(schedule.num_stages) for m in range(schedule.num_micros))
-        lost = next(make(*pair) for pair in pairs if make(*pair) not in there)
+        lost = next(lost for pair in pairs if (lost := Action(kind, *pair)) not in there)
         rank, position = _misses(schedule, lost)
         raise refusal(
             schedule,
@@ -199,20 +198,20 @@ def _stage_in_flight(schedule: Schedule, stage: int) -> int:
 def _buffers(schedule: Schedule) -> tuple[int, ...]:
     """By rank: the most messages posted that no action has used, if receives are posted as late as can be."""
     # A message is named by the action that uses it. Channels are (from, to, kind), in the senders' order.
-    channels: dict[tuple[int, int, Kind], int] = {}
+    sent: Counter[tuple[int, int, Kind]] = Counter()
     place: dict[Action, tuple[tuple[int, int, Kind], int]] = {}
-    for rank, (kind, stage, micro) in schedule:
+    for rank, action in schedule:
+        kind, stage, micro = action
         if kind is Kind.W:
             continue
         user = Action(kind, stage + 1 if kind is Kind.F else stage - 1, micro)
         to = schedule.rank_of.get(user.stage, rank)
         if to != rank:
-            channel = (rank, to, kind)
-            place[user] = (channel, channels.get(channel, 0))
-            channels[channel] = place[user][1] + 1
+            place[user] = ((rank, to, kind), sent[rank, to, kind])
+            sent[rank, to, kind] += 1
     most = [0] * schedule.num_ranks
     now = [0] * schedule.num_ranks
-    posted = dict.fromkeys(channels, 0)
+    posted = dict.fromkeys(sent, 0)
     for rank, action in schedule:
         if action in place:
             channel, index = place[action]

@@ -3,7 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from plait.plan.schedule.action import Action, Schedule
+from plait.errors import ScheduleError
+from plait.plan.schedule.action import Action, Kind, Schedule
+from plait.plan.schedule.check import check
+from plait.plan.schedule.order import held, needs, walk
 
 
 @dataclass(frozen=True)
@@ -30,10 +33,20 @@ class Durations:
         transfer: float = 0.0,
     ) -> "Durations":
         """The same for all stages. As in papers: a backward is twice a forward, and its halves are equal."""
-        every = (num_stages,)
         return cls(
-            (forward,) * every[0], (backward,) * every[0], (weight,) * every[0], (transfer,) * (every[0] - 1)
+            (forward,) * num_stages,
+            (backward,) * num_stages,
+            (weight,) * num_stages,
+            (transfer,) * (num_stages - 1),
         )
+
+    def of(self, action: Action, split: bool) -> float:
+        """How long an action takes; `split` where a backward is its input gradient alone."""
+        if action.kind is Kind.F:
+            return self.forward[action.stage]
+        if action.kind is Kind.W:
+            return self.weight[action.stage]
+        return self.backward[action.stage] + (0 if split else self.weight[action.stage])
 
 
 @dataclass(frozen=True)
@@ -70,8 +83,61 @@ class Timeline:
         return self.total - self.busy(rank)
 
     @property
+    def ideal(self) -> float:
+        """How long it would take if no rank waited: what the busiest one computes."""
+        return max((self.busy(rank) for rank in range(len(self.ranks))), default=0.0)
+
+    @property
     def bubble_fraction(self) -> float:
         """Of all ranks' time, what they idle."""
         if not self.total:
             return 0.0
         return sum(self.idle(rank) for rank in range(len(self.ranks))) / (self.total * len(self.ranks))
+
+
+def simulate(schedule: Schedule, durations: Durations) -> Timeline:
+    """When every action begins and ends, each as soon as its rank is free and what it needs is there.
+
+    Takes a schedule that `check` passes; raises ScheduleError for one that cannot run, and for durations of
+    another number of stages.
+    """
+    _check_durations(schedule, durations)
+    run = walk(schedule)
+    if run.stuck:
+        check(schedule)
+    free = [0.0] * schedule.num_ranks
+    ended: dict[Action, float] = {}
+    spans: list[list[Span]] = [[] for _ in schedule.ranks]
+    for rank, action in run.order:
+        start = free[rank]
+        for need in needs(action, schedule.num_stages):
+            arrived = ended[need]
+            if schedule.rank_of[need.stage] != rank:
+                arrived += durations.transfer[min(need.stage, action.stage)]
+            start = max(start, arrived)
+        end = start + durations.of(action, (action.stage, action.micro) in schedule.split)
+        ended[action] = free[rank] = end
+        spans[rank].append(Span(action, start, end))
+    return Timeline.of(schedule, spans)
+
+
+def peak_bytes(schedule: Schedule, bytes_of_stage: Sequence[float]) -> tuple[float, ...]:
+    """The most bytes of saved activations that each rank holds at once.
+
+    bytes_of_stage   what one micro-batch's forward saves, by stage; it is there until the whole backward, or
+                     its weights' half, has ended. Whatever the durations, as a rank's order says it all
+    """
+    ranks = range(schedule.num_ranks)
+    return tuple(max(held(schedule, rank, bytes_of_stage), default=0.0) for rank in ranks)
+
+
+def _check_durations(schedule: Schedule, durations: Durations) -> None:
+    stages = schedule.num_stages
+    numbers = (len(durations.forward), len(durations.backward), len(durations.weight))
+    if numbers != (stages,) * 3 or len(durations.transfer) != stages - 1:
+        raise ScheduleError(
+            "the durations are not of this schedule's stages",
+            given=f"{numbers[0]} forwards, {numbers[1]} backwards, {numbers[2]} weights' halves and "
+            f"{len(durations.transfer)} transfers",
+            expected=f"one for each of {stages} stages, and {stages - 1} transfers between them",
+        )

@@ -2,13 +2,24 @@
 
 A rank has several stages in a loop: stage s is on rank s % ranks, and a rank's c-th stage, or chunk, is
 c * ranks + rank.
+
+[Note: groups]
+
+In a loop, a micro-batch comes back to its rank for the next chunk when `ranks` forwards' time has gone by: a
+group of fewer leaves the rank waiting, chunk by chunk. A last group of what is left over would be slower than
+1F1B for some numbers, and deadlock for others. So where micro-batches are no multiple of the ranks, there are
+fewer groups and they are larger. The price is memory: with groups of G, a rank holds
+min(2(ranks - 1 - rank) + (chunks - 1) G + 1, chunks x micro-batches). The larger groups come first, as what
+is in flight from the start has to last through all of them.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from plait.errors import ScheduleError, unknown_key_hint
 from plait.plan.schedule.action import Action, B, F, Schedule
+from plait.plan.schedule.zero_bubble import dualpipev, zb_h1, zbv
 
 # (rank, ranks, micro-batches, chunks) -> the rank's actions
 Make = Callable[[int, int, int, int], list[Action]]
@@ -80,12 +91,37 @@ def breadth_first(rank: int, ranks: int, micros: int, chunks: int) -> list[Actio
 
 def one_f_one_b(rank: int, ranks: int, micros: int, chunks: int) -> list[Action]:
     """Fills the pipe, alternates, drains (PipeDream-flush, Narayanan et al. 2006.09503)."""
-    assert chunks == 1, f"{chunks} chunks are not built yet"
+    if chunks > 1:
+        return interleaved(rank, ranks, micros, chunks)
     return _alternate(
         [F(rank, micro) for micro in range(micros)],
         [B(rank, micro) for micro in range(micros)],
         warmup=ranks - rank - 1,
     )
+
+
+def interleaved(rank: int, ranks: int, micros: int, chunks: int) -> list[Action]:
+    """1F1B over several chunks, whose fill and drain are shorter (Narayanan et al. 2104.04473, section 2.2).
+
+    Micro-batches go through all chunks in groups, as many at a time as there are ranks. See [Note: groups]
+    """
+    if chunks == 1:
+        return one_f_one_b(rank, ranks, micros, chunks)
+    groups = deal(micros, ranks)
+    stages = [chunk * ranks + rank for chunk in range(chunks)]
+    return _alternate(
+        [F(stage, micro) for group in groups for stage in stages for micro in group],
+        [B(stage, micro) for group in groups for stage in reversed(stages) for micro in group],
+        warmup=2 * (ranks - rank - 1) + (chunks - 1) * len(groups[0]),
+    )
+
+
+def deal(micros: int, least: int) -> list[range]:
+    """Micro-batches in groups of at least so many (if there are), the larger ones first."""
+    num = max(1, micros // least)
+    each, more = divmod(micros, num)
+    starts = [group * each + min(group, more) for group in range(num + 1)]
+    return [range(start, stop) for start, stop in pairwise(starts)]
 
 
 def _alternate(forwards: list[Action], backwards: list[Action], warmup: int) -> list[Action]:
@@ -96,9 +132,13 @@ def _alternate(forwards: list[Action], backwards: list[Action], warmup: int) -> 
     return forwards[:warmup] + steady + backwards[len(forwards) - warmup :]
 
 
-GENERATORS = {
+GENERATORS: dict[str, Generator] = {
     "gpipe": Generator(breadth_first),
     "1f1b": Generator(one_f_one_b),
+    "interleaved": Generator(interleaved, chunks=2),
     "bfs": Generator(breadth_first, chunks=2),
+    "zb-h1": Generator(zb_h1, varies=False),
+    "zbv": Generator(zbv, chunks=2, varies=False),
+    "dualpipev": Generator(dualpipev, chunks=2, varies=False),
     "inference": Generator(inference, trains=False),
 }

@@ -42,9 +42,9 @@ def walk(schedule: Schedule) -> Walk:
         actions = schedule.ranks[rank]
         while position[rank] < len(actions):
             action = actions[position[rank]]
-            missing = [need for need in needs(action, num_stages) if need not in done]
-            if missing:
-                waiting.setdefault(missing[0], []).append(rank)
+            missing = next((need for need in needs(action, num_stages) if need not in done), None)
+            if missing is not None:
+                waiting.setdefault(missing, []).append(rank)
                 break
             done.add(action)
             order.append((rank, action))
