@@ -51,7 +51,7 @@ def check(schedule: Schedule, *, bounds: Sequence[int] | None = None) -> Checked
     if run.stuck:
         raise _deadlock(schedule, run)
     ones = [1] * schedule.num_stages
-    amounts = [held(schedule, rank, ones) for rank in range(schedule.num_ranks)]
+    amounts = [list(held(schedule, actions, ones)) for actions in schedule.ranks]
     for rank, bound in enumerate(bounds or ()):
         over = next((at for at, amount in enumerate(amounts[rank]) if amount > bound), None)
         if over is not None:
@@ -65,7 +65,7 @@ def check(schedule: Schedule, *, bounds: Sequence[int] | None = None) -> Checked
             )
     return Checked(
         tuple(int(max(amount)) for amount in amounts),
-        tuple(_stage_in_flight(schedule, stage) for stage in range(schedule.num_stages)),
+        _stage_in_flight(schedule),
         _buffers(schedule),
     )
 
@@ -190,9 +190,12 @@ def _deadlock(schedule: Schedule, run: Walk) -> ScheduleError:
     )
 
 
-def _stage_in_flight(schedule: Schedule, stage: int) -> int:
-    only = [int(other == stage) for other in range(schedule.num_stages)]
-    return int(max(held(schedule, schedule.rank_of[stage], only)))
+def _stage_in_flight(schedule: Schedule) -> tuple[int, ...]:
+    stages: list[list[Action]] = [[] for _ in range(schedule.num_stages)]
+    for _, action in schedule:
+        stages[action.stage].append(action)
+    ones = [1] * schedule.num_stages
+    return tuple(int(max(held(schedule, actions, ones))) for actions in stages)
 
 
 def _buffers(schedule: Schedule) -> tuple[int, ...]:

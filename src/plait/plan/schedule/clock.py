@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from plait.errors import ScheduleError
 from plait.plan.schedule.action import Action, Kind, Schedule
@@ -49,8 +50,7 @@ class Durations:
         return self.backward[action.stage] + (0 if split else self.weight[action.stage])
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """An action from its start to its end, in seconds from the beginning of the step."""
 
     action: Action
@@ -127,8 +127,7 @@ def peak_bytes(schedule: Schedule, bytes_of_stage: Sequence[float]) -> tuple[flo
     bytes_of_stage   what one micro-batch's forward saves, by stage; it is there until the whole backward, or
                      its weights' half, has ended. Whatever the durations, as a rank's order says it all
     """
-    ranks = range(schedule.num_ranks)
-    return tuple(max(held(schedule, rank, bytes_of_stage), default=0.0) for rank in ranks)
+    return tuple(max(held(schedule, actions, bytes_of_stage), default=0.0) for actions in schedule.ranks)
 
 
 def _check_durations(schedule: Schedule, durations: Durations) -> None:

@@ -1,6 +1,6 @@
 """Which action waits for which, and an order in which they can all run."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from plait.plan.schedule.action import Action, B, F, Kind, Schedule
@@ -54,19 +54,18 @@ def walk(schedule: Schedule) -> Walk:
     return Walk(tuple(order), stuck)
 
 
-def held(schedule: Schedule, rank: int, sizes: Sequence[float]) -> list[float]:
-    """What a rank's saved activations amount to during each of its actions.
+def held(schedule: Schedule, actions: Iterable[Action], sizes: Sequence[float]) -> Iterator[float]:
+    """What the saved activations of some actions, in their order, amount to during each of them.
 
     sizes    of one micro-batch's activations, by stage
 
     They are there from a forward's start until what uses them last has ended: the backward, or its weights'
     half. Forwards that no backward follows keep nothing after themselves.
     """
-    now, amounts = 0.0, []
-    last = Kind.B if schedule.trains else Kind.F
-    for kind, stage, micro in schedule.ranks[rank]:
-        now += sizes[stage] if kind is Kind.F else 0.0
-        amounts.append(now)
+    now, last = 0.0, Kind.B if schedule.trains else Kind.F
+    for kind, stage, micro in actions:
+        if kind is Kind.F:
+            now += sizes[stage]
+        yield now
         if kind is Kind.W or (kind is last and (stage, micro) not in schedule.split):
             now -= sizes[stage]
-    return amounts

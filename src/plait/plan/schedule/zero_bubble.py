@@ -37,7 +37,7 @@ def zb_h1(rank: int, ranks: int, micros: int, chunks: int) -> list[Action]:
 
 
 def zbv(rank: int, ranks: int, micros: int, chunks: int) -> list[Action]:
-    """No rank waits between its first action and its last, in 1F1B's memory, if F, B and W take the same time.
+    """No rank waits between its first action and its last, in 1F1B's memory, if F, B and W are as long.
 
     ZB-V of Qi et al. 2401.10241, section 6. For fewer than 2 ranks - 1 micro-batches there is some waiting.
     """

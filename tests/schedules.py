@@ -1,0 +1,114 @@
+"""Schedules for tests: random ones that can run, and what a schedule does when it is executed naively."""
+
+import random
+from collections import deque
+
+from plait.plan.schedule import Action, B, F, Kind, Schedule, W
+
+
+def random_schedule(
+    rng: random.Random, ranks: int, micros: int, chunks: int = 1, splits: float = 0.5
+) -> Schedule:
+    """A random order that can run, of `chunks` stages on each rank, dealt at random.
+
+    splits    the chance that a backward is two halves; 0 for none, 1 for all
+    """
+    stages = list(range(ranks * chunks))
+    rng.shuffle(stages)
+    rank_of = {stage: place % ranks for place, stage in enumerate(stages)}
+    after = {}  # what can run once an action has ended
+    for stage in stages:
+        for micro in range(micros):
+            forward, backward = F(stage, micro), B(stage, micro)
+            after[forward] = [F(stage + 1, micro)] if stage + 1 < len(stages) else [backward]
+            after[backward] = [B(stage - 1, micro)] if stage else []
+            if rng.random() < splits:
+                after[backward].append(W(stage, micro))
+    ready = [F(0, micro) for micro in range(micros)]
+    lists: list[list[Action]] = [[] for _ in range(ranks)]
+    while ready:
+        action = ready.pop(rng.randrange(len(ready)))
+        lists[rank_of[action.stage]].append(action)
+        ready += after.get(action, ())
+    return Schedule.of("random", lists)
+
+
+class Executor:
+    """Runs a schedule with real channels, as slowly as it is simple.
+
+    A rank posts a receive when its next action needs it, after those of all earlier messages of the channel;
+    a message is delivered when it is posted; sends wait in their channel and hold nobody up. What it counts
+    is `Checked`'s.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.at = [0] * schedule.num_ranks
+        self.in_flight = [0] * schedule.num_ranks
+        self.buffers = [0] * schedule.num_ranks
+        self._done: set[Action] = set()
+        self._sent: dict[tuple[int, int, Kind], deque[Action]] = {}  # not delivered yet, by who uses it
+        self._received: list[list[Action]] = [[] for _ in schedule.ranks]  # not used yet
+        self._held: list[set[tuple[int, int]]] = [set() for _ in schedule.ranks]
+
+    def run(self) -> "Executor":
+        """Until no rank can go on."""
+        while any(self._step(rank) for rank in range(self.schedule.num_ranks)):
+            pass
+        return self
+
+    @property
+    def stuck(self) -> dict[int, int]:
+        """By rank, the position that it does not get past."""
+        lengths = map(len, self.schedule.ranks)
+        return {rank: self.at[rank] for rank, length in enumerate(lengths) if self.at[rank] < length}
+
+    def _step(self, rank: int) -> bool:
+        if self.at[rank] == len(self.schedule.ranks[rank]):
+            return False
+        action = self.schedule.ranks[rank][self.at[rank]]
+        kind, stage, micro = action
+        before = {Kind.F: None, Kind.B: F(stage, micro), Kind.W: B(stage, micro)}[kind]
+        if before is not None and before not in self._done:
+            return False
+        if not self._has_input(rank, action):
+            return False
+        self._count(rank, action)
+        self._done.add(action)
+        self._send(rank, action)
+        self.at[rank] += 1
+        return True
+
+    def _has_input(self, rank: int, action: Action) -> bool:
+        other = {Kind.F: action.stage - 1, Kind.B: action.stage + 1, Kind.W: -1}[action.kind]
+        source = self.schedule.rank_of.get(other)
+        if source is None:
+            return True
+        if source == rank:
+            return Action(action.kind, other, action.micro) in self._done
+        channel = self._sent.setdefault((source, rank, action.kind), deque())
+        received = self._received[rank]
+        while action not in received and channel:
+            received.append(channel.popleft())
+            self.buffers[rank] = max(self.buffers[rank], len(received))
+        if action not in received:
+            return False
+        received.remove(action)
+        return True
+
+    def _send(self, rank: int, action: Action) -> None:
+        to = {Kind.F: action.stage + 1, Kind.B: action.stage - 1, Kind.W: -1}[action.kind]
+        target = self.schedule.rank_of.get(to, rank)
+        if target != rank:
+            channel = self._sent.setdefault((rank, target, action.kind), deque())
+            channel.append(Action(action.kind, to, action.micro))
+
+    def _count(self, rank: int, action: Action) -> None:
+        kind, stage, micro = action
+        held = self._held[rank]
+        if kind is Kind.F:
+            held.add((stage, micro))
+        self.in_flight[rank] = max(self.in_flight[rank], len(held))
+        splits = W(stage, micro) in self.schedule.ranks[rank]
+        if kind is Kind.W or (kind is Kind.B and not splits) or not self.schedule.trains:
+            held.discard((stage, micro))
