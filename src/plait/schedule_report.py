@@ -52,20 +52,24 @@ def ranks_table(
     idles = [f"idle, {title}" if len(timelines) > 1 else "idle" for title in timelines]
     for heading in ("rank", "stages", "in flight", "buffers", *idles):
         table.add_column(heading, justify="left" if heading == "stages" else "right")
+    totals = [timeline.total for timeline in timelines.values()]  # not per rank: each reads all actions
     for rank in range(schedule.num_ranks):
         table.add_row(
             str(rank),
             " ".join(map(str, schedule.stages_of(rank))),
             str(checked.in_flight[rank]),
             str(checked.buffers[rank]),
-            *(_idle(timeline, rank, unit) for timeline in timelines.values()),
+            *(
+                _idle(total, timeline.busy(rank), unit)
+                for total, timeline in zip(totals, timelines.values(), strict=True)
+            ),
         )
     return table
 
 
-def _idle(timeline: Timeline, rank: int, unit: str) -> str:
-    share = timeline.idle(rank) / timeline.total if timeline.total else 0.0
-    return f"{_time(timeline.idle(rank), unit)} ({abs(share):.1%})"
+def _idle(total: float, busy: float, unit: str) -> str:
+    idle = total - busy
+    return f"{_time(idle, unit)} ({abs(idle / total) if total else 0.0:.1%})"
 
 
 def _time(time: float, unit: str) -> str:

@@ -60,8 +60,8 @@ def schedule(
     """Show a pipeline's schedule: bubble, what ranks hold, and the picture; beside it a run's trace."""
     check_places({"--png": png, "--html": html, "--csv": None if csv == _STDOUT else csv})
     check_picture(png)
-    times = {"forward": forward, "backward": backward, "weight": weight, "transfer": transfer}
-    times = {key: time for key, time in times.items() if time is not None}
+    asked = {"forward": forward, "backward": backward, "weight": weight, "transfer": transfer}
+    times = {key: time for key, time in asked.items() if time is not None}
     sizes = {"pp": pp, "micro": micro, "chunks": chunks}
     view = _of_name(name, sizes, times) if trace is None else _of_trace(trace, name, sizes, times, text)
     say = sys.stderr if csv == _STDOUT else sys.stdout
