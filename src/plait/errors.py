@@ -50,7 +50,7 @@ class ConfigError(PlaitError):
 
 
 class DataError(PlaitError):
-    """A corpus, a tokenizer or a token file that cannot be used."""
+    """A corpus, a tokenizer, a token file or a trace that cannot be used."""
 
 
 class ModelError(PlaitError):

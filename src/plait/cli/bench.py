@@ -27,10 +27,10 @@ from plait.bench import (
 )
 from plait.cli.letters import ends_with_letter
 from plait.cli.options import Debug
+from plait.cli.outputs import check_picture, check_places, write_output
 from plait.cli.ranks import check_ranks, first_rank_first, told_by_one
 from plait.comm import TRANSPORTS, World, connect, launch_local
 from plait.comm.launch import end_with_parent
-from plait.errors import ConfigError
 from plait.files import write_json
 from plait.plan.bandwidth import VERBS
 from plait.plan.profile import check_place, save
@@ -82,7 +82,8 @@ def collectives(
         check_num_ranks(num_ranks)
         device = device_for(backend, local_ranks)
         check_memory(request, local_ranks, available_bytes())
-        _check_outputs(outputs)
+        check_places(outputs)
+        check_picture(plot)
         if to_save:
             check_place(profile)
         if "WORLD_SIZE" not in os.environ:
@@ -108,17 +109,6 @@ def _num_ranks(asked: int | None) -> tuple[int, int]:
     check_ranks(asked)
     size = int(os.environ["WORLD_SIZE"])
     return size, int(os.environ.get("LOCAL_WORLD_SIZE", size))
-
-
-def _check_outputs(outputs: dict[str, Path | None]) -> None:
-    for flag, path in outputs.items():
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ConfigError(
-                f"there is no folder for {flag}", given=path, hint=f"mkdir -p {path.absolute().parent}"
-            )
-    picture = outputs["--plot"]
-    if picture is not None and picture.suffix not in (".png", ".pdf", ".svg"):
-        raise ConfigError("a picture of that kind cannot be drawn", given=picture, expected=".png .pdf .svg")
 
 
 def _words(
@@ -152,19 +142,8 @@ def _show(found: Measurement, *, json: Path | None, plot: Path | None) -> None:
         Console().print(table)
     where = f"{found.num_ranks} ranks on {_many(found.num_hosts, 'host')}"
     print(f"{where} ({found.device}), {found.dtype}; {_many(found.rounds, 'round')} in {found.seconds:.0f} s")
-    for path, write in (
-        (json, lambda path: write_json(path, to_json(found))),
-        (plot, lambda path: draw(found, path)),
-    ):
-        if path is None:
-            continue
-        try:
-            write(path)
-        except OSError as error:
-            raise ConfigError(
-                "what was measured cannot be written", given=f"{path}: {error.strerror}"
-            ) from error
-        print(f"written: {path}")
+    write_output(json, lambda path: write_json(path, to_json(found)))
+    write_output(plot, lambda path: draw(found, path))
 
 
 def _keep(found: Measurement, profile: Path | None) -> None:

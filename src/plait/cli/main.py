@@ -9,6 +9,7 @@ from plait.cli.bench import bench
 from plait.cli.data import data
 from plait.cli.export import export
 from plait.cli.generate import generate
+from plait.cli.schedule import schedule
 from plait.cli.train import rank, train
 
 app = typer.Typer(
@@ -23,6 +24,7 @@ app.command()(train)
 app.command(hidden=True)(rank)
 app.command()(generate)
 app.command()(export)
+app.command()(schedule)
 app.add_typer(data, name="data")
 app.add_typer(bench, name="bench")
 

@@ -1,0 +1,186 @@
+"""Timelines of pipelines as pictures: a row for every rank, a bar for every action, as papers draw them.
+
+Several timelines (say, predicted and measured) stand under each other on one axis of time. The colour is what
+an action computes; the shade, which of its rank's stages it is of: the later in the model, the lighter.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_hex, to_rgb
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import EngFormatter
+from plotly import graph_objects
+from plotly.subplots import make_subplots
+
+from plait.plan.schedule import Kind, Span, Timeline
+
+COLORS = {Kind.F: "#3d6fd6", Kind.B: "#1e9e83", Kind.W: "#9bbf3b"}
+WORDS = {Kind.F: "forward", Kind.B: "backward", Kind.W: "weights' gradient"}
+
+_DPI = 120
+_HEIGHT = 0.92  # of a bar, of its row
+_INCHES_PER_ACTION, _LEAST_WIDTH, _MOST_WIDTH = 0.2, 8.0, 40.0
+_INCHES_PER_RANK, _INCHES_AROUND = 0.32, 0.75
+_FONT_POINTS, _POINTS_PER_DIGIT, _LEAST_POINTS = 7.0, 4.6, 3.5
+_PIXELS_PER_RANK, _PIXELS_AROUND = 36, 110
+
+
+def shade(kind: Kind, chunk: int, num_chunks: int) -> str:
+    """The colour, as #rrggbb, of a rank's `chunk`-th stage of `num_chunks`."""
+    white = 0.6 * chunk / max(num_chunks - 1, 1)
+    red, green, blue = to_rgb(COLORS[kind])
+    return to_hex((red + (1 - red) * white, green + (1 - green) * white, blue + (1 - blue) * white))
+
+
+def ink(color: str) -> str:
+    """Black or white: what is read better on the colour."""
+    red, green, blue = to_rgb(color)
+    return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.55 else "white"
+
+
+@dataclass(frozen=True)
+class _Bar:
+    rank: int
+    span: Span  # from the timeline's first start on
+    chunk: int  # of the rank's stages, the how manieth
+    color: str
+
+    @property
+    def length(self) -> float:
+        return self.span.end - self.span.start
+
+
+def _bars(timeline: Timeline) -> Iterator[_Bar]:
+    schedule = timeline.schedule
+    first = min((span.start for spans in timeline.ranks for span in spans), default=0.0)
+    for rank, spans in enumerate(timeline.ranks):
+        stages = schedule.stages_of(rank)
+        chunk_of = {stage: chunk for chunk, stage in enumerate(stages)}
+        for span in spans:
+            chunk = chunk_of[span.action.stage]
+            moved = Span(span.action, span.start - first, span.end - first)
+            yield _Bar(rank, moved, chunk, shade(span.action.kind, chunk, len(stages)))
+
+
+def draw_png(timelines: Sequence[Timeline], path: Path, titles: Sequence[str], *, unit: str = "") -> None:
+    """Draws into the file: .png, .pdf or .svg. `unit` of time: "s", or nothing. Raises OSError."""
+    figure_of(timelines, titles, unit=unit).savefig(path, dpi=_DPI)
+
+
+def figure_of(timelines: Sequence[Timeline], titles: Sequence[str], *, unit: str = "") -> Figure:
+    """The picture, not yet in a file: as wide as its usual action needs for its number, within bounds."""
+    bars = [list(_bars(timeline)) for timeline in timelines]
+    total = max((timeline.total for timeline in timelines), default=0.0) or 1.0
+    usual = median([bar.length for found in bars for bar in found if bar.length] or [total])
+    width = min(max(total / usual * _INCHES_PER_ACTION, _LEAST_WIDTH), _MOST_WIDTH)
+    num_ranks = [len(timeline.ranks) for timeline in timelines]
+    height = sum(_INCHES_AROUND + _INCHES_PER_RANK * number for number in num_ranks)
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    rows = figure.subplots(len(bars), 1, sharex=True, squeeze=False, height_ratios=num_ranks)[:, 0]
+    for axes, found, ranks, title in zip(rows, bars, num_ranks, titles, strict=True):
+        _draw_rows(axes, found, points_per_time=72 * width / total)
+        axes.set_title(title, loc="left", fontsize="medium")
+        axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
+        axes.set_ylim(ranks - 0.5, -0.5)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.tick_params(axis="y", length=0)
+    rows[-1].set_xlim(0, total)
+    rows[-1].set_xlabel("time")
+    if unit:
+        rows[-1].xaxis.set_major_formatter(EngFormatter(unit=unit))
+    kinds = [kind for kind in Kind if any(bar.span.action.kind is kind for found in bars for bar in found)]
+    handles = [Patch(color=COLORS[kind], label=WORDS[kind]) for kind in kinds]
+    figure.legend(handles=handles, loc="outside upper right", ncols=len(kinds) or 1, frameon=False)
+    return figure
+
+
+def _draw_rows(axes: Axes, bars: list[_Bar], *, points_per_time: float) -> None:
+    """The bars, and the micro-batch's number in those that have room for it."""
+    ranks: dict[int, list[_Bar]] = {}
+    for bar in bars:
+        ranks.setdefault(bar.rank, []).append(bar)
+    for rank, row in ranks.items():  # one artist for a row: a patch for every bar takes seconds
+        axes.broken_barh(
+            [(bar.span.start, bar.length) for bar in row],
+            (rank - _HEIGHT / 2, _HEIGHT),
+            facecolors=[bar.color for bar in row],
+            edgecolor="white",
+            linewidth=0.4,
+        )
+    for bar in bars:
+        number = str(bar.span.action.micro)
+        points = min(
+            _FONT_POINTS, _FONT_POINTS * bar.length * points_per_time / (_POINTS_PER_DIGIT * len(number))
+        )
+        if points >= _LEAST_POINTS:
+            middle = (bar.span.start + bar.span.end) / 2
+            axes.text(
+                middle, bar.rank, number, ha="center", va="center", fontsize=points, color=ink(bar.color)
+            )
+
+
+def draw_html(timelines: Sequence[Timeline], path: Path, titles: Sequence[str], *, unit: str = "") -> None:
+    """An interactive page: zoom, hide, and each bar's facts. It needs no network. Raises OSError."""
+    num_ranks = [len(timeline.ranks) for timeline in timelines]
+    height = sum(_PIXELS_AROUND + _PIXELS_PER_RANK * number for number in num_ranks)
+    page = make_subplots(
+        rows=len(timelines),
+        shared_xaxes=True,
+        subplot_titles=list(titles),
+        row_heights=num_ranks,
+        vertical_spacing=60 / height,
+    )
+    shown: set[tuple[Kind, int]] = set()
+    for row, timeline in enumerate(timelines, 1):
+        groups: dict[tuple[Kind, int], list[_Bar]] = {}
+        for bar in _bars(timeline):
+            groups.setdefault((bar.span.action.kind, bar.chunk), []).append(bar)
+        for group in sorted(groups, key=lambda group: (list(Kind).index(group[0]), group[1])):
+            page.add_trace(_html_bars(*group, groups[group], unit, group not in shown), row=row, col=1)
+            shown.add(group)
+    for row, ranks in enumerate(num_ranks, 1):
+        labels = [f"rank {rank}" for rank in range(ranks)]
+        page.update_yaxes(range=[ranks - 0.5, -0.5], tickvals=list(range(ranks)), ticktext=labels, row=row)
+    page.update_xaxes(title_text="time", ticksuffix=unit, exponentformat="SI", row=len(timelines))
+    page.update_layout(barmode="overlay", height=height, template="plotly_white")
+    page.write_html(path, include_plotlyjs=True, div_id="schedule", config={"displaylogo": False})
+
+
+def _html_bars(kind: Kind, chunk: int, bars: list[_Bar], unit: str, in_legend: bool) -> graph_objects.Bar:
+    """The bars of one colour: they share a line of the legend, which hides and shows them."""
+    color = bars[0].color
+    facts = [
+        [str(action), action.stage, action.micro, bar.span.start, bar.span.end, bar.length]
+        for bar in bars
+        for action in [bar.span.action]
+    ]
+    return graph_objects.Bar(
+        name=WORDS[kind] if chunk == 0 else f"{WORDS[kind]}, stage {chunk + 1} of a rank",
+        legendgroup=f"{kind.value}{chunk}",
+        showlegend=in_legend,
+        orientation="h",
+        y=[bar.rank for bar in bars],
+        base=[bar.span.start for bar in bars],
+        x=[bar.length for bar in bars],
+        width=_HEIGHT,  # else taken from the ranks that have such bars, which may be far apart
+        text=[bar.span.action.micro for bar in bars],
+        textposition="inside",
+        insidetextanchor="middle",
+        textangle=0,
+        marker={"color": color, "line": {"color": "white", "width": 0.5}},
+        textfont={"color": ink(color)},
+        customdata=facts,
+        hovertemplate=(
+            "<b>%{customdata[0]}</b> on rank %{y}<br>"
+            f"{WORDS[kind]} of stage %{{customdata[1]}}, micro-batch %{{customdata[2]}}<br>"
+            f"from %{{customdata[3]:.5~s}}{unit} to %{{customdata[4]:.5~s}}{unit}, "
+            f"for %{{customdata[5]:.4~s}}{unit}<extra></extra>"
+        ),
+    )
