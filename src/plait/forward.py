@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from plait.comm import Group
 from plait.errors import ModelError
@@ -16,9 +16,11 @@ from plait.models import (
     ALONE,
     Loss,
     StageModule,
+    block_output,
     choose_loss,
     forward_inputs,
     meta_twin,
+    receiving,
     saved_bytes,
     watch_saved,
 )
@@ -94,11 +96,27 @@ class Forward:
         """Our own loss takes the logits that this rank has; a user's takes all."""
         return self._cut.logits_stay_cut() if self._given is None else contextlib.nullcontext()
 
-    def foretold_bytes(self, batch_shape: tuple[int, int], device: torch.device) -> int | None:
-        """What `saved_bytes` will be for token ids of this (batch, sequence) shape, if that can be told."""
+    def foretold_bytes(
+        self, batch_shape: tuple[int, int], device: torch.device, whole: nn.Module | None
+    ) -> int | None:
+        """What `saved_bytes` will be for token ids of this (batch, sequence) shape, if that can be told.
+        `whole`: of a model in stages a twin on meta, to see what this one receives."""
         ids = torch.zeros(batch_shape, dtype=torch.long, device="meta")
+        batch = {"input_ids": ids, "labels": ids}
         # Whatever the user's model raises without values (or cannot be copied), it can still be trained.
         with contextlib.suppress(Exception), self.zero.paused(), self.logits():
             twin = meta_twin(self.part.module)
-            return saved_bytes(twin, self.loss(), {"input_ids": ids, "labels": ids}, device)
+            inputs = forward_inputs(twin, batch)
+            received: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+            if self.part.before is not None:
+                assert whole is not None, "a stage without a twin of its model"
+                received = receiving(twin, block_output(whole, self.part.before, inputs, device))
+
+            def run() -> None:
+                outputs = twin(**inputs)
+                if self.is_last:
+                    self.loss()(outputs, batch)
+
+            with received:
+                return saved_bytes(twin, run, device)
         return None

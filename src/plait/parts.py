@@ -10,7 +10,7 @@ from torch import nn
 
 from plait.comm import Mesh
 from plait.forward import Forward
-from plait.models import Loss, cut_stage, unit_facts
+from plait.models import Loss, cut_stage, meta_twin, unit_facts
 from plait.optim import LossScaling
 from plait.parallel import (
     DataGroups,
@@ -67,6 +67,7 @@ class Parts:
     owned: Owned
     state: EngineState
     pipeline: Pipeline
+    twin: nn.Module | None  # on meta, of the whole model, where it is in stages
 
     @classmethod
     def of(
@@ -82,6 +83,7 @@ class Parts:
         masters = Masters(plan, layout, device, how.offload_dir)
         cut = cut_of(plan, groups, device, masters)
         units = {stage: [Unit(unit, cut) for unit in found.units] for stage, found in layouts.items()}
+        twin = meta_twin(model).to(cut.compute) if how.stages.num_stages > 1 else None
         own = {block for stage in layouts for _, block in _blocks_of(blocks, how.stages, stage)}
         elsewhere = {block for _, block in blocks if block not in own}
         loose = first_weights(model, units, groups, plan, device, how.seed, elsewhere)
@@ -112,7 +114,7 @@ class Parts:
             groups.model,
             holdings,
         )
-        return cls(groups, holdings, layout, stages, held, owned, state, Pipeline(rank_of, mesh))
+        return cls(groups, holdings, layout, stages, held, owned, state, Pipeline(rank_of, mesh), twin)
 
 
 def _forward_of(part: Any, zero: Any, plan: Plan, how: Training, mesh: Mesh, *, is_last: bool) -> Forward:

@@ -20,7 +20,7 @@ from plait.models import seeded
 from plait.parallel import Zero
 from plait.parallel.pipeline import Parcel, pack, unpack
 from plait.parts import Parts
-from plait.plan.schedule import Schedule, Span, forwards_only, one_micro
+from plait.plan.schedule import Kind, Schedule, Span, forwards_only, one_micro
 
 Micro = Mapping[str, Tensor]
 TakeLoss = Callable[[Tensor, int | Tensor], Any]  # (summed loss, targets) -> what backward starts from
@@ -155,7 +155,10 @@ class Passes:
         return self._peak(kept)
 
     def foretold_bytes(self, batch_shape: tuple[int, int], device: torch.device) -> int | None:
-        kept = {n: stage.foretold_bytes(batch_shape, device) for n, stage in self._parts.stages.items()}
+        kept = {
+            number: stage.foretold_bytes(batch_shape, device, self._parts.twin)
+            for number, stage in self._parts.stages.items()
+        }
         return self._peak(kept)
 
     def _peak(self, kept: Mapping[int, int | None]) -> int | None:
@@ -165,9 +168,9 @@ class Passes:
             num_bytes = kept[action.stage]
             if num_bytes is None:
                 return None
-            if action.kind.value == "F":
+            if action.kind is Kind.F:
                 held += num_bytes
-            elif action.kind.value == "W" or (action.stage, action.micro) not in self._schedule.split:
+            elif action.kind is Kind.W or (action.stage, action.micro) not in self._schedule.split:
                 held -= num_bytes
             most = max(most, held)
         return most

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from plait.models.hollow import hollows
-from plait.models.loss import Loss, forward_inputs
 
 
 @runtime_checkable
@@ -124,13 +124,25 @@ def meta_twin(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def saved_bytes(twin: nn.Module, loss: Loss, batch: dict[str, Tensor], device: torch.device) -> int:
-    """Bytes that one micro-batch will keep for backward on `device`, found on meta: no memory, no FLOP.
+def saved_bytes(twin: nn.Module, run: Callable[[], object], device: torch.device) -> int:
+    """Bytes that a forward of `twin`, which is on meta, will keep for backward on `device`: no bytes, no FLOPs.
 
-    `twin` is on meta; `batch` holds meta tensors of a micro-batch's shapes. What torch.compile will keep is
-    not known before it has compiled. A twin runs uncompiled: exact where blocks keep their inputs only,
-    else commonly more than what the compiler's partitioner leaves.
+    `run` is the forward, of meta tensors of a micro-batch's shapes. What torch.compile will keep is not known
+    before it has compiled. A twin runs uncompiled: exact where blocks keep their inputs only, else commonly
+    more than what the compiler's partitioner leaves.
     """
     with running_on_meta(device), watch_saved(twin) as watch:
-        loss(twin(**forward_inputs(twin, batch)), batch)
+        run()
     return watch.total
+
+
+def block_output(twin: nn.Module, block: str, inputs: dict[str, Any], device: torch.device) -> Any:
+    """What a block of a whole model's twin returns, on meta, as if its numbers needed gradients."""
+    found: list[Any] = []
+    handle = twin.get_submodule(block).register_forward_hook(lambda *call: found.append(call[-1]))
+    try:
+        with running_on_meta(device), torch.no_grad():
+            twin(**inputs)
+    finally:
+        handle.remove()
+    return tree_map_only(Tensor, lambda t: t.requires_grad_(t.is_floating_point()), found[-1])

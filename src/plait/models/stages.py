@@ -35,11 +35,13 @@ class StageModule:
     module      called with a micro-batch's inputs it runs the stage, and returns what the next stage is to
                 receive; that of the last stage what the model returns
     blocks      its own ones, under their names in the model
+    before      the name of the block whose output it receives; None for the first stage
     """
 
     number: int
     module: nn.Module
     blocks: list[tuple[str, nn.Module]]
+    before: str | None = None
 
     def receiving(self, structure: Any) -> AbstractContextManager[None]:
         return receiving(self.module, structure)
@@ -99,7 +101,7 @@ def cut_stage(
     shell = copy.deepcopy(model, memo)
     _empty(shell, inbox)
     shell.forward = StageForward(shell.forward, inbox, ends=stage < cut.num_stages - 1)
-    return StageModule(stage, shell, own)
+    return StageModule(stage, shell, own, blocks[start - 1][0] if stage else None)
 
 
 def _kept(

@@ -86,7 +86,7 @@ class Held:
                 raise ModelError(
                     "ranks gathered different parameters: their numbers are not to be trusted",
                     given="modules that run in an order, or a number of times, that depends on a rank's data",
-                    hint="zero=2, where parameters are not cut; or the same modules everywhere, if with zeros",
+                    hint="zero=2, where parameters are not cut; or the same modules on each, if with zeros",
                 )
 
     def update(self, step: Callable[[Unit], None]) -> None:
