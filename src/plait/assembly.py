@@ -15,7 +15,8 @@ from plait.models import Blocks, Chain, Loss, blocks_of, plan_stages
 from plait.optim import DEFAULT_GROUPS, LossScaling
 from plait.parts import Training
 from plait.plan import Grid, Plan, StageCut, TensorPlan, whole_model
-from plait.plan.schedule import Schedule, check, make_schedule
+from plait.plan.schedule import Schedule, check
+from plait.plan.schedule.source import schedule_of
 from plait.probe import Probe
 
 
@@ -65,7 +66,7 @@ def parallelize(
     _check_update(optimizer, clip_norm, clip_value)
     world = _checked(connect() if world is None else world, plan, loss_scaling)
     found = blocks_of(model, blocks)
-    schedule = schedule_of(plan)
+    schedule = _schedule(plan)
     stages = _stages(model, plan, found, schedule)
     to_probe = Probe.of(model, probe, plan, seed)  # before the model is cut
     how = Training(
@@ -136,37 +137,17 @@ def check_cuts(model: nn.Module, plan: Plan, given: Mapping[str, str] | None = N
     """Raises PlanError or ModelError unless the model can be cut into the plan's stages, and its layers on
     the plan's grid; needs no rank."""
     blocks = blocks_of(model)
-    _stages(model, plan, blocks, schedule_of(plan))
+    _stages(model, plan, blocks, _schedule(plan))
     _tensor_plan(model, plan, blocks, given)
 
 
-def schedule_of(plan: Plan) -> Schedule:
-    """The plan's schedule, proved to run. Raises ScheduleError, PlanError for a file of other numbers."""
-    if not plan.schedule.startswith("file:"):
-        schedule = make_schedule(plan.schedule, plan.pp, plan.micro, plan.chunks)
-        check(schedule)
-        return schedule
-    schedule = read_schedule(Path(plan.schedule.removeprefix("file:")))
+def _schedule(plan: Plan) -> Schedule:
+    """The plan's schedule, proved to run. Raises ScheduleError."""
+    schedule = schedule_of(plan.schedule, plan.pp, plan.micro, plan.chunks)
     check(schedule)
-    facts = (schedule.num_ranks, schedule.num_micros, schedule.trains)
-    if facts != (plan.pp, plan.micro, True):
-        raise PlanError(
-            "the schedule is of another pipeline",
-            given=f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_micros} micro-batches"
-            + ("" if schedule.trains else ", forwards alone"),
-            expected=f"pp={plan.pp} ranks and micro={plan.micro} micro-batches, forward and backward",
-            hint=f"pp={schedule.num_ranks} micro={schedule.num_micros}",
-        )
+    if not schedule.trains:
+        raise ScheduleError("a schedule of forwards alone trains nothing", given=f"schedule={plan.schedule}")
     return schedule
-
-
-def read_schedule(path: Path) -> Schedule:
-    """A schedule from a CSV file. Raises ScheduleError."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ScheduleError("the schedule's file cannot be read", given=f"{path}: {error}") from error
-    return Schedule.from_csv(text, path.name)
 
 
 def _stages(

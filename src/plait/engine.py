@@ -13,7 +13,9 @@ a step is skipped follows from the reduced loss and norm, which are the same bit
 """
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,13 +23,14 @@ from torch import Tensor, nn
 
 from plait.batch import EvalResult, Probed, StepResult, check_loss, check_same, micro_batches, on_device
 from plait.comm import Mesh, all_reduce, broadcast, start_all_reduce
-from plait.errors import ModelError, PlanError
+from plait.errors import ModelError, PlanError, RunError
 from plait.models import FlopFacts, seeded
 from plait.optim import LossScale, clip_factor, clip_values
 from plait.parallel import Precision, Unit, foretold_bytes, held_bytes, persistent_buffers
 from plait.parts import Parts, Training
 from plait.passes import Passes
 from plait.plan import MemoryUse, Plan
+from plait.trace import Trace
 
 Batch = Mapping[str, Tensor]
 
@@ -64,6 +67,7 @@ class Engine:
         self._totals = torch.zeros(3, dtype=torch.float64, device=self.device)  # loss, targets, `_scale_unit`
         self._is_torn = False  # an update was interrupted half-way
         self._micros_done = 0
+        self._trace: Trace | None = None
         self._compared: set[bool] = set()  # batches seen to be the same on a grid: in evaluation, in training
 
     @property
@@ -90,8 +94,14 @@ class Engine:
         """
         self._begin()
         try:
-            micros = self._micros(batch)
-            self._passes.train(micros, self._add_loss, (self.seed, self.num_steps), self.data_rank)
+            micros, met_s = self._micros(batch), 0.0
+            if self._trace is not None:
+                self.world.barrier()
+                met_s = time.perf_counter()
+            seed, records = (self.seed, self.num_steps), self._trace is not None
+            spans = self._passes.train(micros, self._add_loss, seed, self.data_rank, records=records)
+            if self._trace is not None:
+                self._trace.add(self.num_steps, spans, met_s)
             self._micros_done = self.plan.micro
         except BaseException:
             self.abandon()
@@ -284,6 +294,18 @@ class Engine:
         found = {name: gradient / times for name, gradient in self.whole_gradients().items()}
         self.abandon()
         return found
+
+    def start_trace(self) -> None:
+        """From now on steps are recorded: when each action of the schedule began and ended."""
+        self._trace = Trace(self._how.schedule, self._groups.pipeline, self.device)
+
+    def write_trace(self, path: str | Path) -> None:
+        """Ends what `start_trace` began. Every rank must call it; rank 0 writes what the ranks of its pipeline
+        did, as JSON that Perfetto opens and `plait schedule --trace` reads. Raises RunError."""
+        trace, self._trace = self._trace, None
+        if trace is None:
+            raise RunError("there is nothing to trace", hint="engine.start_trace() before the steps")
+        trace.write(Path(path), is_first=self.world.rank == 0)
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of all weights, by their keys in `state`; no rank has to be asked."""

@@ -55,15 +55,21 @@ class Passes:
         return self._parts.stages[0]
 
     def train(
-        self, micros: Sequence[Micro], take: TakeLoss, seed: tuple[int, int], data_rank: int
+        self,
+        micros: Sequence[Micro],
+        take: TakeLoss,
+        seed: tuple[int, int],
+        data_rank: int,
+        *,
+        records: bool = False,
     ) -> list[Span]:
-        """Forward and backward of a step."""
+        """Forward and backward of a step; when what was done, with `records`."""
 
         def seeds(stage: int, micro: int) -> Any:
             more = (stage,) if stage else ()
             return seeded(self._device, *seed, micro, data_rank, *more)
 
-        return self._run(self._schedule, micros, take, seeds)
+        return self._run(self._schedule, micros, take, seeds, records=records)
 
     def probe(self, micro: Micro, take: TakeLoss) -> None:
         """Forward and backward of one micro-batch."""
@@ -110,6 +116,7 @@ class Passes:
         seeds: Callable[[int, int], Any] | None,
         *,
         of_outputs: bool = False,
+        records: bool = False,
     ) -> list[Span]:
         if self._is_broken:
             raise ModelError(
@@ -121,7 +128,8 @@ class Passes:
             for number, stage in self._parts.stages.items()
         }
         try:
-            return self._parts.pipeline.run(schedule, stages, [_key_of(micro) for micro in micros])
+            keys = [_key_of(micro) for micro in micros]
+            return self._parts.pipeline.run(schedule, stages, keys, records=records)
         except BaseException:
             self._is_broken = self._last > 0 and schedule.num_ranks > 1
             raise
