@@ -6,9 +6,9 @@
 
 [Note: nobody waits to send]
 A rank that waits until what it has sent is gone waits for a receiver who may be waiting for it: schedules
-that are right would hang. So a send returns at once, whatever the transport, and the outbox holds the tensors.
-At every later call it asks, without waiting, which of them are gone (`Pending.is_done`) and lets go of them.
-On CUDA it asks likewise: a stream would wait for the receiver just as a rank would.
+that are right would hang. So a send returns at once, whatever the transport, and the outbox holds the
+tensors. At every later call it asks, without waiting, which of them are gone (`Pending.is_done`) and lets go
+of them. On CUDA it asks likewise: a stream would wait for the receiver just as a rank would.
 
 [Note: descriptions travel once]
 What a stage returns looks the same for all micro-batches that look the same. Both sides know a micro-batch's

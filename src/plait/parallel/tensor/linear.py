@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
 from plait.comm import Group
+from plait.parallel.products import flat, input_gradient, product, weight_gradient
 from plait.parallel.tensor.groups import Cut
 from plait.parallel.tensor.ops import gather_features, split_features, sum_in_place
 from plait.parallel.tensor.readers import Readers, Reading, weight_of
@@ -145,7 +145,7 @@ class _Product(Function):
         ctx.save_for_backward(kept if given.requires_grad else None, given if needs_x else None)
         added = bias if job.parts.rank == 0 else None
         if job.parts.size == 1:
-            return _product(x, given, added, job.transposed)
+            return product(x, given, added, job.transposed)
         return _summed(x, given, added, job)
 
     @staticmethod
@@ -154,22 +154,14 @@ class _Product(Function):
         kept, given = ctx.saved_tensors
         job, needs = ctx.job, ctx.needs_input_grad
         x = None if kept is None else job.read_again(kept, ctx.next_functions[0][0])
-        db = _flat(dy).sum(0) if needs[2] else None  # of this rank's tokens
+        db = flat(dy).sum(0) if needs[2] else None  # of this rank's tokens
         if job.tokens is not None:
             dy = gathered_tokens(dy, job.tokens.group, job.sizes)
-        dx = dy @ (given.t() if job.transposed else given) if needs[0] else None
+        dx = input_gradient(dy, given, job.transposed) if needs[0] else None
         if x is not None:
-            job.reading.leave(job.weight, lambda: _weight_gradient(dy, x(), job.transposed))
-        dw = _weight_gradient(dy, kept, job.transposed) if needs[1] else None
+            job.reading.leave(job.weight, lambda: weight_gradient(dy, x(), job.transposed))
+        dw = weight_gradient(dy, kept, job.transposed) if needs[1] else None
         return dx, dw, db, None, None
-
-
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
-    if not transposed:
-        return F.linear(x, weight, bias)
-    if bias is None:
-        return x @ weight
-    return torch.addmm(bias, _flat(x), weight).view(*x.shape[:-1], weight.shape[1])
 
 
 def _summed(x: Tensor, weight: Tensor, bias: Tensor | None, job: "_Job") -> Tensor:
@@ -184,7 +176,7 @@ def _summed(x: Tensor, weight: Tensor, bias: Tensor | None, job: "_Job") -> Tens
 
 
 def _summed_product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, number: int) -> Tensor:
-    return _waiting[number](_product(x, weight, bias, transposed))
+    return _waiting[number](product(x, weight, bias, transposed))
 
 
 # Operators take numbers and tensors only: a sum is here from just before its operator's call to just after.
@@ -195,12 +187,3 @@ _operators.define(
     "summed_product(Tensor x, Tensor weight, Tensor? bias, bool transposed, int number) -> Tensor"
 )
 _operators.impl("summed_product", _summed_product, "CompositeExplicitAutograd")
-
-
-def _weight_gradient(dy: Tensor, x: Tensor, transposed: bool) -> Tensor:
-    return _flat(x).t() @ _flat(dy) if transposed else _flat(dy).t() @ _flat(x)
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """(tokens, features); also of no features, which `reshape` would not know the tokens of."""
-    return tensor.flatten(0, -2) if tensor.dim() > 1 else tensor.unsqueeze(0)
