@@ -30,7 +30,7 @@ from plait.parallel import (
     let_go,
     recompute_blocks,
 )
-from plait.parallel.pipeline import Pipeline, split_linears
+from plait.parallel.pipeline import Halves, Pipeline, split_linears
 from plait.parallel.tensor import TensorGroups, cut_layers, zone_randomness
 from plait.plan import Layout, Place, Plan, StageCut, TensorPlan
 from plait.plan.schedule import Schedule
@@ -88,15 +88,14 @@ class Parts:
         elsewhere = {block for _, block in blocks if block not in own}
         loose = first_weights(model, units, groups, plan, device, how.seed, elsewhere)
         partial = PartialSums(mesh, layout)
-        stages = {}
+        stages, halves = {}, Halves()
         for stage in layouts:
             part = cut_stage(
                 model, blocks, how.stages, stage, device=device, dtype=Precision.of(plan).compute
             )
             zero = bring_to_life(part.module, part.blocks, units[stage], loose, plan, groups, partial, cut)
-            stages[stage] = _forward_of(
-                part, zero, plan, how, mesh, is_last=stage == how.stages.num_stages - 1
-            )
+            is_last = stage == how.stages.num_stages - 1
+            stages[stage] = _forward_of(part, zero, plan, how, mesh, halves, is_last=is_last)
         if how.stages.num_stages > 1:
             let_go(model, {id(p) for of in units.values() for unit in of for p in unit.parameters.values()})
         held = Held(
@@ -114,10 +113,14 @@ class Parts:
             groups.model,
             holdings,
         )
-        return cls(groups, holdings, layout, stages, held, owned, state, Pipeline(rank_of, mesh), twin)
+        return cls(
+            groups, holdings, layout, stages, held, owned, state, Pipeline(rank_of, mesh, halves), twin
+        )
 
 
-def _forward_of(part: Any, zero: Any, plan: Plan, how: Training, mesh: Mesh, *, is_last: bool) -> Forward:
+def _forward_of(
+    part: Any, zero: Any, plan: Plan, how: Training, mesh: Mesh, halves: Halves, *, is_last: bool
+) -> Forward:
     """Gives the stage's blocks the forwards that the plan asks for."""
     found = [block for _, block in part.blocks]
     grid = TensorGroups(mesh.group("row"), mesh.group("col"))
@@ -132,7 +135,7 @@ def _forward_of(part: Any, zero: Any, plan: Plan, how: Training, mesh: Mesh, *, 
         col=grid.col.rank,
     )
     if how.schedule.split:
-        split_linears(found)
+        split_linears(found, halves)
     recompute_blocks(found, plan.recompute)
     if plan.compile:
         compile_blocks(found, mesh.world.device)

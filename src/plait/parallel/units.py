@@ -253,13 +253,13 @@ class Unit:
         """Every parameter has given its gradient in this micro-batch."""
         return all(self._arrived)
 
-    def expect(self, parameter: nn.Parameter) -> None:
+    def expect(self, parameter: Tensor) -> None:
         """One more `deliver` of a gradient of this parameter, of a backward's second half."""
         index = self._index_of[id(parameter)]
         self._expected[index] += 1
         self._arrived[index] = False
 
-    def deliver(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+    def deliver(self, parameter: Tensor, gradient: Tensor) -> None:
         """Adds what a backward's second half has computed."""
         index = self._index_of[id(parameter)]
         assert self._expected[index], f"unit {self.layout.name}: a gradient that was not expected"
@@ -327,9 +327,10 @@ class Unit:
 
     def _take(self, index: int, parameter: Tensor) -> None:
         """See [Note: why gradients are taken over in hooks]."""
+        if parameter.grad is None:
+            return  # it comes with the second half of this backward
         self._check_expected(index, parameter)
         gradient, parameter.grad = parameter.grad, None
-        assert gradient is not None, f"unit {self.layout.name}: a hook without a gradient"
         self._add(index, gradient, last=True)
 
     def _add(self, index: int, gradient: Tensor, *, last: bool) -> None:

@@ -36,10 +36,10 @@ does not queue behind a reduction that nobody waits for, and ranks whose gathers
 differently still match each kind in its own order.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -84,6 +84,16 @@ def cut_of(plan: Plan, groups: DataGroups, device: torch.device, masters: Master
 
 def _refuse_to_load(*_: Any) -> None:
     raise changed_behind_our_back("load_state_dict() of a model that is being trained")
+
+
+class Rest(Protocol):
+    """What a backward in halves has left to compute."""
+
+    def parameters(self) -> Sequence[Tensor]:
+        """Those whose gradients are to come, as often as they will."""
+
+    def run(self, deliver: Callable[[Tensor, Tensor], object]) -> None:
+        """Computes them; `deliver(parameter, gradient)`."""
 
 
 class Zero:
@@ -170,7 +180,7 @@ class Zero:
     ) -> None:
         """Runs a micro-batch's backward from `roots`, whose gradients these are (None: of a scalar, 1); with
         `last`, the step's gradients are complete after it. With `half` the gradients of some weights come
-        later, by `deliver`."""
+        later, by `finish_backward`."""
         self._gatherer.begin_backward(half=half)
         self._reducer.begin_micro(last=last and not half, half=half)
         if roots:  # else nothing before them trains
@@ -179,14 +189,12 @@ class Zero:
         self._reducer.end_micro()
         self._gatherer.end_backward()
 
-    def deliver(self, gradients: Iterable[tuple[nn.Parameter, Callable[[], Tensor]]], *, last: bool) -> None:
+    def finish_backward(self, rest: Rest, *, last: bool) -> None:
         """A backward's second half: computes gradients of weights and takes them over."""
-        queued = [(p, self._unit_of[id(p)], compute) for p, compute in gradients]
-        for parameter, unit, _ in queued:
-            unit.expect(parameter)
+        for parameter in rest.parameters():
+            self._unit_of[id(parameter)].expect(parameter)
         self._reducer.begin_rest(last=last)
-        for parameter, unit, compute in queued:
-            unit.deliver(parameter, compute())
+        rest.run(lambda parameter, gradient: self._unit_of[id(parameter)].deliver(parameter, gradient))
         self._reducer.end_micro()
 
     def land(self) -> None:

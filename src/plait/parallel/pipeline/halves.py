@@ -73,6 +73,10 @@ class Queued:
     def add(self, use: "_Use") -> None:
         self._uses.append(use)
 
+    def parameters(self) -> list[Tensor]:
+        """Those whose gradients are to come, as often as they will."""
+        return [p for use in self._uses for p in (use.bias, use.weight) if p is not None]
+
     @torch.no_grad()
     def run(self, deliver: Deliver) -> None:
         """Computes the gradients, each in its parameter's shape and dtype, and hands them over. A parameter

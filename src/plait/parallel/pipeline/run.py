@@ -30,7 +30,7 @@ from torch import Tensor
 from plait.comm import Mesh
 from plait.parallel.pipeline.arrival import Arrival
 from plait.parallel.pipeline.channel import Inbox, Outbox, Posted
-from plait.parallel.pipeline.halves import Queued, collecting
+from plait.parallel.pipeline.halves import Halves, Queued
 from plait.parallel.pipeline.parcel import Parcel, Spec, pack, unpack
 from plait.parallel.zero import Root, Zero
 from plait.plan.schedule import Action, Kind, Schedule, Span
@@ -60,11 +60,12 @@ class _Flight:
 class Pipeline:
     """Runs schedules over the stages of this rank and those of its neighbours."""
 
-    def __init__(self, rank_of: Mapping[int, int], mesh: Mesh) -> None:
-        """`rank_of`: the place on `pp` of every stage. All ranks of the pipeline make theirs at the same
+    def __init__(self, rank_of: Mapping[int, int], mesh: Mesh, halves: Halves) -> None:
+        """`rank_of`: the place on `pp` of every stage. `halves`: of the stages' linear layers. All ranks of the pipeline make theirs at the same
         point of the program."""
         self._rank = mesh.coord["pp"]
         self._rank_of = rank_of
+        self.halves = halves
         self._last_stage = max(rank_of)
         self.device = mesh.world.device
         self._outboxes: dict[tuple[str, int], Outbox] = {}  # by what is sent, and to whom
@@ -169,7 +170,7 @@ class _Run:
             gradients = self._gradients_for(Action(Kind.B, stage + 1, micro))
         roots, flight.roots = flight.roots, []
         is_final = self._final[stage] == action
-        with timed, collecting() if half else nullcontext() as queued:
+        with timed, self._p.halves.collecting() if half else nullcontext() as queued:
             self._stages[stage].zero.backward(roots, gradients, last=is_final, half=half)
             del roots, gradients
         if flight.arrival is not None:
@@ -185,7 +186,7 @@ class _Run:
         queued = self._flights.pop((stage, micro)).queued
         assert queued is not None, f"{action} before the backward that it is of"
         with timed:
-            self._stages[stage].zero.deliver(queued, last=self._final[stage] == action)
+            self._stages[stage].zero.finish_backward(queued, last=self._final[stage] == action)
 
     def _is_half(self, action: Action) -> bool:
         return (action.stage, action.micro) in self._schedule.split
