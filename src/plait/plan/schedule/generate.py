@@ -103,7 +103,7 @@ def one_f_one_b(rank: int, ranks: int, micros: int, chunks: int) -> list[Action]
 def interleaved(rank: int, ranks: int, micros: int, chunks: int) -> list[Action]:
     """1F1B over several chunks, whose fill and drain are shorter (Narayanan et al. 2104.04473, section 2.2).
 
-    Micro-batches go through all chunks in groups, as many at a time as there are ranks. See [Note: groups]
+    Micro-batches go through all chunks in groups of at least as many as there are ranks. See [Note: groups]
     """
     if chunks == 1:
         return one_f_one_b(rank, ranks, micros, chunks)
