@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from plait.errors import PlanError
 from plait.plan import Grid, Plan
 from plait.plan.collectives import ALGORITHMS
-from plait.plan.plan import PRECISIONS
+from plait.plan.plan import PRECISIONS, SCHEDULES
 
 REDUCTIONS = ["fp32", "bf16", "fp16", "int8", "powersgd", "powersgd:7"]
 
@@ -25,9 +25,18 @@ def plans(draw: Any) -> Plan:
     exact = precision == "fp64"
     reduce = draw(st.sampled_from(["fp32"] if exact else REDUCTIONS))
     cols = draw(st.integers(1, 16))
+    pp = draw(st.integers(1, 8))
+    schedule = draw(st.sampled_from([*SCHEDULES, "file:mine.csv"]))
+    chunks = draw(st.integers(0, 4)) if schedule in ("1f1b", "gpipe", "interleaved", "bfs") else 0
+    staged = Plan(pp=pp, schedule=schedule, chunks=chunks).num_stages or draw(st.integers(1, 8))
+    by_hand = draw(st.lists(st.integers(1, 99), min_size=staged, max_size=staged))
     return Plan(
         dp=shard * replicas,
         tp=(draw(st.integers(1, 4)), cols),
+        pp=pp,
+        schedule=schedule,
+        chunks=chunks,
+        stages=",".join(map(str, by_hand)) if draw(st.booleans()) else "",
         sp=draw(st.booleans()) and cols > 1,
         zero=zero,
         shard=draw(st.sampled_from([0, shard])) if zero else 0,
@@ -75,12 +84,13 @@ def test_the_text_names_dp_and_what_is_no_default(plan: Plan) -> None:
 
 def test_every_key_takes_effect_on_the_value() -> None:
     text = (
-        "dp=8 tp=2x4 sp=true zero=3 shard=4 micro=4 accumulate=whole prefetch=2 gathered=step "
+        "dp=8 tp=2x4 pp=2 schedule=bfs chunks=3 stages=1,2,3,4,5,6 sp=true zero=3 shard=4 micro=4 accumulate=whole prefetch=2 gathered=step "
         "precision=bf16 reduce=bf16 algorithm=ring states=bf16 offload=cpu recompute=every=2 compile=true"
     )
     plan = Plan.parse(text)
     assert plan == Plan(
-        8, "2x4", True, 3, 4, 4, "whole", 2, "step", "bf16", "bf16", "ring", "bf16", "cpu", "every=2", True
+        *(8, "2x4", 2, "bfs", 3, "1,2,3,4,5,6", True, 3, 4, 4, "whole", 2, "step", "bf16", "bf16", "ring"),
+        *("bf16", "cpu", "every=2", True),
     )
     assert str(plan) == text
     assert {word.partition("=")[0] for word in text.split()} == set(Plan.keys())
@@ -93,6 +103,12 @@ def test_every_key_takes_effect_on_the_value() -> None:
         ("dp=2 precison=bf16", ["no key 'precison'", "precision"]),
         ("dp", ["key=value", "'dp'"]),
         ("dp=2 dp=4", ["dp is given twice"]),
+        ("pp=2 schedule=zvb", ["no such schedule", "zbv"]),
+        ("pp=2 schedule=zbv chunks=3", ["zbv", "chunks=3"]),
+        ("pp=2 schedule=file:a.csv chunks=2", ["file says", "no chunks"]),
+        ("pp=2 stages=3,5,6", ["there are 3", "2 numbers of blocks"]),
+        ("pp=2 stages=3;5", ["stages are numbers", "stages=8,8,8,6"]),
+        ("pp=2 schedule=inference", ["no such schedule"]),
         ("dp=zero", ["dp is not a degree", "dp=zero", "whole number"]),
         ("dp=0", ["dp=0", "1 or more"]),
         ("dp=-1", ["dp=-1"]),
@@ -174,7 +190,7 @@ def test_shard_must_divide_dp(plan: Plan, shard: int) -> None:
 @given(plans())
 def test_what_a_stage_cuts_is_cut_over_shard_ranks_and_copied_on_the_rest(plan: Plan) -> None:
     grid = Grid.of(plan)
-    assert grid.num_ranks == plan.num_ranks == plan.dp * plan.rows * plan.cols
+    assert grid.num_ranks == plan.num_ranks == plan.pp * plan.dp * plan.rows * plan.cols
     expected = 1 if not plan.zero else plan.shard or plan.dp
     assert grid.degree("shard") == plan.shard_degree == expected
     assert grid.degree("replicate") * expected == plan.dp
@@ -214,11 +230,18 @@ def test_the_plan_that_is_offered_for_the_ranks_that_there_are_can_be(plan: Plan
         plan.check_ranks(num_ranks)
     offered = Plan.parse(str(caught.value.hint).split('"')[1])
     offered.check_ranks(num_ranks)
-    keeps = num_ranks % (plan.rows * plan.cols) == 0  # its grid fits
-    assert offered.tp == (plan.tp if keeps else str(math.gcd(num_ranks, plan.rows * plan.cols)))
+    has_pipeline = num_ranks % plan.pp == 0
+    assert offered.pp == (plan.pp if has_pipeline else math.gcd(num_ranks, plan.pp))
+    if has_pipeline:
+        assert (offered.schedule, offered.stages) == (plan.schedule, plan.stages)
+    left = num_ranks // offered.pp
+    keeps = left % (plan.rows * plan.cols) == 0  # its grid fits
+    assert offered.tp == (plan.tp if keeps else str(math.gcd(left, plan.rows * plan.cols)))
     assert offered.sp == (plan.sp and offered.cols > 1)
     assert offered.shard in (plan.shard, 0)
-    assert replace(offered, dp=1, tp="1", sp=False, shard=0) == replace(plan, dp=1, tp="1", sp=False, shard=0)
+    ranks: dict[str, Any] = {"dp": 1, "tp": "1", "sp": False, "shard": 0}
+    pipeline: dict[str, Any] = {"pp": 1, "schedule": "1f1b", "chunks": 0, "stages": ""}
+    assert replace(offered, **ranks, **pipeline) == replace(plan, **ranks, **pipeline)
 
 
 def test_commas_between_words_are_taken_for_spaces() -> None:

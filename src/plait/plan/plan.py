@@ -317,11 +317,15 @@ class Plan:
             )
 
     def _fitting(self, num_ranks: int) -> "Plan":
-        """The nearest plan for so many ranks: with this grid, or with as many columns as divide them."""
-        tp = self.tp
-        if num_ranks % (self.rows * self.cols):
-            tp = str(math.gcd(num_ranks, self.rows * self.cols))
-        fitting = replace(self, dp=1, shard=0, tp=tp, sp=self.sp and tp != "1")
+        """The nearest plan for so many ranks: with this pipeline and grid, or as much of them as divides."""
+        fitting = replace(self, dp=1, shard=0)
+        if num_ranks % self.pp:
+            schedule = "1f1b" if self.schedule.startswith("file:") else self.schedule
+            fitting = replace(fitting, pp=math.gcd(num_ranks, self.pp), schedule=schedule, stages="")
+        left = num_ranks // fitting.pp
+        if left % (self.rows * self.cols):
+            tp = str(math.gcd(left, self.rows * self.cols))
+            fitting = replace(fitting, tp=tp, sp=self.sp and tp != "1")
         dp = num_ranks // fitting.num_ranks
         return replace(fitting, dp=dp, shard=self.shard if self.shard and dp % self.shard == 0 else 0)
 
