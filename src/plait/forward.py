@@ -51,6 +51,7 @@ class Forward:
         self.part = part
         self.zero = zero
         self.is_last = is_last
+        self._is_trusted = False  # it has been seen to compute with its own weights alone
         self._cut = cut
         self._given = loss
         self._columns = plan.logit_columns
@@ -58,9 +59,15 @@ class Forward:
 
     def outputs(self, micro: Mapping[str, Tensor], received: Any = None) -> Any:
         """What the stage returns: the last one what the model does."""
-        is_first = self.part.number == 0
-        with self.zero.watching(), contextlib.nullcontext() if is_first else self.part.receiving(received):
-            return self.part.module(**forward_inputs(self.part.module, micro))
+        if self.part.before is None:
+            with self.zero.watching():
+                return self.part.module(**forward_inputs(self.part.module, micro))
+        with self.zero.watching(), self.part.receiving(received):
+            found = self.part.module(**forward_inputs(self.part.module, micro))
+        if not self._is_trusted:
+            self.part.check_taint(found, received)
+            self._is_trusted = True
+        return found
 
     def summed_loss(self, micro: Mapping[str, Tensor], received: Any = None) -> tuple[Tensor, int | Tensor]:
         """Of the last stage: (the loss summed over targets, their number). Raises ModelError for what is no

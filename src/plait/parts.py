@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from plait.comm import Mesh
+from plait.errors import ModelError
 from plait.forward import Forward
 from plait.models import Loss, cut_stage, meta_twin, unit_facts
 from plait.optim import LossScaling
@@ -98,6 +99,7 @@ class Parts:
             stages[stage] = _forward_of(part, zero, plan, how, mesh, halves, is_last=is_last)
         if how.stages.num_stages > 1:
             let_go(model, {id(p) for of in units.values() for unit in of for p in unit.parameters.values()})
+            model.register_forward_pre_hook(_refuse_to_run)
         held = Held(
             {stage: forward.zero for stage, forward in stages.items()},
             groups,
@@ -116,6 +118,14 @@ class Parts:
         return cls(
             groups, holdings, layout, stages, held, owned, state, Pipeline(rank_of, mesh, halves), twin
         )
+
+
+def _refuse_to_run(*_: object) -> None:
+    raise ModelError(
+        "the model is in stages, of which no rank has all",
+        given="a call of the model",
+        expected="engine.step, engine.evaluate, or engine.outputs for what the model returns",
+    )
 
 
 def _forward_of(
