@@ -92,7 +92,9 @@ class Outbox:
         if tensor.numel():
             wire = _bytes_of(tensor.contiguous())
             line = self._line
-            self._held.append((start_send(wire, line.group, line.peer, label=line.label), wire))
+            pending = start_send(wire, line.group, line.peer, label=line.label)
+            pending.is_done()  # who is asked early (Gloo: a thread that waits) knows when `sweep` asks
+            self._held.append((pending, wire))
 
     def _let_go(self) -> None:
         self._held[0][0].wait()

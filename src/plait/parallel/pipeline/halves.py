@@ -27,7 +27,7 @@ casts are not autocast's, which would remember the weight's, made without a grap
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -172,7 +172,7 @@ class _Cast:
         return tensor if self.dtype is None or tensor.dtype is torch.float64 else tensor.to(self.dtype)
 
     def off(self) -> Any:
-        return torch.autocast(self.kind, enabled=False) if self.dtype is not None else torch.no_grad()
+        return torch.autocast(self.kind, enabled=False) if self.dtype is not None else nullcontext()
 
 
 @dataclass(frozen=True)
