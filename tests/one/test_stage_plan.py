@@ -1,5 +1,6 @@
 """How a model's blocks are dealt to stages, and what is refused before."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -37,7 +38,7 @@ def test_a_large_vocabulary_costs_where_it_is_multiplied_not_where_it_is_looked_
 
 
 def test_experts_cost_what_a_token_uses_of_them() -> None:
-    """A dense first block, then blocks of eight times its parameters, of which a token meets an eighth."""
+    """Two dense blocks, then two of several times their size, of which a token meets an eighth."""
     sizes = {"n_routed_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 44}
     model = families.model_of(
         "deepseek_v3", exact=False, num_hidden_layers=4, first_k_dense_replace=2, **sizes
@@ -124,7 +125,7 @@ def test_a_model_without_blocks_is_refused_by_a_letter() -> None:
 
 def test_a_chain_of_one_kind_is_dealt_by_its_weights() -> None:
     sizes = [8, 8, 8, 8, 24, 8]
-    chain = Chain(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False))
+    chain = Chain(nn.Linear(a, b) for a, b in itertools.pairwise(sizes))
     assert numbers(planned(chain, 2)) == [3, 2]
 
 

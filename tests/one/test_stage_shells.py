@@ -31,9 +31,9 @@ def tokens(batch: int = 2, sequence: int = 6) -> dict[str, Tensor]:
 def test_hooks_of_a_stage_see_a_forward_that_returns() -> None:
     model, (first, _) = stages()
     seen: list[Any] = []
-    first.module.register_forward_pre_hook(lambda _, args: seen.append("before"))
-    first.module.register_forward_hook(lambda _, args, output: seen.append(output))
-    first.module.register_forward_hook(lambda _, args, output: seen.append(output), always_call=True)
+    first.module.register_forward_pre_hook(lambda *_: seen.append("before"))
+    first.module.register_forward_hook(lambda *given: seen.append(given[-1]))
+    first.module.register_forward_hook(lambda *given: seen.append(given[-1]), always_call=True)
     output = first.module(**forward_inputs(model, tokens()))
     assert seen[0] == "before"
     assert len(seen) == 3
@@ -48,8 +48,8 @@ def test_hooks_of_the_last_block_run_whenever_they_came() -> None:
     assert name == "model.layers.1"
     assert isinstance(last, type(model.model.layers[1]))
     gradients: list[Tensor] = []
-    last.register_forward_hook(lambda _, args, output: output * 2)
-    last.register_full_backward_hook(lambda _, into, out: gradients.append(out[0]))
+    last.register_forward_hook(lambda *given: given[-1] * 2)
+    last.register_full_backward_hook(lambda *given: gradients.append(given[-1][0]))
     batch = tokens()
     whole = model(**forward_inputs(model, batch))
     sent, received = staged.forward(model, parts, batch)
