@@ -101,9 +101,9 @@ def config_of(family: str, **more: Any) -> Any:
     return AutoConfig.for_model(kind, **{**sizes, **given, **more})
 
 
-def model_of(family: str, *, on_meta: bool = True, exact: bool = True) -> nn.Module:
-    """The family's causal language model; see [Note: float64 all through]."""
-    config = config_of(family)
+def model_of(family: str, *, on_meta: bool = True, exact: bool = True, **more: Any) -> nn.Module:
+    """The family's causal language model; see [Note: float64 all through]. `more`: of its configuration."""
+    config = config_of(family, **more)
     attention = "sdpa" if _has_sdpa(config) else "eager"
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64 if exact else torch.float32)  # of tables in buffers

@@ -73,7 +73,8 @@ def backward(output: Any, arrived: Any) -> None:
         return
     pairs = zip(tree_leaves(output), tree_leaves(arrived), strict=True)
     known = [(o, a.grad) for o, a in pairs if isinstance(o, Tensor) and a.grad is not None]
-    torch.autograd.backward([o for o, _ in known], [gradient for _, gradient in known])
+    if known:
+        torch.autograd.backward([o for o, _ in known], [gradient for _, gradient in known])
 
 
 def _arrived(tensor: Tensor) -> Tensor:

@@ -26,16 +26,18 @@ def plan_stages(
 
     Changes nothing. What parameters outside of blocks are used for is seen on a run on meta, see
     models/flow.py; where none is possible, what is registered before the first block is the first stage's,
-    what comes after it the last one's. Raises ModelError without blocks, PlanError if they cannot fill the
-    stages or `given` does not add up.
+    what comes after it the last one's. Raises ModelError without blocks, or where they cannot be parted,
+    PlanError if they cannot fill the stages or `given` does not add up.
     """
     _check(model, len(blocks), num_stages, given)
-    uses = _Uses.of(model, blocks)
+    flow = flow_of(model, blocks)
+    uses = _Uses.of(model, blocks, flow)
     numbers = given or _dealt(model, blocks, uses, num_stages)
     stops = [sum(numbers[: stage + 1]) for stage in range(num_stages)]
     ranges = tuple((stop - number, stop) for stop, number in zip(stops, numbers, strict=True))
     stage_of = [stage for stage, number in enumerate(numbers) for _ in range(number)]
     stage_of.append(num_stages - 1)  # of the last gap
+    _refuse_skips(flow, ranges, len(blocks))
     stages = {name: sorted({stage_of[gap] for gap in gaps}) for name, gaps in uses.parameters.items()}
     homes = {name: found[0] for name, found in stages.items()}
     homes |= {name: stage_of[min(gaps)] for name, gaps in uses.buffers.items()}
@@ -46,7 +48,7 @@ def _check(model: nn.Module, num_blocks: int, num_stages: int, given: tuple[int,
     if not num_blocks:
         raise ModelError(
             "the model has no repeated blocks to cut it between",
-            given=f"{type(model).__name__} without an nn.ModuleList, nn.Sequential or plait.Chain in it",
+            given=f"{type(model).__name__} without an nn.ModuleList, nn.Sequential or plait.models.Chain",
             expected="blocks that are called one after the other",
             hint="blocks=BlockClass, or blocks=[module, ...] in forward order",
         )
@@ -56,9 +58,7 @@ def _check(model: nn.Module, num_blocks: int, num_stages: int, given: tuple[int,
             "the blocks of the stages do not add up to the model's",
             given=f"stages={listed}: {len(given)} stages with {sum(given)} blocks",
             expected=f"{num_stages} numbers of at least 1 with the sum {num_blocks}",
-            hint=None
-            if num_stages > num_blocks
-            else f"stages={','.join(map(str, _even(num_blocks, num_stages)))}",
+            hint=_even(num_blocks, num_stages) if num_stages <= num_blocks else None,
         )
     if num_stages > num_blocks:
         fitting = [n for n in range(2, num_blocks + 1) if num_blocks % n == 0]
@@ -70,8 +70,22 @@ def _check(model: nn.Module, num_blocks: int, num_stages: int, given: tuple[int,
         )
 
 
-def _even(num_blocks: int, num_stages: int) -> tuple[int, ...]:
-    return deal([1.0] * num_blocks, num_stages)
+def _even(num_blocks: int, num_stages: int) -> str:
+    return f"stages={','.join(map(str, deal([1.0] * num_blocks, num_stages)))}"
+
+
+def _refuse_skips(flow: Flow, ranges: Sequence[tuple[int, int]], num_blocks: int) -> None:
+    """Raises ModelError where a block needs of an earlier stage more than what its last block returned."""
+    for earlier, later in sorted(flow.skips):
+        reader = f"block {later}" if later < num_blocks else "the model's result"
+        if any(earlier < start <= later for start, _ in ranges):
+            raise ModelError(
+                f"{reader} takes what block {earlier} computed, past the blocks between them",
+                given="stages of blocks " + ", ".join(f"{start} to {stop - 1}" for start, stop in ranges),
+                expected="between stages goes what a stage's last block returned, and nothing else",
+                hint=f"blocks {earlier} to {min(later, num_blocks - 1)} on one stage, by stages=...; or "
+                "blocks that return what later ones need",
+            )
 
 
 @dataclass(frozen=True)
@@ -83,8 +97,7 @@ class _Uses:
     tables: frozenset[str]  # parameters of embeddings alone, or looked up before they are multiplied with
 
     @classmethod
-    def of(cls, model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> "_Uses":
-        flow = flow_of(model, blocks)
+    def of(cls, model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], flow: Flow) -> "_Uses":
         places = _places(model, blocks)
         embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
         return cls(
@@ -95,7 +108,7 @@ class _Uses:
 
 
 def _places(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> dict[str, int]:
-    """Of each module, by name: the number of its block, else -1 if registered before the first, L after it."""
+    """Of each module, by name: the number of its block; before the first registered one -1, after it L."""
     places: dict[str, int] = {}
     outside = -1
     for name, _ in model.named_modules(remove_duplicate=False):

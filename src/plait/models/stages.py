@@ -129,7 +129,7 @@ def _empty(shell: nn.Module, inbox: "Inbox") -> None:
             if held is not None and not isinstance(held, nn.Parameter):
                 make_hollow(module, key, held)
         if hollow_keys(module):
-            module.register_forward_hook(_Ran(name, inbox))
+            module.register_forward_pre_hook(_Ran(name, inbox))
 
 
 class Inbox:
@@ -137,7 +137,7 @@ class Inbox:
 
     def __init__(self, stage: int) -> None:
         self.stage = stage
-        self.ran: list[str] = []  # modules with hollow parameters
+        self.ran: set[str] = set()  # modules with hollow parameters, in any forward so far
         self.is_taken = False
         self.clear()
 
@@ -177,12 +177,7 @@ class PassThrough(nn.Module):
     def forward(self, *_args: Any, **_kwargs: Any) -> Any:
         inbox: Inbox = self.__dict__["_stage_inbox"]
         if inbox.is_taken or not inbox.is_filled:
-            raise ModelError(
-                "the model's blocks are not called once each, in the order of their names",
-                given=f"stage {inbox.stage} met block {self.__dict__['_stage_block']} out of order",
-                expected="a forward that calls the blocks one after the other",
-                hint="a plan without stages, or blocks=[module, ...] in forward order",
-            )
+            raise _out_of_order(inbox.stage, f"met {self.__dict__['_stage_block']} out of order")
         return inbox.take() if self.__dict__["_stage_feeds"] else inbox.nans()
 
 
@@ -226,31 +221,39 @@ class StageForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         inbox = self.inbox
         assert inbox.is_filled == (inbox.stage > 0), f"stage {inbox.stage} runs with what it has received"
-        inbox.ran.clear()
         inbox.is_taken = inbox.stage == 0
         has_ended = False
         try:
             output = self.forward(*args, **kwargs)
         except _EndOfStage as end:
             output, has_ended = end.output, True
+        except ModelError:
+            raise
+        except Exception as error:
+            error.add_note(f"(this was stage {inbox.stage} of a model; it has no other stage's blocks)")
+            raise
         if has_ended != self.ends or not inbox.is_taken:
-            raise ModelError(
-                "the model's forward did not call every block of the stage",
-                given=f"stage {inbox.stage}",
-                expected="a forward that calls the blocks one after the other, each in every pass",
-                hint="no layerdrop, or a plan without stages",
-            )
+            raise _out_of_order(inbox.stage, "did not come to the end of its blocks")
         return output
 
 
+def _out_of_order(stage: int, what: str) -> ModelError:
+    return ModelError(
+        "the model does not call each of its blocks once, one after the other",
+        given=f"stage {stage} {what}",
+        expected="a forward that calls all blocks, in the order in which they are dealt to stages",
+        hint="no layerdrop; blocks=[module, ...] in forward order; or no pipeline",
+    )
+
+
 class _Ran:
-    """A forward hook that notes that a module with hollow parameters ran."""
+    """A forward pre-hook that notes that a module with hollow parameters ran."""
 
     def __init__(self, name: str, inbox: Inbox) -> None:
         self._name, self._inbox = name, inbox
 
     def __call__(self, *_: Any) -> None:
-        self._inbox.ran.append(self._name)
+        self._inbox.ran.add(self._name)
 
 
 def _has_nan(values: Any) -> bool:
@@ -260,11 +263,11 @@ def _has_nan(values: Any) -> bool:
 
 def _leak(stage: int, shell: nn.Module, inbox: Inbox) -> ModelError:
     names = dict.fromkeys(name for name, _ in hollows(shell))
-    ran = [name for name in names if name.rpartition(".")[0] in inbox.ran] or list(names)
+    ran = [name for name in names if name.rpartition(".")[0] in inbox.ran]
     return ModelError(
         f"stage {stage} cannot compute without what other stages have",
         given=f"its result is NaN; it ran without the values of {', '.join(ran) or 'earlier blocks'}",
         expected="between blocks goes only what the block before returned: what lies outside of them is used "
         "before the first or after the last, and no block takes an earlier one's output",
-        hint="let the blocks return what later ones need, or plait.Chain of modules that do",
+        hint="let the blocks return what later ones need, or a plait.models.Chain of modules that do",
     )

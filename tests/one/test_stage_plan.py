@@ -1,0 +1,144 @@
+"""How a model's blocks are dealt to stages, and what is refused before."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import families
+from plait.errors import ModelError, PlanError
+from plait.models import Chain, blocks_of, causal_lm_on_meta, plan_stages
+from plait.plan.stages import StageCut
+
+
+def planned(model: nn.Module, num_stages: int, given: tuple[int, ...] | None = None) -> StageCut:
+    return plan_stages(model, blocks_of(model), num_stages, given=given)
+
+
+def numbers(cut: StageCut) -> list[int]:
+    return [stop - start for start, stop in cut.blocks]
+
+
+def llama(layers: int = 8, **more: Any) -> nn.Module:
+    return families.model_of("llama", exact=False, num_hidden_layers=layers, **more)
+
+
+def test_a_small_head_leaves_equal_blocks_evenly_dealt() -> None:
+    assert numbers(planned(llama(), 2)) == [4, 4]
+    assert numbers(planned(llama(), 4)) == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_large_vocabulary_costs_where_it_is_multiplied_not_where_it_is_looked_up(tied: bool) -> None:
+    model = llama(vocab_size=700, tie_word_embeddings=tied)  # the head as two or three blocks
+    first, last = numbers(planned(model, 2))
+    assert (first, last) == (5, 3)
+
+
+def test_experts_cost_what_a_token_uses_of_them() -> None:
+    """Two dense blocks, then two of several times their size, of which a token meets an eighth."""
+    sizes = {"n_routed_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 44}
+    model = families.model_of(
+        "deepseek_v3", exact=False, num_hidden_layers=4, first_k_dense_replace=2, **sizes
+    )
+    dense, sparse = (sum(p.numel() for p in model.model.layers[n].parameters()) for n in (0, 3))
+    assert sparse > 4 * dense
+    assert numbers(planned(model, 2)) == [2, 2]
+
+
+def test_blocks_are_dealt_by_hand() -> None:
+    cut = planned(llama(), 3, given=(1, 2, 5))
+    assert cut.blocks == ((0, 1), (1, 3), (3, 8))
+    assert cut.homes["model.layers.0.mlp.up_proj.weight"] == 0
+    assert cut.homes["model.layers.2.mlp.up_proj.weight"] == 1
+    assert cut.homes["lm_head.weight"] == 2
+
+
+def test_nothing_of_the_model_changes() -> None:
+    model = llama()
+    before = {name: (id(p), p.requires_grad, p.is_meta) for name, p in model.named_parameters()}
+    planned(model, 4)
+    after = {name: (id(p), p.requires_grad, p.is_meta) for name, p in model.named_parameters()}
+    assert after == before
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_weights_and_meta_give_one_plan() -> None:
+    with_weights = families.model_of("gpt2", on_meta=False, exact=False)
+    assert planned(with_weights, 2) == planned(families.model_of("gpt2", exact=False), 2)
+
+
+class Body(nn.Module):
+    """Of inputs that no one can guess."""
+
+    def __init__(self, tie: bool = False) -> None:
+        super().__init__()
+        self.enter = nn.BatchNorm1d(4)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.leave = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 4, bias=False)
+        if tie:
+            self.head.weight = self.blocks[0].weight
+
+    def forward(self, *, signal: torch.Tensor) -> torch.Tensor:
+        x = self.enter(signal)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.leave(x))
+
+
+def test_what_cannot_run_ahead_goes_by_where_it_is_registered() -> None:
+    homes = planned(Body(), 3).homes
+    assert {homes[f"enter.{key}"] for key in ("weight", "bias", "running_mean")} == {0}
+    assert {homes[f"leave.{key}"] for key in ("weight", "bias", "running_mean")} == {2}
+    assert homes["head.weight"] == 2
+    cut = planned(Body(tie=True), 3)
+    assert dict(cut.shared) == {"blocks.0.weight": (0, 2)}
+    assert cut.stages_with("blocks.0.bias") == (0,)
+
+
+def test_more_stages_than_blocks_are_refused_by_a_letter() -> None:
+    with pytest.raises(PlanError, match="6 blocks cannot fill 8 stages") as letter:
+        planned(llama(6), 8)
+    assert "\n  expected: at least one block on every stage" in str(letter.value)
+    assert "\n  try     : 2 or 3 or 6 stages" in str(letter.value)
+
+
+@pytest.mark.parametrize("given", [(8, 8, 8, 6), (4, 4), (0, 2, 3, 3), (9, -1, 0, 0)])
+def test_stages_that_do_not_add_up_are_refused_by_a_letter(given: tuple[int, ...]) -> None:
+    with pytest.raises(PlanError, match="do not add up to the model's") as letter:
+        planned(llama(), 4, given=given)
+    listed = ",".join(map(str, given))
+    assert f"\n  given   : stages={listed}: {len(given)} stages with {sum(given)} blocks" in str(letter.value)
+    assert "\n  expected: 4 numbers of at least 1 with the sum 8" in str(letter.value)
+    assert "\n  try     : stages=2,2,2,2" in str(letter.value)
+
+
+def test_a_model_without_blocks_is_refused_by_a_letter() -> None:
+    with pytest.raises(ModelError, match="no repeated blocks to cut it between") as letter:
+        planned(nn.Bilinear(2, 2, 2), 2)
+    assert "Bilinear without an nn.ModuleList, nn.Sequential or plait.models.Chain" in str(letter.value)
+    assert "blocks=BlockClass, or blocks=[module, ...] in forward order" in str(letter.value)
+
+
+def test_a_chain_of_one_kind_is_dealt_by_its_weights() -> None:
+    sizes = [8, 8, 8, 8, 24, 8]
+    chain = Chain(nn.Linear(a, b) for a, b in itertools.pairwise(sizes))
+    assert numbers(planned(chain, 2)) == [3, 2]
+
+
+def test_keys_that_layers_share_keep_their_layers_on_one_stage() -> None:
+    """Gemma's last layers attend to keys that earlier ones made, by a dict that no layer returns."""
+    sizes: dict[str, Any] = {"head_dim": 8, "vocab_size_per_layer_input": 61, "laurel_rank": 4}
+    sizes |= {"hidden_size_per_layer_input": 8, "sliding_window": 8, "activation_sparsity_pattern": None}
+    common = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "num_hidden_layers": 6, "num_kv_shared_layers": 2}
+    types = ["sliding_attention", "full_attention"] * 3
+    model = causal_lm_on_meta({"model_type": "gemma3n_text", **common, **sizes, "layer_types": types})
+    with pytest.raises(ModelError, match=r"block 4 takes what block 2 computed, past the blocks") as letter:
+        planned(model, 2, given=(3, 3))
+    assert "blocks 2 to 4 on one stage" in str(letter.value)
+    cut = planned(model, 2, given=(2, 4))
+    assert cut.stages_with("model.embed_tokens_per_layer.weight") == (0, 1)

@@ -1,0 +1,143 @@
+"""What a stage's module is to others: to hooks, to copies, to a look ahead on meta."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+import families
+import programs
+import staged
+from plait.models import StageModule, forward_inputs, meta_twin, receiving, saved_bytes, watch_saved
+
+LAYERS = 4
+
+
+def stages(family: str = "llama") -> tuple[nn.Module, list[StageModule]]:
+    torch.manual_seed(2)
+    layers = {"n_layer" if family == "gpt2" else "num_hidden_layers": LAYERS}
+    model = families.model_of(family, on_meta=False, exact=False, **layers)
+    return model, staged.stages_of(model, 2)[1]
+
+
+def tokens(batch: int = 2, sequence: int = 6) -> dict[str, Tensor]:
+    ids = torch.randint(0, programs.VOCABULARY, (batch, sequence))
+    return {"input_ids": ids, "labels": ids}
+
+
+def test_hooks_of_a_stage_see_a_forward_that_returns() -> None:
+    model, (first, _) = stages()
+    seen: list[Any] = []
+    first.module.register_forward_pre_hook(lambda *_: seen.append("before"))
+    first.module.register_forward_hook(lambda *given: seen.append(given[-1]))
+    first.module.register_forward_hook(lambda *given: seen.append(given[-1]), always_call=True)
+    output = first.module(**forward_inputs(model, tokens()))
+    assert seen[0] == "before"
+    assert len(seen) == 3
+    assert seen[1] is seen[2] is output
+    assert output.shape == (2, 6, 48)
+
+
+def test_hooks_of_the_last_block_run_whenever_they_came() -> None:
+    """Also those that change what it returns, and those of backward, which torch puts behind all others."""
+    model, parts = stages()
+    name, last = parts[0].blocks[-1]
+    assert name == "model.layers.1"
+    assert isinstance(last, type(model.model.layers[1]))
+    gradients: list[Tensor] = []
+    last.register_forward_hook(lambda *given: given[-1] * 2)
+    last.register_full_backward_hook(lambda *given: gradients.append(given[-1][0]))
+    batch = tokens()
+    whole = model(**forward_inputs(model, batch))
+    sent, received = staged.forward(model, parts, batch)
+    assert torch.equal(sent[-1].logits, whole.logits)
+    sent[-1].logits.sum().backward()
+    staged.backward(sent[0], received[0])
+    assert len(gradients) == 1
+    assert torch.equal(gradients[0], received[0].grad)
+
+
+def test_a_copy_of_a_stage_is_a_stage_of_its_own() -> None:
+    model, parts = stages("gpt2")
+    twin = copy.deepcopy(parts[1].module)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    inputs = forward_inputs(model, tokens())
+    arrived = torch.randn(2, 6, 48)
+    with parts[1].receiving(arrived):
+        outputs = parts[1].module(**inputs)
+    with receiving(twin, arrived):
+        assert not twin(**inputs).logits.any()
+    assert outputs.logits.any()
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gptj", "gemma2", "opt"])
+def test_what_a_stage_keeps_for_backward_is_told_on_meta(family: str) -> None:
+    model, parts = stages(family)
+    batch = tokens()
+    inputs = forward_inputs(model, batch)
+    on_meta = {key: torch.empty_like(value, device="meta") for key, value in batch.items()}
+    losses = [lambda output, _: output, lambda output, _: output.logits.float().logsumexp(-1).sum()]
+    sent, _ = staged.forward(model, parts, batch)
+    arrived = tree_map_only(Tensor, lambda t: t.detach().requires_grad_(), sent[0])
+    for stage, loss in zip(parts, losses, strict=True):
+        twin = meta_twin(stage.module)
+        assert all(tensor.is_meta for tensor in (*twin.parameters(), *twin.buffers()))
+        if stage.number:
+            stage_in, twin_in = stage.receiving(arrived), receiving(twin, _on_meta(arrived))
+            with stage_in, watch_saved(stage.module) as watch:
+                kept = loss(stage.module(**inputs), batch)
+                real = watch.total
+            with twin_in:
+                foretold = saved_bytes(twin, loss, on_meta, staged.CPU)
+        else:
+            with watch_saved(stage.module) as watch:
+                kept = loss(stage.module(**inputs), batch)
+                real = watch.total
+            foretold = saved_bytes(twin, loss, on_meta, staged.CPU)
+        assert real == foretold > 0
+        del kept
+
+
+def _on_meta(structure: Any) -> Any:
+    return tree_map_only(
+        Tensor, lambda t: torch.empty_like(t, device="meta").requires_grad_(t.requires_grad), structure
+    )
+
+
+def test_nothing_after_the_last_block_is_computed() -> None:
+    model, parts = stages()
+    calls: list[str] = []
+    for name in ("model.norm", "lm_head", "model.rotary_emb"):
+        module = parts[0].module.get_submodule(name)
+        module.register_forward_pre_hook(lambda *_, name=name: calls.append(name))
+    parts[0].module(**forward_inputs(model, tokens()))
+    assert calls == ["model.rotary_emb"]
+
+
+def test_an_error_in_a_stage_says_whose_it_is() -> None:
+    model, parts = stages()
+    with pytest.raises(IndexError) as error:
+        parts[0].module(input_ids=torch.full((1, 3), 1000), use_cache=False)
+    assert error.value.__notes__ == ["(this was stage 0 of a model; it has no other stage's blocks)"]
+    sent, _ = staged.forward(model, parts, tokens())  # and the stage works on
+    assert sent[-1].logits.isfinite().all()
+
+
+def test_a_stage_knows_what_it_has_not_received() -> None:
+    model, parts = stages()
+    with pytest.raises(AssertionError, match="stage 1 runs with what it has received"):
+        parts[1].module(**forward_inputs(model, tokens()))
+
+
+def test_nan_that_came_from_before_is_no_leak() -> None:
+    model, parts = stages()
+    arrived = torch.full((2, 6, 48), torch.nan)
+    with parts[1].receiving(arrived):
+        outputs = parts[1].module(**forward_inputs(model, tokens()))
+    assert outputs.logits.isnan().all()
+    parts[1].check_taint(outputs, arrived)

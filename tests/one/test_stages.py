@@ -1,0 +1,320 @@
+"""Cutting plain models into stages: what travels, what is refused by a letter, what hooks see."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import programs
+import staged
+from plait.errors import ModelError
+from plait.models import (
+    Chain,
+    blocks_of,
+    plan_stages,
+)
+
+WIDTH = 8
+LLAMA_LAYERS = 4
+
+
+@pytest.fixture(autouse=True)
+def _in_float64() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(1)
+    yield
+    torch.set_default_dtype(before)
+
+
+def llama(**more: Any) -> Any:
+    model: Any = programs.llama(on_meta=False, **more)
+    config = model.config
+    config.num_hidden_layers = LLAMA_LAYERS
+    config.layer_types = None
+    return programs.with_exact_norms(type(model)(config)).double()
+
+
+def tokens(*shapes: tuple[int, int]) -> list[dict[str, Tensor]]:
+    found = [torch.randint(0, programs.VOCABULARY, shape) for shape in shapes]
+    return [{"input_ids": ids, "labels": ids} for ids in found]
+
+
+def summed_loss(outputs: Any, batch: Any) -> Tensor:
+    return programs.summed_loss(outputs, batch)[0]
+
+
+def squares(outputs: Tensor, _: Any) -> Tensor:
+    return (outputs * torch.linspace(-1.0, 1.0, outputs.numel()).view_as(outputs)).square().sum()
+
+
+def assert_same(model: nn.Module, stages: Any, batches: Any, loss: Any) -> None:
+    expected, gradients = staged.whole(model, batches, loss)
+    found, in_stages = staged.in_stages(model, stages, batches, loss)
+    assert float(found) == pytest.approx(float(expected), rel=1e-9)
+    assert staged.farthest(in_stages, gradients) < 1e-9
+    assert any(gradient is not None for gradient in gradients.values())
+
+
+class TwoStreams(nn.Module):
+    """A block that takes and returns two tensors and a number, the second one of another shape each time."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.across = nn.Linear(WIDTH, WIDTH)
+        self.down = nn.Linear(WIDTH + number, WIDTH)
+        self.up = nn.Linear(WIDTH, WIDTH + number + 1)
+
+    def forward(self, x: Tensor, y: Tensor, depth: int) -> tuple[Tensor, Tensor, int, None]:
+        y = torch.tanh(self.down(y))
+        return self.across(x) + y, self.up(y * x), depth + 1, None
+
+
+class Streams(nn.Module):
+    """Its own code takes apart what blocks return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(3, WIDTH)
+        self.blocks = nn.ModuleList(TwoStreams(number) for number in range(4))
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, values: Tensor) -> Tensor:
+        x = self.enter(values)
+        y, depth = x, 0
+        for block in self.blocks:
+            x, y, depth, nothing = block(x, y, depth)
+            assert nothing is None
+        return self.norm(x) * depth + y.mean()
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 4])
+def test_all_that_a_block_returns_travels(num_stages: int) -> None:
+    model = Streams()
+    _, stages = staged.stages_of(model, num_stages)
+    assert_same(model, stages, [{"values": torch.randn(rows, 3)} for rows in (5, 2)], squares)
+
+
+class Enter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(programs.VOCABULARY, WIDTH)
+
+    def forward(self, input_ids: Tensor) -> dict[str, Tensor]:
+        return {"x": self.table(input_ids), "steps": torch.ones(input_ids.shape)}
+
+
+class Middle(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, *, x: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.tanh(self.wide(x)) * steps[..., None], x.sum(-1)
+
+
+class Leave(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(2 * WIDTH, programs.VOCABULARY)
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        return self.head(x) + bias[..., None]
+
+
+@pytest.mark.parametrize("given", [(1, 3), (2, 2), (1, 1, 1, 1), (2, 1, 1)])
+def test_a_chain_is_cut_between_any_of_its_modules(given: tuple[int, ...]) -> None:
+    model = Chain([Enter(), Middle(), Leave(), nn.Tanh()])
+    assert [name for name, _ in blocks_of(model)] == ["0", "1", "2", "3"]
+    _, stages = staged.stages_of(model, len(given), given=given)
+    assert_same(model, stages, tokens((2, 5), (3, 4)), summed_loss)
+
+
+def test_a_sequential_is_cut_between_its_children() -> None:
+    model = nn.Sequential(nn.Linear(3, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2))
+    _, stages = staged.stages_of(model, 3)
+    assert_same(model, stages, [{"input": torch.randn(4, 3)}], squares)
+
+
+class Sides(nn.Module):
+    """Blocks that are in no list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bottom, self.middle, self.top = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.top(torch.tanh(self.middle(self.bottom(x).relu())))
+
+
+def test_blocks_may_be_named_one_by_one() -> None:
+    model = Sides()
+    _, stages = staged.stages_of(model, 3, blocks=[model.bottom, model.middle, model.top])
+    assert [name for stage in stages for name, _ in stage.blocks] == ["bottom", "middle", "top"]
+    assert_same(model, stages, [{"x": torch.randn(4, WIDTH)}], squares)
+
+
+class PerBlock(nn.Module):
+    """Every block gets something that is computed before the first one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(programs.VOCABULARY, WIDTH)
+        self.each = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.head = nn.Linear(WIDTH, programs.VOCABULARY)
+
+    def forward(self, input_ids: Tensor | None = None, x: Tensor | None = None) -> Tensor:
+        x = self.embed(input_ids) if x is None else x
+        each = self.each(x)
+        for block in self.blocks:
+            x = torch.tanh(block(x + each))
+        return self.head(x)
+
+
+def test_what_all_blocks_take_is_computed_on_all_stages() -> None:
+    model = PerBlock()
+    cut, stages = staged.stages_of(model, 3)
+    everywhere = ("embed.weight", "each.weight", "each.bias")
+    assert dict(cut.shared) == dict.fromkeys(everywhere, (0, 1, 2))
+    assert_same(model, stages, tokens((2, 5)), summed_loss)
+
+
+class OnFloats(PerBlock):
+    """The same, of inputs of which nothing is known before."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x=x)
+
+
+def test_what_leaks_past_the_blocks_is_told_by_its_first_run() -> None:
+    model = OnFloats()
+    cut, stages = staged.stages_of(model, 2)
+    assert not cut.shared
+    batch = {"x": torch.randn(2, 5, WIDTH)}
+    with pytest.raises(ModelError, match="stage 1 cannot compute without what other stages have") as letter:
+        staged.forward(model, stages, batch)
+    assert "each.weight, each.bias" in str(letter.value)
+    assert "embed.weight" not in str(letter.value)  # it did not run
+    assert "\n  try     : let the blocks return" in str(letter.value)
+
+
+class Skips(nn.Module):
+    """The last block takes what the second one returned too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(programs.VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, input_ids: Tensor | None = None, x: Tensor | None = None) -> Tensor:
+        x = self.embed(input_ids) if x is None else x
+        outputs = [x]
+        for block in self.blocks[:-1]:
+            outputs.append(torch.tanh(block(outputs[-1])))
+        return self.blocks[3](outputs[-1] + outputs[2])
+
+
+def test_a_connection_over_blocks_is_cut_only_where_it_is_not() -> None:
+    model = Skips()
+    blocks = blocks_of(model)
+    for given in ((3, 1), (2, 2)):
+        with pytest.raises(ModelError, match="block 3 takes what block 1 computed") as letter:
+            plan_stages(model, blocks, 2, given=given)
+        assert "blocks 1 to 3 on one stage" in str(letter.value)
+    _, stages = staged.stages_of(model, 2, given=(1, 3))
+    batches = tokens((2, 5))
+    assert_same(model, stages, batches, lambda outputs, _: squares(outputs, None))
+
+
+def test_a_connection_over_blocks_that_is_seen_late_is_told_too() -> None:
+    class Floats(Skips):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x=x)
+
+    model = Floats()
+    _, stages = staged.stages_of(model, 2, given=(3, 1))
+    with pytest.raises(ModelError, match="stage 1 cannot compute without") as letter:
+        staged.forward(model, stages, {"x": torch.randn(2, WIDTH)})
+    assert "without the values of earlier blocks" in str(letter.value)
+
+
+class Ways(nn.Module):
+    def __init__(self, order: list[int]) -> None:
+        super().__init__()
+        self.order = order
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in self.order:
+            x = self.blocks[number](x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("order", "met"),
+    [
+        ([0, 1, 2, 0], "stage 2 met blocks.0 out of order"),
+        ([1, 0, 2], "stage 0 met blocks.1 out of order"),
+        ([0, 2], "stage 1 met blocks.2 out of order"),
+        ([0], "stage 1 did not come to the end of its blocks"),
+    ],
+)
+def test_blocks_that_are_not_called_in_order_are_refused(order: list[int], met: str) -> None:
+    model = Ways(order)
+    _, stages = staged.stages_of(model, 3)
+    with pytest.raises(
+        ModelError, match="does not call each of its blocks once, one after the other"
+    ) as letter:
+        staged.forward(model, stages, {"x": torch.randn(2, WIDTH)})
+    assert met in str(letter.value)
+
+
+def test_frozen_parts_need_no_gradient_of_what_travels() -> None:
+    model = llama()
+    model.model.embed_tokens.requires_grad_(False)
+    for layer in model.model.layers[:2]:
+        layer.requires_grad_(False)
+    _, stages = staged.stages_of(model, 2, given=(2, 2))
+    batches = tokens((2, 5))
+    sent, _ = staged.forward(model, stages, batches[0])
+    assert not sent[0].requires_grad
+    assert_same(model, stages, batches, summed_loss)
+
+
+def test_parameters_that_stages_share_get_all_their_gradient() -> None:
+    model = llama(tied=True)
+    model.model.layers[3].mlp = model.model.layers[0].mlp  # and a layer's, over the same stages
+    cut, stages = staged.stages_of(model, 2)
+    assert cut.stages_with("model.embed_tokens.weight") == (0, 1)
+    assert cut.stages_with("model.layers.0.mlp.up_proj.weight") == (0, 1)
+    assert_same(model, stages, tokens((2, 5), (1, 7)), summed_loss)
+
+
+def test_a_stage_holds_its_own_and_of_the_others_nothing() -> None:
+    model = llama()
+    cut, stages = staged.stages_of(model, 2)
+    mine = [dict(stage.module.named_parameters()) for stage in stages]
+    assert mine[0].keys().isdisjoint(mine[1])
+    whole = dict(model.named_parameters())
+    assert {**mine[0], **mine[1]}.keys() == whole.keys()
+    for name, parameter in whole.items():
+        assert mine[cut.homes[name]][name] is parameter
+    head = stages[0].module.lm_head.weight
+    assert (head.shape, head.untyped_storage().nbytes()) == (model.lm_head.weight.shape, 8)
+    assert bool(head.isnan().all())
+    assert stages[1].module.lm_head is model.lm_head
+    assert stages[0].module.config is model.config
+    assert len(stages[0].module.model.layers) == LLAMA_LAYERS
+    assert dict(model.named_parameters()).keys() == whole.keys()  # the model is as it was
+
+
+def test_one_stage_is_the_model() -> None:
+    model = llama()
+    cut, (stage,) = staged.stages_of(model, 1)
+    assert stage.module is model
+    assert stage.blocks == blocks_of(model)
+    assert set(cut.homes.values()) == {0}
+    assert not cut.shared

@@ -1,0 +1,78 @@
+"""Hugging Face families in stages, in one process: loss and gradients of the whole model, in float64."""
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import families
+import programs
+import staged
+
+LAYERS = 4
+MORE: dict[str, dict[str, Any]] = {
+    "bloom": {"n_layer": LAYERS},
+    "gpt_neo": {"num_layers": LAYERS, "attention_types": [[["global", "local"], LAYERS // 2]]},
+}
+
+
+def model_of(family: str) -> nn.Module:
+    torch.manual_seed(3)
+    layers = "n_layer" if family in ("gpt2", "gptj") else "num_hidden_layers"
+    more = {layers: LAYERS, **MORE.get(family, {})}
+    model = families.model_of(family, on_meta=False, **more).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # ones and zeros tell little
+                parameter += torch.randn_like(parameter) * 0.1
+    return model
+
+
+def batches(model: nn.Module) -> list[dict[str, Tensor]]:
+    """Of two shapes: with padding and masked labels, and with positions, where the family takes them."""
+    ids = torch.randint(0, programs.VOCABULARY, (3, 12))
+    lengths = torch.tensor([12, 7, 10])
+    mask = (torch.arange(12) < lengths[:, None]).long()
+    labels = ids.masked_fill((mask == 0) | (torch.rand(3, 12) < 0.3), -100)
+    first = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    ids = torch.randint(0, programs.VOCABULARY, (2, 9))
+    second = {"input_ids": ids, "labels": ids}
+    if "position_ids" in inspect.signature(type(model).forward).parameters:
+        second["position_ids"] = torch.stack([torch.arange(9), torch.arange(9) + 5])
+    return [first, second]
+
+
+def summed_loss(outputs: Any, batch: Any) -> Tensor:
+    return programs.summed_loss(outputs, batch)[0]
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, LAYERS])
+@pytest.mark.parametrize("family", families.CONFIGS)
+def test_stages_compute_what_the_whole_model_does(family: str, num_stages: int) -> None:
+    model = model_of(family)
+    data = batches(model)
+    loss, gradients = staged.whole(model, data, summed_loss)
+    cut, stages = staged.stages_of(model, num_stages)
+    assert len(stages) == cut.num_stages == num_stages
+    in_stages, found = staged.in_stages(model, stages, data, summed_loss)
+    assert float(in_stages) == pytest.approx(float(loss), rel=1e-9)
+    assert staged.farthest(found, gradients) < 1e-9
+
+
+@pytest.mark.parametrize("family", families.CONFIGS)
+def test_each_parameter_is_of_the_stage_that_computes_with_it(family: str) -> None:
+    model = model_of(family)
+    cut, stages = staged.stages_of(model, 3)
+    tables = {"wte", "embed_in", "embed_tokens", "word_embeddings"}
+    is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    for name, _ in model.named_parameters():
+        holders = [s.number for s in stages if name in dict(s.module.named_parameters())]
+        assert tuple(holders) == cut.stages_with(name), name
+        if name.split(".")[-2] in tables:
+            assert holders == ([0, 2] if is_tied else [0]), name
+        else:
+            assert len(holders) == 1, name
+    for stage, (start, stop) in zip(stages, cut.blocks, strict=True):
+        assert [int(name.rpartition(".")[2]) for name, _ in stage.blocks] == list(range(start, stop))

@@ -1,0 +1,61 @@
+"""How blocks are dealt to stages: no other way makes the slowest stage faster."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plait.plan.stages import StageCut, deal
+
+COSTS = st.lists(st.integers(0, 9), min_size=1, max_size=8)
+
+
+def slowest(costs: list[int], numbers: tuple[int, ...], first: float, last: float) -> float:
+    stops = list(itertools.accumulate(numbers))
+    sums = [sum(costs[stop - number : stop]) for stop, number in zip(stops, numbers, strict=True)]
+    sums[0] += first
+    sums[-1] += last
+    return max(sums)
+
+
+def all_ways(num_blocks: int, num_stages: int) -> list[tuple[int, ...]]:
+    cuts = itertools.combinations(range(1, num_blocks), num_stages - 1)
+    return [tuple(b - a for a, b in itertools.pairwise((0, *inner, num_blocks))) for inner in cuts]
+
+
+@settings(max_examples=200)
+@given(COSTS, st.integers(1, 8), st.integers(0, 20), st.integers(0, 20))
+def test_the_slowest_stage_is_as_fast_as_any_dealing_makes_it(
+    costs: list[int], num_stages: int, first: int, last: int
+) -> None:
+    num_stages = min(num_stages, len(costs))
+    numbers = deal(costs, num_stages, first=first, last=last)
+    assert len(numbers) == num_stages
+    assert sum(numbers) == len(costs)
+    assert min(numbers) >= 1
+    best = min(slowest(costs, way, first, last) for way in all_ways(len(costs), num_stages))
+    assert slowest(costs, numbers, first, last) == best
+
+
+def test_equal_blocks_are_dealt_evenly_and_the_head_takes_the_place_of_some() -> None:
+    assert deal([1.0] * 8, 4) == (2, 2, 2, 2)
+    assert sorted(deal([1.0] * 7, 3)) == [2, 2, 3]
+    assert deal([1.0] * 8, 2, last=4.0) == (6, 2)
+    assert deal([1.0] * 8, 2, first=4.0) == (2, 6)
+
+
+def test_a_heavy_block_is_alone_where_it_can_be() -> None:
+    assert deal([1, 1, 9, 1, 1], 3) == (2, 1, 2)
+
+
+def test_more_stages_than_blocks_are_ours_to_refuse_before() -> None:
+    with pytest.raises(AssertionError, match="2 blocks on 3 stages"):
+        deal([1.0, 1.0], 3)
+
+
+def test_a_cut_tells_whose_blocks_and_parameters_are() -> None:
+    cut = StageCut(((0, 2), (2, 3)), {"a": 0, "b": 1, "tied": 0}, {"tied": (0, 1)})
+    assert cut.num_stages == 2
+    assert [cut.stage_of_block(number) for number in range(3)] == [0, 0, 1]
+    assert [cut.stages_with(name) for name in ("a", "b", "tied")] == [(0,), (1,), (0, 1)]
