@@ -300,7 +300,7 @@ class Engine:
         self._trace = Trace(self._how.schedule, self._groups.pipeline, self.device)
 
     def write_trace(self, path: str | Path) -> None:
-        """Ends what `start_trace` began. Every rank must call it; rank 0 writes what the ranks of its pipeline
+        """Ends what `start_trace` began. Every rank must call it; rank 0 writes what its pipeline's ranks
         did, as JSON that Perfetto opens and `plait schedule --trace` reads. Raises RunError."""
         trace, self._trace = self._trace, None
         if trace is None:

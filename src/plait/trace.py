@@ -25,7 +25,7 @@ class Trace:
         self._steps[step] = [Span(span.action, span.start - met_s, span.end - met_s) for span in spans]
 
     def write(self, path: Path, *, is_first: bool) -> None:
-        """Every rank calls it; `is_first`, the first of all, writes what its pipeline did. Raises RunError."""
+        """Every rank calls it; who `is_first` of all writes what its pipeline did. Raises RunError."""
         steps = self.timelines()
         if not is_first:
             return
@@ -37,7 +37,7 @@ class Trace:
             raise RunError("the trace cannot be written", given=f"{path}: {error.strerror}") from error
 
     def timelines(self) -> Mapping[int, Timeline]:
-        """By step, on the first rank of the pipeline; elsewhere this rank's alone is true. Every rank calls."""
+        """By step, on the first rank of the pipeline; elsewhere of this rank alone. Every rank calls it."""
         return {step: self._collected(spans) for step, spans in self._steps.items()}
 
     def _collected(self, spans: Sequence[Span]) -> Timeline:

@@ -125,7 +125,7 @@ def meta_twin(model: nn.Module) -> nn.Module:
 
 
 def saved_bytes(twin: nn.Module, run: Callable[[], object], device: torch.device) -> int:
-    """Bytes that a forward of `twin`, which is on meta, will keep for backward on `device`: no bytes, no FLOPs.
+    """Bytes that a forward of `twin`, which is on meta, will keep for backward on `device`: costs nothing.
 
     `run` is the forward, of meta tensors of a micro-batch's shapes. What torch.compile will keep is not known
     before it has compiled. A twin runs uncompiled: exact where blocks keep their inputs only, else commonly

@@ -61,8 +61,8 @@ class Pipeline:
     """Runs schedules over the stages of this rank and those of its neighbours."""
 
     def __init__(self, rank_of: Mapping[int, int], mesh: Mesh, halves: Halves) -> None:
-        """`rank_of`: the place on `pp` of every stage. `halves`: of the stages' linear layers. All ranks of the pipeline make theirs at the same
-        point of the program."""
+        """`rank_of`: the place on `pp` of every stage. `halves`: of the stages' linear layers. All
+        ranks of the pipeline make theirs at the same point of the program."""
         self._rank = mesh.coord["pp"]
         self._rank_of = rank_of
         self.halves = halves
@@ -106,6 +106,8 @@ class Pipeline:
             run.post(action)
             for coming in actions[place + 1 : place + 1 + _AHEAD]:
                 run.post_if_known(coming)
+            for outbox in self._outboxes.values():
+                outbox.sweep()
             run.do(action, nullcontext() if clock is None else clock.around(action))
         run.check_over()
         for outbox in self._outboxes.values():
