@@ -8,12 +8,14 @@ if TYPE_CHECKING:
     from plait.batch import EvalResult, StepResult
     from plait.engine import Engine
     from plait.errors import PlaitError
+    from plait.models import Chain
     from plait.optim import LossScaling
     from plait.plan import Plan
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Chain",
     "Engine",
     "EvalResult",
     "LossScaling",
@@ -32,6 +34,7 @@ _HOMES = {
     "StepResult": "plait.batch",
     "LossScaling": "plait.optim",
     "parallelize": "plait.assembly",
+    "Chain": "plait.models",
     "PlaitError": "plait.errors",
     "Plan": "plait.plan",
 }

@@ -42,20 +42,16 @@ def parallelize(
 
     model           a Hugging Face causal LM or any nn.Module, unmodified: with weights (rank 0's are taken)
                     or on meta, to get initial ones that follow from `seed` and names alone, under every
-                    plan. Its parameters become new objects, views of flat storages. Or a list of modules:
-                    the first takes the batch, each other one what the one before returns
+                    plan. Its parameters become new objects. Or a list of modules: see `Chain`
     optimizer       an element-wise class of torch.optim; fused where it can be
-    param_groups    torch's: dicts of "params" and options. None: weight decay leaves out norms and biases
-    clip_norm       limit of the gradient's global 2-norm; clip_value: of each of its elements
+    param_groups    torch's: dicts of "params" and options. None: no weight decay for norms and biases
+    clip_norm       of the gradient's global 2-norm; clip_value: of each of its elements
     loss            (outputs, micro-batch) -> (summed loss, number of targets); None: the next token's cross
-                    entropy of a Hugging Face causal LM. The model is called with the micro-batch's entries,
-                    but for `labels`, by name; floating ones in the plan's precision
+                    entropy. The model is given the micro-batch's entries by name, without `labels`
     loss_scaling    how the loss scale of precision=fp16 moves
-    blocks          what is communicated together: a module class, several, or a list of modules. None: the
-                    children of the largest ModuleList or Sequential
+    blocks          modules, or their classes. None: children of the largest ModuleList or Sequential
     offload_dir     the folder of offload=disk, on a disk of this host
-    tensor_plan     how `tp` cuts layers: {"blocks.*.fc1": "colwise", "blocks.*.fc2": "rowwise"}. None: what
-                    a Hugging Face model says of itself, or what plait knows of its family
+    tensor_plan     how `tp` cuts layers, as {"blocks.*.fc1": "colwise"}; None: what is known of the model
     probe           compare gradients with the whole model's on rank 0, of random tokens or of a batch
 
     A parameter that a step does not use counts as one with a zero gradient: its moments and weight decay go
@@ -64,28 +60,32 @@ def parallelize(
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     model = model if isinstance(model, nn.Module) else Chain(model)
     _check_update(optimizer, clip_norm, clip_value)
-    world = _checked(connect() if world is None else world, plan, loss_scaling)
-    found = blocks_of(model, blocks)
-    schedule = _schedule(plan)
-    stages = _stages(model, plan, found, schedule)
+    world = _checked(world, plan, loss_scaling)
+    found, schedule = blocks_of(model, blocks), _schedule(plan)
     to_probe = Probe.of(model, probe, plan, seed)  # before the model is cut
     how = Training(
         optimizer=optimizer,
         arguments=optimizer_args or {},
         groups=_options(param_groups),
-        group_of=None if param_groups is None else _group_of(model, param_groups),
+        group_of=_group_of(model, param_groups),
         clip_norm=clip_norm,
         clip_value=clip_value,
         loss=loss,
-        loss_scaling=(loss_scaling or LossScaling()) if plan.precision == "fp16" else None,
+        loss_scaling=_scaling(plan, loss_scaling),
         seed=seed,
         offload_dir=None if offload_dir is None else Path(offload_dir),
         tensor=_tensor_plan(model, plan, found, tensor_plan),
-        stages=stages,
+        stages=_stages(model, plan, found, schedule),
         schedule=schedule,
     )
-    engine = Engine(model if model.training else model.train(), plan, how, Mesh(world, Grid.of(plan)), found)
+    if not model.training:
+        model.train()
+    engine = Engine(model, plan, how, Mesh(world, Grid.of(plan)), found)
     return engine if to_probe is None else to_probe.run(engine, loss)
+
+
+def _scaling(plan: Plan, given: LossScaling | None) -> LossScaling | None:
+    return (given or LossScaling()) if plan.precision == "fp16" else None
 
 
 def _check_update(optimizer: object, norm: float | None, value: float | None) -> None:
@@ -106,8 +106,9 @@ def _check_update(optimizer: object, norm: float | None, value: float | None) ->
         )
 
 
-def _checked(world: World, plan: Plan, scaling: LossScaling | None) -> World:
+def _checked(world: World | None, plan: Plan, scaling: LossScaling | None) -> World:
     """The world, if the plan fits its ranks and their devices."""
+    world = connect() if world is None else world
     plan.check_ranks(world.size)
     _check_fp16(plan, scaling, world.device)
     _check_algorithm(plan, world.device)
@@ -183,8 +184,10 @@ def _options(groups: Sequence[Mapping[str, Any]] | None) -> Sequence[Mapping[str
     return [{key: value for key, value in group.items() if key != "params"} for group in groups]
 
 
-def _group_of(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+def _group_of(model: nn.Module, groups: Sequence[Mapping[str, Any]] | None) -> dict[str, int] | None:
     """The index of each trainable parameter's group. Raises ConfigError unless each is in exactly one."""
+    if groups is None:
+        return None
     places: dict[int, int] = {}
     for index, group in enumerate(groups):
         params = group.get("params", ())
