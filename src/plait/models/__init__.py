@@ -8,7 +8,7 @@ from plait.models.loss import Loss, choose_loss, forward_inputs
 from plait.models.materialise import initialise, seeded
 from plait.models.saved import block_output, meta_twin, saved_bytes, watch_saved
 from plait.models.stage_plan import plan_stages
-from plait.models.stages import StageModule, cut_stage, receiving
+from plait.models.stages import StageModule, cut_stage, foreign_modules, receiving
 from plait.models.tensor import tensor_plan
 from plait.models.tensor_families import LINEAR_FORWARDS
 
@@ -25,6 +25,7 @@ __all__ = [
     "causal_lm_on_meta",
     "choose_loss",
     "cut_stage",
+    "foreign_modules",
     "forward_inputs",
     "initialise",
     "meta_twin",

@@ -104,6 +104,22 @@ def cut_stage(
     return StageModule(stage, shell, own, blocks[start - 1][0] if stage else None)
 
 
+def foreign_modules(
+    model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], cut: StageCut, stage: int
+) -> set[nn.Module]:
+    """What a stage need not draw: others' blocks, and modules outside of blocks whose parameters it does not
+    compute with. It runs the latter all the same, so those with buffers are not among them."""
+    start, stop = cut.blocks[stage]
+    inner = {module for _, block in blocks for module in block.modules()}
+    own = {p for name, p in model.named_parameters() if stage in cut.stages_with(name)}
+    found = {block for number, (_, block) in enumerate(blocks) if not start <= number < stop}
+    for module in set(model.modules()) - inner:
+        below = set(module.parameters())
+        if below and below.isdisjoint(own) and inner.isdisjoint(module.modules()):
+            found |= set() if any(True for _ in module.buffers()) else {module}
+    return found
+
+
 def _kept(
     model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], cut: StageCut, stage: int
 ) -> dict[int, Any]:
