@@ -50,7 +50,7 @@ def parallelize(
                     entropy. The model is given the micro-batch's entries by name, without `labels`
     loss_scaling    how the loss scale of precision=fp16 moves
     blocks          modules, or their classes. None: children of the largest ModuleList or Sequential
-    offload_dir     the folder of offload=disk, on a disk of this host
+    offload_dir     the folder of offload=disk
     tensor_plan     how `tp` cuts layers, as {"blocks.*.fc1": "colwise"}; None: what is known of the model
     probe           compare gradients with the whole model's on rank 0, of random tokens or of a batch
 
@@ -78,9 +78,7 @@ def parallelize(
         stages=_stages(model, plan, found, schedule),
         schedule=schedule,
     )
-    if not model.training:
-        model.train()
-    engine = Engine(model, plan, how, Mesh(world, Grid.of(plan)), found)
+    engine = Engine(model if model.training else model.train(), plan, how, Mesh(world, Grid.of(plan)), found)
     return engine if to_probe is None else to_probe.run(engine, loss)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from plait.comm import Mesh
 from plait.errors import ModelError
 from plait.forward import Forward
-from plait.models import Loss, cut_stage, meta_twin, unit_facts
+from plait.models import Loss, cut_stage, foreign_modules, meta_twin, unit_facts
 from plait.optim import LossScaling
 from plait.parallel import (
     DataGroups,
@@ -85,8 +85,8 @@ class Parts:
         cut = cut_of(plan, groups, device, masters)
         units = {stage: [Unit(unit, cut) for unit in found.units] for stage, found in layouts.items()}
         twin = meta_twin(model).to(cut.compute) if how.stages.num_stages > 1 else None
-        own = {block for stage in layouts for _, block in _blocks_of(blocks, how.stages, stage)}
-        elsewhere = {block for _, block in blocks if block not in own}
+        foreign = [foreign_modules(model, blocks, how.stages, stage) for stage in layouts]
+        elsewhere = set.intersection(*foreign)
         loose = first_weights(model, units, groups, plan, device, how.seed, elsewhere)
         partial = PartialSums(mesh, layout)
         stages, halves = {}, Halves()
@@ -150,10 +150,3 @@ def _forward_of(
     if plan.compile:
         compile_blocks(found, mesh.world.device)
     return Forward(part, zero, cut, how.tensor, grid.col, how.loss, is_last=is_last)
-
-
-def _blocks_of(
-    blocks: Sequence[tuple[str, nn.Module]], cut: StageCut, stage: int
-) -> Sequence[tuple[str, nn.Module]]:
-    start, stop = cut.blocks[stage]
-    return blocks[start:stop]
