@@ -8,7 +8,8 @@ channel has been posted; so nothing stands in its way, and it comes as soon as i
 all unfinished ranks wait, and take of the actions that they wait for one that comes first in a valid order of
 the whole schedule (the checker has proved that there is one): everything that it needs has been computed and
 sent, and is on its way to a posted buffer. So its rank does not wait. Contradiction. How many messages a
-transport can hold does not matter.
+transport can hold does not matter. Data ranks run the same list: what they gather and reduce together in that
+action is between ranks that have all finished what comes before it, so nobody is missing there either.
 
 [Note: what a micro-batch holds on a stage]
 From its forward to its backward: what autograd saved, and the places in the graph where backward starts. The
