@@ -34,7 +34,13 @@ class Trace:
 
 
 def llama(
-    *, on_meta: bool = True, tied: bool = False, exact: bool = True, hidden: int = 32, ffn: int = 56
+    *,
+    on_meta: bool = True,
+    tied: bool = False,
+    exact: bool = True,
+    hidden: int = 32,
+    ffn: int = 56,
+    layers: int = 2,
 ) -> nn.Module:
     """A small unmodified Llama; with `exact`, its norms compute in the dtype of their input."""
     model: Any = causal_lm_on_meta(
@@ -43,7 +49,7 @@ def llama(
             "vocab_size": VOCABULARY,
             "hidden_size": hidden,
             "intermediate_size": ffn,
-            "num_hidden_layers": 2,
+            "num_hidden_layers": layers,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
             "max_position_embeddings": 64,
@@ -117,14 +123,16 @@ def summed_loss(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
     return total, (targets != -100).sum()
 
 
-def batches(steps: int = STEPS) -> list[dict[str, Tensor]]:
+def batches(
+    steps: int = STEPS, *, sequences: int = SEQUENCES, length: int = LENGTH
+) -> list[dict[str, Tensor]]:
     """Global batches whose labels are masked unevenly: from all of a sequence to nothing of it."""
     generator = torch.Generator().manual_seed(11)
     found = []
     for _ in range(steps):
-        ids = torch.randint(0, VOCABULARY, (SEQUENCES, LENGTH), generator=generator)
-        share = torch.linspace(0.0, 1.0, SEQUENCES)[torch.randperm(SEQUENCES, generator=generator), None]
-        masked = torch.rand(SEQUENCES, LENGTH, generator=generator) < share
+        ids = torch.randint(0, VOCABULARY, (sequences, length), generator=generator)
+        share = torch.linspace(0.0, 1.0, sequences)[torch.randperm(sequences, generator=generator), None]
+        masked = torch.rand(sequences, length, generator=generator) < share
         found.append({"input_ids": ids, "labels": ids.masked_fill(masked, -100)})
     return found
 
