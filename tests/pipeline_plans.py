@@ -1,4 +1,4 @@
-"""The pipelines that are compared with one process: the product of their options, and a covering set.
+"""The pipelines that are compared with one process: products of their options, and covering sets.
 
 A model has a block more than its pipeline has stages, so that stages are of unlike depth.
 """
@@ -7,6 +7,7 @@ import functools
 import random
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pipeline_models
 import programs
@@ -23,7 +24,19 @@ FACTORS = {
     "recompute": "none full",
     "model": " ".join(pipeline_models.MODELS),
 }
-SEED, NUM_COVERING = 29, 70
+SEED, NUM_COVERING = 29, 60
+DATA_FACTORS = {
+    "schedule": "gpipe 1f1b interleaved bfs zb-h1 zbv dualpipev",
+    "zero": "0 1 2 3",
+    "shard": "all one",  # of two data ranks: one copy over both, or one on each
+    "accumulate": "whole cut",
+    "offload": "none cpu",
+    "recompute": "none full",
+    "transport": "host gloo",
+    "model": " ".join(pipeline_models.MODELS),
+}
+NUM_DATA_COVERING = 30
+DATA_MICRO = 3
 STEPS, SEQUENCES_EACH, LENGTH = 3, 2, 6
 
 
@@ -35,6 +48,30 @@ def all_cases() -> list[Case]:
 def few_cases() -> list[Case]:
     """In which every pair of options meets."""
     return covering(all_cases(), seed=SEED, least=NUM_COVERING)
+
+
+def all_data_cases() -> list[Case]:
+    """Over two data ranks and two pipeline ranks, with the factors that apply."""
+    found = {}
+    for options in product(*map(str.split, DATA_FACTORS.values())):
+        case = dict(zip(DATA_FACTORS, options, strict=True))
+        if case["zero"] == "0":
+            del case["shard"]
+        if case["zero"] in "01":
+            del case["accumulate"]
+        found[name_of(case)] = case
+    return [*found.values()]
+
+
+def few_data_cases() -> list[Case]:
+    return covering(all_data_cases(), seed=SEED, least=NUM_DATA_COVERING)
+
+
+def data_plan_of(case: Case) -> str:
+    keys = ("schedule", "zero", "accumulate", "offload", "recompute")
+    words = " ".join(f"{key}={case[key]}" for key in keys if key in case)
+    shard = " shard=1" if case.get("shard") == "one" else ""
+    return f"pp=2 dp=2 {words}{shard} micro={DATA_MICRO} precision=fp64"
 
 
 def plan_of(case: Case, folder: Path) -> str:
@@ -57,10 +94,14 @@ def task_of(case: Case) -> programs.Task:
 def task(model: str, layers: int, sequences: int, steps: int = STEPS) -> programs.Task:
     """A model of so many blocks, trained on global batches of so many sequences."""
     return programs.Task(
-        functools.partial(pipeline_models.MODELS[model], layers=layers),
+        build_of(model, layers),
         functools.partial(programs.batches, sequences=sequences, length=LENGTH),
         steps=steps,
     )
+
+
+def build_of(model: str, layers: int) -> Any:
+    return functools.partial(pipeline_models.MODELS[model], layers=layers)
 
 
 def name_of(case: Case) -> str:

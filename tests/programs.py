@@ -3,7 +3,7 @@
 import math
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +20,10 @@ from plait.models import causal_lm_on_meta
 SEQUENCES, LENGTH, VOCABULARY, STEPS = 12, 16, 61, 4
 CLIP = 0.05  # well under the norms that occur, so that clipping is active in every step
 ADAMW = {"lr": 3e-3, "weight_decay": 0.1, "betas": (0.9, 0.95)}
+
+
+# Of a step, over all data ranks: all samples, or the micro-batches, those of the first rank first.
+Batch = dict[str, Tensor] | list[dict[str, Tensor]]
 
 
 @dataclass
@@ -147,7 +151,7 @@ class Task:
     """
 
     build: Callable[..., nn.Module]
-    data: Callable[[int], list[dict[str, Tensor]]] = batches
+    data: Callable[[int], Sequence[Batch]] = batches
     optimizer: str = "AdamW"
     arguments: dict[str, Any] = field(default_factory=lambda: ADAMW)
     clip_norm: float | None = CLIP
@@ -251,7 +255,10 @@ _DEAF = {
 }
 
 
-def share_of(batch: dict[str, Tensor], engine: plait.Engine) -> dict[str, Tensor]:
+def share_of(batch: Batch, engine: plait.Engine) -> Any:
+    if isinstance(batch, list):
+        number = len(batch) // engine.data_ranks
+        return batch[engine.data_rank * number :][:number]
     return {key: value.chunk(engine.data_ranks)[engine.data_rank] for key, value in batch.items()}
 
 
@@ -296,11 +303,13 @@ def one_process_task(task: Task, first_weights: dict[str, Tensor], micros: int) 
     return trace
 
 
-def _mean_loss(model: nn.Module, batch: dict[str, Tensor], micros: int) -> Tensor:
-    num_targets = (batch["labels"][:, 1:] != -100).sum()
+def _mean_loss(model: nn.Module, batch: Batch, micros: int) -> Tensor:
+    if not isinstance(batch, list):
+        chunks = {key: value.chunk(micros) for key, value in batch.items()}
+        batch = [{key: found[piece] for key, found in chunks.items()} for piece in range(micros)]
+    num_targets = sum((micro["labels"][:, 1:] != -100).sum() for micro in batch)
     loss = torch.zeros((), dtype=torch.float64)
-    for piece in range(micros):
-        micro = {key: value.chunk(micros)[piece] for key, value in batch.items()}
+    for micro in batch:
         inputs = {key: value for key, value in micro.items() if key != "labels"}
         if hasattr(model, "config"):
             inputs["use_cache"] = False
