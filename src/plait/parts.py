@@ -22,6 +22,7 @@ from plait.parallel import (
     PartialSums,
     Precision,
     SharedSums,
+    UnderWay,
     Unit,
     bring_to_life,
     compile_blocks,
@@ -87,13 +88,15 @@ class Parts:
         own = {block for stage in layouts for _, block in _blocks_of(blocks, how.stages, stage)}
         elsewhere = {block for _, block in blocks if block not in own}
         loose = first_weights(model, units, groups, plan, device, how.seed, elsewhere)
-        partial = PartialSums(mesh, layout)
+        partial, under_way = PartialSums(mesh, layout), UnderWay()
         stages, halves = {}, Halves()
         for stage in layouts:
             part = cut_stage(
                 model, blocks, how.stages, stage, device=device, dtype=Precision.of(plan).compute
             )
-            zero = bring_to_life(part.module, part.blocks, units[stage], loose, plan, groups, partial, cut)
+            zero = bring_to_life(
+                part.module, part.blocks, units[stage], loose, plan, groups, partial, under_way, cut
+            )
             is_last = stage == how.stages.num_stages - 1
             stages[stage] = _forward_of(part, zero, plan, how, mesh, halves, is_last=is_last)
         if how.stages.num_stages > 1:
