@@ -12,8 +12,8 @@ from plait.models import causal_lm_on_meta
 WIDTH = 16
 
 
-def llama(*, layers: int, on_meta: bool = True, tied: bool = False) -> nn.Module:
-    return programs.llama(on_meta=on_meta, tied=tied, hidden=WIDTH, ffn=24, layers=layers)
+def llama(*, layers: int, on_meta: bool = True, tied: bool = False, exact: bool = True) -> nn.Module:
+    return programs.llama(on_meta=on_meta, tied=tied, exact=exact, hidden=WIDTH, ffn=24, layers=layers)
 
 
 def tied_llama(*, layers: int, on_meta: bool = True) -> nn.Module:

@@ -41,7 +41,9 @@ STEPS, SEQUENCES_EACH, LENGTH = 3, 2, 6
 
 
 def all_cases() -> list[Case]:
-    cases = (dict(zip(FACTORS, options, strict=True)) for options in product(*map(str.split, FACTORS.values())))
+    cases = (
+        dict(zip(FACTORS, options, strict=True)) for options in product(*map(str.split, FACTORS.values()))
+    )
     return [case for case in cases if _exists(case)]
 
 

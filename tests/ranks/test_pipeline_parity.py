@@ -6,7 +6,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 from torch import Tensor
 
 import pipeline_plans
