@@ -77,4 +77,21 @@ def pair(*, layers: int, on_meta: bool = True) -> nn.Module:
         return Pair(layers)
 
 
+def frozen(*, layers: int, on_meta: bool = True) -> nn.Module:
+    """The head trains, and the second half of the blocks; stages before that have nothing to train. The
+    embedding is also part of the head."""
+    model = pair(layers=layers, on_meta=on_meta)
+    for module in (model.embedding, *list(model.blocks)[: layers // 2]):  # type: ignore[arg-type]
+        module.requires_grad_(False)
+    return model
+
+
+def frozen_tied_llama(*, layers: int, on_meta: bool = True) -> nn.Module:
+    """The embedding that is the head too does not train, nor does the last block."""
+    model: Any = tied_llama(layers=layers, on_meta=on_meta)
+    model.model.embed_tokens.requires_grad_(False)
+    model.model.layers[-1].requires_grad_(False)
+    return model
+
+
 MODELS = {"llama": llama, "tied_llama": tied_llama, "gpt2": gpt2, "pair": pair}

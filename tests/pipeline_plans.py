@@ -103,7 +103,7 @@ def task(model: str, layers: int, sequences: int, steps: int = STEPS) -> program
 
 
 def build_of(model: str, layers: int) -> Any:
-    return functools.partial(pipeline_models.MODELS[model], layers=layers)
+    return functools.partial(getattr(pipeline_models, model), layers=layers)
 
 
 def name_of(case: Case) -> str:
