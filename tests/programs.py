@@ -3,7 +3,7 @@
 import math
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +22,10 @@ CLIP = 0.05  # well under the norms that occur, so that clipping is active in ev
 ADAMW = {"lr": 3e-3, "weight_decay": 0.1, "betas": (0.9, 0.95)}
 
 
+# Of a step, over all data ranks: all samples, or the micro-batches, those of the first rank first.
+Batch = dict[str, Tensor] | list[dict[str, Tensor]]
+
+
 @dataclass
 class Trace:
     """What a run computed: per step its loss, norm and gradients, and the weights at both ends."""
@@ -34,7 +38,13 @@ class Trace:
 
 
 def llama(
-    *, on_meta: bool = True, tied: bool = False, exact: bool = True, hidden: int = 32, ffn: int = 56
+    *,
+    on_meta: bool = True,
+    tied: bool = False,
+    exact: bool = True,
+    hidden: int = 32,
+    ffn: int = 56,
+    layers: int = 2,
 ) -> nn.Module:
     """A small unmodified Llama; with `exact`, its norms compute in the dtype of their input."""
     model: Any = causal_lm_on_meta(
@@ -43,7 +53,7 @@ def llama(
             "vocab_size": VOCABULARY,
             "hidden_size": hidden,
             "intermediate_size": ffn,
-            "num_hidden_layers": 2,
+            "num_hidden_layers": layers,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
             "max_position_embeddings": 64,
@@ -117,14 +127,16 @@ def summed_loss(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
     return total, (targets != -100).sum()
 
 
-def batches(steps: int = STEPS) -> list[dict[str, Tensor]]:
+def batches(
+    steps: int = STEPS, *, sequences: int = SEQUENCES, length: int = LENGTH
+) -> list[dict[str, Tensor]]:
     """Global batches whose labels are masked unevenly: from all of a sequence to nothing of it."""
     generator = torch.Generator().manual_seed(11)
     found = []
     for _ in range(steps):
-        ids = torch.randint(0, VOCABULARY, (SEQUENCES, LENGTH), generator=generator)
-        share = torch.linspace(0.0, 1.0, SEQUENCES)[torch.randperm(SEQUENCES, generator=generator), None]
-        masked = torch.rand(SEQUENCES, LENGTH, generator=generator) < share
+        ids = torch.randint(0, VOCABULARY, (sequences, length), generator=generator)
+        share = torch.linspace(0.0, 1.0, sequences)[torch.randperm(sequences, generator=generator), None]
+        masked = torch.rand(sequences, length, generator=generator) < share
         found.append({"input_ids": ids, "labels": ids.masked_fill(masked, -100)})
     return found
 
@@ -139,7 +151,7 @@ class Task:
     """
 
     build: Callable[..., nn.Module]
-    data: Callable[[int], list[dict[str, Tensor]]] = batches
+    data: Callable[[int], Sequence[Batch]] = batches
     optimizer: str = "AdamW"
     arguments: dict[str, Any] = field(default_factory=lambda: ADAMW)
     clip_norm: float | None = CLIP
@@ -243,7 +255,10 @@ _DEAF = {
 }
 
 
-def share_of(batch: dict[str, Tensor], engine: plait.Engine) -> dict[str, Tensor]:
+def share_of(batch: Batch, engine: plait.Engine) -> Any:
+    if isinstance(batch, list):
+        number = len(batch) // engine.data_ranks
+        return batch[engine.data_rank * number :][:number]
     return {key: value.chunk(engine.data_ranks)[engine.data_rank] for key, value in batch.items()}
 
 
@@ -288,11 +303,13 @@ def one_process_task(task: Task, first_weights: dict[str, Tensor], micros: int) 
     return trace
 
 
-def _mean_loss(model: nn.Module, batch: dict[str, Tensor], micros: int) -> Tensor:
-    num_targets = (batch["labels"][:, 1:] != -100).sum()
+def _mean_loss(model: nn.Module, batch: Batch, micros: int) -> Tensor:
+    if not isinstance(batch, list):
+        chunks = {key: value.chunk(micros) for key, value in batch.items()}
+        batch = [{key: found[piece] for key, found in chunks.items()} for piece in range(micros)]
+    num_targets = sum((micro["labels"][:, 1:] != -100).sum() for micro in batch)
     loss = torch.zeros((), dtype=torch.float64)
-    for piece in range(micros):
-        micro = {key: value.chunk(micros)[piece] for key, value in batch.items()}
+    for micro in batch:
         inputs = {key: value for key, value in micro.items() if key != "labels"}
         if hasattr(model, "config"):
             inputs["use_cache"] = False

@@ -216,6 +216,7 @@ class Engine:
             self._is_torn = True  # until all units are a step further
 
         self._held.update(step)
+        self._owned.has_states = True
         self._is_torn = False
 
     def _rounded(self, norm: float) -> float:

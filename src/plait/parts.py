@@ -23,6 +23,7 @@ from plait.parallel import (
     PartialSums,
     Precision,
     SharedSums,
+    UnderWay,
     Unit,
     bring_to_life,
     compile_blocks,
@@ -88,13 +89,15 @@ class Parts:
         foreign = [foreign_modules(model, blocks, how.stages, stage) for stage in layouts]
         elsewhere = set.intersection(*foreign)
         loose = first_weights(model, units, groups, plan, device, how.seed, elsewhere)
-        partial = PartialSums(mesh, layout)
+        partial, under_way = PartialSums(mesh, layout), UnderWay()
         stages, halves = {}, Halves()
         for stage in layouts:
             part = cut_stage(
                 model, blocks, how.stages, stage, device=device, dtype=Precision.of(plan).compute
             )
-            zero = bring_to_life(part.module, part.blocks, units[stage], loose, plan, groups, partial, cut)
+            zero = bring_to_life(
+                part.module, part.blocks, units[stage], loose, plan, groups, partial, under_way, cut
+            )
             is_last = stage == how.stages.num_stages - 1
             stages[stage] = _forward_of(part, zero, plan, how, mesh, halves, is_last=is_last)
         if how.stages.num_stages > 1:

@@ -10,6 +10,7 @@ from plait.errors import ModelError
 from plait.models import initialise
 from plait.parallel.groups import DataGroups, PartialSums
 from plait.parallel.holdings import buffer_dtype
+from plait.parallel.reduce import UnderWay
 from plait.parallel.units import Cut, Unit, bind
 from plait.parallel.walk import Bundle
 from plait.parallel.zero import Zero
@@ -63,12 +64,13 @@ def bring_to_life(
     plan: Plan,
     groups: DataGroups,
     partial: PartialSums,
+    under_way: UnderWay,
     cut: Cut,
 ) -> Zero:
     """The model, or one stage of it, whose parameters are views of units from now on."""
     owners = _owners(model, dict(blocks), units)
     bind(model, units, others)
-    return Zero(model, tuple(owners), owners, plan, groups, partial, cut)
+    return Zero(model, tuple(owners), owners, plan, groups, partial, under_way, cut)
 
 
 def let_go(model: nn.Module, kept: Set[int]) -> None:

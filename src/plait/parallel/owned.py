@@ -84,7 +84,7 @@ class Owned:
             kind, arguments, [FlatSlice(part.group, part.leaf) for _, part in flat], groups
         )
         self._masters = masters
-        self.has_states = False  # the same on all ranks, also where a rank owns padding only
+        self.has_states = False  # the same on all ranks, also where one owns padding only, or nothing trains
         self.stepper = Stepper(
             self.optimizer,
             self.kinds,
@@ -105,7 +105,6 @@ class Owned:
 
     def step(self, unit: Unit, factor: float, number: int) -> None:
         """The optimizer's step number `number` of this unit, gradients multiplied by `factor`."""
-        self.has_states = True
         self.stepper.step([part.leaf for part in self.slices[unit]], factor, number)
 
 

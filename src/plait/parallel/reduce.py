@@ -22,6 +22,12 @@ reduction of unit i lands when that of unit i + TRAVELLING has started. At most 
 held at a time: one that fills, or has just started, and two that travel. Where whole gradients stay,
 nothing is freed, and what peers have not given by then lands at the end.
 
+[Note: one queue for all stages of a pipeline]
+A transport whose ranks read each other's contributions ends sums in their order: what this rank has given is
+free when all ranks have read it and all before it. A rank with several stages reduces them in turns; a sum
+of one that had not landed would keep the next ones of another from ever being free. So they land in the
+order in which they were started, whichever stage they are of, and no more of them travel at a time.
+
 [Note: late gradients]
 At stage 3 a reduction starts when its unit is complete or due, so that nobody waits in a circle: see the
 note of that name in `plan/turns.py`.
@@ -47,6 +53,36 @@ from plait.plan.turns import TRAVELLING, deadlines
 _MOST_TRAVELLING = 256  # of whole gradients that stay; transports have room for some hundreds
 
 
+class UnderWay:
+    """The sums of a rank that have not landed. See [Note: one queue for all stages of a pipeline]."""
+
+    def __init__(self) -> None:
+        self._queue: deque[tuple[Reducer, Unit, Summing]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def __contains__(self, unit: Unit) -> bool:
+        return any(unit is travelling for _, travelling, _ in self._queue)
+
+    @property
+    def oldest(self) -> Summing:
+        return self._queue[0][2]
+
+    def add(self, reducer: "Reducer", unit: Unit, summing: Summing) -> None:
+        self._queue.append((reducer, unit, summing))
+
+    def land_oldest(self) -> None:
+        """Its gradient is its unit's."""
+        reducer, unit, summing = self._queue.popleft()
+        reducer.take(unit, summing)
+
+    def drop_oldest(self) -> None:
+        """Waits for it, and forgets it."""
+        reducer, unit, summing = self._queue.popleft()
+        reducer.drop(unit, summing)
+
+
 class Reducer:
     """Sums the units' gradients over the data ranks, beside backward."""
 
@@ -55,6 +91,7 @@ class Reducer:
         units: list[Unit],
         sums: Sums,
         partial: PartialSums,
+        under_way: UnderWay,
         *,
         cut: Cut,
         grid: int,
@@ -64,7 +101,7 @@ class Reducer:
         hurries: bool,
         meter: Meter,
     ) -> None:
-        """`cut`: of all units. `grid`: how many ranks cut the same layers. `whole`: whole gradients stay, and
+        """`under_way`: of all reducers of this rank. `cut`: of all units. `grid`: how many ranks cut the same layers. `whole`: whole gradients stay, and
         one reduction a step is made of them. `hurries`: reductions have deadlines, see [Note: late
         gradients]. Where whole gradients stay, backward lands what needs no waiting (and, beyond some
         hundreds of units, the oldest), so nobody waits in a circle, and a late gradient would meet its own
@@ -84,7 +121,7 @@ class Reducer:
         self._next = 0
         self._complete: dict[Unit, None] = {}  # in the order of completion
         self._deadlines: list[int | None] = [None] * len(units)
-        self._travelling: deque[tuple[Unit, Summing]] = deque()
+        self._under_way = under_way
         self._replicating: list[tuple[Unit, Between]] = []
         self._read: list[Summing] = []  # the last: peers may still read what it, and those before, are of
         self._squares: dict[Unit, Tensor] = {}
@@ -185,15 +222,12 @@ class Reducer:
 
     def reset(self) -> None:
         """Makes ready for the next step; also after an exception, when reductions may be under way."""
-        for unit, summing in self._travelling:
-            for _ in summing.into(torch.empty_like(unit.gradient, device=self._device)):
-                pass
-            self._meter.drop(summing.buffer_bytes)
+        while self._under_way:
+            self._under_way.drop_oldest()
         for _, between in self._replicating:
             between.pending.wait()
             self._meter.drop(between.buffer_bytes)
         self._lane.drain()
-        self._travelling.clear()
         self._replicating.clear()
         self._squares.clear()
         self._reducing = self._last = False
@@ -209,8 +243,8 @@ class Reducer:
         self._complete[unit] = None
         while self._reducing and self._next < len(self._order) and self._order[self._next] in self._complete:
             self._start_next()
-        while self._travelling and self._lands_early(self._travelling[0][1]):
-            self._land(*self._travelling.popleft())
+        while self._under_way and self._lands_early(self._under_way.oldest):
+            self._under_way.land_oldest()
 
     def _lands_early(self, summing: Summing) -> bool:
         """Whole gradients that stay could land later; but what peers have given too may be in the cache now.
@@ -220,8 +254,8 @@ class Reducer:
 
     def _on_late(self, unit: Unit) -> None:
         """A gradient comes while the unit's reduction travels: that has to land first."""
-        while any(unit is travelling for travelling, _ in self._travelling):
-            self._land(*self._travelling.popleft())
+        while unit in self._under_way:
+            self._under_way.land_oldest()
 
     def _reduce_late(self) -> None:
         """Once more, what is late on any rank. See [Note: late gradients]."""
@@ -242,16 +276,22 @@ class Reducer:
         self._partial.add_up(unit.layout, contribution)  # see [Note: when parts are summed]
         unit.move(GradientState.REDUCING)
         summing = self._sums.start(unit, contribution)
-        self._travelling.append((unit, summing))
+        self._under_way.add(self, unit, summing)
         self._meter.hold(summing.buffer_bytes)
-        while len(self._travelling) > (TRAVELLING if self._frees else _MOST_TRAVELLING):
-            self._land(*self._travelling.popleft())
+        while len(self._under_way) > (TRAVELLING if self._frees else _MOST_TRAVELLING):
+            self._under_way.land_oldest()
 
     def _land_all(self) -> None:
-        while self._travelling:
-            self._land(*self._travelling.popleft())
+        while self._under_way:
+            self._under_way.land_oldest()
 
-    def _land(self, unit: Unit, summing: Summing) -> None:
+    def drop(self, unit: Unit, summing: Summing) -> None:
+        """Waits for a sum that nobody wants."""
+        for _ in summing.into(torch.empty_like(unit.gradient, device=self._device)):
+            pass
+        self._meter.drop(summing.buffer_bytes)
+
+    def take(self, unit: Unit, summing: Summing) -> None:
         """The sum goes into `gradient`; then, once a step, the replicas add theirs up."""
         target = unit.gradient
         if unit.cut.offloads:

@@ -8,8 +8,8 @@ parameter, `scalar.<state>/<parameter>` (`scalar.step/...`; `number.` where it i
 
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from plait.parallel.owned import Owned, OwnedSlice
 from plait.parallel.units import Cut, Unit
 from plait.plan import UnitLayout
 
+_Value = TypeVar("_Value")
 _OURS = ("weights", "buffers", "engine")
 
 
@@ -69,14 +70,12 @@ class EngineState:
 
     def weights(self) -> dict[str, Tensor]:
         """Copies of the master weights and of frozen parameters, whole, in the model's order."""
-        found = dict(self._whole(lambda unit: unit.master, frozen=True))
-        found |= self._loose("weights")
-        return {name: found[name] for name in self._holdings.order if name in found}
+        found = self._whole(lambda unit: unit.master, frozen=True)
+        return self._in_order([*found, *self._loose("weights").items()])
 
     def gradients(self) -> dict[str, Tensor]:
         """Copies of the last step's gradients, whole."""
-        found = dict(self._whole(lambda unit: unit.gradient))
-        return {name: found[name] for name in self._holdings.order if name in found}
+        return self._in_order(self._whole(lambda unit: unit.gradient))
 
     def save(self) -> dict[str, Tensor]:
         """Copies of everything but the engine's own, by key."""
@@ -85,8 +84,8 @@ class EngineState:
         if self._owned.has_states:
             for kind in sorted(self._owned.kinds):
                 if "." not in kind:
-                    states = self._whole(functools.partial(self._flat, kind))
-                    tensors |= {f"{kind}/{name}": tensor for name, tensor in states}
+                    states = self._in_order(self._whole(functools.partial(self._flat, kind)))
+                    tensors |= {f"{kind}/{name}": tensor for name, tensor in states.items()}
             tensors |= self._all_counters()
         return tensors if self._is_first else {}
 
@@ -155,6 +154,11 @@ class EngineState:
                     )
         yield from found.items()
 
+    def _in_order(self, named: Iterable[tuple[str, _Value]]) -> dict[str, _Value]:
+        """By name, in the model's order, which is not that of its stages' units."""
+        found = dict(named)
+        return {name: found[name] for name in self._holdings.order if name in found}
+
     def _loose(self, kind: str) -> dict[str, Tensor]:
         """Copies of what lies in no unit, on the first rank; elsewhere of what it has itself."""
         here, found = self._loose_here(), {}
@@ -199,7 +203,12 @@ class EngineState:
             if self._model.rank == 0:
                 for key, (dtype, value) in json.loads(text).items():
                     found.setdefault(key, torch.tensor(value, dtype=getattr(torch, dtype)))
-        return found
+        return {
+            f"{kind}/{name}": found[f"{kind}/{name}"]
+            for name in self._holdings.order
+            for kind in sorted(self._owned.kinds)
+            if f"{kind}/{name}" in found
+        }
 
     def _told(self, text: str | None, rank: int) -> str:
         """On the first rank what another one says."""

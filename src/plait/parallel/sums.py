@@ -182,7 +182,7 @@ class SteppedSums:
             g: StepSums(plan.algorithm, g) for g in (groups.reductions, groups.replicate) if g.size > 1
         }
         self._groups = groups
-        largest = max(unit.layout.numel for unit in units)
+        largest = max((unit.layout.numel for unit in units), default=0)  # a stage may be frozen
         ranged = largest if self.at_once else largest // groups.reductions.size
         self.scratch_bytes = 0
         for group, numel in ((groups.reductions, largest), (groups.replicate, ranged)):

@@ -48,7 +48,7 @@ from plait.comm import empty, share, shares_memory
 from plait.parallel.gather import Gatherer
 from plait.parallel.groups import DataGroups, PartialSums, Precision
 from plait.parallel.meter import Meter
-from plait.parallel.reduce import Reducer
+from plait.parallel.reduce import Reducer, UnderWay
 from plait.parallel.sums import incoming, sums_of_plan
 from plait.parallel.units import Cut, MasterMemory, Unit, changed_behind_our_back
 from plait.parallel.walk import Bundle, agreed_order
@@ -107,6 +107,7 @@ class Zero:
         plan: Plan,
         groups: DataGroups,
         partial: PartialSums,
+        under_way: UnderWay,
         cut: Cut,
     ) -> None:
         self._plan = plan
@@ -122,6 +123,7 @@ class Zero:
             self.trained,
             self._sums,
             partial,
+            under_way,
             cut=cut,
             grid=groups.grid.size,
             replicas=groups.replicate.size,

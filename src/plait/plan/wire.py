@@ -89,13 +89,11 @@ def room_bytes(layout: Layout, plan: Plan) -> tuple[int, ...]:
     """Of what the messages of each sum are made in: the largest unit's, for one at a time."""
     trained = _trained(layout, plan)
     if plan.factor_rank is not None:
-        return tuple(
-            max(factor_bytes(u, plan.factor_rank) for u in trained) for _ in sums_of(plan) if trained
-        )
+        largest = max((factor_bytes(u, plan.factor_rank) for u in trained), default=0)
+        return tuple(largest for _ in sums_of(plan))
     return tuple(
-        max(code_bytes(unit.numel // cut, ranks, plan.reduce) for unit in trained)
+        max((code_bytes(unit.numel // cut, ranks, plan.reduce) for unit in trained), default=0)
         for ranks, cut in sums_of(plan)
-        if trained
     )
 
 

@@ -1,0 +1,120 @@
+"""The pipelines that are compared with one process: products of their options, and covering sets.
+
+A model has a block more than its pipeline has stages, so that stages are of unlike depth.
+"""
+
+import functools
+import random
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pipeline_models
+import programs
+from covering import Case, covering
+from plait.errors import ScheduleError
+from plait.plan.schedule import GENERATORS
+from schedules import random_schedule
+
+FACTORS = {
+    "schedule": "gpipe 1f1b interleaved bfs zb-h1 zbv dualpipev file",
+    "pp": "1 2 3 4",
+    "micro": "1 2 3 4 7 8",
+    "chunks": "1 2",
+    "recompute": "none full",
+    "model": " ".join(pipeline_models.MODELS),
+}
+SEED, NUM_COVERING = 29, 60
+DATA_FACTORS = {
+    "schedule": "gpipe 1f1b interleaved bfs zb-h1 zbv dualpipev",
+    "zero": "0 1 2 3",
+    "shard": "all one",  # of two data ranks: one copy over both, or one on each
+    "accumulate": "whole cut",
+    "offload": "none cpu",
+    "recompute": "none full",
+    "transport": "host gloo",
+    "model": " ".join(pipeline_models.MODELS),
+}
+NUM_DATA_COVERING = 30
+DATA_MICRO = 3
+STEPS, SEQUENCES_EACH, LENGTH = 3, 2, 6
+
+
+def all_cases() -> list[Case]:
+    cases = (
+        dict(zip(FACTORS, options, strict=True)) for options in product(*map(str.split, FACTORS.values()))
+    )
+    return [case for case in cases if _exists(case)]
+
+
+def few_cases() -> list[Case]:
+    """In which every pair of options meets."""
+    return covering(all_cases(), seed=SEED, least=NUM_COVERING)
+
+
+def all_data_cases() -> list[Case]:
+    """Over two data ranks and two pipeline ranks, with the factors that apply."""
+    found = {}
+    for options in product(*map(str.split, DATA_FACTORS.values())):
+        case = dict(zip(DATA_FACTORS, options, strict=True))
+        if case["zero"] == "0":
+            del case["shard"]
+        if case["zero"] in "01":
+            del case["accumulate"]
+        found[name_of(case)] = case
+    return [*found.values()]
+
+
+def few_data_cases() -> list[Case]:
+    return covering(all_data_cases(), seed=SEED, least=NUM_DATA_COVERING)
+
+
+def data_plan_of(case: Case) -> str:
+    keys = ("schedule", "zero", "accumulate", "offload", "recompute")
+    words = " ".join(f"{key}={case[key]}" for key in keys if key in case)
+    shard = " shard=1" if case.get("shard") == "one" else ""
+    return f"pp=2 dp=2 {words}{shard} micro={DATA_MICRO} precision=fp64"
+
+
+def plan_of(case: Case, folder: Path) -> str:
+    """The plan's text. A random schedule is written into the folder."""
+    schedule, chunks = case["schedule"], f" chunks={case['chunks']}"
+    if schedule == "file":
+        numbers = [int(case[key]) for key in ("pp", "micro", "chunks")]
+        path = folder / "schedule.csv"
+        path.write_text(random_schedule(random.Random(str(numbers)), *numbers).to_csv())
+        schedule, chunks = f"file:{path}", ""
+    words = " ".join(f"{key}={case[key]}" for key in ("pp", "micro", "recompute"))
+    return f"{words} schedule={schedule}{chunks} precision=fp64"
+
+
+def task_of(case: Case) -> programs.Task:
+    layers = int(case["pp"]) * int(case["chunks"]) + 1
+    return task(case["model"], layers, SEQUENCES_EACH * int(case["micro"]))
+
+
+def task(model: str, layers: int, sequences: int, steps: int = STEPS) -> programs.Task:
+    """A model of so many blocks, trained on global batches of so many sequences."""
+    return programs.Task(
+        build_of(model, layers),
+        functools.partial(programs.batches, sequences=sequences, length=LENGTH),
+        steps=steps,
+    )
+
+
+def build_of(model: str, layers: int) -> Any:
+    return functools.partial(getattr(pipeline_models, model), layers=layers)
+
+
+def name_of(case: Case) -> str:
+    return "-".join(f"{key}={option}" for key, option in case.items())
+
+
+def _exists(case: Case) -> bool:
+    if case["schedule"] == "file":
+        return True
+    try:
+        GENERATORS[case["schedule"]].chunks_for(case["schedule"], int(case["chunks"]))
+    except ScheduleError:
+        return False
+    return True

@@ -1,0 +1,128 @@
+"""A model in stages computes what it does in one process: loss, norm, every gradient, weights."""
+
+import functools
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from torch import Tensor
+
+import pipeline_plans
+import programs
+from covering import Case
+from plait.parallel import held
+from plait.parallel.pipeline import run as executor
+from pool import Pool
+
+
+def check_parity(pool: Pool, case: Case, folder: Path) -> None:
+    task = pipeline_plans.task_of(case)
+    ours, *others = pool.run(programs.train_task, int(case["pp"]), task, pipeline_plans.plan_of(case, folder))
+    oracle = oracle_of(case["model"], *map(int, (case["pp"], case["chunks"], case["micro"])))
+    assert programs.largest_difference(ours.first_weights, oracle.first_weights)[0] == 0
+    programs.assert_same(ours, oracle)
+    for other in others:
+        assert (other.losses, other.norms) == (ours.losses, ours.norms)
+        assert not other.weights, "whole tensors are rank 0's"
+    assert all(norm > 2 * programs.CLIP for norm in oracle.norms), "clipping was not active"
+
+
+@functools.cache
+def oracle_of(model: str, pp: int, chunks: int, micro: int) -> programs.Trace:
+    """From the first weights of one rank: they follow from names and the seed."""
+    case = {"model": model, "pp": str(pp), "chunks": str(chunks), "micro": str(micro)}
+    task = pipeline_plans.task_of(case)
+    first = programs.engine_of(task, f"micro={micro} precision=fp64").whole_parameters()
+    return programs.one_process_task(task, first, 1)
+
+
+@pytest.mark.parametrize("case", pipeline_plans.few_cases(), ids=pipeline_plans.name_of)
+def test_a_models_stages_train_as_the_one_process_program_does(
+    pool: Pool, case: Case, tmp_path: Path
+) -> None:
+    check_parity(pool, case, tmp_path)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("case", pipeline_plans.all_cases(), ids=pipeline_plans.name_of)
+def test_under_every_schedule_stages_train_as_the_one_process_program_does(
+    pool: Pool, case: Case, tmp_path: Path
+) -> None:
+    check_parity(pool, case, tmp_path)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-h1", "zbv"])
+def test_over_gloo_stages_train_as_the_one_process_program_does(
+    pool: Pool, schedule: str, tmp_path: Path
+) -> None:
+    check_parity(pool.over("gloo"), _case(schedule, "tied_llama"), tmp_path)
+
+
+# --- without communication
+
+
+def _case(schedule: str, model: str) -> Case:
+    chunks = "1" if schedule in ("1f1b", "zb-h1") else "2"
+    options = {"schedule": schedule, "pp": "2", "micro": "4", "chunks": chunks}
+    return {**options, "recompute": "none", "model": model}
+
+
+def _train_deaf(task: programs.Task, plan: str, what: str) -> programs.Trace:
+    """A training in which something is sent and not heard."""
+    if what in ("activations", "gradients"):
+        heard, silence = (executor.Inbox, "post"), _silent_inbox(what)
+    else:
+        heard, silence = (held, "all_reduce"), _silent_sum("gradients of" if what == "shared" else "")
+    with mock.patch.object(*heard, silence):
+        return programs.train_task(task, plan)
+
+
+def _silent_inbox(what: str) -> Any:
+    """Zeros arrive."""
+    post = executor.Inbox.post
+
+    def silent(self: executor.Inbox, specs: Any) -> Any:
+        posted = post(self, specs)
+        if self._line.label.startswith(what):
+            wait = posted.wait
+            posted.wait = lambda: [t.zero_() if t.is_floating_point() else t for t in wait()]  # type: ignore[method-assign]
+        return posted
+
+    return silent
+
+
+def _silent_sum(of: str) -> Any:
+    """Each rank keeps what it gave. `of`: how the label begins; nothing: there is none."""
+    all_reduce = held.all_reduce
+
+    def silent(tensor: Tensor, group: Any, *args: Any, label: str = "") -> None:
+        if not (label.startswith(of) if of else not label):
+            all_reduce(tensor, group, *args, label=label)
+
+    return silent
+
+
+@pytest.mark.parametrize(
+    ("what", "differs"),
+    [
+        ("activations", "gradient of"),
+        ("gradients", "gradient of"),
+        ("shared", "gradient of"),
+        ("norm", "gradient of|loss or norm"),
+    ],
+)
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_without_what_stages_tell_each_other_the_numbers_are_others(
+    pool: Pool, schedule: str, what: str, differs: str, tmp_path: Path
+) -> None:
+    """Under zbv the first stage and the last are on one rank, and share without a message."""
+    case = _case(schedule, "tied_llama")
+    task, plan = pipeline_plans.task_of(case), pipeline_plans.plan_of(case, tmp_path)
+    ours = pool.run(_train_deaf, 2, task, plan, what)[0]
+    oracle = oracle_of("tied_llama", 2, int(case["chunks"]), 4)
+    if (schedule, what) == ("zbv", "shared"):
+        programs.assert_same(ours, oracle)
+        return
+    with pytest.raises(AssertionError, match=differs):
+        programs.assert_same(ours, oracle)
