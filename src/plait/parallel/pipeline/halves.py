@@ -77,6 +77,12 @@ class Queued:
         """Those whose gradients are to come, as often as they will."""
         return [p for use in self._uses for p in (use.bias, use.weight) if p is not None]
 
+    def num_bytes(self) -> int:
+        """Of what is held until then, each storage once."""
+        held = (tensor for use in self._uses for tensor in (use.dy, use.x) if tensor is not None)
+        storages = {s._cdata: s.nbytes() for s in (tensor.untyped_storage() for tensor in held)}
+        return sum(storages.values())
+
     @torch.no_grad()
     def run(self, deliver: Deliver) -> None:
         """Computes the gradients, each in its parameter's shape and dtype, and hands them over. A parameter
@@ -99,6 +105,37 @@ def split_linears(modules: Iterable[nn.Module], halves: Halves) -> int:
                 layer.forward = MethodType(SplitLinear(halves, original, _FORWARDS[original]), layer)
                 num_split += 1
     return num_split
+
+
+class RestBytes:
+    """What the second halves of backwards will hold, seen on a forward of the modules: each input's storage
+    once, and a gradient for each output."""
+
+    def __init__(self) -> None:
+        self._inputs: dict[int, Tensor] = {}  # by storage
+        self._output_bytes = 0
+
+    @property
+    def total(self) -> int:
+        return self._output_bytes + sum(x.untyped_storage().nbytes() for x in self._inputs.values())
+
+    @contextmanager
+    def watching(self, module: nn.Module) -> Iterator[None]:
+        handles = [
+            layer.register_forward_hook(self._called, with_kwargs=True)
+            for layer in module.modules()
+            if isinstance(getattr(layer.forward, "__func__", None), SplitLinear)
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _called(self, _: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
+        [x] = (*args, *kwargs.values())
+        self._inputs[x.untyped_storage()._cdata] = x  # which keeps it, so that no address comes twice
+        self._output_bytes += output.nbytes
 
 
 # Whether the weight is transposed.
