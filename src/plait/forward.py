@@ -100,9 +100,9 @@ class Forward:
     def foretold_bytes(
         self, batch_shape: tuple[int, int], device: torch.device, whole: nn.Module | None
     ) -> tuple[int, int] | None:
-        """What `saved_bytes` will be for token ids of this (batch, sequence) shape, and what is kept after the
-        first half of a backward in halves, if that can be told. `whole`: of a model in stages a twin on meta,
-        to see what this one receives."""
+        """What `saved_bytes` will be for token ids of this (batch, sequence) shape, and what is kept between
+        the halves of a backward, if that can be told. `whole`: of a model in stages a twin on meta, to see
+        what this one receives."""
         ids = torch.zeros(batch_shape, dtype=torch.long, device="meta")
         batch = {"input_ids": ids, "labels": ids}
         # Whatever the user's model raises without values (or cannot be copied), it can still be trained.

@@ -65,7 +65,7 @@ class Queued:
     """What one backward has left to compute, in its order."""
 
     def __init__(self) -> None:
-        self._uses: deque[_Use] = deque()
+        self._uses: deque[_Use | _Early] = deque()
 
     def __len__(self) -> int:
         return len(self._uses)
@@ -73,13 +73,17 @@ class Queued:
     def add(self, use: "_Use") -> None:
         self._uses.append(use)
 
+    def keep(self, parameter: Tensor, gradient: Tensor) -> None:
+        """One that is computed already, to be delivered in its turn."""
+        self._uses.append(_Early(parameter, gradient))
+
     def parameters(self) -> list[Tensor]:
         """Those whose gradients are to come, as often as they will."""
-        return [p for use in self._uses for p in (use.bias, use.weight) if p is not None]
+        return [parameter for use in self._uses for parameter in use.parameters()]
 
     def num_bytes(self) -> int:
         """Of what is held until then, each storage once."""
-        held = (tensor for use in self._uses for tensor in (use.dy, use.x) if tensor is not None)
+        held = (tensor for use in self._uses for tensor in use.held())
         storages = {s._cdata: s.nbytes() for s in (tensor.untyped_storage() for tensor in held)}
         return sum(storages.values())
 
@@ -133,7 +137,8 @@ class RestBytes:
                 handle.remove()
 
     def _called(self, _: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
-        [x] = (*args, *kwargs.values())
+        given: list[Tensor] = [*args, *kwargs.values()]
+        [x] = given
         self._inputs[x.untyped_storage()._cdata] = x  # which keeps it, so that no address comes twice
         self._output_bytes += output.nbytes
 
@@ -227,6 +232,12 @@ class _Use:
         """What was computed from parameters needs its gradient now: theirs follow from it."""
         return all(given is None or given.is_leaf for given in (self.weight, self.bias))
 
+    def parameters(self) -> list[Tensor]:
+        return [parameter for parameter in (self.bias, self.weight) if parameter is not None]
+
+    def held(self) -> list[Tensor]:
+        return [self.dy] if self.x is None else [self.dy, self.x]
+
     def weight_gradient(self) -> Tensor | None:
         if self.weight is None:
             return None
@@ -242,3 +253,20 @@ class _Use:
                 found = gradient()
                 assert found is not None
                 deliver(parameter, found)
+
+
+@dataclass(frozen=True)
+class _Early:
+    """A gradient of no split layer."""
+
+    parameter: Tensor
+    gradient: Tensor
+
+    def parameters(self) -> list[Tensor]:
+        return [self.parameter]
+
+    def held(self) -> list[Tensor]:
+        return [self.gradient]
+
+    def finish(self, deliver: Deliver) -> None:
+        deliver(self.parameter, self.gradient)
