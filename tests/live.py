@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -14,8 +14,8 @@ from plait.models import causal_lm_on_meta
 from plait.parallel.sums import PlainSums
 from plait.parallel.units import Unit
 from plait.plan import MemoryUse
-from plait.plan.schedule import Action, B, F, Kind
-from pool import Pool, Ranks
+from plait.plan.schedule import Action, B, Kind
+from pool import Pool, PoolOver
 
 HIDDEN, FFN, KV, HEAD_DIM, LENGTH, VOCABULARY, LAYERS = 64, 176, 32, 16, 32, 61, 8
 SEQUENCES = 2  # of a micro-batch
@@ -38,7 +38,7 @@ def llama() -> nn.Module:
 
 
 class Shift(nn.Module):
-    """Keeps one tensor for backward, the product's input, which is neither what it was given nor its result."""
+    """Keeps one tensor for backward, the product's input: neither what it was given nor its result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,11 @@ def counted(build: Any, plan: str) -> Counted:
         def tell(action: Action, run: Any) -> None:
             actions.append(action)
             live.append(watch.now())
-            sent.append(sum(outbox.held_bytes for outbox in run._p._outboxes.values()))
+            here = [
+                t for given in run._here.values() for t in (given[1] if isinstance(given, tuple) else given)
+            ]
+            outboxes = run._p._outboxes.values()
+            sent.append(sum(t.nbytes for t in here) + sum(outbox.held_bytes for outbox in outboxes))
             received.append(sum(t.nbytes for posted in run._posted.values() for t in posted._tensors))
 
         with after_actions(tell):
@@ -161,8 +165,8 @@ def test_ranks_keep_what_their_schedule_says_and_what_was_foretold(pool: Pool, p
         for kept, expected in zip(found.kept, said(found), strict=True):
             assert kept == pytest.approx(expected, abs=0.005 * peak)
         assert found.kept[-1] < 0.001 * peak, "a step leaves something"
-        assert found.measured.activations == pytest.approx(peak, rel=0.01)
-        assert found.foretold.activations == pytest.approx(peak, rel=0.01)
+        assert found.measured.activations == pytest.approx(peak, rel=0.05)
+        assert found.foretold.activations == pytest.approx(peak, rel=0.05)
 
 
 def in_flight(found: Counted) -> list[int]:
@@ -188,7 +192,7 @@ def test_recompute_keeps_the_inputs_of_blocks(pool: Pool) -> None:
 
 
 def test_between_the_halves_of_a_backward_linear_layers_keep_inputs_and_gradients(pool: Pool) -> None:
-    """Of a block: inputs of q, k and v (one), o, gate and up (one), and down; gradients of all seven outputs."""
+    """Of a block: inputs of q, k and v (one), o, gate and up (one), down; gradients of all seven outputs."""
     first, _ = pool.run(counted, 2, llama, "pp=2 stages=4,4 micro=4 schedule=zb-h1")
     of_a_block = (3 * HIDDEN + FFN) + (3 * HIDDEN + 2 * KV + 2 * FFN)
     at = first.actions.index(B(0, 3))
@@ -199,22 +203,24 @@ def test_between_the_halves_of_a_backward_linear_layers_keep_inputs_and_gradient
 
 
 @pytest.fixture(params=["host", "gloo"])
-def over(request: pytest.FixtureRequest, workers: Pool) -> Ranks:
+def over(request: pytest.FixtureRequest, workers: Pool) -> PoolOver:
     return workers.over(request.param)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_outputs_live_until_they_are_sent_and_inputs_until_they_are_used(over: Ranks, schedule: str) -> None:
+def test_outputs_live_until_they_are_sent_and_inputs_until_they_are_used(
+    over: PoolOver, schedule: str
+) -> None:
     """What a stage of two blocks keeps is two tensors; all else that lives is on its way."""
     message = 4 * TOKENS * HIDDEN
     first, last = over.run(counted, 2, Shifts, f"pp=2 stages=2,2 micro=5 schedule={schedule}")
     for found in (first, last):
         for kept, number in zip(found.kept, in_flight(found), strict=True):
             assert kept == pytest.approx(2 * message * number, abs=512)
-    if schedule == "gpipe":  # gradients come when all forwards are done: no output is on its way any more
-        at = first.actions.index(B(0, 0))
-        assert first.sent[at:] == [0] * 5
+    if schedule == "gpipe" and over.transport == "host":  # over Gloo a thread tells when something is sent
         assert first.sent[0] == message
+        at = first.actions.index(B(0, 1))  # all forwards are done, and nothing is to be sent
+        assert first.sent[at:] == [0] * 4
 
 
 # --- gradients
@@ -240,14 +246,12 @@ def test_whole_gradients_are_not_held_while_micro_batches_accumulate(
 ) -> None:
     plan = f"dp=2 pp=2 micro=3 schedule={schedule} prefetch=1"
     for foretold, measured, largest, held, all_bytes in pool.run(_accumulated, 4, f"{plan} zero={zero}"):
-        assert held[:-2] == [0] * (len(held) - 2)  # at the end of a step what travels lands later
+        assert held[:-1] == [0] * (len(held) - 1)  # at the end of a step what travels lands later
         assert measured.buffers <= foretold.buffers
-        assert measured.buffers < (3 if zero == 2 else 6) * largest < all_bytes + largest
+        if zero == 2:  # at stage 3 parameters come and go too
+            assert measured.buffers <= 3 * largest < all_bytes
     for _, _, _, held, _ in pool.run(_accumulated, 4, f"{plan} zero=1"):
         assert min(held) > 0
-
-
-Event = tuple[str, int]
 
 
 def _events(plan: str) -> tuple[list[Action], dict[int, list[Any]], dict[int, int]]:
@@ -299,8 +303,9 @@ def _materialised(plan: str) -> tuple[int, int, int, int, bool]:
     with LiveBytes() as watch:
         engine = plait.parallelize(model, plan, optimizer=torch.optim.SGD, seed=3)
     own = sum(unit.layout.numel for unit in engine._held.units)
-    real = sum(p.numel() for p in model.parameters() if not p.is_meta)
-    return watch.peak_bytes // 4, own, largest, whole, real == own
+    named = {name for unit in engine._held.units for name in unit.parameters}
+    real = {name for name, p in model.named_parameters() if not p.is_meta}
+    return watch.peak_bytes // 4, own, largest, whole, real == named
 
 
 def test_no_rank_makes_the_weights_of_other_ranks(pool: Pool) -> None:
@@ -309,5 +314,5 @@ def test_no_rank_makes_the_weights_of_other_ranks(pool: Pool) -> None:
         _materialised, 4, "pp=4 micro=4 precision=fp32"
     ):
         assert own < peak <= 2 * own + 3 * largest
-        assert peak < 0.75 * whole
+        assert peak < 0.7 * whole
         assert others_are_on_meta
