@@ -345,7 +345,8 @@ class Engine:
 
     def memory(self) -> MemoryUse:
         """Bytes that this rank holds. Activations: what all micro-batches between their forward and their
-        backward keep at a time, of what one keeps on a stage, measured in the first step (None before it)."""
+        backward, or the other half of that, keep at a time, of what one keeps on a stage, measured in the
+        first step (None before it)."""
         return held_bytes(self._held, self._owned, self.plan, self._passes.saved_bytes())
 
     def predicted_memory(self, batch_shape: tuple[int, int]) -> MemoryUse:

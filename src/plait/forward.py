@@ -25,6 +25,7 @@ from plait.models import (
     watch_saved,
 )
 from plait.parallel import Zero
+from plait.parallel.pipeline import RestBytes
 from plait.parallel.tensor import CutLayers
 from plait.plan import TensorPlan
 
@@ -105,9 +106,10 @@ class Forward:
 
     def foretold_bytes(
         self, batch_shape: tuple[int, int], device: torch.device, whole: nn.Module | None
-    ) -> int | None:
-        """What `saved_bytes` will be for token ids of this (batch, sequence) shape, if that can be told.
-        `whole`: of a model in stages a twin on meta, to see what this one receives."""
+    ) -> tuple[int, int] | None:
+        """What `saved_bytes` will be for token ids of this (batch, sequence) shape, and what is kept between
+        the halves of a backward, if that can be told. `whole`: of a model in stages a twin on meta, to see
+        what this one receives."""
         ids = torch.zeros(batch_shape, dtype=torch.long, device="meta")
         batch = {"input_ids": ids, "labels": ids}
         # Whatever the user's model raises without values (or cannot be copied), it can still be trained.
@@ -124,6 +126,7 @@ class Forward:
                 if self.is_last:
                     self.loss()(outputs, batch)
 
-            with received:
-                return saved_bytes(twin, run, device)
+            rest = RestBytes()
+            with received, rest.watching(twin):
+                return saved_bytes(twin, run, device), rest.total
         return None

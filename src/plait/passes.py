@@ -159,7 +159,11 @@ class Passes:
 
     def saved_bytes(self) -> int | None:
         """The most that is kept for backward at a time."""
-        kept = {number: stage.saved_bytes for number, stage in self._parts.stages.items()}
+        rest_bytes = self._parts.pipeline.rest_bytes
+        kept = {
+            number: None if stage.saved_bytes is None else (stage.saved_bytes, rest_bytes.get(number, 0))
+            for number, stage in self._parts.stages.items()
+        }
         return self._peak(kept)
 
     def foretold_bytes(self, batch_shape: tuple[int, int], device: torch.device) -> int | None:
@@ -169,17 +173,22 @@ class Passes:
         }
         return self._peak(kept)
 
-    def _peak(self, kept: Mapping[int, int | None]) -> int | None:
-        """Over this rank's actions, of what one micro-batch keeps on each stage."""
+    def _peak(self, kept: Mapping[int, tuple[int, int] | None]) -> int | None:
+        """Over this rank's actions, of what one micro-batch keeps on each stage: from its forward to its
+        backward, and from there to the backward's other half."""
         most = held = 0
         for action in self._schedule.ranks[self._parts.groups.pipeline.rank]:
-            num_bytes = kept[action.stage]
-            if num_bytes is None:
+            found = kept[action.stage]
+            if found is None:
                 return None
+            saved, rest = found
+            splits = (action.stage, action.micro) in self._schedule.split
             if action.kind is Kind.F:
-                held += num_bytes
-            elif action.kind is Kind.W or (action.stage, action.micro) not in self._schedule.split:
-                held -= num_bytes
+                held += saved
+            elif action.kind is Kind.B:
+                held += (rest if splits else 0) - saved
+            else:
+                held -= rest
             most = max(most, held)
         return most
 

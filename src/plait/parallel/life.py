@@ -1,6 +1,6 @@
 """How a model comes to life in its units: with first weights that are the same on every data rank."""
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from plait.models import initialise
 from plait.parallel.groups import DataGroups, PartialSums
 from plait.parallel.holdings import buffer_dtype
 from plait.parallel.reduce import UnderWay
-from plait.parallel.units import Cut, Unit, bind
+from plait.parallel.units import Cut, Unit
 from plait.parallel.walk import Bundle
 from plait.parallel.zero import Zero
 from plait.plan import Plan
@@ -69,8 +69,23 @@ def bring_to_life(
 ) -> Zero:
     """The model, or one stage of it, whose parameters are views of units from now on."""
     owners = _owners(model, dict(blocks), units)
-    bind(model, units, others)
+    _bind(model, units, others)
     return Zero(model, tuple(owners), owners, plan, groups, partial, under_way, cut)
+
+
+def _bind(model: nn.Module, units: Iterable[Unit], others: Mapping[str, nn.Parameter]) -> None:
+    """Puts the units' parameters, and `others` by name, into the model. Tied parameters stay tied."""
+    old = dict(model.named_parameters())
+    new = {id(old[name]): parameter for name, parameter in others.items()}
+    for unit in units:
+        unit.adopt(old)
+        new |= {id(old[name]): parameter for name, parameter in unit.parameters.items()}
+    for module in model.modules():
+        for key, held in module._parameters.items():
+            if held is not None:
+                module._parameters[key] = new[id(held)]
+    for unit in units:
+        unit.note_versions()
 
 
 def let_go(model: nn.Module, kept: Set[int]) -> None:

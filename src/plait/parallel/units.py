@@ -35,12 +35,17 @@ runs right after copies (first micro-batch) or adds (later ones) it into `incomi
 tensor. One pass over memory, which is also the conversion. Letting autograd accumulate into views of
 the flat storage instead would cost a zero-fill, a read and an add, and would sum bf16 gradients in
 bf16.
+
+[Note: gradients that are early]
+A backward in halves computes what is no linear layer's (norms') in its first half. In `incoming` a few such
+numbers would hold a whole unit's memory until the other half comes. Where that is not held anyway, they wait
+with what that half computes, and are delivered in their turn.
 """
 
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
@@ -123,6 +128,7 @@ class Unit:
         self.on_complete: list[Callable[[Unit], None]] = []
         # Called when a gradient comes although a reduction of the unit is under way: it has to land first.
         self.on_late: Callable[[Unit], None] = lambda _: None
+        self.keep_early: Callable[[Tensor, Tensor], object] | None = None  # see [Note: gradients that ...]
         self._views = self.pieces_of(self.storage)
         self.whole.free()
         self._nan = torch.full((), math.nan, dtype=cut.compute, device=cut.device)
@@ -331,7 +337,11 @@ class Unit:
             return  # it comes with the second half of this backward
         self._check_expected(index, parameter)
         gradient, parameter.grad = parameter.grad, None
-        self._add(index, gradient, last=True)
+        if self.keep_early is not None:
+            self.keep_early(parameter, gradient)
+            self._arrived[index] = True
+        else:
+            self._add(index, gradient, last=True)
 
     def _add(self, index: int, gradient: Tensor, *, last: bool) -> None:
         """To `incoming`. `last`: of this parameter, in this backward."""
@@ -378,21 +388,6 @@ def changed_behind_our_back(name: str) -> ModelError:
         expected="weights that only the engine changes: its master weights know nothing of others",
         hint="load weights before parallelize, or with engine.load_state",
     )
-
-
-def bind(model: nn.Module, units: Iterable[Unit], others: Mapping[str, nn.Parameter]) -> None:
-    """Puts the units' parameters, and `others` by name, into the model. Tied parameters stay tied."""
-    old = dict(model.named_parameters())
-    new = {id(old[name]): parameter for name, parameter in others.items()}
-    for unit in units:
-        unit.adopt(old)
-        new |= {id(old[name]): parameter for name, parameter in unit.parameters.items()}
-    for module in model.modules():
-        for key, held in module._parameters.items():
-            if held is not None:
-                module._parameters[key] = new[id(held)]
-    for unit in units:
-        unit.note_versions()
 
 
 def _zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:

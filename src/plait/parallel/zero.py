@@ -92,6 +92,9 @@ class Rest(Protocol):
     def parameters(self) -> Sequence[Tensor]:
         """Those whose gradients are to come, as often as they will."""
 
+    def keep(self, parameter: Tensor, gradient: Tensor) -> None:
+        """One that the first half has computed already, to be delivered in its turn."""
+
     def run(self, deliver: Callable[[Tensor, Tensor], object]) -> None:
         """Computes them; `deliver(parameter, gradient)`."""
 
@@ -178,13 +181,22 @@ class Zero:
                 raise changed_behind_our_back(name)
 
     def backward(
-        self, roots: Sequence[Root], gradients: Sequence[Tensor | None], *, last: bool, half: bool = False
+        self,
+        roots: Sequence[Root],
+        gradients: Sequence[Tensor | None],
+        *,
+        last: bool,
+        rest: Rest | None = None,
     ) -> None:
         """Runs a micro-batch's backward from `roots`, whose gradients these are (None: of a scalar, 1); with
-        `last`, the step's gradients are complete after it. With `half` the gradients of some weights come
-        later, by `finish_backward`."""
+        `last`, the step's gradients are complete after it. With `rest` the gradients of some weights come
+        later, by `finish_backward`: all of them where whole gradients do not stay, see [Note: gradients
+        that are early] in `units.py`."""
+        half = rest is not None
         self._gatherer.begin_backward(half=half)
         self._reducer.begin_micro(last=last and not half, half=half)
+        for unit in self.trained:
+            unit.keep_early = None if rest is None or self.cut.whole_gradients else rest.keep
         if roots:  # else nothing before them trains
             torch.autograd.backward(roots, gradients)  # type: ignore[arg-type]  # a mixture is fine
         self._gatherer.walk_on()
@@ -193,6 +205,8 @@ class Zero:
 
     def finish_backward(self, rest: Rest, *, last: bool) -> None:
         """A backward's second half: computes gradients of weights and takes them over."""
+        for unit in self.trained:
+            unit.keep_early = None
         for parameter in rest.parameters():
             self._unit_of[id(parameter)].expect(parameter)
         self._reducer.begin_rest(last=last)

@@ -22,7 +22,7 @@ class MemoryUse:
     """Bytes that one rank holds, by category. `activations` is None where nobody can say.
 
     buffers       the most that is held at a time for gathered parameters and travelling gradients
-    activations   what one micro-batch keeps from forward to backward
+    activations   the most that micro-batches keep at a time from their forwards to their backwards
     host, disk    what is offloaded: not on the device, and in no other category
     """
 

@@ -14,7 +14,7 @@ from plait.train.metrics import read_metrics
 
 
 def predicted_memory(recipe: Recipe, engine: Engine) -> MemoryUse:
-    """Bytes that a rank will hold: activations are those of one micro-batch."""
+    """Bytes that this rank will hold."""
     shares = engine.data_ranks * engine.plan.micro
     return engine.predicted_memory((recipe.run.batch // shares, recipe.data.sequence))
 

@@ -65,7 +65,7 @@ class Queued:
     """What one backward has left to compute, in its order."""
 
     def __init__(self) -> None:
-        self._uses: deque[_Use] = deque()
+        self._uses: deque[_Use | _Early] = deque()
 
     def __len__(self) -> int:
         return len(self._uses)
@@ -73,9 +73,19 @@ class Queued:
     def add(self, use: "_Use") -> None:
         self._uses.append(use)
 
+    def keep(self, parameter: Tensor, gradient: Tensor) -> None:
+        """One that is computed already, to be delivered in its turn."""
+        self._uses.append(_Early(parameter, gradient))
+
     def parameters(self) -> list[Tensor]:
         """Those whose gradients are to come, as often as they will."""
-        return [p for use in self._uses for p in (use.bias, use.weight) if p is not None]
+        return [parameter for use in self._uses for parameter in use.parameters()]
+
+    def num_bytes(self) -> int:
+        """Of what is held until then, each storage once."""
+        held = (tensor for use in self._uses for tensor in use.held())
+        storages = {s._cdata: s.nbytes() for s in (tensor.untyped_storage() for tensor in held)}
+        return sum(storages.values())
 
     @torch.no_grad()
     def run(self, deliver: Deliver) -> None:
@@ -99,6 +109,38 @@ def split_linears(modules: Iterable[nn.Module], halves: Halves) -> int:
                 layer.forward = MethodType(SplitLinear(halves, original, _FORWARDS[original]), layer)
                 num_split += 1
     return num_split
+
+
+class RestBytes:
+    """What the second halves of backwards will hold, seen on a forward of the modules: each input's storage
+    once, and a gradient for each output."""
+
+    def __init__(self) -> None:
+        self._inputs: dict[int, Tensor] = {}  # by storage
+        self._output_bytes = 0
+
+    @property
+    def total(self) -> int:
+        return self._output_bytes + sum(x.untyped_storage().nbytes() for x in self._inputs.values())
+
+    @contextmanager
+    def watching(self, module: nn.Module) -> Iterator[None]:
+        handles = [
+            layer.register_forward_hook(self._called, with_kwargs=True)
+            for layer in module.modules()
+            if isinstance(getattr(layer.forward, "__func__", None), SplitLinear)
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _called(self, _: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
+        given: list[Tensor] = [*args, *kwargs.values()]
+        [x] = given
+        self._inputs[x.untyped_storage()._cdata] = x  # which keeps it, so that no address comes twice
+        self._output_bytes += output.nbytes
 
 
 # Whether the weight is transposed.
@@ -190,6 +232,12 @@ class _Use:
         """What was computed from parameters needs its gradient now: theirs follow from it."""
         return all(given is None or given.is_leaf for given in (self.weight, self.bias))
 
+    def parameters(self) -> list[Tensor]:
+        return [parameter for parameter in (self.bias, self.weight) if parameter is not None]
+
+    def held(self) -> list[Tensor]:
+        return [self.dy] if self.x is None else [self.dy, self.x]
+
     def weight_gradient(self) -> Tensor | None:
         if self.weight is None:
             return None
@@ -205,3 +253,20 @@ class _Use:
                 found = gradient()
                 assert found is not None
                 deliver(parameter, found)
+
+
+@dataclass(frozen=True)
+class _Early:
+    """A gradient of no split layer."""
+
+    parameter: Tensor
+    gradient: Tensor
+
+    def parameters(self) -> list[Tensor]:
+        return [self.parameter]
+
+    def held(self) -> list[Tensor]:
+        return [self.gradient]
+
+    def finish(self, deliver: Deliver) -> None:
+        deliver(self.parameter, self.gradient)

@@ -62,11 +62,12 @@ class Pipeline:
     """Runs schedules over the stages of this rank and those of its neighbours."""
 
     def __init__(self, rank_of: Mapping[int, int], mesh: Mesh, halves: Halves) -> None:
-        """`rank_of`: the place on `pp` of every stage. `halves`: of the stages' linear layers. All
-        ranks of the pipeline make theirs at the same point of the program."""
+        """`rank_of`: the place on `pp` of every stage. `halves`: of the stages' linear layers. All ranks of
+        the pipeline make theirs at the same point of the program."""
         self._rank = mesh.coord["pp"]
         self._rank_of = rank_of
         self.halves = halves
+        self.rest_bytes: dict[int, int] = {}  # by stage: what the first backward in halves left for later
         self._last_stage = max(rank_of)
         self.device = mesh.world.device
         self._outboxes: dict[tuple[str, int], Outbox] = {}  # by what is sent, and to whom
@@ -104,6 +105,8 @@ class Pipeline:
         clock = _Clock(self.device) if records else None
         actions = schedule.ranks[self._rank]
         for place, action in enumerate(actions):
+            for outbox in self._outboxes.values():
+                outbox.sweep()  # after a rank's last forward nothing else would, for all of its backwards
             run.post(action)
             for coming in actions[place + 1 : place + 1 + _AHEAD]:
                 run.post_if_known(coming)
@@ -174,13 +177,15 @@ class _Run:
         roots, flight.roots = flight.roots, []
         is_final = self._final[stage] == action
         with timed, self._p.halves.collecting() if half else nullcontext() as queued:
-            self._stages[stage].zero.backward(roots, gradients, last=is_final, half=half)
+            self._stages[stage].zero.backward(roots, gradients, last=is_final, rest=queued)
             del roots, gradients
         if flight.arrival is not None:
             self._give_back(action, flight.arrival.take_gradients())
             flight.arrival = None
-        if half:
+        if queued is not None:
             flight.queued = queued
+            if stage not in self._p.rest_bytes:
+                self._p.rest_bytes[stage] = queued.num_bytes()
         else:
             del self._flights[stage, micro]
 
