@@ -38,6 +38,7 @@ Batch = Mapping[str, Tensor]
 class Engine:
     """Trains one model under one plan. Made by `parallelize`.
 
+    layout  of what this rank holds of it
     model   the one that was given: in place where it is one stage; of several, this rank's blocks of it
     probed  what its probe found, if it was asked for one
     """
@@ -57,6 +58,7 @@ class Engine:
         self._parts = Parts.of(model, plan, how, mesh, blocks)
         self._groups = self._parts.groups
         self._held = self._parts.held
+        self.layout = self._parts.layout
         self._owned = self._parts.owned
         self._state = self._parts.state
         self._passes = Passes(self._parts, how.schedule)

@@ -80,6 +80,8 @@ class Parts:
         facts = unit_facts(model, blocks, how.group_of)
         rank_of = how.schedule.rank_of
         holdings = Holdings.of(model, facts, how.stages, rank_of, mesh.grid, Place.all_of(how.tensor), plan)
+        if not holdings.num_parameters:
+            raise ModelError("the model has nothing to train", given="no parameter that requires a gradient")
         layouts = holdings.layouts[groups.model.rank]
         layout = Layout(tuple(unit for of_stage in layouts.values() for unit in of_stage.units))
         masters = Masters(plan, layout, device, how.offload_dir)

@@ -210,7 +210,8 @@ class _Pass:
 
     def forward(self, number: int, received: Any) -> Any:
         micro, stage = self.micros[number], self.stage
-        with nullcontext() if self.seeds is None else self.seeds(self.number, number), stage.measured():
+        seeds = None if self.seeds is None else self.seeds(self.number, number)
+        with seeds or nullcontext(), stage.measured() if seeds else nullcontext():  # a probe is no step
             if not stage.is_last:
                 return stage.outputs(micro, received)
             if self.of_outputs:

@@ -195,8 +195,8 @@ def _nan_loss(engine: plait.Engine) -> Any:
     """A loss that is no number, and has a gradient that is."""
     original = engine._parts.stages[0].summed_loss
 
-    def poisoned(micro: Any) -> tuple[Tensor, Any]:
-        loss, count = original(micro)
+    def poisoned(micro: Any, received: Any) -> tuple[Tensor, Any]:
+        loss, count = original(micro, received)
         return loss + float("nan"), count
 
     return poisoned
