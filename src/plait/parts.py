@@ -138,12 +138,13 @@ def _forward_of(
 ) -> Forward:
     """Gives the stage's blocks the forwards that the plan asks for."""
     found = [block for _, block in part.blocks]
+    tensor = how.tensor.within(part.has)
     grid = TensorGroups(mesh.group("row"), mesh.group("col"))
-    cut = cut_layers(part.module, how.tensor, grid, part.blocks, sequence=plan.sp)
+    cut = cut_layers(part.module, tensor, grid, part.blocks, sequence=plan.sp)
     zone_randomness(
         part.module,
         found,
-        how.tensor,
+        tensor,
         sequence=plan.sp,
         device=mesh.world.device,
         row=grid.row.rank,
@@ -154,4 +155,4 @@ def _forward_of(
     recompute_blocks(found, plan.recompute)
     if plan.compile:
         compile_blocks(found, mesh.world.device)
-    return Forward(part, zero, cut, how.tensor, grid.col, how.loss, is_last=is_last)
+    return Forward(part, zero, cut, tensor, grid.col, how.loss, is_last=is_last)

@@ -65,6 +65,27 @@ def test_every_verb_does_what_it_says_on_every_group(pool: Pool, replicate: int,
         assert torch.equal(got["scattered"], whole[6 * place : 6 * place + 6])
 
 
+def _pairs() -> list[tuple[int, ...]]:
+    """Groups of two, of which ranks are in unlike numbers when they make the next one."""
+    world, found = connect(), []
+    for pair in ((0, 1), (0, 2), (1, 2), (0, 1), (1, 2)):
+        if world.rank in pair:
+            group = world.group_of(pair, "pairs")
+            total = torch.tensor([1 << rank for rank in pair])[[group.rank]]
+            all_reduce(total, group)
+            assert int(total) == sum(1 << rank for rank in pair)
+            found.append(group.ranks)
+    return found
+
+
+@pytest.mark.parametrize("transport", ["host", "gloo"])
+def test_groups_are_made_by_their_members_alone_however_many_others_they_are_in(
+    pool: Pool, transport: str
+) -> None:
+    found = pool.over(transport).run(_pairs, 3, timeout_s=20)
+    assert found == [[(0, 1), (0, 2), (0, 1)], [(0, 1), (1, 2), (0, 1), (1, 2)], [(0, 2), (1, 2), (1, 2)]]
+
+
 def _exchange(numel: int) -> tuple[torch.Tensor, torch.Tensor]:
     group = connect().group
     torch.manual_seed(group.rank)

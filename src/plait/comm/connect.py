@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from plait.comm.background import Background
 from plait.comm.host import Board, Neighbours, meet, open_group
-from plait.comm.torch_link import TorchLink
+from plait.comm.torch_link import TorchLink, among
 from plait.comm.transport import Transport
 from plait.comm.verbs import Group, all_reduce, barrier
 from plait.errors import CommError, unknown_key_hint
@@ -141,8 +141,10 @@ class World:
             return self._host_link(self._neighbours, ranks, lane)
         handle = self._handle
         if len(ranks) < self.size or lane:
-            handle = dist.new_group(list(ranks), timeout=self.timeout, use_local_synchronization=True)
-        assert isinstance(handle, dist.ProcessGroup), f"rank {self.rank} is not in {ranks}"
+            self._opened[ranks, lane] += 1
+            name = f"plait/{','.join(map(str, ranks))}/{lane}/{self._opened[ranks, lane]}"
+            handle = among(ranks, self.rank, name, self.timeout)
+        assert handle is not None, "a world that was left"
         return TorchLink(handle, ranks, ranks.index(self.rank))
 
     def _host_link(self, neighbours: Neighbours, ranks: tuple[int, ...], lane: str) -> Transport:

@@ -228,6 +228,30 @@ class _Message:
         return self._aside.is_done()
 
 
+def among(ranks: tuple[int, ...], rank: int, name: str, timeout: timedelta) -> dist.ProcessGroup:
+    """A group that its members alone make; they give it one name, which no other group has.
+
+    `torch.distributed.new_group(use_local_synchronization=True)` makes the name from how many groups a rank
+    is in. Members that are in unlike numbers of them, as in a pipeline, would wait for each other forever.
+    """
+    everyone = dist.group.WORLD
+    assert everyone is not None, "a world that was left"
+    backend, store = _world.pg_map[everyone]
+    device = everyone.bound_device_id
+    handle, _ = dist.distributed_c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(rank),
+        list(ranks),
+        backend,
+        store,
+        name,  # type: ignore[arg-type]  # a kind of str
+        timeout=timeout,
+        device_id=device,
+    )
+    _world.pg_group_ranks[handle] = {member: place for place, member in enumerate(ranks)}
+    return handle
+
+
 def over_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> TorchLink:
     """Gloo on its own: a process group that the program's torch.distributed has not made."""
     kind = dist.ProcessGroup.BackendType.GLOO

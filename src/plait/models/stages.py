@@ -43,6 +43,13 @@ class StageModule:
     blocks: list[tuple[str, nn.Module]]
     before: str | None = None
 
+    def has(self, name: str) -> bool:
+        """Whether the module of that name in the model is here, with its values."""
+        try:
+            return not any(True for _ in hollows(self.module.get_submodule(name)))
+        except AttributeError:  # it is inside another stage's block
+            return False
+
     def receiving(self, structure: Any) -> AbstractContextManager[None]:
         return receiving(self.module, structure)
 

@@ -22,8 +22,8 @@ one group, never parts of two, so that on every rank the number of its query hea
 its key heads, and attention finds the right key for each of its heads by the same rule as in the whole model.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from plait.errors import PlanError
@@ -258,6 +258,16 @@ class TensorPlan:
     pure: frozenset[str] = frozenset()
     attributes: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
     arguments: tuple[ArgumentCut, ...] = ()
+
+    def within(self, has: Callable[[str], bool]) -> "TensorPlan":
+        """What of it is about modules that `has` says yes to, by name."""
+        return replace(
+            self,
+            layers=tuple(layer for layer in self.layers if has(layer.module)),
+            regions=tuple(name for name in self.regions if has(name)),
+            attributes=tuple(found for found in self.attributes if has(found[0])),
+            arguments=tuple(found for found in self.arguments if has(found.module)),
+        )
 
     @property
     def logit_columns(self) -> tuple[Range, ...] | None:

@@ -1,0 +1,168 @@
+"""Random schedules that can run do run to their end, over a transport that holds nothing, with the numbers of one
+process.
+
+[Note: a transport without buffers]
+A channel that holds even one byte lets a sender go on before its receiver has asked. Here a message starts when
+its receiver has taken memory for it and has said so, and not a byte sooner: whoever relies on a message being
+under way hangs. The sender's half waits on a thread, as a network's would.
+"""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from plait.comm import Group, Mesh, Pending, connect, receive, send, start_receive, start_send
+from plait.parallel.pipeline import Halves, Pipeline, channel, split_linears
+from plait.parallel.pipeline.run import _Run
+from plait.plan import Grid
+from plait.plan.schedule import Schedule, check
+from pool import Pool
+from schedules import random_schedule
+
+RANKS, WIDTH, SAMPLES = 3, 4, 2
+NUM_SCHEDULES = 500
+
+
+class Meeting:
+    """`start_send` and `start_receive` that meet. See [Note: a transport without buffers]."""
+
+    def __init__(self) -> None:
+        self.asked_early = 0  # sends that nobody was waiting for yet
+
+    def start_send(self, tensor: Tensor, group: Group, to: int, *, label: str = "") -> Pending:
+        def when_asked() -> None:
+            asked = torch.zeros(1)
+            coming = start_receive(asked, group, to)
+            self.asked_early += not coming.is_done()
+            coming.wait()
+            send(tensor, group, to, label=label)
+
+        assert group.background is not None
+        return group.background.submit(when_asked)
+
+    def start_receive(self, tensor: Tensor, group: Group, source: int, *, label: str = "") -> Pending:
+        coming = start_receive(tensor, group, source, label=label)
+        asking = start_send(torch.ones(1), group, source)
+        return Pending(asking.wait, coming.wait, is_done=lambda: asking.is_done() and coming.is_done())
+
+
+class Block(nn.Module):
+    def __init__(self, stage: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        numbers = torch.Generator().manual_seed(stage)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=numbers, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class Plain:
+    """What an executor needs of ZeRO, for one data rank: autograd, and gradients where torch has them."""
+
+    def backward(
+        self, roots: Sequence[Any], gradients: Sequence[Tensor | None], *, last: bool, rest: Any = None
+    ) -> None:
+        if roots:
+            torch.autograd.backward(roots, gradients)
+
+    def finish_backward(self, rest: Any, *, last: bool) -> None:
+        def deliver(parameter: Tensor, gradient: Tensor) -> None:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+        rest.run(deliver)
+
+
+class Stage:
+    def __init__(self, number: int, last: int, inputs: Sequence[Tensor], halves: Halves) -> None:
+        self.zero: Any = Plain()
+        self.block = Block(number)
+        self.is_last = number == last
+        self.inputs = inputs
+        self.loss = 0.0
+        split_linears([self.block], halves)
+
+    def forward(self, micro: int, received: Any) -> Any:
+        out = self.block(self.inputs[micro] if received is None else received)
+        if not self.is_last:
+            return out
+        total = out.square().sum()
+        self.loss += total.item()
+        return total
+
+
+def inputs_of(schedule: Schedule) -> list[Tensor]:
+    numbers = torch.Generator().manual_seed(99)
+    return [
+        torch.randn(SAMPLES, WIDTH, generator=numbers, dtype=torch.float64)
+        for _ in range(schedule.num_micros)
+    ]
+
+
+def in_one_process(schedule: Schedule) -> tuple[float, list[nn.Module]]:
+    blocks = [Block(stage) for stage in range(schedule.num_stages)]
+    total = torch.zeros((), dtype=torch.float64)
+    for x in inputs_of(schedule):
+        total = total + nn.Sequential(*blocks)(x).square().sum()
+    total.backward()
+    return total.item(), list(blocks)
+
+
+def execute(schedule: Schedule, mesh: Mesh) -> None:
+    """This rank's part, compared with one process's."""
+    halves = Halves()
+    pipeline = Pipeline(schedule.rank_of, mesh, halves)
+    last = schedule.num_stages - 1
+    stages = {
+        stage: Stage(stage, last, inputs_of(schedule), halves)
+        for stage, rank in schedule.rank_of.items()
+        if rank == mesh.coord["pp"]
+    }
+    pipeline.run(schedule, stages, ["alike"] * schedule.num_micros)
+    loss, blocks = in_one_process(schedule)
+    for number, stage in stages.items():
+        assert number != last or stage.loss == pytest.approx(loss, rel=1e-12)
+        for mine, whole in zip(stage.block.parameters(), blocks[number].parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, whole.grad, rtol=1e-9, atol=1e-12)
+
+
+def schedule_of(seed: int) -> Schedule:
+    """A random one, of other numbers of micro-batches, chunks and splits each time."""
+    rng = random.Random(seed)
+    return random_schedule(
+        rng, RANKS, micros=rng.randint(1, 5), chunks=rng.randint(1, 3), splits=rng.choice([0, 0.5, 1])
+    )
+
+
+def search(seeds: range, *, meets: bool) -> tuple[int, int]:
+    """Runs the schedules of these seeds. Gives how many actions were done, and how many sends came early."""
+    mesh, meeting, num_actions = Mesh(connect(), Grid.along(pp=RANKS)), Meeting(), 0
+    with pytest.MonkeyPatch.context() as patch:
+        if meets:
+            patch.setattr(channel, "start_send", meeting.start_send)
+            patch.setattr(channel, "start_receive", meeting.start_receive)
+        for seed in seeds:
+            schedule = schedule_of(seed)
+            check(schedule)
+            print(f"seed {seed}\n{schedule}", flush=True)  # the last one is shown if ranks hang
+            execute(schedule, mesh)
+            num_actions += len(schedule.ranks[mesh.coord["pp"]])
+    return num_actions, meeting.asked_early
+
+
+def test_random_schedules_end_although_nothing_is_sent_before_it_is_asked_for(pool: Pool) -> None:
+    found = pool.over("host").run(search, RANKS, range(NUM_SCHEDULES), meets=True)
+    for num_actions, asked_early in found:
+        assert num_actions > 5 * NUM_SCHEDULES
+        assert asked_early > NUM_SCHEDULES, "hardly anybody had to wait: the transport holds messages"
+
+
+def test_random_schedules_end_over_gloo(pool: Pool) -> None:
+    pool.over("gloo").run(search, RANKS, range(NUM_SCHEDULES, NUM_SCHEDULES + 40), meets=False)

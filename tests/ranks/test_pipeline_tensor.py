@@ -1,0 +1,54 @@
+"""Pipelines whose stages are cut over `tp`, and beside data ranks: the numbers of one process."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+import pipeline_models
+import plait
+import programs
+from pool import Pool
+
+BUILDS = {
+    "llama": programs.llama,
+    "tied llama": programs.tied_llama,
+    "gpt2": functools.partial(pipeline_models.gpt2, layers=2),
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "plan"),
+    [
+        ("llama", "pp=2 tp=2 micro=3"),
+        ("llama", "pp=2 tp=2x1 micro=2 schedule=gpipe"),
+        ("tied llama", "pp=2 tp=2 sp=true micro=3"),
+        ("tied llama", "pp=2 dp=2 tp=2 zero=3 micro=3 schedule=zb-h1"),
+        ("gpt2", "pp=2 tp=2 micro=3 recompute=full"),
+    ],
+)
+def test_stages_cut_over_columns_and_rows_train_as_one_process(pool: Pool, model: str, plan: str) -> None:
+    build, num_ranks = BUILDS[model], 8 if "dp=2" in plan else 4
+    ours = pool.run(programs.train, num_ranks, build, f"{plan} precision=fp64")[0]
+    programs.assert_same(ours, programs.one_process(build, ours.first_weights, 3))
+
+
+def _foretold(plan: str) -> tuple[Any, Any]:
+    engine = plait.parallelize(programs.rough_llama(), f"{plan} precision=fp32", seed=3)
+    batch = programs.batches(1)[0]
+    sequences = programs.SEQUENCES // engine.plan.micro
+    foretold = engine.predicted_memory((sequences, programs.LENGTH))
+    loss = engine.evaluate(batch).loss_sum
+    logits = engine.outputs(batch, lambda outputs: outputs.logits)
+    engine.step(batch)
+    return (foretold, engine.memory()), (loss, logits)
+
+
+def test_their_memory_is_foretold_and_they_evaluate_alike(pool: Pool) -> None:
+    [(_, alone)] = pool.run(_foretold, 1, "micro=3")
+    for (foretold, measured), (loss, logits) in pool.run(_foretold, 4, "pp=2 tp=2 micro=3"):
+        assert foretold.activations == pytest.approx(measured.activations, rel=0.05)
+        assert foretold.parameters == measured.parameters
+        assert loss == pytest.approx(alone[0], rel=1e-5)
+        torch.testing.assert_close(logits, alone[1], rtol=1e-4, atol=1e-5)
