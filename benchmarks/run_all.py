@@ -14,6 +14,7 @@ BENCHMARKS = (
     "collectives",
     "data_parallel",
     "tensor_parallel",
+    "pipeline",
     "stage_overhead",
     "offload",
     "loop_overhead",
