@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from plait.comm.background import Background
 from plait.comm.host import Board, Neighbours, meet, open_group
-from plait.comm.torch_link import TorchLink
+from plait.comm.torch_link import TorchLink, new_group
 from plait.comm.transport import Transport
 from plait.comm.verbs import Group, all_reduce, barrier
 from plait.errors import CommError, unknown_key_hint
@@ -141,16 +141,20 @@ class World:
             return self._host_link(self._neighbours, ranks, lane)
         handle = self._handle
         if len(ranks) < self.size or lane:
-            handle = dist.new_group(list(ranks), timeout=self.timeout, use_local_synchronization=True)
+            handle = new_group(ranks, self._name_of(ranks, lane), self.timeout)
         assert isinstance(handle, dist.ProcessGroup), f"rank {self.rank} is not in {ranks}"
         return TorchLink(handle, ranks, ranks.index(self.rank))
 
     def _host_link(self, neighbours: Neighbours, ranks: tuple[int, ...], lane: str) -> Transport:
         assert self._store is not None, "ranks without a store"
-        self._opened[ranks, lane] += 1
-        key = f"plait/{neighbours.key}/{','.join(map(str, ranks))}/{lane}/{self._opened[ranks, lane]}"
+        key = f"plait/{neighbours.key}/{self._name_of(ranks, lane)}"
         place, board = ranks.index(self.rank), Board.of(self._store)
         return open_group(neighbours, ranks, place, board, key, self.timeout)
+
+    def _name_of(self, ranks: tuple[int, ...], lane: str) -> str:
+        """Of the next group of these ranks, the same on all of them."""
+        self._opened[ranks, lane] += 1
+        return f"{','.join(map(str, ranks))}/{lane}/{self._opened[ranks, lane]}"
 
     def close(self) -> None:
         """Leaves the job; `connect` would join anew. Groups of this world can be used no more."""

@@ -15,12 +15,18 @@ one's whole contribution to every peer, which adds, moves (p-1) x 2 bytes per el
 2(p-1)/p x 4 for a widened ring: half for 2 ranks, three quarters for 3, no gain from 4 on. NCCL's bytes
 cost no compute: there contributions are widened and its own collectives do the work.
 
+[Note: names of groups]
+torch lets the members of a group meet under a name that it makes of their ranks and of how many groups this
+process has made. Members that have made different numbers, such as the first and a middle stage of a
+pipeline, would wait for each other under different names. So the name is ours, the same on all of them.
+
 [Note: who asks Gloo whether a message is through]
 Gloo's `is_completed` of a send or a receive is false until somebody has waited for it, and a wait with a time
 limit breaks the connection when the limit passes. So the first who asks has a thread of the link wait, in the
 order of the questions. Who waits and never asks needs no thread.
 """
 
+import hashlib
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -45,6 +51,24 @@ _OPS = {
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
 }
+
+
+def new_group(ranks: tuple[int, ...], name: str, timeout: timedelta) -> Any:
+    """A process group of these ranks, made by them alone. `name`: no other group of theirs has it. See [Note:
+    names of groups]."""
+    while (hashed := hashlib.sha1(name.encode(), usedforsecurity=False).hexdigest()) in _taken_names():
+        name += "'"  # of a world that was closed while its process group lives
+    c10d = dist.distributed_c10d
+    torchs_own = c10d._hash_ranks_to_str
+    c10d._hash_ranks_to_str = lambda _: hashed
+    try:
+        return dist.new_group([*ranks], timeout=timeout, use_local_synchronization=True)
+    finally:
+        c10d._hash_ranks_to_str = torchs_own
+
+
+def _taken_names() -> set[str]:
+    return set(_world.pg_names.values())
 
 
 class TorchLink:
@@ -211,7 +235,12 @@ _START: dict[Verb, Callable[[TorchLink, Call], Any]] = {
 
 
 class _Message:
-    """One of Gloo's. See [Note: who asks Gloo whether a message is through]."""
+    """One of Gloo's. See [Note: names of groups]
+    torch lets the members of a group meet under a name that it makes of their ranks and of how many groups this
+    process has made. Members that have made different numbers, such as the first and a middle stage of a
+    pipeline, would wait for each other under different names. So the name is ours, the same on all of them.
+
+    [Note: who asks Gloo whether a message is through]."""
 
     def __init__(self, link: TorchLink, call: Call, work: Any) -> None:
         self._link = link
