@@ -8,12 +8,14 @@ if TYPE_CHECKING:
     from plait.batch import EvalResult, StepResult
     from plait.engine import Engine
     from plait.errors import PlaitError
+    from plait.models import Chain
     from plait.optim import LossScaling
     from plait.plan import Plan
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Chain",
     "Engine",
     "EvalResult",
     "LossScaling",
@@ -27,6 +29,7 @@ __all__ = [
 # Looked up when first used: the engine brings transformers along, whose import takes seconds that a
 # loader's worker, the launcher or a plan has no use for.
 _HOMES = {
+    "Chain": "plait.models",
     "Engine": "plait.engine",
     "EvalResult": "plait.batch",
     "StepResult": "plait.batch",
