@@ -21,7 +21,7 @@ def tied_llama(*, layers: int, on_meta: bool = True) -> nn.Module:
 
 
 def gpt2(*, layers: int, on_meta: bool = True) -> nn.Module:
-    """Tied, with learned positions; its linear layers are Conv1D. All of it computes in its weights' dtype."""
+    """Tied, with learned positions; its linear layers are Conv1D. It computes in its weights' dtype."""
     model: Any = causal_lm_on_meta(
         {
             "model_type": "gpt2",

@@ -29,6 +29,7 @@ __all__ = [
 # Looked up when first used: the engine brings transformers along, whose import takes seconds that a
 # loader's worker, the launcher or a plan has no use for.
 _HOMES = {
+    "Chain": "plait.models",
     "Engine": "plait.engine",
     "EvalResult": "plait.batch",
     "StepResult": "plait.batch",

@@ -103,7 +103,8 @@ class Parts:
             is_last = stage == how.stages.num_stages - 1
             stages[stage] = _forward_of(part, zero, plan, how, mesh, halves, is_last=is_last)
         if how.stages.num_stages > 1:
-            let_go(model, {id(p) for of in units.values() for unit in of for p in unit.parameters.values()})
+            placed = {id(p) for of in units.values() for unit in of for p in unit.parameters.values()}
+            let_go(model, placed | {id(parameter) for parameter in loose.values()})
             model.register_forward_pre_hook(_refuse_to_run)
         held = Held(
             {stage: forward.zero for stage, forward in stages.items()},

@@ -77,13 +77,20 @@ class Passes:
 
     def evaluate(self, micros: Sequence[Micro], take: TakeLoss, *, missing: int = 0) -> None:
         """Forwards alone, in eval mode. `missing`: micro-batches that other data ranks have and this one has
-        not."""
+        not. Where forwards gather, it takes part in theirs, by forwards of a sample that does not count."""
+        gathers = not self._parts.held.cut.whole_parameters
+        again = [{key: value[:1] for key, value in micros[0].items()}] * (missing if gathers else 0)
+        left = len(micros)
+
+        def take_own(loss: Tensor, count: int | Tensor) -> None:
+            nonlocal left
+            if left:
+                left -= 1
+                take(loss, count)
+
         with self.eval_mode(), torch.no_grad():
-            for stage in self._parts.stages.values():
-                for _ in range(missing):
-                    stage.zero.pass_by()
-            if micros:
-                self._run(forwards_only(self._schedule, len(micros)), micros, take, None)
+            schedule = forwards_only(self._schedule, len(micros) + len(again))
+            self._run(schedule, [*micros, *again], take_own, None)
 
     def outputs(self, micro: Micro, pick: Callable[[Any], Any]) -> Any:
         """What `pick` takes of the model's outputs, on every rank of the pipeline."""

@@ -1,4 +1,4 @@
-"""Pipelines beside data parallelism at every ZeRO stage: the one-process program's numbers, in any precision."""
+"""Pipelines beside data parallelism at every ZeRO stage: one process's numbers, in any precision."""
 
 import functools
 from typing import Any
@@ -156,7 +156,7 @@ def _overflows_on(plan: str, rank: int) -> Any:
     before = {name: tensor.clone() for name, tensor in engine.whole_parameters().items()}
     batches = [programs.share_of(batch, engine) for batch in _narrow_batches(2)]
     if engine.world.rank == rank:
-        name, parameter = next((n, p) for n, p in engine.model.named_parameters() if not p.is_meta)
+        parameter = next(p for p in engine.model.parameters() if not p.is_meta)
         handle = parameter.register_hook(lambda gradient: gradient * torch.inf)
     results = [engine.step(batches[0])]
     after = engine.whole_parameters()

@@ -141,18 +141,20 @@ class World:
             return self._host_link(self._neighbours, ranks, lane)
         handle = self._handle
         if len(ranks) < self.size or lane:
-            self._opened[ranks, lane] += 1
-            name = f"plait/{','.join(map(str, ranks))}/{lane}/{self._opened[ranks, lane]}"
-            handle = among(ranks, self.rank, name, self.timeout)
+            handle = among(ranks, self.rank, f"plait/{self._name_of(ranks, lane)}", self.timeout)
         assert handle is not None, "a world that was left"
         return TorchLink(handle, ranks, ranks.index(self.rank))
 
     def _host_link(self, neighbours: Neighbours, ranks: tuple[int, ...], lane: str) -> Transport:
         assert self._store is not None, "ranks without a store"
-        self._opened[ranks, lane] += 1
-        key = f"plait/{neighbours.key}/{','.join(map(str, ranks))}/{lane}/{self._opened[ranks, lane]}"
+        key = f"plait/{neighbours.key}/{self._name_of(ranks, lane)}"
         place, board = ranks.index(self.rank), Board.of(self._store)
         return open_group(neighbours, ranks, place, board, key, self.timeout)
+
+    def _name_of(self, ranks: tuple[int, ...], lane: str) -> str:
+        """Of the next group of these ranks, the same on all of them."""
+        self._opened[ranks, lane] += 1
+        return f"{','.join(map(str, ranks))}/{lane}/{self._opened[ranks, lane]}"
 
     def close(self) -> None:
         """Leaves the job; `connect` would join anew. Groups of this world can be used no more."""

@@ -15,6 +15,11 @@ one's whole contribution to every peer, which adds, moves (p-1) x 2 bytes per el
 2(p-1)/p x 4 for a widened ring: half for 2 ranks, three quarters for 3, no gain from 4 on. NCCL's bytes
 cost no compute: there contributions are widened and its own collectives do the work.
 
+[Note: names of groups]
+`torch.distributed.new_group(use_local_synchronization=True)` lets members meet under a name that it makes of
+their ranks and of how many groups this process has made. Members that have made different numbers, such as the first and a middle stage of a
+pipeline, would wait for each other under different names. So the name is ours, the same on all of them.
+
 [Note: who asks Gloo whether a message is through]
 Gloo's `is_completed` of a send or a receive is false until somebody has waited for it, and a wait with a time
 limit breaks the connection when the limit passes. So the first who asks has a thread of the link wait, in the
@@ -229,11 +234,10 @@ class _Message:
 
 
 def among(ranks: tuple[int, ...], rank: int, name: str, timeout: timedelta) -> dist.ProcessGroup:
-    """A group that its members alone make; they give it one name, which no other group has.
-
-    `torch.distributed.new_group(use_local_synchronization=True)` makes the name from how many groups a rank
-    is in. Members that are in unlike numbers of them, as in a pipeline, would wait for each other forever.
-    """
+    """A group that its members alone make. `name`: no other group of theirs has it. See [Note: names of
+    groups]."""
+    while name in _world.pg_names.values():
+        name += "'"  # of a world that was closed while its process group lives
     everyone = dist.group.WORLD
     assert everyone is not None, "a world that was left"
     backend, store = _world.pg_map[everyone]

@@ -74,9 +74,9 @@ def bring_to_life(
 
 
 def _bind(model: nn.Module, units: Iterable[Unit], others: Mapping[str, nn.Parameter]) -> None:
-    """Puts the units' parameters, and `others` by name, into the model. Tied parameters stay tied."""
+    """Puts the units' parameters, and of `others` its own, into the model. Tied parameters stay tied."""
     old = dict(model.named_parameters())
-    new = {id(old[name]): parameter for name, parameter in others.items()}
+    new = {id(old[name]): parameter for name, parameter in others.items() if name in old}
     for unit in units:
         unit.adopt(old)
         new |= {id(old[name]): parameter for name, parameter in unit.parameters.items()}

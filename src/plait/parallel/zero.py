@@ -286,11 +286,6 @@ class Zero:
         """For a forward and its loss: see [Note: weights that are used outside their owners]."""
         return self._gatherer.watching()
 
-    def pass_by(self) -> None:
-        """Takes part in the gathers of a forward without gradients that others run and this rank does not."""
-        self._gatherer.begin_forward()
-        self._gatherer.end_forward(failed=False)
-
     def show(self) -> None:
         """The parameters are views of their storages, also of those that have no memory now."""
         for unit in self.units:

@@ -1,0 +1,165 @@
+"""What an engine does with a model in stages beside training it: evaluation, outputs, probes."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import pipeline_deaf
+import pipeline_models
+import pipeline_plans
+import plait
+import programs
+from plait.errors import PlanError
+from pool import Pool, RankError
+
+LAYERS, SEQUENCES = 5, 12
+
+
+def engine_of(model: str, words: str, seed: int = 3) -> plait.Engine:
+    return programs.engine_of(pipeline_plans.task(model, LAYERS, SEQUENCES), f"{words} precision=fp64", seed)
+
+
+def batches(steps: int = 1, sequences: int = SEQUENCES) -> list[dict[str, Tensor]]:
+    return programs.batches(steps, sequences=sequences, length=pipeline_plans.LENGTH)
+
+
+# --- evaluation and outputs
+
+PLANS = [
+    "pp=2 schedule=1f1b",
+    "pp=2 schedule=zbv dp=2 zero=3",
+    "pp=3 schedule=zb-h1",
+    "pp=2 schedule=interleaved dp=2 zero=3",
+]
+
+
+def _evaluates(words: str, shares: tuple[tuple[int, int], ...]) -> Any:
+    """Before, and after, a step. `shares`: which samples each data rank has."""
+    engine = engine_of("tied_llama", words)
+    [batch] = batches()
+    first, last = shares[engine.data_rank]
+    share = {key: value[first:last] for key, value in batch.items()}
+    before = engine.evaluate(share)
+    engine.step(programs.share_of(batch, engine))
+    return before, engine.evaluate(share), engine.evaluate(share)
+
+
+@pytest.mark.parametrize("transport", ["host", "gloo"])
+@pytest.mark.parametrize("words", PLANS)
+def test_evaluation_of_uneven_shares_is_that_of_one_process_on_every_rank(
+    pool: Pool, words: str, transport: str
+) -> None:
+    """One data rank has a sample, the other eleven: they run in one part, and in three."""
+    alone = _evaluates("micro=3", ((0, 12),))
+    plan = plait.Plan.parse(words)
+    shares = ((0, 12),) if plan.dp == 1 else ((0, 1), (1, 12))
+    for found in pool.over(transport).run(_evaluates, plan.num_ranks, f"{words} micro=3", shares):
+        assert found[1] == found[2]
+        for mine, theirs in zip(found, alone, strict=True):
+            assert mine.loss_sum == pytest.approx(theirs.loss_sum, rel=1e-9)
+            assert mine.num_tokens == theirs.num_tokens
+
+
+def _outputs(words: str, picks: bool) -> Any:
+    engine = engine_of("tied_llama", words)
+    share = programs.share_of(batches()[0], engine)
+    training = engine.step(share)
+    found = engine.outputs(share, _last_logits) if picks else engine.outputs(share).logits
+    assert all(module.training for module in engine.model.modules())
+    return found, engine.data_rank, training
+
+
+def _last_logits(outputs: Any) -> Any:
+    return {"last": outputs.logits[:, -1], "length": outputs.logits.shape[1]}
+
+
+@pytest.mark.parametrize("words", [*PLANS, "pp=4 schedule=gpipe"])
+def test_every_rank_gets_what_the_model_returns_for_its_share(pool: Pool, words: str) -> None:
+    whole, _, _ = _outputs("micro=3", False)
+    plan = plait.Plan.parse(words)
+    for found, data_rank, _ in pool.run(_outputs, plan.num_ranks, f"{words} micro=3", False):
+        assert torch.allclose(found, whole.chunk(plan.dp)[data_rank], rtol=1e-9, atol=0)
+    for found, data_rank, _ in pool.run(_outputs, plan.num_ranks, f"{words} micro=3", True):
+        assert torch.allclose(found["last"], whole[:, -1].chunk(plan.dp)[data_rank], rtol=1e-9, atol=0)
+        assert found["length"] == pipeline_plans.LENGTH
+
+
+def _refused(words: str) -> list[str]:
+    engine = engine_of("llama", words)
+    [batch] = batches()
+    letters = []
+    calls: list[Callable[[], Any]] = [
+        lambda: engine.loss(batch),
+        lambda: engine.backward(torch.ones((), requires_grad=True), 1),
+    ]
+    for call in calls:
+        with pytest.raises(PlanError) as caught:
+            call()
+        letters.append(str(caught.value))
+    assert not engine.step(batch).skipped, "the engine goes on"
+    return letters
+
+
+def test_a_loop_of_ones_own_over_micro_batches_is_refused_by_a_letter(pool: Pool) -> None:
+    for letters in pool.run(_refused, 2, "pp=2 micro=2"):
+        assert [letter.splitlines()[0] for letter in letters] == [
+            "a pipeline's micro-batches are under way together"
+        ] * 2
+        assert "engine.loss, and a model in 2 stages" in letters[0]
+        assert "engine.backward, and a model in 2 stages" in letters[1]
+
+
+def _without_targets(words: str) -> Any:
+    engine = engine_of("tied_llama", words)
+    one, two = batches(2)
+    engine.step(programs.share_of(one, engine))
+    before = engine.whole_parameters()
+    nothing = {**two, "labels": torch.full_like(two["labels"], -100)}
+    result = engine.step(programs.share_of(nothing, engine))
+    after = engine.whole_parameters()
+    unchanged = all(torch.equal(before[name], after[name]) for name in before)
+    return (result.skipped, result.num_tokens, unchanged), engine.step(programs.share_of(two, engine)).skipped
+
+
+def test_a_step_without_targets_is_skipped_on_every_stage(pool: Pool) -> None:
+    assert (
+        pool.run(_without_targets, 4, "pp=2 dp=2 zero=2 schedule=zbv micro=3")
+        == [((True, 0, True), False)] * 4
+    )
+
+
+# --- probes
+
+
+def _probed(words: str, deaf_to: str = "") -> Any:
+    """What a probe says; the first step's loss."""
+    model = pipeline_models.tied_llama(layers=LAYERS)
+    with pipeline_deaf.deaf_to(deaf_to) if deaf_to else nullcontext():
+        engine = plait.parallelize(model, f"{words} micro=3", probe=True, seed=3)
+    assert engine.probed is not None
+    found = engine.probed.difference, engine.probed.allowed
+    return *found, engine.step(programs.share_of(batches()[0], engine)).loss
+
+
+def _first_loss(words: str) -> float:
+    engine = plait.parallelize(pipeline_models.tied_llama(layers=LAYERS), f"{words} micro=3", seed=3)
+    return engine.step(programs.share_of(batches()[0], engine)).loss
+
+
+@pytest.mark.parametrize("words", PLANS)
+def test_a_probe_compares_a_pipelines_gradients_and_changes_nothing(pool: Pool, words: str) -> None:
+    ranks = plait.Plan.parse(words).num_ranks
+    plain = pool.run(_first_loss, ranks, words)[0]
+    for difference, allowed, loss in pool.run(_probed, ranks, words):
+        assert difference < allowed
+        assert loss == plain
+
+
+@pytest.mark.parametrize("what", ["activations", "gradients", "shared"])
+def test_a_probe_finds_a_pipeline_whose_stages_do_not_hear_each_other(pool: Pool, what: str) -> None:
+    with pytest.raises(RankError, match="the model computes another function than it does whole"):
+        pool.run(_probed, 2, "pp=2", what)
