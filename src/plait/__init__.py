@@ -35,7 +35,6 @@ _HOMES = {
     "StepResult": "plait.batch",
     "LossScaling": "plait.optim",
     "parallelize": "plait.assembly",
-    "Chain": "plait.models",
     "PlaitError": "plait.errors",
     "Plan": "plait.plan",
 }

@@ -84,7 +84,8 @@ def test_the_text_names_dp_and_what_is_no_default(plan: Plan) -> None:
 
 def test_every_key_takes_effect_on_the_value() -> None:
     text = (
-        "dp=8 tp=2x4 pp=2 schedule=bfs chunks=3 stages=1,2,3,4,5,6 sp=true zero=3 shard=4 micro=4 accumulate=whole prefetch=2 gathered=step "
+        "dp=8 tp=2x4 pp=2 schedule=bfs chunks=3 stages=1,2,3,4,5,6 sp=true "
+        "zero=3 shard=4 micro=4 accumulate=whole prefetch=2 gathered=step "
         "precision=bf16 reduce=bf16 algorithm=ring states=bf16 offload=cpu recompute=every=2 compile=true"
     )
     plan = Plan.parse(text)

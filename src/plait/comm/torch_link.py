@@ -17,8 +17,9 @@ cost no compute: there contributions are widened and its own collectives do the 
 
 [Note: names of groups]
 `torch.distributed.new_group(use_local_synchronization=True)` lets members meet under a name that it makes of
-their ranks and of how many groups this process has made. Members that have made different numbers, such as the first and a middle stage of a
-pipeline, would wait for each other under different names. So the name is ours, the same on all of them.
+their ranks and of how many groups this process has made. Members that have made different numbers, such as
+the first and a middle stage of a pipeline, would wait for each other under different names. So the name is
+ours, the same on all of them.
 
 [Note: who asks Gloo whether a message is through]
 Gloo's `is_completed` of a send or a receive is false until somebody has waited for it, and a wait with a time
