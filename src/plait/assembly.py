@@ -155,7 +155,8 @@ def _stages(
     if schedule.num_stages == 1 and plan.blocks_per_stage is None:
         tensors = (*model.named_parameters(), *model.named_buffers())
         return whole_model((name for name, _ in tensors), len(blocks))
-    return plan_stages(model, blocks, schedule.num_stages, given=plan.blocks_per_stage)
+    ranks = [schedule.rank_of[stage] for stage in range(schedule.num_stages)]
+    return plan_stages(model, blocks, schedule.num_stages, given=plan.blocks_per_stage, ranks=ranks)
 
 
 def _tensor_plan(

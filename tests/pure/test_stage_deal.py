@@ -45,6 +45,38 @@ def test_equal_blocks_are_dealt_evenly_and_the_head_takes_the_place_of_some() ->
     assert deal([1.0] * 8, 2, first=4.0) == (2, 6)
 
 
+def test_of_two_ways_that_are_as_slow_the_first_stage_is_the_heavier() -> None:
+    assert deal([1.0] * 8, 2, last=1.0) == (5, 3)
+    assert deal([1.0] * 7, 3) == (3, 2, 2)
+
+
+@settings(max_examples=100)
+@given(COSTS, st.integers(1, 4), st.integers(0, 20), st.booleans())
+def test_ranks_with_two_stages_each_are_no_slower_than_with_stages_dealt_alone(
+    costs: list[int], num_ranks: int, last: int, v_shaped: bool
+) -> None:
+    num_ranks = min(num_ranks, len(costs) // 2)
+    if not num_ranks:
+        return
+    ranks = [*range(num_ranks), *(reversed(range(num_ranks)) if v_shaped else range(num_ranks))]
+
+    def slowest_rank(numbers: tuple[int, ...]) -> float:
+        loads = [0.0] * num_ranks
+        start = 0
+        for stage, number in enumerate(numbers):
+            loads[ranks[stage]] += sum(costs[start : start + number])
+            start += number
+        loads[ranks[-1]] += last
+        return max(loads)
+
+    alone = deal(costs, 2 * num_ranks, last=last)
+    assert slowest_rank(deal(costs, 2 * num_ranks, last=last, ranks=ranks)) <= slowest_rank(alone)
+
+
+def test_a_rank_with_two_stages_is_levelled() -> None:
+    assert deal([1.0] * 8, 4, last=1.4, ranks=[0, 1, 0, 1]) in ((2, 2, 3, 1), (3, 2, 2, 1))
+
+
 def test_a_heavy_block_is_alone_where_it_can_be() -> None:
     assert deal([1, 1, 9, 1, 1], 3) == (2, 1, 2)
 

@@ -21,8 +21,10 @@ def plan_stages(
     num_stages: int,
     *,
     given: tuple[int, ...] | None = None,
+    ranks: Sequence[int] | None = None,
 ) -> StageCut:
     """Deals the blocks of a whole model, on meta or not, to stages of like cost; `given`: how many to each.
+    `ranks`: of each stage, so that ranks with several are alike.
 
     Changes nothing. What parameters outside of blocks are used for is seen on a run on meta, see
     models/flow.py; where none is possible, what is registered before the first block is the first stage's,
@@ -32,7 +34,7 @@ def plan_stages(
     _check(model, len(blocks), num_stages, given)
     flow = flow_of(model, blocks)
     uses = _Uses.of(model, blocks, flow)
-    numbers = given or _dealt(model, blocks, uses, num_stages)
+    numbers = given or _dealt(model, blocks, uses, num_stages, ranks)
     stops = [sum(numbers[: stage + 1]) for stage in range(num_stages)]
     ranges = tuple((stop - number, stop) for stop, number in zip(stops, numbers, strict=True))
     stage_of = [stage for stage, number in enumerate(numbers) for _ in range(number)]
@@ -141,7 +143,11 @@ def _gaps(
 
 
 def _dealt(
-    model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], uses: _Uses, num_stages: int
+    model: nn.Module,
+    blocks: Sequence[tuple[str, nn.Module]],
+    uses: _Uses,
+    num_stages: int,
+    ranks: Sequence[int] | None,
 ) -> tuple[int, ...]:
     """By the parameters that each token is multiplied with."""
     share = _share_of_experts(getattr(model, "config", None))
@@ -154,8 +160,7 @@ def _dealt(
             gaps = gaps & {len(blocks)}  # what is looked up costs nothing; a tied head does
         for gap in gaps:
             costs[gap] += parameter.numel() * (share if ".experts." in name else 1.0)
-    first = 0.0  # what is used before the first block counts to it
-    return deal(costs[:-1], num_stages, first=first, last=costs[-1] + _cost_of_loss(model))
+    return deal(costs[:-1], num_stages, last=costs[-1] + _cost_of_loss(model), ranks=ranks)
 
 
 def _cost_of_loss(model: nn.Module) -> float:

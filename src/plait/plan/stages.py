@@ -1,7 +1,8 @@
 """How a model is cut into pipeline stages: which blocks are whose, and who computes with what else."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from plait.plan.layout import TensorFact, UnitFact
 
@@ -74,28 +75,58 @@ def shared_name(stages: Sequence[int]) -> str:
 
 
 def deal(
-    costs: Sequence[float], num_stages: int, *, first: float = 0.0, last: float = 0.0
+    costs: Sequence[float],
+    num_stages: int,
+    *,
+    first: float = 0.0,
+    last: float = 0.0,
+    ranks: Sequence[int] | None = None,
 ) -> tuple[int, ...]:
-    """How many consecutive blocks each stage gets, so that the slowest stage is as fast as can be.
+    """How many consecutive blocks each stage gets, so that the slowest rank is as fast as can be.
 
     `costs`: of each block, in any unit. `first`, `last`: of what the first and the last stage do besides.
+    `ranks`: of every stage; None: one each. Where ranks have several stages what comes out is the best that
+    can be reached from the slowest stage's best, moving a block at a time between neighbours.
+
+    [Note: a heavy stage is better early]
+    Of M micro-batches under 1F1B on two ranks, whose stages take a and b, a step takes (M-1) a + 2 b if the
+    first is slower, M b + a if the second is: of two that are as slow, the first is the better one.
     """
     assert 1 <= num_stages <= len(costs), f"{len(costs)} blocks on {num_stages} stages"
-    sums = [0.0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
+    sums = [0.0, *accumulate(costs)]
 
     def cost_of(stage: int, start: int, stop: int) -> float:
         extra = (first if stage == 0 else 0.0) + (last if stage == num_stages - 1 else 0.0)
         return sums[stop] - sums[start] + extra
 
-    # best[stop]: of the first `stop` blocks on the stages so far: the slowest, sum of squares, their numbers
+    def worth(numbers: tuple[int, ...]) -> tuple[float, float, int, float]:
+        stops = tuple(accumulate(numbers))
+        loads = [cost_of(s, stop - n, stop) for s, (n, stop) in enumerate(zip(numbers, stops, strict=True))]
+        of_ranks: dict[int, float] = {}
+        for stage, load in enumerate(loads):
+            rank = stage if ranks is None else ranks[stage]
+            of_ranks[rank] = of_ranks.get(rank, 0.0) + load
+        return max(of_ranks.values()), max(loads), loads.index(max(loads)), sum(load**2 for load in loads)
+
+    numbers = _least_slowest(cost_of, len(costs), num_stages)
+    while True:
+        moved = [numbers, *_neighbours(numbers)]
+        best = min(moved, key=worth)
+        if worth(best) >= worth(numbers):
+            return numbers
+        numbers = best
+
+
+def _least_slowest(
+    cost_of: Callable[[int, int, int], float], num_blocks: int, num_stages: int
+) -> tuple[int, ...]:
+    """Of the first `stop` blocks on the stages so far: the slowest, the sum of squares, their numbers."""
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {
-        stop: (cost_of(0, 0, stop), cost_of(0, 0, stop) ** 2, (stop,)) for stop in range(1, len(costs) + 1)
+        stop: (cost_of(0, 0, stop), cost_of(0, 0, stop) ** 2, (stop,)) for stop in range(1, num_blocks + 1)
     }
     for stage in range(1, num_stages):
         longer = {}
-        for stop in range(stage + 1, len(costs) + 1):
+        for stop in range(stage + 1, num_blocks + 1):
             options = []
             for start in range(stage, stop):
                 slowest, squares, numbers = best[start]
@@ -103,4 +134,15 @@ def deal(
                 options.append((max(slowest, cost), squares + cost**2, (*numbers, stop - start)))
             longer[stop] = min(options)
         best = longer
-    return best[len(costs)][2]
+    return best[num_blocks][2]
+
+
+def _neighbours(numbers: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """A block moved from a stage to the one beside it."""
+    for place in range(len(numbers) - 1):
+        for step in (1, -1):
+            moved = list(numbers)
+            moved[place] += step
+            moved[place + 1] -= step
+            if min(moved) >= 1:
+                yield tuple(moved)

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plait.comm import Group, Pending, start_receive, start_send
+from plait.comm import Group, Pending, empty, shares_memory, start_receive, start_send
 from plait.errors import ModelError
 from plait.parallel.pipeline.parcel import Parcel, Spec
 
@@ -90,8 +90,10 @@ class Outbox:
 
     def _send(self, tensor: Tensor) -> None:
         if tensor.numel():
-            wire = _bytes_of(tensor.contiguous())
             line = self._line
+            wire = _bytes_of(tensor.contiguous())
+            if shares_memory(line.group):  # the receiver takes it from there at once, and the tensor is free
+                wire = empty(wire.numel(), wire.dtype, line.device, line.group).copy_(wire)
             pending = start_send(wire, line.group, line.peer, label=line.label)
             pending.is_done()  # who is asked early (Gloo: a thread that waits) knows when `sweep` asks
             self._held.append((pending, wire))
