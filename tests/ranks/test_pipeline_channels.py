@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 from transformers.modeling_outputs import BaseModelOutput
 
-from plait.comm import Group, World, barrier, connect, start_receive, start_send
+from plait.comm import Group, World, barrier, connect, shares_memory, start_receive, start_send
 from plait.errors import CommError, ModelError
 from plait.parallel.pipeline.arrival import Arrival
 from plait.parallel.pipeline.channel import Inbox, Outbox
@@ -135,7 +135,9 @@ def _memory() -> None:
         outbox.send_tensors([torch.from_numpy(array)])
         del array
         outbox.sweep()
-        assert memory() is not None  # the transport reads it
+        # What the transport reads: a copy in memory that ranks share, else the tensor itself.
+        assert (memory() is None) == shares_memory(lane)
+        assert outbox.held_bytes == 8 * MB
         barrier(world.group)
 
         def is_gone() -> bool:
