@@ -235,12 +235,7 @@ _START: dict[Verb, Callable[[TorchLink, Call], Any]] = {
 
 
 class _Message:
-    """One of Gloo's. See [Note: names of groups]
-    torch lets the members of a group meet under a name that it makes of their ranks and of how many groups this
-    process has made. Members that have made different numbers, such as the first and a middle stage of a
-    pipeline, would wait for each other under different names. So the name is ours, the same on all of them.
-
-    [Note: who asks Gloo whether a message is through]."""
+    """One of Gloo's. See [Note: who asks Gloo whether a message is through]."""
 
     def __init__(self, link: TorchLink, call: Call, work: Any) -> None:
         self._link = link

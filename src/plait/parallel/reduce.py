@@ -101,11 +101,11 @@ class Reducer:
         hurries: bool,
         meter: Meter,
     ) -> None:
-        """`under_way`: of all reducers of this rank. `cut`: of all units. `grid`: how many ranks cut the same layers. `whole`: whole gradients stay, and
-        one reduction a step is made of them. `hurries`: reductions have deadlines, see [Note: late
-        gradients]. Where whole gradients stay, backward lands what needs no waiting (and, beyond some
-        hundreds of units, the oldest), so nobody waits in a circle, and a late gradient would meet its own
-        sum."""
+        """`under_way`: of all reducers of this rank. `cut`: of all units. `grid`: how many ranks cut the same
+        layers. `whole`: whole gradients stay, and one reduction a step is made of them. `hurries`: reductions
+        have deadlines, see [Note: late gradients]. Where whole gradients stay, backward lands what needs no
+        waiting (and, beyond some hundreds of units, the oldest), so nobody waits in a circle, and a late
+        gradient would meet its own sum."""
         self._order = list(reversed(units))  # see [Note: one order of reductions ...]
         self._sums = sums
         self._partial = partial
