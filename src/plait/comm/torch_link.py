@@ -60,7 +60,7 @@ def new_group(ranks: tuple[int, ...], name: str, timeout: timedelta) -> Any:
         name += "'"  # of a world that was closed while its process group lives
     c10d = dist.distributed_c10d
     torchs_own = c10d._hash_ranks_to_str
-    c10d._hash_ranks_to_str = lambda _: hashed
+    c10d._hash_ranks_to_str = lambda _: hashed  # type: ignore[assignment]
     try:
         return dist.new_group([*ranks], timeout=timeout, use_local_synchronization=True)
     finally:
