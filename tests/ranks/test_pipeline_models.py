@@ -222,7 +222,7 @@ def test_buffers_and_what_does_not_float_are_saved_and_go_on_under_other_plans(p
         "pp=3 schedule=zb-h1 micro=3",
     ]
     found = [pool.run(_with_buffers, plait.Plan.parse(plan).num_ranks, plan)[0] for plan in plans]
-    saved, result, evaluated, after = found[0]
+    _, result, evaluated, after = found[0]
     assert int(after["buffers/calls"]) == 9
     assert float(after["buffers/blocks.3.norm.running_mean"].abs().max()) > 0
     resumed = [

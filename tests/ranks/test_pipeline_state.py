@@ -1,4 +1,4 @@
-"""The state of a pipeline is the one-process program's: it goes on under any plan, and is refused likewise."""
+"""A pipeline's state is the one-process program's: it goes on under any plan, and is refused likewise."""
 
 from typing import Any
 
