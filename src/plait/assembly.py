@@ -146,6 +146,13 @@ def _schedule(plan: Plan) -> Schedule:
     check(schedule)
     if not schedule.trains:
         raise ScheduleError("a schedule of forwards alone trains nothing", given=f"schedule={plan.schedule}")
+    if schedule.split and plan.compile:
+        raise PlanError(
+            "a compiled block's backward cannot be taken apart",
+            given=f"compile=true schedule={plan.schedule}, with backwards in halves (W)",
+            expected="halves: the compiler makes one backward of a whole block",
+            hint="compile=false, or schedule=1f1b or interleaved",
+        )
     return schedule
 
 

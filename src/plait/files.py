@@ -9,8 +9,11 @@ import errno
 import json
 import os
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from plait.errors import ConfigError
 
 # What some network file systems answer when a folder is to be synced.
 _FOLDERS_CANNOT = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
@@ -72,3 +75,16 @@ def plain_file_bytes(path: Path) -> int | None:
     """The file's size; None for a folder, or a link, which could lead anywhere. Raises OSError: missing."""
     status = path.lstat()
     return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+
+def check_places(outputs: Mapping[str, Path | None]) -> None:
+    """`outputs`: of every flag, the file it names. Raises ConfigError for one in no folder, or a folder."""
+    for flag, path in outputs.items():
+        if path is None:
+            continue
+        if not path.absolute().parent.is_dir():
+            raise ConfigError(
+                f"there is no folder for {flag}", given=path, hint=f"mkdir -p {path.absolute().parent}"
+            )
+        if path.is_dir():
+            raise ConfigError(f"{flag} is a folder", given=path, expected="a file's name")

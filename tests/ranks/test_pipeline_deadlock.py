@@ -1,24 +1,21 @@
-"""Random schedules that can run do run to their end, over a transport that holds nothing, with the numbers of one
-process.
+"""Random schedules run to their end over a transport that holds nothing, with the numbers of one process.
 
 [Note: a transport without buffers]
-A channel that holds even one byte lets a sender go on before its receiver has asked. Here a message starts when
-its receiver has taken memory for it and has said so, and not a byte sooner: whoever relies on a message being
-under way hangs. The sender's half waits on a thread, as a network's would.
+A channel that holds even one byte lets a sender go on before its receiver has asked. Here a message starts
+when its receiver has taken memory for it and has said so, and not a byte sooner: whoever relies on a message
+being under way hangs. The sender's half waits on a thread, as a network's would.
 """
 
 import random
 from collections.abc import Sequence
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from plait.comm import Group, Mesh, Pending, connect, receive, send, start_receive, start_send
+from plait.comm import Group, Mesh, Pending, connect, send, start_receive, start_send
 from plait.parallel.pipeline import Halves, Pipeline, channel, split_linears
-from plait.parallel.pipeline.run import _Run
 from plait.plan import Grid
 from plait.plan.schedule import Schedule, check
 from pool import Pool
@@ -67,13 +64,11 @@ class Block(nn.Module):
 class Plain:
     """What an executor needs of ZeRO, for one data rank: autograd, and gradients where torch has them."""
 
-    def backward(
-        self, roots: Sequence[Any], gradients: Sequence[Tensor | None], *, last: bool, rest: Any = None
-    ) -> None:
+    def backward(self, roots: Sequence[Any], gradients: Sequence[Tensor | None], **_: Any) -> None:
         if roots:
             torch.autograd.backward(roots, gradients)
 
-    def finish_backward(self, rest: Any, *, last: bool) -> None:
+    def finish_backward(self, rest: Any, **_: Any) -> None:
         def deliver(parameter: Tensor, gradient: Tensor) -> None:
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 

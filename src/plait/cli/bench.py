@@ -27,11 +27,11 @@ from plait.bench import (
 )
 from plait.cli.letters import ends_with_letter
 from plait.cli.options import Debug
-from plait.cli.outputs import check_picture, check_places, write_output
+from plait.cli.outputs import check_picture, write_output
 from plait.cli.ranks import check_ranks, first_rank_first, told_by_one
 from plait.comm import TRANSPORTS, World, connect, launch_local
 from plait.comm.launch import end_with_parent
-from plait.files import write_json
+from plait.files import check_places, write_json
 from plait.plan.bandwidth import VERBS
 from plait.plan.profile import check_place, save
 

@@ -1,25 +1,12 @@
 """Files that commands are asked to write: looked at before the work, written after it, with letters."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
 from plait.errors import ConfigError
 
 PICTURES = (".png", ".pdf", ".svg")
-
-
-def check_places(outputs: Mapping[str, Path | None]) -> None:
-    """`outputs`: of every flag, the file it names. Raises ConfigError for one in no folder, or a folder."""
-    for flag, path in outputs.items():
-        if path is None:
-            continue
-        if not path.absolute().parent.is_dir():
-            raise ConfigError(
-                f"there is no folder for {flag}", given=path, hint=f"mkdir -p {path.absolute().parent}"
-            )
-        if path.is_dir():
-            raise ConfigError(f"{flag} is a folder", given=path, expected="a file's name")
 
 
 def check_picture(path: Path | None) -> None:

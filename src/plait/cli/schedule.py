@@ -11,9 +11,9 @@ from rich.console import Console
 
 from plait.cli.letters import ends_with_letter
 from plait.cli.options import Debug
-from plait.cli.outputs import check_picture, check_places, write_output
+from plait.cli.outputs import check_picture, write_output
 from plait.errors import ConfigError
-from plait.files import write_text
+from plait.files import check_places, write_text
 from plait.plan.schedule import GENERATORS, Checked, Durations, Schedule, Timeline, check, simulate
 from plait.plan.schedule.source import FILE, schedule_of
 from plait.plan.schedule.trace import durations_of, read_trace

@@ -1,5 +1,6 @@
 """`plait train`, and `plait rank`: what it starts once per rank."""
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -34,10 +35,14 @@ def train(
     probe: Annotated[
         bool, typer.Option("--probe", help="Before the first step, compare with the model in one process.")
     ] = False,
+    trace: Annotated[
+        Path | None, typer.Option(help="Record when the ranks of a pipeline do what in steps 3 to 5: JSON.")
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Train what the recipe says: under torchrun on its ranks, else on local ranks that this starts."""
     sets = [*(sets or []), *(["run.probe=true"] if probe else [])]
+    sets += [] if trace is None else [f"run.trace={json.dumps(str(trace))}"]
     if "WORLD_SIZE" in os.environ:
         raise typer.Exit(_train_under_torchrun(recipe, sets, plan, ranks, resume, debug))
     # One rank is started like many: the same signals, letters and exit codes.

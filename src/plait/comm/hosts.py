@@ -8,13 +8,14 @@ from plait.comm.host.meet import identity
 from plait.comm.verbs import Group, all_gather
 
 
-def hosts_of(group: Group) -> tuple[tuple[int, ...], ...]:
-    """Of each host, the places of its ranks in a group of CPU ranks, in order. Every rank must call it.
+def hosts_of(group: Group, device: torch.device | None = None) -> tuple[tuple[int, ...], ...]:
+    """Of each host, the places of its ranks in a group, in order. Every rank must call it. `device`: of the
+    ranks, by default the CPU.
 
     Containers of one machine with networks of their own count as hosts.
     """
-    found = torch.empty(group.size, dtype=torch.int64)
-    all_gather(found, torch.tensor([_fingerprint()]), group, label="host names")
+    found = torch.empty(group.size, dtype=torch.int64, device=device)
+    all_gather(found, torch.tensor([_fingerprint()], device=device), group, label="host names")
     by_host: dict[int, list[int]] = {}
     for place, host in enumerate(found.tolist()):
         by_host.setdefault(host, []).append(place)

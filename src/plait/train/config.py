@@ -70,6 +70,9 @@ class RunConfig(Section):
     offload_dir: Path | None = Field(
         default=None, description="of plans with offload=disk: a folder on a disk of each host"
     )
+    trace: Path | None = Field(
+        default=None, description="a file: when the ranks of a pipeline did what in steps 3 to 5"
+    )
     probe: bool = Field(
         default=False,
         description="compare gradients with the whole model's in one process before the first step",

@@ -15,7 +15,8 @@ from plait.train.run import RunDir
 
 def finish(recipe: Recipe, run: RunDir, engine: Engine, console: Console) -> None:
     """Writes loss.png and the export, shows memory, paths and a sample. Raises a PlaitError."""
-    console.print(memory_table(predicted_memory(recipe, engine), engine.memory()))
+    of = "per rank" if engine.plan.pp == 1 else f"of rank {engine.world.rank}"
+    console.print(memory_table(predicted_memory(recipe, engine), engine.memory(), of))
     try:
         draw_losses(run.metrics, run.picture)
     except OSError as error:

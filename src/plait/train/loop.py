@@ -33,9 +33,10 @@ from plait.train.export import DTYPES
 from plait.train.finish import finish
 from plait.train.metrics import Metrics, StepFacts, matmul_peak
 from plait.train.model import build_model
-from plait.train.report import start_table
+from plait.train.report import largest_memory, start_table
 from plait.train.run import RunDir, check_checkpoint, run_facts
 from plait.train.stop import Stop
+from plait.train.traced import Traced
 
 MOST_STEPS_UNASKED = 10
 
@@ -97,13 +98,14 @@ def _loop(job: Job, stop: Stop) -> signal.Signals | None:
     with Metrics(job.run, job.console, begun_at, how.steps, how.log_every) as metrics:
         if begun_at == 0 and how.evaluate_every:
             metrics.validation(0, _evaluate(job))
+        traced = Traced(engine, how.trace, range(begun_at, how.steps), metrics.note)
         while job.step < how.steps:
             began_s = time.perf_counter()
             lr = job.recipe.optimizer.lr * course(job.step)
             for group in engine.optimizer.param_groups:
                 group["lr"] = lr
             loss_scale = engine.loss_scale
-            result = engine.step(next(batches))
+            result = traced.step(next(batches))
             job.count(result, loss_scale)
             seconds = time.perf_counter() - began_s
             metrics.step(
@@ -132,6 +134,7 @@ def _loop(job: Job, stop: Stop) -> signal.Signals | None:
                 metrics.flush()
                 _save(job)
             if stopping and job.step < how.steps:
+                traced.end()
                 metrics.note(f"stopped after step {job.step}, saved: plait train {job.run.path} --resume")
                 return stop.asked or signal.SIGTERM
     return None
@@ -238,8 +241,9 @@ def _save(job: Job) -> None:
 
 
 def _show_start(job: Job, peak_flops: float) -> None:
+    memory = largest_memory(job.recipe, job.engine)
     if job.console is not None:
-        job.console.print(start_table(job.recipe, job.engine, peak_flops))
+        job.console.print(start_table(job.recipe, job.engine, peak_flops, memory))
         if job.step:
             nothing = "" if job.step < job.recipe.run.steps else ": nothing is left to do, but for run.steps"
             job.console.print(f"resumed after step {job.step}{nothing}", highlight=False)

@@ -2,11 +2,14 @@
 
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
+import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich.table import Table
 
+from plait.comm import all_gather
 from plait.engine import Engine
 from plait.plan import MemoryUse
 from plait.train.config import Recipe
@@ -19,9 +22,24 @@ def predicted_memory(recipe: Recipe, engine: Engine) -> MemoryUse:
     return engine.predicted_memory((recipe.run.batch // shares, recipe.data.sequence))
 
 
-def start_table(recipe: Recipe, engine: Engine, peak_flops: float) -> Table:
-    """Model, plan, batch, device, and the memory that each rank will use."""
-    predicted = predicted_memory(recipe, engine)
+def largest_memory(recipe: Recipe, engine: Engine) -> tuple[int, MemoryUse]:
+    """The rank that will hold most, and its bytes. Every rank calls it; ranks of a pipeline differ."""
+    names, predicted = [field.name for field in fields(MemoryUse)], predicted_memory(recipe, engine)
+    mine = [getattr(predicted, name) for name in names]
+    row = torch.tensor([-1 if n is None else n for n in mine], device=engine.device)  # -1: nobody can say
+    rows = row.new_empty(engine.world.size * len(row))
+    all_gather(rows, row, engine.world.group)
+    found = []
+    for values in rows.view(-1, len(row)).tolist():
+        of_rank: dict[str, Any] = {name: None if n < 0 else n for name, n in zip(names, values, strict=True)}
+        found.append(MemoryUse(**of_rank))
+    rank = max(range(len(found)), key=lambda rank: found[rank].total)
+    return rank, found[rank]
+
+
+def start_table(recipe: Recipe, engine: Engine, peak_flops: float, memory: tuple[int, MemoryUse]) -> Table:
+    """Model, plan, batch, device, and the memory that each rank will use: `largest_memory`."""
+    rank, predicted = memory
     table = Table(title="this run", show_header=False, title_justify="left")
     table.add_column()
     table.add_column()
@@ -37,8 +55,8 @@ def start_table(recipe: Recipe, engine: Engine, peak_flops: float) -> Table:
         [f"{name} {_size(getattr(predicted, name))}" for name in names]
         for names in _used_categories(predicted)
     )
-    memory = "; ".join([", ".join(on_device), f"in all {_size(predicted.total)}", *elsewhere])
-    table.add_row("memory per rank", memory)
+    words = "; ".join([", ".join(on_device), f"in all {_size(predicted.total)}", *elsewhere])
+    table.add_row("memory per rank" if engine.plan.pp == 1 else f"memory, at most (rank {rank})", words)
     return table
 
 
@@ -46,9 +64,9 @@ def _ranks(engine: Engine) -> str:
     return "1 rank" if engine.world.size == 1 else f"{engine.world.size} ranks"
 
 
-def memory_table(predicted: MemoryUse, measured: MemoryUse) -> Table:
-    """Bytes per rank by category: what was predicted, what was measured. Below the sum, what is offloaded."""
-    table = Table(title="memory per rank", title_justify="left")
+def memory_table(predicted: MemoryUse, measured: MemoryUse, of: str = "per rank") -> Table:
+    """Bytes by category: what was predicted, what was measured. Below the sum, what is offloaded."""
+    table = Table(title=f"memory {of}", title_justify="left")
     for heading in ("", "predicted", "measured"):
         table.add_column(heading, justify="right" if heading else "left")
     on_device, elsewhere = _used_categories(predicted, measured)

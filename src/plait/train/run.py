@@ -12,7 +12,7 @@ from plait import checkpoint
 from plait.assembly import check_cuts
 from plait.checkpoint import Checkpoint
 from plait.errors import ConfigError, PlanError, RunError
-from plait.files import sync_folder, sync_tree, write_json
+from plait.files import check_places, sync_folder, sync_tree, write_json
 from plait.models import causal_lm_on_meta
 from plait.optim import MappedFile
 from plait.plan import Plan
@@ -99,6 +99,7 @@ def prepare(
     _check_batch(the_plan, recipe.run.batch)
     _check_loss_scale(the_plan, recipe.loss_scale)
     _check_offload_dir(the_plan, recipe.run.offload_dir)
+    check_places({"run.trace": recipe.run.trace})
     if local:
         _check_devices(the_plan.num_ranks, recipe.run.device)
     check_config(recipe.model, recipe.data.sequence, the_plan)
@@ -185,7 +186,8 @@ def _resolve(recipe: Recipe, store: TokenStore, plan: Plan) -> Recipe:
         resolved = recipe.model.model_copy(update={"config": config, "path": None})
     data = recipe.data.model_copy(update={"dir": _absolute(recipe.data.dir)})
     words = recipe.tokenizer.model_copy(update={"path": _absolute(recipe.tokenizer.path)})
-    how = recipe.run.model_copy(update={"offload_dir": _absolute(recipe.run.offload_dir)})
+    files = {"offload_dir": _absolute(recipe.run.offload_dir), "trace": _absolute(recipe.run.trace)}
+    how = recipe.run.model_copy(update=files)
     return recipe.model_copy(update={"run": how, "model": resolved, "data": data, "tokenizer": words})
 
 
