@@ -1,6 +1,6 @@
 """What is alive: the bytes of all memory that operations take, while it is held by anybody."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -44,6 +44,11 @@ class LiveBytes(TorchDispatchMode):
     def now(self) -> int:
         self._sweep()
         return self.bytes
+
+    def part(self, tensors: Iterable[Tensor]) -> int:
+        """How much of that is these tensors': memory that a transport lends is no operation's."""
+        storages = (tensor.untyped_storage() for tensor in tensors)
+        return sum({s._cdata: s.nbytes() for s in storages if s._cdata in self._alive}.values())
 
     def _sweep(self) -> None:
         for key in [key for key, (storage, _) in self._alive.items() if storage.expired()]:
