@@ -160,7 +160,7 @@ def _stages(
     model: nn.Module, plan: Plan, blocks: list[tuple[str, nn.Module]], schedule: Schedule
 ) -> StageCut:
     if schedule.num_stages == 1 and plan.blocks_per_stage is None:
-        tensors = (*model.named_parameters(), *model.named_buffers())
+        tensors = (*model.named_parameters(), *model.named_buffers(remove_duplicate=False))
         return whole_model((name for name, _ in tensors), len(blocks))
     ranks = [schedule.rank_of[stage] for stage in range(schedule.num_stages)]
     return plan_stages(model, blocks, schedule.num_stages, given=plan.blocks_per_stage, ranks=ranks)

@@ -7,7 +7,7 @@ sums. `update` learns the number of targets in the same small all-reduce that br
 divides once, together with clipping: a factor that fused optimizers apply as they read.
 
 [Note: what makes a step repeatable]
-Inside `step` the random generators are seeded from (seed, step, micro-batch, data rank), so dropout
+Inside `step` the random generators are seeded from (seed, step, micro-batch, data rank, stage), so dropout
 needs no state in a checkpoint, and put back afterwards. Gradients are summed in a fixed order. Whether
 a step is skipped follows from the reduced loss and norm, which are the same bits on every rank.
 """

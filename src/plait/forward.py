@@ -60,13 +60,12 @@ class Forward:
 
     def outputs(self, micro: Mapping[str, Tensor], received: Any = None) -> Any:
         """What the stage returns: the last one what the model does."""
-        if self.part.before is None:
-            with self.zero.watching():
-                return self.part.module(**forward_inputs(self.part.module, micro))
-        with self.zero.watching(), self.part.receiving(received):
-            found = self.part.module(**forward_inputs(self.part.module, micro))
+        inputs = forward_inputs(self.part.module, micro)
+        is_first = self.part.before is None
+        with self.zero.watching(), contextlib.nullcontext() if is_first else self.part.receiving(received):
+            found = self.part.module(**inputs)
         if not self._is_trusted:
-            self.part.check_taint(found, received)
+            self.part.check_taint(found, inputs if is_first else received)
             self._is_trusted = True
         return found
 

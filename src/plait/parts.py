@@ -11,7 +11,7 @@ from torch import nn
 from plait.comm import Mesh
 from plait.errors import ModelError
 from plait.forward import Forward
-from plait.models import Loss, cut_stage, foreign_modules, meta_twin, unit_facts
+from plait.models import Loss, StageModule, cut_stage, foreign_modules, meta_twin, unit_facts
 from plait.optim import LossScaling
 from plait.parallel import (
     DataGroups,
@@ -25,6 +25,7 @@ from plait.parallel import (
     SharedSums,
     UnderWay,
     Unit,
+    Zero,
     bring_to_life,
     compile_blocks,
     cut_of,
@@ -93,13 +94,15 @@ class Parts:
         loose = first_weights(model, units, groups, plan, device, how.seed, elsewhere)
         partial, under_way = PartialSums(mesh, layout), UnderWay()
         stages, halves = {}, Halves()
-        for stage in layouts:
-            part = cut_stage(
-                model, blocks, how.stages, stage, device=device, dtype=Precision.of(plan).compute
-            )
-            zero = bring_to_life(
-                part.module, part.blocks, units[stage], loose, plan, groups, partial, under_way, cut
-            )
+        whole = dict(
+            model.named_parameters()
+        )  # alive, and so with identities of their own, until all are bound
+        names = {id(parameter): name for name, parameter in whole.items()}
+        dtype = Precision.of(plan).compute
+        parts = [cut_stage(model, blocks, how.stages, s, device=device, dtype=dtype) for s in layouts]
+        for stage, part in zip(layouts, parts, strict=True):
+            of_stage = (part.blocks, units[stage], loose)
+            zero = bring_to_life(part.module, names, *of_stage, plan, groups, partial, under_way, cut)
             is_last = stage == how.stages.num_stages - 1
             stages[stage] = _forward_of(part, zero, plan, how, mesh, halves, is_last=is_last)
         if how.stages.num_stages > 1:
@@ -135,7 +138,7 @@ def _refuse_to_run(*_: object) -> None:
 
 
 def _forward_of(
-    part: Any, zero: Any, plan: Plan, how: Training, mesh: Mesh, halves: Halves, *, is_last: bool
+    part: StageModule, zero: Zero, plan: Plan, how: Training, mesh: Mesh, halves: Halves, *, is_last: bool
 ) -> Forward:
     """Gives the stage's blocks the forwards that the plan asks for."""
     found = [block for _, block in part.blocks]

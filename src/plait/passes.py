@@ -135,7 +135,8 @@ class Passes:
             for number, stage in self._parts.stages.items()
         }
         try:
-            keys = [_key_of(micro) for micro in micros]
+            trains = any(stage.part.module.training for stage in self._parts.stages.values())
+            keys = [(_key_of(micro), trains) for micro in micros]
             return self._parts.pipeline.run(schedule, stages, keys, records=records)
         except BaseException:
             self._is_broken = self._last > 0 and schedule.num_ranks > 1

@@ -42,8 +42,21 @@ def plan_stages(
     _refuse_skips(flow, ranges, len(blocks))
     stages = {name: sorted({stage_of[gap] for gap in gaps}) for name, gaps in uses.parameters.items()}
     homes = {name: found[0] for name, found in stages.items()}
-    homes |= {name: stage_of[min(gaps)] for name, gaps in uses.buffers.items()}
+    homes |= _homes_of_buffers(model, blocks, uses, stage_of)
     return StageCut(ranges, homes, {name: tuple(found) for name, found in stages.items() if len(found) > 1})
+
+
+def _homes_of_buffers(
+    model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], uses: "_Uses", stage_of: Sequence[int]
+) -> dict[str, int]:
+    """Under each of its names: of a block's the block's stage."""
+    places, first_names, homes = _places(model, blocks), dict[int, str](), dict[str, int]()
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        first = first_names.setdefault(id(buffer), name)
+        place = places[name.rpartition(".")[0]]
+        gap = place if 0 <= place < len(blocks) else min(uses.buffers[first])
+        homes[name] = stage_of[gap]
+    return homes
 
 
 def _check(model: nn.Module, num_blocks: int, num_stages: int, given: tuple[int, ...] | None) -> None:

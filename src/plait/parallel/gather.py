@@ -19,11 +19,13 @@ The order of gathers is told in `walk.py`.
 [Note: weights that are used outside their owners]
 Some models read a parameter of a module that they do not call (tied heads written as
 `F.linear(x, self.embedding.weight)`). The first step watches every torch function for that. Such
-units, like those with a parameter that the root module holds itself, are *pinned*: whole from the
-beginning of forward to the end of their use in backward.
+units, like those with a parameter that the root module, or another one that encloses owners, holds itself,
+are *pinned*: whole from the beginning of forward to the end of their use in backward. (A pipeline's stage
+ends its forward within its last block: of what encloses that nothing comes back that could announce its
+backward.)
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -83,7 +85,8 @@ class Gatherer:
         self._whole: dict[Unit, Bundle] = {}  # whole, or being gathered
         self._agreed: set[Bundle] = set()  # whole on every rank between passes
         self._open: dict[Bundle, int] = {}  # how many of its owners are in forward
-        self._pinned = {bundle for bundle in bundles if model in owners[bundle]}
+        inner = {module for modules in owners.values() for module in modules}
+        self._pinned = {b for b in bundles if any(_encloses(m, model, inner) for m in owners[b])}
         self._blocks = {b for b in bundles if len(owners[b]) == 1 and owners[b][0] is not model}
         self._walk: Walk | None = None
         self._backward = False
@@ -382,6 +385,11 @@ class Gatherer:
         unit.whole.free()
         unit.hide()
         self._whole.pop(unit, None)
+
+
+def _encloses(module: nn.Module, root: nn.Module, owners: Set[nn.Module]) -> bool:
+    """Whether it is the root, or other owners work while it does."""
+    return module is root or any(m in owners for m in module.modules() if m is not module)
 
 
 def _refuse_state_dict(*_: Any) -> None:

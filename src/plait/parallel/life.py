@@ -58,6 +58,7 @@ def first_weights(
 
 def bring_to_life(
     model: nn.Module,
+    names: Mapping[int, str],
     blocks: Sequence[tuple[str, nn.Module]],
     units: Sequence[Unit],
     others: Mapping[str, nn.Parameter],
@@ -67,15 +68,18 @@ def bring_to_life(
     under_way: UnderWay,
     cut: Cut,
 ) -> Zero:
-    """The model, or one stage of it, whose parameters are views of units from now on."""
-    owners = _owners(model, dict(blocks), units)
-    _bind(model, units, others)
+    """The model, or one stage of it, whose parameters are views of units from now on. `names`: of parameters
+    in the whole model, by identity: a stage may know one that blocks share under a later name only."""
+    owners = _owners(model, names, dict(blocks), units)
+    _bind(model, names, units, others)
     return Zero(model, tuple(owners), owners, plan, groups, partial, under_way, cut)
 
 
-def _bind(model: nn.Module, units: Iterable[Unit], others: Mapping[str, nn.Parameter]) -> None:
+def _bind(
+    model: nn.Module, names: Mapping[int, str], units: Iterable[Unit], others: Mapping[str, nn.Parameter]
+) -> None:
     """Puts the units' parameters, and of `others` its own, into the model. Tied parameters stay tied."""
-    old = dict(model.named_parameters())
+    old = {names[id(parameter)]: parameter for parameter in model.parameters()}
     new = {id(old[name]): parameter for name, parameter in others.items() if name in old}
     for unit in units:
         unit.adopt(old)
@@ -120,14 +124,14 @@ def _move_buffers(model: nn.Module, plan: Plan, device: torch.device) -> None:
 
 
 def _owners(
-    model: nn.Module, blocks: Mapping[str, nn.Module], units: Sequence[Unit]
+    model: nn.Module, names: Mapping[int, str], blocks: Mapping[str, nn.Module], units: Sequence[Unit]
 ) -> dict[Bundle, list[nn.Module]]:
     """Units that are gathered together, with the modules whose forward and backward use them."""
     by_name: dict[str, list[Unit]] = {}
     for unit in units:
         by_name.setdefault(unit.layout.block, []).append(unit)
     in_unit = {piece.name: unit.layout.block for unit in units for piece in unit.layout.pieces}
-    of_parameter = {id(p): in_unit[n] for n, p in model.named_parameters() if n in in_unit}
+    of_parameter = {id(p): in_unit[n] for p in model.parameters() if (n := names[id(p)]) in in_unit}
     found: dict[str, list[nn.Module]] = {name: [] for name in by_name}
     for name, block in blocks.items():
         if name in found:

@@ -253,7 +253,7 @@ class Zero:
             self._forget_sums()
         elif scale != 1.0:
             self._sums.scale(scale)
-        if self._gatherer.agree():
+        if self._gatherer.agree() and self._single:
             order = agreed_order([(unit,) for unit in completed], self._single, self._all)
             self._reducer.order_by([unit for (unit,) in order], self._gatherer.last_uses, self._plan.prefetch)
 

@@ -139,6 +139,12 @@ class Plan:
                     hint=unknown_key_hint(self.schedule, SCHEDULES),
                 )
             GENERATORS[self.schedule].chunks_for(self.schedule, self.chunks)
+        elif re.search(r"[\s,]", self.schedule):
+            raise PlanError(
+                "a plan is words, which a path with spaces or commas would tear apart",
+                given=self.schedule,
+                hint="a file with another name",
+            )
         elif self.chunks:
             raise PlanError(
                 "a schedule's file says which rank has which stages",

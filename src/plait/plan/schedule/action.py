@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from plait.errors import ScheduleError
 
-_ACTION = re.compile(r"([FBW])(\d+)\.(\d+)")
+_ACTION = re.compile(r"([FBW])([0-9]{1,9})\.([0-9]{1,9})")
 _RANK = re.compile(r"\s*rank\s+(\d+)\s*:(.*)")
 
 

@@ -82,7 +82,7 @@ def inference(rank: int, ranks: int, micros: int, chunks: int) -> list[Action]:
 def breadth_first(rank: int, ranks: int, micros: int, chunks: int) -> list[Action]:
     """All forwards, then all backwards, stage by stage (Lamy-Poirier 2211.05953); of one chunk it is GPipe.
 
-    What ZeRO gathers for a stage is gathered once for all micro-batches; all of them are in flight.
+    What a stage gathers can serve all micro-batches, which are all in flight.
     """
     stages = [chunk * ranks + rank for chunk in reversed(range(chunks))]
     backwards = [B(stage, micro) for stage in stages for micro in range(micros)]
