@@ -269,7 +269,8 @@ class Engine:
 
     def outputs(self, batch: Batch, pick: Callable[[Any], Any] | None = None) -> Any:
         """What the model returns for the batch, in eval mode and without gradients, on every rank: all of it,
-        or what `pick` takes of it where it is computed. Every rank must call it, with its share."""
+        or what `pick` takes of it where it is computed (under pp > 1 tensors, and what holds such). Every
+        rank must call it, with its share."""
         return self._passes.outputs(self._checked(batch, trains=False), pick or _all_of)
 
     def whole_parameters(self) -> dict[str, Tensor]:

@@ -97,7 +97,7 @@ class Passes:
         found: list[Any] = []
         with self.eval_mode(), torch.no_grad():
             self._run(forwards_only(self._schedule, 1), [micro], found.append, None, of_outputs=True)
-            return self._told(pick(found[0]) if found else None)
+            return self._told(lambda: pick(found[0]))
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
@@ -142,23 +142,32 @@ class Passes:
             self._is_broken = self._last > 0 and schedule.num_ranks > 1
             raise
 
-    def _told(self, value: Any) -> Any:
-        """What the last stage's rank knows."""
+    def _told(self, make: Callable[[], Any]) -> Any:
+        """What the last stage's rank makes. Where that fails, all raise."""
         group, root = self._parts.groups.pipeline, self.last_rank
         if group.size == 1:
-            return value
-        parcel, tensors = pack(value, of="the model") if group.rank == root else (None, [])
-        text = "" if parcel is None else parcel.to_json()
-        length = torch.tensor([len(text.encode())], device=self._device)
+            return make()
+        text, failure = b"", None
+        if group.rank == root:
+            try:
+                parcel, tensors = pack(make(), of="the model")
+                text = parcel.to_json().encode()
+            except Exception as error:
+                failure = error
+        length = torch.tensor([-1 if failure is not None else len(text)], device=self._device)
         broadcast(length, group, root)
-        said = torch.zeros(int(length.item()), dtype=torch.uint8)
-        if parcel is not None:
-            said = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-        said = said.to(self._device)
+        if failure is not None:
+            raise failure
+        if length.item() < 0:
+            raise ModelError("the last stage could not give the model's outputs", hint="see what it raised")
+        said = torch.zeros(int(length.item()), dtype=torch.uint8, device=self._device)
+        if group.rank == root:
+            said.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
         broadcast(said, group, root)
         parcel = Parcel.from_json(said.cpu().numpy().tobytes().decode())
         if group.rank != root:
             tensors = [torch.empty(s.shape, dtype=s.dtype, device=self._device) for s in parcel.specs]
+        tensors = [tensor.contiguous() for tensor in tensors]
         for tensor in tensors:
             broadcast(tensor, group, root)
         return unpack(parcel, tensors)
