@@ -91,7 +91,7 @@ def micro_batches(batch: Mapping[str, Tensor], micro: int) -> Iterator[dict[str,
 
 
 def check_same(batch: Mapping[str, Tensor], grid: Group) -> None:
-    """Raises PlanError on all ranks of `grid`, which cut layers together, unless they were given the same."""
+    """Raises PlanError on all ranks of `grid`, which hold one model together, unless they were given the same."""
     if grid.size == 1:
         return
     device = next(iter(batch.values())).device
@@ -102,9 +102,9 @@ def check_same(batch: Mapping[str, Tensor], grid: Group) -> None:
     if others:
         shapes = ", ".join(f"{key} {tuple(value.shape)}" for key, value in batch.items())
         raise PlanError(
-            "ranks that cut layers together were given different batches",
+            "ranks that hold one model together were given different batches",
             given=f"rank {others[0]} has other values or shapes than rank {grid.ranks[0]}; here {shapes}",
-            expected="the same samples on every rank of a grid: tp multiplies ranks, not data",
+            expected="the same samples on all of them: tp and pp multiply ranks, not data",
             hint="the share of engine.data_rank, of engine.data_ranks",
         )
 

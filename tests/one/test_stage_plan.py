@@ -126,7 +126,7 @@ def test_a_model_without_blocks_is_refused_by_a_letter() -> None:
 def test_a_chain_of_one_kind_is_dealt_by_its_weights() -> None:
     sizes = [8, 8, 8, 8, 24, 8]
     chain = Chain(nn.Linear(a, b) for a, b in itertools.pairwise(sizes))
-    assert numbers(planned(chain, 2)) == [3, 2]
+    assert numbers(planned(chain, 2)) == [4, 1]  # as slow as [3, 2], and heavy early
 
 
 def test_keys_that_layers_share_keep_their_layers_on_one_stage() -> None:

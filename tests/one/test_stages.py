@@ -318,3 +318,10 @@ def test_one_stage_is_the_model() -> None:
     assert stage.blocks == blocks_of(model)
     assert set(cut.homes.values()) == {0}
     assert not cut.shared
+
+
+def test_a_module_that_stands_twice_in_a_list_is_refused() -> None:
+    layer = nn.Linear(4, 4)
+    with pytest.raises(ModelError, match="twice") as caught:
+        Chain([layer, nn.ReLU(), layer])
+    assert "Linear, ReLU, Linear" in str(caught.value)

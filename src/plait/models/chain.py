@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import nn
 
+from plait.errors import ModelError
+
 
 class Chain(nn.Module):
     """Calls modules one after the other; they are its children "0", "1", ... and its blocks.
@@ -16,6 +18,14 @@ class Chain(nn.Module):
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         super().__init__()
+        modules = list(modules)
+        if len({id(module) for module in modules}) < len(modules):
+            raise ModelError(
+                "a module stands twice in a list of modules",
+                given=", ".join(type(module).__name__ for module in modules),
+                expected="modules of their own, which may share parameters",
+                hint="copy.copy(module): another module with the same parameters",
+            )
         for number, module in enumerate(modules):
             self.add_module(str(number), module)
 

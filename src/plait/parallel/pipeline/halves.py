@@ -29,7 +29,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -105,7 +105,7 @@ def split_linears(modules: Iterable[nn.Module], halves: Halves) -> int:
     for module in modules:
         for layer in module.modules():
             original = _own_forward(layer)
-            if original in _FORWARDS:
+            if isinstance(original, FunctionType) and original in _FORWARDS:
                 layer.forward = MethodType(SplitLinear(halves, original, _FORWARDS[original]), layer)
                 num_split += 1
     return num_split
