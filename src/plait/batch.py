@@ -91,7 +91,7 @@ def micro_batches(batch: Mapping[str, Tensor], micro: int) -> Iterator[dict[str,
 
 
 def check_same(batch: Mapping[str, Tensor], grid: Group) -> None:
-    """Raises PlanError on all ranks of `grid`, which hold one model together, unless they were given the same."""
+    """Raises PlanError on all ranks of `grid`, which hold one model, unless they were given the same."""
     if grid.size == 1:
         return
     device = next(iter(batch.values())).device
