@@ -94,4 +94,104 @@ def frozen_tied_llama(*, layers: int, on_meta: bool = True) -> nn.Module:
     return model
 
 
+class Turn(nn.Module):
+    """A block. Its layer and its buffer may be other blocks' too."""
+
+    def __init__(self, linear: nn.Linear | None = None, gain: Tensor | None = None) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH) if linear is None else linear
+        self.register_buffer("gain", gain)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = torch.tanh(self.linear(self.norm(x)))
+        return x + (inner if self.gain is None else inner * self.gain)
+
+
+class Turns(nn.Module):
+    """Four blocks that pass one tensor, or a tuple that begins with it."""
+
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(programs.VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(blocks)
+        self.head = nn.Linear(WIDTH, programs.VOCABULARY)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x[0] if isinstance(x, tuple) else x)
+
+
+def half_frozen(on_meta: bool = True) -> nn.Module:
+    """Nothing trains up to the second block of four."""
+    with torch.device("meta" if on_meta else "cpu"):
+        model = Turns([Turn() for _ in range(4)])
+    for module in (model.embedding, *list(model.blocks)[:2]):
+        module.requires_grad_(False)
+    return model
+
+
+def one_layer(on_meta: bool = True) -> nn.Module:
+    """All blocks compute with the same linear layer."""
+    with torch.device("meta" if on_meta else "cpu"):
+        linear = nn.Linear(WIDTH, WIDTH)
+        return Turns([Turn(linear) for _ in range(4)])
+
+
+def one_buffer(on_meta: bool = False) -> nn.Module:
+    """One persistent tensor under a name in every block."""
+    torch.manual_seed(7)
+    gain = torch.arange(WIDTH) / WIDTH + 0.5  # the same numbers in any dtype
+    return Turns([Turn(gain=gain) for _ in range(4)])
+
+
+class _Within(nn.Module):
+    """Encloses blocks, and holds a parameter itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(programs.VOCABULARY, WIDTH)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+        self.proj = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([Turn() for _ in range(4)])
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.proj(self.embedding(input_ids)) * self.scale
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Enclosed(nn.Module):
+    """What has the blocks is not the model itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.within = _Within()
+        self.head = nn.Linear(WIDTH, programs.VOCABULARY)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.head(self.within(input_ids))
+
+
+def enclosed(on_meta: bool = False) -> nn.Module:
+    torch.manual_seed(7)
+    return Enclosed()
+
+
+class _Advised(Turn):
+    """Returns something beside its result, which it computes in training only."""
+
+    def forward(self, x: Any) -> Any:
+        x = super().forward(x[0] if isinstance(x, tuple) else x)
+        return x, x.square().mean(-1) if self.training else None
+
+
+def advised(on_meta: bool = True) -> nn.Module:
+    with torch.device("meta" if on_meta else "cpu"):
+        return Turns([_Advised() for _ in range(4)])
+
+
 MODELS = {"llama": llama, "tied_llama": tied_llama, "gpt2": gpt2, "pair": pair}

@@ -160,6 +160,7 @@ class Task:
     groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None
     prepare: Callable[[nn.Module], None] | None = None
     steps: int = STEPS
+    probe: Batch | None = None
     own_loss: bool = False  # plait's own loss of causal language models; else `summed_loss` is given
 
 
@@ -193,6 +194,7 @@ def engine_of(task: Task, plan: str, seed: int = 3) -> plait.Engine:
         options: dict[str, Any] = {} if task.blocks is None else {"blocks": task.blocks(model)}
         options |= {} if task.groups is None else {"param_groups": task.groups(model)}
         options |= {} if task.clip_value is None else {"clip_value": task.clip_value}
+        options |= {} if task.probe is None else {"probe": task.probe}
         return plait.parallelize(
             model,
             plan,

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import plait
 import programs
 import staged
 from plait.errors import ModelError
@@ -199,6 +200,43 @@ def test_what_leaks_past_the_blocks_is_told_by_its_first_run() -> None:
     assert "each.weight, each.bias" in str(letter.value)
     assert "embed.weight" not in str(letter.value)  # it did not run
     assert "\n  try     : let the blocks return" in str(letter.value)
+
+
+class LateStem(nn.Module):
+    """Its first layer is registered last, and what it takes is not known before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.head = nn.Linear(WIDTH, 2)
+        self.stem = nn.Linear(3, WIDTH)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        x = self.stem(pixels)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x)
+
+
+def in_two_chunks(model: nn.Module) -> plait.Engine:
+    return plait.parallelize(
+        model,
+        "schedule=interleaved chunks=2 micro=2 precision=fp64",
+        loss=lambda outputs, _: (squares(outputs, None), len(outputs)),
+    )
+
+
+def test_what_leaks_into_the_first_stage_is_told_by_an_engines_first_step() -> None:
+    engine = in_two_chunks(LateStem())
+    with pytest.raises(ModelError, match="stage 0 cannot compute without what other stages have") as letter:
+        engine.step({"pixels": torch.randn(4, 3)})
+    assert "it ran without the values of stem.weight, stem.bias\n" in str(letter.value)
+
+
+def test_what_is_not_a_number_in_a_first_batch_is_no_leak_into_the_first_stage() -> None:
+    engine = in_two_chunks(Streams())
+    assert engine.step({"values": torch.full((4, 3), torch.nan)}).skipped
+    assert not engine.step({"values": torch.randn(4, 3)}).skipped
 
 
 class Skips(nn.Module):

@@ -107,6 +107,7 @@ def test_every_key_takes_effect_on_the_value() -> None:
         ("pp=2 schedule=zvb", ["no such schedule", "zbv"]),
         ("pp=2 schedule=zbv chunks=3", ["zbv", "chunks=3"]),
         ("pp=2 schedule=file:a.csv chunks=2", ["file says", "no chunks"]),
+        ("pp=2 schedule=file:a,b.csv", ["file:a,b.csv", "a file with another name"]),
         ("pp=2 stages=3,5,6", ["there are 3", "2 numbers of blocks"]),
         ("pp=2 stages=3;5", ["stages are numbers", "stages=8,8,8,6"]),
         ("pp=2 schedule=inference", ["no such schedule"]),

@@ -177,6 +177,9 @@ def test_a_table_may_have_comments_and_idle_cells() -> None:
     [
         ("rank 0: F0.0 X0.0", "given   : 'X0.0'"),
         ("rank 0: F0.0 B0", "given   : 'B0'"),
+        (f"rank 0: F0.{'1' * 5000}", "given   : 'F0.1111"),
+        (f"rank 0: F{'1' * 5000}.0", "given   : 'F1111"),
+        (f"rank {'0' * 5000}: F0.0", "expected: rank 0: F0.0 ..."),
         ("rank 1: F0.0", "expected: rank 0: F0.0 ..."),
         ("F0.0 B0.0", "expected: rank 0: F0.0 ..."),
     ],
@@ -209,3 +212,10 @@ def test_plans_know_the_schedules_that_train_and_their_chunks() -> None:
     for text in ("schedule=inference", "schedule=zbv chunks=3", "schedule=file:my.csv chunks=2"):
         with pytest.raises(PlanError):
             Plan.parse(f"pp=2 {text}")
+
+
+@pytest.mark.parametrize("path", ["my runs/a.csv", "a.csv ", "a\tb.csv"])
+def test_a_schedules_path_that_a_plans_text_would_tear_apart_is_refused(path: str) -> None:
+    with pytest.raises(PlanError, match="would tear apart") as error:
+        Plan(pp=2, schedule=f"file:{path}")
+    assert "try     : a file with another name" in str(error.value)

@@ -26,6 +26,13 @@ def check_parity(pool: Pool, task: programs.Task, words: str, timeout_s: float =
     return ours
 
 
+def task_of(build: Any, probe: Any = None) -> programs.Task:
+    """Three steps of a model."""
+    return programs.Task(
+        build, functools.partial(programs.batches, sequences=SEQUENCES), steps=3, probe=probe
+    )
+
+
 @pytest.mark.parametrize(
     ("model", "words"),
     [
@@ -196,9 +203,9 @@ def buffered(on_meta: bool = False) -> nn.Module:
     return Buffered()
 
 
-def _with_buffers(words: str, state: dict[str, Tensor] | None = None) -> Any:
+def _with_buffers(words: str, state: dict[str, Tensor] | None = None, build: Any = buffered) -> Any:
     """Three steps, or the last one after a state of before it: what came of them."""
-    task = programs.Task(buffered, functools.partial(programs.batches, sequences=SEQUENCES), steps=3)
+    task = task_of(build)
     engine = programs.engine_of(task, f"{words} precision=fp64")
     results, saved = [], {}
     for step, batch in enumerate(task.data(3)):
@@ -236,6 +243,59 @@ def test_buffers_and_what_does_not_float_are_saved_and_go_on_under_other_plans(p
         for key, tensor in after.items():
             assert state[key].dtype == tensor.dtype, key
             assert torch.allclose(state[key].double(), tensor.double(), rtol=1e-9, atol=1e-11), key
+
+
+def test_a_buffer_that_all_blocks_hold_is_in_the_state_under_each_name_and_goes_on(pool: Pool) -> None:
+    """What a state says of it is what is computed with, under either plan and from either's state."""
+    build, names = pipeline_models.one_buffer, [f"buffers/blocks.{number}.gain" for number in range(4)]
+    plans = {"micro=2": 1, "pp=2 micro=2": 2}
+    for words in plans:
+        check_parity(pool, task_of(build), words)
+    states = [pool.run(_with_buffers, ranks, words, None, build)[0][0] for words, ranks in plans.items()]
+    assert list(states[0]) == list(states[1])
+    assert [name for name in states[0] if name.startswith("buffers/")] == names
+    found = []
+    for state in states:
+        doubled = {key: 2 * tensor if key in names else tensor for key, tensor in state.items()}
+        for words, ranks in plans.items():
+            plain, other = (
+                pool.run(_with_buffers, ranks, words, given, build)[0] for given in (state, doubled)
+            )
+            assert all(torch.equal(other[3][name], 2 * states[0][name]) for name in names)
+            assert abs(other[1].loss - plain[1].loss) > 1e-3 * plain[1].loss
+            found.append((plain[1].loss, plain[2].loss_sum, other[1].loss, other[2].loss_sum))
+    for numbers in found[1:]:
+        assert numbers == pytest.approx(found[0], rel=1e-9)
+
+
+# --- parameters of several blocks, of what encloses blocks, and stages with nothing to train
+
+CHUNKED = "schedule=interleaved chunks=2"
+
+
+@pytest.mark.parametrize(
+    "words", ["pp=2", f"pp=1 {CHUNKED}", f"dp=2 zero=2 {CHUNKED}", "dp=2 zero=2 pp=2 schedule=zbv"]
+)
+def test_a_layer_that_all_blocks_share_trains_the_same(pool: Pool, words: str) -> None:
+    check_parity(pool, task_of(pipeline_models.one_layer), f"{words} micro=2")
+
+
+@pytest.mark.parametrize("prefetch", ["", "prefetch=0"])
+@pytest.mark.parametrize("pp", [1, 2])
+def test_a_parameter_of_a_module_around_the_blocks_trains_the_same_in_stages_that_gather(
+    pool: Pool, pp: int, prefetch: str
+) -> None:
+    """Over a transport that copies what it gathers."""
+    words = f"pp={pp} dp=2 zero=3 {CHUNKED} micro=2 {prefetch}"
+    check_parity(pool.over("gloo"), task_of(pipeline_models.enclosed), words)
+
+
+@pytest.mark.parametrize(("transport", "offload"), [("gloo", "none"), ("host", "cpu")])
+def test_a_first_stage_with_nothing_to_train_gathers_and_the_second_trains_the_same(
+    pool: Pool, transport: str, offload: str
+) -> None:
+    words = f"dp=2 zero=3 offload={offload} {CHUNKED} stages=2,2 micro=2"
+    check_parity(pool.over(transport), task_of(pipeline_models.half_frozen), words)
 
 
 # --- dropout
@@ -306,3 +366,12 @@ def test_recomputed_blocks_drop_in_backward_what_they_dropped_in_forward(pool: P
 def test_compiled_blocks_train_the_same_on_two_stages(pool: Pool) -> None:
     task = pipeline_plans.task("llama", 2, 4)
     check_parity(pool, task, "pp=2 schedule=1f1b micro=2 compile=true", timeout_s=180)
+
+
+# --- probed
+
+
+def test_blocks_that_return_less_in_evaluation_train_the_same_after_a_probe(pool: Pool) -> None:
+    """A probe evaluates: what travels then says nothing of what will in training."""
+    [batch] = programs.batches(1, sequences=SEQUENCES // 2)  # as long as a micro-batch
+    check_parity(pool, task_of(pipeline_models.advised, probe=batch), "pp=2 micro=2")

@@ -13,7 +13,7 @@ Parameters outside of blocks that the stage does not compute with are hollow (mo
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -86,25 +86,28 @@ def cut_stage(
     """One stage of the model, made of the model's own blocks, parameters and modules outside of blocks.
 
     Modules that have parameters of several stages, or none, are copied, and buffers with them, so they must
-    have their values. `dtype`: in which the other stages' parameters look to be, if not in their own. The
-    model remains as it is, yet a stage's last block gets a twin that shares all it has.
+    have their values; so are modules in blocks that an earlier stage's blocks have too, as one module cannot
+    hold the parameters of two stages. `dtype`: in which the other stages' parameters look to be, if not in
+    their own. The model remains as it is, yet a stage's last block gets a twin that shares all it has.
     """
     if cut.num_stages == 1:
         return StageModule(0, model, list(blocks))
     start, stop = cut.blocks[stage]
     inbox = Inbox(stage)
     memo = _kept(model, blocks, cut, stage)
-    own = []
-    for number, (name, block) in enumerate(blocks):
-        if start <= number < stop:
-            is_end = number == stop - 1 and stage < cut.num_stages - 1
-            own.append((name, _ending(block) if is_end else block))
-            memo[id(block)] = own[-1][1]
-        else:
-            memo[id(block)] = PassThrough(name, block, inbox, feeds=number == start - 1)
     for name, parameter in model.named_parameters():
         is_own = stage in cut.stages_with(name)
         memo[id(parameter)] = parameter if is_own else hollow_like(parameter, device, dtype)
+    own = []
+    earlier = {module for _, block in blocks[:start] for module in block.modules()}
+    for number, (name, block) in enumerate(blocks):
+        if start <= number < stop:
+            mine = _apart(block, earlier, memo)
+            is_end = number == stop - 1 and stage < cut.num_stages - 1
+            own.append((name, _ending(mine) if is_end else mine))
+            memo[id(block)] = own[-1][1]
+        else:
+            memo[id(block)] = PassThrough(name, block, inbox, feeds=number == start - 1)
     shell = copy.deepcopy(model, memo)
     _empty(shell, inbox)
     shell.forward = StageForward(shell.forward, inbox, ends=stage < cut.num_stages - 1)
@@ -137,12 +140,29 @@ def _kept(
     for module in model.modules():
         if id(module) in inner:
             continue
-        memo |= {id(value): value for value in vars(module).values() if isinstance(value, PreTrainedConfig)}
+        memo |= _configs(module)
         below = [names[id(parameter)] for parameter in module.parameters()]
         is_own = below and all(cut.stages_with(name) == (stage,) for name in below)
         if is_own and not any(id(m) in inner for m in module.modules()):
             memo[id(module)] = module
     return memo
+
+
+def _apart(block: nn.Module, earlier: Set[nn.Module], memo: dict[int, Any]) -> nn.Module:
+    """The block; a copy with the same parameters and buffers where it shares modules with `earlier` ones."""
+    if block in earlier or earlier.isdisjoint(block.modules()):
+        return block
+    memo |= {id(buffer): buffer for buffer in block.buffers()}
+    for module in block.modules():
+        memo |= _configs(module)
+        if earlier.isdisjoint(module.modules()):
+            memo[id(module)] = module
+    copied: nn.Module = copy.deepcopy(block, memo)
+    return copied
+
+
+def _configs(module: nn.Module) -> dict[int, Any]:
+    return {id(value): value for value in vars(module).values() if isinstance(value, PreTrainedConfig)}
 
 
 def _empty(shell: nn.Module, inbox: "Inbox") -> None:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from plait.errors import ScheduleError
 
 _ACTION = re.compile(r"([FBW])([0-9]{1,9})\.([0-9]{1,9})")
-_RANK = re.compile(r"\s*rank\s+(\d+)\s*:(.*)")
+_RANK = re.compile(r"\s*rank\s+([0-9]{1,9})\s*:(.*)")
 
 
 class Kind(Enum):
@@ -51,7 +51,7 @@ class Action(NamedTuple):
         if found is None:
             raise ScheduleError(
                 "a schedule's cell is no action",
-                given=repr(text),
+                given=repr(text[:60]),
                 expected="F, B or W with a stage and a micro-batch: F0.3",
             )
         return cls(Kind(found[1]), int(found[2]), int(found[3]))
