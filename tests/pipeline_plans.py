@@ -24,7 +24,7 @@ FACTORS = {
     "recompute": "none full",
     "model": " ".join(pipeline_models.MODELS),
 }
-SEED, NUM_COVERING = 29, 60
+SEED, NUM_COVERING = 29, 48
 DATA_FACTORS = {
     "schedule": "gpipe 1f1b interleaved bfs zb-h1 zbv dualpipev",
     "zero": "0 1 2 3",
