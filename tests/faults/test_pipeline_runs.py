@@ -169,7 +169,7 @@ def torchrun(script: Path) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
 
 
-@pytest.mark.parametrize("transport", ["host", "gloo"])
+@pytest.mark.parametrize("transport", ["host", pytest.param("gloo", marks=pytest.mark.sweep)])
 def test_a_stage_that_raises_ends_all_ranks_with_its_traceback_first(
     recipe: Path, tmp_path: Path, transport: str
 ) -> None:
@@ -184,7 +184,7 @@ def test_a_stage_that_raises_ends_all_ranks_with_its_traceback_first(
     assert err[first:].index("ZeroDivisionError") < (err[first:] + "CommError").index("CommError")
 
 
-@pytest.mark.parametrize("transport", ["host", "gloo"])
+@pytest.mark.parametrize("transport", [pytest.param("host", marks=pytest.mark.sweep), "gloo"])
 def test_a_rank_killed_in_a_step_ends_the_run_within_seconds(
     recipe: Path, tmp_path: Path, transport: str
 ) -> None:
