@@ -3,7 +3,8 @@
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from torch import Tensor
@@ -89,6 +90,28 @@ def start(*words: object, entry: Sequence[str] = PLAIT) -> subprocess.Popen[str]
         env=environment(),
         start_new_session=True,
     )
+
+
+@contextmanager
+def two_ranks(program: str, meet: Path, *words: str) -> Iterator[list[subprocess.Popen[str]]]:
+    """Two processes that run a program as the ranks of one world, which meet in a file; killed at the end."""
+    shared = {"WORLD_SIZE": "2", "PLAIT_RENDEZVOUS_FILE": str(meet)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "error", "-c", program, *words],
+            env=environment() | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
 
 
 def finish(process: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:

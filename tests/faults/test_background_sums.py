@@ -1,10 +1,8 @@
 """A rank that fails while its sums are under way ends: the thread that waits for peers does not hold it."""
 
-import subprocess
-import sys
 from pathlib import Path
 
-from runs import environment
+from runs import two_ranks
 
 PROGRAM = """
 import sys, time, torch
@@ -22,25 +20,10 @@ for _ in sums.start_sum(torch.ones(1_000_000), scatter=True, label="a unit").int
 
 
 def test_a_rank_that_fails_does_not_wait_for_the_sums_that_it_has_started(tmp_path: Path) -> None:
-    shared = {"WORLD_SIZE": "2", "PLAIT_RENDEZVOUS_FILE": str(tmp_path / "meet")}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM],
-            env=environment() | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdin=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
+    with two_ranks(PROGRAM, tmp_path / "meet") as ranks:
         _, printed = ranks[1].communicate(timeout=60)  # while rank 0 takes part in nothing
         assert ranks[1].returncode == 1
         assert "ValueError: of its own" in printed
         assert "terminate" not in printed
         _, heard = ranks[0].communicate("", timeout=60)
         assert "of a unit failed: rank 1 is gone" in heard
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()

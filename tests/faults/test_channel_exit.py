@@ -1,11 +1,9 @@
 """A rank ends when its program does, whatever it has sent that nobody received."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from runs import environment
+from runs import two_ranks
 
 PROGRAM = """
 import sys, torch
@@ -28,25 +26,10 @@ else:
 @pytest.mark.parametrize(("ends", "code"), [("well", 0), ("fails", 1)])
 def test_a_rank_ends_while_what_it_sent_is_not_received(tmp_path: Path, ends: str, code: int) -> None:
     """Over Gloo, where a thread waits for it."""
-    shared = {"WORLD_SIZE": "2", "PLAIT_RENDEZVOUS_FILE": str(tmp_path / "meet")}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "error", "-c", PROGRAM, ends],
-            env=environment() | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdin=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
+    with two_ranks(PROGRAM, tmp_path / "meet", ends) as ranks:
         _, printed = ranks[0].communicate(timeout=60)  # while rank 1 receives nothing
         assert ranks[0].returncode == code
         assert ("ValueError: of its own" in printed) == (ends == "fails")
         assert "terminate" not in printed
         ranks[1].communicate("", timeout=60)
         assert ranks[1].returncode == 0
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()

@@ -119,7 +119,7 @@ def test_stages_that_do_not_add_up_are_refused_by_a_letter(given: tuple[int, ...
 def test_a_model_without_blocks_is_refused_by_a_letter() -> None:
     with pytest.raises(ModelError, match="no repeated blocks to cut it between") as letter:
         planned(nn.Bilinear(2, 2, 2), 2)
-    assert "Bilinear without an nn.ModuleList, nn.Sequential or plait.models.Chain" in str(letter.value)
+    assert "Bilinear without an nn.ModuleList, nn.Sequential or plait.Chain" in str(letter.value)
     assert "blocks=BlockClass, or blocks=[module, ...] in forward order" in str(letter.value)
 
 
