@@ -17,13 +17,16 @@ import argparse
 import gc
 import os
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 
 import common
 import peers
@@ -65,6 +68,20 @@ def peer_model() -> nn.Module:
     model: nn.Module = AutoModelForCausalLM.from_config(causal_lm_on_meta(LLAMA).config)
     model.load_state_dict(weights)
     return model
+
+
+def on_ranks(program: str, num_ranks: int, flag: str, work: Callable[[], None]) -> None:
+    """Does a rank's `work`; where this is no rank, starts `num_ranks` of `program` with our arguments, and
+    the folder of `peer_model` behind `flag`."""
+    logging.disable_progress_bar()  # of weights that are written and read
+    if "RANK" in os.environ:
+        work()
+        return
+    with tempfile.TemporaryDirectory(prefix="plait-bench-") as folder:
+        peer_model().save_pretrained(folder)
+        command = [sys.executable, str(Path(program).resolve())]
+        code = launch_local(num_ranks, [*sys.argv[1:], flag, folder], command=command)
+    sys.exit(code)
 
 
 def contenders(stage: int, rivals: list[Peer], world: World, only: list[str]) -> dict[str, Step]:

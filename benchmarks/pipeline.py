@@ -22,10 +22,8 @@ computing. Of one process it is the executor alone, of gpipe messages too, and u
 
 import argparse
 import gc
-import os
 import statistics
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -33,16 +31,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers.utils import logging
 
 import common
 import pipeline_peers
 import plait
-from data_parallel import LLAMA, SEQUENCE, a_batch, peer_model
+from data_parallel import LLAMA, SEQUENCE, a_batch, on_ranks
 from peers import Batch
 from pipeline_peers import DTYPES, Contender, Shape
 from plait.bench import machine
-from plait.comm import World, broadcast, connect, launch_local
+from plait.comm import World, broadcast, connect
 from plait.engine import Engine
 from plait.models import blocks_of, causal_lm_on_meta, plan_stages
 from plait.plan.schedule import simulate
@@ -277,15 +274,7 @@ def main() -> None:
     parser.add_argument("--stages", nargs=RANKS, type=int, default=[], help="blocks of each stage")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # that `main` gives ranks
     arguments = parser.parse_args()
-    logging.disable_progress_bar()  # of weights that are written and read
-    if "RANK" in os.environ:
-        worker(arguments)
-        return
-    with tempfile.TemporaryDirectory(prefix="plait-bench-") as folder:
-        peer_model().save_pretrained(folder)
-        command = [sys.executable, str(Path(__file__).resolve())]
-        code = launch_local(RANKS, [*sys.argv[1:], "--folder", folder], command=command)
-    sys.exit(code)
+    on_ranks(__file__, RANKS, "--folder", lambda: worker(arguments))
 
 
 if __name__ == "__main__":

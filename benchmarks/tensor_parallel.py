@@ -13,9 +13,7 @@ get the losses of one process: within 1e-4 in fp32 and 2e-2 in bf16. `loss_apart
 
 import argparse
 import gc
-import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,15 +21,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers.utils import logging
 
 import common
 import plait
 import tensor_peers
-from data_parallel import LLAMA, SEQUENCE, a_batch, peer_model
+from data_parallel import LLAMA, SEQUENCE, a_batch, on_ranks
 from peers import ADAMW, Batch
 from plait.bench import machine
-from plait.comm import World, all_reduce, broadcast, connect, launch_local
+from plait.comm import World, all_reduce, broadcast, connect
 from plait.models import causal_lm_on_meta
 from tensor_peers import DTYPES, ONE_PROCESS, Contender
 
@@ -180,15 +177,7 @@ def main() -> None:
     )
     parser.add_argument("--weights", type=Path, help=argparse.SUPPRESS)  # the folder that `main` gives ranks
     arguments = parser.parse_args()
-    logging.disable_progress_bar()  # of weights that are written and read
-    if "RANK" in os.environ:
-        worker(arguments)
-        return
-    with tempfile.TemporaryDirectory(prefix="plait-bench-") as folder:
-        peer_model().save_pretrained(folder)
-        command = [sys.executable, str(Path(__file__).resolve())]
-        code = launch_local(RANKS, [*sys.argv[1:], "--weights", folder], command=command)
-    sys.exit(code)
+    on_ranks(__file__, RANKS, "--weights", lambda: worker(arguments))
 
 
 if __name__ == "__main__":
