@@ -94,9 +94,8 @@ class Parts:
         loose = first_weights(model, units, groups, plan, device, how.seed, elsewhere)
         partial, under_way = PartialSums(mesh, layout), UnderWay()
         stages, halves = {}, Halves()
-        whole = dict(
-            model.named_parameters()
-        )  # alive, and so with identities of their own, until all are bound
+        # All alive, and so with identities of their own, until the last stage is bound.
+        whole = dict(model.named_parameters())
         names = {id(parameter): name for name, parameter in whole.items()}
         dtype = Precision.of(plan).compute
         parts = [cut_stage(model, blocks, how.stages, s, device=device, dtype=dtype) for s in layouts]

@@ -135,7 +135,7 @@ class _Tracer(TorchDispatchMode):
         sources = set() if _reads_shape_only(func) else self.sources_of(given)
         self.read(sources)
         result = func(*args, **(kwargs or {}))
-        views = set() if func._schema.is_mutable else _storages(given)  # type: ignore[attr-defined]
+        views = set() if func._schema.is_mutable else _storages(given)  # type: ignore[attr-defined]  # of operators
         if self.inside is not None:
             sources = {_Computed(self.inside, is_result=False)}  # what went into it was read here
         for value in tree_leaves(result):

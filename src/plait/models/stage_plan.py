@@ -63,7 +63,7 @@ def _check(model: nn.Module, num_blocks: int, num_stages: int, given: tuple[int,
     if not num_blocks:
         raise ModelError(
             "the model has no repeated blocks to cut it between",
-            given=f"{type(model).__name__} without an nn.ModuleList, nn.Sequential or plait.models.Chain",
+            given=f"{type(model).__name__} without an nn.ModuleList, nn.Sequential or plait.Chain",
             expected="blocks that are called one after the other",
             hint="blocks=BlockClass, or blocks=[module, ...] in forward order",
         )

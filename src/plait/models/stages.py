@@ -312,5 +312,5 @@ def _leak(stage: int, shell: nn.Module, inbox: Inbox) -> ModelError:
         given=f"its result is NaN; it ran without the values of {', '.join(ran) or 'earlier blocks'}",
         expected="between blocks goes only what the block before returned: what lies outside of them is used "
         "before the first or after the last, and no block takes an earlier one's output",
-        hint="let the blocks return what later ones need, or a plait.models.Chain of modules that do",
+        hint="let the blocks return what later ones need, or a plait.Chain of modules that do",
     )

@@ -110,8 +110,6 @@ class Pipeline:
             run.post(action)
             for coming in actions[place + 1 : place + 1 + _AHEAD]:
                 run.post_if_known(coming)
-            for outbox in self._outboxes.values():
-                outbox.sweep()
             run.do(action, nullcontext() if clock is None else clock.around(action))
         run.check_over()
         for outbox in self._outboxes.values():
@@ -133,9 +131,8 @@ class _Run:
         self._here: dict[Action, tuple[Parcel, list[Tensor]] | list[Tensor]] = {}  # between our own stages
         self._posted: dict[Action, Posted] = {}
         self._parcels: dict[Action, Parcel] = {}
-        self._queues = {
-            line: self._sent_by(*line) for line in pipeline._inboxes
-        }  # what is still to be posted
+        # Of every channel, what is still to be posted.
+        self._queues = {line: self._sent_by(*line) for line in pipeline._inboxes}
         self._final: dict[int, Action] = {}
         for action in schedule.ranks[pipeline._rank]:
             if action.kind is Kind.W or (action.kind is Kind.B and not self._is_half(action)):
