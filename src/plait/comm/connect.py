@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from plait.comm.background import Background
 from plait.comm.host import Board, Neighbours, meet, open_group
+from plait.comm.ledger import Ledger
 from plait.comm.torch_link import TorchLink, among
 from plait.comm.transport import Transport
 from plait.comm.verbs import Group, all_reduce, barrier
@@ -46,6 +47,7 @@ class World:
         self.local_rank = local_rank
         self.device = device
         self.timeout = timeout  # how long a communication may wait for a rank
+        self.ledger = Ledger()
         self._pid = os.getpid()
         self._store = store
         self._owned = owned  # the process group is ours to destroy: the program had made none
@@ -101,9 +103,9 @@ class World:
             return not dist.is_initialized() or dist.get_world_size() == 1
         return dist.is_initialized() and self._handle is dist.group.WORLD
 
-    def group_of(self, ranks: tuple[int, ...], lane: str = "") -> Group:
+    def group_of(self, ranks: tuple[int, ...], lane: str = "", axes: tuple[str, ...] = ()) -> Group:
         """A group of these ranks, this one among them. All of them must ask for it at the same point of the
-        program; see `Mesh.group` for lanes."""
+        program; see `Mesh.group` for lanes. `axes`: what the ledger calls it."""
         if self.rank not in ranks:
             raise CommError(
                 "a rank asks for a group that it is not in",
@@ -116,7 +118,7 @@ class World:
         background = Background(self.device)
         self._links.append(link)
         self._backgrounds.append(background)
-        return Group(ranks, ranks.index(self.rank), link, background)
+        return Group(ranks, ranks.index(self.rank), link, background, axes, lane, self.ledger)
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A flat tensor where transports read and write it in place; what is in it is undefined."""

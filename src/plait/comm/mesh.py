@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from plait.comm.connect import World
 from plait.comm.verbs import Group
-from plait.plan import Grid
+from plait.plan import AXES, Grid
 
 
 class Mesh:
@@ -27,15 +27,16 @@ class Mesh:
         Groups of the same ranks in different lanes have connections (NCCL: a stream) of their own: what is
         started in one neither waits for what is under way in the other, nor has to be in one order with it.
         """
-        return self._group_of(self.grid.group(self.world.rank, *axes), lane)
+        return self._group_of(self.grid.group(self.world.rank, *axes), lane, axes)
 
     def part(self, axis: str, coords: Sequence[int], *, lane: str = "") -> Group:
         """Of the ranks along one axis those at these coordinates, this one among them."""
         along = self.grid.group(self.world.rank, axis)
-        return self._group_of(tuple(along[coord] for coord in coords), lane)
+        return self._group_of(tuple(along[coord] for coord in coords), lane, (axis,))
 
-    def _group_of(self, ranks: tuple[int, ...], lane: str) -> Group:
+    def _group_of(self, ranks: tuple[int, ...], lane: str, axes: Sequence[str]) -> Group:
         key = (ranks, lane if len(ranks) > 1 else "")
         if key not in self._groups:
-            self._groups[key] = self.world.group_of(*key)
+            used = tuple(axis for axis in AXES if axis in axes and self.grid.degree(axis) > 1)
+            self._groups[key] = self.world.group_of(*key, used)
         return self._groups[key]

@@ -7,14 +7,16 @@ fails.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from plait.comm.background import Background
+from plait.comm.ledger import Ledger
 from plait.comm.transport import Call, Pending, Summing, SumOfParts, Transport, Verb
 from plait.errors import CommError
+from plait.plan.traffic import Line
 
 OPS = ("sum", "mean", "max", "min")
 
@@ -27,6 +29,9 @@ class Group:
     rank: int
     link: Transport | None  # None for a group of one, which needs no transport
     background: Background | None = None  # where there is a transport
+    axes: tuple[str, ...] = field(default=(), compare=False)  # of the mesh, along which the ranks differ
+    lane: str = field(default="", compare=False)
+    ledger: Ledger | None = field(default=None, compare=False)  # where what it says is written down
 
     @property
     def size(self) -> int:
@@ -36,6 +41,11 @@ class Group:
     def transport(self) -> Transport:
         assert self.link is not None, "a group of one has no transport"
         return self.link
+
+    def note(self, verb: str, tensor: Tensor | None) -> None:
+        """Writes a call down. `tensor`: the whole one, of what this rank gives or gets."""
+        if self.ledger is not None:
+            self.ledger.note(Line(self.axes, self.lane, verb), 0 if tensor is None else tensor.nbytes)
 
 
 def start_all_reduce(tensor: Tensor, group: Group, op: str = "sum", *, label: str = "") -> Pending:
@@ -160,11 +170,15 @@ def _all_to_all(out: Tensor, whole: Tensor, group: Group, label: str) -> Call:
 def barrier(group: Group, *, label: str = "") -> None:
     """Returns when every rank of the group has come here."""
     if group.size > 1:
+        group.note(Verb.BARRIER.value, None)
         group.transport.run(Call(Verb.BARRIER, label=label))
 
 
 def start_barrier(group: Group, *, label: str = "") -> Pending:
-    return group.transport.start(Call(Verb.BARRIER, label=label)) if group.size > 1 else Pending()
+    if group.size == 1:
+        return Pending()
+    group.note(Verb.BARRIER.value, None)
+    return group.transport.start(Call(Verb.BARRIER, label=label))
 
 
 def start_send(tensor: Tensor, group: Group, to: int, *, label: str = "") -> Pending:
@@ -198,6 +212,7 @@ def start_scattered_sum(whole: Tensor, group: Group, *, label: str = "") -> Summ
     if group.size == 1:
         return SumOfParts([whole], Pending())
     assert whole.numel() % group.size == 0, f"{whole.numel()} elements in {group.size} ranges"
+    group.note(Verb.REDUCE_SCATTER.value, whole)
     return group.transport.start_sum(whole, scatter=True, label=label)
 
 
@@ -208,6 +223,7 @@ def start_exchange(mine: Tensor, group: Group, *, label: str = "") -> Summing:
     """
     if group.size == 1:
         return SumOfParts([mine], Pending())
+    group.note("exchange", mine)
     return group.transport.start_sum(mine, scatter=False, label=label)
 
 
@@ -245,6 +261,7 @@ def share(numel: int, dtype: torch.dtype, group: Group) -> Tensor:
 def _start(call: Call, group: Group) -> Pending:
     if group.size == 1:
         return _alone(call)
+    _note(call, group)
     call, copies = _contiguous(call)
     pending = group.transport.start(call)
     if not copies:
@@ -256,10 +273,16 @@ def _run(call: Call, group: Group) -> None:
     if group.size == 1:
         _alone(call)
         return
+    _note(call, group)
     call, copies = _contiguous(call)
     group.transport.run(call)
     for into, result in copies:
         into.copy_(result)
+
+
+def _note(call: Call, group: Group) -> None:
+    wholes = call.out if call.verb is Verb.ALL_GATHER else call.source
+    group.note(call.verb.value, call.out if wholes is None else wholes)
 
 
 def _copier(into: Tensor, result: Tensor) -> Callable[[], object]:

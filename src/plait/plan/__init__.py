@@ -6,6 +6,7 @@ from plait.plan.memory import MemoryUse, model_state_bytes
 from plait.plan.plan import Plan
 from plait.plan.stages import StageCut, deal, whole_model
 from plait.plan.tensor import ParameterCut, TensorPlan
+from plait.plan.traffic import Line, Tally, Traffic, added, between
 from plait.plan.wire import adds_at_once, compresses, room_bytes
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "Boxes",
     "Grid",
     "Layout",
+    "Line",
     "MemoryUse",
     "Overlap",
     "ParameterCut",
@@ -21,11 +23,15 @@ __all__ = [
     "Place",
     "Plan",
     "StageCut",
+    "Tally",
     "TensorFact",
     "TensorPlan",
+    "Traffic",
     "UnitFact",
     "UnitLayout",
+    "added",
     "adds_at_once",
+    "between",
     "compresses",
     "deal",
     "model_state_bytes",

@@ -1,0 +1,61 @@
+"""What ranks say to each other: how often, and how many bytes, by axis, lane and verb.
+
+The same values are foretold from a plan and counted while it runs, so that one can be held against the other.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, order=True)
+class Line:
+    """What calls are counted together.
+
+    axes    of the grid, outermost first, along which the group's ranks differ (none of degree 1); nothing:
+            the group of all ranks of the job
+    lane    of the group: what has connections of its own
+    verb    all-reduce, all-gather, reduce-scatter, exchange, broadcast, send, receive, ...
+    """
+
+    axes: tuple[str, ...]
+    lane: str
+    verb: str
+
+    def __str__(self) -> str:
+        lane = f" ({self.lane})" if self.lane else ""
+        return f"{self.verb} over {' x '.join(self.axes) or 'all ranks'}{lane}"
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Calls of one rank and the bytes of their tensors: of a gather or a scatter, of the whole tensor."""
+
+    count: int = 0
+    num_bytes: int = 0
+
+    def __add__(self, other: "Tally") -> "Tally":
+        return Tally(self.count + other.count, self.num_bytes + other.num_bytes)
+
+    def __sub__(self, other: "Tally") -> "Tally":
+        return Tally(self.count - other.count, self.num_bytes - other.num_bytes)
+
+    def __mul__(self, times: int) -> "Tally":
+        return Tally(self.count * times, self.num_bytes * times)
+
+
+Traffic = Mapping[Line, Tally]
+
+
+def added(parts: Iterable[Traffic]) -> dict[Line, Tally]:
+    """All of them together, in the order of their lines."""
+    found: dict[Line, Tally] = {}
+    for part in parts:
+        for line, tally in part.items():
+            found[line] = found.get(line, Tally()) + tally
+    return {line: found[line] for line in sorted(found)}
+
+
+def between(earlier: Traffic, later: Traffic) -> dict[Line, Tally]:
+    """What has been said since."""
+    found = {line: tally - earlier.get(line, Tally()) for line, tally in later.items()}
+    return {line: tally for line, tally in sorted(found.items()) if tally.count}
