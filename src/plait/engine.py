@@ -358,7 +358,14 @@ class Engine:
         Activations are None for a model that cannot run without values.
         """
         saved = self._passes.foretold_bytes(batch_shape, self.device)
-        return foretold_bytes(self._parts.layout, self._held, self._owned, self.plan, self._groups, saved)
+        return foretold_bytes(
+            self._parts.layout,
+            self.plan,
+            self._groups,
+            states_per_element=self._owned.states_per_element,
+            scratch_bytes=self._held.scratch_bytes,
+            activation_bytes=saved,
+        )
 
     def flops_per_token(self, sequence: int) -> float:
         """FLOPs of forward and backward for one token; the formula stands in `plan/cost.py`."""
