@@ -1,17 +1,19 @@
 """A model's stages in a world of nobody: what one micro-batch says to the grid, uses, hands on and keeps.
 
 [Note: one truth]
-Which layers read the same tensor, what a norm tells its row, when a recomputed block communicates again: that
-is decided by the modules that communicate, and by the model's own code. A formula beside them would be a second
-truth, right for the blocks that it was made for. So the very same stages, cut by the very same code, run a
-micro-batch on meta: forward and backward, with links that have nobody at their other end. It costs no memory
-and as much time as torch needs to work out shapes, whatever the number of ranks.
+Which layers read the same tensor, what a norm tells its row, when a recomputed block communicates again: the
+modules that communicate decide it, and the model's own code. A formula beside them would be a second truth,
+right for the blocks that it was made for. So the very same stages, cut by the very same code, run a micro-batch
+on meta: forward and backward, with links that have nobody at their other end. It costs no memory, and the time
+that torch needs to work out shapes, whatever the number of ranks.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +21,12 @@ from torch import Tensor, nn
 from plait.comm import Mesh, World
 from plait.errors import ModelError, PlaitError
 from plait.forward import Forward
-from plait.models import BlockOutputs, meta_twin, running_on_meta
+from plait.models import AsOnDevice, BlockOutputs, meta_twin, running_on_meta
 from plait.parallel import (
     DataGroups,
     PartialSums,
     Precision,
+    RecomputedForward,
     Unit,
     cut_of,
     move_buffers,
@@ -41,8 +44,8 @@ _META = torch.device("meta")
 
 @dataclass(frozen=True)
 class Job:
-    """The ranks that there would be: `transport` (host, gloo or nccl), how many to a host (None: all), and what
-    they compute on."""
+    """The ranks that there would be: `transport` (host, gloo or nccl), how many to a host (None: all), and
+    what they compute on."""
 
     transport: str
     host_size: int | None
@@ -100,6 +103,7 @@ def dry_stages(
         None if batch_shape is None else stage.foretold_bytes(batch_shape, device, whole)
         for stage in stages.values()
     ]
+    _recompute_as_on(device, stages.values())
     run = _Run(mesh, stages, micro, halves, {stage for stage, _ in how.schedule.split})
     with running_on_meta(device), _told():
         run.forward()
@@ -107,6 +111,19 @@ def dry_stages(
     gathers = not cut.whole_parameters
     facts = [_facts(run, stage, found, gathers=gathers) for stage, found in layouts.items()]
     return [DryStage(of_stage, found) for of_stage, found in zip(facts, kept, strict=True)]
+
+
+def _recompute_as_on(device: torch.device, stages: Iterable[Forward]) -> None:
+    """Has blocks that run again in backward, where torch lets no mode for functions in, run as in forward."""
+
+    def within(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with AsOnDevice(device):
+            return forward(*args, **kwargs)
+
+    for stage in stages:
+        for _, block in stage.part.blocks:
+            if isinstance(block.forward, RecomputedForward):
+                block.forward.forward = partial(within, block.forward.forward)
 
 
 def _without_memory(plan: Plan) -> Plan:

@@ -6,7 +6,7 @@ from plait.models.cross_entropy import ALONE
 from plait.models.facts import Blocks, FlopFacts, blocks_of, unit_facts
 from plait.models.loss import Loss, choose_loss, forward_inputs
 from plait.models.materialise import initialise, seeded
-from plait.models.saved import BlockOutputs, meta_twin, running_on_meta, saved_bytes, watch_saved
+from plait.models.saved import AsOnDevice, BlockOutputs, meta_twin, running_on_meta, saved_bytes, watch_saved
 from plait.models.stage_plan import plan_stages
 from plait.models.stages import StageModule, cut_stage, foreign_modules, receiving
 from plait.models.tensor import tensor_plan
@@ -15,6 +15,7 @@ from plait.models.tensor_families import LINEAR_FORWARDS
 __all__ = [
     "ALONE",
     "LINEAR_FORWARDS",
+    "AsOnDevice",
     "BlockOutputs",
     "Blocks",
     "Chain",

@@ -60,7 +60,7 @@ class _YesToQuestions(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class _AsOnDevice(TorchFunctionMode):
+class AsOnDevice(TorchFunctionMode):
     """Keeps on meta what the device's kernels would keep.
 
     Attention: on meta torch takes the unfused one, which saves scores; devices take a fused one (none where
@@ -76,9 +76,6 @@ class _AsOnDevice(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if func is torch.autograd.backward:
-            with self:  # blocks are run again within, as in forward
-                return func(*args, **kwargs)
         if func is torch._grouped_mm and args[1].is_meta and args[1].ndim == 3:
             return args[0] @ args[1][0]
         if func is not F.scaled_dot_product_attention or not args[0].is_meta:
@@ -114,7 +111,7 @@ def watch_saved(model: nn.Module) -> Iterator[SavedBytes]:
 @contextmanager
 def running_on_meta(device: torch.device) -> Iterator[None]:
     """A twin's forward runs inside, as it would on `device`."""
-    with _YesToQuestions(), _AsOnDevice(device):
+    with _YesToQuestions(), AsOnDevice(device):
         yield
 
 

@@ -7,7 +7,7 @@ from plait.parallel.held import Held, SharedSums
 from plait.parallel.holdings import Holdings, persistent_buffers
 from plait.parallel.life import bring_to_life, first_weights, let_go, move_buffers
 from plait.parallel.owned import Masters, Owned
-from plait.parallel.recompute import recompute_blocks
+from plait.parallel.recompute import RecomputedForward, recompute_blocks
 from plait.parallel.reduce import UnderWay
 from plait.parallel.state import EngineState
 from plait.parallel.units import Unit
@@ -22,6 +22,7 @@ __all__ = [
     "Owned",
     "PartialSums",
     "Precision",
+    "RecomputedForward",
     "SharedSums",
     "UnderWay",
     "Unit",
