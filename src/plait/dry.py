@@ -3,9 +3,9 @@
 [Note: one truth]
 Which layers read the same tensor, what a norm tells its row, when a recomputed block communicates again: the
 modules that communicate decide it, and the model's own code. A formula beside them would be a second truth,
-right for the blocks that it was made for. So the very same stages, cut by the very same code, run a micro-batch
-on meta: forward and backward, with links that have nobody at their other end. It costs no memory, and the time
-that torch needs to work out shapes, whatever the number of ranks.
+right for the blocks that it was made for. So the very same stages, cut by the very same code, run a
+micro-batch on meta: forward and backward, with links that have nobody at their other end. It costs no memory,
+and the time that torch needs to work out shapes, whatever the number of ranks.
 """
 
 from collections import defaultdict

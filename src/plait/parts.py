@@ -30,13 +30,14 @@ from plait.parallel import (
     compile_blocks,
     cut_of,
     first_weights,
+    foretold_bytes,
     let_go,
     recompute_blocks,
 )
 from plait.parallel.pipeline import Halves, Pipeline, split_linears
 from plait.parallel.tensor import TensorGroups, cut_layers, zone_randomness
 from plait.parallel.units import Cut
-from plait.plan import Layout, Place, Plan, StageCut, TensorPlan
+from plait.plan import Layout, MemoryUse, Place, Plan, StageCut, TensorPlan
 from plait.plan.schedule import Schedule
 
 
@@ -180,6 +181,17 @@ class Parts:
         )
         pipeline = Pipeline(how.schedule.rank_of, mesh, halves)
         return cls(groups, holdings, layout, stages, held, owned, state, pipeline, twin)
+
+    def foretold_bytes(self, plan: Plan, activation_bytes: int | None) -> MemoryUse:
+        """What this rank will hold."""
+        return foretold_bytes(
+            self.layout,
+            plan,
+            self.groups,
+            states_per_element=self.owned.states_per_element,
+            scratch_bytes=self.held.scratch_bytes,
+            activation_bytes=activation_bytes,
+        )
 
 
 def _refuse_to_run(*_: object) -> None:
