@@ -72,8 +72,8 @@ def holdings_table(explanation: Explanation) -> Table:
     table = Table(
         title="what a rank holds",
         title_justify="left",
-        caption="boxes: of whole tensors, which its parameters are\nupdated: elements of its own range, padding "
-        "included",
+        caption="boxes: of whole tensors, which its parameters are\n"
+        "updated: elements of its own range, padding included",
         caption_justify="left",
     )
     for heading in ("ranks", "blocks"):
