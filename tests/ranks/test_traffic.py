@@ -1,5 +1,6 @@
 """What ranks say in a step is what was foretold without them: the same lines, as often, as many bytes."""
 
+import random
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import families
 import plait
 from plait.comm import connect
 from plait.dry import Job
+from plait.errors import PlaitError
 from plait.explain import Explanation, explain
 from plait.plan import MemoryUse, Plan, added, between
 from plait.plan.traffic import Traffic
@@ -108,11 +110,60 @@ CASES = [
 ]
 
 
+WORDS = {
+    "pp": "1 1 2",
+    "tp": "1 1 2 4 2x1 2x2",
+    "dp": "1 2 2 3 4",
+    "sp": "false false true",
+    "zero": "0 1 2 3 3 3",
+    "shard": "0 0 1 2",
+    "micro": "1 2 3 4",
+    "accumulate": "auto whole cut",
+    "prefetch": "0 1 1 2",
+    "gathered": "use use step",
+    "precision": "fp32 bf16 fp64",
+    "reduce": "fp32 fp32 fp32 bf16 fp16 int8 powersgd:2",
+    "algorithm": "auto auto auto ring tree halving naive two-level",
+    "recompute": "none none full selective every=2",
+    "offload": "none none none cpu",
+    "schedule": "1f1b gpipe interleaved bfs zb-h1 zbv dualpipev",
+}
+SEED, NUM_SAMPLED, MOST_RANKS = 7, 120, 8
+
+
+def sampled(number: int) -> tuple[str, str, str]:
+    """A plan that there can be."""
+    random_words = random.Random(f"{SEED} {number}")
+    while True:
+        words = {key: random_words.choice(options.split()) for key, options in WORDS.items()}
+        kept = {key: word for key, word in words.items() if random_words.random() < 0.7}
+        plan = " ".join(f"{key}={word}" for key, word in kept.items())
+        name = random_words.choice(["llama", "llama-tied", "gpt2", "plain"])
+        if "tp" in kept and name == "plain":
+            continue
+        try:
+            if 1 < Plan.parse(plan).num_ranks <= MOST_RANKS:
+                explained(name, plan, "gloo")
+                return name, plan, random_words.choice(["host", "gloo"])
+        except PlaitError:
+            continue
+
+
 @pytest.mark.parametrize(("name", "plan", "transport"), CASES)
 def test_what_ranks_say_and_hold_was_foretold(pool: Pool, name: str, plan: str, transport: str) -> None:
+    check(pool, name, plan, transport)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("number", range(NUM_SAMPLED))
+def test_what_ranks_say_and_hold_was_foretold_of_any_plan(pool: Pool, number: int) -> None:
+    check(pool, *sampled(number))
+
+
+def check(pool: Pool, name: str, plan: str, transport: str) -> None:
     explanation = explained(name, plan, transport)
     found = pool.over(transport).run(said, Plan.parse(plan).num_ranks, name, plan)
     for rank, (traffic, memory) in enumerate(found):
         row = explanation.of_rank(rank)
-        assert added(row.traffic.values()) == traffic, f"rank {rank}"
-        assert row.memory == memory, f"rank {rank}"
+        assert added(row.traffic.values()) == traffic, f"rank {rank} of {name} under {plan} over {transport}"
+        assert row.memory == memory, f"rank {rank} of {name} under {plan} over {transport}"
