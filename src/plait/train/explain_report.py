@@ -11,15 +11,15 @@ from plait.explain import Alike, Explanation
 from plait.plan import Line, Tally, added
 from plait.plan.foretold import ring_bytes
 from plait.train.measured import Measured
-from plait.train.report import memory_table, size, used_categories
+from plait.train.report import memory_table, used_categories
 
 _MOST = 4  # kinds of ranks whose traffic is printed, if nobody asks for one
 _LANE = re.compile(r"(activations|gradients) from stage rank")
 _OF = {
-    "layers": "layers that tp cuts",
+    "layers": "cut layers",
     "parameters": "parameters",
     "gradients": "gradients",
-    "stages": "between stages",
+    "stages": "stages",
     "step": "loss, norm",
 }
 
@@ -90,12 +90,12 @@ def memory_of_kinds(explanation: Explanation) -> Table:
     """Bytes by category: a line for ranks that are alike."""
     rows = explanation.alike
     on_device, elsewhere = used_categories(*(row.memory for row in rows))
-    table = Table(title="memory per rank", title_justify="left")
+    table = Table(title="memory per rank", title_justify="left", padding=0)
     for heading in ("ranks", *on_device, "in all", *elsewhere):
         table.add_column(heading, justify="left" if heading == "ranks" else "right")
     for row in rows:
-        sizes = {name: size(getattr(row.memory, name)) for name in (*on_device, "total", *elsewhere)}
-        table.add_row(in_words(row.ranks), *sizes.values())
+        numbers = [getattr(row.memory, name) for name in (*on_device, "total", *elsewhere)]
+        table.add_row(in_words(row.ranks), *("not known" if n is None else _bytes(n) for n in numbers))
     return table
 
 

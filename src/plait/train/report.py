@@ -52,9 +52,10 @@ def start_table(recipe: Recipe, engine: Engine, peak_flops: float, memory: tuple
     table.add_row("steps", f"{run.steps:,}: {run.steps * run.batch * sequence:,} tokens")
     table.add_row("peak", f"{peak_flops / 1e9:,.1f} GFLOP/s per rank, a matrix product measured now")
     on_device, elsewhere = (
-        [f"{name} {size(getattr(predicted, name))}" for name in names] for names in used_categories(predicted)
+        [f"{name} {_size(getattr(predicted, name))}" for name in names]
+        for names in used_categories(predicted)
     )
-    words = "; ".join([", ".join(on_device), f"in all {size(predicted.total)}", *elsewhere])
+    words = "; ".join([", ".join(on_device), f"in all {_size(predicted.total)}", *elsewhere])
     table.add_row("memory per rank" if engine.plan.pp == 1 else f"memory, at most (rank {rank})", words)
     return table
 
@@ -70,10 +71,10 @@ def memory_table(predicted: MemoryUse, measured: MemoryUse, of: str = "per rank"
         table.add_column(heading, justify="right" if heading else "left")
     on_device, elsewhere = used_categories(predicted, measured)
     for name in on_device:
-        table.add_row(name, size(getattr(predicted, name)), size(getattr(measured, name)))
-    table.add_row("in all", size(predicted.total), size(measured.total))
+        table.add_row(name, _size(getattr(predicted, name)), _size(getattr(measured, name)))
+    table.add_row("in all", _size(predicted.total), _size(measured.total))
     for name in elsewhere:
-        table.add_row(name, size(getattr(predicted, name)), size(getattr(measured, name)))
+        table.add_row(name, _size(getattr(predicted, name)), _size(getattr(measured, name)))
     return table
 
 
@@ -107,6 +108,5 @@ def draw_losses(metrics: Path, picture: Path) -> None:
     figure.savefig(picture, dpi=120)
 
 
-def size(num_bytes: int | None) -> str:
-    """In words."""
+def _size(num_bytes: int | None) -> str:
     return "not known" if num_bytes is None else f"{num_bytes / 2**20:,.1f} MiB"
