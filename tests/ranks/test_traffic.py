@@ -39,7 +39,7 @@ class Plain(nn.Module):
         x = self.inp(x)
         for block in self.blocks:
             x = x + torch.tanh(block(x))
-        return self.out(self.norm(x) + self.shift)
+        return self.out(self.norm(x) + self.shift.to(x.dtype))
 
 
 def squared_error(outputs: Tensor, batch: Any) -> tuple[Tensor, int]:
