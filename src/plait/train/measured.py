@@ -19,6 +19,7 @@ from plait.plan.schedule.trace import read_trace
 from plait.plan.traffic import of_rows, to_rows
 
 _FORMAT = "plait measured 1"
+_MEETING = Line((), "", "barrier")  # of all ranks, with which a step begins that is traced
 
 
 class Heard:
@@ -38,7 +39,9 @@ class Heard:
         result = self._engine.step(batch)
         self._done += 1
         if self._done > 1 and not self.number and not result.skipped:
-            self.said, self.number = between(before, ledger.read()), self._engine.num_steps
+            said = between(before, ledger.read())
+            self.said = {line: tally for line, tally in said.items() if line != _MEETING}
+            self.number = self._engine.num_steps
         return result
 
 
