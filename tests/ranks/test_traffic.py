@@ -139,7 +139,7 @@ def sampled(number: int) -> tuple[str, str, str]:
         kept = {key: word for key, word in words.items() if random_words.random() < 0.7}
         plan = " ".join(f"{key}={word}" for key, word in kept.items())
         name = random_words.choice(["llama", "llama-tied", "gpt2", "plain"])
-        if "tp" in kept and name == "plain":
+        if name == "plain" and {"tp", "pp"} & kept.keys():  # what lies between its blocks is no stage's
             continue
         try:
             if 1 < Plan.parse(plan).num_ranks <= MOST_RANKS:
