@@ -1,5 +1,7 @@
 """Digests of weights: what they tell apart, and that digests of parts add up."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import Tensor
@@ -48,7 +50,7 @@ def test_the_same_numbers_in_another_order_have_another_digest() -> None:
 def test_digests_of_parts_add_up_to_the_wholes(dtype: torch.dtype) -> None:
     weights = _weights(dtype)
     edges = (0, 256, 2**15 + 512, 2**17, 2**17, NUMEL)
-    parts = [_digest(weights[a:b], a) for a, b in zip(edges, edges[1:], strict=False)]
+    parts = [_digest(weights[a:b], a) for a, b in pairwise(edges)]
     assert (sum(parts) - _digest(weights)) % 2**64 == 0
 
 

@@ -1,4 +1,4 @@
-"""Ranks that hold the same weights compare them: equal ones pass, one bit on one of them is found and named."""
+"""Ranks that hold the same weights compare them: equal ones pass, one bit on one rank is found and named."""
 
 from contextlib import nullcontext
 
