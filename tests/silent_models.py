@@ -4,7 +4,7 @@ import functools
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import families
 import programs
@@ -16,7 +16,7 @@ _LAYERS = {
     "o_proj": "rowwise",
     "sinks": "colwise",
 }
-SINKS = {f"model.layers.*.self_attn.{name}": word for name, word in _LAYERS.items()}
+_SINKS = {f"model.layers.*.self_attn.{name}": word for name, word in _LAYERS.items()}
 
 
 def loud(family: str, on_meta: bool = False, **more: Any) -> nn.Module:
@@ -34,8 +34,22 @@ def loud(family: str, on_meta: bool = False, **more: Any) -> nn.Module:
     return model
 
 
+def words_of(family: str) -> dict[str, str] | None:
+    """How layers are cut of which the model does not say it."""
+    return _SINKS if family == "gpt_oss" else None
+
+
 def task(family: str, **how: Any) -> programs.Task:
     """Of its training. `how`: as `programs.Task` has it."""
-    words = SINKS if family == "gpt_oss" else None
-    options = {"steps": 2, "own_loss": True, "tensor_plan": words} | how
+    options = {"steps": 2, "own_loss": True, "tensor_plan": words_of(family)} | how
     return programs.Task(functools.partial(loud, family), **options)
+
+
+def assert_each_same(ours: dict[str, Tensor], oracle: dict[str, Tensor], tolerance: float = 1e-9) -> None:
+    """Every tensor relative to its own largest element, so that small ones count like large ones; but for
+    those that are as good as zero."""
+    assert ours.keys() == oracle.keys(), ours.keys() ^ oracle.keys()
+    floor = 1e-6 * max(float(tensor.abs().max()) for tensor in oracle.values())
+    for name, theirs in oracle.items():
+        difference = float((ours[name] - theirs).abs().max()) / max(float(theirs.abs().max()), floor)
+        assert difference <= tolerance, f"{name} differs by {difference:.1e}"
