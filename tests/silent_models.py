@@ -22,6 +22,7 @@ _SINKS = {f"model.layers.*.self_attn.{name}": word for name, word in _LAYERS.ite
 def loud(family: str, on_meta: bool = False, **more: Any) -> nn.Module:
     """With weights. Libraries begin with biases of zero and norms of one, under which a bias that is added
     twice, or a norm that is left out, changes nothing."""
+    torch.manual_seed(1)  # sinks have random first values
     model = families.model_of(family, on_meta=on_meta, **more)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
