@@ -142,7 +142,8 @@ def test_every_rank_of_a_grid_has_its_own_rows_of_loaded_weights(
             rows = torch.cat([torch.arange(start, stop) for start, stop in ranges])
             assert torch.equal(values, whole[name][rows].detach()), name
             seen.setdefault(name, set()).update(rows.tolist())
-    assert seen and all(rows == set(range(len(whole[name]))) for name, rows in seen.items())
+    assert seen
+    assert all(rows == set(range(len(whole[name]))) for name, rows in seen.items())
 
 
 def _shapes(plan: str) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
