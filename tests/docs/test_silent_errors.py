@@ -13,7 +13,7 @@ def named() -> set[tuple[str, str]]:
     return set(re.findall(r"`([\w/]+\.py)::(\w+)`", PAGE.read_text(encoding="utf-8")))
 
 
-def tests_of(file: str) -> set[str]:
+def functions_of(file: str) -> set[str]:
     tree = ast.parse((TESTS / file).read_text(encoding="utf-8"))
     return {
         node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
@@ -21,7 +21,7 @@ def tests_of(file: str) -> set[str]:
 
 
 def test_every_test_that_the_page_names_exists() -> None:
-    assert not [f"{file}::{name}" for file, name in sorted(named()) if name not in tests_of(file)]
+    assert not [f"{file}::{name}" for file, name in sorted(named()) if name not in functions_of(file)]
 
 
 def test_every_entry_has_a_test() -> None:
@@ -33,5 +33,5 @@ def test_every_entry_has_a_test() -> None:
 def test_every_test_that_was_written_for_the_list_is_on_the_page() -> None:
     files = sorted((TESTS / "ranks").glob("test_silent_*.py"))
     assert len(files) == 3
-    found = {(f"ranks/{file.name}", name) for file in files for name in tests_of(f"ranks/{file.name}")}
+    found = {(f"ranks/{file.name}", name) for file in files for name in functions_of(f"ranks/{file.name}")}
     assert not found - named()
