@@ -8,6 +8,7 @@ from math import lcm
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
 from torch.cuda import device_count
@@ -17,12 +18,13 @@ from plait.assembly import check_cuts
 from plait.cli.letters import LOST_RANK, USER_MISTAKE, ends_with_letter
 from plait.cli.options import Debug
 from plait.cli.outputs import write_output
+from plait.comm import TRANSPORTS
 from plait.comm.launch import end_with_parent
-from plait.errors import ConfigError, PlaitError
+from plait.errors import ConfigError, PlaitError, unknown_key_hint
 from plait.files import check_places, write_json
 from plait.plan import Plan
 from plait.plan.schedule.source import schedule_of
-from plait.verify import PRECISIONS, Job, Outcome, Source, Verdict, all_plans, serve, source_of
+from plait.verify import PRECISIONS, How, Job, Outcome, Source, Verdict, all_plans, serve, source_of
 from plait.verify import verify as verify_on_ranks
 from plait.verify.report import line, matrix, tables
 
@@ -60,6 +62,7 @@ def verify(
     ] = False,
     length: Annotated[int, typer.Option(min=2, help="Tokens of a sequence.")] = 16,
     seed: Annotated[int, typer.Option(min=0, help="Of initial weights and data.")] = 0,
+    transport: Annotated[str, typer.Option(help="What CPU ranks talk through: host or gloo.")] = "auto",
     tolerance: Annotated[
         float | None, typer.Option(min=0.0, help="Largest relative difference; by default the dtype's.")
     ] = None,
@@ -69,6 +72,7 @@ def verify(
     """Hold a plan against one process: losses, gradients, weights. Ends with 0: the same; 1: not; 2: the plan
     cannot be."""
     check_places({"--json": json_file})
+    _check_transport(transport)
     asked = _plans(plan, plans, all_of, ranks)
     asked = [replace(one, precision=PRECISIONS[dtype.value]) for one in asked]
     stages = max(schedule_of(p.schedule, p.pp, p.micro, p.chunks).num_stages for p in asked)
@@ -80,7 +84,8 @@ def verify(
         _check(source, asked[0])
     with tempfile.TemporaryDirectory(prefix="plait-verify-") as folder:
         device = "cuda" if device_count() >= max(p.num_ranks for p in asked) else "cpu"
-        found = verify_on_ranks(jobs, Path(folder), device=device)
+        how = How(device, transport, blame=plan is not None)
+        found = verify_on_ranks(jobs, Path(folder), how)
     if plan is not None:
         tables(found[0], console)
     else:
@@ -99,6 +104,13 @@ def verify_rank(room: Path) -> None:
         serve(room, (lambda verdict: print(line(verdict), flush=True)) if several else None)
     except PlaitError:
         raise typer.Exit(LOST_RANK) from None
+
+
+def _check_transport(transport: str) -> None:
+    if transport not in TRANSPORTS:
+        raise ConfigError(
+            "there is no such transport", given=repr(transport), hint=unknown_key_hint(transport, TRANSPORTS)
+        )
 
 
 def _plans(plan: str | None, plans: Path | None, all_of: int, ranks: int | None) -> list[Plan]:
@@ -137,7 +149,7 @@ def _lines(path: Path) -> list[str]:
 def _check(source: Source, plan: Plan) -> None:
     """Before a rank starts. Raises PlanError or ModelError."""
     subject = source.subject()
-    check_cuts(subject.build(), plan, subject.tensor_plan)
+    check_cuts(subject.build(torch.float32), plan, subject.tensor_plan)
 
 
 def _code(found: list[Verdict]) -> int:

@@ -22,10 +22,15 @@ class Step:
     loss: float
     norm: float
 
+    @property
+    def clip_factor(self) -> float:
+        """What clipping multiplied the gradient by, as torch does it."""
+        return min(1.0, CLIP_NORM / (self.norm + 1e-6))
+
 
 @dataclass
 class Course:
-    """What a run computed: its steps, the clipped gradients of each, and the weights at the end."""
+    """What a run computed: its steps, the gradients of each, not clipped, and the weights at the end."""
 
     steps: list[Step] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
@@ -67,9 +72,9 @@ def one_process(
                     sums[name] += gradient.to(master)
         for name, parameter in trained.items():  # one that was not used has a zero gradient
             parameter.grad = sums[name] / count
+        course.gradients.append({name: p.grad.clone() for name, p in trained.items() if p.grad is not None})
         norm = nn.utils.clip_grad_norm_(trained.values(), CLIP_NORM, foreach=False)
         course.steps.append(Step(total / count, norm.item()))
-        course.gradients.append({name: p.grad.clone() for name, p in trained.items() if p.grad is not None})
         stepper.step()
     course.weights = {name: parameter.detach() for name, parameter in masters.items()}
     return course

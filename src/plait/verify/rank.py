@@ -3,14 +3,14 @@
 import functools
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from plait.assembly import parallelize
-from plait.comm import World, broadcast
+from plait.assembly import check_cuts, parallelize
+from plait.comm import World
 from plait.engine import Engine
 from plait.errors import ModelError, PlaitError
 from plait.parallel import Precision
@@ -18,8 +18,7 @@ from plait.plan import Plan, Traffic, between
 from plait.verify.oracle import ADAMW, CLIP_NORM, Course, Step, one_process
 from plait.verify.places import places
 from plait.verify.subject import Source, Subject, random_tokens
-from plait.verify.verdict import MOST, Limits, Off, Outcome, Verdict, compare, noise_of
-from plait.verify.wide import wide
+from plait.verify.verdict import MOST, Limits, Outcome, Verdict, compare, farthest, noise_of
 
 PRECISIONS = {"float64": "fp64", "float32": "fp32", "bf16": "bf16"}
 LEAST = {"float64": 1e-9, "float32": 1e-4, "bf16": 2e-2}
@@ -61,19 +60,21 @@ class Verifier:
 
     def run(self, job: Job, world: World) -> Verdict | None:
         """The verdict, on the first rank. Every rank of the plan calls it."""
-        with tempfile.TemporaryDirectory(prefix="plait-verify-") as folder, wide(_dtype(job)):
+        with tempfile.TemporaryDirectory(prefix="plait-verify-") as folder:
             subject = job.source.subject()
             try:
-                engine = _engine(job, subject, world, folder)
-            except PlaitError as error:  # which all ranks find
+                check_cuts(subject.build(torch.float32), Plan.parse(job.plan), subject.tensor_plan)
+            except PlaitError as error:  # all ranks find it; what one of them finds later, ends all
                 return job.verdict(Outcome.REFUSED, letter=error.letter())
+            engine = _engine(job, subject, world, folder)
             weights = engine.whole_parameters()
-            course, traffic = _train(job, subject, engine)
-            verdict, expected = None, None
-            if world.rank == 0:
-                expected, limits = self._expected(job, subject, engine, weights)
-                verdict = _judge(job, course, expected, limits, traffic)
-            return _with_places(verdict, expected, engine)
+            if world.rank:
+                _train(job, subject, engine, None)
+                return None
+            expected, limits = self._expected(job, subject, engine, weights)
+            verdict = _train(job, subject, engine, Judge(job, expected, limits))
+            assert verdict is not None, "a judge without a verdict"
+            return verdict
 
     def _expected(
         self, job: Job, subject: Subject, engine: Engine, weights: dict[str, Tensor]
@@ -96,6 +97,43 @@ class Verifier:
         return course, limits
 
 
+@dataclass
+class Judge:
+    """Of the first rank: knows what is expected, and is shown what the ranks come to, step by step."""
+
+    job: Job
+    expected: Course
+    limits: Limits
+    mine: Course = field(default_factory=Course)
+
+    def is_right(self, step: Step, gradients: dict[str, Tensor]) -> bool:
+        """Of the next step."""
+        self.mine.steps.append(step)
+        self.mine.gradients.append(gradients)
+        number = len(self.mine.steps) - 1
+        return self.limits.hold(step, self.expected.steps[number]) and all(
+            apart <= self.limits.of(name)
+            for name, apart in farthest([gradients], [self.expected.gradients[number]]).items()
+        )
+
+    def verdict(self, weights: dict[str, Tensor], traffic: Traffic, where: Mapping[str, str]) -> Verdict:
+        """`weights`: none, where a step was wrong and ended it."""
+        self.mine.weights = weights
+        is_same, found = compare(self.mine, self.expected, self.limits)
+        return self.job.verdict(
+            Outcome.SAME if is_same else Outcome.DIFFERS,
+            allowed=self.limits.of_steps,
+            steps=tuple(self.mine.steps),
+            expected=tuple(self.expected.steps[: len(self.mine.steps)]),
+            worst=tuple(replace(off, where=where.get(off.name, "")) for off in found[:MOST]),
+            num_parameters=len(found),
+            traffic=tuple((str(line), tally.count, tally.num_bytes) for line, tally in traffic.items()),
+        )
+
+    def farthest_of_last(self) -> list[str]:
+        return [off.name for off in compare(self.mine, self.expected, self.limits)[1][:MOST]]
+
+
 def _dtype(job: Job) -> torch.dtype:
     return {"float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16}[job.dtype]
 
@@ -103,7 +141,7 @@ def _dtype(job: Job) -> torch.dtype:
 def _engine(job: Job, subject: Subject, world: World, folder: str) -> Engine:
     plan = Plan.parse(job.plan)
     return parallelize(
-        subject.build(),
+        subject.build(_dtype(job)),
         plan,
         optimizer=torch.optim.AdamW,
         optimizer_args=ADAMW,
@@ -117,19 +155,24 @@ def _engine(job: Job, subject: Subject, world: World, folder: str) -> Engine:
     )
 
 
-def _train(job: Job, subject: Subject, engine: Engine) -> tuple[Course, Traffic]:
-    course, said = Course(), engine.world.ledger.read()
+def _train(job: Job, subject: Subject, engine: Engine, judge: Judge | None) -> Verdict | None:
+    """Up to the first step that is wrong: what comes after it is wrong too, whatever the ranks do."""
+    said: Traffic = {}
     for step in range(job.steps):
         batch = _batch(job, subject, step, engine.model)
         before = engine.world.ledger.read()
-        result = engine.step(
-            {key: value.chunk(engine.data_ranks)[engine.data_rank] for key, value in batch.items()}
-        )
+        share = {key: value.chunk(engine.data_ranks)[engine.data_rank] for key, value in batch.items()}
+        result = engine.step(share)
         said = between(before, engine.world.ledger.read())
-        course.steps.append(Step(result.loss, result.grad_norm))
-        course.gradients.append(engine.whole_gradients())
-    course.weights = engine.whole_parameters()
-    return course, said
+        done = Step(result.loss, result.grad_norm)
+        gradients = {name: g.cpu() / done.clip_factor for name, g in engine.whole_gradients().items()}
+        is_right = judge is None or judge.is_right(done, gradients)
+        if engine.world.any_flag(not is_right):
+            names = judge.farthest_of_last() if judge is not None else []
+            where = places({} if judge is None else judge.expected.gradients[step], names, engine)
+            return None if judge is None else judge.verdict({}, said, where)
+    weights = {name: weight.cpu() for name, weight in engine.whole_parameters().items()}
+    return None if judge is None else judge.verdict(weights, said, {})
 
 
 def _batch(job: Job, subject: Subject, step: int, model: Any) -> Mapping[str, Tensor]:
@@ -149,7 +192,7 @@ def _one_process(
     job: Job, subject: Subject, weights: Mapping[str, Tensor], micros: int
 ) -> tuple[Course, Limits]:
     precision = Precision.of(Plan(precision=PRECISIONS[job.dtype]))
-    model = subject.build_whole()
+    model = subject.build_whole(_dtype(job))
     data = []
     for step in range(job.steps):
         parts = {key: value.chunk(micros) for key, value in _batch(job, subject, step, model).items()}
@@ -159,10 +202,8 @@ def _one_process(
     least = LEAST[job.dtype] if job.tolerance is None else job.tolerance
     if job.dtype == "float64" or job.tolerance is not None:
         return course, Limits(least)
-    with wide(torch.float64):
-        exact = run(
-            subject.build_whole(), batches=_in_float64(data), compute=torch.float64, master=torch.float64
-        )
+    whole = subject.build_whole(torch.float64)
+    exact = run(whole, batches=_in_float64(data), compute=torch.float64, master=torch.float64)
     noise, of_steps = noise_of(course, exact)
     return course, Limits(least, noise=noise, noise_of_steps=of_steps)
 
@@ -175,32 +216,3 @@ def _in_float64(data: Sequence[Sequence[Mapping[str, Tensor]]]) -> list[list[dic
         ]
         for micros in data
     ]
-
-
-def _judge(job: Job, mine: Course, theirs: Course, limits: Limits, traffic: Traffic) -> Verdict:
-    is_same, found = compare(mine, theirs, limits)
-    return job.verdict(
-        Outcome.SAME if is_same else Outcome.DIFFERS,
-        allowed=limits.of_steps,
-        steps=tuple(mine.steps),
-        expected=tuple(theirs.steps),
-        worst=tuple(found[:MOST]),
-        num_parameters=len(found),
-        traffic=tuple((str(line), tally.count, tally.num_bytes) for line, tally in traffic.items()),
-    )
-
-
-def _with_places(verdict: Verdict | None, expected: Course | None, engine: Engine) -> Verdict | None:
-    """Where numbers differ, of each parameter that is off the ranks whose pieces are. All ranks take part."""
-    is_off = torch.zeros(1, device=engine.device)
-    if verdict is not None:
-        is_off += verdict.outcome is Outcome.DIFFERS
-    broadcast(is_off, engine.world.group)
-    if not is_off.item():
-        return verdict
-    last = {} if expected is None else expected.gradients[-1]
-    found = places(last, [] if verdict is None else [off.name for off in verdict.worst], engine)
-    if verdict is None:
-        return None
-    worst: list[Off] = [replace(off, where=found.get(off.name, "")) for off in verdict.worst]
-    return replace(verdict, worst=tuple(worst))

@@ -49,7 +49,8 @@ def line(verdict: Verdict) -> str:
 
 
 def _steps(verdict: Verdict) -> Table:
-    table = Table(title="steps", title_justify="left")
+    differs = verdict.outcome is Outcome.DIFFERS
+    table = Table(title="steps, up to the first that differs" if differs else "steps", title_justify="left")
     for heading in ("step", "loss", "in one process", "gradient norm", "in one process"):
         table.add_column(heading, justify="right")
     for number, (mine, theirs) in enumerate(zip(verdict.steps, verdict.expected, strict=True), start=1):

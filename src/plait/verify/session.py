@@ -15,7 +15,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,20 +32,18 @@ _POLL_S = 0.01
 _JOBS, _OVER = "jobs.json", "over"
 
 
-def verify(
-    jobs: Sequence[Job],
-    folder: Path,
-    *,
-    device: str = "cpu",
-    timeout_s: float = 600.0,
-    blame: bool = True,
-    told: Callable[[Verdict], None] | None = None,
-) -> list[Verdict]:
-    """The verdict of each job, on local ranks that this starts; `folder` is an empty one to meet in.
+@dataclass(frozen=True)
+class How:
+    """What ranks are, and what is done with a plan that differs: `blame`, simpler ones are tried too."""
 
-    `blame`: where a plan differs, simpler ones are tried too. `told`: is given each verdict as soon as the
-    ranks that reached it have ended, or all have.
-    """
+    device: str = "cpu"
+    transport: str = "auto"
+    timeout_s: float = 600.0
+    blame: bool = True
+
+
+def verify(jobs: Sequence[Job], folder: Path, how: How | None = None) -> list[Verdict]:
+    """The verdict of each job, on local ranks that this starts; `folder` is an empty one to meet in."""
     found: dict[int, Verdict] = {}
     for start in range(len(jobs) + 1):  # each start reaches a verdict at least, or we would start for ever
         left = [number for number in range(len(jobs)) if number not in found]
@@ -53,8 +51,8 @@ def verify(
             break
         room = folder / f"start-{start}"
         room.mkdir()
-        values = {"device": device, "timeout_s": timeout_s, "blame": blame}
-        write_json(room / _JOBS, {**values, "jobs": {n: jobs[n].to_values() for n in left}})
+        told = {"how": asdict(how or How()), "jobs": {n: jobs[n].to_values() for n in left}}
+        write_json(room / _JOBS, told)
         most = max(jobs[number].num_ranks for number in left)
         code = launch_local(most, ["verify-rank", str(room)])
         fresh = {number: _read(room, number) for number in left if _verdict(room, number).exists()}
@@ -62,9 +60,6 @@ def verify(
             at = next(number for number in left if number not in fresh)
             fresh[at] = _of_the_dead(jobs[at], room, code)
         found |= fresh
-        for number in sorted(fresh):
-            if told is not None:
-                told(fresh[number])
     return [found[number] for number in range(len(jobs))]
 
 
@@ -72,14 +67,15 @@ def serve(room: Path, say: Callable[[Verdict], None] | None = None) -> None:
     """One rank, until there is nothing left to verify."""
     rank = int(os.environ["RANK"])
     told: dict[str, Any] = json.loads((room / _JOBS).read_text(encoding="utf-8"))
-    work = _Work(room, rank, told["device"], told["timeout_s"])
+    how = How(**told["how"])
+    work = _Work(room, rank, how)
     if rank:
         work.follow()
         return
     for number, values in told["jobs"].items():
         job = Job.from_values(values)
         verdict = work.lead(job)
-        if verdict.outcome is Outcome.DIFFERS and told["blame"]:
+        if verdict.outcome is Outcome.DIFFERS and how.blame:
             parts = simpler(Plan.parse(job.plan))
             right = [part for part, plan in parts.items() if work.is_same(replace(job, plan=str(plan)))]
             verdict = replace(verdict, suspects=tuple(right))
@@ -92,9 +88,8 @@ def serve(room: Path, say: Callable[[Verdict], None] | None = None) -> None:
 class _Work:
     """Of one rank: worlds one after the other."""
 
-    def __init__(self, room: Path, rank: int, device: str, timeout_s: float) -> None:
-        self._room, self._rank = room, rank
-        self._device, self._timeout_s = device, timeout_s
+    def __init__(self, room: Path, rank: int, how: How) -> None:
+        self._room, self._rank, self._how = room, rank, how
         self._number = 0
         self._verifier = Verifier()
 
@@ -125,7 +120,8 @@ class _Work:
         os.environ[RENDEZVOUS_FILE] = str(self._room / f"meet-{number}")
         world = None
         try:
-            world = connect(timeout_s=self._timeout_s, device=self._device)
+            how = self._how
+            world = connect(timeout_s=how.timeout_s, device=how.device, transport=how.transport)
             return self._verifier.run(job, world)
         except PlaitError as error:
             values = {"letter": error.letter(), "is_echo": isinstance(error, CommError)}

@@ -58,7 +58,7 @@ _NOT_SHAPES = ("architectures", "auto_map", "torch_dtype", "dtype", "transformer
 
 
 def shrunk(values: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    """The configuration of a small model of that kind, with so many layers and no dropout.
+    """The configuration of a small model of that kind, with so many layers.
 
     Raises ModelError where none builds and runs.
     """
@@ -70,7 +70,6 @@ def shrunk(values: Mapping[str, Any], layers: int) -> dict[str, Any]:
             for sizes in _VARIANTS:
                 config = {**taken, **sizes, "num_hidden_layers": layers}
                 try:
-                    config = without_dropout(config)
                     _try(config)
                     return config
                 except Exception as error:  # whatever a family's own code raises
@@ -83,14 +82,6 @@ def shrunk(values: Mapping[str, Any], layers: int) -> dict[str, Any]:
         given=f"{values.get('model_type')}: {reason}",
         hint="a small config.json of your own and --full",
     ) from failure
-
-
-def without_dropout(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration, every dropout at 0: with it, numbers depend on the plan. Raises ModelError."""
-    made: Any = causal_lm_on_meta(values)
-    found = made.config.to_dict()
-    drops = {key: 0.0 for key, value in found.items() if "drop" in key and isinstance(value, float)}
-    return {**values, **drops}
 
 
 def _taken_over(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

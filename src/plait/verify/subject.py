@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from plait.errors import ModelError, PlaitError, nearest
-from plait.models import Blocks, Chain, Loss, causal_lm_on_meta, initialise, read_config
-from plait.verify.shrink import shrunk, without_dropout
+from plait.models import Blocks, Chain, Loss, blocks_of, causal_lm_on_meta, initialise, read_config
+from plait.verify.shrink import shrunk
+from plait.verify.wide import tables_of, widen
 
 # (number of the step, samples in it) -> the step's whole batch
 Batches = Callable[[int, int], Mapping[str, Tensor]]
@@ -37,13 +38,23 @@ class Subject:
     tensor_plan: Mapping[str, str] | None = None
     whole: Callable[[], nn.Module] | None = None
 
-    def build(self) -> nn.Module:
-        """For ranks: without dropout, with which numbers would depend on the plan."""
-        return _quiet(_module(self.model()))
+    def build(self, dtype: torch.dtype) -> nn.Module:
+        """For ranks: without dropout, with which numbers would depend on the plan; for float64, wide."""
+        with tables_of(dtype if dtype == torch.float64 else torch.float32):
+            return self._made(self.model, dtype)
 
-    def build_whole(self) -> nn.Module:
+    def _made(self, build: Callable[[], Any], dtype: torch.dtype) -> nn.Module:
+        model = _quiet(_module(build()))
+        if dtype == torch.float64:
+            widen(model, (block for _, block in blocks_of(model, self.blocks)))
+        return model
+
+    def build_whole(self, dtype: torch.dtype) -> nn.Module:
         """For one process: with values, its weights yet to be set."""
-        model = _quiet(_module((self.whole or self.model)()))
+        with tables_of(dtype if dtype == torch.float64 else torch.float32):
+            return self._with_values(self._made(self.whole or self.model, dtype))
+
+    def _with_values(self, model: nn.Module) -> nn.Module:
         if any(parameter.is_meta for parameter in model.parameters()):
             values: dict[str, Tensor] = {}
             initialise(model, 0, torch.device("cpu"), lambda name, value: values.update({name: value}))
@@ -95,7 +106,7 @@ def source_of(model: str, *, layers: int, full: bool = False) -> Source:
             expected="a config.json, a folder with one, a model_type of transformers, or module:function",
             hint=nearest(model, CONFIG_MAPPING.keys()) or "a path that exists",
         )
-    return Source(config=without_dropout(values) if full else shrunk(values, layers))
+    return Source(config=values if full else shrunk(values, layers))
 
 
 def random_tokens(vocabulary: int, seed: int, step: int, samples: int, length: int) -> dict[str, Tensor]:
@@ -126,9 +137,13 @@ def _module(built: object) -> nn.Module:
 
 
 def _quiet(model: nn.Module) -> nn.Module:
-    for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            module.p = 0.0
+    """Without dropout: of modules, of what they hand to functions, of what they read from a configuration."""
+    configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
+    for holder in (*model.modules(), *configs.values()):
+        for key, value in [*vars(holder).items()]:
+            is_drop = "drop" in key or (key == "p" and isinstance(holder, nn.modules.dropout._DropoutNd))
+            if is_drop and isinstance(value, float):
+                setattr(holder, key, 0.0)
     return model
 
 

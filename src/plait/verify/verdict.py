@@ -27,7 +27,7 @@ class Off:
     """How far a parameter is from the one-process program's.
 
     gradient, weight    norm of the difference over the norm of what is expected: of the gradient, in the
-                        step where that is largest; of the weight, at the end
+                        first step that is off, or where it is largest; of the weight, at the end
     where               coordinates of the ranks whose pieces are off, such as "col=1"; nothing: not asked for
     """
 
@@ -119,16 +119,26 @@ class Limits:
     def of_steps(self) -> float:
         return self.least + self.times * self.noise_of_steps
 
+    def hold(self, step: Step, expected: Step) -> bool:
+        return _apart(step, expected) <= self.of_steps
+
 
 def compare(mine: Course, theirs: Course, limits: Limits) -> tuple[bool, list[Off]]:
-    """Whether all is within limits; all parameters, the farthest first."""
-    pairs = zip(mine.steps, theirs.steps, strict=True)
-    is_same = all(_apart(step, expected) <= limits.of_steps for step, expected in pairs)
-    gradients = farthest(mine.gradients, theirs.gradients)
-    weights = farthest([mine.weights], [theirs.weights])
-    found = [Off(name, gradients.get(name, 0.0), weights[name], limits.of(name)) for name in weights]
+    """Whether all is within limits; all parameters, the farthest first.
+
+    Without weights, of a course that was ended by a wrong step, it is that step's gradients that count.
+    """
+    steps = len(mine.steps)
+    is_same = all(limits.hold(*pair) for pair in zip(mine.steps, theirs.steps[:steps], strict=True))
+    first = 0 if mine.weights else steps - 1
+    gradients = farthest(mine.gradients[first:], theirs.gradients[first:steps])
+    weights = farthest([mine.weights], [theirs.weights]) if mine.weights else {}
+    found = [
+        Off(name, gradients.get(name, 0.0), weights.get(name, 0.0), limits.of(name))
+        for name in weights or gradients
+    ]
     found.sort(key=lambda off: off.excess, reverse=True)
-    return is_same and all(off.excess <= 1.0 for off in found), found
+    return is_same and bool(mine.weights) and all(off.excess <= 1.0 for off in found), found
 
 
 def noise_of(rough: Course, exact: Course) -> tuple[dict[str, float], float]:
