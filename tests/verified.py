@@ -71,18 +71,16 @@ def failing() -> nn.Module:
     raise ValueError("of its own")
 
 
-def dying() -> nn.Module:
-    """On ranks alone: the command builds it well."""
-    if "RANK" in os.environ:
+def dying_in_pipelines() -> nn.Module:
+    """One rank of four ends."""
+    if (os.environ.get("RANK"), os.environ.get("WORLD_SIZE")) == ("3", "4"):
         sys.exit(7)
     return llama()
 
 
-def deaf_in_a_block() -> nn.Module:
-    """A block's products over columns are not added up."""
-    model: Any = causal_lm_on_meta(LLAMA.config)
-    _put_in_place(no_sum_of_products(model.model.layers[DEAF_BLOCK]))
-    return model
+def deaf_between_columns() -> nn.Module:
+    _put_in_place(no_sum_of_parts())
+    return causal_lm_on_meta(LLAMA.config)
 
 
 def deaf_between_replicas() -> nn.Module:
@@ -143,15 +141,6 @@ def no_sum_of_parts() -> Any:
 
 def no_sum_of_tied_weights() -> Any:
     return _deaf("plait.parallel.held", "all_reduce", lambda label: label.startswith("gradients of"))
-
-
-def no_sum_of_products(block: nn.Module) -> Any:
-    """Of the last layer of the block's mlp."""
-    inside: list[int] = []
-    layer: Any = block.mlp.down_proj
-    layer.register_forward_pre_hook(lambda *_: inside.append(1))
-    layer.register_forward_hook(lambda *_: inside.clear())
-    return _deaf("plait.parallel.tensor.linear", "sum_in_place", lambda _: bool(inside))
 
 
 MUTATIONS: dict[str, Callable[[], Any]] = {

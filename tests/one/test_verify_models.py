@@ -1,4 +1,4 @@
-"""What is verified: models made small, without dropout, wide; what cannot be found or built is told by a letter."""
+"""What is verified: models made small, without dropout, wide; for what is no model, a letter."""
 
 import json
 from pathlib import Path
