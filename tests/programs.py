@@ -229,7 +229,7 @@ def deaf(*verbs: str) -> Iterator[None]:
             ]
             assert users, f"no module of plait.parallel uses {verb}"
             for module in users:
-                patches.enter_context(mock.patch.object(module, verb, _DEAF[verb]))
+                patches.enter_context(mock.patch.object(module, verb, DEAF[verb]))
         yield
 
 
@@ -251,7 +251,7 @@ def _all_reduce_deaf(*_: Any, **__: Any) -> None:
     return None
 
 
-_DEAF = {
+DEAF = {
     "all_reduce": _all_reduce_deaf,
     "start_all_reduce": _reduce_deaf,
     "start_all_gather": _gather_deaf,

@@ -270,7 +270,7 @@ class Engine:
         """What the model returns for the batch, in eval mode and without gradients, on every rank: all of it,
         or what `pick` takes of it where it is computed (under pp > 1 tensors, and what holds such). Every
         rank must call it, with its share."""
-        return self._passes.outputs(self._intake.checked(batch, trains=False), pick or _all_of)
+        return self._passes.outputs(self._intake.checked(batch, trains=False), pick)
 
     def whole_parameters(self) -> dict[str, Tensor]:
         """Copies of the weights that the optimizer updates, whole, by the model's names: on rank 0, elsewhere
@@ -280,6 +280,11 @@ class Engine:
     def whole_gradients(self) -> dict[str, Tensor]:
         """Copies of the last step's gradients as the optimizer saw them (clipped), whole: see above."""
         return {} if self._is_replica else self._state.gradients()
+
+    def gradient_error(self, name: str, whole: Tensor) -> tuple[float, float] | None:
+        """Of what this rank owns of the last step's gradient: its squared distance from `whole`, and the
+        square of what it should be. None where it owns nothing of it."""
+        return self._state.gradient_error(name, whole)
 
     def probe_gradients(self, batch: Batch, scale: float) -> dict[str, Tensor]:
         """The gradients of the mean loss over `batch`, in eval mode, whole, on rank 0; elsewhere {}. Every
@@ -373,7 +378,3 @@ class Engine:
         self._held.reset()
         self._totals.zero_()
         self._micros_done = 0
-
-
-def _all_of(outputs: Any) -> Any:
-    return outputs
