@@ -7,7 +7,7 @@ shapes. One of each kind is looked at, so that a plan for many thousands of rank
 """
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -77,7 +77,7 @@ def explain(
     job: Job | None = None,
     optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
     optimizer_args: Mapping[str, Any] | None = None,
-    param_groups: Sequence[Mapping[str, Any]] | None = None,
+    param_groups: Iterable[Any] | None = None,
     loss: Loss | None = None,
     blocks: Blocks | None = None,
     tensor_plan: Mapping[str, str] | None = None,

@@ -22,6 +22,7 @@ from plait.parallel import (
     Owned,
     PartialSums,
     Precision,
+    Replicas,
     SharedSums,
     UnderWay,
     Unit,
@@ -138,6 +139,7 @@ class Parts:
     held: Held
     owned: Owned
     state: EngineState
+    replicas: Replicas
     pipeline: Pipeline
     twin: nn.Module | None  # on meta, of the whole model, where it is in stages
 
@@ -179,8 +181,9 @@ class Parts:
             groups.model,
             holdings,
         )
+        replicas = Replicas(held.units, cut, holdings, groups, mesh)
         pipeline = Pipeline(how.schedule.rank_of, mesh, halves)
-        return cls(groups, holdings, layout, stages, held, owned, state, pipeline, twin)
+        return cls(groups, holdings, layout, stages, held, owned, state, replicas, pipeline, twin)
 
     def foretold_bytes(self, plan: Plan, activation_bytes: int | None) -> MemoryUse:
         """What this rank will hold."""

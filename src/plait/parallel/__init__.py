@@ -9,6 +9,7 @@ from plait.parallel.life import bring_to_life, first_weights, let_go, move_buffe
 from plait.parallel.owned import Masters, Owned
 from plait.parallel.recompute import RecomputedForward, recompute_blocks
 from plait.parallel.reduce import UnderWay
+from plait.parallel.replicas import Replicas
 from plait.parallel.state import EngineState
 from plait.parallel.units import Unit
 from plait.parallel.zero import Zero, cut_of
@@ -23,6 +24,7 @@ __all__ = [
     "PartialSums",
     "Precision",
     "RecomputedForward",
+    "Replicas",
     "SharedSums",
     "UnderWay",
     "Unit",
