@@ -21,8 +21,8 @@ from torch.overrides import TorchFunctionMode
 
 
 def widen(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
-    """Lets the model and its blocks, which may run again in backward, compute in float64 throughout where their
-    parameters are of it; in place."""
+    """Lets the model and its blocks, which may run again in backward, compute in float64 throughout if their
+    parameters are of it. In place."""
     for module in (model, *blocks):
         kind = type(module)
         module.__class__ = _KINDS[kind] = _KINDS.get(kind) or _wide(kind)
