@@ -1,23 +1,15 @@
-"""Small models of many Hugging Face families, in which every number is a float64 where it can be.
-
-[Note: float64 all through]
-transformers' models compute norms, rotary tables and softmax in float32 whatever the model's dtype is, which
-1e-9 cannot see through. `exact` models run under a mode that takes `float32` for `float64` wherever the
-model's own code asks for it; the oracle and the parallel model alike. What families write in fused kernels of
-their own stays.
-"""
+"""Small models of many Hugging Face families; `exact` ones compute in float64 wherever they can: see
+[Note: why float32 is taken for float64] in `plait/verify/wide.py`."""
 
 import functools
-import types
-from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import programs
+from plait.verify.wide import widen
 
 _SIZES = {
     "vocab_size": programs.VOCABULARY,
@@ -90,19 +82,29 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "n_shared_experts": 1,
     },
 }
+OTHERS: dict[str, dict[str, Any]] = {  # outside of the covering sets
+    "gpt_oss": {  # experts with biases, and learned sinks beside the keys
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "head_dim": 12,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    }
+}
 WITH_EXPERTS = ("mixtral", "deepseek_v3")  # neither over rows nor with tokens cut
 _OF_THEIR_OWN = ("gpt2", "gptj")  # families whose sizes have other names
 
 
 def config_of(family: str, **more: Any) -> Any:
-    given = dict(CONFIGS[family])
+    given = dict({**CONFIGS, **OTHERS}[family])
     kind = given.pop("model_type", family)
     sizes = {} if kind in _OF_THEIR_OWN else _SIZES
     return AutoConfig.for_model(kind, **{**sizes, **given, **more})
 
 
 def model_of(family: str, *, on_meta: bool = True, exact: bool = True, **more: Any) -> nn.Module:
-    """The family's causal language model; see [Note: float64 all through]. `more`: of its configuration."""
+    """The family's causal language model. `more`: of its configuration."""
     config = config_of(family, **more)
     attention = "sdpa" if _has_sdpa(config) else "eager"
     before = torch.get_default_dtype()
@@ -114,7 +116,10 @@ def model_of(family: str, *, on_meta: bool = True, exact: bool = True, **more: A
             )
     finally:
         torch.set_default_dtype(before)
-    return with_exact_numbers(model) if exact else model
+    if exact:  # blocks too, because they may run again in backward
+        blocks = [block for found in model.modules() if isinstance(found, nn.ModuleList) for block in found]
+        widen(model, blocks)
+    return model
 
 
 def builder(family: str) -> Any:
@@ -123,34 +128,4 @@ def builder(family: str) -> Any:
 
 
 def _has_sdpa(config: Any) -> bool:
-    return config.model_type not in ("bloom", "gemma2", "gpt_neo", "gptj")
-
-
-def with_exact_numbers(model: nn.Module) -> nn.Module:
-    """Blocks too, because they may run again in backward."""
-    blocks = [block for found in model.modules() if isinstance(found, nn.ModuleList) for block in found]
-    for module in (model, *blocks):
-        module.forward = types.MethodType(_Exact(type(module).forward), module)
-    return model
-
-
-class _Exact:
-    def __init__(self, forward: Any) -> None:
-        self.forward = forward
-
-    def __call__(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        is_wide = any(p.dtype == torch.float64 for p in model.parameters())
-        with _Wide() if is_wide else nullcontext():
-            return self.forward(model, *args, **kwargs)
-
-
-class _Wide(TorchFunctionMode):
-    """Takes float64 where the program says float32."""
-
-    def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is Tensor.float:
-            return args[0].double()
-        args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
-        kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in kwargs.items()}
-        return func(*args, **kwargs)
+    return config.model_type not in ("bloom", "gemma2", "gpt_neo", "gpt_oss", "gptj")

@@ -162,6 +162,7 @@ class Task:
     steps: int = STEPS
     probe: Batch | None = None
     own_loss: bool = False  # plait's own loss of causal language models; else `summed_loss` is given
+    tensor_plan: dict[str, str] | None = None
 
 
 def train(build: Callable[[], nn.Module], plan: str, optimizer: str = "AdamW") -> Trace:
@@ -195,6 +196,7 @@ def engine_of(task: Task, plan: str, seed: int = 3) -> plait.Engine:
         options |= {} if task.groups is None else {"param_groups": task.groups(model)}
         options |= {} if task.clip_value is None else {"clip_value": task.clip_value}
         options |= {} if task.probe is None else {"probe": task.probe}
+        options |= {} if task.tensor_plan is None else {"tensor_plan": task.tensor_plan}
         return plait.parallelize(
             model,
             plan,
@@ -227,7 +229,7 @@ def deaf(*verbs: str) -> Iterator[None]:
             ]
             assert users, f"no module of plait.parallel uses {verb}"
             for module in users:
-                patches.enter_context(mock.patch.object(module, verb, _DEAF[verb]))
+                patches.enter_context(mock.patch.object(module, verb, DEAF[verb]))
         yield
 
 
@@ -249,7 +251,7 @@ def _all_reduce_deaf(*_: Any, **__: Any) -> None:
     return None
 
 
-_DEAF = {
+DEAF = {
     "all_reduce": _all_reduce_deaf,
     "start_all_reduce": _reduce_deaf,
     "start_all_gather": _gather_deaf,

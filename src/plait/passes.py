@@ -92,12 +92,12 @@ class Passes:
             schedule = forwards_only(self._schedule, len(micros) + len(again))
             self._run(schedule, [*micros, *again], take_own, None)
 
-    def outputs(self, micro: Micro, pick: Callable[[Any], Any]) -> Any:
-        """What `pick` takes of the model's outputs, on every rank of the pipeline."""
+    def outputs(self, micro: Micro, pick: Callable[[Any], Any] | None) -> Any:
+        """What `pick` takes of the model's outputs (None: all), on every rank of the pipeline."""
         found: list[Any] = []
         with self.eval_mode(), torch.no_grad():
             self._run(forwards_only(self._schedule, 1), [micro], found.append, None, of_outputs=True)
-            return self._told(lambda: pick(found[0]))
+            return self._told(lambda: found[0] if pick is None else pick(found[0]))
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:

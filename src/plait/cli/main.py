@@ -11,6 +11,7 @@ from plait.cli.export import export
 from plait.cli.generate import generate
 from plait.cli.schedule import schedule
 from plait.cli.train import rank, train
+from plait.cli.verify import verify, verify_rank
 
 app = typer.Typer(
     name="plait",
@@ -25,6 +26,8 @@ app.command(hidden=True)(rank)
 app.command()(generate)
 app.command()(export)
 app.command()(schedule)
+app.command()(verify)
+app.command(hidden=True)(verify_rank)
 app.add_typer(data, name="data")
 app.add_typer(bench, name="bench")
 

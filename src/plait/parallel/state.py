@@ -77,6 +77,18 @@ class EngineState:
         """Copies of the last step's gradients, whole."""
         return self._in_order(self._whole(lambda unit: unit.gradient))
 
+    def gradient_error(self, name: str, whole: Tensor) -> tuple[float, float] | None:
+        """Of this rank's own ranges: the squared distance from `whole`, the square of what they should be."""
+        found = None
+        for unit in self._trained():
+            for lap in unit.layout.overlaps(unit.start, unit.start + unit.gradient.numel()):
+                if lap.piece.name == name:
+                    own = unit.gradient[lap.at : lap.at + lap.stop - lap.start].double()
+                    right = taken(whole, lap.piece.boxes).reshape(-1)[lap.start : lap.stop].to(own)
+                    squares = (float((own - right).square().sum()), float(right.square().sum()))
+                    found = squares if found is None else (found[0] + squares[0], found[1] + squares[1])
+        return found
+
     def save(self) -> dict[str, Tensor]:
         """Copies of everything but the engine's own, by key."""
         tensors = {f"weights/{name}": tensor for name, tensor in self.weights().items()}

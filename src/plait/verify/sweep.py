@@ -1,0 +1,73 @@
+"""The plans that a sweep runs: all degrees on so many ranks, with what they can be combined with."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from plait.errors import PlanError
+from plait.plan import Plan
+
+_SCHEDULES = ("1f1b", "interleaved", "zb-h1")
+
+
+def all_plans(num_ranks: int) -> list[Plan]:
+    """Every legal way to arrange the ranks on pp, dp, rows and columns, at every ZeRO stage, with and without
+    sequence parallelism, under three schedules; hybrid shards where dp is 4 or more."""
+    found = []
+    for pp, dp, rows, cols in _degrees(num_ranks):
+        for words in _policies(pp, dp, cols):
+            try:
+                found.append(Plan(pp=pp, dp=dp, tp=f"{rows}x{cols}", micro=2 if pp > 1 else 1, **words))
+            except PlanError:
+                continue
+    return found
+
+
+def simpler(plan: Plan) -> dict[str, Plan]:
+    """The plan without each of its parts, by the part's name."""
+    whole: dict[str, Any] = {
+        "accumulate": "auto",
+        "prefetch": 1,
+        "gathered": "use",
+        "offload": "none",
+        "algorithm": "auto",
+    }
+    without: dict[str, dict[str, Any]] = {
+        "tp": {"tp": "1", "sp": False},
+        "sp": {"sp": False},
+        "pp": {"pp": 1, "schedule": "1f1b", "chunks": 0, "stages": ""},
+        "dp": {"dp": 1, "zero": 0, "shard": 0, "reduce": "fp32", **whole},
+        "zero": {"zero": 0, "shard": 0, **whole},
+        "recompute": {"recompute": "none"},
+        "compile": {"compile": False},
+        "offload": {"offload": "none"},
+        "micro": {"micro": 1},
+        "schedule": {"schedule": "1f1b", "chunks": 0, "stages": ""},
+    }
+    found = {part: replace(plan, **values) for part, values in without.items() if _uses(plan, part)}
+    return {part: other for part, other in found.items() if other != plan}
+
+
+def _uses(plan: Plan, part: str) -> bool:
+    default = getattr(Plan(), part)
+    return bool(getattr(plan, part) != default)
+
+
+def _degrees(num_ranks: int) -> Iterator[tuple[int, int, int, int]]:
+    for pp in _divisors(num_ranks):
+        for dp in _divisors(num_ranks // pp):
+            grid = num_ranks // pp // dp
+            for rows in _divisors(grid):
+                yield pp, dp, rows, grid // rows
+
+
+def _policies(pp: int, dp: int, cols: int) -> Iterator[dict[str, Any]]:
+    for zero in range(4) if dp > 1 else range(1):
+        for shard in (0, dp // 2) if zero and dp >= 4 and dp % 2 == 0 else (0,):
+            for sp in (False, True) if cols > 1 else (False,):
+                for schedule in _SCHEDULES if pp > 1 else _SCHEDULES[:1]:
+                    yield {"zero": zero, "shard": shard, "sp": sp, "schedule": schedule}
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]

@@ -1,0 +1,74 @@
+"""`plait verify` as it is typed: its exit codes, what it names, and what it does when ranks die."""
+
+import json
+from pathlib import Path
+
+import pytest
+from runs import finish, start
+
+import verified
+
+TESTS = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def _where_verified_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(TESTS)
+
+
+def test_a_plan_that_is_right_ends_with_zero_and_says_all_in_json(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    words = ["--model", "llama", "--plan", "pp=2 dp=2 zero=1 micro=2", "--json", report]
+    out, _ = finish(start("verify", *words))
+    assert "the same as in one process: llama" in out
+    assert "reduce-scatter over shard" in out
+    (found,) = json.loads(report.read_text())
+    assert found["outcome"] == "same"
+    assert found["largest"] < 1e-12
+    assert len(found["steps"]) == len(found["expected"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("build", "plan", "suspect"),
+    [
+        ("deaf_between_columns", "dp=2 tp=2 sp=true", "tp or sp"),
+        ("deaf_between_replicas", "dp=2 tp=2 zero=2", "dp"),
+    ],
+)
+def test_without_a_collective_it_ends_with_one_and_names_layer_and_axis(
+    build: str, plan: str, suspect: str
+) -> None:
+    out, _ = finish(start("verify", "--model", f"verified:{build}", "--plan", plan), code=1)
+    farthest = next(line for line in out.splitlines() if "model." in line)
+    assert verified.DEAF_LAYER in farthest
+    assert "everywhere" in farthest
+    assert "NOT the same as in one process" in out
+    assert f"without {suspect} the numbers are right" in " ".join(out.split())
+
+
+def test_of_many_plans_it_prints_a_matrix_and_goes_on_after_ranks_that_died(tmp_path: Path) -> None:
+    plans, report = tmp_path / "plans.txt", tmp_path / "report.json"
+    plans.write_text("dp=2  # a comment\n\npp=2 dp=2\ndp=2 zero=3\n")
+    words = ["--model", "verified:dying_in_pipelines", "--plans", plans, "--json", report]
+    out, _ = finish(start("verify", *words), code=1)
+    assert [found["outcome"] for found in json.loads(report.read_text())] == ["same", "died", "same"]
+    assert "2 same, 1 died" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "letter"),
+    [
+        (["--model", "llama", "--plan", "pp=5 stages=4,4"], "PlanError: stages are not as many"),
+        (["--model", "lama", "--plan", "dp=2"], "ModelError: there is no such model"),
+        (["--model", "verified:no_model", "--plan", "dp=2"], "ModelError: what was built is no model"),
+        (["--model", "llama"], "ConfigError: one plan, a file of plans, or all plans"),
+        (["--model", "llama", "--plan", "dp=2", "--ranks", "4"], "PlanError: the plan's degrees do not"),
+        (["--model", "mixtral", "--plan", "tp=2 sp=true"], "Error: "),
+        (["--model", "llama", "--plan", "dp=2 reduce=int8"], "PlanError: fp64 is for exact comparisons"),
+    ],
+)
+def test_what_cannot_be_verified_is_one_letter_before_a_rank_starts(words: list[str], letter: str) -> None:
+    out, err = finish(start("verify", *words), code=2)
+    assert letter in err
+    assert not out
+    assert "Traceback" not in err

@@ -1,0 +1,102 @@
+"""What is verified: models made small, without dropout, wide; for what is no model, a letter."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from plait.errors import ModelError
+from plait.verify import Source, Subject, source_of
+
+BIG = {
+    "model_type": "mistral",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_act": "gelu",
+    "sliding_window": 512,
+    "attention_dropout": 0.1,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+}
+
+
+def test_a_configuration_is_made_small_and_stays_of_its_kind(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(BIG))
+    for path in (tmp_path, tmp_path / "config.json"):
+        model: Any = source_of(str(path), layers=3).subject().build(torch.float32)
+        assert type(model).__name__ == "MistralForCausalLM"
+        assert len(model.model.layers) == 3
+        assert sum(p.numel() for p in model.parameters()) < 100_000
+        assert (model.config.hidden_act, model.config.sliding_window) == ("gelu", 512)
+        assert model.config.rope_parameters["rope_theta"] == 5e5
+    full: Any = source_of(str(tmp_path), layers=3, full=True).subject().build(torch.float32)
+    assert len(full.model.layers) == 32
+    assert full.lm_head.weight.is_meta
+
+
+@pytest.mark.filterwarnings("ignore")  # families' own
+@pytest.mark.parametrize(
+    "kind", ["gpt2", "gemma2", "mixtral", "deepseek_v3", "bloom", "falcon", "opt", "mamba"]
+)
+def test_every_kind_is_made_small_by_its_name(kind: str) -> None:
+    model: Any = source_of(kind, layers=4).subject().build(torch.float32)
+    assert model.config.model_type == kind
+    assert model.config.num_hidden_layers == 4
+    assert sum(p.numel() for p in model.parameters()) < 3_000_000
+
+
+class _Drops(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)) for _ in range(2)])
+        self.hidden_dropout = 0.5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = nn.functional.dropout(block(x).float(), self.hidden_dropout)
+        return x
+
+
+def test_what_is_verified_drops_nothing_and_computes_in_float64_throughout() -> None:
+    model = Subject(_Drops).build(torch.float64).double()
+    x = torch.ones(2, 4, dtype=torch.float64)
+    assert torch.equal(model(x), model(x))
+    assert model(x).dtype == torch.float64
+    assert type(model).__name__ == "_Drops"
+    assert Subject(_Drops).build(torch.float32)(x.float()).dtype == torch.float32
+
+
+def test_models_on_meta_get_values_for_one_process() -> None:
+    def on_meta() -> nn.Module:
+        with torch.device("meta"):
+            return _Drops().requires_grad_(False)
+
+    model = Subject(on_meta).build_whole(torch.float32)
+    assert not any(p.is_meta or p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("lama", "try     : llama"),
+        ("no_such_module:build", "No module named 'no_such_module'"),
+        ("verified:no_such", "has no attribute 'no_such'"),
+        ("verified:failing", "ValueError: of its own"),
+        ("verified:no_model", "a int"),
+    ],
+)
+def test_what_is_no_model_is_a_letter(name: str, words: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        source_of(name, layers=2).subject().build(torch.float32)
+    assert words in str(caught.value)
+
+
+def test_a_source_survives_json() -> None:
+    source = source_of("llama", layers=2)
+    from_json = Source(**json.loads(json.dumps({"config": source.config, "build": "", "folder": ""})))
+    assert str(from_json.subject().build(torch.float32)) == str(source.subject().build(torch.float32))

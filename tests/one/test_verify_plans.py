@@ -1,0 +1,57 @@
+"""The plans of a sweep, plans made simpler, and ranks in the words of the grid."""
+
+import pytest
+
+from plait.plan import Grid, Plan
+from plait.verify import all_plans
+from plait.verify.places import described
+from plait.verify.sweep import simpler
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 6, 8])
+def test_a_sweep_has_every_arrangement_of_the_ranks_once(num_ranks: int) -> None:
+    plans = all_plans(num_ranks)
+    assert len(set(map(str, plans))) == len(plans)
+    assert {plan.num_ranks for plan in plans} == {num_ranks}
+    degrees = {(plan.pp, plan.dp, plan.rows, plan.cols) for plan in plans}
+    divisors = [d for d in range(1, num_ranks + 1) if num_ranks % d == 0]
+    assert degrees == {
+        (pp, dp, rows, num_ranks // (pp * dp * rows))
+        for pp in divisors
+        for dp in divisors
+        for rows in divisors
+        if num_ranks % (pp * dp * rows) == 0
+    }
+    for pp, dp, rows, cols in degrees:
+        mine = [p for p in plans if (p.pp, p.dp, p.rows, p.cols) == (pp, dp, rows, cols)]
+        assert {p.zero for p in mine} == ({0, 1, 2, 3} if dp > 1 else {0})
+        assert {p.sp for p in mine} == ({False, True} if cols > 1 else {False})
+        assert len({p.schedule for p in mine}) == (3 if pp > 1 else 1)
+
+
+def test_simpler_plans_lack_one_part_each() -> None:
+    plan = Plan.parse("pp=2 schedule=zb-h1 dp=2 zero=3 gathered=step tp=2 sp=true micro=4 recompute=full")
+    found = simpler(plan)
+    assert set(found) == {"pp", "schedule", "dp", "zero", "tp", "sp", "micro", "recompute"}
+    assert str(found["tp"]) == str(Plan.parse(str(plan).replace("tp=2", "").replace("sp=true", "")))
+    assert (found["dp"].dp, found["dp"].zero, found["dp"].gathered) == (1, 0, "use")
+    assert all(plan.num_ranks % other.num_ranks == 0 for other in found.values())
+    assert simpler(Plan()) == {}
+
+
+GRID = Grid.along(pp=2, replicate=2, col=2)
+
+
+@pytest.mark.parametrize(
+    ("off", "holders", "words"),
+    [
+        (range(8), range(8), "everywhere"),
+        ([1, 3, 5, 7], range(8), "col=1"),
+        ([4, 6], range(8), "pp=1 col=0"),
+        ([4, 5, 6, 7], [4, 5, 6, 7], "everywhere"),
+        ([5, 7], [4, 5, 6, 7], "col=1"),
+        ([0, 3], range(8), "ranks 0, 3"),
+    ],
+)
+def test_ranks_are_told_in_the_words_of_the_grid(off: list[int], holders: list[int], words: str) -> None:
+    assert described(off, holders, GRID) == words

@@ -1,0 +1,80 @@
+"""What `plait verify` finds: nothing where numbers are right; where they are not, the layer and the ranks."""
+
+import pytest
+
+import verified
+from plait.verify import Outcome, Source, Verdict
+from pool import Pool
+
+
+def verdict_of(
+    pool: Pool, num_ranks: int, source: Source, plan: str, *more: object, over: str = "host"
+) -> Verdict:
+    found = pool.over(over).run(verified.verify_on_ranks, num_ranks, source, plan, *more)
+    assert all(verdict is None for verdict in found[1:]), "the verdict is the first rank's"
+    verdict = found[0]
+    assert isinstance(verdict, Verdict)
+    return verdict
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "plan"),
+    [(1, "dp=1"), (4, "pp=2 dp=2 zero=2 micro=2"), (4, "dp=2 zero=3 tp=2 sp=true recompute=full")],
+)
+def test_a_right_plan_is_found_right(pool: Pool, num_ranks: int, plan: str) -> None:
+    verdict = verdict_of(pool, num_ranks, verified.TIED_LLAMA, plan)
+    assert verdict.outcome is Outcome.SAME
+    assert 0 < verdict.largest < 1e-12
+    assert len(verdict.steps) == 3
+    assert bool(verdict.traffic) == (num_ranks > 1)
+
+
+@pytest.mark.parametrize("build", ["pair", "with_values", "llama"])
+def test_models_of_a_users_own_are_verified(pool: Pool, build: str) -> None:
+    verdict = verdict_of(pool, 4, Source(build=f"verified:{build}"), "pp=2 dp=2 zero=3 micro=2")
+    assert verdict.outcome is Outcome.SAME
+    assert verdict.largest < 1e-12
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bf16"])
+def test_narrow_numbers_may_differ_by_their_rounding_and_no_more(pool: Pool, dtype: str) -> None:
+    right = verdict_of(pool, 4, verified.LLAMA, "dp=2 tp=2", "", dtype)
+    assert right.outcome is Outcome.SAME
+    assert right.largest > 1e-9
+    wrong = verdict_of(pool, 4, verified.LLAMA, "dp=2 tp=2 sp=true", "parts", dtype)
+    assert wrong.outcome is Outcome.DIFFERS
+    assert is_of_the_deaf_block(wrong)
+
+
+def is_of_the_deaf_block(verdict: Verdict) -> bool:
+    return verdict.worst[0].name.startswith(verified.DEAF_LAYER)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "plan", "mutation", "over"),
+    [
+        (2, "dp=2 zero=1", "replicas", "host"),
+        (2, "dp=2 zero=3", "parameters", "gloo"),
+        (2, "tp=2 sp=true", "parts", "host"),
+        (4, "pp=2 tp=2 sp=true", "parts", "host"),
+        (8, "pp=2 dp=2 tp=2 zero=2", "replicas", "host"),
+    ],
+)
+def test_without_the_messages_of_a_block_its_parameters_are_named(
+    pool: Pool, num_ranks: int, plan: str, mutation: str, over: str
+) -> None:
+    verdict = verdict_of(pool, num_ranks, verified.LLAMA, f"{plan} micro=1", mutation, over=over)
+    assert verdict.outcome is Outcome.DIFFERS
+    assert is_of_the_deaf_block(verdict), verdict.worst
+    assert verdict.worst[0].where
+
+
+def test_tied_weights_that_are_not_added_up_over_stages_are_named(pool: Pool) -> None:
+    verdict = verdict_of(pool, 2, verified.TIED_LLAMA, "pp=2 micro=2", "tied")
+    assert verdict.outcome is Outcome.DIFFERS
+    assert verdict.worst[0].name == "model.embed_tokens.weight"
+
+
+def test_a_model_that_is_another_at_each_build_is_refused(pool: Pool) -> None:
+    source = Source(build="verified:of_every_build_another")
+    assert verdict_of(pool, 2, source, "dp=2").outcome is Outcome.SAME

@@ -1,0 +1,138 @@
+"""Verifies every causal language model of transformers that builds small, and writes docs/architectures.md.
+
+    python tools/verify_architectures.py docs/architectures.md [kind ...]
+
+Takes the machine for half an hour and more. What it finds is kept beside the page, in JSON under build/, and
+taken up again: kinds that are there are not run anew.
+"""
+
+import datetime
+import json
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+import torch
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from plait.bench import machine
+from plait.errors import ModelError
+from plait.files import write_json
+from plait.plan import Plan
+from plait.verify import How, Job, Outcome, Source, Verdict, source_of, verify
+
+PLANS = ("dp=2", "dp=2 zero=3", "tp=2", "pp=2", "pp=2 dp=2 tp=2 zero=1")
+KEPT = Path("build/architectures.json")
+AT_ONCE = 20  # kinds to a start of ranks
+LAYERS, SAMPLES, STEPS, LENGTH = 4, 8, 3, 16
+ROUGH = 1e-6  # for families that compute in kernels of their own, in float32
+# By kind, verdicts in the order of PLANS; of one that cannot be built, none.
+Found = dict[str, list[dict[str, object]]]
+
+
+_INTRODUCTION = f"""\
+What `plait verify` found on {{date}} for causal language models of transformers {{transformers}}
+(torch {{torch}}, {{cpu}}), each made small ({LAYERS} layers): {STEPS} steps in float64 under each plan
+against one process. A cell is the largest relative difference of any loss, norm, gradient or weight;
+1e-9 is allowed, and {ROUGH:.0e} (marked with ~) where a family computes in float32 in a kernel of its own.
+
+{{built}} of {{asked}} model types build small and run. **{{whole}} are verified under all {len(PLANS)}
+plans**; the others, and why not, stand in the second table. Made by
+`python tools/verify_architectures.py docs/architectures.md`."""
+
+
+def main() -> None:
+    page, kinds = Path(sys.argv[1]), sys.argv[2:] or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    warnings.simplefilter("ignore")  # families' own
+    found: Found = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+    left = [kind for kind in kinds if kind not in found]
+    KEPT.parent.mkdir(exist_ok=True)
+    for start in range(0, len(left), AT_ONCE):
+        found |= _verified(left[start : start + AT_ONCE])
+        write_json(KEPT, found)
+    page.write_text(_page({kind: [Verdict.from_values(v) for v in found[kind]] for kind in sorted(found)}))
+
+
+def _verified(kinds: list[str]) -> Found:
+    sources: dict[str, Source] = {}
+    for kind in kinds:
+        try:
+            sources[kind] = source_of(kind, layers=LAYERS)
+        except ModelError as error:
+            print(error, flush=True)
+    jobs = [_job(source, plan, None) for source in sources.values() for plan in PLANS]
+    verdicts = _run(jobs)
+    again = [n for n, verdict in enumerate(verdicts) if verdict.outcome is Outcome.DIFFERS]
+    for number, verdict in zip(again, _run([_rough(jobs[n]) for n in again]), strict=True):
+        if verdict.outcome is Outcome.SAME:
+            verdicts[number] = verdict
+    found: Found = {kind: [] for kind in kinds}
+    for number, kind in enumerate(sources):
+        mine = verdicts[number * len(PLANS) : (number + 1) * len(PLANS)]
+        found[kind] = [verdict.to_values() for verdict in mine]
+    return found
+
+
+def _job(source: Source, plan: str, tolerance: float | None) -> Job:
+    words = str(Plan.parse(f"{plan} precision=fp64"))
+    return Job(source, words, "float64", STEPS, SAMPLES, LENGTH, 0, tolerance)
+
+
+def _rough(job: Job) -> Job:
+    return _job(job.source, job.plan.replace("precision=fp64", ""), ROUGH)
+
+
+def _run(jobs: list[Job]) -> list[Verdict]:
+    with tempfile.TemporaryDirectory() as folder:
+        return verify(jobs, Path(folder), How(blame=False, timeout_s=120.0))
+
+
+def _page(found: dict[str, list[Verdict]]) -> str:
+    built = {kind: verdicts for kind, verdicts in found.items() if verdicts}
+    whole = [kind for kind, v in built.items() if all(one.outcome is Outcome.SAME for one in v)]
+    lines = [
+        "# Architectures",
+        "",
+        _INTRODUCTION.format(
+            date=datetime.date.today(),
+            transformers=transformers.__version__,
+            torch=torch.__version__,
+            cpu=machine()["cpu"],
+            built=len(built),
+            asked=len(found),
+            whole=len(whole),
+        ),
+        "",
+        f"| model type | {' | '.join(f'`{plan}`' for plan in PLANS)} |",
+        f"|---|{'---|' * len(PLANS)}",
+        *(f"| {kind} | {' | '.join(map(_cell, verdicts))} |" for kind, verdicts in built.items()),
+        "",
+        "## Why not",
+        "",
+        "| model type | plan | |",
+        "|---|---|---|",
+    ]
+    for kind, verdicts in built.items():
+        for plan, verdict in zip(PLANS, verdicts, strict=True):
+            if verdict.outcome is not Outcome.SAME:
+                lines.append(f"| {kind} | `{plan}` | {_reason(verdict)} |")
+    lines += ["", f"Not built small: {', '.join(kind for kind in found if kind not in built)}.", ""]
+    return "\n".join(lines)
+
+
+def _cell(verdict: Verdict) -> str:
+    if verdict.outcome is Outcome.SAME:
+        return f"{'~' if verdict.allowed > 1e-9 else ''}{verdict.largest:.0e}"
+    return verdict.outcome.value
+
+
+def _reason(verdict: Verdict) -> str:
+    if verdict.outcome is Outcome.DIFFERS:
+        return f"differs by {verdict.largest:.0e}; farthest: {verdict.worst[0].name}"
+    return " ".join(verdict.letter.replace("|", "/").split())[:300]
+
+
+if __name__ == "__main__":
+    main()
