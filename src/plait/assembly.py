@@ -1,6 +1,7 @@
 """From what a user asks for to an engine: everything is checked before the first weight is made."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,25 +62,42 @@ def parallelize(
     model = model if isinstance(model, nn.Module) else Chain(model)
     _check_update(optimizer, clip_norm, clip_value)
     world = _checked(world, plan, loss_scaling)
-    found, schedule, groups = blocks_of(model, blocks), _schedule(plan), _groups(param_groups)
+    found = blocks_of(model, blocks)
     to_probe = Probe.of(model, probe, plan, seed)  # before the model is cut
-    how = Training(
+    how = training_of(model, plan, found, param_groups=param_groups, tensor_plan=tensor_plan)
+    how = replace(
+        how,
         optimizer=optimizer,
         arguments=optimizer_args or {},
-        groups=_options(groups),
-        group_of=_group_of(model, groups),
         clip_norm=clip_norm,
         clip_value=clip_value,
         loss=loss,
         loss_scaling=_scaling(plan, loss_scaling),
         seed=seed,
         offload_dir=None if offload_dir is None else Path(offload_dir),
-        tensor=_tensor_plan(model, plan, found, tensor_plan),
-        stages=_stages(model, plan, found, schedule),
-        schedule=schedule,
     )
     engine = Engine(model if model.training else model.train(), plan, how, Mesh(world, Grid.of(plan)), found)
     return engine if to_probe is None else to_probe.run(engine, loss)
+
+
+def training_of(
+    model: nn.Module,
+    plan: Plan,
+    blocks: list[tuple[str, nn.Module]],
+    *,
+    param_groups: Iterable[Any] | None = None,
+    tensor_plan: Mapping[str, str] | None = None,
+) -> Training:
+    """How the model is cut; of its update, which groups there are. Needs no rank. Raises PlanError,
+    ModelError or ConfigError."""
+    schedule, groups = _schedule(plan), _groups(param_groups)
+    return Training(
+        groups=_options(groups),
+        group_of=_group_of(model, groups),
+        tensor=_tensor_plan(model, plan, blocks, tensor_plan),
+        stages=_stages(model, plan, blocks, schedule),
+        schedule=schedule,
+    )
 
 
 def _scaling(plan: Plan, given: LossScaling | None) -> LossScaling | None:
@@ -135,9 +153,7 @@ def _check_fp16(plan: Plan, scaling: LossScaling | None, device: torch.device) -
 def check_cuts(model: nn.Module, plan: Plan, given: Mapping[str, str] | None = None) -> None:
     """Raises PlanError or ModelError unless the model can be cut into the plan's stages, and its layers on
     the plan's grid; needs no rank."""
-    blocks = blocks_of(model)
-    _stages(model, plan, blocks, _schedule(plan))
-    _tensor_plan(model, plan, blocks, given)
+    training_of(model, plan, blocks_of(model), tensor_plan=given)
 
 
 def _schedule(plan: Plan) -> Schedule:

@@ -26,7 +26,7 @@ from plait.comm import Mesh, all_reduce, broadcast, start_all_reduce
 from plait.errors import ModelError, PlanError, RunError
 from plait.models import FlopFacts, seeded
 from plait.optim import LossScale, clip_factor, clip_values
-from plait.parallel import Precision, Unit, foretold_bytes, held_bytes, persistent_buffers
+from plait.parallel import Precision, Unit, held_bytes, persistent_buffers
 from plait.parts import Parts, Training
 from plait.passes import Passes
 from plait.plan import MemoryUse, Plan
@@ -367,7 +367,7 @@ class Engine:
         Activations are None for a model that cannot run without values.
         """
         saved = self._passes.foretold_bytes(batch_shape, self.device)
-        return foretold_bytes(self._parts.layout, self._held, self._owned, self.plan, self._groups, saved)
+        return self._parts.foretold_bytes(self.plan, saved)
 
     def flops_per_token(self, sequence: int) -> float:
         """FLOPs of forward and backward for one token; the formula stands in `plan/cost.py`."""

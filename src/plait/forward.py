@@ -8,15 +8,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from plait.comm import Group
 from plait.errors import ModelError
 from plait.models import (
     ALONE,
+    BlockOutputs,
     Loss,
     StageModule,
-    block_output,
     choose_loss,
     forward_inputs,
     meta_twin,
@@ -104,11 +104,11 @@ class Forward:
         return self._cut.logits_stay_cut() if self._given is None else contextlib.nullcontext()
 
     def foretold_bytes(
-        self, batch_shape: tuple[int, int], device: torch.device, whole: nn.Module | None
+        self, batch_shape: tuple[int, int], device: torch.device, whole: BlockOutputs | None
     ) -> tuple[int, int] | None:
         """What `saved_bytes` will be for token ids of this (batch, sequence) shape, and what is kept between
-        the halves of a backward, if that can be told. `whole`: of a model in stages a twin on meta, to see
-        what this one receives."""
+        the halves of a backward, if that can be told. `whole`: of a model in stages, what this one
+        receives."""
         ids = torch.zeros(batch_shape, dtype=torch.long, device="meta")
         batch = {"input_ids": ids, "labels": ids}
         # Whatever the user's model raises without values (or cannot be copied), it can still be trained.
@@ -118,7 +118,7 @@ class Forward:
             received: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
             if self.part.before is not None:
                 assert whole is not None, "a stage without a twin of its model"
-                received = receiving(twin, block_output(whole, self.part.before, inputs, device))
+                received = receiving(twin, whole.of(self.part.before, inputs))
 
             def run() -> None:
                 outputs = twin(**inputs)

@@ -1,7 +1,7 @@
 """What an engine is made of: a model's stages on this rank, their units, their optimizer, their executor."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,14 @@ from plait.parallel import (
     compile_blocks,
     cut_of,
     first_weights,
+    foretold_bytes,
     let_go,
     recompute_blocks,
 )
 from plait.parallel.pipeline import Halves, Pipeline, split_linears
 from plait.parallel.tensor import TensorGroups, cut_layers, zone_randomness
-from plait.plan import Layout, Place, Plan, StageCut, TensorPlan
+from plait.parallel.units import Cut
+from plait.plan import Layout, MemoryUse, Place, Plan, StageCut, TensorPlan
 from plait.plan.schedule import Schedule
 
 
@@ -44,19 +46,86 @@ from plait.plan.schedule import Schedule
 class Training:
     """How a model is cut and its weights are updated: what `parallelize` was asked for."""
 
-    optimizer: type[torch.optim.Optimizer]
-    arguments: Mapping[str, Any]
     groups: Sequence[Mapping[str, Any]]  # options of each optimizer group
     group_of: Mapping[str, int] | None  # by a parameter's name; None: whether weight decay applies to it
-    clip_norm: float | None
-    clip_value: float | None
-    loss: Loss | None
-    loss_scaling: LossScaling | None
-    seed: int
-    offload_dir: Path | None
     tensor: TensorPlan
     stages: StageCut
     schedule: Schedule
+    optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    loss: Loss | None = None
+    loss_scaling: LossScaling | None = None
+    seed: int = 0
+    offload_dir: Path | None = None
+
+
+@dataclass(frozen=True)
+class Making:
+    """A model that is to be cut, with all that says how."""
+
+    model: nn.Module
+    plan: Plan
+    how: Training
+    mesh: Mesh
+    blocks: Sequence[tuple[str, nn.Module]]
+
+    def holdings(self) -> Holdings:
+        """Raises ModelError for a model without a parameter that trains."""
+        how, plan = self.how, self.plan
+        facts = unit_facts(self.model, self.blocks, how.group_of)
+        places, rank_of = Place.all_of(how.tensor), how.schedule.rank_of
+        found = Holdings.of(self.model, facts, how.stages, rank_of, self.mesh.grid, places, plan)
+        if not found.num_parameters:
+            raise ModelError("the model has nothing to train", given="no parameter that requires a gradient")
+        return found
+
+    def stages(
+        self,
+        units: Mapping[int, Sequence[Unit]],
+        loose: Mapping[str, nn.Parameter],
+        groups: DataGroups,
+        partial: PartialSums,
+        cut: Cut,
+        halves: Halves,
+    ) -> dict[int, Forward]:
+        """The stages of these units, which have their first weights. `loose`: what lies in none."""
+        model, plan, stages = self.model, self.plan, self.how.stages
+        under_way = UnderWay()
+        # All alive, and so with identities of their own, until the last stage is bound.
+        whole = dict(model.named_parameters())
+        names = {id(parameter): name for name, parameter in whole.items()}
+        dtype = Precision.of(plan).compute
+        parts = [cut_stage(model, self.blocks, stages, s, device=cut.device, dtype=dtype) for s in units]
+        found = {}
+        for stage, part in zip(units, parts, strict=True):
+            of_stage = (part.blocks, units[stage], loose)
+            zero = bring_to_life(part.module, names, *of_stage, plan, groups, partial, under_way, cut)
+            found[stage] = self._forward_of(part, zero, halves, is_last=stage == stages.num_stages - 1)
+        return found
+
+    def _forward_of(self, part: StageModule, zero: Zero, halves: Halves, *, is_last: bool) -> Forward:
+        """Gives the stage's blocks the forwards that the plan asks for."""
+        found, plan, mesh = [block for _, block in part.blocks], self.plan, self.mesh
+        tensor = self.how.tensor.within(part.has)
+        grid = TensorGroups(mesh.group("row"), mesh.group("col"))
+        cut = cut_layers(part.module, tensor, grid, part.blocks, sequence=plan.sp)
+        zone_randomness(
+            part.module,
+            found,
+            tensor,
+            sequence=plan.sp,
+            device=mesh.world.device,
+            row=grid.row.rank,
+            col=grid.col.rank,
+        )
+        if self.how.schedule.split:
+            split_linears(found, halves)
+        recompute_blocks(found, plan.recompute)
+        if plan.compile:
+            compile_blocks(found, mesh.world.device)
+        return Forward(part, zero, cut, tensor, grid.col, self.how.loss, is_last=is_last)
 
 
 @dataclass(frozen=True)
@@ -80,11 +149,8 @@ class Parts:
     ) -> "Parts":
         """Brings the model to life, in place where it is one stage. All ranks call it."""
         groups, device = DataGroups.of(mesh, plan), mesh.world.device
-        facts = unit_facts(model, blocks, how.group_of)
-        rank_of = how.schedule.rank_of
-        holdings = Holdings.of(model, facts, how.stages, rank_of, mesh.grid, Place.all_of(how.tensor), plan)
-        if not holdings.num_parameters:
-            raise ModelError("the model has nothing to train", given="no parameter that requires a gradient")
+        making = Making(model, plan, how, mesh, blocks)
+        holdings = making.holdings()
         layouts = holdings.layouts[groups.model.rank]
         layout = Layout(tuple(unit for of_stage in layouts.values() for unit in of_stage.units))
         masters = Masters(plan, layout, device, how.offload_dir)
@@ -94,18 +160,8 @@ class Parts:
         foreign = [foreign_modules(model, blocks, how.stages, stage) for stage in layouts]
         elsewhere = set.intersection(*foreign)
         loose = first_weights(model, units, groups, plan, device, how.seed, elsewhere)
-        partial, under_way = PartialSums(mesh, layout), UnderWay()
-        stages, halves = {}, Halves()
-        # All alive, and so with identities of their own, until the last stage is bound.
-        whole = dict(model.named_parameters())
-        names = {id(parameter): name for name, parameter in whole.items()}
-        dtype = Precision.of(plan).compute
-        parts = [cut_stage(model, blocks, how.stages, s, device=device, dtype=dtype) for s in layouts]
-        for stage, part in zip(layouts, parts, strict=True):
-            of_stage = (part.blocks, units[stage], loose)
-            zero = bring_to_life(part.module, names, *of_stage, plan, groups, partial, under_way, cut)
-            is_last = stage == how.stages.num_stages - 1
-            stages[stage] = _forward_of(part, zero, plan, how, mesh, halves, is_last=is_last)
+        halves = Halves()
+        stages = making.stages(units, loose, groups, PartialSums(mesh, layout), cut, halves)
         if how.stages.num_stages > 1:
             placed = {id(p) for of in units.values() for unit in of for p in unit.parameters.values()}
             let_go(model, placed | {id(parameter) for parameter in loose.values()})
@@ -113,7 +169,7 @@ class Parts:
         held = Held(
             {stage: forward.zero for stage, forward in stages.items()},
             groups,
-            SharedSums(how.stages.shared_units, rank_of, mesh),
+            SharedSums(how.stages.shared_units, how.schedule.rank_of, mesh),
         )
         owned = Owned(held.trained, plan, how.optimizer, how.arguments, how.groups, masters, how.offload_dir)
         state = EngineState(
@@ -126,8 +182,19 @@ class Parts:
             holdings,
         )
         replicas = Replicas(held.units, cut, holdings, groups, mesh)
-        pipeline = Pipeline(rank_of, mesh, halves)
+        pipeline = Pipeline(how.schedule.rank_of, mesh, halves)
         return cls(groups, holdings, layout, stages, held, owned, state, replicas, pipeline, twin)
+
+    def foretold_bytes(self, plan: Plan, activation_bytes: int | None) -> MemoryUse:
+        """What this rank will hold."""
+        return foretold_bytes(
+            self.layout,
+            plan,
+            self.groups,
+            states_per_element=self.owned.states_per_element,
+            scratch_bytes=self.held.scratch_bytes,
+            activation_bytes=activation_bytes,
+        )
 
 
 def _refuse_to_run(*_: object) -> None:
@@ -136,28 +203,3 @@ def _refuse_to_run(*_: object) -> None:
         given="a call of the model",
         expected="engine.step, engine.evaluate, or engine.outputs for what the model returns",
     )
-
-
-def _forward_of(
-    part: StageModule, zero: Zero, plan: Plan, how: Training, mesh: Mesh, halves: Halves, *, is_last: bool
-) -> Forward:
-    """Gives the stage's blocks the forwards that the plan asks for."""
-    found = [block for _, block in part.blocks]
-    tensor = how.tensor.within(part.has)
-    grid = TensorGroups(mesh.group("row"), mesh.group("col"))
-    cut = cut_layers(part.module, tensor, grid, part.blocks, sequence=plan.sp)
-    zone_randomness(
-        part.module,
-        found,
-        tensor,
-        sequence=plan.sp,
-        device=mesh.world.device,
-        row=grid.row.rank,
-        col=grid.col.rank,
-    )
-    if how.schedule.split:
-        split_linears(found, halves)
-    recompute_blocks(found, plan.recompute)
-    if plan.compile:
-        compile_blocks(found, mesh.world.device)
-    return Forward(part, zero, cut, tensor, grid.col, how.loss, is_last=is_last)

@@ -16,11 +16,11 @@ from torch import Tensor
 from plait.comm import broadcast
 from plait.errors import ModelError, PlanError
 from plait.forward import Forward
-from plait.models import seeded
+from plait.models import BlockOutputs, seeded
 from plait.parallel import Zero
 from plait.parallel.pipeline import Parcel, pack, unpack
 from plait.parts import Parts
-from plait.plan.schedule import Kind, Schedule, Span, forwards_only, one_micro
+from plait.plan.schedule import Schedule, Span, forwards_only, most_kept, one_micro
 
 Micro = Mapping[str, Tensor]
 TakeLoss = Callable[[Tensor, int | Tensor], Any]  # (summed loss, targets) -> what backward starts from
@@ -184,30 +184,16 @@ class Passes:
         return self._peak(kept)
 
     def foretold_bytes(self, batch_shape: tuple[int, int], device: torch.device) -> int | None:
+        twin = self._parts.twin
+        whole = None if twin is None else BlockOutputs(twin, device)
         kept = {
-            number: stage.foretold_bytes(batch_shape, device, self._parts.twin)
+            number: stage.foretold_bytes(batch_shape, device, whole)
             for number, stage in self._parts.stages.items()
         }
         return self._peak(kept)
 
     def _peak(self, kept: Mapping[int, tuple[int, int] | None]) -> int | None:
-        """Over this rank's actions, of what one micro-batch keeps on each stage: from its forward to its
-        backward, and from there to the backward's other half."""
-        most = held = 0
-        for action in self._schedule.ranks[self._parts.groups.pipeline.rank]:
-            found = kept[action.stage]
-            if found is None:
-                return None
-            saved, rest = found
-            splits = (action.stage, action.micro) in self._schedule.split
-            if action.kind is Kind.F:
-                held += saved
-            elif action.kind is Kind.B:
-                held += (rest if splits else 0) - saved
-            else:
-                held -= rest
-            most = max(most, held)
-        return most
+        return most_kept(self._schedule, self._parts.groups.pipeline.rank, kept)
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """Coordinates, ranks and groups of the grid, on grids of every shape."""
 
 import itertools
+import time
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -48,3 +49,11 @@ def test_a_large_grid_answers_without_listing_its_ranks() -> None:
     assert grid.num_ranks == 16_384
     assert grid.rank(grid.coord(16_383)) == 16_383
     assert grid.group(16_383, "col") == tuple(range(16_376, 16_384))
+
+
+def test_coordinates_of_16384_ranks_take_milliseconds() -> None:
+    grid = Grid.along(pp=16, replicate=8, shard=16, col=8)
+    begun_s = time.process_time()
+    places = {tuple(grid.coord(rank).values()) for rank in range(grid.num_ranks)}
+    assert time.process_time() - begun_s < 0.5  # some 40 ms; a shared core may be slow
+    assert len(places) == grid.num_ranks

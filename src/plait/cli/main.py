@@ -7,6 +7,7 @@ import typer
 from plait import __version__
 from plait.cli.bench import bench
 from plait.cli.data import data
+from plait.cli.explain import explain
 from plait.cli.export import export
 from plait.cli.generate import generate
 from plait.cli.schedule import schedule
@@ -26,6 +27,7 @@ app.command(hidden=True)(rank)
 app.command()(generate)
 app.command()(export)
 app.command()(schedule)
+app.command()(explain)
 app.command()(verify)
 app.command(hidden=True)(verify_rank)
 app.add_typer(data, name="data")

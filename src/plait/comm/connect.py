@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from plait.comm.background import Background
+from plait.comm.dry import DryLink
 from plait.comm.host import Board, Neighbours, meet, open_group
 from plait.comm.ledger import Ledger
 from plait.comm.torch_link import TorchLink, among
@@ -40,14 +41,16 @@ class World:
         owned: bool = False,
         timeout: datetime.timedelta = datetime.timedelta(minutes=10),
         transport: str = "auto",
+        dry_host: int = 0,
     ) -> None:
-        """Use `connect`. Raises CommError."""
+        """Use `connect`. `dry_host`: see `dry`. Raises CommError."""
         self.rank = rank
         self.size = size
         self.local_rank = local_rank
         self.device = device
         self.timeout = timeout  # how long a communication may wait for a rank
         self.ledger = Ledger()
+        self._dry = (transport, dry_host) if dry_host else None
         self._pid = os.getpid()
         self._store = store
         self._owned = owned  # the process group is ours to destroy: the program had made none
@@ -64,6 +67,14 @@ class World:
     def alone(cls, device: torch.device) -> "World":
         """One rank that communicates with nobody, whatever else this process takes part in."""
         return cls(0, 1, 0, device)
+
+    @classmethod
+    def dry(cls, rank: int, size: int, transport: str, host_size: int | None = None) -> "World":
+        """A rank of a job that there is not, on meta: its ledger counts what it would say, and nothing else
+        comes of it. `transport`: host, gloo or nccl. `host_size`: how many ranks there are to a host; None:
+        one host has them all."""
+        meta = torch.device("meta")
+        return cls(rank, size, rank, meta, transport=transport, dry_host=host_size or max(size, 1))
 
     @property
     def transport(self) -> str:
@@ -139,6 +150,8 @@ class World:
             warnings.warn(f"ranks of one host talk through Gloo, which is slower: {why_not}", stacklevel=4)
 
     def _link(self, ranks: tuple[int, ...], lane: str) -> Transport:
+        if self._dry is not None:
+            return self._dry_link(ranks, *self._dry)
         if self._neighbours is not None and set(ranks) <= set(self._neighbours.ranks):
             return self._host_link(self._neighbours, ranks, lane)
         handle = self._handle
@@ -146,6 +159,11 @@ class World:
             handle = among(ranks, self.rank, f"plait/{self._name_of(ranks, lane)}", self.timeout)
         assert handle is not None, "a world that was left"
         return TorchLink(handle, ranks, ranks.index(self.rank))
+
+    @staticmethod
+    def _dry_link(ranks: tuple[int, ...], transport: str, host_size: int) -> Transport:
+        is_one_host = len({rank // host_size for rank in ranks}) == 1
+        return DryLink("gloo" if transport == "host" and not is_one_host else transport, len(ranks))
 
     def _host_link(self, neighbours: Neighbours, ranks: tuple[int, ...], lane: str) -> Transport:
         assert self._store is not None, "ranks without a store"

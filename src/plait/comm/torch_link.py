@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plait.comm.background import Background
-from plait.comm.transport import Call, Pending, Summing, SumOfParts, Verb
+from plait.comm.transport import Call, Pending, Summing, SumOfParts, Verb, narrow_is_less_to_send
 from plait.errors import CommError
 
 # torch 2.13 renamed these two and warns about the old names; 2.11 has only the old ones.
@@ -133,7 +133,7 @@ class TorchLink:
         return self._exchange(call, own, [(ranges[p], p) for p in self._peers()])
 
     def sends_narrow(self, narrow: torch.dtype, wide: torch.dtype) -> bool:
-        return self.is_direct and len(self._ranks) * narrow.itemsize < 2 * wide.itemsize
+        return self.is_direct and narrow_is_less_to_send(len(self._ranks), narrow, wide)
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         raise AssertionError(f"no memory for {numel} x {dtype}: ranks of a process group share none")

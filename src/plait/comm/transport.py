@@ -176,3 +176,14 @@ class SumOfParts:
 
 
 _CACHED = 1 << 17  # elements: 512 KiB of float32
+
+
+def narrow_is_less_to_read(num_ranks: int, narrow: torch.dtype, wide: torch.dtype) -> bool:
+    """Where ranks share memory, every rank reads all contributions: (p-1) narrow ones more than it has to,
+    where an all-reduce of wide ones reads and writes each once more."""
+    return narrow.itemsize < wide.itemsize and (num_ranks - 1) * narrow.itemsize < 2 * wide.itemsize
+
+
+def narrow_is_less_to_send(num_ranks: int, narrow: torch.dtype, wide: torch.dtype) -> bool:
+    """Over Gloo: (p-1) narrow contributions against 2 (p-1)/p wide ones."""
+    return num_ranks * narrow.itemsize < 2 * wide.itemsize

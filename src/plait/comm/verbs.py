@@ -3,7 +3,7 @@
 Tensors may be strided: transports take storage as it lies, so others go through a copy. Sums have a
 fixed order of ranks: every rank gets the same bits. A group of one rank communicates with nobody: its verbs
 only move what has to be moved locally. `label` says of what a communication is, in the letter of one that
-fails.
+fails. Meta tensors have nothing to say: their verbs do nothing, and are counted where everything is dry.
 """
 
 from collections.abc import Callable
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from plait.comm.background import Background
+from plait.comm.dry import DryLink
 from plait.comm.ledger import Ledger
 from plait.comm.transport import Call, Pending, Summing, SumOfParts, Transport, Verb
 from plait.errors import CommError
@@ -41,6 +42,11 @@ class Group:
     def transport(self) -> Transport:
         assert self.link is not None, "a group of one has no transport"
         return self.link
+
+    @property
+    def is_dry(self) -> bool:
+        """Whether nobody is there: see `World.dry`."""
+        return isinstance(self.link, DryLink)
 
     def note(self, verb: str, tensor: Tensor | None) -> None:
         """Writes a call down. `tensor`: the whole one, of what this rank gives or gets."""
@@ -261,6 +267,8 @@ def share(numel: int, dtype: torch.dtype, group: Group) -> Tensor:
 def _start(call: Call, group: Group) -> Pending:
     if group.size == 1:
         return _alone(call)
+    if _is_of_shapes(call, group):
+        return Pending()
     _note(call, group)
     call, copies = _contiguous(call)
     pending = group.transport.start(call)
@@ -273,11 +281,19 @@ def _run(call: Call, group: Group) -> None:
     if group.size == 1:
         _alone(call)
         return
+    if _is_of_shapes(call, group):
+        return
     _note(call, group)
     call, copies = _contiguous(call)
     group.transport.run(call)
     for into, result in copies:
         into.copy_(result)
+
+
+def _is_of_shapes(call: Call, group: Group) -> bool:
+    """Whether a program that runs for its shapes alone calls it, in a world of ranks that are there."""
+    given = call.out if call.source is None else call.source
+    return given is not None and given.is_meta and not group.is_dry
 
 
 def _note(call: Call, group: Group) -> None:

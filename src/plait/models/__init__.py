@@ -6,7 +6,7 @@ from plait.models.cross_entropy import ALONE
 from plait.models.facts import Blocks, FlopFacts, blocks_of, unit_facts
 from plait.models.loss import Loss, choose_loss, forward_inputs
 from plait.models.materialise import initialise, seeded
-from plait.models.saved import block_output, meta_twin, saved_bytes, watch_saved
+from plait.models.saved import AsOnDevice, BlockOutputs, meta_twin, running_on_meta, saved_bytes, watch_saved
 from plait.models.stage_plan import plan_stages
 from plait.models.stages import StageModule, cut_stage, foreign_modules, receiving
 from plait.models.tensor import tensor_plan
@@ -15,12 +15,13 @@ from plait.models.tensor_families import LINEAR_FORWARDS
 __all__ = [
     "ALONE",
     "LINEAR_FORWARDS",
+    "AsOnDevice",
+    "BlockOutputs",
     "Blocks",
     "Chain",
     "FlopFacts",
     "Loss",
     "StageModule",
-    "block_output",
     "blocks_of",
     "causal_lm_on_meta",
     "choose_loss",
@@ -33,6 +34,7 @@ __all__ = [
     "pretrained_causal_lm",
     "read_config",
     "receiving",
+    "running_on_meta",
     "saved_bytes",
     "seeded",
     "tensor_plan",

@@ -92,6 +92,8 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits_Tv: Tensor, targets_T: Tensor, how: _How) -> Tensor:
         ctx.how = how
         if logits_Tv.is_meta:
+            for message in _messages(logits_Tv, how):
+                all_reduce(message, how.group)
             ctx.save_for_backward(logits_Tv, targets_T, _new(logits_Tv, len(logits_Tv)))
             return _new(logits_Tv)
         total, factor_T = _total(logits_Tv, targets_T, how)
@@ -140,8 +142,9 @@ def _own_terms(logits_Tv: Tensor, how: _How) -> tuple[Tensor, Tensor]:
     """Of this rank's columns: the largest logit, and the message of sums relative to it: of exponentials, a
     place for the target's logit, and for label smoothing that of logits."""
     num_tokens, num_columns = logits_Tv.shape
-    most_T = _new(logits_Tv, num_tokens).fill_(-torch.inf)
-    message = _new(logits_Tv, 3 if how.smoothing else 2, num_tokens).zero_()
+    most_T, message = _messages(logits_Tv, how)
+    most_T.fill_(-torch.inf)
+    message.zero_()
     if not num_columns:
         return most_T, message
     peak_T = _new(logits_Tv, num_tokens)
@@ -152,6 +155,12 @@ def _own_terms(logits_Tv: Tensor, how: _How) -> tuple[Tensor, Tensor]:
             torch.sum(torch.sub(z_tv, most_t[:, None], out=spare_tv), 1, out=message[2, rows])
     torch.reciprocal(peak_T, out=message[0]).masked_fill_(most_T == -torch.inf, 0)
     return most_T, message
+
+
+def _messages(logits_Tv: Tensor, how: _How) -> tuple[Tensor, Tensor]:
+    """What ranks tell each other, of undefined values: for each token its largest logit, and its sums."""
+    num_tokens = len(logits_Tv)
+    return _new(logits_Tv, num_tokens), _new(logits_Tv, 3 if how.smoothing else 2, num_tokens)
 
 
 def _target_logits(logits_Tv: Tensor, targets_T: Tensor, top_T: Tensor, how: _How) -> Tensor:

@@ -1,6 +1,7 @@
 """How many bytes a forward pass keeps for backward: measured on a real pass, or seen before on meta."""
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
@@ -59,7 +60,7 @@ class _YesToQuestions(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class _AsOnDevice(TorchFunctionMode):
+class AsOnDevice(TorchFunctionMode):
     """Keeps on meta what the device's kernels would keep.
 
     Attention: on meta torch takes the unfused one, which saves scores; devices take a fused one (none where
@@ -110,7 +111,7 @@ def watch_saved(model: nn.Module) -> Iterator[SavedBytes]:
 @contextmanager
 def running_on_meta(device: torch.device) -> Iterator[None]:
     """A twin's forward runs inside, as it would on `device`."""
-    with _YesToQuestions(), _AsOnDevice(device):
+    with _YesToQuestions(), AsOnDevice(device):
         yield
 
 
@@ -136,13 +137,30 @@ def saved_bytes(twin: nn.Module, run: Callable[[], object], device: torch.device
     return watch.total
 
 
-def block_output(twin: nn.Module, block: str, inputs: dict[str, Any], device: torch.device) -> Any:
-    """What a block of a whole model's twin returns, on meta, as if its numbers needed gradients."""
-    found: list[Any] = []
-    handle = twin.get_submodule(block).register_forward_hook(lambda *call: found.append(call[-1]))
-    try:
-        with running_on_meta(device), torch.no_grad():
-            twin(**inputs)
-    finally:
-        handle.remove()
-    return tree_map_only(Tensor, lambda t: t.requires_grad_(t.is_floating_point()), found[-1])
+class BlockOutputs:
+    """What blocks of a whole model's twin return, on meta: of one forward, which the first question takes."""
+
+    def __init__(self, twin: nn.Module, device: torch.device) -> None:
+        self._twin = twin
+        self._device = device
+        self._found: dict[str, Any] = {}
+
+    def of(self, block: str, inputs: dict[str, Any]) -> Any:
+        """As if its numbers needed gradients. `inputs`: the same each time."""
+        if not self._found:
+            handles = [
+                module.register_forward_hook(functools.partial(self._called, name))
+                for name, module in self._twin.named_modules()
+            ]
+            try:
+                with running_on_meta(self._device), torch.no_grad():
+                    self._twin(**inputs)
+            finally:
+                for handle in handles:
+                    handle.remove()
+        return tree_map_only(
+            Tensor, lambda t: t.detach().requires_grad_(t.is_floating_point()), self._found[block]
+        )
+
+    def _called(self, name: str, *call: Any) -> None:
+        self._found[name] = call[-1]

@@ -304,7 +304,7 @@ class _Ran:
 
 
 def _has_nan(values: Any) -> bool:
-    tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and not leaf.is_meta]
     return any(bool(torch.isnan(t).any()) for t in tensors if t.is_floating_point() or t.is_complex())
 
 

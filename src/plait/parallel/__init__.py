@@ -1,13 +1,13 @@
 """The strands: data parallelism over units of flat storage, ZeRO 0 to 3; layers cut on a grid; pipelines."""
 
-from plait.parallel.account import foretold_bytes, held_bytes
+from plait.parallel.account import foretold_bytes, held_bytes, terms_of
 from plait.parallel.compile import compile_blocks
 from plait.parallel.groups import DataGroups, PartialSums, Precision
 from plait.parallel.held import Held, SharedSums
 from plait.parallel.holdings import Holdings, persistent_buffers
-from plait.parallel.life import bring_to_life, first_weights, let_go
+from plait.parallel.life import bring_to_life, first_weights, let_go, move_buffers
 from plait.parallel.owned import Masters, Owned
-from plait.parallel.recompute import recompute_blocks
+from plait.parallel.recompute import RecomputedForward, recompute_blocks
 from plait.parallel.reduce import UnderWay
 from plait.parallel.replicas import Replicas
 from plait.parallel.state import EngineState
@@ -23,6 +23,7 @@ __all__ = [
     "Owned",
     "PartialSums",
     "Precision",
+    "RecomputedForward",
     "Replicas",
     "SharedSums",
     "UnderWay",
@@ -35,6 +36,8 @@ __all__ = [
     "foretold_bytes",
     "held_bytes",
     "let_go",
+    "move_buffers",
     "persistent_buffers",
     "recompute_blocks",
+    "terms_of",
 ]

@@ -1,11 +1,12 @@
 """Bytes that this rank holds, by category: counted on the tensors themselves, and foretold."""
 
 from plait.comm import shares_memory
-from plait.parallel.groups import DataGroups
+from plait.parallel.groups import DataGroups, shares_parameters
 from plait.parallel.held import Held
 from plait.parallel.owned import Owned
-from plait.parallel.sums import exchanges, receives
+from plait.parallel.sums import exchanges, incoming, receives
 from plait.plan import Layout, MemoryUse, Plan, model_state_bytes
+from plait.plan.foretold import Terms
 
 
 def held_bytes(held: Held, owned: Owned, plan: Plan, activation_bytes: int | None) -> MemoryUse:
@@ -38,20 +39,33 @@ def held_bytes(held: Held, owned: Owned, plan: Plan, activation_bytes: int | Non
 
 
 def foretold_bytes(
-    layout: Layout, held: Held, owned: Owned, plan: Plan, groups: DataGroups, activation_bytes: int | None
+    layout: Layout,
+    plan: Plan,
+    groups: DataGroups,
+    *,
+    states_per_element: int,
+    scratch_bytes: int,
+    activation_bytes: int | None,
 ) -> MemoryUse:
-    """What `held_bytes` will say after a step."""
+    """What `held_bytes` will say after a step. `states_per_element`: of the optimizer. `scratch_bytes`: what
+    a named algorithm holds."""
     return model_state_bytes(
         layout,
         plan,
-        states_per_element=owned.states_per_element,
-        incoming_bytes=held.cut.incoming.itemsize,
+        states_per_element=states_per_element,
+        incoming_bytes=incoming(plan, groups).itemsize,
         exchanges=exchanges(plan, groups),
         receives=receives(plan, groups) and not _reads_in_place(plan, groups),
-        shares=held.cut.share is not None,
-        scratch_bytes=held.scratch_bytes,
+        shares=shares_parameters(plan, groups),
+        scratch_bytes=scratch_bytes,
         activation_bytes=activation_bytes,
     )
+
+
+def terms_of(plan: Plan, groups: DataGroups, host_size: int) -> Terms:
+    """What the transport of these groups decides of a step's traffic."""
+    narrow = incoming(plan, groups).itemsize
+    return Terms(narrow, shares_parameters(plan, groups), exchanges(plan, groups), host_size)
 
 
 def _reads_in_place(plan: Plan, groups: DataGroups) -> bool:

@@ -25,7 +25,7 @@ ends its forward within its last block: of what encloses that nothing comes back
 backward.)
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -38,13 +38,14 @@ from plait.parallel.lane import Lane
 from plait.parallel.units import Cut, Unit
 from plait.parallel.walk import (
     Bundle,
-    Walk,
     Watch,
     agreed_order,
     any_rank,
+    encloses,
     reads_no_weight_in_backward,
     tensors_in,
 )
+from plait.plan.walk import Uses, Walk
 
 
 class Gatherer:
@@ -86,12 +87,12 @@ class Gatherer:
         self._agreed: set[Bundle] = set()  # whole on every rank between passes
         self._open: dict[Bundle, int] = {}  # how many of its owners are in forward
         inner = {module for modules in owners.values() for module in modules}
-        self._pinned = {b for b in bundles if any(_encloses(m, model, inner) for m in owners[b])}
+        self._pinned = {b for b in bundles if any(encloses(m, model, inner) for m in owners[b])}
         self._blocks = {b for b in bundles if len(owners[b]) == 1 and owners[b][0] is not model}
-        self._walk: Walk | None = None
+        self._walk: Walk[Bundle] | None = None
         self._backward = False
         self._half = False  # this backward leaves the gradients of weights for later
-        self._uses = {False: self._bundles, True: self._bundles[::-1]}  # by whether it is backward
+        self._uses = Uses(self._bundles, self._bundles[::-1], self._pinned)
         self._records: dict[bool, list[Bundle]] = {}  # of the first step's passes
         self._record: list[Bundle] | None = None  # of the pass under way
         self._is_agreed = False
@@ -169,8 +170,7 @@ class Gatherer:
         if failed:
             self._record = None
         self._open.clear()
-        goes_on = torch.is_grad_enabled()
-        self._end({*self._uses[False][-1:], *self._pinned} if goes_on else set())
+        self._end(self._uses.staying() if torch.is_grad_enabled() else set())
 
     def begin_backward(self, *, half: bool = False) -> None:
         self._backward, self._half = True, half
@@ -195,15 +195,20 @@ class Gatherer:
         self._is_agreed, self._watch = True, None
         pinned = any_rank([bundle in self._pinned for bundle in self._bundles], self._all, self._device)
         self._pinned = {bundle for bundle, is_pinned in zip(self._bundles, pinned, strict=True) if is_pinned}
-        for backward, layout in self._uses.items():
-            self._uses[backward] = agreed_order(self._records[backward], layout, self._all)
+        ways = {False: self._bundles, True: self._bundles[::-1]}
+        orders = [agreed_order(self._records[way], layout, self._all) for way, layout in ways.items()]
+        self._uses = Uses(orders[0], orders[1], self._pinned)
         return True
+
+    @property
+    def recorded(self) -> Uses[Bundle]:
+        """What the first step's passes have used."""
+        return Uses(self._records.get(False, ()), self._records.get(True, ()), self._pinned)
 
     @property
     def last_uses(self) -> dict[Unit, int]:
         """Of each unit in backward's walk, its last place there."""
-        uses = [bundle for bundle in self._uses[True] if bundle not in self._pinned]
-        return {unit: index for index, bundle in enumerate(uses) for unit in bundle}
+        return {unit: index for index, bundle in enumerate(self._uses.of(backward=True)) for unit in bundle}
 
     @property
     def digest(self) -> int:
@@ -213,7 +218,7 @@ class Gatherer:
 
     def _begin(self, *, backward: bool) -> None:
         if self._frees:
-            uses = [bundle for bundle in self._uses[backward] if bundle not in self._pinned]
+            uses = self._uses.of(backward=backward)
             self._walk = Walk(uses, self._prefetch, self._agreed, frees=not self._keeps)
             recording = not self._is_agreed and (backward or torch.is_grad_enabled())
             self._record = [] if recording and backward not in self._records else None
@@ -297,7 +302,7 @@ class Gatherer:
                 self._start(unit, bundle)
             self._wait(unit)
 
-    def _walk_to(self, walk: Walk, index: int) -> None:
+    def _walk_to(self, walk: Walk[Bundle], index: int) -> None:
         """Begins the uses up to this one. Those on the way are other ranks': over as soon as they begin."""
         while walk.at < index:
             to_start = walk.step()
@@ -331,7 +336,7 @@ class Gatherer:
         finally:
             self._is_watching = False
 
-    def _free_what_is_over(self, walk: Walk) -> None:
+    def _free_what_is_over(self, walk: Walk[Bundle]) -> None:
         for unit, bundle in list(self._whole.items()):
             if bundle in walk.window or bundle in self._pinned or self._open.get(bundle) or self._keeps:
                 continue
@@ -385,11 +390,6 @@ class Gatherer:
         unit.whole.free()
         unit.hide()
         self._whole.pop(unit, None)
-
-
-def _encloses(module: nn.Module, root: nn.Module, owners: Set[nn.Module]) -> bool:
-    """Whether it is the root, or other owners work while it does."""
-    return module is root or any(m in owners for m in module.modules() if m is not module)
 
 
 def _refuse_state_dict(*_: Any) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plait.comm import Group, Mesh, all_reduce
+from plait.comm import Group, Mesh, all_reduce, shares_memory
 from plait.plan import Layout, Plan, UnitLayout, adds_at_once, compresses
 
 
@@ -59,6 +59,11 @@ class DataGroups:
             mesh.group("pp"),
             mesh.group("pp", "shard", "row", "col", lane="reductions"),
         )
+
+
+def shares_parameters(plan: Plan, groups: DataGroups) -> bool:
+    """Whether the ranks along `shard` have one memory for them: see the note of that name in `units.py`."""
+    return shares_memory(groups.gathers) and plan.offload != "cpu"
 
 
 class PartialSums:

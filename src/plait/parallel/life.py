@@ -50,7 +50,7 @@ def first_weights(
 
     if on_meta == {True}:
         initialise(model, seed, device, store, skip=elsewhere)
-    _move_buffers(model, plan, device)
+    move_buffers(model, plan, device)
     if on_meta == {False}:
         _store_first_ranks(model, store, groups, device)
     return others
@@ -115,10 +115,11 @@ def _store_first_ranks(
             broadcast(buffer, groups.everyone)
 
 
-def _move_buffers(model: nn.Module, plan: Plan, device: torch.device) -> None:
+def move_buffers(model: nn.Module, plan: Plan, device: torch.device) -> None:
+    """Those that are there, to the dtype in which they are kept; on meta all of them."""
     for module in model.modules():
         for key, buffer in module._buffers.items():
-            if buffer is not None and not buffer.is_meta:
+            if buffer is not None and (not buffer.is_meta or device.type == "meta"):
                 moved = buffer.to(device, buffer_dtype(buffer, plan))
                 module._buffers[key] = moved.contiguous()  # an expanded one is no place to receive into
 

@@ -11,7 +11,7 @@ in the list is gathered on demand: then every rank has to do it, and a digest te
 whether all did.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -23,42 +23,6 @@ from plait.parallel.units import Unit
 
 # A block's parameters that train and its frozen ones: gathered together, freed each when it can be.
 Bundle = tuple[Unit, ...]
-
-
-class Walk:
-    """One pass over a list of uses. See [Note: one order of gathers]."""
-
-    def __init__(
-        self, uses: Sequence[Bundle], prefetch: int, whole: Iterable[Bundle], *, frees: bool
-    ) -> None:
-        """`whole`: what is whole on every rank when the pass begins. `frees`: what is used is freed after."""
-        self.uses = uses
-        self._ahead = prefetch
-        self.at = -1  # the place of the use that goes on
-        self._started = 0
-        last = dict.fromkeys(whole, -1)
-        self._needs = []
-        for index, bundle in enumerate(uses):
-            freed = frees and index - last.get(bundle, index) > prefetch + 1
-            self._needs.append(bundle not in last or freed)
-            last[bundle] = index
-
-    def find(self, bundle: Bundle) -> int | None:
-        """The place of its next use, which may be the one that goes on. None: it is not in the list."""
-        return next((i for i in range(max(0, self.at), len(self.uses)) if self.uses[i] is bundle), None)
-
-    def step(self) -> list[Bundle]:
-        """The next use begins: what is to be gathered now, in this order."""
-        self.at += 1
-        stop = min(self.at + 1 + self._ahead, len(self.uses))
-        found = [self.uses[i] for i in range(self._started, stop) if self._needs[i]]
-        self._started = max(self._started, stop)
-        return found
-
-    @property
-    def window(self) -> Sequence[Bundle]:
-        """The use that goes on and those that are gathered ahead of it."""
-        return self.uses[max(0, self.at) : self.at + 1 + self._ahead]
 
 
 def agreed_order(mine: Sequence[Bundle], layout: Sequence[Bundle], group: Group) -> list[Bundle]:
@@ -113,6 +77,11 @@ _READ_NO_VALUES = {
     *("__get__", "__set__", "size", "dim", "numel", "stride", "is_floating_point", "element_size", "__len__"),
     *("untyped_storage", "data_ptr", "register_hook", "requires_grad_", "__hash__", "__format__", "__repr__"),
 }
+
+
+def encloses(module: nn.Module, root: nn.Module, owners: Set[nn.Module]) -> bool:
+    """Whether it is the root, or other owners work while it does."""
+    return module is root or any(m in owners for m in module.modules() if m is not module)
 
 
 def reads_no_weight_in_backward(module: nn.Module) -> bool:

@@ -47,13 +47,14 @@ from torch import Tensor, nn
 from plait.comm import empty, share, shares_memory
 from plait.errors import ModelError
 from plait.parallel.gather import Gatherer
-from plait.parallel.groups import DataGroups, PartialSums, Precision
+from plait.parallel.groups import DataGroups, PartialSums, Precision, shares_parameters
 from plait.parallel.meter import Meter
 from plait.parallel.reduce import Reducer, UnderWay
 from plait.parallel.sums import incoming, sums_of_plan
 from plait.parallel.units import Cut, MasterMemory, Unit, changed_behind_our_back
 from plait.parallel.walk import Bundle, agreed_order
 from plait.plan import Plan
+from plait.plan.walk import Uses
 
 # Where a backward starts: a tensor, or its place in the graph when the tensor itself is gone.
 Root = Tensor | torch.autograd.graph.GradientEdge
@@ -64,7 +65,7 @@ def cut_of(plan: Plan, groups: DataGroups, device: torch.device, masters: Master
     precision = Precision.of(plan)
     offloads = plan.offload == "cpu"
     nothing_to_free = groups.gathers.size == 1 and not offloads
-    shares = shares_memory(groups.gathers) and not offloads
+    shares = shares_parameters(plan, groups)
     lenders = [group for group in (groups.reductions, groups.replicate) if shares_memory(group)]
     return Cut(
         rank=groups.gathers.rank,
@@ -169,6 +170,12 @@ class Zero:
             for key, parameter in module._parameters.items()
         ]
         self._tree = [(m, list(m._modules.values()), len(m._parameters)) for _, m in named]
+
+    @property
+    def recorded(self) -> Uses[str]:
+        """In which order the first step's passes have used the units, by their blocks; nothing where no unit
+        is gathered for a use."""
+        return self._gatherer.recorded.map(lambda bundle: bundle[0].layout.block)
 
     @property
     def scratch_bytes(self) -> int:

@@ -5,6 +5,7 @@ The same values are foretold from a plan and counted while it runs, so that one 
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, order=True)
@@ -59,3 +60,27 @@ def between(earlier: Traffic, later: Traffic) -> dict[Line, Tally]:
     """What has been said since."""
     found = {line: tally - earlier.get(line, Tally()) for line, tally in later.items()}
     return {line: tally for line, tally in sorted(found.items()) if tally.count}
+
+
+def to_rows(traffic: Traffic) -> list[dict[str, Any]]:
+    """For JSON."""
+    return [
+        {
+            "axes": list(line.axes),
+            "lane": line.lane,
+            "verb": line.verb,
+            "calls": tally.count,
+            "bytes": tally.num_bytes,
+        }
+        for line, tally in traffic.items()
+    ]
+
+
+def of_rows(rows: Iterable[Mapping[str, Any]]) -> dict[Line, Tally]:
+    """What `to_rows` gave. Raises KeyError, TypeError or ValueError for what it did not."""
+    return {
+        Line(tuple(row["axes"]), str(row["lane"]), str(row["verb"])): Tally(
+            int(row["calls"]), int(row["bytes"])
+        )
+        for row in rows
+    }

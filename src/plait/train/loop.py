@@ -31,6 +31,7 @@ from plait.train.config import Recipe
 from plait.train.data import TokenStore, TokenStream, loader, open_store
 from plait.train.export import DTYPES
 from plait.train.finish import finish
+from plait.train.measured import Heard, write_measured
 from plait.train.metrics import Metrics, StepFacts, matmul_peak
 from plait.train.model import build_model
 from plait.train.report import largest_memory, start_table
@@ -52,6 +53,7 @@ class Job:
     run: RunDir
     store: TokenStore
     engine: Engine
+    heard: Heard
     console: Console | None  # on the first rank
     step: int = 0  # steps done
     tokens: int = 0  # targets seen
@@ -80,6 +82,7 @@ def train(recipe: Recipe, world: World) -> signal.Signals | None:
         job = _start(recipe, world)
         stopped_by = _loop(job, stop)
         if stopped_by is None:  # a signal now comes late: all is trained
+            write_measured(job.run.measured, job.engine, job.heard, recipe.run.trace)
             if job.console is not None:
                 finish(recipe, job.run, job.engine, job.console)
                 world.announce(_FINISHED)
@@ -98,7 +101,7 @@ def _loop(job: Job, stop: Stop) -> signal.Signals | None:
     with Metrics(job.run, job.console, begun_at, how.steps, how.log_every) as metrics:
         if begun_at == 0 and how.evaluate_every:
             metrics.validation(0, _evaluate(job))
-        traced = Traced(engine, how.trace, range(begun_at, how.steps), metrics.note)
+        traced = Traced(engine, job.heard.step, how.trace, range(begun_at, how.steps), metrics.note)
         while job.step < how.steps:
             began_s = time.perf_counter()
             lr = job.recipe.optimizer.lr * course(job.step)
@@ -177,7 +180,7 @@ def _start(recipe: Recipe, world: World) -> Job:
         world=world,
     )
     console = rich.get_console() if world.rank == 0 else None
-    job = Job(recipe, RunDir(recipe.run.dir), store, engine, console)
+    job = Job(recipe, RunDir(recipe.run.dir), store, engine, Heard(engine), console)
     last = checkpoint.newest(job.run.checkpoints)
     if last is not None:
         check_checkpoint(last, recipe, store)

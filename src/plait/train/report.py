@@ -53,7 +53,7 @@ def start_table(recipe: Recipe, engine: Engine, peak_flops: float, memory: tuple
     table.add_row("peak", f"{peak_flops / 1e9:,.1f} GFLOP/s per rank, a matrix product measured now")
     on_device, elsewhere = (
         [f"{name} {_size(getattr(predicted, name))}" for name in names]
-        for names in _used_categories(predicted)
+        for names in used_categories(predicted)
     )
     words = "; ".join([", ".join(on_device), f"in all {_size(predicted.total)}", *elsewhere])
     table.add_row("memory per rank" if engine.plan.pp == 1 else f"memory, at most (rank {rank})", words)
@@ -69,7 +69,7 @@ def memory_table(predicted: MemoryUse, measured: MemoryUse, of: str = "per rank"
     table = Table(title=f"memory {of}", title_justify="left")
     for heading in ("", "predicted", "measured"):
         table.add_column(heading, justify="right" if heading else "left")
-    on_device, elsewhere = _used_categories(predicted, measured)
+    on_device, elsewhere = used_categories(predicted, measured)
     for name in on_device:
         table.add_row(name, _size(getattr(predicted, name)), _size(getattr(measured, name)))
     table.add_row("in all", _size(predicted.total), _size(measured.total))
@@ -78,7 +78,7 @@ def memory_table(predicted: MemoryUse, measured: MemoryUse, of: str = "per rank"
     return table
 
 
-def _used_categories(*uses: MemoryUse) -> tuple[list[str], list[str]]:
+def used_categories(*uses: MemoryUse) -> tuple[list[str], list[str]]:
     """Those in which any of `uses` has bytes or cannot say: of the device, and of what is offloaded."""
     used = [field.name for field in fields(MemoryUse) if any(getattr(use, field.name) != 0 for use in uses)]
     offloaded = ("host", "disk")

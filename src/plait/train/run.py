@@ -53,6 +53,11 @@ class RunDir:
         return self.path / "loss.png"
 
     @property
+    def measured(self) -> Path:
+        """What the ranks held and said, for `plait explain`."""
+        return self.path / "measured.json"
+
+    @property
     def export(self) -> Path:
         """The trained model in Hugging Face form."""
         return self.path / "export"

@@ -14,10 +14,17 @@ class Traced:
     """Takes an engine's steps, and records the third to the fifth of them, or what there is of those."""
 
     def __init__(
-        self, engine: Engine, path: Path | None, steps: range, note: Callable[[str], object]
+        self,
+        engine: Engine,
+        take: Callable[[dict[str, Tensor]], StepResult],
+        path: Path | None,
+        steps: range,
+        note: Callable[[str], object],
     ) -> None:
-        """`path`: None, no trace. `steps`: of the run, what is left of them. `note`: told, on every rank."""
+        """`take`: a step of the engine. `path`: None, no trace. `steps`: of the run, what is left of them.
+        `note`: told, on every rank."""
         self._engine = engine
+        self._take = take
         self._path = path if steps else None
         self._first = min(_FIRST, len(steps))
         self._last = min(_LAST, len(steps))
@@ -25,11 +32,11 @@ class Traced:
         self._done = 0
 
     def step(self, batch: dict[str, Tensor]) -> StepResult:
-        """`engine.step`. Raises RunError if the trace cannot be written, after that step."""
+        """Takes a step. Raises RunError if the trace cannot be written, after that step."""
         self._done += 1
         if self._path is not None and self._done == self._first:
             self._engine.start_trace()
-        result = self._engine.step(batch)
+        result = self._take(batch)
         if self._done == self._last:
             self.end()
         return result

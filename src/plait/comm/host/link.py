@@ -19,7 +19,7 @@ from plait.comm.host import library
 from plait.comm.host.arena import Arena, Mapping, as_tensor, reserve
 from plait.comm.host.calls import check_device, described, described_sum, in_words, reducible
 from plait.comm.host.meet import Neighbours, open_peers
-from plait.comm.transport import Call, Pending, Verb
+from plait.comm.transport import Call, Pending, Verb, narrow_is_less_to_read
 from plait.errors import CommError
 
 _GONE, _LATE, _OTHER_SIZE = -1, -2, -4
@@ -122,11 +122,7 @@ class HostLink:
         return HostSum(self, given, call, scatter, buffer_bytes)
 
     def sends_narrow(self, narrow: torch.dtype, wide: torch.dtype) -> bool:
-        """Every rank reads all contributions: (p-1) narrow ones more than it has to, where an all-reduce of
-        wide ones reads and writes each once more."""
-        return (
-            narrow.itemsize < wide.itemsize and (len(self._ranks) - 1) * narrow.itemsize < 2 * wide.itemsize
-        )
+        return narrow_is_less_to_read(len(self._ranks), narrow, wide)
 
     def cut(self) -> None:
         """Calls under way fail, here and on the peers."""

@@ -9,6 +9,7 @@ of classes it has names, which are looked up among what the receiver has importe
 """
 
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,6 +30,10 @@ class Spec:
     shape: tuple[int, ...]
     dtype: torch.dtype
     needs_grad: bool = False  # a gradient of its shape and dtype comes back
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Spec":

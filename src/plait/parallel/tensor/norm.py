@@ -263,7 +263,7 @@ class _Moments(Function):
         if x.shape[-1]:
             own[0] = x.mean(-1)
             own[1] = (x - own[0].unsqueeze(-1)).square_().sum(-1)
-        if not x.is_meta and group.size > 1:
+        if group.size > 1:
             all_gather(ranks.view(-1), own.view(-1), group, label="moments of features")
         mean, squares = torch.zeros_like(own[0]), torch.zeros_like(own[1])
         for count, rank in zip(counts, ranks, strict=True):

@@ -31,7 +31,7 @@ from plait.parallel.tensor.groups import Cut
 
 def sum_in_place(tensor: Tensor, group: Group, label: str = "") -> Tensor:
     """Sums a tensor that nobody else has over the group."""
-    if group.size > 1 and not tensor.is_meta:
+    if group.size > 1:
         all_reduce(tensor, group, label=label)
         increment_version(tensor)  # whoever kept it before the sum can tell
     return tensor
@@ -39,7 +39,7 @@ def sum_in_place(tensor: Tensor, group: Group, label: str = "") -> Tensor:
 
 def start_sum_in_place(tensor: Tensor, group: Group, label: str = "") -> Pending:
     """The same, begun: for gradients, which are not kept."""
-    if group.size == 1 or tensor.is_meta:
+    if group.size == 1:
         return Pending()
     return start_all_reduce(tensor, group, label=label)
 
@@ -75,8 +75,6 @@ def gathered(piece: Tensor, cut: Cut) -> Tensor:
     """The whole of which every rank has its features. Uneven pieces travel padded."""
     group, sizes = cut.group, cut.dim.sizes
     whole = piece.new_empty(*piece.shape[:-1], cut.whole)
-    if piece.is_meta:
-        return whole
     longest = max(sizes)
     buffer = piece.new_empty(group.size, *piece.shape[:-1], longest)
     buffer[cut.place, ..., : piece.shape[-1]] = piece

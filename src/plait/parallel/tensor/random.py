@@ -203,7 +203,7 @@ class _Zones:
 
     @property
     def _generator(self) -> torch.Generator:
-        if self._device.type == "cpu":
+        if self._device.type in ("cpu", "meta"):
             return torch.default_generator
         index = self._device.index
         return torch.cuda.default_generators[torch.cuda.current_device() if index is None else index]

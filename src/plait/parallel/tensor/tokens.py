@@ -162,8 +162,7 @@ def gathered_tokens(piece: Tensor, group: Group, sizes: tuple[int, ...]) -> Tens
     if group.size == 1:
         return piece
     room = _Room.of(piece, group, sizes)
-    if not piece.is_meta:
-        all_gather(room.there.view(-1), room.own.view(-1), group, label="tokens")
+    all_gather(room.there.view(-1), room.own.view(-1), group, label="tokens")
     return room.whole(piece)
 
 
@@ -173,9 +172,8 @@ def start_gathered_tokens(
     """The same, begun; what is returned waits for the whole."""
     if group.size == 1:
         return lambda: piece
-    room, pending = _Room.of(piece, group, sizes), Pending()
-    if not piece.is_meta:
-        pending = start_all_gather(room.there.view(-1), room.own.view(-1), group, label=label)
+    room = _Room.of(piece, group, sizes)
+    pending = start_all_gather(room.there.view(-1), room.own.view(-1), group, label=label)
 
     def end() -> Tensor:
         pending.wait()
@@ -226,16 +224,14 @@ def start_summed_tokens(
         return whole, Pending()
     shape = (*whole.shape[:dim], longest, *whole.shape[dim + 1 :])
     piece = whole.new_empty(shape)
-    pending = Pending()
-    if not whole.is_meta:
-        if _lies_in_order(whole, sizes):
-            buffer = whole.contiguous()
-        else:
-            buffer = whole.new_empty(group.size, *shape)
-            for part, into in zip(whole.split(sizes, dim), buffer, strict=True):
-                into.narrow(dim, 0, part.shape[dim]).copy_(part)
-                into.narrow(dim, part.shape[dim], longest - part.shape[dim]).zero_()
-        pending = start_reduce_scatter(piece.view(-1), buffer.view(-1), group, label=label)
+    if _lies_in_order(whole, sizes):
+        buffer = whole.contiguous()
+    else:
+        buffer = whole.new_empty(group.size, *shape)
+        for part, into in zip(whole.split(sizes, dim), buffer, strict=True):
+            into.narrow(dim, 0, part.shape[dim]).copy_(part)
+            into.narrow(dim, part.shape[dim], longest - part.shape[dim]).zero_()
+    pending = start_reduce_scatter(piece.view(-1), buffer.view(-1), group, label=label)
     own = sizes[group.rank]
     return piece if own == longest else piece.narrow(dim, 0, own), pending
 

@@ -2,7 +2,7 @@
 
 from plait.plan.schedule.action import Action, B, F, Kind, Schedule, W
 from plait.plan.schedule.check import Checked, check
-from plait.plan.schedule.clock import Durations, Span, Timeline, peak_bytes, simulate
+from plait.plan.schedule.clock import Durations, Span, Timeline, most_kept, peak_bytes, simulate
 from plait.plan.schedule.derive import forwards_only, one_micro
 from plait.plan.schedule.generate import GENERATORS, make_schedule
 
@@ -21,6 +21,7 @@ __all__ = [
     "check",
     "forwards_only",
     "make_schedule",
+    "most_kept",
     "one_micro",
     "peak_bytes",
     "simulate",

@@ -1,6 +1,6 @@
 """A clock for schedules: when every action begins and ends, given how long actions take."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -128,6 +128,26 @@ def peak_bytes(schedule: Schedule, bytes_of_stage: Sequence[float]) -> tuple[flo
                      its weights' half, has ended. Whatever the durations, as a rank's order says it all
     """
     return tuple(max(held(schedule, actions, bytes_of_stage), default=0.0) for actions in schedule.ranks)
+
+
+def most_kept(schedule: Schedule, rank: int, kept: Mapping[int, tuple[int, int] | None]) -> int | None:
+    """The most bytes over a rank's actions. `kept`: of each of its stages, what one micro-batch keeps from
+    its forward to its backward, and from there to the backward's other half; None where nobody can say."""
+    most = now = 0
+    for action in schedule.ranks[rank]:
+        found = kept[action.stage]
+        if found is None:
+            return None
+        saved, rest = found
+        splits = (action.stage, action.micro) in schedule.split
+        if action.kind is Kind.F:
+            now += saved
+        elif action.kind is Kind.B:
+            now += (rest if splits else 0) - saved
+        else:
+            now -= rest
+        most = max(most, now)
+    return most
 
 
 def _check_durations(schedule: Schedule, durations: Durations) -> None:

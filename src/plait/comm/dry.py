@@ -1,0 +1,51 @@
+"""A transport with nobody at its other end: calls are counted by their ledger and move nothing.
+
+What a rank would say can then be found out by the program that says it, on meta tensors and without any other
+rank, whatever the number of ranks.
+"""
+
+import torch
+from torch import Tensor
+
+from plait.comm.transport import (
+    Call,
+    Pending,
+    Summing,
+    SumOfParts,
+    narrow_is_less_to_read,
+    narrow_is_less_to_send,
+)
+
+
+class DryLink:
+    """Answers what is asked of a transport as the one of that name would."""
+
+    def __init__(self, name: str, num_ranks: int) -> None:
+        """`name`: host, gloo or nccl."""
+        self.name = name
+        self.is_direct = name != "nccl"
+        self.shares = name == "host"
+        self._num_ranks = num_ranks
+
+    def start(self, call: Call) -> Pending:  # noqa: ARG002 (nobody hears it)
+        return Pending()
+
+    def run(self, call: Call) -> None:
+        """Nobody hears it."""
+
+    def start_sum(self, given: Tensor, *, scatter: bool, label: str) -> Summing:  # noqa: ARG002
+        return SumOfParts([given[: given.numel() // self._num_ranks] if scatter else given], Pending())
+
+    def sends_narrow(self, narrow: torch.dtype, wide: torch.dtype) -> bool:
+        if self.shares:
+            return narrow_is_less_to_read(self._num_ranks, narrow, wide)
+        return self.is_direct and narrow_is_less_to_send(self._num_ranks, narrow, wide)
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(numel, dtype=dtype, device="meta")
+
+    def share(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(numel, dtype=dtype, device="meta")
+
+    def cut(self) -> None:
+        """There is nothing to let go of."""

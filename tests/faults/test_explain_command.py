@@ -1,0 +1,100 @@
+"""`plait explain` as a user types it: before a run, after one, its letters."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from runs import finish, start, write_recipe
+from typer.testing import CliRunner
+
+from plait.cli.main import app
+
+
+def typed(*words: str | Path, code: int = 0) -> Result:
+    result = CliRunner(env={"COLUMNS": "160"}).invoke(app, ["explain", *map(str, words)])
+    assert result.exit_code == code, result.output
+    return result
+
+
+def rows(out: str, *headings: str) -> list[list[str]]:
+    """The cells behind these of all lines that begin with them."""
+    start = " +│ ".join(map(re.escape, headings))
+    lines = [line for line in out.splitlines() if re.match(rf"│ {start} +│", line)]
+    return [[cell.strip() for cell in line.strip("│").split("│")][len(headings) :] for line in lines]
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    return write_recipe(tmp_path)
+
+
+def test_the_tables_say_what_the_plan_costs(recipe: Path, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    words = (
+        "--plan",
+        "pp=2 dp=2 tp=2 zero=1 micro=2",
+        "--json",
+        file,
+        "--set",
+        "model.config.vocab_size=320",
+    )
+    out = typed(recipe, *words, "--set", "run.transport=gloo").output
+    assert rows(out, "grid") == [["8 ranks: pp 2 x shard 2 x col 2"]]
+    assert rows(out, "bubble")[0][0].startswith("33.3%")
+    assert rows(out, "cut layers", "all-reduce", "col")[0][0] == "10"
+    assert rows(out, "stages", "send", "pp (activations)")[0][0] == "2"
+    found: Any = json.loads(file.read_text())
+    assert [row["ranks"] for row in found["alike"]] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert found["alike"][0]["memory"]["activations"] > 0
+    (gather,) = [row for row in found["alike"][0]["traffic"] if row["of"] == "parameters"]
+    assert gather["axes"] == ["shard"]
+    assert gather["leaves"] == gather["bytes"] // 2  # of two ranks
+
+
+def test_mistakes_get_letters(recipe: Path, tmp_path: Path) -> None:
+    for words, fact in (
+        ((), "there is nothing to explain"),
+        ((tmp_path / "none.toml",), "there is no such recipe"),
+        ((tmp_path,), "a directory is not a recipe"),
+        ((recipe, "--plan", "pp=3"), "2 blocks cannot fill 3 stages"),
+        ((recipe, "--plan", "dp=3"), "does not divide"),
+        ((recipe, "--plan", "tp=3x"), "tp is not a grid"),
+        ((recipe, "--rank", "2"), "the plan has no such rank"),
+        ((recipe, "--set", "model.config.hiden_size=3"), "has no key"),
+        ((recipe, "--json", tmp_path / "no" / "x.json"), "there is no folder for --json"),
+        (("--run", tmp_path / "none"), "there is no such run"),
+        (("--run", tmp_path), "this is not a run's directory"),
+        (("--run", tmp_path, "--plan", "dp=2"), "a run is explained as it was"),
+    ):
+        assert fact in typed(*words, code=2).stderr
+
+
+def test_a_run_is_shown_beside_what_was_foretold_also_when_it_went_on(recipe: Path, tmp_path: Path) -> None:
+    quick = [
+        f"--set={word}" for word in ("run.evaluate_every=0", "run.checkpoint_every=2", "sample.tokens=0")
+    ]
+    run, trace = tmp_path / "run", tmp_path / "trace.json"
+    plan = ("--plan", "pp=2 micro=4")
+    finish(start("train", recipe, *plan, *quick, "--set=run.steps=4", "--trace", trace))
+    out = typed("--run", run).output
+    assert "measured" in rows(out, "bubble")[0][0]
+    assert rows(out, "send", "pp (activations)")[0][:2] == ["4", "4"]
+    assert {cells[-1] for cells in rows(out, "all-reduce", "all ranks")} == {"nothing"}
+    table = rows(out, "activations")
+    assert len(table) == 2  # ranks
+    assert all(foretold == measured for foretold, measured in table)
+
+    finish(start("train", run, "--resume", "--plan", "dp=2 zero=3 micro=2", "--set=run.steps=6"))
+    measured = json.loads((run / "measured.json").read_text())
+    assert (measured["plan"], measured["step"]) == ("dp=2 zero=3 micro=2", 6)
+    out = typed("--run", run).output
+    off = [cells[-1] for verb in ("all-reduce", "reduce-scatter", "barrier") for cells in rows(out, verb)]
+    assert off == ["nothing"] * len(off)
+    assert len(off) >= 4
+    (run / "measured.json").write_text("{}")
+    assert "cannot be read" in typed("--run", run, code=2).stderr
+    (run / "measured.json").unlink()
+    assert "has measured nothing yet" in typed("--run", run, code=2).stderr

@@ -1,0 +1,158 @@
+"""Plans explained by one process that starts no rank."""
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from plait.comm import all_reduce
+from plait.dry import Job
+from plait.errors import ModelError, PlanError
+from plait.explain import Explanation, explain
+from plait.models import causal_lm_on_meta
+from plait.parallel import DataGroups
+from plait.plan import Grid, Line, Plan, Tally, added
+from plait.plan.schedule import Durations, make_schedule, simulate
+from plait.train.explain_report import in_words
+
+CPU = torch.device("cpu")
+SHAPE = (2, 8)
+
+
+def small(layers: int, heads: int = 4) -> nn.Module:
+    return causal_lm_on_meta(
+        {
+            "model_type": "llama",
+            "vocab_size": 64,
+            "hidden_size": 8 * heads,
+            "intermediate_size": 64,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": heads,
+        }
+    )
+
+
+def explained(model: nn.Module, plan: str, **options: Any) -> Explanation:
+    ids = torch.zeros(SHAPE, dtype=torch.long, device="meta")
+    return explain(model, plan, {"input_ids": ids, "labels": ids}, **options)
+
+
+def test_16384_ranks_are_explained_in_seconds() -> None:
+    plan = "pp=16 dp=128 tp=8 zero=3 shard=32 micro=32 schedule=zb-h1 precision=bf16 recompute=full"
+    job = Job("nccl", 8, torch.device("cuda"))
+    model = small(16, heads=8)
+    explained(small(1), "dp=1")  # what torch and transformers import when they are first asked
+    begun_s = time.process_time()
+    found = explained(model, plan, job=job)
+    assert time.process_time() - begun_s < 5.0
+    assert sorted(rank for row in found.alike for rank in row.ranks) == list(range(16_384))
+    assert len(found.alike) == 16
+    assert all(row.memory.activations for row in found.alike)
+
+
+def test_a_rank_of_many_makes_its_own_groups_and_no_others() -> None:
+    plan = Plan.parse("pp=16 dp=128 tp=8 zero=1 shard=16")
+    grid, rank = Grid.of(plan), 9_999
+    begun_s = time.process_time()
+    mesh = Job("nccl", 8, CPU).mesh(grid, rank)
+    groups = DataGroups.of(mesh, plan)
+    assert time.process_time() - begun_s < 1.0
+    made = [ranks for ranks, _ in mesh._groups]
+    assert all(rank in ranks for ranks in made)
+    assert len(made) <= 12
+    assert (groups.pipeline.size, groups.all.size, groups.reductions.size) == (16, 128, 16)
+
+
+def test_ranks_that_hold_alike_are_one_row() -> None:
+    found = explained(small(4), "pp=2 dp=2 tp=2")
+    assert [row.ranks for row in found.alike] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert [row.blocks for row in found.alike] == [
+        (("model.layers.0", "model.layers.1"),),
+        (("model.layers.2", "model.layers.3"),),
+    ]
+    whole = explained(small(4), "dp=1")
+    assert whole.of_rank(0).parameters == found.num_parameters
+    assert whole.of_rank(0).traffic == {}
+    apart = explained(small(4), "dp=4 algorithm=tree")
+    assert [row.ranks for row in apart.alike] == [(0,), (1,), (2,), (3,)]
+
+
+def test_hosts_that_share_no_memory_gather() -> None:
+    one, two = (explained(small(2), "dp=4 zero=3", job=Job("host", size, CPU)) for size in (None, 2))
+    verbs = [{line.verb for line in of.of_rank(0).traffic["parameters"]} for of in (one, two)]
+    assert verbs == [{"barrier"}, {"all-gather"}]
+    assert two.of_rank(0).memory.buffers > one.of_rank(0).memory.buffers
+
+
+def test_the_bubble_is_that_of_the_schedule() -> None:
+    found = explained(small(4), "pp=4 micro=8")
+    schedule = make_schedule("1f1b", 4, 8)
+    assert found.bubble == simulate(schedule, Durations.uniform(4)).bubble_fraction == pytest.approx(3 / 11)
+
+
+def test_a_recomputed_block_communicates_again() -> None:
+    def calls(recompute: str) -> Tally:
+        found = explained(small(2), f"tp=2 recompute={recompute}").of_rank(0).traffic
+        return found["layers"][Line(("col",), "", "all-reduce")]
+
+    none, selective, full = (calls(how) for how in ("none", "selective", "full"))
+    assert none == selective
+    assert full.count == none.count + 2 * 2  # two sums in the forward of each block
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = small(2)
+    names, forward = [name for name, _ in model.named_parameters()], type(model).forward
+    explained(model, "pp=2 tp=2 recompute=full")
+    assert [name for name, _ in model.named_parameters()] == names
+    assert all(parameter.shape for parameter in model.parameters())
+    assert type(model).forward is forward
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_meta_tensors_are_heard_of_by_nobody_but_a_dry_world() -> None:
+    mesh = Job("gloo", None, CPU).mesh(Grid.along(col=4), 1)
+    all_reduce(torch.ones(3, device="meta"), mesh.group("col"))
+    assert mesh.world.ledger.read() == {Line(("col",), "", "all-reduce"): Tally(1, 12)}
+
+
+class Looking(nn.Module):
+    """Its course depends on its numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)[x[:, 0].tolist().index(0.5)]
+        return x
+
+
+def test_a_model_that_needs_values_gets_a_letter() -> None:
+    micro = {"x": torch.ones(2, 4), "labels": torch.ones(2, 4)}
+    with pytest.raises(ModelError, match="cannot be run without values"):
+        explain(Looking(), "dp=2", micro, loss=lambda out, _: (out.sum(), 1))
+
+
+def test_what_cannot_be_is_refused_as_it_would_be_on_ranks() -> None:
+    with pytest.raises(PlanError, match="cannot fill"):
+        explained(small(2), "pp=4")
+
+
+def test_strands_add_up_to_all_that_is_said() -> None:
+    row = explained(small(2), "pp=2 dp=2 tp=2 zero=3 micro=2", job=Job("gloo", None, CPU)).of_rank(0)
+    assert set(row.traffic) == {"layers", "parameters", "gradients", "stages", "step"}
+    total = added(row.traffic.values())
+    assert sum(t.num_bytes for t in total.values()) == sum(
+        t.num_bytes for traffic in row.traffic.values() for t in traffic.values()
+    )
+
+
+def test_ranks_are_told_as_runs() -> None:
+    assert in_words((0, 1, 2, 3)) == "0-3"
+    assert in_words((0, 2, 3)) == "0, 2-3"
+    assert in_words(range(0, 40, 2)) == "0, 2, 4, ... (20 ranks)"

@@ -1,0 +1,169 @@
+"""What ranks say in a step is what was foretold without them: the same lines, as often, as many bytes."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+import families
+import plait
+from plait.comm import connect
+from plait.dry import Job
+from plait.errors import PlaitError
+from plait.explain import Explanation, explain
+from plait.plan import MemoryUse, Plan, added, between
+from plait.plan.traffic import Traffic
+from pool import Pool
+
+SEQUENCE, BATCH = 12, 2  # of a micro-batch
+
+
+class Plain(nn.Module):
+    """With a tied weight, a buffer that follows the first rank's, and a frozen block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(16, 16)
+        self.blocks = nn.ModuleList([nn.Linear(16, 16) for _ in range(3)])
+        self.norm = nn.LayerNorm(16)
+        self.out = nn.Linear(16, 16, bias=False)
+        self.out.weight = self.inp.weight
+        self.blocks[1].weight.requires_grad_(False)
+        self.register_buffer("shift", torch.zeros(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return self.out(self.norm(x) + self.shift.to(x.dtype))
+
+
+def squared_error(outputs: Tensor, batch: Any) -> tuple[Tensor, int]:
+    return F.mse_loss(outputs, batch["labels"], reduction="sum"), outputs.numel()
+
+
+def model_of(name: str) -> nn.Module:
+    if name == "plain":
+        torch.manual_seed(1)
+        return Plain()
+    family, _, tied = name.partition("-")
+    more = {"gpt2": {"n_layer": 4}, "llama": {"num_hidden_layers": 4}}.get(family, {})
+    config = families.config_of(family, **more, **({"tie_word_embeddings": True} if tied else {}))
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def batch_of(name: str, samples: int) -> dict[str, Tensor]:
+    if name == "plain":
+        return {"x": torch.ones(samples, 16), "labels": torch.zeros(samples, 16)}
+    ids = torch.arange(samples * SEQUENCE).view(samples, SEQUENCE) % 29
+    return {"input_ids": ids, "labels": ids}
+
+
+def said(name: str, plan: str) -> tuple[Traffic, MemoryUse]:
+    """What a rank says in the third step, and what it foretells of its memory."""
+    engine = plait.parallelize(model_of(name), plan, loss=squared_error if name == "plain" else None)
+    batch = batch_of(name, BATCH * engine.plan.micro)
+    foretold = engine.predicted_memory((BATCH, SEQUENCE))
+    for _ in range(2):
+        engine.step(batch)
+    before = connect().ledger.read()
+    engine.step(batch)
+    return between(before, connect().ledger.read()), foretold
+
+
+def explained(name: str, plan: str, transport: str) -> Explanation:
+    job = Job(transport, None, torch.device("cpu"))
+    loss = squared_error if name == "plain" else None
+    return explain(model_of(name), plan, batch_of(name, BATCH), job=job, loss=loss)
+
+
+CASES = [
+    ("llama", "dp=2", "host"),
+    ("llama", "dp=2 zero=1 micro=2", "gloo"),
+    ("llama-tied", "dp=2 zero=2 micro=2", "gloo"),
+    ("llama", "dp=2 zero=3 micro=2", "host"),
+    ("llama-tied", "dp=2 zero=3 micro=3 recompute=full", "gloo"),
+    ("plain", "dp=4 zero=3 shard=2 micro=2 prefetch=0", "gloo"),
+    ("gpt2", "dp=2 zero=3 gathered=step accumulate=whole micro=2", "gloo"),
+    ("plain", "dp=2 micro=2", "gloo"),
+    ("llama", "dp=4 zero=1 shard=2 reduce=int8", "gloo"),
+    ("llama", "dp=4 zero=2 shard=2 reduce=powersgd:2 micro=2", "host"),
+    ("llama", "dp=3 algorithm=ring zero=1", "gloo"),
+    ("plain", "dp=4 algorithm=halving reduce=bf16 zero=2 shard=2 micro=2", "host"),
+    ("llama", "dp=2 precision=bf16", "gloo"),
+    ("llama-tied", "tp=2", "gloo"),
+    ("llama", "tp=4 recompute=selective micro=2", "host"),
+    ("gpt2", "tp=2x2 recompute=full", "host"),
+    ("llama", "tp=2x2 sp=true dp=2 zero=3", "gloo"),
+    ("gpt2", "tp=2 sp=true recompute=full micro=2", "gloo"),
+    ("llama-tied", "pp=2 micro=3", "gloo"),
+    ("llama", "pp=2 schedule=zb-h1 micro=4 dp=2 zero=3", "gloo"),
+    ("gpt2", "pp=2 chunks=2 micro=4 tp=2", "host"),
+    ("llama-tied", "pp=2 dp=2 tp=2 zero=1 micro=2", "host"),
+    ("llama-tied", "pp=2 schedule=zbv micro=4 dp=2 zero=2 precision=bf16", "gloo"),
+    ("gpt2", "pp=2 tp=2 sp=true schedule=zb-h1 micro=2 dp=2 zero=3 offload=cpu", "host"),
+]
+
+
+WORDS = {
+    "pp": "1 1 2",
+    "tp": "1 1 2 4 2x1 2x2",
+    "dp": "1 2 2 3 4",
+    "sp": "false false true",
+    "zero": "0 1 2 3 3 3",
+    "shard": "0 0 1 2",
+    "micro": "1 2 3 4",
+    "accumulate": "auto whole cut",
+    "prefetch": "0 1 1 2",
+    "gathered": "use use step",
+    "precision": "fp32 bf16 fp64",
+    "reduce": "fp32 fp32 fp32 bf16 fp16 int8 powersgd:2",
+    "algorithm": "auto auto auto ring tree halving naive two-level",
+    "recompute": "none none full selective every=2",
+    "offload": "none none none cpu",
+    "schedule": "1f1b gpipe interleaved bfs zb-h1 zbv dualpipev",
+}
+SEED, NUM_SAMPLED, MOST_RANKS = 7, 120, 8
+
+
+def sampled(number: int) -> tuple[str, str, str]:
+    """A plan that there can be."""
+    random_words = random.Random(f"{SEED} {number}")
+    while True:
+        words = {key: random_words.choice(options.split()) for key, options in WORDS.items()}
+        kept = {key: word for key, word in words.items() if random_words.random() < 0.7}
+        plan = " ".join(f"{key}={word}" for key, word in kept.items())
+        name = random_words.choice(["llama", "llama-tied", "gpt2", "plain"])
+        if name == "plain" and {"tp", "pp"} & kept.keys():  # what lies between its blocks is no stage's
+            continue
+        try:
+            if 1 < Plan.parse(plan).num_ranks <= MOST_RANKS:
+                explained(name, plan, "gloo")
+                return name, plan, random_words.choice(["host", "gloo"])
+        except PlaitError:
+            continue
+
+
+@pytest.mark.parametrize(("name", "plan", "transport"), CASES)
+def test_what_ranks_say_and_hold_was_foretold(pool: Pool, name: str, plan: str, transport: str) -> None:
+    check(pool, name, plan, transport)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("number", range(NUM_SAMPLED))
+def test_what_ranks_say_and_hold_was_foretold_of_any_plan(pool: Pool, number: int) -> None:
+    check(pool, *sampled(number))
+
+
+def check(pool: Pool, name: str, plan: str, transport: str) -> None:
+    explanation = explained(name, plan, transport)
+    found = pool.over(transport).run(said, Plan.parse(plan).num_ranks, name, plan)
+    for rank, (traffic, memory) in enumerate(found):
+        row = explanation.of_rank(rank)
+        assert added(row.traffic.values()) == traffic, f"rank {rank} of {name} under {plan} over {transport}"
+        assert row.memory == memory, f"rank {rank} of {name} under {plan} over {transport}"
