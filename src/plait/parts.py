@@ -141,8 +141,8 @@ def _forward_of(
 ) -> Forward:
     """Gives the stage's blocks the forwards that the plan asks for."""
     found = [block for _, block in part.blocks]
-    tensor = how.tensor.within(part.has)
     grid = TensorGroups(mesh.group("row"), mesh.group("col"))
+    tensor = part.tensor_plan(how.tensor, grid.row.rank, grid.col.rank)
     cut = cut_layers(part.module, tensor, grid, part.blocks, sequence=plan.sp)
     zone_randomness(
         part.module,
