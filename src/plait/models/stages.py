@@ -54,9 +54,10 @@ class StageModule:
     def tensor_plan(self, whole: TensorPlan, row: int, col: int) -> TensorPlan:
         """What of the model's plan this stage is cut by. Called once.
 
-        What comes before its first block runs on hollow parameters, and uncut, as nobody wants the result. Yet
-        where the stage looks up in a table of its own whose features are cut over rows (a tied embedding), its
-        rows meet what the other layers there give: then these are cut too, and their hollow parameters.
+        What comes before its first block runs on hollow parameters, and uncut, as nobody wants the result.
+        Yet where the stage looks up in a table of its own whose features are cut over rows (a tied
+        embedding), these meet what the other layers there give: then those are cut too, and their hollow
+        parameters.
         """
         own = whole.within(self.has)
         is_table = any(layer.style in (Style.VOCABULARY, Style.TABLE) for layer in own.layers)
