@@ -14,7 +14,7 @@ from plait.errors import ConfigError, PlanError, ScheduleError
 from plait.models import Blocks, Chain, Loss, blocks_of, plan_stages
 from plait.optim import DEFAULT_GROUPS, LossScaling
 from plait.parts import Training
-from plait.plan import Grid, Plan, StageCut, TensorPlan, whole_model
+from plait.plan import Grid, Plan, StageCut, TensorPlan, uncompilable, whole_model
 from plait.plan.schedule import Schedule, check
 from plait.plan.schedule.source import schedule_of
 from plait.probe import Probe
@@ -146,13 +146,8 @@ def _schedule(plan: Plan) -> Schedule:
     check(schedule)
     if not schedule.trains:
         raise ScheduleError("a schedule of forwards alone trains nothing", given=f"schedule={plan.schedule}")
-    if schedule.split and plan.compile:
-        raise PlanError(
-            "a compiled block's backward cannot be taken apart",
-            given=f"compile=true schedule={plan.schedule}, with backwards in halves (W)",
-            expected="halves: the compiler makes one backward of a whole block",
-            hint="compile=false, or schedule=1f1b or interleaved",
-        )
+    if schedule.split and plan.compile:  # of a file, which the plan does not know
+        raise uncompilable(f"schedule={plan.schedule}")
     return schedule
 
 
