@@ -69,7 +69,7 @@ def test_of_three_strands_none_can_be_deaf(pool: Pool, verb: str) -> None:
     """Over columns, between data ranks as gradients are summed, and as parameters are gathered."""
     task, plan = pipeline_plans.task("llama", 3, 8), "pp=2 dp=2 tp=2 zero=3 micro=2 precision=fp64"
     ours = pool.over("gloo").run(programs.train_task, 8, task, plan, (verb,))[0]
-    with pytest.raises(AssertionError, match="differs by|loss or norm"):
+    with pytest.raises(AssertionError, match=r"differs by|loss or norm"):
         programs.assert_same(ours, programs.one_process_task(task, ours.first_weights, 1))
 
 
