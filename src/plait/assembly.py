@@ -61,7 +61,7 @@ def parallelize(
     model = model if isinstance(model, nn.Module) else Chain(model)
     _check_update(optimizer, clip_norm, clip_value)
     world = _checked(world, plan, loss_scaling)
-    found, schedule = blocks_of(model, blocks), _schedule(plan)
+    found, schedule = _blocks(model, plan, blocks), _schedule(plan)
     to_probe = Probe.of(model, probe, plan, seed)  # before the model is cut
     how = Training(
         optimizer=optimizer,
@@ -135,9 +135,23 @@ def _check_fp16(plan: Plan, scaling: LossScaling | None, device: torch.device) -
 def check_cuts(model: nn.Module, plan: Plan, given: Mapping[str, str] | None = None) -> None:
     """Raises PlanError or ModelError unless the model can be cut into the plan's stages, and its layers on
     the plan's grid; needs no rank."""
-    blocks = blocks_of(model)
+    blocks = _blocks(model, plan, None)
     _stages(model, plan, blocks, _schedule(plan))
     _tensor_plan(model, plan, blocks, given)
+
+
+def _blocks(model: nn.Module, plan: Plan, given: Blocks | None) -> list[tuple[str, nn.Module]]:
+    """Raises PlanError where the plan asks for something of each block, and there is none."""
+    blocks = blocks_of(model, given)
+    asks = {f"recompute={plan.recompute}": plan.recompute != "none", "compile=true": plan.compile}
+    for words, is_asked in asks.items():
+        if is_asked and not blocks:
+            raise PlanError(
+                f"{words} needs the model's repeated blocks, and none were found",
+                expected="an nn.ModuleList or nn.Sequential of blocks",
+                hint=f"no {words.partition('=')[0]}",
+            )
+    return blocks
 
 
 def _schedule(plan: Plan) -> Schedule:
