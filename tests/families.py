@@ -90,12 +90,22 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "n_shared_experts": 1,
     },
 }
+OTHERS: dict[str, dict[str, Any]] = {  # outside of the covering sets
+    "gpt_oss": {  # experts with biases, and learned sinks beside the keys
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "head_dim": 12,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    }
+}
 WITH_EXPERTS = ("mixtral", "deepseek_v3")  # neither over rows nor with tokens cut
 _OF_THEIR_OWN = ("gpt2", "gptj")  # families whose sizes have other names
 
 
 def config_of(family: str, **more: Any) -> Any:
-    given = dict(CONFIGS[family])
+    given = dict({**CONFIGS, **OTHERS}[family])
     kind = given.pop("model_type", family)
     sizes = {} if kind in _OF_THEIR_OWN else _SIZES
     return AutoConfig.for_model(kind, **{**sizes, **given, **more})
@@ -123,7 +133,7 @@ def builder(family: str) -> Any:
 
 
 def _has_sdpa(config: Any) -> bool:
-    return config.model_type not in ("bloom", "gemma2", "gpt_neo", "gptj")
+    return config.model_type not in ("bloom", "gemma2", "gpt_neo", "gpt_oss", "gptj")
 
 
 def with_exact_numbers(model: nn.Module) -> nn.Module:

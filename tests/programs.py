@@ -163,6 +163,7 @@ class Task:
     probe: Batch | None = None
     offload_dir: str | None = None
     own_loss: bool = False  # plait's own loss of causal language models; else `summed_loss` is given
+    tensor_plan: dict[str, str] | None = None
 
 
 def train(build: Callable[[], nn.Module], plan: str, optimizer: str = "AdamW") -> Trace:
@@ -196,6 +197,7 @@ def engine_of(task: Task, plan: str, seed: int = 3) -> plait.Engine:
         options |= {} if task.groups is None else {"param_groups": task.groups(model)}
         options |= {} if task.clip_value is None else {"clip_value": task.clip_value}
         options |= {} if task.probe is None else {"probe": task.probe}
+        options |= {} if task.tensor_plan is None else {"tensor_plan": task.tensor_plan}
         return plait.parallelize(
             model,
             plan,

@@ -35,7 +35,7 @@ def main(out: Path, runs: list[Path]) -> None:
     first = losses(runs[0])
     for number, run in enumerate(runs):
         found = losses(run)
-        style = {"color": f"C{number}", "linewidth": 2.5 - 0.8 * number}
+        style = {"color": f"C{number}", "linewidth": max(0.8, 2.5 - 0.8 * number)}
         curves.plot(found.keys(), found.values(), label=plan(run), **style)
         steps = [step for step in found if step in first]
         apart.plot(steps, [found[step] - first[step] for step in steps], **style)

@@ -1,6 +1,6 @@
 """From what a user asks for to an engine: everything is checked before the first weight is made."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ def parallelize(
     *,
     optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
     optimizer_args: Mapping[str, Any] | None = None,
-    param_groups: Sequence[Mapping[str, Any]] | None = None,
+    param_groups: Iterable[Any] | None = None,
     clip_norm: float | None = None,
     clip_value: float | None = None,
     loss: Loss | None = None,
@@ -44,7 +44,7 @@ def parallelize(
                     or on meta, to get initial ones that follow from `seed` and names alone, under every
                     plan. Its parameters become new objects. Or a list of modules: see `Chain`
     optimizer       an element-wise class of torch.optim; fused where it can be
-    param_groups    torch's: dicts of "params" and options. None: no weight decay for norms and biases
+    param_groups    as torch takes them: parameters, or dicts of them. None: norms and biases do not decay
     clip_norm       of the gradient's global 2-norm; clip_value: of each of its elements
     loss            (outputs, micro-batch) -> (summed loss, number of targets); None: the next token's cross
                     entropy. The model is given the micro-batch's entries by name, without `labels`
@@ -61,13 +61,13 @@ def parallelize(
     model = model if isinstance(model, nn.Module) else Chain(model)
     _check_update(optimizer, clip_norm, clip_value)
     world = _checked(world, plan, loss_scaling)
-    found, schedule = _blocks(model, plan, blocks), _schedule(plan)
+    found, schedule, groups = _blocks(model, plan, blocks), _schedule(plan), _groups(param_groups)
     to_probe = Probe.of(model, probe, plan, seed)  # before the model is cut
     how = Training(
         optimizer=optimizer,
         arguments=optimizer_args or {},
-        groups=_options(param_groups),
-        group_of=_group_of(model, param_groups),
+        groups=_options(groups),
+        group_of=_group_of(model, groups),
         clip_norm=clip_norm,
         clip_value=clip_value,
         loss=loss,
@@ -193,6 +193,20 @@ def _check_algorithm(plan: Plan, device: torch.device) -> None:
         )
 
 
+def _groups(given: Iterable[Any] | None) -> list[Mapping[str, Any]] | None:
+    """As dicts: parameters without one are a group that has no options of its own."""
+    found = None if given is None else list(given)
+    if found is None or all(isinstance(entry, Mapping) for entry in found):
+        return found
+    if any(isinstance(entry, Mapping) for entry in found):
+        raise ConfigError(
+            "param_groups are parameters or dicts of them, not both",
+            given=", ".join(sorted({type(entry).__name__ for entry in found})),
+            expected="model.parameters(), or [{'params': some}, {'params': others, 'weight_decay': 0.0}]",
+        )
+    return [{"params": found}]
+
+
 def _options(groups: Sequence[Mapping[str, Any]] | None) -> Sequence[Mapping[str, Any]]:
     if groups is None:
         return DEFAULT_GROUPS
@@ -206,7 +220,8 @@ def _group_of(model: nn.Module, groups: Sequence[Mapping[str, Any]] | None) -> d
     places: dict[int, int] = {}
     for index, group in enumerate(groups):
         params = group.get("params", ())
-        for parameter in [params] if isinstance(params, Tensor) else params:
+        for entry in [params] if isinstance(params, Tensor) else params:
+            parameter = entry[1] if isinstance(entry, tuple) else entry  # torch takes (name, parameter) too
             if places.setdefault(id(parameter), index) != index:
                 raise ConfigError(
                     "a parameter is in two of param_groups", given=f"{places[id(parameter)]}, {index}"
@@ -220,6 +235,6 @@ def _group_of(model: nn.Module, groups: Sequence[Mapping[str, Any]] | None) -> d
             given=f"none of them holds {missing[0]}"
             if missing
             else f"{len(strange)} that are not the model's",
-            expected="every parameter that requires a gradient, in one group: model.named_parameters()",
+            expected="every parameter that requires a gradient, in one group: model.parameters()",
         )
     return {name: places[id(p)] for name, p in named.items()}

@@ -1,7 +1,7 @@
 """What goes into a step and what comes out of it: batches, micro-batches, losses, results."""
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +47,45 @@ class Probed:
     def __str__(self) -> str:
         found = f"gradients within {self.difference:.1g} of the whole model's"
         return f"{found}, {self.allowed:.1g} allowed ({self.name})"
+
+
+Batch = Mapping[str, Tensor]
+
+
+class Intake:
+    """What a rank is given: moved to its device, cut into micro-batches, and at first compared with what the
+    other ranks of its model were given."""
+
+    def __init__(self, device: torch.device, compute: torch.dtype, model: Group, micro: int) -> None:
+        self._device = device
+        self._compute = compute
+        self._model = model
+        self._micro = micro
+        self._compared: set[bool] = set()  # in evaluation, in training
+
+    def moved(self, batch: Batch) -> dict[str, Tensor]:
+        """On the device."""
+        return on_device(batch, self._device, self._compute)
+
+    def checked(self, batch: Batch, *, trains: bool = True) -> dict[str, Tensor]:
+        """On the device; the first one of training and of evaluation is compared over a model's ranks."""
+        moved = self.moved(batch)
+        if trains not in self._compared:
+            check_same(moved, self._model)
+            self._compared.add(trains)
+        return moved
+
+    def micros(self, batch: Batch | Sequence[Batch]) -> list[dict[str, Tensor]]:
+        """Of a step. Raises PlanError when there are not as many as the plan has."""
+        if isinstance(batch, Mapping) or not isinstance(batch, Sequence):
+            return list(micro_batches(self.checked(batch), self._micro))
+        if len(batch) != self._micro:
+            raise PlanError(
+                "a step has as many micro-batches as the plan",
+                given=f"a list of {len(batch)}, micro={self._micro}",
+                hint=f"micro={len(batch)}, or a dict with all samples",
+            )
+        return [self.checked(micro) for micro in batch]
 
 
 def on_device(batch: Mapping[str, Tensor], device: torch.device, compute: torch.dtype) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.batch import EvalResult, Probed, StepResult, check_loss, check_same, micro_batches, on_device
+from plait.batch import Batch, EvalResult, Intake, Probed, StepResult, check_loss
 from plait.comm import Mesh, all_reduce, broadcast, start_all_reduce
 from plait.errors import ModelError, PlanError, RunError
 from plait.models import FlopFacts, seeded
@@ -31,8 +31,6 @@ from plait.parts import Parts, Training
 from plait.passes import Passes
 from plait.plan import MemoryUse, Plan
 from plait.trace import Trace
-
-Batch = Mapping[str, Tensor]
 
 
 class Engine:
@@ -70,7 +68,8 @@ class Engine:
         self._is_torn = False  # an update was interrupted half-way
         self._micros_done = 0
         self._trace: Trace | None = None
-        self._compared: set[bool] = set()  # batches seen to be the same on a grid: in evaluation, in training
+        compute = Precision.of(plan).compute
+        self._intake = Intake(self.device, compute, self._groups.model, plan.micro)
 
     @property
     def data_rank(self) -> int:
@@ -96,7 +95,7 @@ class Engine:
         """
         self._begin()
         try:
-            micros, met_s = self._micros(batch), 0.0
+            micros, met_s = self._intake.micros(batch), 0.0
             if self._trace is not None:
                 self.world.barrier()
                 met_s = time.perf_counter()
@@ -115,7 +114,7 @@ class Engine:
         model's own loss, logits stay cut over the columns of `tp`; those that `model` itself gives are
         whole. Dropout is as `step` has it: see [Note: what makes a step repeatable]. Under pp=1."""
         stage = self._passes.only_stage("engine.loss")
-        batch = self._checked(micro)
+        batch = self._intake.checked(micro)
         with (
             seeded(self.device, self.seed, self.num_steps, self._micros_done, self.data_rank),
             stage.measured(),
@@ -249,7 +248,7 @@ class Engine:
 
         Runs in at most `plan.micro` parts, no larger than training's. Ranks may have shares of other sizes.
         """
-        moved = self._checked(batch, trains=False)
+        moved = self._intake.checked(batch, trains=False)
         parts = {key: value.chunk(self.plan.micro) for key, value in moved.items()}
         num_parts = len(next(iter(parts.values())))
         most = torch.tensor([num_parts], device=self.device)
@@ -271,7 +270,7 @@ class Engine:
         """What the model returns for the batch, in eval mode and without gradients, on every rank: all of it,
         or what `pick` takes of it where it is computed (under pp > 1 tensors, and what holds such). Every
         rank must call it, with its share."""
-        return self._passes.outputs(self._checked(batch, trains=False), pick or _all_of)
+        return self._passes.outputs(self._intake.checked(batch, trains=False), pick or _all_of)
 
     def whole_parameters(self) -> dict[str, Tensor]:
         """Copies of the weights that the optimizer updates, whole, by the model's names: on rank 0, elsewhere
@@ -292,7 +291,7 @@ class Engine:
             return loss * (scale / float(count))
 
         with self._passes.eval_mode():
-            self._passes.probe(self._on_device(batch), mean)
+            self._passes.probe(self._intake.moved(batch), mean)
         self._held.finish()
         times = scale * self.data_ranks
         found = {name: gradient / times for name, gradient in self.whole_gradients().items()}
@@ -346,6 +345,11 @@ class Engine:
             self._scale.load(scale)
             self._scale_unit = float(tensors["engine/scale_unit"])
 
+    def check_replicas(self) -> None:
+        """Raises RunError, on all ranks alike, when ranks that hold the same weights hold other bits of them:
+        tells which weight and which ranks. Every rank must call it, between steps."""
+        self._parts.replicas.check()
+
     def memory(self) -> MemoryUse:
         """Bytes that this rank holds. Activations: what all micro-batches between their forward and their
         backward, or the other half of that, keep at a time, of what one keeps on a stage, measured in the
@@ -363,28 +367,6 @@ class Engine:
     def flops_per_token(self, sequence: int) -> float:
         """FLOPs of forward and backward for one token; the formula stands in `plan/cost.py`."""
         return self._flops.per_token(sequence)
-
-    def _checked(self, batch: Batch, *, trains: bool = True) -> dict[str, Tensor]:
-        """On the device; the first one of training and of evaluation is compared over a model's ranks."""
-        moved = self._on_device(batch)
-        if trains not in self._compared:
-            check_same(moved, self._groups.model)
-            self._compared.add(trains)
-        return moved
-
-    def _micros(self, batch: Batch | Sequence[Batch]) -> list[dict[str, Tensor]]:
-        if isinstance(batch, Mapping) or not isinstance(batch, Sequence):
-            return list(micro_batches(self._checked(batch), self.plan.micro))
-        if len(batch) != self.plan.micro:
-            raise PlanError(
-                "a step has as many micro-batches as the plan",
-                given=f"a list of {len(batch)}, micro={self.plan.micro}",
-                hint=f"micro={len(batch)}, or a dict with all samples",
-            )
-        return [self._checked(micro) for micro in batch]
-
-    def _on_device(self, batch: Batch) -> dict[str, Tensor]:
-        return on_device(batch, self.device, Precision.of(self.plan).compute)
 
     def abandon(self) -> None:
         """Forgets the micro-batches of a step that will not be finished; also done after an exception."""

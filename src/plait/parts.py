@@ -22,6 +22,7 @@ from plait.parallel import (
     Owned,
     PartialSums,
     Precision,
+    Replicas,
     SharedSums,
     UnderWay,
     Unit,
@@ -69,6 +70,7 @@ class Parts:
     held: Held
     owned: Owned
     state: EngineState
+    replicas: Replicas
     pipeline: Pipeline
     twin: nn.Module | None  # on meta, of the whole model, where it is in stages
 
@@ -123,9 +125,9 @@ class Parts:
             groups.model,
             holdings,
         )
-        return cls(
-            groups, holdings, layout, stages, held, owned, state, Pipeline(rank_of, mesh, halves), twin
-        )
+        replicas = Replicas(held.units, cut, holdings, groups, mesh)
+        pipeline = Pipeline(rank_of, mesh, halves)
+        return cls(groups, holdings, layout, stages, held, owned, state, replicas, pipeline, twin)
 
 
 def _refuse_to_run(*_: object) -> None:

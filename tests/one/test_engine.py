@@ -1,5 +1,6 @@
 """The engine in one process: optimizers, state, memory, evaluation, bad batches."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -67,6 +68,52 @@ def test_optimizers_that_need_whole_tensors_are_refused_by_name(kind: str, reaso
 def test_arguments_that_an_optimizer_does_not_take_are_a_letter() -> None:
     with pytest.raises(ConfigError, match="does not take these arguments"):
         engine_of(optimizer_args={"learning_rate": 1.0})
+
+
+Given = Callable[[nn.Module], Any]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [nn.Module.parameters, nn.Module.named_parameters, lambda model: iter([{"params": model.parameters()}])],
+    ids=["parameters", "named parameters", "a group"],
+)
+def test_all_parameters_in_one_group_all_decay_however_they_are_given(given: Given) -> None:
+    arguments = {"lr": 1e-3, "weight_decay": 0.5}
+    model = programs.llama(on_meta=False).double()
+    plain = torch.optim.AdamW(model.parameters(), **arguments)
+    mine = programs.llama(on_meta=False).double()
+    mine.load_state_dict(model.state_dict())
+    engine = plait.parallelize(
+        mine,
+        "precision=fp64",
+        param_groups=given(mine),
+        optimizer_args=arguments,
+        loss=programs.summed_loss,
+    )
+    engine.step(BATCH)
+    total, count = programs.summed_loss(model(BATCH["input_ids"]), BATCH)
+    (total / count).backward()
+    plain.step()
+    expected = {name: p.detach() for name, p in model.named_parameters()}
+    difference, name = programs.largest_difference(weights_of(engine), expected)
+    assert difference < 1e-9, name
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (lambda model: [*model.parameters(), {"params": []}], "parameters or dicts of them, not both"),
+        (lambda model: [{"params": [*model.parameters()]}] * 2, "in two of param_groups"),
+        (lambda model: [next(model.parameters())], "none of them holds model.layers.0"),
+        (lambda _: programs.llama(on_meta=False).parameters(), "do not hold"),
+    ],
+    ids=["both", "twice", "too few", "another model's"],
+)
+def test_groups_that_are_not_the_models_parameters_once_are_a_letter(given: Given, message: str) -> None:
+    model = programs.llama(on_meta=False)
+    with pytest.raises(ConfigError, match=message):
+        plait.parallelize(model, "dp=1", param_groups=given(model), optimizer_args=programs.ADAMW)
 
 
 @pytest.mark.parametrize("plan", ["precision=fp64", "micro=3", "precision=bf16 recompute=full"])

@@ -2,6 +2,7 @@
 
 import copy
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -40,6 +41,18 @@ def test_hooks_of_a_stage_see_a_forward_that_returns() -> None:
     assert len(seen) == 3
     assert seen[1] is seen[2] is output
     assert output.shape == (2, 6, 48)
+
+
+def test_a_blocks_own_forward_is_a_method_of_the_stages_last_block_too() -> None:
+    """As libraries put one on an instance: what wraps forwards afterwards asks whose they are."""
+    model, _ = stages()
+    for block in model.model.layers:
+        block.forward = MethodType(type(block).forward, block)
+    _, parts = staged.stages_of(model, 2)
+    assert all(block.forward.__self__ is block for part in parts for _, block in part.blocks)
+    batch = tokens()
+    sent, _ = staged.forward(model, parts, batch)
+    assert torch.equal(sent[-1].logits, model(**forward_inputs(model, batch)).logits)
 
 
 def test_hooks_of_the_last_block_run_whenever_they_came() -> None:

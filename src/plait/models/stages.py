@@ -16,6 +16,7 @@ import copy
 from collections.abc import Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
@@ -281,6 +282,9 @@ def _ending(block: nn.Module) -> nn.Module:
     ending = type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
     twin: nn.Module = object.__new__(ending)
     twin.__dict__ = block.__dict__
+    forward = twin.__dict__.get("forward")
+    if isinstance(forward, MethodType) and forward.__self__ is block:  # one that somebody put on the instance
+        twin.forward = MethodType(forward.__func__, twin)
     return twin
 
 

@@ -9,6 +9,7 @@ from plait.parallel.life import bring_to_life, first_weights, let_go
 from plait.parallel.owned import Masters, Owned
 from plait.parallel.recompute import recompute_blocks
 from plait.parallel.reduce import UnderWay
+from plait.parallel.replicas import Replicas
 from plait.parallel.state import EngineState
 from plait.parallel.units import Unit
 from plait.parallel.zero import Zero, cut_of
@@ -22,6 +23,7 @@ __all__ = [
     "Owned",
     "PartialSums",
     "Precision",
+    "Replicas",
     "SharedSums",
     "UnderWay",
     "Unit",

@@ -89,6 +89,10 @@ class Cut:
     share: Callable[[int, torch.dtype], Tensor] | None
     lend: Callable[[int, torch.dtype], Tensor]  # memory from which gradients travel
 
+    @property
+    def has_masters(self) -> bool:
+        return self.compute != self.master or (self.offloads and self.whole_parameters)
+
 
 class GradientState(Enum):
     """Where a unit's whole gradient stands."""
@@ -141,7 +145,7 @@ class Unit:
 
     def _make_training_storages(self, cut: Cut) -> None:
         numel, range_numel = self.layout.numel, self.layout.range_numel
-        if cut.compute != cut.master or (cut.offloads and cut.whole_parameters):
+        if cut.has_masters:
             self.master = cut.masters.new(range_numel)
         self.incoming = Loan(
             lambda: cut.lend(numel, cut.incoming), stays=cut.whole_gradients, meter=cut.meter

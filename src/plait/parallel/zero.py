@@ -45,6 +45,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.comm import empty, share, shares_memory
+from plait.errors import ModelError
 from plait.parallel.gather import Gatherer
 from plait.parallel.groups import DataGroups, PartialSums, Precision
 from plait.parallel.meter import Meter
@@ -155,12 +156,19 @@ class Zero:
         for unit in self.units:
             unit.note_versions()
         self._unit_of = {id(p): unit for unit in self.units for p in unit.parameters.values()}
+        self._model = model
+        self._note_tree()
+        model.register_load_state_dict_pre_hook(_refuse_to_load)
+
+    def _note_tree(self) -> None:
+        """Where parameters are; `check_unchanged` finds what is put there instead, or beside them."""
+        named = list(self._model.named_modules())
         self._places = [
             (module._parameters, key, f"{name}.{key}" if name else key, parameter)
-            for name, module in model.named_modules()
+            for name, module in named
             for key, parameter in module._parameters.items()
         ]
-        model.register_load_state_dict_pre_hook(_refuse_to_load)
+        self._tree = [(m, list(m._modules.values()), len(m._parameters)) for _, m in named]
 
     @property
     def scratch_bytes(self) -> int:
@@ -173,12 +181,28 @@ class Zero:
         return self._sums.kept_bytes
 
     def check_unchanged(self) -> None:
-        """Raises ModelError when a parameter was changed or replaced behind our back."""
+        """Raises ModelError when a parameter was changed or replaced behind our back, or came later."""
         for unit in self.units:
             unit.check_unchanged()
         for holder, key, name, parameter in self._places:
             if holder.get(key) is not parameter:
                 raise changed_behind_our_back(name)
+        for module, children, number in self._tree:
+            if len(module._parameters) != number or [*module._modules.values()] != children:
+                self._check_all_known()
+                return
+
+    def _check_all_known(self) -> None:
+        """Raises ModelError for a parameter that is in no unit and wants to train."""
+        known = {id(parameter) for *_, parameter in self._places}
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad and id(parameter) not in known:
+                raise ModelError(
+                    "a parameter came after parallelize: nobody would add up its gradient or update it",
+                    given=name,
+                    expected="a model that has all its parameters before",
+                    hint="change the model before parallelize, or freeze the parameter",
+                )
 
     def backward(
         self,

@@ -54,6 +54,9 @@ class RunConfig(Section):
         default=100, ge=0, description="also after the last step, and when told to stop"
     )
     keep_last: int = Field(default=2, ge=1)
+    check_replicas_every: int = Field(
+        default=100, ge=0, description="also after the last step: ranks with the same weights compare them"
+    )
     max_skipped: int = Field(
         default=10, ge=1, description="steps in a row without a finite gradient before it stops; see loop.py"
     )

@@ -125,6 +125,8 @@ def _loop(job: Job, stop: Stop) -> signal.Signals | None:
             )
             if job.in_vain >= how.max_skipped:
                 raise _diverged(job, lr)
+            if _due(job.step, how.check_replicas_every, how.steps):
+                engine.check_replicas()
             if _due(job.step, how.evaluate_every, how.steps):
                 metrics.validation(job.step, _evaluate(job))
             if job.step == begun_at + 5:  # the first steps are slower than those to come

@@ -1,0 +1,37 @@
+"""The page of silent errors names tests that exist, and every test of the files that were written for it."""
+
+import ast
+import re
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parents[1]
+PAGE = TESTS.parent / "docs" / "silent_errors.md"
+
+
+def named() -> set[tuple[str, str]]:
+    """(file, function) of every test that the page names."""
+    return set(re.findall(r"`([\w/]+\.py)::(\w+)`", PAGE.read_text(encoding="utf-8")))
+
+
+def functions_of(file: str) -> set[str]:
+    tree = ast.parse((TESTS / file).read_text(encoding="utf-8"))
+    return {
+        node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    }
+
+
+def test_every_test_that_the_page_names_exists() -> None:
+    assert not [f"{file}::{name}" for file, name in sorted(named()) if name not in functions_of(file)]
+
+
+def test_every_entry_has_a_test() -> None:
+    rows = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")][1:]
+    assert len(rows) >= 25
+    assert not [row for row in rows if "::test_" not in row]
+
+
+def test_every_test_that_was_written_for_the_list_is_on_the_page() -> None:
+    files = sorted((TESTS / "ranks").glob("test_silent_*.py"))
+    assert len(files) == 3
+    found = {(f"ranks/{file.name}", name) for file in files for name in functions_of(f"ranks/{file.name}")}
+    assert not found - named()

@@ -1,0 +1,135 @@
+"""Ranks that hold the same weights compare them: equal ones pass, one bit on one rank is found and named."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+import families
+import plait
+import programs
+from plait.errors import RunError
+from plait.plan import between
+from pool import Pool
+
+PLANS = [  # which messages a look takes: sums over ranges, and one over all ranks
+    ("dp=2", 2, "llama", 1),
+    ("dp=4 zero=1 shard=2 precision=bf16", 4, "tied_llama", 2),
+    ("dp=4 zero=3 shard=2 precision=bf16", 4, "tied_llama", 2),
+    ("dp=2 zero=3", 2, "llama", 0),
+    ("tp=2", 2, "one_kv_llama", 1),
+    ("tp=3 sp=true", 3, "biased_llama", 1),
+    ("tp=2x2 dp=2 zero=3 shard=1 precision=bf16", 8, "qwen3", 1),
+    ("dp=2 zero=3 offload=cpu tp=2", 4, "llama", 2),
+    ("pp=2 dp=2 tp=2 zero=1", 8, "tied_llama", 2),
+    ("pp=2 schedule=zbv micro=2", 2, "tied_llama", 1),
+]
+
+
+def _trained(plan: str, family: str) -> plait.Engine:
+    model = families.model_of(family, exact=False, num_hidden_layers=4)
+    engine = plait.parallelize(model, plan, optimizer_args=programs.ADAMW, clip_norm=programs.CLIP)
+    for batch in programs.batches(2, sequences=16):
+        assert not engine.step(programs.share_of(batch, engine)).skipped
+    return engine
+
+
+def _messages_of_a_look(plan: str, family: str) -> int:
+    engine = _trained(plan, family)
+    before = engine.world.ledger.read()
+    engine.check_replicas()
+    said = between(before, engine.world.ledger.read())
+    return sum(tally.count for tally in said.values())
+
+
+@pytest.mark.parametrize(("plan", "ranks", "family", "messages"), PLANS)
+def test_equal_replicas_pass_and_say_as_much_as_they_must(
+    pool: Pool, plan: str, ranks: int, family: str, messages: int
+) -> None:
+    assert pool.run(_messages_of_a_look, ranks, plan, family) == [messages] * ranks
+
+
+def _one_bit_off(
+    plan: str, family: str, name: str, culprit: int, *, of_master: bool = False, is_deaf: bool = False
+) -> str:
+    """What ranks say of each other when one has changed the last bit of the last element that it has of a
+    parameter; of the last of its stages that have it."""
+    engine = _trained(plan, family)
+    if engine.world.rank == culprit:
+        units = [u for u in engine._held.units if any(p.name == name for p in u.layout.pieces)]
+        flat = units[-1].master if of_master else units[-1].piece
+        last = units[-1].layout.overlaps(units[-1].start, units[-1].stop)
+        at = next(o.at + o.stop - o.start for o in last if o.piece.name == name)
+        flat[at - 1 : at].view({2: torch.int16, 4: torch.int32}[flat.itemsize]).bitwise_xor_(1)
+    engine.world.barrier()  # memory may be shared
+    try:
+        with programs.deaf("all_reduce") if is_deaf else nullcontext():
+            engine.check_replicas()
+    except RunError as error:
+        return str(error)
+    return "nothing"
+
+
+NORM, TABLE = "model.layers.3.input_layernorm.weight", "model.embed_tokens.weight"
+UP, KEYS = "model.layers.0.mlp.up_proj.weight", "model.layers.1.self_attn.k_proj.weight"
+BIAS = "model.layers.2.self_attn.q_proj.bias"
+
+
+@pytest.mark.parametrize(
+    ("plan", "ranks", "transport", "family", "name", "culprit", "found"),
+    [
+        ("dp=2", 2, "host", "llama", UP, 1, "rank 1 (replicate=1) than on rank 0 (replicate=0)"),
+        ("dp=3", 3, "host", "llama", NORM, 0, "rank 0 (replicate=0) than on ranks 1, 2"),
+        ("dp=3 zero=1", 3, "gloo", "llama", UP, 2, "rank 2 (shard=2) than on ranks 0, 1"),
+        ("dp=4 zero=3 shard=2", 4, "host", "tied_llama", UP, 3, "ranks 2, 3 than on ranks 0, 1"),
+        ("tp=3 sp=true", 3, "host", "biased_llama", NORM, 2, "rank 2 (col=2) than on ranks 0, 1"),
+        ("tp=2", 2, "host", "one_kv_llama", KEYS, 1, "rank 1 (col=1) than on rank 0 (col=0)"),
+        ("tp=2x1", 2, "host", "biased_llama", BIAS, 1, "rank 1 (row=1) than on rank 0 (row=0)"),
+        ("pp=2", 2, "host", "tied_llama", TABLE, 1, "rank 1 (pp=1) than on rank 0 (pp=0)"),
+        ("pp=2 schedule=zbv micro=2", 2, "host", "tied_llama", TABLE, 0, "two stages of rank 0 (pp=0)"),
+        ("pp=2 dp=2 tp=2", 8, "host", "tied_llama", NORM, 5, "rank 5 (pp=1 replicate=0 col=1) than on"),
+    ],
+)
+def test_one_bit_on_one_rank_is_found_and_named_on_all(
+    pool: Pool, plan: str, ranks: int, transport: str, family: str, name: str, culprit: int, found: str
+) -> None:
+    said = pool.over(transport).run(_one_bit_off, ranks, plan, family, name, culprit)
+    assert said == [said[0]] * ranks
+    assert f"copies of {name} are no longer the same\n" in said[0]
+    assert f"given   : weights: other bits on {found}" in said[0]
+
+
+def test_a_bit_of_a_master_weight_is_found_before_what_is_computed_with_differs(pool: Pool) -> None:
+    said = pool.run(_one_bit_off, 2, "dp=2 precision=bf16", "llama", UP, 1, of_master=True)
+    assert said == [said[0]] * 2
+    assert "given   : master weights: other bits on rank 1 (replicate=1)" in said[0]
+
+
+def test_without_its_message_no_rank_finds_anything(pool: Pool) -> None:
+    assert pool.run(_one_bit_off, 2, "dp=2", "llama", UP, 1, is_deaf=True) == ["nothing"] * 2
+
+
+def _drifted(plan: str, silenced: str) -> str:
+    """After steps in which ranks did not hear each other's gradients, of parameters that many have."""
+    engine = programs.engine_of(programs.Task(programs.llama), plan)
+    with programs.deaf(silenced):
+        for batch in programs.batches(2):
+            engine.step(programs.share_of(batch, engine))
+    with pytest.raises(RunError) as found:
+        engine.check_replicas()
+    return str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("plan", "ranks", "silenced"),
+    [
+        ("dp=2 precision=fp64", 2, "start_all_reduce"),
+        ("dp=4 zero=2 shard=2 precision=fp64", 4, "start_all_reduce"),
+        ("tp=2 sp=true precision=fp64", 2, "all_reduce"),
+    ],
+)
+def test_replicas_that_drift_apart_are_found(pool: Pool, plan: str, ranks: int, silenced: str) -> None:
+    said = pool.run(_drifted, ranks, plan, silenced)
+    assert said == [said[0]] * ranks
+    assert "are no longer the same" in said[0]
+    assert "other parameters" in said[0]
