@@ -1,5 +1,6 @@
 """Fixtures for every rung."""
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,10 @@ from hypothesis import settings
 TESTS = str(Path(__file__).resolve().parent)
 if TESTS not in sys.path:  # pytest puts it there in one of its import modes only
     sys.path.insert(0, TESTS)
+
+# As the ranks have it, and before torch is imported: a second thread spins where others compute, and turns
+# the milliseconds of an oracle into seconds.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from pool import Pool  # noqa: E402
 

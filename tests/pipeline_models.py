@@ -28,7 +28,7 @@ def gpt2(*, layers: int, on_meta: bool = True) -> nn.Module:
             "vocab_size": programs.VOCABULARY,
             "n_embd": WIDTH,
             "n_layer": layers,
-            "n_head": 2,
+            "n_head": 4,
             "n_positions": 32,
             "resid_pdrop": 0.0,
             "embd_pdrop": 0.0,

@@ -5,13 +5,14 @@ A model has a block more than its pipeline has stages, so that stages are of unl
 
 import functools
 import random
+from collections.abc import Set
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pipeline_models
 import programs
-from covering import Case, covering
+from covering import Case, Pair, covering
 from plait.errors import ScheduleError
 from plait.plan.schedule import GENERATORS
 from schedules import random_schedule
@@ -24,7 +25,7 @@ FACTORS = {
     "recompute": "none full",
     "model": " ".join(pipeline_models.MODELS),
 }
-SEED, NUM_COVERING = 29, 48
+SEED = 29
 DATA_FACTORS = {
     "schedule": "gpipe 1f1b interleaved bfs zb-h1 zbv dualpipev",
     "zero": "0 1 2 3",
@@ -35,7 +36,7 @@ DATA_FACTORS = {
     "transport": "host gloo",
     "model": " ".join(pipeline_models.MODELS),
 }
-NUM_DATA_COVERING, NUM_DATA_SAMPLED = 30, 400
+NUM_DATA_SAMPLED = 400
 DATA_MICRO = 3
 STEPS, SEQUENCES_EACH, LENGTH = 3, 2, 6
 
@@ -47,9 +48,9 @@ def all_cases() -> list[Case]:
     return [case for case in cases if _exists(case)]
 
 
-def few_cases() -> list[Case]:
-    """In which every pair of options meets."""
-    return covering(all_cases(), seed=SEED, least=NUM_COVERING)
+def few_cases(known: Set[Pair]) -> list[Case]:
+    """In which every pair of options meets that is not known."""
+    return covering(all_cases(), seed=SEED, known=known)
 
 
 def all_data_cases() -> list[Case]:
@@ -65,8 +66,8 @@ def all_data_cases() -> list[Case]:
     return [*found.values()]
 
 
-def few_data_cases() -> list[Case]:
-    return covering(all_data_cases(), seed=SEED, least=NUM_DATA_COVERING)
+def few_data_cases(known: Set[Pair]) -> list[Case]:
+    return covering(all_data_cases(), seed=SEED, known=known)
 
 
 def many_data_cases() -> list[Case]:
@@ -82,15 +83,19 @@ def data_plan_of(case: Case) -> str:
 
 
 def plan_of(case: Case, folder: Path) -> str:
-    """The plan's text. A random schedule is written into the folder."""
-    schedule, chunks = case["schedule"], f" chunks={case['chunks']}"
-    if schedule == "file":
-        numbers = [int(case[key]) for key in ("pp", "micro", "chunks")]
-        path = folder / "schedule.csv"
-        path.write_text(random_schedule(random.Random(str(numbers)), *numbers).to_csv())
-        schedule, chunks = f"file:{path}", ""
+    """The plan's text; see `schedule_words`."""
     words = " ".join(f"{key}={case[key]}" for key in ("pp", "micro", "recompute"))
-    return f"{words} schedule={schedule}{chunks} precision=fp64"
+    return f"{words} {schedule_words(case, folder)} precision=fp64"
+
+
+def schedule_words(case: Case, folder: Path) -> str:
+    """A plan's words for the schedule. A random one is written into the folder."""
+    if case["schedule"] != "file":
+        return f"schedule={case['schedule']} chunks={case['chunks']}"
+    numbers = [int(case[key]) for key in ("pp", "micro", "chunks")]
+    path = folder / "schedule.csv"
+    path.write_text(random_schedule(random.Random(str(numbers)), *numbers).to_csv())
+    return f"schedule=file:{path}"
 
 
 def task_of(case: Case) -> programs.Task:

@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import Any
 
 TESTS = Path(__file__).resolve().parent
-MAX_RANKS = 8
+MAX_RANKS = 16
 AFTER_FAILURE_S = 5.0  # what the other ranks get to end by themselves, once one has failed
 STACK_S = 2.0  # what a stuck worker gets to write its stack; only a stopped process needs it all
 OUTPUT_CHARS = 4000  # of what a rank printed, in the error

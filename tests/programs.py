@@ -161,6 +161,7 @@ class Task:
     prepare: Callable[[nn.Module], None] | None = None
     steps: int = STEPS
     probe: Batch | None = None
+    offload_dir: str | None = None
     own_loss: bool = False  # plait's own loss of causal language models; else `summed_loss` is given
     tensor_plan: dict[str, str] | None = None
 
@@ -205,6 +206,7 @@ def engine_of(task: Task, plan: str, seed: int = 3) -> plait.Engine:
             clip_norm=task.clip_norm,
             loss=None if task.own_loss else summed_loss,
             seed=seed,
+            offload_dir=task.offload_dir,
             **options,
         )
     finally:

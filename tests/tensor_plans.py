@@ -1,10 +1,11 @@
 """The plans that whole models are tested under on grids: the product of its options, and a covering set."""
 
 import random
+from collections.abc import Set
 from itertools import product
 
 import families
-from covering import Case, covering
+from covering import Case, Pair, covering
 
 FACTORS = {
     "family": " ".join(families.CONFIGS),
@@ -14,7 +15,7 @@ FACTORS = {
     "loss": "own given",
     "recompute": "none full",
 }
-SEED, NUM_COVERING, NUM_SAMPLED = 23, 130, 500
+SEED, NUM_SAMPLED = 23, 500
 
 
 def all_cases() -> list[Case]:
@@ -31,9 +32,15 @@ def all_cases() -> list[Case]:
     return found
 
 
-def few_cases() -> list[Case]:
-    """In which every pair of options meets."""
-    return covering(all_cases(), seed=SEED, least=NUM_COVERING)
+def few_cases(known: Set[Pair]) -> list[Case]:
+    """In which every pair of options meets that is not known."""
+    return covering(all_cases(), seed=SEED, known=known)
+
+
+def seen_in(hybrid: Case) -> Case:
+    """What of a plan that mixes all strands is a case here."""
+    data = "alone" if hybrid["dp"] == "1" else f"zero{hybrid['zero']}"
+    return {**hybrid, "family": hybrid["model"], "data": data}
 
 
 def many_cases() -> list[Case]:

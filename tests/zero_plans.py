@@ -1,8 +1,9 @@
 """The plans that ZeRO is tested under: the whole product of its options, and a covering set of it."""
 
+from collections.abc import Set
 from itertools import product
 
-from covering import Case, covering
+from covering import Case, Pair, covering
 from plait.errors import PlanError
 from plait.plan import Plan
 
@@ -21,7 +22,7 @@ FACTORS = {
 NOT_OF_THE_PLAN = ("build", "shard", "transport")
 MANY = {1: 3, 2: 3, 3: 4, 4: 3}  # micro-batches by dp, so that dp x micro divides the sequences of a step
 STAGE_3_ONLY = ("prefetch", "gathered")
-SEED, NUM_COVERING = 17, 40
+SEED = 17
 
 
 def all_cases() -> list[Case]:
@@ -45,9 +46,18 @@ def all_cases() -> list[Case]:
     return [*found.values()]
 
 
-def few_cases() -> list[Case]:
-    """About 40 of them, in which every pair of options meets."""
-    return covering(all_cases(), seed=SEED, least=NUM_COVERING)
+def few_cases(known: Set[Pair] = frozenset()) -> list[Case]:
+    """In which every pair of options meets that is not known."""
+    return covering(all_cases(), seed=SEED, known=known)
+
+
+def seen_in(hybrid: Case) -> Case:
+    """What of a plan that mixes all strands is a case here."""
+    found = {**hybrid, "build": hybrid["model"], "micro": "1" if hybrid["micro"] == "1" else "many"}
+    if "shard" in found:
+        copies = "2" if found["shard"] == "half" else found["dp"] if found["shard"] == "one" else "1"
+        found["shard"] = {"1": "whole", "2": "half"}.get(copies, "")
+    return found
 
 
 def plan_of(case: Case) -> str:

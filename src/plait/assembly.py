@@ -15,7 +15,7 @@ from plait.errors import ConfigError, PlanError, ScheduleError
 from plait.models import Blocks, Chain, Loss, blocks_of, plan_stages
 from plait.optim import DEFAULT_GROUPS, LossScaling
 from plait.parts import Training
-from plait.plan import Grid, Plan, StageCut, TensorPlan, whole_model
+from plait.plan import Grid, Plan, StageCut, TensorPlan, uncompilable, whole_model
 from plait.plan.schedule import Schedule, check
 from plait.plan.schedule.source import schedule_of
 from plait.probe import Probe
@@ -62,7 +62,7 @@ def parallelize(
     model = model if isinstance(model, nn.Module) else Chain(model)
     _check_update(optimizer, clip_norm, clip_value)
     world = _checked(world, plan, loss_scaling)
-    found = blocks_of(model, blocks)
+    found = _blocks(model, plan, blocks)
     to_probe = Probe.of(model, probe, plan, seed)  # before the model is cut
     how = training_of(model, plan, found, param_groups=param_groups, tensor_plan=tensor_plan)
     how = replace(
@@ -150,10 +150,26 @@ def _check_fp16(plan: Plan, scaling: LossScaling | None, device: torch.device) -
         ) from error
 
 
-def check_cuts(model: nn.Module, plan: Plan, given: Mapping[str, str] | None = None) -> None:
+def check_cuts(
+    model: nn.Module, plan: Plan, given: Mapping[str, str] | None = None, *, blocks: Blocks | None = None
+) -> None:
     """Raises PlanError or ModelError unless the model can be cut into the plan's stages, and its layers on
     the plan's grid; needs no rank."""
-    training_of(model, plan, blocks_of(model), tensor_plan=given)
+    training_of(model, plan, _blocks(model, plan, blocks), tensor_plan=given)
+
+
+def _blocks(model: nn.Module, plan: Plan, given: Blocks | None) -> list[tuple[str, nn.Module]]:
+    """Raises PlanError where the plan asks for something of each block, and there is none."""
+    blocks = blocks_of(model, given)
+    asks = {f"recompute={plan.recompute}": plan.recompute != "none", "compile=true": plan.compile}
+    for words, is_asked in asks.items():
+        if is_asked and not blocks:
+            raise PlanError(
+                f"{words} needs the model's repeated blocks, and none were found",
+                expected="an nn.ModuleList or nn.Sequential of blocks",
+                hint=f"no {words.partition('=')[0]}",
+            )
+    return blocks
 
 
 def _schedule(plan: Plan) -> Schedule:
@@ -162,13 +178,8 @@ def _schedule(plan: Plan) -> Schedule:
     check(schedule)
     if not schedule.trains:
         raise ScheduleError("a schedule of forwards alone trains nothing", given=f"schedule={plan.schedule}")
-    if schedule.split and plan.compile:
-        raise PlanError(
-            "a compiled block's backward cannot be taken apart",
-            given=f"compile=true schedule={plan.schedule}, with backwards in halves (W)",
-            expected="halves: the compiler makes one backward of a whole block",
-            hint="compile=false, or schedule=1f1b or interleaved",
-        )
+    if schedule.split and plan.compile:  # of a file, which the plan does not know
+        raise uncompilable(f"schedule={plan.schedule}")
     return schedule
 
 

@@ -108,8 +108,8 @@ class Making:
     def _forward_of(self, part: StageModule, zero: Zero, halves: Halves, *, is_last: bool) -> Forward:
         """Gives the stage's blocks the forwards that the plan asks for."""
         found, plan, mesh = [block for _, block in part.blocks], self.plan, self.mesh
-        tensor = self.how.tensor.within(part.has)
         grid = TensorGroups(mesh.group("row"), mesh.group("col"))
+        tensor = part.tensor_plan(self.how.tensor, grid.row.rank, grid.col.rank)
         cut = cut_layers(part.module, tensor, grid, part.blocks, sequence=plan.sp)
         zone_randomness(
             part.module,

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from plait.assembly import parallelize
+from plait.assembly import check_cuts, parallelize
 from plait.comm import connect
 from plait.errors import ModelError, PlanError
 from plait.models import (
@@ -23,6 +23,7 @@ from plait.models import (
     unit_facts,
     watch_saved,
 )
+from plait.plan import Plan
 
 SMALL: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": 2},
@@ -206,9 +207,10 @@ def test_a_model_without_a_loss_of_its_own_needs_one() -> None:
         parallelize(router, "dp=1").step({"input_ids": ids, "labels": ids})
 
 
-def test_recompute_without_blocks_is_refused() -> None:
+@pytest.mark.parametrize("words", ["recompute=full", "compile=true"])
+def test_what_is_for_blocks_is_refused_before_a_rank_starts_where_there_are_none(words: str) -> None:
     with pytest.raises(PlanError, match="none were found"):
-        parallelize(nn.Linear(2, 2), "dp=1 recompute=full", loss=lambda *_: (torch.zeros(()), 1))
+        check_cuts(nn.Linear(2, 2), Plan.parse(words))
 
 
 def test_this_process_is_a_world_of_one() -> None:

@@ -1,11 +1,14 @@
 """The covering set leaves out no pair, and the plans of ZeRO that are tested hold what they claim."""
 
+from itertools import combinations
+
 from hypothesis import given
 from hypothesis import strategies as st
 
+import hybrid_plans
 import programs
 import zero_plans
-from covering import combined, covering
+from covering import Case, combined, covering
 from plait.plan import Plan
 
 products = st.lists(st.integers(1, 4), min_size=2, max_size=4)
@@ -49,7 +52,7 @@ def test_the_plans_of_zero_differ_can_be_and_meet_in_pairs() -> None:
     assert len(names) == len(cases)
     alone, shards, transports, builds = 4 + 4 + 8 + 32, 2 + 1 + 2, 2, 3  # one rank; of dp 2, 3 and 4
     assert len(cases) == builds * (alone + transports * (3 * 4 + shards * (4 + 8 + 32)))
-    assert zero_plans.NUM_COVERING <= len(few) <= 1.2 * zero_plans.NUM_COVERING
+    assert len(few) < 30
     assert all(programs.SEQUENCES % zero_plans.micros_of(case) == 0 for case in cases)
     pairs = {pair for case in few for pair in combined(case, 2)}
     assert pairs == {pair for case in cases for pair in combined(case, 2)}
@@ -57,3 +60,45 @@ def test_the_plans_of_zero_differ_can_be_and_meet_in_pairs() -> None:
         zero_plans.plan_of({"dp": "4", "zero": "3", "shard": "half", "micro": "many", "build": "llama"})
     )
     assert plan == Plan(dp=4, zero=3, shard=2, micro=3, precision="fp64")
+
+
+@given(products, st.integers(0, 99))
+def test_pairs_that_are_shown_elsewhere_are_not_chosen_for_again(sizes: list[int], seed: int) -> None:
+    cases = cases_of(sizes)
+    elsewhere = covering(cases[::2], seed=seed)
+    known = frozenset().union(*(combined(case, 2) for case in elsewhere))
+    chosen = covering(cases, seed=seed, known=known)
+    assert len(chosen) <= len(covering(cases, seed=seed))
+    pairs = {pair for case in cases for pair in combined(case, 2)}
+    assert pairs == known | {pair for case in chosen for pair in combined(case, 2)}
+
+
+def test_the_plans_that_mix_all_strands_leave_out_no_pair_that_can_be() -> None:
+    few = hybrid_plans.few_cases()
+    assert len({hybrid_plans.name_of(case) for case in few}) == len(few) >= 200
+    assert all(2 <= hybrid_plans.num_ranks(case) <= 8 for case in few)
+    assert sum("1" not in (case["pp"], case["dp"], case["tp"]) for case in few) >= 40, "all three strands"
+    chosen = {pair for case in few for pair in combined(case, 2)}
+    options = [(factor, option) for factor, found in hybrid_plans.FACTORS.items() for option in found]
+    for pair in combinations(options, 2):
+        if len(dict(pair)) == 2:
+            assert (frozenset(pair) in chosen) == _can_meet(dict(pair)), pair
+
+
+def _can_meet(pair: Case) -> bool:
+    """Whether some plan of at most eight ranks has both options."""
+    needs = {"half": {"dp": "4"}}.get(pair.get("shard", ""), {})
+    if pair.get("dp", "4") != needs.get("dp", pair.get("dp", "4")):
+        return False
+    shape = {"pp": "1", "dp": "1", "tp": "1", **needs, **pair}
+    zero, one_column = int(pair.get("zero", 3)), pair.get("tp") in ("1", "2x1")
+    fixed = {"zb-h1": "1", "zbv": "2", "dualpipev": "2"}.get(pair.get("schedule", ""))
+    return (
+        hybrid_plans.num_ranks(shape) <= 8
+        and not ("sp" in pair and one_column)
+        and not (pair.get("dp") == "1" and pair.keys() & {"shard", "algorithm"})
+        and not (zero == 0 and "shard" in pair)
+        and not (zero < 2 and "accumulate" in pair)
+        and not (zero < 3 and pair.keys() & {"prefetch", "gathered"})
+        and not (fixed and pair.get("chunks", fixed) != fixed)
+    )

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from plait.errors import PlanError, ScheduleError
 from plait.plan import Plan
-from plait.plan.plan import SCHEDULES
 from plait.plan.schedule import (
     GENERATORS,
     B,
@@ -24,6 +23,7 @@ from plait.plan.schedule import (
     make_schedule,
     simulate,
 )
+from plait.plan.words import SCHEDULES
 from schedules import random_schedule
 
 RANKS, MICROS, CHUNKS = range(1, 9), range(1, 25), range(1, 5)
@@ -195,7 +195,7 @@ def test_numbers_and_names_that_cannot_be_are_refused() -> None:
         (("zb-h2", 2, 4), "try     : zb-h1"),
         (("gpipe", 0, 4), "a schedule cannot have 0 ranks"),
         (("gpipe", 2, 0), "a schedule cannot have 0 micros"),
-        (("zbv", 2, 4, 3), "zbv has 2 stages on every rank"),
+        (("zbv", 2, 4, 3), "2 stages on every rank"),
         (("zb-h1", 2, 4, 2), "schedule=interleaved chunks=2"),
     ):
         with pytest.raises(ScheduleError) as error:
@@ -207,7 +207,8 @@ def test_plans_know_the_schedules_that_train_and_their_chunks() -> None:
     assert [*SCHEDULES, "inference"] == list(GENERATORS)
     for name in SCHEDULES:
         plan = Plan(pp=2, schedule=name)
-        assert plan.num_stages == make_schedule(name, 2, 3).num_stages
+        made = make_schedule(name, 2, 3)
+        assert (plan.num_stages, GENERATORS[name].splits) == (made.num_stages, bool(made.split))
     assert Plan(pp=2, schedule="1f1b", chunks=3).num_stages == 6
     for text in ("schedule=inference", "schedule=zbv chunks=3", "schedule=file:my.csv chunks=2"):
         with pytest.raises(PlanError):

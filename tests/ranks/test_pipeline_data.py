@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import hybrid_plans
 import pipeline_models
 import pipeline_plans
 import plait
@@ -40,7 +41,10 @@ def _oracle(model: str, data_ranks: int = 2) -> programs.Trace:
     return programs.one_process_task(task, first, 1)
 
 
-@pytest.mark.parametrize("case", pipeline_plans.few_data_cases(), ids=pipeline_plans.name_of)
+FEW = pipeline_plans.few_data_cases(hybrid_plans.pairs_in(pipeline_plans.DATA_FACTORS))
+
+
+@pytest.mark.parametrize("case", FEW, ids=pipeline_plans.name_of)
 def test_stages_on_two_data_ranks_train_as_the_one_process_program_does(pool: Pool, case: Case) -> None:
     check_parity(pool, case)
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import hybrid_plans
 import pipeline_deaf
 import pipeline_plans
 import programs
@@ -33,7 +34,10 @@ def oracle_of(model: str, pp: int, chunks: int, micro: int) -> programs.Trace:
     return programs.one_process_task(task, first, 1)
 
 
-@pytest.mark.parametrize("case", pipeline_plans.few_cases(), ids=pipeline_plans.name_of)
+FEW = pipeline_plans.few_cases(hybrid_plans.pairs_in(pipeline_plans.FACTORS))
+
+
+@pytest.mark.parametrize("case", FEW, ids=pipeline_plans.name_of)
 def test_a_models_stages_train_as_the_one_process_program_does(
     pool: Pool, case: Case, tmp_path: Path
 ) -> None:

@@ -3,6 +3,7 @@
 import pytest
 
 import families
+import hybrid_plans
 import programs
 import tensor_plans
 from covering import Case
@@ -25,7 +26,10 @@ def check_parity(pool: Pool, case: Case) -> None:
     assert all(norm > 2 * programs.CLIP for norm in oracle.norms), "clipping was not active"
 
 
-@pytest.mark.parametrize("case", tensor_plans.few_cases(), ids=tensor_plans.name_of)
+FEW = tensor_plans.few_cases(hybrid_plans.pairs_in(tensor_plans.FACTORS, tensor_plans.seen_in))
+
+
+@pytest.mark.parametrize("case", FEW, ids=tensor_plans.name_of)
 def test_loss_gradients_and_weights_equal_the_one_process_programs(pool: Pool, case: Case) -> None:
     check_parity(pool, case)
 

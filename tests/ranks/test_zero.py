@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import hard_models
+import hybrid_plans
 import plait
 import programs
 import zero_plans
@@ -28,7 +29,10 @@ def check_parity(pool: Pool, case: Case) -> None:
     assert all(norm > 2 * programs.CLIP for norm in oracle.norms), "clipping was not active"
 
 
-@pytest.mark.parametrize("case", zero_plans.few_cases(), ids=zero_plans.name_of)
+FEW = zero_plans.few_cases(hybrid_plans.pairs_in(zero_plans.FACTORS, zero_plans.seen_in))
+
+
+@pytest.mark.parametrize("case", FEW, ids=zero_plans.name_of)
 def test_gradients_and_weights_equal_the_one_process_programs(pool: Pool, case: Case) -> None:
     check_parity(pool, case)
 

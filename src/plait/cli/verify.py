@@ -8,13 +8,11 @@ from math import lcm
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
 from torch.cuda import device_count
 from transformers.utils import logging
 
-from plait.assembly import check_cuts
 from plait.cli.letters import LOST_RANK, USER_MISTAKE, ends_with_letter
 from plait.cli.options import Debug
 from plait.cli.outputs import write_output
@@ -24,7 +22,7 @@ from plait.errors import ConfigError, PlaitError, unknown_key_hint
 from plait.files import check_places, write_json
 from plait.plan import Plan
 from plait.plan.schedule.source import schedule_of
-from plait.verify import PRECISIONS, How, Job, Outcome, Source, Verdict, all_plans, serve, source_of
+from plait.verify import PRECISIONS, How, Job, Outcome, Verdict, all_plans, check, serve, source_of
 from plait.verify import verify as verify_on_ranks
 from plait.verify.report import line, matrix, tables
 
@@ -81,7 +79,7 @@ def verify(
     jobs = [Job(source, str(p), dtype.value, steps, samples, length, seed, tolerance) for p in asked]
     console = Console()
     if plan is not None:
-        _check(source, asked[0])
+        check(source.subject(), asked[0])
     with tempfile.TemporaryDirectory(prefix="plait-verify-") as folder:
         device = "cuda" if device_count() >= max(p.num_ranks for p in asked) else "cpu"
         how = How(device, transport, blame=plan is not None)
@@ -144,12 +142,6 @@ def _lines(path: Path) -> list[str]:
     if not found:
         raise ConfigError("there is no plan in the file", given=path, expected="a plan per line")
     return found
-
-
-def _check(source: Source, plan: Plan) -> None:
-    """Before a rank starts. Raises PlanError or ModelError."""
-    subject = source.subject()
-    check_cuts(subject.build(torch.float32), plan, subject.tensor_plan)
 
 
 def _code(found: list[Verdict]) -> int:

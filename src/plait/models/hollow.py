@@ -4,7 +4,7 @@ The model's code before its first block (embeddings, positions, scaling) runs on
 makes of them is replaced by what was received. NaN tells on whatever is not replaced.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -38,3 +38,11 @@ def hollows(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, module in model.named_modules():
         for key in hollow_keys(module):
             yield f"{name}.{key}" if name else key, module.__dict__[key]
+
+
+def resize_hollows(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Makes hollow parameters look like pieces of these shapes, by name."""
+    for name, hollow in list(hollows(model)):
+        if name in shapes:
+            owner, _, key = name.rpartition(".")
+            model.get_submodule(owner).__dict__[key] = hollow.flatten()[0].expand(*shapes[name])

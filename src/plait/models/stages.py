@@ -25,8 +25,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedConfig
 
 from plait.errors import ModelError
-from plait.models.hollow import hollow_keys, hollow_like, hollows, make_hollow
+from plait.models.hollow import hollow_keys, hollow_like, hollows, make_hollow, resize_hollows
 from plait.plan.stages import StageCut
+from plait.plan.tensor import Style, TensorPlan
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,37 @@ class StageModule:
             return not any(True for _ in hollows(self.module.get_submodule(name)))
         except AttributeError:  # it is inside another stage's block
             return False
+
+    def tensor_plan(self, whole: TensorPlan, row: int, col: int) -> TensorPlan:
+        """What of the model's plan this stage is cut by. Called once.
+
+        What comes before its first block runs on hollow parameters, and uncut, as nobody wants the result.
+        Yet where the stage looks up in a table of its own whose features are cut over rows (a tied
+        embedding), these meet what the other layers there give: then those are cut too, and their hollow
+        parameters.
+        """
+        own = whole.within(self.has)
+        is_table = any(layer.style in (Style.VOCABULARY, Style.TABLE) for layer in own.layers)
+        if self.before is None or whole.rows == 1 or not is_table:
+            return own
+        hollow = dict(hollows(self.module))
+        pieces = {cut.name: cut for cut in whole.parameters if cut.name in hollow}
+        shapes = {
+            name: [
+                sum(stop - start for start, stop in ranges)
+                for ranges in cut.ranges(hollow[name].shape, row, col)
+            ]
+            for name, cut in pieces.items()
+        }
+        resize_hollows(self.module, shapes)
+        return whole.within(self._is_here)
+
+    def _is_here(self, name: str) -> bool:
+        try:
+            self.module.get_submodule(name)
+        except AttributeError:  # it is inside another stage's block
+            return False
+        return True
 
     def receiving(self, structure: Any) -> AbstractContextManager[None]:
         return receiving(self.module, structure)

@@ -33,14 +33,8 @@ def compile_blocks(blocks: Sequence[nn.Module], device: torch.device) -> None:
     """Compiles the forward of each block, after `recompute_blocks`. See [Note: compile and recompute].
 
     Compilation itself happens at a block's first forward and backward, and again for new shapes. Raises
-    PlanError when there is no block, or no compiler that works for `device`.
+    PlanError when there is no compiler that works for `device`.
     """
-    if not blocks:
-        raise PlanError(
-            "compile=true needs the model's repeated blocks, and none were found",
-            expected="an nn.ModuleList or nn.Sequential of blocks",
-            hint="compile=false",
-        )
     for message, category in _TORCHS_OWN:
         warnings.filterwarnings("ignore", message=message, category=category)
     check_compiler(device.type)

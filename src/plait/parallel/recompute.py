@@ -34,7 +34,7 @@ from torch.utils.checkpoint import (
     noop_context_fn,
 )
 
-from plait.errors import ModelError, PlanError
+from plait.errors import ModelError
 
 # What products are by the time they reach a device; bmm and baddbmm are attention's.
 _PRODUCTS = frozenset(
@@ -54,18 +54,9 @@ _PRODUCTS = frozenset(
 
 
 def recompute_blocks(blocks: Sequence[nn.Module], how: str) -> None:
-    """Wraps the forward of the blocks that `how` (a plan's `recompute`) names; `none` names none of them.
-
-    Raises PlanError when there is no block to wrap.
-    """
+    """Wraps the forward of the blocks that `how` (a plan's `recompute`) names; `none` names none of them."""
     if how == "none":
         return
-    if not blocks:
-        raise PlanError(
-            f"recompute={how} needs the model's repeated blocks, and none were found",
-            expected="an nn.ModuleList or nn.Sequential of blocks",
-            hint="recompute=none",
-        )
     step = int(how.removeprefix("every=")) if how.startswith("every=") else 1
     for block in blocks[::step]:
         block.forward = RecomputedForward(block.forward, selective=how == "selective")

@@ -3,7 +3,7 @@
 from plait.plan.grid import AXES, Grid
 from plait.plan.layout import Box, Boxes, Layout, Overlap, Piece, Place, TensorFact, UnitFact, UnitLayout
 from plait.plan.memory import MemoryUse, model_state_bytes
-from plait.plan.plan import Plan
+from plait.plan.plan import Plan, uncompilable
 from plait.plan.stages import StageCut, deal, whole_model
 from plait.plan.tensor import ParameterCut, TensorPlan
 from plait.plan.traffic import Line, Tally, Traffic, added, between
@@ -36,5 +36,6 @@ __all__ = [
     "deal",
     "model_state_bytes",
     "room_bytes",
+    "uncompilable",
     "whole_model",
 ]

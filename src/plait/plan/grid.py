@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import product
+from functools import cached_property
 
 from plait.plan.plan import Plan
 
@@ -45,10 +45,8 @@ class Grid:
     def coord(self, rank: int) -> dict[str, int]:
         """The rank's place on every axis."""
         assert 0 <= rank < self.num_ranks, f"rank {rank} of {self.num_ranks}"
-        places = {}
-        for axis, degree in zip(reversed(AXES), reversed(self.degrees), strict=True):
-            rank, places[axis] = divmod(rank, degree)
-        return {axis: places[axis] for axis in AXES}
+        along = zip(AXES, self._strides, self.degrees, strict=True)
+        return {axis: rank // stride % degree for axis, stride, degree in along}
 
     def rank(self, coord: Mapping[str, int]) -> int:
         """The rank at a place; axes that are not named are 0."""
@@ -61,8 +59,16 @@ class Grid:
 
     def group(self, rank: int, *axes: str) -> tuple[int, ...]:
         """The ranks that share every coordinate with `rank` but those of `axes`, in rank order."""
-        ordered = [axis for axis in AXES if axis in axes]
-        assert len(ordered) == len(axes), f"no such axis among {axes}"
-        own = self.coord(rank)
-        places = product(*(range(self.degree(axis)) for axis in ordered))
-        return tuple(self.rank({**own, **dict(zip(ordered, place, strict=True))}) for place in places)
+        assert 0 <= rank < self.num_ranks, f"rank {rank} of {self.num_ranks}"
+        wanted = [number for number, axis in enumerate(AXES) if axis in axes]
+        assert len(wanted) == len(axes), f"no such axis among {axes}"
+        steps = [(self._strides[number], self.degrees[number]) for number in wanted]
+        ranks = [rank - sum(rank // stride % degree * stride for stride, degree in steps)]
+        for stride, degree in steps:
+            ranks = [first + place * stride for first in ranks for place in range(degree)]
+        return tuple(ranks)
+
+    @cached_property
+    def _strides(self) -> tuple[int, ...]:
+        """Between neighbours on each axis."""
+        return tuple(math.prod(self.degrees[number + 1 :]) for number in range(len(AXES)))

@@ -1,4 +1,10 @@
-"""The plan: what the user asks for, as a frozen value with a text form that parses back."""
+"""The plan: what the user asks for, as a frozen value with a text form that parses back.
+
+[Note: what a plan refuses]
+By itself a plan refuses what is decided by its own words: values that no key has, and combinations that
+cannot be, or would be accepted and then do nothing. docs/plans.md lists the combinations, by the facts of
+their letters. Ranks, a batch, a model and a device have a say later, and before the first weight is made.
+"""
 
 import math
 import re
@@ -6,30 +12,24 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from plait.errors import PlanError, unknown_key_hint
-from plait.plan.collectives import ALGORITHMS
 from plait.plan.schedule.generate import GENERATORS
-
-PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
-_CHOICES = {
-    "precision": PRECISIONS,
-    "algorithm": ("auto", *ALGORITHMS),
-    "accumulate": ("auto", "whole", "cut"),
-    "gathered": ("use", "step"),
-    "states": ("fp32", "bf16"),
-    "offload": ("none", "cpu", "disk"),
-}
-_LEAST = {"zero": 0, "shard": 0, "prefetch": 0, "chunks": 0}  # of the whole numbers; 1 for all others
-_RECOMPUTE = re.compile(r"none|full|selective|every=[1-9][0-9]*")
-_TP = re.compile(r"([1-9][0-9]*)(?:x([1-9][0-9]*))?")
-_REDUCE = re.compile(r"fp32|bf16|fp16|int8|powersgd(?::([1-9][0-9]*))?")
-_FACTOR_RANK = 4  # of powersgd without a number
-_STAGES = re.compile(r"([1-9][0-9]*(,[1-9][0-9]*)*)?")
-SCHEDULES = tuple(name for name, generator in GENERATORS.items() if generator.trains)
+from plait.plan.words import (
+    FACTOR_RANK,
+    REDUCE,
+    SCHEDULES,
+    STAGES,
+    TP,
+    canonical_tp,
+    check_choices,
+    check_type,
+    read_value,
+    show_value,
+)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Degrees and policies of one training run.
+    """Degrees and policies of one training run. See [Note: what a plan refuses].
 
     dp          ranks that see different data and hold the same computation
     tp          ranks that share every layer: `tp=4` cuts heads and ffn widths over 4 columns (Megatron's
@@ -90,35 +90,20 @@ class Plan:
     compile: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tp", _canonical(self.tp))
+        object.__setattr__(self, "tp", canonical_tp(self.tp))
         for field in fields(self):
-            _check_type(field.name, field.type, getattr(self, field.name))
-        for key, choices in _CHOICES.items():
-            value = getattr(self, key)
-            if value not in choices:
-                raise PlanError(
-                    f"{key} is not one that plait knows",
-                    given=f"{key}={value}",
-                    expected=" or ".join(choices),
-                )
-        for key, pattern, expected in (
-            ("recompute", _RECOMPUTE, "none, full, selective or every=k with k from 1"),
-            ("reduce", _REDUCE, "fp32, bf16, fp16, int8, powersgd or powersgd:r with a rank r from 1"),
-        ):
-            value = getattr(self, key)
-            if not (isinstance(value, str) and pattern.fullmatch(value)):
-                raise PlanError(
-                    f"{key} is not one that plait knows", given=f"{key}={value}", expected=expected
-                )
+            check_type(field.name, field.type, getattr(self, field.name))
+        check_choices({field.name: getattr(self, field.name) for field in fields(self)})
         self._check_tensor()
         self._check_pipeline()
         self._check_zero()
         self._check_exact()
+        self._check_compile()
         if self.algorithm != "auto" and self.reduce not in ("fp32", "bf16"):
             raise PlanError(
                 "compressed gradients have a way of their own to be summed",
                 given=f"algorithm={self.algorithm} reduce={self.reduce}",
-                hint=f"reduce={self.reduce}, or algorithm={self.algorithm} with reduce=bf16",
+                hint=f"no algorithm, or algorithm={self.algorithm} reduce=bf16",
             )
 
     def _check_tensor(self) -> None:
@@ -151,7 +136,7 @@ class Plan:
                 given=f"{self.schedule} chunks={self.chunks}",
                 hint="no chunks",
             )
-        if not _STAGES.fullmatch(self.stages):
+        if not STAGES.fullmatch(self.stages):
             raise PlanError(
                 "stages are numbers of blocks", given=f"stages={self.stages}", expected="stages=8,8,8,6"
             )
@@ -160,6 +145,7 @@ class Plan:
                 "stages are not as many as the plan has",
                 given=f"stages={self.stages} (there are {self.stages.count(',') + 1})",
                 expected=f"{self.num_stages} numbers of blocks: pp={self.pp} x {self.num_chunks} per rank",
+                hint="no stages",
             )
 
     def _check_zero(self) -> None:
@@ -182,11 +168,11 @@ class Plan:
                 "shard does not divide dp",
                 given=f"dp={self.dp} shard={self.shard}",
                 expected=f"a divisor of {self.dp}",
-                hint=" or ".join(f"shard={d}" for d in divisors) or "dp of more than 1",
+                hint=" or ".join(f"shard={d}" for d in divisors) or "no shard",
             )
         if self.accumulate == "cut" and self.zero < 2:
             raise PlanError(
-                f"stage {self.zero} holds whole gradients: there is no range to accumulate in",
+                "up to stage 1 gradients are whole: there is no range to accumulate in",
                 given=f"zero={self.zero} accumulate=cut",
                 hint="zero=2 accumulate=cut, or accumulate=whole",
             )
@@ -199,14 +185,18 @@ class Plan:
                 )
 
     def _check_exact(self) -> None:
-        for key in ("reduce", "states"):
-            value = getattr(self, key)
-            if self.precision == "fp64" and value != "fp32":
-                raise PlanError(
-                    f"fp64 is for exact comparisons, which {value} anywhere would spoil",
-                    given=f"precision=fp64 {key}={value}",
-                    hint=f"precision=fp64, or precision=bf16 {key}={value}",
-                )
+        narrow = [key for key in ("reduce", "states") if getattr(self, key) != "fp32"]
+        if self.precision == "fp64" and narrow:
+            words = " ".join(f"{key}={getattr(self, key)}" for key in narrow)
+            raise PlanError(
+                "fp64 is for exact comparisons, which anything narrow would spoil",
+                given=f"precision=fp64 {words}",
+                hint=f"{' and '.join(f'no {key}' for key in narrow)}, or precision=bf16 {words}",
+            )
+
+    def _check_compile(self) -> None:
+        if self.compile and not self.schedule.startswith("file:") and GENERATORS[self.schedule].splits:
+            raise uncompilable(f"schedule={self.schedule}")
 
     @classmethod
     def keys(cls) -> tuple[str, ...]:
@@ -232,14 +222,14 @@ class Plan:
                 raise PlanError(f"this version's plans have no key {key!r}", given=word, hint=hint)
             if key in values:
                 raise PlanError(f"{key} is given twice", given=text)
-            values[key] = _read(key, types[key], value)
+            values[key] = read_value(key, types[key], value)
         return cls(**values)
 
     def __str__(self) -> str:
         """The shortest text that parses back: dp, and whatever is not a default."""
         default = Plan()
         shown = [k for k in self.keys() if k == "dp" or getattr(self, k) != getattr(default, k)]
-        return " ".join(f"{key}={_shown(getattr(self, key))}" for key in shown)
+        return " ".join(f"{key}={show_value(getattr(self, key))}" for key in shown)
 
     @property
     def num_ranks(self) -> int:
@@ -266,7 +256,7 @@ class Plan:
     @property
     def rows(self) -> int:
         """Degree of `row`: ranks that the hidden dim is cut over."""
-        found = _TP.fullmatch(self.tp)
+        found = TP.fullmatch(self.tp)
         assert found is not None, self.tp
         return int(found[1]) if found[2] else 1
 
@@ -283,10 +273,10 @@ class Plan:
     @property
     def factor_rank(self) -> int | None:
         """The rank of the factors that matrices travel as; None where they travel as something else."""
-        found = _REDUCE.fullmatch(self.reduce)
+        found = REDUCE.fullmatch(self.reduce)
         if found is None or not self.reduce.startswith("powersgd"):
             return None
-        return int(found[1] or _FACTOR_RANK)
+        return int(found[1] or FACTOR_RANK)
 
     @property
     def accumulates_whole(self) -> bool:
@@ -352,39 +342,11 @@ class Plan:
         return num_sequences // shares
 
 
-def _canonical(tp: object) -> str:
-    """`4` for a grid of one row, else `2x4`: of a text, a number or (rows, columns)."""
-    text = "x".join(map(str, tp)) if isinstance(tp, tuple) else str(tp)
-    found = _TP.fullmatch(text)
-    if found is None:
-        raise PlanError(
-            "tp is not a grid", given=f"tp={text}", expected="columns (tp=4), or rows x columns (tp=2x4)"
-        )
-    return text.removeprefix("1x")
-
-
-def _check_type(key: str, kind: Any, value: object) -> None:
-    if kind is int and (type(value) is not int or value < _LEAST.get(key, 1)):
-        raise _not_a_number(key, value)
-    if kind is bool and type(value) is not bool:
-        raise PlanError(f"{key} is not a choice", given=f"{key}={value}", expected="true or false")
-
-
-def _read(key: str, kind: Any, text: str) -> Any:
-    if kind is int:
-        if not text.isascii() or not text.isdigit():
-            raise _not_a_number(key, text)
-        return int(text)
-    if kind is bool:
-        return {"true": True, "false": False}.get(text, text)
-    return text
-
-
-def _shown(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _not_a_number(key: str, value: object) -> PlanError:
-    what = "stage" if key == "zero" else "number of units" if key == "prefetch" else "degree"
-    expected = "0, 1, 2 or 3" if key == "zero" else f"a whole number, {_LEAST.get(key, 1)} or more"
-    return PlanError(f"{key} is not a {what}", given=f"{key}={value}", expected=expected)
+def uncompilable(schedule: str) -> PlanError:
+    """Of a plan whose schedule takes backwards apart."""
+    return PlanError(
+        "a compiled block's backward cannot be taken apart",
+        given=f"compile=true {schedule}, with backwards in halves (W)",
+        expected="whole backwards: the compiler makes one of a block",
+        hint="compile=false, or schedule=1f1b",
+    )

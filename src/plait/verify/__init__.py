@@ -1,6 +1,6 @@
 """Verifying: a plan on local ranks against the one-process program, on any model."""
 
-from plait.verify.rank import LEAST, PRECISIONS, Job
+from plait.verify.rank import LEAST, PRECISIONS, Job, check
 from plait.verify.session import How, serve, verify
 from plait.verify.subject import Source, Subject, source_of
 from plait.verify.sweep import all_plans
@@ -17,6 +17,7 @@ __all__ = [
     "Subject",
     "Verdict",
     "all_plans",
+    "check",
     "serve",
     "source_of",
     "verify",

@@ -52,6 +52,11 @@ class Job:
         return Verdict(str(self.source), self.plan, self.dtype, self.num_ranks, outcome, **more)
 
 
+def check(subject: Subject, plan: Plan) -> None:
+    """Raises PlanError or ModelError where the model cannot be cut as the plan says; needs no rank."""
+    check_cuts(subject.build(torch.float32), plan, subject.tensor_plan, blocks=subject.blocks)
+
+
 class Verifier:
     """Of one rank. Keeps what one process computed: many plans of one source are held against the same."""
 
@@ -63,7 +68,7 @@ class Verifier:
         with tempfile.TemporaryDirectory(prefix="plait-verify-") as folder:
             subject = job.source.subject()
             try:
-                check_cuts(subject.build(torch.float32), Plan.parse(job.plan), subject.tensor_plan)
+                check(subject, Plan.parse(job.plan))
             except PlaitError as error:  # all ranks find it; what one of them finds later, ends all
                 return job.verdict(Outcome.REFUSED, letter=error.letter())
             engine = _engine(job, subject, world, folder)

@@ -32,19 +32,22 @@ class Generator:
     chunks   stages per rank, if nothing else is asked for
     varies   whether there can be another number of them
     trains   whether there are backwards
+    splits   whether some of these are in halves
     """
 
     make: Make
     chunks: int = 1
     varies: bool = True
     trains: bool = True
+    splits: bool = False
 
     def chunks_for(self, name: str, chunks: int) -> int:
         """What was asked for, or the usual for 0. Raises ScheduleError where that cannot be."""
         if chunks not in (0, self.chunks) and not self.varies:
             raise ScheduleError(
-                f"{name} has {self.chunks} {'stage' if self.chunks == 1 else 'stages'} on every rank",
+                "this schedule's number of stages on every rank is its own",
                 given=f"schedule={name} chunks={chunks}",
+                expected=f"{self.chunks} {'stage' if self.chunks == 1 else 'stages'} on every rank",
                 hint=f"schedule=interleaved chunks={chunks}",
             )
         return chunks or self.chunks
@@ -137,8 +140,8 @@ GENERATORS: dict[str, Generator] = {
     "1f1b": Generator(one_f_one_b),
     "interleaved": Generator(interleaved, chunks=2),
     "bfs": Generator(breadth_first, chunks=2),
-    "zb-h1": Generator(zb_h1, varies=False),
-    "zbv": Generator(zbv, chunks=2, varies=False),
-    "dualpipev": Generator(dualpipev, chunks=2, varies=False),
+    "zb-h1": Generator(zb_h1, varies=False, splits=True),
+    "zbv": Generator(zbv, chunks=2, varies=False, splits=True),
+    "dualpipev": Generator(dualpipev, chunks=2, varies=False, splits=True),
     "inference": Generator(inference, trains=False),
 }

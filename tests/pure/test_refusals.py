@@ -1,0 +1,164 @@
+"""What a plan refuses by itself is what docs/plans.md lists: no combination more, and none less."""
+
+import random
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plait.errors import PlanError
+from plait.plan import Plan
+
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "plans.md"
+SEED, NUM_PLANS = 7, 16_000
+
+OPTIONS: dict[str, list[Any]] = {
+    "dp": [1, 2, 3, 4, 6, 8],
+    "tp": ["1", "2", "3", "4x1", "2x2", "2x4"],
+    "pp": [1, 2, 3, 4],
+    "schedule": ["1f1b", "gpipe", "interleaved", "bfs", "zb-h1", "zbv", "dualpipev", "file:a.csv"],
+    "chunks": [0, 0, 1, 2, 3],
+    "stages": ["", "", "", "3", "3,4", "1,2,1", "2,2,2,2", "1,1,1,1,1,1"],
+    "sp": [False, False, True],
+    "zero": [0, 1, 2, 3],
+    "shard": [0, 0, 1, 2, 3, 4],
+    "micro": [1, 2, 5],
+    "accumulate": ["auto", "auto", "whole", "cut"],
+    "prefetch": [1, 1, 1, 0, 2],
+    "gathered": ["use", "use", "step"],
+    "precision": ["fp64", "fp32", "bf16", "fp16"],
+    "reduce": ["fp32", "fp32", "fp32", "bf16", "fp16", "int8", "powersgd", "powersgd:8"],
+    "algorithm": ["auto", "auto", "naive", "ring", "halving", "tree", "two-level"],
+    "states": ["fp32", "fp32", "bf16"],
+    "offload": ["none", "cpu", "disk"],
+    "recompute": ["none", "full", "selective", "every=2"],
+    "compile": [False, False, True],
+}
+
+Values = dict[str, Any]
+CHUNKS = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "bfs": 2, "zb-h1": 1, "zbv": 2, "dualpipev": 2}
+FIXED = ("zb-h1", "zbv", "dualpipev")
+
+
+def _miscounts(v: Values) -> bool:
+    stages = v["pp"] * (v["chunks"] or CHUNKS.get(v["schedule"], 0))
+    is_file = v["schedule"].startswith("file:")
+    return bool(v["stages"]) and not is_file and len(v["stages"].split(",")) != stages
+
+
+# By the rule's name in docs/plans.md, which is the fact of its letter: who breaks it.
+RULES: dict[str, Callable[[Values], bool]] = {
+    "one column has nothing to cut the sequence over": lambda v: v["sp"] and v["tp"] in ("1", "4x1"),
+    "this schedule's number of stages on every rank is its own": lambda v: (
+        v["schedule"] in FIXED and v["chunks"] not in (0, CHUNKS[v["schedule"]])
+    ),
+    "a schedule's file says which rank has which stages": lambda v: (
+        v["schedule"].startswith("file:") and v["chunks"] != 0
+    ),
+    "stages are not as many as the plan has": _miscounts,
+    "stage 0 cuts nothing over shard": lambda v: v["zero"] == 0 and v["shard"] != 0,
+    "shard does not divide dp": lambda v: v["shard"] != 0 and v["dp"] % v["shard"] != 0,
+    "up to stage 1 gradients are whole: there is no range to accumulate in": lambda v: (
+        v["accumulate"] == "cut" and v["zero"] <= 1
+    ),
+    "prefetch is about parameters that are cut, which is stage 3": lambda v: (
+        v["prefetch"] != 1 and v["zero"] != 3
+    ),
+    "gathered is about parameters that are cut, which is stage 3": lambda v: (
+        v["gathered"] != "use" and v["zero"] != 3
+    ),
+    "fp64 is for exact comparisons, which anything narrow would spoil": lambda v: (
+        v["precision"] == "fp64" and (v["reduce"], v["states"]) != ("fp32", "fp32")
+    ),
+    "a compiled block's backward cannot be taken apart": lambda v: v["compile"] and v["schedule"] in FIXED,
+    "compressed gradients have a way of their own to be summed": lambda v: (
+        v["algorithm"] != "auto" and v["reduce"] not in ("fp32", "bf16")
+    ),
+}
+
+
+@cache
+def _drawn() -> list[tuple[Values, list[str], PlanError | None]]:
+    """Combinations of all keys' values, what rules they break, and the letter that they get."""
+    rng = random.Random(SEED)
+    found = []
+    for number in range(NUM_PLANS):
+        values = {key: rng.choice(options) for key, options in OPTIONS.items()}
+        if number % 2:  # near to what can be: a plan that breaks everything says little about any one rule
+            kept = rng.sample(sorted(OPTIONS), 5)
+            values = {key: values[key] if key in kept else options[0] for key, options in OPTIONS.items()}
+        found.append((values, [name for name, breaks in RULES.items() if breaks(values)], _letter(values)))
+    return found
+
+
+def _letter(values: Values) -> PlanError | None:
+    try:
+        Plan(**values)
+    except PlanError as error:
+        return error
+    return None
+
+
+def test_a_plan_refuses_exactly_the_combinations_that_the_docs_list() -> None:
+    assert set(OPTIONS) == set(Plan.keys())
+    for values, broken, letter in _drawn():
+        assert (letter is None) == (not broken), f"{values}: {broken or letter}"
+        assert letter is None or letter.fact in broken, f"{values}: {letter}"
+
+
+def test_the_docs_list_every_rule_and_each_is_broken_by_itself() -> None:
+    section = DOCS.read_text().partition("## What cannot be")[2].partition("\n## ")[0]
+    documented = [row.split("|")[1].strip() for row in section.splitlines() if row.startswith("| ")][1:]
+    assert documented == list(RULES)
+    alone = [broken[0] for _, broken, _ in _drawn() if len(broken) == 1]
+    assert all(alone.count(name) >= 10 for name in RULES)
+    assert sum(not broken for _, broken, _ in _drawn()) > 1000
+
+
+def test_what_a_letter_offers_mends_what_it_is_about() -> None:
+    """Every alternative of every letter, put in the place of what was given, no longer breaks its rule."""
+    offered = set()
+    for values, broken, letter in _drawn():
+        if letter is None or (letter.fact, letter.given, len(broken)) in offered:
+            continue
+        offered.add((letter.fact, letter.given, len(broken)))
+        assert letter.given is not None
+        for offer in _offers(str(letter.hint)):
+            mended = {**values, **offer}
+            assert not RULES[letter.fact](mended), f"{letter}: {offer}"
+            if len(broken) == 1 and not any(breaks(mended) for breaks in RULES.values()):
+                assert Plan.parse(_text(mended)) == Plan(**mended)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_refused_plan_becomes_one_that_can_be_by_what_its_letter_offers(name: str) -> None:
+    """By at least one of what is offered, where nothing else is wrong with it."""
+    for values, broken, letter in _drawn():
+        if broken == [name]:
+            mended = [{**values, **offer} for offer in _offers(str(letter.hint))] if letter else []
+            assert any(_letter(candidate) is None for candidate in mended), f"{values}: {letter}"
+
+
+def _offers(hint: str) -> list[Values]:
+    """`zero=1 shard=2, or no shard`: one dict of values for each."""
+    types = {key: type(options[0]) for key, options in OPTIONS.items()}
+    offers = []
+    for text in re.split(r",? or ", hint):
+        offer: Values = {}
+        for word in re.sub(r"(and )?\bno (\w+)", r"no=\2", text).split():
+            key, equals, value = word.partition("=")
+            assert equals, f"a hint that is no plan: {hint}"
+            if key == "no":
+                offer[value] = OPTIONS[value][0]
+            else:
+                offer[key] = value == "true" if types[key] is bool else types[key](value)
+        assert offer, f"a hint that offers nothing: {hint}"
+        offers.append(offer)
+    return offers
+
+
+def _text(values: Values) -> str:
+    return " ".join(f"{key}={str(value).lower()}" for key, value in values.items())

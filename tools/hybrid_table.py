@@ -1,0 +1,125 @@
+"""Writes docs/hybrid_sweep.md: what the last sweep of plans that mix strands has shown.
+
+`make sweep`, or `pytest tests/ranks/test_hybrid.py -m sweep`, leaves its results in build/hybrid_sweep.jsonl;
+then `python tools/hybrid_table.py` makes the page of them.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "build" / "hybrid_sweep.jsonl"
+PAGE = ROOT / "docs" / "hybrid_sweep.md"
+TOLERANCE = 1e-9
+
+HEAD = """# Plans that mix strands: the last sweep
+
+Every plan trains a small model for three steps in float64: AdamW with weight decay, clipping active, labels
+masked unevenly, stages of unlike depth. Compared with the one-process program are the loss and the norm of
+every step, every gradient of every step, and the weights at the end. A difference is the largest of any
+element, relative to the largest element of all gradients (or weights).
+
+{date}, {machine}:
+**{passed} of {plans} plans within {tolerance:.0e}**, on 2 to {most} ranks, largest difference {worst}.
+
+`make test` runs {few} other plans, in which every pair of options meets. What plans refuse is in
+[plans.md](plans.md). This page is written by `python tools/hybrid_table.py` from what `make sweep` leaves.
+Plans are drawn, seeded, from the product of:
+
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--few", type=int, default=200, help="plans that `make test` runs")
+    options = parser.parse_args()
+    lines = [json.loads(line) for line in options.results.read_text().splitlines()]
+    when = datetime.date.fromtimestamp(options.results.stat().st_mtime)
+    PAGE.write_text(page_of(lines, when, options.few))
+
+
+def page_of(lines: Sequence[Mapping[str, Any]], when: datetime.date, few: int) -> str:
+    machine = f"{os.cpu_count()} cores ({platform.machine()}), torch {torch.__version__}"
+    head = HEAD.format(
+        date=when,
+        machine=machine,
+        passed=sum(passes(line) for line in lines),
+        plans=len(lines),
+        tolerance=TOLERANCE,
+        most=max(ranks_of(line["case"]) for line in lines),
+        worst=worst(lines),
+        few=few,
+    )
+    by_option: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    by_strands: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for line in lines:
+        by_strands[strands_of(line["case"])].append(line)
+        for factor, option in line["case"].items():
+            by_option[factor][option] += 1
+    options = (
+        (f"`{factor}`", ", ".join(f"{option} ({found[option]})" for option in sorted(found)))
+        for factor, found in by_option.items()
+    )
+    strands = (
+        (
+            name,
+            len(of),
+            f"{min(r)}-{max(r)}" if min(r := [*map(ranks_of_line, of)]) < max(r) else r[0],
+            worst(of),
+        )
+        for name, of in sorted(by_strands.items())
+    )
+    return (
+        head
+        + table(("factor", "options (how many plans have each)"), options)
+        + "\n## By strands\n\n"
+        + table(("strands", "plans", "ranks", "largest difference"), strands)
+    )
+
+
+def passes(line: Mapping[str, Any]) -> bool:
+    return line["difference"] is not None and line["difference"] <= TOLERANCE
+
+
+def worst(lines: Iterable[Mapping[str, Any]]) -> str:
+    differences = [line["difference"] for line in lines]
+    return "failed" if None in differences else f"{max(differences):.1e}"
+
+
+def strands_of(case: Mapping[str, str]) -> str:
+    """As in `pp x dp x tp sp zero=3`."""
+    tp = "tp (rows)" if "x" in case["tp"] else "tp"
+    axes = [
+        name for name, degree in (("pp", case["pp"]), ("dp", case["dp"]), (tp, case["tp"])) if degree != "1"
+    ]
+    sp = " sp" if case.get("sp") == "true" else ""
+    zero = f" zero={case['zero']}" if case["dp"] != "1" else ""
+    return f"{' x '.join(axes)}{sp}{zero}"
+
+
+def ranks_of_line(line: Mapping[str, Any]) -> int:
+    return ranks_of(line["case"])
+
+
+def ranks_of(case: Mapping[str, str]) -> int:
+    rows, _, cols = case["tp"].rpartition("x")
+    return int(case["pp"]) * int(case["dp"]) * int(rows or 1) * int(cols)
+
+
+def table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    lines = [titles, ["---"] * len(titles), *rows]
+    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
+
+
+if __name__ == "__main__":
+    main()
