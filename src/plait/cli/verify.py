@@ -96,7 +96,7 @@ def verify(
 def verify_rank(room: Path) -> None:
     """One rank of what `plait verify` has started, which tells the letters of its ranks."""
     end_with_parent()
-    logging.set_verbosity_error()
+    logging.set_verbosity(logging.CRITICAL)
     several = len(json.loads((room / "jobs.json").read_text(encoding="utf-8"))["jobs"]) > 1
     try:
         serve(room, (lambda verdict: print(line(verdict), flush=True)) if several else None)

@@ -41,6 +41,7 @@ _SIZES: dict[str, Any] = {
     "n_group": 1,
     "topk_group": 1,
     "first_k_dense_replace": 1,
+    "rotary_dim": 4,
     # latent attention
     "q_lora_rank": 12,
     "kv_lora_rank": 10,
@@ -54,6 +55,7 @@ _VARIANTS = (
     {key: value for key, value in _WITHOUT_HEAD_DIM.items() if key != "q_lora_rank"},
     {**_WITHOUT_HEAD_DIM, "num_key_value_heads": _HEADS},
 )
+_SILENT = 60  # above errors: configurations that fit are looked for by trying
 _NOT_SHAPES = ("architectures", "auto_map", "torch_dtype", "dtype", "transformers_version", "_name_or_path")
 
 
@@ -64,11 +66,11 @@ def shrunk(values: Mapping[str, Any], layers: int) -> dict[str, Any]:
     """
     failure: Exception | None = None
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
+    logging.set_verbosity(_SILENT)
     try:
         for taken in _taken_over(values):
             for sizes in _VARIANTS:
-                config = {**taken, **sizes, "num_hidden_layers": layers}
+                config = {**taken, **sizes, **_of_layers(layers)}
                 try:
                     _try(config)
                     return config
@@ -91,6 +93,11 @@ def _taken_over(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield {key: value for key, value in given.items() if not isinstance(value, list)}
         yield {key: value for key, value in given.items() if isinstance(value, str | bool)}
     yield kind
+
+
+def _of_layers(layers: int) -> dict[str, Any]:
+    """GPT-Neo says how its layers attend, in pairs, and for how many."""
+    return {"num_hidden_layers": layers, "attention_types": [[["global", "local"], (layers + 1) // 2]]}
 
 
 def _try(config: Mapping[str, Any]) -> None:
