@@ -18,11 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
 
 
 def widen(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
     """Lets the model and its blocks, which may run again in backward, compute in float64 throughout if their
     parameters are of it. In place."""
+    if isinstance(model, PreTrainedModel):
+        model.set_experts_implementation("eager")  # torch's grouped product does not take float64
     for module in (model, *blocks):
         kind = type(module)
         module.__class__ = _KINDS[kind] = _KINDS.get(kind) or _wide(kind)
