@@ -64,7 +64,12 @@ def test_of_many_plans_it_prints_a_matrix_and_goes_on_after_ranks_that_died(tmp_
         (["--model", "llama"], "ConfigError: one plan, a file of plans, or all plans"),
         (["--model", "llama", "--plan", "dp=2", "--ranks", "4"], "PlanError: the plan's degrees do not"),
         (["--model", "mixtral", "--plan", "tp=2 sp=true"], "Error: "),
-        (["--model", "llama", "--plan", "dp=2 reduce=int8"], "PlanError: fp64 is for exact comparisons"),
+        (
+            ["--model", "llama", "--plan", "dp=2 reduce=int8"],
+            "ConfigError: this plan cannot be verified in float64",
+        ),
+        (["--model", ":build", "--plan", "dp=2"], "ModelError: the function that builds the model cannot be"),
+        (["--model", "llama", "--plan", "dp=2", "--tolerance", "0"], "ConfigError: that is no relative"),
     ],
 )
 def test_what_cannot_be_verified_is_one_letter_before_a_rank_starts(words: list[str], letter: str) -> None:
