@@ -75,8 +75,8 @@ def verify(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all that was found.")] = None,
     debug: Debug = False,  # noqa: ARG001 (read by ends_with_letter)
 ) -> None:
-    """Hold a plan against one process: losses, gradients, weights. Ends with 0: the same; 1: not; 2: the plan
-    cannot be."""
+    """Hold a plan against one process: losses, gradients, weights. Ends with 0: the same; 1: not, or a rank
+    died; 2: the plan cannot be."""
     check_places({"--json": json_file})
     _check_tolerance(tolerance)
     asked = _plans(plan, plans, all_of, ranks)
@@ -161,7 +161,7 @@ def _plans(plan: str | None, plans: Path | None, all_of: int, ranks: int | None)
     if plan is not None:
         found = [Plan.parse(plan)]
     elif plans is not None:
-        found = [Plan.parse(text) for text in _lines(plans)]
+        found = _of_file(plans)
     else:
         found = all_plans(all_of)
     for one in found:
@@ -170,12 +170,22 @@ def _plans(plan: str | None, plans: Path | None, all_of: int, ranks: int | None)
     return found
 
 
-def _lines(path: Path) -> list[str]:
+def _of_file(path: Path) -> list[Plan]:
     try:
         lines = [text.partition("#")[0].strip() for text in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("the plans cannot be read", given=f"{path}: {error}") from error
-    found = [text for text in lines if text]
+    found = []
+    for number, text in enumerate(lines, start=1):
+        try:
+            found += [Plan.parse(text)] if text else []
+        except PlanError as error:
+            raise PlanError(
+                error.fact,
+                given=f"{path}:{number}: {error.given}",
+                expected=error.expected,
+                hint=error.hint,
+            ) from error
     if not found:
         raise ConfigError("there is no plan in the file", given=path, expected="a plan per line")
     return found

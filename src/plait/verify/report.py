@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from plait.plan import Plan
 from plait.verify.verdict import Outcome, Verdict
@@ -18,7 +20,8 @@ def tables(verdict: Verdict, console: Console) -> None:
         console.print(_parameters(verdict))
         if verdict.traffic:
             console.print(_traffic(verdict))
-    console.print(sentence(verdict), style=_SHOWN[verdict.outcome], highlight=False, soft_wrap=True)
+    shown = Text(sentence(verdict), style=_SHOWN[verdict.outcome])  # no markup: it may quote anything
+    console.print(shown, highlight=False, soft_wrap=True)
 
 
 def sentence(verdict: Verdict) -> str:
@@ -69,7 +72,7 @@ def _parameters(verdict: Verdict) -> Table:
         table.add_column("off on")
     for off in verdict.worst:
         is_off = off.excess > 1
-        row = [off.name, *(f"{value:.1e}" for value in (off.gradient, off.weight, off.allowed))]
+        row = [escape(off.name), *(f"{value:.1e}" for value in (off.gradient, off.weight, off.allowed))]
         row += [off.where if is_off else ""] if differs else []
         table.add_row(*row, style="red" if is_off else None)
     return table

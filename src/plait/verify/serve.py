@@ -133,8 +133,10 @@ class _Work:
             how = self._how
             world = connect(timeout_s=how.timeout_s, device=how.device, transport=how.transport)
             verdict = self._verifier.run(job, world, files)
-        except PlaitError as error:
-            values = {"letter": error.letter(), "is_echo": isinstance(error, CommError)}
+        except Exception as error:
+            is_letter = isinstance(error, PlaitError)
+            said = error.letter() if isinstance(error, PlaitError) else f"{type(error).__name__}: {error}"
+            values = {"said": said, "is_letter": is_letter, "is_echo": isinstance(error, CommError)}
             write_json(self._room / f"letter-{self._rank}.json", values)
             raise  # a rank that fails ends; closing the world would wait for the others, who wait for it
         world.close()
@@ -154,7 +156,8 @@ def _of_the_dead(job: Job, room: Path, code: int) -> Verdict:
     """What is to be said of ranks that have ended: the letter of the first that had one of its own."""
     letters = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(room.glob("letter-*.json"))]
     letters.sort(key=lambda found: bool(found["is_echo"]))
-    if letters and not letters[0]["is_echo"]:
-        return job.verdict(Outcome.REFUSED, letter=letters[0]["letter"])
-    said = letters[0]["letter"] if letters else "what it said stands above"
-    return job.verdict(Outcome.DIED, letter=f"a rank ended with code {code}: {said}")
+    if not letters:
+        return job.verdict(Outcome.DIED, letter=f"a rank ended with code {code}")
+    first = letters[0]
+    outcome = Outcome.REFUSED if first["is_letter"] and not first["is_echo"] else Outcome.DIED
+    return job.verdict(outcome, letter=first["said"])
