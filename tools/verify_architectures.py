@@ -111,13 +111,18 @@ def _page(found: dict[str, list[Verdict]]) -> str:
         "",
         "## Why not",
         "",
-        "| model type | plan | |",
+        "| what was said | under | model types |",
         "|---|---|---|",
     ]
+    reasons: dict[str, tuple[set[str], set[str]]] = {}
     for kind, verdicts in built.items():
         for plan, verdict in zip(PLANS, verdicts, strict=True):
             if verdict.outcome is not Outcome.SAME:
-                lines.append(f"| {kind} | `{plan}` | {_reason(verdict)} |")
+                plans, kinds = reasons.setdefault(_reason(verdict), (set(), set()))
+                plans.add(f"`{plan}`")
+                kinds.add(kind)
+    for reason, (plans, kinds) in sorted(reasons.items(), key=lambda found: -len(found[1][1])):
+        lines.append(f"| {reason} | {', '.join(sorted(plans))} | {', '.join(sorted(kinds))} |")
     lines += ["", f"Not built small: {', '.join(kind for kind in found if kind not in built)}.", ""]
     return "\n".join(lines)
 
@@ -129,9 +134,10 @@ def _cell(verdict: Verdict) -> str:
 
 
 def _reason(verdict: Verdict) -> str:
+    """Without what is of one model alone, so that models with the same one stand together."""
     if verdict.outcome is Outcome.DIFFERS:
         return f"differs by {verdict.largest:.0e}; farthest: {verdict.worst[0].name}"
-    return " ".join(verdict.letter.replace("|", "/").split())[:300]
+    return verdict.letter.split("\n")[0].replace("|", "/")
 
 
 if __name__ == "__main__":
