@@ -128,14 +128,15 @@ def _loop(job: Job, stop: Stop) -> signal.Signals | None:
             )
             if job.in_vain >= how.max_skipped:
                 raise _diverged(job, lr)
-            if _due(job.step, how.check_replicas_every, how.steps):
-                engine.check_replicas()
             if _due(job.step, how.evaluate_every, how.steps):
                 metrics.validation(job.step, _evaluate(job))
             if job.step == begun_at + 5:  # the first steps are slower than those to come
                 ask_every = _ask_every(engine, seconds)
             stopping = job.step % ask_every == 0 and engine.world.any_flag(stop.asked is not None)
-            if stopping or job.step == how.steps or _due(job.step, how.checkpoint_every, how.steps):
+            saving = stopping or job.step == how.steps or _due(job.step, how.checkpoint_every, how.steps)
+            if how.check_replicas_every and (saving or job.step % how.check_replicas_every == 0):
+                engine.check_replicas()  # before good checkpoints make room for one that is not
+            if saving:
                 metrics.flush()
                 _save(job)
             if stopping and job.step < how.steps:
