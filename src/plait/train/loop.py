@@ -82,11 +82,11 @@ def train(recipe: Recipe, world: World) -> signal.Signals | None:
         job = _start(recipe, world)
         stopped_by = _loop(job, stop)
         if stopped_by is None:  # a signal now comes late: all is trained
-            write_measured(job.run.measured, job.engine, job.heard, recipe.run.trace)
             if job.console is not None:
                 finish(recipe, job.run, job.engine, job.console)
                 world.announce(_FINISHED)
             world.wait_for(_FINISHED)  # a rank that left would take the first one's export down with it
+            write_measured(job.run.measured, job.engine, job.heard, recipe.run.trace)
     return stopped_by
 
 
