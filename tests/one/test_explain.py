@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from plait.comm import all_reduce
 from plait.dry import Job
-from plait.errors import ModelError, PlanError
+from plait.errors import ConfigError, ModelError, PlanError
 from plait.explain import Explanation, explain
 from plait.models import causal_lm_on_meta
 from plait.parallel import DataGroups
@@ -87,6 +87,26 @@ def test_hosts_that_share_no_memory_gather() -> None:
     assert two.of_rank(0).memory.buffers > one.of_rank(0).memory.buffers
 
 
+@pytest.mark.parametrize(
+    ("plan", "host_size", "cut"),
+    [("dp=12 zero=3 shard=4", 6, range(4, 8)), ("pp=2 dp=4 zero=3", 6, range(4, 8))],
+)
+def test_where_a_host_ends_inside_of_a_group_its_ranks_gather_and_others_do_not(
+    plan: str, host_size: int, cut: range
+) -> None:
+    found = explained(small(2), plan, job=Job("host", host_size, CPU))
+    for rank in range(found.grid.num_ranks):
+        verbs = {line.verb for line in found.of_rank(rank).traffic["parameters"]}
+        assert verbs == ({"all-gather"} if rank in cut else {"barrier"})
+
+
+def test_columns_whose_data_ranks_lie_otherwise_on_hosts_are_not_alike() -> None:
+    found = explained(small(2), "dp=3 tp=2 algorithm=two-level", job=Job("gloo", 3, CPU))
+    assert [row.ranks for row in found.alike] == [(rank,) for rank in range(6)]
+    aligned = explained(small(2), "dp=3 tp=2 algorithm=two-level", job=Job("gloo", 2, CPU))
+    assert [row.ranks for row in aligned.alike] == [(0, 1), (2, 3), (4, 5)]
+
+
 def test_the_bubble_is_that_of_the_schedule() -> None:
     found = explained(small(4), "pp=4 micro=8")
     schedule = make_schedule("1f1b", 4, 8)
@@ -141,6 +161,20 @@ def test_a_model_that_needs_values_gets_a_letter() -> None:
 def test_what_cannot_be_is_refused_as_it_would_be_on_ranks() -> None:
     with pytest.raises(PlanError, match="cannot fill"):
         explained(small(2), "pp=4")
+    gpus = Job("nccl", 8, torch.device("cuda"))
+    with pytest.raises(PlanError, match="algorithms by name are for CPU ranks"):
+        explained(small(2), "dp=2 algorithm=ring", job=gpus)
+    with pytest.raises(PlanError, match="offload=disk is for ranks that compute on the CPU"):
+        explained(small(2), "dp=2 offload=disk precision=bf16", job=gpus)
+    with pytest.raises(PlanError, match="needs the model's repeated blocks"):
+        explain(nn.Linear(4, 4), "recompute=full", {"input": torch.ones(2, 4)})
+    with pytest.raises(ConfigError, match="the optimizer is given by its class"):
+        explained(small(2), "dp=2", optimizer="adamw")
+
+
+def test_a_micro_batch_of_nothing_gets_a_letter() -> None:
+    with pytest.raises(ModelError, match="a micro-batch has no tensors"):
+        explain(small(2), "dp=2", {})
 
 
 def test_strands_add_up_to_all_that_is_said() -> None:
