@@ -151,8 +151,8 @@ class _View:
             alike[at["pp"], role, look].append(rank)
             if look not in seen:
                 seen[look] = self._seen(rank)
-        for (_, _, look), ranks in alike.items():
-            yield self._row(tuple(ranks), *seen[look])
+        for (_, _, kind), ranks in alike.items():
+            yield self._row(tuple(ranks), *seen[kind])
 
     def _hosts(self, rank: int) -> Hashable:
         """How the rank's groups of data parallelism lie on hosts, as far as anything hangs on it."""

@@ -13,7 +13,15 @@ from torch.utils._pytree import tree_map_only
 import families
 import programs
 import staged
-from plait.models import BlockOutputs, StageModule, forward_inputs, meta_twin, receiving, saved_bytes, watch_saved
+from plait.models import (
+    BlockOutputs,
+    StageModule,
+    forward_inputs,
+    meta_twin,
+    receiving,
+    saved_bytes,
+    watch_saved,
+)
 
 LAYERS = 4
 
