@@ -42,7 +42,7 @@ _META = torch.device("meta")
 
 
 @dataclass(frozen=True)
-class Job:
+class Cluster:
     """The ranks that there would be: `transport` (host, gloo or nccl), how many to a host (None: all), and
     what they compute on."""
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.assembly import check_device, check_update, checked_blocks, training_of
-from plait.dry import DryStage, Job, dry_stages
+from plait.dry import Cluster, DryStage, dry_stages
 from plait.errors import ModelError
 from plait.models import Blocks, Chain, Loss
 from plait.optim import states_per_element
@@ -77,7 +77,7 @@ def explain(
     plan: Plan | str,
     micro: Mapping[str, Tensor],
     *,
-    job: Job | None = None,
+    cluster: Cluster | None = None,
     optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
     optimizer_args: Mapping[str, Any] | None = None,
     param_groups: Iterable[Any] | None = None,
@@ -87,15 +87,15 @@ def explain(
 ) -> Explanation:
     """What `parallelize` with these arguments, and steps of such micro-batches, will come to.
 
-    `micro`: a micro-batch of one data rank, on meta or not: its shapes and dtypes count. `job`: the ranks
-    that there would be; None: of one host, computing on its CPU. The model is not changed. Raises PlanError,
+    `micro`: a micro-batch of one data rank, on meta or not: its shapes and dtypes count. `cluster`: what
+    the ranks would be; None: of one host, computing on its CPU. The model is not changed. Raises PlanError,
     ModelError or ConfigError where `parallelize` would; only whether a device computes in fp16 is not tried.
     """
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     model = model if isinstance(model, nn.Module) else Chain(model)
-    job = job or Job("host", None, torch.device("cpu"))
+    cluster = cluster or Cluster("host", None, torch.device("cpu"))
     check_update(optimizer)
-    check_device(plan, job.device)
+    check_device(plan, cluster.device)
     if not micro:
         raise ModelError("a micro-batch has no tensors", expected="what the model is given, by name")
     found = checked_blocks(model, plan, blocks)
@@ -103,12 +103,12 @@ def explain(
         training_of(model, plan, found, param_groups=param_groups, tensor_plan=tensor_plan), loss=loss
     )
     per_element = states_per_element(optimizer, dict(optimizer_args or {}))
-    view = _View(model, plan, how, job, found, {k: v.to("meta") for k, v in micro.items()}, per_element)
+    view = _View(model, plan, how, cluster, found, {k: v.to("meta") for k, v in micro.items()}, per_element)
     schedule = how.schedule
     return Explanation(
         plan,
         view.grid,
-        job.transport,
+        cluster.transport,
         type(model).__name__,
         view.holdings.num_parameters,
         schedule.num_stages,
@@ -126,16 +126,16 @@ class _View:
         model: nn.Module,
         plan: Plan,
         how: Training,
-        job: Job,
+        cluster: Cluster,
         blocks: list[tuple[str, nn.Module]],
         micro: Mapping[str, Tensor],
         per_element: int,
     ) -> None:
         self.grid = Grid.of(plan)
-        self._model, self._plan, self._how, self._job = model, plan, how, job
+        self._model, self._plan, self._how, self._cluster = model, plan, how, cluster
         self._blocks, self._micro, self._per_element = blocks, micro, per_element
-        self._host_size = job.host_size or self.grid.num_ranks
-        self.holdings: Holdings = Making(model, plan, how, job.mesh(self.grid, 0), blocks).holdings()
+        self._host_size = cluster.host_size or self.grid.num_ranks
+        self.holdings: Holdings = Making(model, plan, how, cluster.mesh(self.grid, 0), blocks).holdings()
 
     def alike(self) -> Iterator[Alike]:
         """In the order of their first ranks."""
@@ -157,7 +157,7 @@ class _View:
     def _hosts(self, rank: int) -> Hashable:
         """How the rank's groups of data parallelism lie on hosts, as far as anything hangs on it."""
         by_host = self._plan.algorithm == "two-level"
-        if not (by_host or self._job.transport == "host"):
+        if not (by_host or self._cluster.transport == "host"):
             return ()
         found = []
         for axis in ("shard", "replicate"):
@@ -177,10 +177,10 @@ class _View:
 
     def _seen(self, rank: int) -> tuple[list[DryStage], DataGroups, Terms]:
         """What the rank sees of all stages at its place of the grid."""
-        mesh = self._job.mesh(self.grid, rank)
+        mesh = self._cluster.mesh(self.grid, rank)
         place = (mesh.coord["row"], mesh.coord["col"])
         groups, layouts = DataGroups.of(mesh, self._plan), self._layouts(place)
-        device = self._job.device
+        device = self._cluster.device
         dry = dry_stages(self._model, self._plan, self._how, self._blocks, layouts, mesh, self._micro, device)
         return dry, groups, terms_of(self._plan, groups, self._host_size)
 
