@@ -4,6 +4,7 @@ they should: each mutation takes the messages of one kind away, of one block."""
 import functools
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -34,8 +35,15 @@ def verify_on_ranks(
 ) -> Verdict | None:
     """On every rank of the plan; the verdict is the first one's."""
     job = Job(source, f"{plan} precision={_PRECISION[dtype]}", dtype, 3, samples, 12, 0)
-    with MUTATIONS[mutation]() if mutation else nullcontext():
-        return Verifier().run(job, connect())
+    with MUTATIONS[mutation]() if mutation else nullcontext(), tempfile.TemporaryDirectory() as folder:
+        return Verifier().run(job, connect(), Path(folder))
+
+
+def verify_twice(source: Source, plan: str) -> None:
+    """By one verifier, which keeps what it knows of the first time."""
+    job, verifier = Job(source, f"{plan} precision=fp64", "float64", 1, 4, 8, 0), Verifier()
+    for _ in range(2):
+        verifier.run(job, connect(), Path())
 
 
 _PRECISION = {"float64": "fp64", "float32": "fp32", "bf16": "bf16"}
@@ -61,6 +69,19 @@ def of_every_build_another() -> Subject:
 def llama() -> nn.Module:
     """A model alone, which says itself what it takes. Its dropout has to be turned off."""
     return causal_lm_on_meta({**LLAMA.config, "attention_dropout": 0.5})
+
+
+def of_numbers() -> Subject:
+    """What it is given are numbers in float32."""
+
+    def batch(step: int, samples: int) -> dict[str, Tensor]:
+        x = torch.randn(samples, 8, generator=torch.Generator().manual_seed(step))
+        return {"input": x, "labels": x.relu()}
+
+    def loss(outputs: Tensor, batch: Any) -> tuple[Tensor, int]:
+        return (outputs - batch["labels"]).square().sum(), outputs.numel()
+
+    return Subject(lambda: nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]), batch, loss)
 
 
 def no_model() -> int:
@@ -143,9 +164,25 @@ def no_sum_of_tied_weights() -> Any:
     return _deaf("plait.parallel.held", "all_reduce", lambda label: label.startswith("gradients of"))
 
 
+@contextmanager
+def one_column_adds_too_much() -> Iterator[None]:
+    """What the second of two columns has of the block's gradients is twice what it should be."""
+    owner: Any = sys.modules["plait.parallel.sums"]
+    real = owner.start_scattered_sum
+
+    def call(whole: Tensor, *args: Any, label: str = "", **kwargs: Any) -> Any:
+        if _in_the_block(label) and connect().rank % 2:
+            whole *= 2
+        return real(whole, *args, label=label, **kwargs)
+
+    with mock.patch.object(owner, "start_scattered_sum", call):
+        yield
+
+
 MUTATIONS: dict[str, Callable[[], Any]] = {
     "replicas": no_sum_over_replicas,
     "parameters": no_gather_of_parameters,
     "parts": no_sum_of_parts,
+    "one column": one_column_adds_too_much,
     "tied": no_sum_of_tied_weights,
 }

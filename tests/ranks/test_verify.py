@@ -4,7 +4,7 @@ import pytest
 
 import verified
 from plait.verify import Outcome, Source, Verdict
-from pool import Pool
+from pool import Pool, RankError
 
 
 def verdict_of(
@@ -29,7 +29,7 @@ def test_a_right_plan_is_found_right(pool: Pool, num_ranks: int, plan: str) -> N
     assert bool(verdict.traffic) == (num_ranks > 1)
 
 
-@pytest.mark.parametrize("build", ["pair", "with_values", "llama"])
+@pytest.mark.parametrize("build", ["pair", "with_values", "llama", "of_numbers"])
 def test_models_of_a_users_own_are_verified(pool: Pool, build: str) -> None:
     verdict = verdict_of(pool, 4, Source(build=f"verified:{build}"), "pp=2 dp=2 zero=3 micro=2")
     assert verdict.outcome is Outcome.SAME
@@ -75,6 +75,16 @@ def test_tied_weights_that_are_not_added_up_over_stages_are_named(pool: Pool) ->
     assert verdict.worst[0].name == "model.embed_tokens.weight"
 
 
-def test_a_model_that_is_another_at_each_build_is_refused(pool: Pool) -> None:
+def test_ranks_are_named_by_the_axis_on_which_they_are_off(pool: Pool) -> None:
+    verdict = verdict_of(pool, 4, verified.LLAMA, "dp=2 tp=2 zero=1", "one column")
+    assert verdict.outcome is Outcome.DIFFERS
+    cut = next(off for off in verdict.worst if off.name.endswith("proj.weight"))
+    assert cut.name.startswith(verified.DEAF_LAYER)
+    assert cut.where == "col=1"
+
+
+def test_a_model_that_is_another_at_each_build_has_the_first_ranks_weights(pool: Pool) -> None:
     source = Source(build="verified:of_every_build_another")
     assert verdict_of(pool, 2, source, "dp=2").outcome is Outcome.SAME
+    with pytest.raises(RankError, match="initial weights depend on the plan"):
+        pool.run(verified.verify_twice, 1, source, "dp=1")

@@ -16,9 +16,8 @@ from transformers.utils import logging
 from plait.cli.letters import LOST_RANK, USER_MISTAKE, ends_with_letter
 from plait.cli.options import Debug
 from plait.cli.outputs import write_output
-from plait.comm import TRANSPORTS
 from plait.comm.launch import end_with_parent
-from plait.errors import ConfigError, PlaitError, unknown_key_hint
+from plait.errors import ConfigError, PlaitError, PlanError
 from plait.files import check_places, write_json
 from plait.plan import Plan
 from plait.plan.schedule.source import schedule_of
@@ -34,6 +33,12 @@ class Dtype(StrEnum):
     float64 = "float64"
     float32 = "float32"
     bf16 = "bf16"
+
+
+class Device(StrEnum):
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
 
 
 @ends_with_letter
@@ -60,6 +65,9 @@ def verify(
     ] = False,
     length: Annotated[int, typer.Option(min=2, help="Tokens of a sequence.")] = 16,
     seed: Annotated[int, typer.Option(min=0, help="Of initial weights and data.")] = 0,
+    device: Annotated[
+        Device, typer.Option(help="What ranks compute on; by default GPUs, where there is one for each.")
+    ] = Device.auto,
     transport: Annotated[str, typer.Option(help="What CPU ranks talk through: host or gloo.")] = "auto",
     tolerance: Annotated[
         float | None, typer.Option(min=0.0, help="Largest relative difference; by default the dtype's.")
@@ -67,22 +75,22 @@ def verify(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all that was found.")] = None,
     debug: Debug = False,  # noqa: ARG001 (read by ends_with_letter)
 ) -> None:
-    """Hold a plan against one process: losses, gradients, weights. Ends with 0: the same; 1: not; 2: the plan
-    cannot be."""
+    """Hold a plan against one process: losses, gradients, weights. Ends with 0: the same; 1: not, or a rank
+    died; 2: the plan cannot be."""
     check_places({"--json": json_file})
-    _check_transport(transport)
+    _check_tolerance(tolerance)
     asked = _plans(plan, plans, all_of, ranks)
-    asked = [replace(one, precision=PRECISIONS[dtype.value]) for one in asked]
+    asked = [_in(dtype, one) for one in asked]
     stages = max(schedule_of(p.schedule, p.pp, p.micro, p.chunks).num_stages for p in asked)
-    source = source_of(model, layers=max(_LAYERS, stages), full=full)
+    source = source_of(model, layers=max(_LAYERS, stages), length=length, full=full)
+    on = _device(device, transport, max(p.num_ranks for p in asked))
     samples = 2 * lcm(*(p.dp * p.micro for p in asked))
     jobs = [Job(source, str(p), dtype.value, steps, samples, length, seed, tolerance) for p in asked]
     console = Console()
     if plan is not None:
         check(source.subject(), asked[0])
     with tempfile.TemporaryDirectory(prefix="plait-verify-") as folder:
-        device = "cuda" if device_count() >= max(p.num_ranks for p in asked) else "cpu"
-        how = How(device, transport, blame=plan is not None)
+        how = How(on, transport, blame=plan is not None)
         found = verify_on_ranks(jobs, Path(folder), how)
     if plan is not None:
         tables(found[0], console)
@@ -104,11 +112,40 @@ def verify_rank(room: Path) -> None:
         raise typer.Exit(LOST_RANK) from None
 
 
-def _check_transport(transport: str) -> None:
-    if transport not in TRANSPORTS:
+def _check_tolerance(tolerance: float | None) -> None:
+    if tolerance is not None and not 0 < tolerance < 1:
+        raise ConfigError("that is no relative difference", given=f"--tolerance {tolerance}", hint="1e-6")
+
+
+def _device(asked: Device, transport: str, num_ranks: int) -> str:
+    """Raises ConfigError for a transport that is none, or between other devices, and for too few GPUs."""
+    if transport not in ("auto", "host", "gloo"):
         raise ConfigError(
-            "there is no such transport", given=repr(transport), hint=unknown_key_hint(transport, TRANSPORTS)
+            "there is no such transport for CPU ranks", given=f"--transport {transport}", hint="host or gloo"
         )
+    if asked is Device.cpu or (asked is Device.auto and transport != "auto"):
+        return "cpu"
+    gpus = device_count()
+    if asked is Device.cuda and (gpus < num_ranks or transport != "auto"):
+        raise ConfigError(
+            "these ranks cannot be on GPUs",
+            given=f"--device cuda --transport {transport}, {num_ranks} ranks, {gpus} GPUs",
+            expected="a GPU for each, and no transport",
+            hint="--device cpu",
+        )
+    return "cuda" if gpus >= num_ranks else "cpu"
+
+
+def _in(dtype: Dtype, plan: Plan) -> Plan:
+    """The plan, computing in what is verified in. Raises ConfigError."""
+    try:
+        return replace(plan, precision=PRECISIONS[dtype.value])
+    except PlanError as error:
+        raise ConfigError(
+            f"this plan cannot be verified in {dtype.value}",
+            given=f"{plan}: {error.fact}",
+            hint="--dtype bf16, which measures what rounding does",
+        ) from error
 
 
 def _plans(plan: str | None, plans: Path | None, all_of: int, ranks: int | None) -> list[Plan]:
@@ -124,7 +161,7 @@ def _plans(plan: str | None, plans: Path | None, all_of: int, ranks: int | None)
     if plan is not None:
         found = [Plan.parse(plan)]
     elif plans is not None:
-        found = [Plan.parse(text) for text in _lines(plans)]
+        found = _of_file(plans)
     else:
         found = all_plans(all_of)
     for one in found:
@@ -133,12 +170,22 @@ def _plans(plan: str | None, plans: Path | None, all_of: int, ranks: int | None)
     return found
 
 
-def _lines(path: Path) -> list[str]:
+def _of_file(path: Path) -> list[Plan]:
     try:
         lines = [text.partition("#")[0].strip() for text in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("the plans cannot be read", given=f"{path}: {error}") from error
-    found = [text for text in lines if text]
+    found = []
+    for number, text in enumerate(lines, start=1):
+        try:
+            found += [Plan.parse(text)] if text else []
+        except PlanError as error:
+            raise PlanError(
+                error.fact,
+                given=f"{path}:{number}: {error.given}",
+                expected=error.expected,
+                hint=error.hint,
+            ) from error
     if not found:
         raise ConfigError("there is no plan in the file", given=path, expected="a plan per line")
     return found

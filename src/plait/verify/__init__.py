@@ -1,7 +1,7 @@
 """Verifying: a plan on local ranks against the one-process program, on any model."""
 
 from plait.verify.rank import LEAST, PRECISIONS, Job, check
-from plait.verify.session import How, serve, verify
+from plait.verify.serve import How, serve, verify
 from plait.verify.subject import Source, Subject, source_of
 from plait.verify.sweep import all_plans
 from plait.verify.verdict import Off, Outcome, Verdict

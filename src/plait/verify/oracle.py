@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from plait.batch import on_device
+from plait.errors import ModelError
 from plait.models import Loss, forward_inputs
 
 IGNORED = -100
@@ -62,7 +64,8 @@ def one_process(
                 parameter.copy_(masters[name])
         sums = {name: torch.zeros_like(parameter) for name, parameter in trained.items()}
         total, count = 0.0, 0
-        for micro in micros:
+        for given in micros:
+            micro = on_device(given, torch.device("cpu"), compute)
             summed, targets = (loss or token_loss)(model(**forward_inputs(model, micro)), micro)
             summed.backward()
             total, count = total + summed.item(), count + int(targets)
@@ -70,6 +73,8 @@ def one_process(
                 gradient, named[name].grad = named[name].grad, None
                 if gradient is not None:
                     sums[name] += gradient.to(master)
+        if not count:
+            raise ModelError("a step of the data has no targets", hint="labels that are not all -100")
         for name, parameter in trained.items():  # one that was not used has a zero gradient
             parameter.grad = sums[name] / count
         course.gradients.append({name: p.grad.clone() for name, p in trained.items() if p.grad is not None})

@@ -10,12 +10,12 @@ from plait.comm import all_gather, broadcast
 from plait.engine import Engine
 from plait.plan import AXES, Grid
 
-_OFF = 1e-6  # of a piece's norm: in float64 a right one is closer by far, in others this is a hint
 
-
-def places(expected: Mapping[str, Tensor], names: Sequence[str], engine: Engine) -> dict[str, str]:
-    """By name, where the last step's gradients are not what the first rank, which is asked, expects of them:
-    see `described`. Elsewhere {}. Every rank calls it."""
+def places(
+    expected: Mapping[str, Tensor], names: Sequence[str], engine: Engine, *, off: float
+) -> dict[str, str]:
+    """By name, where the last step's gradients differ from what the first rank, which is asked, expects of
+    them, by more than `off` of a piece's norm: see `described`. Elsewhere {}. Every rank calls it."""
     world, shapes = engine.world, engine.weight_shapes()
     order = list(shapes)
     asked = torch.full((len(shapes),), -1, device=engine.device)
@@ -34,19 +34,17 @@ def places(expected: Mapping[str, Tensor], names: Sequence[str], engine: Engine)
         rows = row.new_empty(2 * world.size)
         all_gather(rows, row, world.group)
         if world.rank == 0:
-            found[name] = _text(rows.view(-1, 2).tolist(), Grid.of(engine.plan))
+            found[name] = _text(rows.view(-1, 2).tolist(), off, Grid.of(engine.plan))
     return found
 
 
-def _text(errors: Sequence[Sequence[float]], grid: Grid) -> str:
+def _text(errors: Sequence[Sequence[float]], off: float, grid: Grid) -> str:
     """`errors`: of every rank the squared error of its piece and the square of what it should be."""
     holders = [rank for rank, (_, square) in enumerate(errors) if square >= 0]
-    off = [rank for rank in holders if not _is_right(*errors[rank])]
-    return described(off, holders, grid) if off else ""
-
-
-def _is_right(squared_error: float, square: float) -> bool:
-    return math.sqrt(squared_error) <= _OFF * max(math.sqrt(square), 1e-30) if squared_error >= 0 else False
+    largest = max((square for _, square in errors), default=0.0)
+    allowed = {rank: off * math.sqrt(max(errors[rank][1], 1e-6 * largest, 1e-60)) for rank in holders}
+    wrong = [rank for rank in holders if not math.sqrt(errors[rank][0]) <= allowed[rank]]  # or it is NaN
+    return described(wrong, holders, grid) if wrong else ""
 
 
 def described(off: Collection[int], holders: Collection[int], grid: Grid) -> str:

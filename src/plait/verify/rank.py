@@ -1,9 +1,10 @@
 """Verifying on ranks: each trains under the plan, and the first one does the same in one process."""
 
 import functools
-import tempfile
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ from plait.verify.verdict import MOST, Limits, Outcome, Verdict, compare, farthe
 
 PRECISIONS = {"float64": "fp64", "float32": "fp32", "bf16": "bf16"}
 LEAST = {"float64": 1e-9, "float32": 1e-4, "bf16": 2e-2}
+
+
+_EXPECTED = "plait: verify expects"
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,11 @@ class Job:
         return Verdict(str(self.source), self.plan, self.dtype, self.num_ranks, outcome, **more)
 
 
+def least_of(job: Job) -> float:
+    """The relative difference that is allowed whatever rounding does."""
+    return LEAST[job.dtype] if job.tolerance is None else job.tolerance
+
+
 def check(subject: Subject, plan: Plan) -> None:
     """Raises PlanError or ModelError where the model cannot be cut as the plan says; needs no rank."""
     check_cuts(subject.build(torch.float32), plan, subject.tensor_plan, blocks=subject.blocks)
@@ -61,45 +70,49 @@ class Verifier:
     """Of one rank. Keeps what one process computed: many plans of one source are held against the same."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, tuple[dict[str, Tensor], Course, Limits]] = {}
+        self._of: object = None
+        self._first: Mapping[str, Tensor] = {}
+        self._known: dict[object, tuple[Course, Limits]] = {}
 
-    def run(self, job: Job, world: World) -> Verdict | None:
-        """The verdict, on the first rank. Every rank of the plan calls it."""
-        with tempfile.TemporaryDirectory(prefix="plait-verify-") as folder:
-            subject = job.source.subject()
-            try:
-                check(subject, Plan.parse(job.plan))
-            except PlaitError as error:  # all ranks find it; what one of them finds later, ends all
-                return job.verdict(Outcome.REFUSED, letter=error.letter())
-            engine = _engine(job, subject, world, folder)
-            weights = engine.whole_parameters()
-            if world.rank:
-                _train(job, subject, engine, None)
-                return None
-            expected, limits = self._expected(job, subject, engine, weights)
-            verdict = _train(job, subject, engine, Judge(job, expected, limits))
-            assert verdict is not None, "a judge without a verdict"
-            return verdict
+    def run(self, job: Job, world: World, folder: Path) -> Verdict | None:
+        """The verdict, on the first rank. Every rank of the plan calls it. `folder`: of offload=disk."""
+        subject = job.source.subject()
+        try:
+            check(subject, Plan.parse(job.plan))
+        except PlaitError as error:  # all ranks find it; what one of them finds later, ends all
+            return job.verdict(Outcome.REFUSED, letter=error.letter())
+        engine = _engine(job, subject, world, folder)
+        weights = engine.whole_parameters()
+        if world.rank:
+            world.wait_for(_EXPECTED)  # however long one process takes: a step has a time limit
+            _train(job, subject, engine, None)
+            return None
+        expected, limits = self._expected(job, subject, engine, weights)
+        world.announce(_EXPECTED)
+        verdict = _train(job, subject, engine, Judge(job, expected, limits))
+        assert verdict is not None, "a judge without a verdict"
+        return verdict
 
     def _expected(
         self, job: Job, subject: Subject, engine: Engine, weights: dict[str, Tensor]
     ) -> tuple[Course, Limits]:
         """What one process comes to from these weights, which no plan may change."""
         micros = engine.plan.dp * engine.plan.micro
-        key = (str(job.source), job.dtype, job.steps, job.samples, job.length, job.seed)
-        if key not in self._known:
-            self._known.clear()  # of one source at a time
-            self._known[key] = (weights, *_one_process(job, subject, weights, micros))
-        first, course, limits = self._known[key]
+        key = (job.source, job.dtype, job.seed)
+        if self._of != key:  # what is known is of one source at a time
+            self._of, self._first, self._known = key, weights, {}
+        of_data = (micros, job.steps, job.samples, job.length, job.tolerance)
         for name, weight in weights.items():
-            if not torch.equal(weight, first[name]):
+            if not torch.equal(weight, self._first[name]):
                 raise ModelError(
                     "initial weights depend on the plan",
                     given=f"{name}, {engine.plan}",
                     expected="the same weights whenever the model is built, or a model on meta",
                     hint="torch.manual_seed(0) in the function that builds the model",
                 )
-        return course, limits
+        if of_data not in self._known:
+            self._known[of_data] = _one_process(job, subject, weights, micros)
+        return self._known[of_data]
 
 
 @dataclass
@@ -143,7 +156,7 @@ def _dtype(job: Job) -> torch.dtype:
     return {"float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16}[job.dtype]
 
 
-def _engine(job: Job, subject: Subject, world: World, folder: str) -> Engine:
+def _engine(job: Job, subject: Subject, world: World, folder: Path) -> Engine:
     plan = Plan.parse(job.plan)
     return parallelize(
         subject.build(_dtype(job)),
@@ -174,7 +187,9 @@ def _train(job: Job, subject: Subject, engine: Engine, judge: Judge | None) -> V
         is_right = judge is None or judge.is_right(done, gradients)
         if engine.world.any_flag(not is_right):
             names = judge.farthest_of_last() if judge is not None else []
-            where = places({} if judge is None else judge.expected.gradients[step], names, engine)
+            right = {} if judge is None else judge.expected.gradients[step]
+            clipped = {name: right[name] * done.clip_factor for name in names}  # as those in the engine are
+            where = places(clipped, names, engine, off=least_of(job))
             return None if judge is None else judge.verdict({}, said, where)
     weights = {name: weight.cpu() for name, weight in engine.whole_parameters().items()}
     return None if judge is None else judge.verdict(weights, said, {})
@@ -202,22 +217,18 @@ def _one_process(
     for step in range(job.steps):
         parts = {key: value.chunk(micros) for key, value in _batch(job, subject, step, model).items()}
         data.append([{key: chunks[n] for key, chunks in parts.items()} for n in range(micros)])
-    run = functools.partial(one_process, weights=weights, loss=subject.loss)
-    course = run(model, batches=data, compute=precision.compute, master=precision.master)
-    least = LEAST[job.dtype] if job.tolerance is None else job.tolerance
+    run = functools.partial(one_process, weights=weights, loss=subject.loss, batches=data)
+    course = run(model, compute=precision.compute, master=precision.master)
+    least = least_of(job)
     if job.dtype == "float64" or job.tolerance is not None:
         return course, Limits(least)
     whole = subject.build_whole(torch.float64)
-    exact = run(whole, batches=_in_float64(data), compute=torch.float64, master=torch.float64)
+    exact = run(whole, compute=torch.float64, master=torch.float64)
     noise, of_steps = noise_of(course, exact)
+    if not math.isfinite(of_steps + sum(noise.values())):
+        raise ModelError(
+            f"in {job.dtype} the model does not get through {job.steps} steps in one process either",
+            given="a loss or gradient that is not finite",
+            hint="--dtype float64",
+        )
     return course, Limits(least, noise=noise, noise_of_steps=of_steps)
-
-
-def _in_float64(data: Sequence[Sequence[Mapping[str, Tensor]]]) -> list[list[dict[str, Tensor]]]:
-    return [
-        [
-            {key: value.double() if value.is_floating_point() else value for key, value in micro.items()}
-            for micro in micros
-        ]
-        for micros in data
-    ]

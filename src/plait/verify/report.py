@@ -1,10 +1,11 @@
 """Verdicts as tables: of one plan all that was found, of many a matrix."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from plait.plan import Plan
 from plait.verify.verdict import Outcome, Verdict
@@ -19,7 +20,8 @@ def tables(verdict: Verdict, console: Console) -> None:
         console.print(_parameters(verdict))
         if verdict.traffic:
             console.print(_traffic(verdict))
-    console.print(sentence(verdict), style=_SHOWN[verdict.outcome], highlight=False, soft_wrap=True)
+    shown = Text(sentence(verdict), style=_SHOWN[verdict.outcome])  # no markup: it may quote anything
+    console.print(shown, highlight=False, soft_wrap=True)
 
 
 def sentence(verdict: Verdict) -> str:
@@ -70,7 +72,7 @@ def _parameters(verdict: Verdict) -> Table:
         table.add_column("off on")
     for off in verdict.worst:
         is_off = off.excess > 1
-        row = [off.name, *(f"{value:.1e}" for value in (off.gradient, off.weight, off.allowed))]
+        row = [escape(off.name), *(f"{value:.1e}" for value in (off.gradient, off.weight, off.allowed))]
         row += [off.where if is_off else ""] if differs else []
         table.add_row(*row, style="red" if is_off else None)
     return table
@@ -86,14 +88,14 @@ def _traffic(verdict: Verdict) -> Table:
 
 
 def matrix(verdicts: Sequence[Verdict]) -> Table:
-    """A row for all that differs in `zero` alone, a column for each stage."""
+    """A row for plans that differ in `zero` alone, a column for each stage."""
     rows: dict[str, dict[int, Verdict]] = {}
     for verdict in verdicts:
         plan = Plan.parse(verdict.plan)
-        words = " ".join(
-            word for word in str(replace_zero(plan)).split() if not word.startswith("precision=")
-        )
-        rows.setdefault(words, {})[plan.zero] = verdict
+        words = " ".join(w for w in str(plan).split() if w.partition("=")[0] not in ("zero", "precision"))
+        row = rows.setdefault(words, {})
+        assert plan.zero not in row, f"two verdicts of {plan}"
+        row[plan.zero] = verdict
     table = Table(title=f"{verdicts[0].model} in {verdicts[0].dtype}", title_justify="left")
     table.add_column("plan")
     stages = sorted({zero for cells in rows.values() for zero in cells})
@@ -104,11 +106,6 @@ def matrix(verdicts: Sequence[Verdict]) -> Table:
     counts = {o: sum(verdict.outcome is o for verdict in verdicts) for o in Outcome}
     table.caption = ", ".join(f"{count} {outcome.value}" for outcome, count in counts.items() if count)
     return table
-
-
-def replace_zero(plan: Plan) -> Plan:
-    """The plan at stage 0, or as near to it as it can be: what is only of other stages stays."""
-    return replace(plan, zero=0, shard=0, accumulate="auto", prefetch=1, gathered="use")
 
 
 def _cell(verdict: Verdict | None) -> str:

@@ -15,7 +15,6 @@ from transformers.utils import logging
 from plait.errors import ModelError, PlaitError
 from plait.models import causal_lm_on_meta
 
-LENGTH = 16  # of the sequences that it is tried with
 _MOST_PARAMETERS = 3_000_000
 _HEADS, _KV_HEADS, _HEAD_DIM, _EXPERTS, _WIDTH = 4, 2, 8, 4, 32
 
@@ -26,7 +25,6 @@ _SIZES: dict[str, Any] = {
     "num_attention_heads": _HEADS,
     "num_key_value_heads": _KV_HEADS,
     "head_dim": _HEAD_DIM,
-    "max_position_embeddings": 64,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -59,8 +57,8 @@ _SILENT = 60  # above errors: configurations that fit are looked for by trying
 _NOT_SHAPES = ("architectures", "auto_map", "torch_dtype", "dtype", "transformers_version", "_name_or_path")
 
 
-def shrunk(values: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    """The configuration of a small model of that kind, with so many layers.
+def shrunk(values: Mapping[str, Any], layers: int, length: int = 16) -> dict[str, Any]:
+    """The configuration of a small model of that kind, with so many layers, for sequences of this length.
 
     Raises ModelError where none builds and runs.
     """
@@ -71,8 +69,9 @@ def shrunk(values: Mapping[str, Any], layers: int) -> dict[str, Any]:
         for taken in _taken_over(values):
             for sizes in _VARIANTS:
                 config = {**taken, **sizes, **_of_layers(layers)}
+                config["max_position_embeddings"] = max(64, length)
                 try:
-                    _try(config)
+                    _try(config, length)
                     return config
                 except Exception as error:  # whatever a family's own code raises
                     failure = failure or error
@@ -100,7 +99,7 @@ def _of_layers(layers: int) -> dict[str, Any]:
     return {"num_hidden_layers": layers, "attention_types": [[["global", "local"], (layers + 1) // 2]]}
 
 
-def _try(config: Mapping[str, Any]) -> None:
+def _try(config: Mapping[str, Any], length: int) -> None:
     """Raises whatever it does unless the model is small, and runs."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -109,4 +108,4 @@ def _try(config: Mapping[str, Any]) -> None:
         if num_parameters > _MOST_PARAMETERS:
             raise ModelError("it stays large", given=f"{num_parameters:,} parameters")
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            type(model)(model.config)(torch.arange(LENGTH)[None] + 3, use_cache=False)
+            type(model)(model.config)(torch.arange(length)[None] % 61 + 3, use_cache=False)

@@ -44,7 +44,7 @@ class Subject:
             return self._made(self.model, dtype)
 
     def _made(self, build: Callable[[], Any], dtype: torch.dtype) -> nn.Module:
-        model = _quiet(_module(build()))
+        model = _quiet(_module(_told(build)))
         if dtype == torch.float64:
             widen(model, (block for _, block in blocks_of(model, self.blocks)))
         return model
@@ -88,9 +88,10 @@ class Source:
         return self.build or str(self.config["model_type"])
 
 
-def source_of(model: str, *, layers: int, full: bool = False) -> Source:
+def source_of(model: str, *, layers: int, length: int = 16, full: bool = False) -> Source:
     """`model`: a config.json, a folder with one, a model_type of transformers, or `module:function`. Hugging
-    Face models are made small, with so many layers, unless `full`. Raises ModelError."""
+    Face models are made small, with so many layers, for sequences of this length, unless `full`. Raises
+    ModelError."""
     if ":" in model and not Path(model).exists():
         return Source(build=model, folder=str(Path.cwd()))
     if Path(model).exists():
@@ -106,7 +107,7 @@ def source_of(model: str, *, layers: int, full: bool = False) -> Source:
             expected="a config.json, a folder with one, a model_type of transformers, or module:function",
             hint=nearest(model, CONFIG_MAPPING.keys()) or "a path that exists",
         )
-    return Source(config=values if full else shrunk(values, layers))
+    return Source(config=values if full else shrunk(values, layers, length))
 
 
 def random_tokens(vocabulary: int, seed: int, step: int, samples: int, length: int) -> dict[str, Tensor]:
@@ -137,12 +138,13 @@ def _module(built: object) -> nn.Module:
 
 
 def _quiet(model: nn.Module) -> nn.Module:
-    """Without dropout: of modules, of what they hand to functions, of what they read from a configuration."""
+    """Without dropout and jitter, of which ranks draw their own: in modules, in what they hand to functions,
+    in what they read from a configuration."""
     configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
     for holder in (*model.modules(), *configs.values()):
         for key, value in [*vars(holder).items()]:
-            is_drop = "drop" in key or (key == "p" and isinstance(holder, nn.modules.dropout._DropoutNd))
-            if is_drop and isinstance(value, float):
+            is_p = key == "p" and isinstance(holder, nn.modules.dropout._DropoutNd)
+            if isinstance(value, float) and (is_p or "drop" in key or "jitter" in key):
                 setattr(holder, key, 0.0)
     return model
 
@@ -152,19 +154,25 @@ def _users(name: str, folder: str) -> Subject:
     if folder not in sys.path:
         sys.path.insert(0, folder)
     try:
-        build = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
+        build: Callable[[], Any] = getattr(importlib.import_module(module), function)
+    except Exception as error:  # whatever a user's module raises
         raise ModelError(
             "the function that builds the model cannot be imported",
-            given=f"{name}: {error}",
+            given=f"{name}: {type(error).__name__}: {error}",
             expected="module:function, of a module in this folder or one that is installed",
         ) from error
+    made = _told(build)
+    return made if isinstance(made, Subject) else Subject(build)
+
+
+def _told(build: Callable[[], Any]) -> Any:
+    """What a user's function builds. Raises ModelError for what it raises."""
     try:
-        made = build()
+        return build()
     except PlaitError:
         raise
     except Exception as error:
+        name = getattr(build, "__name__", repr(build))
         raise ModelError(
             "the function that builds the model fails", given=f"{name}: {type(error).__name__}: {error}"
         ) from error
-    return made if isinstance(made, Subject) else Subject(build)

@@ -75,8 +75,9 @@ class Verdict:
         return max([*found, *(max(off.gradient, off.weight) for off in self.worst)], default=math.nan)
 
     def to_values(self) -> dict[str, Any]:
-        """For JSON."""
-        return {**asdict(self), "outcome": self.outcome.value, "largest": _number(self.largest)}
+        """For JSON, which has no number that is not finite: None, as in `largest`."""
+        found: dict[str, Any] = _finite(asdict(self))
+        return {**found, "outcome": self.outcome.value, "largest": _finite(self.largest)}
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> "Verdict":
@@ -86,17 +87,26 @@ class Verdict:
             **{
                 **given,
                 "outcome": Outcome(given["outcome"]),
-                "steps": tuple(Step(**step) for step in given["steps"]),
-                "expected": tuple(Step(**step) for step in given["expected"]),
-                "worst": tuple(Off(**off) for off in given["worst"]),
+                "steps": tuple(Step(**_numbers(step)) for step in given["steps"]),
+                "expected": tuple(Step(**_numbers(step)) for step in given["expected"]),
+                "worst": tuple(Off(**_numbers(off)) for off in given["worst"]),
                 "suspects": tuple(given["suspects"]),
                 "traffic": tuple((line, count, size) for line, count, size in given["traffic"]),
             }
         )
 
 
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
+    """With infinity for what was not finite: as far off as can be."""
+    return {key: math.inf if value is None else value for key, value in values.items()}
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,8 @@ def widen(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
         model.set_experts_implementation("eager")  # torch's grouped product does not take float64
     for module in (model, *blocks):
         kind = type(module)
-        module.__class__ = _KINDS[kind] = _KINDS.get(kind) or _wide(kind)
+        if kind not in _KINDS.values():  # a builder may give the same module twice
+            module.__class__ = _KINDS[kind] = _KINDS.get(kind) or _wide(kind)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Local ranks that verify one plan after another: started once, told by the first of them what comes next.
 
 [Note: how ranks agree on what comes next]
-Plans of one session have different numbers of ranks. The first rank takes part in all of them, so it leads:
+Plans have different numbers of ranks. The first rank takes part in all of them, so it leads:
 it writes a file for each plan, which the others wait for, and those that the plan has join a world of their
 own, through a file of its own, and leave it afterwards. Nothing of one plan is left for the next: groups,
 shared memory, or an engine. The first rank alone decides whether simpler plans follow on one that differs.
@@ -13,6 +13,7 @@ and what was said, and starts new ranks for those that are left.
 import gc
 import json
 import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -29,6 +30,7 @@ from plait.verify.sweep import simpler
 from plait.verify.verdict import Outcome, Verdict
 
 _POLL_S = 0.01
+_ASKED_TO_END = {128 + signum for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
 _JOBS, _OVER = "jobs.json", "over"
 
 
@@ -43,7 +45,10 @@ class How:
 
 
 def verify(jobs: Sequence[Job], folder: Path, how: How | None = None) -> list[Verdict]:
-    """The verdict of each job, on local ranks that this starts; `folder` is an empty one to meet in."""
+    """The verdict of each job, on local ranks that this starts; `folder` is an empty one to meet in.
+
+    Raises SystemExit with the shell's code where a signal ended the ranks.
+    """
     found: dict[int, Verdict] = {}
     for start in range(len(jobs) + 1):  # each start reaches a verdict at least, or we would start for ever
         left = [number for number in range(len(jobs)) if number not in found]
@@ -56,8 +61,10 @@ def verify(jobs: Sequence[Job], folder: Path, how: How | None = None) -> list[Ve
         most = max(jobs[number].num_ranks for number in left)
         code = launch_local(most, ["verify-rank", str(room)])
         fresh = {number: _read(room, number) for number in left if _verdict(room, number).exists()}
-        if code:
-            at = next(number for number in left if number not in fresh)
+        if code in _ASKED_TO_END:
+            raise SystemExit(code)
+        at = next((number for number in left if number not in fresh), None)
+        if code and at is not None:
             fresh[at] = _of_the_dead(jobs[at], room, code)
         found |= fresh
     return [found[number] for number in range(len(jobs))]
@@ -75,11 +82,13 @@ def serve(room: Path, say: Callable[[Verdict], None] | None = None) -> None:
     for number, values in told["jobs"].items():
         job = Job.from_values(values)
         verdict = work.lead(job)
+        # Before simpler plans are tried: what becomes of those is no verdict of this one.
+        write_json(_verdict(room, int(number)), verdict.to_values())
         if verdict.outcome is Outcome.DIFFERS and how.blame:
             parts = simpler(Plan.parse(job.plan))
             right = [part for part, plan in parts.items() if work.is_same(replace(job, plan=str(plan)))]
             verdict = replace(verdict, suspects=tuple(right))
-        write_json(_verdict(room, int(number)), verdict.to_values())
+            write_json(_verdict(room, int(number)), verdict.to_values())
         if say is not None:
             say(verdict)
     (room / _OVER).touch()
@@ -118,19 +127,21 @@ class _Work:
             return None
         os.environ["WORLD_SIZE"] = str(job.num_ranks)
         os.environ[RENDEZVOUS_FILE] = str(self._room / f"meet-{number}")
-        world = None
+        files = self._room / f"files-{number}-{self._rank}"
+        files.mkdir()
         try:
             how = self._how
             world = connect(timeout_s=how.timeout_s, device=how.device, transport=how.transport)
-            return self._verifier.run(job, world)
-        except PlaitError as error:
-            values = {"letter": error.letter(), "is_echo": isinstance(error, CommError)}
+            verdict = self._verifier.run(job, world, files)
+        except Exception as error:
+            is_letter = isinstance(error, PlaitError)
+            said = error.letter() if isinstance(error, PlaitError) else f"{type(error).__name__}: {error}"
+            values = {"said": said, "is_letter": is_letter, "is_echo": isinstance(error, CommError)}
             write_json(self._room / f"letter-{self._rank}.json", values)
-            raise
-        finally:
-            if world is not None:
-                world.close()
-            gc.collect()  # an engine is a circle of hooks: its memory goes with it
+            raise  # a rank that fails ends; closing the world would wait for the others, who wait for it
+        world.close()
+        gc.collect()  # an engine is a circle of hooks: its memory goes with it
+        return verdict
 
 
 def _verdict(room: Path, number: int) -> Path:
@@ -145,7 +156,8 @@ def _of_the_dead(job: Job, room: Path, code: int) -> Verdict:
     """What is to be said of ranks that have ended: the letter of the first that had one of its own."""
     letters = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(room.glob("letter-*.json"))]
     letters.sort(key=lambda found: bool(found["is_echo"]))
-    if letters and not letters[0]["is_echo"]:
-        return job.verdict(Outcome.REFUSED, letter=letters[0]["letter"])
-    said = letters[0]["letter"] if letters else "what it said stands above"
-    return job.verdict(Outcome.DIED, letter=f"a rank ended with code {code}: {said}")
+    if not letters:
+        return job.verdict(Outcome.DIED, letter=f"a rank ended with code {code}")
+    first = letters[0]
+    outcome = Outcome.REFUSED if first["is_letter"] and not first["is_echo"] else Outcome.DIED
+    return job.verdict(outcome, letter=first["said"])

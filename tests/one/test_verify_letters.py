@@ -1,0 +1,40 @@
+"""What `plait verify` says before it starts a rank: one letter."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from plait.cli.main import app
+
+
+@pytest.mark.parametrize(
+    ("words", "letter"),
+    [
+        (["--model", "llama", "--plan", "pp=5 stages=4,4"], "PlanError: stages are not as many"),
+        (["--model", "lama", "--plan", "dp=2"], "ModelError: there is no such model"),
+        (["--model", "verified:no_model", "--plan", "dp=2"], "ModelError: what was built is no model"),
+        (["--model", "llama"], "ConfigError: one plan, a file of plans, or all plans"),
+        (["--model", "llama", "--plan", "dp=2", "--ranks", "4"], "PlanError: the plan's degrees do not"),
+        (["--model", "mixtral", "--plan", "tp=2 sp=true"], "Error: "),
+        (
+            ["--model", "llama", "--plan", "dp=2 reduce=int8"],
+            "ConfigError: this plan cannot be verified in float64",
+        ),
+        (["--model", ":build", "--plan", "dp=2"], "ModelError: the function that builds the model cannot be"),
+        (["--model", "llama", "--plan", "dp=2", "--tolerance", "0"], "ConfigError: that is no relative"),
+    ],
+)
+def test_what_cannot_be_verified_is_one_letter_before_a_rank_starts(words: list[str], letter: str) -> None:
+    found = CliRunner().invoke(app, ["verify", *words])
+    assert found.exit_code == 2
+    assert letter in found.stderr
+    assert not found.stdout
+
+
+def test_a_bad_line_of_a_file_is_named(tmp_path: Path) -> None:
+    plans = tmp_path / "plans.txt"
+    plans.write_text("dp=2\n\ndp=2 zreo=1\n")
+    found = CliRunner().invoke(app, ["verify", "--model", "llama", "--plans", str(plans)])
+    assert found.exit_code == 2
+    assert f"{plans}:3: zreo=1" in found.stderr

@@ -1,0 +1,60 @@
+"""Verdicts: what is found the same, what is printed, and what survives JSON."""
+
+import io
+import json
+import math
+from dataclasses import replace
+
+import torch
+from rich.console import Console
+
+from plait.verify import Off, Outcome, Verdict
+from plait.verify.oracle import Course, Step
+from plait.verify.report import matrix
+from plait.verify.verdict import Limits, compare
+
+
+def verdict(plan: str, outcome: Outcome, apart: float = 1e-15) -> Verdict:
+    steps = (Step(4.0, 1.0),)
+    worst = (Off("w", apart, 0.0, 1e-9),)
+    return Verdict("llama", plan, "float64", 4, outcome, 1e-9, steps, steps, worst, 1)
+
+
+def shown(verdicts: list[Verdict]) -> str:
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(matrix(verdicts))
+    return console.export_text()
+
+
+def test_no_plan_hides_another_in_the_matrix() -> None:
+    text = shown(
+        [
+            verdict("dp=4", Outcome.SAME),
+            verdict("dp=4 zero=1", Outcome.DIFFERS, 0.5),
+            verdict("dp=4 zero=1 shard=2", Outcome.SAME),
+            verdict("dp=4 zero=3 prefetch=0", Outcome.DIED),
+        ]
+    )
+    assert "differs 5e-01" in text
+    assert len([line for line in text.splitlines() if "dp=4" in line]) == 3
+    assert "2 same, 1 differs, 1 died" in text
+
+
+def test_what_is_not_finite_is_as_far_off_as_can_be_and_json_is_json() -> None:
+    bad = replace(verdict("dp=2", Outcome.DIFFERS, math.inf), steps=(Step(math.nan, 1.0),))
+    text = json.dumps(bad.to_values(), allow_nan=False)
+    read = Verdict.from_values(json.loads(text))
+    assert read.worst[0].gradient == math.inf
+    assert read.largest == math.inf
+
+
+def course(gradient: float, weight: float = 1.0, loss: float = 4.0) -> Course:
+    return Course([Step(loss, 1.0)], [{"w": torch.tensor([gradient])}], {"w": torch.tensor([weight])})
+
+
+def test_any_of_loss_gradient_and_weight_makes_courses_differ() -> None:
+    limits = Limits(1e-9)
+    assert compare(course(1.0), course(1.0), limits)[0]
+    for other in (course(1.01), course(1.0, 1.01), course(1.0, loss=4.1), course(math.nan)):
+        assert not compare(other, course(1.0), limits)[0]
+    assert compare(course(1.01), course(1.0), Limits(1e-9, noise={"w": 0.01}))[0]
