@@ -5,16 +5,11 @@ then `python tools/hybrid_table.py` makes the page of them.
 """
 
 import argparse
-import datetime
 import json
-import os
-import platform
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "build" / "hybrid_sweep.jsonl"
@@ -41,24 +36,20 @@ Plans are drawn, seeded, from the product of:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--few", type=int, default=200, help="plans that `make test` runs")
     options = parser.parse_args()
-    lines = [json.loads(line) for line in options.results.read_text().splitlines()]
-    when = datetime.date.fromtimestamp(options.results.stat().st_mtime)
-    PAGE.write_text(page_of(lines, when, options.few))
+    sweep, *lines = [json.loads(line) for line in options.results.read_text().splitlines()]
+    PAGE.write_text(page_of(sweep, lines))
 
 
-def page_of(lines: Sequence[Mapping[str, Any]], when: datetime.date, few: int) -> str:
-    machine = f"{os.cpu_count()} cores ({platform.machine()}), torch {torch.__version__}"
+def page_of(sweep: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> str:
+    """`sweep`: when and where it ran, and how many plans `make test` ran then."""
     head = HEAD.format(
-        date=when,
-        machine=machine,
+        **sweep,
         passed=sum(passes(line) for line in lines),
         plans=len(lines),
         tolerance=TOLERANCE,
         most=max(ranks_of(line["case"]) for line in lines),
         worst=worst(lines),
-        few=few,
     )
     by_option: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     by_strands: dict[str, list[Mapping[str, Any]]] = defaultdict(list)

@@ -60,9 +60,9 @@ def parallelize(
     """
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     model = model if isinstance(model, nn.Module) else Chain(model)
-    _check_update(optimizer, clip_norm, clip_value)
+    check_update(optimizer, clip_norm, clip_value)
     world = _checked(world, plan, loss_scaling)
-    found = _blocks(model, plan, blocks)
+    found = checked_blocks(model, plan, blocks)
     to_probe = Probe.of(model, probe, plan, seed)  # before the model is cut
     how = training_of(model, plan, found, param_groups=param_groups, tensor_plan=tensor_plan)
     how = replace(
@@ -104,7 +104,8 @@ def _scaling(plan: Plan, given: LossScaling | None) -> LossScaling | None:
     return (given or LossScaling()) if plan.precision == "fp16" else None
 
 
-def _check_update(optimizer: object, norm: float | None, value: float | None) -> None:
+def check_update(optimizer: object, norm: float | None = None, value: float | None = None) -> None:
+    """Raises ConfigError for an optimizer that is no class, and for limits of the gradient that are none."""
     if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
         raise ConfigError(
             "the optimizer is given by its class, which is built over the ranges that each rank owns",
@@ -127,7 +128,7 @@ def _checked(world: World | None, plan: Plan, scaling: LossScaling | None) -> Wo
     world = connect() if world is None else world
     plan.check_ranks(world.size)
     _check_fp16(plan, scaling, world.device)
-    _check_algorithm(plan, world.device)
+    check_device(plan, world.device)
     return world
 
 
@@ -155,11 +156,11 @@ def check_cuts(
 ) -> None:
     """Raises PlanError or ModelError unless the model can be cut into the plan's stages, and its layers on
     the plan's grid; needs no rank."""
-    training_of(model, plan, _blocks(model, plan, blocks), tensor_plan=given)
+    training_of(model, plan, checked_blocks(model, plan, blocks), tensor_plan=given)
 
 
-def _blocks(model: nn.Module, plan: Plan, given: Blocks | None) -> list[tuple[str, nn.Module]]:
-    """Raises PlanError where the plan asks for something of each block, and there is none."""
+def checked_blocks(model: nn.Module, plan: Plan, given: Blocks | None) -> list[tuple[str, nn.Module]]:
+    """The model's blocks. Raises PlanError where the plan asks for something of each, and there is none."""
     blocks = blocks_of(model, given)
     asks = {f"recompute={plan.recompute}": plan.recompute != "none", "compile=true": plan.compile}
     for words, is_asked in asks.items():
@@ -202,12 +203,19 @@ def _tensor_plan(
     return models.tensor_plan(model, plan.rows, plan.cols, sequence=plan.sp, blocks=blocks, given=given)
 
 
-def _check_algorithm(plan: Plan, device: torch.device) -> None:
+def check_device(plan: Plan, device: torch.device) -> None:
+    """Raises PlanError for what ranks on such a device cannot do, or have no use for."""
     if plan.algorithm != "auto" and device.type != "cpu":
         raise PlanError(
             "algorithms by name are for CPU ranks: NCCL has its own, and chooses",
             given=f"algorithm={plan.algorithm} on {device}",
             hint="algorithm=auto; NCCL_ALGO=Ring or NCCL_ALGO=Tree in the environment",
+        )
+    if plan.offload == "disk" and device.type != "cpu":  # no optimizer steps gradients that are elsewhere
+        raise PlanError(
+            "offload=disk is for ranks that compute on the CPU",
+            given=f"{plan} on {device}",
+            hint="offload=cpu, states=bf16, or a higher zero over more ranks",
         )
 
 

@@ -9,11 +9,10 @@ and the time that torch needs to work out shapes, whatever the number of ranks.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +42,7 @@ _META = torch.device("meta")
 
 
 @dataclass(frozen=True)
-class Job:
+class Cluster:
     """The ranks that there would be: `transport` (host, gloo or nccl), how many to a host (None: all), and
     what they compute on."""
 
@@ -115,15 +114,10 @@ def dry_stages(
 
 def _recompute_as_on(device: torch.device, stages: Iterable[Forward]) -> None:
     """Has blocks that run again in backward, where torch lets no mode for functions in, run as in forward."""
-
-    def within(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with AsOnDevice(device):
-            return forward(*args, **kwargs)
-
     for stage in stages:
         for _, block in stage.part.blocks:
             if isinstance(block.forward, RecomputedForward):
-                block.forward.forward = partial(within, block.forward.forward)
+                block.forward.run_within(partial(AsOnDevice, device))
 
 
 def _without_memory(plan: Plan) -> Plan:

@@ -3,7 +3,9 @@
 [Note: ranks that are alike]
 Ranks that differ in `replicate` and `shard` alone see other data, and hold and say as much (but where a named
 algorithm adds up gradients, in which everyone has a role). So do columns and rows whose pieces have the same
-shapes. One of each kind is looked at, so that a plan for many thousands of ranks takes seconds.
+shapes. Where ranks of one host share memory, or sums are taken inside of hosts first, ranks whose peers lie
+otherwise on hosts are apart: a host may end inside of one group and not of another. One of each kind is
+looked at, so that a plan for many thousands of ranks takes seconds.
 """
 
 from collections import defaultdict
@@ -15,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.assembly import training_of
-from plait.dry import DryStage, Job, dry_stages
-from plait.models import Blocks, Chain, Loss, blocks_of
+from plait.assembly import check_device, check_update, checked_blocks, training_of
+from plait.dry import Cluster, DryStage, dry_stages
+from plait.errors import ModelError
+from plait.models import Blocks, Chain, Loss
 from plait.optim import states_per_element
 from plait.parallel import DataGroups, Holdings, foretold_bytes, terms_of
 from plait.parts import Making, Training
@@ -74,7 +77,7 @@ def explain(
     plan: Plan | str,
     micro: Mapping[str, Tensor],
     *,
-    job: Job | None = None,
+    cluster: Cluster | None = None,
     optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
     optimizer_args: Mapping[str, Any] | None = None,
     param_groups: Iterable[Any] | None = None,
@@ -84,24 +87,28 @@ def explain(
 ) -> Explanation:
     """What `parallelize` with these arguments, and steps of such micro-batches, will come to.
 
-    `micro`: a micro-batch of one data rank, on meta or not: its shapes and dtypes count. `job`: the ranks
-    that there would be; None: of one host, computing on its CPU. The model is not changed. Raises PlanError,
-    ModelError or ConfigError where `parallelize` would.
+    `micro`: a micro-batch of one data rank, on meta or not: its shapes and dtypes count. `cluster`: what
+    the ranks would be; None: of one host, computing on its CPU. The model is not changed. Raises PlanError,
+    ModelError or ConfigError where `parallelize` would; only whether a device computes in fp16 is not tried.
     """
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     model = model if isinstance(model, nn.Module) else Chain(model)
-    job = job or Job("host", None, torch.device("cpu"))
-    found = blocks_of(model, blocks)
+    cluster = cluster or Cluster("host", None, torch.device("cpu"))
+    check_update(optimizer)
+    check_device(plan, cluster.device)
+    if not micro:
+        raise ModelError("a micro-batch has no tensors", expected="what the model is given, by name")
+    found = checked_blocks(model, plan, blocks)
     how = replace(
         training_of(model, plan, found, param_groups=param_groups, tensor_plan=tensor_plan), loss=loss
     )
     per_element = states_per_element(optimizer, dict(optimizer_args or {}))
-    view = _View(model, plan, how, job, found, {k: v.to("meta") for k, v in micro.items()}, per_element)
+    view = _View(model, plan, how, cluster, found, {k: v.to("meta") for k, v in micro.items()}, per_element)
     schedule = how.schedule
     return Explanation(
         plan,
         view.grid,
-        job.transport,
+        cluster.transport,
         type(model).__name__,
         view.holdings.num_parameters,
         schedule.num_stages,
@@ -119,24 +126,45 @@ class _View:
         model: nn.Module,
         plan: Plan,
         how: Training,
-        job: Job,
+        cluster: Cluster,
         blocks: list[tuple[str, nn.Module]],
         micro: Mapping[str, Tensor],
         per_element: int,
     ) -> None:
         self.grid = Grid.of(plan)
-        self._model, self._plan, self._how, self._job = model, plan, how, job
+        self._model, self._plan, self._how, self._cluster = model, plan, how, cluster
         self._blocks, self._micro, self._per_element = blocks, micro, per_element
-        self.holdings: Holdings = Making(model, plan, how, job.mesh(self.grid, 0), blocks).holdings()
+        self._host_size = cluster.host_size or self.grid.num_ranks
+        self.holdings: Holdings = Making(model, plan, how, cluster.mesh(self.grid, 0), blocks).holdings()
 
     def alike(self) -> Iterator[Alike]:
-        places: dict[Hashable, list[tuple[int, int]]] = defaultdict(list)
-        for place in product(range(self._plan.rows), range(self._plan.cols)):
-            places[_shapes(self._layouts(place))].append(place)
-        parts = [(found, *self._seen(found[0])) for found in places.values()]
-        for pp in range(self._plan.pp):
-            for found, stages, groups, terms in parts:
-                yield from self._of(pp, found, stages, groups, terms)
+        """In the order of their first ranks."""
+        shapes: dict[Hashable, int] = {}
+        places = product(range(self._plan.rows), range(self._plan.cols))
+        kind_of = {place: shapes.setdefault(_shapes(self._layouts(place)), len(shapes)) for place in places}
+        alike: dict[tuple[int, Hashable, Hashable], list[int]] = defaultdict(list)
+        seen: dict[Hashable, tuple[list[DryStage], DataGroups, Terms]] = {}
+        for rank in range(self.grid.num_ranks):
+            at = self.grid.coord(rank)
+            look = (kind_of[at["row"], at["col"]], self._hosts(rank))
+            role = () if self._plan.algorithm == "auto" else (at["replicate"], at["shard"])
+            alike[at["pp"], role, look].append(rank)
+            if look not in seen:
+                seen[look] = self._seen(rank)
+        for (_, _, kind), ranks in alike.items():
+            yield self._row(tuple(ranks), *seen[kind])
+
+    def _hosts(self, rank: int) -> Hashable:
+        """How the rank's groups of data parallelism lie on hosts, as far as anything hangs on it."""
+        by_host = self._plan.algorithm == "two-level"
+        if not (by_host or self._cluster.transport == "host"):
+            return ()
+        found = []
+        for axis in ("shard", "replicate"):
+            hosts = [other // self._host_size for other in self.grid.group(rank, axis)]
+            numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
+            found.append(tuple(numbers[host] for host in hosts) if by_host else len(numbers) == 1)
+        return tuple(found)
 
     def _layouts(self, place: tuple[int, int]) -> dict[int, Layout]:
         """Of every stage, at a place of the grid."""
@@ -147,51 +175,25 @@ class _View:
             for stage, rank in sorted(self._how.schedule.rank_of.items())
         }
 
-    def _seen(self, place: tuple[int, int]) -> tuple[list[DryStage], DataGroups, Terms]:
-        mesh = self._job.mesh(self.grid, self.grid.rank({"row": place[0], "col": place[1]}))
+    def _seen(self, rank: int) -> tuple[list[DryStage], DataGroups, Terms]:
+        """What the rank sees of all stages at its place of the grid."""
+        mesh = self._cluster.mesh(self.grid, rank)
+        place = (mesh.coord["row"], mesh.coord["col"])
         groups, layouts = DataGroups.of(mesh, self._plan), self._layouts(place)
-        device = self._job.device
+        device = self._cluster.device
         dry = dry_stages(self._model, self._plan, self._how, self._blocks, layouts, mesh, self._micro, device)
-        host_size = self._job.host_size or self.grid.num_ranks
-        return dry, groups, terms_of(self._plan, groups, host_size)
+        return dry, groups, terms_of(self._plan, groups, self._host_size)
 
-    def _of(
-        self,
-        pp: int,
-        places: list[tuple[int, int]],
-        stages: list[DryStage],
-        groups: DataGroups,
-        terms: Terms,
-    ) -> Iterator[Alike]:
-        for ranks in self._ranks(pp, places):
-            facts = RankFacts(
-                self._plan,
-                self.grid,
-                ranks[0],
-                self._how.schedule,
-                [stage.facts for stage in stages],
-                self._how.stages.shared_units,
-                terms,
-            )
-            yield self._row(facts, ranks, stages, groups)
-
-    def _ranks(self, pp: int, places: list[tuple[int, int]]) -> list[tuple[int, ...]]:
-        """Of these places, those that are alike."""
-        data = product(range(self.grid.degree("replicate")), range(self.grid.degree("shard")))
-        found = [
-            [
-                self.grid.rank({"pp": pp, "replicate": replicate, "shard": shard, "row": row, "col": col})
-                for row, col in places
-            ]
-            for replicate, shard in data
-        ]
-        if self._plan.algorithm != "auto":
-            return [tuple(sorted(ranks)) for ranks in found]
-        return [tuple(sorted(rank for ranks in found for rank in ranks))]
-
-    def _row(
-        self, facts: RankFacts, ranks: tuple[int, ...], stages: list[DryStage], groups: DataGroups
-    ) -> Alike:
+    def _row(self, ranks: tuple[int, ...], stages: list[DryStage], groups: DataGroups, terms: Terms) -> Alike:
+        facts = RankFacts(
+            self._plan,
+            self.grid,
+            ranks[0],
+            self._how.schedule,
+            [stage.facts for stage in stages],
+            self._how.stages.shared_units,
+            terms,
+        )
         own = self._how.schedule.stages_of(facts.place)
         units = [unit for stage in own for unit in stages[stage].facts.layout.units]
         kept = {stage: stages[stage].kept for stage in own}

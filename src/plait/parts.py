@@ -109,7 +109,8 @@ class Making:
         """Gives the stage's blocks the forwards that the plan asks for."""
         found, plan, mesh = [block for _, block in part.blocks], self.plan, self.mesh
         grid = TensorGroups(mesh.group("row"), mesh.group("col"))
-        tensor = part.tensor_plan(self.how.tensor, grid.row.rank, grid.col.rank)
+        tensor = part.tensor_plan(self.how.tensor)
+        part.cut_hollows(self.how.tensor, grid.row.rank, grid.col.rank)
         cut = cut_layers(part.module, tensor, grid, part.blocks, sequence=plan.sp)
         zone_randomness(
             part.module,

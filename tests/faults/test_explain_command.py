@@ -6,11 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import Result
 from runs import finish, start, write_recipe
 from typer.testing import CliRunner
 
 from plait.cli.main import app
+from plait.comm import World
+from plait.errors import RunError
+from plait.train.loop import train
+from plait.train.run import RunDir, prepare
 
 
 def typed(*words: str | Path, code: int = 0) -> Result:
@@ -70,6 +75,15 @@ def test_mistakes_get_letters(recipe: Path, tmp_path: Path) -> None:
         (("--run", tmp_path, "--plan", "dp=2"), "a run is explained as it was"),
     ):
         assert fact in typed(*words, code=2).stderr
+
+
+def test_a_run_whose_measurements_cannot_be_written_has_its_export(recipe: Path) -> None:
+    sets = ("run.steps=4", "run.evaluate_every=0", "sample.tokens=0")
+    run = prepare(recipe, sets=sets, plan="dp=1").run.dir
+    (run / "measured.json").mkdir()
+    with pytest.raises(RunError, match="what was measured cannot be written"):
+        train(RunDir(run).read_recipe(), World.alone(torch.device("cpu")))
+    assert (RunDir(run).export / "config.json").is_file()
 
 
 def test_a_run_is_shown_beside_what_was_foretold_also_when_it_went_on(recipe: Path, tmp_path: Path) -> None:

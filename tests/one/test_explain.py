@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from plait.comm import all_reduce
-from plait.dry import Job
-from plait.errors import ModelError, PlanError
+from plait.dry import Cluster
+from plait.errors import ConfigError, ModelError, PlanError
 from plait.explain import Explanation, explain
 from plait.models import causal_lm_on_meta
 from plait.parallel import DataGroups
@@ -42,11 +42,11 @@ def explained(model: nn.Module, plan: str, **options: Any) -> Explanation:
 
 def test_16384_ranks_are_explained_in_seconds() -> None:
     plan = "pp=16 dp=128 tp=8 zero=3 shard=32 micro=32 schedule=zb-h1 precision=bf16 recompute=full"
-    job = Job("nccl", 8, torch.device("cuda"))
+    cluster = Cluster("nccl", 8, torch.device("cuda"))
     model = small(16, heads=8)
     explained(small(1), "dp=1")  # what torch and transformers import when they are first asked
     begun_s = time.process_time()
-    found = explained(model, plan, job=job)
+    found = explained(model, plan, cluster=cluster)
     assert time.process_time() - begun_s < 5.0
     assert sorted(rank for row in found.alike for rank in row.ranks) == list(range(16_384))
     assert len(found.alike) == 16
@@ -57,7 +57,7 @@ def test_a_rank_of_many_makes_its_own_groups_and_no_others() -> None:
     plan = Plan.parse("pp=16 dp=128 tp=8 zero=1 shard=16")
     grid, rank = Grid.of(plan), 9_999
     begun_s = time.process_time()
-    mesh = Job("nccl", 8, CPU).mesh(grid, rank)
+    mesh = Cluster("nccl", 8, CPU).mesh(grid, rank)
     groups = DataGroups.of(mesh, plan)
     assert time.process_time() - begun_s < 1.0
     made = [ranks for ranks, _ in mesh._groups]
@@ -81,10 +81,30 @@ def test_ranks_that_hold_alike_are_one_row() -> None:
 
 
 def test_hosts_that_share_no_memory_gather() -> None:
-    one, two = (explained(small(2), "dp=4 zero=3", job=Job("host", size, CPU)) for size in (None, 2))
+    one, two = (explained(small(2), "dp=4 zero=3", cluster=Cluster("host", size, CPU)) for size in (None, 2))
     verbs = [{line.verb for line in of.of_rank(0).traffic["parameters"]} for of in (one, two)]
     assert verbs == [{"barrier"}, {"all-gather"}]
     assert two.of_rank(0).memory.buffers > one.of_rank(0).memory.buffers
+
+
+@pytest.mark.parametrize(
+    ("plan", "host_size", "cut"),
+    [("dp=12 zero=3 shard=4", 6, range(4, 8)), ("pp=2 dp=4 zero=3", 6, range(4, 8))],
+)
+def test_where_a_host_ends_inside_of_a_group_its_ranks_gather_and_others_do_not(
+    plan: str, host_size: int, cut: range
+) -> None:
+    found = explained(small(2), plan, cluster=Cluster("host", host_size, CPU))
+    for rank in range(found.grid.num_ranks):
+        verbs = {line.verb for line in found.of_rank(rank).traffic["parameters"]}
+        assert verbs == ({"all-gather"} if rank in cut else {"barrier"})
+
+
+def test_columns_whose_data_ranks_lie_otherwise_on_hosts_are_not_alike() -> None:
+    found = explained(small(2), "dp=3 tp=2 algorithm=two-level", cluster=Cluster("gloo", 3, CPU))
+    assert [row.ranks for row in found.alike] == [(rank,) for rank in range(6)]
+    aligned = explained(small(2), "dp=3 tp=2 algorithm=two-level", cluster=Cluster("gloo", 2, CPU))
+    assert [row.ranks for row in aligned.alike] == [(0, 1), (2, 3), (4, 5)]
 
 
 def test_the_bubble_is_that_of_the_schedule() -> None:
@@ -114,7 +134,7 @@ def test_the_model_is_left_as_it_was() -> None:
 
 
 def test_meta_tensors_are_heard_of_by_nobody_but_a_dry_world() -> None:
-    mesh = Job("gloo", None, CPU).mesh(Grid.along(col=4), 1)
+    mesh = Cluster("gloo", None, CPU).mesh(Grid.along(col=4), 1)
     all_reduce(torch.ones(3, device="meta"), mesh.group("col"))
     assert mesh.world.ledger.read() == {Line(("col",), "", "all-reduce"): Tally(1, 12)}
 
@@ -141,10 +161,24 @@ def test_a_model_that_needs_values_gets_a_letter() -> None:
 def test_what_cannot_be_is_refused_as_it_would_be_on_ranks() -> None:
     with pytest.raises(PlanError, match="cannot fill"):
         explained(small(2), "pp=4")
+    gpus = Cluster("nccl", 8, torch.device("cuda"))
+    with pytest.raises(PlanError, match="algorithms by name are for CPU ranks"):
+        explained(small(2), "dp=2 algorithm=ring", cluster=gpus)
+    with pytest.raises(PlanError, match="offload=disk is for ranks that compute on the CPU"):
+        explained(small(2), "dp=2 offload=disk precision=bf16", cluster=gpus)
+    with pytest.raises(PlanError, match="needs the model's repeated blocks"):
+        explain(nn.Linear(4, 4), "recompute=full", {"input": torch.ones(2, 4)})
+    with pytest.raises(ConfigError, match="the optimizer is given by its class"):
+        explained(small(2), "dp=2", optimizer="adamw")
+
+
+def test_a_micro_batch_of_nothing_gets_a_letter() -> None:
+    with pytest.raises(ModelError, match="a micro-batch has no tensors"):
+        explain(small(2), "dp=2", {})
 
 
 def test_strands_add_up_to_all_that_is_said() -> None:
-    row = explained(small(2), "pp=2 dp=2 tp=2 zero=3 micro=2", job=Job("gloo", None, CPU)).of_rank(0)
+    row = explained(small(2), "pp=2 dp=2 tp=2 zero=3 micro=2", cluster=Cluster("gloo", None, CPU)).of_rank(0)
     assert set(row.traffic) == {"layers", "parameters", "gradients", "stages", "step"}
     total = added(row.traffic.values())
     assert sum(t.num_bytes for t in total.values()) == sum(

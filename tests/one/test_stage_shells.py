@@ -13,7 +13,15 @@ from torch.utils._pytree import tree_map_only
 import families
 import programs
 import staged
-from plait.models import StageModule, forward_inputs, meta_twin, receiving, saved_bytes, watch_saved
+from plait.models import (
+    BlockOutputs,
+    StageModule,
+    forward_inputs,
+    meta_twin,
+    receiving,
+    saved_bytes,
+    watch_saved,
+)
 
 LAYERS = 4
 
@@ -160,3 +168,19 @@ def test_nan_that_came_from_before_is_no_leak() -> None:
         outputs = parts[1].module(**forward_inputs(model, tokens()))
     assert outputs.logits.isnan().all()
     parts[1].check_taint(outputs, arrived)
+
+
+class Failing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise ValueError(f"of {tuple(self.blocks[0](x).shape)} no more can be made")
+
+
+def test_each_stage_is_told_why_the_whole_models_forward_failed() -> None:
+    outputs = BlockOutputs(meta_twin(Failing()), torch.device("cpu"))
+    for block in ("blocks.0", "blocks.1"):
+        with pytest.raises(ValueError, match="no more can be made"):
+            outputs.of(block, {"x": torch.ones(2, 4, device="meta")})

@@ -1,11 +1,15 @@
 """Every strand beside every other: the numbers are the one-process program's, whatever the plan."""
 
+import datetime
 import functools
 import json
+import os
+import platform
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from torch import Tensor
 
 import hybrid_plans
@@ -74,9 +78,13 @@ def test_of_three_strands_none_can_be_deaf(pool: Pool, verb: str) -> None:
 
 @pytest.fixture(scope="session")
 def record() -> Iterator[Callable[[Case, float | None], None]]:
-    """Of a sweep, for tools/hybrid_table.py: a line for each case, with None for one that failed."""
+    """Of a sweep, for tools/hybrid_table.py: what it ran on and beside, then a line for each case, with None
+    for one that failed."""
     RESULTS.parent.mkdir(exist_ok=True)
+    machine = f"{os.cpu_count()} cores ({platform.machine()}), torch {torch.__version__}"
+    today, few = datetime.date.today().isoformat(), len(hybrid_plans.few_cases())
     with RESULTS.open("w") as file:
+        print(json.dumps({"date": today, "machine": machine, "few": few}), file=file, flush=True)
 
         def add(case: Case, difference: float | None) -> None:
             print(json.dumps({"case": {**case}, "difference": difference}), file=file, flush=True)

@@ -150,7 +150,7 @@ def lonely(on_meta: bool = False) -> nn.Module:
 def test_unused_and_scalar_parameters_have_the_one_process_programs_gradients(
     pool: Pool, plan: str, ranks: int
 ) -> None:
-    """DeepSpeed and torch: a parameter without a gradient stalls a bucket, or its range is never reduced."""
+    """A parameter without a gradient must not stall a bucket, nor leave its range unreduced."""
     task = programs.Task(lonely, **SGD, steps=2)
     ours, oracle = _ours_and_the_oracles(pool, task, plan, ranks)
     for mine, theirs in zip(ours[0].gradients, oracle.gradients, strict=True):

@@ -139,7 +139,7 @@ def test_a_bias_is_added_once(pool: Pool, family: str, plan: str, ranks: int) ->
 def test_positions_under_sp_are_those_of_the_whole_sequence(
     pool: Pool, plan: str, ranks: int, family: str
 ) -> None:
-    """Megatron-LM#673: a rank that has a part of a sequence begins to count at its own first token."""
+    """A rank with a part of a sequence that counts from its own first token trains another model."""
     ids = programs.batches(1, sequences=4)[0]["input_ids"]
     packed = torch.cat([torch.arange(11), torch.arange(5)]).expand(len(ids), -1)  # two documents in one
     model = model_of(family).eval()

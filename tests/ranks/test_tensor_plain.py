@@ -160,7 +160,12 @@ def _letter(build: Any, plan: str, words: dict[str, str] | None) -> str:
             gpt,
             "tp=2",
             None,
-            ["ModelError: there is no tensor plan", "GPT", "tensor_plan = {path: style}"],
+            [
+                "ModelError: there is no tensor plan",
+                "GPT",
+                "tensor_plan = {path: style}",
+                "tensor_plan={'blocks.*.mlp.0': 'colwise', 'blocks.*.mlp.2': 'rowwise', ...}, or tp=1",
+            ],
         ),
         (
             gpt,

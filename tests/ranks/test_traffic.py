@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 import families
 import plait
 from plait.comm import connect
-from plait.dry import Job
+from plait.dry import Cluster
 from plait.errors import PlaitError
 from plait.explain import Explanation, explain
 from plait.plan import MemoryUse, Plan, added, between
@@ -77,9 +77,9 @@ def said(name: str, plan: str) -> tuple[Traffic, MemoryUse]:
 
 
 def explained(name: str, plan: str, transport: str) -> Explanation:
-    job = Job(transport, None, torch.device("cpu"))
+    cluster = Cluster(transport, None, torch.device("cpu"))
     loss = squared_error if name == "plain" else None
-    return explain(model_of(name), plan, batch_of(name, BATCH), job=job, loss=loss)
+    return explain(model_of(name), plan, batch_of(name, BATCH), cluster=cluster, loss=loss)
 
 
 CASES = [

@@ -13,7 +13,7 @@ from plait.errors import ConfigError
 from plait.explain import Explanation
 from plait.files import check_places, write_json
 from plait.train.config import read_recipe
-from plait.train.explain import check_rank, explain_recipe, job_of, job_of_run, to_json
+from plait.train.explain import check_rank, cluster_of, cluster_of_run, explain_recipe, to_json
 from plait.train.explain_report import show
 from plait.train.measured import Measured, read_measured
 from plait.train.run import RunDir
@@ -54,7 +54,7 @@ def _of_recipe(
     if path.is_dir():
         raise ConfigError("a directory is not a recipe", given=path, hint=f"plait explain --run {path}")
     recipe = read_recipe(path, sets or (), plan)
-    return explain_recipe(recipe, job_of(recipe, host_size)), None
+    return explain_recipe(recipe, cluster_of(recipe, host_size)), None
 
 
 def _of_run(path: Path, others: dict[str, object], host_size: int | None) -> tuple[Explanation, Measured]:
@@ -70,4 +70,4 @@ def _of_run(path: Path, others: dict[str, object], host_size: int | None) -> tup
     recipe = run.read_recipe()
     measured = read_measured(run.measured)
     recipe = recipe.model_copy(update={"plan": measured.plan})
-    return explain_recipe(recipe, job_of_run(measured, host_size)), measured
+    return explain_recipe(recipe, cluster_of_run(measured, host_size)), measured

@@ -41,16 +41,16 @@ class World:
         owned: bool = False,
         timeout: datetime.timedelta = datetime.timedelta(minutes=10),
         transport: str = "auto",
-        dry_host: int = 0,
+        dry_host_size: int | None = None,
     ) -> None:
-        """Use `connect`. `dry_host`: see `dry`. Raises CommError."""
+        """Use `connect`. `dry_host_size`: of a world of nobody, see `dry`. Raises CommError."""
         self.rank = rank
         self.size = size
         self.local_rank = local_rank
         self.device = device
         self.timeout = timeout  # how long a communication may wait for a rank
         self.ledger = Ledger()
-        self._dry = (transport, dry_host) if dry_host else None
+        self._dry = None if dry_host_size is None else (transport, dry_host_size)
         self._pid = os.getpid()
         self._store = store
         self._owned = owned  # the process group is ours to destroy: the program had made none
@@ -73,8 +73,8 @@ class World:
         """A rank of a job that there is not, on meta: its ledger counts what it would say, and nothing else
         comes of it. `transport`: host, gloo or nccl. `host_size`: how many ranks there are to a host; None:
         one host has them all."""
-        meta = torch.device("meta")
-        return cls(rank, size, rank, meta, transport=transport, dry_host=host_size or max(size, 1))
+        meta, each = torch.device("meta"), size if host_size is None else host_size
+        return cls(rank, size, rank, meta, transport=transport, dry_host_size=each)
 
     @property
     def transport(self) -> str:

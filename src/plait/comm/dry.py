@@ -27,24 +27,29 @@ class DryLink:
         self.shares = name == "host"
         self._num_ranks = num_ranks
 
-    def start(self, call: Call) -> Pending:  # noqa: ARG002 (nobody hears it)
+    def start(self, call: Call) -> Pending:  # noqa: ARG002
+        """Nobody hears it: it is over at once."""
         return Pending()
 
     def run(self, call: Call) -> None:
         """Nobody hears it."""
 
     def start_sum(self, given: Tensor, *, scatter: bool, label: str) -> Summing:  # noqa: ARG002
+        """The sum is what was given, or as much of it as one rank's range has."""
         return SumOfParts([given[: given.numel() // self._num_ranks] if scatter else given], Pending())
 
     def sends_narrow(self, narrow: torch.dtype, wide: torch.dtype) -> bool:
+        """By the rule of the transport of that name."""
         if self.shares:
             return narrow_is_less_to_read(self._num_ranks, narrow, wide)
         return self.is_direct and narrow_is_less_to_send(self._num_ranks, narrow, wide)
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """On meta, as all tensors of a dry world are."""
         return torch.empty(numel, dtype=dtype, device="meta")
 
     def share(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """On meta, where there is nothing to share."""
         return torch.zeros(numel, dtype=dtype, device="meta")
 
     def cut(self) -> None:

@@ -13,6 +13,7 @@ class Ledger:
         self._lock = threading.Lock()  # sums are ended by threads of their own
 
     def note(self, line: Line, num_bytes: int) -> None:
+        """Adds one call, of a tensor of so many bytes."""
         with self._lock:
             tally = self._tallies.setdefault(line, [0, 0])
             tally[0] += 1

@@ -143,24 +143,31 @@ class BlockOutputs:
     def __init__(self, twin: nn.Module, device: torch.device) -> None:
         self._twin = twin
         self._device = device
-        self._found: dict[str, Any] = {}
+        self._found: dict[str, Any] = {}  # of a forward that came to its end
 
     def of(self, block: str, inputs: dict[str, Any]) -> Any:
         """As if its numbers needed gradients. `inputs`: the same each time."""
         if not self._found:
-            handles = [
-                module.register_forward_hook(functools.partial(self._called, name))
-                for name, module in self._twin.named_modules()
-            ]
-            try:
-                with running_on_meta(self._device), torch.no_grad():
-                    self._twin(**inputs)
-            finally:
-                for handle in handles:
-                    handle.remove()
+            self._found = self._run(inputs)
         return tree_map_only(
             Tensor, lambda t: t.detach().requires_grad_(t.is_floating_point()), self._found[block]
         )
 
-    def _called(self, name: str, *call: Any) -> None:
-        self._found[name] = call[-1]
+    def _run(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """What each module returned last."""
+        found: dict[str, Any] = {}
+        handles = [
+            module.register_forward_hook(functools.partial(_note, found, name))
+            for name, module in self._twin.named_modules()
+        ]
+        try:
+            with running_on_meta(self._device), torch.no_grad():
+                self._twin(**inputs)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return found
+
+
+def _note(found: dict[str, Any], name: str, *call: Any) -> None:
+    found[name] = call[-1]

@@ -16,6 +16,7 @@ import copy
 from collections.abc import Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -45,25 +46,29 @@ class StageModule:
     blocks: list[tuple[str, nn.Module]]
     before: str | None = None
 
-    def has(self, name: str) -> bool:
-        """Whether the module of that name in the model is here, with its values."""
+    def has(self, name: str, *, hollow: bool = False) -> bool:
+        """Whether the module of that name in the model is here: with its values, or `hollow` as well."""
         try:
-            return not any(True for _ in hollows(self.module.get_submodule(name)))
+            found = self.module.get_submodule(name)
         except AttributeError:  # it is inside another stage's block
             return False
+        return hollow or not any(True for _ in hollows(found))
 
-    def tensor_plan(self, whole: TensorPlan, row: int, col: int) -> TensorPlan:
-        """What of the model's plan this stage is cut by. Called once.
+    def tensor_plan(self, whole: TensorPlan) -> TensorPlan:
+        """What of the model's plan this stage is cut by.
 
         What comes before its first block runs on hollow parameters, and uncut, as nobody wants the result.
         Yet where the stage looks up in a table of its own whose features are cut over rows (a tied
         embedding), these meet what the other layers there give: then those are cut too, and their hollow
-        parameters.
+        parameters have to be, by `cut_hollows`.
         """
-        own = whole.within(self.has)
-        is_table = any(layer.style in (Style.VOCABULARY, Style.TABLE) for layer in own.layers)
-        if self.before is None or whole.rows == 1 or not is_table:
-            return own
+        return whole.within(partial(self.has, hollow=self._meets_cut_features(whole)))
+
+    def cut_hollows(self, whole: TensorPlan, row: int, col: int) -> None:
+        """Makes hollow parameters look like this place's pieces, where `tensor_plan` cuts their layers. Once:
+        afterwards they are pieces."""
+        if not self._meets_cut_features(whole):
+            return
         hollow = dict(hollows(self.module))
         pieces = {cut.name: cut for cut in whole.parameters if cut.name in hollow}
         shapes = {
@@ -74,14 +79,12 @@ class StageModule:
             for name, cut in pieces.items()
         }
         resize_hollows(self.module, shapes)
-        return whole.within(self._is_here)
 
-    def _is_here(self, name: str) -> bool:
-        try:
-            self.module.get_submodule(name)
-        except AttributeError:  # it is inside another stage's block
-            return False
-        return True
+    def _meets_cut_features(self, whole: TensorPlan) -> bool:
+        """Whether what runs before the first block meets features that are cut over rows."""
+        own = whole.within(self.has).layers
+        is_table = any(layer.style in (Style.VOCABULARY, Style.TABLE) for layer in own)
+        return self.before is not None and whole.rows > 1 and is_table
 
     def receiving(self, structure: Any) -> AbstractContextManager[None]:
         return receiving(self.module, structure)

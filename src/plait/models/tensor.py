@@ -25,6 +25,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from plait.errors import ModelError
 from plait.models.tensor_draft import Draft, add_linear, one_each, part_width
@@ -76,7 +77,7 @@ def tensor_plan(
             "there is no tensor plan for this model",
             given=type(model).__name__,
             expected="a transformers model with a plan, or tensor_plan = {path: style}",
-            hint="tensor_plan={'layers.*.mlp.up': 'colwise', 'layers.*.mlp.down': 'rowwise', ...}, or tp=1",
+            hint=_example(draft),
         )
     regions = regions_of(draft)
     if rows > 1:
@@ -95,6 +96,17 @@ def tensor_plan(
         tuple((module, key, values) for (module, key), values in draft.attributes.items()),
         tuple(draft.arguments),
     )
+
+
+def _example(draft: Draft) -> str:
+    """How words for two layers of the model's blocks would look that follow on each other."""
+    block = draft.blocks[0] if draft.blocks else ""
+    inside = [name for name in draft.modules if name.startswith(f"{block}.")] if block else []
+    layers = [name for name in inside if isinstance(draft.modules[name], nn.Linear | Conv1D)][-2:]
+    if len(layers) < 2:
+        return "tp=1"
+    up, down = (numberless(block) + name[len(block) :] for name in layers)
+    return f"tensor_plan={{'{up}': 'colwise', '{down}': 'rowwise', ...}}, or tp=1"
 
 
 def _say_embedding_and_head(draft: Draft) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.errors import ConfigError, PlanError
+from plait.errors import ConfigError
 from plait.optim import CHUNK, FlatSlice, MappedFile, Stepper, make_optimizer, room_for, state_kinds
 from plait.parallel.groups import Precision
 from plait.parallel.units import Unit
@@ -29,8 +29,7 @@ class Masters:
     """Gives out the memory of master weights: on the plan's device, in host memory, or in a file."""
 
     def __init__(self, plan: Plan, layout: Layout, device: torch.device, folder: Path | None) -> None:
-        """Raises ConfigError when the plan offloads to a folder that there is not, or cannot be used;
-        PlanError where gradients are on a GPU: no optimizer steps those with weights or states in a file."""
+        """Raises ConfigError when the plan offloads to a folder that there is not, or cannot be used."""
         self._dtype = Precision.of(plan).master
         self._home = torch.device("cpu") if plan.offload != "none" else device
         self.file: MappedFile | None = None
@@ -39,12 +38,6 @@ class Masters:
                 "offload=disk and a folder to offload to belong together",
                 given=f"offload={plan.offload}, folder {folder or 'not given'}",
                 hint="parallelize(..., offload_dir=...), in a recipe run.offload_dir",
-            )
-        if folder is not None and device.type != "cpu":
-            raise PlanError(
-                "offload=disk is for ranks that compute on the CPU",
-                given=f"{plan} on {device}",
-                hint="offload=cpu, states=bf16, or a higher zero over more ranks",
             )
         if folder is not None and Precision.of(plan).compute != self._dtype:
             ranges = [unit.range_numel for unit in layout.units if unit.trains]

@@ -73,6 +73,10 @@ class RecomputedForward:
         self.selective = selective
         self.on_hold: Callable[[Tensor], object] | None = None
 
+    def run_within(self, context: Callable[[], AbstractContextManager[Any]]) -> None:
+        """From here on the block runs inside of `context()`, both times."""
+        self.forward = functools.partial(_within, context, self.forward)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         traced = torch.compiler.is_compiling()
         if self.on_hold is not None and not traced:
@@ -87,6 +91,13 @@ class RecomputedForward:
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         kept: list[_Kept | None] = []
         return _Keep(kept, self.on_hold), _Replay(kept)
+
+
+def _within(
+    context: Callable[[], AbstractContextManager[Any]], forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    with context():
+        return forward(*args, **kwargs)
 
 
 @dataclass(frozen=True)

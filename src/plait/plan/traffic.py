@@ -44,7 +44,7 @@ class Tally:
         return Tally(self.count * times, self.num_bytes * times)
 
 
-Traffic = Mapping[Line, Tally]
+Traffic = Mapping[Line, Tally]  # all that one rank says in some time; what it does not say has no line
 
 
 def added(parts: Iterable[Traffic]) -> dict[Line, Tally]:

@@ -56,6 +56,7 @@ def canonical_tp(tp: object) -> str:
 
 
 def check_type(key: str, kind: Any, value: object) -> None:
+    """Raises PlanError for a value that is not of its key's kind, or a number below the key's least."""
     if kind is int and (type(value) is not int or value < _LEAST.get(key, 1)):
         raise _not_a_number(key, value)
     if kind is bool and type(value) is not bool:
@@ -63,6 +64,8 @@ def check_type(key: str, kind: Any, value: object) -> None:
 
 
 def read_value(key: str, kind: Any, text: str) -> Any:
+    """The value that a plan's text gives to a key; of a choice that is neither true nor false the text, which
+    `check_type` refuses. Raises PlanError for a number that is none."""
     if kind is int:
         if not text.isascii() or not text.isdigit():
             raise _not_a_number(key, text)
@@ -73,6 +76,7 @@ def read_value(key: str, kind: Any, text: str) -> Any:
 
 
 def show_value(value: object) -> str:
+    """As `read_value` reads it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

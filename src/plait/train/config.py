@@ -55,7 +55,7 @@ class RunConfig(Section):
     )
     keep_last: int = Field(default=2, ge=1)
     check_replicas_every: int = Field(
-        default=100, ge=0, description="also after the last step: ranks with the same weights compare them"
+        default=100, ge=0, description="also before each save: ranks with the same weights compare them"
     )
     max_skipped: int = Field(
         default=10, ge=1, description="steps in a row without a finite gradient before it stops; see loop.py"

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from plait.dry import Job
+from plait.dry import Cluster
 from plait.errors import ConfigError
 from plait.explain import Alike, Explanation, explain
 from plait.models import read_config
@@ -18,23 +18,23 @@ from plait.train.measured import Measured
 from plait.train.model import check_config, model_on_meta
 
 
-def job_of(recipe: Recipe, host_size: int | None = None) -> Job:
+def cluster_of(recipe: Recipe, host_size: int | None = None) -> Cluster:
     """The ranks that the recipe would run on, as far as this machine can tell: `auto` is CUDA where there is
     some, and CPU ranks share memory. `host_size`: ranks to a host; None: one host has them all."""
     run = recipe.run
     is_cuda = run.device == "cuda" or (run.device == "auto" and torch.cuda.is_available())
     by_device = "nccl" if is_cuda else "host"
     transport = by_device if run.transport == "auto" else run.transport
-    return Job(transport, host_size, torch.device("cuda" if transport == "nccl" else "cpu"))
+    return Cluster(transport, host_size, torch.device("cuda" if transport == "nccl" else "cpu"))
 
 
-def job_of_run(measured: Measured, host_size: int | None = None) -> Job:
+def cluster_of_run(measured: Measured, host_size: int | None = None) -> Cluster:
     """The ranks that a run had."""
     transport = "host" if measured.transport == "none" else measured.transport
-    return Job(transport, host_size, torch.device(measured.device))
+    return Cluster(transport, host_size, torch.device(measured.device))
 
 
-def explain_recipe(recipe: Recipe, job: Job) -> Explanation:
+def explain_recipe(recipe: Recipe, cluster: Cluster) -> Explanation:
     """Raises a PlaitError for a recipe that could not be trained, as far as that needs no data."""
     plan = Plan.parse(recipe.plan)
     sequences = plan.check_batch(recipe.run.batch)
@@ -44,7 +44,7 @@ def explain_recipe(recipe: Recipe, job: Job) -> Explanation:
         model_on_meta(recipe.model.model_copy(update={"config": _config(recipe), "path": None})),
         plan,
         {"input_ids": ids, "labels": ids},
-        job=job,
+        cluster=cluster,
         optimizer=recipe.optimizer.torch_class(),
         optimizer_args=recipe.optimizer.torch_args(),
         tensor_plan=recipe.model.tensor_plan,

@@ -82,11 +82,11 @@ def train(recipe: Recipe, world: World) -> signal.Signals | None:
         job = _start(recipe, world)
         stopped_by = _loop(job, stop)
         if stopped_by is None:  # a signal now comes late: all is trained
-            write_measured(job.run.measured, job.engine, job.heard, recipe.run.trace)
             if job.console is not None:
                 finish(recipe, job.run, job.engine, job.console)
                 world.announce(_FINISHED)
             world.wait_for(_FINISHED)  # a rank that left would take the first one's export down with it
+            write_measured(job.run.measured, job.engine, job.heard, recipe.run.trace)
     return stopped_by
 
 
@@ -128,14 +128,15 @@ def _loop(job: Job, stop: Stop) -> signal.Signals | None:
             )
             if job.in_vain >= how.max_skipped:
                 raise _diverged(job, lr)
-            if _due(job.step, how.check_replicas_every, how.steps):
-                engine.check_replicas()
             if _due(job.step, how.evaluate_every, how.steps):
                 metrics.validation(job.step, _evaluate(job))
             if job.step == begun_at + 5:  # the first steps are slower than those to come
                 ask_every = _ask_every(engine, seconds)
             stopping = job.step % ask_every == 0 and engine.world.any_flag(stop.asked is not None)
-            if stopping or job.step == how.steps or _due(job.step, how.checkpoint_every, how.steps):
+            saving = stopping or job.step == how.steps or _due(job.step, how.checkpoint_every, how.steps)
+            if how.check_replicas_every and (saving or job.step % how.check_replicas_every == 0):
+                engine.check_replicas()  # before good checkpoints make room for one that is not
+            if saving:
                 metrics.flush()
                 _save(job)
             if stopping and job.step < how.steps:

@@ -109,8 +109,8 @@ def read_measured(path: Path) -> Measured:
         raise RunError(
             "this run has measured nothing yet",
             given=f"no {path}",
-            expected="a run that has come to its end, with two steps at least",
-            hint=f"plait train {path.parent} --resume",
+            expected="a run that has come to its end, with two steps at least since it was last resumed",
+            hint=f"plait train {path.parent} --resume, if it is at its end with --set run.steps= of two more",
         ) from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunError(
