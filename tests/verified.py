@@ -109,6 +109,11 @@ def deaf_between_replicas() -> nn.Module:
     return causal_lm_on_meta(LLAMA.config)
 
 
+def deaf_between_stages() -> nn.Module:
+    _put_in_place(no_sum_of_tied_weights())
+    return causal_lm_on_meta(TIED_LLAMA.config)
+
+
 def _put_in_place(mutation: Any) -> None:
     """For good, on ranks."""
     if "RANK" in os.environ:

@@ -29,18 +29,19 @@ def test_a_plan_that_is_right_ends_with_zero_and_says_all_in_json(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("build", "plan", "suspect"),
+    ("build", "plan", "name", "suspect"),
     [
-        ("deaf_between_columns", "dp=2 tp=2 sp=true", "tp or sp"),
-        ("deaf_between_replicas", "dp=2 tp=2 zero=2", "dp or zero"),
+        ("deaf_between_columns", "dp=2 tp=2 sp=true", verified.DEAF_LAYER, "tp or sp"),
+        ("deaf_between_replicas", "dp=2 tp=2 zero=2", verified.DEAF_LAYER, "dp or zero"),
+        ("deaf_between_stages", "pp=2 micro=2", "model.embed_tokens.weight", "pp"),
     ],
 )
 def test_without_a_collective_it_ends_with_one_and_names_layer_and_axis(
-    build: str, plan: str, suspect: str
+    build: str, plan: str, name: str, suspect: str
 ) -> None:
     out, _ = finish(start("verify", "--model", f"verified:{build}", "--plan", plan), code=1)
     farthest = next(line for line in out.splitlines() if "model." in line)
-    assert verified.DEAF_LAYER in farthest
+    assert name in farthest
     assert "everywhere" in farthest
     assert "NOT the same as in one process" in out
     assert f"without {suspect} the numbers are right" in " ".join(out.split())
