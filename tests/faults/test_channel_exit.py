@@ -23,7 +23,7 @@ else:
 """
 
 
-@pytest.mark.parametrize(("ends", "code"), [("well", 0), ("fails", 1)])
+@pytest.mark.parametrize(("ends", "code"), [pytest.param("well", 0, marks=pytest.mark.sweep), ("fails", 1)])
 def test_a_rank_ends_while_what_it_sent_is_not_received(tmp_path: Path, ends: str, code: int) -> None:
     """Over Gloo, where a thread waits for it."""
     with two_ranks(PROGRAM, tmp_path / "meet", ends) as ranks:

@@ -65,7 +65,13 @@ def one_device(pool: Pool) -> dict[str, Losses]:
     }
 
 
-@pytest.mark.parametrize(("name", "plan"), PLANS)
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        pytest.param(*case, marks=() if "pp=2 dp=2" in case[1] or case[1] == "dp=1" else pytest.mark.sweep)
+        for case in PLANS
+    ],
+)
 def test_under_any_plan_a_parallel_script_prints_the_one_devices_losses_once(
     name: str, plan: str, pool: Pool, one_device: dict[str, Losses]
 ) -> None:

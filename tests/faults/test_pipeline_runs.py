@@ -77,6 +77,7 @@ def test_a_run_over_stages_ends_as_one_ranks_run(staged: tuple[Path, str], alone
     assert re.search(r"memory, at most \(rank [01]\)", out)
 
 
+@pytest.mark.sweep
 def test_a_run_goes_on_in_other_stages_and_in_none(staged: tuple[Path, str], alone: Path) -> None:
     run = staged[0].parent / "moved"
     process = start("train", staged[0].parent / "recipe.toml", "--plan", PLAN, *sets(f"run.dir={run}"))
@@ -130,6 +131,7 @@ def test_a_runs_trace_is_in_order_and_is_drawn(staged: tuple[Path, str], tmp_pat
     assert (tmp_path / "a.png").stat().st_size > 10_000
 
 
+@pytest.mark.sweep
 def test_a_short_run_is_traced_as_far_as_it_goes_and_a_stage_alone_too(recipe: Path, tmp_path: Path) -> None:
     for number, (plan, steps, traced) in enumerate(
         [("pp=2 micro=2 schedule=zb-h1", 4, [2, 3]), ("dp=2", 1, [0])]

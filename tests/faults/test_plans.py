@@ -53,6 +53,7 @@ def test_all_that_a_cut_run_will_hold_is_foretold(cut: tuple[Path, str]) -> None
     assert "not known" not in cut[1]
 
 
+@pytest.mark.sweep
 def test_a_run_at_stage_3_that_was_stopped_ends_with_the_bits_of_never_stopping(
     cut: tuple[Path, str], recipe: Path
 ) -> None:
@@ -78,7 +79,9 @@ def continued(cut: tuple[Path, str], recipe: Path) -> Path:
     return run
 
 
-@pytest.mark.parametrize("plan", ["dp=2 micro=2", "dp=1 zero=1 micro=2"])
+@pytest.mark.parametrize(
+    "plan", ["dp=2 micro=2", pytest.param("dp=1 zero=1 micro=2", marks=pytest.mark.sweep)]
+)
 def test_a_checkpoint_of_stage_3_goes_on_under_another_plan(
     cut: tuple[Path, str], continued: Path, recipe: Path, plan: str
 ) -> None:
@@ -105,7 +108,7 @@ main()
 """
 
 
-@pytest.mark.parametrize("where", ["every rank", "one rank"])
+@pytest.mark.parametrize("where", ["every rank", pytest.param("one rank", marks=pytest.mark.sweep)])
 def test_no_room_to_offload_to_is_found_before_the_first_step(
     cut: tuple[Path, str], recipe: Path, tmp_path: Path, where: str
 ) -> None:
@@ -133,6 +136,7 @@ def test_no_room_to_offload_to_is_found_before_the_first_step(
     assert column(run, "loss") == column(cut[0], "loss")
 
 
+@pytest.mark.sweep
 def test_a_run_that_offloads_to_disk_goes_on_and_leaves_nothing_there(recipe: Path, tmp_path: Path) -> None:
     run, plan = recipe.parent / "offloaded", "dp=2 zero=2 micro=2 precision=bf16 offload=disk"
     how = sets(f"run.dir={run}", f"run.offload_dir={tmp_path}")
@@ -149,6 +153,7 @@ FALLING = 2.0**34  # some back-offs from where this model's gradients fit into f
 FP16 = ["--plan", "dp=2 zero=1 precision=fp16", *sets(f"loss_scale.initial={FALLING}", "run.max_skipped=2")]
 
 
+@pytest.mark.sweep
 def test_a_loss_scale_may_fall_for_longer_than_skipped_steps_may_last(recipe: Path) -> None:
     run = recipe.parent / "falling"
     out, _ = finish(start("train", recipe, *FP16, *sets(f"run.dir={run}", "run.checkpoint_every=2")))

@@ -45,6 +45,7 @@ def losses(run: Path) -> list[float]:
     return [line["loss"] for line in read_metrics(run / "metrics.jsonl") if "loss" in line]
 
 
+@pytest.mark.sweep
 def test_a_run_on_a_grid_that_goes_on_as_one_rank_ends_as_one_that_was_never_cut(
     alone: Path, recipe: Path
 ) -> None:
@@ -79,6 +80,7 @@ def test_a_run_on_one_rank_goes_on_on_a_grid(alone: Path, recipe: Path) -> None:
     assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
+@pytest.mark.sweep
 def test_a_probe_before_a_run_passes_and_the_run_goes_on(recipe: Path) -> None:
     run = recipe.parent / "probed"
     finish(start("train", recipe, "--plan", "tp=2x1", "--probe", *sets(f"run.dir={run}", *SHORT)))
@@ -99,6 +101,7 @@ def test_a_probe_refuses_a_plan_that_the_model_does_not_fit(recipe: Path) -> Non
     assert not run.exists()
 
 
+@pytest.mark.sweep
 def test_weights_that_a_run_starts_from_are_cut_or_refused_before_a_rank_starts(
     alone: Path, recipe: Path
 ) -> None:

@@ -168,6 +168,7 @@ main()
 """
 
 
+@pytest.mark.sweep
 def test_a_save_longer_than_a_steps_time_limit_and_a_late_signal_end_as_if_neither_had_been(
     recipe: Path, tmp_path: Path
 ) -> None:

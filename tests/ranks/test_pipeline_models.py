@@ -363,6 +363,7 @@ def test_recomputed_blocks_drop_in_backward_what_they_dropped_in_forward(pool: P
 # --- compiled
 
 
+@pytest.mark.sweep
 def test_compiled_blocks_train_the_same_on_two_stages(pool: Pool) -> None:
     task = pipeline_plans.task("llama", 2, 4)
     check_parity(pool, task, "pp=2 schedule=1f1b micro=2 compile=true", timeout_s=180)

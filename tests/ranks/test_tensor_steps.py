@@ -132,6 +132,7 @@ def _compiled(plans: list[str]) -> Any:
     return [_near(programs.rough_llama, plan) for plan in plans]
 
 
+@pytest.mark.sweep
 def test_compiled_blocks_on_a_grid_train_as_uncompiled_ones(pool: Pool) -> None:
     (mine, weights), (theirs, plain) = pool.run(_compiled, 2, ["tp=2 compile=true", "tp=2"], timeout_s=240.0)[
         0
