@@ -80,6 +80,18 @@ def test_models_on_meta_get_values_for_one_process() -> None:
     assert not any(p.is_meta or p.requires_grad for p in model.parameters())
 
 
+def test_what_is_tied_on_meta_is_tied_with_values() -> None:
+    def tied() -> nn.Module:
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model[1].weight = model[0].weight
+        return model
+
+    model = Subject(tied).build_whole(torch.float64)
+    assert model[1].weight is model[0].weight
+    assert not model[0].weight.is_meta
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [

@@ -58,10 +58,13 @@ class Subject:
         if any(parameter.is_meta for parameter in model.parameters()):
             values: dict[str, Tensor] = {}
             initialise(model, 0, torch.device("cpu"), lambda name, value: values.update({name: value}))
-            for name, value in values.items():
-                owner, _, key = name.rpartition(".")
-                frozen = not model.get_parameter(name).requires_grad
-                setattr(model.get_submodule(owner), key, nn.Parameter(value, not frozen))
+            made = {
+                id(p): nn.Parameter(values[name], p.requires_grad) for name, p in model.named_parameters()
+            }
+            for module in model.modules():  # under every name that a parameter has: it may be tied
+                for key, parameter in module._parameters.items():
+                    if parameter is not None:
+                        module._parameters[key] = made[id(parameter)]
         return model
 
 
