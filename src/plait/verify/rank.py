@@ -24,7 +24,6 @@ from plait.verify.verdict import MOST, Limits, Outcome, Verdict, compare, farthe
 PRECISIONS = {"float64": "fp64", "float32": "fp32", "bf16": "bf16"}
 LEAST = {"float64": 1e-9, "float32": 1e-4, "bf16": 2e-2}
 
-
 _EXPECTED = "plait: verify expects"
 
 
@@ -152,14 +151,14 @@ class Judge:
         return [off.name for off in compare(self.mine, self.expected, self.limits)[1][:MOST]]
 
 
-def _dtype(job: Job) -> torch.dtype:
-    return {"float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16}[job.dtype]
+def _precision(job: Job) -> Precision:
+    return Precision.of(Plan(precision=PRECISIONS[job.dtype]))
 
 
 def _engine(job: Job, subject: Subject, world: World, folder: Path) -> Engine:
     plan = Plan.parse(job.plan)
     return parallelize(
-        subject.build(_dtype(job)),
+        subject.build(_precision(job).compute),
         plan,
         optimizer=torch.optim.AdamW,
         optimizer_args=ADAMW,
@@ -211,8 +210,8 @@ def _batch(job: Job, subject: Subject, step: int, model: Any) -> Mapping[str, Te
 def _one_process(
     job: Job, subject: Subject, weights: Mapping[str, Tensor], micros: int
 ) -> tuple[Course, Limits]:
-    precision = Precision.of(Plan(precision=PRECISIONS[job.dtype]))
-    model = subject.build_whole(_dtype(job))
+    precision = _precision(job)
+    model = subject.build_whole(precision.compute)
     data = []
     for step in range(job.steps):
         parts = {key: value.chunk(micros) for key, value in _batch(job, subject, step, model).items()}

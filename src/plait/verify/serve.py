@@ -1,9 +1,9 @@
 """Local ranks that verify one plan after another: started once, told by the first of them what comes next.
 
 [Note: how ranks agree on what comes next]
-Plans have different numbers of ranks. The first rank takes part in all of them, so it leads:
-it writes a file for each plan, which the others wait for, and those that the plan has join a world of their
-own, through a file of its own, and leave it afterwards. Nothing of one plan is left for the next: groups,
+Plans have different numbers of ranks. The first rank takes part in all of them, so it leads: it writes a
+file for each plan, which the others wait for, and those that the plan has join a world of their own, through
+a file of its own, and leave it afterwards. Nothing of one plan is left for the next: groups,
 shared memory, or an engine. The first rank alone decides whether simpler plans follow on one that differs.
 
 A rank that fails ends, and its launcher ends the others. Whoever started them finds which plan was under way
