@@ -22,15 +22,19 @@ import torch
 from torch import Tensor, nn
 
 from plait.batch import Batch, EvalResult, Intake, Probed, StepResult, check_loss
+from plait.checkpoint import Saver, open_checkpoint, place_of
 from plait.comm import Mesh, all_reduce, broadcast, start_all_reduce
-from plait.errors import ModelError, PlanError, RunError
+from plait.errors import CheckpointError, ModelError, PlanError, RunError
 from plait.models import FlopFacts, seeded
-from plait.optim import LossScale, clip_factor, clip_values
-from plait.parallel import Precision, Unit, held_bytes, persistent_buffers
+from plait.optim import clip_factor, clip_values
+from plait.parallel import Kept, Precision, Source, Unit, WholeTensors, held_bytes, persistent_buffers
 from plait.parts import Parts, Training
 from plait.passes import Passes
 from plait.plan import MemoryUse, Plan
+from plait.scaled import SumScale
 from plait.trace import Trace
+
+_NUM_STEPS = "engine/num_steps"
 
 
 class Engine:
@@ -62,9 +66,8 @@ class Engine:
         self._passes = Passes(self._parts, how.schedule)
         self._is_replica = mesh.coord["replicate"] > 0
         self.optimizer = self._owned.optimizer
-        self._scale = LossScale(how.loss_scaling) if how.loss_scaling is not None else None
-        self._scale_unit = 0.0  # targets that the loss scale is for; see `_scaled`
-        self._totals = torch.zeros(3, dtype=torch.float64, device=self.device)  # loss, targets, `_scale_unit`
+        self._scale = SumScale(how.loss_scaling)
+        self._totals = torch.zeros(3, dtype=torch.float64, device=self.device)  # loss, targets, scale's unit
         self._is_torn = False  # an update was interrupted half-way
         self._micros_done = 0
         self._trace: Trace | None = None
@@ -150,8 +153,8 @@ class Engine:
         """Of a step: nothing has happened that must not."""
         if self._is_torn:
             raise ModelError(
-                "the last update was interrupted: some weights are a step ahead of others",
-                hint="engine.load_state with a saved state",
+                "the last update or load was interrupted: weights do not belong together",
+                hint="engine.load with a checkpoint, or load_state",
             )
         self._held.check_unchanged()
 
@@ -160,7 +163,7 @@ class Engine:
         check_loss(loss)
         self._totals[0] += loss.detach()
         self._totals[1] += 1 if num_targets is None else num_targets
-        return self._scaled(loss, num_targets)
+        return self._scale.of(loss, num_targets, self._groups.all)
 
     def update(self) -> StepResult:
         """Reduces what is left, clips, lets the optimizer update the weights. See [Note: one division]."""
@@ -178,7 +181,7 @@ class Engine:
     def _update(self) -> StepResult:
         # Over the ranks of grids too, which have the same: what one of them alone finds, all skip. Stages
         # before the last one have nothing.
-        self._totals[2] = self._scale_unit if self._passes.has_last_stage else 0.0
+        self._totals[2] = self._scale.unit if self._passes.has_last_stage else 0.0
         pending = start_all_reduce(self._totals, self._groups.everyone)
         sums = self._held.finish()
         pending.wait()
@@ -186,17 +189,17 @@ class Engine:
         loss_sum, num_targets, units, square_sum, *digests = torch.cat([totals, sums]).tolist()
         self._totals.zero_()
         self._held.check_digests(digests)
-        self._scale_unit = units / self._groups.all.size
+        self._scale.unit = units / self._groups.all.size
         loss, norm = math.nan, math.nan
-        scale = self._loss_scale()
+        scale = self._scale.factor
         if num_targets:
             loss, norm = loss_sum / num_targets, self._rounded(math.sqrt(square_sum) / num_targets / scale)
         skipped = not (math.isfinite(loss) and math.isfinite(norm))
         if not skipped:
             self._apply(clip_factor(norm, self._how.clip_norm) / num_targets / scale)
-        if self._scale is not None and num_targets:
-            self._scale.update(skipped)
-        scaled = self._loss_scale() / scale
+        if num_targets:
+            self._scale.update(skipped=skipped)
+        scaled = self._scale.factor / scale
         for stage in self._parts.stages.values():
             # What forward changes follows the first rank's, as under DDP; it may be a new tensor.
             for buffer in persistent_buffers(stage.part.module).values():
@@ -224,24 +227,10 @@ class Engine:
         """To the dtype of gradients: the last bits of a float64 sum depend on how units are cut."""
         return float(torch.tensor(norm, dtype=Precision.of(self.plan).master))
 
-    def _scaled(self, loss: Tensor, num_targets: int | Tensor | None) -> Tensor:
-        """fp16: the loss times the scale. Losses are sums, the scale is for a mean: it is divided by a power
-        of two near the number of targets, which is found once, with the ranks' first micro-batches."""
-        if self._scale is None:
-            return loss
-        if not self._scale_unit:
-            most = torch.tensor([float(num_targets or 1)], device=self.device)
-            all_reduce(most, self._groups.all, "max")
-            self._scale_unit = 2.0 ** round(math.log2(max(1.0, most.item())))
-        return loss * self._loss_scale()
-
-    def _loss_scale(self) -> float:
-        return 1.0 if self._scale is None else self._scale.value / max(1.0, self._scale_unit)
-
     @property
     def loss_scale(self) -> float | None:
         """fp16's current loss scale, for a mean loss; None for other precisions."""
-        return None if self._scale is None else self._scale.value
+        return self._scale.value
 
     def evaluate(self, batch: Batch) -> EvalResult:
         """The loss of this data rank's share, summed over all; changes nothing of the training state.
@@ -325,30 +314,58 @@ class Engine:
         if self._is_replica:
             return {}
         tensors = self._state.save()
-        if self.world.rank == 0:
-            tensors["engine/num_steps"] = torch.tensor(self.num_steps)
-            if self._scale is not None:
-                tensors |= {f"engine/loss_scale.{key}": value for key, value in self._scale.state().items()}
-                tensors["engine/scale_unit"] = torch.tensor(self._scale_unit, dtype=torch.float64)
-        return tensors
+        return tensors | self._own_state() if self.world.rank == 0 else tensors
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Takes over what `state` gave, under whatever plan: every rank is given all of it.
 
         Raises CheckpointError for another model's, before it changes anything.
         """
-        self._state.check(tensors)
+        self.load_from(WholeTensors(tensors))
+
+    def _own_state(self) -> dict[str, Tensor]:
+        return {_NUM_STEPS: torch.tensor(self.num_steps), **self._scale.state()}
+
+    def kept(self) -> list[Kept]:
+        """What this rank has to save: over all ranks, every element of `state` once. Nobody is asked."""
+        own = self._own_state().items() if self.world.rank == 0 else ()
+        return [*self._state.kept(), *(Kept.whole(key, value) for key, value in own)]
+
+    def load_from(self, source: Source, *, weights_only: bool = False) -> None:
+        """Each rank takes over its part, under whatever plan it was saved. `weights_only`: weights and
+        buffers, while the optimizer begins anew. Every rank must call it. Raises CheckpointError, on all of
+        them: for another model's, before anything changes; for what was read and is damaged, after which the
+        engine waits for another load."""
+        self._state.check(source, weights_only=weights_only)
         self.abandon()
         self._held.await_readers()
-        self._state.load(tensors)
+        self._is_torn, problem = True, None
+        try:
+            self._state.load(source, weights_only=weights_only)
+            if not weights_only:
+                self._scale.load(source.shapes, source.whole)
+            self.num_steps = 0 if weights_only else int(source.whole(_NUM_STEPS))
+        except CheckpointError as error:
+            problem = error
+        source.finish(self._groups.norm, self.world.group, self.device, problem)
         self._is_torn = False
         self._held.publish()
-        self.num_steps = int(tensors["engine/num_steps"])
-        prefix = "engine/loss_scale."
-        scale = {key.removeprefix(prefix): t for key, t in tensors.items() if key.startswith(prefix)}
-        if self._scale is not None and scale:
-            self._scale.load(scale)
-            self._scale_unit = float(tensors["engine/scale_unit"])
+
+    def save(self, folder: str | Path, facts: Mapping[str, Any] | None = None) -> Path:
+        """Saves a checkpoint of all that continues the training, `step-00000120` in a folder that all hosts
+        share: complete, verified and on the disk, or not at all. `facts`: JSON of your own. Every rank must
+        call it. Raises CheckpointError on all of them; what was saved before then stands."""
+        said = {**(facts or {}), "plan": str(self.plan), "seed": self.seed}
+        Saver(Path(folder), self.world).save(self.num_steps, self.kept(), said)
+        return place_of(Path(folder), self.num_steps)
+
+    def load(self, path: str | Path, *, weights_only: bool = False) -> dict[str, Any]:
+        """Goes on from a checkpoint, saved under whatever plan, each rank reading what it needs; its facts.
+        See `load_from`."""
+        found = open_checkpoint(Path(path))
+        with found.reader() as reader:
+            self.load_from(reader, weights_only=weights_only)
+        return found.facts
 
     def check_replicas(self) -> None:
         """Raises RunError, on all ranks alike, when ranks that hold the same weights hold other bits of them:

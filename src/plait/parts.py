@@ -180,6 +180,7 @@ class Parts:
             cut,
             groups.gathers,
             groups.model,
+            groups.replicate,
             holdings,
         )
         replicas = Replicas(held.units, cut, holdings, groups, mesh)

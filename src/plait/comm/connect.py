@@ -53,6 +53,7 @@ class World:
         self._dry = None if dry_host_size is None else (transport, dry_host_size)
         self._pid = os.getpid()
         self._store = store
+        self._said: dict[str, str] = {}  # told here or heard, by key
         self._owned = owned  # the process group is ours to destroy: the program had made none
         self._links: list[Transport] = []
         self._backgrounds: list[Background] = []
@@ -90,6 +91,18 @@ class World:
         votes = torch.tensor([float(flag)], device=self.device)
         all_reduce(votes, self.group, "max")
         return bool(votes.item())
+
+    def tell(self, key: str, text: str) -> None:
+        """Lets every rank know, also those that do not ask yet."""
+        self._said[key] = text
+        if self._store is not None:
+            self._store.set(key, text)
+
+    def heard(self, key: str) -> str | None:
+        """What a rank has told under the key, if one has."""
+        if self._store is not None and key not in self._said and self._store.check([key]):
+            self._said[key] = self._store.get(key).decode()
+        return self._said.get(key)
 
     def announce(self, key: str) -> None:
         """Lets the ranks go on that `wait_for` the key."""

@@ -1,11 +1,12 @@
 """Between whole tensors and the boxes of them that a rank holds."""
 
+from collections.abc import Iterator
 from itertools import accumulate, product
 
 import torch
 from torch import Tensor
 
-from plait.plan import Boxes
+from plait.plan import Box, Boxes, runs
 
 
 def taken(whole: Tensor, boxes: Boxes) -> Tensor:
@@ -28,3 +29,22 @@ def put(whole: Tensor, boxes: Boxes, held: Tensor) -> None:
             to = to.narrow(dim, start, stop - start)
             source = source.narrow(dim, starts[dim][number], stop - start)
         to.copy_(source)
+
+
+def boxes_of(flat: Tensor, boxes: Boxes, start: int) -> Iterator[tuple[Box, Tensor]]:
+    """`flat` is what lies from element `start` on in the tensor that holds the boxes, row by row: (box of the
+    whole tensor, view of `flat` in its shape) of all of it."""
+    at = 0
+    for run in runs(boxes.shape, start, start + flat.numel()):
+        rows = flat[at : at + run.numel].view(run.shape)
+        at += run.numel
+        for whole, place in boxes.parts(run):
+            yield whole, view_of(rows, place)
+
+
+def view_of(tensor: Tensor, box: Box) -> Tensor:
+    """What of a tensor is in a box of it."""
+    for dim, (start, stop) in enumerate(box.edges):
+        if (start, stop) != (0, tensor.shape[dim]):
+            tensor = tensor.narrow(dim, start, stop - start)
+    return tensor

@@ -18,12 +18,14 @@ from plait.comm import Group, all_gather, receive, send
 from plait.errors import CheckpointError
 from plait.parallel.boxes import put, taken
 from plait.parallel.holdings import Holdings, persistent_buffers
+from plait.parallel.kept import Kept, Source
 from plait.parallel.owned import Owned, OwnedSlice
 from plait.parallel.units import Cut, Unit
-from plait.plan import UnitLayout
+from plait.plan import Overlap, UnitLayout
 
 _Value = TypeVar("_Value")
 _OURS = ("weights", "buffers", "engine")
+_SHARED_BYTES = 2**16  # that each of several ranks saves of what all of them hold
 
 
 def scalar_device(group: Mapping[str, Any], leaf: Tensor) -> torch.device:
@@ -46,16 +48,18 @@ class EngineState:
         cut: Cut,
         shard: Group,
         model: Group,
+        replicate: Group,
         holdings: Holdings,
     ) -> None:
         """`modules`, `units`: by stage. `shard`: ranks with the ranges of the same units. `model`: those with
-        other pieces of the model."""
+        other pieces of the model. `replicate`: those with the same."""
         self._modules = modules
         self._units = units
         self._owned = owned
         self._cut = cut
         self._shard = shard
         self._model = model
+        self._replicate = replicate
         self._holdings = holdings
 
     @property
@@ -101,29 +105,75 @@ class EngineState:
             tensors |= self._all_counters()
         return tensors if self._is_first else {}
 
-    def check(self, tensors: Mapping[str, Tensor]) -> None:
+    def kept(self) -> list[Kept]:
+        """What this rank has to save, of everything but the engine's own: over all ranks every element once.
+        Ranks along `replicate`, which hold the same, share the work."""
+        found = [kept for unit in self._all_units() for kept in self._kept_of(unit)]
+        here = self._loose_here()
+        for name, loose in self._holdings.loose.items():
+            if self._shard.rank == 0 and self._model.rank == self._holdings.first_rank(loose.stage):
+                stages, tensors = here[name]
+                found.append(Kept.whole(f"{loose.kind}/{name}", tensors[stages.index(loose.stage)]))
+        mine, copies = self._replicate.rank, self._replicate.size
+        shares = []
+        for number, kept in enumerate(found):
+            if kept.num_bytes >= copies * _SHARED_BYTES:
+                shares.append(kept.share(mine, copies))
+            elif number % copies == mine:
+                shares.append(kept)
+        return shares
+
+    def _kept_of(self, unit: Unit) -> Iterator[Kept]:
+        """Of the range of a unit that this rank owns."""
+        for lap in unit.layout.overlaps(unit.start, unit.stop):
+            if lap.piece.counted:
+                yield _of(f"weights/{lap.piece.name}", lap, unit.master.dtype, lambda: unit.master)
+        for part in self._owned.slices[unit] if unit.trains and self._owned.has_states else ():
+            for lap in unit.layout.overlaps(unit.start + part.start, unit.start + part.stop):
+                if lap.piece.counted:
+                    yield from self._kept_states(part, lap)
+
+    def _kept_states(self, part: OwnedSlice, lap: Overlap) -> Iterator[Kept]:
+        for kind in sorted(self._owned.kinds):
+            key = f"{kind}/{lap.piece.name}"
+            if "." not in kind:
+                state = functools.partial(self._flat_state, part, kind)
+                yield _of(key, lap, state().dtype, state)
+            elif (
+                lap.start == 0
+            ):  # of what is counted once per parameter, the owner of its first element tells
+                yield Kept.whole(key, self._counter(part, kind))
+
+    def _flat_state(self, part: OwnedSlice, kind: str) -> Tensor:
+        held: Tensor = self._owned.stepper.state(part.leaf)[kind]
+        return held
+
+    def check(self, source: Source, *, weights_only: bool = False) -> None:
         """Raises CheckpointError when a tensor is missing, of another shape or of another optimizer. Of the
         engine's own keys it looks for one."""
-        if "engine/num_steps" not in tensors:
+        shapes = source.shapes
+        if not weights_only and "engine/num_steps" not in shapes:
             raise CheckpointError("this is no engine's state", given="no engine/num_steps")
-        self._check(_without_engines(tensors))
+        self._check(_without_engines(shapes), weights_only=weights_only)
 
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Takes over everything that `check` lets pass, each rank its part."""
-        tensors = _without_engines(tensors)
+    def load(self, source: Source, *, weights_only: bool = False) -> None:
+        """Takes over everything that `check` lets pass, each rank its part. `weights_only`: the optimizer
+        begins anew."""
         with torch.no_grad():
             for unit in self._all_units():
-                for piece in unit.layout.pieces:
-                    unit.write(piece.name, tensors[f"weights/{piece.name}"])
+                for lap in unit.layout.overlaps(unit.start, unit.stop):
+                    into = unit.master[lap.at : lap.at + lap.stop - lap.start]
+                    key, piece = f"weights/{lap.piece.name}", lap.piece
+                    source.read(key, piece.boxes, lap.start, into, counted=piece.counted)
             for name, (_, held) in self._loose_here().items():
                 for tensor in held:
-                    tensor.copy_(tensors[f"{self._holdings.loose[name].kind}/{name}"])
-        kinds = self._kinds_in(tensors)
-        self._owned.stepper.clear()
-        self._owned.has_states = bool(kinds)
-        for unit in self._trained() if kinds else []:
-            for part in self._owned.slices[unit]:
-                self._owned.stepper.load(part.leaf, self._state_of(unit, part, kinds, tensors))
+                    tensor.copy_(source.whole(f"{self._holdings.loose[name].kind}/{name}"))
+            kinds = set() if weights_only else self._kinds_in(_without_engines(source.shapes))
+            self._owned.stepper.clear()
+            self._owned.has_states = bool(kinds)
+            for unit in self._trained() if kinds else []:
+                for part in self._owned.slices[unit]:
+                    self._owned.stepper.load(part.leaf, self._state_of(unit, part, kinds, source))
 
     # --- from the ranks that hold it
 
@@ -258,17 +308,14 @@ class EngineState:
         parts = self._owned.slices[unit]
         group = next(group for group, low, high in unit.layout.groups if low <= start < high)
         part = next((part for part in parts if part.group == group), parts[0])
-        found = {}
-        for name, value in self._owned.stepper.state(part.leaf).items():
-            if f"scalar.{name}" in self._owned.kinds:
-                found[f"scalar.{name}"] = value.clone().cpu()
-            elif f"number.{name}" in self._owned.kinds:
-                found[f"number.{name}"] = torch.tensor(value)
-        return found
+        return {kind: self._counter(part, kind) for kind in self._owned.kinds if "." in kind}
 
-    def _state_of(
-        self, unit: Unit, part: OwnedSlice, kinds: set[str], tensors: Mapping[str, Tensor]
-    ) -> dict[str, Any]:
+    def _counter(self, part: OwnedSlice, kind: str) -> Tensor:
+        """A copy, on the CPU."""
+        value = self._owned.stepper.state(part.leaf)[kind.partition(".")[2]]
+        return value.clone().cpu() if isinstance(value, Tensor) else torch.tensor(value)
+
+    def _state_of(self, unit: Unit, part: OwnedSlice, kinds: set[str], source: Source) -> dict[str, Any]:
         """A slice's state, as the optimizer will hold it."""
         groups = {leaf: g for g in self._owned.optimizer.param_groups for leaf in g["params"]}
         overlaps = unit.layout.overlaps(unit.start + part.start, unit.start + part.stop)
@@ -277,42 +324,52 @@ class EngineState:
         for kind in kinds:
             short = kind.partition(".")[2]
             if kind.startswith("number."):
-                state[short] = tensors[f"{kind}/{name}"].item()
+                state[short] = source.whole(f"{kind}/{name}").item()
             elif kind.startswith("scalar."):
                 device = scalar_device(groups[part.leaf], part.leaf)
-                state[short] = tensors[f"{kind}/{name}"].to(device, copy=True)
+                state[short] = source.whole(f"{kind}/{name}").to(device, copy=True)
             else:
                 flat = state[kind] = torch.zeros_like(part.leaf, requires_grad=False)
                 for lap in overlaps:
-                    held = taken(tensors[f"{kind}/{lap.piece.name}"], lap.piece.boxes).reshape(-1)
-                    flat[lap.at : lap.at + lap.stop - lap.start].copy_(held[lap.start : lap.stop])
+                    into, piece = flat[lap.at : lap.at + lap.stop - lap.start], lap.piece
+                    source.read(f"{kind}/{piece.name}", piece.boxes, lap.start, into, counted=piece.counted)
         return state
 
-    def _check(self, tensors: Mapping[str, Tensor]) -> None:
+    def _check(self, shapes: Mapping[str, tuple[int, ...]], *, weights_only: bool) -> None:
         expected = self.shapes()
         expected |= {
             f"buffers/{name}": loose.shape
             for name, loose in self._holdings.loose.items()
             if loose.kind == "buffers"
         }
-        for kind in self._kinds_in(tensors):
+        for kind in set() if weights_only else self._kinds_in(shapes):
             is_flat = not kind.startswith(("scalar.", "number."))
             for piece, trains in self._holdings.pieces():
                 if trains:
                     expected[f"{kind}/{piece.name}"] = piece.whole_shape if is_flat else ()
-        for key in sorted(expected.keys() | tensors.keys()):
-            if key not in tensors or key not in expected or tuple(tensors[key].shape) != expected[key]:
+        empty = {piece.name for piece, _ in self._holdings.pieces() if 0 in piece.whole_shape}
+        for key in sorted(expected.keys() | (set() if weights_only else shapes.keys())):
+            if key.partition("/")[2] not in empty and shapes.get(key) != expected.get(key):
                 raise CheckpointError(
                     "the checkpoint is of another model or optimizer",
-                    given=f"{key}: {tuple(tensors[key].shape) if key in tensors else 'missing'}",
+                    given=f"{key}: {shapes.get(key, 'missing')}",
                     expected=f"{key}: {expected.get(key, 'nothing')}",
                 )
 
-    def _kinds_in(self, tensors: Mapping[str, Tensor]) -> set[str]:
+    def _kinds_in(self, keys: Iterable[str]) -> set[str]:
         """The kinds of optimizer state to expect: none if it had not made a step when it was saved."""
-        found = {key.partition("/")[0] for key in tensors} - set(_OURS)
+        found = {key.partition("/")[0] for key in keys} - set(_OURS)
         return self._owned.kinds if found else set()
 
 
-def _without_engines(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {key: tensor for key, tensor in tensors.items() if not key.startswith("engine/")}
+def _of(key: str, lap: Overlap, dtype: torch.dtype, flat: Callable[[], Tensor]) -> Kept:
+    """What lies of a piece in something flat."""
+
+    def read() -> Tensor:
+        return flat().detach()[lap.at : lap.at + lap.stop - lap.start]
+
+    return Kept(key, lap.piece.whole_shape, dtype, lap.piece.boxes, lap.start, lap.stop, read)
+
+
+def _without_engines(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    return {key: shape for key, shape in shapes.items() if not key.startswith("engine/")}

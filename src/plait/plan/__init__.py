@@ -1,7 +1,8 @@
 """What can be decided without a device: plans, grids, layouts, bytes and FLOPs. Imports no torch."""
 
+from plait.plan.boxes import Box, Boxes, runs
 from plait.plan.grid import AXES, Grid
-from plait.plan.layout import Box, Boxes, Layout, Overlap, Piece, Place, TensorFact, UnitFact, UnitLayout
+from plait.plan.layout import Layout, Overlap, Piece, Place, TensorFact, UnitFact, UnitLayout
 from plait.plan.memory import MemoryUse, model_state_bytes
 from plait.plan.plan import Plan, uncompilable
 from plait.plan.stages import StageCut, deal, whole_model
@@ -36,6 +37,7 @@ __all__ = [
     "deal",
     "model_state_bytes",
     "room_bytes",
+    "runs",
     "uncompilable",
     "whole_model",
 ]

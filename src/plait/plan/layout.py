@@ -12,11 +12,12 @@ cut unevenly, what each column's rows share may lie at different places.)
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from itertools import groupby, product
 
-from plait.plan.tensor import ParameterCut, Range, TensorPlan
+from plait.plan.boxes import Boxes
+from plait.plan.tensor import ParameterCut, TensorPlan
 
 # A piece starts at a multiple of this many elements: 16 bytes of bf16, which is what matrix units ask
 # of a pointer. Widths of real models are multiples of it, so gaps are rare. They hold zeros for ever:
@@ -26,56 +27,6 @@ ALIGNMENT = 8
 # A unit is padded so that every rank of `shard` owns a multiple of this many elements. Norms are summed
 # in runs of this length, so their bits do not depend on how many ranks share a unit.
 RANGE_ALIGNMENT = 256
-
-
-@dataclass(frozen=True)
-class Box:
-    """A hyper-rectangle of a whole tensor: start and stop per dim."""
-
-    start: tuple[int, ...]
-    stop: tuple[int, ...]
-
-    @classmethod
-    def whole(cls, shape: Sequence[int]) -> "Box":
-        return cls((0,) * len(shape), tuple(shape))
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(stop - start for start, stop in zip(self.start, self.stop, strict=True))
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    def __and__(self, other: "Box") -> "Box":
-        """What both boxes hold; a box without elements where they do not meet."""
-        start = tuple(map(max, self.start, other.start))
-        stop = tuple(max(lo, min(a, b)) for lo, a, b in zip(start, self.stop, other.stop, strict=True))
-        return Box(start, stop)
-
-
-@dataclass(frozen=True)
-class Boxes:
-    """A grid of boxes of a whole tensor: of each dim some ranges. A rank holds them as one tensor."""
-
-    ranges: tuple[tuple[Range, ...], ...]
-
-    @classmethod
-    def whole(cls, shape: Sequence[int]) -> "Boxes":
-        return cls(tuple(((0, size),) for size in shape))
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the tensor that holds them."""
-        return tuple(sum(stop - start for start, stop in ranges) for ranges in self.ranges)
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    def __iter__(self) -> Iterator[Box]:
-        for ranges in product(*self.ranges):
-            yield Box(tuple(start for start, _ in ranges), tuple(stop for _, stop in ranges))
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,10 @@ from torch import Tensor
 import plait
 from plait import checkpoint
 from plait.assembly import parallelize
+from plait.checkpoint import Keep, Saver
 from plait.comm import World, all_reduce
 from plait.engine import Engine, StepResult
-from plait.errors import CheckpointError, RunError
+from plait.errors import RunError
 from plait.plan import Plan
 from plait.train.config import Recipe
 from plait.train.data import TokenStore, TokenStream, loader, open_store
@@ -54,6 +55,7 @@ class Job:
     store: TokenStore
     engine: Engine
     heard: Heard
+    saver: Saver
     console: Console | None  # on the first rank
     step: int = 0  # steps done
     tokens: int = 0  # targets seen
@@ -181,12 +183,15 @@ def _start(recipe: Recipe, world: World) -> Job:
         world=world,
     )
     console = rich.get_console() if world.rank == 0 else None
-    job = Job(recipe, RunDir(recipe.run.dir), store, engine, Heard(engine), console)
+    run = RunDir(recipe.run.dir)
+    saver = Saver(run.checkpoints, world, keep=Keep(recipe.run.keep_last))
+    job = Job(recipe, run, store, engine, Heard(engine), saver, console)
     last = checkpoint.newest(job.run.checkpoints)
     if last is not None:
         check_checkpoint(last, recipe, store)
         last.check_weights(engine.weight_shapes())
-        engine.load_state(last.read())
+        with last.reader() as reader:
+            engine.load_from(reader)
         job.step, job.tokens = last.step, int(last.facts["tokens"])
         job.skipped = int(last.facts["skipped"])
     return job
@@ -220,30 +225,17 @@ def _evaluate(job: Job) -> float:
 
 
 def _save(job: Job) -> None:
-    """The first rank gathers the whole state and writes it. The others wait, and end with it if it fails.
-
-    They wait at the store, which has no time limit: run.timeout_s is for steps, and a disk may be slow.
-    """
-    problem: CheckpointError | None = None
-    tensors = job.engine.state()
-    saved = f"plait: saved {job.step}"
-    if job.engine.world.rank == 0:
-        facts = {
-            "tokens": job.tokens,
-            "skipped": job.skipped,
-            "seed": job.recipe.run.seed,
-            "plan": str(job.engine.plan),
-            **run_facts(job.recipe, job.store),
-            "versions": {module.__name__: str(module.__version__) for module in (plait, torch, transformers)},
-        }
-        try:
-            checkpoint.save(job.run.checkpoints, job.step, tensors, facts, keep_last=job.recipe.run.keep_last)
-        except CheckpointError as error:
-            problem = error
-        job.engine.world.announce(saved)
-    job.engine.world.wait_for(saved)
-    if job.engine.world.any_flag(problem is not None):
-        raise problem or SystemExit(2)  # the first rank tells why
+    """Every rank writes what it owns. Raises CheckpointError on all of them."""
+    facts = {
+        "tokens": job.tokens,
+        "skipped": job.skipped,
+        "seed": job.recipe.run.seed,
+        "plan": str(job.engine.plan),
+        "loss_scale": job.engine.loss_scale,
+        **run_facts(job.recipe, job.store),
+        "versions": {module.__name__: str(module.__version__) for module in (plait, torch, transformers)},
+    }
+    job.saver.save(job.step, job.engine.kept(), facts)
 
 
 def _show_start(job: Job, peak_flops: float) -> None:

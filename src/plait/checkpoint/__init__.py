@@ -1,0 +1,34 @@
+"""Checkpoints: boxes of whole tensors in safetensors beside a JSON manifest; complete, verified, or ignored.
+
+manifest.py   what a checkpoint holds and where, and what of that is believed
+write.py      a rank's files
+read.py       under any plan, each byte once     crc.py   checksums that are sums of readers' parts
+saver.py      all ranks together, at once or behind the next steps
+folder.py     how one becomes complete; which are kept     opened.py   one that is there
+"""
+
+from plait.checkpoint.folder import Keep, best, place_of, remove_partial, step_of, steps
+from plait.checkpoint.manifest import MANIFEST, Chunk, FileFacts, Manifest, Part, TensorFacts
+from plait.checkpoint.opened import Checkpoint, newest, open_checkpoint
+from plait.checkpoint.read import Reader
+from plait.checkpoint.saver import Saver
+
+__all__ = [
+    "MANIFEST",
+    "Checkpoint",
+    "Chunk",
+    "FileFacts",
+    "Keep",
+    "Manifest",
+    "Part",
+    "Reader",
+    "Saver",
+    "TensorFacts",
+    "best",
+    "newest",
+    "open_checkpoint",
+    "place_of",
+    "remove_partial",
+    "step_of",
+    "steps",
+]

@@ -1,0 +1,76 @@
+"""CRC-32 of bytes of which everybody reads some.
+
+[Note: sums of parts]
+But for what it starts and ends with, CRC-32 is linear over GF(2): the remainder of a message, taken for a
+polynomial, modulo one of degree 32 (W. W. Peterson, D. T. Brown, "Cyclic Codes for Error Detection", 1961,
+section II). A message is the sum, which is XOR, of its parts each standing among zeros, and so is its
+remainder; a zero byte behind a message multiplies the remainder by x^8. So readers of disjoint parts compute
+their parts' remainders, and these add up to the one that tells whether the whole is as it was written. Nobody
+has to read a byte that he has no use for.
+"""
+
+import functools
+import zlib
+
+_POLYNOMIAL = 0xEDB88320  # zlib's, lowest bit first: bit 31 is the coefficient of x^0
+_ONES = 0xFFFFFFFF
+
+
+def crc32(data: "bytes | bytearray | memoryview") -> int:
+    """zlib's. A change of one byte, or of any 32 bits that follow each other, changes it for certain."""
+    return zlib.crc32(data)
+
+
+class Remainder:
+    """Of one part of a message, or of several that come in their order, among zeros."""
+
+    def __init__(self) -> None:
+        self._at = 0
+        self._value = 0
+
+    def add(self, at: int, data: "bytes | bytearray | memoryview") -> None:
+        """`data` stands `at` bytes from the message's beginning, behind everything that was added before."""
+        assert at >= self._at, f"byte {at} after byte {self._at}"
+        self._value = zlib.crc32(data, _shifted(self._value, at - self._at) ^ _ONES) ^ _ONES
+        self._at = at + len(data)
+
+    def of(self, num_bytes: int) -> int:
+        """In a message of so many bytes."""
+        return _shifted(self._value, num_bytes - self._at)
+
+
+def crc_of_remainder(remainder: int, num_bytes: int) -> int:
+    """The CRC-32 of a message of which this is the sum of its parts' remainders."""
+    return remainder ^ _shifted(_ONES, num_bytes) ^ _ONES
+
+
+def _shifted(value: int, num_bytes: int) -> int:
+    """Multiplied by x^(8 num_bytes)."""
+    if not (value and num_bytes):
+        return value
+    first, second, third, fourth = _table(num_bytes)
+    return first[value & 255] ^ second[value >> 8 & 255] ^ third[value >> 16 & 255] ^ fourth[value >> 24]
+
+
+@functools.lru_cache(maxsize=1024)  # 1024 numbers each; rows of a box are equally far apart
+def _table(num_bytes: int) -> tuple[list[int], list[int], list[int], list[int]]:
+    factor, power, left = 1 << 31, 1 << 23, num_bytes  # x^0, x^8
+    while left:
+        factor = _product(factor, power) if left & 1 else factor
+        power, left = _product(power, power), left >> 1
+    bits = [_product(1 << bit, factor) for bit in range(32)]
+    first, second, third, fourth = ([0] * 256 for _ in range(4))
+    for byte, table in enumerate((first, second, third, fourth)):
+        for value in range(1, 256):
+            low = value & -value
+            table[value] = table[value ^ low] ^ bits[8 * byte + low.bit_length() - 1]
+    return first, second, third, fourth
+
+
+def _product(one: int, other: int) -> int:
+    found = 0
+    for bit in range(31, -1, -1):
+        if one >> bit & 1:
+            found ^= other
+        other = other >> 1 ^ (_POLYNOMIAL if other & 1 else 0)
+    return found

@@ -1,0 +1,121 @@
+"""A checkpoint that is there: what it is of, and its tensors."""
+
+import json
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from plait.checkpoint.folder import step_of, steps
+from plait.checkpoint.manifest import MANIFEST, Damage, Manifest, read_manifest
+from plait.checkpoint.read import Reader
+from plait.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose manifest is valid and whose files are there. What is read from them is verified."""
+
+    path: Path
+    manifest: Manifest
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return self.manifest.facts
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of every whole tensor, by key."""
+        return {key: facts.shape for key, facts in self.manifest.tensors.items()}
+
+    def check_same(self, fact: str, value: object) -> None:
+        """Raises CheckpointError unless the run that saved this had `value` for `fact`."""
+        if (found := self.facts.get(fact)) != json.loads(json.dumps(value)):
+            raise CheckpointError(
+                f"the checkpoint is of another {fact}",
+                given=f"{self.path}: {_difference(found, value)}",
+                expected=f"the {fact} of this run",
+                hint="resume with the recipe that it was saved with, or choose another run.dir",
+            )
+
+    def check_weights(self, ours: Mapping[str, tuple[int, ...]]) -> None:
+        """Raises CheckpointError unless the weights have these names and shapes."""
+        theirs = {key: shape for key, shape in self.shapes.items() if key.startswith("weights/")}
+        for name in [*ours, *theirs]:
+            if ours.get(name) != theirs.get(name):
+                raise CheckpointError(
+                    "the checkpoint is of another model",
+                    given=f"{self.path}: {name} {theirs.get(name, 'missing')}",
+                    expected=f"{name} {ours.get(name, 'missing')}",
+                    hint="resume with the recipe that it was saved with, or choose another run.dir",
+                )
+
+    def reader(self) -> Reader:
+        """What reads its tensors, under any plan."""
+        return Reader(self.path, self.manifest)
+
+    def read(self, only: str | tuple[str, ...] = "") -> dict[str, Tensor]:
+        """The tensors whose keys begin with `only`, whole, on the CPU. Raises CheckpointError when
+        damaged."""
+        with self.reader() as reader:
+            found = {key: reader.whole(key) for key in self.manifest.tensors if key.startswith(only)}
+            reader.finish()
+        return found
+
+    def verify(self) -> None:
+        """Reads every byte. Raises CheckpointError, which names what is damaged."""
+        extra = sorted(path.name for path in self.path.iterdir() if path.name not in self._names)
+        if extra:
+            raise Damage(self.path / extra[0], "the manifest does not know it").error()
+        with self.reader() as reader, ThreadPoolExecutor(_num_cpus()) as pool:
+            reader.open_all()
+            chunks = ((key, chunk) for key, facts in self.manifest.tensors.items() for chunk in facts.chunks)
+            list(pool.map(lambda each: reader.check(*each), chunks))
+
+    @property
+    def _names(self) -> set[str]:
+        return {MANIFEST, *self.manifest.files}
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Reads and checks the manifest, and that its files are there. Raises CheckpointError."""
+    step = step_of(path)
+    if step is None or path.is_symlink() or not path.is_dir():
+        raise CheckpointError("not a checkpoint", given=path, expected="a directory step-00000120")
+    manifest = read_manifest(path)
+    if manifest.step != step:
+        raise Damage(path / MANIFEST, f"of step {manifest.step}, in a directory of step {step}").error()
+    return Checkpoint(path, manifest)
+
+
+def newest(folder: Path) -> Checkpoint | None:
+    """The last checkpoint in a folder, None when there is none.
+
+    Raises CheckpointError when it is damaged: an older one is not taken in its place silently.
+    """
+    paths = steps(folder)
+    return open_checkpoint(paths[-1]) if paths else None
+
+
+def _num_cpus() -> int:
+    return min(8, len(os.sched_getaffinity(0)))
+
+
+def _difference(found: object, value: object) -> str:
+    """The first key in which two mappings differ, or both values."""
+    if isinstance(found, dict) and isinstance(value, dict):
+        for key in [*value, *found]:
+            if isinstance(found.get(key), dict) and isinstance(value.get(key), dict):
+                if found[key] != value[key]:
+                    return f"{key}: {_difference(found[key], value[key])}"
+            elif found.get(key) != value.get(key):
+                return f"{key}={found.get(key)!r}, here {key}={value.get(key)!r}"
+    return f"{found!r}, here {value!r}"

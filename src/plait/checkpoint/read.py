@@ -1,0 +1,275 @@
+"""Reading under any plan: of every chunk the rows that are asked for, and each of them once.
+
+[Note: how what is read is verified]
+A chunk that a reader has read wholly has to have its CRC-32. Of one that several share, each adds up its
+part's remainder (see [Note: sums of parts] in `crc.py`), and together these give the CRC-32 of the whole: the
+ranks that hold one copy of the training state read every element of it once, not counting copies on several
+of them. So nothing is read twice and nothing goes unverified. What is verified is what came into memory, and
+only at the end, when it lies where it belongs: whoever reads must not use it before `finish` has let it pass.
+"""
+
+import bisect
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from plait.checkpoint.crc import Remainder, crc32, crc_of_remainder
+from plait.checkpoint.manifest import Chunk, Damage, Manifest, TensorFacts
+from plait.checkpoint.write import bytes_of
+from plait.comm import Group, all_reduce, raise_together
+from plait.errors import CheckpointError
+from plait.parallel import boxes_of, view_of
+from plait.plan import Box, Boxes
+
+# A CRC's bits are counted, by up to 2^20 ranks, in fields of integers.
+_FIELDS, _FIELD_BITS, _NUM_FIELDS = 3, 21, 11
+ALONE = Group((0,), 0, None)
+CPU = torch.device("cpu")
+
+
+@dataclass
+class _Seen:
+    """Of a chunk, what has been read so far."""
+
+    key: str
+    chunk: Chunk
+    numel: int = 0
+    remainder: int = 0
+    counted: bool = True  # in the sum over ranks
+
+
+@dataclass
+class _Rows:
+    """The chunks of a tensor in the order of their first rows."""
+
+    chunks: list[Chunk]
+    starts: list[int]
+    stops: list[int] = field(default_factory=list)  # the furthest of those up to here
+
+    @classmethod
+    def of(cls, facts: TensorFacts) -> "_Rows":
+        found = sorted(facts.chunks, key=lambda chunk: chunk.start)
+        if not facts.shape:
+            return cls(found, [0] * len(found), [1] * len(found))
+        rows = cls(found, [chunk.start[0] for chunk in found])
+        for chunk in found:
+            rows.stops.append(max(chunk.stop[0], rows.stops[-1] if rows.stops else 0))
+        return rows
+
+    def meeting(self, box: Box) -> Iterator[Chunk]:
+        """Those that share elements with the box."""
+        low, high = box.edges[0] if box.start else (0, 1)
+        for chunk in self.chunks[
+            bisect.bisect_right(self.stops, low) : bisect.bisect_left(self.starts, high)
+        ]:
+            if (chunk.box & box).numel:
+                yield chunk
+
+
+class Reader:
+    """Of one checkpoint's files. A context: it holds them open. Raises CheckpointError."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self._path = path
+        self._manifest = manifest
+        self._names = list(manifest.files)
+        self._open: dict[int, int] = {}
+        self._rows: dict[str, _Rows] = {}
+        self._seen: dict[tuple[int, int], _Seen] = {}
+        self.bytes_read = 0
+
+    def __enter__(self) -> "Reader":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for descriptor in self._open.values():
+            os.close(descriptor)
+        self._open.clear()
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Of every whole tensor, by key."""
+        return {key: facts.shape for key, facts in self._manifest.tensors.items()}
+
+    def read(self, key: str, boxes: Boxes, start: int, into: Tensor, *, counted: bool = True) -> None:
+        """Fills `into`, flat, with what lies from element `start` on in the tensor that holds the boxes of
+        tensor `key`. `counted`: of the ranks that `finish` meets, only this one reads it."""
+        for box, view in boxes_of(into, boxes, start):
+            self._fill(key, box, view, counted)
+
+    def whole(self, key: str) -> Tensor:
+        """All of a tensor, on the CPU; every rank by itself."""
+        facts = self._manifest.tensors[key]
+        found = torch.empty(facts.shape, dtype=facts.torch_dtype)
+        self.read(key, Boxes.whole(facts.shape), 0, found.view(-1), counted=False)
+        return found
+
+    def open_all(self) -> None:
+        """Opens every file, with its header as it was written."""
+        for file in range(len(self._names)):
+            self._descriptor(file)
+
+    def check(self, key: str, chunk: Chunk) -> None:
+        """Reads one chunk, to see that it is as it was written; of open files also in several threads."""
+        data = bytearray(chunk.box.numel * self._manifest.tensors[key].torch_dtype.itemsize)
+        self._read_bytes(chunk.file, chunk.offset, memoryview(data))
+        if crc32(data) != chunk.crc32:
+            raise self._wrong(key, chunk)
+
+    def _fill(self, key: str, box: Box, view: Tensor, counted: bool) -> None:
+        facts = self._manifest.tensors[key]
+        if key not in self._rows:
+            self._rows[key] = _Rows.of(facts)
+        for chunk in self._rows[key].meeting(box):
+            shared = chunk.box & box
+            to = view_of(view, shared.within(box))
+            direct = to.is_contiguous() and to.dtype == facts.torch_dtype and to.device.type == "cpu"
+            buffer = to if direct else torch.empty(shared.shape, dtype=facts.torch_dtype)
+            self._read(key, chunk, shared.within(chunk.box), bytes_of(buffer), buffer.element_size(), counted)
+            if not direct:
+                to.copy_(buffer)
+
+    def _read(
+        self, key: str, chunk: Chunk, part: Box, into: memoryview, itemsize: int, counted: bool
+    ) -> None:
+        """A box of a chunk, of which the rows lie one behind the other in `into`."""
+        seen = self._seen.setdefault((chunk.file, chunk.offset), _Seen(key, chunk))
+        seen.counted &= counted
+        seen.numel += part.numel
+        remainder, at = Remainder(), 0
+        num_bytes = chunk.box.numel * itemsize
+        for first, length in _segments(part, chunk.box.shape):
+            row = into[at : at + length * itemsize]
+            self._read_bytes(chunk.file, chunk.offset + first * itemsize, row)
+            remainder.add(first * itemsize, row)
+            at += len(row)
+        seen.remainder ^= remainder.of(num_bytes)
+
+    def _read_bytes(self, file: int, offset: int, into: memoryview) -> None:
+        descriptor = self._descriptor(file)
+        while into:
+            try:
+                count = os.preadv(descriptor, [into], offset)
+            except OSError as error:
+                raise self._damage(file, str(error)) from error
+            if count == 0:
+                raise self._damage(file, f"ends at byte {offset}")
+            self.bytes_read += count
+            into, offset = into[count:], offset + count
+
+    def _descriptor(self, file: int) -> int:
+        """Of a file whose header is as it was written."""
+        if file not in self._open:
+            path, facts = self._path / self._names[file], self._manifest.files[self._names[file]]
+            try:
+                self._open[file] = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            except OSError as error:
+                raise self._damage(file, error.strerror or str(error)) from error
+            size = os.fstat(self._open[file]).st_size
+            if size != facts.bytes:
+                raise self._damage(file, f"{size} bytes instead of {facts.bytes}")
+            header = bytearray(facts.header_bytes)
+            self._read_bytes(file, 0, memoryview(header))
+            if crc32(header) != facts.header_crc32:
+                raise self._damage(file, "its header is not the one that was written")
+        return self._open[file]
+
+    def _damage(self, file: int, reason: str) -> CheckpointError:
+        return Damage(self._path / self._names[file], reason).error()
+
+    # --- verified
+
+    def finish(
+        self,
+        copy: Group = ALONE,
+        everyone: Group = ALONE,
+        device: torch.device = CPU,
+        error: CheckpointError | None = None,
+    ) -> None:
+        """Raises CheckpointError, on every rank, for what was read and is not what was written: see [Note:
+        how what is read is verified]. `copy`: the ranks that together read one copy of the state. `error`:
+        what has kept this rank from reading all."""
+        raise_together(error or self._check_wholes(), everyone, device)
+        if everyone.size > 1:
+            raise_together(self._check_shared(copy, device), everyone, device)
+
+    def _check_wholes(self) -> CheckpointError | None:
+        for seen in self._seen.values():
+            numel = seen.chunk.box.numel
+            if seen.numel == numel and self._crc(seen, seen.remainder) != seen.chunk.crc32:
+                return self._wrong(seen.key, seen.chunk)
+        return None
+
+    def _crc(self, seen: _Seen, remainder: int) -> int:
+        itemsize = self._manifest.tensors[seen.key].torch_dtype.itemsize
+        return crc_of_remainder(remainder, seen.chunk.box.numel * itemsize)
+
+    def _check_shared(self, group: Group, device: torch.device) -> CheckpointError | None:
+        """One sum over the ranks, of all chunks' counts and remainders: all of them see the same."""
+        chunks = [(key, chunk) for key, facts in self._manifest.tensors.items() for chunk in facts.chunks]
+        table = torch.zeros(len(chunks), 1 + _NUM_FIELDS, dtype=torch.int64)
+        for line, (_, chunk) in enumerate(chunks):
+            seen = self._seen.get((chunk.file, chunk.offset))
+            if seen is not None and seen.counted and seen.numel < chunk.box.numel:
+                table[line] = torch.tensor([seen.numel, *_spread(seen.remainder)])
+        table = table.to(device)
+        all_reduce(table, group, label="remainders of chunks")
+        for (key, chunk), (numel, *fields) in zip(chunks, table.tolist(), strict=True):
+            if numel:
+                assert numel == chunk.box.numel, (
+                    f"{numel} elements read of a chunk of {chunk.box.numel}: {key}"
+                )
+                if self._crc(_Seen(key, chunk), _gathered(fields)) != chunk.crc32:
+                    return self._wrong(key, chunk)
+        return None
+
+    def _wrong(self, key: str, chunk: Chunk) -> CheckpointError:
+        edges = ", ".join(f"{low}:{high}" for low, high in chunk.box.edges)
+        reason = (
+            f"{key}[{edges}], from byte {chunk.offset} on, does not have the checksum that it should have"
+        )
+        return self._damage(chunk.file, reason)
+
+
+def _segments(part: Box, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """(first element, length) of the runs that a box of a tensor is, in its memory."""
+    dims = len(shape)
+    while dims and part.edges[dims - 1] == (0, shape[dims - 1]):
+        dims -= 1
+    inner = math.prod(shape[dims:])
+    if dims == 0:
+        yield 0, inner
+        return
+    low, high = part.edges[dims - 1]
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(dims)]
+    firsts = [0]
+    for dim in range(dims - 1):
+        firsts = [first + n * strides[dim] for first in firsts for n in range(*part.edges[dim])]
+    for first in firsts:
+        yield first + low * inner, (high - low) * inner
+
+
+def _spread(value: int) -> list[int]:
+    """A CRC's bits, each in a field of its own, so that sums over ranks count them."""
+    fields = []
+    for first in range(0, _FIELDS * _NUM_FIELDS, _FIELDS):
+        bits = (value >> first & 1, value >> first + 1 & 1, value >> first + 2 & 1)
+        fields.append(bits[0] | bits[1] << _FIELD_BITS | bits[2] << 2 * _FIELD_BITS)
+    return fields
+
+
+def _gathered(fields: list[int]) -> int:
+    """The sum modulo 2 of what `_spread` gave."""
+    found = 0
+    for number, counts in enumerate(fields):
+        for bit in range(_FIELDS):
+            found |= (counts >> bit * _FIELD_BITS & 1) << number * _FIELDS + bit
+    return found

@@ -1,0 +1,261 @@
+"""Saving: every rank writes what it owns, the first one makes a checkpoint of it.
+
+[Note: saving behind a step]
+With `background`, a save takes as long as a copy of what the rank owns, into memory that stays for the
+next one (pinned where there is a GPU); a thread writes it from there while training goes on. It talks to
+nobody but through files, and through the job's store, where it says that it has failed: communication belongs
+to the thread that trains, in one order on all ranks. The next save waits for the last one. Whether that came
+to be is known to all ranks by `finish`, and to some before: `failed`.
+"""
+
+import contextlib
+import errno
+import json
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from plait.checkpoint.folder import Keep, note_score, place_of, prune, put_in_place, remove_partial
+from plait.checkpoint.manifest import MANIFEST, Manifest, Part
+from plait.checkpoint.write import write_part
+from plait.comm import World, all_reduce, broadcast, raise_together
+from plait.errors import CheckpointError
+from plait.files import sync_folder, write_text
+from plait.parallel import Kept
+
+_ALIGNMENT = 64
+_LOOK_S = 0.005
+_APPEARS_S = 60.0  # until another host sees a directory of a shared file system
+_Source = Callable[[Kept], Tensor]
+
+
+class Saver:
+    """Saves one job's checkpoints into a folder. Every rank has one and calls it alike.
+
+    [Note: lifetimes] A save's thread reads the staging memory until it ends, and `finish` joins it before
+    that memory is written again.
+    """
+
+    def __init__(
+        self, folder: Path, world: World, *, keep: Keep | None = None, background: bool = False
+    ) -> None:
+        """`folder` is the same one on all hosts. `keep`: which checkpoints stay, None for all."""
+        self._folder = folder
+        self._world = world
+        self._keep = keep
+        self._background = background
+        self._staging = torch.empty(0, dtype=torch.uint8)
+        self._thread: threading.Thread | None = None
+        self._under_way: str | None = None  # the name of the directory that is being written
+        self._bug: BaseException | None = None
+        self.pause_s = 0.0  # that the last save took of the step's time
+
+    def save(
+        self, step: int, kept: Sequence[Kept], facts: Mapping[str, Any], *, score: float | None = None
+    ) -> None:
+        """Saves what the ranks keep as the checkpoint of `step`; see [Note: saving behind a step].
+
+        `facts` is JSON. `score`: lower is better, for `Keep.best`. Raises CheckpointError, on all ranks, when
+        this one (or, in the background, the last one) cannot be written: the earlier ones then stand as they
+        stood.
+        """
+        self.finish()
+        began_s = time.perf_counter()
+        partial = self._begin(step, sum(each.num_bytes for each in kept))
+        source = self._copied(kept) if self._background else Kept.cpu
+        finish = self._finisher(partial, step, dict(facts), score) if self._world.rank == 0 else None
+        self._under_way = partial.name
+        if self._background:
+            self._thread = threading.Thread(
+                target=self._write, args=(partial, kept, source, finish), name="plait-save", daemon=True
+            )
+            self._thread.start()
+            self.pause_s = time.perf_counter() - began_s
+            return
+        self._write(partial, kept, source, finish)
+        self.finish()
+        self.pause_s = time.perf_counter() - began_s
+
+    @property
+    def failed(self) -> bool:
+        """Whether this rank knows that the save under way has failed. No other rank is asked."""
+        return self._under_way is not None and bool(self._world.heard(f"{self._under_way} failed"))
+
+    def finish(self) -> None:
+        """Waits for the save under way. Raises CheckpointError on all ranks when it has failed."""
+        if self._under_way is None:
+            return
+        if self._thread is not None:
+            self._thread.join()
+        name, self._thread, self._under_way = self._under_way, None, None
+        bug, self._bug = self._bug, None
+        if bug is not None:
+            raise bug
+        while (verdict := self._world.heard(f"{name} ended")) is None:
+            time.sleep(_LOOK_S)
+        if verdict:
+            fact, given, hint = json.loads(verdict)
+            raise CheckpointError(fact, given=given, hint=hint)
+
+    # --- one save
+
+    def _begin(self, step: int, num_bytes: int) -> Path:
+        """The directory to write into, which the first rank makes."""
+        group, device = self._world.group, self._world.device
+        total = torch.tensor([num_bytes], device=device)
+        all_reduce(total, group)
+        problem: CheckpointError | None = None
+        random = torch.zeros(1, dtype=torch.int64, device=device)
+        if self._world.rank == 0:
+            random.fill_(secrets.randbits(48))
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                remove_partial(self._folder)
+                _check_space(self._folder, int(total.item()))
+                self._partial(step, random).mkdir()
+            except OSError as error:
+                problem = write_error(error, self._folder, step)
+            except CheckpointError as error:
+                problem = error
+        raise_together(problem, group, device)
+        broadcast(random, group)
+        partial = self._partial(step, random)
+        limit_s = time.monotonic() + _APPEARS_S
+        while not partial.is_dir() and time.monotonic() < limit_s:
+            time.sleep(_LOOK_S)
+        if not partial.is_dir():
+            problem = CheckpointError(
+                "the folder of checkpoints is not the same one on all hosts",
+                given=f"{partial}, which rank 0 has made, is not there for rank {self._world.rank}",
+                expected="a file system that all hosts share",
+            )
+        raise_together(problem, group, device)
+        return partial
+
+    def _partial(self, step: int, random: Tensor) -> Path:
+        return self._folder / f"{place_of(self._folder, step).name}.tmp-{int(random.item()):012x}"
+
+    def _copied(self, kept: Sequence[Kept]) -> _Source:
+        """Copies of what is kept, in memory of our own."""
+        places, end = [], 0
+        for each in kept:
+            places.append(end)
+            end += -(-each.num_bytes // _ALIGNMENT) * _ALIGNMENT
+        if self._staging.numel() < end:
+            self._staging = torch.empty(end, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        copies = {}
+        for each, place in zip(kept, places, strict=True):
+            copy = self._staging[place : place + each.num_bytes].view(each.dtype)
+            copies[each] = copy.copy_(each.read(), non_blocking=True)
+        if self._world.device.type == "cuda":
+            torch.cuda.current_stream(self._world.device).synchronize()
+        return copies.__getitem__
+
+    def _write(
+        self, partial: Path, kept: Sequence[Kept], source: _Source, finish: Callable[[], None] | None
+    ) -> None:
+        """In the background, or not: this rank's files, and on the first rank the whole."""
+        try:
+            part = write_part(partial, self._world.rank, kept, source)
+            write_text(_said(partial, self._world.rank), part.model_dump_json())
+        except OSError as error:
+            self._fail(
+                partial.name, write_error(error, partial.parent, int(partial.name[5:].partition(".")[0]))
+            )
+        except BaseException as error:  # an error of ours, or Ctrl-C: all ranks end with it
+            self._bug = error
+            self._fail(partial.name, CheckpointError("a checkpoint cannot be written", given=repr(error)))
+        if finish is not None:
+            finish()
+
+    def _fail(self, name: str, error: CheckpointError) -> None:
+        self._world.tell(f"{name} failed", json.dumps([error.fact, error.given, error.hint]))
+
+    def _finisher(
+        self, partial: Path, step: int, facts: dict[str, Any], score: float | None
+    ) -> Callable[[], None]:
+        """What the first rank does when it has written its own."""
+
+        def finish() -> None:
+            verdict = ""
+            try:
+                parts = self._parts(partial)
+                if parts is None:
+                    verdict = self._world.heard(f"{partial.name} failed") or ""
+                else:
+                    self._complete(partial, step, Manifest.of(step, facts, parts), score)
+            except OSError as error:
+                problem = write_error(error, self._folder, step)
+                verdict = json.dumps([problem.fact, problem.given, problem.hint])
+            except BaseException as error:
+                self._bug = error
+                verdict = json.dumps(["a checkpoint cannot be written", repr(error), None])
+            if verdict:
+                shutil.rmtree(partial, ignore_errors=True)
+                if self._world.heard(f"{partial.name} failed") is None:
+                    self._world.tell(f"{partial.name} failed", verdict)
+            self._world.tell(f"{partial.name} ended", verdict)
+
+        return finish
+
+    def _parts(self, partial: Path) -> list[Part] | None:
+        """What each rank has written, when all have; None when one has failed."""
+        found: list[Part] = []
+        while len(found) < self._world.size:
+            said = _said(partial, len(found))
+            if said.exists():
+                with contextlib.suppress(ValidationError):  # another host may see a name before the content
+                    found.append(Part.model_validate_json(said.read_bytes()))
+                    continue
+            if self._world.heard(f"{partial.name} failed") is not None:
+                return None
+            time.sleep(_LOOK_S)
+        return found
+
+    def _complete(self, partial: Path, step: int, manifest: Manifest, score: float | None) -> None:
+        """See [Note: how a checkpoint becomes complete]."""
+        for rank in range(self._world.size):
+            _said(partial, rank).unlink()
+        write_text(partial / MANIFEST, manifest.text())
+        sync_folder(partial)
+        put_in_place(partial, place_of(self._folder, step))
+        if self._keep is not None:
+            if self._keep.best and score is not None:
+                note_score(self._folder, step, score)
+            prune(self._folder, self._keep)
+
+
+def _said(partial: Path, rank: int) -> Path:
+    """Where a rank says what it has written."""
+    return partial / f"rank-{rank:05d}.json"
+
+
+def _check_space(folder: Path, num_bytes: int) -> None:
+    need_bytes = num_bytes + num_bytes // 64 + 2**20
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < need_bytes:
+        raise CheckpointError(
+            "not enough disk for a checkpoint",
+            given=f"{free_bytes / 2**20:.0f} MiB free at {folder}",
+            expected=f"{need_bytes / 2**20:.0f} MiB",
+            hint="free some space, or a smaller run.keep_last, then --resume: the last checkpoint is whole",
+        )
+
+
+def write_error(error: Exception, folder: Path, step: int) -> CheckpointError:
+    """What the user is told of an error of the file system."""
+    full = any(text in str(error) for text in ("No space left", "File too large", "Disk quota"))
+    full = full or getattr(error, "errno", None) in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
+    return CheckpointError(
+        "not enough disk for a checkpoint" if full else "a checkpoint cannot be written",
+        given=f"step {step} in {folder}: {error}",
+        hint="free some space, then --resume: the checkpoints before this one are whole" if full else None,
+    )

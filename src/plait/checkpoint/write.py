@@ -1,0 +1,144 @@
+"""A rank's files: the boxes that it owns, one behind the other."""
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.checkpoint.crc import crc32
+from plait.checkpoint.manifest import NAMES, Chunk, FileFacts, Part, TensorFacts
+from plait.parallel import Kept, view_of
+from plait.plan import Box, runs
+
+CHUNK_BYTES = 16 * 2**20  # at most, and of at least one row
+FILE_BYTES = 4 * 2**30  # about; a chunk lies in one file
+_ALIGNMENT = 64  # of a file's first tensor
+_BUFFER_BYTES = 2**20  # norms and biases go to the file together
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """A chunk to be: box `at` of rows of what is kept, which begin with element `row`."""
+
+    kept: Kept
+    row: int  # counted from the first that is kept
+    rows: Box
+    at: Box
+    box: Box  # of the whole tensor
+    file: int
+    offset: int  # bytes from the end of its file's header
+
+    @property
+    def num_bytes(self) -> int:
+        return self.box.numel * self.kept.dtype.itemsize
+
+    def view(self, flat: Tensor) -> Tensor:
+        """Of what is kept."""
+        return view_of(flat[self.row : self.row + self.rows.numel].view(self.rows.shape), self.at)
+
+
+def write_part(
+    folder: Path, rank: int, kept: Sequence[Kept], source: Callable[[Kept], Tensor] = Kept.cpu
+) -> Part:
+    """Writes what is kept into `rank-00003.0.safetensors`, and .1 and so on, on the disk when it returns.
+    `source` gives what is in it, on the CPU. Raises OSError."""
+    placed = list(_place(kept))
+    files = [list(chunks) for _, chunks in groupby(placed, lambda chunk: chunk.file)]
+    headers = [_header(chunks) for chunks in files]
+    facts: dict[str, FileFacts] = {}
+    sums: list[int] = []
+    held: tuple[Kept, Tensor] | None = None
+    for number, (chunks, header) in enumerate(zip(files, headers, strict=True)):
+        name = f"rank-{rank:05d}.{number}.safetensors"
+        with (folder / name).open("xb", buffering=_BUFFER_BYTES) as file:
+            file.write(header)
+            for chunk in chunks:
+                if held is None or held[0] is not chunk.kept:
+                    held = (chunk.kept, source(chunk.kept))
+                data = bytes_of(chunk.view(held[1]))
+                file.write(data)
+                sums.append(crc32(data))
+            file.flush()
+            os.fsync(file.fileno())
+        size = len(header) + sum(chunk.num_bytes for chunk in chunks)
+        facts[name] = FileFacts(bytes=size, header_bytes=len(header), header_crc32=crc32(header))
+    return Part(files=facts, tensors=_tensors(kept, placed, headers, sums))
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """A CPU tensor's elements, row by row: its own memory where they lie so."""
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    array: Any = flat.numpy()
+    return memoryview(array)
+
+
+def _place(kept: Iterable[Kept]) -> Iterator[_Placed]:
+    """Where every chunk comes to lie; of the shapes alone."""
+    file = offset = 0
+    for each in kept:
+        row = 0
+        for rows in runs(each.boxes.shape, each.start, each.stop):
+            for box, at in each.boxes.parts(rows):
+                for low, high in _small(box.shape, each.dtype.itemsize):
+                    chunk = _Placed(
+                        each, row, rows, _rows(at, low, high), _rows(box, low, high), file, offset
+                    )
+                    if offset and offset + chunk.num_bytes > FILE_BYTES:
+                        file, offset = file + 1, 0
+                        chunk = replace(chunk, file=file, offset=offset)
+                    yield chunk
+                    offset += chunk.num_bytes
+            row += rows.numel
+
+
+def _small(shape: Sequence[int], itemsize: int) -> Iterator[tuple[int, int]]:
+    """A box in runs of rows of at most CHUNK_BYTES."""
+    if not shape:
+        yield 0, 1
+        return
+    step = max(1, CHUNK_BYTES // (itemsize * math.prod(shape[1:])))
+    for low in range(0, shape[0], step):
+        yield low, min(shape[0], low + step)
+
+
+def _rows(box: Box, low: int, high: int) -> Box:
+    if not box.start:
+        return box
+    first = box.start[0]
+    return Box((first + low, *box.start[1:]), (first + high, *box.stop[1:]))
+
+
+def _header(chunks: Sequence[_Placed]) -> bytes:
+    """As safetensors has it: the length of the JSON, the JSON, spaces up to a round number of bytes."""
+    entries = {
+        f"{chunk.kept.key}[{','.join(f'{low}:{high}' for low, high in chunk.box.edges)}]": {
+            "dtype": NAMES[chunk.kept.dtype],
+            "shape": list(chunk.box.shape),
+            "data_offsets": [chunk.offset, chunk.offset + chunk.num_bytes],
+        }
+        for chunk in chunks
+    }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _tensors(
+    kept: Iterable[Kept], placed: Sequence[_Placed], headers: Sequence[bytes], sums: Sequence[int]
+) -> dict[str, TensorFacts]:
+    chunks: dict[str, list[Chunk]] = {each.key: [] for each in kept}
+    for chunk, crc in zip(placed, sums, strict=True):
+        offset = len(headers[chunk.file]) + chunk.offset
+        found = Chunk(chunk.file, offset, chunk.box.start, chunk.box.stop, crc)
+        chunks[chunk.kept.key].append(found)
+    return {
+        each.key: TensorFacts(shape=each.whole_shape, dtype=NAMES[each.dtype], chunks=tuple(chunks[each.key]))
+        for each in kept
+    }
