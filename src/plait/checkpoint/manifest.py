@@ -117,6 +117,10 @@ class Manifest(_Strict):
         body = "{\n" + ",\n".join([*head, *tables])
         return f'{body},\n"sha256": "{_sha256(body.encode())}"\n}}\n'
 
+    def problem(self) -> str | None:
+        """What does not fit in it; None for a manifest that can be believed."""
+        return next(_problems(self), None)
+
     @property
     def num_bytes(self) -> int:
         """Of all files but the manifest."""
@@ -171,8 +175,7 @@ def read_manifest(folder: Path) -> Manifest:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise Damage(path, f"{where}: {first['msg']}" if where else first["msg"]).error() from error
-    reason = next(_problems(manifest), None)
-    if reason is not None:
+    if (reason := manifest.problem()) is not None:
         raise Damage(path, reason).error()
     for name, facts in manifest.files.items():
         if (found := plain_size(folder / name)) != facts.bytes:
@@ -228,8 +231,9 @@ def _problems_of(key: str, tensor: TensorFacts, num_files: int) -> Iterator[str]
         if not (0 <= chunk.file < num_files and chunk.offset >= 0):
             yield f"{key} has a chunk in no file"
             return
-    if sum(chunk.box.numel for chunk in tensor.chunks) != math.prod(tensor.shape):
-        yield f"{key} has chunks that are more or less than the tensor"
+    numel = sum(chunk.box.numel for chunk in tensor.chunks)
+    if numel != math.prod(tensor.shape):
+        yield f"{key} has chunks of {numel} elements, not of {math.prod(tensor.shape)}"
     elif not _are_apart([chunk.box for chunk in tensor.chunks]):
         yield f"{key} has chunks that overlap"
 

@@ -222,6 +222,8 @@ class Saver:
 
     def _complete(self, partial: Path, step: int, manifest: Manifest, score: float | None) -> None:
         """See [Note: how a checkpoint becomes complete]."""
+        problem = manifest.problem()
+        assert problem is None, f"ranks do not own what a checkpoint needs: {problem}"
         for rank in range(self._world.size):
             _said(partial, rank).unlink()
         write_text(partial / MANIFEST, manifest.text())
