@@ -31,6 +31,7 @@ from plait.plan import Box
 MANIFEST = "manifest.json"
 FORMAT: Literal["plait checkpoint 2"] = "plait checkpoint 2"
 MANIFEST_LIMIT_BYTES = 2**30
+HEADER_LIMIT_BYTES = 100_000_000  # as the safetensors library has it
 _MOST_DIMS = 64
 _MOST_COMPARISONS = 10**6  # of boxes that no cut through all of them separates: ours are always separated
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
@@ -201,7 +202,7 @@ def _problems(manifest: Manifest) -> Iterator[str]:
     for name, facts in manifest.files.items():
         if not _FILE_NAME.fullmatch(name) or name == MANIFEST:
             yield f"{name!r} is not the name of a file in this directory"
-        if not 8 <= facts.header_bytes <= facts.bytes < 2**63:
+        if not 8 <= facts.header_bytes <= min(facts.bytes, HEADER_LIMIT_BYTES):
             yield f"{name} has a header of {facts.header_bytes} of {facts.bytes} bytes"
     filled: list[list[tuple[int, int]]] = [[] for _ in manifest.files]
     for key, tensor in manifest.tensors.items():
@@ -219,7 +220,8 @@ def _problems_of(key: str, tensor: TensorFacts, num_files: int) -> Iterator[str]
     if tensor.dtype not in DTYPES:
         yield f"{key} is of dtype {tensor.dtype!r:.40}"
         return
-    if len(tensor.shape) > _MOST_DIMS or not all(0 <= size < 2**63 for size in tensor.shape):
+    is_size = all(size >= 0 for size in tensor.shape) and len(tensor.shape) <= _MOST_DIMS
+    if not is_size or math.prod(max(1, size) for size in tensor.shape) >= 2**60:
         yield f"{key} is of a shape that no tensor has"
         return
     for chunk in tensor.chunks:

@@ -29,6 +29,7 @@ from plait.plan import Box, Boxes
 
 # A CRC's bits are counted, by up to 2^20 ranks, in fields of integers.
 _FIELDS, _FIELD_BITS, _NUM_FIELDS = 3, 21, 11
+_BLOCK_BYTES = 2**20  # read at a time where nothing is kept
 ALONE = Group((0,), 0, None)
 CPU = torch.device("cpu")
 
@@ -119,9 +120,13 @@ class Reader:
 
     def check(self, key: str, chunk: Chunk) -> None:
         """Reads one chunk, to see that it is as it was written; of open files also in several threads."""
-        data = bytearray(chunk.box.numel * self._manifest.tensors[key].torch_dtype.itemsize)
-        self._read_bytes(chunk.file, chunk.offset, memoryview(data))
-        if crc32(data) != chunk.crc32:
+        num_bytes = chunk.box.numel * self._manifest.tensors[key].torch_dtype.itemsize
+        block, crc = memoryview(bytearray(min(num_bytes, _BLOCK_BYTES))), 0
+        for at in range(0, num_bytes, _BLOCK_BYTES):
+            part = block[: num_bytes - at]
+            self._read_bytes(chunk.file, chunk.offset + at, part)
+            crc = crc32(part, crc)
+        if crc != chunk.crc32:
             raise self._wrong(key, chunk)
 
     def _fill(self, key: str, box: Box, view: Tensor, counted: bool) -> None:

@@ -19,6 +19,7 @@ from plait.plan import Box, runs
 
 CHUNK_BYTES = 16 * 2**20  # at most, and of at least one row
 FILE_BYTES = 4 * 2**30  # about; a chunk lies in one file
+_FILE_CHUNKS = 100_000  # at most: what safetensors reads of a header is bounded
 _ALIGNMENT = 64  # of a file's first tensor
 _BUFFER_BYTES = 2**20  # norms and biases go to the file together
 
@@ -81,7 +82,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 def _place(kept: Iterable[Kept]) -> Iterator[_Placed]:
     """Where every chunk comes to lie; of the shapes alone."""
-    file = offset = 0
+    file = offset = number = 0
     for each in kept:
         row = 0
         for rows in runs(each.boxes.shape, each.start, each.stop):
@@ -90,11 +91,11 @@ def _place(kept: Iterable[Kept]) -> Iterator[_Placed]:
                     chunk = _Placed(
                         each, row, rows, _rows(at, low, high), _rows(box, low, high), file, offset
                     )
-                    if offset and offset + chunk.num_bytes > FILE_BYTES:
-                        file, offset = file + 1, 0
+                    if number == _FILE_CHUNKS or (offset and offset + chunk.num_bytes > FILE_BYTES):
+                        file, offset, number = file + 1, 0, 0
                         chunk = replace(chunk, file=file, offset=offset)
                     yield chunk
-                    offset += chunk.num_bytes
+                    offset, number = offset + chunk.num_bytes, number + 1
             row += rows.numel
 
 
