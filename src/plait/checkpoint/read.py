@@ -21,7 +21,7 @@ from torch import Tensor
 
 from plait.checkpoint.crc import Remainder, crc32, crc_of_remainder
 from plait.checkpoint.manifest import Chunk, Damage, Manifest, TensorFacts
-from plait.checkpoint.write import bytes_of
+from plait.checkpoint.write import BLOCK_BYTES, bytes_of
 from plait.comm import Group, all_reduce, raise_together
 from plait.errors import CheckpointError
 from plait.parallel import boxes_of, view_of
@@ -29,7 +29,6 @@ from plait.plan import Box, Boxes
 
 # A CRC's bits are counted, by up to 2^20 ranks, in fields of integers.
 _FIELDS, _FIELD_BITS, _NUM_FIELDS = 3, 21, 11
-_BLOCK_BYTES = 2**20  # read at a time where nothing is kept
 ALONE = Group((0,), 0, None)
 CPU = torch.device("cpu")
 
@@ -121,8 +120,8 @@ class Reader:
     def check(self, key: str, chunk: Chunk) -> None:
         """Reads one chunk, to see that it is as it was written; of open files also in several threads."""
         num_bytes = chunk.box.numel * self._manifest.tensors[key].torch_dtype.itemsize
-        block, crc = memoryview(bytearray(min(num_bytes, _BLOCK_BYTES))), 0
-        for at in range(0, num_bytes, _BLOCK_BYTES):
+        block, crc = memoryview(bytearray(min(num_bytes, BLOCK_BYTES))), 0
+        for at in range(0, num_bytes, BLOCK_BYTES):
             part = block[: num_bytes - at]
             self._read_bytes(chunk.file, chunk.offset + at, part)
             crc = crc32(part, crc)
@@ -152,10 +151,11 @@ class Reader:
         remainder, at = Remainder(), 0
         num_bytes = chunk.box.numel * itemsize
         for first, length in _segments(part, chunk.box.shape):
-            row = into[at : at + length * itemsize]
-            self._read_bytes(chunk.file, chunk.offset + first * itemsize, row)
-            remainder.add(first * itemsize, row)
-            at += len(row)
+            for begin in range(first * itemsize, (first + length) * itemsize, BLOCK_BYTES):
+                row = into[at : at + min(BLOCK_BYTES, (first + length) * itemsize - begin)]
+                self._read_bytes(chunk.file, chunk.offset + begin, row)
+                remainder.add(begin, row)
+                at += len(row)
         seen.remainder ^= remainder.of(num_bytes)
 
     def _read_bytes(self, file: int, offset: int, into: memoryview) -> None:

@@ -239,7 +239,7 @@ class EngineState:
     def _loose_here(self) -> dict[str, tuple[list[int], list[Tensor]]]:
         """What of it this rank has: the stages, and the tensor of each."""
         found: dict[str, tuple[list[int], list[Tensor]]] = {}
-        for stage, module in self._modules.items():
+        for stage, module in self._modules.items() if self._holdings.loose else ():
             for name, tensor in (*module.named_parameters(), *persistent_buffers(module).items()):
                 if name in self._holdings.loose:
                     stages, tensors = found.setdefault(name, ([], []))
