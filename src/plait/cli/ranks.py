@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -10,6 +11,7 @@ from plait.comm import World
 from plait.errors import CommError, PlaitError, PlanError
 
 _LETTER, _LETTER_SHOWN = "plait: letter", "plait: letter shown"
+_STORE_ANSWERS_S = 5.0  # else it is not there any more
 
 
 def check_ranks(ranks: int | None) -> None:
@@ -39,11 +41,24 @@ def told_by_one(work: Callable[[], int], world: World, *, debug: bool) -> int:
     try:
         code = work()
     except PlaitError as error:
-        if world.claim(_LETTER):
+        shown = threading.Event()
+
+        def tell() -> None:
+            if world.claim(_LETTER):
+                show_letter(error, debug=debug)
+                world.announce(_LETTER_SHOWN)
+            else:  # a rank that ends takes the others down: not before the letter is out
+                world.wait_for(_LETTER_SHOWN)
+            shown.set()
+
+        if not isinstance(error, CommError):
+            tell()
+            return USER_MISTAKE
+        # It may be the network that is gone, and the store with it: a rank that waited for that would stay.
+        threading.Thread(target=tell, daemon=True).start()
+        if not shown.wait(_STORE_ANSWERS_S):
             show_letter(error, debug=debug)
-            world.announce(_LETTER_SHOWN)
-        else:  # a rank that ends takes the others down: not before the letter is out
-            world.wait_for(_LETTER_SHOWN)
-        return LOST_RANK if isinstance(error, CommError) else USER_MISTAKE
+            os._exit(LOST_RANK)  # the thread is in the store's hands, and would keep the process from ending
+        return LOST_RANK
     world.close()
     return code

@@ -117,8 +117,8 @@ class Stepper:
         return {**wide, **{name: _thick(value) for name, value in kept.rest.items()}}
 
     def load(self, leaf: Tensor, state: Mapping[str, Any]) -> None:
-        """Takes over what `state` gave, the tensors themselves: they are the stepper's from now on. Counters stay
-        on the device that they come on."""
+        """Takes over what `state` gave, the tensors themselves: they are the stepper's from now on. Counters
+        stay on the device that they come on."""
         if not self._visiting:
             self.optimizer.state.pop(leaf, None)
             if state:

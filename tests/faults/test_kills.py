@@ -1,0 +1,65 @@
+"""Ranks that are killed at any instant lose no more than the steps since the last save, and nothing of that
+is wrong.
+
+What every kill has to leave behind is checked by `killed.py`.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+from runs import ROOT
+
+HERE = Path(__file__).parent
+
+
+def prepared(here: Path, *sets: str) -> Path:
+    """A run of which nothing is done yet, and the undisturbed one beside it."""
+    recipe = runs.write_recipe(here)
+    common = [
+        word for each in (*sets, "run.checkpoint_every=1", "run.evaluate_every=0") for word in ("--set", each)
+    ]
+    keep = ["--set", "run.keep_last=1000", "--set", f"run.dir={here}/whole"]
+    runs.finish(runs.start("train", recipe, *common, *keep))
+    make = f"import sys; from pathlib import Path; from plait.train.run import prepare;
+    prepare(Path({str(recipe)!r}), sets=sys.argv[1:])" done = subprocess.run([sys.executable, "-c", make,
+    *common[1::2]], env=runs.environment(), check=False) assert done.returncode == 0
+    return here / "run"
+
+
+def killed(here: Path, kills: int, seed: int, *sets: str) -> list[dict[str, Any]]:
+    run = prepared(here, *sets)
+    words = [str(HERE / "killed.py"), str(run), str(here / "whole" / "checkpoints"), str(kills), str(seed)]
+    done = subprocess.run(
+        [sys.executable, *words],
+        env=runs.environment(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [each for each in found if each["killed"]]
+
+
+@pytest.mark.parametrize("sets", [(), ("run.save_in_background=true",)], ids=["at once", "in the background"])
+def test_a_rank_killed_at_any_instant_costs_the_steps_since_the_last_save_alone(
+    tmp_path: Path, sets: tuple[str, ...]
+) -> None:
+    found = killed(tmp_path, 6, 1, *sets)
+    assert len(found) == 6
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("sets", [(), ("run.save_in_background=true",)], ids=["at once", "in the background"])
+def test_a_hundred_kills(tmp_path: Path, sets: tuple[str, ...]) -> None:
+    """Of one rank or both, while it starts, trains and saves."""
+    found = killed(tmp_path, 100, 2, *sets)
+    assert len(found) == 100
+    assert sum(each["partial"] > 0 for each in found) > 10, "some were killed while they saved"
+    assert {each["killed"] for each in found} == {1, 2}

@@ -1,0 +1,117 @@
+"""Two hosts, made of network namespaces with a cable between them, which is cut and mended."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import runs
+import torch
+
+PORT = 29517
+ENDS_WITHIN_S = 60.0
+
+
+@dataclass(frozen=True)
+class Host:
+    """A namespace with one network interface beside loopback."""
+
+    name: str
+    interface: str
+    address: str
+
+    def command(self, *words: str) -> list[str]:
+        return ["ip", "netns", "exec", self.name, *words]
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+@pytest.fixture
+def hosts() -> Iterator[tuple[Host, Host]]:
+    """Skips, and says why, where namespaces cannot be made."""
+    if shutil.which("ip") is None:
+        pytest.skip("two hosts are made with `ip`, which is not here")
+    tag = f"{os.getpid() % 10**6}"
+    one, two = (Host(f"plait-{tag}-{n}", f"pl{tag}{n}", f"10.213.77.{n}") for n in (1, 2))
+    try:
+        try:
+            for host in (one, two):
+                ip("netns", "add", host.name)
+            ip("link", "add", one.interface, "type", "veth", "peer", "name", two.interface)
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"two hosts cannot be made here: {error.stderr.strip()}")
+        for host in (one, two):
+            ip("link", "set", host.interface, "netns", host.name)
+            ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", host.interface)
+            ip("-n", host.name, "link", "set", host.interface, "up")
+            ip("-n", host.name, "link", "set", "lo", "up")
+        yield one, two
+    finally:
+        for host in (one, two):
+            subprocess.run(["ip", "netns", "del", host.name], check=False, capture_output=True)
+
+
+def train(hosts: tuple[Host, Host], *words: object) -> list[subprocess.Popen[str]]:
+    """`plait train words...` under torchrun on both."""
+    found = []
+    for number, host in enumerate(hosts):
+        torchrun = [
+            *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"),
+            *("--node-rank", str(number), "--master-addr", hosts[0].address, "--master-port", str(PORT)),
+        ]
+        found.append(
+            subprocess.Popen(
+                host.command(*torchrun, "-m", "plait", "train", *map(str, words)),
+                env=runs.environment() | {"GLOO_SOCKET_IFNAME": host.interface},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+        )
+    return found
+
+
+def end(processes: list[subprocess.Popen[str]]) -> None:
+    for process in processes:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+
+
+def test_a_cut_cable_ends_both_hosts_and_mended_they_go_on(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    recipe = runs.write_recipe(tmp_path)
+    sets = ("--set", "run.timeout_s=4", "--set", "run.evaluate_every=0", "--set", "run.steps=60")
+    runs.finish(runs.start("train", recipe, *sets, "--set", f"run.dir={tmp_path}/whole"))
+    run = tmp_path / "run"
+    pair = train(hosts, recipe, *sets, "--set", "run.checkpoint_every=1")
+    try:
+        limit_s = time.monotonic() + 90
+        while runs.last_step(run) < 6:
+            assert all(process.poll() is None for process in pair), pair[0].communicate()[0]
+            assert time.monotonic() < limit_s
+            time.sleep(0.05)
+        ip("-n", hosts[1].name, "link", "set", hosts[1].interface, "down")
+        cut_s = time.monotonic()
+        outputs = [process.communicate(timeout=ENDS_WITHIN_S)[0] for process in pair]
+        assert time.monotonic() - cut_s < ENDS_WITHIN_S
+        assert all(process.returncode for process in pair), "both know that the run has not ended well"
+        assert "CommError" in outputs[0], outputs[0]
+        ip("-n", hosts[1].name, "link", "set", hosts[1].interface, "up")
+        pair = train(hosts, run, "--resume")
+        outputs = [process.communicate(timeout=runs.LIMIT_S)[0] for process in pair]
+        assert [process.returncode for process in pair] == [0, 0], outputs[0]
+        assert "resumed after step" in outputs[0]
+    finally:
+        end(pair)
+    expected = runs.last_state(tmp_path / "whole")
+    for name, tensor in runs.last_state(run).items():
+        assert torch.allclose(tensor, expected[name], rtol=1e-4, atol=1e-5), name
