@@ -72,7 +72,7 @@ class Metrics:
             return
         self._path = run.path
         with self._writing():
-            cut_back(run.metrics, first_step)
+            cut_back(run.metrics, first_step or -1)  # what there is to say of step 0 comes again
             self._file = run.metrics.open("a", encoding="utf-8")
             # `purge_step`: TensorBoard drops what an earlier process wrote for the steps from here on
             self._board = SummaryWriter(str(run.tensorboard), purge_step=first_step + 1, flush_secs=30)
