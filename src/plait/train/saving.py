@@ -67,8 +67,8 @@ class Saving:
     ) -> None:
         """Saves the state after `step` steps. `score`: its validation loss, where there is one. `last`: no
         other save follows. Raises CheckpointError on all ranks, see [Note: saves that fail]."""
-        self.settle(may_raise=not last)
         began_s = time.perf_counter()
+        self.settle(may_raise=not last)
         try:
             finite = score if score is not None and math.isfinite(score) else None
             self._saver.save(step, kept, facts, score=finite)
