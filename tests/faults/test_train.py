@@ -139,7 +139,8 @@ def test_saved_stopped_killed_damaged_and_resumed_ends_with_the_bits_of_never_st
     rank 1 reads: each time `--resume` goes on."""
     run = recipe.parent / "stopped"
 
-    process = start("train", recipe, "--set", f"run.dir={run}", "--set", "run.checkpoint_every=0")
+    words = ("--set", f"run.dir={run}", "--set", "run.checkpoint_every=0")
+    process = start("train", recipe, *words)
     wait_for_step(process, 2)
     os.kill(process.pid, signal.SIGUSR1)
     asked_for = int(wait_for(process, r"saved step (\d+) in \d+\.\d\d s")[1])
@@ -158,7 +159,7 @@ def test_saved_stopped_killed_damaged_and_resumed_ends_with_the_bits_of_never_st
     after_sigterm = last_step(run)
     assert after_ctrl_c + 2 <= after_sigterm < STEPS
 
-    process = start("train", recipe, "--resume", "--set", f"run.dir={run}")
+    process = start("train", recipe, "--resume", *words)
     wait_for_step(process, after_sigterm + 1)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate(timeout=LIMIT_S)
@@ -169,7 +170,7 @@ def test_saved_stopped_killed_damaged_and_resumed_ends_with_the_bits_of_never_st
     before, newest = checkpoint.steps(run / "checkpoints")
     damaged = newest / "rank-00001.0.safetensors"
     flip_a_bit(damaged)
-    out, _ = finish(start("train", run, "--resume", "--set", "run.checkpoint_every=6"))
+    out, _ = finish(start("train", run, "--resume"))
     assert f"warning: the checkpoint is damaged: {damaged}" in out
     assert f"resumed after step {checkpoint.step_of(before)}" in out
     assert newest.with_name(f"{newest.name}.damaged").is_dir()
