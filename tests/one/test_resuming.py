@@ -1,7 +1,5 @@
 """Which checkpoint a run goes on from; what is damaged or newer is renamed, and never removed."""
 
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,7 @@ from plait.comm import World
 from plait.engine import Engine
 from plait.errors import CheckpointError
 from plait.train.resuming import begin_with, go_back, load_newest, newest_that_opens
-from plait.train.run import RunDir, is_later_attempt, num_local_ranks
+from plait.train.run import num_local_ranks
 
 
 def any_of_them(_: Checkpoint) -> None:
@@ -152,33 +150,6 @@ def test_a_new_run_begins_with_anothers_checkpoint_without_copying_it(
     engine = engine_of()
     assert load_newest(engine, folder, any_of_them)[1] == []
     assert_same(engine.state(), saved[1])
-
-
-@pytest.fixture
-def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunDir]:
-    """A run's directory as a job leaves it that torchrun starts again. Nothing else of it is looked at."""
-    run = RunDir(tmp_path)
-    run.recipe.write_text("{}")
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job 7")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    run.job.write_text("job 7")
-    return run
-
-
-def test_only_ranks_that_are_started_again_by_the_same_job_go_on_unasked(
-    begun: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert is_later_attempt(begun)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    assert not is_later_attempt(begun), "a job that uses a name again"
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
-    assert is_later_attempt(begun)
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job 8")
-    assert not is_later_attempt(begun), "another job, which was refused before and is again"
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    assert not is_later_attempt(begun), "a job without a name is known by its process"
-    assert not is_later_attempt(RunDir(begun.path / "none"))
-    assert os.getppid() > 0
 
 
 def test_dp_auto_starts_as_few_local_ranks_on_a_cpu_as_can_be() -> None:

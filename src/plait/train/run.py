@@ -2,10 +2,13 @@
 
 [Note: whose run it is]
 A run's directory that exists is refused, unless the run is to be resumed: somebody may be at work in it. But
-torchrun starts its ranks again with the same words, after it has lost one. So whoever prepares a run leaves
-the name of its job in it, and ranks that are started again, by the same job, go on with what is there.
+torchrun starts its ranks again with the same words, after it has lost one or gained some. So whoever prepares
+a run leaves in it by which process of torchrun, and by which --rdzv-id, its ranks were started; ranks that
+are started by the same process go on with what is there. After a restart the id is enough, for the first rank
+may have come to another host; at a first start it is not, for another job may use it again.
 """
 
+import json
 import os
 import secrets
 import shutil
@@ -19,7 +22,7 @@ import torch
 from plait.assembly import check_cuts
 from plait.checkpoint import Checkpoint
 from plait.errors import ConfigError, PlanError, RunError
-from plait.files import check_places, sync_folder, sync_tree, write_json, write_text
+from plait.files import check_places, sync_folder, sync_tree, write_json
 from plait.models import causal_lm_on_meta
 from plait.optim import MappedFile
 from plait.plan import Plan
@@ -43,7 +46,7 @@ class RunDir:
     @property
     def job(self) -> Path:
         """Whose it is: see [Note: whose run it is]."""
-        return self.path / "job"
+        return self.path / "job.json"
 
     @property
     def tokenizer(self) -> Path:
@@ -156,13 +159,16 @@ def _read(source: Path, sets: Sequence[str], plan: str | None, resume: bool) -> 
 
 
 def is_later_attempt(run: RunDir) -> bool:
-    """Whether this process is of a job that torchrun has started again, and that had begun or resumed the run
-    before: see [Note: whose run it is]. Then it goes on with it."""
-    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    """Whether torchrun had started this process's job before, which then began or resumed the run. It goes on
+    with it then: see [Note: whose run it is]."""
     try:
-        return restarts > 0 and run.recipe.is_file() and run.job.read_text(encoding="utf-8") == _job()
-    except OSError:
+        run_id, process = json.loads(run.job.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return False
+    our_id, our_process = _job()
+    is_named = our_id not in ("", "none")  # torchrun's word for none
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return our_id != "" and (process == our_process or (restarts > 0 and is_named and run_id == our_id))
 
 
 def num_local_ranks(plan: Plan, device: str) -> int:
@@ -244,14 +250,12 @@ def _absolute(path: Path | None) -> Path | None:
     return None if path is None else path.absolute()
 
 
-def _job() -> str:
-    """Of the job that torchrun runs: the id that it was given, else its process. Empty without torchrun."""
+def _job() -> tuple[str, str]:
+    """The id of the job that torchrun runs, empty without torchrun; and the process that has started us."""
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "")
-    if run_id != "none":  # torchrun's word for none
-        return run_id
     stat = Path(f"/proc/{os.getppid()}/stat")
     began = stat.read_text().rpartition(")")[2].split()[19] if stat.exists() else ""
-    return f"{socket.gethostname()} {os.getppid()} {began}"
+    return run_id, f"{socket.gethostname()} {os.getppid()} {began}"
 
 
 def _create(run: RunDir, recipe: Recipe, store: TokenStore, start: Path | None, check: Check) -> None:
@@ -261,7 +265,7 @@ def _create(run: RunDir, recipe: Recipe, store: TokenStore, start: Path | None, 
         partial.mkdir(parents=True)
         try:
             write_json(RunDir(partial).recipe, recipe.model_dump(mode="json"))
-            write_text(RunDir(partial).job, _job())
+            write_json(RunDir(partial).job, _job())
             shutil.copytree(store.tokenizer_dir, RunDir(partial).tokenizer)
             if start is not None:
                 begin_with(RunDir(partial).checkpoints, start, check)
@@ -279,7 +283,7 @@ def _rewrite(run: RunDir, recipe: Recipe) -> None:
     """With what --set and --plan have changed."""
     try:
         write_json(run.recipe, recipe.model_dump(mode="json"))
-        write_text(run.job, _job())
+        write_json(run.job, _job())
     except OSError as error:
         raise RunError("the run's recipe cannot be written", given=f"{run.recipe}: {error}") from error
 
