@@ -242,7 +242,7 @@ class Plan:
             "dp=auto is a number only once the ranks are counted",
             given=str(self),
             expected="a number for dp",
-            hint=f'"{str(self).replace("dp=auto", example)}", or --ranks where ranks are started',
+            hint=f'"{str(self).replace("dp=auto", example)}"',
         )
 
     @property
