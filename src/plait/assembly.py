@@ -61,7 +61,8 @@ def parallelize(
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     model = model if isinstance(model, nn.Module) else Chain(model)
     check_update(optimizer, clip_norm, clip_value)
-    world = _checked(world, plan, loss_scaling)
+    world = connect() if world is None else world
+    plan = _checked(world, plan, loss_scaling)
     found = checked_blocks(model, plan, blocks)
     to_probe = Probe.of(model, probe, plan, seed)  # before the model is cut
     how = training_of(model, plan, found, param_groups=param_groups, tensor_plan=tensor_plan)
@@ -123,13 +124,13 @@ def check_update(optimizer: object, norm: float | None = None, value: float | No
         )
 
 
-def _checked(world: World | None, plan: Plan, scaling: LossScaling | None) -> World:
-    """The world, if the plan fits its ranks and their devices."""
-    world = connect() if world is None else world
+def _checked(world: World, plan: Plan, scaling: LossScaling | None) -> Plan:
+    """The plan that runs on the world's ranks, if it fits them and their devices."""
+    plan = plan.resolved(world.size)
     plan.check_ranks(world.size)
     _check_fp16(plan, scaling, world.device)
     check_device(plan, world.device)
-    return world
+    return plan
 
 
 def _check_fp16(plan: Plan, scaling: LossScaling | None, device: torch.device) -> None:

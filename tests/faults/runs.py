@@ -1,6 +1,7 @@
 """What the tests of whole runs share: a small recipe, commands as real processes, what they leave."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -130,6 +131,15 @@ def wait_for_step(process: subprocess.Popen[str], step: int) -> None:
         if words[:1] == ["step"] and "tok/s" in words and int(words[1].split("/")[0]) >= step:
             return
     raise AssertionError(f"the run ended before step {step}: {process.communicate()}")
+
+
+def wait_for(process: subprocess.Popen[str], pattern: str) -> re.Match[str]:
+    """Returns when the run shows a line that the pattern is found in."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if found := re.search(pattern, line):
+            return found
+    raise AssertionError(f"the run ended before {pattern}: {process.communicate()}")
 
 
 def last_state(run: Path) -> dict[str, Tensor]:

@@ -80,6 +80,12 @@ MIXTRAL = (
         (sets("run.batch=6"), ["PlanError", "does not divide", "run.batch=8"]),
         (sets("optimizer.name=Adan"), ["ConfigError", "optimizer.name"]),
         (sets("run.device=cuda"), ["ConfigError", "GPUs"]),
+        (sets("run.keep_best=true", "run.evaluate_every=0"), ["ConfigError", "nobody computes"]),
+        (
+            ["--plan", "dp=auto tp=2", "--ranks", "3"],
+            ["PlanError", "dp=auto tp=2 on 3 ranks", "2 or 4 ranks"],
+        ),
+        (["--plan", "dp=auto", "--ranks", "3"], ["PlanError", "run.batch=16", "dp=3"]),
         (["--plan", "dp=2 zero=4"], ["PlanError", "no such ZeRO stage", "zero=4"]),
         (["--plan", "dp=4 zero=1 shard=3"], ["PlanError", "shard does not divide dp", "shard=2"]),
         (["--plan", "dp=2 offload=disk"], ["ConfigError", "no run.offload_dir", "--set run.offload_dir="]),
@@ -221,12 +227,33 @@ def test_a_recipe_edited_since_the_run_began_is_not_resumed_by_accident(here: Pa
     assert f"plait train {here / 'run'} --resume" in said
 
 
-@pytest.mark.parametrize("name", ["weights.safetensors", "optimizer.safetensors", "manifest.json"])
-def test_a_damaged_checkpoint_is_named_before_a_rank_starts(here: Path, name: str) -> None:
-    flip_a_bit(here / "run" / "checkpoints" / f"step-{STEPS:08d}" / name)
+def test_a_run_without_a_whole_checkpoint_gets_a_letter_that_names_them_all(here: Path) -> None:
+    newest, before = (here / "run" / "checkpoints" / f"step-{step:08d}" for step in (STEPS, 18))
+    flip_a_bit(newest / "manifest.json")
+    (before / "rank-00000.0.safetensors").unlink()
     said = letter("train", here / "run", "--resume")
-    assert "CheckpointError" in said
-    assert f"step-{STEPS:08d}/{name}" in said
+    assert "CheckpointError: no checkpoint of the run is whole" in said
+    assert f"{newest}/manifest.json: its content does not have the hash" in said
+    assert f"{before}/rank-00000.0.safetensors: missing" in said
+
+
+def test_a_checkpoint_to_go_back_to_that_cannot_be_is_named(here: Path) -> None:
+    checkpoints = here / "run" / "checkpoints"
+    words = ("train", here / "run", "--resume", "--from")
+    flip_a_bit(checkpoints / "step-00000018" / "rank-00000.0.safetensors")
+    before = everything(here)
+    assert "does not have the checksum" in letter(*words, checkpoints / "step-00000018"), "read wholly"
+    assert "not a checkpoint" in letter(*words, checkpoints / "step-00000019")
+    shutil.copytree(checkpoints / f"step-{STEPS:08d}", here / f"step-{STEPS:08d}")
+    said = letter(*words, here / f"step-{STEPS:08d}")
+    assert "a run goes back to a checkpoint of its own" in said
+    assert "without --resume" in said
+    shutil.rmtree(here / f"step-{STEPS:08d}")
+    new = ("train", here / "recipe.toml", *sets(f"run.dir={here}/other"), "--plan", "dp=1", "--from")
+    assert "does not have the checksum" in letter(*new, checkpoints / "step-00000018")
+    assert "another samples" in letter(*new, checkpoints / f"step-{STEPS:08d}", *sets("run.batch=8"))
+    assert everything(here) == before
+    assert not list(here.glob("other*"))
 
 
 def test_a_run_saved_half_is_resumed_from_the_last_whole_checkpoint(here: Path) -> None:

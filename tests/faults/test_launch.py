@@ -223,6 +223,36 @@ def test_a_second_ctrl_c_ends_ranks_that_do_not_listen(start: Start, tmp_path: P
     assert not any(is_alive(int((tmp_path / f"ready-{rank}").read_text())) for rank in (0, 1))
 
 
+# Has no handler until it is told to, as while it imports torch.
+LATE_RANK = """
+import os, pathlib, signal, sys, time
+folder, rank, got = pathlib.Path(sys.argv[1]), os.environ["RANK"], []
+(folder / f"ready-{rank}").touch()
+while not (folder / "sent").exists():
+    time.sleep(0.02)
+signal.signal(signal.SIGUSR1, lambda signum, frame: got.append(signum))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
+while not got:
+    time.sleep(0.02)
+(folder / f"first-{rank}").touch()
+while len(got) < 2:
+    time.sleep(0.02)
+"""
+
+
+def test_sigusr1_is_passed_on_each_time_and_waits_for_ranks_that_are_not_ready(
+    start: Start, tmp_path: Path
+) -> None:
+    launcher = start(LATE_RANK)
+    launcher.send_signal(signal.SIGUSR1)
+    time.sleep(0.5)  # so that it is passed on before they are
+    (tmp_path / "sent").touch()
+    wait_until(lambda: all((tmp_path / f"first-{rank}").exists() for rank in (0, 1)), 5.0)
+    launcher.send_signal(signal.SIGUSR1)
+    output, _ = launcher.communicate(timeout=START_S)
+    assert launcher.returncode == 0, output
+
+
 def test_a_killed_launcher_leaves_no_rank(start: Start, tmp_path: Path) -> None:
     launcher = start("from plait.comm.launch import end_with_parent\nend_with_parent()\n" + IGNORING_RANK)
     pids = [int((tmp_path / f"ready-{rank}").read_text()) for rank in (0, 1)]

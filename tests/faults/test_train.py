@@ -9,10 +9,22 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from runs import LIMIT_S, PLAIT, STEPS, finish, last_state, last_step, start, wait_for_step, write_recipe
+from runs import (
+    LIMIT_S,
+    PLAIT,
+    STEPS,
+    finish,
+    last_state,
+    last_step,
+    start,
+    wait_for,
+    wait_for_step,
+    write_recipe,
+)
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -48,6 +60,18 @@ def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     assert one.keys() == other.keys()
     for name, tensor in one.items():
         assert torch.equal(tensor, other[name]), name
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def losses(run: Path) -> list[dict[str, Any]]:
+    """The records of steps and evaluations, and not of saves."""
+    records = read_metrics(run / "metrics.jsonl")
+    return [record for record in records if "loss" in record or "validation_loss" in record]
 
 
 def test_a_run_learns_and_leaves_all_that_it_names(whole: tuple[Path, str]) -> None:
@@ -104,22 +128,28 @@ def test_torchrun_and_our_launcher_end_with_the_same_bits(whole: tuple[Path, str
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "plait"]
     finish(start("train", recipe, "--set", f"run.dir={run}", entry=torchrun))
     assert_same_bits(last_state(run), last_state(whole[0]))
-    ours, theirs = (read_metrics(path / "metrics.jsonl") for path in (run, whole[0]))
+    ours, theirs = (losses(path) for path in (run, whole[0]))
     assert [line.get("loss") for line in ours] == [line.get("loss") for line in theirs]
 
 
-def test_stopped_and_killed_and_resumed_ends_with_the_bits_of_never_stopping(
+def test_saved_stopped_killed_damaged_and_resumed_ends_with_the_bits_of_never_stopping(
     whole: tuple[Path, str], recipe: Path
 ) -> None:
-    """Ctrl-C, then SIGTERM, then SIGKILL of all: each time `--resume` goes on."""
+    """SIGUSR1, which only saves, and Ctrl-C, then SIGTERM, then SIGKILL of all, then a flipped bit that only
+    rank 1 reads: each time `--resume` goes on."""
     run = recipe.parent / "stopped"
 
-    process = start("train", recipe, "--set", f"run.dir={run}")
+    words = ("--set", f"run.dir={run}", "--set", "run.checkpoint_every=0")
+    process = start("train", recipe, *words)
     wait_for_step(process, 2)
+    os.kill(process.pid, signal.SIGUSR1)
+    asked_for = int(wait_for(process, r"saved step (\d+) in \d+\.\d\d s")[1])
+    wait_for_step(process, asked_for + 1)
     os.kill(process.pid, signal.SIGINT)
     out, _ = finish(process, 130)
     after_ctrl_c = last_step(run)
-    assert 2 <= after_ctrl_c < STEPS
+    assert 2 <= asked_for < after_ctrl_c < STEPS
+    assert f"step-{asked_for:08d}" in [path.name for path in checkpoint.steps(run / "checkpoints")]
     assert f"plait train {run} --resume" in out
 
     process = start("train", run, "--resume")
@@ -129,7 +159,7 @@ def test_stopped_and_killed_and_resumed_ends_with_the_bits_of_never_stopping(
     after_sigterm = last_step(run)
     assert after_ctrl_c + 2 <= after_sigterm < STEPS
 
-    process = start("train", recipe, "--resume", "--set", f"run.dir={run}")
+    process = start("train", recipe, "--resume", *words)
     wait_for_step(process, after_sigterm + 1)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate(timeout=LIMIT_S)
@@ -137,33 +167,74 @@ def test_stopped_and_killed_and_resumed_ends_with_the_bits_of_never_stopping(
     after_sigkill = last_step(run)
     assert after_sigterm <= after_sigkill < STEPS
 
+    before, newest = checkpoint.steps(run / "checkpoints")
+    damaged = newest / "rank-00001.0.safetensors"
+    flip_a_bit(damaged)
     out, _ = finish(start("train", run, "--resume"))
-    assert f"resumed after step {after_sigkill}" in out
+    assert f"warning: the checkpoint is damaged: {damaged}" in out
+    assert f"resumed after step {checkpoint.step_of(before)}" in out
+    assert newest.with_name(f"{newest.name}.damaged").is_dir()
+    warnings = [line for line in read_metrics(run / "metrics.jsonl") if "warning" in line]
+    assert [line["step"] for line in warnings] == [checkpoint.step_of(before)]
     assert_same_bits(last_state(run), last_state(whole[0]))
-    ours, theirs = (read_metrics(path / "metrics.jsonl") for path in (run, whole[0]))
+    ours, theirs = (losses(path) for path in (run, whole[0]))
     for key in ("step", "loss", "validation_loss", "lr", "grad_norm", "tokens"):
         assert [line.get(key) for line in ours] == [line.get(key) for line in theirs], key
+
+
+def test_torchrun_starts_a_run_again_that_has_lost_a_rank_and_it_ends_with_the_same_bits(
+    whole: tuple[Path, str], recipe: Path
+) -> None:
+    """Twice: before there is a checkpoint, and after. With dp=auto, and saves behind the steps."""
+    run = recipe.parent / "healed"
+    values = (f"run.dir={run}", "run.save_in_background=true", "run.keep_every=12")
+    words = [word for value in values for word in ("--set", value)]
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2")
+    process = start("train", recipe, "--plan", "dp=auto micro=2", *words, entry=(*torchrun, "-m", "plait"))
+    wait_for_step(process, 2)
+    kill_a_rank_of(process.pid)
+    wait_for_step(process, 8)
+    assert (run / "checkpoints" / "step-00000006").is_dir(), "it was seen to be saved, behind step 8"
+    kill_a_rank_of(process.pid)
+    assert wait_for(process, r"resumed after step (\d+)")[1] == "6"
+    finish(process)
+    assert json.loads((run / "recipe.json").read_text())["plan"] == "dp=auto micro=2"
+    assert [path.name for path in checkpoint.steps(run / "checkpoints")] == [
+        "step-00000012",
+        "step-00000018",
+        "step-00000024",
+    ]
+    assert_same_bits(last_state(run), last_state(whole[0]))
+    ours, theirs = (losses(path) for path in (run, whole[0]))
+    for key in ("step", "loss", "validation_loss", "tokens"):
+        assert [line.get(key) for line in ours] == [line.get(key) for line in theirs], key
+
+
+def kill_a_rank_of(torchrun: int) -> None:
+    """The last that it has started."""
+    children = Path(f"/proc/{torchrun}/task/{torchrun}/children").read_text().split()
+    os.kill(int(children[-1]), signal.SIGKILL)
 
 
 SLOW_AND_TOLD_TO_STOP_LATE = """
 import os, signal, time
 import plait.train.finish
-from plait import checkpoint
+from plait.checkpoint import saver
 from plait.cli.main import main
-from plait.train.run import RunDir
 
-save, export = checkpoint.save, plait.train.finish.export
+write, export = saver.write_part, plait.train.finish.export
 
-def slow_save(directory, *args, **kwargs):
-    time.sleep(8)
-    (directory.parent / "export.tmp-0a1b2c3d").mkdir()  # as of a process killed in its export
-    return save(directory, *args, **kwargs)
+def slow_write(partial, rank, *args):
+    if rank == 1:
+        time.sleep(8)
+        (partial.parents[1] / "export.tmp-0a1b2c3d").mkdir()  # as of a process killed in its export
+    return write(partial, rank, *args)
 
 def told_to_stop(run, out):
     os.kill(os.getpid(), signal.SIGTERM)
     export(run, out)
 
-checkpoint.save, plait.train.finish.export = slow_save, told_to_stop
+saver.write_part, plait.train.finish.export = slow_write, told_to_stop
 main()
 """
 

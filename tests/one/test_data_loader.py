@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,6 +64,21 @@ def test_an_epoch_in_random_order_has_each_sample_once_and_the_next_another_orde
     assert sorted(starts[:125]) == sorted(starts[125:]) == every
     assert starts[:125] != starts[125:] != every
     assert (rows.diff(dim=1) == 1).all()
+
+
+def test_samples_over_all_ranks_are_the_same_when_their_number_changes_between_steps(
+    stream: TokenStream,
+) -> None:
+    """None lost, none doubled: dp=1, then 2, then 4, then 1, each from the step where the last one ended."""
+    undisturbed = torch.cat(steps(stream, last_step=40))[:, 0].tolist()
+    found = []
+    for ranks, first, last in ((1, 0, 7), (2, 7, 16), (4, 16, 31), (1, 31, 40)):
+        shares = [
+            steps(stream, rank=rank, ranks=ranks, first_step=first, last_step=last) for rank in range(ranks)
+        ]
+        found += [row[0].item() for step in zip(*shares, strict=True) for row in torch.cat(step)]
+    assert found == undisturbed
+    assert max(Counter(found).values()) - min(Counter(found).values()) <= 1, "2.56 epochs"
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -7,12 +7,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from plait import checkpoint
 from plait.assembly import parallelize
+from plait.checkpoint import Saver
 from plait.comm import World, connect
 from plait.engine import Engine
 from plait.errors import CheckpointError
 from plait.models import causal_lm_on_meta
+from plait.parallel import Kept
 from plait.train.config import Recipe, parse_recipe
 from plait.train.data.tokenizer import save_tokenizer, train_tokenizer
 from plait.train.export import export, generate
@@ -57,7 +58,7 @@ def trained(tmp_path: Path, world: World) -> tuple[RunDir, Engine]:
     run.recipe.write_text(_recipe(tmp_path).model_dump_json())
     words = train_tokenizer(iter(["the ship sails " * 50]), 300, None)
     save_tokenizer(words, run.tokenizer)
-    checkpoint.save(run.checkpoints, 1, engine.state(), {}, keep_last=1)
+    engine.save(run.checkpoints)
     return run, engine
 
 
@@ -92,7 +93,7 @@ def test_persistent_buffers_are_exported_with_the_weights(
 
 def test_a_checkpoint_with_a_tensor_too_many_is_of_another_model(trained: tuple[RunDir, Engine]) -> None:
     run, engine = trained
-    tensors = engine.state() | {"buffers/model.surplus": torch.zeros(2)}
-    checkpoint.save(run.checkpoints, 2, tensors, {}, keep_last=1)
+    surplus = Kept.whole("buffers/model.surplus", torch.zeros(2))
+    Saver(run.checkpoints, engine.world).save(2, [*engine.kept(), surplus], {})
     with pytest.raises(CheckpointError, match="another model"):
         export(run, run.path.with_name("out"))

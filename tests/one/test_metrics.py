@@ -76,6 +76,20 @@ def test_a_resumed_run_has_every_step_once(tmp_path: Path) -> None:
     assert [event.value for event in board.Scalars("validation/loss")] == [8.0, 5.0, 2.0, -1.0]
 
 
+def test_a_run_that_begins_anew_in_its_directory_says_everything_once(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    for _ in range(2):
+        with Metrics(run, Console(file=io.StringIO()), 0, 12, 2) as metrics:
+            metrics.validation(0, 5.0)
+            metrics.warn(0, "slow")
+            metrics.step(facts(1))
+    assert [(line["step"], line.get("warning")) for line in read_metrics(run.metrics)] == [
+        (0, None),
+        (0, "slow"),
+        (1, None),
+    ]
+
+
 def test_garbage_that_a_power_cut_left_costs_its_own_lines_only(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     record(run, 0, 4)

@@ -1,13 +1,14 @@
 """A run's directory outlives a power cut from the moment that a rank may write into it."""
 
+import json
 import os
 import random
 from pathlib import Path
 
 import pytest
 
-from plait.errors import ConfigError
-from plait.train.run import RunDir, prepare
+from plait.errors import ConfigError, PlanError
+from plait.train.run import RunDir, is_later_attempt, prepare
 
 RECIPE = """
 plan = "dp=1"
@@ -76,7 +77,7 @@ def test_a_changed_recipe_is_on_disk_before_the_run_goes_on(recipe: Path, synced
     synced.clear()
     prepare(recipe, sets=["optimizer.lr=2e-3"], resume=True)
     assert synced[0].startswith(".recipe.json")
-    assert synced[1:] == ["run"]
+    assert synced[1] == "run"
     assert not [path for path in (recipe.parent / "run").iterdir() if "tmp" in path.name]
 
 
@@ -105,3 +106,39 @@ def test_a_run_goes_on_under_a_plan_that_has_no_use_for_its_settings(recipe: Pat
     assert "--set loss_scale= " in str(caught.value.hint)
     changed = prepare(run, plan="dp=1 precision=bf16", sets=["loss_scale="], resume=True)
     assert changed.run.offload_dir == recipe.parent
+
+
+def test_only_ranks_that_the_same_job_of_torchrun_has_started_again_go_on_unasked(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDir(recipe.parent / "run")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job 7")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    assert not is_later_attempt(run), "there is no run"
+    prepare(recipe)
+    assert is_later_attempt(run), "by the same process, as when hosts join"
+    run_id, process = json.loads(run.job.read_text())
+    run.job.write_text(json.dumps([run_id, f"{process}0"]))
+    assert not is_later_attempt(run), "another process: a job that uses an id again"
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert is_later_attempt(run), "the first rank has come to another host"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job 8")
+    assert not is_later_attempt(run), "another job, which was refused and tries again"
+    run.job.write_text(json.dumps(["none", f"{process}0"]))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert not is_later_attempt(run), "another job, neither has an id"
+    prepare(run.path, resume=True)
+    assert is_later_attempt(run), "it was resumed by this one"
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    assert not is_later_attempt(run), "not torchrun"
+
+
+def test_dp_auto_stays_in_the_recipe_and_is_judged_for_the_ranks_of_each_start(recipe: Path) -> None:
+    prepare(recipe, plan="dp=auto", sets=["run.batch=4"], ranks=4)
+    run = RunDir(recipe.parent / "run")
+    assert run.read_recipe().plan == "dp=auto"
+    for ranks in (2, 1, None):
+        assert prepare(run.path, resume=True, ranks=ranks).plan == "dp=auto"
+    with pytest.raises(PlanError, match="does not divide") as caught:
+        prepare(run.path, resume=True, ranks=3)
+    assert caught.value.hint == "run.batch=3"

@@ -114,7 +114,9 @@ def test_every_key_takes_effect_on_the_value() -> None:
         ("pp=2 schedule=inference", ["no such schedule"]),
         ("schedule=zb-h1 compile=true", ["taken apart", "schedule=zb-h1", "compile=false", "schedule=1f1b"]),
         ("dp=zero", ["dp is not a degree", "dp=zero", "whole number"]),
-        ("dp=0", ["dp=0", "1 or more"]),
+        ("dp=0", ["dp=0", "1 or more, or auto"]),
+        ("tp=auto", ["tp=auto"]),
+        ("dp=auto shard=2", ["stage 0 cuts nothing"]),
         ("dp=-1", ["dp=-1"]),
         ("micro=2.5", ["micro=2.5"]),
         ("dp=²", ["dp is not a degree"]),
@@ -261,3 +263,50 @@ def test_a_batch_that_does_not_divide_is_refused_with_one_that_would() -> None:
         with pytest.raises(PlanError, match="does not divide") as caught:
             Plan(dp=2, micro=3).check_batch(batch)
         assert Plan(dp=2, micro=3).check_batch(int(str(caught.value.hint).removeprefix("batch="))) >= 1
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks", "becomes"),
+    [
+        ("dp=auto", 1, "dp=1"),
+        ("dp=auto", 6, "dp=6"),
+        ("dp=auto tp=2 pp=2", 12, "dp=3 tp=2 pp=2"),
+        ("dp=auto tp=2x2 zero=3 shard=2", 16, "dp=4 tp=2x2 zero=3 shard=2"),
+        ("dp=4 micro=2", 4, "dp=4 micro=2"),
+        ("dp=4 micro=2", 8, "dp=4 micro=2"),
+    ],
+)
+def test_dp_auto_fills_what_the_rest_of_the_plan_leaves(text: str, ranks: int, becomes: str) -> None:
+    plan = Plan.parse(text)
+    assert str(plan) == text
+    assert Plan.parse(str(plan)) == plan
+    resolved = plan.resolved(ranks)
+    assert str(resolved) == becomes
+    assert resolved.resolved(ranks) == resolved
+    if plan.dp == 0:
+        assert resolved.num_ranks == ranks
+        assert ranks % plan.least_ranks == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks", "words"),
+    [
+        ("dp=auto tp=2", 3, ["on 3 ranks", "a multiple of 2 ranks", "2 or 4 ranks"]),
+        ("dp=auto tp=2 pp=2", 1, ["on 1 rank\n", "a multiple of 4 ranks", "try     : 4 ranks"]),
+        ("dp=auto zero=1 shard=4", 6, ["a multiple of 4 ranks", "4 or 8 ranks"]),
+    ],
+)
+def test_ranks_that_dp_auto_cannot_fill_are_told_which_could_be(
+    text: str, ranks: int, words: list[str]
+) -> None:
+    with pytest.raises(PlanError, match="dp=auto cannot fill the ranks") as caught:
+        Plan.parse(text).resolved(ranks)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_what_needs_a_number_of_ranks_refuses_dp_auto() -> None:
+    plan = Plan.parse("dp=auto tp=2 zero=1")
+    for ask in (lambda: plan.num_ranks, lambda: plan.check_batch(8), lambda: plan.shard_degree):
+        with pytest.raises(PlanError, match="once the ranks are counted") as caught:
+            ask()
+        assert '"dp=2 tp=2 zero=1"' in str(caught.value.hint)

@@ -17,6 +17,7 @@ from plait.comm import (
     start_all_reduce,
     start_exchange,
     start_scattered_sum,
+    text_of,
 )
 from plait.errors import CommError
 from plait.plan import Grid
@@ -163,6 +164,17 @@ def test_ranks_agree_and_one_of_them_claims(pool: Pool) -> None:
     assert [result[:2] for result in results] == [(True, False)] * 3
     assert sum(result[2] for result in results) == 1
     assert all(result[3] for result in results)
+
+
+def _tell() -> tuple[tuple[bool, ...], str, str]:
+    world = connect()
+    flags = world.any_flags(world.rank == 0, False, world.rank == 2)
+    said = text_of(1, f"rank {world.rank} has 3 \u2713", world.group, world.device)
+    return flags, said, text_of(0, "", world.group, world.device)
+
+
+def test_flags_travel_together_and_a_text_is_one_ranks(pool: Pool) -> None:
+    assert pool.run(_tell, 3) == [((True, False, True), "rank 1 has 3 \u2713", "")] * 3
 
 
 def test_a_world_of_one_communicates_with_nobody() -> None:

@@ -9,7 +9,7 @@ folder.py     how one becomes complete; which are kept     opened.py   one that 
 
 from plait.checkpoint.folder import Keep, best, place_of, remove_partial, step_of, steps
 from plait.checkpoint.manifest import MANIFEST, Chunk, FileFacts, Manifest, Part, TensorFacts
-from plait.checkpoint.opened import Checkpoint, newest, open_checkpoint
+from plait.checkpoint.opened import Checkpoint, is_damaged, newest, open_checkpoint
 from plait.checkpoint.read import Reader
 from plait.checkpoint.saver import Saver
 
@@ -25,6 +25,7 @@ __all__ = [
     "Saver",
     "TensorFacts",
     "best",
+    "is_damaged",
     "newest",
     "open_checkpoint",
     "place_of",

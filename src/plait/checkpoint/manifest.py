@@ -143,6 +143,9 @@ _HASH = re.compile(rb',\n"sha256": "([0-9a-f]{64})"\n}\n')
 _HASH_BYTES = 81
 
 
+DAMAGED = "the checkpoint is damaged"
+
+
 @dataclass(frozen=True)
 class Damage:
     """Where a checkpoint is not what it should be, and why."""
@@ -151,7 +154,7 @@ class Damage:
     reason: str
 
     def error(self, hint: str | None = None) -> CheckpointError:
-        return CheckpointError("the checkpoint is damaged", given=f"{self.path}: {self.reason}", hint=hint)
+        return CheckpointError(DAMAGED, given=f"{self.path}: {self.reason}", hint=hint)
 
 
 def read_manifest(folder: Path) -> Manifest:

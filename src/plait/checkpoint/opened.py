@@ -11,9 +11,11 @@ from typing import Any
 from torch import Tensor
 
 from plait.checkpoint.folder import step_of, steps
-from plait.checkpoint.manifest import MANIFEST, Damage, Manifest, read_manifest
+from plait.checkpoint.manifest import DAMAGED, MANIFEST, Damage, Manifest, read_manifest
 from plait.checkpoint.read import Reader
 from plait.errors import CheckpointError
+
+_NONE = "not a checkpoint"
 
 
 @dataclass(frozen=True)
@@ -89,11 +91,16 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """Reads and checks the manifest, and that its files are there. Raises CheckpointError."""
     step = step_of(path)
     if step is None or path.is_symlink() or not path.is_dir():
-        raise CheckpointError("not a checkpoint", given=path, expected="a directory step-00000120")
+        raise CheckpointError(_NONE, given=path, expected="a directory step-00000120")
     manifest = read_manifest(path)
     if manifest.step != step:
         raise Damage(path / MANIFEST, f"of step {manifest.step}, in a directory of step {step}").error()
     return Checkpoint(path, manifest)
+
+
+def is_damaged(error: CheckpointError) -> bool:
+    """Whether the checkpoint itself is at fault, and not what is asked of it."""
+    return error.fact in (DAMAGED, _NONE)
 
 
 def newest(folder: Path) -> Checkpoint | None:

@@ -101,6 +101,12 @@ class Saver:
         """Whether this rank knows that the save under way has failed. No other rank is asked."""
         return self._under_way is not None and bool(self._world.heard(f"{self._under_way} failed"))
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether a save in the background has, whichever way: `finish` would not wait. Known on the first
+        rank, and False on the others."""
+        return self._world.rank == 0 and self._thread is not None and not self._thread.is_alive()
+
     def finish(self) -> None:
         """Waits for the save under way. Raises CheckpointError on all ranks when it has failed."""
         if self._thread is not None:

@@ -16,7 +16,7 @@ from plait.comm.launch import end_with_parent
 from plait.plan import Plan
 from plait.train.config import Recipe, read_recipe
 from plait.train.loop import train as train_on_this_rank
-from plait.train.run import RunDir, discard_unused, prepare
+from plait.train.run import RunDir, discard_unused, is_later_attempt, num_local_ranks, prepare
 
 _PREPARED = "plait: prepared"
 
@@ -32,6 +32,14 @@ def train(
     ] = None,
     sets: Sets = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was stopped.")] = False,
+    start: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            help="A checkpoint: go back to it, with --resume; else begin with it.",
+            show_default=False,
+        ),
+    ] = None,
     probe: Annotated[
         bool, typer.Option("--probe", help="Before the first step, compare with the model in one process.")
     ] = False,
@@ -44,10 +52,11 @@ def train(
     sets = [*(sets or []), *(["run.probe=true"] if probe else [])]
     sets += [] if trace is None else [f"run.trace={json.dumps(str(trace))}"]
     if "WORLD_SIZE" in os.environ:
-        raise typer.Exit(_train_under_torchrun(recipe, sets, plan, ranks, resume, debug))
+        raise typer.Exit(_train_under_torchrun(recipe, sets, plan, ranks, resume, start, debug))
     # One rank is started like many: the same signals, letters and exit codes.
-    prepared = prepare(recipe, sets=sets, plan=plan, resume=resume, ranks=ranks)
-    run, num_ranks = prepared.run.dir, Plan.parse(prepared.plan).num_ranks
+    prepared = prepare(recipe, sets=sets, plan=plan, resume=resume, start=start, ranks=ranks)
+    run, asked = prepared.run.dir, Plan.parse(prepared.plan)
+    num_ranks = ranks if ranks is not None else num_local_ranks(asked, prepared.run.device)
     words = ["rank", str(run), *(["--debug"] if debug else [])]
     code = launch_local(num_ranks, words, save_s=prepared.run.save_s)
     if code == USER_MISTAKE and not resume:
@@ -64,7 +73,13 @@ def rank(run: Run, debug: Debug = False) -> None:
 
 
 def _train_under_torchrun(
-    source: Path, sets: list[str], plan: str | None, ranks: int | None, resume: bool, debug: bool
+    source: Path,
+    sets: list[str],
+    plan: str | None,
+    ranks: int | None,
+    resume: bool,
+    start: Path | None,
+    debug: bool,
 ) -> int:
     """The first rank prepares the run, the others wait for it however long the data takes."""
     with first_rank_first():
@@ -73,11 +88,13 @@ def _train_under_torchrun(
             RunDir(source).read_recipe(sets, plan) if source.is_dir() else read_recipe(source, sets, plan)
         )
         world = _join(recipe)
+    run = RunDir(recipe.run.dir if not source.is_dir() else source)
     if world.rank == 0:
-        prepare(source, sets=sets, plan=plan, resume=resume, ranks=world.size, local=False)
+        if is_later_attempt(run):
+            resume, start = True, None
+        prepare(source, sets=sets, plan=plan, resume=resume, start=start, ranks=world.size, local=False)
         world.announce(_PREPARED)
     world.wait_for(_PREPARED)
-    run = RunDir(recipe.run.dir if not source.is_dir() else source)
     code = _train_as_one_of_many(run.read_recipe(), world, debug)
     if code and not resume and world.rank == 0:  # whichever rank found why
         discard_unused(run)

@@ -88,9 +88,13 @@ class World:
 
     def any_flag(self, flag: bool) -> bool:
         """True on all ranks when it is true on one. Every rank must call it."""
-        votes = torch.tensor([float(flag)], device=self.device)
+        return self.any_flags(flag)[0]
+
+    def any_flags(self, *flags: bool) -> tuple[bool, ...]:
+        """`any_flag` of each, in one exchange. Every rank must call it, with as many."""
+        votes = torch.tensor([float(flag) for flag in flags], device=self.device)
         all_reduce(votes, self.group, "max")
-        return bool(votes.item())
+        return tuple(vote > 0 for vote in votes.tolist())
 
     def tell(self, key: str, text: str) -> None:
         """Lets every rank know, also those that do not ask yet."""
@@ -305,7 +309,8 @@ def _store(rank: int, size: int, timeout: datetime.timedelta) -> dist.Store:
             expected="a free port" if taken else "MASTER_ADDR and MASTER_PORT of the host of rank 0",
             hint="another --master-port" if taken else "start with torchrun",
         ) from error
-    return store
+    # torchrun may start the ranks again, on the store of the ones before: what these have said is not for us.
+    return dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _join(store: dist.Store, rank: int, size: int, device: torch.device, timeout: datetime.timedelta) -> None:

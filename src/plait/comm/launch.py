@@ -12,6 +12,10 @@ Note: why nothing listens
     Agent and ranks meet in files in a private directory (mode 0700, removed at the end), because torch's
     TCPStore listens on every interface, without a password, whatever address it is given. Gloo and NCCL
     open sockets of their own: on the interface named in their environment, which we set to loopback.
+
+Note: why ranks begin with SIGUSR1 blocked
+    It asks for a save, and kills whoever has no handler for it: a rank, while it still imports torch. A mask
+    outlives exec as no handler does. Blocked, the signal waits for the rank that unblocks it.
 """
 
 import contextlib
@@ -60,8 +64,9 @@ def launch_local(
     the others down: within seconds, also when they are stuck.
 
     SIGTERM, SIGINT (Ctrl-C) and SIGHUP (as SIGTERM) are passed on once to every rank, which then has
-    `save_s` seconds to save and end by itself; a second Ctrl-C ends it at once. This needs the main
-    thread: called in another one, signals are left as they are.
+    `save_s` seconds to save and end by itself; a second Ctrl-C ends it at once. SIGUSR1 is passed on each
+    time it comes, and waits for ranks that have not unblocked it yet. This needs the main thread: called in
+    another one, signals are left as they are.
 
     Returns the exit code: 0 when all ranks ended with 0; else 2 when any ended with 2 (a user's mistake);
     else that of the rank that failed first, 128 + n for one killed by signal n. After a SIGINT that all
@@ -164,7 +169,9 @@ class _Watch:
     def _note_arrived_signals(self) -> None:
         while self._arrived:
             at_s, signum = self._arrived.pop(0)
-            if self._asked is None:
+            if signum is signal.SIGUSR1:
+                self._due.append((at_s, signum))
+            elif self._asked is None:
                 self._asked, self._asked_s = _PASSED_ON[signum], at_s
                 self._due += [(at_s, self._asked), (at_s + self._save_s, signal.SIGKILL)]
             elif signum is signal.SIGINT and at_s > self._asked_s + _IMPATIENT_S:
@@ -200,6 +207,13 @@ class _Agent(LocalElasticAgent):
     def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs, watch: _Watch) -> None:
         super().__init__(spec, logs)
         self._watch = watch
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+        try:
+            return super()._start_workers(worker_group)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self._watch.look({worker.global_rank: worker.id for worker in worker_group.workers}):
@@ -297,10 +311,11 @@ def _torch_quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals_to(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
-    """Hands the signals that end a job to `handler`, but for those that the caller's shell has turned off."""
+    """Hands the signals that are for the ranks to `handler`, but for those that the caller's shell has turned
+    off."""
     before = {}
     if threading.current_thread() is threading.main_thread():
-        for signum in _PASSED_ON:
+        for signum in (*_PASSED_ON, signal.SIGUSR1):
             if signal.getsignal(signum) is not signal.SIG_IGN:
                 before[signum] = signal.signal(signum, handler)
     try:

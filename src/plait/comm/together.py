@@ -1,4 +1,4 @@
-"""A mistake that one rank has found becomes one of all ranks, so that nobody waits for who is not coming."""
+"""What one rank knows becomes known to all: a text; a mistake, so that nobody waits for who is not coming."""
 
 import json
 
@@ -6,6 +6,19 @@ import torch
 
 from plait.comm.verbs import Group, all_reduce, broadcast
 from plait.errors import CheckpointError
+
+
+def text_of(source: int, text: str, group: Group, device: torch.device) -> str:
+    """The text that rank `source` of the group gives, on all of them; what the others give is not looked at.
+    Every rank must call it."""
+    said = text.encode() if group.rank == source else b""
+    length = torch.tensor([len(said)], device=device)
+    broadcast(length, group, source)
+    found = torch.zeros(int(length.item()), dtype=torch.uint8, device=device)
+    if said:
+        found.copy_(torch.frombuffer(bytearray(said), dtype=torch.uint8))
+    broadcast(found, group, source)
+    return found.cpu().numpy().tobytes().decode()
 
 
 def raise_together(error: CheckpointError | None, group: Group, device: torch.device) -> None:
@@ -16,17 +29,10 @@ def raise_together(error: CheckpointError | None, group: Group, device: torch.de
     source = -int(first.item())
     if source == group.size:
         return
-    said = b""
-    if error is not None and group.rank == source:
-        letter = [error.fact, *(None if part is None else str(part) for part in _rest(error))]
-        said = json.dumps(letter).encode()
-    length = torch.tensor([len(said)], device=device)
-    broadcast(length, group, source)
-    text = torch.zeros(int(length.item()), dtype=torch.uint8, device=device)
-    if said:
-        text.copy_(torch.frombuffer(bytearray(said), dtype=torch.uint8))
-    broadcast(text, group, source)
-    fact, given, expected, hint = json.loads(text.cpu().numpy().tobytes())
+    said = ""
+    if error is not None:
+        said = json.dumps([error.fact, *(None if part is None else str(part) for part in _rest(error))])
+    fact, given, expected, hint = json.loads(text_of(source, said, group, device))
     told = CheckpointError(fact, given=given, expected=expected, hint=hint)
     raise told from error
 

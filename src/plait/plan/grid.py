@@ -21,7 +21,7 @@ class Grid:
     def of(cls, plan: Plan) -> "Grid":
         return cls.along(
             pp=plan.pp,
-            replicate=plan.dp // plan.shard_degree,
+            replicate=plan.data_ranks // plan.shard_degree,
             shard=plan.shard_degree,
             row=plan.rows,
             col=plan.cols,

@@ -31,7 +31,8 @@ from plait.plan.words import (
 class Plan:
     """Degrees and policies of one training run. See [Note: what a plan refuses].
 
-    dp          ranks that see different data and hold the same computation
+    dp          ranks that see different data and hold the same computation; 0, in text `auto`: as many as
+                the ranks that there are leave, see `resolved`
     tp          ranks that share every layer: `tp=4` cuts heads and ffn widths over 4 columns (Megatron's
                 layout), `tp=2x4` also the hidden dim over 2 rows
     pp          ranks that share the model's depth: each has some of its blocks (pipeline parallelism)
@@ -229,12 +230,47 @@ class Plan:
         """The shortest text that parses back: dp, and whatever is not a default."""
         default = Plan()
         shown = [k for k in self.keys() if k == "dp" or getattr(self, k) != getattr(default, k)]
-        return " ".join(f"{key}={show_value(getattr(self, key))}" for key in shown)
+        return " ".join(f"{key}={show_value(key, getattr(self, key))}" for key in shown)
+
+    @property
+    def data_ranks(self) -> int:
+        """`dp`, where it is a number. Raises PlanError for `auto`."""
+        if self.dp:
+            return self.dp
+        example = f"dp={2 * (self.shard or 1)}"
+        raise PlanError(
+            "dp=auto is a number only once the ranks are counted",
+            given=str(self),
+            expected="a number for dp",
+            hint=f'"{str(self).replace("dp=auto", example)}"',
+        )
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks the plan fills."""
-        return self.pp * self.dp * self.rows * self.cols
+        """How many ranks the plan fills. Raises PlanError for dp=auto."""
+        return self.data_ranks * self.least_ranks // (self.shard or 1)
+
+    @property
+    def least_ranks(self) -> int:
+        """How many ranks dp=auto needs at least; all that it fills are multiples of them."""
+        return self.pp * self.rows * self.cols * (self.shard or 1)
+
+    def resolved(self, num_ranks: int) -> "Plan":
+        """The plan that runs on so many ranks: itself, unless it has dp=auto. Raises PlanError when these do
+        not divide over pp, tp and shard."""
+        if self.dp:
+            return self
+        least = self.least_ranks
+        if num_ranks < least or num_ranks % least:
+            below = num_ranks // least * least
+            counts = [str(count) for count in (below, below + least) if count]
+            raise PlanError(
+                "dp=auto cannot fill the ranks that there are",
+                given=f"{self} on {num_ranks} rank{'s' * (num_ranks != 1)}",
+                expected=f"a multiple of {least} ranks, which is what the rest of the plan needs",
+                hint=f"{' or '.join(counts)} ranks",
+            )
+        return replace(self, dp=num_ranks // (least // (self.shard or 1)))
 
     @property
     def num_chunks(self) -> int:
@@ -268,7 +304,7 @@ class Plan:
     @property
     def shard_degree(self) -> int:
         """Ranks that share one copy of what the stage cuts; 1 at stage 0."""
-        return (self.shard or self.dp) if self.zero else 1
+        return (self.shard or self.data_ranks) if self.zero else 1
 
     @property
     def factor_rank(self) -> int | None:
@@ -330,7 +366,7 @@ class Plan:
 
         Raises PlanError when they cannot be dealt evenly over dp x micro.
         """
-        shares = self.dp * self.micro
+        shares = self.data_ranks * self.micro
         if num_sequences < shares or num_sequences % shares:
             nearest = max(1, round(num_sequences / shares)) * shares
             raise PlanError(

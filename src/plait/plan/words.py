@@ -17,7 +17,13 @@ CHOICES = {
     "states": ("fp32", "bf16"),
     "offload": ("none", "cpu", "disk"),
 }
-_LEAST = {"zero": 0, "shard": 0, "prefetch": 0, "chunks": 0}  # of the whole numbers; 1 for all others
+_LEAST = {
+    "dp": 0,
+    "zero": 0,
+    "shard": 0,
+    "prefetch": 0,
+    "chunks": 0,
+}  # of the whole numbers; 1 for all others
 RECOMPUTE = re.compile(r"none|full|selective|every=[1-9][0-9]*")
 TP = re.compile(r"([1-9][0-9]*)(?:x([1-9][0-9]*))?")
 REDUCE = re.compile(r"fp32|bf16|fp16|int8|powersgd(?::([1-9][0-9]*))?")
@@ -66,8 +72,10 @@ def check_type(key: str, kind: Any, value: object) -> None:
 def read_value(key: str, kind: Any, text: str) -> Any:
     """The value that a plan's text gives to a key; of a choice that is neither true nor false the text, which
     `check_type` refuses. Raises PlanError for a number that is none."""
+    if key == "dp" and text == "auto":
+        return 0
     if kind is int:
-        if not text.isascii() or not text.isdigit():
+        if not text.isascii() or not text.isdigit() or (key == "dp" and int(text) == 0):
             raise _not_a_number(key, text)
         return int(text)
     if kind is bool:
@@ -75,12 +83,16 @@ def read_value(key: str, kind: Any, text: str) -> Any:
     return text
 
 
-def show_value(value: object) -> str:
+def show_value(key: str, value: object) -> str:
     """As `read_value` reads it."""
+    if key == "dp" and value == 0:
+        return "auto"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _not_a_number(key: str, value: object) -> PlanError:
     what = "stage" if key == "zero" else "number of units" if key == "prefetch" else "degree"
     expected = "0, 1, 2 or 3" if key == "zero" else f"a whole number, {_LEAST.get(key, 1)} or more"
+    if key == "dp":
+        expected = "a whole number, 1 or more, or auto"
     return PlanError(f"{key} is not a {what}", given=f"{key}={value}", expected=expected)

@@ -53,7 +53,14 @@ class RunConfig(Section):
     checkpoint_every: int = Field(
         default=100, ge=0, description="also after the last step, and when told to stop"
     )
+    checkpoint_minutes: float = Field(
+        default=0.0, ge=0, le=MONTH_S / 60, description="since the last save, by rank 0's clock; 0 is never"
+    )
     keep_last: int = Field(default=2, ge=1)
+    keep_every: int = Field(default=0, ge=0, description="checkpoints of steps that it divides stay too")
+    keep_best: bool = Field(default=False, description="and the one with the lowest validation loss")
+    save_in_background: bool = Field(default=False, description="steps wait for a copy, not for the disk")
+    max_failed_saves: int = Field(default=3, ge=1, description="in a row, which end the run; see saving.py")
     check_replicas_every: int = Field(
         default=100, ge=0, description="also before each save: ranks with the same weights compare them"
     )
@@ -202,6 +209,12 @@ def parse_recipe(values: dict[str, Any], *, source: str) -> Recipe:
     _check_model(recipe.model)
     _check_optimizer(recipe.optimizer)
     _check_schedule(recipe.schedule, recipe.run.steps)
+    if recipe.run.keep_best and not recipe.run.evaluate_every:
+        raise ConfigError(
+            "the best checkpoint is the one with the lowest validation loss, which nobody computes",
+            given="run.keep_best = true, run.evaluate_every = 0",
+            hint="--set run.evaluate_every=100, or run.keep_best=false",
+        )
     recipe.loss_scale.scaling()
     return recipe
 

@@ -12,7 +12,7 @@ import math
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import rich
 import torch
@@ -23,7 +23,6 @@ from torch import Tensor
 import plait
 from plait import checkpoint
 from plait.assembly import parallelize
-from plait.checkpoint import Keep, Saver
 from plait.comm import World, all_reduce
 from plait.engine import Engine, StepResult
 from plait.errors import RunError
@@ -36,7 +35,9 @@ from plait.train.measured import Heard, write_measured
 from plait.train.metrics import Metrics, StepFacts, matmul_peak
 from plait.train.model import build_model
 from plait.train.report import largest_memory, start_table
+from plait.train.resuming import load_newest
 from plait.train.run import RunDir, check_checkpoint, run_facts
+from plait.train.saving import Saving
 from plait.train.stop import Stop
 from plait.train.traced import Traced
 
@@ -55,8 +56,8 @@ class Job:
     store: TokenStore
     engine: Engine
     heard: Heard
-    saver: Saver
     console: Console | None  # on the first rank
+    warnings: list[str] = field(default_factory=list)  # of its start, for the first rank to show
     step: int = 0  # steps done
     tokens: int = 0  # targets seen
     skipped: int = 0  # steps that were skipped
@@ -98,9 +99,15 @@ def _loop(job: Job, stop: Stop) -> signal.Signals | None:
     peak_flops = matmul_peak(engine.device, DTYPES[engine.plan.precision])
     _show_start(job, peak_flops)
     flops = engine.flops_per_token(job.recipe.data.sequence) * how.batch * job.recipe.data.sequence
+    ideal_s = flops / (engine.world.size * peak_flops)  # of a step that does nothing but products
     course = job.recipe.schedule.course(how.steps)
     batches = _batches(job, job.store.train, range(job.step, how.steps), job.recipe.data.workers)
-    with Metrics(job.run, job.console, begun_at, how.steps, how.log_every) as metrics:
+    with (
+        Metrics(job.run, job.console, begun_at, how.steps, how.log_every) as metrics,
+        Saving(how, job.run.checkpoints, engine.world, metrics) as saving,
+    ):
+        for text in job.warnings:
+            metrics.warn(begun_at, text)
         if begun_at == 0 and how.evaluate_every:
             metrics.validation(0, _evaluate(job))
         traced = Traced(engine, job.heard.step, how.trace, range(begun_at, how.steps), metrics.note)
@@ -113,34 +120,31 @@ def _loop(job: Job, stop: Stop) -> signal.Signals | None:
             result = traced.step(next(batches))
             job.count(result, loss_scale)
             seconds = time.perf_counter() - began_s
-            metrics.step(
-                StepFacts(
-                    step=job.step,
-                    loss=result.loss,
-                    lr=lr,
-                    grad_norm=result.grad_norm,
-                    skipped=result.skipped,
-                    skipped_steps=job.skipped,
-                    tokens=job.tokens,
-                    tokens_per_s=result.num_tokens / seconds,
-                    mfu=flops / seconds / (engine.world.size * peak_flops),
-                    seconds=seconds,
-                    loss_scale=loss_scale,
-                )
-            )
+            metrics.step(_step_facts(job, result, lr, loss_scale, seconds, ideal_s))
             if job.in_vain >= how.max_skipped:
+                saving.settle(may_raise=False)  # its checkpoint is one that the letter may name
                 raise _diverged(job, lr)
+            score = None
             if _due(job.step, how.evaluate_every, how.steps):
-                metrics.validation(job.step, _evaluate(job))
+                score = _evaluate(job)
+                metrics.validation(job.step, score)
             if job.step == begun_at + 5:  # the first steps are slower than those to come
                 ask_every = _ask_every(engine, seconds)
-            stopping = job.step % ask_every == 0 and engine.world.any_flag(stop.asked is not None)
-            saving = stopping or job.step == how.steps or _due(job.step, how.checkpoint_every, how.steps)
-            if how.check_replicas_every and (saving or job.step % how.check_replicas_every == 0):
+            stopping = to_save = False
+            if job.step % ask_every == 0:
+                stopping, to_save, has_ended = engine.world.any_flags(
+                    stop.asked is not None, stop.save_asked or saving.is_late, saving.has_ended
+                )
+                if has_ended:
+                    saving.settle()
+            last = stopping or job.step == how.steps
+            to_save = last or to_save or _due(job.step, how.checkpoint_every, how.steps)
+            if how.check_replicas_every and (to_save or job.step % how.check_replicas_every == 0):
                 engine.check_replicas()  # before good checkpoints make room for one that is not
-            if saving:
+            if to_save:
                 metrics.flush()
-                _save(job)
+                saving.save(job.step, engine.kept(), _facts(job), score=score, last=last)
+                stop.save_asked = False  # of any rank: this answers all of them
             if stopping and job.step < how.steps:
                 traced.end()
                 metrics.note(f"stopped after step {job.step}, saved: plait train {job.run.path} --resume")
@@ -148,8 +152,27 @@ def _loop(job: Job, stop: Stop) -> signal.Signals | None:
     return None
 
 
+def _step_facts(
+    job: Job, result: StepResult, lr: float, loss_scale: float | None, seconds: float, ideal_s: float
+) -> StepFacts:
+    """Of the step that the job has just counted."""
+    return StepFacts(
+        step=job.step,
+        loss=result.loss,
+        lr=lr,
+        grad_norm=result.grad_norm,
+        skipped=result.skipped,
+        skipped_steps=job.skipped,
+        tokens=job.tokens,
+        tokens_per_s=result.num_tokens / seconds,
+        mfu=ideal_s / seconds,
+        seconds=seconds,
+        loss_scale=loss_scale,
+    )
+
+
 def _ask_every(engine: Engine, step_s: float) -> int:
-    """Steps from one agreement on whether to stop to the next: about one a second, the same on all ranks.
+    """Steps from one exchange of flags to the next: about one a second, the same on all ranks.
 
     On a GPU each makes the device wait. On the CPU it costs nothing beside a step.
     """
@@ -165,7 +188,7 @@ def _due(step: int, every: int, steps: int) -> bool:
 
 
 def _start(recipe: Recipe, world: World) -> Job:
-    """The engine, and in it the newest checkpoint, if there is one."""
+    """The engine, and in it the newest checkpoint that is whole, if there is one."""
     store = open_store(recipe.data, recipe.tokenizer, verify=False)  # `prepare` has hashed the files
     plan = Plan.parse(recipe.plan)
     engine = parallelize(
@@ -184,14 +207,11 @@ def _start(recipe: Recipe, world: World) -> Job:
     )
     console = rich.get_console() if world.rank == 0 else None
     run = RunDir(recipe.run.dir)
-    saver = Saver(run.checkpoints, world, keep=Keep(recipe.run.keep_last))
-    job = Job(recipe, run, store, engine, Heard(engine), saver, console)
-    last = checkpoint.newest(job.run.checkpoints)
+    job = Job(recipe, run, store, engine, Heard(engine), console)
+    last, job.warnings = load_newest(
+        engine, run.checkpoints, lambda found: check_checkpoint(found, recipe, store)
+    )
     if last is not None:
-        check_checkpoint(last, recipe, store)
-        last.check_weights(engine.weight_shapes())
-        with last.reader() as reader:
-            engine.load_from(reader)
         job.step, job.tokens = last.step, int(last.facts["tokens"])
         job.skipped = int(last.facts["skipped"])
     return job
@@ -224,9 +244,9 @@ def _evaluate(job: Job) -> float:
     return sum(result.loss_sum for result in results) / sum(result.num_tokens for result in results)
 
 
-def _save(job: Job) -> None:
-    """Every rank writes what it owns. Raises CheckpointError on all of them."""
-    facts = {
+def _facts(job: Job) -> dict[str, object]:
+    """What a checkpoint says of itself."""
+    return {
         "tokens": job.tokens,
         "skipped": job.skipped,
         "seed": job.recipe.run.seed,
@@ -235,7 +255,6 @@ def _save(job: Job) -> None:
         **run_facts(job.recipe, job.store),
         "versions": {module.__name__: str(module.__version__) for module in (plait, torch, transformers)},
     }
-    job.saver.save(job.step, job.engine.kept(), facts)
 
 
 def _show_start(job: Job, peak_flops: float) -> None:

@@ -1,8 +1,9 @@
 """What a run tells while it runs: a progress line, metrics.jsonl, TensorBoard. On rank 0; elsewhere nothing.
 
 metrics.jsonl has an object per line: of a step all of `StepFacts` (`loss_scale` only where there is one), of
-an evaluation `step` and `validation_loss`. A number that is not finite stands as null. Resumed, a run cuts
-the file back to the step that it resumes from, so that no step stands in it twice.
+an evaluation `step` and `validation_loss`, of a save `step` and `save_pause_s`, of what has to be known and
+ends nothing `step` and `warning`. A number that is not finite stands as null. Resumed, a run cuts the file
+back to the step that it resumes from, so that no step stands in it twice.
 """
 
 import contextlib
@@ -71,7 +72,7 @@ class Metrics:
             return
         self._path = run.path
         with self._writing():
-            cut_back(run.metrics, first_step)
+            cut_back(run.metrics, first_step or -1)  # what there is to say of step 0 comes again
             self._file = run.metrics.open("a", encoding="utf-8")
             # `purge_step`: TensorBoard drops what an earlier process wrote for the steps from here on
             self._board = SummaryWriter(str(run.tensorboard), purge_step=first_step + 1, flush_secs=30)
@@ -140,6 +141,22 @@ class Metrics:
             self._file.flush()
             self._board.add_scalar("validation/loss", loss, step)
         self.note(f"step {step}/{self._steps}  validation loss {loss:.4f}")
+
+    def saved(self, step: int, pause_s: float, text: str) -> None:
+        """Records that the state after `step` steps is saved, for which these waited `pause_s` seconds."""
+        self._record({"step": step, "save_pause_s": pause_s})
+        self.note(text)
+
+    def warn(self, step: int, text: str) -> None:
+        """Shows and records what has gone wrong after `step` steps and is no reason to end."""
+        self._record({"step": step, "warning": text})
+        self.note(f"warning: {text}")
+
+    def _record(self, record: dict[str, Any]) -> None:
+        if self._console is not None:
+            with self._writing():
+                self._file.write(_line(record))
+                self._file.flush()
 
     def flush(self) -> None:
         """What was recorded is in the file when this returns."""

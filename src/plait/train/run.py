@@ -1,14 +1,24 @@
-"""A run's directory, and everything that can be checked before the first rank starts."""
+"""A run's directory, and everything that can be checked before the first rank starts.
 
+[Note: whose run it is]
+A run's directory that exists is refused, unless the run is to be resumed: somebody may be at work in it. But
+torchrun starts its ranks again with the same words, after it has lost one or gained some. So whoever prepares
+a run leaves in it by which process of torchrun, and by which --rdzv-id, its ranks were started; ranks that
+are started by the same process go on with what is there. After a restart the id is enough, for the first rank
+may have come to another host; at a first start it is not, for another job may use it again.
+"""
+
+import json
+import os
 import secrets
 import shutil
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from plait import checkpoint
 from plait.assembly import check_cuts
 from plait.checkpoint import Checkpoint
 from plait.errors import ConfigError, PlanError, RunError
@@ -19,6 +29,7 @@ from plait.plan import Plan
 from plait.train.config import LossScaleConfig, Recipe, differences, read_recipe
 from plait.train.data import TokenStore, build, check_samples, load_tokenizer
 from plait.train.model import check_config, check_prompt, prompt_ids, whole_config
+from plait.train.resuming import Check, begin_with, go_back, newest_that_opens
 
 
 @dataclass(frozen=True)
@@ -31,6 +42,11 @@ class RunDir:
     def recipe(self) -> Path:
         """What the run uses, resolved."""
         return self.path / "recipe.json"
+
+    @property
+    def job(self) -> Path:
+        """Whose it is: see [Note: whose run it is]."""
+        return self.path / "job.json"
 
     @property
     def tokenizer(self) -> Path:
@@ -81,26 +97,23 @@ def prepare(
     sets: Sequence[str] = (),
     plan: str | None = None,
     resume: bool = False,
+    start: Path | None = None,
     ranks: int | None = None,
     local: bool = True,
 ) -> Recipe:
     """Checks a run as far as it can be without a rank, builds its data and makes its directory.
 
-    `source` is a recipe, or with `resume` also a run's directory. `ranks`: how many there are, if that is
-    decided; `local` when all of them are to run on this host. Returns the recipe as the ranks are to use
-    it, which is saved in the run's directory. Raises a PlaitError, and has then made no directory.
+    `source` is a recipe, or with `resume` also a run's directory. `start`: a checkpoint; a new run begins
+    with it, one that is resumed goes back to it. `ranks`: how many there are, if that is decided; `local`
+    when all of them are to run on this host. Returns the recipe as the ranks are to use it, which is saved in
+    the run's directory. Raises a PlaitError, and has then made no directory.
     """
-    if resume and not source.exists() and not source.suffix:
-        raise RunError("there is no such run", given=source, hint="plait train RECIPE begins one")
-    if source.is_dir():
-        if not resume:
-            raise RunError("a directory is not a recipe", given=source, hint=f"plait train {source} --resume")
-        recipe = RunDir(source).read_recipe(sets, plan)
-    else:
-        recipe = read_recipe(source, sets, plan)
+    recipe = _read(source, sets, plan, resume)
     run = RunDir(recipe.run.dir)
-    the_plan = Plan.parse(recipe.plan)
-    the_plan.check_ranks(ranks if ranks is not None else the_plan.num_ranks)
+    asked = Plan.parse(recipe.plan)
+    num_ranks = ranks if ranks is not None else num_local_ranks(asked, recipe.run.device)
+    the_plan = asked.resolved(num_ranks)
+    the_plan.check_ranks(num_ranks)
     _check_batch(the_plan, recipe.run.batch)
     _check_loss_scale(the_plan, recipe.loss_scale)
     _check_offload_dir(the_plan, recipe.run.offload_dir)
@@ -110,7 +123,7 @@ def prepare(
     check_config(recipe.model, recipe.data.sequence, the_plan)
     if resume:
         saved = run.read_recipe(sets, plan)
-        last = checkpoint.newest(run.checkpoints)
+        last = newest_that_opens(run.checkpoints) if start is None else None
     elif run.path.exists() and (not run.path.is_dir() or any(run.path.iterdir())):
         raise RunError(
             "the run's directory exists",
@@ -119,20 +132,57 @@ def prepare(
         )
     store = build(recipe.data, recipe.tokenizer)
     recipe = _resolve(recipe, store, the_plan)
+
+    def check(found: Checkpoint) -> None:
+        check_checkpoint(found, recipe, store)
+
     if not resume:
-        _create(run, recipe, store)
+        _create(run, recipe, store, start, check)
         return recipe
     _check_unchanged(recipe, saved, run)
-    if last is not None:
-        check_checkpoint(last, recipe, store)
-        last.verify()
+    if start is not None:
+        go_back(run.checkpoints, start, check)
+    elif last is not None:
+        check(last)
     _rewrite(run, recipe)
     return recipe
 
 
+def _read(source: Path, sets: Sequence[str], plan: str | None, resume: bool) -> Recipe:
+    if resume and not source.exists() and not source.suffix:
+        raise RunError("there is no such run", given=source, hint="plait train RECIPE begins one")
+    if not source.is_dir():
+        return read_recipe(source, sets, plan)
+    if not resume:
+        raise RunError("a directory is not a recipe", given=source, hint=f"plait train {source} --resume")
+    return RunDir(source).read_recipe(sets, plan)
+
+
+def is_later_attempt(run: RunDir) -> bool:
+    """Whether torchrun had started this process's job before, which then began or resumed the run. It goes on
+    with it then: see [Note: whose run it is]."""
+    try:
+        run_id, process = json.loads(run.job.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    our_id, our_process = _job()
+    is_named = our_id not in ("", "none")  # torchrun's word for none
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return our_id != "" and (process == our_process or (restarts > 0 and is_named and run_id == our_id))
+
+
+def num_local_ranks(plan: Plan, device: str) -> int:
+    """How many ranks `plait train` starts when nobody says it: as many as the plan has; with dp=auto as many
+    as the GPUs allow, on a CPU as few as can be."""
+    if plan.dp:
+        return plan.num_ranks
+    gpus = 0 if device == "cpu" else torch.cuda.device_count()
+    return max(1, gpus // plan.least_ranks) * plan.least_ranks
+
+
 def discard_unused(run: RunDir) -> None:
     """Removes the directory of a run that ended before it had done anything."""
-    if not (run.metrics.exists() or run.checkpoints.exists()):
+    if not run.metrics.exists():
         shutil.rmtree(run.path, ignore_errors=True)
 
 
@@ -200,14 +250,25 @@ def _absolute(path: Path | None) -> Path | None:
     return None if path is None else path.absolute()
 
 
-def _create(run: RunDir, recipe: Recipe, store: TokenStore) -> None:
+def _job() -> tuple[str, str]:
+    """The id of the job that torchrun runs, empty without torchrun; and the process that has started us."""
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    stat = Path(f"/proc/{os.getppid()}/stat")
+    began = stat.read_text().rpartition(")")[2].split()[19] if stat.exists() else ""
+    return run_id, f"{socket.gethostname()} {os.getppid()} {began}"
+
+
+def _create(run: RunDir, recipe: Recipe, store: TokenStore, start: Path | None, check: Check) -> None:
     """Makes the directory wholly or not at all, and on disk: its checkpoints are worth nothing without it."""
     partial = run.path.with_name(f"{run.path.name}.tmp-{secrets.token_hex(4)}")
     try:
         partial.mkdir(parents=True)
         try:
             write_json(RunDir(partial).recipe, recipe.model_dump(mode="json"))
+            write_json(RunDir(partial).job, _job())
             shutil.copytree(store.tokenizer_dir, RunDir(partial).tokenizer)
+            if start is not None:
+                begin_with(RunDir(partial).checkpoints, start, check)
             sync_tree(partial)
             partial.replace(run.path)  # also over an empty directory
             sync_folder(run.path.parent)
@@ -222,6 +283,7 @@ def _rewrite(run: RunDir, recipe: Recipe) -> None:
     """With what --set and --plan have changed."""
     try:
         write_json(run.recipe, recipe.model_dump(mode="json"))
+        write_json(run.job, _job())
     except OSError as error:
         raise RunError("the run's recipe cannot be written", given=f"{run.recipe}: {error}") from error
 
