@@ -63,6 +63,12 @@ class RunConfig(Section):
     timeout_s: float = Field(
         default=600.0, gt=0, le=MONTH_S, description="how long a rank waits for another in a step"
     )
+    hang_s: float = Field(
+        default=300.0,
+        ge=0,
+        le=MONTH_S,
+        description="without a step, after which all ranks write their stacks and end",
+    )
     save_s: float = Field(
         default=60.0, gt=0, le=MONTH_S, description="from a signal to stop until local ranks are killed"
     )

@@ -32,6 +32,7 @@ from plait.train.config import Recipe
 from plait.train.data import TokenStore, TokenStream, loader, open_store
 from plait.train.export import DTYPES
 from plait.train.finish import finish
+from plait.train.heartbeat import Heartbeat
 from plait.train.measured import Heard, write_measured
 from plait.train.metrics import Metrics, StepFacts, matmul_peak
 from plait.train.model import build_model
@@ -100,9 +101,12 @@ def _loop(job: Job, stop: Stop) -> signal.Signals | None:
     flops = engine.flops_per_token(job.recipe.data.sequence) * how.batch * job.recipe.data.sequence
     course = job.recipe.schedule.course(how.steps)
     batches = _batches(job, job.store.train, range(job.step, how.steps), job.recipe.data.workers)
-    with Metrics(job.run, job.console, begun_at, how.steps, how.log_every) as metrics:
+    with (
+        Metrics(job.run, job.console, begun_at, how.steps, how.log_every) as metrics,
+        Heartbeat(job.run.stacks, engine.world, how.hang_s) as heart,
+    ):
         if begun_at == 0 and how.evaluate_every:
-            metrics.validation(0, _evaluate(job))
+            metrics.validation(0, _evaluate(job, heart))
         traced = Traced(engine, job.heard.step, how.trace, range(begun_at, how.steps), metrics.note)
         while job.step < how.steps:
             began_s = time.perf_counter()
@@ -110,7 +114,10 @@ def _loop(job: Job, stop: Stop) -> signal.Signals | None:
             for group in engine.optimizer.param_groups:
                 group["lr"] = lr
             loss_scale = engine.loss_scale
-            result = traced.step(next(batches))
+            heart.beat(job.step, "reading data", slow=job.step == begun_at)
+            batch = next(batches)
+            heart.beat(job.step, "a step", slow=job.step == begun_at)
+            result = traced.step(batch)
             job.count(result, loss_scale)
             seconds = time.perf_counter() - began_s
             metrics.step(
@@ -131,7 +138,7 @@ def _loop(job: Job, stop: Stop) -> signal.Signals | None:
             if job.in_vain >= how.max_skipped:
                 raise _diverged(job, lr)
             if _due(job.step, how.evaluate_every, how.steps):
-                metrics.validation(job.step, _evaluate(job))
+                metrics.validation(job.step, _evaluate(job, heart))
             if job.step == begun_at + 5:  # the first steps are slower than those to come
                 ask_every = _ask_every(engine, seconds)
             stopping = job.step % ask_every == 0 and engine.world.any_flag(stop.asked is not None)
@@ -139,6 +146,7 @@ def _loop(job: Job, stop: Stop) -> signal.Signals | None:
             if how.check_replicas_every and (saving or job.step % how.check_replicas_every == 0):
                 engine.check_replicas()  # before good checkpoints make room for one that is not
             if saving:
+                heart.beat(job.step, "saving", slow=True)
                 metrics.flush()
                 _save(job)
             if stopping and job.step < how.steps:
@@ -217,10 +225,13 @@ def _batches(job: Job, stream: TokenStream, steps: range, workers: int) -> Itera
     return batches
 
 
-def _evaluate(job: Job) -> float:
+def _evaluate(job: Job, heart: Heartbeat) -> float:
     """Mean loss per target, over the same validation batches each time."""
     batches = _batches(job, job.store.validation, range(job.recipe.run.evaluate_batches), workers=0)
-    results = [job.engine.evaluate(batch) for batch in batches]
+    results = []
+    for number, batch in enumerate(batches):
+        heart.beat(job.step, "evaluation", slow=number == 0)
+        results.append(job.engine.evaluate(batch))
     return sum(result.loss_sum for result in results) / sum(result.num_tokens for result in results)
 
 
