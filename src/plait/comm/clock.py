@@ -1,11 +1,11 @@
 """How long a rank has been in communications, and in which one it is.
 
 [Note: whose time is counted]
-A step of a synchronous job takes the same time on all ranks: who is late makes the others wait. What tells them
-apart is the time outside of communications. It is the training thread's that counts: a sum that a thread of
-ours ends beside backward delays nobody until the training thread waits for it, and that wait is counted. A
-communication within another (a sum whose parts are messages) is part of it. Moving bytes counts as waiting: a
-rank with a slow network is not told from those that wait for it.
+A step of a synchronous job takes the same time on all ranks: who is late makes the others wait. What tells
+them apart is the time outside of communications. It is the training thread's that counts: a sum that a
+thread of ours ends beside backward delays nobody until the training thread waits for it, and that wait is
+counted. A communication within another (a sum whose parts are messages) is part of it. Moving bytes counts
+as waiting: a rank with a slow network is not told from those that wait for it.
 
 On a CUDA device the host goes on while the device waits, and the clock counts what the host spends on
 starting communications: nothing that could be compared.

@@ -2,16 +2,17 @@
 
 [Note: how a hang is found]
 The training thread says what it begins (`beat`: it keeps a tuple, and nothing else). A thread beside it
-looks at that once a second or more often, and when it has not changed for too long it raises the alarm: a word
-in a file that all ranks read as often. Each then writes the stacks of its threads. The first one waits a moment
-for the others, tells who is late, and all end, without another word to anybody: whoever hangs may hold any
-lock. Their launcher ends who does not: SIGKILL also reaches a process that is stopped.
+looks at that once a second or more often, and when it has not changed for too long it raises the alarm: a
+word in a file that all ranks read as often. Each then writes the stacks of its threads. The first one waits
+a moment for the others, tells who is late, and all end, without another word to anybody: whoever hangs may
+hold any lock. Their launcher ends who does not: SIGKILL also reaches a process that is stopped.
 
 [Note: who cannot look]
-The thread needs the interpreter. Where another thread holds its lock, a timer of faulthandler runs out, which
-is wound up by each look: it writes the stacks and ends the process from C. Stopped processes can do neither;
-they are the ones that have left no stacks. Time in which the thread itself did not run counts as two looks, so
-that a job that was suspended goes on afterwards: unless it was for as long as the timer, which cannot know.
+The thread needs the interpreter. Where another thread holds its lock, a timer of faulthandler runs out,
+which is wound up by each look: it writes the stacks and ends the process from C. Stopped processes can do
+neither; they are the ones that have left no stacks. Time in which the thread itself did not run counts as
+two looks, so that a job that was suspended goes on afterwards: unless it was for as long as the timer,
+which cannot know.
 
 [Note: what may be slow]
 A first step compiles, a save writes all there is: they get four times as long. Evaluation beats with each

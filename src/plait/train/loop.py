@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import rich
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor
 import plait
 from plait import checkpoint
 from plait.assembly import parallelize
-from plait.checkpoint import Keep, Saver
+from plait.checkpoint import Checkpoint, Keep, Saver, open_checkpoint
 from plait.comm import World, all_reduce
 from plait.engine import Engine, StepResult
 from plait.errors import RunError
@@ -32,14 +33,15 @@ from plait.train.config import Recipe
 from plait.train.data import TokenStore, TokenStream, loader, open_store
 from plait.train.export import DTYPES
 from plait.train.finish import finish
-from plait.train.heartbeat import Heartbeat
 from plait.train.measured import Heard, write_measured
 from plait.train.metrics import Metrics, StepFacts, matmul_peak
 from plait.train.model import build_model
 from plait.train.report import largest_memory, start_table
 from plait.train.run import RunDir, check_checkpoint, run_facts
+from plait.train.spikes import Spikes
 from plait.train.stop import Stop
 from plait.train.traced import Traced
+from plait.train.watch import Watch
 
 MOST_STEPS_UNASKED = 10
 
@@ -57,11 +59,18 @@ class Job:
     engine: Engine
     heard: Heard
     saver: Saver
+    spikes: Spikes
     console: Console | None  # on the first rank
     step: int = 0  # steps done
     tokens: int = 0  # targets seen
     skipped: int = 0  # steps that were skipped
     in_vain: int = 0  # of them in a row, see [Note: when skipped steps end a run]
+
+    @property
+    def batches_left(self) -> range:
+        """The numbers of the batches to come; see [Note: which batch is whose] in spikes.py."""
+        ahead = self.spikes.num_skipped
+        return range(self.step + ahead, self.recipe.run.steps + ahead)
 
     def count(self, result: StepResult, loss_scale: float | None) -> None:
         """A step is done, of which `loss_scale` was the loss scale."""
@@ -84,6 +93,9 @@ def train(recipe: Recipe, world: World) -> signal.Signals | None:
     with Stop() as stop:
         job = _start(recipe, world)
         stopped_by = _loop(job, stop)
+        while job.spikes.back_to is not None:
+            _go_back(job, job.spikes.back_to)
+            stopped_by = _loop(job, stop)
         if stopped_by is None:  # a signal now comes late: all is trained
             if job.console is not None:
                 finish(recipe, job.run, job.engine, job.console)
@@ -100,13 +112,13 @@ def _loop(job: Job, stop: Stop) -> signal.Signals | None:
     _show_start(job, peak_flops)
     flops = engine.flops_per_token(job.recipe.data.sequence) * how.batch * job.recipe.data.sequence
     course = job.recipe.schedule.course(how.steps)
-    batches = _batches(job, job.store.train, range(job.step, how.steps), job.recipe.data.workers)
+    batches = _batches(job, job.store.train, job.batches_left, job.recipe.data.workers)
     with (
         Metrics(job.run, job.console, begun_at, how.steps, how.log_every) as metrics,
-        Heartbeat(job.run.stacks, engine.world, how.hang_s) as heart,
+        Watch(job.run, how, engine, job.spikes, metrics.note) as watch,
     ):
         if begun_at == 0 and how.evaluate_every:
-            metrics.validation(0, _evaluate(job, heart))
+            metrics.validation(0, _evaluate(job, watch))
         traced = Traced(engine, job.heard.step, how.trace, range(begun_at, how.steps), metrics.note)
         while job.step < how.steps:
             began_s = time.perf_counter()
@@ -114,10 +126,7 @@ def _loop(job: Job, stop: Stop) -> signal.Signals | None:
             for group in engine.optimizer.param_groups:
                 group["lr"] = lr
             loss_scale = engine.loss_scale
-            heart.beat(job.step, "reading data", slow=job.step == begun_at)
-            batch = next(batches)
-            heart.beat(job.step, "a step", slow=job.step == begun_at)
-            result = traced.step(batch)
+            result = watch.step(job.step, batches, traced.step)
             job.count(result, loss_scale)
             seconds = time.perf_counter() - began_s
             metrics.step(
@@ -137,8 +146,10 @@ def _loop(job: Job, stop: Stop) -> signal.Signals | None:
             )
             if job.in_vain >= how.max_skipped:
                 raise _diverged(job, lr)
+            if watch.sees_spike(job.step, result):
+                return None
             if _due(job.step, how.evaluate_every, how.steps):
-                metrics.validation(job.step, _evaluate(job, heart))
+                metrics.validation(job.step, _evaluate(job, watch))
             if job.step == begun_at + 5:  # the first steps are slower than those to come
                 ask_every = _ask_every(engine, seconds)
             stopping = job.step % ask_every == 0 and engine.world.any_flag(stop.asked is not None)
@@ -146,7 +157,7 @@ def _loop(job: Job, stop: Stop) -> signal.Signals | None:
             if how.check_replicas_every and (saving or job.step % how.check_replicas_every == 0):
                 engine.check_replicas()  # before good checkpoints make room for one that is not
             if saving:
-                heart.beat(job.step, "saving", slow=True)
+                watch.begins("saving", job.step, slow=True)
                 metrics.flush()
                 _save(job)
             if stopping and job.step < how.steps:
@@ -193,16 +204,33 @@ def _start(recipe: Recipe, world: World) -> Job:
     console = rich.get_console() if world.rank == 0 else None
     run = RunDir(recipe.run.dir)
     saver = Saver(run.checkpoints, world, keep=Keep(recipe.run.keep_last))
-    job = Job(recipe, run, store, engine, Heard(engine), saver, console)
+    job = Job(recipe, run, store, engine, Heard(engine), saver, Spikes(recipe.run), console)
     last = checkpoint.newest(job.run.checkpoints)
     if last is not None:
-        check_checkpoint(last, recipe, store)
-        last.check_weights(engine.weight_shapes())
-        with last.reader() as reader:
-            engine.load_from(reader)
-        job.step, job.tokens = last.step, int(last.facts["tokens"])
-        job.skipped = int(last.facts["skipped"])
+        _restore(job, last)
     return job
+
+
+def _restore(job: Job, saved: Checkpoint) -> None:
+    """The job is where it was when this was saved."""
+    check_checkpoint(saved, job.recipe, job.store)
+    saved.check_weights(job.engine.weight_shapes())
+    with saved.reader() as reader:
+        job.engine.load_from(reader)
+    job.step, job.tokens = saved.step, int(saved.facts["tokens"])
+    job.skipped, job.in_vain = int(saved.facts["skipped"]), 0
+    job.spikes.load(saved.facts)
+
+
+def _go_back(job: Job, path: Path) -> None:
+    """To a checkpoint from before a spike, which from now on knows what is skipped."""
+    job.saver.finish()
+    _restore(job, open_checkpoint(path))
+    told = job.spikes.skip(job.step)
+    _save(job)
+    if job.console is not None:
+        checkpoint.remove_after(job.run.checkpoints, job.step)
+        job.console.print(told, highlight=False)
 
 
 def _batches(job: Job, stream: TokenStream, steps: range, workers: int) -> Iterator[dict[str, Tensor]]:
@@ -225,12 +253,12 @@ def _batches(job: Job, stream: TokenStream, steps: range, workers: int) -> Itera
     return batches
 
 
-def _evaluate(job: Job, heart: Heartbeat) -> float:
+def _evaluate(job: Job, watch: Watch) -> float:
     """Mean loss per target, over the same validation batches each time."""
     batches = _batches(job, job.store.validation, range(job.recipe.run.evaluate_batches), workers=0)
     results = []
     for number, batch in enumerate(batches):
-        heart.beat(job.step, "evaluation", slow=number == 0)
+        watch.begins("evaluation", job.step, slow=number == 0)
         results.append(job.engine.evaluate(batch))
     return sum(result.loss_sum for result in results) / sum(result.num_tokens for result in results)
 
@@ -240,6 +268,7 @@ def _save(job: Job) -> None:
     facts = {
         "tokens": job.tokens,
         "skipped": job.skipped,
+        "spikes": job.spikes.facts(),
         "seed": job.recipe.run.seed,
         "plan": str(job.engine.plan),
         "loss_scale": job.engine.loss_scale,
