@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,8 +37,13 @@ class Beat:
     dumped: bool = False
 
     def write(self, path: Path) -> None:
-        """Raises OSError."""
-        path.write_text(json.dumps(asdict(self)) + "\n")
+        """As the first line, over what stands there: a file that is cut first is synced by some file systems,
+        which takes milliseconds. Raises OSError."""
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+        try:
+            os.write(descriptor, f"{json.dumps(asdict(self))}\n".encode())
+        finally:
+            os.close(descriptor)
 
 
 def read_beats(paths: Sequence[Path]) -> list[Beat]:
@@ -45,7 +51,7 @@ def read_beats(paths: Sequence[Path]) -> list[Beat]:
     found = []
     for path in paths:
         with contextlib.suppress(OSError, ValueError, TypeError):  # it may be just being written
-            found.append(Beat(**json.loads(path.read_text())))
+            found.append(Beat(**json.loads(path.read_text().partition("\n")[0])))
     return found
 
 
