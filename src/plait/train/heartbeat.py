@@ -96,12 +96,12 @@ class Heartbeat:
                 traceback.print_exception(error, file=self._file)
                 self._file.flush()
             self._raise_alarm(_STACKS)
-            beats = self._gather(_AFTER_ERROR_S)
+            self._gather(_AFTER_ERROR_S)
         self._over.set()
         self._thread.join()  # for ever where it ends the process
         faulthandler.cancel_dump_traceback_later()
         if isinstance(error, CommError):
-            raise self._with_stacks(error, beats) from error
+            raise self._with_stacks(error) from error
         self._file.close()
         if not self._has_dumped:
             self._leave()
@@ -140,7 +140,7 @@ class Heartbeat:
             self._wait_for(lambda: told.exists() and told.stat().st_size > 0, 2 * self._wait_s)
             os._exit(_LOST_RANK)
         beats = self._gather(self._wait_s)
-        error = hang_letter(beats, self._folder, self._limit_s, self._me.host)
+        error = hang_letter(beats, self._world.size, self._folder, self._limit_s, self._me.host)
         text = f"\n{error.letter()}\n".encode()
         os.write(2, text)  # sys.stderr has a lock
         os.write(descriptor, text)
@@ -164,8 +164,8 @@ class Heartbeat:
             while not condition() and time.monotonic() < until_s:
                 time.sleep(0.05)
 
-    def _with_stacks(self, error: CommError, beats: list[Beat]) -> CommError:
-        hint = f"stacks of all threads: {where_stacks(self._folder, beats)}"
+    def _with_stacks(self, error: CommError) -> CommError:
+        hint = f"stacks of all threads: {where_stacks(self._folder, range(self._world.size))}"
         return CommError(
             error.fact,
             given=error.given,
@@ -193,6 +193,7 @@ class Heartbeat:
     def _dump(self) -> None:
         with contextlib.suppress(OSError):
             faulthandler.dump_traceback(self._file, all_threads=True)
+            os.fsync(self._file.fileno())  # for other hosts
         self._has_dumped = True
 
     def _write_beat(self, age_s: float) -> None:

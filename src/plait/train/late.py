@@ -67,32 +67,31 @@ def late_ranks(beats: Sequence[Beat]) -> list[Beat]:
     return silent or busy or [beat for beat in beats if beat.step == first]
 
 
-def hang_letter(beats: Sequence[Beat], folder: Path, limit_s: float, host: str) -> CommError:
+def hang_letter(beats: Sequence[Beat], num_ranks: int, folder: Path, limit_s: float, host: str) -> CommError:
     """`folder`: where the stacks are. `host`: where this is written, whose processes can be looked at."""
-    late = late_ranks(beats)
-    names = numbers([beat.rank for beat in late])
+    gone = sorted({*range(num_ranks)} - {beat.rank for beat in beats})
+    late = [] if gone else late_ranks(beats)
+    names = gone or [beat.rank for beat in late]
     step = max((beat.step for beat in beats), default=0) + 1  # who is stopped may have written an earlier
-    others = len(late) < len(beats)
+    how = "hangs" if len(names) == 1 else "hang"
+    if gone:
+        how = "has left" if len(gone) == 1 else "have left"
+    waiting = ", and the other ranks wait" if len(names) < num_ranks else ""
     return CommError(
-        f"{names} {'hangs' if len(late) == 1 else 'hang'} in step {step}"
-        + (", and the other ranks wait" if others else ""),
-        given="\n            ".join(described(beats, late, folder, host)),
+        f"{numbers(names)} {how} in step {step}{waiting}",
+        given="\n            ".join(_described(beats, late, folder, host)),
         expected=f"a step in less than run.hang_s = {limit_s:g} s",
-        hint=f"the stacks of all threads: {where_stacks(folder, beats)}",
+        hint=f"the stacks of all threads: {where_stacks(folder, range(num_ranks))}",
     )
 
 
-def described(beats: Sequence[Beat], late: Sequence[Beat], folder: Path, host: str) -> list[str]:
+def _described(beats: Sequence[Beat], late: Sequence[Beat], folder: Path, host: str) -> list[str]:
     """A line for each late rank, and one for what the others do."""
-    lines = [
-        f"rank {beat.rank} (process {beat.pid} on {beat.host}): {_at(beat)}"
-        + (
-            f" for {beat.since_s:.0f} s"
-            if beat.dumped
-            else f" when last seen; {_why_silent(beat, folder, host)}"
-        )
-        for beat in late[:_MOST_SHOWN]
-    ]
+    lines = []
+    for beat in late[:_MOST_SHOWN]:
+        when = f"for {beat.since_s:.0f} s" if beat.dumped else "when last seen"
+        why = "" if beat.dumped else f"; {_why_silent(beat, folder, host)}"
+        lines.append(f"rank {beat.rank} (process {beat.pid} on {beat.host}): {_at(beat)} {when}{why}")
     others: dict[str, list[int]] = {}
     for beat in beats:
         if beat not in late:
@@ -100,8 +99,9 @@ def described(beats: Sequence[Beat], late: Sequence[Beat], folder: Path, host: s
     return lines + [f"{numbers(ranks)}: {what}" for what, ranks in [*others.items()][:_MOST_SHOWN]]
 
 
-def where_stacks(folder: Path, beats: Sequence[Beat]) -> str:
-    missing = [beat.rank for beat in beats if not has_stacks(folder, beat.rank)]
+def where_stacks(folder: Path, ranks: Sequence[int]) -> str:
+    """With those who have left none."""
+    missing = [rank for rank in ranks if not has_stacks(folder, rank)]
     return f"{folder}" + (f"; none of {numbers(missing)}" if missing else "")
 
 
@@ -111,7 +111,8 @@ def stacks_file(folder: Path, rank: int) -> Path:
 
 def has_stacks(folder: Path, rank: int) -> bool:
     try:
-        return stacks_file(folder, rank).stat().st_size > 0
+        with stacks_file(folder, rank).open("rb") as file:  # opened, a network's file system asks its server
+            return bool(file.read(1))
     except OSError:
         return False
 
