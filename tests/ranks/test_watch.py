@@ -1,5 +1,6 @@
-"""A rank whose own work is slow is named, and those that wait for it are not; time in verbs is waiting."""
+"""What ranks notice together: who is slow, who does not come, when the loss spikes."""
 
+import random
 import time
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 
 import programs
 import trainings
+from plait.checkpoint import newest
 from plait.comm import (
     Summing,
     all_reduce,
@@ -19,7 +21,10 @@ from plait.comm import (
     start_scattered_sum,
 )
 from plait.errors import CommError
+from plait.train.data import Windows
 from plait.train.heartbeat import Heartbeat
+from plait.train.loop import train
+from plait.train.run import RunDir, prepare
 from plait.train.stragglers import Stragglers
 from pool import Pool
 
@@ -139,3 +144,71 @@ def _nothing_wrong(folder: Path) -> bool:
 
 def test_a_run_in_which_nothing_hangs_leaves_no_stacks(pool: Pool, tmp_path: Path) -> None:
     assert pool.run(_nothing_wrong, 2, tmp_path / "stacks") == [False, False]
+
+
+RECIPE = """
+plan = "dp=2 zero=2"
+[run]
+dir = "{here}/run"
+steps = 9
+batch = 4
+evaluate_every = 0
+checkpoint_every = 2
+keep_last = 3
+spike_window = 4
+spike_skip = 1
+device = "cpu"
+[model.config]
+model_type = "llama"
+hidden_size = 16
+intermediate_size = 16
+num_hidden_layers = 1
+num_attention_heads = 1
+[data]
+dir = "{here}/data"
+sources = ["{here}/text.txt"]
+sequence = 16
+validation = 0
+workers = 0
+[tokenizer]
+vocab_size = 260
+[optimizer]
+lr = 2e-2
+"""
+SPIKE, BACK = 7, 2  # the number of the batch; the newest checkpoint of before the window
+
+
+def _train(run: Path, ahead: int) -> None:
+    """With a batch that is far off, or `ahead` in the data from where the other run goes back to."""
+    read = Windows.__getitem__
+
+    def altered(self: Windows, number: int) -> dict[str, torch.Tensor]:
+        batch = read(self, number + ahead if number >= BACK else number)
+        if not ahead and number == SPIKE:
+            batch = {name: torch.full_like(tokens, 3) for name, tokens in batch.items()}
+        return batch
+
+    Windows.__getitem__ = altered  # type: ignore[method-assign]
+    try:
+        train(RunDir(run).read_recipe(), connect())
+    finally:
+        Windows.__getitem__ = read  # type: ignore[method-assign]
+
+
+def test_ranks_go_back_together_and_around_the_batches_of_a_spike(pool: Pool, tmp_path: Path) -> None:
+    words = random.Random(0).choices(["ship", "harbour", "sails", "wind"], k=2000)
+    (tmp_path / "text.txt").write_text(" ".join(words))
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(RECIPE.format(here=tmp_path))
+    states = []
+    for name, ahead, factor in (("spikes", 0, 3), ("without", SPIKE + 2 - BACK, 0)):
+        run = tmp_path / name
+        prepare(recipe, sets=[f"run.dir={run}", f"run.spike_factor={factor}"])
+        pool.run(_train, 2, run, ahead)
+        found = newest(run / "checkpoints")
+        assert found is not None
+        assert found.step == 9
+        assert found.facts["spikes"]["skipped_batches"] == ([] if ahead else [[BACK, SPIKE + 2]])
+        states.append(found.read())
+    ours, theirs = states
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
