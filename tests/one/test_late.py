@@ -1,10 +1,14 @@
 """Of ranks of which one hangs, the letter names who keeps the others waiting; slow ranks are told apart."""
 
 import os
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from plait.comm import World
+from plait.train.heartbeat import Heartbeat
 from plait.train.late import Beat, hang_letter, late_ranks, read_beats
 from plait.train.stragglers import slow_ranks
 
@@ -55,6 +59,15 @@ def test_a_shorter_beat_over_a_longer_one_is_read_as_it_was_written(tmp_path: Pa
     beat(0, within="all-reduce of a long name").write(path)
     beat(0, within="").write(path)
     assert read_beats([path, tmp_path / "none"]) == [beat(0, within="")]
+
+
+def test_a_beat_costs_next_to_nothing(tmp_path: Path) -> None:
+    with Heartbeat(tmp_path / "stacks", World.alone(torch.device("cpu")), 300.0) as heart:
+        began_s = time.perf_counter()
+        for step in range(1000):
+            heart.beat(step, "a step")
+        assert time.perf_counter() - began_s < 1000 * 50e-6
+    assert not (tmp_path / "stacks").exists()
 
 
 def test_ranks_are_compared_with_the_others_of_their_stage() -> None:

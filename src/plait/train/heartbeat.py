@@ -100,9 +100,9 @@ class Heartbeat:
         self._over.set()
         self._thread.join()  # for ever where it ends the process
         faulthandler.cancel_dump_traceback_later()
+        self._file.close()
         if isinstance(error, CommError):
             raise self._with_stacks(error) from error
-        self._file.close()
         if not self._has_dumped:
             self._leave()
 
