@@ -7,7 +7,7 @@ saver.py      all ranks together, at once or behind the next steps
 folder.py     how one becomes complete; which are kept     opened.py   one that is there
 """
 
-from plait.checkpoint.folder import Keep, best, place_of, remove_partial, step_of, steps
+from plait.checkpoint.folder import Keep, best, place_of, remove_after, remove_partial, step_of, steps
 from plait.checkpoint.manifest import MANIFEST, Chunk, FileFacts, Manifest, Part, TensorFacts
 from plait.checkpoint.opened import Checkpoint, is_damaged, newest, open_checkpoint
 from plait.checkpoint.read import Reader
@@ -29,6 +29,7 @@ __all__ = [
     "newest",
     "open_checkpoint",
     "place_of",
+    "remove_after",
     "remove_partial",
     "step_of",
     "steps",

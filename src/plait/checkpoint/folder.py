@@ -113,6 +113,13 @@ def prune(folder: Path, keep: Keep) -> None:
             _remove(path)
 
 
+def remove_after(folder: Path, step: int) -> None:
+    """Removes the checkpoints of later steps, the last one first."""
+    for path in reversed(steps(folder)):
+        if (step_of(path) or 0) > step:
+            _remove(path)
+
+
 def _remove(checkpoint: Path) -> None:
     """Renamed first: a removal that is killed half-way leaves no half of a checkpoint under its name.
 

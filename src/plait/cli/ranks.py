@@ -41,24 +41,25 @@ def told_by_one(work: Callable[[], int], world: World, *, debug: bool) -> int:
     try:
         code = work()
     except PlaitError as error:
-        shown = threading.Event()
-
-        def tell() -> None:
-            if world.claim(_LETTER):
-                show_letter(error, debug=debug)
-                world.announce(_LETTER_SHOWN)
-            else:  # a rank that ends takes the others down: not before the letter is out
-                world.wait_for(_LETTER_SHOWN)
-            shown.set()
-
         if not isinstance(error, CommError):
-            tell()
+            _tell(error, world, debug=debug)
             return USER_MISTAKE
         # It may be the network that is gone, and the store with it: a rank that waited for that would stay.
-        threading.Thread(target=tell, daemon=True).start()
-        if not shown.wait(_STORE_ANSWERS_S):
+        teller = threading.Thread(target=_tell, args=(error, world), kwargs={"debug": debug}, daemon=True)
+        teller.start()
+        teller.join(_STORE_ANSWERS_S)
+        if teller.is_alive():
             show_letter(error, debug=debug)
             os._exit(LOST_RANK)  # the thread is in the store's hands, and would keep the process from ending
         return LOST_RANK
     world.close()
     return code
+
+
+def _tell(error: PlaitError, world: World, *, debug: bool) -> None:
+    """Shows the letter, or waits until another rank has: one that ends takes the others down."""
+    if world.claim(_LETTER):
+        show_letter(error, debug=debug)
+        world.announce(_LETTER_SHOWN)
+    else:
+        world.wait_for(_LETTER_SHOWN)

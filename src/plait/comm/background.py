@@ -15,6 +15,7 @@ from queue import SimpleQueue
 
 import torch
 
+from plait.comm.clock import WaitClock
 from plait.comm.transport import Pending
 from plait.errors import CommError
 
@@ -42,8 +43,10 @@ class Background:
     for it, or for a later one, gets its exception.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, clock: WaitClock | None = None) -> None:
+        """`clock`: counts how long its functions are waited for."""
         self._device = device
+        self._clock = clock
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
         self._thread: threading.Thread | None = None  # from the first function on
         self._stream: torch.cuda.Stream | None = None
@@ -61,7 +64,8 @@ class Background:
             self._thread.start()
         task = _Task(run)
         self._tasks.put(task)
-        return Pending(task.wait, is_done=task.done.is_set)
+        pending = Pending(task.wait, is_done=task.done.is_set)
+        return pending.by(self._clock, "a communication in the background")
 
     def close(self) -> None:
         """Drops what has not begun. Nothing may be given afterwards."""

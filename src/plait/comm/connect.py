@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from plait.comm.background import Background
+from plait.comm.clock import WaitClock
 from plait.comm.dry import DryLink
 from plait.comm.host import Board, Neighbours, meet, open_group
 from plait.comm.ledger import Ledger
@@ -50,6 +51,7 @@ class World:
         self.device = device
         self.timeout = timeout  # how long a communication may wait for a rank
         self.ledger = Ledger()
+        self.clock = WaitClock()  # of the thread that makes the world: the one that trains
         self._dry = None if dry_host_size is None else (transport, dry_host_size)
         self._pid = os.getpid()
         self._store = store
@@ -143,10 +145,10 @@ class World:
         link = self._link(ranks, lane) if len(ranks) > 1 else None
         if link is None:
             return Group(ranks, ranks.index(self.rank), None)
-        background = Background(self.device)
+        background = Background(self.device, self.clock)
         self._links.append(link)
         self._backgrounds.append(background)
-        return Group(ranks, ranks.index(self.rank), link, background, axes, lane, self.ledger)
+        return Group(ranks, ranks.index(self.rank), link, background, axes, lane, self.ledger, self.clock)
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A flat tensor where transports read and write it in place; what is in it is undefined."""

@@ -8,6 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from plait.comm.clock import WaitClock
+
 
 class Verb(Enum):
     """What ranks can do together. p ranks; whole tensors have p times the elements of a piece."""
@@ -57,6 +59,13 @@ class Pending:
         """`waits`: what is to be called, in this order, to end it. `is_done`: whether none would block."""
         self._waits = list(waits)
         self._is_done = is_done
+        self._clock: WaitClock | None = None
+        self._what: object = None
+
+    def by(self, clock: WaitClock | None, what: object) -> "Pending":
+        """Itself, its `wait` counted by the clock as the communication `what`."""
+        self._clock, self._what = clock, what
+        return self
 
     @property
     def is_over(self) -> bool:
@@ -70,10 +79,17 @@ class Pending:
 
     def wait(self) -> None:
         """Blocks until done (on CUDA: makes the current stream wait). Raises CommError if a peer is lost."""
+        if self._clock is None or not self._waits:
+            self._end()
+        else:
+            with self._clock.during(self._what):
+                self._end()
+
+    def _end(self) -> None:
         while self._waits:
             self._waits[0]()  # interrupted by a signal, it is still to be done
             del self._waits[:1]
-        self._is_done = None  # which holds the tensors too
+        self._is_done = self._what = None  # which hold the tensors too
 
 
 class Summing(Protocol):
@@ -81,7 +97,9 @@ class Summing(Protocol):
     all that `into` has written, a float64 scalar, if the transport takes them on the way."""
 
     buffer_bytes: int
-    squares: Tensor | None
+
+    @property
+    def squares(self) -> Tensor | None: ...
 
     def into(self, out: Tensor, *, add: bool = False) -> Iterator[Tensor]:
         """Fills `out` with the sum (adds it there), in its dtype and in rank order, run by run.
@@ -173,6 +191,36 @@ class SumOfParts:
             elif scratch is not None:
                 run.copy_(total)
             yield run
+
+
+class CountedSum:
+    """A sum whose waiting is counted. Its first run waits; SumOfParts only adds up after it."""
+
+    def __init__(self, summing: Summing, clock: WaitClock, what: str) -> None:
+        self._summing = summing
+        self._clock = clock
+        self._what = what
+        self.buffer_bytes = summing.buffer_bytes
+
+    @property
+    def squares(self) -> Tensor | None:
+        return self._summing.squares
+
+    @property
+    def is_ready(self) -> bool:
+        return self._summing.is_ready
+
+    def into(self, out: Tensor, *, add: bool = False) -> Iterator[Tensor]:
+        runs = self._summing.into(out, add=add)
+        with self._clock.during(self._what):
+            first = next(runs, None)
+        if first is not None:
+            yield first
+            yield from runs
+
+    def release(self) -> None:
+        with self._clock.during(self._what):
+            self._summing.release()
 
 
 _CACHED = 1 << 17  # elements: 512 KiB of float32

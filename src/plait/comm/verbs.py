@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from plait.comm.background import Background
+from plait.comm.clock import WaitClock
 from plait.comm.dry import DryLink
 from plait.comm.ledger import Ledger
-from plait.comm.transport import Call, Pending, Summing, SumOfParts, Transport, Verb
+from plait.comm.transport import Call, CountedSum, Pending, Summing, SumOfParts, Transport, Verb
 from plait.errors import CommError
 from plait.plan.traffic import Line
 
@@ -33,6 +34,7 @@ class Group:
     axes: tuple[str, ...] = field(default=(), compare=False)  # of the mesh, along which the ranks differ
     lane: str = field(default="", compare=False)
     ledger: Ledger | None = field(default=None, compare=False)  # where what it says is written down
+    clock: WaitClock = field(default_factory=WaitClock, compare=False)
 
     @property
     def size(self) -> int:
@@ -177,14 +179,17 @@ def barrier(group: Group, *, label: str = "") -> None:
     """Returns when every rank of the group has come here."""
     if group.size > 1:
         group.note(Verb.BARRIER.value, None)
-        group.transport.run(Call(Verb.BARRIER, label=label))
+        call = Call(Verb.BARRIER, label=label)
+        with group.clock.during(call):
+            group.transport.run(call)
 
 
 def start_barrier(group: Group, *, label: str = "") -> Pending:
     if group.size == 1:
         return Pending()
     group.note(Verb.BARRIER.value, None)
-    return group.transport.start(Call(Verb.BARRIER, label=label))
+    call = Call(Verb.BARRIER, label=label)
+    return group.transport.start(call).by(group.clock, call)
 
 
 def start_send(tensor: Tensor, group: Group, to: int, *, label: str = "") -> Pending:
@@ -219,7 +224,8 @@ def start_scattered_sum(whole: Tensor, group: Group, *, label: str = "") -> Summ
         return SumOfParts([whole], Pending())
     assert whole.numel() % group.size == 0, f"{whole.numel()} elements in {group.size} ranges"
     group.note(Verb.REDUCE_SCATTER.value, whole)
-    return group.transport.start_sum(whole, scatter=True, label=label)
+    summing = group.transport.start_sum(whole, scatter=True, label=label)
+    return CountedSum(summing, group.clock, f"sum of {label}")
 
 
 def start_exchange(mine: Tensor, group: Group, *, label: str = "") -> Summing:
@@ -230,7 +236,8 @@ def start_exchange(mine: Tensor, group: Group, *, label: str = "") -> Summing:
     if group.size == 1:
         return SumOfParts([mine], Pending())
     group.note("exchange", mine)
-    return group.transport.start_sum(mine, scatter=False, label=label)
+    summing = group.transport.start_sum(mine, scatter=False, label=label)
+    return CountedSum(summing, group.clock, f"sum of {label}")
 
 
 def is_direct(group: Group) -> bool:
@@ -272,9 +279,9 @@ def _start(call: Call, group: Group) -> Pending:
     _note(call, group)
     call, copies = _contiguous(call)
     pending = group.transport.start(call)
-    if not copies:
-        return pending
-    return Pending(pending.wait, *(_copier(*copy) for copy in copies), is_done=pending.is_done)
+    if copies:
+        pending = Pending(pending.wait, *(_copier(*copy) for copy in copies), is_done=pending.is_done)
+    return pending.by(group.clock, call)
 
 
 def _run(call: Call, group: Group) -> None:
@@ -285,7 +292,8 @@ def _run(call: Call, group: Group) -> None:
         return
     _note(call, group)
     call, copies = _contiguous(call)
-    group.transport.run(call)
+    with group.clock.during(call):
+        group.transport.run(call)
     for into, result in copies:
         into.copy_(result)
 

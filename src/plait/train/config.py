@@ -64,11 +64,29 @@ class RunConfig(Section):
     check_replicas_every: int = Field(
         default=100, ge=0, description="also before each save: ranks with the same weights compare them"
     )
+    check_stragglers_every: int = Field(
+        default=50, ge=0, description="ranks compare how long their own work takes"
+    )
+    straggler_factor: float = Field(
+        default=1.5, gt=1, description="times the median of the others: what is slow"
+    )
+    spike_factor: float = Field(
+        default=0.0, ge=0, description="a loss spikes that is so many usual spreads above the median; 0: off"
+    )
+    spike_window: int = Field(default=100, ge=4, description="steps whose losses are usual; see spikes.py")
+    spike_skip: int = Field(default=100, ge=0, description="batches after a spike's that are skipped too")
+    max_spikes: int = Field(default=3, ge=0, description="times that a run goes back before it stops")
     max_skipped: int = Field(
         default=10, ge=1, description="steps in a row without a finite gradient before it stops; see loop.py"
     )
     timeout_s: float = Field(
         default=600.0, gt=0, le=MONTH_S, description="how long a rank waits for another in a step"
+    )
+    hang_s: float = Field(
+        default=300.0,
+        ge=0,
+        le=MONTH_S,
+        description="without a step, after which all ranks write their stacks and end",
     )
     save_s: float = Field(
         default=60.0, gt=0, le=MONTH_S, description="from a signal to stop until local ranks are killed"

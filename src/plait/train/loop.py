@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import rich
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 import plait
 from plait import checkpoint
 from plait.assembly import parallelize
+from plait.checkpoint import Checkpoint, Saver, open_checkpoint
 from plait.comm import World, all_reduce
 from plait.engine import Engine, StepResult
 from plait.errors import RunError
@@ -38,8 +40,10 @@ from plait.train.report import largest_memory, start_table
 from plait.train.resuming import load_newest
 from plait.train.run import RunDir, check_checkpoint, run_facts
 from plait.train.saving import Saving
+from plait.train.spikes import Spikes
 from plait.train.stop import Stop
 from plait.train.traced import Traced
+from plait.train.watch import Watch
 
 MOST_STEPS_UNASKED = 10
 
@@ -56,12 +60,19 @@ class Job:
     store: TokenStore
     engine: Engine
     heard: Heard
+    spikes: Spikes
     console: Console | None  # on the first rank
     warnings: list[str] = field(default_factory=list)  # of its start, for the first rank to show
     step: int = 0  # steps done
     tokens: int = 0  # targets seen
     skipped: int = 0  # steps that were skipped
     in_vain: int = 0  # of them in a row, see [Note: when skipped steps end a run]
+
+    @property
+    def batches_left(self) -> range:
+        """The numbers of the batches to come; see [Note: which batch is whose] in spikes.py."""
+        ahead = self.spikes.num_skipped
+        return range(self.step + ahead, self.recipe.run.steps + ahead)
 
     def count(self, result: StepResult, loss_scale: float | None) -> None:
         """A step is done, of which `loss_scale` was the loss scale."""
@@ -84,6 +95,9 @@ def train(recipe: Recipe, world: World) -> signal.Signals | None:
     with Stop() as stop:
         job = _start(recipe, world)
         stopped_by = _loop(job, stop)
+        while job.spikes.back_to is not None:
+            _go_back(job, job.spikes.back_to)
+            stopped_by = _loop(job, stop)
         if stopped_by is None:  # a signal now comes late: all is trained
             if job.console is not None:
                 finish(recipe, job.run, job.engine, job.console)
@@ -101,15 +115,16 @@ def _loop(job: Job, stop: Stop) -> signal.Signals | None:
     flops = engine.flops_per_token(job.recipe.data.sequence) * how.batch * job.recipe.data.sequence
     ideal_s = flops / (engine.world.size * peak_flops)  # of a step that does nothing but products
     course = job.recipe.schedule.course(how.steps)
-    batches = _batches(job, job.store.train, range(job.step, how.steps), job.recipe.data.workers)
+    batches = _batches(job, job.store.train, job.batches_left, job.recipe.data.workers)
     with (
         Metrics(job.run, job.console, begun_at, how.steps, how.log_every) as metrics,
+        Watch(job.run, how, engine, job.spikes, metrics.note) as watch,
         Saving(how, job.run.checkpoints, engine.world, metrics) as saving,
     ):
         for text in job.warnings:
             metrics.warn(begun_at, text)
         if begun_at == 0 and how.evaluate_every:
-            metrics.validation(0, _evaluate(job))
+            metrics.validation(0, _evaluate(job, watch))
         traced = Traced(engine, job.heard.step, how.trace, range(begun_at, how.steps), metrics.note)
         while job.step < how.steps:
             began_s = time.perf_counter()
@@ -117,16 +132,19 @@ def _loop(job: Job, stop: Stop) -> signal.Signals | None:
             for group in engine.optimizer.param_groups:
                 group["lr"] = lr
             loss_scale = engine.loss_scale
-            result = traced.step(next(batches))
+            result = watch.step(job.step, batches, traced.step)
             job.count(result, loss_scale)
             seconds = time.perf_counter() - began_s
             metrics.step(_step_facts(job, result, lr, loss_scale, seconds, ideal_s))
             if job.in_vain >= how.max_skipped:
                 saving.settle(may_raise=False)  # its checkpoint is one that the letter may name
                 raise _diverged(job, lr)
+            if watch.sees_spike(job.step, result):
+                saving.settle()
+                return None
             score = None
             if _due(job.step, how.evaluate_every, how.steps):
-                score = _evaluate(job)
+                score = _evaluate(job, watch)
                 metrics.validation(job.step, score)
             if job.step == begun_at + 5:  # the first steps are slower than those to come
                 ask_every = _ask_every(engine, seconds)
@@ -142,6 +160,7 @@ def _loop(job: Job, stop: Stop) -> signal.Signals | None:
             if how.check_replicas_every and (to_save or job.step % how.check_replicas_every == 0):
                 engine.check_replicas()  # before good checkpoints make room for one that is not
             if to_save:
+                watch.begins("saving", job.step, slow=True)
                 metrics.flush()
                 saving.save(job.step, engine.kept(), _facts(job), score=score, last=last)
                 stop.save_asked = False  # of any rank: this answers all of them
@@ -207,14 +226,34 @@ def _start(recipe: Recipe, world: World) -> Job:
     )
     console = rich.get_console() if world.rank == 0 else None
     run = RunDir(recipe.run.dir)
-    job = Job(recipe, run, store, engine, Heard(engine), console)
+    job = Job(recipe, run, store, engine, Heard(engine), Spikes(recipe.run), console)
     last, job.warnings = load_newest(
         engine, run.checkpoints, lambda found: check_checkpoint(found, recipe, store)
     )
     if last is not None:
-        job.step, job.tokens = last.step, int(last.facts["tokens"])
-        job.skipped = int(last.facts["skipped"])
+        _stand_at(job, last)
     return job
+
+
+def _stand_at(job: Job, saved: Checkpoint) -> None:
+    """The job is where it was when this, which the engine has loaded, was saved."""
+    job.step, job.tokens = saved.step, int(saved.facts["tokens"])
+    job.skipped, job.in_vain = int(saved.facts["skipped"]), 0
+    job.spikes.load(saved.facts)
+
+
+def _go_back(job: Job, path: Path) -> None:
+    """To a checkpoint from before a spike, which from now on knows what is skipped."""
+    saved = open_checkpoint(path)
+    with saved.reader() as reader:
+        job.engine.load_from(reader)
+    _stand_at(job, saved)
+    job.warnings = []
+    told = job.spikes.skip(job.step)
+    Saver(job.run.checkpoints, job.engine.world).save(job.step, job.engine.kept(), _facts(job))
+    if job.console is not None:
+        checkpoint.remove_after(job.run.checkpoints, job.step)
+        job.console.print(told, highlight=False)
 
 
 def _batches(job: Job, stream: TokenStream, steps: range, workers: int) -> Iterator[dict[str, Tensor]]:
@@ -237,10 +276,13 @@ def _batches(job: Job, stream: TokenStream, steps: range, workers: int) -> Itera
     return batches
 
 
-def _evaluate(job: Job) -> float:
+def _evaluate(job: Job, watch: Watch) -> float:
     """Mean loss per target, over the same validation batches each time."""
     batches = _batches(job, job.store.validation, range(job.recipe.run.evaluate_batches), workers=0)
-    results = [job.engine.evaluate(batch) for batch in batches]
+    results = []
+    for number, batch in enumerate(batches):
+        watch.begins("evaluation", job.step, slow=number == 0)
+        results.append(job.engine.evaluate(batch))
     return sum(result.loss_sum for result in results) / sum(result.num_tokens for result in results)
 
 
@@ -249,6 +291,7 @@ def _facts(job: Job) -> dict[str, object]:
     return {
         "tokens": job.tokens,
         "skipped": job.skipped,
+        "spikes": job.spikes.facts(),
         "seed": job.recipe.run.seed,
         "plan": str(job.engine.plan),
         "loss_scale": job.engine.loss_scale,

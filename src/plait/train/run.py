@@ -74,6 +74,11 @@ class RunDir:
         return self.path / "measured.json"
 
     @property
+    def stacks(self) -> Path:
+        """Of ranks that hang, and what each does, while they train."""
+        return self.path / "stacks"
+
+    @property
     def export(self) -> Path:
         """The trained model in Hugging Face form."""
         return self.path / "export"
