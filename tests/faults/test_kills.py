@@ -15,6 +15,13 @@ import runs
 from runs import ROOT
 
 HERE = Path(__file__).parent
+PREPARE = """
+import sys
+from pathlib import Path
+from plait.train.run import prepare
+
+prepare(Path(sys.argv[1]), sets=sys.argv[2:])
+"""
 
 
 def prepared(here: Path, *sets: str) -> Path:
@@ -25,9 +32,10 @@ def prepared(here: Path, *sets: str) -> Path:
     ]
     keep = ["--set", "run.keep_last=1000", "--set", f"run.dir={here}/whole"]
     runs.finish(runs.start("train", recipe, *common, *keep))
-    make = f"import sys; from pathlib import Path; from plait.train.run import prepare;
-    prepare(Path({str(recipe)!r}), sets=sys.argv[1:])" done = subprocess.run([sys.executable, "-c", make,
-    *common[1::2]], env=runs.environment(), check=False) assert done.returncode == 0
+    done = subprocess.run(
+        [sys.executable, "-c", PREPARE, str(recipe), *common[1::2]], env=runs.environment(), check=False
+    )
+    assert done.returncode == 0
     return here / "run"
 
 

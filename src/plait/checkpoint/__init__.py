@@ -11,7 +11,7 @@ from plait.checkpoint.folder import Keep, best, place_of, remove_after, remove_p
 from plait.checkpoint.manifest import MANIFEST, Chunk, FileFacts, Manifest, Part, TensorFacts
 from plait.checkpoint.opened import Checkpoint, is_damaged, newest, open_checkpoint
 from plait.checkpoint.read import Reader
-from plait.checkpoint.saver import Saver
+from plait.checkpoint.saver import Saver, staged_bytes
 
 __all__ = [
     "MANIFEST",
@@ -31,6 +31,7 @@ __all__ = [
     "place_of",
     "remove_after",
     "remove_partial",
+    "staged_bytes",
     "step_of",
     "steps",
 ]

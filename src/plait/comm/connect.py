@@ -14,6 +14,7 @@ from plait.comm.clock import WaitClock
 from plait.comm.dry import DryLink
 from plait.comm.host import Board, Neighbours, meet, open_group
 from plait.comm.ledger import Ledger
+from plait.comm.told import Told
 from plait.comm.torch_link import TorchLink, among
 from plait.comm.transport import Transport
 from plait.comm.verbs import Group, all_reduce, barrier
@@ -24,8 +25,6 @@ TRANSPORTS = ("auto", "host", "gloo", "nccl")
 # Where our launcher puts the file through which its ranks meet: a FileStore listens on no port, while
 # torch's TCPStore listens on every interface even for a loopback address.
 RENDEZVOUS_FILE = "PLAIT_RENDEZVOUS_FILE"
-
-_FOREVER = datetime.timedelta(days=365)
 
 
 class World:
@@ -55,7 +54,7 @@ class World:
         self._dry = None if dry_host_size is None else (transport, dry_host_size)
         self._pid = os.getpid()
         self._store = store
-        self._said: dict[str, str] = {}  # told here or heard, by key
+        self._told = Told(store, rank, timeout.total_seconds())
         self._owned = owned  # the process group is ours to destroy: the program had made none
         self._links: list[Transport] = []
         self._backgrounds: list[Background] = []
@@ -99,33 +98,26 @@ class World:
         return tuple(vote > 0 for vote in votes.tolist())
 
     def tell(self, key: str, text: str) -> None:
-        """Lets every rank know, also those that do not ask yet."""
-        self._said[key] = text
-        if self._store is not None:
-            self._store.set(key, text)
+        """Lets every rank know, also those that do not ask yet. As the four below, raises CommError when the
+        job's store does not answer."""
+        self._told.tell(key, text)
 
     def heard(self, key: str) -> str | None:
         """What a rank has told under the key, if one has."""
-        if self._store is not None and key not in self._said and self._store.check([key]):
-            self._said[key] = self._store.get(key).decode()
-        return self._said.get(key)
+        return self._told.heard(key)
 
     def announce(self, key: str) -> None:
         """Lets the ranks go on that `wait_for` the key."""
-        if self._store is not None:
-            self._store.set(key, "1")
+        self._told.tell(key, "")
 
     def wait_for(self, key: str) -> None:
         """Waits until a rank has announced `key`. No time limit: the launcher ends us if that rank dies."""
-        if self._store is not None:
-            self._store.wait([key], _FOREVER)
+        if self.size > 1:
+            self._told.wait_for(key)
 
     def claim(self, key: str) -> bool:
         """True for exactly one of the ranks that ask: the first."""
-        if self._store is None:
-            return True
-        mine = str(self.rank).encode()
-        return bool(self._store.compare_set(key, "", mine.decode()) == mine)
+        return self._told.claim(key)
 
     def is_alive(self) -> bool:
         """Whether the process group that it was made for is still the process's."""
@@ -210,6 +202,7 @@ class World:
         if self._owned and dist.is_initialized():
             dist.destroy_process_group()
         self._store = None
+        self._told = Told(None, self.rank, 0.0)
         if _world is self:
             _world = None
             atexit.unregister(self.close)

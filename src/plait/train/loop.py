@@ -11,7 +11,7 @@ scale is at its minimum.
 import math
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -113,7 +113,7 @@ def _loop(job: Job, stop: Stop) -> signal.Signals | None:
     peak_flops = matmul_peak(engine.device, DTYPES[engine.plan.precision])
     _show_start(job, peak_flops)
     flops = engine.flops_per_token(job.recipe.data.sequence) * how.batch * job.recipe.data.sequence
-    ideal_s = flops / (engine.world.size * peak_flops)  # of a step that does nothing but products
+    ideal_s = flops / (engine.world.size * peak_flops)
     course = job.recipe.schedule.course(how.steps)
     batches = _batches(job, job.store.train, job.batches_left, job.recipe.data.workers)
     with (
@@ -127,15 +127,11 @@ def _loop(job: Job, stop: Stop) -> signal.Signals | None:
             metrics.validation(0, _evaluate(job, watch))
         traced = Traced(engine, job.heard.step, how.trace, range(begun_at, how.steps), metrics.note)
         while job.step < how.steps:
-            began_s = time.perf_counter()
             lr = job.recipe.optimizer.lr * course(job.step)
-            for group in engine.optimizer.param_groups:
-                group["lr"] = lr
-            loss_scale = engine.loss_scale
-            result = watch.step(job.step, batches, traced.step)
-            job.count(result, loss_scale)
-            seconds = time.perf_counter() - began_s
-            metrics.step(_step_facts(job, result, lr, loss_scale, seconds, ideal_s))
+            result, facts = _step(job, lr, lambda: watch.step(job.step, batches, traced.step), ideal_s)
+            metrics.step(facts)
+            if job.step == begun_at + 1:  # now there are optimizer states
+                saving.expect(engine.kept())
             if job.in_vain >= how.max_skipped:
                 saving.settle(may_raise=False)  # its checkpoint is one that the letter may name
                 raise _diverged(job, lr)
@@ -147,7 +143,7 @@ def _loop(job: Job, stop: Stop) -> signal.Signals | None:
                 score = _evaluate(job, watch)
                 metrics.validation(job.step, score)
             if job.step == begun_at + 5:  # the first steps are slower than those to come
-                ask_every = _ask_every(engine, seconds)
+                ask_every = _ask_every(engine, facts.seconds)
             stopping = to_save = False
             if job.step % ask_every == 0:
                 stopping, to_save, has_ended = engine.world.any_flags(
@@ -171,11 +167,18 @@ def _loop(job: Job, stop: Stop) -> signal.Signals | None:
     return None
 
 
-def _step_facts(
-    job: Job, result: StepResult, lr: float, loss_scale: float | None, seconds: float, ideal_s: float
-) -> StepFacts:
-    """Of the step that the job has just counted."""
-    return StepFacts(
+def _step(
+    job: Job, lr: float, take: Callable[[], StepResult], ideal_s: float
+) -> tuple[StepResult, StepFacts]:
+    """Takes and counts one. `ideal_s`: of a step that does nothing but products."""
+    began_s = time.perf_counter()
+    for group in job.engine.optimizer.param_groups:
+        group["lr"] = lr
+    loss_scale = job.engine.loss_scale
+    result = take()
+    job.count(result, loss_scale)
+    seconds = time.perf_counter() - began_s
+    return result, StepFacts(
         step=job.step,
         loss=result.loss,
         lr=lr,

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from plait.checkpoint import Keep, Saver
+from plait.checkpoint import Keep, Saver, staged_bytes
 from plait.comm import World
 from plait.errors import CheckpointError, CommError, PlaitError
 from plait.parallel import Kept
@@ -51,6 +51,11 @@ class Saving:
         if isinstance(error, PlaitError) and not isinstance(error, CommError):
             with contextlib.suppress(PlaitError):  # the letter on its way says more
                 self._saver.finish()
+
+    def expect(self, kept: Sequence[Kept]) -> None:
+        """Takes the memory for saves of as much in the background, so that the first one waits no longer."""
+        if self._how.save_in_background:
+            self._saver.reserve(staged_bytes(kept))
 
     @property
     def is_late(self) -> bool:
