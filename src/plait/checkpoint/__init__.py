@@ -9,6 +9,7 @@ compare.py    what is in one, and what two differ in
 header.py     of a safetensors file, ours or not           hugging_face.py   their directories, in and out
 """
 
+from plait.checkpoint.compare import Comparison, Contents, Verified, compare, places, verified
 from plait.checkpoint.folder import Keep, best, place_of, remove_partial, step_of, steps
 from plait.checkpoint.hugging_face import SHARD_BYTES, HuggingFaceFiles, write_hugging_face
 from plait.checkpoint.manifest import MANIFEST, Chunk, FileFacts, Manifest, Part, TensorFacts
@@ -21,6 +22,8 @@ __all__ = [
     "SHARD_BYTES",
     "Checkpoint",
     "Chunk",
+    "Comparison",
+    "Contents",
     "FileFacts",
     "HuggingFaceFiles",
     "Keep",
@@ -29,12 +32,16 @@ __all__ = [
     "Reader",
     "Saver",
     "TensorFacts",
+    "Verified",
     "best",
+    "compare",
     "newest",
     "open_checkpoint",
     "place_of",
+    "places",
     "remove_partial",
     "step_of",
     "steps",
+    "verified",
     "write_hugging_face",
 ]

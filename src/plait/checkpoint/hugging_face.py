@@ -2,11 +2,10 @@
 
 [Note: what is in memory]
 Reading, a rank's own part of one tensor at a time. Writing, what belongs together in the files' form: one
-tensor, or what transformers makes several of. Headers are made of shapes alone, before the first byte is read.
+tensor, or what transformers makes several of. Headers are made of shapes alone, before a byte is read.
 """
 
 import json
-import os
 import re
 import secrets
 import shutil
@@ -263,4 +262,4 @@ def _write_index(path: Path, shards: Sequence[_Shard], model: PreTrainedModel) -
         "weight_map": {key: name for name, of in entries for key in of},
     }
     with path.open("x", encoding="utf-8") as file:
-        file.write(json.dumps(index, indent=2, sort_keys=True) + os.linesep)
+        file.write(json.dumps(index, indent=2, sort_keys=True) + "\n")

@@ -6,7 +6,7 @@ from plait.models.cross_entropy import ALONE
 from plait.models.facts import Blocks, FlopFacts, blocks_of, unit_facts
 from plait.models.file_names import Saved, SavedForm, StateNames, read_directly
 from plait.models.loss import Loss, choose_loss, forward_inputs
-from plait.models.materialise import initialise, seeded
+from plait.models.materialise import initialise, seeded, weights_alone
 from plait.models.saved import AsOnDevice, BlockOutputs, meta_twin, running_on_meta, saved_bytes, watch_saved
 from plait.models.stage_plan import plan_stages
 from plait.models.stages import StageModule, cut_stage, foreign_modules, receiving
@@ -45,4 +45,5 @@ __all__ = [
     "tensor_plan",
     "unit_facts",
     "watch_saved",
+    "weights_alone",
 ]

@@ -47,6 +47,8 @@ def pretrained_causal_lm(path: str) -> PreTrainedModel:
 
 def _hf_config(config: Mapping[str, Any] | Path) -> PretrainedConfig:
     values = read_config(config) if isinstance(config, Path) else dict(config)
+    for name in ("dtype", "torch_dtype"):  # of files; the plan decides what is computed in
+        values.pop(name, None)
     kind = values.pop("model_type", None)
     if kind is None:
         raise ModelError(

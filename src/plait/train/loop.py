@@ -34,7 +34,7 @@ from plait.train.export import DTYPES
 from plait.train.finish import finish
 from plait.train.measured import Heard, write_measured
 from plait.train.metrics import Metrics, StepFacts, matmul_peak
-from plait.train.model import build_model
+from plait.train.model import model_on_meta, starting_model
 from plait.train.report import largest_memory, start_table
 from plait.train.run import RunDir, check_checkpoint, run_facts
 from plait.train.stop import Stop
@@ -168,8 +168,11 @@ def _start(recipe: Recipe, world: World) -> Job:
     """The engine, and in it the newest checkpoint, if there is one."""
     store = open_store(recipe.data, recipe.tokenizer, verify=False)  # `prepare` has hashed the files
     plan = Plan.parse(recipe.plan)
+    run = RunDir(recipe.run.dir)
+    last = checkpoint.newest(run.checkpoints)
+    model, weights = starting_model(recipe.model) if last is None else (model_on_meta(recipe.model), None)
     engine = parallelize(
-        build_model(recipe.model),
+        model,
         plan,
         optimizer=recipe.optimizer.torch_class(),
         optimizer_args=recipe.optimizer.torch_args(),
@@ -180,13 +183,12 @@ def _start(recipe: Recipe, world: World) -> Job:
         tensor_plan=recipe.model.tensor_plan,
         probe=recipe.run.probe,
         seed=recipe.run.seed,
+        weights=weights,
         world=world,
     )
     console = rich.get_console() if world.rank == 0 else None
-    run = RunDir(recipe.run.dir)
     saver = Saver(run.checkpoints, world, keep=Keep(recipe.run.keep_last))
     job = Job(recipe, run, store, engine, Heard(engine), saver, console)
-    last = checkpoint.newest(job.run.checkpoints)
     if last is not None:
         check_checkpoint(last, recipe, store)
         last.check_weights(engine.weight_shapes())
