@@ -7,12 +7,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from plait import checkpoint
 from plait.assembly import parallelize
+from plait.checkpoint import Keep, Saver
 from plait.comm import World, connect
 from plait.engine import Engine
 from plait.errors import CheckpointError
 from plait.models import causal_lm_on_meta
+from plait.parallel import Kept
 from plait.train.config import Recipe, parse_recipe
 from plait.train.data.tokenizer import save_tokenizer, train_tokenizer
 from plait.train.export import export, generate
@@ -57,8 +58,13 @@ def trained(tmp_path: Path, world: World) -> tuple[RunDir, Engine]:
     run.recipe.write_text(_recipe(tmp_path).model_dump_json())
     words = train_tokenizer(iter(["the ship sails " * 50]), 300, None)
     save_tokenizer(words, run.tokenizer)
-    checkpoint.save(run.checkpoints, 1, engine.state(), {}, keep_last=1)
+    _save(run, engine, 1)
     return run, engine
+
+
+def _save(run: RunDir, engine: Engine, step: int, *more: Kept) -> None:
+    facts = {"model": {"config": GLM, "path": None}, "plan": "dp=1"}
+    Saver(run.checkpoints, engine.world, keep=Keep(1)).save(step, [*engine.kept(), *more], facts)
 
 
 def _recipe(here: Path) -> Recipe:
@@ -92,7 +98,7 @@ def test_persistent_buffers_are_exported_with_the_weights(
 
 def test_a_checkpoint_with_a_tensor_too_many_is_of_another_model(trained: tuple[RunDir, Engine]) -> None:
     run, engine = trained
-    tensors = engine.state() | {"buffers/model.surplus": torch.zeros(2)}
-    checkpoint.save(run.checkpoints, 2, tensors, {}, keep_last=1)
+    _save(run, engine, 2, Kept.whole("buffers/model.surplus", torch.zeros(2)))
     with pytest.raises(CheckpointError, match="another model"):
         export(run, run.path.with_name("out"))
+    assert not list(run.path.parent.glob("out*"))
