@@ -168,9 +168,7 @@ def test_a_base_models_files_and_a_hubs_links_are_read(
     save_file(bare | {"h.0.attn.bias": torch.ones(1, 1, 4, 4)}, tmp_path / "blob")
     (tmp_path / "out" / "model.safetensors").unlink()
     (tmp_path / "out" / "model.safetensors").symlink_to(tmp_path / "blob")
-    engine = parallelize(
-        causal_lm_on_meta(tmp_path / "out"), "dp=1", weights=tmp_path / "out", world=world
-    )
+    engine = parallelize(causal_lm_on_meta(tmp_path / "out"), "dp=1", weights=tmp_path / "out", world=world)
     ours = engine.model.state_dict()
     assert all(torch.equal(ours[key], tensor) for key, tensor in expected.items())
 
@@ -296,9 +294,7 @@ def test_what_cannot_be_written_leaves_nothing(checkpoints: Checkpoints, tmp_pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "out"]
 
 
-def test_a_damaged_checkpoint_is_not_exported(
-    checkpoints: Checkpoints, tmp_path: Path, world: World
-) -> None:
+def test_a_damaged_checkpoint_is_not_exported(checkpoints: Checkpoints, tmp_path: Path, world: World) -> None:
     engine = parallelize(causal_lm_on_meta(MODELS["llama"]), "dp=1", world=world)
     path = engine.save(tmp_path / "saved", {"model": {"config": MODELS["llama"], "path": None}})
     with (path / "rank-00000.0.safetensors").open("r+b") as file:

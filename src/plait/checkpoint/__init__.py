@@ -5,11 +5,11 @@ write.py      a rank's files
 read.py       under any plan, each byte once     crc.py   checksums that are sums of readers' parts
 saver.py      all ranks together, at once or behind the next steps
 folder.py     how one becomes complete; which are kept     opened.py   one that is there
-compare.py    what is in one, and what two differ in
+comparison.py what is in one, and what two differ in
 header.py     of a safetensors file, ours or not           hugging_face.py   their directories, in and out
 """
 
-from plait.checkpoint.compare import Comparison, Contents, Verified, compare, places, verified
+from plait.checkpoint.comparison import Comparison, Contents, Verified, compare, places, verified
 from plait.checkpoint.folder import Keep, best, place_of, remove_partial, step_of, steps
 from plait.checkpoint.hugging_face import SHARD_BYTES, HuggingFaceFiles, write_hugging_face
 from plait.checkpoint.manifest import MANIFEST, Chunk, FileFacts, Manifest, Part, TensorFacts

@@ -17,7 +17,7 @@ from plait.checkpoint.read import Reader
 from plait.errors import CheckpointError
 from plait.plan import Boxes
 
-_RUN_ELEMENTS = 2**22  # of a tensor, of which so many are in memory at a time
+_ELEMENTS = 2**22
 
 
 def places(path: Path) -> list[Path]:
@@ -150,14 +150,14 @@ class Comparison:
         return not (self.differ or any(self.only))
 
 
-def compare(one: Checkpoint, other: Checkpoint) -> Comparison:
-    """Whole tensors, however either was cut; a few million elements in memory. Raises CheckpointError for
-    what is damaged."""
+def compare(one: Checkpoint, other: Checkpoint, *, at_a_time: int = _ELEMENTS) -> Comparison:
+    """Whole tensors, however either was cut; of each `at_a_time` elements in memory. Raises CheckpointError
+    for what is damaged."""
     shared = [key for key in one.shapes if key in other.shapes]
     found = []
     with one.reader() as left, other.reader() as right:
         for key in shared:
-            found.append(_difference(key, one, other, left, right))
+            found.append(_difference(key, one, other, left, right, at_a_time))
         left.finish()
         right.finish()
     differ = tuple(each for each in found if each is not None)
@@ -170,15 +170,15 @@ def compare(one: Checkpoint, other: Checkpoint) -> Comparison:
 
 
 def _difference(
-    key: str, one: Checkpoint, other: Checkpoint, left: Reader, right: Reader
+    key: str, one: Checkpoint, other: Checkpoint, left: Reader, right: Reader, at_a_time: int
 ) -> Difference | None:
     mine, its = one.manifest.tensors[key], other.manifest.tensors[key]
     if mine.shape != its.shape:
         return Difference(key, f"shapes {list(mine.shape)} and {list(its.shape)}")
     boxes, numel = Boxes.whole(mine.shape), math.prod(mine.shape)
     largest, elements, squares, norm = 0.0, 0, 0.0, 0.0
-    for start in range(0, numel, _RUN_ELEMENTS):
-        count = min(_RUN_ELEMENTS, numel - start)
+    for start in range(0, numel, at_a_time):
+        count = min(at_a_time, numel - start)
         a, b = (torch.empty(count, dtype=facts.torch_dtype) for facts in (mine, its))
         left.read(key, boxes, start, a)
         right.read(key, boxes, start, b)
