@@ -240,12 +240,19 @@ def _write_shard(folder: Path, shard: _Shard, form: SavedForm, names: StateNames
     with (folder / shard.name).open("xb") as file:
         file.write(header_text(entries, {"format": "pt"}))
         for group in shard.groups:
-            read = {name: _whole(reader, names, first) for name, first in group.names.items()}
-            converted = form.convert(read)
-            for name in group.tensors:
-                data = bytes_of(converted[name])
+            for name, data in _converted(group, form, names, reader):
                 assert len(data) == entries[name].stop - entries[name].start, f"{name} is of another size"
                 file.write(data)
+                del data  # the next one is not read beside it
+
+
+def _converted(
+    group: Saved, form: SavedForm, names: StateNames, reader: Reader
+) -> Iterator[tuple[str, memoryview]]:
+    """Of tensors that are saved together, the bytes of each. They are gone before others are read."""
+    found = form.convert({name: _whole(reader, names, first) for name, first in group.names.items()})
+    for name in group.tensors:
+        yield name, bytes_of(found.pop(name))
 
 
 def _whole(reader: Reader, names: StateNames, first: str) -> Tensor:
