@@ -9,15 +9,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from plait.assembly import parallelize
-from plait.checkpoint import Checkpoint, HuggingFaceFiles, open_checkpoint
+from plait.checkpoint import Checkpoint, HuggingFaceFiles, Saver, open_checkpoint, places
 from plait.comm import World, connect
 from plait.errors import CheckpointError, ModelError, RunError
-from plait.models import causal_lm_on_meta, initialise, weights_alone
+from plait.models import StateNames, causal_lm_on_meta, initialise, read_config, weights_alone
+from plait.parallel import Kept
 from plait.train.config import ModelConfig
 from plait.train.export import convert
 from plait.train.model import starting_model
+from plait.verify import source_of
 
 SMALL = {
     "vocab_size": 61,
@@ -107,6 +110,45 @@ def test_names_and_shapes_are_those_that_save_pretrained_writes(
     }
     written = {path.name for path in (tmp_path / "ours").iterdir()}
     assert written == {path.name for path in (tmp_path / "theirs").iterdir()}
+
+
+@pytest.mark.sweep
+@pytest.mark.filterwarnings("ignore")  # families' own
+@pytest.mark.parametrize("kind", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+def test_every_architecture_is_written_as_save_pretrained_writes_it(
+    kind: str, tmp_path: Path, world: World
+) -> None:
+    try:
+        config = dict(source_of(kind, layers=2).config)
+        on_meta: Any = causal_lm_on_meta(config)
+        model = type(on_meta)(on_meta.config)
+    except Exception as error:
+        pytest.skip(f"does not build small: {error}")
+    names = StateNames.of(model)
+    whole = [Kept.whole(names.key_of(name), t) for name, t in names.tensors.items() if t.numel()]
+    Saver(tmp_path / "saved", world).save(1, whole, {"model": {"config": config}, "plan": "dp=1"})
+    convert(open_checkpoint(places(tmp_path / "saved")[-1]), tmp_path / "ours")
+    model.save_pretrained(tmp_path / "theirs")
+    ours, theirs = (load_file(tmp_path / folder / "model.safetensors") for folder in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys()
+    for key, tensor in theirs.items():
+        assert torch.equal(ours[key].nan_to_num(), tensor.nan_to_num()), key
+    loaded(tmp_path / "ours")
+    HuggingFaceFiles.open(tmp_path / "ours").misfit(causal_lm_on_meta(tmp_path / "ours"))
+
+
+def test_infinity_in_a_configuration_is_read_as_transformers_writes_it(tmp_path: Path, world: World) -> None:
+    config: Any = causal_lm_on_meta(MODELS["llama"]).config
+    config.limits = (0.0, float("inf"))
+    config.save_pretrained(tmp_path)
+    assert "__float__" in (tmp_path / "config.json").read_text()
+    model: Any = causal_lm_on_meta(tmp_path)
+    assert model.config.limits == [0.0, float("inf")]
+    engine = parallelize(model, "dp=1", world=world)
+    found = open_checkpoint(engine.save(tmp_path, {"model": {"config": read_config(tmp_path)}}))
+    found.check_same("model", {"config": read_config(tmp_path)})
+    again: Any = causal_lm_on_meta(found.facts["model"]["config"])
+    assert again.config.limits == [0.0, float("inf")]
 
 
 def test_weights_are_rounded_to_the_dtype_that_is_asked_for(checkpoints: Checkpoints, tmp_path: Path) -> None:
