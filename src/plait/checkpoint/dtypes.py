@@ -1,10 +1,11 @@
 """Types and shapes of tensors in files."""
 
+import math
 from collections.abc import Sequence
 
 import torch
 
-_MOST_DIMS = 64
+_MOST_DIMS, _MOST_ELEMENTS = 64, 2**60
 
 # safetensors' names of the dtypes that torch has.
 DTYPES: dict[str, torch.dtype] = {
@@ -18,4 +19,6 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 def is_shape(shape: Sequence[object]) -> bool:
     """Whether a tensor can have it."""
-    return len(shape) <= _MOST_DIMS and all(type(size) is int and 0 <= size < 2**63 for size in shape)
+    sizes = [size for size in shape if type(size) is int and size >= 0]
+    is_size = len(sizes) == len(shape) <= _MOST_DIMS
+    return is_size and math.prod(max(1, size) for size in sizes) < _MOST_ELEMENTS

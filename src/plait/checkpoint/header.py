@@ -21,7 +21,7 @@ from plait.checkpoint.dtypes import DTYPES, NAMES, is_shape
 from plait.errors import CheckpointError
 
 _ALIGNMENT = 64  # of a file's first tensor
-_LIMIT_BYTES = 100_000_000  # of the JSON: the format's own
+HEADER_LIMIT_BYTES = 100_000_000  # as the safetensors library has it
 _METADATA = "__metadata__"
 
 
@@ -69,7 +69,7 @@ def read_header(path: Path) -> Header:
             file.seek(0)
             length = file.read(8)
             num_bytes = int.from_bytes(length, "little")
-            if len(length) < 8 or num_bytes > min(_LIMIT_BYTES, size - 8):
+            if len(length) < 8 or num_bytes > min(HEADER_LIMIT_BYTES, size - 8):
                 raise _not_safetensors(path, f"a header of {num_bytes} bytes in a file of {size}")
             text = file.read(num_bytes)
     except OSError as error:
