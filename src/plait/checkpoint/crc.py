@@ -16,9 +16,10 @@ _POLYNOMIAL = 0xEDB88320  # zlib's, lowest bit first: bit 31 is the coefficient 
 _ONES = 0xFFFFFFFF
 
 
-def crc32(data: "bytes | bytearray | memoryview") -> int:
-    """zlib's. A change of one byte, or of any 32 bits that follow each other, changes it for certain."""
-    return zlib.crc32(data)
+def crc32(data: "bytes | bytearray | memoryview", before: int = 0) -> int:
+    """zlib's, of what has the CRC-32 `before` and then `data`. A change of one byte, or of any 32 bits that
+    follow each other, changes it for certain."""
+    return zlib.crc32(data, before)
 
 
 class Remainder:

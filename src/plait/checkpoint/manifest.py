@@ -25,6 +25,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from plait.checkpoint.dtypes import DTYPES, is_shape
+from plait.checkpoint.header import HEADER_LIMIT_BYTES
 from plait.errors import CheckpointError
 from plait.files import plain_file_bytes
 from plait.plan import Box
@@ -108,6 +109,10 @@ class Manifest(_Strict):
         body = "{\n" + ",\n".join([*head, *tables])
         return f'{body},\n"sha256": "{_sha256(body.encode())}"\n}}\n'
 
+    def problem(self) -> str | None:
+        """What does not fit in it; None for a manifest that can be believed."""
+        return next(_problems(self), None)
+
     @property
     def num_bytes(self) -> int:
         """Of all files but the manifest."""
@@ -162,8 +167,7 @@ def read_manifest(folder: Path) -> Manifest:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise Damage(path, f"{where}: {first['msg']}" if where else first["msg"]).error() from error
-    reason = next(_problems(manifest), None)
-    if reason is not None:
+    if (reason := manifest.problem()) is not None:
         raise Damage(path, reason).error()
     for name, facts in manifest.files.items():
         if (found := plain_size(folder / name)) != facts.bytes:
@@ -189,7 +193,7 @@ def _problems(manifest: Manifest) -> Iterator[str]:
     for name, facts in manifest.files.items():
         if not _FILE_NAME.fullmatch(name) or name == MANIFEST:
             yield f"{name!r} is not the name of a file in this directory"
-        if not 8 <= facts.header_bytes <= facts.bytes < 2**63:
+        if not 8 <= facts.header_bytes <= min(facts.bytes, HEADER_LIMIT_BYTES):
             yield f"{name} has a header of {facts.header_bytes} of {facts.bytes} bytes"
     filled: list[list[tuple[int, int]]] = [[] for _ in manifest.files]
     for key, tensor in manifest.tensors.items():
@@ -219,8 +223,9 @@ def _problems_of(key: str, tensor: TensorFacts, num_files: int) -> Iterator[str]
         if not (0 <= chunk.file < num_files and chunk.offset >= 0):
             yield f"{key} has a chunk in no file"
             return
-    if sum(chunk.box.numel for chunk in tensor.chunks) != math.prod(tensor.shape):
-        yield f"{key} has chunks that are more or less than the tensor"
+    numel = sum(chunk.box.numel for chunk in tensor.chunks)
+    if numel != math.prod(tensor.shape):
+        yield f"{key} has chunks of {numel} elements, not of {math.prod(tensor.shape)}"
     elif not _are_apart([chunk.box for chunk in tensor.chunks]):
         yield f"{key} has chunks that overlap"
 

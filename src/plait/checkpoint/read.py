@@ -21,7 +21,7 @@ from torch import Tensor
 
 from plait.checkpoint.crc import Remainder, crc32, crc_of_remainder
 from plait.checkpoint.manifest import Chunk, Damage, Manifest, TensorFacts
-from plait.checkpoint.write import bytes_of
+from plait.checkpoint.write import BLOCK_BYTES, bytes_of
 from plait.comm import Group, all_reduce, raise_together
 from plait.errors import CheckpointError
 from plait.parallel import boxes_of, view_of
@@ -123,9 +123,13 @@ class Reader:
 
     def check(self, key: str, chunk: Chunk) -> None:
         """Reads one chunk, to see that it is as it was written; of open files also in several threads."""
-        data = bytearray(chunk.box.numel * self._manifest.tensors[key].torch_dtype.itemsize)
-        self._read_bytes(chunk.file, chunk.offset, memoryview(data))
-        if crc32(data) != chunk.crc32:
+        num_bytes = chunk.box.numel * self._manifest.tensors[key].torch_dtype.itemsize
+        block, crc = memoryview(bytearray(min(num_bytes, BLOCK_BYTES))), 0
+        for at in range(0, num_bytes, BLOCK_BYTES):
+            part = block[: num_bytes - at]
+            self._read_bytes(chunk.file, chunk.offset + at, part)
+            crc = crc32(part, crc)
+        if crc != chunk.crc32:
             raise self._wrong(key, chunk)
 
     def _fill(self, key: str, box: Box, view: Tensor, counted: bool) -> None:
@@ -147,11 +151,12 @@ class Reader:
         """A box of a chunk, of which the rows lie one behind the other in `into`."""
         remainder, at = Remainder(), 0
         for first, length in _segments(part, chunk.box.shape):
-            row = into[at : at + length * itemsize]
-            self._read_bytes(chunk.file, chunk.offset + first * itemsize, row)
-            if self._has_sums:
-                remainder.add(first * itemsize, row)
-            at += len(row)
+            for begin in range(first * itemsize, (first + length) * itemsize, BLOCK_BYTES):
+                row = into[at : at + min(BLOCK_BYTES, (first + length) * itemsize - begin)]
+                self._read_bytes(chunk.file, chunk.offset + begin, row)
+                if self._has_sums:
+                    remainder.add(begin, row)
+                at += len(row)
         if self._has_sums:
             seen = self._seen.setdefault((chunk.file, chunk.offset), _Seen(key, chunk))
             seen.counted &= counted

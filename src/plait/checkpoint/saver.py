@@ -15,7 +15,8 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,17 @@ class Saver:
         self.finish()
         self.pause_s = time.perf_counter() - began_s
 
+    def reserve(self, num_bytes: int) -> None:
+        """For saves in the background: takes the memory for a copy of so many bytes, behind the next steps.
+        The first save is then no longer a pause than the others."""
+        if self._background and self._thread is None and self._staging.numel() < num_bytes:
+            self._thread = threading.Thread(target=self._take, args=(num_bytes,), daemon=True)
+            self._thread.start()
+
+    def _take(self, num_bytes: int) -> None:
+        taken = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        self._staging = taken.zero_()  # the kernel gives memory out when it is written
+
     @property
     def failed(self) -> bool:
         """Whether this rank knows that the save under way has failed. No other rank is asked."""
@@ -91,11 +103,12 @@ class Saver:
 
     def finish(self) -> None:
         """Waits for the save under way. Raises CheckpointError on all ranks when it has failed."""
-        if self._under_way is None:
-            return
         if self._thread is not None:
             self._thread.join()
-        name, self._thread, self._under_way = self._under_way, None, None
+            self._thread = None
+        if self._under_way is None:
+            return
+        name, self._under_way = self._under_way, None
         bug, self._bug = self._bug, None
         if bug is not None:
             raise bug
@@ -145,14 +158,11 @@ class Saver:
 
     def _copied(self, kept: Sequence[Kept]) -> _Source:
         """Copies of what is kept, in memory of our own."""
-        places, end = [], 0
-        for each in kept:
-            places.append(end)
-            end += -(-each.num_bytes // _ALIGNMENT) * _ALIGNMENT
-        if self._staging.numel() < end:
-            self._staging = torch.empty(end, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        ends = list(accumulate((_aligned(each.num_bytes) for each in kept), initial=0))
+        if self._staging.numel() < ends[-1]:
+            self._take(ends[-1])
         copies = {}
-        for each, place in zip(kept, places, strict=True):
+        for each, place in zip(kept, ends, strict=False):
             copy = self._staging[place : place + each.num_bytes].view(each.dtype)
             copies[each] = copy.copy_(each.read(), non_blocking=True)
         if self._world.device.type == "cuda":
@@ -222,6 +232,8 @@ class Saver:
 
     def _complete(self, partial: Path, step: int, manifest: Manifest, score: float | None) -> None:
         """See [Note: how a checkpoint becomes complete]."""
+        problem = manifest.problem()
+        assert problem is None, f"ranks do not own what a checkpoint needs: {problem}"
         for rank in range(self._world.size):
             _said(partial, rank).unlink()
         write_text(partial / MANIFEST, manifest.text())
@@ -231,6 +243,15 @@ class Saver:
             if self._keep.best and score is not None:
                 note_score(self._folder, step, score)
             prune(self._folder, self._keep)
+
+
+def staged_bytes(kept: Iterable[Kept]) -> int:
+    """What a copy of it takes."""
+    return sum(_aligned(each.num_bytes) for each in kept)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _said(partial: Path, rank: int) -> Path:

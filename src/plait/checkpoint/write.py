@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -20,7 +20,9 @@ from plait.plan import Box, runs
 
 CHUNK_BYTES = 16 * 2**20  # at most, and of at least one row
 FILE_BYTES = 4 * 2**30  # about; a chunk lies in one file
-_BUFFER_BYTES = 2**20  # norms and biases go to the file together
+_FILE_CHUNKS = 100_000  # at most: what safetensors reads of a header is bounded
+BLOCK_BYTES = 2**18  # at a time to or from a file
+_BUFFER_BYTES = 2**18  # norms and biases go to the file together
 
 
 @dataclass(frozen=True)
@@ -62,14 +64,22 @@ def write_part(
             for chunk in chunks:
                 if held is None or held[0] is not chunk.kept:
                     held = (chunk.kept, source(chunk.kept))
-                data = bytes_of(chunk.view(held[1]))
-                file.write(data)
-                sums.append(crc32(data))
+                sums.append(_write(file, bytes_of(chunk.view(held[1]))))
             file.flush()
             os.fsync(file.fileno())
         size = len(header) + sum(chunk.num_bytes for chunk in chunks)
         facts[name] = FileFacts(bytes=size, header_bytes=len(header), header_crc32=crc32(header))
     return Part(files=facts, tensors=_tensors(kept, placed, headers, sums))
+
+
+def _write(file: BinaryIO, data: memoryview) -> int:
+    """The CRC-32 of what is written: both read a block at a time, while it is in cache."""
+    crc = 0
+    for at in range(0, len(data), BLOCK_BYTES):
+        block = data[at : at + BLOCK_BYTES]
+        crc = crc32(block, crc)
+        file.write(block)
+    return crc
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -81,7 +91,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 def _place(kept: Iterable[Kept]) -> Iterator[_Placed]:
     """Where every chunk comes to lie; of the shapes alone."""
-    file = offset = 0
+    file = offset = number = 0
     for each in kept:
         row = 0
         for rows in runs(each.boxes.shape, each.start, each.stop):
@@ -90,11 +100,11 @@ def _place(kept: Iterable[Kept]) -> Iterator[_Placed]:
                     chunk = _Placed(
                         each, row, rows, _rows(at, low, high), _rows(box, low, high), file, offset
                     )
-                    if offset and offset + chunk.num_bytes > FILE_BYTES:
-                        file, offset = file + 1, 0
+                    if number == _FILE_CHUNKS or (offset and offset + chunk.num_bytes > FILE_BYTES):
+                        file, offset, number = file + 1, 0, 0
                         chunk = replace(chunk, file=file, offset=offset)
                     yield chunk
-                    offset += chunk.num_bytes
+                    offset, number = offset + chunk.num_bytes, number + 1
             row += rows.numel
 
 

@@ -117,20 +117,21 @@ class Stepper:
         return {**wide, **{name: _thick(value) for name, value in kept.rest.items()}}
 
     def load(self, leaf: Tensor, state: Mapping[str, Any]) -> None:
-        """Takes over copies of what `state` gave. Counters stay on the device that they come on."""
+        """Takes over what `state` gave, the tensors themselves: they are the stepper's from now on. Counters stay
+        on the device that they come on."""
         if not self._visiting:
             self.optimizer.state.pop(leaf, None)
             if state:
-                self.optimizer.state[leaf] = {name: _copy(value) for name, value in state.items()}
+                self.optimizer.state[leaf] = dict(state)
             return
         kept = self._kept[leaf]
         kept.flat, kept.rest = {}, {}
         for name, value in state.items():
             if _is_flat(value, leaf):
                 place = self._place(kept, name, value)
-                kept.flat[name] = value.clone() if place is value else place.copy_(value)
+                kept.flat[name] = value if place is value else place.copy_(value)
             else:
-                kept.rest[name] = _thin(_copy(value))
+                kept.rest[name] = _thin(value)
         self._forget(leaf)
 
     def clear(self) -> None:
@@ -257,10 +258,6 @@ class Stepper:
 
 def _is_flat(value: object, leaf: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == leaf.shape and value.dtype == leaf.dtype
-
-
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _thin(value: Any) -> Any:

@@ -139,9 +139,8 @@ class EngineState:
             if "." not in kind:
                 state = functools.partial(self._flat_state, part, kind)
                 yield _of(key, lap, state().dtype, state)
-            elif (
-                lap.start == 0
-            ):  # of what is counted once per parameter, the owner of its first element tells
+            elif lap.start == 0 and all(dim[0][0] == 0 for dim in lap.piece.boxes.ranges):
+                # what is counted once per parameter is told by the owner of its first element
                 yield Kept.whole(key, self._counter(part, kind))
 
     def _flat_state(self, part: OwnedSlice, kind: str) -> Tensor:
@@ -240,7 +239,7 @@ class EngineState:
     def _loose_here(self) -> dict[str, tuple[list[int], list[Tensor]]]:
         """What of it this rank has: the stages, and the tensor of each."""
         found: dict[str, tuple[list[int], list[Tensor]]] = {}
-        for stage, module in self._modules.items():
+        for stage, module in self._modules.items() if self._holdings.loose else ():
             for name, tensor in (*module.named_parameters(), *persistent_buffers(module).items()):
                 if name in self._holdings.loose:
                     stages, tensors = found.setdefault(name, ([], []))

@@ -1,0 +1,207 @@
+"""What was saved under a plan goes on under any other, as if there had been one process all along."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import pipeline_plans
+import plait
+import programs
+import trainings
+from plait.checkpoint import open_checkpoint
+from plait.checkpoint.read import Reader
+from plait.errors import CheckpointError
+from pool import Pool
+
+LAYERS, SEQUENCES = 5, 24
+STEPS, STEPS_BEFORE = 4, 2
+PLANS = (
+    "micro=2",
+    "dp=2 zero=0 micro=2",
+    "dp=4 shard=2 zero=1 micro=3",
+    "dp=3 zero=2 micro=2",
+    "dp=4 shard=2 zero=3 micro=2",
+    "tp=2 micro=2",
+    "tp=2x2 dp=2 zero=3 micro=2",
+    "tp=3 sp=true micro=2",
+    "pp=2 schedule=interleaved micro=4",
+    "pp=3 schedule=zb-h1 dp=2 zero=1 micro=2",
+    "pp=2 tp=2 dp=2 zero=1 schedule=1f1b micro=2",
+    "pp=2 schedule=zbv dp=4 zero=3 shard=2 micro=3",
+)
+
+
+def task_of(model: str) -> programs.Task:
+    return pipeline_plans.task(model, LAYERS, SEQUENCES, STEPS)
+
+
+def _fp64(words: str) -> str:
+    return f"{words} precision=fp64"
+
+
+def ranks_of(words: str) -> int:
+    return plait.Plan.parse(words).num_ranks
+
+
+def _through(model: str, plan: str, folder: Path) -> Any:
+    """A training that saves half-way and goes on."""
+    engine = programs.engine_of(task_of(model), plan)
+    results = []
+    for step, batch in enumerate(task_of(model).data(STEPS)):
+        if step == STEPS_BEFORE:
+            engine.save(folder)
+        results.append(engine.step(programs.share_of(batch, engine)))
+    return results[STEPS_BEFORE:], engine.whole_parameters(), engine.state()
+
+
+def _goes_on(model: str, plan: str, checkpoints: list[Path]) -> Any:
+    """One engine, given one checkpoint after the other."""
+    engine = programs.engine_of(task_of(model), plan, seed=99)
+    engine.step(programs.share_of(task_of(model).data(1)[0], engine))  # what it held is replaced
+    found = []
+    for checkpoint in checkpoints:
+        engine.load(checkpoint)
+        assert engine.num_steps == STEPS_BEFORE
+        batches = task_of(model).data(STEPS)[STEPS_BEFORE:]
+        results = [engine.step(programs.share_of(batch, engine)) for batch in batches]
+        found.append((results, engine.whole_parameters(), engine.state()))
+    return found
+
+
+def saved_by(pool: Pool, model: str, words: str, root: Path) -> tuple[Path, Any]:
+    """Where a plan's checkpoint is, and how its training ended. Saved once a session."""
+    folder = root / model / words.replace(" ", "-")
+    return folder / f"step-{STEPS_BEFORE:08d}", pool.run(
+        _through, ranks_of(words), model, _fp64(words), folder
+    )[0]
+
+
+@pytest.fixture(scope="module")
+def saved(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    root = tmp_path_factory.mktemp("checkpoints")
+    return functools.cache(lambda model, words: saved_by(pool, model, words, root))
+
+
+def check_same(found: Any, expected: Any) -> None:
+    results, weights, _ = found
+    difference, name = programs.largest_difference(weights, expected[1])
+    assert difference < 1e-9, name
+    for mine, theirs in zip(results, expected[0], strict=True):
+        assert mine.loss == pytest.approx(theirs.loss, rel=1e-9)
+        assert mine.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-9)
+
+
+@pytest.mark.parametrize("words", PLANS)
+def test_a_checkpoint_of_any_plan_goes_on_under_this_one(pool: Pool, saved: Any, words: str) -> None:
+    """All ordered pairs of plans: to 1e-9 of one process that never stopped, to the bit of itself."""
+    alone = saved("tied_llama", PLANS[0])[1]
+    checkpoints = [saved("tied_llama", source)[0] for source in PLANS]
+    ranks = pool.run(_goes_on, ranks_of(words), "tied_llama", _fp64(words), checkpoints, timeout_s=180)
+    for source, found in zip(PLANS, ranks[0], strict=True):
+        check_same(found, alone)
+        if source == words:
+            own = saved("tied_llama", words)[1]
+            assert found[0] == own[0]
+            assert trainings.differing(found[1], own[1]) == trainings.differing(found[2], own[2]) == []
+
+
+@pytest.mark.parametrize("model", ["pair", "frozen", "gpt2"])
+def test_shared_blocks_frozen_weights_and_packed_projections_are_saved_once(
+    pool: Pool, saved: Any, model: str
+) -> None:
+    plans = ("micro=2", PLANS[4], PLANS[9], *((PLANS[10], PLANS[6]) if model == "gpt2" else ()))
+    alone = saved(model, plans[0])[1]
+    checkpoints = [saved(model, source)[0] for source in plans]
+    for words in plans:
+        for found in pool.run(_goes_on, ranks_of(words), model, _fp64(words), checkpoints)[0]:
+            check_same(found, alone)
+
+
+def test_every_element_is_written_once_and_by_all_ranks_alike(pool: Pool, saved: Any) -> None:
+    """Also where ranks hold copies: these share the work."""
+    whole = sum(
+        facts.bytes for facts in open_checkpoint(saved("tied_llama", PLANS[0])[0]).manifest.files.values()
+    )
+    for words in PLANS[1:]:
+        manifest = open_checkpoint(saved("tied_llama", words)[0]).manifest
+        by_rank: dict[str, int] = {}
+        for name, facts in manifest.files.items():
+            by_rank[name[:10]] = by_rank.get(name[:10], 0) + facts.bytes - facts.header_bytes
+        assert sum(by_rank.values()) < whole
+        if "pp" not in words and "tp" not in words:
+            assert max(by_rank.values()) < 1.3 * sum(by_rank.values()) / ranks_of(words), words
+
+
+def _load_counting(model: str, plan: str, checkpoint: Path) -> tuple[int, int]:
+    """(bytes read but for headers, bytes of what this rank needs of it)."""
+    engine = programs.engine_of(task_of(model), plan)
+    found = open_checkpoint(checkpoint)
+    needed = 0
+
+    class Counting(Reader):
+        def read(self, key: str, boxes: Any, start: int, into: torch.Tensor, *, counted: bool = True) -> None:
+            nonlocal needed
+            needed += into.numel() * found.manifest.tensors[key].torch_dtype.itemsize
+            super().read(key, boxes, start, into, counted=counted)
+
+    with Counting(found.path, found.manifest) as reader:
+        engine.load_from(reader)
+        headers = sum(found.manifest.files[reader._names[file]].header_bytes for file in reader._open)
+        return reader.bytes_read - headers, needed
+
+
+@pytest.mark.parametrize("words", [PLANS[4], PLANS[6], PLANS[7], PLANS[10]])
+def test_a_rank_reads_what_it_needs_and_not_a_byte_more(pool: Pool, saved: Any, words: str) -> None:
+    for source in (PLANS[0], PLANS[3], PLANS[6], PLANS[8]):
+        ranks = pool.run(
+            _load_counting, ranks_of(words), "tied_llama", _fp64(words), saved("tied_llama", source)[0]
+        )
+        for read, needed in ranks:
+            assert read == needed > 0
+
+
+def _damaged(model: str, plan: str, checkpoint: Path, good: Path) -> Any:
+    engine = programs.engine_of(task_of(model), plan)
+    batch = programs.share_of(task_of(model).data(1)[0], engine)
+    try:
+        engine.load(checkpoint)
+    except CheckpointError as error:
+        letter = str(error)
+    else:
+        return None
+    try:
+        engine.step(batch)
+    except plait.errors.ModelError as error:
+        refused = str(error)
+    engine.load(good)
+    return letter, refused, engine.step(batch).loss
+
+
+@pytest.mark.parametrize("words", [PLANS[0], PLANS[3], PLANS[6], PLANS[7], PLANS[10], PLANS[11]])
+def test_damage_is_found_by_whoever_reads_it_and_told_to_all(
+    pool: Pool, saved: Any, tmp_path: Path, words: str
+) -> None:
+    """Where each of several ranks reads some rows of a chunk, too: none of them has seen all of it."""
+    good = saved("tied_llama", PLANS[2])[0]
+    bad = tmp_path / good.name
+    bad.mkdir()
+    for file in good.iterdir():
+        (bad / file.name).write_bytes(file.read_bytes())
+    manifest = open_checkpoint(good).manifest
+    facts = manifest.tensors["exp_avg/model.layers.1.mlp.down_proj.weight"]
+    chunk = max(facts.chunks, key=lambda chunk: chunk.box.numel)
+    name = list(manifest.files)[chunk.file]
+    content = bytearray((bad / name).read_bytes())
+    content[chunk.offset + chunk.box.numel * 8 // 2] ^= 16
+    (bad / name).write_bytes(content)
+    ranks = pool.run(_damaged, ranks_of(words), "tied_llama", _fp64(words), bad, good)
+    assert len({found[0] for found in ranks}) == 1, "all ranks tell the same"
+    letter, refused, loss = ranks[0]
+    assert name in letter
+    assert "exp_avg/model.layers.1.mlp.down_proj.weight" in letter
+    assert "does not have the checksum" in letter
+    assert "was interrupted" in refused
+    assert loss == pytest.approx(saved("tied_llama", PLANS[0])[1][0][0].loss, rel=0.5)
