@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from plait.assembly import parallelize
-from plait.checkpoint import Checkpoint, HuggingFaceFiles, Saver, open_checkpoint, places
+from plait.checkpoint import Checkpoint, HuggingFaceFiles, Reader, Saver, open_checkpoint, places
 from plait.comm import World, connect
 from plait.errors import CheckpointError, ModelError, RunError
 from plait.models import StateNames, causal_lm_on_meta, initialise, read_config, weights_alone
@@ -158,6 +159,24 @@ def test_weights_are_rounded_to_the_dtype_that_is_asked_for(checkpoints: Checkpo
     assert model.dtype == torch.bfloat16
     for key, tensor in model.state_dict().items():
         assert torch.equal(tensor, expected[key].bfloat16()), key
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_one_tensor_is_in_memory_at_a_time(
+    checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    found, expected = checkpoints("llama")
+    whole, read = Reader.whole, []
+
+    def watched(reader: Reader, key: str) -> torch.Tensor:
+        assert all(storage.expired() for storage in read), f"{key} beside another one"
+        tensor = whole(reader, key)
+        read.append(StorageWeakRef(tensor.untyped_storage()))
+        return tensor
+
+    monkeypatch.setattr(Reader, "whole", watched)
+    convert(found, tmp_path / "out", dtype)
+    assert len(read) == len(expected)
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in CONVERTED])
