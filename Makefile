@@ -35,7 +35,7 @@ format: install  ## put the code into the house's format
 	$(BIN)/ruff check --fix .
 
 test: check  ## everything that CI runs
-	$(BIN)/python -m pytest tests
+	$(BIN)/python tools/run_tests.py
 
 # The C sources in a program of their own, with the compiler's checks of memory and of threads.
 SANITIZED := build/native-address build/native-thread

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from plait import models
-from plait.comm import Mesh, World, connect
+from plait.checkpoint import HuggingFaceFiles, Reader
+from plait.comm import Mesh, World, connect, raise_together
 from plait.engine import Engine
-from plait.errors import ConfigError, PlanError, ScheduleError
+from plait.errors import CheckpointError, ConfigError, ModelError, PlanError, ScheduleError
 from plait.models import Blocks, Chain, Loss, blocks_of, plan_stages
 from plait.optim import DEFAULT_GROUPS, LossScaling
 from plait.parts import Training
@@ -37,6 +38,7 @@ def parallelize(
     tensor_plan: Mapping[str, str] | None = None,
     probe: bool | Mapping[str, Tensor] = False,
     seed: int = 0,
+    weights: str | Path | None = None,
     world: World | None = None,
 ) -> Engine:
     """Makes `model` train under `plan` on the ranks of this job (one, when started alone).
@@ -49,14 +51,14 @@ def parallelize(
     clip_norm       of the gradient's global 2-norm; clip_value: of each of its elements
     loss            (outputs, micro-batch) -> (summed loss, number of targets); None: the next token's cross
                     entropy. The model is given the micro-batch's entries by name, without `labels`
-    loss_scaling    how the loss scale of precision=fp16 moves
+    loss_scaling    how the loss scale of precision=fp16 moves; offload_dir: the folder of offload=disk
     blocks          modules, or their classes. None: children of the largest ModuleList or Sequential
-    offload_dir     the folder of offload=disk
     tensor_plan     how `tp` cuts layers, as {"blocks.*.fc1": "colwise"}; None: what is known of the model
+    weights         a Hugging Face directory, of which each rank reads its part; for a model on meta
     probe           compare gradients with the whole model's on rank 0, of random tokens or of a batch
 
     A parameter that a step does not use counts as one with a zero gradient: its moments and weight decay go
-    on. Buffers that forward changes follow rank 0's. Raises PlanError, ModelError or ConfigError.
+    on. Buffers that forward changes follow rank 0's. Raises a PlaitError.
     """
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     model = model if isinstance(model, nn.Module) else Chain(model)
@@ -64,10 +66,10 @@ def parallelize(
     world = connect() if world is None else world
     plan = _checked(world, plan, loss_scaling)
     found = checked_blocks(model, plan, blocks)
+    first = None if weights is None else _reader(model, Path(weights), world)
     to_probe = Probe.of(model, probe, plan, seed)  # before the model is cut
-    how = training_of(model, plan, found, param_groups=param_groups, tensor_plan=tensor_plan)
     how = replace(
-        how,
+        training_of(model, plan, found, param_groups=param_groups, tensor_plan=tensor_plan),
         optimizer=optimizer,
         arguments=optimizer_args or {},
         clip_norm=clip_norm,
@@ -75,10 +77,35 @@ def parallelize(
         loss=loss,
         loss_scaling=_scaling(plan, loss_scaling),
         seed=seed,
+        draws=first is None,
         offload_dir=None if offload_dir is None else Path(offload_dir),
     )
     engine = Engine(model if model.training else model.train(), plan, how, Mesh(world, Grid.of(plan)), found)
+    return _begun(engine, first, to_probe, loss)
+
+
+def _begun(engine: Engine, first: Reader | None, to_probe: Probe | None, loss: Loss | None) -> Engine:
+    """With the weights that it begins with, and probed."""
+    if first is not None:
+        with first:
+            engine.load_from(first, weights_only=True)
     return engine if to_probe is None else to_probe.run(engine, loss)
+
+
+def _reader(model: nn.Module, folder: Path, world: World) -> Reader:
+    """What reads the first weights. Raises ModelError for a model that has some, CheckpointError on all ranks
+    for files that one of them cannot read."""
+    if not all(parameter.is_meta for parameter in model.parameters()):
+        raise ModelError("the model has weights of its own", given=f"weights={folder}", expected="it on meta")
+    found: Reader | None = None
+    problem = None
+    try:
+        found = HuggingFaceFiles.open(folder).reader(model)
+    except CheckpointError as error:
+        problem = error
+    raise_together(problem, world.group, world.device)
+    assert found is not None, "a reader, or a reason that there is none"
+    return found
 
 
 def training_of(

@@ -11,7 +11,7 @@ from torch import nn
 from plait.comm import Mesh
 from plait.errors import ModelError
 from plait.forward import Forward
-from plait.models import Loss, StageModule, cut_stage, foreign_modules, meta_twin, unit_facts
+from plait.models import Loss, StageModule, cut_stage, foreign_modules, meta_twin, unit_facts, weights_alone
 from plait.optim import LossScaling
 from plait.parallel import (
     DataGroups,
@@ -58,6 +58,7 @@ class Training:
     loss: Loss | None = None
     loss_scaling: LossScaling | None = None
     seed: int = 0
+    draws: bool = True  # first weights, as far as they can be done without: others will come
     offload_dir: Path | None = None
 
 
@@ -159,7 +160,7 @@ class Parts:
         units = {stage: [Unit(unit, cut) for unit in found.units] for stage, found in layouts.items()}
         twin = meta_twin(model).to(cut.compute) if how.stages.num_stages > 1 else None
         foreign = [foreign_modules(model, blocks, how.stages, stage) for stage in layouts]
-        elsewhere = set.intersection(*foreign)
+        elsewhere = set.intersection(*foreign) | (set() if how.draws else weights_alone(model))
         loose = first_weights(model, units, groups, plan, device, how.seed, elsewhere)
         halves = Halves()
         stages = making.stages(units, loose, groups, PartialSums(mesh, layout), cut, halves)

@@ -33,7 +33,7 @@ from plait.assembly import parallelize
 from plait.comm import World, connect
 from plait.plan import Plan
 from plait.train.metrics import read_metrics
-from plait.train.model import build_model
+from plait.train.model import model_on_meta
 from plait.train.run import RunDir
 
 
@@ -99,7 +99,7 @@ def test_the_export_is_the_trained_model(whole: tuple[Path, str], world: World, 
     how = run.read_recipe()
     for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         engine = parallelize(
-            build_model(how.model),
+            model_on_meta(how.model),
             Plan(precision=precision),
             optimizer=how.optimizer.torch_class(),
             optimizer_args=how.optimizer.torch_args(),

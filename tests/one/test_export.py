@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from plait.assembly import parallelize
-from plait.checkpoint import Saver
+from plait.checkpoint import Keep, Saver
 from plait.comm import World, connect
 from plait.engine import Engine
 from plait.errors import CheckpointError
@@ -58,8 +58,13 @@ def trained(tmp_path: Path, world: World) -> tuple[RunDir, Engine]:
     run.recipe.write_text(_recipe(tmp_path).model_dump_json())
     words = train_tokenizer(iter(["the ship sails " * 50]), 300, None)
     save_tokenizer(words, run.tokenizer)
-    engine.save(run.checkpoints)
+    _save(run, engine, 1)
     return run, engine
+
+
+def _save(run: RunDir, engine: Engine, step: int, *more: Kept) -> None:
+    facts = {"model": {"config": GLM, "path": None}, "plan": "dp=1"}
+    Saver(run.checkpoints, engine.world, keep=Keep(1)).save(step, [*engine.kept(), *more], facts)
 
 
 def _recipe(here: Path) -> Recipe:
@@ -93,7 +98,7 @@ def test_persistent_buffers_are_exported_with_the_weights(
 
 def test_a_checkpoint_with_a_tensor_too_many_is_of_another_model(trained: tuple[RunDir, Engine]) -> None:
     run, engine = trained
-    surplus = Kept.whole("buffers/model.surplus", torch.zeros(2))
-    Saver(run.checkpoints, engine.world).save(2, [*engine.kept(), surplus], {})
+    _save(run, engine, 2, Kept.whole("buffers/model.surplus", torch.zeros(2)))
     with pytest.raises(CheckpointError, match="another model"):
         export(run, run.path.with_name("out"))
+    assert not list(run.path.parent.glob("out*"))

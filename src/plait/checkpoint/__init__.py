@@ -5,9 +5,13 @@ write.py      a rank's files
 read.py       under any plan, each byte once     crc.py   checksums that are sums of readers' parts
 saver.py      all ranks together, at once or behind the next steps
 folder.py     how one becomes complete; which are kept     opened.py   one that is there
+comparison.py what is in one, and what two differ in
+header.py     of a safetensors file, ours or not           hugging_face.py   their directories, in and out
 """
 
+from plait.checkpoint.comparison import Comparison, Contents, Verified, compare, places, verified
 from plait.checkpoint.folder import Keep, best, place_of, remove_after, remove_partial, step_of, steps
+from plait.checkpoint.hugging_face import SHARD_BYTES, HuggingFaceFiles, write_hugging_face
 from plait.checkpoint.manifest import MANIFEST, Chunk, FileFacts, Manifest, Part, TensorFacts
 from plait.checkpoint.opened import Checkpoint, is_damaged, newest, open_checkpoint
 from plait.checkpoint.read import Reader
@@ -15,23 +19,32 @@ from plait.checkpoint.saver import Saver, staged_bytes
 
 __all__ = [
     "MANIFEST",
+    "SHARD_BYTES",
     "Checkpoint",
     "Chunk",
+    "Comparison",
+    "Contents",
     "FileFacts",
+    "HuggingFaceFiles",
     "Keep",
     "Manifest",
     "Part",
     "Reader",
     "Saver",
     "TensorFacts",
+    "Verified",
     "best",
+    "compare",
     "is_damaged",
     "newest",
     "open_checkpoint",
     "place_of",
+    "places",
     "remove_after",
     "remove_partial",
     "staged_bytes",
     "step_of",
     "steps",
+    "verified",
+    "write_hugging_face",
 ]

@@ -24,6 +24,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from plait.checkpoint.dtypes import DTYPES, is_shape
+from plait.checkpoint.header import HEADER_LIMIT_BYTES
 from plait.errors import CheckpointError
 from plait.files import plain_file_bytes
 from plait.plan import Box
@@ -31,19 +33,8 @@ from plait.plan import Box
 MANIFEST = "manifest.json"
 FORMAT: Literal["plait checkpoint 2"] = "plait checkpoint 2"
 MANIFEST_LIMIT_BYTES = 2**30
-HEADER_LIMIT_BYTES = 100_000_000  # as the safetensors library has it
-_MOST_DIMS = 64
 _MOST_COMPARISONS = 10**6  # of boxes that no cut through all of them separates: ours are always separated
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
-
-# safetensors' names of the dtypes that torch has.
-DTYPES: dict[str, torch.dtype] = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
-}  # fmt: skip
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class _Strict(BaseModel):
@@ -223,8 +214,7 @@ def _problems_of(key: str, tensor: TensorFacts, num_files: int) -> Iterator[str]
     if tensor.dtype not in DTYPES:
         yield f"{key} is of dtype {tensor.dtype!r:.40}"
         return
-    is_size = all(size >= 0 for size in tensor.shape) and len(tensor.shape) <= _MOST_DIMS
-    if not is_size or math.prod(max(1, size) for size in tensor.shape) >= 2**60:
+    if not is_shape(tensor.shape):
         yield f"{key} is of a shape that no tensor has"
         return
     for chunk in tensor.chunks:

@@ -73,11 +73,15 @@ class _Rows:
 
 
 class Reader:
-    """Of one checkpoint's files. A context: it holds them open. Raises CheckpointError."""
+    """Of one checkpoint's files. A context: it holds them open. Raises CheckpointError.
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
+    `has_sums`: chunks have their checksums; somebody else's files have none.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest, *, has_sums: bool = True) -> None:
         self._path = path
         self._manifest = manifest
+        self._has_sums = has_sums
         self._names = list(manifest.files)
         self._open: dict[int, int] = {}
         self._rows: dict[str, _Rows] = {}
@@ -145,18 +149,19 @@ class Reader:
         self, key: str, chunk: Chunk, part: Box, into: memoryview, itemsize: int, counted: bool
     ) -> None:
         """A box of a chunk, of which the rows lie one behind the other in `into`."""
-        seen = self._seen.setdefault((chunk.file, chunk.offset), _Seen(key, chunk))
-        seen.counted &= counted
-        seen.numel += part.numel
         remainder, at = Remainder(), 0
-        num_bytes = chunk.box.numel * itemsize
         for first, length in _segments(part, chunk.box.shape):
             for begin in range(first * itemsize, (first + length) * itemsize, BLOCK_BYTES):
                 row = into[at : at + min(BLOCK_BYTES, (first + length) * itemsize - begin)]
                 self._read_bytes(chunk.file, chunk.offset + begin, row)
-                remainder.add(begin, row)
+                if self._has_sums:
+                    remainder.add(begin, row)
                 at += len(row)
-        seen.remainder ^= remainder.of(num_bytes)
+        if self._has_sums:
+            seen = self._seen.setdefault((chunk.file, chunk.offset), _Seen(key, chunk))
+            seen.counted &= counted
+            seen.numel += part.numel
+            seen.remainder ^= remainder.of(chunk.box.numel * itemsize)
 
     def _read_bytes(self, file: int, offset: int, into: memoryview) -> None:
         descriptor = self._descriptor(file)
@@ -203,7 +208,7 @@ class Reader:
         how what is read is verified]. `copy`: the ranks that together read one copy of the state. `error`:
         what has kept this rank from reading all."""
         raise_together(error or self._check_wholes(), everyone, device)
-        if everyone.size > 1:
+        if everyone.size > 1 and self._has_sums:
             raise_together(self._check_shared(copy, device), everyone, device)
 
     def _check_wholes(self) -> CheckpointError | None:

@@ -1,6 +1,5 @@
 """A rank's files: the boxes that it owns, one behind the other."""
 
-import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,14 +12,15 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.crc import crc32
-from plait.checkpoint.manifest import NAMES, Chunk, FileFacts, Part, TensorFacts
+from plait.checkpoint.dtypes import NAMES
+from plait.checkpoint.header import Entry, header_text
+from plait.checkpoint.manifest import Chunk, FileFacts, Part, TensorFacts
 from plait.parallel import Kept, view_of
 from plait.plan import Box, runs
 
 CHUNK_BYTES = 16 * 2**20  # at most, and of at least one row
 FILE_BYTES = 4 * 2**30  # about; a chunk lies in one file
 _FILE_CHUNKS = 100_000  # at most: what safetensors reads of a header is bounded
-_ALIGNMENT = 64  # of a file's first tensor
 BLOCK_BYTES = 2**18  # at a time to or from a file
 _BUFFER_BYTES = 2**18  # norms and biases go to the file together
 
@@ -126,18 +126,13 @@ def _rows(box: Box, low: int, high: int) -> Box:
 
 
 def _header(chunks: Sequence[_Placed]) -> bytes:
-    """As safetensors has it: the length of the JSON, the JSON, spaces up to a round number of bytes."""
     entries = {
-        f"{chunk.kept.key}[{','.join(f'{low}:{high}' for low, high in chunk.box.edges)}]": {
-            "dtype": NAMES[chunk.kept.dtype],
-            "shape": list(chunk.box.shape),
-            "data_offsets": [chunk.offset, chunk.offset + chunk.num_bytes],
-        }
+        f"{chunk.kept.key}[{','.join(f'{low}:{high}' for low, high in chunk.box.edges)}]": Entry.of(
+            chunk.kept.dtype, chunk.box.shape, chunk.offset
+        )
         for chunk in chunks
     }
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + 8) % _ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text
+    return header_text(entries)
 
 
 def _tensors(

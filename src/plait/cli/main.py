@@ -6,6 +6,7 @@ import typer
 
 from plait import __version__
 from plait.cli.bench import bench
+from plait.cli.checkpoint import checkpoint
 from plait.cli.data import data
 from plait.cli.explain import explain
 from plait.cli.export import export
@@ -32,6 +33,7 @@ app.command()(verify)
 app.command(hidden=True)(verify_rank)
 app.add_typer(data, name="data")
 app.add_typer(bench, name="bench")
+app.add_typer(checkpoint, name="checkpoint")
 
 
 def _show_version(asked: bool) -> None:

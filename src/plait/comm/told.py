@@ -81,8 +81,7 @@ class Told:
             raise CommError(
                 "the job's store does not answer",
                 given=f"no reply within {self._limit_s:g} s",
-                hint="it is in the first host's torchrun, or on rank 0: look whether that host can be
-                reached",
+                hint="it is with rank 0, or with the first host's torchrun: can that be reached?",
             ) from error
         except dist.DistError as error:
             raise CommError("the job's store is gone", given=str(error).splitlines()[0]) from error

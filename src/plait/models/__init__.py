@@ -4,8 +4,9 @@ from plait.models.build import causal_lm_on_meta, pretrained_causal_lm, read_con
 from plait.models.chain import Chain
 from plait.models.cross_entropy import ALONE
 from plait.models.facts import Blocks, FlopFacts, blocks_of, unit_facts
+from plait.models.file_names import Saved, SavedForm, StateNames, read_directly
 from plait.models.loss import Loss, choose_loss, forward_inputs
-from plait.models.materialise import initialise, seeded
+from plait.models.materialise import initialise, seeded, weights_alone
 from plait.models.saved import AsOnDevice, BlockOutputs, meta_twin, running_on_meta, saved_bytes, watch_saved
 from plait.models.stage_plan import plan_stages
 from plait.models.stages import StageModule, cut_stage, foreign_modules, receiving
@@ -21,7 +22,10 @@ __all__ = [
     "Chain",
     "FlopFacts",
     "Loss",
+    "Saved",
+    "SavedForm",
     "StageModule",
+    "StateNames",
     "blocks_of",
     "causal_lm_on_meta",
     "choose_loss",
@@ -33,6 +37,7 @@ __all__ = [
     "plan_stages",
     "pretrained_causal_lm",
     "read_config",
+    "read_directly",
     "receiving",
     "running_on_meta",
     "saved_bytes",
@@ -40,4 +45,5 @@ __all__ = [
     "tensor_plan",
     "unit_facts",
     "watch_saved",
+    "weights_alone",
 ]

@@ -95,6 +95,17 @@ def initialise(
         )
 
 
+def weights_alone(model: nn.Module) -> set[nn.Module]:
+    """The modules in which there is nothing but floating parameters: with `skip`, nothing of them has to be
+    drawn if their weights come from elsewhere. Buffers, most of which are in no file, have to be made."""
+    return {
+        module
+        for module in model.modules()
+        if not any(True for _ in module.buffers())
+        and all(parameter.is_floating_point() for parameter in module.parameters())
+    }
+
+
 @dataclass(frozen=True)
 class _Initialisation:
     """What gives one module's parameters their values, and perhaps others'."""

@@ -1,7 +1,5 @@
 """The trained model outside of plait: a Hugging Face directory, or text that it writes."""
 
-import secrets
-import shutil
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -10,7 +8,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from plait import checkpoint
-from plait.errors import CheckpointError, RunError
+from plait.checkpoint import Checkpoint, write_hugging_face
+from plait.errors import CheckpointError
+from plait.models import causal_lm_on_meta
 from plait.plan import Plan
 from plait.train.data import load_tokenizer
 from plait.train.model import check_prompt, model_on_meta, prompt_ids
@@ -31,9 +31,7 @@ def load_trained(
     CheckpointError.
     """
     recipe = run.read_recipe()
-    last = checkpoint.newest(run.checkpoints)
-    if last is None:
-        raise CheckpointError("the run has no checkpoint yet", given=run.checkpoints)
+    last = _newest(run)
     # `weights/` and the persistent buffers: what a state_dict holds, by its names
     tensors = {name.partition("/")[2]: tensor for name, tensor in last.read(("weights/", "buffers/")).items()}
     on_meta = model_on_meta(recipe.model)
@@ -58,18 +56,40 @@ def export(run: RunDir, out: Path, dtype: str | None = None) -> None:
 
     All of it or nothing. Raises RunError when `out` exists or cannot be written.
     """
-    if out.exists():
-        raise RunError("the export's directory exists", given=out, hint="another directory")
-    model, tokenizer = load_trained(run, dtype)
-    partial = out.with_name(f"{out.name}.tmp-{secrets.token_hex(4)}")
-    try:
-        model.save_pretrained(partial)
-        tokenizer.save_pretrained(str(partial))
-        partial.rename(out)
-    except Exception as error:  # safetensors and tokenizers report a full disk by classes of their own
-        raise RunError("the export cannot be written", given=f"{out}: {error}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    convert(_newest(run), out, dtype, run=run)
+
+
+def convert(
+    found: Checkpoint,
+    out: Path,
+    dtype: str | None = None,
+    *,
+    shard_bytes: int = checkpoint.SHARD_BYTES,
+    config: Path | None = None,
+    run: RunDir | None = None,
+) -> None:
+    """A checkpoint as a Hugging Face directory, with the tokenizer of its run where there is one.
+
+    `dtype`: a key of DTYPES; None for the precision that the run computed in. `config`: the model's, of a
+    checkpoint that does not say it. Raises RunError, ModelError, CheckpointError.
+    """
+    said = found.facts.get("model")
+    if config is None and isinstance(said, dict):
+        config = said.get("config") or (said.get("path") and Path(said["path"]))
+    if config is None:
+        raise CheckpointError(
+            "the checkpoint does not say what model it is of",
+            given=found.path,
+            hint="--config with the model's config.json",
+        )
+    write_hugging_face(
+        found,
+        causal_lm_on_meta(config),
+        out,
+        dtype=DTYPES[dtype or Plan.parse(str(found.facts.get("plan", ""))).precision],
+        shard_bytes=shard_bytes,
+        tokenizer=run.tokenizer if run is not None and run.tokenizer.is_dir() else None,
+    )
 
 
 def generate(
@@ -102,3 +122,10 @@ def generate(
             **({"do_sample": True} | how),
         )
     return str(tokenizer.decode(written[0], skip_special_tokens=True))
+
+
+def _newest(run: RunDir) -> Checkpoint:
+    found = checkpoint.newest(run.checkpoints)
+    if found is None:
+        raise CheckpointError("the run has no checkpoint yet", given=run.checkpoints)
+    return found

@@ -35,7 +35,7 @@ from plait.train.export import DTYPES
 from plait.train.finish import finish
 from plait.train.measured import Heard, write_measured
 from plait.train.metrics import Metrics, StepFacts, matmul_peak
-from plait.train.model import build_model
+from plait.train.model import model_on_meta, starting_model
 from plait.train.report import largest_memory, start_table
 from plait.train.resuming import load_newest
 from plait.train.run import RunDir, check_checkpoint, run_facts
@@ -213,8 +213,11 @@ def _start(recipe: Recipe, world: World) -> Job:
     """The engine, and in it the newest checkpoint that is whole, if there is one."""
     store = open_store(recipe.data, recipe.tokenizer, verify=False)  # `prepare` has hashed the files
     plan = Plan.parse(recipe.plan)
+    run = RunDir(recipe.run.dir)
+    goes_on = world.any_flag(bool(checkpoint.steps(run.checkpoints)))  # file systems lag
+    model, weights = (model_on_meta(recipe.model), None) if goes_on else starting_model(recipe.model)
     engine = parallelize(
-        build_model(recipe.model),
+        model,
         plan,
         optimizer=recipe.optimizer.torch_class(),
         optimizer_args=recipe.optimizer.torch_args(),
@@ -225,10 +228,10 @@ def _start(recipe: Recipe, world: World) -> Job:
         tensor_plan=recipe.model.tensor_plan,
         probe=recipe.run.probe,
         seed=recipe.run.seed,
+        weights=weights,
         world=world,
     )
     console = rich.get_console() if world.rank == 0 else None
-    run = RunDir(recipe.run.dir)
     job = Job(recipe, run, store, engine, Heard(engine), Spikes(recipe.run), console)
     last, job.warnings = load_newest(
         engine, run.checkpoints, lambda found: check_checkpoint(found, recipe, store)

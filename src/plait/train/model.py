@@ -1,10 +1,12 @@
 """The model of a recipe: its configuration made whole by the tokenizer, and the model on meta."""
 
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from plait.assembly import check_cuts
+from plait.checkpoint import HuggingFaceFiles
 from plait.errors import ModelError, RunError, unknown_key_hint
 from plait.models import causal_lm_on_meta, pretrained_causal_lm, read_config
 from plait.plan import Plan
@@ -31,21 +33,29 @@ def check_config(model: ModelConfig, sequence: int, plan: Plan) -> None:
     """Checks what does not depend on the tokenizer, before hours go into tokens.
 
     Raises ModelError for the configuration or for layers that cannot be cut, PlanError for a grid that they
-    cannot be cut on, DataError for samples longer than the model allows.
+    cannot be cut on, DataError for samples longer than the model allows, CheckpointError for weights to start
+    from that cannot be read.
     """
     if model.config is not None:
         _check_keys(model.config)
+    if model.pretrained and model.path is not None:
+        HuggingFaceFiles.open(model.path)
+    on_meta = model_on_meta(model)
+    check_sequence(sequence, getattr(on_meta.config, "max_position_embeddings", None))
+    check_cuts(on_meta, plan, model.tensor_plan)
+
+
+def starting_model(model: ModelConfig) -> tuple[PreTrainedModel, Path | None]:
+    """The model; on meta, and with it the directory of the weights that it starts from, of which each rank
+    reads its part. Where transformers has to convert them, it has them already. Raises ModelError,
+    CheckpointError."""
+    on_meta = model_on_meta(model)
     if not model.pretrained:
-        built = build_model(model)
-        check_sequence(sequence, getattr(built.config, "max_position_embeddings", None))
-        check_cuts(built, plan, model.tensor_plan)
-
-
-def build_model(model: ModelConfig) -> PreTrainedModel:
-    """The model: on meta, or with the weights that it starts from. Raises ModelError."""
-    if model.pretrained:
-        return pretrained_causal_lm(str(model.path))
-    return model_on_meta(model)
+        return on_meta, None
+    assert model.path is not None, "weights to start from have a path"
+    if HuggingFaceFiles.open(model.path).misfit(on_meta) is None:
+        return on_meta, model.path
+    return pretrained_causal_lm(str(model.path)), None
 
 
 def model_on_meta(model: ModelConfig) -> PreTrainedModel:
