@@ -1,7 +1,8 @@
-"""All tests, in two halves beside each other: those on a pool of ranks, and those of one process or of real jobs.
+"""All tests, in two halves beside each other: those on a pool of ranks, and those of one process or of real
+jobs.
 
-Each half leaves processors idle that the other has a use for. The second one's report comes when the first's has
-ended. Exits with the first code that is not 0. Arguments go to both.
+Each half leaves processors idle that the other has a use for. The second one's report comes when the first's
+has ended. Exits with the first code that is not 0. Arguments go to both.
 """
 
 import subprocess
