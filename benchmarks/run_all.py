@@ -17,6 +17,7 @@ BENCHMARKS = (
     "pipeline",
     "stage_overhead",
     "offload",
+    "checkpoint",
     "loop_overhead",
     "read_windows",
 )
