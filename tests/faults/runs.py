@@ -15,6 +15,7 @@ from plait import checkpoint
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 24
 LIMIT_S = 120.0
+LOOPBACK = "0100007F"  # 127.0.0.1, as /proc/net writes it
 
 RECIPE = """
 plan = "dp=2 micro=2"
@@ -152,3 +153,26 @@ def last_state(run: Path) -> dict[str, Tensor]:
 def last_step(run: Path) -> int:
     found = checkpoint.newest(run / "checkpoints")
     return 0 if found is None else found.step
+
+
+def listening(pid: int) -> list[str]:
+    """The local addresses, in hexadecimal, on which a process listens."""
+    links = [str(fd.readlink()) for fd in Path(f"/proc/{pid}/fd").iterdir()]
+    inodes = {link[len("socket:[") : -1] for link in links if link.startswith("socket:")}
+    rows = [
+        row.split()
+        for table in ("tcp", "tcp6")
+        if Path(f"/proc/{pid}/net/{table}").exists()
+        for row in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
+    ]
+    listen = "0A"
+    return [row[1].partition(":")[0] for row in rows if row[3] == listen and row[9] in inodes]
+
+
+def family(pid: int) -> list[int]:
+    """A process and all that it has started, and those have."""
+    found = [pid]
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in (task / "children").read_text().split():
+            found += family(int(child))
+    return found

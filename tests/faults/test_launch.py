@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from runs import LOOPBACK, listening
 
 from plait.comm import launch_local
 from plait.errors import CommError
@@ -278,23 +279,9 @@ world.close()
     (tmp_path / "looked").touch()
     output, _ = launcher.communicate(timeout=START_S)
     assert launcher.returncode == 0, output
-    assert addresses == {"0100007F"}, addresses  # 127.0.0.1, as /proc/net writes it; Gloo's
+    assert addresses == {LOOPBACK}, addresses  # Gloo's
 
 
 def test_a_job_without_ranks_is_refused() -> None:
     with pytest.raises(CommError, match="a job needs ranks"):
         launch_local(0, [])
-
-
-def listening(pid: int) -> list[str]:
-    """The local addresses, in hexadecimal, on which a process listens."""
-    links = [str(fd.readlink()) for fd in Path(f"/proc/{pid}/fd").iterdir()]
-    inodes = {link[len("socket:[") : -1] for link in links if link.startswith("socket:")}
-    rows = [
-        row.split()
-        for table in ("tcp", "tcp6")
-        if Path(f"/proc/{pid}/net/{table}").exists()
-        for row in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
-    ]
-    listen = "0A"
-    return [row[1].partition(":")[0] for row in rows if row[3] == listen and row[9] in inodes]

@@ -15,11 +15,14 @@ import pytest
 import torch
 from runs import (
     LIMIT_S,
+    LOOPBACK,
     PLAIT,
     STEPS,
+    family,
     finish,
     last_state,
     last_step,
+    listening,
     start,
     wait_for,
     wait_for_step,
@@ -142,6 +145,8 @@ def test_saved_stopped_killed_damaged_and_resumed_ends_with_the_bits_of_never_st
     words = ("--set", f"run.dir={run}", "--set", "run.checkpoint_every=0")
     process = start("train", recipe, *words)
     wait_for_step(process, 2)
+    addresses = {address for pid in family(process.pid) for address in listening(pid)}
+    assert addresses <= {LOOPBACK}, "a run on one host listens to no other"
     os.kill(process.pid, signal.SIGUSR1)
     asked_for = int(wait_for(process, r"saved step (\d+) in \d+\.\d\d s")[1])
     wait_for_step(process, asked_for + 1)
