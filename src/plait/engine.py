@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.batch import Batch, EvalResult, Intake, Probed, StepResult, check_loss
-from plait.checkpoint import Saver, open_checkpoint, place_of
+from plait.checkpoint import Saver, open_together, place_of
 from plait.comm import Mesh, all_reduce, broadcast, start_all_reduce
 from plait.errors import CheckpointError, ModelError, PlanError, RunError
 from plait.models import FlopFacts, seeded
@@ -362,7 +362,7 @@ class Engine:
     def load(self, path: str | Path, *, weights_only: bool = False) -> dict[str, Any]:
         """Goes on from a checkpoint, saved under whatever plan, each rank reading what it needs; its facts.
         See `load_from`."""
-        found = open_checkpoint(Path(path))
+        found = open_together(Path(path), self.world)
         with found.reader() as reader:
             self.load_from(reader, weights_only=weights_only)
         return found.facts

@@ -13,7 +13,7 @@ from plait.checkpoint.comparison import Comparison, Contents, Verified, compare,
 from plait.checkpoint.folder import Keep, best, place_of, remove_after, remove_partial, step_of, steps
 from plait.checkpoint.hugging_face import SHARD_BYTES, HuggingFaceFiles, write_hugging_face
 from plait.checkpoint.manifest import MANIFEST, Chunk, FileFacts, Manifest, Part, TensorFacts
-from plait.checkpoint.opened import Checkpoint, is_damaged, newest, open_checkpoint
+from plait.checkpoint.opened import Checkpoint, is_damaged, newest, open_checkpoint, open_together
 from plait.checkpoint.read import Reader
 from plait.checkpoint.saver import Saver, staged_bytes
 
@@ -38,6 +38,7 @@ __all__ = [
     "is_damaged",
     "newest",
     "open_checkpoint",
+    "open_together",
     "place_of",
     "places",
     "remove_after",

@@ -13,6 +13,7 @@ from torch import Tensor
 from plait.checkpoint.folder import step_of, steps
 from plait.checkpoint.manifest import DAMAGED, MANIFEST, Damage, Manifest, read_manifest
 from plait.checkpoint.read import Reader
+from plait.comm import World, raise_together
 from plait.errors import CheckpointError
 
 _NONE = "not a checkpoint"
@@ -101,6 +102,18 @@ def open_checkpoint(path: Path) -> Checkpoint:
 def is_damaged(error: CheckpointError) -> bool:
     """Whether the checkpoint itself is at fault, and not what is asked of it."""
     return error.fact in (DAMAGED, _NONE)
+
+
+def open_together(path: Path, world: World) -> Checkpoint:
+    """`open_checkpoint` on every rank. What one of them finds wrong, all raise."""
+    found, problem = None, None
+    try:
+        found = open_checkpoint(path)
+    except CheckpointError as error:
+        problem = error
+    raise_together(problem, world.group, world.device)
+    assert found is not None, "no rank has a problem, nor the checkpoint"
+    return found
 
 
 def newest(folder: Path) -> Checkpoint | None:

@@ -5,7 +5,7 @@ With `background`, a save takes as long as a copy of what the rank owns, into me
 next one (pinned where there is a GPU); a thread writes it from there while training goes on. It talks to
 nobody but through files, and through the job's store, where it says that it has failed: communication belongs
 to the thread that trains, in one order on all ranks. The next save waits for the last one. Whether that came
-to be is known to all ranks by `finish`, and to some before: `failed`.
+to be is known to all ranks by `finish`; that it has ended, to each rank by itself before: `has_ended`.
 """
 
 import contextlib
@@ -95,11 +95,6 @@ class Saver:
     def _take(self, num_bytes: int) -> None:
         taken = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
         self._staging = taken.zero_()  # the kernel gives memory out when it is written
-
-    @property
-    def failed(self) -> bool:
-        """Whether this rank knows that the save under way has failed. No other rank is asked."""
-        return self._under_way is not None and bool(self._world.heard(f"{self._under_way} failed"))
 
     @property
     def has_ended(self) -> bool:

@@ -24,7 +24,7 @@ from torch import Tensor
 import plait
 from plait import checkpoint
 from plait.assembly import parallelize
-from plait.checkpoint import Checkpoint, Saver, open_checkpoint
+from plait.checkpoint import Checkpoint, Saver, open_together
 from plait.comm import World, all_reduce
 from plait.engine import Engine, StepResult
 from plait.errors import RunError
@@ -250,7 +250,7 @@ def _stand_at(job: Job, saved: Checkpoint) -> None:
 
 def _go_back(job: Job, path: Path) -> None:
     """To a checkpoint from before a spike, which from now on knows what is skipped."""
-    saved = open_checkpoint(path)
+    saved = open_together(path, job.engine.world)
     with saved.reader() as reader:
         job.engine.load_from(reader)
     _stand_at(job, saved)

@@ -18,7 +18,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from plait.checkpoint import Checkpoint, is_damaged, open_checkpoint, step_of, steps
+from plait.checkpoint import Checkpoint, is_damaged, open_checkpoint, open_together, step_of, steps
 from plait.comm import World, raise_together, text_of
 from plait.engine import Engine
 from plait.errors import CheckpointError, RunError
@@ -48,7 +48,7 @@ def load_newest(engine: Engine, folder: Path, check: Check) -> tuple[Checkpoint 
     damaged: list[CheckpointError] = []
     for name in json.loads(text_of(0, json.dumps(names), world.group, world.device)):
         try:
-            found = _open_together(folder / name, world)
+            found = open_together(folder / name, world)
             check(found)
             found.check_weights(engine.weight_shapes())
             with found.reader() as reader:
@@ -117,17 +117,6 @@ def _link(source: str, target: str) -> None:
         os.link(source, target)
     except OSError:
         shutil.copyfile(source, target)
-
-
-def _open_together(path: Path, world: World) -> Checkpoint:
-    found, problem = None, None
-    try:
-        found = open_checkpoint(path)
-    except CheckpointError as error:
-        problem = error
-    raise_together(problem, world.group, world.device)
-    assert found is not None, "no rank has a problem, nor the checkpoint"
-    return found
 
 
 def _set_aside_together(damaged: list[Path], world: World) -> None:
