@@ -100,7 +100,8 @@ class Saver:
     def has_ended(self) -> bool:
         """Whether a save in the background has, whichever way: `finish` would not wait. Known on the first
         rank, and False on the others."""
-        return self._world.rank == 0 and self._thread is not None and not self._thread.is_alive()
+        is_over = self._thread is not None and not self._thread.is_alive()
+        return self._world.rank == 0 and self._under_way is not None and is_over
 
     def finish(self) -> None:
         """Waits for the save under way. Raises CheckpointError on all ranks when it has failed."""
