@@ -38,7 +38,7 @@ def save(directory: Path, step: int, tensors: Mapping[str, Tensor], **how: Any) 
 
 
 def names(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir())
+    return sorted(path.name for path in directory.iterdir() if path.name != ".lock")
 
 
 def read_newest(directory: Path) -> dict[str, Tensor]:

@@ -151,12 +151,13 @@ class Engine:
 
     def _begin(self) -> None:
         """Of a step: nothing has happened that must not."""
-        if self._is_torn:
-            raise ModelError(
-                "the last update or load was interrupted: weights do not belong together",
-                hint="engine.load with a checkpoint, or load_state",
-            )
+        self._check_whole()
         self._held.check_unchanged()
+
+    def _check_whole(self) -> None:
+        if self._is_torn:
+            fact = "the last update or load was interrupted: weights do not belong together"
+            raise ModelError(fact, hint="engine.load with a checkpoint, or load_state")
 
     def _add_loss(self, loss: Tensor, num_targets: int | Tensor | None) -> Tensor:
         """Counts a micro-batch's; what backward starts from."""
@@ -311,6 +312,7 @@ class Engine:
     def state(self) -> dict[str, Tensor]:
         """Copies of all that continues the training, whole, by name: on rank 0, elsewhere {}. Every rank must
         call it."""
+        self._check_whole()
         if self._is_replica:
             return {}
         tensors = self._state.save()
@@ -328,22 +330,22 @@ class Engine:
 
     def kept(self) -> list[Kept]:
         """What this rank has to save: over all ranks, every element of `state` once. Nobody is asked."""
+        self._check_whole()
         own = self._own_state().items() if self.world.rank == 0 else ()
         return [*self._state.kept(), *(Kept.whole(key, value) for key, value in own)]
 
     def load_from(self, source: Source, *, weights_only: bool = False) -> None:
         """Each rank takes over its part, under whatever plan it was saved. `weights_only`: weights and
-        buffers, while the optimizer begins anew. Every rank must call it. Raises CheckpointError, on all of
-        them: for another model's, before anything changes; for what was read and is damaged, after which the
-        engine waits for another load."""
+        buffers; the optimizer begins anew. Every rank must call it. Raises CheckpointError, on all of them:
+        for another model's, before anything changes; for damage, after which the engine waits for another
+        load."""
         self._state.check(source, weights_only=weights_only)
         self.abandon()
         self._held.await_readers()
         self._is_torn, problem = True, None
         try:
             self._state.load(source, weights_only=weights_only)
-            if not weights_only:
-                self._scale.load(source.shapes, source.whole)
+            self._scale.load(() if weights_only else source.shapes, source.whole)
             self.num_steps = 0 if weights_only else int(source.whole(_NUM_STEPS))
         except CheckpointError as error:
             problem = error
@@ -353,8 +355,9 @@ class Engine:
 
     def save(self, folder: str | Path, facts: Mapping[str, Any] | None = None) -> Path:
         """Saves a checkpoint of all that continues the training, `step-00000120` in a folder that all hosts
-        share: complete, verified and on the disk, or not at all. `facts`: JSON of your own. Every rank must
-        call it. Raises CheckpointError on all of them; what was saved before then stands."""
+        share: complete and on the disk, or not at all. `facts`: JSON of your own. Every rank must call it.
+        Raises CheckpointError, what was saved before then stands; RunError, see `check_replicas`."""
+        self.check_replicas()
         said = {**(facts or {}), "plan": str(self.plan), "seed": self.seed}
         Saver(Path(folder), self.world).save(self.num_steps, self.kept(), said)
         return place_of(Path(folder), self.num_steps)

@@ -1,7 +1,7 @@
 """fp16's loss scale, for losses that are sums over targets."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ class SumScale:
     targets, which is found once, with the ranks' first micro-batches. Of other precisions all is 1."""
 
     def __init__(self, how: LossScaling | None) -> None:
+        self._how = how
         self._scale = LossScale(how) if how is not None else None
         self.unit = 0.0  # 0 before the first loss
 
@@ -52,9 +53,11 @@ class SumScale:
         found = {f"{_KEYS}{key}": value for key, value in self._scale.state().items()}
         return found | {_UNIT: torch.tensor(self.unit, dtype=torch.float64)}
 
-    def load(self, keys: Iterable[str], whole: Callable[[str], Tensor]) -> None:
-        """Takes over what `state` gave, if there is any. Raises CheckpointError."""
+    def load(self, keys: Collection[str], whole: Callable[[str], Tensor]) -> None:
+        """Takes over what `state` gave; without any, begins anew. Raises CheckpointError."""
         known = [key for key in keys if key.startswith(_KEYS)]
+        self._scale = LossScale(self._how) if self._how is not None else None
+        self.unit = 0.0
         if self._scale is not None and known:
             self._scale.load({key.removeprefix(_KEYS): whole(key) for key in known})
-            self.unit = float(whole(_UNIT))
+            self.unit = float(whole(_UNIT)) if _UNIT in keys else 0.0

@@ -47,7 +47,7 @@ def saved(tmp_path: Path) -> list[dict[str, Tensor]]:
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    return sorted(path.name for path in folder.iterdir() if path.name != ".lock")
 
 
 def flip_a_bit(path: Path) -> None:

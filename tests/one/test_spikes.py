@@ -155,7 +155,7 @@ def settings(**changed: object) -> RunConfig:
 def seen(spikes: Spikes, losses: list[float], folder: Path, first: int = 1) -> list[str | None]:
     world = World.alone(torch.device("cpu"))
     return [
-        spikes.see(step, loss, skipped=False, folder=folder, world=world)
+        spikes.see(step, loss, skipped=False, folder=folder, world=world, settle=lambda: None)
         for step, loss in enumerate(losses, first)
     ]
 

@@ -1,6 +1,8 @@
 """What was saved under a plan goes on under any other, as if there had been one process all along."""
 
+import contextlib
 import functools
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +151,9 @@ def _load_counting(model: str, plan: str, checkpoint: Path) -> tuple[int, int]:
 
     with Counting(found.path, found.manifest) as reader:
         engine.load_from(reader)
-        headers = sum(found.manifest.files[reader._names[file]].header_bytes for file in reader._open)
+        headers = sum(
+            found.manifest.files[reader._names[file]].header_bytes for file in reader._right_headers
+        )
         return reader.bytes_read - headers, needed
 
 
@@ -161,6 +165,18 @@ def test_a_rank_reads_what_it_needs_and_not_a_byte_more(pool: Pool, saved: Any, 
         )
         for read, needed in ranks:
             assert read == needed > 0
+
+
+def flip_a_bit(checkpoint: Path, key: str) -> str:
+    """In the middle of its largest chunk; the file's name."""
+    manifest = open_checkpoint(checkpoint).manifest
+    facts = manifest.tensors[key]
+    chunk = max(facts.chunks, key=lambda chunk: chunk.box.numel)
+    name = list(manifest.files)[chunk.file]
+    content = bytearray((checkpoint / name).read_bytes())
+    content[chunk.offset + chunk.box.numel * facts.torch_dtype.itemsize // 2] ^= 16
+    (checkpoint / name).write_bytes(content)
+    return name
 
 
 def _damaged(model: str, plan: str, checkpoint: Path, good: Path) -> Any:
@@ -190,13 +206,7 @@ def test_damage_is_found_by_whoever_reads_it_and_told_to_all(
     bad.mkdir()
     for file in good.iterdir():
         (bad / file.name).write_bytes(file.read_bytes())
-    manifest = open_checkpoint(good).manifest
-    facts = manifest.tensors["exp_avg/model.layers.1.mlp.down_proj.weight"]
-    chunk = max(facts.chunks, key=lambda chunk: chunk.box.numel)
-    name = list(manifest.files)[chunk.file]
-    content = bytearray((bad / name).read_bytes())
-    content[chunk.offset + chunk.box.numel * 8 // 2] ^= 16
-    (bad / name).write_bytes(content)
+    name = flip_a_bit(bad, "exp_avg/model.layers.1.mlp.down_proj.weight")
     ranks = pool.run(_damaged, ranks_of(words), "tied_llama", _fp64(words), bad, good)
     assert len({found[0] for found in ranks}) == 1, "all ranks tell the same"
     letter, refused, loss = ranks[0]
@@ -205,3 +215,70 @@ def test_damage_is_found_by_whoever_reads_it_and_told_to_all(
     assert "does not have the checksum" in letter
     assert "was interrupted" in refused
     assert loss == pytest.approx(saved("tied_llama", PLANS[0])[1][0][0].loss, rel=0.5)
+
+
+def _loads(model: str, plan: str, checkpoint: Path) -> str | None:
+    """The letter, if it is not taken."""
+    task = task_of(model)
+    engine = programs.engine_of(task, plan)
+    try:
+        engine.load(checkpoint)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["pp=2 schedule=zbv micro=3", "pp=2 schedule=zbv dp=2 zero=1 micro=3", "pp=2 schedule=zbv tp=2 micro=3"],
+)
+@pytest.mark.parametrize("kind", ["weights", "exp_avg", "scalar.step"])
+def test_what_a_rank_reads_twice_is_verified_too(
+    pool: Pool, saved: Any, tmp_path: Path, words: str, kind: str
+) -> None:
+    """A tied weight that is on two stages of one rank, of which each reads the half or all of a chunk."""
+    good = saved("tied_llama", PLANS[0])[0]
+    key = f"{kind}/model.embed_tokens.weight"
+    assert len(open_checkpoint(good).manifest.tensors[key].chunks) == 1
+    plan, ranks = _fp64(words), ranks_of(words)
+    assert pool.run(_loads, ranks, "tied_llama", plan, good) == [None] * ranks
+    bad = Path(shutil.copytree(good, tmp_path / good.name))
+    name = flip_a_bit(bad, key)
+    letters = set(pool.run(_loads, ranks, "tied_llama", plan, bad))
+    assert len(letters) == 1
+    assert name in str(letters.pop())
+
+
+def _states_in_bf16(model: str, folder: Path) -> tuple[bool, str | None]:
+    engine = programs.engine_of(task_of(model), "micro=2 precision=bf16 states=bf16")
+    engine.step(task_of(model).data(1)[0])
+    path = engine.save(folder)
+    engine.load(path)
+    flip_a_bit(path, "scalar.step/model.embed_tokens.weight")
+    return True, _loads(model, "micro=2 precision=bf16 states=bf16", path)
+
+
+def test_counters_that_many_slices_share_are_verified(pool: Pool, tmp_path: Path) -> None:
+    was_loaded, letter = pool.run(_states_in_bf16, 1, "tied_llama", tmp_path)[0]
+    assert was_loaded
+    assert "scalar.step" in str(letter)
+
+
+def _saves_torn(model: str, checkpoint: Path, folder: Path) -> str:
+    engine = programs.engine_of(task_of(model), _fp64("dp=2 zero=1 micro=2"))
+    with contextlib.suppress(CheckpointError):
+        engine.load(checkpoint)
+    try:
+        engine.save(folder)
+    except plait.errors.ModelError as error:
+        return str(error)
+    return "saved"
+
+
+def test_what_was_loaded_half_way_is_not_saved(pool: Pool, saved: Any, tmp_path: Path) -> None:
+    good = saved("tied_llama", PLANS[0])[0]
+    bad = Path(shutil.copytree(good, tmp_path / good.name))
+    flip_a_bit(bad, "weights/model.norm.weight")
+    for letter in pool.run(_saves_torn, 2, "tied_llama", bad, tmp_path / "new"):
+        assert "was interrupted" in letter
+    assert not (tmp_path / "new").exists()

@@ -2,6 +2,9 @@
 
     step-00000120                  a checkpoint, whole
     step-00000140.tmp-5d1f...      one that is being written, or what a killed save has left
+    step-00000120.before-5d1f...   the one that a save of the same step is about to replace
+    step-00000120.damaged, .aside  what a run has gone back behind; nobody reads or removes it
+    .lock                          held by whoever saves into the folder
     best.json                      which was best by validation, where that is asked for
 
 [Note: how a checkpoint becomes complete]
@@ -9,22 +12,30 @@ All ranks write into `step-00000120.tmp-<random>` and sync their files to the di
 has written, the first rank writes the manifest and syncs it and the directory; only then is this renamed,
 which the file system does wholly or not at all, and its parent synced. A process killed at any instant leaves
 the earlier checkpoints as they were, and at most a `.tmp-` directory that nobody reads and the next save
-removes.
+removes. A step that is saved again is renamed to `.before-` first, as a directory cannot replace one: whoever
+next looks into the folder and finds no such step gives that its name back.
 """
 
+import contextlib
+import fcntl
 import json
+import os
 import re
 import secrets
 import shutil
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from plait.errors import CheckpointError
 from plait.files import sync_folder, write_json
 
 _STEP = re.compile(r"step-(\d{8,})")
 _TEMPORARY = re.compile(r"step-\d{8,}\.tmp-[0-9a-f]+")
+_BEFORE = re.compile(r"(step-\d{8,})\.before-[0-9a-f]+")
 _BEST = "best.json"
+_LOCK = ".lock"
 
 
 @dataclass(frozen=True)
@@ -42,7 +53,12 @@ class Keep:
 
 def steps(folder: Path) -> list[Path]:
     """The checkpoints in a folder, oldest first. Half-written ones are not among them."""
-    found = folder.iterdir() if folder.is_dir() else []
+    found = list(folder.iterdir()) if folder.is_dir() else []
+    for path in found:
+        if (match := _BEFORE.fullmatch(path.name)) and not (final := folder / match[1]).exists():
+            with contextlib.suppress(OSError):  # another rank was faster
+                path.rename(final)
+                found.append(final)
     numbered = [(step, path) for path in found if (step := step_of(path)) is not None]
     return [path for _, path in sorted(numbered)]
 
@@ -57,14 +73,33 @@ def place_of(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}"
 
 
-def aside(checkpoint: Path) -> Path:
-    """A name under which nobody reads it and the next save removes it."""
-    return checkpoint.with_name(f"{checkpoint.name}.tmp-{secrets.token_hex(6)}")
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """While entered, nobody else saves into the folder. Raises CheckpointError when somebody does, OSError.
+
+    The kernel lets go of it when the process ends, however that is.
+    """
+    descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise CheckpointError(
+                "another job saves into this folder",
+                given=folder,
+                expected="one job to a run",
+                hint="end the other one; it may have lost its network and not know it yet",
+            ) from error
+        except OSError:
+            pass  # a file system without locks
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def put_in_place(partial: Path, final: Path) -> None:
-    """A directory cannot replace one: what an earlier try left goes aside, and away when ours is in place."""
-    old = aside(final) if final.exists() else None
+    """Gives a complete checkpoint its name; what had it before goes. Raises OSError."""
+    old = final.with_name(f"{final.name}.before-{secrets.token_hex(6)}") if final.exists() else None
     try:
         if old is not None:
             final.rename(old)
@@ -80,10 +115,10 @@ def put_in_place(partial: Path, final: Path) -> None:
 
 def remove_partial(folder: Path) -> None:
     """Removes what saves that were killed have left."""
-    if folder.is_dir():
-        for path in folder.iterdir():
-            if _TEMPORARY.fullmatch(path.name):
-                shutil.rmtree(path, ignore_errors=True)
+    steps(folder)  # what was to be replaced, and was not, has its name back
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if _TEMPORARY.fullmatch(path.name) or _BEFORE.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def best(folder: Path) -> tuple[int, float] | None:
@@ -91,7 +126,7 @@ def best(folder: Path) -> tuple[int, float] | None:
     try:
         found = json.loads((folder / _BEST).read_text(encoding="utf-8"))
         return int(found["step"]), float(found["score"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None
 
 
@@ -125,7 +160,7 @@ def _remove(checkpoint: Path) -> None:
 
     One that stays costs disk and nothing else: no reason to end a run.
     """
-    doomed = aside(checkpoint)
+    doomed = checkpoint.with_name(f"{checkpoint.name}.tmp-{secrets.token_hex(6)}")
     try:
         checkpoint.rename(doomed)
     except OSError as error:

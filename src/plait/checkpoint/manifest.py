@@ -11,10 +11,13 @@ alone: what is allocated is the model's own. A file must be a plain one, of the 
 read from it has to have its checksum.
 """
 
+import errno
 import hashlib
 import json
 import math
+import os
 import re
+import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -154,13 +157,14 @@ def read_manifest(folder: Path) -> Manifest:
     Raises CheckpointError, which names the file and the reason.
     """
     path = folder / MANIFEST
-    size = plain_size(path)
-    if size > MANIFEST_LIMIT_BYTES:
-        raise Damage(path, f"larger than {MANIFEST_LIMIT_BYTES} bytes").error()
-    try:
-        text = path.read_bytes()
-    except OSError as error:
-        raise Damage(path, str(error)).error() from error
+    descriptor = open_plain(path)
+    with os.fdopen(descriptor, "rb") as file:
+        if (size := os.fstat(descriptor).st_size) > MANIFEST_LIMIT_BYTES:
+            raise Damage(path, f"larger than {MANIFEST_LIMIT_BYTES} bytes").error()
+        try:
+            text = file.read(size + 1)
+        except OSError as error:
+            raise cannot_be_read(path, error) from error
     said = _HASH.fullmatch(text[-_HASH_BYTES:])
     if said is None or _sha256(text[:-_HASH_BYTES]) != said[1].decode():
         raise Damage(path, "its content does not have the hash that it says").error()
@@ -183,10 +187,30 @@ def plain_size(path: Path) -> int:
     try:
         size = plain_file_bytes(path)
     except OSError as error:
-        raise Damage(path, "missing").error() from error
+        raise cannot_be_read(path, error) from error
     if size is None:
         raise Damage(path, "not a plain file").error()
     return size
+
+
+def open_plain(path: Path) -> int:
+    """A descriptor of a plain file. Raises CheckpointError for what is none; it never waits for a pipe."""
+    plain_size(path)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise cannot_be_read(path, error) from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise Damage(path, "not a plain file").error()
+    return descriptor
+
+
+def cannot_be_read(path: Path, error: OSError) -> CheckpointError:
+    """A missing file is damage. Another error says nothing of what is in it: that may be whole."""
+    if error.errno == errno.ENOENT:
+        return Damage(path, "missing").error()
+    return CheckpointError("a checkpoint cannot be read", given=f"{path}: {error.strerror or error}")
 
 
 def _problems(manifest: Manifest) -> Iterator[str]:
@@ -264,8 +288,3 @@ def _cut(boxes: Sequence[Box], dim: int) -> list[list[Box]]:
         found[-1].append(box)
         end = max(end, box.stop[dim])
     return found
-
-
-def chunks_by_start(facts: TensorFacts) -> list[Chunk]:
-    """In the order of their first rows."""
-    return sorted(facts.chunks, key=lambda chunk: chunk.start)

@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,14 @@ from typing import Any
 from torch import Tensor
 
 from plait.checkpoint.folder import step_of, steps
-from plait.checkpoint.manifest import DAMAGED, MANIFEST, Damage, Manifest, read_manifest
+from plait.checkpoint.manifest import (
+    DAMAGED,
+    MANIFEST,
+    Damage,
+    Manifest,
+    cannot_be_read,
+    read_manifest,
+)
 from plait.checkpoint.read import Reader
 from plait.comm import World, raise_together
 from plait.errors import CheckpointError
@@ -49,18 +55,6 @@ class Checkpoint:
                 hint="resume with the recipe that it was saved with, or choose another run.dir",
             )
 
-    def check_weights(self, ours: Mapping[str, tuple[int, ...]]) -> None:
-        """Raises CheckpointError unless the weights have these names and shapes."""
-        theirs = {key: shape for key, shape in self.shapes.items() if key.startswith("weights/")}
-        for name in [*ours, *theirs]:
-            if ours.get(name) != theirs.get(name):
-                raise CheckpointError(
-                    "the checkpoint is of another model",
-                    given=f"{self.path}: {name} {theirs.get(name, 'missing')}",
-                    expected=f"{name} {ours.get(name, 'missing')}",
-                    hint="resume with the recipe that it was saved with, or choose another run.dir",
-                )
-
     def reader(self) -> Reader:
         """What reads its tensors, under any plan."""
         return Reader(self.path, self.manifest)
@@ -79,7 +73,7 @@ class Checkpoint:
         if extra:
             raise Damage(self.path / extra[0], "the manifest does not know it").error()
         with self.reader() as reader, ThreadPoolExecutor(_num_cpus()) as pool:
-            reader.open_all()
+            list(pool.map(reader.check_header, range(len(self.manifest.files))))
             chunks = ((key, chunk) for key, facts in self.manifest.tensors.items() for chunk in facts.chunks)
             list(pool.map(lambda each: reader.check(*each), chunks))
 
@@ -91,7 +85,11 @@ class Checkpoint:
 def open_checkpoint(path: Path) -> Checkpoint:
     """Reads and checks the manifest, and that its files are there. Raises CheckpointError."""
     step = step_of(path)
-    if step is None or path.is_symlink() or not path.is_dir():
+    try:
+        is_folder = not path.is_symlink() and path.is_dir()
+    except OSError as error:
+        raise cannot_be_read(path, error) from error
+    if step is None or not is_folder:
         raise CheckpointError(_NONE, given=path, expected="a directory step-00000120")
     manifest = read_manifest(path)
     if manifest.step != step:

@@ -1,7 +1,7 @@
 """Reading under any plan: of every chunk the rows that are asked for, and each of them once.
 
 [Note: how what is read is verified]
-A chunk that a reader has read wholly has to have its CRC-32. Of one that several share, each adds up its
+A chunk that a reader reads wholly has to have its CRC-32. Of one that several share, each adds up its
 part's remainder (see [Note: sums of parts] in `crc.py`), and together these give the CRC-32 of the whole: the
 ranks that hold one copy of the training state read every element of it once, not counting copies on several
 of them. So nothing is read twice and nothing goes unverified. What is verified is what came into memory, and
@@ -20,7 +20,14 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.crc import Remainder, crc32, crc_of_remainder
-from plait.checkpoint.manifest import Chunk, Damage, Manifest, TensorFacts
+from plait.checkpoint.manifest import (
+    Chunk,
+    Damage,
+    Manifest,
+    TensorFacts,
+    cannot_be_read,
+    open_plain,
+)
 from plait.checkpoint.write import BLOCK_BYTES, bytes_of
 from plait.comm import Group, all_reduce, raise_together
 from plait.errors import CheckpointError
@@ -29,19 +36,17 @@ from plait.plan import Box, Boxes
 
 # A CRC's bits are counted, by up to 2^20 ranks, in fields of integers.
 _FIELDS, _FIELD_BITS, _NUM_FIELDS = 3, 21, 11
+_MOST_OPEN = 64  # files
 ALONE = Group((0,), 0, None)
 CPU = torch.device("cpu")
 
 
 @dataclass
 class _Seen:
-    """Of a chunk, what has been read so far."""
+    """Of a chunk that was not read wholly, what this rank has read so far."""
 
-    key: str
-    chunk: Chunk
     numel: int = 0
     remainder: int = 0
-    counted: bool = True  # in the sum over ranks
 
 
 @dataclass
@@ -85,6 +90,7 @@ class Reader:
         self._names = list(manifest.files)
         self._open: dict[int, int] = {}
         self._rows: dict[str, _Rows] = {}
+        self._right_headers: set[int] = set()
         self._seen: dict[tuple[int, int], _Seen] = {}
         self.bytes_read = 0
 
@@ -116,19 +122,22 @@ class Reader:
         self.read(key, Boxes.whole(facts.shape), 0, found.view(-1), counted=False)
         return found
 
-    def open_all(self) -> None:
-        """Opens every file, with its header as it was written."""
-        for file in range(len(self._names)):
-            self._descriptor(file)
+    def check_header(self, file: int) -> None:
+        """Reads it, to see that it is as it was written. As `check`, also in several threads."""
+        os.close(self._opened(file))
 
     def check(self, key: str, chunk: Chunk) -> None:
-        """Reads one chunk, to see that it is as it was written; of open files also in several threads."""
+        """Reads one chunk, to see that it is as it was written."""
         num_bytes = chunk.box.numel * self._manifest.tensors[key].torch_dtype.itemsize
         block, crc = memoryview(bytearray(min(num_bytes, BLOCK_BYTES))), 0
-        for at in range(0, num_bytes, BLOCK_BYTES):
-            part = block[: num_bytes - at]
-            self._read_bytes(chunk.file, chunk.offset + at, part)
-            crc = crc32(part, crc)
+        descriptor = open_plain(self._path / self._names[chunk.file])
+        try:
+            for at in range(0, num_bytes, BLOCK_BYTES):
+                part = block[: num_bytes - at]
+                self._read_from(descriptor, chunk.file, chunk.offset + at, part)
+                crc = crc32(part, crc)
+        finally:
+            os.close(descriptor)
         if crc != chunk.crc32:
             raise self._wrong(key, chunk)
 
@@ -157,40 +166,56 @@ class Reader:
                 if self._has_sums:
                     remainder.add(begin, row)
                 at += len(row)
-        if self._has_sums:
-            seen = self._seen.setdefault((chunk.file, chunk.offset), _Seen(key, chunk))
-            seen.counted &= counted
+        if not self._has_sums:
+            return
+        found = remainder.of(chunk.box.numel * itemsize)
+        if part.numel == chunk.box.numel:
+            if crc_of_remainder(found, chunk.box.numel * itemsize) != chunk.crc32:
+                raise self._wrong(key, chunk)
+        elif counted:
+            seen = self._seen.setdefault((chunk.file, chunk.offset), _Seen())
             seen.numel += part.numel
-            seen.remainder ^= remainder.of(chunk.box.numel * itemsize)
+            seen.remainder ^= found
+            assert seen.numel <= chunk.box.numel, f"elements of {key} were read twice"
 
     def _read_bytes(self, file: int, offset: int, into: memoryview) -> None:
-        descriptor = self._descriptor(file)
+        self._read_from(self._descriptor(file), file, offset, into)
+
+    def _read_from(self, descriptor: int, file: int, offset: int, into: memoryview) -> None:
         while into:
             try:
                 count = os.preadv(descriptor, [into], offset)
             except OSError as error:
-                raise self._damage(file, str(error)) from error
+                raise cannot_be_read(self._path / self._names[file], error) from error
             if count == 0:
                 raise self._damage(file, f"ends at byte {offset}")
             self.bytes_read += count
             into, offset = into[count:], offset + count
 
     def _descriptor(self, file: int) -> int:
-        """Of a file whose header is as it was written."""
+        """Of a file whose header is as it was written. Some are open at a time."""
         if file not in self._open:
-            path, facts = self._path / self._names[file], self._manifest.files[self._names[file]]
-            try:
-                self._open[file] = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            except OSError as error:
-                raise self._damage(file, error.strerror or str(error)) from error
-            size = os.fstat(self._open[file]).st_size
-            if size != facts.bytes:
-                raise self._damage(file, f"{size} bytes instead of {facts.bytes}")
-            header = bytearray(facts.header_bytes)
-            self._read_bytes(file, 0, memoryview(header))
-            if crc32(header) != facts.header_crc32:
-                raise self._damage(file, "its header is not the one that was written")
+            while len(self._open) >= _MOST_OPEN:
+                os.close(self._open.pop(next(iter(self._open))))
+            self._open[file] = self._opened(file)
         return self._open[file]
+
+    def _opened(self, file: int) -> int:
+        facts = self._manifest.files[self._names[file]]
+        descriptor = open_plain(self._path / self._names[file])
+        try:
+            if (size := os.fstat(descriptor).st_size) != facts.bytes:
+                raise self._damage(file, f"{size} bytes instead of {facts.bytes}")
+            if file not in self._right_headers:
+                header = bytearray(facts.header_bytes)
+                self._read_from(descriptor, file, 0, memoryview(header))
+                if crc32(header) != facts.header_crc32:
+                    raise self._damage(file, "its header is not the one that was written")
+                self._right_headers.add(file)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
 
     def _damage(self, file: int, reason: str) -> CheckpointError:
         return Damage(self._path / self._names[file], reason).error()
@@ -207,20 +232,9 @@ class Reader:
         """Raises CheckpointError, on every rank, for what was read and is not what was written: see [Note:
         how what is read is verified]. `copy`: the ranks that together read one copy of the state. `error`:
         what has kept this rank from reading all."""
-        raise_together(error or self._check_wholes(), everyone, device)
-        if everyone.size > 1 and self._has_sums:
+        raise_together(error, everyone, device)
+        if self._has_sums:
             raise_together(self._check_shared(copy, device), everyone, device)
-
-    def _check_wholes(self) -> CheckpointError | None:
-        for seen in self._seen.values():
-            numel = seen.chunk.box.numel
-            if seen.numel == numel and self._crc(seen, seen.remainder) != seen.chunk.crc32:
-                return self._wrong(seen.key, seen.chunk)
-        return None
-
-    def _crc(self, seen: _Seen, remainder: int) -> int:
-        itemsize = self._manifest.tensors[seen.key].torch_dtype.itemsize
-        return crc_of_remainder(remainder, seen.chunk.box.numel * itemsize)
 
     def _check_shared(self, group: Group, device: torch.device) -> CheckpointError | None:
         """One sum over the ranks, of all chunks' counts and remainders: all of them see the same."""
@@ -228,7 +242,7 @@ class Reader:
         table = torch.zeros(len(chunks), 1 + _NUM_FIELDS, dtype=torch.int64)
         for line, (_, chunk) in enumerate(chunks):
             seen = self._seen.get((chunk.file, chunk.offset))
-            if seen is not None and seen.counted and seen.numel < chunk.box.numel:
+            if seen is not None:
                 table[line] = torch.tensor([seen.numel, *_spread(seen.remainder)])
         table = table.to(device)
         all_reduce(table, group, label="remainders of chunks")
@@ -237,7 +251,8 @@ class Reader:
                 assert numel == chunk.box.numel, (
                     f"{numel} elements read of a chunk of {chunk.box.numel}: {key}"
                 )
-                if self._crc(_Seen(key, chunk), _gathered(fields)) != chunk.crc32:
+                num_bytes = numel * self._manifest.tensors[key].torch_dtype.itemsize
+                if crc_of_remainder(_gathered(fields), num_bytes) != chunk.crc32:
                     return self._wrong(key, chunk)
         return None
 

@@ -10,12 +10,13 @@ to be is known to all ranks by `finish`; that it has ended, to each rank by itse
 
 import contextlib
 import errno
-import json
 import secrets
 import shutil
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,18 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from plait.checkpoint.folder import Keep, note_score, place_of, prune, put_in_place, remove_partial
+from plait.checkpoint.folder import (
+    Keep,
+    locked,
+    note_score,
+    place_of,
+    prune,
+    put_in_place,
+    remove_partial,
+)
 from plait.checkpoint.manifest import MANIFEST, Manifest, Part
 from plait.checkpoint.write import write_part
-from plait.comm import World, all_reduce, broadcast, raise_together
+from plait.comm import World, all_reduce, broadcast, packed, raise_together, unpacked
 from plait.errors import CheckpointError
 from plait.files import sync_folder, write_text
 from plait.parallel import Kept
@@ -36,6 +45,18 @@ _ALIGNMENT = 64
 _LOOK_S = 0.005
 _APPEARS_S = 60.0  # until another host sees a directory of a shared file system
 _Source = Callable[[Kept], Tensor]
+
+
+@dataclass(frozen=True)
+class _Save:
+    """One of them, on one rank."""
+
+    partial: Path
+    step: int
+    kept: Sequence[Kept]
+    source: _Source
+    facts: dict[str, Any]
+    score: float | None
 
 
 class Saver:
@@ -57,6 +78,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._under_way: str | None = None  # the name of the directory that is being written
         self._bug: BaseException | None = None
+        self._lock = contextlib.ExitStack()  # from a save's beginning to its end, on the first rank
         self.pause_s = 0.0  # that the last save took of the step's time
 
     def save(
@@ -72,16 +94,14 @@ class Saver:
         began_s = time.perf_counter()
         partial = self._begin(step, sum(each.num_bytes for each in kept))
         source = self._copied(kept) if self._background else Kept.cpu
-        finish = self._finisher(partial, step, dict(facts), score) if self._world.rank == 0 else None
+        save = _Save(partial, step, kept, source, dict(facts), score)
         self._under_way = partial.name
         if self._background:
-            self._thread = threading.Thread(
-                target=self._write, args=(partial, kept, source, finish), name="plait-save", daemon=True
-            )
+            self._thread = threading.Thread(target=self._run, args=(save,), name="plait-save", daemon=True)
             self._thread.start()
             self.pause_s = time.perf_counter() - began_s
             return
-        self._write(partial, kept, source, finish)
+        self._run(save)
         self.finish()
         self.pause_s = time.perf_counter() - began_s
 
@@ -114,11 +134,8 @@ class Saver:
         bug, self._bug = self._bug, None
         if bug is not None:
             raise bug
-        while (verdict := self._world.heard(f"{name} ended")) is None:
-            time.sleep(_LOOK_S)
-        if verdict:
-            fact, given, hint = json.loads(verdict)
-            raise CheckpointError(fact, given=given, hint=hint)
+        if verdict := self._world.wait_for(f"{name} ended"):
+            raise unpacked(verdict)
 
     # --- one save
 
@@ -132,7 +149,10 @@ class Saver:
         if self._world.rank == 0:
             random.fill_(secrets.randbits(48))
             try:
-                self._folder.mkdir(parents=True, exist_ok=True)
+                if not self._folder.is_dir():
+                    self._folder.mkdir(parents=True)
+                    sync_folder(self._folder.parent)
+                self._lock.enter_context(locked(self._folder))
                 remove_partial(self._folder)
                 _check_space(self._folder, int(total.item()))
                 self._partial(step, random).mkdir()
@@ -140,6 +160,8 @@ class Saver:
                 problem = write_error(error, self._folder, step)
             except CheckpointError as error:
                 problem = error
+            if problem is not None:
+                self._lock.close()
         raise_together(problem, group, device)
         broadcast(random, group)
         partial = self._partial(step, random)
@@ -171,52 +193,50 @@ class Saver:
             torch.cuda.current_stream(self._world.device).synchronize()
         return copies.__getitem__
 
-    def _write(
-        self, partial: Path, kept: Sequence[Kept], source: _Source, finish: Callable[[], None] | None
-    ) -> None:
-        """In the background, or not: this rank's files, and on the first rank the whole."""
+    def _run(self, save: _Save) -> None:
+        """In the background, or not. Whatever becomes of it, `finish` learns it."""
         try:
-            part = write_part(partial, self._world.rank, kept, source)
-            write_text(_said(partial, self._world.rank), part.model_dump_json())
+            try:
+                self._write(save)
+            finally:
+                if self._world.rank == 0:
+                    self._conclude(save)
+        except BaseException as error:  # the store is gone
+            self._bug = self._bug or error
+
+    def _write(self, save: _Save) -> None:
+        """This rank's files."""
+        problem: CheckpointError | None = None
+        try:
+            part = write_part(save.partial, self._world.rank, save.kept, save.source)
+            write_text(_said(save.partial, self._world.rank), part.model_dump_json())
         except OSError as error:
-            self._fail(
-                partial.name, write_error(error, partial.parent, int(partial.name[5:].partition(".")[0]))
-            )
+            problem = write_error(error, self._folder, save.step)
         except BaseException as error:  # an error of ours, or Ctrl-C: all ranks end with it
             self._bug = error
-            self._fail(partial.name, CheckpointError("a checkpoint cannot be written", given=repr(error)))
-        if finish is not None:
-            finish()
+            problem = CheckpointError("a checkpoint cannot be written", given=repr(error))
+        if problem is not None:
+            self._world.tell(f"{save.partial.name} failed", packed(problem))
 
-    def _fail(self, name: str, error: CheckpointError) -> None:
-        self._world.tell(f"{name} failed", json.dumps([error.fact, error.given, error.hint]))
-
-    def _finisher(
-        self, partial: Path, step: int, facts: dict[str, Any], score: float | None
-    ) -> Callable[[], None]:
-        """What the first rank does when it has written its own."""
-
-        def finish() -> None:
-            verdict = ""
-            try:
-                parts = self._parts(partial)
-                if parts is None:
-                    verdict = self._world.heard(f"{partial.name} failed") or ""
-                else:
-                    self._complete(partial, step, Manifest.of(step, facts, parts), score)
-            except OSError as error:
-                problem = write_error(error, self._folder, step)
-                verdict = json.dumps([problem.fact, problem.given, problem.hint])
-            except BaseException as error:
-                self._bug = error
-                verdict = json.dumps(["a checkpoint cannot be written", repr(error), None])
+    def _conclude(self, save: _Save) -> None:
+        """The first rank makes a checkpoint of what all have written, and tells what came of it."""
+        verdict = ""
+        try:
+            parts = self._parts(save.partial)
+            if parts is None:
+                verdict = self._world.heard(f"{save.partial.name} failed") or ""
+            else:
+                self._complete(save, Manifest.of(save.step, save.facts, parts))
+        except OSError as error:
+            verdict = packed(write_error(error, self._folder, save.step))
+        except BaseException as error:
+            self._bug = error
+            verdict = packed(CheckpointError("a checkpoint cannot be written", given=repr(error)))
+        finally:
             if verdict:
-                shutil.rmtree(partial, ignore_errors=True)
-                if self._world.heard(f"{partial.name} failed") is None:
-                    self._world.tell(f"{partial.name} failed", verdict)
-            self._world.tell(f"{partial.name} ended", verdict)
-
-        return finish
+                shutil.rmtree(save.partial, ignore_errors=True)
+            self._lock.close()
+        self._world.tell(f"{save.partial.name} ended", verdict)
 
     def _parts(self, partial: Path) -> list[Part] | None:
         """What each rank has written, when all have; None when one has failed."""
@@ -232,19 +252,22 @@ class Saver:
             time.sleep(_LOOK_S)
         return found
 
-    def _complete(self, partial: Path, step: int, manifest: Manifest, score: float | None) -> None:
+    def _complete(self, save: _Save, manifest: Manifest) -> None:
         """See [Note: how a checkpoint becomes complete]."""
         problem = manifest.problem()
         assert problem is None, f"ranks do not own what a checkpoint needs: {problem}"
         for rank in range(self._world.size):
-            _said(partial, rank).unlink()
-        write_text(partial / MANIFEST, manifest.text())
-        sync_folder(partial)
-        put_in_place(partial, place_of(self._folder, step))
+            _said(save.partial, rank).unlink()
+        write_text(save.partial / MANIFEST, manifest.text())
+        sync_folder(save.partial)
+        put_in_place(save.partial, place_of(self._folder, save.step))
         if self._keep is not None:
-            if self._keep.best and score is not None:
-                note_score(self._folder, step, score)
-            prune(self._folder, self._keep)
+            try:
+                if self._keep.best and save.score is not None:
+                    note_score(self._folder, save.step, save.score)
+                prune(self._folder, self._keep)
+            except OSError as error:  # it is saved all the same
+                warnings.warn(f"older checkpoints cannot be looked after: {error}", stacklevel=2)
 
 
 def staged_bytes(kept: Iterable[Kept]) -> int:

@@ -58,8 +58,13 @@ def told_by_one(work: Callable[[], int], world: World, *, debug: bool) -> int:
 
 def _tell(error: PlaitError, world: World, *, debug: bool) -> None:
     """Shows the letter, or waits until another rank has: one that ends takes the others down."""
-    if world.claim(_LETTER):
+    try:
+        is_ours = world.claim(_LETTER)
+        if not is_ours:
+            world.wait_for(_LETTER_SHOWN)
+    except CommError:  # nobody to agree with
+        is_ours = True
+    if is_ours:
         show_letter(error, debug=debug)
-        world.announce(_LETTER_SHOWN)
-    else:
-        world.wait_for(_LETTER_SHOWN)
+        with contextlib.suppress(CommError):
+            world.announce(_LETTER_SHOWN)

@@ -17,7 +17,7 @@ from plait.comm.host.squares import sum_of_squares
 from plait.comm.hosts import hosts_of
 from plait.comm.launch import launch_local
 from plait.comm.mesh import Mesh
-from plait.comm.together import raise_together, text_of
+from plait.comm.together import packed, raise_together, text_of, unpacked
 from plait.comm.transport import Call, Pending, Summing, SumOfParts, Transport, Verb
 from plait.comm.verbs import (
     Group,
@@ -83,6 +83,7 @@ __all__ = [
     "hosts_of",
     "is_direct",
     "launch_local",
+    "packed",
     "raise_together",
     "receive",
     "reduce",
@@ -109,4 +110,5 @@ __all__ = [
     "start_send",
     "sum_of_squares",
     "text_of",
+    "unpacked",
 ]

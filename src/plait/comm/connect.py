@@ -110,10 +110,10 @@ class World:
         """Lets the ranks go on that `wait_for` the key."""
         self._told.tell(key, "")
 
-    def wait_for(self, key: str) -> None:
-        """Waits until a rank has announced `key`. No time limit: the launcher ends us if that rank dies."""
-        if self.size > 1:
-            self._told.wait_for(key)
+    def wait_for(self, key: str) -> str:
+        """What a rank has told under `key`, when it has. No time limit: the launcher ends us if that rank
+        dies."""
+        return self._told.wait_for(key)
 
     def claim(self, key: str) -> bool:
         """True for exactly one of the ranks that ask: the first."""
@@ -202,7 +202,7 @@ class World:
         if self._owned and dist.is_initialized():
             dist.destroy_process_group()
         self._store = None
-        self._told = Told(None, self.rank, 0.0)
+        self._told.close()
         if _world is self:
             _world = None
             atexit.unregister(self.close)

@@ -29,13 +29,17 @@ def raise_together(error: CheckpointError | None, group: Group, device: torch.de
     source = -int(first.item())
     if source == group.size:
         return
-    said = ""
-    if error is not None:
-        said = json.dumps([error.fact, *(None if part is None else str(part) for part in _rest(error))])
-    fact, given, expected, hint = json.loads(text_of(source, said, group, device))
-    told = CheckpointError(fact, given=given, expected=expected, hint=hint)
-    raise told from error
+    said = "" if error is None else packed(error)
+    raise unpacked(text_of(source, said, group, device)) from error
 
 
-def _rest(error: CheckpointError) -> tuple[object, object, object]:
-    return error.given, error.expected, error.hint
+def packed(error: CheckpointError) -> str:
+    """As text, for another rank."""
+    rest = (error.given, error.expected, error.hint)
+    return json.dumps([error.fact, *(None if part is None else str(part) for part in rest)])
+
+
+def unpacked(text: str) -> CheckpointError:
+    """The error that `packed` was given."""
+    fact, given, expected, hint = json.loads(text)
+    return CheckpointError(fact, given=given, expected=expected, hint=hint)

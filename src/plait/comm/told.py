@@ -32,7 +32,7 @@ class Told:
         self._rank = rank
         self._limit_s = limit_s
         self._known: dict[str, str] = {}
-        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
@@ -67,6 +67,11 @@ class Told:
         store, mine = self._store, str(self._rank)
         return bool(self._ask(lambda: store.compare_set(key, "", mine)) == mine.encode())
 
+    def close(self) -> None:
+        """Lets go of the store."""
+        self._store = None
+        self._calls.put(None)
+
     def _ask(self, call: Callable[[], _Answer]) -> _Answer:
         """See [Note: a store that does not answer]. Raises CommError when it does not."""
         with self._lock:
@@ -87,9 +92,10 @@ class Told:
             raise CommError("the job's store is gone", given=str(error).splitlines()[0]) from error
 
     def _serve(self) -> None:
-        while True:
-            call, answer = self._calls.get()
+        while (asked := self._calls.get()) is not None:
+            call, answer = asked
             try:
                 answer.set_result(call())
             except BaseException as error:
                 answer.set_exception(error)
+            del asked, call, answer  # they hold the store

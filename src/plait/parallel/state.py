@@ -137,8 +137,7 @@ class EngineState:
         for kind in sorted(self._owned.kinds):
             key = f"{kind}/{lap.piece.name}"
             if "." not in kind:
-                state = functools.partial(self._flat_state, part, kind)
-                yield _of(key, lap, state().dtype, state)
+                yield _of(key, lap, part.leaf.dtype, functools.partial(self._flat_state, part, kind))
             elif lap.start == 0 and all(dim[0][0] == 0 for dim in lap.piece.boxes.ranges):
                 # what is counted once per parameter is told by the owner of its first element
                 yield Kept.whole(key, self._counter(part, kind))
@@ -153,6 +152,11 @@ class EngineState:
         shapes = source.shapes
         if not weights_only and "engine/num_steps" not in shapes:
             raise CheckpointError("this is no engine's state", given="no engine/num_steps")
+        for key, shape in shapes.items():
+            if key.startswith("engine/") and shape != ():
+                raise CheckpointError(
+                    "this is no engine's state", given=f"{key}: {shape}", expected="numbers"
+                )
         self._check(_without_engines(shapes), weights_only=weights_only)
 
     def load(self, source: Source, *, weights_only: bool = False) -> None:

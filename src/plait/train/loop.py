@@ -118,8 +118,8 @@ def _loop(job: Job, stop: Stop) -> signal.Signals | None:
     batches = _batches(job, job.store.train, job.batches_left, job.recipe.data.workers)
     with (
         Metrics(job.run, job.console, begun_at, how.steps, how.log_every) as metrics,
-        Watch(job.run, how, engine, job.spikes, metrics.note) as watch,
         Saving(how, job.run.checkpoints, engine.world, metrics) as saving,
+        Watch(job.run, how, engine, job.spikes, metrics.note) as watch,
     ):
         for text in job.warnings:
             metrics.warn(begun_at, text)
@@ -133,10 +133,10 @@ def _loop(job: Job, stop: Stop) -> signal.Signals | None:
             if job.step == begun_at + 1:  # now there are optimizer states
                 saving.expect(engine.kept())
             if job.in_vain >= how.max_skipped:
+                watch.begins("saving", job.step, slow=True)
                 saving.settle(may_raise=False)  # its checkpoint is one that the letter may name
                 raise _diverged(job, lr)
-            if watch.sees_spike(job.step, result):
-                saving.settle()
+            if watch.sees_spike(job.step, result, saving.settle):
                 return None
             score = None
             if _due(job.step, how.evaluate_every, how.steps):
@@ -214,7 +214,8 @@ def _start(recipe: Recipe, world: World) -> Job:
     store = open_store(recipe.data, recipe.tokenizer, verify=False)  # `prepare` has hashed the files
     plan = Plan.parse(recipe.plan)
     run = RunDir(recipe.run.dir)
-    goes_on = world.any_flag(bool(checkpoint.steps(run.checkpoints)))  # file systems lag
+    # As the first rank sees it, who also chooses one: file systems lag.
+    goes_on = world.any_flag(world.rank == 0 and bool(checkpoint.steps(run.checkpoints)))
     model, weights = (model_on_meta(recipe.model), None) if goes_on else starting_model(recipe.model)
     engine = parallelize(
         model,

@@ -26,7 +26,7 @@ from plait.files import check_places, sync_folder, sync_tree, write_json
 from plait.models import causal_lm_on_meta
 from plait.optim import MappedFile
 from plait.plan import Plan
-from plait.train.config import LossScaleConfig, Recipe, differences, read_recipe
+from plait.train.config import LossScaleConfig, Recipe, RunConfig, differences, read_recipe
 from plait.train.data import TokenStore, build, check_samples, load_tokenizer
 from plait.train.model import check_config, check_prompt, prompt_ids, whole_config
 from plait.train.resuming import Check, begin_with, go_back, newest_that_opens
@@ -121,7 +121,7 @@ def prepare(
     the_plan.check_ranks(num_ranks)
     _check_batch(the_plan, recipe.run.batch)
     _check_loss_scale(the_plan, recipe.loss_scale)
-    _check_offload_dir(the_plan, recipe.run.offload_dir)
+    _check_offload(the_plan, recipe.run)
     check_places({"run.trace": recipe.run.trace})
     if local:
         _check_devices(the_plan.num_ranks, recipe.run.device)
@@ -168,7 +168,7 @@ def is_later_attempt(run: RunDir) -> bool:
     with it then: see [Note: whose run it is]."""
     try:
         run_id, process = json.loads(run.job.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, TypeError):
         return False
     our_id, our_process = _job()
     is_named = our_id not in ("", "none")  # torchrun's word for none
@@ -313,7 +313,7 @@ def _check_loss_scale(plan: Plan, scale: LossScaleConfig) -> None:
         )
 
 
-def _check_offload_dir(plan: Plan, folder: Path | None) -> None:
+def _check_offload(plan: Plan, how: RunConfig) -> None:
     """Raises ConfigError unless files can be made in the folder, where the plan offloads to disk.
 
     On this host: other hosts' folders, and the room in all of them, are for the ranks to find out, which
@@ -322,6 +322,13 @@ def _check_offload_dir(plan: Plan, folder: Path | None) -> None:
     """
     if plan.offload != "disk":
         return
+    folder = how.offload_dir
+    if how.save_in_background:
+        raise ConfigError(
+            "a save in the background copies into memory what offload=disk keeps out of it",
+            given="run.save_in_background = true, offload=disk",
+            hint="--set run.save_in_background=false",
+        )
     if folder is None:
         raise ConfigError(
             "offload=disk does not say where to",

@@ -20,7 +20,7 @@ any time and resumed takes the steps that it would have taken.
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -53,8 +53,11 @@ class Spikes:
         """Batches: what the next one's number is ahead of its step's."""
         return sum(end - begin for begin, end in self._skipped)
 
-    def see(self, step: int, loss: float, *, skipped: bool, folder: Path, world: World) -> str | None:
-        """Of the step with which `step` are done; what is to be told of it. `folder`: of the checkpoints.
+    def see(
+        self, step: int, loss: float, *, skipped: bool, folder: Path, world: World, settle: Callable[[], None]
+    ) -> str | None:
+        """Of the step with which `step` are done; what is to be told of it. `folder`: of the checkpoints;
+        `settle` waits for a save under way, which may remove one.
 
         Sets `back_to` when there is a spike, and a checkpoint. Raises RunError for one too many.
         """
@@ -73,6 +76,7 @@ class Spikes:
                 hint="a smaller optimizer.lr, a larger run.spike_factor; --resume goes on from the last save",
             )
         self._spike = (self._times + 1, step + self.num_skipped + self._how.spike_skip)
+        settle()
         self.back_to = self._earlier(folder, step - 1 - self._how.spike_window, world)
         if self.back_to is None:
             self._recent.append(loss)
@@ -90,7 +94,7 @@ class Spikes:
 
     def facts(self) -> dict[str, Any]:
         """For a checkpoint."""
-        return {"times": self._times, "skipped_batches": self._skipped, "recent": [*self._recent]}
+        return {"times": self._times, "skipped_batches": [*self._skipped], "recent": [*self._recent]}
 
     def load(self, facts: Mapping[str, Any]) -> None:
         """Of a checkpoint; one of before there were any has none."""
@@ -109,7 +113,7 @@ class Spikes:
 
     def _earlier(self, folder: Path, step: int, world: World) -> Path | None:
         """The newest checkpoint of at most `step`, else the oldest; as the first rank sees it."""
-        found = checkpoint.steps(folder)
+        found = checkpoint.steps(folder) if world.rank == 0 else []
         good = [path for path in found if (step_of(path) or 0) <= step][-1:] or found[:1]
         chosen = torch.tensor([step_of(good[0]) if good else -1], device=world.device)
         broadcast(chosen, world.group)

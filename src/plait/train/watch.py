@@ -60,10 +60,21 @@ class Watch:
         self._stragglers.end(step + 1)
         return result
 
-    def sees_spike(self, step: int, result: StepResult) -> bool:
-        """Whether the run has to go back, to `spikes.back_to`. Raises RunError when it has too often."""
+    def sees_spike(self, step: int, result: StepResult, settle: Callable[[], None]) -> bool:
+        """Whether the run has to go back, to `spikes.back_to`. `settle` waits for a save under way. Raises
+        RunError when it has too often."""
+
+        def wait() -> None:
+            self.begins("saving", step, slow=True)
+            settle()
+
         told = self._spikes.see(
-            step, result.loss, skipped=result.skipped, folder=self._checkpoints, world=self._world
+            step,
+            result.loss,
+            skipped=result.skipped,
+            folder=self._checkpoints,
+            world=self._world,
+            settle=wait,
         )
         if told is not None:
             self._note(told)
