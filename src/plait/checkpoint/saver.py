@@ -67,10 +67,10 @@ class Saver:
     """
 
     def __init__(
-        self, folder: Path, world: World, *, keep: Keep | None = None, background: bool = False
+        self, folder: str | Path, world: World, *, keep: Keep | None = None, background: bool = False
     ) -> None:
         """`folder` is the same one on all hosts. `keep`: which checkpoints stay, None for all."""
-        self._folder = folder
+        self._folder = Path(folder)
         self._world = world
         self._keep = keep
         self._background = background

@@ -56,6 +56,7 @@ def export(run: RunDir, out: Path, dtype: str | None = None) -> None:
 
     All of it or nothing. Raises RunError when `out` exists or cannot be written.
     """
+    run.read_recipe()  # it is a run's directory
     convert(_newest(run), out, dtype, run=run)
 
 
