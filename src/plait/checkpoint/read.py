@@ -1,11 +1,12 @@
 """Reading under any plan: of every chunk the rows that are asked for, and each of them once.
 
 [Note: how what is read is verified]
-A chunk that a reader reads wholly has to have its CRC-32. Of one that several share, each adds up its
-part's remainder (see [Note: sums of parts] in `crc.py`), and together these give the CRC-32 of the whole: the
-ranks that hold one copy of the training state read every element of it once, not counting copies on several
-of them. So nothing is read twice and nothing goes unverified. What is verified is what came into memory, and
-only at the end, when it lies where it belongs: whoever reads must not use it before `finish` has let it pass.
+A chunk that a reader reads wholly has to have its CRC-32. Of one that several share, each adds up its part's
+remainder (see [Note: sums of parts] in `crc.py`), and together these give the CRC-32 of the whole: the ranks
+that hold one copy of the training state read every element of it, and of those that several of them hold, one
+rank's reading is counted. So no byte is read for the sake of being verified, and every byte that is used has
+been found right in the file by somebody. That is known at the end, when all lies where it belongs: whoever
+reads must not use it before `finish` has let it pass.
 """
 
 import bisect
