@@ -53,6 +53,25 @@ def test_all_that_a_cut_run_will_hold_is_foretold(cut: tuple[Path, str]) -> None
     assert "not known" not in cut[1]
 
 
+def test_a_plan_that_fills_its_ranks_goes_on_on_fewer_with_every_sample_once(
+    cut: tuple[Path, str], recipe: Path
+) -> None:
+    run = recipe.parent / "filled"
+    words = ("--plan", "dp=auto micro=2 zero=3", "--set", f"run.dir={run}")
+    process = start("train", recipe, *words, "--ranks", "2")
+    wait_for_step(process, 7)
+    os.kill(process.pid, signal.SIGTERM)
+    finish(process)
+    assert 7 <= last_step(run) < STEPS
+    out, _ = finish(start("train", run, "--resume", "--ranks", "1"))
+    assert "dp=1" in out
+    for mine, other in zip(column(run, "loss"), column(cut[0], "loss"), strict=True):
+        assert mine == pytest.approx(other, rel=1e-4)
+    whole = last_state(cut[0])
+    for name, tensor in last_state(run).items():
+        assert torch.allclose(tensor, whole[name], rtol=1e-3, atol=1e-5), name
+
+
 @pytest.mark.sweep
 def test_a_run_at_stage_3_that_was_stopped_ends_with_the_bits_of_never_stopping(
     cut: tuple[Path, str], recipe: Path
