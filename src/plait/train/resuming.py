@@ -35,6 +35,8 @@ def newest_that_opens(folder: Path) -> Checkpoint | None:
         try:
             return open_checkpoint(path)
         except CheckpointError as error:
+            if not is_damaged(error):
+                raise
             damaged.append(error)
     _check_any(damaged)
     return None
