@@ -160,12 +160,12 @@ class Reader:
     ) -> None:
         """A box of a chunk, of which the rows lie one behind the other in `into`."""
         remainder, at = Remainder(), 0
+        descriptor, add = self._descriptor(chunk.file), remainder.add if self._has_sums else _nothing
         for first, length in _segments(part, chunk.box.shape):
             for begin in range(first * itemsize, (first + length) * itemsize, BLOCK_BYTES):
                 row = into[at : at + min(BLOCK_BYTES, (first + length) * itemsize - begin)]
-                self._read_bytes(chunk.file, chunk.offset + begin, row)
-                if self._has_sums:
-                    remainder.add(begin, row)
+                self._read_from(descriptor, chunk.file, chunk.offset + begin, row)
+                add(begin, row)
                 at += len(row)
         if not self._has_sums:
             return
@@ -178,9 +178,6 @@ class Reader:
             seen.numel += part.numel
             seen.remainder ^= found
             assert seen.numel <= chunk.box.numel, f"elements of {key} were read twice"
-
-    def _read_bytes(self, file: int, offset: int, into: memoryview) -> None:
-        self._read_from(self._descriptor(file), file, offset, into)
 
     def _read_from(self, descriptor: int, file: int, offset: int, into: memoryview) -> None:
         while into:
@@ -263,6 +260,10 @@ class Reader:
             f"{key}[{edges}], from byte {chunk.offset} on, does not have the checksum that it should have"
         )
         return self._damage(chunk.file, reason)
+
+
+def _nothing(at: int, data: memoryview) -> None:
+    """What is not verified."""
 
 
 def _segments(part: Box, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:

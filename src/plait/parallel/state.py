@@ -172,7 +172,8 @@ class EngineState:
                 for tensor in held:
                     tensor.copy_(source.whole(f"{self._holdings.loose[name].kind}/{name}"))
             kinds = set() if weights_only else self._kinds_in(_without_engines(source.shapes))
-            self._owned.stepper.clear()
+            if not kinds:
+                self._owned.stepper.clear()
             self._owned.has_states = bool(kinds)
             for unit in self._trained() if kinds else []:
                 for part in self._owned.slices[unit]:
@@ -323,6 +324,7 @@ class EngineState:
         groups = {leaf: g for g in self._owned.optimizer.param_groups for leaf in g["params"]}
         overlaps = unit.layout.overlaps(unit.start + part.start, unit.start + part.stop)
         name = overlaps[0].piece.name if overlaps else unit.layout.pieces[0].name
+        held = self._owned.stepper.state(part.leaf)  # memory that is there is filled again
         state: dict[str, Any] = {}
         for kind in kinds:
             short = kind.partition(".")[2]
@@ -332,7 +334,9 @@ class EngineState:
                 device = scalar_device(groups[part.leaf], part.leaf)
                 state[short] = source.whole(f"{kind}/{name}").to(device, copy=True)
             else:
-                flat = state[kind] = torch.zeros_like(part.leaf, requires_grad=False)
+                fresh = kind not in held
+                flat = torch.zeros_like(part.leaf, requires_grad=False) if fresh else held[kind]
+                state[kind] = flat
                 for lap in overlaps:
                     into, piece = flat[lap.at : lap.at + lap.stop - lap.start], lap.piece
                     source.read(f"{kind}/{piece.name}", piece.boxes, lap.start, into, counted=piece.counted)
