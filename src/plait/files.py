@@ -6,16 +6,19 @@ too, without which a power cut may take the rename back.
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import stat
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from plait.errors import ConfigError
 
 # What some network file systems answer when a folder is to be synced.
+_LOOK_S = 0.1
 _FOLDERS_CANNOT = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
 
 
@@ -67,6 +70,34 @@ def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def locked(path: Path, wait_s: float = 0.0) -> Iterator[None]:
+    """While entered, no other process is in it: a file beside what is to be left alone. Where the file system
+    has no locks, nobody is kept out. The kernel lets go when the process ends, however that is.
+
+    Raises BlockingIOError when another process is in it, for `wait_s` seconds; OSError.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    limit_s = time.monotonic() + wait_s
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > limit_s:
+                    raise
+                time.sleep(_LOOK_S)
+            except OSError:
+                break  # a file system without locks
+            else:
+                break
+        yield
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a fork may hold the descriptor too
     finally:
         os.close(descriptor)
 

@@ -3,11 +3,12 @@
 import json
 import os
 import random
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from plait.errors import ConfigError, PlanError
+from plait.errors import ConfigError, PlanError, RunError
 from plait.train.run import RunDir, is_later_attempt, prepare
 
 RECIPE = """
@@ -131,6 +132,18 @@ def test_only_ranks_that_the_same_job_of_torchrun_has_started_again_go_on_unaske
     assert is_later_attempt(run), "it was resumed by this one"
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
     assert not is_later_attempt(run), "not torchrun"
+
+
+def test_one_job_at_a_time_trains_a_run(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("plait.train.run._LEFT_S", 0.0)
+    with ExitStack() as ours:
+        prepare(recipe, alone=ours)
+        before = (recipe.parent / "run" / "recipe.json").read_bytes()
+        with ExitStack() as theirs, pytest.raises(RunError, match="another job trains this run"):
+            prepare(recipe, sets=["optimizer.lr=2e-3"], resume=True, alone=theirs)
+        assert (recipe.parent / "run" / "recipe.json").read_bytes() == before
+    with ExitStack() as theirs:
+        prepare(recipe, resume=True, alone=theirs)
 
 
 def test_dp_auto_stays_in_the_recipe_and_is_judged_for_the_ranks_of_each_start(recipe: Path) -> None:

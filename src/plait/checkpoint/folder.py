@@ -17,9 +17,7 @@ next looks into the folder and finds no such step gives that its name back.
 """
 
 import contextlib
-import fcntl
 import json
-import os
 import re
 import secrets
 import shutil
@@ -29,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plait.errors import CheckpointError
-from plait.files import sync_folder, write_json
+from plait.files import locked, sync_folder, write_json
 
 _STEP = re.compile(r"step-(\d{8,})")
 _TEMPORARY = re.compile(r"step-\d{8,}\.tmp-[0-9a-f]+")
@@ -74,27 +72,19 @@ def place_of(folder: Path, step: int) -> Path:
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """While entered, nobody else saves into the folder. Raises CheckpointError when somebody does, OSError.
-
-    The kernel lets go of it when the process ends, however that is.
-    """
-    descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+def saving_alone(folder: Path) -> Iterator[None]:
+    """While entered, nobody else saves into the folder. Raises CheckpointError when somebody does,
+    OSError."""
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise CheckpointError(
-                "another job saves into this folder",
-                given=folder,
-                expected="one job to a run",
-                hint="end the other one; it may have lost its network and not know it yet",
-            ) from error
-        except OSError:
-            pass  # a file system without locks
-        yield
-    finally:
-        os.close(descriptor)
+        with locked(folder / _LOCK):
+            yield
+    except BlockingIOError as error:
+        raise CheckpointError(
+            "another job saves into this folder",
+            given=folder,
+            expected="one job to a run",
+            hint="end the other one; it may have lost its network and not know it yet",
+        ) from error
 
 
 def put_in_place(partial: Path, final: Path) -> None:

@@ -49,6 +49,8 @@ class HuggingFaceFiles:
     @classmethod
     def open(cls, folder: Path) -> "HuggingFaceFiles":
         """One file, or several with their index. Raises CheckpointError."""
+        if not folder.exists():
+            raise CheckpointError("no weights to start from", given=f"{folder}, which is not there")
         folder = folder if folder.is_dir() else folder.parent  # a recipe may name the config.json
         if (folder / ONE_FILE).exists():
             shards: dict[str, set[str] | None] = {ONE_FILE: None}

@@ -84,15 +84,17 @@ class Checkpoint:
 
 def open_checkpoint(path: Path) -> Checkpoint:
     """Reads and checks the manifest, and that its files are there. Raises CheckpointError."""
-    step = step_of(path)
     try:
-        is_folder = not path.is_symlink() and path.is_dir()
+        is_there, is_folder = path.exists(), path.is_dir() and not path.is_symlink()
+        inside = steps(path) if is_folder and not (path / MANIFEST).exists() else []
     except OSError as error:
         raise cannot_be_read(path, error) from error
-    if step is None or not is_folder:
-        raise CheckpointError(_NONE, given=path, expected="a directory step-00000120")
-    manifest = read_manifest(path)
-    if manifest.step != step:
+    if not is_folder or inside:
+        given = path if is_folder else f"{path}, {'no directory' if is_there else 'which is not there'}"
+        hint = inside[-1] if inside else None
+        raise CheckpointError(_NONE, given=given, expected="a directory such as step-00000120", hint=hint)
+    manifest, step = read_manifest(path), step_of(path)
+    if step is not None and manifest.step != step:  # one with a name of its own may be of any
         raise Damage(path / MANIFEST, f"of step {manifest.step}, in a directory of step {step}").error()
     return Checkpoint(path, manifest)
 
@@ -114,12 +116,12 @@ def open_together(path: Path, world: World) -> Checkpoint:
     return found
 
 
-def newest(folder: Path) -> Checkpoint | None:
+def newest(folder: str | Path) -> Checkpoint | None:
     """The last checkpoint in a folder, None when there is none.
 
     Raises CheckpointError when it is damaged: an older one is not taken in its place silently.
     """
-    paths = steps(folder)
+    paths = steps(Path(folder))
     return open_checkpoint(paths[-1]) if paths else None
 
 

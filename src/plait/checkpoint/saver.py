@@ -10,6 +10,7 @@ to be is known to all ranks by `finish`; that it has ended, to each rank by itse
 
 import contextlib
 import errno
+import json
 import secrets
 import shutil
 import threading
@@ -27,12 +28,12 @@ from torch import Tensor
 
 from plait.checkpoint.folder import (
     Keep,
-    locked,
     note_score,
     place_of,
     prune,
     put_in_place,
     remove_partial,
+    saving_alone,
 )
 from plait.checkpoint.manifest import MANIFEST, Manifest, Part
 from plait.checkpoint.write import write_part
@@ -90,6 +91,10 @@ class Saver:
         this one (or, in the background, the last one) cannot be written: the earlier ones then stand as they
         stood.
         """
+        try:
+            json.dumps(facts)
+        except (TypeError, ValueError) as error:
+            raise CheckpointError("a checkpoint's facts are JSON", given=error) from error
         self.finish()
         began_s = time.perf_counter()
         partial = self._begin(step, sum(each.num_bytes for each in kept))
@@ -152,7 +157,7 @@ class Saver:
                 if not self._folder.is_dir():
                     self._folder.mkdir(parents=True)
                     sync_folder(self._folder.parent)
-                self._lock.enter_context(locked(self._folder))
+                self._lock.enter_context(saving_alone(self._folder))
                 remove_partial(self._folder)
                 _check_space(self._folder, int(total.item()))
                 self._partial(step, random).mkdir()
@@ -290,9 +295,9 @@ def _check_space(folder: Path, num_bytes: int) -> None:
     if free_bytes < need_bytes:
         raise CheckpointError(
             "not enough disk for a checkpoint",
-            given=f"{free_bytes / 2**20:.0f} MiB free at {folder}",
-            expected=f"{need_bytes / 2**20:.0f} MiB",
-            hint="free some space, or a smaller run.keep_last, then --resume: the last checkpoint is whole",
+            given=f"{free_bytes / 2**20:.1f} MiB free at {folder}",
+            expected=f"{need_bytes / 2**20:.1f} MiB",
+            hint="free some space: older checkpoints go when a new one is whole, or by hand; then --resume",
         )
 
 

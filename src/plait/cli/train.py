@@ -1,5 +1,6 @@
 """`plait train`, and `plait rank`: what it starts once per rank."""
 
+import contextlib
 import json
 import os
 import signal
@@ -54,11 +55,12 @@ def train(
     if "WORLD_SIZE" in os.environ:
         raise typer.Exit(_train_under_torchrun(recipe, sets, plan, ranks, resume, start, debug))
     # One rank is started like many: the same signals, letters and exit codes.
-    prepared = prepare(recipe, sets=sets, plan=plan, resume=resume, start=start, ranks=ranks)
-    run, asked = prepared.run.dir, Plan.parse(prepared.plan)
-    num_ranks = ranks if ranks is not None else num_local_ranks(asked, prepared.run.device)
-    words = ["rank", str(run), *(["--debug"] if debug else [])]
-    code = launch_local(num_ranks, words, save_s=prepared.run.save_s)
+    with contextlib.ExitStack() as alone:
+        prepared = prepare(recipe, sets=sets, plan=plan, resume=resume, start=start, ranks=ranks, alone=alone)
+        run, asked = prepared.run.dir, Plan.parse(prepared.plan)
+        num_ranks = ranks if ranks is not None else num_local_ranks(asked, prepared.run.device)
+        words = ["rank", str(run), *(["--debug"] if debug else [])]
+        code = launch_local(num_ranks, words, save_s=prepared.run.save_s)
     if code == USER_MISTAKE and not resume:
         discard_unused(RunDir(run))
     raise typer.Exit(code)
@@ -89,13 +91,23 @@ def _train_under_torchrun(
         )
         world = _join(recipe)
     run = RunDir(recipe.run.dir if not source.is_dir() else source)
-    if world.rank == 0:
-        if is_later_attempt(run):
-            resume, start = True, None
-        prepare(source, sets=sets, plan=plan, resume=resume, start=start, ranks=world.size, local=False)
-        world.announce(_PREPARED)
-    world.wait_for(_PREPARED)
-    code = _train_as_one_of_many(run.read_recipe(), world, debug)
+    with contextlib.ExitStack() as alone:
+        if world.rank == 0:
+            if is_later_attempt(run):
+                resume, start = True, None
+            prepare(
+                source,
+                sets=sets,
+                plan=plan,
+                resume=resume,
+                start=start,
+                ranks=world.size,
+                local=False,
+                alone=alone,
+            )
+            world.announce(_PREPARED)
+        world.wait_for(_PREPARED)
+        code = _train_as_one_of_many(run.read_recipe(), world, debug)
     if code and not resume and world.rank == 0:  # whichever rank found why
         discard_unused(run)
     return code

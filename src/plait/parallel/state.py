@@ -355,12 +355,16 @@ class EngineState:
                 if trains:
                     expected[f"{kind}/{piece.name}"] = piece.whole_shape if is_flat else ()
         empty = {piece.name for piece, _ in self._holdings.pieces() if 0 in piece.whole_shape}
-        for key in sorted(expected.keys() | (set() if weights_only else shapes.keys())):
+        known = expected.keys() | (set() if weights_only else shapes.keys())
+        for key in sorted(known, key=lambda key: (not key.startswith("weights/"), key)):
             if key.partition("/")[2] not in empty and shapes.get(key) != expected.get(key):
                 raise CheckpointError(
                     "the checkpoint is of another model or optimizer",
                     given=f"{key}: {shapes.get(key, 'missing')}",
                     expected=f"{key}: {expected.get(key, 'nothing')}",
+                    hint=None
+                    if key.startswith("weights/")
+                    else "weights_only=True takes over the weights alone",
                 )
 
     def _kinds_in(self, keys: Iterable[str]) -> set[str]:

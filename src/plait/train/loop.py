@@ -239,6 +239,8 @@ def _start(recipe: Recipe, world: World) -> Job:
     )
     if last is not None:
         _stand_at(job, last)
+    elif run.metrics.exists():
+        job.warnings.append("there is no checkpoint yet: the run begins anew")
     return job
 
 
@@ -255,12 +257,10 @@ def _go_back(job: Job, path: Path) -> None:
     with saved.reader() as reader:
         job.engine.load_from(reader)
     _stand_at(job, saved)
-    job.warnings = []
-    told = job.spikes.skip(job.step)
+    job.warnings = [job.spikes.skip(job.step)]
     Saver(job.run.checkpoints, job.engine.world).save(job.step, job.engine.kept(), _facts(job))
     if job.console is not None:
         checkpoint.remove_after(job.run.checkpoints, job.step)
-        job.console.print(told, highlight=False)
 
 
 def _batches(job: Job, stream: TokenStream, steps: range, workers: int) -> Iterator[dict[str, Tensor]]:

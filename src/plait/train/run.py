@@ -14,6 +14,7 @@ import secrets
 import shutil
 import socket
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +23,7 @@ import torch
 from plait.assembly import check_cuts
 from plait.checkpoint import Checkpoint
 from plait.errors import ConfigError, PlanError, RunError
-from plait.files import check_places, sync_folder, sync_tree, write_json
+from plait.files import check_places, locked, sync_folder, sync_tree, write_json
 from plait.models import causal_lm_on_meta
 from plait.optim import MappedFile
 from plait.plan import Plan
@@ -30,6 +31,8 @@ from plait.train.config import LossScaleConfig, Recipe, RunConfig, differences, 
 from plait.train.data import TokenStore, build, check_samples, load_tokenizer
 from plait.train.model import check_config, check_prompt, prompt_ids, whole_config
 from plait.train.resuming import Check, begin_with, go_back, newest_that_opens
+
+_LEFT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -105,13 +108,15 @@ def prepare(
     start: Path | None = None,
     ranks: int | None = None,
     local: bool = True,
+    alone: ExitStack | None = None,
 ) -> Recipe:
     """Checks a run as far as it can be without a rank, builds its data and makes its directory.
 
     `source` is a recipe, or with `resume` also a run's directory. `start`: a checkpoint; a new run begins
     with it, one that is resumed goes back to it. `ranks`: how many there are, if that is decided; `local`
-    when all of them are to run on this host. Returns the recipe as the ranks are to use it, which is saved in
-    the run's directory. Raises a PlaitError, and has then made no directory.
+    when all of them are to run on this host. `alone`: holds the run's lock when this returns. Returns the
+    recipe as the ranks are to use it, which is saved in the run's directory. Raises a PlaitError, and has
+    then made no directory.
     """
     recipe = _read(source, sets, plan, resume)
     run = RunDir(recipe.run.dir)
@@ -128,6 +133,7 @@ def prepare(
     check_config(recipe.model, recipe.data.sequence, the_plan)
     if resume:
         saved = run.read_recipe(sets, plan)
+        _hold(run, alone)
         last = newest_that_opens(run.checkpoints) if start is None else None
     elif run.path.exists() and (not run.path.is_dir() or any(run.path.iterdir())):
         raise RunError(
@@ -143,6 +149,7 @@ def prepare(
 
     if not resume:
         _create(run, recipe, store, start, check)
+        _hold(run, alone)
         return recipe
     _check_unchanged(recipe, saved, run)
     if start is not None:
@@ -151,6 +158,21 @@ def prepare(
         check(last)
     _rewrite(run, recipe)
     return recipe
+
+
+def _hold(run: RunDir, alone: ExitStack | None) -> None:
+    """No other job trains this run from now on. Of one that has just ended, a process may be left for a
+    little while."""
+    if alone is None:
+        return
+    try:
+        alone.enter_context(locked(run.path / ".lock", _LEFT_S))
+    except BlockingIOError as error:
+        raise RunError(
+            "another job trains this run", given=run.path, expected="one job to a run", hint="end that one"
+        ) from error
+    except OSError as error:
+        raise RunError("the run's directory cannot be written", given=f"{run.path}: {error}") from error
 
 
 def _read(source: Path, sets: Sequence[str], plan: str | None, resume: bool) -> Recipe:
