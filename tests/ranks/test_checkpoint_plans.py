@@ -282,3 +282,20 @@ def test_what_was_loaded_half_way_is_not_saved(pool: Pool, saved: Any, tmp_path:
     for letter in pool.run(_saves_torn, 2, "tied_llama", bad, tmp_path / "new"):
         assert "was interrupted" in letter
     assert not (tmp_path / "new").exists()
+
+
+def _saves_apart(model: str, root: Path) -> str:
+    engine = programs.engine_of(task_of(model), _fp64("dp=2 zero=1 micro=2"))
+    folder = root / f"of-rank-{engine.world.rank}"
+    folder.mkdir()
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError) as caught:
+        patch.setattr("plait.checkpoint.saver._APPEARS_S", 0.3)
+        engine.save(folder)
+    return str(caught.value)
+
+
+def test_hosts_that_do_not_share_the_folder_are_told_so_on_every_rank(pool: Pool, tmp_path: Path) -> None:
+    letters = pool.run(_saves_apart, 2, "tied_llama", tmp_path)
+    assert letters[0] == letters[1]
+    assert "not the same one on all hosts" in letters[0]
+    assert list((tmp_path / "of-rank-0").glob("step-*")) == []

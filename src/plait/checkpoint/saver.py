@@ -37,7 +37,7 @@ from plait.checkpoint.folder import (
 )
 from plait.checkpoint.manifest import MANIFEST, Manifest, Part
 from plait.checkpoint.write import write_part
-from plait.comm import World, all_reduce, broadcast, packed, raise_together, unpacked
+from plait.comm import World, broadcast, packed, raise_together, unpacked
 from plait.errors import CheckpointError
 from plait.files import sync_folder, write_text
 from plait.parallel import Kept
@@ -145,45 +145,40 @@ class Saver:
     # --- one save
 
     def _begin(self, step: int, num_bytes: int) -> Path:
-        """The directory to write into, which the first rank makes."""
+        """The directory to write into, which the first rank makes; the others wait for it as they write."""
         group, device = self._world.group, self._world.device
-        total = torch.tensor([num_bytes], device=device)
-        all_reduce(total, group)
-        problem: CheckpointError | None = None
         random = torch.zeros(1, dtype=torch.int64, device=device)
-        if self._world.rank == 0:
-            random.fill_(secrets.randbits(48))
+        problem: CheckpointError | None = None
+        if group.rank == 0:
             try:
-                if not self._folder.is_dir():
-                    self._folder.mkdir(parents=True)
-                    sync_folder(self._folder.parent)
-                self._lock.enter_context(saving_alone(self._folder))
-                remove_partial(self._folder)
-                _check_space(self._folder, int(total.item()))
-                self._partial(step, random).mkdir()
+                random.fill_(self._make(step, num_bytes * group.size))
             except OSError as error:
                 problem = write_error(error, self._folder, step)
             except CheckpointError as error:
                 problem = error
             if problem is not None:
                 self._lock.close()
-        raise_together(problem, group, device)
+                random.fill_(-1)
         broadcast(random, group)
-        partial = self._partial(step, random)
-        limit_s = time.monotonic() + _APPEARS_S
-        while not partial.is_dir() and time.monotonic() < limit_s:
-            time.sleep(_LOOK_S)
-        if not partial.is_dir():
-            problem = CheckpointError(
-                "the folder of checkpoints is not the same one on all hosts",
-                given=f"{partial}, which rank 0 has made, is not there for rank {self._world.rank}",
-                expected="a file system that all hosts share",
-            )
-        raise_together(problem, group, device)
-        return partial
+        number = int(random.item())
+        if number < 0:
+            raise_together(problem, group, device)
+        return self._partial(step, number)
 
-    def _partial(self, step: int, random: Tensor) -> Path:
-        return self._folder / f"{place_of(self._folder, step).name}.tmp-{int(random.item()):012x}"
+    def _make(self, step: int, about_bytes: int) -> int:
+        """Makes the directory, of a random number, which it returns. Raises CheckpointError, OSError."""
+        if not self._folder.is_dir():
+            self._folder.mkdir(parents=True)
+            sync_folder(self._folder.parent)
+        self._lock.enter_context(saving_alone(self._folder))
+        remove_partial(self._folder)
+        _check_space(self._folder, about_bytes)
+        number = secrets.randbits(48)
+        self._partial(step, number).mkdir()
+        return number
+
+    def _partial(self, step: int, number: int) -> Path:
+        return self._folder / f"{place_of(self._folder, step).name}.tmp-{number:012x}"
 
     def _copied(self, kept: Sequence[Kept]) -> _Source:
         """Copies of what is kept, in memory of our own."""
@@ -213,15 +208,31 @@ class Saver:
         """This rank's files."""
         problem: CheckpointError | None = None
         try:
+            self._await(save.partial)
             part = write_part(save.partial, self._world.rank, save.kept, save.source)
             write_text(_said(save.partial, self._world.rank), part.model_dump_json())
         except OSError as error:
             problem = write_error(error, self._folder, save.step)
+        except CheckpointError as error:
+            problem = error
         except BaseException as error:  # an error of ours, or Ctrl-C: all ranks end with it
             self._bug = error
             problem = CheckpointError("a checkpoint cannot be written", given=repr(error))
         if problem is not None:
             self._world.tell(f"{save.partial.name} failed", packed(problem))
+
+    def _await(self, partial: Path) -> None:
+        """Until this host sees what the first rank has made."""
+        limit_s = time.monotonic() + _APPEARS_S
+        while not partial.is_dir():
+            is_over = self._world.heard(f"{partial.name} ended") is not None
+            if is_over or time.monotonic() > limit_s:
+                raise CheckpointError(
+                    "the folder of checkpoints is not the same one on all hosts",
+                    given=f"{partial}, which rank 0 has made, is not there for rank {self._world.rank}",
+                    expected="a file system that all hosts share",
+                )
+            time.sleep(_LOOK_S)
 
     def _conclude(self, save: _Save) -> None:
         """The first rank makes a checkpoint of what all have written, and tells what came of it."""

@@ -21,7 +21,7 @@ from plait.parallel.holdings import Holdings, persistent_buffers
 from plait.parallel.kept import Kept, Source
 from plait.parallel.owned import Owned, OwnedSlice
 from plait.parallel.units import Cut, Unit
-from plait.plan import Overlap, UnitLayout
+from plait.plan import Boxes, Overlap, UnitLayout
 
 _Value = TypeVar("_Value")
 _OURS = ("weights", "buffers", "engine")
@@ -61,6 +61,7 @@ class EngineState:
         self._model = model
         self._replicate = replicate
         self._holdings = holdings
+        self._listed: dict[bool, list[Kept]] = {}  # of units, by whether there are optimizer states
 
     @property
     def _is_first(self) -> bool:
@@ -108,7 +109,10 @@ class EngineState:
     def kept(self) -> list[Kept]:
         """What this rank has to save, of everything but the engine's own: over all ranks every element once.
         Ranks along `replicate`, which hold the same, share the work."""
-        found = [kept for unit in self._all_units() for kept in self._kept_of(unit)]
+        if self._owned.has_states not in self._listed:  # what lies where does not change
+            listed = [kept for unit in self._all_units() for kept in self._kept_of(unit)]
+            self._listed[self._owned.has_states] = listed
+        found = [*self._listed[self._owned.has_states]]
         here = self._loose_here()
         for name, loose in self._holdings.loose.items():
             if self._shard.rank == 0 and self._model.rank == self._holdings.first_rank(loose.stage):
@@ -140,7 +144,13 @@ class EngineState:
                 yield _of(key, lap, part.leaf.dtype, functools.partial(self._flat_state, part, kind))
             elif lap.start == 0 and all(dim[0][0] == 0 for dim in lap.piece.boxes.ranges):
                 # what is counted once per parameter is told by the owner of its first element
-                yield Kept.whole(key, self._counter(part, kind))
+                yield self._kept_counter(part, kind, key)
+
+    def _kept_counter(self, part: OwnedSlice, kind: str, key: str) -> Kept:
+        def read() -> Tensor:
+            return self._counter(part, kind).view(-1)
+
+        return Kept(key, (), read().dtype, Boxes.whole(()), 0, 1, read)
 
     def _flat_state(self, part: OwnedSlice, kind: str) -> Tensor:
         held: Tensor = self._owned.stepper.state(part.leaf)[kind]
