@@ -66,7 +66,10 @@ class Heartbeat:
 
     def beat(self, step: int, phase: str, *, slow: bool = False) -> None:
         """This rank begins `phase`, after `step` steps."""
+        was_slow = self._now[2] != 1
         self._now = (step, phase, SLOW if slow else 1)
+        if was_slow and not slow and self._thread is not None:
+            self._wind(1)  # the interpreter may be held before the thread looks again
 
     def __enter__(self) -> "Heartbeat":
         if not self._limit_s:
@@ -82,6 +85,7 @@ class Heartbeat:
             self._write_beat(0.0)
         except OSError as error:
             raise RunError("the run's stacks cannot be written", given=f"{self._folder}: {error}") from error
+        self._wind(SLOW)
         self._thread = threading.Thread(target=self._watch, name="plait-heartbeat", daemon=True)
         self._thread.start()
         return self
@@ -115,13 +119,18 @@ class Heartbeat:
             age_s = age_s + min(now_s - looked_s, 2 * self._look_s) if now is seen else 0.0
             seen, looked_s = now, now_s
             limit_s = self._limit_s * now[2]
-            faulthandler.dump_traceback_later(limit_s + self._grace_s, file=self._file, exit=True)
+            self._wind(now[2])
             alarm = self._heard_alarm()
             if alarm == _STACKS and not self._has_dumped:
                 self._dump()
             self._write_beat(age_s)
             if alarm == _HANG or age_s > limit_s:
                 self._end(age_s)
+
+    def _wind(self, times: int) -> None:
+        """Sets the timer in C, which ends a process whose interpreter is held."""
+        limit_s = self._limit_s * times
+        faulthandler.dump_traceback_later(limit_s + self._grace_s, file=self._file, exit=True)
 
     @property
     def _grace_s(self) -> float:
