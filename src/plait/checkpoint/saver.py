@@ -5,7 +5,7 @@ With `background`, a save takes as long as a copy of what the rank owns, into me
 next one (pinned where there is a GPU); a thread writes it from there while training goes on. It talks to
 nobody but through files, and through the job's store, where it says that it has failed: communication belongs
 to the thread that trains, in one order on all ranks. The next save waits for the last one. Whether that came
-to be is known to all ranks by `finish`; that it has ended, to each rank by itself before: `has_ended`.
+to be is known to all ranks by `finish`; that it has ended, to the first rank before that: `has_ended`.
 """
 
 import contextlib
@@ -80,7 +80,6 @@ class Saver:
         self._under_way: str | None = None  # the name of the directory that is being written
         self._bug: BaseException | None = None
         self._lock = contextlib.ExitStack()  # from a save's beginning to its end, on the first rank
-        self.pause_s = 0.0  # that the last save took of the step's time
 
     def save(
         self, step: int, kept: Sequence[Kept], facts: Mapping[str, Any], *, score: float | None = None
@@ -96,7 +95,6 @@ class Saver:
         except (TypeError, ValueError) as error:
             raise CheckpointError("a checkpoint's facts are JSON", given=error) from error
         self.finish()
-        began_s = time.perf_counter()
         partial = self._begin(step, sum(each.num_bytes for each in kept))
         source = self._copied(kept) if self._background else Kept.cpu
         save = _Save(partial, step, kept, source, dict(facts), score)
@@ -104,15 +102,13 @@ class Saver:
         if self._background:
             self._thread = threading.Thread(target=self._run, args=(save,), name="plait-save", daemon=True)
             self._thread.start()
-            self.pause_s = time.perf_counter() - began_s
             return
         self._run(save)
         self.finish()
-        self.pause_s = time.perf_counter() - began_s
 
     def reserve(self, num_bytes: int) -> None:
         """For saves in the background: takes the memory for a copy of so many bytes, behind the next steps.
-        The first save is then no longer a pause than the others."""
+        The first save's pause is then no longer than the others'."""
         if self._background and self._thread is None and self._staging.numel() < num_bytes:
             self._thread = threading.Thread(target=self._take, args=(num_bytes,), daemon=True)
             self._thread.start()
