@@ -20,8 +20,8 @@ def held_bytes(held: Held, owned: Owned, plan: Plan, activation_bytes: int | Non
         host += own if offloads else 0
         if not unit.trains:
             continue
-        whole = unit.incoming.nbytes if unit.incoming.stays else 0
-        kept = unit.incoming.tensor
+        whole = unit.incoming.memory.nbytes if unit.incoming.memory.stays else 0
+        kept = unit.incoming.memory.tensor
         in_place = (
             kept is not None and kept.untyped_storage()._cdata == unit.gradient.untyped_storage()._cdata
         )

@@ -1,13 +1,10 @@
 """Gradients on their way from every data rank's backward to the owners of their ranges.
 
-[Note: one order of reductions]
-A collective is matched across ranks by the order in which a group sees it. Gradients become ready in
-an order that may differ between ranks (a parameter that is unused on one of them, a branch), so units
-are not reduced when they are ready but in one order fixed beforehand: the reverse of forward's, which
-is nearly the order in which backward completes them. A unit that is ready early waits for those
-before it; what never becomes ready is reduced, its missing gradients as zeros, when backward is over.
-The ranks hold the same model, hence the same order. At stage 3 all ranks take, after the first step, the
-order in which the first rank completed its units: a unit far from its place would be late every time.
+[Note: the order of units]
+Units are reduced in one order (see [Note: one order of reductions] in `in_order.py`): the reverse of
+forward's. What never becomes ready is reduced, its missing gradients as zeros, when backward is over. At
+stage 3 all ranks take, after the first step, the order in which the first rank completed its units: a unit
+far from its place would be late every time.
 
 [Note: which micro-batches communicate]
 The reduction is linear: reducing the sum of a step's micro-batches is reducing each. With whole
@@ -44,10 +41,12 @@ from torch import Tensor
 from plait.comm import Group, Summing, all_reduce
 from plait.optim import squared_norm
 from plait.parallel.groups import PartialSums
+from plait.parallel.in_order import InOrder
+from plait.parallel.incoming import GradientState
 from plait.parallel.lane import Lane
 from plait.parallel.meter import Meter
 from plait.parallel.sums import Between, Sums
-from plait.parallel.units import Cut, GradientState, Unit
+from plait.parallel.units import Cut, Unit
 from plait.plan.turns import TRAVELLING, deadlines
 
 _MOST_TRAVELLING = 256  # of whole gradients that stay; transports have room for some hundreds
@@ -106,7 +105,7 @@ class Reducer:
         have deadlines, see [Note: late gradients]. Where whole gradients stay, backward lands what needs no
         waiting (and, beyond some hundreds of units, the oldest), so nobody waits in a circle, and a late
         gradient would meet its own sum."""
-        self._order = list(reversed(units))  # see [Note: one order of reductions ...]
+        self._queue = InOrder(units[::-1], self._start)  # see [Note: the order of units]
         self._sums = sums
         self._partial = partial
         self._has_between = replicas > 1 and not sums.at_once
@@ -116,10 +115,7 @@ class Reducer:
         self._may_land_early = not self._frees and (grid == 1 or not self._has_between)
         self._hurries = hurries
         self._meter = meter
-        self._reducing = False
         self._last = False
-        self._next = 0
-        self._complete: dict[Unit, None] = {}  # in the order of completion
         self._deadlines: list[int | None] = [None] * len(units)
         self._under_way = under_way
         self._replicating: list[tuple[Unit, Between]] = []
@@ -135,13 +131,13 @@ class Reducer:
         """From now on units are reduced in this order, the same on every rank. `last_uses`: places in
         backward's walk, of units that are in it."""
         assert set(units) == set(self._order), "an order of other units"
-        self._order = units
+        self._queue = InOrder(units, self._start)
         self._deadlines = deadlines([last_uses.get(unit, -1) for unit in units], prefetch)
 
     @property
     def completed(self) -> list[Unit]:
         """In the order in which the last backward completed them; at the end those that it did not."""
-        return [*self._complete, *(unit for unit in self._order if unit not in self._complete)]
+        return self._queue.completed
 
     def begin_micro(self, *, last: bool, half: bool = False) -> None:
         """A micro-batch's backward is about to run. `half`: its other half comes later, see `begin_rest`."""
@@ -158,28 +154,24 @@ class Reducer:
             summing.release()
         self._read.clear()
         self._last = last
-        self._reducing = reduces
-        self._next = 0
-        self._complete.clear()
+        self._queue.begin(starts=reduces)
 
     def start_due(self, use: int) -> None:
         """Backward goes to this place of its walk: starts what is due. See [Note: late gradients]."""
-        while self._hurries and self._reducing and self._next < len(self._order):
-            deadline = self._deadlines[self._next]
+        queue = self._queue
+        while self._hurries and queue.starts and not queue.is_over:
+            deadline = self._deadlines[queue.next_place]
             if deadline is None or deadline > use:
                 return
-            self._start_next()
+            queue.start_next()
 
     def end_micro(self) -> None:
         """Backward is over: starts what has not started. Until then no other verb may be called on the
         groups, because ranks differ in how far they have come."""
         for unit in self._order:
             unit.end_micro()
-        if not self._reducing:
-            return
-        while self._next < len(self._order):
-            self._start_next()
-        if not self._last:
+        self._queue.start_rest()
+        if self._queue.starts and not self._last:
             self._land_all()
 
     def land(self) -> None:
@@ -230,9 +222,14 @@ class Reducer:
         self._lane.drain()
         self._replicating.clear()
         self._squares.clear()
-        self._reducing = self._last = False
+        self._last = False
+        self._queue.begin(starts=False)
         for unit in self._order:
             unit.reset()
+
+    @property
+    def _order(self) -> list[Unit]:
+        return self._queue.order
 
     @property
     def _replicates(self) -> bool:
@@ -240,9 +237,7 @@ class Reducer:
         return self._last and self._has_between
 
     def _on_complete(self, unit: Unit) -> None:
-        self._complete[unit] = None
-        while self._reducing and self._next < len(self._order) and self._order[self._next] in self._complete:
-            self._start_next()
+        self._queue.complete(unit)
         while self._under_way and self._lands_early(self._under_way.oldest):
             self._under_way.land_oldest()
 
@@ -259,7 +254,7 @@ class Reducer:
 
     def _reduce_late(self) -> None:
         """Once more, what is late on any rank. See [Note: late gradients]."""
-        late = [float(unit.state is GradientState.FILLING) for unit in self._order]
+        late = [float(unit.incoming.state is GradientState.FILLING) for unit in self._order]
         votes = torch.tensor(late, device=self._device)
         all_reduce(votes, self._all, "max")
         for unit, vote in zip(self._order, votes.tolist(), strict=True):
@@ -267,14 +262,10 @@ class Reducer:
                 self._start(unit)
         self._land_all()
 
-    def _start_next(self) -> None:
-        self._next += 1
-        self._start(self._order[self._next - 1])
-
     def _start(self, unit: Unit) -> None:
         contribution = unit.seal()
         self._partial.add_up(unit.layout, contribution)  # see [Note: when parts are summed]
-        unit.move(GradientState.REDUCING)
+        unit.incoming.move(GradientState.REDUCING)
         summing = self._sums.start(unit, contribution)
         self._under_way.add(self, unit, summing)
         self._meter.hold(summing.buffer_bytes)

@@ -47,7 +47,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Protocol
 
 import torch
@@ -55,6 +54,7 @@ from torch import Tensor, nn
 
 from plait.errors import ModelError
 from plait.parallel.boxes import taken
+from plait.parallel.incoming import GradientState, Incoming
 from plait.parallel.memory import Flat, Loan
 from plait.parallel.meter import Meter
 from plait.plan import Piece, UnitLayout
@@ -94,21 +94,6 @@ class Cut:
         return self.compute != self.master or (self.offloads and self.whole_parameters)
 
 
-class GradientState(Enum):
-    """Where a unit's whole gradient stands."""
-
-    EMPTY = auto()  # no gradient since the last reduction
-    FILLING = auto()  # some gradients are in
-    REDUCING = auto()  # the reduction reads (and may overwrite) `incoming`
-
-
-_MOVES = {
-    GradientState.EMPTY: {GradientState.FILLING, GradientState.REDUCING},
-    GradientState.FILLING: {GradientState.REDUCING},
-    GradientState.REDUCING: {GradientState.EMPTY},
-}
-
-
 class Unit:
     """One flat storage, its parameters and their gradient. See [Note: the storages of a unit ...]."""
 
@@ -126,7 +111,6 @@ class Unit:
             self.piece = self.storage[self.start : self.stop]
         else:
             self.piece = _zeros(layout.range_numel, cut.compute, cut.home)
-        self.state = GradientState.EMPTY
         self.has_sum = False  # this step: `gradient` holds the sum of earlier reductions
         # Called when every parameter has given its gradient in a micro-batch.
         self.on_complete: list[Callable[[Unit], None]] = []
@@ -147,18 +131,14 @@ class Unit:
         numel, range_numel = self.layout.numel, self.layout.range_numel
         if cut.has_masters:
             self.master = cut.masters.new(range_numel)
-        self.incoming = Loan(
-            lambda: cut.lend(numel, cut.incoming), stays=cut.whole_gradients, meter=cut.meter
-        )
-        self._gradients = [] if self.incoming.tensor is None else self.pieces_of(self.incoming.tensor)
-        if self.incoming.tensor is not None and cut.incoming == cut.master and not cut.offloads:
-            self.gradient = self.incoming.tensor[self.start : self.stop]
+        memory = Loan(lambda: cut.lend(numel, cut.incoming), stays=cut.whole_gradients, meter=cut.meter)
+        self.incoming = Incoming(f"unit {self.layout.name}", memory, len(self.layout.pieces), self.pieces_of)
+        if memory.tensor is not None and cut.incoming == cut.master and not cut.offloads:
+            self.gradient = memory.tensor[self.start : self.stop]
         elif cut.offloads:
             self.gradient = _zeros(range_numel, cut.master, cut.home)
         else:
             self.gradient = cut.lend(range_numel, cut.master).zero_()
-        self._written = [False] * len(self.layout.pieces)  # since the last reduction: holds a gradient
-        self._arrived = [False] * len(self.layout.pieces)  # in this micro-batch: it has come
         self._expected: Counter[int] = Counter()  # what `deliver` will bring
         self._listens = False
 
@@ -241,17 +221,9 @@ class Unit:
 
     # --- gradients
 
-    def move(self, state: GradientState) -> None:
-        """The only place where the state changes, but for `reset`."""
-        assert state in _MOVES[self.state], (
-            f"unit {self.layout.name}: from {self.state.name} to {state.name}: a gradient came after its "
-            "reduction began, or a reduction began twice"
-        )
-        self.state = state
-
     def begin_micro(self) -> None:
         """A micro-batch's backward is about to run: no parameter has given its gradient yet."""
-        self._arrived = [False] * len(self._arrived)
+        self.incoming.begin()
         self._listens = True
 
     def end_micro(self) -> None:
@@ -261,13 +233,13 @@ class Unit:
     @property
     def is_complete(self) -> bool:
         """Every parameter has given its gradient in this micro-batch."""
-        return all(self._arrived)
+        return self.incoming.is_complete
 
     def expect(self, parameter: Tensor) -> None:
         """One more `deliver` of a gradient of this parameter, of a backward's second half."""
         index = self._index_of[id(parameter)]
         self._expected[index] += 1
-        self._arrived[index] = False
+        self.incoming.expect_again(index)
 
     def deliver(self, parameter: Tensor, gradient: Tensor) -> None:
         """Adds what a backward's second half has computed."""
@@ -279,37 +251,23 @@ class Unit:
     def seal(self) -> Tensor:
         """No more gradients come: `incoming`, in which those that never came are zero."""
         self._hold_incoming()
-        for index, written in enumerate(self._written):
-            if not written:
-                self._gradients[index].zero_()
-        assert self.incoming.tensor is not None
-        return self.incoming.tensor
+        return self.incoming.seal()
 
     def landed(self) -> None:
         """The reduction is through: `gradient` holds its sum."""
         self.has_sum = True
-        self.move(GradientState.EMPTY)
-        self._forget_incoming()
+        self.incoming.landed()
 
     def reset(self) -> None:
         """The step is over: `gradient` keeps its values, but the next step will overwrite them."""
         self._listens = False
-        self.state = GradientState.EMPTY
         self.has_sum = False
         if self.trains:
             self._expected.clear()
-        self._forget_incoming()
-
-    def _forget_incoming(self) -> None:
-        self._written = [False] * len(self._written)
-        if not self.incoming.stays:
-            self._gradients = []
-        self.incoming.free()
+            self.incoming.reset()
 
     def _hold_incoming(self) -> None:
         if self.incoming.hold():
-            assert self.incoming.tensor is not None
-            self._gradients = self.pieces_of(self.incoming.tensor)
             self.clear_gaps()
 
     def repeated_gradients(self) -> Iterator[Tensor]:
@@ -321,9 +279,9 @@ class Unit:
 
     def clear_gaps(self) -> None:
         """Zeroes what no parameter writes: a sum in blocks spreads a gradient's NaN over it."""
-        if self.incoming.tensor is not None:
+        if self.incoming.memory.tensor is not None:
             for start, stop in self.layout.gaps:
-                self.incoming.tensor[start:stop].zero_()
+                self.incoming.memory.tensor[start:stop].zero_()
 
     def _taker(self, index: int) -> Callable[[Tensor], None]:
         """A hook that does not keep the unit: the collector does not see through a parameter's hooks."""
@@ -343,29 +301,31 @@ class Unit:
         gradient, parameter.grad = parameter.grad, None
         if self.keep_early is not None:
             self.keep_early(parameter, gradient)
-            self._arrived[index] = True
+            self.incoming.arrive(index)
         else:
             self._add(index, gradient, last=True)
 
     def _add(self, index: int, gradient: Tensor, *, last: bool) -> None:
         """To `incoming`. `last`: of this parameter, in this backward."""
-        if self.state is GradientState.REDUCING:
+        incoming = self.incoming
+        if incoming.state is GradientState.REDUCING:
             self.on_late(self)
-        if self.state is not GradientState.FILLING:
-            self.move(GradientState.FILLING)
+        if incoming.state is not GradientState.FILLING:
+            incoming.move(GradientState.FILLING)
             self._hold_incoming()
-        if self._written[index]:
-            self._gradients[index].add_(gradient)
+        if incoming.written[index]:
+            incoming.views[index].add_(gradient)
         else:
-            self._gradients[index].copy_(gradient)
-        self._written[index] = True
-        self._arrived[index] = last
-        if all(self._arrived):
-            for listener in self.on_complete:
-                listener(self)
+            incoming.views[index].copy_(gradient)
+        incoming.written[index] = True
+        if last:
+            incoming.arrive(index)
+            if incoming.is_complete:
+                for listener in self.on_complete:
+                    listener(self)
 
     def _check_expected(self, index: int, parameter: Tensor) -> None:
-        if self._listens and not self._arrived[index]:
+        if self._listens and not self.incoming.has_arrived(index):
             return
         parameter.grad = None
         name = self.layout.pieces[index].name

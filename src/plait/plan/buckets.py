@@ -1,0 +1,48 @@
+"""Which gradients travel together: the buckets of DistributedDataParallel (Li et al., 2006.15704, 3.2.3).
+
+A bucket closes when it has reached its limit, so it may overshoot; the next one of its kind takes the next
+limit, and the last limit repeats. torch deals likewise, and its function is what the tests compare with.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+MIB = 1 << 20
+DEFAULT_CAP_BYTES = 25 * MIB
+FIRST_CAP_BYTES = 1 * MIB  # unless the user sets a cap: the first bucket is to travel soon
+
+
+@dataclass(frozen=True)
+class Traveller:
+    """A parameter's gradient, as far as buckets go."""
+
+    nbytes: int
+    kind: Hashable  # dtype and device: a bucket has one
+    alone: bool = False  # a sparse gradient has a bucket of its own
+
+
+def dealt(
+    travellers: Sequence[Traveller], limits: Sequence[int], order: Sequence[int]
+) -> list[tuple[int, ...]]:
+    """Indices of the travellers of each bucket, filled in `order`.
+
+    Buckets stand in the order in which they close, and at the end those that never do. `limits`: bytes, of
+    the first bucket of each kind, of its second, and so on.
+    """
+    open_buckets: dict[Hashable, list[int]] = {}
+    sizes: dict[Hashable, int] = {}
+    num_closed: dict[Hashable, int] = {}
+    buckets: list[tuple[int, ...]] = []
+    for index in order:
+        traveller = travellers[index]
+        if traveller.alone:
+            buckets.append((index,))
+            continue
+        kind = traveller.kind
+        open_buckets.setdefault(kind, []).append(index)
+        sizes[kind] = sizes.get(kind, 0) + traveller.nbytes
+        if sizes[kind] >= limits[min(num_closed.get(kind, 0), len(limits) - 1)]:
+            buckets.append(tuple(open_buckets.pop(kind)))
+            num_closed[kind] = num_closed.get(kind, 0) + 1
+            sizes[kind] = 0
+    return buckets + [tuple(bucket) for bucket in open_buckets.values()]
