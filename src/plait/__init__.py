@@ -10,12 +10,15 @@ if TYPE_CHECKING:
     from plait.errors import PlaitError
     from plait.models import Chain
     from plait.optim import LossScaling
+    from plait.parallel.ddp import DDPError, DistributedDataParallel
     from plait.plan import Plan
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Chain",
+    "DDPError",
+    "DistributedDataParallel",
     "Engine",
     "EvalResult",
     "LossScaling",
@@ -30,6 +33,8 @@ __all__ = [
 # loader's worker, the launcher or a plan has no use for.
 _HOMES = {
     "Chain": "plait.models",
+    "DDPError": "plait.parallel.ddp",
+    "DistributedDataParallel": "plait.parallel.ddp",
     "Engine": "plait.engine",
     "EvalResult": "plait.batch",
     "StepResult": "plait.batch",

@@ -1,0 +1,6 @@
+"""DistributedDataParallel: torch's contract over plait's buckets and transports."""
+
+from plait.parallel.ddp.texts import DDPError
+from plait.parallel.ddp.wrapper import DistributedDataParallel
+
+__all__ = ["DDPError", "DistributedDataParallel"]

@@ -1,0 +1,129 @@
+"""How a bucket is summed over the ranks: by all-reduce, or by the program's communication hook.
+
+[Note: where gradients are divided]
+The mean of p ranks is taken where it costs least: by the transport that has the numbers in its hands anyway (shared
+memory), else while gradients are copied into the bucket, which also keeps float16 sums from overflowing. Inside
+`join()` the divisor is the number of ranks that still have data, which each rank learns behind its forward; those
+that have joined contribute zeros, and must not divide. A hook gets gradients that nobody has divided.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.comm.behind import Behind
+from plait.comm.transport import Pending
+from plait.comm.verbs import Group, shares_memory, start_all_reduce
+from plait.parallel.ddp.bucket import Bucket
+from plait.parallel.ddp.grad_bucket import GradBucket
+from plait.parallel.ddp.sparse import SparseBucket, sum_of_rows
+from plait.parallel.ddp.texts import NO_FUTURE, TWICE, DDPError
+
+AnyBucket = Bucket | SparseBucket
+Hook = Callable[..., "torch.futures.Future[Tensor]"]
+
+
+class Carrier:
+    """Starts the sums of buckets, in one order, and ends them in the same."""
+
+    def __init__(self, behind: Behind) -> None:
+        self.behind = behind
+        self._hook: Hook | None = None
+        self._state: object = None
+        self._divisor: float | None = None  # in this backward, when it is known
+        self._active: Any = None  # work whose result is the number of ranks that have data
+        self._is_in_join = False
+
+    @property
+    def group(self) -> Group:
+        return self.behind.group
+
+    # --- the divisor: see [Note: where gradients are divided]
+
+    def reset(self) -> None:
+        """A backward is over."""
+        self._divisor = None
+
+    def expect_active(self, work: Any, *, is_static: bool) -> None:
+        """In `join()`: `work` counts the ranks that have data. `is_static`: the divisor stays that of all."""
+        self._is_in_join = True
+        self._active = None if is_static else work
+
+    def factor(self) -> float | None:
+        """What gradients are multiplied with on their way into buckets; None: nothing."""
+        if self._hook is not None or self._takes_mean:
+            return None
+        if self._divisor is None:
+            self._divisor = float(self.group.size)
+            if self._active is not None:
+                self._active.wait()
+                self._divisor = float(self._active.result()[0].item())
+        return None if self._divisor == 1.0 else 1.0 / self._divisor
+
+    @property
+    def _takes_mean(self) -> bool:
+        return not self._is_in_join and shares_memory(self.group)
+
+    def leave_join(self) -> None:
+        """What comes is not in `join()`, unless `expect_active` says so."""
+        self._is_in_join, self._active = False, None
+
+    # --- sums
+
+    def register(self, hook: Hook, state: object) -> None:
+        if self._hook is not None:
+            raise DDPError(TWICE, hint="one hook that does both")
+        self._hook, self._state = hook, state
+
+    @property
+    def has_hook(self) -> bool:
+        return self._hook is not None
+
+    def start(self, bucket: AnyBucket, given: Tensor, *, is_last: bool) -> Callable[[], Tensor]:
+        """Starts to sum what is given. Returns what waits for the result."""
+        if self._hook is not None:
+            return self.run_hook(seen_by_hook(bucket, given, is_last=is_last))
+        if isinstance(bucket, SparseBucket):
+            return lambda: sum_of_rows(given, self.group, f"bucket {bucket.index}")
+        pending = self._start_sum(given, "mean" if self._takes_mean else "sum", bucket.index)
+        return _Landing(pending, given)
+
+    def start_zeros(self, bucket: AnyBucket, zeros: Tensor) -> Callable[[], Tensor]:
+        """What a rank that has joined takes part with: its peers do not let the transport divide."""
+        if isinstance(bucket, SparseBucket):
+            return lambda: sum_of_rows(zeros, self.group, f"bucket {bucket.index}")
+        return _Landing(self._start_sum(zeros, "sum", bucket.index), zeros)
+
+    def _start_sum(self, given: Tensor, op: str, index: int) -> Pending:
+        real = torch.view_as_real(given).view(-1) if given.is_complex() else given
+        return start_all_reduce(real, self.group, op, label=f"bucket {index} of gradients")
+
+    def run_hook(self, seen: GradBucket) -> Callable[[], Tensor]:
+        assert self._hook is not None, "no hook"
+        future = self._hook(self._state, seen)
+        if not isinstance(future, torch.futures.Future):
+            raise DDPError(
+                f"{NO_FUTURE} {type(future)}", expected="what a hook returns has the new gradients as result"
+            )
+        return lambda: _tensor_of(future.wait())
+
+
+class _Landing:
+    def __init__(self, pending: Pending, given: Tensor) -> None:
+        self._pending = pending
+        self._given = given
+
+    def __call__(self) -> Tensor:
+        self._pending.wait()
+        return self._given
+
+
+def seen_by_hook(bucket: AnyBucket, given: Tensor, *, is_last: bool) -> GradBucket:
+    return GradBucket(bucket.index, given, bucket.parameters, bucket.views_of, is_last=is_last)
+
+
+def _tensor_of(result: Tensor | Sequence[Tensor]) -> Tensor:
+    """Of a future: a tensor, or a list of one as process groups give it."""
+    return result if isinstance(result, Tensor) else result[0]

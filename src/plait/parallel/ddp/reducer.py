@@ -1,0 +1,422 @@
+"""From autograd's hooks to averaged gradients: what one backward of DistributedDataParallel comes to.
+
+[Note: one backward]
+`prepare_for_backward` (at the end of forward) begins it: hooks are expected. Each parameter's hook puts its
+gradient into its bucket; a bucket that is complete starts, in the order of buckets (`parallel/in_order.py`), while
+autograd goes on. With the last one a callback of the engine is queued, which waits for the sums and hands them
+out when autograd is through. If buckets are left over when the next forward begins, a gradient has not come. Hooks
+outside of this (in `no_sync`, in a second backward of the same forward) leave gradients to autograd.
+
+[Note: buckets of the first backward and of the others]
+Nobody knows in which order gradients come before they have come. The first buckets follow the parameters in
+reverse, and are reduced as they fill: from the second forward on they follow the order in which rank 0's gradients
+came, on all ranks. Which parameters a graph leaves out may change with find_unused_parameters: there the first
+buckets stay.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from plait.comm.behind import Behind
+from plait.comm.transport import Pending
+from plait.comm.verbs import broadcast, empty
+from plait.parallel.ddp.bucket import Bucket
+from plait.parallel.ddp.carry import AnyBucket, Carrier, Hook, seen_by_hook
+from plait.parallel.ddp.grad_bucket import GradBucket
+from plait.parallel.ddp.sparse import SparseBucket
+from plait.parallel.ddp.static import StaticGraph
+from plait.parallel.ddp.texts import ALL_USED, CREATE_GRAPH, STATIC_LATE, DDPError, changed, twice, unfinished
+from plait.parallel.ddp.times import Times
+from plait.parallel.ddp.used import UsedMap, unused_in_backward
+from plait.parallel.ddp.warned import warn_once
+from plait.parallel.in_order import InOrder
+from plait.plan.buckets import Traveller, dealt
+
+
+@dataclass(frozen=True)
+class Options:
+    """Of the constructor, as far as they concern gradients. `limits`: bytes of buckets, see `plan/buckets.py`."""
+
+    limits: Sequence[int]
+    find_unused: bool = False
+    as_views: bool = False
+    skips_unused: bool = False
+
+
+class Reducer:
+    """Averages gradients over ranks. Public names, but for the first two, are torch's, which its module calls."""
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        are_sparse: Sequence[bool],
+        names: Mapping[int, str],
+        options: Options,
+        behind: Behind,
+    ) -> None:
+        """`names`: to be told in messages, by number."""
+        self.parameters = list(parameters)
+        self.options = options
+        self.times = Times()
+        self.carrier = Carrier(behind)
+        self.static: StaticGraph | None = None
+        self.is_static_so_far = True  # the set of unused parameters has not changed yet
+        self._are_sparse = list(are_sparse)
+        self._names = dict(names)
+        self._device = self.parameters[0].device
+        self._lock = threading.RLock()
+        self._futures: list[Any] = []  # of buffers, waited for when backward ends
+        self._arrivals: list[int] | None = None if options.find_unused else []
+        self._used = UsedMap(len(self.parameters), self._device) if options.find_unused else None
+        self._outputs: list[Any] = []  # nodes of forward's outputs
+        self._unused: list[int] = []
+        self._optimizers_run_in_backward = False
+        self._landings: dict[int, Callable[[], Tensor]] = {}
+        self._left_over: list[Callable[[], Tensor]] = []
+        self._expects_hooks = self._has_begun = self._is_unfinished = False
+        self.has_rebuilt = False
+        self.log_error: Callable[[str], None] = _nothing
+        self._set_buckets(range(len(self.parameters) - 1, -1, -1))
+        self._nodes = [_accumulate_node(parameter) for parameter in self.parameters]
+        self._hooks = [
+            node.register_hook(partial(_run_hook, weakref.ref(self), index))
+            for index, node in enumerate(self._nodes)
+        ]
+
+    # --- buckets
+
+    def _set_buckets(self, order: Sequence[int]) -> None:
+        travellers = [
+            Traveller(p.numel() * p.dtype.itemsize, (p.dtype, p.device), alone)
+            for p, alone in zip(self.parameters, self._are_sparse, strict=True)
+        ]
+        self.buckets: list[AnyBucket] = [
+            self._bucket(index, numbers)
+            for index, numbers in enumerate(dealt(travellers, self.options.limits, order))
+        ]
+        self._where = {
+            number: (bucket, place) for bucket in self.buckets for place, number in enumerate(bucket.numbers)
+        }
+        self._queue = InOrder(range(len(self.buckets)), self._start)
+        self._ready = bytearray(len(self.parameters))
+
+    def _bucket(self, index: int, numbers: Sequence[int]) -> AnyBucket:
+        names = [self._names.get(number, f"parameter {number}") for number in numbers]
+        parameters = [self.parameters[number] for number in numbers]
+        if self._are_sparse[numbers[0]]:
+            return SparseBucket(index, numbers[0], parameters[0], names[0])
+        return Bucket(index, numbers, parameters, names, self._lend, as_views=self.options.as_views)
+
+    def _lend(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return empty(numel, dtype, device, self.carrier.group)
+
+    @property
+    def unused_bytes(self) -> int:
+        """Of parameters that the last backward has not reached."""
+        return sum(self.parameters[number].nbytes for number in self._unused)
+
+    @property
+    def order_of_arrival(self) -> list[int]:
+        return [] if self._arrivals is None else list(self._arrivals)
+
+    def _rebuild_buckets(self) -> bool:
+        """Before a forward. Whether buckets have been dealt anew. See [Note: buckets of the first ...]."""
+        with self._lock:
+            self._check_reducer_finalized()
+            if not self._arrivals:
+                return False
+            order = torch.tensor(self._arrivals, dtype=torch.int64, device=self._device)
+            if self.carrier.group.size > 1:
+                broadcast(order, self.carrier.group, label="the order of gradients")
+            self._arrivals = None
+            self._set_buckets(order.tolist())
+            self.has_rebuilt = True
+            return True
+
+    # --- forward
+
+    def prepare_for_forward(self) -> None:
+        with self._lock:
+            self._outputs.clear()
+            self.carrier.leave_join()
+            self.times.forward_begins()
+
+    def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
+        """`outputs`: all tensors that forward returned, if parameters without gradient are to be found."""
+        with self._lock:
+            self.times.backward_begins()
+            self._abandon()
+            self._expects_hooks = True
+            self._has_begun = False
+            self._ready = bytearray(len(self.parameters))
+            self._outputs = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+            for bucket in self.buckets:
+                bucket.begin()
+            self._queue.begin(starts=True)
+            if self.static is not None:
+                self.static.begin()
+
+    def _abandon(self) -> None:
+        """Whatever an unfinished backward has left. Sums that are under way are waited for behind it."""
+        self._left_over += self._landings.values()
+        self.carrier.reset()
+        if self._landings or self._is_unfinished:
+            for bucket in self.buckets:
+                bucket.drop()
+        self._landings.clear()
+        self._is_unfinished = False
+
+    # --- backward
+
+    def _autograd_hook(self, index: int) -> None:
+        """A parameter's gradient has been accumulated."""
+        with self._lock:
+            static = self.static
+            if self._used is not None and (static is None or not static.is_known):
+                if self.parameters[index].grad is not None:
+                    self._used.mark(index)
+                if static is not None:
+                    static.count(index)
+                    return
+            if not self._expects_hooks:
+                return
+            if not self._has_begun:
+                self._begin()
+            if static is not None and not static.is_last_of(index):
+                return
+            if self._arrivals is not None:
+                self._arrivals.append(index)
+            self._mark(index)
+
+    def _begin(self) -> None:
+        """The first hook of a backward."""
+        self._has_begun = True
+        self.times.num_backwards += 1
+        if torch.is_grad_enabled():
+            warn_once(CREATE_GRAPH)
+        self._set_factor()
+        if self.static is None and self.options.find_unused:
+            self._find_unused()
+        for number in self._unused:
+            bucket, place = self._where[number]
+            bucket.keep_apart(place)
+            self._mark(number)
+
+    def _set_factor(self) -> None:
+        factor = self.carrier.factor()
+        for bucket in self.buckets:
+            bucket.factor = factor
+
+    def _find_unused(self) -> None:
+        before, self._unused = self._unused, unused_in_backward(self._nodes, self._outputs)
+        self._outputs.clear()
+        if not self._unused:
+            warn_once(ALL_USED)
+        if self.times.iteration > 1 and before != self._unused:
+            self.is_static_so_far = False
+
+    def _mark(self, index: int) -> None:
+        """The parameter's gradient goes into its bucket."""
+        if self._ready[index]:
+            raise twice(index, self._names)
+        self._ready[index] = 1
+        self._is_unfinished = True
+        bucket, place = self._where[index]
+        bucket.take(place)
+        if not bucket.is_complete:
+            return
+        self._queue.complete(bucket.index)
+        if self._queue.is_over:
+            if self._used is not None and self.static is None and not self.options.skips_unused:
+                self._used.start(self.carrier.group)
+            Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
+
+    def _start(self, index: int) -> None:
+        self.times.communication_begins(index)
+        bucket = self.buckets[index]
+        if self.options.skips_unused and set(bucket.numbers) <= set(self._unused):
+            bucket.drop()
+            return
+        given = bucket.seal()
+        is_last = index == len(self.buckets) - 1
+        self._landings[index] = self.carrier.start(bucket, given, is_last=is_last)
+
+    def _finish(self) -> None:
+        """All sums are under way and autograd is through: gradients become what the ranks agree on."""
+        with self._lock:
+            self.times.backward_computed()
+            self._expects_hooks = self._has_begun = self._is_unfinished = False
+            self._outputs.clear()
+            while self._left_over:
+                self._left_over.pop(0)()
+            is_unused = self._is_never_unused if self._used is None else self._used.is_unused
+            fills = not self._optimizers_run_in_backward
+            for index, landing in [*self._landings.items()]:
+                result = landing()
+                del self._landings[index]
+                self.buckets[index].land(result, is_unused, fills=fills)
+            for future in self._futures:
+                future.wait()
+            self._futures.clear()
+            self.carrier.reset()
+            if self._used is not None:
+                self._used.land()
+                if self.static is None:
+                    self._used.reset()
+            if self.static is not None and self._arrivals:
+                self._arrivals += self._unused
+            self.times.communicated()
+
+    @staticmethod
+    def _is_never_unused(_: int) -> bool:
+        return False
+
+    # --- a static graph
+
+    def _set_static_graph(self) -> None:
+        with self._lock:
+            if self.times.iteration > 0:
+                raise DDPError(STATIC_LATE)
+            self.static = StaticGraph(len(self.parameters), self._named_change)
+            self._arrivals = []
+            self._used = UsedMap(len(self.parameters), self._device)
+
+    def _named_change(self, index: int) -> Exception:
+        return changed(index, self._names)
+
+    @property
+    def is_static(self) -> bool:
+        """Whether it is known to be, or has been so far."""
+        return self.static is not None or (self.options.find_unused and self.is_static_so_far)
+
+    def _ddp_graph_static(self) -> bool:
+        return self.is_static_so_far
+
+    def _delay_all_reduce(self) -> None:
+        """The end of a static graph's first backward, in which gradients only come. Then all are known."""
+        with self._lock:
+            assert self.static is not None and self._used is not None, "no static graph"
+            self._expects_hooks = True
+            self._unused = self.static.learn()
+            self._set_factor()
+            self._is_unfinished = True
+            for number in range(len(self.parameters)):
+                bucket, place = self._where[number]
+                if number in self._unused:
+                    bucket.keep_apart(place)
+                self._ready[number] = 1
+                bucket.take(place)
+            self._queue.start_rest()
+            self._used.start(self.carrier.group)
+            self._finish()
+
+    # --- what torch's module asks for
+
+    def _check_reducer_finalized(self) -> None:
+        """Raises DDPError if gradients of the last backward have not come."""
+        if not self._is_unfinished:
+            return
+        missing = [index for index, is_ready in enumerate(self._ready) if not is_ready]
+        raise unfinished(
+            missing,
+            self._names,
+            self.carrier.group.rank,
+            find_unused=self.options.find_unused,
+            static=self.static is not None,
+        )
+
+    def _reset_state(self) -> None:
+        """Forgets what was under way; buckets will be dealt anew."""
+        with self._lock:
+            self._abandon()
+            self._left_over.clear()
+            self._expects_hooks = self._has_begun = False
+            self._arrivals = None if self.options.find_unused and self.static is None else []
+            if self._used is not None and self.static is None:
+                self._used.reset()
+
+    def _remove_autograd_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def register_comm_hook(self, hook: Hook, state: object) -> None:
+        self.carrier.register(hook, state)
+
+    def _set_forward_pass_work_handle(self, work: Any, use_static_world_size: bool) -> None:
+        self.carrier.expect_active(work, is_static=use_static_world_size)
+
+    def _get_zeros_like_grad_buckets(self) -> list[GradBucket]:
+        last = len(self.buckets) - 1
+        return [seen_by_hook(b, b.zeros(), is_last=b.index == last) for b in self.buckets]
+
+    def _run_comm_hook(self, seen: GradBucket) -> Any:
+        """A rank that has joined takes part in the sum of a bucket. Returns what can be waited for."""
+        if self.carrier.has_hook:
+            return Pending(self.carrier.run_hook(seen))
+        return Pending(self.carrier.start_zeros(self.buckets[seen.index()], seen.buffer()))
+
+    def _push_all_rebuilt_params(self) -> None:
+        """A rank that has joined has no order of its own: rank 0's, or any, will do."""
+        if self._arrivals is not None and not self._arrivals:
+            self._arrivals = list(range(len(self.parameters)))
+
+    def match_used_map(self) -> None:
+        """A rank that has joined has used nothing."""
+        used = UsedMap(len(self.parameters), self._device)
+        used.start(self.carrier.group)
+        used.land()
+
+    def _get_local_used_map(self) -> Tensor:
+        assert self._used is not None, "nobody looks for unused parameters"
+        return self._used.tensor
+
+    def _install_post_backward_futures(self, futures: Any) -> None:
+        self._futures += futures if isinstance(futures, list | tuple) else [futures]
+
+    def _set_optimizer_in_backward(self) -> None:
+        self._optimizers_run_in_backward = True
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        self.times.sample_rate = sample_rate
+
+    def _set_mixed_precision_param_dtype(self, dtype: torch.dtype) -> None:
+        """Gradients come in it, and are cast on their way into buckets and back."""
+
+    def _set_sparse_metadata(self, global_unique_ids: Mapping[str, Tensor]) -> None:
+        """Which rows ranks have is found out anyway."""
+
+    def _update_process_group(self, new_process_group: Any) -> None:
+        self.carrier.behind.move(new_process_group)
+
+    def _run_allreduce_hook(self, seen: GradBucket) -> "torch.futures.Future[list[Tensor]]":
+        """For torch's own hooks: the sum over the process group, nothing divided."""
+        return self.carrier.behind.future_sum(seen.buffer())
+
+    def get_backward_stats(self) -> list[int]:
+        """When each parameter's gradient came is not written down."""
+        return [0] * len(self.parameters)
+
+
+def _nothing(_: str) -> None:
+    """Where nobody logs errors."""
+
+
+def _accumulate_node(parameter: nn.Parameter) -> Any:
+    """Autograd's node that puts a gradient into `.grad`; it lives as long as somebody holds it."""
+    grad_fn: Any = parameter.expand_as(parameter).grad_fn
+    return grad_fn.next_functions[0][0]
+
+
+def _run_hook(reducer: "weakref.ref[Reducer]", index: int, *_: object) -> None:
+    found = reducer()
+    if found is not None:
+        found._autograd_hook(index)

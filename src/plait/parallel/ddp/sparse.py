@@ -1,0 +1,104 @@
+"""A sparse gradient: of an embedding with `sparse=True`, alone in its bucket.
+
+Ranks have different rows, so theirs are gathered and added up: (p-1) x the largest rank's rows arrive at each.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from plait.comm.verbs import Group, all_gather
+from plait.parallel.ddp.texts import not_sparse
+
+
+class SparseBucket:
+    """As `Bucket`, for one parameter with a sparse gradient."""
+
+    is_sparse = True
+
+    def __init__(self, index: int, number: int, parameter: nn.Parameter, name: str) -> None:
+        self.index = index
+        self.numbers = (number,)
+        self.parameters = [parameter]
+        self.nbytes = parameter.numel() * parameter.dtype.itemsize
+        self.factor: float | None = None
+        self._name = name
+        self._has_come = False
+        self._gradient: Tensor | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        return self._has_come
+
+    def begin(self) -> None:
+        self._has_come = False
+        self._gradient = None
+
+    def take(self, _: int) -> None:
+        gradient = self.parameters[0].grad
+        if gradient is None or gradient.layout is not torch.sparse_coo:
+            raise not_sparse(self._name, is_there=gradient is not None)
+        if self.factor is not None:
+            with torch.no_grad():
+                gradient.mul_(self.factor)
+        self._gradient = gradient
+        self._has_come = True
+
+    def keep_apart(self, _: int) -> None:
+        """It is nobody else's."""
+
+    def seal(self) -> Tensor:
+        assert self._gradient is not None, f"{self._name}: sealed before its gradient has come"
+        return self._gradient
+
+    def zeros(self) -> Tensor:
+        like = self.parameters[0]
+        return torch.sparse_coo_tensor(
+            torch.zeros(1, 0, dtype=torch.int64),
+            like.new_zeros(0, *like.shape[1:]),
+            like.shape,
+            device=like.device,
+        )
+
+    def views_of(self, gradient: Tensor) -> list[Tensor]:
+        return [gradient]
+
+    def land(self, result: Tensor, _: Callable[[int], bool], *, fills: bool) -> None:
+        """`fills`: see `Bucket.land`; it always has a gradient."""
+        assert self._gradient is not None, f"{self._name}: landed before its gradient has come"
+        with torch.no_grad():
+            self._gradient.copy_(result)
+
+    def drop(self) -> None:
+        self.begin()
+
+
+def sum_of_rows(gradient: Tensor, group: Group, name: str) -> Tensor:
+    """The sum over the ranks of their sparse (COO) gradients. All of them call it together."""
+    mine = gradient.coalesce()
+    if group.size == 1:
+        return mine
+    indices, values = mine.indices(), mine.values()
+    counts = torch.empty(group.size, dtype=torch.int64, device=indices.device)
+    all_gather(counts, counts.new_tensor([indices.shape[1]]), group, label=f"numbers of rows of {name}")
+    largest = int(counts.max())
+    if largest == 0:
+        return mine
+    gathered_indices = _gathered(indices.mT, largest, group, name)
+    gathered_values = _gathered(values, largest, group, name)
+    kept = [slice(0, int(count)) for count in counts]
+    rows = torch.cat([part[own] for part, own in zip(gathered_indices, kept, strict=True)])
+    terms = torch.cat([part[own] for part, own in zip(gathered_values, kept, strict=True)])
+    return torch.sparse_coo_tensor(rows.mT, terms, gradient.shape).coalesce()
+
+
+def _gathered(rows: Tensor, largest: int, group: Group, name: str) -> Tensor:
+    """The ranks' rows, (ranks, largest, ...)."""
+    padded = rows.new_zeros(largest, *rows.shape[1:])
+    padded[: len(rows)] = rows
+    whole = rows.new_empty(group.size * padded.numel())
+    real = torch.view_as_real(whole).view(-1) if whole.is_complex() else whole
+    piece = torch.view_as_real(padded).reshape(-1) if padded.is_complex() else padded.reshape(-1)
+    all_gather(real, piece, group, label=f"rows of {name}")
+    return whole.view(group.size, *padded.shape)

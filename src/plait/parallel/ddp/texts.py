@@ -1,0 +1,106 @@
+"""Errors of DistributedDataParallel. They begin with torch's sentences, which programs look for."""
+
+from collections.abc import Mapping, Sequence
+
+from plait.errors import PlaitError
+
+
+class DDPError(PlaitError, RuntimeError):
+    """A model, or the way in which it is trained, that gradients cannot be averaged for."""
+
+
+TWICE = "register_comm_hook or register_builtin_comm_hook can only be called once."
+NO_FUTURE = "callback must return a torch.futures.Future object, but got"
+STATIC_LATE = (
+    "set_static_graph() should be called before training loop starts and after DistributedDataParallel is "
+    "constructed."
+)
+ALL_USED = (
+    "find_unused_parameters=True was specified in DDP constructor, but did not find any unused parameters in the "
+    "forward pass. It costs little here; but if all parameters are used in every iteration, leave it out."
+)
+CREATE_GRAPH = (
+    "Using DistributedDataParallel with create_graph=True is not well-supported: what is differentiated again is "
+    "this rank's gradient, before it was averaged."
+)
+_UNFINISHED = "Expected to have finished reduction in the prior iteration before starting a new one. "
+
+
+def unfinished(
+    missing: Sequence[int], names: Mapping[int, str], rank: int, *, find_unused: bool, static: bool
+) -> DDPError:
+    """Some buckets wait for gradients that have not come. `missing`: their parameters. `names`: if told."""
+    if static:
+        why = (
+            "This error indicates that your training graph has changed in this iteration: a parameter was used in "
+            "the first one and was not in this one, which static_graph=True rules out."
+        )
+        hint = "static_graph=False"
+    elif find_unused:
+        why = (
+            "This error indicates that your module has parameters that were not used in producing loss, although "
+            "find_unused_parameters=True: some outputs of forward have no part in the loss."
+        )
+        hint = "a loss that all outputs of `forward` have a part in; outputs as tensors in lists, tuples or dicts"
+    else:
+        why = "This error indicates that your module has parameters that were not used in producing loss."
+        hint = "find_unused_parameters=True, or a loss that all outputs of `forward` have a part in"
+    told = f"Parameter indices which did not receive grad for rank {rank}: " + " ".join(map(str, missing))
+    named = [names[index] for index in missing if index in names]
+    if named:
+        told = f"Parameters which did not receive grad for rank {rank}: {', '.join(named)}\n{told}"
+    else:
+        hint += "; TORCH_DISTRIBUTED_DEBUG=INFO, which tells their names"
+    return DDPError(f"{_UNFINISHED}{why}\n{told}", hint=hint)
+
+
+def twice(index: int, names: Mapping[int, str]) -> DDPError:
+    """A parameter's hook has run a second time."""
+    name = f" with name {names[index]}" if index in names else ""
+    return DDPError(
+        "Expected to mark a variable ready only once. This error is caused by a parameter that is used outside the "
+        "`forward` function, or by several reentrant backward passes over one part of the model, such as "
+        "`checkpoint(..., use_reentrant=True)` around it more than once.\n"
+        f"Parameter at index {index}{name} has been marked as ready twice.",
+        hint="static_graph=True if the graph is the same in every iteration, or checkpoint(..., use_reentrant=False)",
+    )
+
+
+def changed(index: int, names: Mapping[int, str]) -> DDPError:
+    """A parameter without gradient in the first iteration has one, under static_graph."""
+    return DDPError(
+        "Your training graph has changed in this iteration, e.g., one parameter is unused in first iteration, but "
+        "then got used in the second iteration. this is not compatible with static_graph set to True.",
+        given=f"parameter {names.get(index, index)}",
+        hint="static_graph=False, find_unused_parameters=True",
+    )
+
+
+def not_sparse(name: str, *, is_there: bool) -> DDPError:
+    """A module that promises sparse gradients did not give one."""
+    if not is_there:
+        return DDPError(
+            "Expected sparse gradient to be defined.",
+            given=f"no gradient of {name} in this iteration",
+            expected="every rank uses it in every iteration",
+        )
+    return DDPError(
+        "Expected variable to have sparse gradient.",
+        given=f"a dense gradient of {name}, of a module with sparse=True",
+    )
+
+
+def mismatch(text: str, name: str) -> DDPError:
+    """Ranks have different models. `text`: torch's."""
+    return DDPError(
+        text.splitlines()[0], given=f"{name} differs between ranks", expected="the same model on all ranks"
+    )
+
+
+def not_the_view(name: str) -> DDPError:
+    return DDPError(
+        "Detected at least one parameter gradient is not the expected DDP bucket view with "
+        "gradient_as_bucket_view=True.",
+        given=f"the gradient of {name}, replaced while it was being averaged",
+        hint="gradient_as_bucket_view=False, or change gradients after backward",
+    )
