@@ -137,7 +137,7 @@ def _early(transport: str) -> None:
                 loss_of(ddp, rank, step).backward()
                 steps += 1
 
-    with pytest.raises(RuntimeError, match="exhausted (all )?inputs"):
+    with pytest.raises(RuntimeError, match=r"exhausted (all )?inputs"):
         train()
     assert steps == min(BATCHES[: dist.get_world_size()])
     for parameter in ddp.parameters():
