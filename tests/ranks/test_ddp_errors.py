@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ddp_ranks import OURS_ALONE, Layers, joined, loss_of, rows, wrapped
+from ddp_ranks import OURS_ALONE, Layers, assert_gradients, joined, loss_of, mean_gradients, rows, wrapped
 from pool import Pool
 
 
@@ -52,7 +52,9 @@ def _initialised() -> None:
         lazy = nn.Sequential(nn.LazyLinear(3))
     lazy(rows(0))
     ddp = wrapped(lazy)
+    expected = mean_gradients(lazy)
     loss_of(ddp, dist.get_rank()).backward()
+    assert_gradients(lazy, expected)
 
 
 def test_a_lazy_module_that_has_run_is_wrapped(pool: Pool) -> None:
@@ -149,10 +151,15 @@ def _all_reduced_again() -> None:
     """The reduction that lacked parameters is finished by a later backward of the same forward."""
     joined()
     ddp = wrapped(Heads())
-    out = ddp(rows(dist.get_rank()))
-    out.sum().backward()
-    ddp.module.spare(rows(dist.get_rank())).sum().backward()
+
+    def losses(model: Any, rank: int) -> list[Tensor]:
+        return [model(rows(rank)).sum(), getattr(model, "module", model).spare(rows(rank)).sum()]
+
+    expected = mean_gradients(ddp.module, lambda it, rank: sum(losses(it, rank)))
+    for loss in losses(ddp, dist.get_rank()):
+        loss.backward()
     ddp._check_reducer_finalized()
+    assert_gradients(ddp.module, expected)
     ddp(rows(dist.get_rank()), both=True).sum().backward()
 
 

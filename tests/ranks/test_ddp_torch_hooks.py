@@ -206,6 +206,7 @@ def _zero_hook(transport: str, name: str, sharded: bool) -> None:
     """Over plait's backend: torch refuses Gloo. The first two steps, as documented, change no weight."""
     torch.set_default_dtype(torch.float64)
     group = backend_ranks.join()
+    torch.manual_seed(dist.get_rank())
     ddp = wrapped(Layers(), transport, process_group=group, gradient_as_bucket_view=True)
     alone = copy.deepcopy(ddp.module)
     optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, overlap_with_ddp=True)
