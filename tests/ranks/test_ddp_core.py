@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_ranks import (
+    OURS_ALONE,
     TRANSPORTS,
     Layers,
     assert_gradients,
@@ -239,7 +240,7 @@ def test_parameters_of_several_dtypes_are_reduced_each_in_its_own(pool: Pool, tr
     pool.run(_mixed, 2, transport)
 
 
-class Turned(nn.Module):
+class Phases(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.phase = nn.Parameter(torch.randn(5, dtype=torch.complex128))
@@ -250,9 +251,9 @@ class Turned(nn.Module):
         return out
 
 
-def _turned(transport: str) -> None:
+def _phases(transport: str) -> None:
     joined()
-    ddp = wrapped(Turned(), transport)
+    ddp = wrapped(Phases(), transport)
     for step in range(3):
         ddp.zero_grad()
         expected = mean_gradients(ddp.module, lambda it, rank, step=step: loss_of(it, rank, step))
@@ -262,7 +263,7 @@ def _turned(transport: str) -> None:
 
 @over_both
 def test_complex_parameters_are_reduced(pool: Pool, transport: str) -> None:
-    pool.run(_turned, 2, transport)
+    pool.run(_phases, 2, transport)
 
 
 def _image_loss(model: nn.Module, rank: int) -> Tensor:
@@ -293,6 +294,34 @@ def test_gradients_keep_the_strides_of_channels_last_weights(
     pool: Pool, arguments: dict[str, Any], transport: str
 ) -> None:
     pool.run(_strides, 2, transport, arguments)
+
+
+class Turned(nn.Module):
+    """A weight that lies in memory as its transpose, whose gradient comes in the usual order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 5).t())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bi,io->bo", x, self.weight).square()
+
+
+def _turned(transport: str, arguments: dict[str, Any]) -> None:
+    joined()
+    ddp = wrapped(Turned(), transport, **arguments)
+    expected = mean_gradients(ddp.module)
+    for _ in range(3):
+        ddp.zero_grad()
+        loss_of(ddp, dist.get_rank()).backward()
+        assert_gradients(ddp.module, expected)
+        assert ddp.module.weight.grad.stride() == ddp.module.weight.stride() == (1, 5)
+
+
+@over_both
+@pytest.mark.parametrize("arguments", [{}, {"gradient_as_bucket_view": True}], ids=["copied", "views"])
+def test_gradients_lie_as_their_parameters_lie(pool: Pool, arguments: dict[str, Any], transport: str) -> None:
+    pool.run(_turned, 2, transport, arguments)
 
 
 def _meshes() -> None:
@@ -331,3 +360,9 @@ def _part_of_the_world(transport: str) -> None:
 @over_both
 def test_a_group_may_be_a_part_of_the_world(pool: Pool, transport: str) -> None:
     pool.run(_part_of_the_world, 3, transport)
+
+
+@OURS_ALONE
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_replicas_train_through_shared_memory(pool: Pool, ranks: int) -> None:
+    pool.run(_trained, ranks, "host", {})
