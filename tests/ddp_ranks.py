@@ -1,0 +1,106 @@
+"""What the tests of DistributedDataParallel share: the class under test, ranks over Gloo, data, the oracle.
+
+DDP_UNDER_TEST=torch puts torch's own class under test: what these files claim is torch's contract, so all of
+them pass on it, but for those marked OURS_ALONE.
+"""
+
+import copy
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import plait
+
+TRANSPORTS = ("auto", "group")
+OURS_ALONE = pytest.mark.skipif(
+    os.environ.get("DDP_UNDER_TEST") == "torch", reason="torch's class has no such argument"
+)
+
+Loss = Callable[[nn.Module, int], Tensor]  # of a model on a rank's rows
+
+
+def joined() -> dist.ProcessGroup:
+    """The default process group, over Gloo. From here on numbers are float64, and models differ by rank."""
+    torch.set_default_dtype(torch.float64)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.FileStore(f"{os.environ['PLAIT_RENDEZVOUS_FILE']}-ddp", size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    torch.manual_seed(rank)
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def wrapped(module: nn.Module, transport: str = "auto", **arguments: object) -> DistributedDataParallel:
+    """The module in the class under test."""
+    if os.environ.get("DDP_UNDER_TEST") == "torch":
+        return DistributedDataParallel(module, **arguments)
+    return plait.DistributedDataParallel(module, transport=transport, **arguments)
+
+
+class Layers(nn.Module):
+    """5 -> 7 -> 3, registered in the order of use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 7), nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(torch.tanh(self.first(x)))
+        return out
+
+
+def rows(rank: int, step: int = 0, shape: tuple[int, ...] = (4, 5)) -> Tensor:
+    """A rank's rows of a step: others for every rank and step."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def loss_of(model: nn.Module, rank: int, step: int = 0) -> Tensor:
+    out: Tensor = model(rows(rank, step))
+    return out.square().mean()
+
+
+def gradients(module: nn.Module) -> dict[str, Tensor | None]:
+    """Copies of the gradients of the parameters, or None."""
+    return {
+        name: None if parameter.grad is None else parameter.grad.detach().clone()
+        for name, parameter in module.named_parameters()
+    }
+
+
+def mean_gradients(
+    module: nn.Module, loss: Loss = loss_of, ranks: int | None = None
+) -> dict[str, Tensor | None]:
+    """By one process, on a copy of the module: the gradients of the mean over ranks of their losses."""
+    copied = copy.deepcopy(module)
+    copied.zero_grad()
+    ranks = ranks or dist.get_world_size()
+    torch.stack([loss(copied, rank) for rank in range(ranks)]).mean().backward()
+    return gradients(copied)
+
+
+def assert_gradients(module: nn.Module, expected: dict[str, Tensor | None]) -> None:
+    """The gradients of the module are the expected ones; None where None is expected."""
+    found = gradients(module)
+    assert [*found] == [*expected]
+    for name, gradient in expected.items():
+        if gradient is None or found[name] is None:
+            assert found[name] is gradient, f"{name}: {found[name]} where {gradient} is expected"
+        else:
+            torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-12, msg=_named(name))
+
+
+def _named(name: str) -> Callable[[str], str]:
+    return lambda text: f"gradient of {name}: {text}"
+
+
+def assert_same(tensor: Tensor) -> None:
+    """The tensor has the same bits on all ranks."""
+    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, tensor.detach().contiguous())
+    assert all(torch.equal(other, tensor) for other in gathered), "ranks differ"
