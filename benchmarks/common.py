@@ -35,15 +35,16 @@ def rows(case: str, times: Times, *, yardstick: str, peers: Collection[str]) -> 
             "contender": name,
             "median_ms": 1e3 * medians[name],
             "least_ms": 1e3 * min(seconds),
-            "of_yardstick": _ratio(seconds, times[yardstick]),
+            "of_yardstick": ratio(seconds, times[yardstick]),
             "best_peer": best,
-            "faster_than_it": _ratio(times[best], seconds) if best is not None else None,
+            "faster_than_it": ratio(times[best], seconds) if best is not None else None,
         }
         for name, seconds in times.items()
     ]
 
 
-def _ratio(these: list[float], those: list[float]) -> float:
+def ratio(these: list[float], those: list[float]) -> float:
+    """The median of ratios of the same round."""
     return statistics.median(a / b for a, b in zip(these, those, strict=True))
 
 

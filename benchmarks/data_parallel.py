@@ -1,6 +1,7 @@
 """Data parallelism, ZeRO 0 to 3: our steps beside those of torch and DeepSpeed, and beside no communication.
 
     python benchmarks/data_parallel.py [--stages 0 1] [--only WORD ...] [--transport gloo] [--json FILE]
+    python benchmarks/data_parallel.py --ddp [--models llama small] [--precisions bf16 fp32] [--only WORD ...]
 
 The Llama of 33.7 M parameters, bf16 compute, 2 ranks with one thread each. The contenders of a stage live in
 the same processes and take turns, so that a noisy machine disturbs them alike; a step's time is that of the
@@ -11,10 +12,15 @@ Before they are measured, all contenders of a stage train from the same weights 
 each rank, and have to get the losses of our plan without ZeRO. A contender that did not average its gradients
 would get those of ranks that do not communicate, which are far off: `loss_apart` is 0 for the first and 1 for
 the second.
+
+With `--ddp` it is our DistributedDataParallel beside torch's (`ddp_peers.py`), on that Llama and on a model
+of 1,500 small parameters. The yardstick is torch's step without communication; the losses to get are those
+of ranks that average each gradient after backward.
 """
 
 import argparse
 import gc
+import itertools
 import os
 import sys
 import tempfile
@@ -29,6 +35,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 import common
+import ddp_peers
 import peers
 import plait
 from peers import ADAMW, Batch, Peer, Step
@@ -67,6 +74,7 @@ def peer_model() -> nn.Module:
     weights = plait.parallelize(causal_lm_on_meta(LLAMA), "dp=1", world=alone).whole_parameters()
     model: nn.Module = AutoModelForCausalLM.from_config(causal_lm_on_meta(LLAMA).config)
     model.load_state_dict(weights)
+    model.config.use_cache = False
     return model
 
 
@@ -84,22 +92,23 @@ def on_ranks(program: str, num_ranks: int, flag: str, work: Callable[[], None]) 
     sys.exit(code)
 
 
+def wanted(name: str, only: list[str]) -> bool:
+    return not only or any(word in name for word in only)
+
+
 def contenders(stage: int, rivals: list[Peer], world: World, only: list[str]) -> dict[str, Step]:
     """The yardstick and, of all others of the stage, those whose names have one of the words `only`."""
-
-    def wanted(name: str) -> bool:
-        return not only or any(word in name for word in only)
 
     alone = World.alone(world.device)
     steps = {YARDSTICK: ours("", alone)}
     for words in PLANS[stage]:
         name = f"plait {words}".strip()
-        if wanted(name):
+        if wanted(name, only):
             steps[name] = ours(words, world)
-    if stage == 0 and wanted(TORCH_ALONE):
+    if stage == 0 and wanted(TORCH_ALONE, only):
         steps[TORCH_ALONE] = peers.ddp(peer_model(), 1)
     for peer in rivals:
-        if not wanted(peer.name):
+        if not wanted(peer.name, only):
             continue
         if peer.installed:
             steps[peer.name] = peer.make(peer_model(), world.size)
@@ -118,10 +127,10 @@ def first_losses(step: Step, batch: Batch, world: World) -> Tensor:
 class Oracle:
     """Says whether a contender trains: what its losses must be, and what they would be without averaging."""
 
-    def __init__(self, batch: Batch, world: World) -> None:
+    def __init__(self, right: Step, lone: Step, batch: Batch, world: World) -> None:
         self._batch, self._world = batch, world
-        self._right = first_losses(ours("", world), batch, world)
-        self._lone = first_losses(ours("", World.alone(world.device)), batch, world)
+        self._right = first_losses(right, batch, world)
+        self._lone = first_losses(lone, batch, world)
 
     def check(self, name: str, step: Step) -> float:
         """How far the last of its losses is from ours: 1 is as far as without communication. Ends the
@@ -130,7 +139,7 @@ class Oracle:
         apart = float((losses - self._right).abs()[-1] / (self._lone - self._right).abs()[-1])
         falls = bool((losses.diff() < 0).all())
         if not (falls and apart < MOST_APART):
-            sys.exit(f"{name} does not train as our plan does: {losses.tolist()}, not {self._right.tolist()}")
+            sys.exit(f"{name} does not train as it has to: {losses.tolist()}, not {self._right.tolist()}")
         return apart
 
 
@@ -163,34 +172,77 @@ def rows_of(stage: int, oracle: Oracle, world: World, arguments: argparse.Namesp
     return [row | {"loss_apart": apart.get(row["contender"])} for row in rows]
 
 
+def stage_rows(world: World, arguments: argparse.Namespace) -> list[common.Row]:
+    lone = ours("", World.alone(world.device))
+    oracle = Oracle(ours("", world), lone, a_batch(2), world)
+    rows = []
+    for stage in arguments.stages:
+        rows += rows_of(stage, oracle, world, arguments)
+        gc.collect()  # a stage's contenders end before the next one's begin; peers hold themselves in cycles
+    return rows
+
+
+def ddp_rows(world: World, arguments: argparse.Namespace) -> list[common.Row]:
+    """Makes, checks and measures DistributedDataParallel, ours and torch's."""
+    rows = []
+    for (name, (make, batch_of)), precision in itertools.product(MODELS.items(), arguments.precisions):
+        if name not in arguments.models:
+            continue
+        right = ddp_peers.averaged_by_hand(make(), precision, world)
+        oracle = Oracle(right, ddp_peers.a_step(make(), precision), batch_of(2), world)
+        for what, group in ddp_peers.groups().items():
+            chosen = [contender for contender in group if wanted(contender.name, arguments.only)]
+            steps = {c.name: ddp_peers.a_step(make(), precision, c.wrap) for c in chosen}
+            apart = {contender: oracle.check(contender, step) for contender, step in steps.items()}
+            if chosen:
+                steps[TORCH_ALONE] = ddp_peers.a_step(make(), precision)
+            for sequences in arguments.batches if chosen else ():
+                times = measure(steps, batch_of(sequences), world, arguments.rounds)
+                case = f"{name}, {precision}, {sequences} x {SEQUENCE}{what}"
+                found = ddp_peers.rows_beside_torch(case, times, chosen, yardstick=TORCH_ALONE)
+                rows += [row | {"loss_apart": apart.get(row["contender"])} for row in found]
+            steps.clear()
+            gc.collect()
+    return rows
+
+
 def a_batch(sequences: int) -> Batch:
     """Random tokens, from torch's generator: different ones on every rank."""
     ids = torch.randint(0, LLAMA["vocab_size"], (sequences, SEQUENCE))
     return {"input_ids": ids, "labels": ids}
 
 
+def rows_for_small(sequences: int) -> Batch:
+    """As many rows as a Llama's batch has tokens."""
+    return ddp_peers.small_batch(sequences * SEQUENCE)
+
+
+MODELS = {"llama": (peer_model, a_batch), "small": (ddp_peers.small, rows_for_small)}  # and their batches
+
+
 def worker(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     world = connect(device="cpu", transport=arguments.transport)
     torch.manual_seed(world.rank)
-    oracle = Oracle(a_batch(2), world)
-    rows = []
-    for stage in arguments.stages:
-        rows += rows_of(stage, oracle, world, arguments)
-        gc.collect()  # a stage's contenders end before the next one's begin; peers hold themselves in cycles
+    rows = ddp_rows(world, arguments) if arguments.ddp else stage_rows(world, arguments)
     if world.rank == 0:
         facts = machine() | {
             "ranks": world.size,
             "plait's transport": world.group.transport.name if world.size > 1 else "none",
             "peers' backend": dist.get_backend(),
         }
-        common.report("data parallelism", rows, facts, arguments.json)
+        title = "DistributedDataParallel" if arguments.ddp else "data parallelism"
+        common.report(title, rows, facts, arguments.json)
     world.close()
 
 
 def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--stages", type=int, nargs="+", default=list(PLANS), choices=PLANS)
+    parser.add_argument("--ddp", action="store_true", help="DistributedDataParallel, ours and torch's")
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS, help="with --ddp")
+    precisions = list(ddp_peers.COMPUTE)
+    parser.add_argument("--precisions", nargs="+", default=precisions, choices=precisions, help="with --ddp")
     parser.add_argument(
         "--only", nargs="+", default=[], help="contenders whose names have one of these words"
     )

@@ -70,7 +70,7 @@ def ddp(model: nn.Module, num_ranks: int) -> Step:
     optimizer = torch.optim.AdamW(groups(model), fused=True, **ADAMW)
     if num_ranks > 1:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    return _autocast_step(model, optimizer)
+    return autocast_step(model, optimizer)
 
 
 def zero_redundancy(model: nn.Module, _: int) -> Step:
@@ -79,7 +79,7 @@ def zero_redundancy(model: nn.Module, _: int) -> Step:
     optimizer = ZeroRedundancyOptimizer(
         groups(model), torch.optim.AdamW, parameters_as_bucket_view=True, fused=True, **ADAMW
     )
-    return _autocast_step(model, optimizer)
+    return autocast_step(model, optimizer)
 
 
 def fsdp2(*, reshard: bool) -> Make:
@@ -142,10 +142,14 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def _autocast_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+def autocast_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, compute: torch.dtype | None = torch.bfloat16
+) -> Step:
+    """Of a model that returns its loss. `compute`: in what; None is as its weights are."""
+
     def step(batch: Batch) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = model(**batch, use_cache=False).loss
+        with torch.autocast("cpu", compute, enabled=compute is not None):
+            loss = model(**batch).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

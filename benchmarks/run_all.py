@@ -13,6 +13,7 @@ HERE = Path(__file__).resolve().parent
 BENCHMARKS = (
     "collectives",
     "data_parallel",
+    "data_parallel --ddp",
     "tensor_parallel",
     "pipeline",
     "stage_overhead",
@@ -30,7 +31,9 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     failed = []
     for name in BENCHMARKS:
-        command = [sys.executable, str(HERE / f"{name}.py"), "--json", str(out / f"{name}.json")]
+        program, *words = name.split()
+        report = out / f"{name.replace(' --', '_')}.json"
+        command = [sys.executable, str(HERE / f"{program}.py"), *words, "--json", str(report)]
         if subprocess.run(command, cwd=HERE.parent, env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode:
             failed.append(name)
     sys.exit(f"failed: {', '.join(failed)}" if failed else 0)

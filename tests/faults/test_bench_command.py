@@ -1,4 +1,4 @@
-"""`plait bench collectives` as a user types it: what it shows and leaves, its letters; under torchrun."""
+"""`plait bench` as a user types it: what it shows and leaves, its letters; under torchrun."""
 
 import json
 import re
@@ -45,6 +45,33 @@ def test_two_ranks_are_started_measured_kept_and_drawn(tmp_path: Path) -> None:
         assert kept.time_s(verb, 1 << 12, 2, transport="gloo") > 0
     assert picture.read_bytes().startswith(PNG)
     assert f"saved: {profile}" in out
+
+
+def test_a_ddp_step_is_taken_apart_on_two_ranks_shown_and_drawn(tmp_path: Path) -> None:
+    report, picture = tmp_path / "ddp.json", tmp_path / "ddp.png"
+    words = (
+        "--model",
+        "tiny",
+        "--sequence",
+        "16",
+        "--rounds",
+        "1",
+        "--caps",
+        "one,64K",
+        "--precision",
+        "bf16",
+    )
+    out, _ = finish(start("bench", "ddp", *words, "--json", report, "--plot", picture))
+    found = json.loads(report.read_text())
+    assert (found["model"], found["precision"], found["num_ranks"]) == ("tiny", "bf16", 2)
+    assert [(row["carrier"], row["buckets"], row["cap_bytes"]) for row in found["rows"]] == [
+        (carrier, *cap) for carrier in ("group", "host") for cap in (("no overlap", None), ("64K", 64 << 10))
+    ]
+    assert [row["num_buckets"] == 1 for row in found["rows"]] == [True, False] * 2
+    for carrier in ("group", "host"):
+        assert f"2 ranks, over {carrier}, ms" in out
+    assert "2 ranks on 1 host; 1 round in" in out
+    assert picture.read_bytes().startswith(PNG)
 
 
 def test_under_torchrun_its_ranks_are_measured_and_one_of_them_tells(tmp_path: Path) -> None:
@@ -97,10 +124,38 @@ def test_a_mistake_under_torchrun_is_told_once() -> None:
 def test_a_mistake_gets_its_letter_before_a_rank_starts(
     tmp_path: Path, words: list[str], says: list[str]
 ) -> None:
+    _has_letter(tmp_path, "collectives", words, says)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--transport", "gloo"], ["ConfigError", "--transport", "'gloo'"]),
+        (["--caps", "one,few"], ["no caps of buckets", "--caps one,few"]),
+        (["--model", "large"], ["--model", "'large'", "medium, small, tiny"]),
+        (["--precision", "bf61"], ["--precision", "try     : bf16"]),
+        (["--batch", "0"], ["nothing to measure", "--batch 0"]),
+        (["--sequence", "5000"], ["no such position", "up to 4096"]),
+        (["--rounds", "-1"], ["nothing to measure", "--rounds -1"]),
+        (["--ranks", "1"], ["one rank communicates with nobody"]),
+        (["--model", "medium", "--ranks", "9999"], ["too little memory", "--model tiny"]),
+        (["--plot", "{here}/ddp.txt"], ["cannot be drawn"]),
+        (["--json", "{here}/none/ddp.json"], ["no folder for --json"]),
+    ],
+    ids=lambda value: value[-1] if isinstance(value[-1], str) else None,
+)
+def test_a_ddp_step_that_cannot_be_measured_gets_its_letter_before_a_rank_starts(
+    tmp_path: Path, words: list[str], says: list[str]
+) -> None:
+    _has_letter(tmp_path, "ddp", words, says)
+
+
+def _has_letter(tmp_path: Path, command: str, words: list[str], says: list[str]) -> None:
     (tmp_path / "damaged.json").write_text("{")
-    profile = [] if "--profile" in words else ["--profile", str(tmp_path / "host.json")]
+    has_profile = command == "collectives" and "--profile" not in words
+    profile = ["--profile", str(tmp_path / "host.json")] if has_profile else []
     given = [word.format(here=tmp_path) for word in words]
-    result = CliRunner().invoke(app, ["bench", "collectives", *profile, *given])
+    result = CliRunner().invoke(app, ["bench", command, *profile, *given])
     assert result.exit_code == 2, result.output
     assert len(re.findall(r"^\w+Error: ", result.stderr, re.MULTILINE)) == 1, result.stderr
     assert all(word.format(here=tmp_path) in result.stderr for word in says), result.stderr

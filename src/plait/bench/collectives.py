@@ -101,11 +101,11 @@ def measure(world: World, request: Request, tell: Callable[[str], None] = lambda
         times.append(_round(cases, visits, world, seed=len(times)))
         longest_s = max(longest_s, time.perf_counter() - round_begin)
     return Measurement(
-        rows=_rows(cases, visits, _slowest(world, times)),
+        rows=_rows(cases, visits, slowest(world, times)),
         transport=world.group.transport.name,
         device=world.device.type,
         num_ranks=world.size,
-        num_hosts=_num_hosts(world),
+        num_hosts=num_hosts(world),
         dtype=request.dtype,
         rounds=len(times),
         seconds=time.perf_counter() - begin,
@@ -171,7 +171,7 @@ def _numel(num_bytes: int, world: World, request: Request) -> int:
 def _check_all(cases: list[_Case], world: World, pattern: Pattern) -> list[_Visits]:
     """How often to come to each case, whose results have been found right."""
     estimates = [_check(case, world, pattern) for case in cases]
-    return [_Visits.of(seconds) for seconds in _slowest(world, [estimates])[0]]
+    return [_Visits.of(seconds) for seconds in slowest(world, [estimates])[0]]
 
 
 def _check(case: _Case, world: World, pattern: Pattern) -> float:
@@ -224,15 +224,16 @@ def _finish(world: World) -> None:
         torch.cuda.synchronize(world.device)
 
 
-def _slowest(world: World, times: list[list[float]]) -> list[list[float]]:
-    """The longest of all ranks' times, each."""
+def slowest(world: World, times: list[list[float]]) -> list[list[float]]:
+    """The longest of all ranks' times, each. Every rank must call it, with as many."""
     longest = torch.tensor(times, dtype=torch.float64, device=world.device)
     all_reduce(longest, world.group, "max")
     found: list[list[float]] = longest.tolist()
     return found
 
 
-def _num_hosts(world: World) -> int:
+def num_hosts(world: World) -> int:
+    """Every rank must call it."""
     mine = torch.tensor([zlib.crc32(socket.gethostname().encode())], device=world.device)
     names = torch.empty(world.size, dtype=mine.dtype, device=world.device)
     all_gather(names, mine, world.group)

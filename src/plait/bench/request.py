@@ -44,7 +44,7 @@ class Request:
             ("--dtype", self.dtype, DTYPES),
             ("--storage", self.storage, STORAGES),
         ):
-            _check_known(flag, given, known)
+            check_known(flag, given, known)
         if self.rounds is not None and self.rounds < 1:
             raise ConfigError("nothing is measured in no round", given=f"--rounds {self.rounds}", hint="1")
         if not 0 < self.budget_s < float("inf"):
@@ -66,7 +66,7 @@ def parse_verbs(given: Sequence[str]) -> tuple[str, ...]:
     """The verbs named, by themselves or with commas between them, in the usual order; all without any."""
     words = [word.strip() for text in given for word in text.split(",")]
     for word in words:
-        _check_known("--verb", word, VERBS)
+        check_known("--verb", word, VERBS)
     return tuple(verb for verb in VERBS if verb in words or not words)
 
 
@@ -89,11 +89,17 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     return (*sizes, most)
 
 
-def _parse_size(word: str, text: str) -> int:
+def size_of(word: str) -> int | None:
+    """Bytes of "64K" or "3MiB"; None for a word that says no size above 0."""
     match = _SIZE.fullmatch(word.strip())
-    if match is None or int(match[1]) == 0:
+    return (int(match[1]) * _UNITS[match[2].upper()] or None) if match else None
+
+
+def _parse_size(word: str, text: str) -> int:
+    size = size_of(word)
+    if size is None:
         raise _bad_sizes(text)
-    return int(match[1]) * _UNITS[match[2].upper()]
+    return size
 
 
 def _bad_sizes(text: str) -> ConfigError:
@@ -105,7 +111,8 @@ def _bad_sizes(text: str) -> ConfigError:
     )
 
 
-def _check_known(flag: str, given: str, known: Collection[str]) -> None:
+def check_known(flag: str, given: str, known: Collection[str]) -> None:
+    """Raises ConfigError for a value of `flag` that is none of the known ones."""
     if given not in known:
         raise ConfigError(
             f"{flag} has a value that nobody knows", given=repr(given), hint=unknown_key_hint(given, known)
@@ -135,9 +142,9 @@ def check_memory(request: Request, local_ranks: int, available: int | None) -> N
     fitting = max((power for power in range(10, 60, 2) if tensors << power <= available), default=10)
     raise ConfigError(
         "the host has too little memory for the largest size",
-        given=f"{_shown(largest)} on {local_ranks} ranks need {_shown(tensors * largest)}; "
-        f"{_shown(available)} are available",
-        hint=f"--sizes 1K:{_shown(1 << fitting)}",
+        given=f"{shown_bytes(largest)} on {local_ranks} ranks need {shown_bytes(tensors * largest)}; "
+        f"{shown_bytes(available)} are available",
+        hint=f"--sizes 1K:{shown_bytes(1 << fitting)}",
     )
 
 
@@ -160,7 +167,7 @@ def _text(path: str) -> str:
         return ""
 
 
-def _shown(num_bytes: int) -> str:
+def shown_bytes(num_bytes: int) -> str:
     """In the unit that `--sizes` takes: 64K, 1.5G."""
     unit = next((unit for unit in ("T", "G", "M", "K") if num_bytes >= _UNITS[unit]), "")
     return f"{num_bytes / _UNITS[unit]:.4g}{unit}"

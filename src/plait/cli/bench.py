@@ -1,24 +1,37 @@
-"""`plait bench collectives`: what the ranks of this machine need to talk to each other."""
+"""`plait bench`: what ranks of this machine need to talk to each other, and where a DDP step's time goes."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
 
 from plait.bench import (
     BUDGET_S,
+    CAPS,
+    CARRIERS,
     DTYPES,
+    MODELS,
+    PRECISIONS,
     STORAGES,
+    Breakdown,
+    DdpRequest,
     Measurement,
     Request,
     available_bytes,
+    breakdown_json,
+    breakdown_tables,
+    check_ddp_memory,
     check_memory,
     check_num_ranks,
     device_for,
     draw,
+    draw_breakdown,
     measure,
+    measure_ddp,
+    parse_caps,
     parse_sizes,
     parse_verbs,
     profile_of,
@@ -36,6 +49,8 @@ from plait.plan.bandwidth import VERBS
 from plait.plan.profile import check_place, save
 
 bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)
+
+T = TypeVar("T")
 
 _RANKS = 2
 _VERB_HELP = f"One of {', '.join(VERBS)}; may be given several times, or with commas. By default all."
@@ -92,11 +107,53 @@ def collectives(
         world = connect(transport=backend, device=device)
 
     def run() -> int:
-        found = _measured(world, request)
+        found = _told_how_far(world, lambda tell: measure(world, request, tell))
         if world.rank == 0:
             _show(found, json=json, plot=plot)
             if to_save:
                 _keep(found, profile)
+        return 0
+
+    raise typer.Exit(told_by_one(run, world, debug=debug))
+
+
+@bench.command()
+@ends_with_letter
+def ddp(
+    ranks: Annotated[
+        int | None, typer.Option(help="Local ranks to start: by default 2.", show_default=False)
+    ] = None,
+    transport: Annotated[str, typer.Option(help=f"What carries gradients: {', '.join(CARRIERS)}.")] = "both",
+    caps: Annotated[
+        str, typer.Option(help='Where buckets close, with commas; "one" bucket, or one for "each" gradient.')
+    ] = CAPS,
+    model: Annotated[str, typer.Option(help=f"A Llama: {', '.join(MODELS)}.")] = "small",
+    precision: Annotated[str, typer.Option(help=f"{', '.join(PRECISIONS)}.")] = "fp32",
+    batch: Annotated[int, typer.Option(help="Sequences per rank.")] = 2,
+    sequence: Annotated[int, typer.Option(help="Tokens per sequence.")] = 256,
+    rounds: Annotated[int, typer.Option(help="Steps of each variant.")] = 9,
+    json: Annotated[Path | None, typer.Option(help="Write times and facts to this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw them into this file, e.g. ddp.png.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Take DistributedDataParallel's step apart, by buckets and by what carries them: on CPU ranks."""
+    end_with_parent()
+    outputs = {"--json": json, "--plot": plot}
+    with first_rank_first():
+        request = DdpRequest(parse_caps(caps), transport, model, precision, batch, sequence, rounds)
+        num_ranks, local_ranks = _num_ranks(ranks)
+        check_num_ranks(num_ranks)
+        check_ddp_memory(request, local_ranks, available_bytes())
+        check_places(outputs)
+        check_picture(plot)
+        if "WORLD_SIZE" not in os.environ:
+            raise typer.Exit(launch_local(num_ranks, _ddp_words(request, caps, outputs, debug)))
+        world = connect(transport="gloo" if transport == "group" else "host", device="cpu")
+
+    def run() -> int:
+        found = _told_how_far(world, lambda tell: measure_ddp(world, request, tell))
+        if world.rank == 0:
+            _show_breakdown(found, json=json, plot=plot)
         return 0
 
     raise typer.Exit(told_by_one(run, world, debug=debug))
@@ -126,15 +183,34 @@ def _words(
         **outputs,
         "--profile": profile,
     }
+    return ["bench", "collectives", *_flags(values, debug), "--save" if to_save else "--no-save"]
+
+
+def _ddp_words(request: DdpRequest, caps: str, outputs: dict[str, Path | None], debug: bool) -> list[str]:
+    values: dict[str, Any] = {
+        "--transport": request.transport,
+        "--caps": caps,
+        "--model": request.model,
+        "--precision": request.precision,
+        "--batch": request.sequences,
+        "--sequence": request.length,
+        "--rounds": request.rounds,
+        **outputs,
+    }
+    return ["bench", "ddp", *_flags(values, debug)]
+
+
+def _flags(values: dict[str, Any], debug: bool) -> list[str]:
     given = [str(word) for flag, value in values.items() if value is not None for word in (flag, value)]
-    return ["bench", "collectives", *given, "--save" if to_save else "--no-save", *["--debug"] * debug]
+    return [*given, *["--debug"] * debug]
 
 
-def _measured(world: World, request: Request) -> Measurement:
+def _told_how_far(world: World, work: Callable[[Callable[[str], None]], T]) -> T:
+    """What `work` returns; what it tells meanwhile is shown by the first rank."""
     if world.rank != 0:
-        return measure(world, request)
+        return work(lambda _: None)
     with Console(stderr=True).status("starting") as status:
-        return measure(world, request, status.update)
+        return work(status.update)
 
 
 def _show(found: Measurement, *, json: Path | None, plot: Path | None) -> None:
@@ -144,6 +220,15 @@ def _show(found: Measurement, *, json: Path | None, plot: Path | None) -> None:
     print(f"{where} ({found.device}), {found.dtype}; {_many(found.rounds, 'round')} in {found.seconds:.0f} s")
     write_output(json, lambda path: write_json(path, to_json(found)))
     write_output(plot, lambda path: draw(found, path))
+
+
+def _show_breakdown(found: Breakdown, *, json: Path | None, plot: Path | None) -> None:
+    for table in breakdown_tables(found):
+        Console().print(table)
+    rounds, hosts = _many(found.request.rounds, "round"), _many(found.num_hosts, "host")
+    print(f"{found.num_ranks} ranks on {hosts}; {rounds} in {found.seconds:.0f} s")
+    write_output(json, lambda path: write_json(path, breakdown_json(found)))
+    write_output(plot, lambda path: draw_breakdown(found, path))
 
 
 def _keep(found: Measurement, profile: Path | None) -> None:
