@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import common
 import peers
+import plait
 from peers import ADAMW, Batch, Step
 from plait.comm import World, all_reduce
 
@@ -34,8 +35,8 @@ class Contender:
     like: str | None = None
 
 
-def ours(transport: str, **options: bool) -> Wrap:  # noqa: ARG001
-    return partial(TorchDDP, **options)
+def ours(transport: str, **options: bool) -> Wrap:
+    return partial(plait.DistributedDataParallel, transport=transport, **options)
 
 
 def groups() -> dict[str, list[Contender]]:

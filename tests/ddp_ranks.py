@@ -18,7 +18,7 @@ import plait
 
 TRANSPORTS = ("auto", "group")
 OURS_ALONE = pytest.mark.skipif(
-    os.environ.get("DDP_UNDER_TEST") == "torch", reason="torch's class has no such argument"
+    os.environ.get("DDP_UNDER_TEST") == "torch", reason="torch's class does not do that"
 )
 
 Loss = Callable[[nn.Module, int], Tensor]  # of a model on a rank's rows

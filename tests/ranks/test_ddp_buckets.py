@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
 
-from ddp_ranks import TRANSPORTS, assert_gradients, joined, mean_gradients, rows, wrapped
+from ddp_ranks import OURS_ALONE, TRANSPORTS, assert_gradients, joined, mean_gradients, rows, wrapped
 from pool import Pool
 
 over_both = pytest.mark.parametrize("transport", TRANSPORTS)
@@ -76,52 +76,50 @@ def rebuilt(first: Layout, then: Layout) -> tuple[Layout, Layout, Layout]:
     return first, then, then
 
 
-WHOLE = [[0, 1, 2, 3]]
+PAIRS = [[3, 2], [1, 0]]  # of four, in reverse
 UNUSED = {"find_unused_parameters": True}
 BIG = (1100, 600, 600, 600, 30000)
 CASES: dict[str, Case] = {
-    "a bucket closes when it reaches the cap": Case(rebuilt(WHOLE, [[3, 2], [1, 0]])),
-    "and not before": Case(rebuilt(WHOLE, [[3, 2], [1, 0]]), cap=1.5),
-    "each its own": Case(rebuilt(WHOLE, [[3], [2], [1], [0]]), cap=1),
-    "one that overshoots": Case(rebuilt(WHOLE, [[3, 2, 1], [0]]), (0.04, 8, 0.04, 0.04)),
-    "in the order in which gradients come": Case(rebuilt(WHOLE, [[1, 3], [0, 2]]), order=(2, 0, 3, 1)),
-    "unused: from the start, and for good": Case(
-        rebuilt([[2, 3], [0, 1]], [[2, 3], [0, 1]]), order=(2, 0, 3, 1), arguments=UNUSED
-    ),
+    "a bucket closes when it reaches the cap": Case(rebuilt(PAIRS, PAIRS)),
+    "and not before": Case(rebuilt(PAIRS, PAIRS), cap=1.5),
+    "each its own": Case(rebuilt([[3], [2], [1], [0]], [[3], [2], [1], [0]]), cap=1),
+    "one that overshoots": Case(rebuilt([[3, 2, 1], [0]], [[3, 2, 1], [0]]), (0.04, 8, 0.04, 0.04)),
+    "in the order in which gradients come": Case(rebuilt(PAIRS, [[1, 3], [0, 2]]), order=(2, 0, 3, 1)),
+    "unused: from the start, and for good": Case(rebuilt(PAIRS, PAIRS), order=(2, 0, 3, 1), arguments=UNUSED),
     "static: a step later": Case(
-        (WHOLE, WHOLE, [[1, 3], [0, 2]]), order=(2, 0, 3, 1), arguments={"static_graph": True}
+        (PAIRS, PAIRS, [[1, 3], [0, 2]]), order=(2, 0, 3, 1), arguments={"static_graph": True}
     ),
-    "by dtype": Case(rebuilt([[1, 3], [0, 2]], [[3], [1], [2, 0]]), dtypes="sdsd"),
+    "by dtype": Case(rebuilt([[3], [1], [2, 0]], [[3], [1], [2, 0]]), dtypes="sdsd"),
     "by dtype, six": Case(
-        rebuilt([[1, 3, 5], [0, 2, 4]], [[5], [3], [4, 2], [1], [0]]), (1,) * 6, dtypes="sdsdsd"
+        rebuilt([[5], [3], [4, 2], [1], [0]], [[5], [3], [4, 2], [1], [0]]), (1,) * 6, dtypes="sdsdsd"
     ),
     "by dtype, unused": Case(
-        rebuilt([[5], [4], [3], [1], [0, 2]], [[5], [4], [3], [1], [0, 2]]),
+        rebuilt([[5], [3], [4, 2], [1], [0]], [[5], [3], [4, 2], [1], [0]]),
         (1,) * 6,
         dtypes="sdsdsd",
         arguments=UNUSED,
     ),
     "a list of caps": Case(
-        rebuilt([[4, 5], [1, 2, 3], [0]], [[5], [4, 3, 2], [1, 0]]),
+        rebuilt([[5], [4, 3, 2], [1, 0]], [[5], [4, 3, 2], [1, 0]]),
         (1,) * 6,
         arguments={"bucket_cap_mb_list": [1 / 1024, 3 / 1024]},
     ),
     "a list of caps, in order": Case(
-        rebuilt([[5], [3, 4], [1, 2], [0]], [[5], [4, 0], [2, 1], [3]]),
+        rebuilt([[5], [4, 3], [2, 1], [0]], [[5], [4, 0], [2, 1], [3]]),
         (1,) * 6,
         (3, 1, 2, 0, 4, 5),
         arguments={"bucket_cap_mb_list": [1 / 1024, 2 / 1024]},
     ),
     "a list of caps by dtype": Case(
-        rebuilt([[3, 5], [2, 4], [1], [0]], [[5], [4], [3, 1], [2, 0]]),
+        rebuilt([[5], [4], [3, 1], [2, 0]], [[5], [4], [3, 1], [2, 0]]),
         (1,) * 6,
         dtypes="sdsdsd",
         arguments={"bucket_cap_mb_list": [1 / 1024, 3 / 1024]},
     ),
-    "small ones are one bucket": Case(rebuilt(WHOLE, [[3, 2, 1, 0]]), cap=None),
-    "the first of 1 MiB": Case(rebuilt([[0, 1, 2, 3, 4]], [[4], [3, 2, 1, 0]]), BIG, cap=None),
+    "small ones are one bucket": Case(rebuilt([[3, 2, 1, 0]], [[3, 2, 1, 0]]), cap=None),
+    "the first of 1 MiB": Case(rebuilt([[4], [3, 2, 1, 0]], [[4], [3, 2, 1, 0]]), BIG, cap=None),
     "the first of 1 MiB, unused": Case(
-        rebuilt([[1, 2, 3, 4], [0]], [[1, 2, 3, 4], [0]]), BIG, cap=None, arguments=UNUSED
+        rebuilt([[4], [3, 2, 1, 0]], [[4], [3, 2, 1, 0]]), BIG, cap=None, arguments=UNUSED
     ),
 }
 
@@ -135,8 +133,11 @@ def _dealt(transport: str, name: str) -> None:
     assert found == [*case.layouts, case.layouts[-1]], found
 
 
+@OURS_ALONE
 @pytest.mark.parametrize("name", CASES)
-def test_parameters_are_dealt_to_buckets_as_torch_deals_them(pool: Pool, name: str) -> None:
+def test_parameters_are_dealt_in_reverse_at_first_and_then_in_the_order_of_their_gradients(
+    pool: Pool, name: str
+) -> None:
     pool.run(_dealt, 2, "auto", name)
 
 
@@ -145,9 +146,10 @@ def _rank_0s_order() -> None:
     joined()
     order = [[2, 0, 3, 1], [0, 1, 2, 3]][dist.get_rank()]
     found = _layouts(Scales([256] * 4, order), 3, {}, 2)
-    assert found == [WHOLE, [[1, 3], [0, 2]], [[1, 3], [0, 2]]], found
+    assert found == [PAIRS, [[1, 3], [0, 2]], [[1, 3], [0, 2]]], found
 
 
+@OURS_ALONE
 def test_all_ranks_take_the_order_of_rank_0(pool: Pool) -> None:
     pool.run(_rank_0s_order, 2)
 
@@ -198,12 +200,13 @@ def _when_rebuilt() -> None:
     ddp(rows(0)).backward()
     logged = ddp._get_ddp_logging_data()  # of the latest forward
     assert logged["has_rebuilt_buckets"] == 1
-    assert logged["bucket_sizes"] == "4096"
+    assert logged["bucket_sizes"] == "1024, 1024, 1024, 1024"
     assert logged["rebuilt_bucket_sizes"] == "1024, 1024, 1024, 1024"
     assert logged["rebuilt_per_bucket_param_indices"] == "3, 2, 1, 0"
     assert logged["num_buckets_reduced"] == 4
 
 
+@OURS_ALONE
 def test_buckets_are_rebuilt_once_before_the_forward_that_follows_a_synchronised_backward(
     pool: Pool,
 ) -> None:

@@ -28,13 +28,13 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from plait.bench.collectives import num_hosts, slowest
 from plait.bench.ddp_request import MODELS, ONE, PRECISIONS, Cap, DdpRequest, label_of
 from plait.comm import World, all_reduce, barrier
 from plait.errors import CommError
 from plait.models import causal_lm_on_meta, initialise
+from plait.parallel.ddp import DistributedDataParallel
 
 T = TypeVar("T")
 
@@ -87,11 +87,11 @@ class Breakdown:
     seconds: float
 
 
-def wrapped(module: nn.Module, cap: Cap, carrier: str) -> DistributedDataParallel:  # noqa: ARG001
+def wrapped(module: nn.Module, cap: Cap, carrier: str) -> DistributedDataParallel:
     """`module` with buckets that close at `cap` bytes, its gradients summed over the host transport or the
     process group."""
     cap_bytes = _NEVER_FULL if cap is ONE else cap
-    return DistributedDataParallel(module, bucket_cap_mb=cap_bytes / (1 << 20))
+    return DistributedDataParallel(module, bucket_cap_mb=cap_bytes / (1 << 20), transport=carrier)
 
 
 def measure_ddp(world: World, request: DdpRequest, tell: Callable[[str], None] = lambda _: None) -> Breakdown:

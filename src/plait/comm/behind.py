@@ -6,14 +6,16 @@ link of their own beside the process group; it lives as long as the process grou
 that ask. The program's communications and ours then go by different ways, each in its own order.
 """
 
+import importlib
+import sys
 import weakref
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch import Tensor, nn
 
 from plait.comm.backend import PlaitGroup
 from plait.comm.host import Board, meet, open_group
@@ -156,6 +158,14 @@ def _timeout(handle: dist.ProcessGroup) -> timedelta:
     return found
 
 
+def take_optimizers_over(parameters: Iterable[nn.Parameter]) -> None:
+    """torch's hooks no longer run the optimizers of `apply_optimizer_in_backward`: the caller will."""
+    handles: Any = sys.modules["torch.distributed.optim.apply_optimizer_in_backward"]
+    for parameter in parameters:
+        for handle in handles.param_to_optim_hook_handle_map.get(parameter, ()):
+            handle.remove()
+
+
 def shapes_of(error: RuntimeError) -> int | None:
     """Which parameter torch's check of shapes has found to differ; None if the error is another one."""
     text = str(error)
@@ -172,11 +182,9 @@ def names_are_told() -> bool:
 
 def builtin_hook(kind: object) -> Any:
     """torch's own hook of a `dist.BuiltinCommHookType`, in Python."""
-    hooks = {
-        dist.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
-        dist.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
-    }
-    return hooks[kind]  # type: ignore[index]
+    hooks = importlib.import_module("torch.distributed.algorithms.ddp_comm_hooks.default_hooks")
+    is_plain = kind == dist.BuiltinCommHookType.ALLREDUCE
+    return hooks.allreduce_hook if is_plain else hooks.fp16_compress_hook
 
 
 def first_bucket_bytes() -> int:

@@ -2,8 +2,8 @@
 
 [Note: whose memory a gradient lies in]
 Autograd hands a gradient over in a tensor of its own. It is copied into the bucket (small ones together, while
-they are in the cache), and from then on `.grad` is a tensor over the bucket's memory: what is reduced there need
-not be copied back, and the tensor is free for autograd's next one. With `gradient_as_bucket_view` it is a view,
+they are in the cache), and when it has been reduced there `.grad` becomes a tensor over the bucket's memory: nothing
+is copied back. With `gradient_as_bucket_view` it is a view,
 with torch's terms (`detach_()` is refused, and what comes next is written over it). Without, the program owns its
 gradients: it may keep one, set `.grad` to None and expect it to stay as it is. So the memory is written anew only
 when nobody holds a tensor over it but the parameters whose gradients it takes; else the bucket takes other memory.
@@ -61,7 +61,6 @@ class Bucket:
         self._as_views = as_views
         self._waiting: list[int] = []  # arrived, not copied yet
         self._waiting_bytes = 0
-        self._kept: set[int] = set()  # whose gradients this backward has nothing to do with
         self._num_own = 0  # the tensors of ours over the memory
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
@@ -97,7 +96,6 @@ class Bucket:
     def begin(self) -> None:
         """A backward is about to run."""
         self.incoming.begin()
-        self._kept.clear()
 
     def take(self, place: int) -> None:
         """The gradient of a parameter is final, or there is none in this backward."""
@@ -143,7 +141,6 @@ class Bucket:
         """Copies what waits into the memory."""
         given: list[Tensor] = []
         into: list[Tensor] = []
-        replaced: list[int] = []
         for place in self._waiting:
             gradient, view = self.parameters[place].grad, self.incoming.views[place]
             if gradient is None:
@@ -154,17 +151,16 @@ class Bucket:
             else:
                 given.append(gradient.detach() if gradient.requires_grad else gradient)
                 into.append(view)
-                if self._as_views or (place not in self._kept and _is_autograds(gradient, self.dtype)):
-                    replaced.append(place)
         _copy(into, given, self.factor)
-        for place in replaced:
-            self.parameters[place].grad = self._as_gradient(self.incoming.views[place])
+        if self._as_views:
+            for place in self._waiting:
+                if self.parameters[place].grad is not None:
+                    self.parameters[place].grad = self.incoming.views[place]
         self._waiting.clear()
         self._waiting_bytes = 0
 
     def keep_apart(self, place: int) -> None:
         """This backward does not reach the parameter. If no rank's does, its gradient stays as it is."""
-        self._kept.add(place)
         parameter, views = self.parameters[place], self.incoming.views
         if (
             views
@@ -181,9 +177,8 @@ class Bucket:
 
     # --- the reduced gradients go
 
-    def land(self, result: Tensor, is_unused: Callable[[int], bool], *, fills: bool) -> None:
-        """The result is every parameter's gradient, but of those that no rank has used. `fills`: also where
-        there is none by now."""
+    def land(self, result: Tensor, is_unused: Callable[[int], bool]) -> None:
+        """The result is every parameter's gradient, but of those that no rank has used."""
         self.incoming.move(GradientState.EMPTY)
         if result.data_ptr() != self.buffer.data_ptr():
             self.buffer.copy_(result.view(-1))
@@ -195,18 +190,16 @@ class Bucket:
             if is_unused(self.numbers[place]):
                 continue
             if gradient is None:
-                if fills:
-                    parameter.grad = self._as_gradient(view)
+                parameter.grad = view if self._as_views else view.data
             elif self._as_views:
                 raise not_the_view(self.names[place])
+            elif _is_autograds(gradient, self.dtype):
+                parameter.grad = view.data
             else:
                 into.append(gradient.detach())
                 given.append(view)
         with torch.no_grad():
             _copy(into, given, None)
-
-    def _as_gradient(self, view: Tensor) -> Tensor:
-        return view if self._as_views else view.data
 
     def drop(self) -> None:
         """Backward was given up. Peers may still read the memory."""

@@ -46,9 +46,12 @@ class Carrier:
         """A backward is over."""
         self._divisor = None
 
+    def enter_join(self) -> None:
+        """Some ranks may have joined, and contribute zeros."""
+        self._is_in_join = True
+
     def expect_active(self, work: Any, *, is_static: bool) -> None:
         """In `join()`: `work` counts the ranks that have data. `is_static`: the divisor stays that of all."""
-        self._is_in_join = True
         self._active = None if is_static else work
 
     def factor(self) -> float | None:
@@ -58,8 +61,7 @@ class Carrier:
         if self._divisor is None:
             self._divisor = float(self.group.size)
             if self._active is not None:
-                self._active.wait()
-                self._divisor = float(self._active.result()[0].item())
+                self._divisor = float(self._active.get_future().wait()[0].item())
         return None if self._divisor == 1.0 else 1.0 / self._divisor
 
     @property
@@ -86,15 +88,18 @@ class Carrier:
         if self._hook is not None:
             return self.run_hook(seen_by_hook(bucket, given, is_last=is_last))
         if isinstance(bucket, SparseBucket):
-            return lambda: sum_of_rows(given, self.group, f"bucket {bucket.index}")
+            return self._sum_of_rows(bucket, given, self.group.size if self._takes_mean else 1)
         pending = self._start_sum(given, "mean" if self._takes_mean else "sum", bucket.index)
         return _Landing(pending, given)
 
     def start_zeros(self, bucket: AnyBucket, zeros: Tensor) -> Callable[[], Tensor]:
         """What a rank that has joined takes part with: its peers do not let the transport divide."""
         if isinstance(bucket, SparseBucket):
-            return lambda: sum_of_rows(zeros, self.group, f"bucket {bucket.index}")
+            return self._sum_of_rows(bucket, zeros, 1)
         return _Landing(self._start_sum(zeros, "sum", bucket.index), zeros)
+
+    def _sum_of_rows(self, bucket: SparseBucket, given: Tensor, divisor: int) -> Callable[[], Tensor]:
+        return lambda: sum_of_rows(given, self.group, f"bucket {bucket.index}") / divisor
 
     def _start_sum(self, given: Tensor, op: str, index: int) -> Pending:
         real = torch.view_as_real(given).view(-1) if given.is_complex() else given
@@ -103,7 +108,7 @@ class Carrier:
     def run_hook(self, seen: GradBucket) -> Callable[[], Tensor]:
         assert self._hook is not None, "no hook"
         future = self._hook(self._state, seen)
-        if not isinstance(future, torch.futures.Future):
+        if not isinstance(future, torch._C.Future):
             raise DDPError(
                 f"{NO_FUTURE} {type(future)}", expected="what a hook returns has the new gradients as result"
             )

@@ -3,6 +3,8 @@
 import os
 from collections.abc import Iterable, Sequence
 
+import torch
+
 from plait.comm.behind import Behind
 from plait.parallel.ddp.carry import AnyBucket
 from plait.parallel.ddp.reducer import Reducer
@@ -72,6 +74,7 @@ class Logger:
         if static_graph:
             self._set_static_graph()
 
+    @torch.compiler.disable
     def set_runtime_stats_and_log(self) -> None:
         """At the beginning of a forward: of the iteration before it, if that was measured."""
         reducer, times = self._reducer, self._reducer.times
@@ -79,7 +82,7 @@ class Logger:
             return
         self.ints_map["iteration"] = times.iteration
         self.ints_map["can_set_static_graph"] = int(reducer.is_static)
-        self.ints_map["num_buckets_reduced"] = len(reducer.buckets)
+        self.ints_map["num_buckets_reduced"] = reducer.num_reduced
         self.ints_map["unused_parameter_size"] = reducer.unused_bytes
         if reducer.has_rebuilt:
             self.ints_map["has_rebuilt_buckets"] = 1

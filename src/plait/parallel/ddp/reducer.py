@@ -33,7 +33,7 @@ from plait.parallel.ddp.carry import AnyBucket, Carrier, Hook, seen_by_hook
 from plait.parallel.ddp.grad_bucket import GradBucket
 from plait.parallel.ddp.sparse import SparseBucket
 from plait.parallel.ddp.static import StaticGraph
-from plait.parallel.ddp.texts import ALL_USED, CREATE_GRAPH, STATIC_LATE, DDPError, changed, twice, unfinished
+from plait.parallel.ddp.texts import CREATE_GRAPH, STATIC_LATE, DDPError, changed, twice, unfinished
 from plait.parallel.ddp.times import Times
 from plait.parallel.ddp.used import UsedMap, unused_in_backward
 from plait.parallel.ddp.warned import warn_once
@@ -74,7 +74,8 @@ class Reducer:
         self._device = self.parameters[0].device
         self._lock = threading.RLock()
         self._futures: list[Any] = []  # of buffers, waited for when backward ends
-        self._arrivals: list[int] | None = None if options.find_unused else []
+        self.order_of_arrival: list[int] = []  # of the last backward's gradients
+        self._may_rebuild = not options.find_unused
         self._used = UsedMap(len(self.parameters), self._device) if options.find_unused else None
         self._outputs: list[Any] = []  # nodes of forward's outputs
         self._unused: list[int] = []
@@ -83,6 +84,7 @@ class Reducer:
         self._left_over: list[Callable[[], Tensor]] = []
         self._expects_hooks = self._has_begun = self._is_unfinished = False
         self.has_rebuilt = False
+        self.num_reduced = 0
         self.log_error: Callable[[str], None] = _nothing
         self._set_buckets(range(len(self.parameters) - 1, -1, -1))
         self._nodes = [_accumulate_node(parameter) for parameter in self.parameters]
@@ -123,32 +125,31 @@ class Reducer:
         """Of parameters that the last backward has not reached."""
         return sum(self.parameters[number].nbytes for number in self._unused)
 
-    @property
-    def order_of_arrival(self) -> list[int]:
-        return [] if self._arrivals is None else list(self._arrivals)
-
+    @torch.compiler.disable
     def _rebuild_buckets(self) -> bool:
         """Before a forward. Whether buckets have been dealt anew. See [Note: buckets of the first ...]."""
         with self._lock:
             self._check_reducer_finalized()
-            if not self._arrivals:
+            if not self._may_rebuild or not self.order_of_arrival:
                 return False
-            order = torch.tensor(self._arrivals, dtype=torch.int64, device=self._device)
+            order = torch.tensor(self.order_of_arrival, dtype=torch.int64, device=self._device)
             if self.carrier.group.size > 1:
                 broadcast(order, self.carrier.group, label="the order of gradients")
-            self._arrivals = None
+            self._may_rebuild = False
             self._set_buckets(order.tolist())
             self.has_rebuilt = True
             return True
 
     # --- forward
 
+    @torch.compiler.disable
     def prepare_for_forward(self) -> None:
         with self._lock:
             self._outputs.clear()
             self.carrier.leave_join()
             self.times.forward_begins()
 
+    @torch.compiler.disable
     def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
         """`outputs`: all tensors that forward returned, if parameters without gradient are to be found."""
         with self._lock:
@@ -157,6 +158,7 @@ class Reducer:
             self._expects_hooks = True
             self._has_begun = False
             self._ready = bytearray(len(self.parameters))
+            self.order_of_arrival.clear()
             self._outputs = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
             for bucket in self.buckets:
                 bucket.begin()
@@ -192,8 +194,7 @@ class Reducer:
                 self._begin()
             if static is not None and not static.is_last_of(index):
                 return
-            if self._arrivals is not None:
-                self._arrivals.append(index)
+            self.order_of_arrival.append(index)
             self._mark(index)
 
     def _begin(self) -> None:
@@ -218,15 +219,13 @@ class Reducer:
     def _find_unused(self) -> None:
         before, self._unused = self._unused, unused_in_backward(self._nodes, self._outputs)
         self._outputs.clear()
-        if not self._unused:
-            warn_once(ALL_USED)
         if self.times.iteration > 1 and before != self._unused:
             self.is_static_so_far = False
 
     def _mark(self, index: int) -> None:
         """The parameter's gradient goes into its bucket."""
         if self._ready[index]:
-            raise twice(index, self._names)
+            raise self._logged(twice(index, self._names))
         self._ready[index] = 1
         self._is_unfinished = True
         bucket, place = self._where[index]
@@ -257,12 +256,14 @@ class Reducer:
             self._outputs.clear()
             while self._left_over:
                 self._left_over.pop(0)()
+            self.num_reduced = len(self._landings)
             is_unused = self._is_never_unused if self._used is None else self._used.is_unused
-            fills = not self._optimizers_run_in_backward
             for index, landing in [*self._landings.items()]:
-                result = landing()
+                bucket, result = self.buckets[index], landing()
                 del self._landings[index]
-                self.buckets[index].land(result, is_unused, fills=fills)
+                bucket.land(result, is_unused)
+                if self._optimizers_run_in_backward:
+                    _run_optimizers(bucket.parameters)
             for future in self._futures:
                 future.wait()
             self._futures.clear()
@@ -271,8 +272,8 @@ class Reducer:
                 self._used.land()
                 if self.static is None:
                     self._used.reset()
-            if self.static is not None and self._arrivals:
-                self._arrivals += self._unused
+            if self.static is not None and self.order_of_arrival:
+                self.order_of_arrival += self._unused
             self.times.communicated()
 
     @staticmethod
@@ -286,11 +287,11 @@ class Reducer:
             if self.times.iteration > 0:
                 raise DDPError(STATIC_LATE)
             self.static = StaticGraph(len(self.parameters), self._named_change)
-            self._arrivals = []
+            self._may_rebuild = True
             self._used = UsedMap(len(self.parameters), self._device)
 
     def _named_change(self, index: int) -> Exception:
-        return changed(index, self._names)
+        return self._logged(changed(index, self._names))
 
     @property
     def is_static(self) -> bool:
@@ -303,7 +304,8 @@ class Reducer:
     def _delay_all_reduce(self) -> None:
         """The end of a static graph's first backward, in which gradients only come. Then all are known."""
         with self._lock:
-            assert self.static is not None and self._used is not None, "no static graph"
+            assert self.static is not None, "no static graph"
+            assert self._used is not None, "a static graph's first backward marks what it uses"
             self._expects_hooks = True
             self._unused = self.static.learn()
             self._set_factor()
@@ -320,18 +322,20 @@ class Reducer:
 
     # --- what torch's module asks for
 
+    @torch.compiler.disable
     def _check_reducer_finalized(self) -> None:
         """Raises DDPError if gradients of the last backward have not come."""
         if not self._is_unfinished:
             return
         missing = [index for index, is_ready in enumerate(self._ready) if not is_ready]
-        raise unfinished(
-            missing,
-            self._names,
-            self.carrier.group.rank,
-            find_unused=self.options.find_unused,
-            static=self.static is not None,
-        )
+        is_static = self.static is not None
+        find_unused = self.options.find_unused
+        rank = self.carrier.behind.rank
+        raise self._logged(unfinished(missing, self._names, rank, find_unused=find_unused, static=is_static))
+
+    def _logged(self, error: DDPError) -> DDPError:
+        self.log_error(str(error))
+        return error
 
     def _reset_state(self) -> None:
         """Forgets what was under way; buckets will be dealt anew."""
@@ -339,7 +343,8 @@ class Reducer:
             self._abandon()
             self._left_over.clear()
             self._expects_hooks = self._has_begun = False
-            self._arrivals = None if self.options.find_unused and self.static is None else []
+            self._may_rebuild = self.static is not None or not self.options.find_unused
+            self.order_of_arrival.clear()
             if self._used is not None and self.static is None:
                 self._used.reset()
 
@@ -351,6 +356,7 @@ class Reducer:
     def register_comm_hook(self, hook: Hook, state: object) -> None:
         self.carrier.register(hook, state)
 
+    @torch.compiler.disable
     def _set_forward_pass_work_handle(self, work: Any, use_static_world_size: bool) -> None:
         self.carrier.expect_active(work, is_static=use_static_world_size)
 
@@ -366,8 +372,8 @@ class Reducer:
 
     def _push_all_rebuilt_params(self) -> None:
         """A rank that has joined has no order of its own: rank 0's, or any, will do."""
-        if self._arrivals is not None and not self._arrivals:
-            self._arrivals = list(range(len(self.parameters)))
+        if self._may_rebuild and not self.order_of_arrival:
+            self.order_of_arrival = list(range(len(self.parameters)))
 
     def match_used_map(self) -> None:
         """A rank that has joined has used nothing."""
@@ -404,6 +410,16 @@ class Reducer:
     def get_backward_stats(self) -> list[int]:
         """When each parameter's gradient came is not written down."""
         return [0] * len(self.parameters)
+
+
+def _run_optimizers(parameters: Sequence[nn.Parameter]) -> None:
+    """Those that `apply_optimizer_in_backward` has put on parameters; their gradients are used up."""
+    for parameter in parameters:
+        optimizers: Sequence[torch.optim.Optimizer] = getattr(parameter, "_in_backward_optimizers", ())
+        for optimizer in optimizers:
+            optimizer.step()
+        if optimizers:
+            parameter.grad = None
 
 
 def _nothing(_: str) -> None:

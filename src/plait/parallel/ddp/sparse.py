@@ -59,13 +59,14 @@ class SparseBucket:
             like.new_zeros(0, *like.shape[1:]),
             like.shape,
             device=like.device,
+            check_invariants=False,
         )
 
     def views_of(self, gradient: Tensor) -> list[Tensor]:
         return [gradient]
 
-    def land(self, result: Tensor, _: Callable[[int], bool], *, fills: bool) -> None:
-        """`fills`: see `Bucket.land`; it always has a gradient."""
+    def land(self, result: Tensor, _: Callable[[int], bool]) -> None:
+        """The result is the parameter's gradient."""
         assert self._gradient is not None, f"{self._name}: landed before its gradient has come"
         with torch.no_grad():
             self._gradient.copy_(result)
@@ -90,7 +91,7 @@ def sum_of_rows(gradient: Tensor, group: Group, name: str) -> Tensor:
     kept = [slice(0, int(count)) for count in counts]
     rows = torch.cat([part[own] for part, own in zip(gathered_indices, kept, strict=True)])
     terms = torch.cat([part[own] for part, own in zip(gathered_values, kept, strict=True)])
-    return torch.sparse_coo_tensor(rows.mT, terms, gradient.shape).coalesce()
+    return torch.sparse_coo_tensor(rows.mT, terms, gradient.shape, check_invariants=False).coalesce()
 
 
 def _gathered(rows: Tensor, largest: int, group: Group, name: str) -> Tensor:

@@ -15,10 +15,6 @@ STATIC_LATE = (
     "set_static_graph() should be called before training loop starts and after DistributedDataParallel is "
     "constructed."
 )
-ALL_USED = (
-    "find_unused_parameters=True was specified in DDP constructor, but did not find any unused parameters in the "
-    "forward pass. It costs little here; but if all parameters are used in every iteration, leave it out."
-)
 CREATE_GRAPH = (
     "Using DistributedDataParallel with create_graph=True is not well-supported: what is differentiated again is "
     "this rank's gradient, before it was averaged."
@@ -33,7 +29,7 @@ def unfinished(
     if static:
         why = (
             "This error indicates that your training graph has changed in this iteration: a parameter was used in "
-            "the first one and was not in this one, which static_graph=True rules out."
+            "the first one, but not in this one. this is not compatible with static_graph set to True."
         )
         hint = "static_graph=False"
     elif find_unused:
@@ -43,7 +39,10 @@ def unfinished(
         )
         hint = "a loss that all outputs of `forward` have a part in; outputs as tensors in lists, tuples or dicts"
     else:
-        why = "This error indicates that your module has parameters that were not used in producing loss."
+        why = (
+            "This error indicates that your module has parameters that were not used in producing loss. "
+            "find_unused_parameters=True looks for them."
+        )
         hint = "find_unused_parameters=True, or a loss that all outputs of `forward` have a part in"
     told = f"Parameter indices which did not receive grad for rank {rank}: " + " ".join(map(str, missing))
     named = [names[index] for index in missing if index in names]

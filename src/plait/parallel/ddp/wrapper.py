@@ -21,6 +21,7 @@ from plait.comm.behind import (
     first_bucket_bytes,
     names_are_told,
     shapes_of,
+    take_optimizers_over,
 )
 from plait.comm.verbs import broadcast, shares_memory
 from plait.parallel.ddp.log import Logger
@@ -124,6 +125,17 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         if self.device_type == "cpu" and getattr(hook, "__name__", "") in _OF_BFLOAT16:
             return  # torch asks for NCCL whatever the device is; Gloo can add bfloat16 up
         super()._check_comm_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _setup_in_backward_optimizers(self) -> None:
+        """Optimizers that run in backward (`apply_optimizer_in_backward`) run behind the reduction."""
+        if any(hasattr(parameter, "_in_backward_optimizers") for parameter in self._module_parameters):
+            take_optimizers_over(self._module_parameters)
+            self.reducer._set_optimizer_in_backward()
+
+    def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> Any:
+        if not is_joined_rank:
+            self.reducer.carrier.enter_join()
+        return super()._check_global_requires_backward_grad_sync(is_joined_rank)
 
     # --- what else travels
 
