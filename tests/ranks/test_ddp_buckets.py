@@ -76,50 +76,50 @@ def rebuilt(first: Layout, then: Layout) -> tuple[Layout, Layout, Layout]:
     return first, then, then
 
 
-PAIRS = [[3, 2], [1, 0]]  # of four, in reverse
+PAIRS = [[2, 3], [0, 1]]  # of four, the last ones first
 UNUSED = {"find_unused_parameters": True}
 BIG = (1100, 600, 600, 600, 30000)
 CASES: dict[str, Case] = {
-    "a bucket closes when it reaches the cap": Case(rebuilt(PAIRS, PAIRS)),
-    "and not before": Case(rebuilt(PAIRS, PAIRS), cap=1.5),
+    "a bucket closes when it reaches the cap": Case(rebuilt(PAIRS, [[3, 2], [1, 0]])),
+    "and not before": Case(rebuilt(PAIRS, [[3, 2], [1, 0]]), cap=1.5),
     "each its own": Case(rebuilt([[3], [2], [1], [0]], [[3], [2], [1], [0]]), cap=1),
-    "one that overshoots": Case(rebuilt([[3, 2, 1], [0]], [[3, 2, 1], [0]]), (0.04, 8, 0.04, 0.04)),
+    "one that overshoots": Case(rebuilt([[2, 3], [0, 1]], [[3, 2, 1], [0]]), (0.04, 8, 0.04, 0.04)),
     "in the order in which gradients come": Case(rebuilt(PAIRS, [[1, 3], [0, 2]]), order=(2, 0, 3, 1)),
     "unused: from the start, and for good": Case(rebuilt(PAIRS, PAIRS), order=(2, 0, 3, 1), arguments=UNUSED),
     "static: a step later": Case(
         (PAIRS, PAIRS, [[1, 3], [0, 2]]), order=(2, 0, 3, 1), arguments={"static_graph": True}
     ),
-    "by dtype": Case(rebuilt([[3], [1], [2, 0]], [[3], [1], [2, 0]]), dtypes="sdsd"),
+    "by dtype": Case(rebuilt([[3], [1], [0, 2]], [[3], [1], [2, 0]]), dtypes="sdsd"),
     "by dtype, six": Case(
-        rebuilt([[5], [3], [4, 2], [1], [0]], [[5], [3], [4, 2], [1], [0]]), (1,) * 6, dtypes="sdsdsd"
+        rebuilt([[5], [4], [3], [1], [0, 2]], [[5], [3], [4, 2], [1], [0]]), (1,) * 6, dtypes="sdsdsd"
     ),
     "by dtype, unused": Case(
-        rebuilt([[5], [3], [4, 2], [1], [0]], [[5], [3], [4, 2], [1], [0]]),
+        rebuilt([[5], [4], [3], [1], [0, 2]], [[5], [4], [3], [1], [0, 2]]),
         (1,) * 6,
         dtypes="sdsdsd",
         arguments=UNUSED,
     ),
     "a list of caps": Case(
-        rebuilt([[5], [4, 3, 2], [1, 0]], [[5], [4, 3, 2], [1, 0]]),
+        rebuilt([[4, 5], [1, 2, 3], [0]], [[5], [4, 3, 2], [1, 0]]),
         (1,) * 6,
         arguments={"bucket_cap_mb_list": [1 / 1024, 3 / 1024]},
     ),
     "a list of caps, in order": Case(
-        rebuilt([[5], [4, 3], [2, 1], [0]], [[5], [4, 0], [2, 1], [3]]),
+        rebuilt([[5], [3, 4], [1, 2], [0]], [[5], [4, 0], [2, 1], [3]]),
         (1,) * 6,
         (3, 1, 2, 0, 4, 5),
         arguments={"bucket_cap_mb_list": [1 / 1024, 2 / 1024]},
     ),
     "a list of caps by dtype": Case(
-        rebuilt([[5], [4], [3, 1], [2, 0]], [[5], [4], [3, 1], [2, 0]]),
+        rebuilt([[3, 5], [2, 4], [1], [0]], [[5], [4], [3, 1], [2, 0]]),
         (1,) * 6,
         dtypes="sdsdsd",
         arguments={"bucket_cap_mb_list": [1 / 1024, 3 / 1024]},
     ),
-    "small ones are one bucket": Case(rebuilt([[3, 2, 1, 0]], [[3, 2, 1, 0]]), cap=None),
-    "the first of 1 MiB": Case(rebuilt([[4], [3, 2, 1, 0]], [[4], [3, 2, 1, 0]]), BIG, cap=None),
+    "small ones are one bucket": Case(rebuilt([[0, 1, 2, 3]], [[3, 2, 1, 0]]), cap=None),
+    "the first of 1 MiB": Case(rebuilt([[1, 2, 3, 4], [0]], [[4], [3, 2, 1, 0]]), BIG, cap=None),
     "the first of 1 MiB, unused": Case(
-        rebuilt([[4], [3, 2, 1, 0]], [[4], [3, 2, 1, 0]]), BIG, cap=None, arguments=UNUSED
+        rebuilt([[1, 2, 3, 4], [0]], [[1, 2, 3, 4], [0]]), BIG, cap=None, arguments=UNUSED
     ),
 }
 
@@ -135,7 +135,7 @@ def _dealt(transport: str, name: str) -> None:
 
 @OURS_ALONE
 @pytest.mark.parametrize("name", CASES)
-def test_parameters_are_dealt_in_reverse_at_first_and_then_in_the_order_of_their_gradients(
+def test_buckets_follow_the_parameters_at_first_and_then_the_order_of_their_gradients(
     pool: Pool, name: str
 ) -> None:
     pool.run(_dealt, 2, "auto", name)

@@ -61,6 +61,7 @@ class Bucket:
         self._as_views = as_views
         self._waiting: list[int] = []  # arrived, not copied yet
         self._waiting_bytes = 0
+        self._adopted: set[int] = set()  # in this backward; only with views
         self._num_own = 0  # the tensors of ours over the memory
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
@@ -96,6 +97,7 @@ class Bucket:
     def begin(self) -> None:
         """A backward is about to run."""
         self.incoming.begin()
+        self._adopted.clear()
 
     def take(self, place: int) -> None:
         """The gradient of a parameter is final, or there is none in this backward."""
@@ -131,10 +133,18 @@ class Bucket:
 
     def _adopt_all(self) -> None:
         """What has come before the memory was there (in `no_sync`, or into the buckets before) moves into it."""
-        for parameter, view in zip(self.parameters, self.incoming.views, strict=True):
+        for place, (parameter, view) in enumerate(zip(self.parameters, self.incoming.views, strict=True)):
             if parameter.grad is not None:
                 view.copy_(parameter.grad)
-                parameter.grad = view
+                self._adopt(place)
+
+    def _adopt(self, place: int) -> None:
+        """The view is the gradient, but of a parameter that is in another dtype for now (mixed precision)."""
+        parameter = self.parameters[place]
+        if parameter.grad is not None and parameter.dtype == self.dtype:
+            if not _is_at(parameter.grad, self.incoming.views[place]):
+                parameter.grad = _view(self.incoming.views[place])
+            self._adopted.add(place)
 
     @torch.no_grad()
     def _write(self) -> None:
@@ -154,8 +164,7 @@ class Bucket:
         _copy(into, given, self.factor)
         if self._as_views:
             for place in self._waiting:
-                if self.parameters[place].grad is not None:
-                    self.parameters[place].grad = self.incoming.views[place]
+                self._adopt(place)
         self._waiting.clear()
         self._waiting_bytes = 0
 
@@ -190,9 +199,11 @@ class Bucket:
             if is_unused(self.numbers[place]):
                 continue
             if gradient is None:
-                parameter.grad = view if self._as_views else view.data
-            elif self._as_views:
+                parameter.grad = _view(view) if self._as_views else view.data
+            elif self._as_views and place in self._adopted:
                 raise not_the_view(self.names[place])
+            elif self._as_views:
+                parameter.grad = _view(view)
             elif _is_autograds(gradient, self.dtype):
                 parameter.grad = view.data
             else:
@@ -206,6 +217,11 @@ class Bucket:
         self._waiting.clear()
         self._waiting_bytes = 0
         self.incoming.reset()
+
+
+def _view(view: Tensor) -> Tensor:
+    """Another one of the same: the program may put other data into its own."""
+    return view.as_strided(view.shape, view.stride(), view.storage_offset())
 
 
 def _is_autograds(gradient: Tensor, dtype: torch.dtype) -> bool:

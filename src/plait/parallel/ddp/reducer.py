@@ -8,8 +8,8 @@ out when autograd is through. If buckets are left over when the next forward beg
 outside of this (in `no_sync`, in a second backward of the same forward) leave gradients to autograd.
 
 [Note: buckets of the first backward and of the others]
-Nobody knows in which order gradients come before they have come. The first buckets follow the parameters in
-reverse, and are reduced as they fill: from the second forward on they follow the order in which rank 0's gradients
+Nobody knows in which order gradients come before they have come. The first buckets follow the parameters, the last
+one comes first, and they are reduced as they fill: from the second forward on they follow the order in which rank 0's gradients
 came, on all ranks. Which parameters a graph leaves out may change with find_unused_parameters: there the first
 buckets stay.
 """
@@ -86,7 +86,7 @@ class Reducer:
         self.has_rebuilt = False
         self.num_reduced = 0
         self.log_error: Callable[[str], None] = _nothing
-        self._set_buckets(range(len(self.parameters) - 1, -1, -1))
+        self._set_buckets(range(len(self.parameters)), is_reverse=True)
         self._nodes = [_accumulate_node(parameter) for parameter in self.parameters]
         self._hooks = [
             node.register_hook(partial(_run_hook, weakref.ref(self), index))
@@ -95,15 +95,16 @@ class Reducer:
 
     # --- buckets
 
-    def _set_buckets(self, order: Sequence[int]) -> None:
+    def _set_buckets(self, order: Sequence[int], *, is_reverse: bool = False) -> None:
+        """`order`: of the parameters. `is_reverse`: the last bucket of it comes first."""
         travellers = [
             Traveller(p.numel() * p.dtype.itemsize, (p.dtype, p.device), alone)
             for p, alone in zip(self.parameters, self._are_sparse, strict=True)
         ]
-        self.buckets: list[AnyBucket] = [
-            self._bucket(index, numbers)
-            for index, numbers in enumerate(dealt(travellers, self.options.limits, order))
-        ]
+        hands = dealt(travellers, self.options.limits, order)
+        if is_reverse:
+            hands.sort(key=min, reverse=True)
+        self.buckets: list[AnyBucket] = [self._bucket(*hand) for hand in enumerate(hands)]
         self._where = {
             number: (bucket, place) for bucket in self.buckets for place, number in enumerate(bucket.numbers)
         }
@@ -285,7 +286,7 @@ class Reducer:
     def _set_static_graph(self) -> None:
         with self._lock:
             if self.times.iteration > 0:
-                raise DDPError(STATIC_LATE)
+                raise self._logged(DDPError(STATIC_LATE))
             self.static = StaticGraph(len(self.parameters), self._named_change)
             self._may_rebuild = True
             self._used = UsedMap(len(self.parameters), self._device)

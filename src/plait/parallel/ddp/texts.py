@@ -19,6 +19,7 @@ CREATE_GRAPH = (
     "Using DistributedDataParallel with create_graph=True is not well-supported: what is differentiated again is "
     "this rank's gradient, before it was averaged."
 )
+_DEBUG = "set the environment variable TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL"
 _UNFINISHED = "Expected to have finished reduction in the prior iteration before starting a new one. "
 
 
@@ -26,30 +27,33 @@ def unfinished(
     missing: Sequence[int], names: Mapping[int, str], rank: int, *, find_unused: bool, static: bool
 ) -> DDPError:
     """Some buckets wait for gradients that have not come. `missing`: their parameters. `names`: if told."""
+    outputs = "making sure all `forward` function outputs participate in calculating loss"
+    hint = f"{outputs}; outputs as tensors in lists, tuples, dicts or dataclasses"
     if static:
         why = (
-            "This error indicates that your training graph has changed in this iteration: a parameter was used in "
-            "the first one, but not in this one. this is not compatible with static_graph set to True."
+            "This error indicates that your training graph has changed in this iteration, e.g., one parameter is "
+            "used in first iteration, but then got unused in the second iteration. this is not compatible with "
+            "static_graph set to True."
         )
-        hint = "static_graph=False"
+        hint = "static_graph=False, find_unused_parameters=True"
     elif find_unused:
         why = (
-            "This error indicates that your module has parameters that were not used in producing loss, although "
-            "find_unused_parameters=True: some outputs of forward have no part in the loss."
+            "This error indicates that your module has parameters that were not used in producing loss. "
+            "Since `find_unused_parameters=True` is enabled, this likely  means that not all `forward` outputs "
+            "participate in computing loss."
         )
-        hint = "a loss that all outputs of `forward` have a part in; outputs as tensors in lists, tuples or dicts"
     else:
         why = (
             "This error indicates that your module has parameters that were not used in producing loss. "
-            "find_unused_parameters=True looks for them."
+            "You can have them looked for by passing the keyword argument `find_unused_parameters=True` to "
+            "`DistributedDataParallel`."
         )
-        hint = "find_unused_parameters=True, or a loss that all outputs of `forward` have a part in"
     told = f"Parameter indices which did not receive grad for rank {rank}: " + " ".join(map(str, missing))
     named = [names[index] for index in missing if index in names]
     if named:
         told = f"Parameters which did not receive grad for rank {rank}: {', '.join(named)}\n{told}"
     else:
-        hint += "; TORCH_DISTRIBUTED_DEBUG=INFO, which tells their names"
+        hint += f"; {_DEBUG}, which tells their names"
     return DDPError(f"{_UNFINISHED}{why}\n{told}", hint=hint)
 
 

@@ -32,19 +32,16 @@ class UsedMap:
         self._here = [False] * count
         self._device = device
         self._sum: Tensor | None = None
+        self.tensor = torch.zeros(count, dtype=torch.int32, device=device)  # the last one that was summed
         self._pending = Pending()
         self._counts: list[int] | None = None  # of ranks, when they are known
 
     def mark(self, index: int) -> None:
         self._here[index] = True
 
-    @property
-    def tensor(self) -> Tensor:
-        return torch.tensor(self._here, dtype=torch.int32, device=self._device)
-
     def start(self, group: Group) -> None:
         """Sums over the ranks, behind the last bucket."""
-        self._sum = self.tensor
+        self._sum = self.tensor = torch.tensor(self._here, dtype=torch.int32, device=self._device)
         self._pending = start_all_reduce(self._sum, group, label="which parameters are used")
 
     def land(self) -> None:
