@@ -1,10 +1,14 @@
 """Where the outcome of a case is not the one to hope for, each with its reason. One place."""
 
 # Fails with plait's class. Empty is the aim.
-EXCEPTIONS: dict[str, str] = {
+_EXCEPTIONS = {
     "test_compute_bucket_assignment_by_size_sparse_error_with_logger": (
         "hands the module's logger to a private function in C++, which takes torch's alone"
     ),
+}
+# The same, where gradients do not travel over the process group.
+_EXCEPTIONS_BESIDE = {
+    "test_ddp_profiling_torch_profiler": "looks for Gloo's events, and Gloo is not asked",
 }
 
 _NO_SYNC_BN = "SyncBatchNorm has kernels for GPUs only"
@@ -36,6 +40,11 @@ _TORCH_FAILS_AT = {
 }
 # Fails now and then with any class, because the case itself has a race. Run again, up to three times.
 RACES = {"test_post_localSGD_optimizer_step_reload": "rank 0 removes a file that the others still read"}
+
+
+def exceptions(transport: str) -> dict[str, str]:
+    """The cases that plait's class fails over a transport, and why."""
+    return _EXCEPTIONS if transport == "group" else _EXCEPTIONS | _EXCEPTIONS_BESIDE
 
 
 def torch_fails(world_size: int) -> dict[str, str]:

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 import pytest
 
 from contract.cases import is_unit
-from contract.expected import EXCEPTIONS, torch_fails
+from contract.expected import exceptions, torch_fails
 from contract.ranks import Variant
 from contract.runner import Result, Runner, run_all, runner
 
@@ -35,7 +35,7 @@ def runners() -> Iterator[Runners]:
 def test_what_torchs_class_passes_plaits_does(runners: Runners, world_size: int, transport: str) -> None:
     on = runners(world_size)
     results = run_all(on, on.names(), Variant("plait", transport))
-    assert not (said := complaints(results, world_size)), "\n\n".join(said)
+    assert not (said := complaints(results, world_size, transport)), "\n\n".join(said)
     passed = [it for it in results if it.status == "passed" and not is_unit(it.name)]
     assert len(passed) >= SMALLEST
     assert all(it.num_built for it in passed), "a case has found another class than ours"
@@ -58,10 +58,11 @@ def test_a_class_that_never_averages_gradients_is_caught(runners: Runners, name:
     assert runners(2).run(name, Variant("unsynced")).status == "failed"
 
 
-def complaints(results: Sequence[Result], world_size: int) -> list[str]:
+def complaints(results: Sequence[Result], world_size: int, transport: str) -> list[str]:
     """What is not as torch's class has it, a case each: failures, and exceptions that are none any more."""
-    excused = torch_fails(world_size) | EXCEPTIONS
+    exceptional = exceptions(transport)
+    excused = torch_fails(world_size) | exceptional
     failed = [it for it in results if it.status in ("failed", "hung")]
     said = [f"{it.name} {it.status}\n{it.text}" for it in failed if it.name not in excused]
-    stale = EXCEPTIONS.keys() - {it.name for it in failed}
+    stale = exceptional.keys() - {it.name for it in failed}
     return said + [f"{name} does not fail: it is no exception" for name in sorted(stale)]

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.autograd.profiler import record_function
 
 from plait.comm.behind import Behind
 from plait.comm.transport import Pending
@@ -218,7 +219,8 @@ class Reducer:
             bucket.factor = factor
 
     def _find_unused(self) -> None:
-        before, self._unused = self._unused, unused_in_backward(self._nodes, self._outputs)
+        with record_function("torch.distributed.ddp.reducer::search_unused_parameters"):
+            before, self._unused = self._unused, unused_in_backward(self._nodes, self._outputs)
         self._outputs.clear()
         if self.times.iteration > 1 and before != self._unused:
             self.is_static_so_far = False
