@@ -42,6 +42,9 @@ from plait.parallel.in_order import InOrder
 from plait.plan.buckets import Traveller, dealt
 
 
+_living: "weakref.WeakSet[Reducer]" = weakref.WeakSet()
+
+
 @dataclass(frozen=True)
 class Options:
     """Of the constructor, as far as they concern gradients. `limits`: bytes of buckets, see `plan/buckets.py`."""
@@ -87,12 +90,26 @@ class Reducer:
         self.has_rebuilt = False
         self.num_reduced = 0
         self.log_error: Callable[[str], None] = _nothing
+        self._hands_over_early = True
         self._set_buckets(range(len(self.parameters)), is_reverse=True)
         self._nodes = [_accumulate_node(parameter) for parameter in self.parameters]
         self._hooks = [
             node.register_hook(partial(_run_hook, weakref.ref(self), index))
             for index, node in enumerate(self._nodes)
         ]
+
+        self._look_for_others()
+
+    def _look_for_others(self) -> None:
+        """Reducers that take gradients of the same parameters. See `bucket.py`."""
+        mine = {id(parameter) for parameter in self.parameters}
+        for other in list(_living):
+            if other._hooks and not mine.isdisjoint(id(parameter) for parameter in other.parameters):
+                for reducer in (self, other):
+                    reducer._hands_over_early = False
+                    for bucket in reducer.buckets:
+                        bucket.hands_over_early = False
+        _living.add(self)
 
     # --- buckets
 
@@ -106,6 +123,8 @@ class Reducer:
         if is_reverse:
             hands.sort(key=min, reverse=True)
         self.buckets: list[AnyBucket] = [self._bucket(*hand) for hand in enumerate(hands)]
+        for bucket in self.buckets:
+            bucket.hands_over_early = self._hands_over_early
         self._where = {
             number: (bucket, place) for bucket in self.buckets for place, number in enumerate(bucket.numbers)
         }

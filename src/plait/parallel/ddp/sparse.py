@@ -23,6 +23,7 @@ class SparseBucket:
         self.parameters = [parameter]
         self.nbytes = parameter.numel() * parameter.dtype.itemsize
         self.factor: float | None = None
+        self.hands_over_early = False
         self._name = name
         self._has_come = False
         self._gradient: Tensor | None = None
