@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from plait.parallel.ddp.arrivals import Waiting
 from plait.parallel.ddp.texts import not_the_view
 from plait.parallel.incoming import GradientState, Incoming
 from plait.parallel.memory import Loan
@@ -32,7 +33,8 @@ from plait.parallel.meter import Meter
 
 Lend = Callable[[int, torch.dtype, torch.device], Tensor]  # memory that travels, of undefined values
 
-_TOGETHER_BYTES = 1 << 18  # copied in one call, while they are in the cache
+_TOGETHER_BYTES = 1 << 18  # copied in one call; on a GPU all of a bucket are, whose launches cost more
+_WORTH_BYTES = 1 << 16  # whose memory is worth having for the next gradient
 
 
 class Bucket:
@@ -52,24 +54,29 @@ class Bucket:
     ) -> None:
         """`numbers`: of its parameters, among all. `names`: in messages. `lend`: called when the first gradient
         comes."""
-        self.names = list(names)
         self.index = index
         self.numbers = tuple(numbers)
         self.parameters = list(parameters)
-        self.sizes = [parameter.numel() for parameter in parameters]
+        self.names = list(names)
         self.dtype = parameters[0].dtype
-        self.nbytes = sum(self.sizes) * self.dtype.itemsize
-        device = parameters[0].device
-        self._together_bytes = self.nbytes if device.type != "cpu" else _TOGETHER_BYTES  # launches cost more
-        memory = Loan(lambda: lend(sum(self.sizes), self.dtype, device), stays=False, meter=Meter())
+        self.device = parameters[0].device
+        self.sizes = [parameter.numel() for parameter in parameters]
+        self.bytes_of = [size * self.dtype.itemsize for size in self.sizes]
+        self.nbytes = sum(self.bytes_of)
+        memory = Loan(lambda: lend(sum(self.sizes), self.dtype, self.device), stays=False, meter=Meter())
         self.incoming = Incoming(f"bucket {index}", memory, len(self.sizes), self.views_of)
         self.factor: float | None = None  # what gradients are multiplied with on their way into the bucket
-        self._as_views = as_views
-        self._waiting: list[int] = []  # arrived, not copied yet
-        self._waiting_bytes = 0
         self.hands_over_early = True  # see [Note: when a gradient changes hands]
-        self._adopted: set[int] = set()  # in this backward; only with views
-        self._unreached: set[int] = set()  # by this backward
+        self.waiting = Waiting(len(self.sizes), _TOGETHER_BYTES if self.device.type == "cpu" else self.nbytes)
+        self._as_views = as_views
+        self._has_large = max(self.bytes_of) >= _WORTH_BYTES
+        self._addresses: list[int] = []  # of the views
+        # In this backward: gradients in the memory that are to get the result, parameters that have none, and
+        # those that it does not reach.
+        self._copied: list[int] = []
+        self._gradients: list[Tensor] = []
+        self._absent: list[int] = []
+        self._unreached: set[int] = set()
         self._num_own = 0  # the tensors of ours over the memory
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
@@ -86,14 +93,9 @@ class Bucket:
             start += size
         return views
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether the gradients of all of its parameters have come."""
-        return self.incoming.is_complete
-
     def zeros(self) -> Tensor:
         """What a rank without gradients contributes."""
-        return torch.zeros(sum(self.sizes), dtype=self.dtype, device=self.parameters[0].device)
+        return torch.zeros(sum(self.sizes), dtype=self.dtype, device=self.device)
 
     @property
     def buffer(self) -> Tensor:
@@ -104,19 +106,53 @@ class Bucket:
 
     def begin(self) -> None:
         """A backward is about to run."""
-        self.incoming.begin()
-        self._adopted.clear()
+        self.waiting.begin()
+        self._copied.clear()
+        self._gradients.clear()
+        self._absent.clear()
         self._unreached.clear()
 
-    def take(self, place: int) -> None:
-        """The gradient of a parameter is final, or there is none in this backward."""
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Copies the gradients that wait into the memory."""
         if self.incoming.state is not GradientState.FILLING:
             self._open()
-        self._waiting.append(place)
-        self._waiting_bytes += self.sizes[place] * self.dtype.itemsize
-        self.incoming.arrive(place)
-        if self._waiting_bytes >= self._together_bytes or self.incoming.is_complete:
-            self._write()
+        views, addresses, parameters = self.incoming.views, self._addresses, self.parameters
+        first = len(self._copied)
+        for place in self.waiting.places:  # what follows runs for every parameter
+            gradient = parameters[place].grad
+            if gradient is None:
+                views[place].zero_()
+                self._absent.append(place)
+            elif gradient.data_ptr() != addresses[place]:
+                self._copied.append(place)
+                self._gradients.append(gradient)
+            elif self.factor is not None:
+                views[place].mul_(self.factor)
+        copied = self._copied[first:]
+        self._write(copied, self._gradients[first:])
+        if self._as_views:
+            self._adopt()
+        elif self.hands_over_early and self._has_large:
+            self._hand_over()
+        self.waiting.clear()
+
+    def _write(self, places: list[int], gradients: list[Tensor]) -> None:
+        """Copies gradients into the memory, multiplied."""
+        views, factor = self.incoming.views, self.factor
+        if factor is None:
+            if places:
+                torch._foreach_copy_([views[place] for place in places], gradients)
+        elif len(places) == 1:
+            torch.mul(gradients[0], factor, out=views[places[0]])
+        elif places:
+            torch._foreach_copy_([views[place] for place in places], gradients)
+            low, high = min(places), max(places)
+            if high - low + 1 == len(places):  # one range: many small products cost more than they are worth
+                start = sum(self.sizes[:low])
+                self.buffer[start : start + sum(self.sizes[low : high + 1])].mul_(factor)
+            else:
+                torch._foreach_mul_([views[place] for place in places], factor)
 
     def _open(self) -> None:
         self.incoming.move(GradientState.FILLING)
@@ -124,6 +160,7 @@ class Bucket:
             self.incoming.forget()
         if self.incoming.hold():
             self._num_own = self._num_holders()
+            self._addresses = [view.data_ptr() for view in self.incoming.views]
             if self._as_views:
                 self._adopt_all()
 
@@ -134,10 +171,9 @@ class Bucket:
         """Whether somebody else's tensor is over the memory. See [Note: whose memory a gradient lies in]."""
         others = self._num_holders() - self._num_own
         if others > 0:
-            pairs = zip(self.parameters, self.incoming.views, strict=True)
-            others -= sum(
-                p.grad is not None and view.numel() > 0 and _is_at(p.grad, view) for p, view in pairs
-            )
+            gradients = [parameter.grad for parameter in self.parameters]
+            pairs = zip(gradients, self._addresses, strict=True)
+            others -= sum(g is not None and g.numel() > 0 and g.data_ptr() == at for g, at in pairs)
         return others > 0
 
     def _adopt_all(self) -> None:
@@ -145,41 +181,40 @@ class Bucket:
         for place, (parameter, view) in enumerate(zip(self.parameters, self.incoming.views, strict=True)):
             if parameter.grad is not None:
                 view.copy_(parameter.grad)
-                self._adopt(place)
+                self._copied.append(place)
+        self._adopt()
 
-    def _adopt(self, place: int) -> None:
-        """The gradient, which was copied, becomes one over the memory. See the notes above."""
-        parameter, view = self.parameters[place], self.incoming.views[place]
-        gradient = parameter.grad
-        if gradient is None or parameter.dtype != self.dtype:
-            return  # in another dtype for now: torch's mixed precision
-        if self._as_views:
-            if not _is_at(gradient, view):
-                parameter.grad = _view(view)
-            self._adopted.add(place)
-        elif self.hands_over_early and place not in self._unreached and _is_autograds(gradient, self.dtype):
-            parameter.grad = view.data
-
-    @torch.no_grad()
-    def _write(self) -> None:
-        """Copies what waits into the memory."""
-        given: list[Tensor] = []
-        into: list[Tensor] = []
-        for place in self._waiting:
-            gradient, view = self.parameters[place].grad, self.incoming.views[place]
-            if gradient is None:
-                view.zero_()
-            elif _is_at(gradient, view):
-                if self.factor is not None:
-                    view.mul_(self.factor)
+    def _adopt(self) -> None:
+        """Views become the gradients that were copied, but of parameters that are in another dtype for now (in
+        torch's mixed precision)."""
+        for place in self._copied:
+            if self.parameters[place].dtype == self.dtype:
+                self.parameters[place].grad = _view(self.incoming.views[place])
             else:
-                given.append(gradient.detach() if gradient.requires_grad else gradient)
-                into.append(view)
-        _copy(into, given, self.factor)
-        for place in self._waiting:
-            self._adopt(place)
-        self._waiting.clear()
-        self._waiting_bytes = 0
+                self._absent.append(place)
+        self._copied.clear()
+        self._gradients.clear()
+
+    def _hand_over(self) -> None:
+        """Large ones: see [Note: when a gradient changes hands]."""
+        kept: list[int] = []
+        for number, place in enumerate(self._copied):
+            gradient = self._gradients[number]
+            is_large = self.bytes_of[place] >= _WORTH_BYTES
+            if is_large and place not in self._unreached and self._is_autograds(gradient):
+                self.parameters[place].grad = self.incoming.views[place].data
+            else:
+                kept.append(number)
+        self._copied = [self._copied[number] for number in kept]
+        self._gradients = [self._gradients[number] for number in kept]
+
+    def _is_autograds(self, gradient: Tensor) -> bool:
+        """Whether nobody else has written it. See [Note: gradients that stay where they are]."""
+        return gradient._version == 0 and not gradient.requires_grad and gradient.dtype is self.dtype
+
+    def is_unreached(self, place: int) -> bool:
+        """Whether this backward has nothing to do with the parameter."""
+        return place in self._unreached
 
     def keep_apart(self, place: int) -> None:
         """This backward does not reach the parameter. If no rank's does, its gradient stays as it is."""
@@ -188,7 +223,7 @@ class Bucket:
         if (
             views
             and parameter.grad is not None
-            and _is_at(parameter.grad, views[place])
+            and parameter.grad.data_ptr() == self._addresses[place]
             and not self._as_views
         ):
             parameter.grad = parameter.grad.clone()
@@ -205,53 +240,41 @@ class Bucket:
         self.incoming.move(GradientState.EMPTY)
         if result.data_ptr() != self.buffer.data_ptr():
             self.buffer.copy_(result.view(-1))
+        if self._as_views:
+            self._check_views()
         into, given = [], []
-        for place, (parameter, view) in enumerate(zip(self.parameters, self.incoming.views, strict=True)):
-            gradient = parameter.grad
-            if gradient is not None and _is_at(gradient, view):
+        views, parameters = self.incoming.views, self.parameters
+        for place, gradient in zip(self._copied, self._gradients, strict=True):
+            parameter = parameters[place]
+            if place in self._unreached and is_unused(self.numbers[place]):
                 continue
-            if is_unused(self.numbers[place]):
-                continue
-            if gradient is None:
-                parameter.grad = _view(view) if self._as_views else view.data
-            elif self._as_views and place in self._adopted:
-                raise not_the_view(self.names[place])
-            elif self._as_views:
-                parameter.grad = _view(view)
-            elif _is_autograds(gradient, self.dtype):
-                parameter.grad = view.data
+            if parameter.grad is not gradient or self._is_autograds(gradient):
+                parameter.grad = views[place].data
             else:
-                into.append(gradient.detach())
-                given.append(view)
-        with torch.no_grad():
-            _copy(into, given, None)
+                into.append(gradient)
+                given.append(views[place])
+        if into:
+            with torch.no_grad():
+                torch._foreach_copy_(into, given)
+        for place in self._absent:
+            if not is_unused(self.numbers[place]):
+                parameters[place].grad = _view(views[place]) if self._as_views else views[place].data
+        self._copied.clear()
+        self._gradients.clear()
+
+    def _check_views(self) -> None:
+        absent = set(self._absent)
+        for place, (parameter, address) in enumerate(zip(self.parameters, self._addresses, strict=True)):
+            gradient = parameter.grad
+            if place not in absent and (gradient is None or gradient.data_ptr() != address):
+                raise not_the_view(self.names[place])
 
     def drop(self) -> None:
         """Backward was given up. Peers may still read the memory."""
-        self._waiting.clear()
-        self._waiting_bytes = 0
+        self.waiting.begin()
         self.incoming.reset()
 
 
 def _view(view: Tensor) -> Tensor:
     """Another one of the same: the program may put other data into its own."""
     return view.as_strided(view.shape, view.stride(), view.storage_offset())
-
-
-def _is_autograds(gradient: Tensor, dtype: torch.dtype) -> bool:
-    """Whether nobody else has written it. See [Note: gradients that stay where they are]."""
-    return gradient._version == 0 and not gradient.requires_grad and gradient.dtype == dtype
-
-
-def _is_at(tensor: Tensor, view: Tensor) -> bool:
-    """Whether it lies where the view does. Of nothing there is nothing to copy."""
-    return tensor.data_ptr() == view.data_ptr() and tensor.layout is torch.strided
-
-
-def _copy(into: list[Tensor], given: list[Tensor], factor: float | None) -> None:
-    if len(into) == 1 and factor is not None:
-        torch.mul(given[0], factor, out=into[0])
-    elif into:
-        torch._foreach_copy_(into, given)
-        if factor is not None:
-            torch._foreach_mul_(into, factor)

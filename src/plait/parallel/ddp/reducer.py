@@ -14,7 +14,6 @@ came, on all ranks. Which parameters a graph leaves out may change with find_unu
 buckets stay.
 """
 
-import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from torch.autograd.profiler import record_function
 from plait.comm.behind import Behind
 from plait.comm.transport import Pending
 from plait.comm.verbs import broadcast, empty
+from plait.parallel.ddp.arrivals import Arrivals, Slot, hook_of
 from plait.parallel.ddp.bucket import Bucket
 from plait.parallel.ddp.carry import AnyBucket, Carrier, Hook, seen_by_hook
 from plait.parallel.ddp.grad_bucket import GradBucket
@@ -76,9 +76,9 @@ class Reducer:
         self._are_sparse = list(are_sparse)
         self._names = dict(names)
         self._device = self.parameters[0].device
-        self._lock = threading.RLock()
+        self._arrivals = Arrivals(len(self.parameters))
+        self._lock = self._arrivals.lock
         self._futures: list[Any] = []  # of buffers, waited for when backward ends
-        self.order_of_arrival: list[int] = []  # of the last backward's gradients
         self._may_rebuild = not options.find_unused
         self._used = UsedMap(len(self.parameters), self._device) if options.find_unused else None
         self._outputs: list[Any] = []  # nodes of forward's outputs
@@ -93,12 +93,19 @@ class Reducer:
         self._hands_over_early = True
         self._set_buckets(range(len(self.parameters)), is_reverse=True)
         self._nodes = [_accumulate_node(parameter) for parameter in self.parameters]
-        self._hooks = [
-            node.register_hook(partial(_run_hook, weakref.ref(self), index))
-            for index, node in enumerate(self._nodes)
-        ]
+        self._hooks: list[Any] = []
+        self._register_hooks()
 
         self._look_for_others()
+
+    def _register_hooks(self) -> None:
+        me = weakref.ref(
+            self
+        )  # who drops the reducer drops its memory, though autograd holds on to the hooks
+        fill, otherwise = partial(_fill, me), partial(_otherwise, me)
+        for index, node in enumerate(self._nodes):
+            hook = hook_of(self._arrivals, index, fill, otherwise)
+            self._hooks.append(node.register_hook(hook))
 
     def _look_for_others(self) -> None:
         """Reducers that take gradients of the same parameters. See `bucket.py`."""
@@ -125,11 +132,13 @@ class Reducer:
         self.buckets: list[AnyBucket] = [self._bucket(*hand) for hand in enumerate(hands)]
         for bucket in self.buckets:
             bucket.hands_over_early = self._hands_over_early
-        self._where = {
-            number: (bucket, place) for bucket in self.buckets for place, number in enumerate(bucket.numbers)
+        slots = {
+            number: Slot(bucket, place, bucket.bytes_of[place], bucket.waiting)
+            for bucket in self.buckets
+            for place, number in enumerate(bucket.numbers)
         }
+        self._arrivals.slots[:] = [slots[number] for number in range(len(self.parameters))]
         self._queue = InOrder(range(len(self.buckets)), self._start)
-        self._ready = bytearray(len(self.parameters))
 
     def _bucket(self, index: int, numbers: Sequence[int]) -> AnyBucket:
         names = [self._names.get(number, f"parameter {number}") for number in numbers]
@@ -151,15 +160,20 @@ class Reducer:
         """Before a forward. Whether buckets have been dealt anew. See [Note: buckets of the first ...]."""
         with self._lock:
             self._check_reducer_finalized()
-            if not self._may_rebuild or not self.order_of_arrival:
+            if not self._may_rebuild or not self._arrivals.order:
                 return False
-            order = torch.tensor(self.order_of_arrival, dtype=torch.int64, device=self._device)
+            order = torch.tensor(self._arrivals.order, dtype=torch.int64, device=self._device)
             if self.carrier.group.size > 1:
                 broadcast(order, self.carrier.group, label="the order of gradients")
             self._may_rebuild = False
             self._set_buckets(order.tolist())
             self.has_rebuilt = True
             return True
+
+    @property
+    def order_of_arrival(self) -> list[int]:
+        """Of the gradients of the last backward, by number."""
+        return self._arrivals.order
 
     # --- forward
 
@@ -178,8 +192,7 @@ class Reducer:
             self._abandon()
             self._expects_hooks = True
             self._has_begun = False
-            self._ready = bytearray(len(self.parameters))
-            self.order_of_arrival.clear()
+            self._arrivals.begin()
             self._outputs = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
             for bucket in self.buckets:
                 bucket.begin()
@@ -203,19 +216,17 @@ class Reducer:
         """A parameter's gradient has been accumulated."""
         with self._lock:
             static = self.static
-            if self._used is not None and (static is None or not static.is_known):
-                if self.parameters[index].grad is not None:
-                    self._used.mark(index)
-                if static is not None:
-                    static.count(index)
-                    return
-            if not self._expects_hooks:
+            if static is not None and not static.is_known:
+                static.count(index)
+            if not self._expects_hooks or (static is not None and not static.is_known):
+                if self._used is not None and self.parameters[index].grad is not None:
+                    self._used.mark(index)  # in `no_sync` too
                 return
             if not self._has_begun:
                 self._begin()
             if static is not None and not static.is_last_of(index):
                 return
-            self.order_of_arrival.append(index)
+            self._arrivals.order.append(index)
             self._mark(index)
 
     def _begin(self) -> None:
@@ -227,10 +238,12 @@ class Reducer:
         self._set_factor()
         if self.static is None and self.options.find_unused:
             self._find_unused()
+        self._is_unfinished = True
         for number in self._unused:
-            bucket, place = self._where[number]
-            bucket.keep_apart(place)
+            slot = self._arrivals.slots[number]
+            slot.bucket.keep_apart(slot.place)
             self._mark(number)
+        self._arrivals.is_usual = self.static is None
 
     def _set_factor(self) -> None:
         factor = self.carrier.factor()
@@ -246,13 +259,25 @@ class Reducer:
 
     def _mark(self, index: int) -> None:
         """The parameter's gradient goes into its bucket."""
-        if self._ready[index]:
+        if self._arrivals.ready[index]:
             raise self._logged(twice(index, self._names))
-        self._ready[index] = 1
-        self._is_unfinished = True
-        bucket, place = self._where[index]
-        bucket.take(place)
-        if not bucket.is_complete:
+        self._arrivals.ready[index] = 1
+        slot = self._arrivals.slots[index]
+        slot.waiting.places.append(slot.place)
+        slot.waiting.nbytes += slot.nbytes
+        slot.waiting.missing -= 1
+        if not slot.waiting.missing or slot.waiting.nbytes >= slot.waiting.together_bytes:
+            self._fill(index)
+
+    def _fill(self, index: int) -> None:
+        """The bucket of a parameter has enough to copy, or is complete."""
+        bucket: AnyBucket = self._arrivals.slots[index].bucket
+        if self._used is not None and self.static is None:
+            for place in bucket.waiting.places:
+                if bucket.parameters[place].grad is not None and not bucket.is_unreached(place):
+                    self._used.mark(bucket.numbers[place])
+        bucket.flush()
+        if bucket.waiting.missing:
             return
         self._queue.complete(bucket.index)
         if self._queue.is_over:
@@ -274,12 +299,12 @@ class Reducer:
         """All sums are under way and autograd is through: gradients become what the ranks agree on."""
         with self._lock:
             self.times.backward_computed()
-            self._expects_hooks = self._has_begun = self._is_unfinished = False
+            self._expects_hooks = self._has_begun = self._is_unfinished = self._arrivals.is_usual = False
             self._outputs.clear()
             while self._left_over:
                 self._left_over.pop(0)()
             self.num_reduced = len(self._landings)
-            is_unused = self._is_never_unused if self._used is None else self._used.is_unused
+            is_unused = _is_never if self._used is None else self._used.is_unused
             for index, landing in [*self._landings.items()]:
                 bucket, result = self.buckets[index], landing()
                 del self._landings[index]
@@ -294,13 +319,9 @@ class Reducer:
                 self._used.land()
                 if self.static is None:
                     self._used.reset()
-            if self.static is not None and self.order_of_arrival:
-                self.order_of_arrival += self._unused
+            if self.static is not None and self._arrivals.order:
+                self._arrivals.order += self._unused
             self.times.communicated()
-
-    @staticmethod
-    def _is_never_unused(_: int) -> bool:
-        return False
 
     # --- a static graph
 
@@ -332,12 +353,13 @@ class Reducer:
             self._unused = self.static.learn()
             self._set_factor()
             self._is_unfinished = True
-            for number in range(len(self.parameters)):
-                bucket, place = self._where[number]
-                if number in self._unused:
-                    bucket.keep_apart(place)
-                self._ready[number] = 1
-                bucket.take(place)
+            for slot in self._arrivals.slots:
+                slot.waiting.places.append(slot.place)
+            for number in self._unused:
+                slot = self._arrivals.slots[number]
+                slot.bucket.keep_apart(slot.place)
+            for bucket in self.buckets:
+                bucket.flush()
             self._queue.start_rest()
             self._used.start(self.carrier.group)
             self._finish()
@@ -349,7 +371,7 @@ class Reducer:
         """Raises DDPError if gradients of the last backward have not come."""
         if not self._is_unfinished:
             return
-        missing = [index for index, is_ready in enumerate(self._ready) if not is_ready]
+        missing = self._arrivals.missing
         is_static = self.static is not None
         find_unused = self.options.find_unused
         rank = self.carrier.behind.rank
@@ -366,7 +388,7 @@ class Reducer:
             self._left_over.clear()
             self._expects_hooks = self._has_begun = False
             self._may_rebuild = self.static is not None or not self.options.find_unused
-            self.order_of_arrival.clear()
+            self._arrivals.begin()
             if self._used is not None and self.static is None:
                 self._used.reset()
 
@@ -394,8 +416,8 @@ class Reducer:
 
     def _push_all_rebuilt_params(self) -> None:
         """A rank that has joined has no order of its own: rank 0's, or any, will do."""
-        if self._may_rebuild and not self.order_of_arrival:
-            self.order_of_arrival = list(range(len(self.parameters)))
+        if self._may_rebuild and not self._arrivals.order:
+            self._arrivals.order += range(len(self.parameters))
 
     def match_used_map(self) -> None:
         """A rank that has joined has used nothing."""
@@ -444,6 +466,10 @@ def _run_optimizers(parameters: Sequence[nn.Parameter]) -> None:
             parameter.grad = None
 
 
+def _is_never(_: int) -> bool:
+    return False
+
+
 def _nothing(_: str) -> None:
     """Where nobody logs errors."""
 
@@ -454,7 +480,14 @@ def _accumulate_node(parameter: nn.Parameter) -> Any:
     return grad_fn.next_functions[0][0]
 
 
-def _run_hook(reducer: "weakref.ref[Reducer]", index: int, *_: object) -> None:
+def _fill(reducer: "weakref.ref[Reducer]", index: int) -> None:
+    found = reducer()
+    if found is not None:
+        with found._lock:
+            found._fill(index)
+
+
+def _otherwise(reducer: "weakref.ref[Reducer]", index: int) -> None:
     found = reducer()
     if found is not None:
         found._autograd_hook(index)

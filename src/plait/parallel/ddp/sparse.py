@@ -3,12 +3,11 @@
 Ranks have different rows, so theirs are gathered and added up: (p-1) x the largest rank's rows arrive at each.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
 from plait.comm.verbs import Group, all_gather
+from plait.parallel.ddp.arrivals import Waiting
 from plait.parallel.ddp.texts import not_sparse
 
 
@@ -25,18 +24,16 @@ class SparseBucket:
         self.factor: float | None = None
         self.hands_over_early = False
         self._name = name
-        self._has_come = False
+        self.bytes_of = [self.nbytes]
+        self.waiting = Waiting(1, self.nbytes)
         self._gradient: Tensor | None = None
 
-    @property
-    def is_complete(self) -> bool:
-        return self._has_come
-
     def begin(self) -> None:
-        self._has_come = False
+        self.waiting.begin()
         self._gradient = None
 
-    def take(self, _: int) -> None:
+    def flush(self) -> None:
+        """Takes the gradient."""
         gradient = self.parameters[0].grad
         if gradient is None or gradient.layout is not torch.sparse_coo:
             raise not_sparse(self._name, is_there=gradient is not None)
@@ -44,7 +41,10 @@ class SparseBucket:
             with torch.no_grad():
                 gradient.mul_(self.factor)
         self._gradient = gradient
-        self._has_come = True
+        self.waiting.clear()
+
+    def is_unreached(self, _: int) -> bool:
+        return False
 
     def keep_apart(self, _: int) -> None:
         """It is nobody else's."""
@@ -66,7 +66,7 @@ class SparseBucket:
     def views_of(self, gradient: Tensor) -> list[Tensor]:
         return [gradient]
 
-    def land(self, result: Tensor, _: Callable[[int], bool]) -> None:
+    def land(self, result: Tensor, _: object) -> None:
         """The result is the parameter's gradient."""
         assert self._gradient is not None, f"{self._name}: landed before its gradient has come"
         with torch.no_grad():
