@@ -1,9 +1,10 @@
 """The group behind a process group that the program has made with torch.distributed.
 
 [Note: a link beside the process group]
-On one host ranks talk faster through memory that they share than through Gloo. So CPU ranks of one host open a
-link of their own beside the process group; it lives as long as the process group does, and is the same for all
-that ask. The program's communications and ours then go by different ways, each in its own order.
+On one host ranks talk faster through memory that they share than through Gloo. So CPU ranks of one host
+open a link of their own beside the process group; it lives as long as the process group does, and is the
+same for all that ask. The program's communications and ours then go by different ways, each in its own
+order.
 """
 
 import importlib

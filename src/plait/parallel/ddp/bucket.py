@@ -1,26 +1,27 @@
 """Buckets: gradients of several parameters in one flat memory, which is the message.
 
 [Note: whose memory a gradient lies in]
-Autograd hands a gradient over in a tensor of its own. It is copied into the bucket (small ones together, while
-they are in the cache), and `.grad` becomes a tensor over the bucket's memory: what is reduced there need not
-be copied back. With `gradient_as_bucket_view` it is a view, with torch's terms (`detach_()` is refused, and
-what comes next is written over it). Without, the program owns its gradients: it may keep one, set `.grad` to
-None and expect it to stay as it is. So the memory is written anew only when nobody holds a tensor over it but
-the parameters whose gradients it takes; else the bucket takes other memory.
+Autograd hands a gradient over in a tensor of its own. It is copied into the bucket (small ones together,
+while they are in the cache), and `.grad` becomes a tensor over the bucket's memory: what is reduced there
+need not be copied back. With `gradient_as_bucket_view` it is a view, with torch's terms (`detach_()` is
+refused, and what comes next is written over it). Without, the program owns its gradients: it may keep one,
+set `.grad` to None and expect it to stay as it is. So the memory is written anew only when nobody holds a
+tensor over it but the parameters whose gradients it takes; else the bucket takes other memory.
 
 [Note: when a gradient changes hands]
-As soon as it has been copied: autograd's tensor is free, and the next gradient is written where this one was,
-in pages that are there and in the cache (on 33.7 M parameters 4 % of the step). From then until the end of
-backward `.grad` is not to be looked at. Where another reducer takes the same parameter's gradient (one
-wrapped module in another), it changes hands behind the reduction.
+As soon as it has been copied: autograd's tensor is free, and the next gradient is written where this one
+was, in pages that are there and in the cache (on 33.7 M parameters 4 % of the step). From then until the
+end of backward `.grad` is not to be looked at. Where another reducer takes the same parameter's gradient
+(one wrapped module in another), it changes hands behind the reduction.
 
 [Note: gradients that stay where they are]
-Where autograd adds to a tensor that the program had put into `.grad`, it is the program's: its result is copied
-back into it. Such a tensor has been written in place, which its version tells. So has one that carries a graph
-(`create_graph=True`) to stay the tensor that it is.
+Where autograd adds to a tensor that the program had put into `.grad`, it is the program's: its result is
+copied back into it. Such a tensor has been written in place, which its version tells. So has one that
+carries a graph (`create_graph=True`) to stay the tensor that it is.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -52,8 +53,7 @@ class Bucket:
         *,
         as_views: bool,
     ) -> None:
-        """`numbers`: of its parameters, among all. `names`: in messages. `lend`: called when the first gradient
-        comes."""
+        """`numbers`: of its parameters, among all. `names`: in messages. `lend`: called when it is used."""
         self.index = index
         self.numbers = tuple(numbers)
         self.parameters = list(parameters)
@@ -63,7 +63,10 @@ class Bucket:
         self.sizes = [parameter.numel() for parameter in parameters]
         self.bytes_of = [size * self.dtype.itemsize for size in self.sizes]
         self.nbytes = sum(self.bytes_of)
-        memory = Loan(lambda: lend(sum(self.sizes), self.dtype, self.device), stays=False, meter=Meter())
+        # Without reference cycles: memory is free as soon as the reducer is.
+        take = partial(lend, sum(self.sizes), self.dtype, self.device)
+        memory = Loan(take, stays=False, meter=Meter())
+        self.views_of = partial(_views_of, self.parameters, self.sizes)
         self.incoming = Incoming(f"bucket {index}", memory, len(self.sizes), self.views_of)
         self.factor: float | None = None  # what gradients are multiplied with on their way into the bucket
         self.hands_over_early = True  # see [Note: when a gradient changes hands]
@@ -78,20 +81,6 @@ class Bucket:
         self._absent: list[int] = []
         self._unreached: set[int] = set()
         self._num_own = 0  # the tensors of ours over the memory
-
-    def views_of(self, flat: Tensor) -> list[Tensor]:
-        """One for each parameter, in its shape, and its strides where they leave no gaps."""
-        views, start = [], 0
-        for parameter, size in zip(self.parameters, self.sizes, strict=True):
-            part = flat[start : start + size]
-            dense = torch.ops.aten.is_non_overlapping_and_dense(parameter)
-            views.append(
-                part.as_strided(parameter.shape, parameter.stride(), flat.storage_offset() + start)
-                if dense
-                else part.view(parameter.shape)
-            )
-            start += size
-        return views
 
     def zeros(self) -> Tensor:
         """What a rank without gradients contributes."""
@@ -177,7 +166,7 @@ class Bucket:
         return others > 0
 
     def _adopt_all(self) -> None:
-        """What has come before the memory was there (in `no_sync`, or into the buckets before) moves into it."""
+        """What has come before the memory was there, in `no_sync` or into the buckets before, moves in."""
         for place, (parameter, view) in enumerate(zip(self.parameters, self.incoming.views, strict=True)):
             if parameter.grad is not None:
                 view.copy_(parameter.grad)
@@ -185,8 +174,8 @@ class Bucket:
         self._adopt()
 
     def _adopt(self) -> None:
-        """Views become the gradients that were copied, but of parameters that are in another dtype for now (in
-        torch's mixed precision)."""
+        """Views become the gradients that were copied; not yet those of parameters that are in another dtype
+        for now (torch's mixed precision)."""
         for place in self._copied:
             if self.parameters[place].dtype == self.dtype:
                 self.parameters[place].grad = _view(self.incoming.views[place])
@@ -273,6 +262,21 @@ class Bucket:
         """Backward was given up. Peers may still read the memory."""
         self.waiting.begin()
         self.incoming.reset()
+
+
+def _views_of(parameters: Sequence[nn.Parameter], sizes: Sequence[int], flat: Tensor) -> list[Tensor]:
+    """One for each parameter, in its shape, and its strides where they leave no gaps."""
+    views, start = [], 0
+    for parameter, size in zip(parameters, sizes, strict=True):
+        part = flat[start : start + size]
+        dense = torch.ops.aten.is_non_overlapping_and_dense(parameter)
+        views.append(
+            part.as_strided(parameter.shape, parameter.stride(), flat.storage_offset() + start)
+            if dense
+            else part.view(parameter.shape)
+        )
+        start += size
+    return views
 
 
 def _view(view: Tensor) -> Tensor:

@@ -1,10 +1,11 @@
 """How a bucket is summed over the ranks: by all-reduce, or by the program's communication hook.
 
 [Note: where gradients are divided]
-The mean of p ranks is taken where it costs least: by the transport that has the numbers in its hands anyway (shared
-memory), else while gradients are copied into the bucket, which also keeps float16 sums from overflowing. Inside
-`join()` the divisor is the number of ranks that still have data, which each rank learns behind its forward; those
-that have joined contribute zeros, and must not divide. A hook gets gradients that nobody has divided.
+The mean of p ranks is taken where it costs least: by the transport that has the numbers in its hands anyway
+(shared memory), else while gradients are copied into the bucket, which also keeps float16 sums from
+overflowing. Inside `join()` the divisor is the number of ranks that still have data, which each rank learns
+behind its forward; those that have joined contribute zeros, and must not divide. A hook gets gradients that
+nobody has divided.
 """
 
 from collections.abc import Callable, Sequence

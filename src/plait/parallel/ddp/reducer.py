@@ -2,23 +2,23 @@
 
 [Note: one backward]
 `prepare_for_backward` (at the end of forward) begins it: hooks are expected. Each parameter's hook puts its
-gradient into its bucket; a bucket that is complete starts, in the order of buckets (`parallel/in_order.py`), while
-autograd goes on. With the last one a callback of the engine is queued, which waits for the sums and hands them
-out when autograd is through. If buckets are left over when the next forward begins, a gradient has not come. Hooks
-outside of this (in `no_sync`, in a second backward of the same forward) leave gradients to autograd.
+gradient into its bucket; a bucket that is complete starts, in the order of buckets
+(`parallel/in_order.py`), while autograd goes on. With the last one a callback of the engine is queued,
+which waits for the sums and hands them out when autograd is through. If buckets are left over when the next
+forward begins, a gradient has not come. Hooks outside of this (in `no_sync`, in a second backward of the
+same forward) leave gradients to autograd.
 
 [Note: buckets of the first backward and of the others]
-Nobody knows in which order gradients come before they have come. The first buckets follow the parameters, the last
-one comes first, and they are reduced as they fill: from the second forward on they follow the order in which rank 0's gradients
-came, on all ranks. Which parameters a graph leaves out may change with find_unused_parameters: there the first
-buckets stay.
+Nobody knows in which order gradients come before they have come. The first buckets follow the parameters,
+the last one comes first, and they are reduced as they fill: from the second forward on they follow the
+order in which rank 0's gradients came, on all ranks. Which parameters a graph leaves out may change with
+find_unused_parameters: there the first buckets stay.
 """
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,37 +26,26 @@ from torch.autograd import Variable
 from torch.autograd.profiler import record_function
 
 from plait.comm.behind import Behind
-from plait.comm.transport import Pending
-from plait.comm.verbs import broadcast, empty
-from plait.parallel.ddp.arrivals import Arrivals, Slot, hook_of
-from plait.parallel.ddp.bucket import Bucket
-from plait.parallel.ddp.carry import AnyBucket, Carrier, Hook, seen_by_hook
-from plait.parallel.ddp.grad_bucket import GradBucket
-from plait.parallel.ddp.sparse import SparseBucket
+from plait.comm.verbs import broadcast
+from plait.parallel.ddp.arrivals import Arrivals, hook_of, node_of
+from plait.parallel.ddp.carry import AnyBucket, Carrier
+from plait.parallel.ddp.deal import Options, deal, slots_of
 from plait.parallel.ddp.static import StaticGraph
 from plait.parallel.ddp.texts import CREATE_GRAPH, STATIC_LATE, DDPError, changed, twice, unfinished
 from plait.parallel.ddp.times import Times
 from plait.parallel.ddp.used import UsedMap, unused_in_backward
 from plait.parallel.ddp.warned import warn_once
 from plait.parallel.in_order import InOrder
-from plait.plan.buckets import Traveller, dealt
-
 
 _living: "weakref.WeakSet[Reducer]" = weakref.WeakSet()
 
 
-@dataclass(frozen=True)
-class Options:
-    """Of the constructor, as far as they concern gradients. `limits`: bytes of buckets, see `plan/buckets.py`."""
-
-    limits: Sequence[int]
-    find_unused: bool = False
-    as_views: bool = False
-    skips_unused: bool = False
+class ErrorLog(Protocol):
+    def set_error_and_log(self, text: str) -> None: ...
 
 
 class Reducer:
-    """Averages gradients over ranks. Public names, but for the first two, are torch's, which its module calls."""
+    """Averages gradients over ranks. What has one of torch's names is what torch's module calls."""
 
     def __init__(
         self,
@@ -73,8 +62,8 @@ class Reducer:
         self.carrier = Carrier(behind)
         self.static: StaticGraph | None = None
         self.is_static_so_far = True  # the set of unused parameters has not changed yet
-        self._are_sparse = list(are_sparse)
         self._names = dict(names)
+        self._deal = partial(deal, self.parameters, are_sparse, self._names, options, behind)
         self._device = self.parameters[0].device
         self._arrivals = Arrivals(len(self.parameters))
         self._lock = self._arrivals.lock
@@ -89,19 +78,16 @@ class Reducer:
         self._expects_hooks = self._has_begun = self._is_unfinished = False
         self.has_rebuilt = False
         self.num_reduced = 0
-        self.log_error: Callable[[str], None] = _nothing
+        self.error_log: weakref.ref[ErrorLog] | None = None
         self._hands_over_early = True
         self._set_buckets(range(len(self.parameters)), is_reverse=True)
-        self._nodes = [_accumulate_node(parameter) for parameter in self.parameters]
+        self._nodes = [node_of(parameter) for parameter in self.parameters]
         self._hooks: list[Any] = []
         self._register_hooks()
-
         self._look_for_others()
 
     def _register_hooks(self) -> None:
-        me = weakref.ref(
-            self
-        )  # who drops the reducer drops its memory, though autograd holds on to the hooks
+        me = weakref.ref(self)  # autograd, which holds on to hooks, is not to hold on to all of this
         fill, otherwise = partial(_fill, me), partial(_otherwise, me)
         for index, node in enumerate(self._nodes):
             hook = hook_of(self._arrivals, index, fill, otherwise)
@@ -122,33 +108,11 @@ class Reducer:
 
     def _set_buckets(self, order: Sequence[int], *, is_reverse: bool = False) -> None:
         """`order`: of the parameters. `is_reverse`: the last bucket of it comes first."""
-        travellers = [
-            Traveller(p.numel() * p.dtype.itemsize, (p.dtype, p.device), alone)
-            for p, alone in zip(self.parameters, self._are_sparse, strict=True)
-        ]
-        hands = dealt(travellers, self.options.limits, order)
-        if is_reverse:
-            hands.sort(key=min, reverse=True)
-        self.buckets: list[AnyBucket] = [self._bucket(*hand) for hand in enumerate(hands)]
+        self.buckets = self._deal(order, is_reverse)
         for bucket in self.buckets:
             bucket.hands_over_early = self._hands_over_early
-        slots = {
-            number: Slot(bucket, place, bucket.bytes_of[place], bucket.waiting)
-            for bucket in self.buckets
-            for place, number in enumerate(bucket.numbers)
-        }
-        self._arrivals.slots[:] = [slots[number] for number in range(len(self.parameters))]
-        self._queue = InOrder(range(len(self.buckets)), self._start)
-
-    def _bucket(self, index: int, numbers: Sequence[int]) -> AnyBucket:
-        names = [self._names.get(number, f"parameter {number}") for number in numbers]
-        parameters = [self.parameters[number] for number in numbers]
-        if self._are_sparse[numbers[0]]:
-            return SparseBucket(index, numbers[0], parameters[0], names[0])
-        return Bucket(index, numbers, parameters, names, self._lend, as_views=self.options.as_views)
-
-    def _lend(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return empty(numel, dtype, device, self.carrier.group)
+        self._arrivals.slots[:] = slots_of(self.buckets)
+        self._queue = InOrder(range(len(self.buckets)), partial(_start, weakref.ref(self)))
 
     @property
     def unused_bytes(self) -> int:
@@ -224,8 +188,11 @@ class Reducer:
                 return
             if not self._has_begun:
                 self._begin()
-            if static is not None and not static.is_last_of(index):
-                return
+            if static is not None:
+                if static.has_changed(index):
+                    raise self._logged(changed(index, self._names))
+                if not static.is_last_of(index):
+                    return
             self._arrivals.order.append(index)
             self._mark(index)
 
@@ -272,6 +239,8 @@ class Reducer:
     def _fill(self, index: int) -> None:
         """The bucket of a parameter has enough to copy, or is complete."""
         bucket: AnyBucket = self._arrivals.slots[index].bucket
+        if not bucket.waiting.places:
+            return  # another thread's hook has filled it meanwhile
         if self._used is not None and self.static is None:
             for place in bucket.waiting.places:
                 if bucket.parameters[place].grad is not None and not bucket.is_unreached(place):
@@ -283,7 +252,7 @@ class Reducer:
         if self._queue.is_over:
             if self._used is not None and self.static is None and not self.options.skips_unused:
                 self._used.start(self.carrier.group)
-            Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
+            Variable._execution_engine.queue_callback(self._finish)
 
     def _start(self, index: int) -> None:
         self.times.communication_begins(index)
@@ -329,12 +298,9 @@ class Reducer:
         with self._lock:
             if self.times.iteration > 0:
                 raise self._logged(DDPError(STATIC_LATE))
-            self.static = StaticGraph(len(self.parameters), self._named_change)
+            self.static = StaticGraph(len(self.parameters))
             self._may_rebuild = True
             self._used = UsedMap(len(self.parameters), self._device)
-
-    def _named_change(self, index: int) -> Exception:
-        return self._logged(changed(index, self._names))
 
     @property
     def is_static(self) -> bool:
@@ -377,8 +343,15 @@ class Reducer:
         rank = self.carrier.behind.rank
         raise self._logged(unfinished(missing, self._names, rank, find_unused=find_unused, static=is_static))
 
+    def _remove_autograd_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
     def _logged(self, error: DDPError) -> DDPError:
-        self.log_error(str(error))
+        log = None if self.error_log is None else self.error_log()
+        if log is not None:
+            log.set_error_and_log(str(error))
         return error
 
     def _reset_state(self) -> None:
@@ -391,69 +364,6 @@ class Reducer:
             self._arrivals.begin()
             if self._used is not None and self.static is None:
                 self._used.reset()
-
-    def _remove_autograd_hooks(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-
-    def register_comm_hook(self, hook: Hook, state: object) -> None:
-        self.carrier.register(hook, state)
-
-    @torch.compiler.disable
-    def _set_forward_pass_work_handle(self, work: Any, use_static_world_size: bool) -> None:
-        self.carrier.expect_active(work, is_static=use_static_world_size)
-
-    def _get_zeros_like_grad_buckets(self) -> list[GradBucket]:
-        last = len(self.buckets) - 1
-        return [seen_by_hook(b, b.zeros(), is_last=b.index == last) for b in self.buckets]
-
-    def _run_comm_hook(self, seen: GradBucket) -> Any:
-        """A rank that has joined takes part in the sum of a bucket. Returns what can be waited for."""
-        if self.carrier.has_hook:
-            return Pending(self.carrier.run_hook(seen))
-        return Pending(self.carrier.start_zeros(self.buckets[seen.index()], seen.buffer()))
-
-    def _push_all_rebuilt_params(self) -> None:
-        """A rank that has joined has no order of its own: rank 0's, or any, will do."""
-        if self._may_rebuild and not self._arrivals.order:
-            self._arrivals.order += range(len(self.parameters))
-
-    def match_used_map(self) -> None:
-        """A rank that has joined has used nothing."""
-        used = UsedMap(len(self.parameters), self._device)
-        used.start(self.carrier.group)
-        used.land()
-
-    def _get_local_used_map(self) -> Tensor:
-        assert self._used is not None, "nobody looks for unused parameters"
-        return self._used.tensor
-
-    def _install_post_backward_futures(self, futures: Any) -> None:
-        self._futures += futures if isinstance(futures, list | tuple) else [futures]
-
-    def _set_optimizer_in_backward(self) -> None:
-        self._optimizers_run_in_backward = True
-
-    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        self.times.sample_rate = sample_rate
-
-    def _set_mixed_precision_param_dtype(self, dtype: torch.dtype) -> None:
-        """Gradients come in it, and are cast on their way into buckets and back."""
-
-    def _set_sparse_metadata(self, global_unique_ids: Mapping[str, Tensor]) -> None:
-        """Which rows ranks have is found out anyway."""
-
-    def _update_process_group(self, new_process_group: Any) -> None:
-        self.carrier.behind.move(new_process_group)
-
-    def _run_allreduce_hook(self, seen: GradBucket) -> "torch.futures.Future[list[Tensor]]":
-        """For torch's own hooks: the sum over the process group, nothing divided."""
-        return self.carrier.behind.future_sum(seen.buffer())
-
-    def get_backward_stats(self) -> list[int]:
-        """When each parameter's gradient came is not written down."""
-        return [0] * len(self.parameters)
 
 
 def _run_optimizers(parameters: Sequence[nn.Parameter]) -> None:
@@ -470,14 +380,10 @@ def _is_never(_: int) -> bool:
     return False
 
 
-def _nothing(_: str) -> None:
-    """Where nobody logs errors."""
-
-
-def _accumulate_node(parameter: nn.Parameter) -> Any:
-    """Autograd's node that puts a gradient into `.grad`; it lives as long as somebody holds it."""
-    grad_fn: Any = parameter.expand_as(parameter).grad_fn
-    return grad_fn.next_functions[0][0]
+def _start(reducer: "weakref.ref[Reducer]", index: int) -> None:
+    found = reducer()
+    assert found is not None, "a backward without its reducer"
+    found._start(index)
 
 
 def _fill(reducer: "weakref.ref[Reducer]", index: int) -> None:

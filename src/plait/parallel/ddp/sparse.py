@@ -1,6 +1,7 @@
 """A sparse gradient: of an embedding with `sparse=True`, alone in its bucket.
 
-Ranks have different rows, so theirs are gathered and added up: (p-1) x the largest rank's rows arrive at each.
+Ranks have different rows, so theirs are gathered and added up: (p-1) x the largest rank's rows arrive at
+each.
 """
 
 import torch

@@ -1,20 +1,16 @@
 """static_graph=True: the first backward tells how often each parameter's hook runs in every later one.
 
-A parameter's gradient is complete with the last of its hooks: with reentrant checkpoints around one layer several
-times, or parameters used outside of forward, it has more than one.
+A parameter's gradient is complete with the last of its hooks: with reentrant checkpoints around one layer
+several times, or parameters used outside of forward, it has more than one.
 """
-
-from collections.abc import Callable
 
 
 class StaticGraph:
     """Counts hooks."""
 
-    def __init__(self, count: int, change: Callable[[int], Exception]) -> None:
-        """`change`: what to raise when a parameter has a hook run that had none, or one more."""
+    def __init__(self, count: int) -> None:
         self._counts = [0] * count
         self._left = [0] * count
-        self._change = change
         self.is_known = False
 
     def count(self, index: int) -> None:
@@ -29,9 +25,11 @@ class StaticGraph:
     def begin(self) -> None:
         self._left = list(self._counts)
 
+    def has_changed(self, index: int) -> bool:
+        """A hook runs: whether it is one more than in the first backward."""
+        return self._left[index] == 0
+
     def is_last_of(self, index: int) -> bool:
         """A hook runs: whether the gradient is complete."""
-        if self._left[index] == 0:
-            raise self._change(index)
         self._left[index] -= 1
         return self._left[index] == 0

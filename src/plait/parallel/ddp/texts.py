@@ -16,8 +16,8 @@ STATIC_LATE = (
     "constructed."
 )
 CREATE_GRAPH = (
-    "Using DistributedDataParallel with create_graph=True is not well-supported: what is differentiated again is "
-    "this rank's gradient, before it was averaged."
+    "Using DistributedDataParallel with create_graph=True is not well-supported: what is differentiated "
+    "again is this rank's gradient, before it was averaged."
 )
 _DEBUG = "set the environment variable TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL"
 _UNFINISHED = "Expected to have finished reduction in the prior iteration before starting a new one. "
@@ -31,16 +31,16 @@ def unfinished(
     hint = f"{outputs}; outputs as tensors in lists, tuples, dicts or dataclasses"
     if static:
         why = (
-            "This error indicates that your training graph has changed in this iteration, e.g., one parameter is "
-            "used in first iteration, but then got unused in the second iteration. this is not compatible with "
-            "static_graph set to True."
+            "This error indicates that your training graph has changed in this iteration, e.g., one "
+            "parameter is used in first iteration, but then got unused in the second iteration. this is not "
+            "compatible with static_graph set to True."
         )
         hint = "static_graph=False, find_unused_parameters=True"
     elif find_unused:
         why = (
             "This error indicates that your module has parameters that were not used in producing loss. "
-            "Since `find_unused_parameters=True` is enabled, this likely  means that not all `forward` outputs "
-            "participate in computing loss."
+            "Since `find_unused_parameters=True` is enabled, this likely  means that not all `forward` "
+            "outputs participate in computing loss."
         )
     else:
         why = (
@@ -61,19 +61,20 @@ def twice(index: int, names: Mapping[int, str]) -> DDPError:
     """A parameter's hook has run a second time."""
     name = f" with name {names[index]}" if index in names else ""
     return DDPError(
-        "Expected to mark a variable ready only once. This error is caused by a parameter that is used outside the "
-        "`forward` function, or by several reentrant backward passes over one part of the model, such as "
-        "`checkpoint(..., use_reentrant=True)` around it more than once.\n"
+        "Expected to mark a variable ready only once. This error is caused by a parameter that is used "
+        "outside the `forward` function, or by several reentrant backward passes over one part of the model, "
+        "such as `checkpoint(..., use_reentrant=True)` around it more than once.\n"
         f"Parameter at index {index}{name} has been marked as ready twice.",
-        hint="static_graph=True if the graph is the same in every iteration, or checkpoint(..., use_reentrant=False)",
+        hint="static_graph=True if the graph never changes, or checkpoint(..., use_reentrant=False)",
     )
 
 
 def changed(index: int, names: Mapping[int, str]) -> DDPError:
     """A parameter without gradient in the first iteration has one, under static_graph."""
     return DDPError(
-        "Your training graph has changed in this iteration, e.g., one parameter is unused in first iteration, but "
-        "then got used in the second iteration. this is not compatible with static_graph set to True.",
+        "Your training graph has changed in this iteration, e.g., one parameter is unused in first "
+        "iteration, but then got used in the second iteration. this is not compatible with static_graph set "
+        "to True.",
         given=f"parameter {names.get(index, index)}",
         hint="static_graph=False, find_unused_parameters=True",
     )

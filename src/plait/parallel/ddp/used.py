@@ -1,15 +1,17 @@
 """Which parameters a backward uses, on this rank and on any.
 
 [Note: who is unused]
-A rank whose backward does not reach a parameter has to say so, or the others wait for its gradient. What this
-backward reaches, autograd knows before it starts, and tells for every node; that costs a tenth of a microsecond
-for each parameter. Those it does not reach are unused if no later backward of the same forward can reach them
-either: the graph is walked from forward's outputs, and only then. torch walks it in every forward.
+A rank whose backward does not reach a parameter has to say so, or the others wait for its gradient. What
+this backward reaches, autograd knows before it starts, and tells for every node; that costs a tenth of a
+microsecond for each parameter. Those it does not reach are unused if no later backward of the same forward
+can reach them either: the graph is walked from forward's outputs, and only then. torch walks it in every
+forward.
 
 [Note: unused here, used elsewhere]
-A parameter that no rank has used keeps its gradient as it is, None or not; one that some rank has used gets the
-mean, to which the others contributed zeros (or what they have had before). One number for each parameter tells
-them apart, summed over the ranks behind the last bucket; only a rank that has not used a parameter waits for it.
+A parameter that no rank has used keeps its gradient as it is, None or not; one that some rank has used gets
+the mean, to which the others contributed zeros (or what they have had before). One number for each
+parameter tells them apart, summed over the ranks behind the last bucket; only a rank that has not used a
+parameter waits for it.
 """
 
 from collections.abc import Sequence
@@ -64,7 +66,7 @@ class UsedMap:
 
 
 def unused_in_backward(nodes: Sequence[Any], outputs: Sequence[Any]) -> list[int]:
-    """Indices of those of the parameters' `nodes` that no backward from `outputs` reaches, nor the running one.
+    """Indices of those parameters' `nodes` that no backward from `outputs` reaches, nor the running one.
 
     To be called in a hook of autograd's. `outputs`: nodes. See [Note: who is unused].
     """

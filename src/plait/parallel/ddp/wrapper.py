@@ -1,13 +1,15 @@
 """The module that averages gradients: torch's class, over plait's reducer.
 
 [Note: why a subclass of torch's]
-What torch's class does in Python (arguments, forward, buffers, join, pickling) is its contract; programs and
-libraries reach into it, and ask `isinstance(model, torch.nn.parallel.DistributedDataParallel)` to know that
-`.module` is there and that gradients are averaged. All that is kept. What it does in C++ (buckets, hooks, reductions
-and their log) is replaced: the methods below are the places where torch's class meets its reducer.
+What torch's class does in Python (arguments, forward, buffers, join, pickling) is its contract; programs
+and libraries reach into it, and ask `isinstance(model, torch.nn.parallel.DistributedDataParallel)` to know
+that `.module` is there and that gradients are averaged. All that is kept. What it does in C++ (buckets,
+hooks, reductions and their log) is replaced: the methods below are the places where torch's class meets its
+reducer.
 """
 
 import inspect
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,24 +26,29 @@ from plait.comm.behind import (
     take_optimizers_over,
 )
 from plait.comm.verbs import broadcast, shares_memory
+from plait.parallel.ddp.deal import Options
 from plait.parallel.ddp.log import Logger
-from plait.parallel.ddp.reducer import Options, Reducer
 from plait.parallel.ddp.texts import mismatch
+from plait.parallel.ddp.torch_reducer import TorchReducer
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     """Averages a module's gradients over ranks, while backward runs; parameters stay equal on all of them.
 
-    Takes the arguments of `torch.nn.parallel.DistributedDataParallel`, in the same order, and behaves as its
-    documentation says (Li et al., 2006.15704); `state_dict`, `no_sync`, `join`, `register_comm_hook` and the rest
-    are the same. Gradients travel faster: CPU ranks of one host sum them in memory that they share, buckets are
-    reduced while they fill from the first iteration on, and results are not copied back.
+    Takes the arguments of `torch.nn.parallel.DistributedDataParallel`, in the same order, and behaves as
+    its documentation says (Li et al., 2006.15704); `state_dict`, `no_sync`, `join`, `register_comm_hook` and
+    the rest are the same. Gradients travel faster: CPU ranks of one host sum them in memory that they share,
+    buckets are reduced while they fill from the first iteration on, and large results are not copied back.
 
-    `transport`: "auto": shared memory where all ranks are on one host and tensors on the CPU, else the process
-    group; "host" or "group": that one. Raises CommError where it cannot be had.
+    `transport`: "auto": shared memory where all ranks are on one host and tensors on the CPU, else the
+    process group; "host" or "group": that one. Raises CommError where it cannot be had.
 
-    Raises DDPError, which is a RuntimeError too, where training leaves the contract: the first sentence is torch's.
+    Raises DDPError, which is a RuntimeError too, where training leaves the contract; the first sentence is
+    torch's.
     """
+
+    reducer: Any  # a `TorchReducer` and a `Logger`: torch declares those in C++
+    logger: Any
 
     def __init__(self, module: nn.Module, *args: Any, transport: str = "auto", **kwargs: Any) -> None:
         check_behind(transport)
@@ -57,7 +64,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             self._behind.open()
 
     def __getstate__(self) -> dict[str, Any]:
-        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        state: dict[str, Any] = super().__getstate__()
         state.pop("_behind", None)
         return state
 
@@ -82,9 +89,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         )
         self._behind = Behind(self.process_group, self.device, self._transport)
         names = param_to_name_mapping if names_are_told() else {}
-        self.reducer = Reducer(parameters, expect_sparse_gradient, names, options, self._behind)
+        self.reducer = TorchReducer(parameters, expect_sparse_gradient, names, options, self._behind)
         self.logger = Logger(self.reducer, self._behind)
-        self.reducer.log_error = self.logger.set_error_and_log
+        self.reducer.error_log = weakref.ref(self.logger)
         self.logger.set_construction_data_and_log(
             type(self.module).__name__,
             self.device_ids or [],
@@ -94,7 +101,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             static_graph,
             self.bucket_bytes_cap,
         )
-        self._passing_sync_batchnorm_handle(self.module)  # type: ignore[no-untyped-call]
+        self._passing_sync_batchnorm_handle(self.module)
 
     def _limits(self) -> list[int]:
         """Bytes of buckets, in the order of reduction; the last one repeats."""
@@ -124,7 +131,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     def _check_comm_hook(self, hook: Callable[..., Any]) -> None:
         if self.device_type == "cpu" and getattr(hook, "__name__", "") in _OF_BFLOAT16:
             return  # torch asks for NCCL whatever the device is; Gloo can add bfloat16 up
-        super()._check_comm_hook(hook)  # type: ignore[no-untyped-call]
+        super()._check_comm_hook(hook)
 
     def _setup_in_backward_optimizers(self) -> None:
         """Optimizers that run in backward (`apply_optimizer_in_backward`) run behind the reduction."""
@@ -148,7 +155,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         """Buffers, from one rank."""
         group = self._behind.group
         if not shares_memory(group):
-            super()._distributed_broadcast_coalesced(tensors, buffer_size, authoritative_rank)  # type: ignore[no-untyped-call]
+            super()._distributed_broadcast_coalesced(tensors, buffer_size, authoritative_rank)
         elif tensors:
             message = torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors])
             broadcast(message, group, authoritative_rank, label="buffers")
