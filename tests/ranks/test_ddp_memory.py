@@ -58,6 +58,7 @@ def test_a_gradient_that_the_program_keeps_is_not_written_again(pool: Pool, tran
 def _in_place(transport: str, to_none: bool) -> None:
     joined()
     ddp = wrapped(Mixed(), transport)
+    before: set[int] = set()
     for step in range(5):
         ddp.zero_grad(set_to_none=to_none)
         expected = mean_gradients(ddp.module, lambda it, rank, step=step: _loss(it, rank, step))
