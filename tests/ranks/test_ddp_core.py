@@ -1,6 +1,7 @@
 """DistributedDataParallel: trains as one process on the whole batch, whatever the parameters are like."""
 
 import copy
+import os
 from typing import Any
 
 import pytest
@@ -366,3 +367,23 @@ def test_a_group_may_be_a_part_of_the_world(pool: Pool, transport: str) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_replicas_train_through_shared_memory(pool: Pool, ranks: int) -> None:
     pool.run(_trained, ranks, "host", {})
+
+
+def _unnamed() -> None:
+    """The program names no backend, and gets Gloo for the CPU."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.FileStore(f"{os.environ['PLAIT_RENDEZVOUS_FILE']}-unnamed", size)
+    dist.init_process_group(store=store, rank=rank, world_size=size)
+    torch.set_default_dtype(torch.float64)
+    ddp = wrapped(Layers(), "host")
+    for step in range(2):
+        ddp.zero_grad()
+        expected = mean_gradients(ddp.module, lambda it, rank, step=step: loss_of(it, rank, step))
+        loss_of(ddp, rank, step).backward()
+        assert_gradients(ddp.module, expected)
+    assert ddp._get_ddp_logging_data()["gloo_num_threads"] == 2
+
+
+@OURS_ALONE
+def test_ranks_share_memory_where_no_backend_is_named(pool: Pool) -> None:
+    pool.run(_unnamed, 2)

@@ -93,11 +93,9 @@ class Behind:
 
     @property
     def num_threads(self) -> int | None:
-        """Of Gloo, if it is the backend."""
-        if self.backend != "gloo":
-            return None
-        options: Any = self.handle._get_backend(torch.device("cpu")).options
-        return int(getattr(options, "_threads", 2))
+        """Of Gloo, if it is the backend of the device."""
+        gloo = _gloo_of(self.handle) if self._device.type == "cpu" else None
+        return None if gloo is None else int(getattr(gloo.options, "_threads", 2))
 
     def future_sum(self, tensor: Tensor) -> "torch.futures.Future[list[Tensor]]":
         """Sums the tensor in place over the process group itself, as torch's communication hooks do."""
@@ -133,7 +131,7 @@ def _beside(handle: dist.ProcessGroup, device: torch.device) -> _Beside:
 
 def _opened(handle: dist.ProcessGroup) -> _Beside:
     name, store = _world.pg_map.get(handle, ("", None))
-    if store is None or not (isinstance(handle, PlaitGroup) or "gloo" in name):
+    if store is None or not (isinstance(handle, PlaitGroup) or _gloo_of(handle) is not None):
         return _Beside(None, f"a process group over {name or 'a backend of its own'}")
     size, rank = handle.size(), handle.rank()
     over = TorchLink(handle, tuple(dist.get_process_group_ranks(handle)), rank)
@@ -151,17 +149,26 @@ def _opened(handle: dist.ProcessGroup) -> _Beside:
     return _Beside(link)
 
 
+def _gloo_of(handle: dist.ProcessGroup) -> Any:
+    """Gloo, if it is what the process group has for CPU tensors, under whatever name."""
+    try:
+        backend = handle._get_backend(torch.device("cpu"))
+    except RuntimeError:  # none for the CPU, or the process group is one by itself
+        return None
+    return backend if isinstance(backend, dist.ProcessGroupGloo) else None
+
+
 def _timeout(handle: dist.ProcessGroup) -> timedelta:
-    if isinstance(handle, PlaitGroup):
-        return dist.default_pg_timeout
-    options: Any = handle._get_backend(torch.device("cpu")).options
-    found: timedelta = getattr(options, "_timeout", dist.default_pg_timeout)
+    gloo = _gloo_of(handle)
+    found: timedelta = getattr(getattr(gloo, "options", None), "_timeout", dist.default_pg_timeout)
     return found
 
 
 def take_optimizers_over(parameters: Iterable[nn.Parameter]) -> None:
     """torch's hooks no longer run the optimizers of `apply_optimizer_in_backward`: the caller will."""
-    handles: Any = sys.modules["torch.distributed.optim.apply_optimizer_in_backward"]
+    handles: Any = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
+    if handles is None:
+        return  # parameters that have come from another process: nothing is hooked here
     for parameter in parameters:
         for handle in handles.param_to_optim_hook_handle_map.get(parameter, ()):
             handle.remove()

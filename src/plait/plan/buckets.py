@@ -7,10 +7,6 @@ limit, and the last limit repeats. torch deals likewise, and its function is wha
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-MIB = 1 << 20
-DEFAULT_CAP_BYTES = 25 * MIB
-FIRST_CAP_BYTES = 1 * MIB  # unless the user sets a cap: the first bucket is to travel soon
-
 
 @dataclass(frozen=True)
 class Traveller:

@@ -41,8 +41,6 @@ _WORTH_BYTES = 1 << 16  # whose memory is worth having for the next gradient
 class Bucket:
     """Gradients that travel together. See the notes above."""
 
-    is_sparse = False
-
     def __init__(
         self,
         index: int,

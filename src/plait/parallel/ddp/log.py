@@ -56,7 +56,7 @@ class Logger:
             "dtypes": _listed(sorted({_dtype_name(str(p.dtype)) for p in parameters})),
             "bucket_sizes": _sizes(reducer.buckets),
         }
-        names = _ENVIRONMENT + (_OF_GLOO if self.strs_map["backend_name"] == "gloo" else ())
+        names = _ENVIRONMENT + (_OF_GLOO if "gloo_num_threads" in self.ints_map else ())
         names += _OF_NCCL if self.strs_map["backend_name"] == "nccl" else ()
         self.strs_map |= {name.lower(): os.environ.get(name, "N/A") for name in names}
         self.ints_map |= {

@@ -10,9 +10,9 @@ same forward) leave gradients to autograd.
 
 [Note: buckets of the first backward and of the others]
 Nobody knows in which order gradients come before they have come. The first buckets follow the parameters,
-the last one comes first, and they are reduced as they fill: from the second forward on they follow the
-order in which rank 0's gradients came, on all ranks. Which parameters a graph leaves out may change with
-find_unused_parameters: there the first buckets stay.
+the last one comes first; they are reduced as they fill. From the second forward on buckets follow the order
+in which rank 0's gradients came, on all ranks. With find_unused_parameters the parameters that a graph
+leaves out may change, and the first buckets stay, but under static_graph, which rules changes out.
 """
 
 import weakref
@@ -199,7 +199,6 @@ class Reducer:
     def _begin(self) -> None:
         """The first hook of a backward."""
         self._has_begun = True
-        self.times.num_backwards += 1
         if torch.is_grad_enabled():
             warn_once(CREATE_GRAPH)
         self._set_factor()

@@ -1,7 +1,7 @@
 """A sparse gradient: of an embedding with `sparse=True`, alone in its bucket.
 
 Ranks have different rows, so theirs are gathered and added up: (p-1) x the largest rank's rows arrive at
-each.
+each. The messages depend on one another, so this is done when the bucket lands, behind backward.
 """
 
 import torch
@@ -14,8 +14,6 @@ from plait.parallel.ddp.texts import not_sparse
 
 class SparseBucket:
     """As `Bucket`, for one parameter with a sparse gradient."""
-
-    is_sparse = True
 
     def __init__(self, index: int, number: int, parameter: nn.Parameter, name: str) -> None:
         self.index = index

@@ -11,7 +11,6 @@ class Times:
     def __init__(self) -> None:
         self.sample_rate = 100
         self.iteration = 0  # forwards that were to be followed by a synchronised backward
-        self.num_backwards = 0
         self.forward_start = self.backward_start = self.backward_end = 0
         self.comm_start = self.comm_end = 0
 

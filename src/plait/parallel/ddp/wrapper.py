@@ -168,7 +168,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 def _name_of(module: nn.Module, index: int) -> str:
     """Of a parameter, as torch numbers them: those that are trained."""
     ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-    return [n for n, p in module.named_parameters() if p.requires_grad and n not in ignored][index]
+    names = [n for n, p in module.named_parameters() if p.requires_grad and n not in ignored]
+    return names[index] if index < len(names) else f"parameter {index}"
 
 
 def _bind(*args: Any, **kwargs: Any) -> dict[str, Any]:
