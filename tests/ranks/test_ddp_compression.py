@@ -1,4 +1,4 @@
-"""DistributedDataParallel: gradients that are compressed by its communication hook: what arrives and is lost."""
+"""DistributedDataParallel, gradients compressed by its communication hook: what arrives and what is lost."""
 
 from typing import Any
 
