@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -71,3 +72,21 @@ def test_what_has_not_begun_when_the_world_closes_is_dropped() -> None:
     with pytest.raises(CommError, match="closed"):
         dropped.wait()
     assert seen == []
+
+
+def test_those_who_do_not_wait_are_told_of_an_error_and_of_what_it_stopped() -> None:
+    background, told, error = Background(CPU), [], ZeroDivisionError("on purpose")
+
+    def fail() -> None:
+        raise error
+
+    def tell(name: str) -> Callable[[BaseException], None]:
+        return lambda what: told.append((name, what))
+
+    background.submit(lambda: None, failed=tell("before"))
+    background.submit(fail, failed=tell("failing"))
+    after = background.submit(lambda: None, failed=tell("after"))
+    with pytest.raises(ZeroDivisionError):
+        after.wait()
+    assert told == [("failing", error), ("after", error)]
+    background.close()

@@ -11,7 +11,7 @@ from torch import Tensor
 from plait.comm import CODES
 from plait.plan.wire import BLOCK
 
-INT8, FP16 = CODES["int8"], CODES["fp16"]
+INT8, FP16, BF16 = CODES["int8"], CODES["fp16"], CODES["bf16"]
 FINITE = st.floats(-(2.0**127), 2.0**127, width=32)
 BLOCKS = st.tuples(st.integers(0, 2**32), st.lists(FINITE, max_size=12), st.floats(1e-38, 1e37)).map(
     lambda drawn: _block(*drawn)
@@ -72,6 +72,12 @@ def test_halves_round_to_nearest(values: Tensor) -> None:
     assert torch.equal(_through(FP16, values), expected)
 
 
-@pytest.mark.parametrize(("code", "least"), [(FP16, 2.0), (INT8, 1.015625)])
+@given(BLOCKS, st.sampled_from([math.nan, math.inf, -math.inf]), st.integers(0, BLOCK - 1))
+def test_bf16_rounds_to_nearest_and_keeps_what_is_not_finite(values: Tensor, bad: float, place: int) -> None:
+    values[0, place] = bad
+    assert torch.equal(_through(BF16, values).nan_to_num(7.0), values.bfloat16().float().nan_to_num(7.0))
+
+
+@pytest.mark.parametrize(("code", "least"), [(FP16, 2.0), (BF16, 2.0), (INT8, 1.015625)])
 def test_a_message_is_as_short_as_it_says(code: object, least: float) -> None:
     assert code.block_bytes / BLOCK == least  # type: ignore[attr-defined]

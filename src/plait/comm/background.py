@@ -25,8 +25,9 @@ _END_S = 2.0  # what a function that is running when the world closes gets to en
 class _Task:
     """A function that was given, and what came of it."""
 
-    def __init__(self, run: Callable[[], None]) -> None:
+    def __init__(self, run: Callable[[], None], failed: Callable[[BaseException], object] | None) -> None:
         self.run: Callable[[], None] | None = run
+        self.failed = failed
         self.error: BaseException | None = None
         self.done = threading.Event()
 
@@ -52,8 +53,11 @@ class Background:
         self._stream: torch.cuda.Stream | None = None
         self._error: BaseException | None = None
 
-    def submit(self, run: Callable[[], None]) -> Pending:
-        """Has `run` called soon. What it reads is ready by then if it is, or is queued, now.
+    def submit(
+        self, run: Callable[[], None], failed: Callable[[BaseException], object] | None = None
+    ) -> Pending:
+        """Has `run` called soon. What it reads is ready by then if it is, or is queued, now. `failed`: called
+        with the exception, for those who do not wait here, if `run` raises it or is not run because of it.
 
         On CUDA `wait` makes the current stream wait; memory that `run` takes must not outlive it.
         """
@@ -62,7 +66,7 @@ class Background:
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="plait-background", daemon=True)
             self._thread.start()
-        task = _Task(run)
+        task = _Task(run, failed)
         self._tasks.put(task)
         pending = Pending(task.wait, is_done=task.done.is_set)
         return pending.by(self._clock, "a communication in the background")
@@ -72,7 +76,8 @@ class Background:
         self._error = self._error or CommError("the world was closed under a communication")
         if self._thread is not None:
             self._tasks.put(None)
-            self._thread.join(_END_S)
+            if self._thread is not threading.current_thread():  # which may have held the last of a group
+                self._thread.join(_END_S)
 
     def _work(self) -> None:
         with torch.no_grad():
@@ -84,7 +89,9 @@ class Background:
                     task.run()
                 except BaseException as error:  # whatever it is, it is for the one who waits
                     self._error = task.error = error
-                task.run = None  # and what it holds
+                    if task.failed is not None:
+                        task.failed(error)
+                task.run = task.failed = None  # and what they hold
                 task.done.set()
                 del task  # it may be long until the next
 

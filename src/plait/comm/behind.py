@@ -11,6 +11,7 @@ import importlib
 import sys
 import weakref
 from collections.abc import Iterable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from plait.comm.backend import PlaitGroup
+from plait.comm.background import Background
 from plait.comm.host import Board, meet, open_group
 from plait.comm.torch_link import TorchLink
 from plait.comm.transport import Transport
@@ -29,6 +31,7 @@ BEHIND = ("auto", "host", "group")  # what may carry it: the best, shared memory
 
 _world = dist.distributed_c10d._world
 _links: "weakref.WeakKeyDictionary[dist.ProcessGroup, _Beside]" = weakref.WeakKeyDictionary()
+_backgrounds: "weakref.WeakKeyDictionary[dist.ProcessGroup, Background]" = weakref.WeakKeyDictionary()
 
 
 class _Beside:
@@ -77,6 +80,17 @@ class Behind:
         if self._group is None:
             self._group = _group_of(self.handle, self._device, self._transport)
         return self._group
+
+    @property
+    def group_with_background(self) -> Group:
+        """For sums of several messages. All that ask share one background for each process group, so that two
+        models' sums keep one order."""
+        if self.group.link is not None and self.group.background is None:
+            if self.handle not in _backgrounds:
+                background = _backgrounds[self.handle] = Background(self._device)
+                weakref.finalize(self.handle, background.close)
+            self._group = replace(self.group, background=_backgrounds[self.handle])
+        return self.group
 
     def open(self) -> None:
         """All ranks together."""

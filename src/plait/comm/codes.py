@@ -42,6 +42,19 @@ class Halves:
         out_BK.copy_(codes.view(torch.float16))
 
 
+class Rounded:
+    """bfloat16: 8 bits of every number, whatever its size."""
+
+    block_bytes = BLOCK_BYTES["bf16"]
+    feeds_back = False
+
+    def write(self, values_BK: Tensor, codes: Tensor) -> None:
+        codes.view(torch.bfloat16).copy_(values_BK)
+
+    def read(self, codes: Tensor, out_BK: Tensor) -> None:
+        out_BK.copy_(codes.view(torch.bfloat16))
+
+
 class Bytes:
     """8-bit codes under one float32 scale per block, its largest absolute value / 127 (1-bit and 8-bit block
     schemes as in Dettmers 1511.04561 and ZeRO++ 2306.10209): off by absmax / 254 at most.
@@ -65,4 +78,4 @@ class Bytes:
         out_BK.mul_(codes[:, BLOCK:].view(torch.float32))
 
 
-CODES: dict[str, Code] = {"fp16": Halves(), "int8": Bytes()}
+CODES: dict[str, Code] = {"bf16": Rounded(), "fp16": Halves(), "int8": Bytes()}

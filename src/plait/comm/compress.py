@@ -24,7 +24,7 @@ from torch import Tensor
 
 from plait.comm.codes import Code
 from plait.comm.transport import Summing, SumOfParts
-from plait.comm.verbs import Group, all_gather, all_to_all
+from plait.comm.verbs import Group, all_gather, all_to_all, empty, start_exchange
 from plait.plan.wire import BLOCK, blocks_each
 
 _RUN = 512  # blocks that are worked on at a time: half a megabyte of float32 stays in a core's cache
@@ -32,7 +32,8 @@ _RUN = 512  # blocks that are worked on at a time: half a megabyte of float32 st
 
 class Compressor(Protocol):
     """How one unit's gradient is summed over the ranks of a group; one per unit, used on all of them in one
-    order. `kept`: what lives from sum to sum."""
+    order. `kept`: what lives from sum to sum; first, element by element, what was lost on the way, if it is
+    kept."""
 
     @property
     def kept(self) -> Sequence[Tensor]: ...
@@ -138,3 +139,37 @@ class CodedSum:
         values_BK = values.view(-1, BLOCK)
         length = max(1, len(values_BK)) if values.is_cuda else _RUN
         return list(zip(values_BK.split(length), codes[: len(values_BK)].split(length), strict=True))
+
+
+class NarrowSum:
+    """Contributions travel whole, in a narrower dtype, and every rank adds all of them up in float32.
+
+    Where `sends_narrow` says so: see [Note: narrow tensors on the wire, wide sums] in `torch_link.py`.
+    """
+
+    def __init__(self, numel: int, group: Group, narrow: torch.dtype, device: torch.device) -> None:
+        self._group = group
+        self._narrow = empty(numel, narrow, device, group)
+
+    @property
+    def kept(self) -> Sequence[Tensor]:
+        return []
+
+    def start(self, given: Tensor, own: tuple[int, int], *, label: str = "") -> Summing:
+        background = self._group.background
+        assert background is not None, "a group of one has nothing to compress"
+        pending = background.submit(lambda: self._sum(given, label))
+        return SumOfParts([given[own[0] : own[1]]], pending)
+
+    def forget(self) -> None:
+        """Nothing is kept."""
+
+    def scale(self, factor: float) -> None:
+        """Nothing is kept."""
+
+    def _sum(self, given: Tensor, label: str) -> None:
+        self._narrow.copy_(given)
+        summing = start_exchange(self._narrow, self._group, label=label)
+        for _ in summing.into(given):
+            pass
+        summing.release()

@@ -18,6 +18,7 @@ from plait.plan.plan import Plan
 
 BLOCK = 256  # elements under one scale; every range of a unit is a multiple of it
 BLOCK_BYTES = {
+    "bf16": 2 * BLOCK,
     "fp16": 2 * BLOCK,
     "int8": BLOCK + 4,
 }  # a float32 scale: its rounding does not add to the codes'

@@ -22,7 +22,7 @@ class SparseBucket:
         self.nbytes = parameter.numel() * parameter.dtype.itemsize
         self.factor: float | None = None
         self.hands_over_early = False
-        self._name = name
+        self.name = name
         self.bytes_of = [self.nbytes]
         self.waiting = Waiting(1, self.nbytes)
         self._gradient: Tensor | None = None
@@ -35,7 +35,7 @@ class SparseBucket:
         """Takes the gradient."""
         gradient = self.parameters[0].grad
         if gradient is None or gradient.layout is not torch.sparse_coo:
-            raise not_sparse(self._name, is_there=gradient is not None)
+            raise not_sparse(self.name, is_there=gradient is not None)
         if self.factor is not None:
             with torch.no_grad():
                 gradient.mul_(self.factor)
@@ -49,7 +49,7 @@ class SparseBucket:
         """It is nobody else's."""
 
     def seal(self) -> Tensor:
-        assert self._gradient is not None, f"{self._name}: sealed before its gradient has come"
+        assert self._gradient is not None, f"{self.name}: sealed before its gradient has come"
         return self._gradient
 
     def zeros(self) -> Tensor:
@@ -67,7 +67,7 @@ class SparseBucket:
 
     def land(self, result: Tensor, _: object) -> None:
         """The result is the parameter's gradient."""
-        assert self._gradient is not None, f"{self._name}: landed before its gradient has come"
+        assert self._gradient is not None, f"{self.name}: landed before its gradient has come"
         with torch.no_grad():
             self._gradient.copy_(result)
 

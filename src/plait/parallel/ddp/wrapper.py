@@ -27,6 +27,7 @@ from plait.comm.behind import (
 )
 from plait.comm.verbs import broadcast, shares_memory
 from plait.parallel.ddp.deal import Options
+from plait.parallel.ddp.grad_bucket import GradBucket
 from plait.parallel.ddp.log import Logger
 from plait.parallel.ddp.texts import mismatch
 from plait.parallel.ddp.torch_reducer import TorchReducer
@@ -131,6 +132,10 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     def _check_comm_hook(self, hook: Callable[..., Any]) -> None:
         if self.device_type == "cpu" and getattr(hook, "__name__", "") in _OF_BFLOAT16:
             return  # torch asks for NCCL whatever the device is; Gloo can add bfloat16 up
+        if callable(hook):
+            bucket = inspect.signature(hook).parameters.get("bucket")
+            if bucket is not None and bucket.annotation is GradBucket:
+                return  # torch knows its own alone
         super()._check_comm_hook(hook)
 
     def _setup_in_backward_optimizers(self) -> None:
