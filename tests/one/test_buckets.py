@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from plait.parallel.in_order import InOrder
-from plait.plan.buckets import FIRST_CAP_BYTES, MIB, Traveller, dealt
+from plait.plan.buckets import Traveller, dealt
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 Drawn = tuple[int, torch.dtype, bool]  # elements, dtype, whether the gradient is sparse
@@ -101,11 +101,7 @@ def test_the_first_limit_is_of_the_first_bucket_of_each_kind() -> None:
 
 
 def test_nothing_to_deal_is_no_bucket() -> None:
-    assert dealt([], [FIRST_CAP_BYTES], []) == []
-
-
-def test_the_first_bucket_is_to_travel_soon_as_torch_has_it() -> None:
-    assert torch.distributed._DEFAULT_FIRST_BUCKET_BYTES == FIRST_CAP_BYTES == MIB
+    assert dealt([], [1], []) == []
 
 
 # --- one order
