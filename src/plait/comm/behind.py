@@ -25,7 +25,7 @@ from plait.comm.host import Board, meet, open_group
 from plait.comm.torch_link import TorchLink
 from plait.comm.transport import Transport
 from plait.comm.verbs import Group
-from plait.errors import CommError, unknown_key_hint
+from plait.errors import CommError, nearest
 
 BEHIND = ("auto", "host", "group")  # what may carry it: the best, shared memory, the process group itself
 
@@ -49,7 +49,7 @@ def check_behind(transport: str) -> None:
             "there is no such transport for gradients",
             given=f"transport={transport!r}",
             expected=" or ".join(BEHIND),
-            hint=unknown_key_hint(str(transport), BEHIND),
+            hint=nearest(str(transport), BEHIND),
         )
 
 

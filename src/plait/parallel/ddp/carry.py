@@ -8,7 +8,7 @@ behind its forward; those that have joined contribute zeros, and must not divide
 nobody has divided.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from plait.comm.verbs import Group, shares_memory, start_all_reduce
 from plait.parallel.ddp.bucket import Bucket
 from plait.parallel.ddp.grad_bucket import GradBucket
 from plait.parallel.ddp.sparse import SparseBucket, sum_of_rows
-from plait.parallel.ddp.texts import NO_FUTURE, TWICE, DDPError
+from plait.parallel.ddp.texts import NO_FUTURE, TWICE, DDPError, not_the_gradients
 
 AnyBucket = Bucket | SparseBucket
 Hook = Callable[..., "torch.futures.Future[Tensor]"]
@@ -113,7 +113,7 @@ class Carrier:
             raise DDPError(
                 f"{NO_FUTURE} {type(future)}", expected="what a hook returns has the new gradients as result"
             )
-        return lambda: _tensor_of(future.wait())
+        return lambda: _gradients_of(future.wait(), seen)
 
 
 class _Landing:
@@ -130,6 +130,11 @@ def seen_by_hook(bucket: AnyBucket, given: Tensor, *, is_last: bool) -> GradBuck
     return GradBucket(bucket.index, given, bucket.parameters, bucket.views_of, is_last=is_last)
 
 
-def _tensor_of(result: Tensor | Sequence[Tensor]) -> Tensor:
+def _gradients_of(result: object, seen: GradBucket) -> Tensor:
     """Of a future: a tensor, or a list of one as process groups give it."""
-    return result if isinstance(result, Tensor) else result[0]
+    if isinstance(result, list | tuple) and len(result) == 1:
+        result = result[0]
+    numel = seen.buffer().numel()
+    if not isinstance(result, Tensor) or result.numel() != numel:
+        raise not_the_gradients(result, numel, seen.index())
+    return result

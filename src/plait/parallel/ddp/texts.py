@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
+from torch import Tensor
+
 from plait.errors import PlaitError
 
 
@@ -10,7 +12,7 @@ class DDPError(PlaitError, RuntimeError):
 
 
 TWICE = "register_comm_hook or register_builtin_comm_hook can only be called once."
-NO_FUTURE = "callback must return a torch.futures.Future object, but got"
+NO_FUTURE = "DDP communication hook's callback must return a torch.futures.Future object, but got"
 STATIC_LATE = (
     "set_static_graph() should be called before training loop starts and after DistributedDataParallel is "
     "constructed."
@@ -28,7 +30,7 @@ def unfinished(
 ) -> DDPError:
     """Some buckets wait for gradients that have not come. `missing`: their parameters. `names`: if told."""
     outputs = "making sure all `forward` function outputs participate in calculating loss"
-    hint = f"{outputs}; outputs as tensors in lists, tuples, dicts or dataclasses"
+    hint = f"{outputs} (they are found in lists, tuples, dicts and dataclasses)"
     if static:
         why = (
             "This error indicates that your training graph has changed in this iteration, e.g., one "
@@ -53,7 +55,7 @@ def unfinished(
     if named:
         told = f"Parameters which did not receive grad for rank {rank}: {', '.join(named)}\n{told}"
     else:
-        hint += f"; {_DEBUG}, which tells their names"
+        hint += f". To be told their names, {_DEBUG}"
     return DDPError(f"{_UNFINISHED}{why}\n{told}", hint=hint)
 
 
@@ -98,6 +100,16 @@ def mismatch(text: str, name: str) -> DDPError:
     """Ranks have different models. `text`: torch's."""
     return DDPError(
         text.splitlines()[0], given=f"{name} differs between ranks", expected="the same model on all ranks"
+    )
+
+
+def not_the_gradients(result: object, numel: int, index: int) -> DDPError:
+    """What the future of a communication hook holds is of no use."""
+    given = f"{result.numel()} elements" if isinstance(result, Tensor) else f"a {type(result).__name__}"
+    return DDPError(
+        "The future of a DDP communication hook does not hold the gradients of its bucket.",
+        given=given,
+        expected=f"a tensor of {numel} elements, as `bucket.buffer()` of bucket {index} has them",
     )
 
 
