@@ -9,15 +9,16 @@ set `.grad` to None and expect it to stay as it is. So the memory is written ane
 tensor over it but the parameters whose gradients it takes; else the bucket takes other memory.
 
 [Note: when a gradient changes hands]
-As soon as it has been copied: autograd's tensor is free, and the next gradient is written where this one
-was, in pages that are there and in the cache (on 33.7 M parameters 4 % of the step). From then until the
-end of backward `.grad` is not to be looked at. Where another reducer takes the same parameter's gradient
-(one wrapped module in another), it changes hands behind the reduction.
+A large one as soon as it has been copied: autograd's tensor is free, and the next gradient is written where
+this one was, in pages that are there and in the cache (on 33.7 M parameters 4 % of the step). From then until
+the end of backward `.grad` is not to be looked at. A small one when the sum is there.
 
 [Note: gradients that stay where they are]
 Where autograd adds to a tensor that the program had put into `.grad`, it is the program's: its result is
-copied back into it. Such a tensor has been written in place, which its version tells. So has one that
-carries a graph (`create_graph=True`) to stay the tensor that it is.
+copied back into it. Such a tensor has been written in place, which its version tells. So does one that
+carries a graph (`create_graph=True`), one that this backward does not reach, and one that hooks of the
+program have seen (`register_post_accumulate_grad_hook`). Where two reducers take a parameter's gradient (one
+wrapped module in another) none of its gradients lies in a bucket: each would write what the other reads.
 """
 
 from collections.abc import Callable, Sequence
@@ -67,7 +68,7 @@ class Bucket:
         self.views_of = partial(_views_of, self.parameters, self.sizes)
         self.incoming = Incoming(f"bucket {index}", memory, len(self.sizes), self.views_of)
         self.factor: float | None = None  # what gradients are multiplied with on their way into the bucket
-        self.hands_over_early = True  # see [Note: when a gradient changes hands]
+        self.is_alone = True  # no other reducer takes gradients of its parameters
         self.waiting = Waiting(len(self.sizes), _TOGETHER_BYTES if self.device.type == "cpu" else self.nbytes)
         self._as_views = as_views
         self._has_large = max(self.bytes_of) >= _WORTH_BYTES
@@ -120,7 +121,7 @@ class Bucket:
         self._write(copied, self._gradients[first:])
         if self._as_views:
             self._adopt()
-        elif self.hands_over_early and self._has_large:
+        elif self.is_alone and self._has_large:
             self._hand_over()
         self.waiting.clear()
 
@@ -188,16 +189,38 @@ class Bucket:
         for number, place in enumerate(self._copied):
             gradient = self._gradients[number]
             is_large = self.bytes_of[place] >= _WORTH_BYTES
-            if is_large and place not in self._unreached and self._is_autograds(gradient):
+            if is_large and self._is_free(place, gradient):
                 self.parameters[place].grad = self.incoming.views[place].data
             else:
                 kept.append(number)
         self._copied = [self._copied[number] for number in kept]
         self._gradients = [self._gradients[number] for number in kept]
 
-    def _is_autograds(self, gradient: Tensor) -> bool:
-        """Whether nobody else has written it. See [Note: gradients that stay where they are]."""
-        return gradient._version == 0 and not gradient.requires_grad and gradient.dtype is self.dtype
+    def _is_free(self, place: int, gradient: Tensor) -> bool:
+        """Whether another tensor may take its place. See [Note: gradients that stay where they are]."""
+        return (
+            gradient._version == 0
+            and self.is_alone
+            and place not in self._unreached
+            and not gradient.requires_grad
+            and gradient.dtype is self.dtype
+            and not self.parameters[place]._post_accumulate_grad_hooks
+        )
+
+    def _result_at(self, place: int) -> Tensor:
+        """For a parameter without gradient."""
+        view = self.incoming.views[place]
+        if self._as_views:
+            return _view(view)
+        return view.data if self.is_alone else view.clone()
+
+    def part(self) -> None:
+        """From now on no gradient lies in the memory: another reducer takes those of the same parameters."""
+        self.is_alone = False
+        if self.incoming.views and not self._as_views:
+            for parameter, address in zip(self.parameters, self._addresses, strict=True):
+                if parameter.grad is not None and parameter.grad.data_ptr() == address:
+                    parameter.grad = parameter.grad.clone()
 
     def is_unreached(self, place: int) -> bool:
         """Whether this backward has nothing to do with the parameter."""
@@ -226,7 +249,8 @@ class Bucket:
         """The result is every parameter's gradient, but of those that no rank has used."""
         self.incoming.move(GradientState.EMPTY)
         if result.data_ptr() != self.buffer.data_ptr():
-            self.buffer.copy_(result.view(-1))
+            with torch.no_grad():
+                self.buffer.copy_(result.reshape(-1))
         if self._as_views:
             self._check_views()
         into, given = [], []
@@ -235,8 +259,8 @@ class Bucket:
             parameter = parameters[place]
             if place in self._unreached and is_unused(self.numbers[place]):
                 continue
-            if parameter.grad is not gradient or self._is_autograds(gradient):
-                parameter.grad = views[place].data
+            if parameter.grad is not gradient or self._is_free(place, gradient):
+                parameter.grad = self._result_at(place)
             else:
                 into.append(gradient)
                 given.append(views[place])
@@ -245,7 +269,7 @@ class Bucket:
                 torch._foreach_copy_(into, given)
         for place in self._absent:
             if not is_unused(self.numbers[place]):
-                parameters[place].grad = _view(views[place]) if self._as_views else views[place].data
+                parameters[place].grad = self._result_at(place)
         self._copied.clear()
         self._gradients.clear()
 

@@ -30,6 +30,8 @@ from plait.comm.verbs import broadcast
 from plait.parallel.ddp.arrivals import Arrivals, hook_of, node_of
 from plait.parallel.ddp.carry import AnyBucket, Carrier
 from plait.parallel.ddp.deal import Options, deal, slots_of
+from plait.parallel.ddp.landing import land_all
+from plait.parallel.ddp.sparse import SparseBucket
 from plait.parallel.ddp.static import StaticGraph
 from plait.parallel.ddp.texts import CREATE_GRAPH, STATIC_LATE, DDPError, changed, twice, unfinished
 from plait.parallel.ddp.times import Times
@@ -63,6 +65,7 @@ class Reducer:
         self.static: StaticGraph | None = None
         self.is_static_so_far = True  # the set of unused parameters has not changed yet
         self._names = dict(names)
+        self._has_sparse = any(are_sparse)
         self._deal = partial(deal, self.parameters, are_sparse, self._names, options, behind)
         self._device = self.parameters[0].device
         self._arrivals = Arrivals(len(self.parameters))
@@ -79,7 +82,7 @@ class Reducer:
         self.has_rebuilt = False
         self.num_reduced = 0
         self.error_log: weakref.ref[ErrorLog] | None = None
-        self._hands_over_early = True
+        self._is_alone = True
         self._set_buckets(range(len(self.parameters)), is_reverse=True)
         self._nodes = [node_of(parameter) for parameter in self.parameters]
         self._hooks: list[Any] = []
@@ -99,9 +102,9 @@ class Reducer:
         for other in list(_living):
             if other._hooks and not mine.isdisjoint(id(parameter) for parameter in other.parameters):
                 for reducer in (self, other):
-                    reducer._hands_over_early = False
+                    reducer._is_alone = False
                     for bucket in reducer.buckets:
-                        bucket.hands_over_early = False
+                        bucket.part()
         _living.add(self)
 
     # --- buckets
@@ -109,8 +112,8 @@ class Reducer:
     def _set_buckets(self, order: Sequence[int], *, is_reverse: bool = False) -> None:
         """`order`: of the parameters. `is_reverse`: the last bucket of it comes first."""
         self.buckets = self._deal(order, is_reverse)
-        for bucket in self.buckets:
-            bucket.hands_over_early = self._hands_over_early
+        for bucket in self.buckets if not self._is_alone else ():
+            bucket.part()
         self._arrivals.slots[:] = slots_of(self.buckets)
         self._queue = InOrder(range(len(self.buckets)), partial(_start, weakref.ref(self)))
 
@@ -166,7 +169,9 @@ class Reducer:
 
     def _abandon(self) -> None:
         """Whatever an unfinished backward has left. Sums that are under way are waited for behind it."""
-        self._left_over += self._landings.values()
+        for index, landing in self._landings.items():
+            if not isinstance(self.buckets[index], SparseBucket):  # of which nothing is under way
+                self._left_over.append(landing)
         self.carrier.reset()
         if self._landings or self._is_unfinished:
             for bucket in self.buckets:
@@ -249,9 +254,14 @@ class Reducer:
             return
         self._queue.complete(bucket.index)
         if self._queue.is_over:
-            if self._used is not None and self.static is None and not self.options.skips_unused:
-                self._used.start(self.carrier.group)
+            if not self._has_sparse:
+                self._start_used()
             Variable._execution_engine.queue_callback(self._finish)
+
+    def _start_used(self) -> None:
+        """Behind the last sum. Sums of sparse gradients are started where they are waited for."""
+        if self._used is not None and self.static is None and not self.options.skips_unused:
+            self._used.start(self.carrier.group)
 
     def _start(self, index: int) -> None:
         self.times.communication_begins(index)
@@ -269,27 +279,28 @@ class Reducer:
             self.times.backward_computed()
             self._expects_hooks = self._has_begun = self._is_unfinished = self._arrivals.is_usual = False
             self._outputs.clear()
-            while self._left_over:
-                self._left_over.pop(0)()
-            self.num_reduced = len(self._landings)
-            is_unused = _is_never if self._used is None else self._used.is_unused
-            for index, landing in [*self._landings.items()]:
-                bucket, result = self.buckets[index], landing()
-                del self._landings[index]
-                bucket.land(result, is_unused)
-                if self._optimizers_run_in_backward:
-                    _run_optimizers(bucket.parameters)
-            for future in self._futures:
-                future.wait()
-            self._futures.clear()
-            self.carrier.reset()
-            if self._used is not None:
-                self._used.land()
-                if self.static is None:
+            try:
+                self._land()
+            finally:
+                self._futures.clear()
+                self.carrier.reset()
+                if self._used is not None and self.static is None:
                     self._used.reset()
             if self.static is not None and self._arrivals.order:
                 self._arrivals.order += self._unused
             self.times.communicated()
+
+    def _land(self) -> None:
+        while self._left_over:
+            self._left_over.pop(0)()
+        self.num_reduced = len(self._landings)
+        is_unused = _is_never if self._used is None else self._used.is_unused
+        between = self._start_used if self._has_sparse else None
+        land_all(self.buckets, self._landings, between, is_unused, self._optimizers_run_in_backward)
+        for future in self._futures:
+            future.wait()
+        if self._used is not None:
+            self._used.land()
 
     # --- a static graph
 
@@ -363,16 +374,6 @@ class Reducer:
             self._arrivals.begin()
             if self._used is not None and self.static is None:
                 self._used.reset()
-
-
-def _run_optimizers(parameters: Sequence[nn.Parameter]) -> None:
-    """Those that `apply_optimizer_in_backward` has put on parameters; their gradients are used up."""
-    for parameter in parameters:
-        optimizers: Sequence[torch.optim.Optimizer] = getattr(parameter, "_in_backward_optimizers", ())
-        for optimizer in optimizers:
-            optimizer.step()
-        if optimizers:
-            parameter.grad = None
 
 
 def _is_never(_: int) -> bool:

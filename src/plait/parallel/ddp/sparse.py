@@ -21,7 +21,6 @@ class SparseBucket:
         self.parameters = [parameter]
         self.nbytes = parameter.numel() * parameter.dtype.itemsize
         self.factor: float | None = None
-        self.hands_over_early = False
         self.name = name
         self.bytes_of = [self.nbytes]
         self.waiting = Waiting(1, self.nbytes)
@@ -41,6 +40,9 @@ class SparseBucket:
                 gradient.mul_(self.factor)
         self._gradient = gradient
         self.waiting.clear()
+
+    def part(self) -> None:
+        """Its gradient is its own anyway."""
 
     def is_unreached(self, _: int) -> bool:
         return False

@@ -130,7 +130,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self.reducer.register_comm_hook(builtin_hook(comm_hook_type), self.process_group)
 
     def _check_comm_hook(self, hook: Callable[..., Any]) -> None:
-        if self.device_type == "cpu" and getattr(hook, "__name__", "") in _OF_BFLOAT16:
+        is_torchs = str(getattr(hook, "__module__", "")).startswith("torch.distributed.algorithms.")
+        if self.device_type == "cpu" and is_torchs and hook.__name__ in _OF_BFLOAT16:
             return  # torch asks for NCCL whatever the device is; Gloo can add bfloat16 up
         if callable(hook):
             bucket = inspect.signature(hook).parameters.get("bucket")
