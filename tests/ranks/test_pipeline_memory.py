@@ -238,7 +238,9 @@ def _accumulated(plan: str) -> tuple[MemoryUse, MemoryUse, int, list[int], float
     foretold = engine.predicted_memory((SEQUENCES, LENGTH))
     units = engine._held.trained
     held: list[int] = []
-    with after_actions(lambda *_: held.append(sum(unit.incoming.tensor is not None for unit in units))):
+    with after_actions(
+        lambda *_: held.append(sum(unit.incoming.memory.tensor is not None for unit in units))
+    ):
         engine.step(batch_for(engine))
     sizes = [4 * unit.layout.numel for unit in units]
     return foretold, engine.memory(), max(sizes), held, sum(sizes)

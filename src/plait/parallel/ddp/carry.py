@@ -33,6 +33,9 @@ class Carrier:
         self.behind = behind
         self._hook: Hook | None = None
         self._state: object = None
+        # By bucket, until its next one comes: a thread of the process group may still be in a callback of the
+        # future, though its result is there, and is not to be the one that frees it.
+        self._futures: dict[int, Any] = {}
         self._divisor: float | None = None  # in this backward, when it is known
         self._active: Any = None  # work whose result is the number of ranks that have data
         self._is_in_join = False
@@ -113,6 +116,7 @@ class Carrier:
             raise DDPError(
                 f"{NO_FUTURE} {type(future)}", expected="what a hook returns has the new gradients as result"
             )
+        self._futures[seen.index()] = future
         return lambda: _gradients_of(future.wait(), seen)
 
 

@@ -327,6 +327,9 @@ class Reducer:
             assert self._used is not None, "a static graph's first backward marks what it uses"
             self._expects_hooks = True
             self._unused = self.static.learn()
+            self._used.start(
+                self.carrier.group
+            )  # before hooks, whose futures may start what comes when it may
             self._set_factor()
             self._is_unfinished = True
             for slot in self._arrivals.slots:
@@ -337,7 +340,6 @@ class Reducer:
             for bucket in self.buckets:
                 bucket.flush()
             self._queue.start_rest()
-            self._used.start(self.carrier.group)
             self._finish()
 
     # --- what torch's module asks for
