@@ -61,10 +61,14 @@ def of_gathered(state: Any, bucket: dist.GradBucket) -> Future[Tensor]:
 
 
 def chained(state: Any, bucket: dist.GradBucket) -> Future[Tensor]:
-    """Two communications, the second started by a callback of the first."""
+    """Two communications, the second started by a callback of the first.
+
+    The callback does not hold the process group: Gloo's thread, which frees the callback some time after its
+    result is there, could be the last to let go of the group, and would then wait for its own end.
+    """
 
     def again(future: Future[list[Tensor]]) -> Tensor:
-        work = dist.all_reduce(future.value()[0], group=state, async_op=True)
+        work = dist.all_reduce(future.value()[0], async_op=True)
         return work.get_future().wait()[0]
 
     work = dist.all_reduce(bucket.buffer(), group=state, async_op=True)
