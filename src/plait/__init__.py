@@ -7,10 +7,10 @@ if TYPE_CHECKING:
     from plait.assembly import parallelize
     from plait.batch import EvalResult, StepResult
     from plait.engine import Engine
-    from plait.errors import PlaitError
+    from plait.errors import DDPError, PlaitError
     from plait.models import Chain
     from plait.optim import LossScaling
-    from plait.parallel.ddp import DDPError, DistributedDataParallel
+    from plait.parallel.ddp import DistributedDataParallel
     from plait.plan import Plan
 
 __version__ = "0.1.0"
@@ -33,7 +33,7 @@ __all__ = [
 # loader's worker, the launcher or a plan has no use for.
 _HOMES = {
     "Chain": "plait.models",
-    "DDPError": "plait.parallel.ddp",
+    "DDPError": "plait.errors",
     "DistributedDataParallel": "plait.parallel.ddp",
     "Engine": "plait.engine",
     "EvalResult": "plait.batch",

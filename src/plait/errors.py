@@ -61,6 +61,10 @@ class CommError(PlaitError):
     """Ranks that cannot find, reach or hear each other."""
 
 
+class DDPError(PlaitError, RuntimeError):
+    """A model, or a way of training it, whose gradients DistributedDataParallel cannot average."""
+
+
 class CheckpointError(PlaitError):
     """A checkpoint that cannot be written, or is damaged, or is of something else."""
 

@@ -12,8 +12,8 @@ import plait
 from ddp_compressed import KINDS, compressed, loss32, mean_by_one, model_of_blocks, worst_error
 from ddp_ranks import TRANSPORTS, Layers, assert_same, joined, rows
 from plait.comm import CodedSum
-from plait.errors import CommError
-from plait.parallel.ddp import Compression, DDPError, compression_hook
+from plait.errors import CommError, DDPError
+from plait.parallel.ddp import Compression, compression_hook
 from plait.parallel.ddp.grad_bucket import GradBucket
 from pool import Pool
 

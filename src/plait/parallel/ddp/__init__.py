@@ -1,7 +1,6 @@
 """DistributedDataParallel: torch's contract over plait's buckets and transports."""
 
 from plait.parallel.ddp.hooks import Compression, compression_hook
-from plait.parallel.ddp.texts import DDPError
 from plait.parallel.ddp.wrapper import DistributedDataParallel
 
-__all__ = ["Compression", "DDPError", "DistributedDataParallel", "compression_hook"]
+__all__ = ["Compression", "DistributedDataParallel", "compression_hook"]

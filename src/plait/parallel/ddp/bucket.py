@@ -87,6 +87,7 @@ class Bucket:
 
     @property
     def buffer(self) -> Tensor:
+        """Flat, the gradients of all its parameters in their order. Only once a gradient has come."""
         assert self.incoming.memory.tensor is not None, f"bucket {self.index} before its first gradient"
         return self.incoming.memory.tensor
 

@@ -17,10 +17,11 @@ from torch import Tensor
 from plait.comm.behind import Behind
 from plait.comm.transport import Pending
 from plait.comm.verbs import Group, shares_memory, start_all_reduce
+from plait.errors import DDPError
 from plait.parallel.ddp.bucket import Bucket
 from plait.parallel.ddp.grad_bucket import GradBucket
 from plait.parallel.ddp.sparse import SparseBucket, sum_of_rows
-from plait.parallel.ddp.texts import NO_FUTURE, TWICE, DDPError, not_the_gradients
+from plait.parallel.ddp.texts import NO_FUTURE, TWICE, not_the_gradients
 
 AnyBucket = Bucket | SparseBucket
 Hook = Callable[..., "torch.futures.Future[Tensor]"]
@@ -79,6 +80,7 @@ class Carrier:
     # --- sums
 
     def register(self, hook: Hook, state: object) -> None:
+        """From now on `hook` communicates. Raises DDPError if there is one."""
         if self._hook is not None:
             raise DDPError(TWICE, hint="one hook that does both")
         self._hook, self._state = hook, state
@@ -110,6 +112,7 @@ class Carrier:
         return start_all_reduce(real, self.group, op, label=f"bucket {index} of gradients")
 
     def run_hook(self, seen: GradBucket) -> Callable[[], Tensor]:
+        """Has the hook communicate a bucket. Returns what waits for the new gradients."""
         assert self._hook is not None, "no hook"
         future = self._hook(self._state, seen)
         if not isinstance(future, torch._C.Future):

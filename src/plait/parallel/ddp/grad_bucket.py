@@ -40,6 +40,7 @@ class GradBucket:
         return self._views_of(self._buffer)
 
     def parameters(self) -> list[nn.Parameter]:
+        """Whose gradients they are, in the order of `gradients()`."""
         return list(self._parameters)
 
     def is_last(self) -> bool:

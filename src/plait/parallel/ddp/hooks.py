@@ -25,12 +25,11 @@ from torch import Tensor, nn
 
 from plait.comm import CODES, CodedSum, Compressor, FactoredSum, Group, Pending, Summing, sends_narrow
 from plait.comm.compress import NarrowSum
-from plait.errors import unknown_key_hint
+from plait.errors import DDPError, unknown_key_hint
 from plait.parallel.ddp.bucket import Bucket
 from plait.parallel.ddp.carry import AnyBucket
 from plait.parallel.ddp.grad_bucket import GradBucket
 from plait.parallel.ddp.reducer import Reducer
-from plait.parallel.ddp.texts import DDPError
 from plait.plan import UnitLayout
 from plait.plan.boxes import Boxes
 from plait.plan.layout import Piece

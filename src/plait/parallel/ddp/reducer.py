@@ -27,18 +27,20 @@ from torch.autograd.profiler import record_function
 
 from plait.comm.behind import Behind
 from plait.comm.verbs import broadcast
+from plait.errors import DDPError
 from plait.parallel.ddp.arrivals import Arrivals, hook_of, node_of
 from plait.parallel.ddp.carry import AnyBucket, Carrier
 from plait.parallel.ddp.deal import Options, deal, slots_of
 from plait.parallel.ddp.landing import land_all
 from plait.parallel.ddp.sparse import SparseBucket
 from plait.parallel.ddp.static import StaticGraph
-from plait.parallel.ddp.texts import CREATE_GRAPH, STATIC_LATE, DDPError, changed, twice, unfinished
+from plait.parallel.ddp.texts import CREATE_GRAPH, STATIC_LATE, changed, twice, unfinished
 from plait.parallel.ddp.times import Times
 from plait.parallel.ddp.used import UsedMap, unused_in_backward
 from plait.parallel.ddp.warned import warn_once
 from plait.parallel.in_order import InOrder
 
+# Of this process: parameters do not tell who listens to their gradients.
 _living: "weakref.WeakSet[Reducer]" = weakref.WeakSet()
 
 
@@ -146,6 +148,7 @@ class Reducer:
 
     @torch.compiler.disable
     def prepare_for_forward(self) -> None:
+        """A forward is about to run."""
         with self._lock:
             self._outputs.clear()
             self.carrier.leave_join()
@@ -294,7 +297,7 @@ class Reducer:
         while self._left_over:
             self._left_over.pop(0)()
         self.num_reduced = len(self._landings)
-        is_unused = _is_never if self._used is None else self._used.is_unused
+        is_unused = self._used.is_unused if self._used is not None else lambda _: False
         between = self._start_used if self._has_sparse else None
         land_all(self.buckets, self._landings, between, is_unused, self._optimizers_run_in_backward)
         for future in self._futures:
@@ -327,9 +330,8 @@ class Reducer:
             assert self._used is not None, "a static graph's first backward marks what it uses"
             self._expects_hooks = True
             self._unused = self.static.learn()
-            self._used.start(
-                self.carrier.group
-            )  # before hooks, whose futures may start what comes when it may
+            # Before hooks, whose futures may start what they like when they like.
+            self._used.start(self.carrier.group)
             self._set_factor()
             self._is_unfinished = True
             for slot in self._arrivals.slots:
@@ -367,7 +369,7 @@ class Reducer:
         return error
 
     def _reset_state(self) -> None:
-        """Forgets what was under way; buckets will be dealt anew."""
+        """Forgets what was under way. Buckets will be dealt anew."""
         with self._lock:
             self._abandon()
             self._left_over.clear()
@@ -376,10 +378,6 @@ class Reducer:
             self._arrivals.begin()
             if self._used is not None and self.static is None:
                 self._used.reset()
-
-
-def _is_never(_: int) -> bool:
-    return False
 
 
 def _start(reducer: "weakref.ref[Reducer]", index: int) -> None:

@@ -85,14 +85,14 @@ def sum_of_rows(gradient: Tensor, group: Group, name: str) -> Tensor:
     indices, values = mine.indices(), mine.values()
     counts = torch.empty(group.size, dtype=torch.int64, device=indices.device)
     all_gather(counts, counts.new_tensor([indices.shape[1]]), group, label=f"numbers of rows of {name}")
-    largest = int(counts.max())
+    sizes = counts.tolist()
+    largest = max(sizes)
     if largest == 0:
         return mine
     gathered_indices = _gathered(indices.mT, largest, group, name)
     gathered_values = _gathered(values, largest, group, name)
-    kept = [slice(0, int(count)) for count in counts]
-    rows = torch.cat([part[own] for part, own in zip(gathered_indices, kept, strict=True)])
-    terms = torch.cat([part[own] for part, own in zip(gathered_values, kept, strict=True)])
+    rows = torch.cat([part[:size] for part, size in zip(gathered_indices, sizes, strict=True)])
+    terms = torch.cat([part[:size] for part, size in zip(gathered_values, sizes, strict=True)])
     return torch.sparse_coo_tensor(rows.mT, terms, gradient.shape, check_invariants=False).coalesce()
 
 

@@ -4,12 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from plait.errors import PlaitError
-
-
-class DDPError(PlaitError, RuntimeError):
-    """A model, or the way in which it is trained, that gradients cannot be averaged for."""
-
+from plait.errors import DDPError
 
 TWICE = "register_comm_hook or register_builtin_comm_hook can only be called once."
 NO_FUTURE = "DDP communication hook's callback must return a torch.futures.Future object, but got"

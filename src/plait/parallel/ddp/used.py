@@ -39,11 +39,14 @@ class UsedMap:
         self._counts: list[int] | None = None  # of ranks, when they are known
 
     def mark(self, index: int) -> None:
+        """This rank has used it."""
         self._here[index] = True
 
     def start(self, group: Group) -> None:
         """Sums over the ranks, behind the last bucket."""
-        self._sum = self.tensor = torch.tensor(self._here, dtype=torch.int32, device=self._device)
+        # From pinned memory: the host does not wait until the GPU is through with backward.
+        here = torch.tensor(self._here, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        self._sum = self.tensor = here.to(self._device, non_blocking=True)
         self._pending = start_all_reduce(self._sum, group, label="which parameters are used")
 
     def land(self) -> None:
@@ -60,6 +63,7 @@ class UsedMap:
         return self._counts[index] == 0
 
     def reset(self) -> None:
+        """A backward is over: nothing is used yet in the next."""
         self._here = [False] * len(self._here)
         self._sum = self._counts = None
         self._pending = Pending()
