@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import plait
 
 TRANSPORTS = ("auto", "group")
+over_both = pytest.mark.parametrize("transport", TRANSPORTS)
 OURS_ALONE = pytest.mark.skipif(
     os.environ.get("DDP_UNDER_TEST") == "torch", reason="torch's class does not do that"
 )
@@ -93,6 +94,17 @@ def assert_gradients(module: nn.Module, expected: dict[str, Tensor | None]) -> N
             assert found[name] is gradient, f"{name}: {found[name]} where {gradient} is expected"
         else:
             torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-12, msg=_named(name))
+
+
+def assert_steps(
+    ddp: DistributedDataParallel, steps: int = 3, loss: Callable[[nn.Module, int, int], Tensor] = loss_of
+) -> None:
+    """In each step the gradients are those of one process. `loss`: of a model, a rank and a step."""
+    for step in range(steps):
+        ddp.zero_grad()
+        expected = mean_gradients(ddp.module, lambda it, rank, step=step: loss(it, rank, step))
+        loss(ddp, dist.get_rank(), step).backward()
+        assert_gradients(ddp.module, expected)
 
 
 def _named(name: str) -> Callable[[str], str]:

@@ -11,19 +11,18 @@ from torch import Tensor, nn
 
 from ddp_ranks import (
     OURS_ALONE,
-    TRANSPORTS,
     Layers,
     assert_gradients,
     assert_same,
     joined,
     loss_of,
     mean_gradients,
+    over_both,
     rows,
     wrapped,
 )
 from pool import Pool
 
-over_both = pytest.mark.parametrize("transport", TRANSPORTS)
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "views": {"gradient_as_bucket_view": True},

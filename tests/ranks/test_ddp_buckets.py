@@ -9,10 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
 
-from ddp_ranks import OURS_ALONE, TRANSPORTS, assert_gradients, joined, mean_gradients, rows, wrapped
+from ddp_ranks import OURS_ALONE, assert_gradients, joined, mean_gradients, over_both, rows, wrapped
 from pool import Pool
 
-over_both = pytest.mark.parametrize("transport", TRANSPORTS)
 Layout = list[list[int]]  # by bucket, the places of its parameters in the module
 
 

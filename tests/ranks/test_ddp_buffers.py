@@ -11,19 +11,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from ddp_ranks import (
-    TRANSPORTS,
     Layers,
     assert_gradients,
     assert_same,
     joined,
     loss_of,
     mean_gradients,
+    over_both,
     rows,
     wrapped,
 )
 from pool import Pool
-
-over_both = pytest.mark.parametrize("transport", TRANSPORTS)
 
 
 class Counting(nn.Module):

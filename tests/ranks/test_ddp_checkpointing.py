@@ -8,10 +8,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ddp_ranks import TRANSPORTS, assert_gradients, joined, loss_of, mean_gradients, rows, wrapped
+from ddp_ranks import (
+    assert_gradients,
+    assert_steps,
+    joined,
+    loss_of,
+    mean_gradients,
+    over_both,
+    rows,
+    wrapped,
+)
 from pool import Pool
 
-over_both = pytest.mark.parametrize("transport", TRANSPORTS)
 both_kinds = pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 VIEWS = pytest.mark.parametrize("views", [False, True], ids=["copied", "views"])
 
@@ -42,11 +50,7 @@ class Model(nn.Module):
 def _parity(transport: str, model: Model, arguments: dict[str, Any]) -> None:
     joined()
     ddp = wrapped(model, transport, **arguments)
-    for step in range(4):
-        ddp.zero_grad()
-        expected = mean_gradients(ddp.module, lambda it, rank, step=step: loss_of(it, rank, step))
-        loss_of(ddp, dist.get_rank(), step).backward()
-        assert_gradients(ddp.module, expected)
+    assert_steps(ddp, 4)
 
 
 @over_both

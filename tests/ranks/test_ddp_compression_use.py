@@ -10,15 +10,12 @@ from torch.futures import Future
 
 import plait
 from ddp_compressed import KINDS, compressed, loss32, mean_by_one, model_of_blocks, worst_error
-from ddp_ranks import TRANSPORTS, Layers, assert_same, joined, rows
+from ddp_ranks import Layers, assert_same, joined, over_both, rows
 from plait.comm import CodedSum
 from plait.errors import CommError, DDPError
 from plait.parallel.ddp import Compression, compression_hook
 from plait.parallel.ddp.grad_bucket import GradBucket
 from pool import Pool
-
-over_both = pytest.mark.parametrize("transport", TRANSPORTS)
-
 
 # --- how it is used
 

@@ -13,19 +13,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_ranks import (
     OURS_ALONE,
-    TRANSPORTS,
     Layers,
     assert_gradients,
     assert_same,
+    assert_steps,
     joined,
     loss_of,
     mean_gradients,
+    over_both,
     rows,
     wrapped,
 )
 from pool import Pool
-
-over_both = pytest.mark.parametrize("transport", TRANSPORTS)
 
 
 def _trained(transport: str, arguments: dict[str, Any]) -> None:
@@ -255,11 +254,7 @@ class Phases(nn.Module):
 def _phases(transport: str) -> None:
     joined()
     ddp = wrapped(Phases(), transport)
-    for step in range(3):
-        ddp.zero_grad()
-        expected = mean_gradients(ddp.module, lambda it, rank, step=step: loss_of(it, rank, step))
-        loss_of(ddp, dist.get_rank(), step).backward()
-        assert_gradients(ddp.module, expected)
+    assert_steps(ddp)
 
 
 @over_both
@@ -376,11 +371,7 @@ def _unnamed() -> None:
     dist.init_process_group(store=store, rank=rank, world_size=size)
     torch.set_default_dtype(torch.float64)
     ddp = wrapped(Layers(), "host")
-    for step in range(2):
-        ddp.zero_grad()
-        expected = mean_gradients(ddp.module, lambda it, rank, step=step: loss_of(it, rank, step))
-        loss_of(ddp, rank, step).backward()
-        assert_gradients(ddp.module, expected)
+    assert_steps(ddp, 2)
     assert ddp._get_ddp_logging_data()["gloo_num_threads"] == 2
 
 

@@ -8,10 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_ranks import TRANSPORTS, Layers, assert_gradients, joined, loss_of, mean_gradients, wrapped
+from ddp_ranks import Layers, assert_gradients, joined, loss_of, mean_gradients, over_both, wrapped
 from pool import Pool
 
-over_both = pytest.mark.parametrize("transport", TRANSPORTS)
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "views": {"gradient_as_bucket_view": True},

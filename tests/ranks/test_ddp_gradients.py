@@ -8,20 +8,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_ranks import (
-    TRANSPORTS,
     Layers,
     assert_gradients,
     assert_same,
+    assert_steps,
     gradients,
     joined,
     loss_of,
     mean_gradients,
+    over_both,
     rows,
     wrapped,
 )
 from pool import Pool
 
-over_both = pytest.mark.parametrize("transport", TRANSPORTS)
 VIEWS: dict[str, dict[str, Any]] = {
     "copied": {},
     "copied in batches": {"batched_grad_copy": True},
@@ -275,11 +275,7 @@ def _large(arguments: dict[str, Any]) -> None:
     def loss(model: nn.Module, rank: int, step: int = 0) -> Tensor:
         return model(rows(rank, step, (3, 350))).square().mean()
 
-    for step in range(3):
-        ddp.zero_grad()
-        expected = mean_gradients(ddp.module, lambda it, rank, step=step: loss(it, rank, step))
-        loss(ddp, dist.get_rank(), step).backward()
-        assert_gradients(ddp.module, expected)
+    assert_steps(ddp, loss=loss)
 
 
 @in_all_ways

@@ -11,18 +11,17 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 
 from ddp_ranks import (
-    TRANSPORTS,
     Layers,
     assert_gradients,
     assert_same,
     joined,
     loss_of,
     mean_gradients,
+    over_both,
     wrapped,
 )
 from pool import Pool
 
-over_both = pytest.mark.parametrize("transport", TRANSPORTS)
 Hook = Callable[[Any, dist.GradBucket], Future[Tensor]]
 
 

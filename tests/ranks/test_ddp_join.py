@@ -11,10 +11,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
 
 from ddp_optim import ZeroRedundancyOptimizer
-from ddp_ranks import TRANSPORTS, Layers, assert_same, joined, loss_of, rows, wrapped
+from ddp_ranks import Layers, assert_same, joined, loss_of, over_both, rows, wrapped
 from pool import Pool
 
-over_both = pytest.mark.parametrize("transport", TRANSPORTS)
 BATCHES = (2, 5, 3)  # of each rank
 
 

@@ -13,28 +13,18 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ddp_ranks import (
-    TRANSPORTS,
     Layers,
     assert_gradients,
     assert_same,
+    assert_steps,
     joined,
     loss_of,
     mean_gradients,
+    over_both,
     rows,
     wrapped,
 )
 from pool import Pool
-
-over_both = pytest.mark.parametrize("transport", TRANSPORTS)
-
-
-def _steps(ddp: Any, steps: int = 3) -> None:
-    for step in range(steps):
-        ddp.zero_grad()
-        expected = mean_gradients(ddp.module, lambda it, rank, step=step: loss_of(it, rank, step))
-        loss_of(ddp, dist.get_rank(), step).backward()
-        assert_gradients(ddp.module, expected)
-
 
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -47,7 +37,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 def _pickled(transport: str, arguments: dict[str, Any]) -> None:
     joined()
     ddp = wrapped(Layers(), transport, **arguments)
-    _steps(ddp, 2)
+    assert_steps(ddp, 2)
     loaded = pickle.loads(pickle.dumps(ddp))
     assert type(loaded) is type(ddp)
     assert loaded.module is not ddp.module
@@ -55,13 +45,13 @@ def _pickled(transport: str, arguments: dict[str, Any]) -> None:
         assert getattr(loaded, name) == getattr(ddp, name)
     for ours, other in zip(ddp.parameters(), loaded.parameters(), strict=True):
         assert torch.equal(ours, other)
-    _steps(loaded)
-    _steps(copy.deepcopy(ddp))
-    _steps(ddp)
+    assert_steps(loaded)
+    assert_steps(copy.deepcopy(ddp))
+    assert_steps(ddp)
     file = io.BytesIO()
     torch.save(ddp, file)
     file.seek(0)
-    _steps(torch.load(file, weights_only=False))
+    assert_steps(torch.load(file, weights_only=False))
 
 
 @over_both
@@ -97,7 +87,7 @@ def _loaded(transport: str) -> None:
     for a, b, c in zip(ddp.parameters(), other.parameters(), plain.parameters(), strict=True):
         assert torch.equal(a, b)
         assert torch.equal(a, c)
-    _steps(other)
+    assert_steps(other)
 
 
 @over_both
@@ -202,7 +192,7 @@ def _other_group(transport: str, arguments: dict[str, Any]) -> None:
     pair = dist.new_group([0, 1])
     ddp = wrapped(Layers(), transport, **arguments)
     rank = dist.get_rank()
-    _steps(ddp, 2)
+    assert_steps(ddp, 2)
     ddp._update_process_group(pair)
     if rank < 2:
         assert ddp.process_group is pair
@@ -212,7 +202,7 @@ def _other_group(transport: str, arguments: dict[str, Any]) -> None:
             loss_of(ddp, rank, step).backward()
             assert_gradients(ddp.module, expected)
     ddp._update_process_group(dist.group.WORLD)
-    _steps(ddp)
+    assert_steps(ddp)
 
 
 @over_both
@@ -232,7 +222,7 @@ def _functional(transport: str) -> None:
     with torch.no_grad():
         assert torch.equal(functional_call(ddp, dict(ddp.named_parameters()), (x,)), ddp.module(x))
     fresh = wrapped(Layers(), transport)
-    _steps(fresh)
+    assert_steps(fresh)
 
 
 def test_it_is_called_with_parameters_from_elsewhere(pool: Pool) -> None:

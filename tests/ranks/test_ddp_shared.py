@@ -1,14 +1,12 @@
 """DistributedDataParallel: gradients that more than one is after: another wrapper, hooks, the program."""
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_ranks import TRANSPORTS, assert_gradients, joined, mean_gradients, rows, wrapped
+from ddp_ranks import assert_gradients, joined, mean_gradients, over_both, rows, wrapped
 from pool import Pool
 
-over_both = pytest.mark.parametrize("transport", TRANSPORTS)
 WIDE = 150  # a weight of 180 KB
 
 

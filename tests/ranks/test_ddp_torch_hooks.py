@@ -29,19 +29,17 @@ from ddp_optim import (
 )
 from ddp_ranks import (
     OURS_ALONE,
-    TRANSPORTS,
     Layers,
     assert_gradients,
     assert_same,
     joined,
     loss_of,
     mean_gradients,
+    over_both,
     rows,
     wrapped,
 )
 from pool import Pool
-
-over_both = pytest.mark.parametrize("transport", TRANSPORTS)
 
 
 def _bf16(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -9,18 +9,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_ranks import (
-    TRANSPORTS,
     Layers,
     assert_gradients,
+    assert_steps,
     joined,
     loss_of,
     mean_gradients,
+    over_both,
     rows,
     wrapped,
 )
 from pool import Pool
 
-over_both = pytest.mark.parametrize("transport", TRANSPORTS)
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "one bucket": {},
     "small buckets": {"bucket_cap_mb": 0.0001},
@@ -209,11 +209,7 @@ def _outside(transport: str) -> None:
         return (out * getattr(model, "module", model).scale).square().mean()
 
     ddp = wrapped(Repeated(), transport, static_graph=True)
-    for step in range(4):
-        ddp.zero_grad()
-        expected = mean_gradients(ddp.module, lambda it, rank, step=step: loss(it, rank, step))
-        loss(ddp, dist.get_rank(), step).backward()
-        assert_gradients(ddp.module, expected)
+    assert_steps(ddp, 4, loss=loss)
 
 
 @over_both
@@ -278,11 +274,7 @@ def _all_used() -> None:
     ddp = wrapped(Layers(), find_unused_parameters=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for step in range(3):
-            ddp.zero_grad()
-            expected = mean_gradients(ddp.module, lambda it, rank, step=step: loss_of(it, rank, step))
-            loss_of(ddp, dist.get_rank(), step).backward()
-            assert_gradients(ddp.module, expected)
+        assert_steps(ddp)
 
 
 def test_looking_for_unused_parameters_where_there_are_none_is_no_error(pool: Pool) -> None:
