@@ -47,6 +47,12 @@ def test_only_the_newest_are_kept_and_they_are_ordered_by_number(tmp_path: Path)
     assert found.step == 100_000_001
 
 
+@pytest.mark.parametrize("keep", [{"last": 0}, {"every": -1}])
+def test_to_keep_nothing_is_refused(keep: dict[str, int]) -> None:
+    with pytest.raises(CheckpointError, match="would not be kept"):
+        Keep(**keep)
+
+
 def test_there_is_no_newest_where_nothing_was_saved(tmp_path: Path) -> None:
     assert checkpoint.newest(tmp_path) is None
     assert checkpoint.newest(tmp_path / "missing") is None

@@ -39,14 +39,19 @@ _LOCK = ".lock"
 @dataclass(frozen=True)
 class Keep:
     """Which checkpoints stay: the newest `last`; with `every`, those of steps that it divides; with `best`,
-    the one with the lowest score."""
+    the one with the lowest score. Raises CheckpointError where nothing would stay."""
 
     last: int = 2
     every: int = 0
     best: bool = False
 
     def __post_init__(self) -> None:
-        assert self.last >= 1, "a save that keeps nothing"
+        if self.last < 1 or self.every < 0:
+            raise CheckpointError(
+                "what has been saved would not be kept",
+                given=f"Keep(last={self.last}, every={self.every})",
+                expected="last from 1, every from 0",
+            )
 
 
 def steps(folder: Path) -> list[Path]:
