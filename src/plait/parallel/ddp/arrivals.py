@@ -75,7 +75,7 @@ def hook_of(
     instead of all this, where something is unusual."""
     ready, slots, order, lock = arrivals.ready, arrivals.slots, arrivals.order, arrivals.lock
 
-    def hook(*_: object) -> None:
+    def hook(_: object, __: object) -> None:
         if not arrivals.is_usual or ready[index]:
             otherwise(index)
             return

@@ -11,7 +11,8 @@ tensor over it but the parameters whose gradients it takes; else the bucket take
 [Note: when a gradient changes hands]
 A large one as soon as it has been copied: autograd's tensor is free, and the next gradient is written where
 this one was, in pages that are there and in the cache (on 33.7 M parameters 4 % of the step). From then until
-the end of backward `.grad` is not to be looked at. A small one when the sum is there.
+the end of backward `.grad` is not to be looked at. A small one when autograd is through, while the last sums
+are under way.
 
 [Note: gradients that stay where they are]
 Where autograd adds to a tensor that the program had put into `.grad`, it is the program's: its result is
@@ -122,8 +123,8 @@ class Bucket:
         self._write(copied, self._gradients[first:])
         if self._as_views:
             self._adopt()
-        elif self.is_alone and self._has_large:
-            self._hand_over()
+        elif self._has_large:
+            self.hand_over(_WORTH_BYTES)
         self.waiting.clear()
 
     def _write(self, places: list[int], gradients: list[Tensor]) -> None:
@@ -184,29 +185,26 @@ class Bucket:
         self._copied.clear()
         self._gradients.clear()
 
-    def _hand_over(self) -> None:
-        """Large ones: see [Note: when a gradient changes hands]."""
-        kept: list[int] = []
-        for number, place in enumerate(self._copied):
-            gradient = self._gradients[number]
-            is_large = self.bytes_of[place] >= _WORTH_BYTES
-            if is_large and self._is_free(place, gradient):
-                self.parameters[place].grad = self.incoming.views[place].data
+    def hand_over(self, least_bytes: int = 0) -> None:
+        """Gradients of so many bytes from here on, but for those that stay where they are: see the notes."""
+        if not self.is_alone:
+            return
+        views, parameters, bytes_of, dtype = self.incoming.views, self.parameters, self.bytes_of, self.dtype
+        unreached, copied, gradients = self._unreached, self._copied, self._gradients
+        self._copied, self._gradients = [], []
+        for place, gradient in zip(copied, gradients, strict=True):  # what follows runs for every parameter
+            if (
+                gradient._version == 0
+                and bytes_of[place] >= least_bytes
+                and place not in unreached
+                and not gradient.requires_grad
+                and gradient.dtype is dtype
+                and not parameters[place]._post_accumulate_grad_hooks
+            ):
+                parameters[place].grad = views[place].data
             else:
-                kept.append(number)
-        self._copied = [self._copied[number] for number in kept]
-        self._gradients = [self._gradients[number] for number in kept]
-
-    def _is_free(self, place: int, gradient: Tensor) -> bool:
-        """Whether another tensor may take its place. See [Note: gradients that stay where they are]."""
-        return (
-            gradient._version == 0
-            and self.is_alone
-            and place not in self._unreached
-            and not gradient.requires_grad
-            and gradient.dtype is self.dtype
-            and not self.parameters[place]._post_accumulate_grad_hooks
-        )
+                self._copied.append(place)
+                self._gradients.append(gradient)
 
     def _result_at(self, place: int) -> Tensor:
         """For a parameter without gradient."""
@@ -247,7 +245,7 @@ class Bucket:
     # --- the reduced gradients go
 
     def land(self, result: Tensor, is_unused: Callable[[int], bool]) -> None:
-        """The result is every parameter's gradient, but of those that no rank has used."""
+        """The result is every parameter's gradient, but of those that no rank has used. After `hand_over`."""
         self.incoming.move(GradientState.EMPTY)
         if result.data_ptr() != self.buffer.data_ptr():
             with torch.no_grad():
@@ -260,7 +258,7 @@ class Bucket:
             parameter = parameters[place]
             if place in self._unreached and is_unused(self.numbers[place]):
                 continue
-            if parameter.grad is not gradient or self._is_free(place, gradient):
+            if parameter.grad is not gradient:
                 parameter.grad = self._result_at(place)
             else:
                 into.append(gradient)

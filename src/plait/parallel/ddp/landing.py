@@ -22,6 +22,8 @@ def land_all(
     `between`: to be done when all sums are there and none is handed out: a rank that has joined takes part in
     what its peers do in this order. None: a bucket is handed out while later ones are under way.
     """
+    for index in landings:
+        buckets[index].hand_over()
     results: dict[int, Tensor] = {}
     if between is not None:
         results = {index: landing() for index, landing in landings.items()}

@@ -50,6 +50,9 @@ class SparseBucket:
     def keep_apart(self, _: int) -> None:
         """It is nobody else's."""
 
+    def hand_over(self) -> None:
+        """It lies in no other memory."""
+
     def seal(self) -> Tensor:
         assert self._gradient is not None, f"{self.name}: sealed before its gradient has come"
         return self._gradient
