@@ -101,6 +101,8 @@ def _leave(environ: dict[str, str], cwd: Path) -> None:
         connect_module._world.close()
     if dist.is_initialized():
         dist.destroy_process_group()
+    # Of the names of process groups: ranks that counted differently would wait for one another.
+    dist.distributed_c10d._world.group_count = 0
     gc.collect()
     os.environ.clear()
     os.environ.update(environ)
