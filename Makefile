@@ -11,7 +11,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
-NATIVE := src/plait/comm/host/native
+NATIVE := src/plait/comm/shm/native
 
 $(BIN)/.installed: pyproject.toml constraints.txt $(wildcard $(NATIVE)/*.[ch])
 	$(PYTHON) -m venv $(VENV)

@@ -32,7 +32,7 @@ from plait.comm import (
     launch_local,
     reduce_scatter,
 )
-from plait.comm.torch_link import _gather_into, _reduce_into
+from plait.comm.torch_transport import _gather_into, _reduce_into
 
 UNITS = {"K": 1 << 10, "M": 1 << 20}
 WARM_UP = 2

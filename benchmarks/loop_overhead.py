@@ -22,11 +22,11 @@ from transformers import AutoModelForCausalLM
 import common
 from plait.bench import machine
 from plait.comm import connect
+from plait.data import open_store
 from plait.models import causal_lm_on_meta
 from plait.train.config import Recipe
-from plait.train.data import open_store
-from plait.train.loop import train
 from plait.train.run import prepare
+from plait.train.trainer import train
 
 SHORT = 5
 

@@ -40,7 +40,7 @@ from peers import Batch
 from pipeline_peers import DTYPES, Contender, Shape
 from plait.bench import machine
 from plait.comm import World, broadcast, connect
-from plait.engine import Engine
+from plait.engine.engine import Engine
 from plait.models import blocks_of, causal_lm_on_meta, plan_stages
 from plait.plan.schedule import simulate
 from plait.plan.schedule.trace import durations_of, read_trace

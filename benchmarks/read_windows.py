@@ -20,7 +20,7 @@ import torch
 
 import common
 from plait.bench import machine
-from plait.train.data import TokenStream, Windows
+from plait.data import TokenStream, Windows
 
 PART_BYTES = 32 << 20
 

@@ -17,7 +17,7 @@ if TESTS not in sys.path:  # pytest puts it there in one of its import modes onl
 # the milliseconds of an oracle into seconds.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from pool import Pool  # noqa: E402
+from support.pool import Pool  # noqa: E402
 
 settings.register_profile("plait", deadline=None)  # a shared machine pauses when it likes
 settings.load_profile("plait")

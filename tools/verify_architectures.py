@@ -19,7 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from plait.bench import machine
 from plait.errors import ModelError
-from plait.files import write_json
+from plait.fileio import write_json
 from plait.plan import Plan
 from plait.verify import How, Job, Outcome, Source, Verdict, source_of, verify
 

@@ -4,9 +4,9 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from plait.assembly import parallelize
-    from plait.batch import EvalResult, StepResult
-    from plait.engine import Engine
+    from plait.api import parallelize
+    from plait.engine.batch import EvalResult, StepResult
+    from plait.engine.engine import Engine
     from plait.errors import DDPError, PlaitError
     from plait.models import Chain
     from plait.optim import LossScaling
@@ -35,11 +35,11 @@ _HOMES = {
     "Chain": "plait.models",
     "DDPError": "plait.errors",
     "DistributedDataParallel": "plait.parallel.ddp",
-    "Engine": "plait.engine",
-    "EvalResult": "plait.batch",
-    "StepResult": "plait.batch",
+    "Engine": "plait.engine.engine",
+    "EvalResult": "plait.engine.batch",
+    "StepResult": "plait.engine.batch",
     "LossScaling": "plait.optim",
-    "parallelize": "plait.assembly",
+    "parallelize": "plait.api",
     "PlaitError": "plait.errors",
     "Plan": "plait.plan",
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from contract.expected import RACES
 from contract.ranks import Outcome, Variant, list_cases, run_case
-from pool import Pool, RankError, RankTimeout
+from support.pool import Pool, RankError, RankTimeout
 
 LIMIT_S = 90.0  # for a case; the slowest of torch's takes a third of it
 TRIES = 3  # of a case that has a race of its own

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from runs import environment
+from support.cli_runs import environment
 
 LIMIT_S = 60
 

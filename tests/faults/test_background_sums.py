@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from runs import two_ranks
+from support.cli_runs import two_ranks
 
 PROGRAM = """
 import sys, time, torch

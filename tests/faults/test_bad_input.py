@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from runs import PLAIT, STEPS, finish, start, write_recipe
 from typer.testing import CliRunner
 
 from plait.cli.main import app
+from support.cli_runs import PLAIT, STEPS, finish, start, write_recipe
 
 Damage = Callable[[Path], object]
 

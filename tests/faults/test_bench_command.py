@@ -6,12 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import finish, start
 from typer.testing import CliRunner
 
 from plait.cli.main import app
-from plait.plan.bandwidth import VERBS
-from plait.plan.profile import Measured, load
+from plait.plan.cost_model import VERBS
+from plait.plan.host_profile import Measured, load
+from support.cli_runs import finish, start
 
 BENCH = ("bench", "collectives", "--sizes", "1K:64K", "--rounds", "1")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "plait")

@@ -3,12 +3,13 @@
 from pathlib import Path
 
 import pytest
-from runs import two_ranks
+
+from support.cli_runs import two_ranks
 
 PROGRAM = """
 import sys, torch
 from plait.comm import barrier, connect
-from plait.parallel.pipeline.channel import Outbox
+from plait.parallel.pipeline.p2p import Outbox
 world = connect(transport="gloo")
 lane = world.group_of((0, 1), "activations")
 barrier(world.group)

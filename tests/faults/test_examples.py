@@ -11,10 +11,10 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from runs import ROOT, finish, start
 
 from plait.plan import Plan
-from pool import Pool
+from support.cli_runs import ROOT, finish, start
+from support.pool import Pool
 
 EXAMPLES = ROOT / "examples"
 STEPS = ["--steps", "20"]

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 from click.testing import Result
-from runs import finish, start, write_recipe
 from typer.testing import CliRunner
 
 from plait.cli.main import app
 from plait.comm import World
 from plait.errors import RunError
-from plait.train.loop import train
 from plait.train.run import RunDir, prepare
+from plait.train.trainer import train
+from support.cli_runs import finish, start, write_recipe
 
 
 def typed(*words: str | Path, code: int = 0) -> Result:

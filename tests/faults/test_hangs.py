@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
-from runs import LIMIT_S, start, two_ranks, wait_for_step, write_recipe
 
 from plait.train.run import prepare
+from support.cli_runs import LIMIT_S, start, two_ranks, wait_for_step, write_recipe
 
 HANG_S = 2.0
 LETTER_S = 8.0  # beyond that: the others' stacks are awaited for 2 s; the rest is a slow machine
@@ -19,7 +19,7 @@ LAUNCHER_S = 7.0  # and a launcher's, which kills 5 s after the first rank has e
 RANK = """
 import ctypes, os, sys, threading
 from plait.cli.main import main
-from plait.train.data import Windows
+from plait.data import Windows
 
 read = Windows.__getitem__
 run, kind = sys.argv[1:]

@@ -29,7 +29,7 @@ from plait.comm import (
     start_send,
 )
 from plait.errors import CommError
-from pool import Pool, RankError
+from support.pool import Pool, RankError
 
 RANKS = 4
 SOON_S = 3.0  # from a rank's death to its peers' letters

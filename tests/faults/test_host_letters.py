@@ -27,9 +27,9 @@ from plait.comm import (
     start_send,
 )
 from plait.errors import CommError
-from pool import Pool
+from support.pool import Pool
 
-meet_module = sys.modules["plait.comm.host.meet"]  # the package's `meet` is the function
+meet_module = sys.modules["plait.comm.shm.rendezvous"]  # the package's `meet` is the function
 
 
 def _differ(what: str) -> str:
@@ -165,7 +165,7 @@ def _without(what: str, rank: int, patch: pytest.MonkeyPatch) -> None:
     if rank != 1:
         return
     if what == "library":
-        patch.setattr("plait.comm.host.library._find", lambda folder: (None, f"{folder} has no library"))
+        patch.setattr("plait.comm.shm.native_lib._find", lambda folder: (None, f"{folder} has no library"))
     elif what == "addresses":
         used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
         _limit(resource.RLIMIT_AS, used + (1 << 30))
@@ -215,7 +215,7 @@ def test_where_memory_must_be_shared_and_cannot_it_is_a_letter(pool: Pool, what:
 def _share_too_much() -> str:
     with pytest.MonkeyPatch.context() as patch:
         world = connect(transport="host", timeout_s=10)
-        patch.setattr("plait.comm.host.arena.available_bytes", lambda: 1 << 20)
+        patch.setattr("plait.comm.shm.arena.available_bytes", lambda: 1 << 20)
         try:
             share(1 << 20, torch.float64, world.group)
         except CommError as error:
@@ -236,7 +236,7 @@ def test_too_little_memory_to_share_is_a_letter_on_every_rank(pool: Pool) -> Non
 def test_a_namespace_of_its_own_is_a_host_of_its_own() -> None:
     """A container's; here only its network and its users."""
     unshare = shutil.which("unshare")
-    ask = [sys.executable, "-c", "from plait.comm.host.meet import identity; print(identity())"]
+    ask = [sys.executable, "-c", "from plait.comm.shm.rendezvous import identity; print(identity())"]
     if unshare is None or subprocess.run([unshare, "-Urn", "true"], capture_output=True).returncode:
         pytest.skip("this system lets nobody make namespaces")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}

@@ -1,7 +1,7 @@
 """Ranks that are killed at any instant lose no more than the steps since the last save, and nothing of that
 is wrong.
 
-What every kill has to leave behind is checked by `killed.py`.
+What every kill has to leave behind is checked by `kill_ranks.py`.
 """
 
 import json
@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import runs
-from runs import ROOT
 
-HERE = Path(__file__).parent
+from support import cli_runs
+from support.cli_runs import ROOT
+
+KILL_RANKS = Path(__file__).parents[1] / "support" / "kill_ranks.py"
 PREPARE = """
 import sys
 from pathlib import Path
@@ -26,14 +27,14 @@ prepare(Path(sys.argv[1]), sets=sys.argv[2:])
 
 def prepared(here: Path, *sets: str) -> Path:
     """A run of which nothing is done yet, and the undisturbed one beside it."""
-    recipe = runs.write_recipe(here)
+    recipe = cli_runs.write_recipe(here)
     common = [
         word for each in (*sets, "run.checkpoint_every=1", "run.evaluate_every=0") for word in ("--set", each)
     ]
     keep = ["--set", "run.keep_last=1000", "--set", f"run.dir={here}/whole"]
-    runs.finish(runs.start("train", recipe, *common, *keep))
+    cli_runs.finish(cli_runs.start("train", recipe, *common, *keep))
     done = subprocess.run(
-        [sys.executable, "-c", PREPARE, str(recipe), *common[1::2]], env=runs.environment(), check=False
+        [sys.executable, "-c", PREPARE, str(recipe), *common[1::2]], env=cli_runs.environment(), check=False
     )
     assert done.returncode == 0
     return here / "run"
@@ -41,10 +42,16 @@ def prepared(here: Path, *sets: str) -> Path:
 
 def killed(here: Path, kills: int, seed: int, *sets: str) -> list[dict[str, Any]]:
     run = prepared(here, *sets)
-    words = [str(HERE / "killed.py"), str(run), str(here / "whole" / "checkpoints"), str(kills), str(seed)]
+    words = [
+        str(KILL_RANKS),
+        str(run),
+        str(here / "whole" / "checkpoints"),
+        str(kills),
+        str(seed),
+    ]
     done = subprocess.run(
         [sys.executable, *words],
-        env=runs.environment(),
+        env=cli_runs.environment(),
         cwd=ROOT,
         capture_output=True,
         text=True,

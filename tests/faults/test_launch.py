@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from runs import LOOPBACK, listening
 
 from plait.comm import launch_local
 from plait.errors import CommError
+from support.cli_runs import LOOPBACK, listening
 
 START_S = 40.0  # two imports of torch beside other work
 

@@ -10,16 +10,16 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from runs import LIMIT_S, STEPS, finish, last_step, start, wait_for_step, write_recipe
 from safetensors.torch import load_file
 from torch import Tensor
 from typer.testing import CliRunner
 
 from plait.cli.main import app
 from plait.plan.schedule import Kind, Timeline
-from plait.plan.schedule.order import needs
 from plait.plan.schedule.trace import read_trace
+from plait.plan.schedule.validate import needs
 from plait.train.metrics import read_metrics
+from support.cli_runs import LIMIT_S, STEPS, finish, last_step, start, wait_for_step, write_recipe
 
 PLAN = "pp=2 micro=4"
 
@@ -151,7 +151,7 @@ def test_a_short_run_is_traced_as_far_as_it_goes_and_a_stage_alone_too(recipe: P
 
 FAILS = """
 from plait.cli.main import main
-from plait.forward import Forward
+from plait.engine.stage import Forward
 
 forward, calls = Forward.outputs, []
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import PLAIT, STEPS, finish, last_state, last_step, start, wait_for_step, write_recipe
 from torch import Tensor
 
 from plait.train.metrics import read_metrics
+from support.cli_runs import PLAIT, STEPS, finish, last_state, last_step, start, wait_for_step, write_recipe
 
 CUT = "dp=2 zero=3 micro=2"
 

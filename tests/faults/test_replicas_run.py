@@ -6,15 +6,15 @@ from unittest import mock
 
 import pytest
 import torch
-from runs import write_recipe
 
 from plait import checkpoint
 from plait.comm import connect
-from plait.engine import Engine
+from plait.engine.engine import Engine
 from plait.errors import RunError
-from plait.train.loop import train
 from plait.train.run import RunDir, prepare
-from pool import Pool
+from plait.train.trainer import train
+from support.cli_runs import write_recipe
+from support.pool import Pool
 
 HOW = ("run.steps=6", "run.checkpoint_every=1", "run.evaluate_every=0", "sample.tokens=0")
 

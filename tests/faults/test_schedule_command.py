@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 from click.testing import Result
-from runs import finish, start
 from typer.testing import CliRunner
 
 from plait.cli.main import app
 from plait.plan.schedule import Durations, Schedule, Span, Timeline, make_schedule, simulate
 from plait.plan.schedule.trace import write_trace
+from support.cli_runs import finish, start
 
 PNG = b"\x89PNG\r\n\x1a\n"
 SMALL = ("1f1b", "--pp", "2", "--micro", "3")

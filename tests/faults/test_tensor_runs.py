@@ -6,13 +6,13 @@ import signal
 from pathlib import Path
 
 import pytest
-from runs import STEPS, finish, last_step, start, wait_for_step, write_recipe
 from safetensors.torch import load_file
 from torch import Tensor
 
 from plait.errors import PlanError
 from plait.train.metrics import read_metrics
 from plait.train.run import prepare
+from support.cli_runs import STEPS, finish, last_step, start, wait_for_step, write_recipe
 
 GRID = "dp=2 tp=2 zero=3"
 SHORT = ("run.steps=2", "run.evaluate_every=0", "sample.tokens=0", "schedule.warmup=0")

@@ -13,7 +13,17 @@ from typing import Any
 
 import pytest
 import torch
-from runs import (
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from plait import checkpoint
+from plait.api import parallelize
+from plait.comm import World, connect
+from plait.plan import Plan
+from plait.train.metrics import read_metrics
+from plait.train.model import model_on_meta
+from plait.train.run import RunDir
+from support.cli_runs import (
     LIMIT_S,
     LOOPBACK,
     PLAIT,
@@ -28,16 +38,6 @@ from runs import (
     wait_for_step,
     write_recipe,
 )
-from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-from plait import checkpoint
-from plait.assembly import parallelize
-from plait.comm import World, connect
-from plait.plan import Plan
-from plait.train.metrics import read_metrics
-from plait.train.model import model_on_meta
-from plait.train.run import RunDir
 
 
 @pytest.fixture(scope="module")
@@ -223,11 +223,11 @@ def kill_a_rank_of(torchrun: int) -> None:
 
 SLOW_AND_TOLD_TO_STOP_LATE = """
 import os, signal, time
-import plait.train.finish
+import plait.train.trainer
 from plait.checkpoint import saver
 from plait.cli.main import main
 
-write, export = saver.write_part, plait.train.finish.export
+write, export = saver.write_part, plait.train.trainer.export
 
 def slow_write(partial, rank, *args):
     if rank == 1:
@@ -239,7 +239,7 @@ def told_to_stop(run, out):
     os.kill(os.getpid(), signal.SIGTERM)
     export(run, out)
 
-saver.write_part, plait.train.finish.export = slow_write, told_to_stop
+saver.write_part, plait.train.trainer.export = slow_write, told_to_stop
 main()
 """
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import runs
 import torch
+
+from support import cli_runs
 
 PORT = 29517
 ENDS_WITHIN_S = 60.0
@@ -70,7 +71,7 @@ def train(hosts: tuple[Host, Host], *words: object) -> list[subprocess.Popen[str
         found.append(
             subprocess.Popen(
                 host.command(*torchrun, "-m", "plait", "train", *map(str, words)),
-                env=runs.environment() | {"GLOO_SOCKET_IFNAME": host.interface},
+                env=cli_runs.environment() | {"GLOO_SOCKET_IFNAME": host.interface},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -88,14 +89,14 @@ def end(processes: list[subprocess.Popen[str]]) -> None:
 
 
 def test_a_cut_cable_ends_both_hosts_and_mended_they_go_on(hosts: tuple[Host, Host], tmp_path: Path) -> None:
-    recipe = runs.write_recipe(tmp_path)
+    recipe = cli_runs.write_recipe(tmp_path)
     sets = ("--set", "run.timeout_s=4", "--set", "run.evaluate_every=0", "--set", "run.steps=60")
-    runs.finish(runs.start("train", recipe, *sets, "--set", f"run.dir={tmp_path}/whole"))
+    cli_runs.finish(cli_runs.start("train", recipe, *sets, "--set", f"run.dir={tmp_path}/whole"))
     run = tmp_path / "run"
     pair = train(hosts, recipe, *sets, "--set", "run.checkpoint_every=1")
     try:
         limit_s = time.monotonic() + 90
-        while runs.last_step(run) < 6:
+        while cli_runs.last_step(run) < 6:
             assert all(process.poll() is None for process in pair), pair[0].communicate()[0]
             assert time.monotonic() < limit_s
             time.sleep(0.05)
@@ -107,11 +108,11 @@ def test_a_cut_cable_ends_both_hosts_and_mended_they_go_on(hosts: tuple[Host, Ho
         assert "CommError" in outputs[0], outputs[0]
         ip("-n", hosts[1].name, "link", "set", hosts[1].interface, "up")
         pair = train(hosts, run, "--resume")
-        outputs = [process.communicate(timeout=runs.LIMIT_S)[0] for process in pair]
+        outputs = [process.communicate(timeout=cli_runs.LIMIT_S)[0] for process in pair]
         assert [process.returncode for process in pair] == [0, 0], outputs[0]
         assert "resumed after step" in outputs[0]
     finally:
         end(pair)
-    expected = runs.last_state(tmp_path / "whole")
-    for name, tensor in runs.last_state(run).items():
+    expected = cli_runs.last_state(tmp_path / "whole")
+    for name, tensor in cli_runs.last_state(run).items():
         assert torch.allclose(tensor, expected[name], rtol=1e-4, atol=1e-5), name

@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from runs import finish, start
 
-import verified
+from support import verify_models
+from support.cli_runs import finish, start
 
 TESTS = Path(__file__).parents[1]
 
@@ -32,17 +32,17 @@ def test_a_plan_that_is_right_ends_with_zero_and_says_all_in_json(tmp_path: Path
     ("build", "plan", "name", "suspect"),
     [
         pytest.param(
-            *("deaf_between_columns", "dp=2 tp=2 sp=true", verified.DEAF_LAYER, "tp or sp"),
+            *("deaf_between_columns", "dp=2 tp=2 sp=true", verify_models.DEAF_LAYER, "tp or sp"),
             marks=pytest.mark.sweep,  # the rank pool has it too
         ),
-        ("deaf_between_replicas", "dp=2 tp=2 zero=2", verified.DEAF_LAYER, "dp or zero"),
+        ("deaf_between_replicas", "dp=2 tp=2 zero=2", verify_models.DEAF_LAYER, "dp or zero"),
         ("deaf_between_stages", "pp=2 micro=2", "model.embed_tokens.weight", "pp"),
     ],
 )
 def test_without_a_collective_it_ends_with_one_and_names_layer_and_axis(
     build: str, plan: str, name: str, suspect: str
 ) -> None:
-    out, _ = finish(start("verify", "--model", f"verified:{build}", "--plan", plan), code=1)
+    out, _ = finish(start("verify", "--model", f"support.verify_models:{build}", "--plan", plan), code=1)
     farthest = next(line for line in out.splitlines() if "model." in line)
     assert name in farthest
     assert "everywhere" in farthest
@@ -53,7 +53,7 @@ def test_without_a_collective_it_ends_with_one_and_names_layer_and_axis(
 def test_of_many_plans_it_prints_a_matrix_and_goes_on_after_ranks_that_died(tmp_path: Path) -> None:
     plans, report = tmp_path / "plans.txt", tmp_path / "report.json"
     plans.write_text("dp=2  # a comment\n\npp=2 dp=2\ndp=2 zero=3\n")
-    words = ["--model", "verified:dying_in_pipelines", "--plans", plans, "--json", report]
+    words = ["--model", "support.verify_models:dying_in_pipelines", "--plans", plans, "--json", report]
     out, _ = finish(start("verify", *words), code=1)
     assert [found["outcome"] for found in json.loads(report.read_text())] == ["same", "died", "same"]
     assert "2 same, 1 died" in out

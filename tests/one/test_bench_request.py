@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from plait.bench import Request, available_bytes, check_memory, parse_sizes, parse_verbs
 from plait.errors import ConfigError
-from plait.plan.bandwidth import VERBS
+from plait.plan.cost_model import VERBS
 
 
 def test_sizes_are_a_range_by_powers_of_4_or_a_list() -> None:

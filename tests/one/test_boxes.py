@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.parallel.boxes import put, taken
+from plait.parallel.zero.state_io import put, taken
 from plait.plan import Boxes
 
 partitions = st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=5), min_size=1, max_size=3)

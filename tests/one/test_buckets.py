@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from plait.parallel.in_order import InOrder
-from plait.plan.buckets import Traveller, dealt
+from plait.parallel.ordered_launch import InOrder
+from plait.plan.ddp_buckets import Traveller, dealt
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 Drawn = tuple[int, torch.dtype, bool]  # elements, dtype, whether the gradient is sparse

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-import checkpoints
-from checkpoints import FACTS, flip_a_byte, names, read_newest, some_tensors
 from plait import checkpoint
 from plait.checkpoint import Keep
-from plait.checkpoint.folder import saving_alone
+from plait.checkpoint.directory import saving_alone
 from plait.errors import CheckpointError
+from support import checkpoints
+from support.checkpoints import FACTS, flip_a_byte, names, read_newest, some_tensors
 
 
 def save(directory: Path, step: int, *, keep_last: int = 2, **how: Any) -> Path:

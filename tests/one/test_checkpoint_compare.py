@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 
 from plait import checkpoint
-from plait.assembly import parallelize
+from plait.api import parallelize
 from plait.checkpoint import Saver, compare, open_checkpoint
 from plait.cli.main import app
 from plait.comm import World, connect

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from plait.assembly import parallelize
+from plait.api import parallelize
 from plait.checkpoint import Checkpoint, HuggingFaceFiles, Reader, Saver, open_checkpoint, places
 from plait.comm import World, connect
 from plait.errors import CheckpointError, ModelError, RunError

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-import checkpoints
-from checkpoints import FILE, flip_a_byte, some_tensors
 from plait import checkpoint
 from plait.checkpoint import MANIFEST, open_checkpoint
 from plait.errors import CheckpointError
+from support import checkpoints
+from support.checkpoints import FILE, flip_a_byte, some_tensors
 
 NUM_FLIPS = 2000
 

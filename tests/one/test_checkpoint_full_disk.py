@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import checkpoints
 from plait.checkpoint import Keep, open_checkpoint
 from plait.errors import CheckpointError
+from support import checkpoints
 
 PAGE_BYTES, DISK_PAGES = 4096, 96
 SMALL = {"weights/a": torch.arange(500.0), "weights/b": torch.ones(3, 5)}

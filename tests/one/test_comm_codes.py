@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from plait.comm import CODES
-from plait.plan.wire import BLOCK
+from plait.plan.compression import BLOCK
 
 INT8, FP16, BF16 = CODES["int8"], CODES["fp16"], CODES["bf16"]
 FINITE = st.floats(-(2.0**127), 2.0**127, width=32)

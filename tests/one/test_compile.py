@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 import plait
-import programs
 from plait.errors import PlanError
 from plait.models import blocks_of, meta_twin, watch_saved
 from plait.parallel import compile_blocks, recompute_blocks
 from plait.parallel.compile import check_compiler
+from support import programs
 
 HOWS = ("none", "full", "every=2", "selective")
 CPU = torch.device("cpu")

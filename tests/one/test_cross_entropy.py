@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from plait.errors import ModelError
-from plait.models import cross_entropy as module
-from plait.models.cross_entropy import ALONE, cross_entropy
+from plait.parallel.tensor import cross_entropy as module
+from plait.parallel.tensor.cross_entropy import ALONE, cross_entropy
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from plait.errors import DataError
-from plait.train.data import (
+from plait.data import (
     DataConfig,
     TokenizerConfig,
     TokenStore,
@@ -24,6 +23,7 @@ from plait.train.data import (
     open_store,
     sources,
 )
+from plait.errors import DataError
 
 TRAINED = TokenizerConfig(vocab_size=320)
 NASTY = [
@@ -209,7 +209,7 @@ SHARD_BYTES = 100_000
 BUILD = f"""
 import sys
 from pathlib import Path
-from plait.train.data import DataConfig, TokenizerConfig, build, sources
+from plait.data import DataConfig, TokenizerConfig, build, sources
 sources.MIN_SHARD_BYTES = sources.MAX_SHARD_BYTES = {SHARD_BYTES}
 folder, workers = Path(sys.argv[1]), int(sys.argv[2])
 settings = dict(sequence=8, validation=0.1, build_workers=workers)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from plait.data import DataConfig, TokenizerConfig, TokenStore, build
 from plait.errors import DataError
-from plait.train.data import DataConfig, TokenizerConfig, TokenStore, build
 
 datasets = pytest.importorskip("datasets")
 ROWS = [f"row {number} has text\n" for number in range(200)]

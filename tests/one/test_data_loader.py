@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from plait.data import TokenStream, check_samples, loader
 from plait.errors import DataError
-from plait.train.data import TokenStream, check_samples, loader
 
 S = 9
 
@@ -121,7 +121,7 @@ READS_ON = """
 import os, signal, sys, time
 from pathlib import Path
 import numpy as np
-from plait.train.data import TokenStream, loader
+from plait.data import TokenStream, loader
 
 asked = []
 signal.signal(signal.SIGTERM, lambda *_: asked.append(True))

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from plait.data import readers, sources
+from plait.data.readers import Reading, read_pieces
+from plait.data.sources import Shard, Slice, list_shards, list_source
 from plait.errors import DataError
-from plait.train.data import reading, sources
-from plait.train.data.reading import Reading, read_pieces
-from plait.train.data.sources import Shard, Slice, list_shards, list_source
 
 TEXT = st.text(st.sampled_from("ab \n\r\té漢🙂"), max_size=200)
 
@@ -46,7 +46,7 @@ def test_a_text_file_cut_anywhere_is_read_once_and_ends_once(
     path = tmp_path_factory.getbasetemp() / "cut.txt"
     path.write_bytes(text.encode())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reading, "PIECE_BYTES", piece)
+        patch.setattr(readers, "PIECE_BYTES", piece)
         assert documents(cut(path, "text", bounds)) == [text]
 
 
@@ -68,7 +68,7 @@ def test_rows_cut_anywhere_are_read_once_each_and_empty_ones_left_out(
     lines = "\n".join(json.dumps({"id": 1, "text": text}, ensure_ascii=False) for text in texts)
     path.write_bytes((lines + "\n" * final_newline).encode())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reading, "PIECE_BYTES", piece)
+        patch.setattr(readers, "PIECE_BYTES", piece)
         assert documents(cut(path, "jsonl", bounds)) == [text for text in texts if text]
 
 

@@ -14,9 +14,9 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
+from plait.data import DataConfig, TokenizerConfig, TokenStore, TokenStream, build, open_store, sources
+from plait.data.index import json_hash
 from plait.errors import DataError
-from plait.train.data import DataConfig, TokenizerConfig, TokenStore, TokenStream, build, open_store, sources
-from plait.train.data.index import json_hash
 
 TRAINED = TokenizerConfig(vocab_size=300)
 

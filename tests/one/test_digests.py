@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.parallel.replicas import Digester
+from plait.parallel.zero.replica_check import Digester
 
 NUMEL = 3 * 2**16 + 8  # several blocks and a part of one
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

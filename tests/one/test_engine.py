@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import plait
-import programs
 from plait.errors import CheckpointError, ConfigError, ModelError, PlanError
-from plait.parallel.state import scalar_device
+from plait.parallel.zero.state_dict import scalar_device
+from support import programs
 
 BATCH = programs.batches(1)[0]
 

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from plait.comm import all_reduce
-from plait.dry import Cluster
 from plait.errors import ConfigError, ModelError, PlanError
-from plait.explain import Explanation, explain
+from plait.estimate.dry_run import Cluster
+from plait.estimate.explain import Explanation, explain
 from plait.models import causal_lm_on_meta
 from plait.parallel import DataGroups
 from plait.plan import Grid, Line, Plan, Tally, added
 from plait.plan.schedule import Durations, make_schedule, simulate
-from plait.train.explain_report import in_words
+from plait.train.explain import in_words
 
 CPU = torch.device("cpu")
 SHAPE = (2, 8)

@@ -7,15 +7,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from plait.assembly import parallelize
+from plait.api import parallelize
 from plait.checkpoint import Keep, Saver
 from plait.comm import World, connect
-from plait.engine import Engine
+from plait.data.tokenizer import save_tokenizer, train_tokenizer
+from plait.engine.engine import Engine
 from plait.errors import CheckpointError
 from plait.models import causal_lm_on_meta
 from plait.parallel import Kept
 from plait.train.config import Recipe, parse_recipe
-from plait.train.data.tokenizer import save_tokenizer, train_tokenizer
 from plait.train.export import export, generate
 from plait.train.run import RunDir
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from plait import files
+from plait import fileio
 
 
 def test_a_file_is_on_disk_before_its_name_and_its_name_before_the_call_returns(
@@ -25,7 +25,7 @@ def test_a_file_is_on_disk_before_its_name_and_its_name_before_the_call_returns(
 
     monkeypatch.setattr(os, "fsync", watched_sync)
     monkeypatch.setattr(Path, "replace", watched_replace)
-    files.write_json(path, {"a": 1})
+    fileio.write_json(path, {"a": 1})
     assert happened == ["file", "renamed", "folder"]
     assert path.read_text() == '{\n "a": 1\n}'
 
@@ -34,14 +34,14 @@ def test_a_write_that_fails_leaves_the_old_file_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "facts.json"
-    files.write_json(path, {"a": 1})
+    fileio.write_json(path, {"a": 1})
 
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
-        files.write_json(path, {"a": 2})
+        fileio.write_json(path, {"a": 2})
     assert path.read_text() == '{\n "a": 1\n}'
     assert list(tmp_path.iterdir()) == [path]
 
@@ -50,8 +50,8 @@ def test_only_a_plain_file_has_a_size(tmp_path: Path) -> None:
     plain = tmp_path / "plain"
     plain.write_bytes(b"12345")
     (tmp_path / "link").symlink_to(plain)
-    assert files.plain_file_bytes(plain) == 5
-    assert files.plain_file_bytes(tmp_path / "link") is None
-    assert files.plain_file_bytes(tmp_path) is None
+    assert fileio.plain_file_bytes(plain) == 5
+    assert fileio.plain_file_bytes(tmp_path / "link") is None
+    assert fileio.plain_file_bytes(tmp_path) is None
     with pytest.raises(FileNotFoundError):
-        files.plain_file_bytes(tmp_path / "missing")
+        fileio.plain_file_bytes(tmp_path / "missing")

@@ -14,10 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.pytorch_utils import Conv1D
 
-import families
-import programs
 from plait.parallel import recompute_blocks
-from plait.parallel.pipeline.halves import Halves, Queued, split_linears
+from plait.parallel.pipeline.split_backward import Halves, Queued, split_linears
+from support import hf_models, programs
 
 LAYERS = {"llama": 15, "tied_llama": 15, "biased_llama": 15, "gpt2": 9, "falcon": 9, "opt": 15, "phi": 13}
 BATCH = {key: values[:3] for key, values in programs.batches(1)[0].items()}
@@ -25,7 +24,7 @@ BATCH = {key: values[:3] for key, values in programs.batches(1)[0].items()}
 
 def _model(family: str) -> nn.Module:
     torch.manual_seed(0)
-    return families.model_of(family, on_meta=False).double().train()
+    return hf_models.model_of(family, on_meta=False).double().train()
 
 
 def _loss(model: nn.Module) -> Tensor:

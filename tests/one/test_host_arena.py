@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from plait.comm.host import Arena, library
+from plait.comm.shm import Arena, native_lib
 from plait.errors import CommError
 
 PAGE = 4096
@@ -17,9 +17,9 @@ PAGE = 4096
 
 @pytest.fixture
 def arena() -> Iterator[Arena]:
-    found = library.load()
+    found = native_lib.load()
     if found is None:
-        pytest.skip(library.why_not())
+        pytest.skip(native_lib.why_not())
     made = Arena(found, 1 << 30)
     yield made
     made.close()
@@ -94,7 +94,7 @@ def test_too_little_memory_is_a_letter_with_what_is_needed_and_found(
     arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = arena.empty(PAGE, torch.uint8)
-    monkeypatch.setattr("plait.comm.host.arena.available_bytes", lambda: 3 << 20)
+    monkeypatch.setattr("plait.comm.shm.arena.available_bytes", lambda: 3 << 20)
     with pytest.raises(CommError, match=r"4\.0 MiB more are needed, 3\.0 MiB are free"):
         arena.empty(4 << 20, torch.uint8)
     assert arena.num_bytes == PAGE  # as before: what fits is still lent

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.comm.host import library
+from plait.comm.shm import native_lib
 
 ROOT = Path(__file__).resolve().parents[2]
 # In the order of pl_dtype and of pl_op.
@@ -40,10 +40,10 @@ GUARD = 64  # bytes around an array that must not change
 
 @pytest.fixture(scope="session")
 def kernels() -> ctypes.CDLL:
-    found = library.load()
+    found = native_lib.load()
     if found is None and not compiler():
-        pytest.skip(library.why_not())
-    assert found is not None, library.why_not()
+        pytest.skip(native_lib.why_not())
+    assert found is not None, native_lib.why_not()
     return found
 
 
@@ -274,7 +274,7 @@ def test_the_loops_of_all_processors_agree(tmp_path) -> None:
     """tests/native, compiled as the package is: without it, only this processor's widest loops are run."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     (extension,) = project["tool"]["setuptools"]["ext-modules"]
-    native = ROOT / "src/plait/comm/host/native"
+    native = ROOT / "src/plait/comm/shm/native"
     sources = [*(ROOT / "tests/native").glob("*.c"), *(ROOT / source for source in extension["sources"])]
     program = tmp_path / "native"
     command = [compiler(), *extension["extra-compile-args"], "-Wall", "-Wextra", "-Werror", f"-I{native}"]
@@ -284,7 +284,7 @@ def test_the_loops_of_all_processors_agree(tmp_path) -> None:
 
 
 def test_a_library_that_cannot_be_used_is_told_why(tmp_path) -> None:
-    find = library._find
+    find = native_lib._find
     assert find(tmp_path) == (
         None,
         f"{tmp_path}/_native*.so is missing: plait was installed without a C compiler",

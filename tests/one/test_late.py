@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from plait.comm import World
-from plait.train.heartbeat import Heartbeat
-from plait.train.late import Beat, hang_letter, late_ranks, read_beats
-from plait.train.stragglers import slow_ranks
+from plait.train.health.hang_report import Beat, hang_letter, late_ranks, read_beats
+from plait.train.health.heartbeat import Heartbeat
+from plait.train.health.stragglers import slow_ranks
 
 
 def beat(rank: int, step: int = 7, within: str = "all-reduce of head", dumped: bool = True) -> Beat:

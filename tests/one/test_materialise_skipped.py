@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import families
 from plait.errors import ModelError
 from plait.models import blocks_of, cut_stage, foreign_modules, initialise, plan_stages, receiving
+from support import hf_models
 
 CPU = torch.device("cpu")
 SEED = 5
@@ -43,13 +43,13 @@ def numbers_drawn(model: nn.Module, skip: Set[nn.Module] = frozenset()) -> int:
     return draws.count
 
 
-@pytest.mark.parametrize("family", families.CONFIGS)
+@pytest.mark.parametrize("family", hf_models.CONFIGS)
 def test_a_stage_draws_what_the_whole_model_draws_for_it(family: str) -> None:
     """And that is all it needs: on nothing else, it runs."""
-    whole = drawn(families.model_of(family, exact=False))
+    whole = drawn(hf_models.model_of(family, exact=False))
     output: Any = None
     for stage in range(2):
-        model = families.model_of(family, exact=False)
+        model = hf_models.model_of(family, exact=False)
         blocks = blocks_of(model)
         cut = plan_stages(model, blocks, 2)
         values = drawn(model, foreign_modules(model, blocks, cut, stage))
@@ -72,7 +72,7 @@ def fill(shell: nn.Module, values: Mapping[nn.Parameter, Tensor]) -> None:
 
 
 def test_what_is_skipped_costs_nothing() -> None:
-    model = families.model_of("llama", exact=False, num_hidden_layers=8, intermediate_size=300)
+    model = hf_models.model_of("llama", exact=False, num_hidden_layers=8, intermediate_size=300)
     blocks = [block for _, block in blocks_of(model)]
     every = numbers_drawn(model)
     block = sum(p.numel() for p in blocks[0].parameters() if p.ndim > 1)

@@ -3,11 +3,11 @@
 import time
 from typing import Any
 
-import pipeline_models
 from plait.comm import Group, Mesh
 from plait.models import blocks_of, tensor_plan, unit_facts
 from plait.parallel import DataGroups, Holdings
 from plait.plan import Grid, Place, Plan, StageCut
+from support import pipeline_models
 
 PLAN = Plan.parse("pp=16 dp=128 zero=3 shard=16 tp=2x4")
 RANK = 9_999

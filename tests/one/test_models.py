@@ -8,14 +8,14 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from plait.assembly import check_cuts, parallelize
+from plait.api import check_cuts, parallelize
 from plait.comm import connect
+from plait.engine.loss import choose_loss
 from plait.errors import ModelError, PlanError
 from plait.models import (
     FlopFacts,
     blocks_of,
     causal_lm_on_meta,
-    choose_loss,
     forward_inputs,
     meta_twin,
     pretrained_causal_lm,

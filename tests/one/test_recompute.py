@@ -13,10 +13,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 import plait
-import programs
 from plait.errors import ModelError, PlanError
 from plait.models import blocks_of, causal_lm_on_meta, watch_saved
 from plait.parallel import recompute_blocks
+from support import programs
 
 HOWS = ("full", "every=2", "selective")
 SHAPE = (programs.SEQUENCES, programs.LENGTH)

@@ -10,9 +10,9 @@ import plait
 from plait import checkpoint
 from plait.checkpoint import Checkpoint
 from plait.comm import World
-from plait.engine import Engine
+from plait.engine.engine import Engine
 from plait.errors import CheckpointError
-from plait.train.resuming import begin_with, go_back, load_newest, newest_that_opens
+from plait.train.resume import begin_with, go_back, load_newest, newest_that_opens
 from plait.train.run import num_local_ranks
 
 

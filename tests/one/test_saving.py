@@ -17,10 +17,10 @@ from plait import checkpoint
 from plait.comm import World
 from plait.errors import CheckpointError, RunError
 from plait.parallel import Kept
+from plait.train.checkpointing import Saving
 from plait.train.config import RunConfig
 from plait.train.metrics import Metrics, read_metrics
 from plait.train.run import RunDir
-from plait.train.saving import Saving
 
 KEPT = [Kept.whole("weights/a", torch.arange(100_000.0))]
 

@@ -13,9 +13,9 @@ from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.image import imread
 
+from plait.cli.schedule_plot import COLORS, WORDS, draw_html, draw_png, figure_of, shade
+from plait.cli.schedule_table import grid
 from plait.plan.schedule import Durations, Kind, Schedule, Span, Timeline, make_schedule, simulate
-from plait.schedule_picture import COLORS, WORDS, draw_html, draw_png, figure_of, shade
-from plait.schedule_report import grid
 
 SPLIT = make_schedule("zb-h1", 3, 5)
 CHUNKED = make_schedule("interleaved", 2, 4, 3)

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from plait import checkpoint
 from plait.comm import World, connect
+from plait.data import Windows
 from plait.errors import RunError
 from plait.train.config import Recipe, RunConfig
-from plait.train.data import Windows
-from plait.train.loop import train
+from plait.train.health.loss_spikes import Spikes
 from plait.train.metrics import read_metrics
 from plait.train.run import RunDir, prepare
-from plait.train.spikes import Spikes
+from plait.train.trainer import train
 
 STEPS = 14
 SPIKE = 9  # the number of the batch, from 0

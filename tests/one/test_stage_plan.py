@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-import families
 from plait.errors import ModelError, PlanError
 from plait.models import Chain, blocks_of, causal_lm_on_meta, plan_stages
 from plait.plan.stages import StageCut
+from support import hf_models
 
 
 def planned(model: nn.Module, num_stages: int, given: tuple[int, ...] | None = None) -> StageCut:
@@ -22,7 +22,7 @@ def numbers(cut: StageCut) -> list[int]:
 
 
 def llama(layers: int = 8, **more: Any) -> nn.Module:
-    return families.model_of("llama", exact=False, num_hidden_layers=layers, **more)
+    return hf_models.model_of("llama", exact=False, num_hidden_layers=layers, **more)
 
 
 def test_a_small_head_leaves_equal_blocks_evenly_dealt() -> None:
@@ -40,7 +40,7 @@ def test_a_large_vocabulary_costs_where_it_is_multiplied_not_where_it_is_looked_
 def test_experts_cost_what_a_token_uses_of_them() -> None:
     """Two dense blocks, then two of several times their size, of which a token meets an eighth."""
     sizes = {"n_routed_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 44}
-    model = families.model_of(
+    model = hf_models.model_of(
         "deepseek_v3", exact=False, num_hidden_layers=4, first_k_dense_replace=2, **sizes
     )
     dense, sparse = (sum(p.numel() for p in model.model.layers[n].parameters()) for n in (0, 3))
@@ -66,8 +66,8 @@ def test_nothing_of_the_model_changes() -> None:
 
 
 def test_weights_and_meta_give_one_plan() -> None:
-    with_weights = families.model_of("gpt2", on_meta=False, exact=False)
-    assert planned(with_weights, 2) == planned(families.model_of("gpt2", exact=False), 2)
+    with_weights = hf_models.model_of("gpt2", on_meta=False, exact=False)
+    assert planned(with_weights, 2) == planned(hf_models.model_of("gpt2", exact=False), 2)
 
 
 class Body(nn.Module):

@@ -10,9 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-import families
-import programs
-import staged
 from plait.models import (
     BlockOutputs,
     StageModule,
@@ -22,6 +19,7 @@ from plait.models import (
     saved_bytes,
     watch_saved,
 )
+from support import hf_models, programs, stages_by_hand
 
 LAYERS = 4
 
@@ -29,8 +27,8 @@ LAYERS = 4
 def stages(family: str = "llama") -> tuple[nn.Module, list[StageModule]]:
     torch.manual_seed(2)
     layers = {"n_layer" if family == "gpt2" else "num_hidden_layers": LAYERS}
-    model = families.model_of(family, on_meta=False, exact=False, **layers)
-    return model, staged.stages_of(model, 2)[1]
+    model = hf_models.model_of(family, on_meta=False, exact=False, **layers)
+    return model, stages_by_hand.stages_of(model, 2)[1]
 
 
 def tokens(batch: int = 2, sequence: int = 6) -> dict[str, Tensor]:
@@ -56,10 +54,10 @@ def test_a_blocks_own_forward_is_a_method_of_the_stages_last_block_too() -> None
     model, _ = stages()
     for block in model.model.layers:
         block.forward = MethodType(type(block).forward, block)
-    _, parts = staged.stages_of(model, 2)
+    _, parts = stages_by_hand.stages_of(model, 2)
     assert all(block.forward.__self__ is block for part in parts for _, block in part.blocks)
     batch = tokens()
-    sent, _ = staged.forward(model, parts, batch)
+    sent, _ = stages_by_hand.forward(model, parts, batch)
     assert torch.equal(sent[-1].logits, model(**forward_inputs(model, batch)).logits)
 
 
@@ -74,10 +72,10 @@ def test_hooks_of_the_last_block_run_whenever_they_came() -> None:
     last.register_full_backward_hook(lambda *given: gradients.append(given[-1][0]))
     batch = tokens()
     whole = model(**forward_inputs(model, batch))
-    sent, received = staged.forward(model, parts, batch)
+    sent, received = stages_by_hand.forward(model, parts, batch)
     assert torch.equal(sent[-1].logits, whole.logits)
     sent[-1].logits.sum().backward()
-    staged.backward(sent[0], received[0])
+    stages_by_hand.backward(sent[0], received[0])
     assert len(gradients) == 1
     assert torch.equal(gradients[0], received[0].grad)
 
@@ -108,7 +106,7 @@ def test_what_a_stage_keeps_for_backward_is_told_on_meta(family: str) -> None:
     inputs = forward_inputs(model, batch)
     on_meta = {key: torch.empty_like(value, device="meta") for key, value in batch.items()}
     losses = [lambda output, _: output, lambda output, _: output.logits.float().logsumexp(-1).sum()]
-    sent, _ = staged.forward(model, parts, batch)
+    sent, _ = stages_by_hand.forward(model, parts, batch)
     arrived = tree_map_only(Tensor, lambda t: t.detach().requires_grad_(), sent[0])
     for stage, loss in zip(parts, losses, strict=True):
         twin = meta_twin(stage.module)
@@ -120,12 +118,12 @@ def test_what_a_stage_keeps_for_backward_is_told_on_meta(family: str) -> None:
                 kept = loss(stage.module(**inputs), batch)
                 real = watch.total
             with twin_in:
-                foretold = saved_bytes(twin, run, staged.CPU)
+                foretold = saved_bytes(twin, run, stages_by_hand.CPU)
         else:
             with watch_saved(stage.module) as watch:
                 kept = loss(stage.module(**inputs), batch)
                 real = watch.total
-            foretold = saved_bytes(twin, run, staged.CPU)
+            foretold = saved_bytes(twin, run, stages_by_hand.CPU)
         assert real == foretold > 0
         del kept
 
@@ -151,7 +149,7 @@ def test_an_error_in_a_stage_says_whose_it_is() -> None:
     with pytest.raises(IndexError) as error:
         parts[0].module(input_ids=torch.full((1, 3), 1000), use_cache=False)
     assert error.value.__notes__ == ["(this was stage 0 of a model; it has no other stage's blocks)"]
-    sent, _ = staged.forward(model, parts, tokens())  # and the stage works on
+    sent, _ = stages_by_hand.forward(model, parts, tokens())  # and the stage works on
     assert sent[-1].logits.isfinite().all()
 
 

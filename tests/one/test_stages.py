@@ -8,14 +8,13 @@ import torch
 from torch import Tensor, nn
 
 import plait
-import programs
-import staged
 from plait.errors import ModelError
 from plait.models import (
     Chain,
     blocks_of,
     plan_stages,
 )
+from support import programs, stages_by_hand
 
 WIDTH = 8
 LLAMA_LAYERS = 4
@@ -52,10 +51,10 @@ def squares(outputs: Tensor, _: Any) -> Tensor:
 
 
 def assert_same(model: nn.Module, stages: Any, batches: Any, loss: Any) -> None:
-    expected, gradients = staged.whole(model, batches, loss)
-    found, in_stages = staged.in_stages(model, stages, batches, loss)
+    expected, gradients = stages_by_hand.whole(model, batches, loss)
+    found, in_stages = stages_by_hand.in_stages(model, stages, batches, loss)
     assert float(found) == pytest.approx(float(expected), rel=1e-9)
-    assert staged.farthest(in_stages, gradients) < 1e-9
+    assert stages_by_hand.farthest(in_stages, gradients) < 1e-9
     assert any(gradient is not None for gradient in gradients.values())
 
 
@@ -94,7 +93,7 @@ class Streams(nn.Module):
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 def test_all_that_a_block_returns_travels(num_stages: int) -> None:
     model = Streams()
-    _, stages = staged.stages_of(model, num_stages)
+    _, stages = stages_by_hand.stages_of(model, num_stages)
     assert_same(model, stages, [{"values": torch.randn(rows, 3)} for rows in (5, 2)], squares)
 
 
@@ -129,13 +128,13 @@ class Leave(nn.Module):
 def test_a_chain_is_cut_between_any_of_its_modules(given: tuple[int, ...]) -> None:
     model = Chain([Enter(), Middle(), Leave(), nn.Tanh()])
     assert [name for name, _ in blocks_of(model)] == ["0", "1", "2", "3"]
-    _, stages = staged.stages_of(model, len(given), given=given)
+    _, stages = stages_by_hand.stages_of(model, len(given), given=given)
     assert_same(model, stages, tokens((2, 5), (3, 4)), summed_loss)
 
 
 def test_a_sequential_is_cut_between_its_children() -> None:
     model = nn.Sequential(nn.Linear(3, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2))
-    _, stages = staged.stages_of(model, 3)
+    _, stages = stages_by_hand.stages_of(model, 3)
     assert_same(model, stages, [{"input": torch.randn(4, 3)}], squares)
 
 
@@ -152,7 +151,7 @@ class Sides(nn.Module):
 
 def test_blocks_may_be_named_one_by_one() -> None:
     model = Sides()
-    _, stages = staged.stages_of(model, 3, blocks=[model.bottom, model.middle, model.top])
+    _, stages = stages_by_hand.stages_of(model, 3, blocks=[model.bottom, model.middle, model.top])
     assert [name for stage in stages for name, _ in stage.blocks] == ["bottom", "middle", "top"]
     assert_same(model, stages, [{"x": torch.randn(4, WIDTH)}], squares)
 
@@ -177,7 +176,7 @@ class PerBlock(nn.Module):
 
 def test_what_all_blocks_take_is_computed_on_all_stages() -> None:
     model = PerBlock()
-    cut, stages = staged.stages_of(model, 3)
+    cut, stages = stages_by_hand.stages_of(model, 3)
     everywhere = ("embed.weight", "each.weight", "each.bias")
     assert dict(cut.shared) == dict.fromkeys(everywhere, (0, 1, 2))
     assert_same(model, stages, tokens((2, 5)), summed_loss)
@@ -192,11 +191,11 @@ class OnFloats(PerBlock):
 
 def test_what_leaks_past_the_blocks_is_told_by_its_first_run() -> None:
     model = OnFloats()
-    cut, stages = staged.stages_of(model, 2)
+    cut, stages = stages_by_hand.stages_of(model, 2)
     assert not cut.shared
     batch = {"x": torch.randn(2, 5, WIDTH)}
     with pytest.raises(ModelError, match="stage 1 cannot compute without what other stages have") as letter:
-        staged.forward(model, stages, batch)
+        stages_by_hand.forward(model, stages, batch)
     assert "each.weight, each.bias" in str(letter.value)
     assert "embed.weight" not in str(letter.value)  # it did not run
     assert "\n  try     : let the blocks return" in str(letter.value)
@@ -262,7 +261,7 @@ def test_a_connection_over_blocks_is_cut_only_where_it_is_not() -> None:
         with pytest.raises(ModelError, match="block 3 takes what block 1 computed") as letter:
             plan_stages(model, blocks, 2, given=given)
         assert "blocks 1 to 3 on one stage" in str(letter.value)
-    _, stages = staged.stages_of(model, 2, given=(1, 3))
+    _, stages = stages_by_hand.stages_of(model, 2, given=(1, 3))
     batches = tokens((2, 5))
     assert_same(model, stages, batches, lambda outputs, _: squares(outputs, None))
 
@@ -273,9 +272,9 @@ def test_a_connection_over_blocks_that_is_seen_late_is_told_too() -> None:
             return super().forward(x=x)
 
     model = Floats()
-    _, stages = staged.stages_of(model, 2, given=(3, 1))
+    _, stages = stages_by_hand.stages_of(model, 2, given=(3, 1))
     with pytest.raises(ModelError, match="stage 1 cannot compute without") as letter:
-        staged.forward(model, stages, {"x": torch.randn(2, WIDTH)})
+        stages_by_hand.forward(model, stages, {"x": torch.randn(2, WIDTH)})
     assert "without the values of earlier blocks" in str(letter.value)
 
 
@@ -302,11 +301,11 @@ class Ways(nn.Module):
 )
 def test_blocks_that_are_not_called_in_order_are_refused(order: list[int], met: str) -> None:
     model = Ways(order)
-    _, stages = staged.stages_of(model, 3)
+    _, stages = stages_by_hand.stages_of(model, 3)
     with pytest.raises(
         ModelError, match="does not call each of its blocks once, one after the other"
     ) as letter:
-        staged.forward(model, stages, {"x": torch.randn(2, WIDTH)})
+        stages_by_hand.forward(model, stages, {"x": torch.randn(2, WIDTH)})
     assert met in str(letter.value)
 
 
@@ -315,9 +314,9 @@ def test_frozen_parts_need_no_gradient_of_what_travels() -> None:
     model.model.embed_tokens.requires_grad_(False)
     for layer in model.model.layers[:2]:
         layer.requires_grad_(False)
-    _, stages = staged.stages_of(model, 2, given=(2, 2))
+    _, stages = stages_by_hand.stages_of(model, 2, given=(2, 2))
     batches = tokens((2, 5))
-    sent, _ = staged.forward(model, stages, batches[0])
+    sent, _ = stages_by_hand.forward(model, stages, batches[0])
     assert not sent[0].requires_grad
     assert_same(model, stages, batches, summed_loss)
 
@@ -325,7 +324,7 @@ def test_frozen_parts_need_no_gradient_of_what_travels() -> None:
 def test_parameters_that_stages_share_get_all_their_gradient() -> None:
     model = llama(tied=True)
     model.model.layers[3].mlp = model.model.layers[0].mlp  # and a layer's, over the same stages
-    cut, stages = staged.stages_of(model, 2)
+    cut, stages = stages_by_hand.stages_of(model, 2)
     assert cut.stages_with("model.embed_tokens.weight") == (0, 1)
     assert cut.stages_with("model.layers.0.mlp.up_proj.weight") == (0, 1)
     assert_same(model, stages, tokens((2, 5), (1, 7)), summed_loss)
@@ -333,7 +332,7 @@ def test_parameters_that_stages_share_get_all_their_gradient() -> None:
 
 def test_a_stage_holds_its_own_and_of_the_others_nothing() -> None:
     model = llama()
-    cut, stages = staged.stages_of(model, 2)
+    cut, stages = stages_by_hand.stages_of(model, 2)
     mine = [dict(stage.module.named_parameters()) for stage in stages]
     assert mine[0].keys().isdisjoint(mine[1])
     whole = dict(model.named_parameters())
@@ -351,7 +350,7 @@ def test_a_stage_holds_its_own_and_of_the_others_nothing() -> None:
 
 def test_one_stage_is_the_model() -> None:
     model = llama()
-    cut, (stage,) = staged.stages_of(model, 1)
+    cut, (stage,) = stages_by_hand.stages_of(model, 1)
     assert stage.module is model
     assert stage.blocks == blocks_of(model)
     assert set(cut.homes.values()) == {0}

@@ -7,9 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import families
-import programs
-import staged
+from support import hf_models, programs, stages_by_hand
 
 LAYERS = 4
 MORE: dict[str, dict[str, Any]] = {
@@ -22,7 +20,7 @@ def model_of(family: str) -> nn.Module:
     torch.manual_seed(3)
     layers = "n_layer" if family in ("gpt2", "gptj") else "num_hidden_layers"
     more = {layers: LAYERS, **MORE.get(family, {})}
-    model = families.model_of(family, on_meta=False, **more).double()
+    model = hf_models.model_of(family, on_meta=False, **more).double()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:  # ones and zeros tell little
@@ -51,7 +49,7 @@ def summed_loss(outputs: Any, batch: Any) -> Tensor:
 def cases() -> list[Any]:
     """Every family in some number of stages; in all of them in the sweep."""
     found = []
-    for index, family in enumerate(families.CONFIGS):
+    for index, family in enumerate(hf_models.CONFIGS):
         for place, num_stages in enumerate((2, 3, LAYERS)):
             marks = () if index % 3 == place else (pytest.mark.sweep,)
             found.append(pytest.param(family, num_stages, marks=marks, id=f"{family}-{num_stages}"))
@@ -62,24 +60,24 @@ def cases() -> list[Any]:
 def test_stages_compute_what_the_whole_model_does(family: str, num_stages: int) -> None:
     model = model_of(family)
     data = batches(model)
-    loss, gradients = staged.whole(model, data, summed_loss)
-    cut, stages = staged.stages_of(model, num_stages)
+    loss, gradients = stages_by_hand.whole(model, data, summed_loss)
+    cut, stages = stages_by_hand.stages_of(model, num_stages)
     assert len(stages) == cut.num_stages == num_stages
-    in_stages, found = staged.in_stages(model, stages, data, summed_loss)
+    in_stages, found = stages_by_hand.in_stages(model, stages, data, summed_loss)
     assert float(in_stages) == pytest.approx(float(loss), rel=1e-9)
-    assert staged.farthest(found, gradients) < 1e-9
+    assert stages_by_hand.farthest(found, gradients) < 1e-9
 
 
 SOME = [
     pytest.param(family, marks=() if index % 2 else (pytest.mark.sweep,))
-    for index, family in enumerate(families.CONFIGS)
+    for index, family in enumerate(hf_models.CONFIGS)
 ]
 
 
 @pytest.mark.parametrize("family", SOME)
 def test_each_parameter_is_of_the_stage_that_computes_with_it(family: str) -> None:
     model = model_of(family)
-    cut, stages = staged.stages_of(model, 3)
+    cut, stages = stages_by_hand.stages_of(model, 3)
     tables = {"wte", "embed_in", "embed_tokens", "word_embeddings"}
     is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     for name, _ in model.named_parameters():

@@ -11,10 +11,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from plait.errors import PlaitError
-from plait.models.tensor_families import FAMILIES as BUILT_IN
-from plait.models.tensor_words import REFUSED, WORDS
-from plait.plan.tensor import TensorPlan
-from tensor_models import plan_of
+from plait.models.sharding.families import FAMILIES as BUILT_IN
+from plait.models.sharding.styles import REFUSED, WORDS
+from plait.plan.sharding import TensorPlan
+from support.tensor_models import plan_of
 
 
 def test_every_word_of_transformers_is_known_or_refused() -> None:

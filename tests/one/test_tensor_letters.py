@@ -4,7 +4,7 @@ import pytest
 
 from plait.errors import ModelError, PlanError
 from plait.models import causal_lm_on_meta
-from tensor_models import COMMON, plan_of, small
+from support.tensor_models import COMMON, plan_of, small
 
 
 @pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "mixtral"])

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plait.errors import ModelError, PlaitError
-from plait.plan.tensor import DimCut, ParameterCut, Style, TensorPlan
-from tensor_models import FAMILIES, LENGTH, loss_of, piece, places, plan_of, real, small
-from tensor_ranks import stays_whole, trained
+from plait.plan.sharding import DimCut, ParameterCut, Style, TensorPlan
+from support.tensor_models import FAMILIES, LENGTH, loss_of, piece, places, plan_of, real, small
+from support.threaded_ranks import stays_whole, trained
 
 EXPERTS = {"mixtral", "deepseek_v2", "deepseek_v3"}  # no sequence parallelism
 ONE_ROW = {*EXPERTS, "deepseek_v2 dense"}

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from plait.models import blocks_of, causal_lm_on_meta
 from plait.parallel import recompute_blocks
-from plait.parallel.tensor.random import zone_randomness
-from plait.plan.tensor import DimCut, LayerCut, Style, TensorPlan
+from plait.parallel.tensor.rng import zone_randomness
+from plait.plan.sharding import DimCut, LayerCut, Style, TensorPlan
 
 CPU = torch.device("cpu")
 # Widths of the pieces of each coordinate: residual features by row, feed-forward and head features by col

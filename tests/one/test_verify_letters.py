@@ -13,7 +13,10 @@ from plait.cli.main import app
     [
         (["--model", "llama", "--plan", "pp=5 stages=4,4"], "PlanError: stages are not as many"),
         (["--model", "lama", "--plan", "dp=2"], "ModelError: there is no such model"),
-        (["--model", "verified:no_model", "--plan", "dp=2"], "ModelError: what was built is no model"),
+        (
+            ["--model", "support.verify_models:no_model", "--plan", "dp=2"],
+            "ModelError: what was built is no model",
+        ),
         (["--model", "llama"], "ConfigError: one plan, a file of plans, or all plans"),
         (["--model", "llama", "--plan", "dp=2", "--ranks", "4"], "PlanError: the plan's degrees do not"),
         (["--model", "mixtral", "--plan", "tp=2 sp=true"], "Error: "),

@@ -97,9 +97,9 @@ def test_what_is_tied_on_meta_is_tied_with_values() -> None:
     [
         ("lama", "try     : llama"),
         ("no_such_module:build", "No module named 'no_such_module'"),
-        ("verified:no_such", "has no attribute 'no_such'"),
-        ("verified:failing", "ValueError: of its own"),
-        ("verified:no_model", "a int"),
+        ("support.verify_models:no_such", "has no attribute 'no_such'"),
+        ("support.verify_models:failing", "ValueError: of its own"),
+        ("support.verify_models:no_model", "a int"),
     ],
 )
 def test_what_is_no_model_is_a_letter(name: str, words: str) -> None:

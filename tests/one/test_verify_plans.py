@@ -4,7 +4,7 @@ import pytest
 
 from plait.plan import Grid, Plan
 from plait.verify import all_plans
-from plait.verify.places import described
+from plait.verify.locate import described
 from plait.verify.sweep import simpler
 
 

@@ -9,9 +9,9 @@ import torch
 from rich.console import Console
 
 from plait.verify import Off, Outcome, Verdict
-from plait.verify.oracle import Course, Step
+from plait.verify.reference import Course, Step
 from plait.verify.report import matrix
-from plait.verify.verdict import Limits, compare
+from plait.verify.result import Limits, compare
 
 
 def verdict(plan: str, outcome: Outcome, apart: float = 1e-15) -> Verdict:

@@ -31,7 +31,7 @@ from plait.plan.collectives import (
     sent,
     tree_reduce,
 )
-from plait.plan.cost import (
+from plait.plan.cost_model import (
     Link,
     best_segments,
     chain_broadcast_s,

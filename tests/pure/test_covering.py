@@ -5,11 +5,9 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-import hybrid_plans
-import programs
-import zero_plans
-from covering import Case, combined, covering
 from plait.plan import Plan
+from support import hybrid_plans, programs, zero_plans
+from support.covering import Case, combined, covering
 
 products = st.lists(st.integers(1, 4), min_size=2, max_size=4)
 

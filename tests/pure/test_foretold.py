@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.plan import Grid, Layout, Line, Plan, Tally, TensorFact, UnitFact, added, between
-from plait.plan.foretold import RankFacts, StageFacts, Terms, ring_bytes, step_traffic
+from plait.plan.comm_log import of_rows, to_rows
+from plait.plan.estimate.traffic import RankFacts, StageFacts, Terms, ring_bytes, step_traffic
+from plait.plan.prefetch import Uses, Walk, gathers
 from plait.plan.schedule import make_schedule
-from plait.plan.traffic import of_rows, to_rows
-from plait.plan.walk import Uses, Walk, gathers
 
 NUMEL = 3 * 4096  # of all units together; nothing is padded up to 16 ranks
 BLOCKS = ("a", "b", "c")

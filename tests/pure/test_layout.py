@@ -22,7 +22,7 @@ from plait.plan import (
     model_state_bytes,
 )
 from plait.plan.layout import ALIGNMENT, RANGE_ALIGNMENT
-from plait.plan.tensor import DimCut
+from plait.plan.sharding import DimCut
 
 shapes = st.lists(st.integers(1, 7), max_size=3).map(tuple)
 groups = st.sampled_from([0, 1, 2])

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.train.data.order import BLOCK, Permutation, SampleOrder
+from plait.data.sampler import BLOCK, Permutation, SampleOrder
 
 SEEDS = st.integers(0, 2**63 - 1)
 EPOCHS = st.integers(0, 10**6)

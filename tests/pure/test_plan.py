@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from plait.errors import PlanError
 from plait.plan import Grid, Plan
 from plait.plan.collectives import ALGORITHMS
-from plait.plan.words import PRECISIONS, SCHEDULES
+from plait.plan.plan import PRECISIONS, SCHEDULES
 
 SPLIT = ("zb-h1", "zbv", "dualpipev")  # backwards in halves
 REDUCTIONS = ["fp32", "bf16", "fp16", "int8", "powersgd", "powersgd:7"]

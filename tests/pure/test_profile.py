@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.errors import ProfileError
-from plait.plan.bandwidth import Line, algorithm_bandwidth, bus_bandwidth, fit
-from plait.plan.profile import HostProfile, Measured, check_place, load, profile_path, save
+from plait.plan.cost_model import Line, algorithm_bandwidth, bus_bandwidth, fit
+from plait.plan.host_profile import HostProfile, Measured, check_place, load, profile_path, save
 
 SIZES = [1 << power for power in range(10, 29, 2)]
 ALL_REDUCE = Measured("gloo", "all-reduce", 2)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from plait.errors import ScheduleError
 from plait.plan.schedule import GENERATORS, Action, Kind, Schedule, check, make_schedule
-from schedules import Executor, random_schedule
+from support.schedules import Executor, random_schedule
 
 TRAINING = [name for name, generator in GENERATORS.items() if generator.trains]
 _WHERE = re.compile(r"given   : (?:(\S+) )?at position (\d+) of rank (\d+)")

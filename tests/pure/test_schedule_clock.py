@@ -20,7 +20,7 @@ from plait.plan.schedule import (
     peak_bytes,
     simulate,
 )
-from schedules import Executor, random_schedule
+from support.schedules import Executor, random_schedule
 
 
 def spans(timeline: Timeline) -> dict[Action, tuple[float, float]]:

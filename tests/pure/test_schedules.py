@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from plait.errors import PlanError, ScheduleError
 from plait.plan import Plan
+from plait.plan.plan import SCHEDULES
 from plait.plan.schedule import (
     GENERATORS,
     B,
@@ -23,8 +24,7 @@ from plait.plan.schedule import (
     make_schedule,
     simulate,
 )
-from plait.plan.words import SCHEDULES
-from schedules import random_schedule
+from support.schedules import random_schedule
 
 RANKS, MICROS, CHUNKS = range(1, 9), range(1, 25), range(1, 5)
 

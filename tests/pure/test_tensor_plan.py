@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.errors import PlanError
-from plait.plan.tensor import DimCut, ParameterCut, Range, split, split_heads, split_width
+from plait.plan.sharding import DimCut, ParameterCut, Range, split, split_heads, split_width
 from plait.plan.tensor_cost import (
     Activations,
     BlockWidths,

@@ -5,7 +5,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.plan.turns import TRAVELLING, deadlines
+from plait.plan.prefetch import TRAVELLING, deadlines
 
 
 class Rank:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.plan import Layout, Plan, TensorFact, UnitFact, model_state_bytes
-from plait.plan.wire import BLOCK, adds_at_once, blocks_each, compresses, matrices, sums_of
+from plait.plan.compression import BLOCK, adds_at_once, blocks_each, compresses, matrices, sums_of
 
 SHAPES = st.lists(st.lists(st.integers(1, 40), max_size=4).map(tuple), min_size=1, max_size=6)
 

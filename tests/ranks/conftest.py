@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-import trainings
-from pool import Pool
+from support import trainings
+from support.pool import Pool
 
 
 @pytest.fixture(scope="session")

@@ -10,21 +10,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from covering import Case
 from plait.comm import (
     StepSums,
     all_gather_by,
     all_reduce_by,
     broadcast_by,
     connect,
-    hosts,
     hosts_of,
     reduce_scatter_by,
+    topology,
 )
 from plait.comm import algorithms as by
 from plait.errors import CommError
 from plait.plan.collectives import ALGORITHMS, Hosts, ranges
-from pool import Pool, RankError
+from support.covering import Case
+from support.pool import Pool, RankError
 
 NUMELS, DTYPES = (0, 1, 5, 1000, 100_003), ("float64", "float32", "bfloat16", "int64")
 OPS = ("sum", "mean", "max", "min")
@@ -299,7 +299,7 @@ def test_hosts_that_leave_a_rank_out_are_refused(pool: Pool) -> None:
 def _who_sits_where() -> Any:
     group = connect().group
     together = hosts_of(group)
-    with mock.patch.object(hosts, "_fingerprint", return_value=-5 if group.rank == 1 else 5):
+    with mock.patch.object(topology, "_fingerprint", return_value=-5 if group.rank == 1 else 5):
         return together, hosts_of(group)
 
 

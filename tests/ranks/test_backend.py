@@ -11,8 +11,8 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, ReduceScatterOptions
 
-from backend_ranks import join
-from pool import Pool
+from support.pool import Pool
+from support.torch_backend import join
 
 Case = Callable[[dist.ProcessGroup, torch.dtype, bool], list[Tensor]]
 

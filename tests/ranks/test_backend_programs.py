@@ -16,10 +16,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from backend_ranks import join
 from plait.comm import all_reduce, connect
 from plait.errors import CommError
-from pool import Pool
+from support.pool import Pool
+from support.torch_backend import join
 
 
 class Branches(nn.Module):

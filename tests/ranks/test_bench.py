@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from plait.bench import Measurement, Request, measure
-from plait.bench.exercises import SUM, Part, Pattern, exercise
+from plait.bench.cases import SUM, Part, Pattern, exercise
 from plait.comm import Call, Group, Pending, Summing, Transport, Verb, connect
 from plait.errors import CommError
-from plait.plan.bandwidth import VERBS
-from pool import Pool, RankError
+from plait.plan.cost_model import VERBS
+from support.pool import Pool, RankError
 
 SOME = ("all-reduce", "barrier", "send-receive")
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from plait.bench import Breakdown, DdpRequest, Trainee, measure_ddp, parse_caps, wrapped
 from plait.comm import connect
 from plait.errors import CommError
-from pool import Pool, RankError
+from support.pool import Pool, RankError
 
 SHORT = DdpRequest(parse_caps("one,each,64K"), model="tiny", sequences=1, length=8, rounds=2)
 

@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-import pipeline_plans
 import plait
-import programs
-import trainings
 from plait.checkpoint import open_checkpoint
-from plait.checkpoint.read import Reader
+from plait.checkpoint.reader import Reader
 from plait.errors import CheckpointError
-from pool import Pool
+from support import pipeline_plans, programs, trainings
+from support.pool import Pool
 
 LAYERS, SEQUENCES = 5, 24
 STEPS, STEPS_BEFORE = 4, 2

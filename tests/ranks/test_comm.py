@@ -21,7 +21,7 @@ from plait.comm import (
 )
 from plait.errors import CommError
 from plait.plan import Grid
-from pool import Pool, RankError
+from support.pool import Pool, RankError
 
 
 def _values(rank: int, numel: int = 6) -> torch.Tensor:

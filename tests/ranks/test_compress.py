@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-import programs
 from plait.comm import CODES, Call, CodedSum, Compressor, FactoredSum, Group, Verb, connect
-from plait.comm.torch_link import TorchLink
+from plait.comm.torch_transport import TorchLink
 from plait.errors import CommError
 from plait.plan import Layout, Plan, TensorFact, UnitFact, UnitLayout
-from plait.plan.wire import code_bytes, factor_bytes
-from pool import Pool, RankError
-from trainings import engine_of, train
+from plait.plan.compression import code_bytes, factor_bytes
+from support import programs
+from support.pool import Pool, RankError
+from support.trainings import engine_of, train
 
 SHAPES = {"wide": (24, 80), "vector": (40,), "cube": (16, 5, 12), "small": (3, 4), "scalar": ()}
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import plait
-import plait.parallel.sums
-import programs
+import plait.parallel.zero.reduce_ops
 from plait.comm import Pending, SumOfParts
-from pool import Pool, RankError
+from support import programs
+from support.pool import Pool, RankError
 
 
 @pytest.mark.parametrize("build", [programs.llama, programs.tied_llama, programs.branches])
@@ -41,11 +41,11 @@ def test_sgd_sees_the_gradients_scale_and_agrees(pool: Pool) -> None:
 
 def _train_deaf(plan: str) -> Any:
     """The parallel program whose ranks do not hear each other's gradients."""
-    plait.parallel.sums.start_all_reduce = lambda *_, **__: Pending()
+    plait.parallel.zero.reduce_ops.start_all_reduce = lambda *_, **__: Pending()
     try:
         return programs.train(programs.llama, plan)
     finally:
-        plait.parallel.sums.start_all_reduce = plait.comm.start_all_reduce
+        plait.parallel.zero.reduce_ops.start_all_reduce = plait.comm.start_all_reduce
 
 
 def test_without_the_all_reduce_parity_fails(pool: Pool) -> None:
@@ -173,7 +173,7 @@ def test_ranks_that_do_not_fit_the_plan_are_refused(pool: Pool) -> None:
 def _bf16_by(all_reduce: bool, ranks: int, build: Any) -> Any:
     """Three bf16 steps of one micro-batch each; with `all_reduce`, gradients are widened first."""
     if all_reduce:
-        plait.parallel.sums.sends_narrow = lambda *_: False
+        plait.parallel.zero.reduce_ops.sends_narrow = lambda *_: False
     try:
         engine = plait.parallelize(
             build(),
@@ -186,7 +186,7 @@ def _bf16_by(all_reduce: bool, ranks: int, build: Any) -> Any:
         results = [engine.step(programs.share_of(b, engine)) for b in programs.batches(3)]
         return results, engine.whole_parameters()
     finally:
-        plait.parallel.sums.sends_narrow = plait.comm.sends_narrow
+        plait.parallel.zero.reduce_ops.sends_narrow = plait.comm.sends_narrow
 
 
 @pytest.mark.parametrize("build", [programs.rough_llama, programs.branches])
@@ -206,11 +206,11 @@ def _deaf_exchange(mine: torch.Tensor, *_: Any, **__: Any) -> SumOfParts:
 
 
 def _bf16_deaf() -> Any:
-    plait.parallel.sums.start_exchange = _deaf_exchange
+    plait.parallel.zero.reduce_ops.start_exchange = _deaf_exchange
     try:
         return _bf16_by(False, 2, programs.rough_llama)
     finally:
-        plait.parallel.sums.start_exchange = plait.comm.start_exchange
+        plait.parallel.zero.reduce_ops.start_exchange = plait.comm.start_exchange
 
 
 def test_without_the_exchange_the_bf16_run_is_another(pool: Pool) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_ranks import (
+from support.ddp import (
     OURS_ALONE,
     Layers,
     assert_gradients,
@@ -21,7 +21,7 @@ from ddp_ranks import (
     rows,
     wrapped,
 )
-from pool import Pool
+from support.pool import Pool
 
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
-from ddp_ranks import (
+from support.ddp import (
     Layers,
     assert_gradients,
     assert_same,
@@ -21,7 +21,7 @@ from ddp_ranks import (
     rows,
     wrapped,
 )
-from pool import Pool
+from support.pool import Pool
 
 
 class Counting(nn.Module):

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ddp_ranks import (
+from support.ddp import (
     assert_gradients,
     assert_steps,
     joined,
@@ -18,7 +18,7 @@ from ddp_ranks import (
     rows,
     wrapped,
 )
-from pool import Pool
+from support.pool import Pool
 
 both_kinds = pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 VIEWS = pytest.mark.parametrize("views", [False, True], ids=["copied", "views"])

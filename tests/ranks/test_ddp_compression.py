@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import plait
-from ddp_compressed import KINDS, compressed, loss32, mean_by_one, model_of_blocks, worst_error
-from ddp_ranks import joined, over_both, rows
 from plait.parallel.ddp import Compression, compression_hook
-from pool import Pool
+from support.ddp import joined, over_both, rows
+from support.ddp_compression import KINDS, compressed, loss32, mean_by_one, model_of_blocks, worst_error
+from support.pool import Pool
 
 EXACT = 1e-4  # of the largest, as far as float32 goes
 of_ranks = pytest.mark.parametrize("ranks", [2, 3])

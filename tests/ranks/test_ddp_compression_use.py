@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 import plait
-from ddp_compressed import KINDS, compressed, loss32, mean_by_one, model_of_blocks, worst_error
-from ddp_ranks import Layers, assert_same, joined, over_both, rows
 from plait.comm import CodedSum
 from plait.errors import CommError, DDPError
 from plait.parallel.ddp import Compression, compression_hook
-from plait.parallel.ddp.grad_bucket import GradBucket
-from pool import Pool
+from plait.parallel.ddp.bucket import GradBucket
+from support.ddp import Layers, assert_same, joined, over_both, rows
+from support.ddp_compression import KINDS, compressed, loss32, mean_by_one, model_of_blocks, worst_error
+from support.pool import Pool
 
 # --- how it is used
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_ranks import (
+from support.ddp import (
     OURS_ALONE,
     Layers,
     assert_gradients,
@@ -24,7 +24,7 @@ from ddp_ranks import (
     rows,
     wrapped,
 )
-from pool import Pool
+from support.pool import Pool
 
 
 def _trained(transport: str, arguments: dict[str, Any]) -> None:

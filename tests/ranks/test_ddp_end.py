@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_ranks import Layers, assert_gradients, joined, loss_of, mean_gradients, over_both, wrapped
-from pool import Pool
+from support.ddp import Layers, assert_gradients, joined, loss_of, mean_gradients, over_both, wrapped
+from support.pool import Pool
 
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "plain": {},

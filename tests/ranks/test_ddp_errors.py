@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ddp_ranks import OURS_ALONE, Layers, assert_gradients, joined, loss_of, mean_gradients, rows, wrapped
-from pool import Pool
+from support.ddp import OURS_ALONE, Layers, assert_gradients, joined, loss_of, mean_gradients, rows, wrapped
+from support.pool import Pool
 
 
 def _refused() -> None:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_ranks import (
+from support.ddp import (
     Layers,
     assert_gradients,
     assert_same,
@@ -20,7 +20,7 @@ from ddp_ranks import (
     rows,
     wrapped,
 )
-from pool import Pool
+from support.pool import Pool
 
 VIEWS: dict[str, dict[str, Any]] = {
     "copied": {},

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 
-from ddp_ranks import (
+from support.ddp import (
     Layers,
     assert_gradients,
     assert_same,
@@ -20,7 +20,7 @@ from ddp_ranks import (
     over_both,
     wrapped,
 )
-from pool import Pool
+from support.pool import Pool
 
 Hook = Callable[[Any, dist.GradBucket], Future[Tensor]]
 

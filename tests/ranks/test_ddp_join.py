@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
 
-from ddp_optim import ZeroRedundancyOptimizer
-from ddp_ranks import Layers, assert_same, joined, loss_of, over_both, rows, wrapped
-from pool import Pool
+from support.ddp import Layers, assert_same, joined, loss_of, over_both, rows, wrapped
+from support.ddp_optim import ZeroRedundancyOptimizer
+from support.pool import Pool
 
 BATCHES = (2, 5, 3)  # of each rank
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ddp_ranks import (
+from support.ddp import (
     Layers,
     assert_gradients,
     assert_same,
@@ -24,7 +24,7 @@ from ddp_ranks import (
     rows,
     wrapped,
 )
-from pool import Pool
+from support.pool import Pool
 
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "plain": {},

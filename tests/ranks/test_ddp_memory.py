@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
 
-from ddp_ranks import OURS_ALONE, assert_gradients, joined, mean_gradients, over_both, rows, wrapped
-from pool import Pool
+from support.ddp import OURS_ALONE, assert_gradients, joined, mean_gradients, over_both, rows, wrapped
+from support.pool import Pool
 
 WIDE = 200  # a weight of 320 KB: large enough to change hands early
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_ranks import assert_gradients, joined, loss_of, mean_gradients, rows, wrapped
-from pool import Pool
+from support.ddp import assert_gradients, joined, loss_of, mean_gradients, rows, wrapped
+from support.pool import Pool
 
 
 class Pair(NamedTuple):

@@ -4,8 +4,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_ranks import assert_gradients, joined, mean_gradients, over_both, rows, wrapped
-from pool import Pool
+from support.ddp import assert_gradients, joined, mean_gradients, over_both, rows, wrapped
+from support.pool import Pool
 
 WIDE = 150  # a weight of 180 KB
 

@@ -16,18 +16,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-import backend_ranks
-from ddp_optim import (
-    PeriodicModelAverager,
-    PostLocalSGDOptimizer,
-    ZeroRedundancyOptimizer,
-    _apply_optimizer_in_backward,
-    _get_in_backward_optimizers,
-    hook_with_zero_step,
-    hook_with_zero_step_interleaved,
-    post_localSGD_hook,
-)
-from ddp_ranks import (
+from support import torch_backend
+from support.ddp import (
     OURS_ALONE,
     Layers,
     assert_gradients,
@@ -39,7 +29,17 @@ from ddp_ranks import (
     rows,
     wrapped,
 )
-from pool import Pool
+from support.ddp_optim import (
+    PeriodicModelAverager,
+    PostLocalSGDOptimizer,
+    ZeroRedundancyOptimizer,
+    _apply_optimizer_in_backward,
+    _get_in_backward_optimizers,
+    hook_with_zero_step,
+    hook_with_zero_step_interleaved,
+    post_localSGD_hook,
+)
+from support.pool import Pool
 
 
 def _bf16(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -203,7 +203,7 @@ ZERO_HOOKS = {"at the end": hook_with_zero_step, "interleaved": hook_with_zero_s
 def _zero_hook(transport: str, name: str, sharded: bool) -> None:
     """Over plait's backend: torch refuses Gloo. The first two steps, as documented, change no weight."""
     torch.set_default_dtype(torch.float64)
-    group = backend_ranks.join()
+    group = torch_backend.join()
     torch.manual_seed(dist.get_rank())
     ddp = wrapped(Layers(), transport, process_group=group, gradient_as_bucket_view=True)
     alone = copy.deepcopy(ddp.module)

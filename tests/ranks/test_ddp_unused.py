@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_ranks import (
+from support.ddp import (
     Layers,
     assert_gradients,
     assert_steps,
@@ -19,7 +19,7 @@ from ddp_ranks import (
     rows,
     wrapped,
 )
-from pool import Pool
+from support.pool import Pool
 
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "one bucket": {},

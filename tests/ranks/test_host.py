@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from host_cases import Case, assert_bits, in_pairs, product, reduced, run_case, values
 from plait.comm import (
     all_gather,
     all_reduce,
@@ -16,7 +15,8 @@ from plait.comm import (
     start_all_gather,
     start_all_reduce,
 )
-from pool import Pool
+from support.pool import Pool
+from support.shm_cases import Case, assert_bits, in_pairs, product, reduced, run_case, values
 
 RANKS = [1, 2, 3, 4, 7]
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from host_cases import assert_bits, values
 from plait.comm import (
     World,
     all_reduce,
@@ -20,7 +19,8 @@ from plait.comm import (
     start_send,
 )
 from plait.errors import CommError
-from pool import Pool
+from support.pool import Pool
+from support.shm_cases import assert_bits, values
 
 BLOCK, RING = (64 << 10) // 4, (256 << 10) // 4  # float32 of a channel's block, and of all its blocks
 SIZES = [0, 1, 7, BLOCK - 1, BLOCK, BLOCK + 1, RING, RING + 1, 5 * RING + 3]

@@ -17,7 +17,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from host_cases import FLOATS, INTEGERS, assert_bits, reduced, values
 from plait.comm import (
     Group,
     Summing,
@@ -37,7 +36,8 @@ from plait.comm import (
     start_scattered_sum,
     start_send,
 )
-from pool import Pool
+from support.pool import Pool
+from support.shm_cases import FLOATS, INTEGERS, assert_bits, reduced, values
 
 RANKS = 8
 VERBS = [

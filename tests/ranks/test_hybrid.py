@@ -12,12 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import hybrid_plans
-import pipeline_plans
-import programs
-from covering import Case
 from plait.plan import Plan
-from pool import Pool
+from support import hybrid_plans, pipeline_plans, programs
+from support.covering import Case
+from support.pool import Pool
 
 RESULTS = Path(__file__).resolve().parents[2] / "build" / "hybrid_sweep.jsonl"
 

@@ -9,8 +9,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import plait
-import programs
-from pool import Pool
+from support import programs
+from support.pool import Pool
 
 STEPS, WARMUP, LR, LENGTH = 120, 40, 3e-3, 64
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 import plait
-import programs
-from plait.assembly import check_device
+from plait.api import check_device
 from plait.errors import ConfigError, PlanError
-from pool import Pool
+from support import programs
+from support.pool import Pool
 
 ON_DEVICE = ("parameters", "gradients", "master", "optimizer")
 STEPS = 3

@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import pipeline_plans
 import plait
-import programs
-from pool import Pool
+from support import pipeline_plans, programs
+from support.pool import Pool
 
 SIZES = ((1, 6), (3, 6), (2, 9), (4, 4))  # samples and length of the first step's micro-batches
 WITHOUT_TARGETS = 2  # the number of such a micro-batch

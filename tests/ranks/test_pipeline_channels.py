@@ -16,10 +16,10 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from plait.comm import Group, World, barrier, connect, shares_memory, start_receive, start_send
 from plait.errors import CommError, ModelError
-from plait.parallel.pipeline.arrival import Arrival
-from plait.parallel.pipeline.channel import Inbox, Outbox
-from plait.parallel.pipeline.parcel import Spec, pack, unpack
-from pool import Pool, RankError, Ranks
+from plait.parallel.pipeline.executor import Arrival
+from plait.parallel.pipeline.p2p import Inbox, Outbox
+from plait.parallel.pipeline.serialize import Spec, pack, unpack
+from support.pool import Pool, RankError, Ranks
 
 CPU = torch.device("cpu")
 MB = 1 << 18  # float32

@@ -7,14 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-import hybrid_plans
-import pipeline_models
-import pipeline_plans
 import plait
-import programs
-from covering import Case
 from plait.optim import LossScaling
-from pool import Pool
+from support import hybrid_plans, pipeline_models, pipeline_plans, programs
+from support.covering import Case
+from support.pool import Pool
 
 LAYERS = 5
 

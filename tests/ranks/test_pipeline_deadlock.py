@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from plait.comm import Group, Mesh, Pending, connect, send, start_receive, start_send
-from plait.parallel.pipeline import Halves, Pipeline, channel, split_linears
+from plait.parallel.pipeline import Halves, Pipeline, p2p, split_linears
 from plait.plan import Grid
 from plait.plan.schedule import Schedule, check
-from pool import Pool
-from schedules import random_schedule
+from support.pool import Pool
+from support.schedules import random_schedule
 
 RANKS, WIDTH, SAMPLES = 3, 4, 2
 NUM_SCHEDULES = 500
@@ -141,8 +141,8 @@ def search(seeds: range, *, meets: bool) -> tuple[int, int]:
     mesh, meeting, num_actions = Mesh(connect(), Grid.along(pp=RANKS)), Meeting(), 0
     with pytest.MonkeyPatch.context() as patch:
         if meets:
-            patch.setattr(channel, "start_send", meeting.start_send)
-            patch.setattr(channel, "start_receive", meeting.start_receive)
+            patch.setattr(p2p, "start_send", meeting.start_send)
+            patch.setattr(p2p, "start_receive", meeting.start_receive)
         for seed in seeds:
             schedule = schedule_of(seed)
             check(schedule)

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 import plait
-from live import LiveBytes, after_actions
 from plait.models import causal_lm_on_meta
-from plait.parallel.sums import PlainSums
-from plait.parallel.units import Unit
+from plait.parallel.zero.flat_param import Unit
+from plait.parallel.zero.reduce_ops import PlainSums
 from plait.plan import MemoryUse
 from plait.plan.schedule import Action, B, Kind
-from pool import Pool, PoolOver
+from support.live_memory import LiveBytes, after_actions
+from support.pool import Pool, PoolOver
 
 HIDDEN, FFN, KV, HEAD_DIM, LENGTH, VOCABULARY, LAYERS = 64, 176, 32, 16, 32, 61, 8
 SEQUENCES = 2  # of a micro-batch

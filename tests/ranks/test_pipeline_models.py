@@ -8,11 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import pipeline_models
-import pipeline_plans
 import plait
-import programs
-from pool import Pool
+from support import pipeline_models, pipeline_plans, programs
+from support.pool import Pool
 
 LAYERS, SEQUENCES = 5, 12
 

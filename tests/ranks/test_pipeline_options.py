@@ -8,13 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import pipeline_deaf
-import pipeline_models
-import pipeline_plans
 import plait
-import programs
 from plait.errors import PlanError
-from pool import Pool, RankError
+from support import pipeline_faults, pipeline_models, pipeline_plans, programs
+from support.pool import Pool, RankError
 
 LAYERS, SEQUENCES = 5, 12
 
@@ -138,7 +135,7 @@ def test_a_step_without_targets_is_skipped_on_every_stage(pool: Pool) -> None:
 def _probed(words: str, deaf_to: str = "") -> Any:
     """What a probe says; the first step's loss."""
     model = pipeline_models.tied_llama(layers=LAYERS)
-    with pipeline_deaf.deaf_to(deaf_to) if deaf_to else nullcontext():
+    with pipeline_faults.deaf_to(deaf_to) if deaf_to else nullcontext():
         engine = plait.parallelize(model, f"{words} micro=3", probe=True, seed=3)
     assert engine.probed is not None
     found = engine.probed.difference, engine.probed.allowed

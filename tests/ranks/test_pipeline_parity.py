@@ -5,12 +5,9 @@ from pathlib import Path
 
 import pytest
 
-import hybrid_plans
-import pipeline_deaf
-import pipeline_plans
-import programs
-from covering import Case
-from pool import Pool
+from support import hybrid_plans, pipeline_faults, pipeline_plans, programs
+from support.covering import Case
+from support.pool import Pool
 
 
 def check_parity(pool: Pool, case: Case, folder: Path) -> None:
@@ -70,7 +67,7 @@ def _case(schedule: str, model: str) -> Case:
 
 
 def _train_deaf(task: programs.Task, plan: str, what: str) -> programs.Trace:
-    with pipeline_deaf.deaf_to(what):
+    with pipeline_faults.deaf_to(what):
         return programs.train_task(task, plan)
 
 

@@ -7,12 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import pipeline_plans
 import plait
-import programs
-import trainings
 from plait.errors import CheckpointError
-from pool import Pool
+from support import pipeline_plans, programs, trainings
+from support.pool import Pool
 
 LAYERS, SEQUENCES = 5, 12
 STEPS, STEPS_BEFORE = 4, 2

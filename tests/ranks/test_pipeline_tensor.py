@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-import pipeline_models
 import plait
-import programs
 from plait.plan import Plan
-from pool import Pool
+from support import pipeline_models, programs
+from support.pool import Pool
 
 BUILDS = {
     "llama": programs.llama,

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 import plait
-import programs
 from plait.comm import World
 from plait.comm import algorithms as by
 from plait.errors import PlanError
 from plait.plan.collectives import ALGORITHMS, Hosts
-from pool import Pool
-from trainings import assert_near, differing, engine_of, train, trained
+from support import programs
+from support.pool import Pool
+from support.trainings import assert_near, differing, engine_of, train, trained
 
 PLANS = [
     "dp=2 zero=0 algorithm=ring",

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from plait.comm import connect
 from plait.errors import PlanError
-from pool import Pool, RankError, RankTimeout
+from support.pool import Pool, RankError, RankTimeout
 
 
 def add_ranks(start: float, *, scale: float) -> tuple[int, float]:

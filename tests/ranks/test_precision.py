@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 import plait
-import programs
 from plait.errors import ConfigError
 from plait.optim import LossScaling
-from pool import Pool
-from trainings import STEPS, assert_near, copied, differing, engine_of, train, trained
+from support import programs
+from support.pool import Pool
+from support.trainings import STEPS, assert_near, copied, differing, engine_of, train, trained
 
 POISONED = "model.layers.1.mlp.up_proj.weight"
 

@@ -12,7 +12,7 @@ import plait
 from plait.checkpoint import HuggingFaceFiles
 from plait.errors import CheckpointError
 from plait.models import causal_lm_on_meta
-from pool import Pool, RankError
+from support.pool import Pool, RankError
 
 LLAMA = {
     "model_type": "llama",

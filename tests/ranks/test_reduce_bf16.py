@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 import plait
-import programs
-from pool import Pool
-from trainings import assert_near, differing, engine_of, train, trained
+from support import programs
+from support.pool import Pool
+from support.trainings import assert_near, differing, engine_of, train, trained
 
 
 @pytest.mark.parametrize(

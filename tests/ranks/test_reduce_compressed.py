@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 import plait
-import programs
 from plait.optim import LossScaling
-from pool import Pool
-from trainings import assert_near, differing, distance, engine_of, train, trained
+from support import programs
+from support.pool import Pool
+from support.trainings import assert_near, differing, distance, engine_of, train, trained
 
 PLANS = [
     "dp=2 zero=0",

@@ -5,12 +5,11 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-import families
 import plait
-import programs
 from plait.errors import RunError
 from plait.plan import between
-from pool import Pool
+from support import hf_models, programs
+from support.pool import Pool
 
 PLANS = [  # which messages a look takes: sums over ranges, and one over all ranks
     ("dp=2", 2, "llama", 1),
@@ -27,7 +26,7 @@ PLANS = [  # which messages a look takes: sums over ranges, and one over all ran
 
 
 def _trained(plan: str, family: str) -> plait.Engine:
-    model = families.model_of(family, exact=False, num_hidden_layers=4)
+    model = hf_models.model_of(family, exact=False, num_hidden_layers=4)
     engine = plait.parallelize(model, plan, optimizer_args=programs.ADAMW, clip_norm=programs.CLIP)
     for batch in programs.batches(2, sequences=16):
         assert not engine.step(programs.share_of(batch, engine)).skipped

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import plait
-import programs
 from plait.comm import connect
-from pool import Pool
+from support import programs
+from support.pool import Pool
 
 
 def _state_of(engine: plait.Engine) -> dict[str, torch.Tensor]:

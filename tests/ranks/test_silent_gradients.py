@@ -12,13 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import pipeline_deaf
-import pipeline_models
-import programs
-import silent_models
 from plait.parallel import PartialSums, Unit
 from plait.plan import StageCut
-from pool import Pool
+from support import pipeline_faults, pipeline_models, programs, silent_error_models
+from support.pool import Pool
 
 SGD = {"optimizer": "SGD", "arguments": {"lr": 0.3, "weight_decay": 0.1}}
 
@@ -32,7 +29,7 @@ MUTATIONS: dict[str, Any] = {  # what a test shows that it bites on
     "parts are not summed": lambda: mock.patch.object(PartialSums, "add_up"),
     "copies count": lambda: mock.patch.object(Unit, "repeated_gradients", return_value=()),
     "tied copies count": lambda: mock.patch.object(StageCut, "counted_elsewhere", _nobody),
-    "others' squares are missing": lambda: pipeline_deaf.deaf_to("norm"),
+    "others' squares are missing": lambda: pipeline_faults.deaf_to("norm"),
 }
 
 
@@ -67,9 +64,9 @@ def test_gradients_of_norms_sinks_and_biases_are_summed_over_tp(
     pool: Pool, family: str, plan: str, ranks: int, part: str
 ) -> None:
     """Megatron-LM#1446; AxoNN's biases: with and without sp, and not when the sum is left out."""
-    task = silent_models.task(family, **SGD, steps=1)
+    task = silent_error_models.task(family, **SGD, steps=1)
     ours, oracle = _ours_and_the_oracles(pool, task, plan, ranks)
-    silent_models.assert_each_same(ours[0].gradients[0], oracle.gradients[0])
+    silent_error_models.assert_each_same(ours[0].gradients[0], oracle.gradients[0])
     mutated = pool.run(_train, ranks, task, plan, "parts are not summed")[0].gradients[0]
     for name, theirs in oracle.gradients[0].items():
         if name.endswith(part):
@@ -81,9 +78,9 @@ def test_gradients_of_norms_sinks_and_biases_are_summed_over_tp(
 )
 def test_learned_sinks_and_their_part_of_the_norm_are_whole(pool: Pool, plan: str, ranks: int) -> None:
     """Megatron-LM#7452: sinks are cut by heads, and the norm counted those of the first rank alone."""
-    ours, oracle = _ours_and_the_oracles(pool, silent_models.task("gpt_oss", **SGD), plan, ranks)
+    ours, oracle = _ours_and_the_oracles(pool, silent_error_models.task("gpt_oss", **SGD), plan, ranks)
     for mine, theirs in zip(ours[0].gradients, oracle.gradients, strict=True):
-        silent_models.assert_each_same(mine, theirs)
+        silent_error_models.assert_each_same(mine, theirs)
     assert ours[0].norms == pytest.approx(oracle.norms, rel=1e-10)
     squares = {name: float(g.square().sum()) for name, g in oracle.gradients[0].items()}
     assert sum(s for n, s in squares.items() if n.endswith("sinks")) > 1e-6 * sum(squares.values())
@@ -108,7 +105,7 @@ def test_a_norm_counts_each_element_once_and_is_the_same_on_all_ranks(
     pool: Pool, family: str, plan: str, ranks: int, mutation: str
 ) -> None:
     """Megatron-LM PR #7228 (tied), PR #6470 and #5916 (experts), ROCm/TransformerEngine#715 (replicated)."""
-    task = silent_models.task(family, **SGD)
+    task = silent_error_models.task(family, **SGD)
     ours, oracle = _ours_and_the_oracles(pool, task, plan, ranks)
     assert all(norm > 2 * programs.CLIP for norm in oracle.norms), "clipping was not active"
     programs.assert_same(ours[0], oracle)
@@ -154,9 +151,9 @@ def test_unused_and_scalar_parameters_have_the_one_process_programs_gradients(
     task = programs.Task(lonely, **SGD, steps=2)
     ours, oracle = _ours_and_the_oracles(pool, task, plan, ranks)
     for mine, theirs in zip(ours[0].gradients, oracle.gradients, strict=True):
-        silent_models.assert_each_same(mine, theirs)
+        silent_error_models.assert_each_same(mine, theirs)
         assert all(theirs[name].any() for name in theirs if name.endswith("gate"))
-    silent_models.assert_each_same(ours[0].weights, oracle.weights)
+    silent_error_models.assert_each_same(ours[0].weights, oracle.weights)
 
 
 # --- weight decay
@@ -173,8 +170,8 @@ def all_in_one(model: nn.Module) -> list[dict[str, Any]]:
 def test_weight_decay_falls_on_matrices_alone_however_they_lie(pool: Pool, plan: str, ranks: int) -> None:
     """Flattened parameters have one dim, and the rule that spares what has one dim spares all or none."""
     decay = {"optimizer": "SGD", "arguments": {"lr": 0.5, "weight_decay": 0.5}, "clip_norm": 1e-6, "steps": 1}
-    ours, oracle = _ours_and_the_oracles(pool, silent_models.task("biased_llama", **decay), plan, ranks)
-    silent_models.assert_each_same(ours[0].weights, oracle.weights)
+    ours, oracle = _ours_and_the_oracles(pool, silent_error_models.task("biased_llama", **decay), plan, ranks)
+    silent_error_models.assert_each_same(ours[0].weights, oracle.weights)
     for name, weight in ours[0].weights.items():  # of gradients next to nothing is left
         kept = 0.75 if weight.ndim == 2 else 1.0
         torch.testing.assert_close(weight, kept * ours[0].first_weights[name], rtol=0, atol=1e-5)

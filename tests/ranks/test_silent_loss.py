@@ -13,10 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import plait
-import programs
-import silent_models
 from plait.models import forward_inputs
-from pool import Pool
+from support import programs, silent_error_models
+from support.pool import Pool
 
 GRIDS = [("tp=3", 3), ("tp=2 sp=true", 2), ("tp=2x2", 4), ("pp=2 dp=2 tp=2 micro=2 zero=1", 8)]
 grids = pytest.mark.parametrize(("plan", "ranks"), GRIDS)
@@ -24,12 +23,12 @@ grids = pytest.mark.parametrize(("plan", "ranks"), GRIDS)
 
 def model_of(family: str, **more: Any) -> torch.nn.Module:
     """The same weights in every process."""
-    return silent_models.loud(family, **more).double()
+    return silent_error_models.loud(family, **more).double()
 
 
 def engine_of(family: str, plan: str, **how: Any) -> plait.Engine:
     options = {"optimizer": torch.optim.SGD, "optimizer_args": {"lr": 0.5}} | how
-    words = silent_models.words_of(family)
+    words = silent_error_models.words_of(family)
     return plait.parallelize(model_of(family), f"{plan} precision=fp64", tensor_plan=words, **options)
 
 
@@ -63,7 +62,7 @@ def test_label_smoothing_and_z_loss_are_over_the_whole_vocabulary(pool: Pool, pl
     found = pool.run(_smoothed_step, ranks, plan)
     loss, gradients = _alone("llama", smoothed_loss, programs.batches(1)[0])
     assert [mine for mine, _ in found] == pytest.approx([loss] * ranks, rel=1e-10)
-    silent_models.assert_each_same(found[0][1], gradients)
+    silent_error_models.assert_each_same(found[0][1], gradients)
 
 
 def _losses(family: str, plan: str) -> list[float]:
@@ -188,7 +187,7 @@ def test_a_loss_is_a_mean_over_targets_and_not_over_micro_batches_or_ranks(
 ) -> None:
     """transformers#35203, #37766; Megatron-LM#7452. One micro-batch has no target at all."""
     sgd = {"optimizer": "SGD", "arguments": {"lr": 0.3}}
-    task = silent_models.task("llama", data=uneven_micros, **sgd)
+    task = silent_error_models.task("llama", data=uneven_micros, **sgd)
     traces = pool.run(programs.train_task, ranks, task, f"{plan} precision=fp64")
     oracle = programs.one_process_task(task, traces[0].first_weights, 4)
     programs.assert_same(traces[0], oracle)
@@ -217,7 +216,7 @@ def test_a_pipeline_steps_by_the_mean_and_not_by_the_sum_of_its_micro_batches(
     model = model_of("llama")
     _, gradients = _alone("llama", programs.summed_loss, programs.batches(1, sequences=8)[0])
     expected = {name: (p - 0.5 * gradients[name]).detach() for name, p in model.named_parameters()}
-    silent_models.assert_each_same(pool.run(_sgd_step, ranks, plan)[0], expected)
+    silent_error_models.assert_each_same(pool.run(_sgd_step, ranks, plan)[0], expected)
 
 
 def one_of_three(steps: int, number: int, data_ranks: int) -> list[list[dict[str, Tensor]]]:
@@ -247,7 +246,7 @@ def test_no_micro_batchs_gradient_is_missing_the_last_one_no_more_than_the_first
 ) -> None:
     """DeepSpeed PR #7985: at stage 1 the last micro-batch's gradient was left out of the step's."""
     data = functools.partial(one_of_three, number=number, data_ranks=2 if "dp=2" in plan else 1)
-    task = silent_models.task("llama", data=data, optimizer="SGD", arguments={"lr": 0.3})
+    task = silent_error_models.task("llama", data=data, optimizer="SGD", arguments={"lr": 0.3})
     ours = pool.run(programs.train_task, ranks, task, f"{plan} micro=3 precision=fp64")[0]
     oracle = programs.one_process_task(task, ours.first_weights, 3)
     programs.assert_same(ours, oracle)

@@ -13,14 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import families
-import hard_models
-import pipeline_deaf
 import plait
-import programs
-import silent_models
 from plait.errors import ModelError, RunError
-from pool import Pool
+from support import edge_case_models, hf_models, pipeline_faults, programs, silent_error_models
+from support.pool import Pool
 
 # --- parameters that nobody would reduce or update
 
@@ -39,7 +35,7 @@ class _Late(nn.Module):
 
 def _comes_late(plan: str, how: str) -> tuple[str, bool]:
     """What a step says of a parameter that came after parallelize; whether it goes on when that is frozen."""
-    task = programs.Task(hard_models.uneven)
+    task = programs.Task(edge_case_models.uneven)
     engine: Any = programs.engine_of(task, plan)
     batch = programs.share_of(programs.batches(1)[0], engine)
     engine.step(batch)
@@ -74,7 +70,7 @@ def _after_two_steps(task: programs.Task, plan: str, is_deaf: bool) -> str:
     """What a look at replicas says."""
     engine = programs.engine_of(task, plan)
     for batch in programs.batches(2):
-        with pipeline_deaf.deaf_to("shared") if is_deaf else nullcontext():
+        with pipeline_faults.deaf_to("shared") if is_deaf else nullcontext():
             engine.step(programs.share_of(batch, engine))
     try:
         engine.check_replicas()
@@ -86,7 +82,7 @@ def _after_two_steps(task: programs.Task, plan: str, is_deaf: bool) -> str:
 @pytest.mark.parametrize(("plan", "ranks"), [("pp=2", 2), ("pp=2 dp=2 tp=2 zero=1", 8)])
 def test_tied_weights_on_two_stages_stay_equal_bit_for_bit(pool: Pool, plan: str, ranks: int) -> None:
     """torchtitan#1409, #1524: each stage trains its own copy, with its own part of the gradient."""
-    task, plan = silent_models.task("tied_llama"), f"{plan} precision=fp64"
+    task, plan = silent_error_models.task("tied_llama"), f"{plan} precision=fp64"
     assert pool.run(_after_two_steps, ranks, task, plan, False) == ["equal"] * ranks
     for said in pool.run(_after_two_steps, ranks, task, plan, True):
         assert "copies of model.embed_tokens.weight are no longer the same" in said
@@ -94,14 +90,14 @@ def test_tied_weights_on_two_stages_stay_equal_bit_for_bit(pool: Pool, plan: str
 
 def _held_rows(plan: str, loads: bool) -> dict[str, Tensor]:
     """What this rank computes with, of weights that came with the model, or that were loaded."""
-    model = silent_models.loud("llama")
+    model = silent_error_models.loud("llama")
     if loads:  # into others
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
     engine = plait.parallelize(model, plan, optimizer_args={"lr": 0.0}, loss=programs.summed_loss)
     if loads:
-        state = plait.parallelize(silent_models.loud("llama"), plan, optimizer_args={"lr": 0.0}).state()
+        state = plait.parallelize(silent_error_models.loud("llama"), plan, optimizer_args={"lr": 0.0}).state()
         engine.load_state(_on_all(engine, state))
     units = engine._held.units
     assert all(unit.storage.numel() == unit.layout.numel for unit in units)
@@ -134,7 +130,7 @@ def test_every_rank_of_a_grid_has_its_own_rows_of_loaded_weights(
     pool: Pool, plan: str, ranks: int, loads: bool
 ) -> None:
     """picotron: queries, keys and values were loaded from the first rows on every rank."""
-    whole = dict(silent_models.loud("llama").named_parameters())
+    whole = dict(silent_error_models.loud("llama").named_parameters())
     seen: dict[str, set[int]] = {}
     for held in pool.run(_held_rows, ranks, f"{plan} precision=fp64", loads):
         assert held
@@ -148,7 +144,7 @@ def test_every_rank_of_a_grid_has_its_own_rows_of_loaded_weights(
 
 def _shapes(plan: str) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
     """Of what is saved, with the optimizer's states; and what is said of it before."""
-    engine = programs.engine_of(silent_models.task("llama"), plan)
+    engine = programs.engine_of(silent_error_models.task("llama"), plan)
     engine.step(programs.share_of(programs.batches(1)[0], engine))
     return {key: tuple(tensor.shape) for key, tensor in engine.state().items()}, engine.weight_shapes()
 
@@ -170,7 +166,9 @@ def test_nothing_of_a_vocabulary_that_does_not_divide_is_padded_in_a_checkpoint(
 
 def _weights_of_two(plans: tuple[str, ...]) -> list[dict[str, Tensor]]:
     """Of engines whose steps take turns."""
-    engines = [programs.engine_of(silent_models.task("llama"), f"{plan} precision=fp64") for plan in plans]
+    engines = [
+        programs.engine_of(silent_error_models.task("llama"), f"{plan} precision=fp64") for plan in plans
+    ]
     for batch in programs.batches(2):
         for engine in engines:
             engine.step(programs.share_of(batch, engine))
@@ -192,7 +190,7 @@ def test_engines_of_one_process_do_not_hear_each_other(pool: Pool) -> None:
 
 def _overflow_on_one(plan: str, culprit: int) -> tuple[list[bool], list[float | None]]:
     """What each step was, and the loss scale after it; in the second one rank's gradient is infinite."""
-    model = silent_models.loud("llama").float()
+    model = silent_error_models.loud("llama").float()
     engine = plait.parallelize(model, f"{plan} precision=fp16", optimizer_args={"lr": 1e-3}, clip_norm=1.0)
     skipped, scales = [], []
     for number, batch in enumerate(programs.batches(3)):
@@ -219,7 +217,7 @@ def test_one_ranks_overflow_is_every_ranks_decision_in_a_hybrid(pool: Pool, culp
 
 def _masks(plan: str) -> list[tuple[dict[str, int], int, list[Tensor]]]:
     """This rank's place, and the masks of the dropout in its residual stream, by step and micro-batch."""
-    model = families.model_of("gpt2", exact=False, resid_pdrop=0.5)
+    model = hf_models.model_of("gpt2", exact=False, resid_pdrop=0.5)
     engine = plait.parallelize(model, plan, optimizer_args={"lr": 0.0})
     masks: list[Tensor] = []
     for name, module in engine.model.named_modules():
@@ -244,7 +242,7 @@ def test_masks_agree_over_tp_and_differ_between_data_ranks_stages_steps_and_micr
 
 def _steps_between(plan: str, looks: bool) -> tuple[list[Any], dict[str, Tensor], list[Tensor]]:
     """Of a model with dropout: results, state, and what generators draw next."""
-    model = families.model_of("gpt2", exact=False, resid_pdrop=0.3, attn_pdrop=0.2)
+    model = hf_models.model_of("gpt2", exact=False, resid_pdrop=0.3, attn_pdrop=0.2)
     engine = plait.parallelize(model, plan, optimizer_args={"lr": 1e-2}, clip_norm=1.0)
     results = []
     torch.manual_seed(4)

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-import programs
 from plait.errors import ConfigError
-from pool import Pool
-from programs import Task
-from trainings import engine_of, train
+from support import programs
+from support.pool import Pool
+from support.programs import Task
+from support.trainings import engine_of, train
 
 # --- clipping by value
 

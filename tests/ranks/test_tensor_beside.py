@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import plait
-from cuts import groups_of
 from plait.errors import ModelError
 from plait.parallel.tensor import cut_layers
-from plait.parallel.tensor.sequence import with_output
-from plait.plan.tensor import TensorPlan
-from pool import Pool
+from plait.parallel.tensor.sequence_forward import with_output
+from plait.plan.sharding import TensorPlan
+from support.pool import Pool
+from support.tensor_shards import groups_of
 
 TINY = 1e-10
 W, HEADS = 24, 6

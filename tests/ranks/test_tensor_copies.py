@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
-import families
 import plait
-import programs
-from pool import Pool
+from support import hf_models, programs
+from support.pool import Pool
 
 STEPS = 6
 
@@ -18,7 +17,7 @@ STEPS = 6
 def _copies(plan: str, family: str) -> dict[str, Tensor]:
     """This rank's parameters that no axis cuts, after some steps."""
     engine = plait.parallelize(
-        families.model_of(family, exact=False), plan, optimizer_args=programs.ADAMW, clip_norm=programs.CLIP
+        hf_models.model_of(family, exact=False), plan, optimizer_args=programs.ADAMW, clip_norm=programs.CLIP
     )
     for batch in programs.batches(STEPS):
         assert not engine.step(programs.share_of(batch, engine)).skipped
@@ -57,7 +56,7 @@ def test_copies_never_drift_apart(pool: Pool, plan: str, ranks: int, family: str
 
 def _with_dropout(seed: int) -> tuple[dict[str, Tensor], float]:
     """A loop of one's own, on ranks whose own generators differ."""
-    torch.manual_seed(seed + plait.comm.connect().rank)
+    torch.manual_seed(seed + plait.comm.world().rank)
     with torch.device("meta"):
         model = GPT2LMHeadModel(GPT2Config(n_embd=48, n_layer=2, n_head=4, vocab_size=61, n_positions=64))
     engine = plait.parallelize(model, "tp=2 micro=2", optimizer_args=programs.ADAMW)

@@ -2,19 +2,16 @@
 
 import pytest
 
-import families
-import hybrid_plans
-import programs
-import tensor_plans
-from covering import Case
-from pool import Pool
+from support import hf_models, hybrid_plans, programs, tensor_plans
+from support.covering import Case
+from support.pool import Pool
 
 STEPS = 3
 
 
 def task_of(case: Case) -> programs.Task:
     own = case["loss"] == "own"
-    return programs.Task(families.builder(case["family"]), steps=STEPS, own_loss=own)
+    return programs.Task(hf_models.builder(case["family"]), steps=STEPS, own_loss=own)
 
 
 def check_parity(pool: Pool, case: Case) -> None:

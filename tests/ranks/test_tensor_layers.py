@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from cuts import GRIDS, Case, DimCut, even, gaps, groups_of, packed, silent
 from plait.errors import ModelError
-from plait.plan.tensor import LayerCut, Style
-from pool import Pool, RankError
+from plait.plan.sharding import LayerCut, Style
+from support.pool import Pool, RankError
+from support.tensor_shards import GRIDS, Case, DimCut, even, gaps, groups_of, packed, silent
 
 TINY = 1e-10
 

@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from plait.comm import Call, Group, connect
-from plait.models import causal_lm_on_meta, choose_loss
-from plait.models.cross_entropy import cross_entropy
-from pool import Pool
+from plait.engine.loss import choose_loss
+from plait.models import causal_lm_on_meta
+from plait.parallel.tensor.cross_entropy import cross_entropy
+from support.pool import Pool
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -6,18 +6,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import families
 import plait
-import programs
 from plait.plan.tensor_cost import Activations, gpt2_activation_bytes, llama_activation_bytes
-from pool import Pool
+from support import hf_models, programs
+from support.pool import Pool
 
 PLANS = ["tp=2", "tp=2 sp=true", "tp=2x2", "tp=2 sp=true recompute=selective"]
 
 
 def _kept(family: str, plan: str) -> tuple[int | None, int | None]:
     """Foretold before, and measured in, the first step."""
-    engine = plait.parallelize(families.model_of(family, exact=False), f"{plan} precision=fp32", seed=3)
+    engine = plait.parallelize(hf_models.model_of(family, exact=False), f"{plan} precision=fp32", seed=3)
     foretold = engine.predicted_memory((programs.SEQUENCES, programs.LENGTH)).activations
     engine.step(programs.batches(1)[0])
     return foretold, engine.memory().activations
@@ -50,7 +49,7 @@ def _of_a_block(family: str, plan: str, more: dict[str, Any]) -> float:
     kept = []
     for blocks in (2, 4):
         layers = {"n_layer" if family == "gpt2" else "num_hidden_layers": blocks}
-        config = families.config_of(family, **{**SIZES[family], **layers, **more})
+        config = hf_models.config_of(family, **{**SIZES[family], **layers, **more})
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         engine = plait.parallelize(model, f"{plan} precision=bf16", optimizer=torch.optim.SGD)

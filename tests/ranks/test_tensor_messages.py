@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-import families
 import plait
 from plait.comm import Group
 from plait.plan.tensor_cost import BlockWidths, Message, Verb, axonn_volume, block_messages, ring_bytes
-from pool import Pool
+from support import hf_models
+from support.pool import Pool
 
 BATCH, LENGTH = 2, 8
 TOKENS = BATCH * LENGTH
@@ -63,7 +63,7 @@ def _counted(cols: int, said: Said, is_backward: Callable[[], bool]) -> Iterator
 
 def _said(family: str, blocks: int, plan: str) -> Said:
     """What is said in one micro-batch of a model of so many blocks."""
-    config = families.config_of(family, **{"n_layer" if family == "gpt2" else "num_hidden_layers": blocks})
+    config = hf_models.config_of(family, **{"n_layer" if family == "gpt2" else "num_hidden_layers": blocks})
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     engine = plait.parallelize(model, f"{plan} precision=fp32", optimizer=torch.optim.SGD)

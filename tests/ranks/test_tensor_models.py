@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cuts import Cuts, DimCut, even, gap, groups_of, localise, own
 from plait.comm import all_reduce
 from plait.parallel import recompute_blocks
 from plait.parallel.tensor import cut_layers
-from plait.plan.tensor import LayerCut, Style, TensorPlan
-from pool import Pool
+from plait.plan.sharding import LayerCut, Style, TensorPlan
+from support.pool import Pool
+from support.tensor_shards import Cuts, DimCut, even, gap, groups_of, localise, own
 
 TINY = 1e-10
 H, F, V, HEADS = 16, 20, 37, 4

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cuts import GRIDS, Case, DimCut, even, gaps, groups_of, silent
 from plait.parallel.tensor import TensorGroups
-from plait.plan.tensor import LayerCut, Style
-from pool import Pool, RankError
+from plait.plan.sharding import LayerCut, Style
+from support.pool import Pool, RankError
+from support.tensor_shards import GRIDS, Case, DimCut, even, gaps, groups_of, silent
 
 TINY = 1e-10
 

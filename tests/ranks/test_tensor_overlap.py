@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from cuts import Case, Products, even, gap, gaps, groups_of, localise, recorded, run
 from plait.parallel import compile_blocks, recompute_blocks
 from plait.parallel.tensor import cut_layers
-from plait.plan.tensor import LayerCut, Style, TensorPlan
-from pool import Pool
+from plait.plan.sharding import LayerCut, Style, TensorPlan
+from support.pool import Pool
+from support.tensor_shards import Case, Products, even, gap, gaps, groups_of, localise, recorded, run
 
 TINY = 1e-10
 H, F = 6, 8

@@ -7,12 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import families
 import plait
-import programs
 from plait.errors import PlaitError
-from pool import Pool
-from programs import Task
+from support import hf_models, programs
+from support.pool import Pool
+from support.programs import Task
 
 
 def num_ranks(plan: str) -> int:
@@ -150,7 +149,7 @@ def _letter(build: Any, plan: str, words: dict[str, str] | None) -> str:
     ("build", "plan", "words", "says"),
     [
         (
-            families.builder("llama"),
+            hf_models.builder("llama"),
             "tp=6",
             None,
             ["PlanError: the heads of model.layers.0.self_attn", "heads=4", "columns=6", "tp=1x4 or tp=1x2"],

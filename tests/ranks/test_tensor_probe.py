@@ -9,13 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, apply_rotary_pos_emb
 
-import families
 import plait
-import programs
 from plait.errors import ConfigError, ModelError
 from plait.models import causal_lm_on_meta
-from pool import Pool
-from trainings import copied, differing
+from support import hf_models, programs
+from support.pool import Pool
+from support.trainings import copied, differing
 
 
 def num_ranks(plan: str) -> int:
@@ -24,7 +23,7 @@ def num_ranks(plan: str) -> int:
 
 def _probed(family: str, plan: str, options: dict[str, Any] | None = None, probe: Any = True) -> plait.Engine:
     return plait.parallelize(
-        families.model_of(family, exact="fp64" in plan),
+        hf_models.model_of(family, exact="fp64" in plan),
         plan,
         optimizer_args=programs.ADAMW,
         probe=probe,

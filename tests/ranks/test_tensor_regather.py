@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from cuts import Case, Products, even, gap, gaps, groups_of, recorded, run
 from plait.models import watch_saved
 from plait.parallel import recompute_blocks
-from plait.plan.tensor import LayerCut, Style
-from pool import Pool
+from plait.plan.sharding import LayerCut, Style
+from support.pool import Pool
+from support.tensor_shards import Case, Products, even, gap, gaps, groups_of, recorded, run
 
 TINY = 1e-10
 H, F = 6, 8

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from cuts import Case, DimCut, even, gaps, groups_of, recorded, silent
 from plait.comm import all_reduce
-from plait.plan.tensor import LayerCut, Style
-from pool import Pool, RankError
+from plait.plan.sharding import LayerCut, Style
+from support.pool import Pool, RankError
+from support.tensor_shards import Case, DimCut, even, gaps, groups_of, recorded, silent
 
 TINY = 1e-10
 H, F, HEADS = 8, 12, 4

@@ -7,13 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import families
 import plait
-import programs
 from plait.comm import connect
-from pool import Pool
-from programs import Task
-from trainings import copied, differing
+from support import hf_models, programs
+from support.pool import Pool
+from support.programs import Task
+from support.trainings import copied, differing
 
 PLANS = [
     "dp=1",
@@ -24,8 +23,8 @@ PLANS = [
     "dp=2 zero=2 tp=2x1",
 ]
 TASKS = {
-    "tied llama": Task(families.builder("tied_llama")),
-    "gpt2": Task(families.builder("gpt2"), own_loss=True),
+    "tied llama": Task(hf_models.builder("tied_llama")),
+    "gpt2": Task(hf_models.builder("gpt2"), own_loss=True),
 }
 STEPS_BEFORE = 2
 
@@ -120,7 +119,7 @@ def test_a_state_of_another_model_is_refused_by_all_before_anything_changes(pool
 def _given_whole(plan: str) -> Any:
     engine = programs.engine_of(TASKS["gpt2"], plan)
     _steps(engine, 0, 1)
-    shapes = {key: tuple(p.shape) for key, p in families.model_of("gpt2").named_parameters()}
+    shapes = {key: tuple(p.shape) for key, p in hf_models.model_of("gpt2").named_parameters()}
     found = engine.whole_parameters(), engine.whole_gradients(), engine.state()
     weights, gradients, _ = found
     if engine.world.rank == 0:
@@ -143,7 +142,7 @@ def test_what_is_whole_is_given_to_rank_0_alone(pool: Pool, plan: str) -> None:
 def _with_own_weights(plan: str) -> Any:
     """This rank's own weights, the engine's, and a step's loss."""
     torch.manual_seed(7 + connect().rank)
-    own = families.model_of("gpt2", on_meta=False)
+    own = hf_models.model_of("gpt2", on_meta=False)
     before = {name: p.detach().clone() for name, p in own.named_parameters()}
     engine = plait.parallelize(own, plan, loss=programs.summed_loss, optimizer_args=programs.ADAMW)
     weights = engine.whole_parameters()

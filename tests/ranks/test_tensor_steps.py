@@ -8,15 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import families
 import plait
-import programs
 from plait.errors import PlanError
 from plait.optim import LossScaling
-from plait.parallel.units import Unit
-from pool import Pool
-from programs import Task
-from trainings import assert_near, copied, differing, engine_of, train, trained
+from plait.parallel.zero.flat_param import Unit
+from support import hf_models, programs
+from support.pool import Pool
+from support.programs import Task
+from support.trainings import assert_near, copied, differing, engine_of, train, trained
 
 
 def num_ranks(plan: str) -> int:
@@ -36,7 +35,7 @@ def _two_groups(model: nn.Module) -> list[dict[str, Any]]:
 
 def _partly_frozen(on_meta: bool = True) -> nn.Module:
     """A block's attention, a norm and the embedding: what is cut over either axis, and what is whole."""
-    model = families.model_of("llama", on_meta=on_meta)
+    model = hf_models.model_of("llama", on_meta=on_meta)
     for name, parameter in model.named_parameters():
         frozen = ("layers.0.self_attn", "layers.1.input_layernorm", "embed_tokens")
         parameter.requires_grad = not any(part in name for part in frozen)
@@ -49,11 +48,11 @@ def oracles() -> dict[str, programs.Trace]:
     return {}
 
 
-LLAMA = families.builder("llama")
+LLAMA = hf_models.builder("llama")
 STEPS = 3
 TASKS = {
     "llama": Task(LLAMA, own_loss=True, steps=STEPS),
-    "gpt2": Task(families.builder("gpt2"), own_loss=True, steps=STEPS),
+    "gpt2": Task(hf_models.builder("gpt2"), own_loss=True, steps=STEPS),
     "groups": Task(LLAMA, groups=_two_groups, steps=STEPS),
     "frozen": Task(_partly_frozen, steps=STEPS),
     "by value": Task(LLAMA, clip_norm=None, clip_value=2e-3, steps=STEPS),
@@ -232,7 +231,7 @@ def test_a_loss_scale_falls_on_all_ranks_of_a_grid(pool: Pool) -> None:
 
 def _norms(family: str, plan: str, uncounted: bool) -> list[float]:
     """With `uncounted`, what other ranks count too is not taken out."""
-    engine = programs.engine_of(Task(families.builder(family), own_loss=True), plan)
+    engine = programs.engine_of(Task(hf_models.builder(family), own_loss=True), plan)
     batches = [programs.share_of(batch, engine) for batch in programs.batches(2)]
     nothing = mock.patch.object(Unit, "repeated_gradients", return_value=())
     with nothing if uncounted else nullcontext():

@@ -13,8 +13,8 @@ from transformers.utils import logging
 
 import plait
 from plait.errors import PlaitError
-from plait.models.tensor_families import FAMILIES as BUILT_IN
-from pool import Pool
+from plait.models.sharding.families import FAMILIES as BUILT_IN
+from support.pool import Pool
 
 AT_ONCE = 10  # architectures in one call of the pool
 MOST_PARAMETERS = 3_000_000

@@ -9,15 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-import families
 import plait
 from plait.comm import connect
-from plait.dry import Cluster
 from plait.errors import PlaitError
-from plait.explain import Explanation, explain
+from plait.estimate.dry_run import Cluster
+from plait.estimate.explain import Explanation, explain
 from plait.plan import MemoryUse, Plan, added, between
-from plait.plan.traffic import Traffic
-from pool import Pool
+from plait.plan.comm_log import Traffic
+from support import hf_models
+from support.pool import Pool
 
 SEQUENCE, BATCH = 12, 2  # of a micro-batch
 
@@ -52,7 +52,7 @@ def model_of(name: str) -> nn.Module:
         return Plain()
     family, _, tied = name.partition("-")
     more = {"gpt2": {"n_layer": 4}, "llama": {"num_hidden_layers": 4}}.get(family, {})
-    config = families.config_of(family, **more, **({"tie_word_embeddings": True} if tied else {}))
+    config = hf_models.config_of(family, **more, **({"tie_word_embeddings": True} if tied else {}))
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
 

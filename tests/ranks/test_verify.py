@@ -2,15 +2,15 @@
 
 import pytest
 
-import verified
 from plait.verify import Outcome, Source, Verdict
-from pool import Pool, RankError
+from support import verify_models
+from support.pool import Pool, RankError
 
 
 def verdict_of(
     pool: Pool, num_ranks: int, source: Source, plan: str, *more: object, over: str = "host"
 ) -> Verdict:
-    found = pool.over(over).run(verified.verify_on_ranks, num_ranks, source, plan, *more)
+    found = pool.over(over).run(verify_models.verify_on_ranks, num_ranks, source, plan, *more)
     assert all(verdict is None for verdict in found[1:]), "the verdict is the first rank's"
     verdict = found[0]
     assert isinstance(verdict, Verdict)
@@ -22,7 +22,7 @@ def verdict_of(
     [(1, "dp=1"), (4, "pp=2 dp=2 zero=2 micro=2"), (4, "dp=2 zero=3 tp=2 sp=true recompute=full")],
 )
 def test_a_right_plan_is_found_right(pool: Pool, num_ranks: int, plan: str) -> None:
-    verdict = verdict_of(pool, num_ranks, verified.TIED_LLAMA, plan)
+    verdict = verdict_of(pool, num_ranks, verify_models.TIED_LLAMA, plan)
     assert verdict.outcome is Outcome.SAME
     assert 0 < verdict.largest < 1e-12
     assert len(verdict.steps) == 3
@@ -31,23 +31,23 @@ def test_a_right_plan_is_found_right(pool: Pool, num_ranks: int, plan: str) -> N
 
 @pytest.mark.parametrize("build", ["pair", "with_values", "llama", "of_numbers"])
 def test_models_of_a_users_own_are_verified(pool: Pool, build: str) -> None:
-    verdict = verdict_of(pool, 4, Source(build=f"verified:{build}"), "pp=2 dp=2 zero=3 micro=2")
+    verdict = verdict_of(pool, 4, Source(build=f"support.verify_models:{build}"), "pp=2 dp=2 zero=3 micro=2")
     assert verdict.outcome is Outcome.SAME
     assert verdict.largest < 1e-12
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bf16"])
 def test_narrow_numbers_may_differ_by_their_rounding_and_no_more(pool: Pool, dtype: str) -> None:
-    right = verdict_of(pool, 4, verified.LLAMA, "dp=2 tp=2", "", dtype)
+    right = verdict_of(pool, 4, verify_models.LLAMA, "dp=2 tp=2", "", dtype)
     assert right.outcome is Outcome.SAME
     assert right.largest > 1e-9
-    wrong = verdict_of(pool, 4, verified.LLAMA, "dp=2 tp=2 sp=true", "parts", dtype)
+    wrong = verdict_of(pool, 4, verify_models.LLAMA, "dp=2 tp=2 sp=true", "parts", dtype)
     assert wrong.outcome is Outcome.DIFFERS
     assert is_of_the_deaf_block(wrong)
 
 
 def is_of_the_deaf_block(verdict: Verdict) -> bool:
-    return verdict.worst[0].name.startswith(verified.DEAF_LAYER)
+    return verdict.worst[0].name.startswith(verify_models.DEAF_LAYER)
 
 
 @pytest.mark.parametrize(
@@ -63,28 +63,28 @@ def is_of_the_deaf_block(verdict: Verdict) -> bool:
 def test_without_the_messages_of_a_block_its_parameters_are_named(
     pool: Pool, num_ranks: int, plan: str, mutation: str, over: str
 ) -> None:
-    verdict = verdict_of(pool, num_ranks, verified.LLAMA, f"{plan} micro=1", mutation, over=over)
+    verdict = verdict_of(pool, num_ranks, verify_models.LLAMA, f"{plan} micro=1", mutation, over=over)
     assert verdict.outcome is Outcome.DIFFERS
     assert is_of_the_deaf_block(verdict), verdict.worst
     assert verdict.worst[0].where
 
 
 def test_tied_weights_that_are_not_added_up_over_stages_are_named(pool: Pool) -> None:
-    verdict = verdict_of(pool, 2, verified.TIED_LLAMA, "pp=2 micro=2", "tied")
+    verdict = verdict_of(pool, 2, verify_models.TIED_LLAMA, "pp=2 micro=2", "tied")
     assert verdict.outcome is Outcome.DIFFERS
     assert verdict.worst[0].name == "model.embed_tokens.weight"
 
 
 def test_ranks_are_named_by_the_axis_on_which_they_are_off(pool: Pool) -> None:
-    verdict = verdict_of(pool, 4, verified.LLAMA, "dp=2 tp=2 zero=1", "one column")
+    verdict = verdict_of(pool, 4, verify_models.LLAMA, "dp=2 tp=2 zero=1", "one column")
     assert verdict.outcome is Outcome.DIFFERS
     cut = next(off for off in verdict.worst if off.name.endswith("proj.weight"))
-    assert cut.name.startswith(verified.DEAF_LAYER)
+    assert cut.name.startswith(verify_models.DEAF_LAYER)
     assert cut.where == "col=1"
 
 
 def test_a_model_that_is_another_at_each_build_has_the_first_ranks_weights(pool: Pool) -> None:
-    source = Source(build="verified:of_every_build_another")
+    source = Source(build="support.verify_models:of_every_build_another")
     assert verdict_of(pool, 2, source, "dp=2").outcome is Outcome.SAME
     with pytest.raises(RankError, match="initial weights depend on the plan"):
-        pool.run(verified.verify_twice, 1, source, "dp=1")
+        pool.run(verify_models.verify_twice, 1, source, "dp=1")

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-import programs
-import trainings
 from plait.checkpoint import newest
 from plait.comm import (
     Summing,
@@ -20,13 +18,14 @@ from plait.comm import (
     start_exchange,
     start_scattered_sum,
 )
+from plait.data import Windows
 from plait.errors import CommError
-from plait.train.data import Windows
-from plait.train.heartbeat import Heartbeat
-from plait.train.loop import train
+from plait.train.health.heartbeat import Heartbeat
+from plait.train.health.stragglers import Stragglers
 from plait.train.run import RunDir, prepare
-from plait.train.stragglers import Stragglers
-from pool import Pool
+from plait.train.trainer import train
+from support import programs, trainings
+from support.pool import Pool
 
 LATE_S = 0.15
 STEPS, EVERY = 6, 3

@@ -9,15 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-import hard_models
-import hybrid_plans
 import plait
-import programs
-import zero_plans
-from covering import Case
 from plait.errors import ConfigError, PlaitError
-from plait.parallel import gather
-from pool import Pool, Ranks
+from plait.parallel.zero.sharded_model import unshard
+from support import edge_case_models, hybrid_plans, programs, zero_plans
+from support.covering import Case
+from support.pool import Pool, Ranks
 
 
 def check_parity(pool: Pool, case: Case) -> None:
@@ -176,7 +173,7 @@ def _slow_owner(waits: bool) -> Any:
     late = engine._held.update
     with ExitStack() as patches:
         if not waits:
-            patches.enter_context(mock.patch.object(gather, "barrier"))
+            patches.enter_context(mock.patch.object(unshard, "barrier"))
         if torch.distributed.get_rank() == 1:
             slow = mock.patch.object(engine._held, "update", lambda step: (time.sleep(0.2), late(step)))
             patches.enter_context(slow)
@@ -192,7 +189,7 @@ def _num_gathers(plan: str) -> list[int]:
     engine = programs.engine_of(programs.Task(programs.branches), plan)
     counts = []
     for batch in programs.batches(3):
-        with mock.patch.object(gather, "start_all_gather", wraps=gather.start_all_gather) as verb:
+        with mock.patch.object(unshard, "start_all_gather", wraps=unshard.start_all_gather) as verb:
             engine.step(programs.share_of(batch, engine))
         counts.append(verb.call_count)
     return [*counts, len(engine.layout.units)]
@@ -266,7 +263,7 @@ def _repeated_groups(model: nn.Module) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_groups_that_are_not_the_models_parameters_once_each_are_refused(groups: Any, stage: int) -> None:
     with pytest.raises(PlaitError) as caught:
-        programs.engine_of(programs.Task(hard_models.uneven, groups=groups), f"zero={stage}")
+        programs.engine_of(programs.Task(edge_case_models.uneven, groups=groups), f"zero={stage}")
     assert "\n  given   : " in str(caught.value)
 
 
@@ -286,5 +283,5 @@ def _inside_each_other(model: Any) -> Any:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_blocks_that_are_not_the_models_are_refused(blocks: Any, stage: int) -> None:
     with pytest.raises(PlaitError) as caught:
-        programs.engine_of(programs.Task(hard_models.separate, blocks=blocks), f"zero={stage}")
+        programs.engine_of(programs.Task(edge_case_models.separate, blocks=blocks), f"zero={stage}")
     assert "\n  given   : " in str(caught.value)

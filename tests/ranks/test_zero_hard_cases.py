@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-import hard_models
-import programs
-from pool import Pool, PoolOver
-from programs import Task
+from support import edge_case_models, programs
+from support.pool import Pool, PoolOver
+from support.programs import Task
 
 
 @pytest.fixture(params=["host", "gloo"])
@@ -56,21 +55,21 @@ def test_tied_weights_train_as_one(pool: Pool, plan: str) -> None:
 
 @every_stage
 def test_a_weight_that_another_module_uses_trains_the_same(pool: Pool, plan: str) -> None:
-    check_parity(pool, Task(hard_models.borrowed), plan)
+    check_parity(pool, Task(edge_case_models.borrowed), plan)
 
 
 @every_stage
 def test_a_weight_inside_a_block_that_the_root_reads_trains_the_same(pool: Pool, plan: str) -> None:
-    check_parity(pool, Task(hard_models.reached), plan)
+    check_parity(pool, Task(edge_case_models.reached), plan)
 
 
 @every_stage
 def test_frozen_blocks_before_and_between_trained_ones_change_nothing(pool: Pool, plan: str) -> None:
-    ours = check_parity(pool, Task(hard_models.frozen_blocks), plan)
+    ours = check_parity(pool, Task(edge_case_models.frozen_blocks), plan)
     assert not any(name.startswith(("embedding.", "blocks.0.", "blocks.2.")) for name in ours.gradients[0])
     torch.set_default_dtype(torch.float64)
     try:
-        original = dict(hard_models.frozen_blocks().named_parameters())
+        original = dict(edge_case_models.frozen_blocks().named_parameters())
     finally:
         torch.set_default_dtype(torch.float32)
     assert all(torch.equal(ours.first_weights[name], p) for name, p in original.items())
@@ -78,12 +77,12 @@ def test_frozen_blocks_before_and_between_trained_ones_change_nothing(pool: Pool
 
 @every_stage
 def test_a_frozen_model_with_trained_corrections_of_low_rank_trains_the_same(pool: Pool, plan: str) -> None:
-    ours = check_parity(pool, Task(hard_models.adapted), plan)
+    ours = check_parity(pool, Task(edge_case_models.adapted), plan)
     assert {name.rpartition(".")[2] for name in ours.gradients[0]} == {"a", "b"}
 
 
 def _held(plan: str) -> Any:
-    engine = programs.engine_of(Task(hard_models.wide_adapted), plan)
+    engine = programs.engine_of(Task(edge_case_models.wide_adapted), plan)
     engine.step(programs.share_of(programs.batches(1)[0], engine))
     return engine.memory(), sum(w.numel() for w in engine.whole_parameters().values())
 
@@ -104,7 +103,7 @@ def test_what_a_step_a_rank_or_nobody_uses_counts_as_a_zero_gradient(pool: Pool,
 
 @every_stage
 def test_a_block_that_all_ranks_leave_out_in_some_steps_trains_the_same(pool: Pool, plan: str) -> None:
-    task = Task(hard_models.skipping, data=hard_models.numbered_batches)
+    task = Task(edge_case_models.skipping, data=edge_case_models.numbered_batches)
     ours = check_parity(pool, task, plan)
     used = [float(gradients["blocks.1.up.weight"].abs().max()) > 0 for gradients in ours.gradients]
     assert used == [False, True, False, True]
@@ -112,22 +111,22 @@ def test_a_block_that_all_ranks_leave_out_in_some_steps_trains_the_same(pool: Po
 
 @every_stage
 def test_a_block_that_one_rank_leaves_out_trains_the_same(pool: Pool, plan: str) -> None:
-    check_parity(pool, Task(hard_models.choosing), plan)
+    check_parity(pool, Task(edge_case_models.choosing), plan)
 
 
 @every_stage
 def test_parameters_and_units_smaller_than_the_shard_degree_train_the_same(pool: Pool, plan: str) -> None:
-    check_parity(pool, Task(hard_models.tiny), plan)
+    check_parity(pool, Task(edge_case_models.tiny), plan)
 
 
 @pytest.mark.parametrize("plan", [*PLANS, "dp=4 zero=3", "dp=4 zero=3 prefetch=9 gathered=step"])
 def test_units_of_unequal_size_train_the_same(pool: Pool, plan: str) -> None:
-    check_parity(pool, Task(hard_models.uneven), plan)
+    check_parity(pool, Task(edge_case_models.uneven), plan)
 
 
 @every_stage
 def test_weights_of_three_dtypes_in_one_unit_become_the_plans(pool: Pool, plan: str) -> None:
-    ours = check_parity(pool, Task(hard_models.many_dtypes), plan)
+    ours = check_parity(pool, Task(edge_case_models.many_dtypes), plan)
     assert {w.dtype for w in ours.weights.values()} == {torch.float64}
     narrow = ours.first_weights["blocks.0.up.weight"]
     assert torch.equal(narrow, narrow.bfloat16().double()), "the first weights are not the model's own"
@@ -135,26 +134,28 @@ def test_weights_of_three_dtypes_in_one_unit_become_the_plans(pool: Pool, plan: 
 
 @pytest.mark.parametrize("plan", [plan.replace(" recompute=full", "") for plan in PLANS])
 def test_a_model_that_is_one_linear_trains_the_same(pool: Pool, plan: str) -> None:
-    check_parity(pool, Task(hard_models.bare_linear, data=hard_models.float_batches), plan)
+    check_parity(pool, Task(edge_case_models.bare_linear, data=edge_case_models.float_batches), plan)
 
 
 @every_stage
 def test_modules_registered_in_another_order_than_they_run_train_the_same(pool: Pool, plan: str) -> None:
-    check_parity(pool, Task(hard_models.disordered), plan)
+    check_parity(pool, Task(edge_case_models.disordered), plan)
 
 
-@pytest.mark.parametrize("blocks", [hard_models.by_class, hard_models.by_classes, hard_models.by_list])
+@pytest.mark.parametrize(
+    "blocks", [edge_case_models.by_class, edge_case_models.by_classes, edge_case_models.by_list]
+)
 @every_stage
 def test_blocks_can_be_named_by_class_and_by_list(pool: Pool, plan: str, blocks: Any) -> None:
-    check_parity(pool, Task(hard_models.separate, blocks=blocks), plan)
+    check_parity(pool, Task(edge_case_models.separate, blocks=blocks), plan)
 
 
 def _unit_names(blocks: Any) -> Any:
-    engine = programs.engine_of(Task(hard_models.separate, blocks=blocks), "dp=2 zero=3")
+    engine = programs.engine_of(Task(edge_case_models.separate, blocks=blocks), "dp=2 zero=3")
     return [unit.name for unit in engine.layout.units]
 
 
-@pytest.mark.parametrize("blocks", [hard_models.by_class, hard_models.by_list])
+@pytest.mark.parametrize("blocks", [edge_case_models.by_class, edge_case_models.by_list])
 def test_named_blocks_are_units_of_their_own(pool: Pool, blocks: Any) -> None:
     names = pool.run(_unit_names, 2, blocks)[0]
     assert {"first", "second", "third"} <= set(names)
@@ -162,18 +163,18 @@ def test_named_blocks_are_units_of_their_own(pool: Pool, blocks: Any) -> None:
 
 @every_stage
 def test_hooks_of_the_user_see_whole_gradients_and_what_they_return_counts(pool: Pool, plan: str) -> None:
-    for build in (programs.llama, hard_models.uneven):
-        check_parity(pool, Task(build, prepare=hard_models.hook_gradients), plan)
+    for build in (programs.llama, edge_case_models.uneven):
+        check_parity(pool, Task(build, prepare=edge_case_models.hook_gradients), plan)
 
 
 # --- optimizers and clipping
 
 
-@pytest.mark.parametrize("groups", [hard_models.two_groups, hard_models.interleaved_groups])
+@pytest.mark.parametrize("groups", [edge_case_models.two_groups, edge_case_models.interleaved_groups])
 @every_stage
 def test_groups_with_options_of_their_own_train_the_same(pool: Pool, plan: str, groups: Any) -> None:
     check_parity(pool, Task(programs.llama, groups=groups), plan)
-    check_parity(pool, Task(hard_models.uneven, groups=groups), plan)
+    check_parity(pool, Task(edge_case_models.uneven, groups=groups), plan)
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import hard_models
 import plait
-import programs
 from plait.errors import ModelError
-from pool import Pool, PoolOver
-from programs import Task
+from support import edge_case_models, programs
+from support.pool import Pool, PoolOver
+from support.programs import Task
 
 
 @pytest.fixture(params=["host", "gloo"])
@@ -239,7 +238,7 @@ def test_a_loop_of_ones_own_has_the_steps_gradients(pool: Pool, words: str, loop
 @pytest.mark.parametrize("words", ["zero=1", "zero=3", "zero=3 prefetch=0", "zero=3 gathered=step"])
 def test_looking_before_backward_leaves_weights_that_are_used_elsewhere(pool: Pool, words: str) -> None:
     """The head reads the embedding's weight, which no hook of the embedding announces in backward."""
-    build = hard_models.borrowed
+    build = edge_case_models.borrowed
     plan = f"dp=2 {words} micro=3 precision=fp64"
     ours = pool.run(_looks_between_micro_batches, 2, plan, build)[0]
     plain = pool.run(_one_step, 1, "dp=1 precision=fp64", build)[0]
@@ -276,29 +275,29 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all(pool: Pool,
 
 
 def _loads_behind_the_back(plan: str) -> None:
-    engine = fresh(plan, hard_models.uneven)
+    engine = fresh(plan, edge_case_models.uneven)
     batch = programs.share_of(programs.batches(1)[0], engine)
     engine.step(batch)
-    state = {key: torch.ones_like(value) for key, value in hard_models.uneven().state_dict().items()}
+    state = {key: torch.ones_like(value) for key, value in edge_case_models.uneven().state_dict().items()}
     engine.model.load_state_dict(state)
     engine.step(batch)
 
 
 def _replaces_behind_the_back(plan: str) -> None:
-    engine = fresh(plan, hard_models.uneven)
+    engine = fresh(plan, edge_case_models.uneven)
     batch = programs.share_of(programs.batches(1)[0], engine)
     engine.step(batch)
     weight = engine.model.blocks[1].up.weight
-    weight.data = torch.ones(97, hard_models.WIDTH, dtype=weight.dtype)
+    weight.data = torch.ones(97, edge_case_models.WIDTH, dtype=weight.dtype)
     engine.step(batch)
 
 
 def _reassigns_behind_the_back(plan: str) -> None:
-    engine = fresh(plan, hard_models.uneven)
+    engine = fresh(plan, edge_case_models.uneven)
     batch = programs.share_of(programs.batches(1)[0], engine)
     engine.step(batch)
     up: nn.Module = engine.model.blocks[1].up
-    up.weight = nn.Parameter(torch.ones(97, hard_models.WIDTH, dtype=up.weight.dtype))
+    up.weight = nn.Parameter(torch.ones(97, edge_case_models.WIDTH, dtype=up.weight.dtype))
     engine.step(batch)
 
 

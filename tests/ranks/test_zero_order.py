@@ -10,14 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import hard_models
 import plait
-import programs
-from hard_models import Block, Stack, built
 from plait.errors import ModelError
 from plait.models import causal_lm_on_meta
-from pool import Pool, PoolOver
-from programs import Task
+from support import edge_case_models, programs
+from support.edge_case_models import Block, Stack, built
+from support.pool import Pool, PoolOver
+from support.programs import Task
 
 
 @pytest.fixture(params=["host", "gloo"])
@@ -127,12 +126,12 @@ def test_two_gradients_in_one_backward_are_refused(pool: Pool, words: str) -> No
 
 
 def _stray(plan: str) -> Any:
-    engine = programs.engine_of(Task(hard_models.uneven), plan)
+    engine = programs.engine_of(Task(edge_case_models.uneven), plan)
     batch = programs.share_of(programs.batches(1)[0], engine)
     with pytest.raises(ModelError, match="outside of the engine's backward"):
         engine.model(batch["input_ids"]).square().sum().backward()
     spoilt = engine.step(batch)
-    fresh = programs.engine_of(Task(hard_models.uneven), plan)
+    fresh = programs.engine_of(Task(edge_case_models.uneven), plan)
     return spoilt == fresh.step(batch)
 
 
@@ -142,7 +141,7 @@ def test_a_backward_of_the_users_own_reaches_no_step(pool: Pool, words: str) -> 
 
 
 def _evaluates_unevenly(plan: str) -> Any:
-    engine = programs.engine_of(Task(hard_models.uneven), plan)
+    engine = programs.engine_of(Task(edge_case_models.uneven), plan)
     batch = programs.batches(1)[0]
     size = 5 if engine.data_rank == 0 else 2
     result = engine.evaluate({key: value[:size] for key, value in batch.items()})
@@ -156,7 +155,7 @@ def test_ranks_may_evaluate_shares_of_other_sizes(pool: Pool, words: str) -> Non
 
 
 def _decays_in_its_loss(plan: str) -> Any:
-    model = hard_models.uneven()
+    model = edge_case_models.uneven()
 
     def loss(outputs: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
         total, count = programs.summed_loss(outputs, batch)
@@ -174,7 +173,7 @@ def test_a_loss_may_read_the_weights(pool: Pool) -> None:
 
 def _fails_first(plan: str) -> Any:
     """An exception in the first forward, an evaluation, then a step; the walk that the ranks agreed on."""
-    engine = programs.engine_of(Task(hard_models.borrowed), plan)
+    engine = programs.engine_of(Task(edge_case_models.borrowed), plan)
     batch = programs.share_of(programs.batches(1)[0], engine)
     handle = engine.model.blocks[1].register_forward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -193,7 +192,7 @@ def test_a_first_step_that_failed_leaves_no_trace(pool: Pool) -> None:
 
 
 def _fails_first_plain(plan: str) -> Any:
-    engine = programs.engine_of(Task(hard_models.borrowed), plan)
+    engine = programs.engine_of(Task(edge_case_models.borrowed), plan)
     batch = programs.share_of(programs.batches(1)[0], engine)
     return [engine.step(batch), engine.step(batch)]
 
@@ -222,7 +221,7 @@ def test_a_frozen_model_is_never_whole_at_a_time(pool: Pool, words: str) -> None
 
 
 def _letters(plan: str) -> list[str]:
-    engine = programs.engine_of(Task(hard_models.uneven), plan)
+    engine = programs.engine_of(Task(edge_case_models.uneven), plan)
     batch = programs.share_of(programs.batches(1)[0], engine)
     engine.step(batch)
     hides = not engine._held.units[0].whole.stays
@@ -252,7 +251,7 @@ def test_what_is_no_batch_no_loss_or_a_change_of_mind_gets_a_letter(pool: Pool, 
 
 
 def _expanded_buffer(plan: str) -> float:
-    model = hard_models.uneven()
+    model = edge_case_models.uneven()
     model.register_buffer("extra", torch.arange(4).expand(3, 4))
     engine = plait.parallelize(model, plan, loss=programs.summed_loss)
     return engine.step(programs.share_of(programs.batches(1)[0], engine)).loss
@@ -284,7 +283,7 @@ def test_ranks_that_share_no_parameters_may_gather_what_they_like(pool: Pool) ->
 
 
 def _different_digests(plan: str) -> str:
-    engine = programs.engine_of(Task(hard_models.uneven), plan)
+    engine = programs.engine_of(Task(edge_case_models.uneven), plan)
     engine._held.zeros[0]._gatherer._digest = 5 + engine.data_rank
     with pytest.raises(ModelError) as caught:
         engine.step(programs.share_of(programs.batches(1)[0], engine))

@@ -7,12 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import hard_models
 import plait
-import programs
 from plait.plan import MemoryUse
-from pool import Pool, Ranks
-from programs import Task
+from support import edge_case_models, programs
+from support.pool import Pool, Ranks
+from support.programs import Task
 
 # --- memory
 
@@ -128,7 +127,7 @@ INNER = 640
 
 
 def _deep() -> torch.nn.Module:
-    return hard_models.Stack([hard_models.Block(INNER) for _ in range(12)])
+    return edge_case_models.Stack([edge_case_models.Block(INNER) for _ in range(12)])
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -141,7 +140,7 @@ def test_parameters_in_use_are_few_units_at_a_time(pool: Pool, prefetch: int, pr
         0
     ]
     compute = 2 if precision == "bf16" else 4
-    block = 2 * hard_models.WIDTH * INNER + hard_models.WIDTH + INNER
+    block = 2 * edge_case_models.WIDTH * INNER + edge_case_models.WIDTH + INNER
     ends = num_elements - 12 * block
     gathered, travelling = (ends + (2 + prefetch) * block) * compute, (ends + 2 * block) * 4
     assert 0 < measured.buffers <= 1.05 * (gathered + 2 * travelling)
@@ -163,8 +162,8 @@ PLANS = [
 TASKS = {
     "llama": Task(programs.tied_llama),
     "branches": Task(programs.branches),
-    "frozen": Task(hard_models.frozen_blocks),
-    "momentum": Task(hard_models.tiny, optimizer="SGD", arguments={"lr": 0.1, "momentum": 0.9}),
+    "frozen": Task(edge_case_models.frozen_blocks),
+    "momentum": Task(edge_case_models.tiny, optimizer="SGD", arguments={"lr": 0.1, "momentum": 0.9}),
 }
 STEPS_BEFORE = 2
 

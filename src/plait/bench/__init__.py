@@ -14,8 +14,7 @@ from plait.bench.ddp_request import (
     label_of,
     parse_caps,
 )
-from plait.bench.machine import machine
-from plait.bench.report import draw, lines_of, profile_of, tables, to_json
+from plait.bench.report import draw, lines_of, machine, profile_of, tables, to_json
 from plait.bench.request import (
     BUDGET_S,
     DTYPES,

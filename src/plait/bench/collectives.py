@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plait.bench.exercises import Exercise, Pattern, exercise
+from plait.bench.cases import Exercise, Pattern, exercise
 from plait.bench.request import DTYPES, Request
 from plait.comm import World, all_gather, all_reduce, barrier
 from plait.errors import CommError, ConfigError

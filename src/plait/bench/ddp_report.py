@@ -13,7 +13,7 @@ from rich.table import Table
 
 from plait.bench.ddp import Bar, Breakdown
 from plait.bench.ddp_request import label_of
-from plait.bench.machine import machine
+from plait.bench.report import machine
 
 _TITLES = {"group": "process group (Gloo)", "host": "shared memory"}
 _PARTS = {  # fields of Phases: what they are called, and drawn in

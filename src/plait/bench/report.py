@@ -1,21 +1,42 @@
-"""What a measurement becomes: tables, JSON, a picture, and the lines of the host's profile."""
+"""What a measurement becomes: tables, JSON, a picture, and the lines of the host's profile.
+
+What a figure depends on and a reader cannot see.
+"""
 
 import datetime
+import os
+import platform
 import socket
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from matplotlib import colormaps
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich.table import Table
 
 from plait.bench.collectives import Measurement, Row
-from plait.bench.machine import machine
-from plait.plan.bandwidth import VERBS, Line, algorithm_bandwidth, bus_bandwidth, fit
-from plait.plan.profile import HostProfile, Measured
+from plait.plan.cost_model import VERBS, Line, algorithm_bandwidth, bus_bandwidth, fit
+from plait.plan.host_profile import HostProfile, Measured
+
+
+def machine() -> dict[str, Any]:
+    """Processor, number of cores, versions."""
+    python = platform.python_version()
+    return {"cpu": _cpu_model(), "cores": os.cpu_count(), "torch": torch.__version__, "python": python}
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()
+
 
 Lines = Mapping[Measured, Line]
 

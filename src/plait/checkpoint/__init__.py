@@ -9,12 +9,12 @@ comparison.py what is in one, and what two differ in
 header.py     of a safetensors file, ours or not           hugging_face.py   their directories, in and out
 """
 
-from plait.checkpoint.comparison import Comparison, Contents, Verified, compare, places, verified
-from plait.checkpoint.folder import Keep, best, place_of, remove_after, remove_partial, step_of, steps
-from plait.checkpoint.hugging_face import SHARD_BYTES, HuggingFaceFiles, write_hugging_face
+from plait.checkpoint.checkpoint import Checkpoint, is_damaged, newest, open_checkpoint, open_together
+from plait.checkpoint.diff import Comparison, Contents, Verified, compare, places, verified
+from plait.checkpoint.directory import Keep, best, place_of, remove_after, remove_partial, step_of, steps
+from plait.checkpoint.huggingface import SHARD_BYTES, HuggingFaceFiles, write_hugging_face
 from plait.checkpoint.manifest import MANIFEST, Chunk, FileFacts, Manifest, Part, TensorFacts
-from plait.checkpoint.opened import Checkpoint, is_damaged, newest, open_checkpoint, open_together
-from plait.checkpoint.read import Reader
+from plait.checkpoint.reader import Reader
 from plait.checkpoint.saver import Saver, staged_bytes
 
 __all__ = [

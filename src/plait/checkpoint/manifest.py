@@ -27,10 +27,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from plait.checkpoint.dtypes import DTYPES, is_shape
-from plait.checkpoint.header import HEADER_LIMIT_BYTES
+from plait.checkpoint.safetensors_format import DTYPES, HEADER_LIMIT_BYTES, is_shape
 from plait.errors import CheckpointError
-from plait.files import plain_file_bytes
+from plait.fileio import plain_file_bytes
 from plait.plan import Box
 
 MANIFEST = "manifest.json"

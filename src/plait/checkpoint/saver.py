@@ -26,7 +26,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from plait.checkpoint.folder import (
+from plait.checkpoint.directory import (
     Keep,
     note_score,
     place_of,
@@ -36,10 +36,10 @@ from plait.checkpoint.folder import (
     saving_alone,
 )
 from plait.checkpoint.manifest import MANIFEST, Manifest, Part
-from plait.checkpoint.write import write_part
+from plait.checkpoint.writer import write_part
 from plait.comm import World, broadcast, packed, raise_together, unpacked
 from plait.errors import CheckpointError
-from plait.files import sync_folder, write_text
+from plait.fileio import sync_folder, write_text
 from plait.parallel import Kept
 
 _ALIGNMENT = 64

@@ -38,15 +38,13 @@ from plait.bench import (
     tables,
     to_json,
 )
-from plait.cli.letters import ends_with_letter
-from plait.cli.options import Debug
-from plait.cli.outputs import check_picture, write_output
-from plait.cli.ranks import check_ranks, first_rank_first, told_by_one
+from plait.cli.common import Debug, check_picture, ends_with_letter, write_output
+from plait.cli.multirank import check_ranks, first_rank_first, told_by_one
 from plait.comm import TRANSPORTS, World, connect, launch_local
 from plait.comm.launch import end_with_parent
-from plait.files import check_places, write_json
-from plait.plan.bandwidth import VERBS
-from plait.plan.profile import check_place, save
+from plait.fileio import check_places, write_json
+from plait.plan.cost_model import VERBS
+from plait.plan.host_profile import check_place, save
 
 bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)
 

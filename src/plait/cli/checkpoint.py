@@ -22,8 +22,7 @@ from plait.checkpoint import (
     places,
     verified,
 )
-from plait.cli.letters import USER_MISTAKE, ends_with_letter, show_letter
-from plait.cli.options import Debug
+from plait.cli.common import USER_MISTAKE, Debug, ends_with_letter, show_letter
 from plait.errors import CheckpointError, ConfigError
 from plait.train.export import Dtype
 from plait.train.export import convert as write

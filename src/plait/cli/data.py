@@ -5,10 +5,9 @@ from typing import Annotated
 
 import typer
 
-from plait.cli.letters import ends_with_letter
-from plait.cli.options import Debug, Sets
+from plait.cli.common import Debug, Sets, ends_with_letter
+from plait.data import build as build_tokens
 from plait.train.config import read_recipe
-from plait.train.data import build as build_tokens
 
 data = typer.Typer(help="Prepare text for training.", no_args_is_help=True)
 

@@ -6,16 +6,13 @@ from typing import Annotated
 import rich
 import typer
 
-from plait.cli.letters import ends_with_letter
-from plait.cli.options import Debug, Sets
-from plait.cli.outputs import write_output
+from plait.cli.common import Debug, Sets, ends_with_letter, write_output
 from plait.errors import ConfigError
-from plait.explain import Explanation
-from plait.files import check_places, write_json
+from plait.estimate.explain import Explanation
+from plait.fileio import check_places, write_json
 from plait.train.config import read_recipe
-from plait.train.explain import check_rank, cluster_of, cluster_of_run, explain_recipe, to_json
-from plait.train.explain_report import show
-from plait.train.measured import Measured, read_measured
+from plait.train.explain import check_rank, cluster_of, cluster_of_run, explain_recipe, show, to_json
+from plait.train.measurements import Measured, read_measured
 from plait.train.run import RunDir
 
 

@@ -4,8 +4,7 @@ from typing import Annotated
 
 import typer
 
-from plait.cli.letters import ends_with_letter
-from plait.cli.options import Debug, Run
+from plait.cli.common import Debug, Run, ends_with_letter
 from plait.train.export import generate as write
 from plait.train.run import RunDir
 

@@ -9,16 +9,14 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from plait.cli.letters import ends_with_letter
-from plait.cli.options import Debug
-from plait.cli.outputs import check_picture, write_output
+from plait.cli.common import Debug, check_picture, ends_with_letter, write_output
+from plait.cli.schedule_plot import draw_html, draw_png
+from plait.cli.schedule_table import figures_table, grid, ranks_table
 from plait.errors import ConfigError
-from plait.files import check_places, write_text
+from plait.fileio import check_places, write_text
 from plait.plan.schedule import GENERATORS, Checked, Durations, Schedule, Timeline, check, simulate
-from plait.plan.schedule.source import FILE, schedule_of
+from plait.plan.schedule.load import FILE, schedule_of
 from plait.plan.schedule.trace import durations_of, read_trace
-from plait.schedule_picture import draw_html, draw_png
-from plait.schedule_report import figures_table, grid, ranks_table
 
 _NAMES = f"{', '.join(GENERATORS)}, or {FILE}PATH, a CSV file"
 _STDOUT = Path("-")

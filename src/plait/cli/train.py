@@ -9,15 +9,14 @@ from typing import Annotated
 
 import typer
 
-from plait.cli.letters import CTRL_C, USER_MISTAKE, ends_with_letter
-from plait.cli.options import Debug, Run, Sets
-from plait.cli.ranks import check_ranks, first_rank_first, told_by_one
+from plait.cli.common import CTRL_C, USER_MISTAKE, Debug, Run, Sets, ends_with_letter
+from plait.cli.multirank import check_ranks, first_rank_first, told_by_one
 from plait.comm import World, connect, launch_local
 from plait.comm.launch import end_with_parent
 from plait.plan import Plan
 from plait.train.config import Recipe, read_recipe
-from plait.train.loop import train as train_on_this_rank
 from plait.train.run import RunDir, discard_unused, is_later_attempt, num_local_ranks, prepare
+from plait.train.trainer import train as train_on_this_rank
 
 _PREPARED = "plait: prepared"
 

@@ -13,14 +13,12 @@ from rich.console import Console
 from torch.cuda import device_count
 from transformers.utils import logging
 
-from plait.cli.letters import LOST_RANK, USER_MISTAKE, ends_with_letter
-from plait.cli.options import Debug
-from plait.cli.outputs import write_output
+from plait.cli.common import LOST_RANK, USER_MISTAKE, Debug, ends_with_letter, write_output
 from plait.comm.launch import end_with_parent
 from plait.errors import ConfigError, PlaitError, PlanError
-from plait.files import check_places, write_json
+from plait.fileio import check_places, write_json
 from plait.plan import Plan
-from plait.plan.schedule.source import schedule_of
+from plait.plan.schedule.load import schedule_of
 from plait.verify import PRECISIONS, How, Job, Outcome, Verdict, all_plans, check, serve, source_of
 from plait.verify import verify as verify_on_ranks
 from plait.verify.report import line, matrix, tables

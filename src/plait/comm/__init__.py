@@ -7,19 +7,7 @@ from plait.comm.algorithms import (
     broadcast_by,
     reduce_scatter_by,
 )
-from plait.comm.backend import register_backend
-from plait.comm.background import Background
-from plait.comm.codes import CODES
-from plait.comm.compress import CodedSum, Compressor
-from plait.comm.connect import TRANSPORTS, World, connect
-from plait.comm.factors import FactoredSum
-from plait.comm.host.squares import sum_of_squares
-from plait.comm.hosts import hosts_of
-from plait.comm.launch import launch_local
-from plait.comm.mesh import Mesh
-from plait.comm.together import packed, raise_together, text_of, unpacked
-from plait.comm.transport import Call, Pending, Summing, SumOfParts, Transport, Verb
-from plait.comm.verbs import (
+from plait.comm.collectives import (
     Group,
     all_gather,
     all_reduce,
@@ -51,6 +39,17 @@ from plait.comm.verbs import (
     start_scattered_sum,
     start_send,
 )
+from plait.comm.comm_thread import Background
+from plait.comm.compression import CODES, CodedSum, Compressor
+from plait.comm.launch import launch_local
+from plait.comm.mesh import Mesh
+from plait.comm.objects import packed, raise_together, text_of, unpacked
+from plait.comm.powersgd import FactoredSum
+from plait.comm.shm.native_calls import sum_of_squares
+from plait.comm.topology import hosts_of
+from plait.comm.torch_backend import register_backend
+from plait.comm.transport import Call, Pending, Summing, SumOfParts, Transport, Verb
+from plait.comm.world import TRANSPORTS, World, connect
 
 __all__ = [
     "CODES",

@@ -18,9 +18,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from plait.comm.hosts import hosts_of
+from plait.comm.collectives import Group, check_op, start_receive, start_send
+from plait.comm.topology import hosts_of
 from plait.comm.transport import Pending, Summing, SumOfParts
-from plait.comm.verbs import Group, check_op, start_receive, start_send
 from plait.errors import CommError
 from plait.plan.collectives import (
     ALGORITHMS,

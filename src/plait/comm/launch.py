@@ -39,7 +39,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-from plait.comm.connect import RENDEZVOUS_FILE
+from plait.comm.world import RENDEZVOUS_FILE
 from plait.errors import CommError
 
 _LAUNCHER_PID = "PLAIT_LAUNCHER_PID"

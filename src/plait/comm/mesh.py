@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from plait.comm.connect import World
-from plait.comm.verbs import Group
+from plait.comm.collectives import Group
+from plait.comm.world import World
 from plait.plan import AXES, Grid
 
 

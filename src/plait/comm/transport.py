@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from plait.comm.clock import WaitClock
+from plait.comm.stats import WaitClock
 
 
 class Verb(Enum):

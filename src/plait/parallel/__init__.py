@@ -1,20 +1,18 @@
 """The strands: data parallelism over units of flat storage, ZeRO 0 to 3; layers cut on a grid; pipelines."""
 
-from plait.parallel.account import foretold_bytes, held_bytes, terms_of
-from plait.parallel.boxes import boxes_of, view_of
+from plait.parallel.activation_checkpoint import RecomputedForward, recompute_blocks
 from plait.parallel.compile import compile_blocks
-from plait.parallel.groups import DataGroups, PartialSums, Precision
-from plait.parallel.held import Held, SharedSums
-from plait.parallel.holdings import Holdings, persistent_buffers
-from plait.parallel.kept import Kept, Source, WholeTensors
-from plait.parallel.life import bring_to_life, first_weights, let_go, move_buffers
-from plait.parallel.owned import Masters, Owned
-from plait.parallel.recompute import RecomputedForward, recompute_blocks
-from plait.parallel.reduce import UnderWay
-from plait.parallel.replicas import Replicas
-from plait.parallel.state import EngineState
-from plait.parallel.units import Unit
-from plait.parallel.zero import Zero, cut_of
+from plait.parallel.zero.flat_param import Unit
+from plait.parallel.zero.grad_reduce import UnderWay
+from plait.parallel.zero.groups import DataGroups, PartialSums, Precision
+from plait.parallel.zero.materialize import bring_to_life, first_weights, let_go, move_buffers
+from plait.parallel.zero.memory_stats import foretold_bytes, held_bytes, terms_of
+from plait.parallel.zero.replica_check import Replicas
+from plait.parallel.zero.shard_map import Holdings, persistent_buffers
+from plait.parallel.zero.sharded_model import Held, SharedSums, Zero, cut_of
+from plait.parallel.zero.sharded_optim import Masters, Owned
+from plait.parallel.zero.state_dict import EngineState
+from plait.parallel.zero.state_io import Kept, Source, WholeTensors, boxes_of, view_of
 
 __all__ = [
     "DataGroups",

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from plait.errors import PlanError
-from plait.parallel.recompute import RecomputedForward
+from plait.parallel.activation_checkpoint import RecomputedForward
 
 # Said by torch about itself while it compiles; who treats warnings as errors could not compile at all.
 _TORCHS_OWN = (

@@ -16,8 +16,7 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from itertools import groupby, product
 
-from plait.plan.boxes import Boxes
-from plait.plan.tensor import ParameterCut, TensorPlan
+from plait.plan.sharding import Boxes, ParameterCut, TensorPlan
 
 # A piece starts at a multiple of this many elements: 16 bytes of bf16, which is what matrix units ask
 # of a pointer. Widths of real models are multiples of it, so gaps are rare. They hold zeros for ever:

@@ -16,9 +16,9 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from transformers import get_scheduler
 
+from plait.data import DataConfig, TokenizerConfig
 from plait.errors import ConfigError, nearest, unknown_key_hint
 from plait.optim import LossScaling, states_per_element
-from plait.train.data import DataConfig, TokenizerConfig
 
 # The engine updates flat storages, in which a matrix is no longer a matrix: an optimizer has to treat
 # every element alike. (Adafactor, Muon and LBFGS do not.) Rprop does, but it has no weight decay, and steps

@@ -1,21 +1,218 @@
-"""A recipe's plan explained before it runs, and a run's beside what it measured."""
+"""A recipe's plan explained before it runs, and a run's beside what it measured.
 
+What `plait explain` prints: the plan, what ranks hold and say, and beside it what a run measured.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import groupby
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.table import Table
 
-from plait.dry import Cluster
+from plait.data.tokenizer import read_tokenizer
 from plait.errors import ConfigError
-from plait.explain import Alike, Explanation, explain
+from plait.estimate.dry_run import Cluster
+from plait.estimate.explain import Alike, Explanation, explain
 from plait.models import read_config
-from plait.plan import AXES, Plan
-from plait.plan.foretold import ring_bytes
-from plait.plan.traffic import to_rows
+from plait.plan import AXES, Line, Plan, Tally, added
+from plait.plan.comm_log import to_rows
+from plait.plan.estimate.traffic import ring_bytes
 from plait.train.config import Recipe
-from plait.train.data.tokenizer import read_tokenizer
-from plait.train.measured import Measured
+from plait.train.measurements import Measured
 from plait.train.model import check_config, model_on_meta
+from plait.train.report import memory_table, used_categories
+
+_MOST = 4  # kinds of ranks whose traffic is printed, if nobody asks for one
+_LANE = re.compile(r"(activations|gradients) from stage rank")
+_OF = {
+    "layers": "cut layers",
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "stages": "stages",
+    "step": "loss, norm",
+}
+
+
+def show(
+    explanation: Explanation, measured: Measured | None, console: Console, *, rank: int | None = None
+) -> None:
+    """All tables; of what is said, that of `rank` alone if it is given."""
+    console.print(plan_table(explanation, measured))
+    console.print(holdings_table(explanation))
+    if measured is None:
+        console.print(memory_of_kinds(explanation))
+    chosen = explanation.alike if rank is None else (explanation.of_rank(rank),)
+    for row in chosen[:_MOST]:
+        if measured is None:
+            console.print(traffic_table(explanation, row))
+        else:
+            _show_beside(row, measured, console)
+    if len(chosen) > _MOST:
+        more = len(chosen) - _MOST
+        console.print(f"{more} more kinds of ranks: --rank N shows one, --json FILE has them all")
+
+
+def plan_table(explanation: Explanation, measured: Measured | None) -> Table:
+    """The plan as a whole."""
+    plan, grid = explanation.plan, explanation.grid
+    table = Table(title="this plan", show_header=False, title_justify="left")
+    table.add_column()
+    table.add_column()
+    axes = ("pp", "replicate", "shard", "row", "col")
+    degrees = " x ".join(f"{axis} {grid.degree(axis)}" for axis in axes if grid.degree(axis) > 1)
+    ranks = "1 rank" if grid.num_ranks == 1 else f"{grid.num_ranks:,} ranks: {degrees}"
+    table.add_row("plan", str(plan))
+    table.add_row("grid", ranks)
+    table.add_row("model", f"{explanation.model}, {explanation.num_parameters:,} parameters")
+    shape = " x ".join(map(str, explanation.micro_shape))
+    table.add_row("micro-batch", f"{shape}, {plan.micro} a step on each data rank")
+    table.add_row("transport", explanation.transport)
+    if plan.pp > 1:
+        bubble = f"{explanation.bubble:.1%} of the time, if stages are alike"
+        if measured is not None and measured.bubble is not None:
+            bubble += f"; {measured.bubble:.1%} measured"
+        table.add_row("schedule", f"{plan.schedule}, {explanation.num_stages} stages")
+        table.add_row("bubble", bubble)
+    return table
+
+
+def holdings_table(explanation: Explanation) -> Table:
+    """Who has what of the model: a line for ranks that are alike."""
+    table = Table(
+        title="what a rank holds",
+        title_justify="left",
+        caption="boxes: of whole tensors, which its parameters are\n"
+        "updated: elements of its own range, padding included",
+        caption_justify="left",
+    )
+    for heading in ("ranks", "blocks"):
+        table.add_column(heading)
+    for heading in ("parameters", "boxes", "updated"):
+        table.add_column(heading, justify="right")
+    for row in explanation.alike:
+        numbers = (f"{number:,}" for number in (row.parameters, row.boxes, row.owned))
+        table.add_row(in_words(row.ranks), ", ".join(_blocks(row)), *numbers)
+    return table
+
+
+def memory_of_kinds(explanation: Explanation) -> Table:
+    """Bytes by category: a line for ranks that are alike."""
+    rows = explanation.alike
+    on_device, elsewhere = used_categories(*(row.memory for row in rows))
+    table = Table(title="memory per rank", title_justify="left", padding=0)
+    for heading in ("ranks", *on_device, "in all", *elsewhere):
+        table.add_column(heading, justify="left" if heading == "ranks" else "right")
+    for row in rows:
+        numbers = [getattr(row.memory, name) for name in (*on_device, "total", *elsewhere)]
+        table.add_row(in_words(row.ranks), *("not known" if n is None else _bytes(n) for n in numbers))
+    return table
+
+
+def _blocks(row: Alike) -> Iterator[str]:
+    for first, last in row.blocks:
+        yield first if first == last else f"{first} to {last.rpartition('.')[2]}"
+
+
+def traffic_table(explanation: Explanation, row: Alike) -> Table:
+    """What is said in a step."""
+    table = Table(
+        title=f"said in a step by {_whose(row.ranks)}",
+        title_justify="left",
+        caption="bytes: of the whole tensors; leaving: by rings, the least that there is",
+        caption_justify="left",
+    )
+    for heading in ("of", "verb", "over", "calls", "bytes", "leaving"):
+        table.add_column(heading, justify="right" if heading in ("calls", "bytes", "leaving") else "left")
+    for strand, traffic in row.traffic.items():
+        for (verb, over), found in _merged(traffic):
+            tally = sum(found.values(), Tally())
+            leaves = ring_bytes(found, explanation.grid)
+            table.add_row(
+                _OF[strand], verb, over, f"{tally.count:,}", _bytes(tally.num_bytes), _bytes(leaves)
+            )
+    leaving = ring_bytes(added(row.traffic.values()), explanation.grid)
+    table.add_section()
+    table.add_row("in all", "", "", "", "", _bytes(leaving))
+    return table
+
+
+def _merged(traffic: Mapping[Line, Tally]) -> Iterator[tuple[tuple[str, str], dict[Line, Tally]]]:
+    """Lines that differ in nothing that is printed, together."""
+    lines = sorted(traffic, key=_printed)
+    for printed, found in groupby(lines, key=_printed):
+        yield printed, {line: traffic[line] for line in found}
+
+
+def _printed(line: Line) -> tuple[str, str]:
+    found = _LANE.match(line.lane)
+    what = f" ({found[1]})" if found else ""
+    return line.verb, (" x ".join(line.axes) or "all ranks") + what
+
+
+def _show_beside(row: Alike, measured: Measured, console: Console) -> None:
+    """Memory and traffic of the kind's first rank, foretold and measured."""
+    rank = row.ranks[0]
+    real = measured.of_rank(rank)
+    console.print(memory_table(row.memory, real.memory, f"of rank {rank}"))
+    table = Table(title=f"said by rank {rank} in step {measured.step}", title_justify="left")
+    columns = ("calls foretold", "measured", "bytes foretold", "measured", "off by")
+    for heading in ("verb", "over", *columns):
+        table.add_column(heading, justify="right" if heading in columns else "left")
+    ours = _by_words(added(row.traffic.values()))
+    theirs = _by_words(real.traffic)
+    for words in sorted({*ours, *theirs}):
+        one, other = ours.get(words, Tally()), theirs.get(words, Tally())
+        table.add_row(
+            *words,
+            f"{one.count:,}",
+            f"{other.count:,}",
+            _bytes(one.num_bytes),
+            _bytes(other.num_bytes),
+            _off(one, other),
+        )
+    console.print(table)
+
+
+def _by_words(traffic: Mapping[Line, Tally]) -> dict[tuple[str, str], Tally]:
+    return {printed: sum(found.values(), Tally()) for printed, found in _merged(traffic)}
+
+
+def _off(foretold: Tally, measured: Tally) -> str:
+    if foretold == measured:
+        return "nothing"
+    if not measured.num_bytes:
+        return "not said" if not measured.count else f"{foretold.count - measured.count:+,} calls"
+    return f"{foretold.num_bytes / measured.num_bytes - 1:+.1%}"
+
+
+def in_words(ranks: Sequence[int], most: int = 4) -> str:
+    """As `0-3, 8-11`; of many such runs the first ones."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    texts = ["-".join(map(str, run)) for run in runs]
+    if len(texts) <= most:
+        return ", ".join(texts)
+    return f"{', '.join(texts[: most - 1])}, ... ({len(ranks):,} ranks)"
+
+
+def _whose(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"each of ranks {in_words(ranks)}"
+
+
+def _bytes(num_bytes: int) -> str:
+    """In the unit in which it has one to four digits before the point."""
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:,.1f} {unit}"
+    return f"{num_bytes} B"
 
 
 def cluster_of(recipe: Recipe, host_size: int | None = None) -> Cluster:

@@ -9,10 +9,10 @@ from transformers.utils import logging as transformers_logging
 
 from plait import checkpoint
 from plait.checkpoint import Checkpoint, write_hugging_face
+from plait.data import load_tokenizer
 from plait.errors import CheckpointError
 from plait.models import causal_lm_on_meta
 from plait.plan import Plan
-from plait.train.data import load_tokenizer
 from plait.train.model import check_prompt, model_on_meta, prompt_ids
 from plait.train.run import RunDir
 

@@ -22,7 +22,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.utils.tensorboard.writer import SummaryWriter
 
 from plait.errors import RunError
-from plait.files import write_text
+from plait.fileio import write_text
 from plait.train.run import RunDir
 
 _CURVES = {"loss", "lr", "grad_norm", "tokens_per_s", "mfu", "skipped_steps", "loss_scale"}

@@ -5,13 +5,13 @@ from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from plait.assembly import check_cuts
+from plait.api import check_cuts
 from plait.checkpoint import HuggingFaceFiles
+from plait.data import check_sequence
 from plait.errors import ModelError, RunError, unknown_key_hint
 from plait.models import causal_lm_on_meta, pretrained_causal_lm, read_config
 from plait.plan import Plan
 from plait.train.config import ModelConfig
-from plait.train.data import check_sequence
 
 # Keys that configurations take but do not keep under this name.
 _OTHER_SPELLINGS = {"model_type", "rope_theta", "rope_scaling", "torch_dtype", "num_labels"}

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from plait.comm import all_gather
-from plait.engine import Engine
+from plait.engine.engine import Engine
 from plait.plan import MemoryUse
 from plait.train.config import Recipe
 from plait.train.metrics import read_metrics

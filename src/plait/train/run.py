@@ -20,17 +20,17 @@ from pathlib import Path
 
 import torch
 
-from plait.assembly import check_cuts
+from plait.api import check_cuts
 from plait.checkpoint import Checkpoint
+from plait.data import TokenStore, build, check_samples, load_tokenizer
 from plait.errors import ConfigError, PlanError, RunError
-from plait.files import check_places, locked, sync_folder, sync_tree, write_json
+from plait.fileio import check_places, locked, sync_folder, sync_tree, write_json
 from plait.models import causal_lm_on_meta
 from plait.optim import MappedFile
 from plait.plan import Plan
 from plait.train.config import LossScaleConfig, Recipe, RunConfig, differences, read_recipe
-from plait.train.data import TokenStore, build, check_samples, load_tokenizer
 from plait.train.model import check_config, check_prompt, prompt_ids, whole_config
-from plait.train.resuming import Check, begin_with, go_back, newest_that_opens
+from plait.train.resume import Check, begin_with, go_back, newest_that_opens
 
 _LEFT_S = 10.0
 

@@ -1,10 +1,10 @@
 """Verifying: a plan on local ranks against the one-process program, on any model."""
 
-from plait.verify.rank import LEAST, PRECISIONS, Job, check
-from plait.verify.serve import How, serve, verify
-from plait.verify.subject import Source, Subject, source_of
+from plait.verify.model_spec import Source, Subject, source_of
+from plait.verify.result import Off, Outcome, Verdict
+from plait.verify.runner import How, serve, verify
 from plait.verify.sweep import all_plans
-from plait.verify.verdict import Off, Outcome, Verdict
+from plait.verify.worker import LEAST, PRECISIONS, Job, check
 
 __all__ = [
     "LEAST",

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from plait.plan import Plan
-from plait.verify.verdict import Outcome, Verdict
+from plait.verify.result import Outcome, Verdict
 
 _SHOWN = {Outcome.SAME: "green", Outcome.DIFFERS: "red", Outcome.REFUSED: "yellow", Outcome.DIED: "red"}
 

@@ -16,10 +16,10 @@ from torch.autograd.function import once_differentiable
 
 from plait.comm import Group
 from plait.errors import ModelError
+from plait.parallel.tensor.functional import sum_in_place
 from plait.parallel.tensor.groups import Cut
-from plait.parallel.tensor.ops import sum_in_place
-from plait.parallel.tensor.readers import weight_of
-from plait.plan.tensor import Range
+from plait.parallel.tensor.shared_input import weight_of
+from plait.plan.sharding import Range
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from plait.comm import Group
-from plait.plan.tensor import DimCut
+from plait.plan.sharding import DimCut
 
 
 @dataclass(frozen=True)

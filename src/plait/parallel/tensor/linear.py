@@ -25,11 +25,11 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from plait.comm import Group
-from plait.parallel.products import flat, input_gradient, product, weight_gradient
+from plait.parallel.linear_ops import flat, input_gradient, product, weight_gradient
+from plait.parallel.tensor.functional import gather_features, split_features, sum_in_place
 from plait.parallel.tensor.groups import Cut
-from plait.parallel.tensor.ops import gather_features, split_features, sum_in_place
-from plait.parallel.tensor.readers import Readers, Reading, weight_of
-from plait.parallel.tensor.tokens import TokenCut, gathered_tokens, summed_tokens
+from plait.parallel.tensor.sequence import TokenCut, gathered_tokens, summed_tokens
+from plait.parallel.tensor.shared_input import Readers, Reading, weight_of
 
 
 @dataclass

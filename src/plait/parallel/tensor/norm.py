@@ -24,8 +24,8 @@ from torch.overrides import TorchFunctionMode
 
 from plait.comm import all_gather
 from plait.errors import ModelError
+from plait.parallel.tensor.functional import sum_in_place, total_of_parts
 from plait.parallel.tensor.groups import Cut
-from plait.parallel.tensor.ops import sum_in_place, total_of_parts
 
 # Look along features and leave their number as it is: not to be told from the shape of what comes out.
 _KEEP_SHAPE = frozenset(

@@ -1,19 +1,20 @@
-"""Sequence parallelism: between the first block's input and the last block's output a rank has its tokens
-only.
+"""Tokens cut over `col`: the stream between the first block's input and the last block's output.
 
-After Korthikanti et al. (2205.05198, section 4.2.2): norms and what else lies between regions work on a
-piece of the tokens; a region (attention, mlp) gathers them, and the sum after its ROW layers leaves each
-rank its own.
+[Note: which rank has which tokens]
+A sequence of T tokens is cut in consecutive pieces, the first T % col of them a token longer. Of (B, T, H)
+dim 1 is cut, of (T, H) dim 0. A block that flattens its piece to (B t, H) has B runs of its tokens; so have
+the others, and gathered along dim 0 they are in an order of their own, which layers that treat tokens alike
+do not see and which the sum after them undoes. A region that is given (B, T, H) and flattens that has whole
+sequences one after the other: its ROW layers are told, and sum (B, T, H).
 
-[Note: the gradient of a region's input]
-  pure    every weight that reads the input is cut, so each rank has a part of its gradient: backward sums
-          the parts and leaves each rank its tokens, one reduce-scatter. COLUMN layers inside do not sum.
-          What they read is gathered again for their weights; see readers.py.
-  else    COLUMN layers inside sum, as without sp; the gradient is whole on every rank, which takes its
-          tokens.
-  closed  nothing inside leaves a rank its own tokens: it holds experts, which look at tokens one by one and
-          in an order of their own, or has no ROW layer. It works as without sp, and every rank takes its
-          tokens of what comes out. A closed region is not pure, but for a lone layer.
+What was the whole length can not be told from a piece. The first block sees it. Each block marks what it
+gives, at the graph's node or, where there is none, at the tensor; and reads the mark of what it gets: so a
+block that is run again in backward, after the forward of another micro-batch, finds its own. A mark that is
+lost between two blocks of one forward is the first block's. Without a mark there is none in a backward, which
+is refused.
+
+The stream is cut from the first block's input to the last one's output of a forward: not where a block is run
+again in backward, and no more where a new forward of the model begins.
 """
 
 from collections.abc import Callable
@@ -21,184 +22,255 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
+from plait.comm import Group, Pending, all_gather, start_all_gather, start_reduce_scatter
 from plait.errors import ModelError
-from plait.parallel.tensor.beside import Beside, with_others
-from plait.parallel.tensor.readers import ByTensor, Readers, Reading, Regathered, weight_of
-from plait.parallel.tensor.tokens import (
-    TokenCut,
-    dim_of,
-    gather_tokens,
-    gathered_tokens,
-    pieces_of,
-    split_tokens,
-    start_gathered_tokens,
-    start_summed_tokens,
-)
+from plait.parallel.tensor.shared_input import ByTensor
 
-Forward = Callable[..., Any]
+_MARK = "plait: tokens of the whole sequence"
 
 
-@dataclass(frozen=True)
-class Gathers:
-    """Tokens that have been gathered in the block that is running: one message per tensor and kind."""
+@dataclass
+class TokenCut:
+    """The cut of the tokens that are under way. See [Note: which rank has which tokens]."""
 
-    pure: ByTensor[Tensor] = field(default_factory=ByTensor)
-    whole: ByTensor[Tensor] = field(default_factory=ByTensor)
+    group: Group
+    length: int = 0  # of the whole sequence; set, as what follows, by the block that is running
+    begun: int = 0  # autograd's number when the first block was entered
+    sequences: int = 1  # that lie one after the other where a block flattens them
+    dims: int = 3  # of what the running region was given
+    is_cut: bool = False  # the stream of the forward that is running
+    _graphless: ByTensor[tuple[int, int]] = field(default_factory=ByTensor)  # marks
 
-    def forget(self) -> None:
-        self.pure.clear()
-        self.whole.clear()
-
-
-@dataclass(frozen=True)
-class CutBlock:
-    """The forward of a block whose stream has this rank's tokens."""
-
-    name: str
-    forward: Forward
-    tokens: TokenCut
-    gathers: Gathers
-    beside: Beside
-    is_first: bool
-    is_last: bool
-
-    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = self._enter(args, kwargs)
-        return self._leave(self.forward(module, *args, **kwargs))
-
-    @torch.compiler.disable
-    def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        def enter(x: Tensor) -> Tensor:
-            self.tokens.enter(self.name, x, is_whole=self.is_first)
-            if not self.is_first:
-                return x
-            self.beside.forget()
-            group = self.tokens.group
-            piece = split_tokens(x, group, pieces_of(x.shape[dim_of(x)], group.size))
-            self.tokens.mark(piece)
-            return piece
-
-        def other(x: Tensor) -> Tensor:
-            return self.beside.for_block(self.name, x, is_first=self.is_first)
-
-        return with_others(other, *with_input(enter, self.name, args, kwargs))
-
-    @torch.compiler.disable
-    def _leave(self, output: Any) -> Any:
-        self.gathers.forget()
-        if self.is_last:
-            self.tokens.leave()
-
-        def leave(x: Tensor) -> Tensor:
-            if self.is_last:
-                return gather_tokens(x, self.tokens.group, self.tokens.sizes_around(x))
-            self.tokens.mark(x)
-            return x
-
-        return with_output(leave, self.name, output)
-
-
-@dataclass(frozen=True)
-class CutRegion:
-    """The forward of a region. See [Note: the gradient of a region's input].
-
-    columns   of a pure region, the layers that read its input, by their names in it
-    """
-
-    name: str
-    forward: Forward
-    tokens: TokenCut
-    gathers: Gathers
-    beside: Beside
-    readers: Readers  # along col
-    scope: str
-    columns: tuple[str, ...]
-    is_pure: bool
-    is_closed: bool
-
-    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = self._enter(module, args, kwargs)
-        output = self.forward(module, *args, **kwargs)
-        return self._leave(output) if self.is_closed else output
-
-    @torch.compiler.disable
-    def _enter(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        args, kwargs = with_input(lambda x: self._read(module, x), self.name, args, kwargs)
-        if self.is_pure:
-            return args, kwargs
-        return with_others(lambda x: self.beside.for_region(self.name, x), args, kwargs)
-
-    def _read(self, module: nn.Module, x: Tensor) -> Tensor:
-        given = self.beside.given(x)
-        if given is None:
-            return self._gathered(module, x)
-        return x if self.is_pure else given  # all tokens already
-
-    def _gathered(self, module: nn.Module, x: Tensor) -> Tensor:
-        self.tokens.dims = x.dim()
-        known = self.gathers.pure if self.is_pure else self.gathers.whole
-        found = known.get(x)
-        if found is not None:
-            return self.readers.join(found, self._weights(module)) if self.is_pure else found
-        group, sizes = self.tokens.group, self.tokens.sizes_around(x)
-        if self.is_pure and torch.is_grad_enabled() and x.requires_grad:
-            reading = Reading(
-                module,
-                self.scope,
-                self.readers.expected(module, self._weights(module)),
-                lambda dz: start_summed_tokens(dz, group, sizes, "gradient of a region's tokens"),
-                lambda piece: gathered_tokens(piece, group, sizes),
-                Regathered(lambda piece: start_gathered_tokens(piece, group, sizes, "a region's tokens")),
+    def enter(self, name: str, x: Tensor, *, is_whole: bool) -> None:
+        """A block begins with `x`, its piece or (the first one) the whole."""
+        self.sequences = x.shape[0] if x.dim() > 2 else 1
+        if is_whole:
+            self.length, self.begun = x.shape[dim_of(x)], torch.autograd._get_sequence_nr()
+            self.is_cut = not _is_backward()
+            return
+        node: Any = x.grad_fn
+        mark = self._graphless.get(x) if node is None else node.metadata.get(_MARK)
+        if mark is not None:
+            self.length, self.begun = mark
+        elif _is_backward() or not self.is_cut:
+            raise ModelError(
+                f"{name} runs on tokens of a sequence whose length is not known",
+                given="in backward, what it reads is not what the block before it gave"
+                if _is_backward()
+                else "the first block has not run in this forward",
+                expected="blocks in their order, each reading what the one before it gave",
+                hint="recompute=none, or sp=false",
             )
-            whole = reading.of(x)
-            self.readers.make_known(whole, reading, x.detach())
+
+    def mark(self, x: Tensor) -> None:
+        """A block gives `x`; or the first one goes on with it."""
+        node: Any = x.grad_fn
+        if node is None:
+            self._graphless.put(x, (self.length, self.begun))
         else:
-            whole = gather_tokens(x, group, sizes)
-        known.put(x, whole)
+            node.metadata[_MARK] = (self.length, self.begun)
+
+    def leave(self) -> None:
+        """The last block ends, or a new forward begins."""
+        if not _is_backward():
+            self.is_cut = False
+
+    def sequences_of(self, whole: Tensor) -> int | None:
+        """How many whole sequences a region has flattened to `whole`; None where it has not."""
+        if whole.dim() > 2 or self.dims <= 2 or not self.length:
+            return None
+        return whole.shape[0] // self.length
+
+    @property
+    def own(self) -> int:
+        """Tokens of this rank."""
+        return self.pieces[self.group.rank]
+
+    @property
+    def pieces(self) -> tuple[int, ...]:
+        return pieces_of(self.length, self.group.size)
+
+    def sizes_around(self, piece: Tensor) -> tuple[int, ...]:
+        """Of what `piece` is this rank's part of, every rank's tokens."""
+        own, tokens = self.own, piece.shape[dim_of(piece)]
+        if not own:  # nothing to tell it from
+            return self._times(self.sequences if piece.dim() == 2 else 1)
+        return self._runs(tokens, own, "a rank's piece")
+
+    def sizes_within(self, whole: Tensor) -> tuple[int, ...]:
+        """Of `whole`, every rank's tokens."""
+        return self._runs(whole.shape[dim_of(whole)], self.length, "the whole sequence")
+
+    def _runs(self, tokens: int, expected: int, what: str) -> tuple[int, ...]:
+        runs, rest = divmod(tokens, expected) if expected else (1, tokens)
+        if rest:
+            raise ModelError(
+                "a block re-arranges tokens in a way that cannot be cut over ranks",
+                given=f"{tokens} tokens where {what} has {expected}",
+                hint="sp=false",
+            )
+        return self._times(runs)
+
+    def _times(self, runs: int) -> tuple[int, ...]:
+        return tuple(runs * piece for piece in self.pieces)
+
+
+def is_of_stream(x: Tensor) -> bool:
+    """Whether autograd's graph leads from `x` to what a block was given."""
+    seen: set[Any] = set()
+    left: list[Any] = [x.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        if _MARK in node.metadata:
+            return True
+        seen.add(node)
+        left += [before for before, _ in node.next_functions]
+    return False
+
+
+def _is_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def pieces_of(length: int, ranks: int) -> tuple[int, ...]:
+    return tuple(length // ranks + (rank < length % ranks) for rank in range(ranks))
+
+
+def dim_of(x: Tensor) -> int:
+    return 1 if x.dim() > 2 else 0
+
+
+def split_tokens(whole: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
+    """This rank's tokens; backward gathers."""
+    return _Split.apply(whole, group, sizes) if group.size > 1 else whole
+
+
+def gather_tokens(piece: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
+    """All tokens; backward takes this rank's, as what follows is the same on every rank."""
+    return _Gather.apply(piece, group, sizes) if group.size > 1 else piece
+
+
+def gathered_tokens(piece: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
+    """(B, t, H) of every rank to (B, T, H), without a graph. One pass beyond the message where B > 1 or
+    pieces are uneven."""
+    if group.size == 1:
+        return piece
+    room = _Room.of(piece, group, sizes)
+    all_gather(room.there.view(-1), room.own.view(-1), group, label="tokens")
+    return room.whole(piece)
+
+
+def start_gathered_tokens(
+    piece: Tensor, group: Group, sizes: tuple[int, ...], label: str = "tokens"
+) -> Callable[[], Tensor]:
+    """The same, begun; what is returned waits for the whole."""
+    if group.size == 1:
+        return lambda: piece
+    room = _Room.of(piece, group, sizes)
+    pending = start_all_gather(room.there.view(-1), room.own.view(-1), group, label=label)
+
+    def end() -> Tensor:
+        pending.wait()
+        return room.whole(piece)
+
+    return end
+
+
+@dataclass(frozen=True)
+class _Room:
+    """Where ranks' tokens arrive: in the whole; or padded to equal lengths, one rank's after the other's."""
+
+    there: Tensor
+    own: Tensor  # what this rank gives
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, piece: Tensor, group: Group, sizes: tuple[int, ...]) -> "_Room":
+        dim, longest, own = dim_of(piece), max(sizes), sizes[group.rank]
+        if _lies_in_order(piece, sizes):
+            return cls(piece.new_empty(_longer(piece, sum(sizes))), piece.contiguous(), sizes)
+        buffer = piece.new_empty(group.size, *_longer(piece, longest))
+        given = buffer[group.rank]
+        given.narrow(dim, 0, own).copy_(piece)
+        given.narrow(dim, own, longest - own).zero_()
+        return cls(buffer, given, sizes)
+
+    def whole(self, piece: Tensor) -> Tensor:
+        if _lies_in_order(piece, self.sizes):
+            return self.there
+        dim, whole = dim_of(piece), piece.new_empty(_longer(piece, sum(self.sizes)))
+        for part, got in zip(whole.split(self.sizes, dim), self.there, strict=True):
+            part.copy_(got.narrow(dim, 0, part.shape[dim]))
         return whole
 
-    def _weights(self, module: nn.Module) -> list[Tensor]:
-        return [weight_of(module.get_submodule(name)) for name in self.columns]
 
-    @torch.compiler.disable
-    def _leave(self, output: Any) -> Any:
-        group = self.tokens.group
-        return with_output(lambda x: split_tokens(x, group, self.tokens.sizes_within(x)), self.name, output)
+def _longer(piece: Tensor, tokens: int) -> tuple[int, ...]:
+    dim = dim_of(piece)
+    return (*piece.shape[:dim], tokens, *piece.shape[dim + 1 :])
 
 
-def with_input(
-    change: Callable[[Tensor], Tensor], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with hidden states changed: the first positional one, or the keyword of that name."""
-    if args and isinstance(args[0], Tensor):
-        return (change(args[0]), *args[1:]), kwargs
-    if isinstance(kwargs.get("hidden_states"), Tensor):
-        return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
-    raise ModelError(
-        f"it cannot be told which input of {name} the hidden states are",
-        given=f"{len(args)} positional arguments and the keywords {', '.join(kwargs) or '(none)'}",
-        expected="a tensor as the first positional argument, or as the keyword hidden_states",
-        hint="sp=false",
-    )
+def start_summed_tokens(
+    whole: Tensor, group: Group, sizes: tuple[int, ...], label: str = "tokens"
+) -> tuple[Tensor, Pending]:
+    """The sum over ranks of (B, T, H), of which this rank gets its tokens once the Pending is over."""
+    dim, longest = dim_of(whole), max(sizes)
+    if group.size == 1:
+        return whole, Pending()
+    shape = (*whole.shape[:dim], longest, *whole.shape[dim + 1 :])
+    piece = whole.new_empty(shape)
+    if _lies_in_order(whole, sizes):
+        buffer = whole.contiguous()
+    else:
+        buffer = whole.new_empty(group.size, *shape)
+        for part, into in zip(whole.split(sizes, dim), buffer, strict=True):
+            into.narrow(dim, 0, part.shape[dim]).copy_(part)
+            into.narrow(dim, part.shape[dim], longest - part.shape[dim]).zero_()
+    pending = start_reduce_scatter(piece.view(-1), buffer.view(-1), group, label=label)
+    own = sizes[group.rank]
+    return piece if own == longest else piece.narrow(dim, 0, own), pending
 
 
-def with_output(change: Callable[[Tensor], Tensor], name: str, output: Any) -> Any:
-    """The output with hidden states changed: the tensor it is, or its first entry."""
-    if isinstance(output, Tensor):
-        return change(output)
-    if isinstance(output, tuple | list) and output and isinstance(output[0], Tensor):
-        values = (change(output[0]), *output[1:])
-        return output._make(values) if hasattr(output, "_make") else type(output)(values)  # a namedtuple
-    if isinstance(output, dict) and output and isinstance(first := next(iter(output.values())), Tensor):
-        output[next(iter(output))] = change(first)  # transformers' ModelOutput
-        return output
-    raise ModelError(
-        f"it cannot be told which output of {name} the hidden states are",
-        given=type(output).__name__,
-        expected="a tensor, or a tuple or ModelOutput that begins with it",
-        hint="sp=false",
-    )
+def summed_tokens(whole: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
+    """`start_summed_tokens`, to its end. No view: a model's own code may write into it."""
+    piece, pending = start_summed_tokens(whole, group, sizes)
+    pending.wait()
+    return piece.clone(memory_format=torch.contiguous_format) if piece._is_view() else piece
+
+
+def _lies_in_order(x: Tensor, sizes: tuple[int, ...]) -> bool:
+    """Whether ranks' tokens lie one after the other in the whole, and are equally many."""
+    return len(set(sizes)) == 1 and (dim_of(x) == 0 or x.shape[0] == 1)
+
+
+def _own(whole: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
+    return whole.narrow(dim_of(whole), sum(sizes[: group.rank]), sizes[group.rank])
+
+
+class _Split(Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
+        ctx.group, ctx.sizes = group, sizes
+        return _own(whole, group, sizes).clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return gathered_tokens(grad, ctx.group, ctx.sizes), None, None
+
+
+class _Gather(Function):
+    @staticmethod
+    def forward(ctx: Any, piece: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
+        ctx.group, ctx.sizes = group, sizes
+        return gathered_tokens(piece, group, sizes)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _own(grad, ctx.group, ctx.sizes), None, None

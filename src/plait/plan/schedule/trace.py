@@ -21,9 +21,9 @@ from statistics import median
 from typing import Any
 
 from plait.errors import DataError, ScheduleError
-from plait.files import write_text
+from plait.fileio import write_text
 from plait.plan.schedule.action import Action, B, F, Kind, Schedule
-from plait.plan.schedule.clock import Durations, Span, Timeline
+from plait.plan.schedule.simulate import Durations, Span, Timeline
 
 _FORMAT = "plait trace 1"
 _CATEGORIES = {Kind.F: "forward", Kind.B: "backward", Kind.W: "weight"}

@@ -1,0 +1,131 @@
+"""The header of a safetensors file: the length of a JSON text, the text, and behind it the tensors' bytes.
+
+[Note: what a header is believed]
+Nothing before it fits itself and its file. Its length has a bound; a tensor's bytes are as many as its shape
+and dtype need; tensors fill the file without a gap and without an overlap, as the format asks. What is
+allocated is the model's own, never what a header says alone.
+
+Types and shapes of tensors in files.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from plait.checkpoint.crc32 import crc32
+from plait.errors import CheckpointError
+
+_MOST_DIMS, _MOST_ELEMENTS = 64, 2**60
+
+# safetensors' names of the dtypes that torch has.
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
+}  # fmt: skip
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def is_shape(shape: Sequence[object]) -> bool:
+    """Whether a tensor can have it."""
+    sizes = [size for size in shape if type(size) is int and size >= 0]
+    is_size = len(sizes) == len(shape) <= _MOST_DIMS
+    return is_size and math.prod(max(1, size) for size in sizes) < _MOST_ELEMENTS
+
+
+_ALIGNMENT = 64  # of a file's first tensor
+HEADER_LIMIT_BYTES = 100_000_000  # as the safetensors library has it
+_METADATA = "__metadata__"
+
+
+class Entry(NamedTuple):
+    """A tensor in a file: bytes [start, stop), counted from the end of the header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, shape: tuple[int, ...], start: int) -> "Entry":
+        """Of a tensor that begins with byte `start`."""
+        return cls(NAMES[dtype], shape, start, start + math.prod(shape) * dtype.itemsize)
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a file says of itself. `num_bytes`: its own, up to the first tensor's first byte."""
+
+    entries: Mapping[str, Entry]
+    num_bytes: int
+    crc32: int
+    file_bytes: int
+
+
+def header_text(entries: Mapping[str, Entry], metadata: Mapping[str, str] | None = None) -> bytes:
+    """What a file begins with: behind it come the tensors, in their order."""
+    values: dict[str, Any] = {} if metadata is None else {_METADATA: dict(metadata)}
+    for name, entry in entries.items():
+        offsets = [entry.start, entry.stop]
+        values[name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": offsets}
+    text = json.dumps(values, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def read_header(path: Path) -> Header:
+    """Of a file that somebody else has written. See [Note: what a header is believed]. Raises
+    CheckpointError."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(0)
+            length = file.read(8)
+            num_bytes = int.from_bytes(length, "little")
+            if len(length) < 8 or num_bytes > min(HEADER_LIMIT_BYTES, size - 8):
+                raise _not_safetensors(path, f"a header of {num_bytes} bytes in a file of {size}")
+            text = file.read(num_bytes)
+    except OSError as error:
+        raise _not_safetensors(path, error.strerror or str(error)) from error
+    if len(text) < num_bytes:
+        raise _not_safetensors(path, f"it ends at byte {8 + len(text)}")
+    try:
+        values = json.loads(text, object_pairs_hook=_once)
+        entries = {name: _entry(name, value) for name, value in values.items() if name != _METADATA}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise _not_safetensors(path, f"its header: {str(error)[:200]}") from error
+    ranges = sorted((entry.start, entry.stop) for entry in entries.values())
+    edges = [(0, 0), *ranges, (size - 8 - num_bytes,) * 2]
+    if any(one[1] != other[0] for one, other in pairwise(edges)):
+        raise _not_safetensors(path, "its tensors do not fill it, or overlap")
+    return Header(entries, 8 + num_bytes, crc32(length + text), size)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name that is there twice")
+    return found
+
+
+def _entry(name: str, value: Any) -> Entry:
+    """Raises ValueError, TypeError or KeyError for what describes no tensor."""
+    dtype, shape, (start, stop) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
+    if dtype not in DTYPES:
+        raise ValueError(f"{name} is of dtype {dtype!r:.40}")
+    if not is_shape(shape) or not all(type(byte) is int for byte in (start, stop)):
+        raise ValueError(f"{name} is of a shape that no tensor has")
+    if not 0 <= start <= stop or stop - start != math.prod(shape) * DTYPES[dtype].itemsize:
+        raise ValueError(f"{name} has not the bytes that its shape needs")
+    return Entry(dtype, shape, start, stop)
+
+
+def _not_safetensors(path: Path, reason: str) -> CheckpointError:
+    return CheckpointError("not a whole safetensors file", given=f"{path}: {reason}")

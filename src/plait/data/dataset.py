@@ -1,0 +1,235 @@
+"""A directory of tokens, checked, as two streams."""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plait.data import tokenizer as tokenizers
+from plait.data.config import DataConfig, TokenizerConfig
+from plait.data.index import TOKENIZER, Index, PartFile, Spec, read_index
+from plait.errors import DataError, PlaitError
+from plait.fileio import plain_file_bytes
+
+HASH_THREADS = 8
+
+
+class TokenStream:
+    """The tokens of one split: part files, memory-mapped, one after another.
+
+    It pickles as names and sizes: another process maps the files anew.
+    """
+
+    def __init__(self, name: str, files: Sequence[tuple[Path, int]], dtype: str) -> None:
+        """`files`: paths and numbers of tokens. Raises nothing; cutting a mapped file kills its readers."""
+        self.name = name
+        self.files = tuple(files)
+        self._dtype = dtype
+        counts = np.array([count for _, count in self.files], dtype=np.int64)
+        self._stops = np.cumsum(counts)
+        self._parts = [_mapped(path, count, dtype) for path, count in self.files]
+        self.num_tokens = int(counts.sum())
+
+    def __reduce__(self) -> tuple[type["TokenStream"], tuple[str, tuple[tuple[Path, int], ...], str]]:
+        return TokenStream, (self.name, self.files, self._dtype)
+
+    def read(self, start: int, length: int) -> NDArray[np.int64]:
+        """(length,) token ids from `start` on."""
+        windows = self.read_windows(np.array([start], dtype=np.int64), length)
+        return windows.reshape(length)
+
+    def read_windows(self, starts: NDArray[np.int64], length: int) -> NDArray[np.int64]:
+        """(len(starts), length) token ids: row i is tokens [starts[i], starts[i] + length)."""
+        windows = np.empty((len(starts), length), dtype=np.int64)
+        if windows.size == 0:
+            return windows
+        assert starts.min() >= 0, f"a window that begins at {starts.min()}"
+        assert starts.max() + length <= self.num_tokens, f"a window beyond the {self.num_tokens} tokens"
+        numbers = np.searchsorted(self._stops, starts, side="right").tolist()
+        ends = self._stops.tolist()
+        for window, number, start in zip(windows, numbers, starts.tolist(), strict=True):
+            part = self._parts[number]
+            place = start - ends[number] + len(part)
+            if place + length <= len(part):
+                window[:] = part[place : place + length]
+            else:
+                self._read_across(window, number, place)
+        return windows
+
+    def _read_across(self, window: NDArray[np.int64], number: int, place: int) -> None:
+        filled = 0
+        while filled < len(window):
+            piece = self._parts[number][place : place + len(window) - filled]
+            window[filled : filled + len(piece)] = piece
+            filled += len(piece)
+            number, place = number + 1, 0
+
+
+def _mapped(path: Path, count: int, dtype: str) -> NDArray[np.generic]:
+    little_endian = np.dtype(dtype).newbyteorder("<")
+    # A plain array over the map: slicing np.memmap itself costs a microsecond more each time.
+    return np.memmap(path, dtype=little_endian, mode="r", shape=(count,)).view(np.ndarray)
+
+
+@dataclass(frozen=True)
+class TokenStore:
+    """A checked directory of tokens.
+
+    `vocab_size` is the tokenizer's; `max_token` the largest id that occurs; `end_of_document` the id after
+    each document. `digest` (hex) stands for the tokens, their order and the tokenizer: a checkpoint keeps it.
+    """
+
+    dir: Path
+    index: Index
+    train: TokenStream
+    validation: TokenStream
+    digest: str
+
+    @property
+    def vocab_size(self) -> int:
+        return self.index.vocab_size
+
+    @property
+    def max_token(self) -> int:
+        return self.index.max_token
+
+    @property
+    def end_of_document(self) -> int:
+        return self.index.end_of_document
+
+    @property
+    def tokenizer_dir(self) -> Path:
+        return self.dir / TOKENIZER
+
+    def check_model(self, *, vocab_size: int, max_sequence: int | None, sequence: int) -> None:
+        """Raises DataError where a model cannot take these tokens: ids or sequences beyond what it has."""
+        if self.max_token >= vocab_size:
+            raise DataError(
+                f"the tokens in {self.dir} do not fit the model's vocabulary",
+                given=f"token ids up to {self.max_token}, model with vocab_size={vocab_size}",
+                expected=f"vocab_size of at least {self.max_token + 1}",
+                hint=f"vocab_size={self.vocab_size}, the tokenizer's",
+            )
+        check_sequence(sequence, max_sequence)
+
+
+def check_sequence(sequence: int, longest: int | None) -> None:
+    """Raises DataError for samples of more tokens than the model has positions."""
+    if longest is not None and sequence > longest:
+        raise DataError(
+            "the sequence is longer than the model allows",
+            given=f"data.sequence = {sequence}, a model of {longest} positions",
+            expected=f"at most {longest}",
+            hint=f"data.sequence = {longest}, or a model of more positions (max_position_embeddings)",
+        )
+
+
+def open_store(
+    data: DataConfig, tokenizer: TokenizerConfig | None = None, *, verify: bool | None = None
+) -> TokenStore:
+    """Opens and checks what `build` made. `verify` (data.verify) reads every byte once to hash it.
+
+    Raises DataError: missing, cut short, another hash, another tokenizer, made from another recipe.
+    """
+    index = read_index(data.dir)
+    if tokenizer is not None:
+        _check_spec(data.dir, index.spec, Spec.of(data, tokenizer))
+    _check_tokenizer(data.dir, index)
+    for file in (*index.train, *index.validation):
+        _check_size(data.dir / file.name, file.tokens * index.item_bytes)
+    if data.verify if verify is None else verify:
+        _check_hashes(data.dir, [*index.train, *index.validation])
+    train, validation = (
+        TokenStream(name, [(data.dir / file.name, file.tokens) for file in files], index.dtype)
+        for name, files in (("training", index.train), ("validation", index.validation))
+    )
+    return TokenStore(data.dir, index, train, validation, index.digest())
+
+
+def _again(folder: Path) -> str:
+    return f"remove {folder} and build the tokens again"
+
+
+def _check_spec(folder: Path, built: Spec, wanted: Spec) -> None:
+    for key, was in built.model_dump().items():
+        want = getattr(wanted, key)
+        if was == want:
+            continue
+        what = "with another tokenizer" if key == "tokenizer" else f"with other {key}"
+        raise DataError(
+            f"the tokens in {folder} were built {what}",
+            given=f"{key} = {_short(was)}",
+            expected=f"{key} = {_short(want)}, as the recipe says",
+            hint=f"another dir, or {_again(folder)}",
+        )
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 200 else text[:200] + " .."
+
+
+def _check_tokenizer(folder: Path, index: Index) -> None:
+    found = tokenizers.file_hashes(folder / TOKENIZER)
+    if found == index.tokenizer_files:
+        return
+    changed = sorted(
+        name
+        for name in found.keys() | index.tokenizer_files.keys()
+        if found.get(name) != index.tokenizer_files.get(name)
+    )
+    raise DataError(
+        f"the tokens in {folder} were built with another tokenizer",
+        given=f"{folder / TOKENIZER}: {', '.join(changed)} {'differs' if found else 'missing'}",
+        expected="the tokenizer that made the tokens",
+        hint=f"put it back, or {_again(folder)}",
+    )
+
+
+def _check_size(path: Path, expected: int) -> None:
+    try:
+        size = plain_file_bytes(path)
+    except OSError as error:
+        raise DataError(
+            f"the token file {path} is missing", given=error.strerror, hint=_again(path.parent)
+        ) from error
+    if size is None:
+        raise DataError(f"the token file {path} is no plain file", expected="a file, not a link or a folder")
+    if size != expected:
+        raise DataError(
+            f"the token file {path} {'is cut short' if size < expected else 'is too long'}",
+            given=f"{size} bytes",
+            expected=f"{expected} bytes",
+            hint=_again(path.parent),
+        )
+
+
+def _check_hashes(folder: Path, files: Sequence[PartFile]) -> None:
+    """In threads: hashing lets go of the interpreter's lock, so this is as fast as the disk or the cores."""
+    threads = min(HASH_THREADS, len(os.sched_getaffinity(0)))
+    with ThreadPoolExecutor(threads) as pool:
+        for letter in pool.map(lambda file: _hash_letter(folder / file.name, file.sha256), files):
+            if letter is not None:
+                pool.shutdown(cancel_futures=True)
+                raise letter
+
+
+def _hash_letter(path: Path, expected: str) -> PlaitError | None:
+    try:
+        with path.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        return DataError(f"cannot read the token file {path}", given=error.strerror)
+    if found == expected:
+        return None
+    return DataError(
+        f"the token file {path} is damaged",
+        given=f"sha256 {found}",
+        expected=f"sha256 {expected}",
+        hint=_again(path.parent),
+    )

@@ -1,0 +1,145 @@
+"""What stands in a directory of tokens: index.json, its parts, and how the index is written and read.
+
+tokenizer/                      as AutoTokenizer.from_pretrained reads it
+part-00000.train.bin            token ids, little-endian uint16 or uint32, documents one after another,
+part-00000.validation.bin       each with its end; a part without documents of a kind has no such file
+index.json                      written last: without it the directory is an unfinished build
+unfinished/                     records of the parts that are done, while building
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from plait.data import tokenizer as tokenizers
+from plait.data.config import DataConfig, TokenizerConfig
+from plait.errors import DataError
+from plait.fileio import write_json
+
+INDEX = "index.json"
+TOKENIZER = "tokenizer"
+MAX_INDEX_BYTES = 1 << 28
+MAX_UINT16_VOCAB = 1 << 16
+
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Count = Annotated[int, Field(ge=0, lt=2**53)]
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class PartFile(Strict):
+    """One file of token ids. The name is a plain one: an index cannot point out of its directory."""
+
+    name: str = Field(pattern=r"^part-[0-9]{5,9}\.(train|validation)\.bin$")
+    tokens: int = Field(ge=1, lt=2**48)
+    sha256: Sha256
+
+
+class SourceFacts(Strict):
+    """What was read of one source. `sha256` is over the hashes of its shards, in order."""
+
+    name: str
+    bytes: Count
+    documents: Count
+    tokens: Count
+    sha256: Sha256
+
+
+class Spec(Strict):
+    """What the tokens depend on, of a recipe."""
+
+    sources: list[str]
+    text_key: str
+    validation: float
+    seed: int
+    tokenizer: dict[str, Any]
+
+    @classmethod
+    def of(cls, data: DataConfig, tokenizer: TokenizerConfig) -> Self:
+        """Raises DataError where the recipe's tokenizer is missing."""
+        return cls(
+            sources=list(data.sources),
+            text_key=data.text_key,
+            validation=float(data.validation),
+            seed=data.seed,
+            tokenizer=tokenizers.settings(tokenizer),
+        )
+
+
+class Index(Strict):
+    """All that is known of a directory of tokens."""
+
+    format: Literal["plait tokens 1"] = "plait tokens 1"
+    spec: Spec
+    dtype: Literal["uint16", "uint32"]
+    vocab_size: int = Field(ge=1, le=2**32)
+    max_token: int = Field(ge=0, lt=2**32)
+    end_of_document: int = Field(ge=0, lt=2**32)
+    tokenizer_files: dict[str, Sha256]
+    listing: Sha256
+    sources: list[SourceFacts]
+    train: list[PartFile]
+    validation: list[PartFile]
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.max_token >= self.vocab_size:
+            raise ValueError(f"max_token={self.max_token} is beyond vocab_size={self.vocab_size}")
+        names = [part.name for part in (*self.train, *self.validation)]
+        if len(set(names)) != len(names):
+            raise ValueError("a part is listed twice")
+        return self
+
+    @property
+    def item_bytes(self) -> int:
+        return 2 if self.dtype == "uint16" else 4
+
+    def digest(self) -> str:
+        """A hash of the tokens, their order and their tokenizer; not of where they came from."""
+        content = self.model_dump(mode="json", include={"dtype", "tokenizer_files", "train", "validation"})
+        return json_hash(content)
+
+
+def json_hash(value: Any) -> str:
+    """sha256 of a JSON value in its one canonical spelling."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def write_index(folder: Path, index: Index) -> None:
+    """Atomic, and on disk when it returns."""
+    content = index.model_dump(mode="json")
+    write_json(folder / INDEX, {"sha256": json_hash(content), "index": content})
+
+
+def read_index(folder: Path) -> Index:
+    """Raises DataError: missing, damaged, or not an index."""
+    path = folder / INDEX
+    if not path.is_file():
+        unfinished = folder.is_dir() and any(folder.iterdir())
+        raise DataError(
+            f"{folder} holds no tokens",
+            given="a build that was not finished, or something else"
+            if unfinished
+            else "an empty or missing directory",
+            expected=f"{INDEX} and the parts that it names",
+            hint="plait data build",
+        )
+    try:
+        if path.stat().st_size > MAX_INDEX_BYTES:
+            raise ValueError(f"{path.stat().st_size} bytes, more than {MAX_INDEX_BYTES}")
+        whole = json.loads(path.read_bytes())
+        if not isinstance(whole, dict) or json_hash(whole.get("index")) != whole.get("sha256"):
+            raise ValueError("its content does not have the hash that it states")
+        return Index.model_validate(whole["index"])
+    except (ValueError, RecursionError) as error:  # pydantic's and json's errors are ValueErrors
+        given = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
+        raise DataError(
+            f"{path} is damaged", given=given, hint=f"remove {folder} and build the tokens again"
+        ) from error
+    except OSError as error:
+        raise DataError(f"cannot read {path}", given=error.strerror) from error

@@ -1,0 +1,120 @@
+"""A tokenizer: trained on the corpus or taken over, and kept beside the tokens it made."""
+
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from plait.data.config import END_OF_DOCUMENT, TokenizerConfig
+from plait.errors import DataError
+from plait.fileio import sync_folder, sync_tree
+
+FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+)
+
+
+def train_tokenizer(
+    texts: Iterator[str], vocab_size: int, end_of_document: str | None
+) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of at most `vocab_size` tokens: any text in, the same text out."""
+    end = end_of_document or END_OF_DOCUMENT
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[end],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    return _fast(tokenizer_object=bpe, bos_token=end, eos_token=end, pad_token=end)
+
+
+def _fast(**arguments: Any) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(**arguments)
+
+
+def read_tokenizer(path: Path, end_of_document: str | None) -> PreTrainedTokenizerFast:
+    """An existing tokenizer, with the end of a document as its eos token. Raises DataError."""
+    if not path.exists():
+        raise DataError(f"the tokenizer {path} is missing", expected="its directory, or a tokenizer.json")
+    try:
+        if path.is_file():
+            found: Any = _fast(tokenizer_file=str(path))
+        else:
+            found = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # from the Rust side come bare Exceptions
+        raise DataError(
+            f"cannot read the tokenizer {path}", given=f"{type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(found, PreTrainedTokenizerFast):
+        raise DataError(f"the tokenizer {path} has no tokenizer.json", given=type(found).__name__)
+    end = end_of_document or found.eos_token
+    if end is None or end not in found.get_vocab():
+        raise DataError(
+            f"the tokenizer {path} has no token to end a document with",
+            given="no eos token" if end is None else f"end_of_document={end!r}, which is not in it",
+            expected="end_of_document, a token of its vocabulary",
+        )
+    if end != found.eos_token:
+        found.eos_token = end
+    return found
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Writes a directory that AutoTokenizer.from_pretrained reads; it appears whole or not at all."""
+    fresh = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
+    try:
+        tokenizer.save_pretrained(str(fresh))
+        sync_tree(fresh)
+        if folder.exists():
+            shutil.rmtree(folder)
+        fresh.rename(folder)
+        sync_folder(folder.parent)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer in a directory, as saved. Raises DataError: missing or damaged."""
+    return read_tokenizer(Path(folder), None)
+
+
+def encoder(folder: Path) -> Tokenizer:
+    """The bare, fast tokenizer for a corpus: text that spells a special token stays text."""
+    bare: Tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    bare.encode_special_tokens = True
+    bare.no_truncation()
+    bare.no_padding()
+    return bare
+
+
+def file_hashes(path: Path) -> dict[str, str]:
+    """sha256 of each file that makes a tokenizer, by name: of a directory, or of one tokenizer.json."""
+    files = [path] if path.is_file() else [path / name for name in FILES if (path / name).is_file()]
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+def settings(config: TokenizerConfig) -> dict[str, object]:
+    """What a store remembers of the recipe's tokenizer: what it was, not where it lay. Raises DataError."""
+    if config.path is None:
+        return {"vocab_size": config.vocab_size, "end_of_document": config.end_of_document}
+    files = file_hashes(config.path)
+    if not files:
+        raise DataError(
+            f"the tokenizer {config.path} is missing", expected="its directory, or a tokenizer.json"
+        )
+    return {"files": files, "end_of_document": config.end_of_document}

@@ -1,0 +1,1 @@
+"""The engine: a plan, a model and an optimizer as something with .step()."""

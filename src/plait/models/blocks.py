@@ -1,0 +1,195 @@
+"""Where a model's blocks, embedding and head are found, and what a plan needs to know of them.
+
+A model as a list of modules, one after the other: for stages that pass more than one tensor.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from plait.errors import ModelError
+from plait.plan import TensorFact, UnitFact
+from plait.plan.cost_model import training_flops_per_token
+
+
+class Chain(nn.Module):
+    """Calls modules one after the other; they are its children "0", "1", ... and its blocks.
+
+    The first is called with the batch's entries by name, each next one with what the one before returned: a
+    tuple or list is spread over its positional arguments, a dict over its keywords, all else is one argument.
+    The last one's result is the chain's.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        super().__init__()
+        modules = list(modules)
+        if len({id(module) for module in modules}) < len(modules):
+            raise ModelError(
+                "a module stands twice in a list of modules",
+                given=", ".join(type(module).__name__ for module in modules),
+                expected="modules of their own, which may share parameters",
+                hint="copy.copy(module): another module with the same parameters",
+            )
+        for number, module in enumerate(modules):
+            self.add_module(str(number), module)
+
+    def forward(self, *args: Any, **batch: Any) -> Any:
+        first, *others = self.children()
+        result = first(*args, **batch)
+        for module in others:
+            result = _call_with(module, result)
+        return result
+
+
+def _call_with(module: Any, result: Any) -> Any:
+    """Calls a module with what another one returned."""
+    if isinstance(result, Mapping):
+        return module(**result)
+    if isinstance(result, tuple | list):
+        return module(*result)
+    return module(result)
+
+
+# Classes or modules that a user names as the model's blocks.
+Blocks = type[nn.Module] | Sequence[type[nn.Module]] | Sequence[nn.Module]
+
+
+def blocks_of(model: nn.Module, given: Blocks | None = None) -> list[tuple[str, nn.Module]]:
+    """The model's repeated blocks with their names, in forward order.
+
+    `given`: their class or classes, or the modules themselves. Without it they are the children of the
+    `ModuleList` or `Sequential` that holds the most parameters and is not itself inside such a one; of a
+    bare `Sequential` or `Chain` its own children. Empty when there is none. Raises ModelError for a block
+    that the model does not have.
+    """
+    if given is not None:
+        return _given_blocks(model, given)
+    containers: list[tuple[int, str, nn.Module]] = []
+    inside: list[str] = []
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList | nn.Sequential | Chain) or any(
+            name.startswith(p) for p in inside
+        ):
+            continue
+        inside.append(f"{name}." if name else "")
+        containers.append((sum(p.numel() for p in module.parameters()), name, module))
+    if not containers:
+        return []
+    _, name, found = max(containers, key=lambda entry: entry[0])
+    prefix = f"{name}." if name else ""
+    return [(f"{prefix}{key}", block) for key, block in found.named_children()]
+
+
+def _given_blocks(model: nn.Module, given: Blocks) -> list[tuple[str, nn.Module]]:
+    wanted = [given] if isinstance(given, type) else list(given)
+    found: list[tuple[str, nn.Module]] = []
+    for name, module in model.named_modules():
+        is_wanted = any(isinstance(module, w) if isinstance(w, type) else module is w for w in wanted)
+        if is_wanted and name and not any(name.startswith(f"{outer}.") for outer, _ in found):
+            found.append((name, module))
+    for w in wanted:
+        if not any(isinstance(m, w) if isinstance(w, type) else m is w for _, m in found):
+            raise ModelError(
+                "the model has no such block, or only inside another block",
+                given=w.__name__ if isinstance(w, type) else f"a {type(w).__name__}",
+                expected="blocks: module classes of the model, or modules of it",
+            )
+    return found
+
+
+def unit_facts(
+    model: nn.Module,
+    blocks: Sequence[tuple[str, nn.Module]],
+    groups: Mapping[str, int] | None = None,
+) -> tuple[UnitFact, ...]:
+    """The model's floating parameters by unit, in forward order.
+
+    A block is a unit; what is registered before the blocks is the unit `embedding`, what comes after
+    them `head`. A tied parameter belongs to the first unit that registers it. `groups`: the optimizer's
+    group of each parameter that trains; without it 0 is for those that weight decay applies to, 1 for
+    norms, biases and other vectors.
+    """
+    names = [name for name, _ in blocks]
+    tensors: dict[str, list[TensorFact]] = {"embedding": [], **{name: [] for name in names}, "head": []}
+    norms = _norm_parameters(model)
+    seen_block = not names  # a model without blocks is one unit
+    for name, parameter in model.named_parameters():
+        block = next((b for b in names if name.startswith(f"{b}.")), None)
+        seen_block = seen_block or block is not None
+        unit = block or ("head" if seen_block else "embedding")
+        group: int | None = None
+        if parameter.requires_grad:
+            decays = parameter.ndim >= 2 and name not in norms and not name.endswith("bias")
+            group = int(not decays) if groups is None else groups[name]
+        if parameter.is_floating_point() or parameter.requires_grad:
+            tensors[unit].append(TensorFact(name, tuple(parameter.shape), group))
+    return tuple(UnitFact(name, tuple(found)) for name, found in tensors.items() if found)
+
+
+def _norm_parameters(model: nn.Module) -> set[str]:
+    """Names of the parameters of normalisation layers, by their class's name as everywhere."""
+    return {
+        f"{name}.{key}" if name else key
+        for name, module in model.named_modules()
+        if "norm" in type(module).__name__.lower()
+        for key, _ in module.named_parameters(recurse=False)
+    }
+
+
+@dataclass(frozen=True)
+class FlopFacts:
+    """What a model's FLOPs follow from. Taken while it is whole."""
+
+    matmul_parameters: int
+    num_layers: int
+    attention_width: int
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "FlopFacts":
+        """Looked-up tables (embedding, positions) take part in no product, unless tied to the head."""
+        tables = {id(m.weight): m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding)}
+        head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+        if head is not None:
+            tables.pop(id(head.weight), None)
+        total = sum(p.numel() for p in model.parameters())
+        config = getattr(model, "config", None)
+        layers = _first(config, ("num_hidden_layers", "n_layer"))
+        return cls(total - sum(tables.values()), layers, _attention_width(config))
+
+    def per_token(self, sequence: int) -> float:
+        """FLOPs of forward and backward for one token; see `plan/cost.py` for what is counted."""
+        return training_flops_per_token(
+            matmul_parameters=self.matmul_parameters,
+            num_layers=self.num_layers,
+            attention_width=self.attention_width,
+            sequence=sequence,
+        )
+
+
+def _attention_width(config: Any) -> int:
+    heads = _first(config, ("num_attention_heads", "n_head"))
+    head_dim = _first(config, ("head_dim",))
+    return heads * head_dim if heads and head_dim else _first(config, ("hidden_size", "n_embd"))
+
+
+def _first(config: Any, names: Sequence[str]) -> int:
+    """The first of these attributes that the configuration has; 0 when it has none of them."""
+    return next((int(value) for name in names if (value := _said(config, name)) is not None), 0)
+
+
+def _said(config: Any, name: str) -> Any:
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:  # transformers' way to say that layers differ in it
+        return None
+
+
+def forward_inputs(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+    """What the model's forward is called with: the batch without its labels, and no cache of keys."""
+    inputs: dict[str, Any] = {key: value for key, value in batch.items() if key != "labels"}
+    if isinstance(model, PreTrainedModel):
+        inputs["use_cache"] = False
+    return inputs

@@ -1,0 +1,180 @@
+"""What a host's ranks need for each verb: measured by `plait bench collectives`, read by planners.
+
+A profile is one JSON file per host: by default $XDG_CACHE_HOME/plait/profiles/HOSTNAME.json (~/.cache where
+that is not set).
+"""
+
+import json
+import math
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from plait.errors import ProfileError
+from plait.fileio import write_json
+from plait.plan.cost_model import VERBS, Line
+
+_FORMAT = "plait host profile 1"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Measured:
+    """Of what a line is. `storage`: "owned" by the transport, or "foreign" to it."""
+
+    transport: str
+    verb: str
+    num_ranks: int
+    storage: str = "owned"
+    dtype: str = "float32"
+
+    def __str__(self) -> str:
+        return f"{self.verb} of {self.dtype} over {self.transport} on {self.num_ranks} ranks, {self.storage}"
+
+
+@dataclass(frozen=True)
+class HostProfile:
+    """The lines of time over size of one host."""
+
+    lines: Mapping[Measured, Line]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lines", MappingProxyType(dict(self.lines)))
+
+    def time_s(
+        self,
+        verb: str,
+        num_bytes: int,
+        num_ranks: int,
+        *,
+        transport: str,
+        storage: str = "owned",
+        dtype: str = "float32",
+    ) -> float:
+        """Seconds of a verb on a whole tensor of `num_bytes`. Raises ProfileError: never measured."""
+        what = Measured(transport, verb, num_ranks, storage, dtype)
+        if what not in self.lines:
+            raise ProfileError(
+                "the profile does not know the time of a verb",
+                given=what,
+                expected="; ".join(map(str, sorted(self.lines)[:3])) or "any line: this profile is empty",
+                hint=f"plait bench collectives --backend {transport} --ranks {num_ranks} --verb {verb} "
+                f"--storage {storage} --dtype {dtype}",
+            )
+        return self.lines[what].time_s(num_bytes)
+
+    def updated(self, newer: "HostProfile") -> "HostProfile":
+        """These lines, but where `newer` has one of the same."""
+        return HostProfile({**self.lines, **newer.lines})
+
+
+def profile_path() -> Path:
+    """Where this host's profile is, or would be."""
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    folder = Path(cache) if Path(cache).is_absolute() else Path.home() / ".cache"  # as the XDG rules say
+    return folder / "plait" / "profiles" / f"{socket.gethostname() or 'localhost'}.json"
+
+
+def load(path: Path | None = None) -> HostProfile:
+    """The profile in the file, by default this host's; an empty one where there is none.
+
+    Raises ProfileError for a file that cannot be read or is damaged: it names the file, and what is wrong.
+    """
+    path = profile_path() if path is None else path
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return HostProfile({})
+    except OSError as error:
+        raise ProfileError(
+            "the host's profile cannot be read", given=f"{path}: {error.strerror}", hint="--profile FILE"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise _damaged(path, str(error)) from error
+    try:
+        found = json.loads(text, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, f"no JSON: {error}") from error
+    if not isinstance(found, dict) or found.get("format") != _FORMAT:
+        raise _damaged(path, f"its format is not {_FORMAT!r}")
+    entries = found.get("lines")
+    if not isinstance(entries, list):
+        raise _damaged(path, "`lines` is not a list")
+    return HostProfile(dict(_entry(path, number, entry) for number, entry in enumerate(entries)))
+
+
+def save(profile: HostProfile, path: Path | None = None) -> Path:
+    """Puts the lines over those that the file has, whole or not at all. Raises ProfileError."""
+    path = profile_path() if path is None else path
+    merged = load(path).updated(profile)
+    entries = []
+    for what, line in sorted(merged.lines.items()):
+        bytes_per_s = None if math.isinf(line.bytes_per_s) else line.bytes_per_s
+        entries.append({**asdict(what), **asdict(line), "bytes_per_s": bytes_per_s})
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, {"format": _FORMAT, "lines": entries})
+    except OSError as error:
+        raise unwritable(path, error) from error
+    return path
+
+
+def check_place(path: Path | None = None) -> None:
+    """Raises ProfileError where `save` would: before an hour is spent on what it is to save."""
+    path = profile_path() if path is None else path
+    load(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise unwritable(path, error) from error
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise unwritable(path, PermissionError(f"no right to write into {path.parent}"))
+
+
+def unwritable(path: Path, error: OSError) -> ProfileError:
+    return ProfileError(
+        "the host's profile cannot be written",
+        given=f"{path}: {error.strerror or error}",
+        hint="--profile FILE for another place, or --no-save",
+    )
+
+
+def _damaged(path: Path, wrong: str) -> ProfileError:
+    return ProfileError(
+        "the host's profile is damaged",
+        given=f"{path}: {wrong}",
+        hint="remove the file; plait bench collectives makes a new one",
+    )
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a number")
+
+
+def _entry(path: Path, number: int, entry: Any) -> tuple[Measured, Line]:
+    def wrong(what: str) -> ProfileError:
+        return _damaged(path, f"line {number} {what}")
+
+    names = {field.name for kind in (Measured, Line) for field in fields(kind)}
+    if not isinstance(entry, dict) or entry.keys() != names:
+        raise wrong(f"does not have the keys {', '.join(sorted(names))}")
+    for name in ("transport", "verb", "storage", "dtype"):
+        if not isinstance(entry[name], str):
+            raise wrong(f"has {name}={entry[name]!r}, which is no word")
+    if entry["verb"] not in VERBS:
+        raise wrong(f"is of verb={entry['verb']!r}, which there is not")
+    if type(entry["num_ranks"]) is not int or entry["num_ranks"] < 2:
+        raise wrong(f"has num_ranks={entry['num_ranks']!r}, expected 2 or more")
+    numbers = {field.name: entry[field.name] for field in fields(Line)}
+    for name, value in numbers.items():
+        if name == "bytes_per_s" and value is None:
+            numbers[name] = math.inf
+            continue
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not is_number or value < 0 or (name == "bytes_per_s" and value == 0):
+            raise wrong(f"has {name}={value!r}, which cannot be")
+    what = Measured(**{field.name: entry[field.name] for field in fields(Measured)})
+    return what, Line(**{name: float(value) for name, value in numbers.items()})

@@ -1,0 +1,1 @@
+"""Health of a run: hung ranks, stragglers, loss spikes."""

@@ -1,0 +1,72 @@
+"""What is alive: the bytes of all memory that operations take, while it is held by anybody."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from plait.parallel.pipeline import executor as executor
+from plait.plan.schedule import Action
+
+
+class LiveBytes(TorchDispatchMode):
+    """Inside, every storage that an operation of this thread makes, off meta, is watched until it is freed:
+    what Python holds, what autograd saved, what a Function's context keeps. Each counts once, and what was
+    there before does not."""
+
+    def __init__(self, before: Sequence[Tensor] = ()) -> None:
+        super().__init__()
+        self._known = {tensor.untyped_storage()._cdata for tensor in before}
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.bytes = 0
+        self.peak_bytes = 0
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if _counts(leaf)}
+        result = func(*args, **(kwargs or {}))
+        made = [leaf.untyped_storage() for leaf in tree_leaves(result) if _counts(leaf)]
+        self._sweep()
+        for storage in made:
+            key = storage._cdata
+            if key not in given and key not in self._known and key not in self._alive:
+                self._alive[key] = (StorageWeakRef(storage), storage.nbytes())
+                self.bytes += storage.nbytes()
+        self.peak_bytes = max(self.peak_bytes, self.bytes)
+        return result
+
+    def now(self) -> int:
+        self._sweep()
+        return self.bytes
+
+    def part(self, tensors: Iterable[Tensor]) -> int:
+        """How much of that is these tensors': memory that a transport lends is no operation's."""
+        storages = (tensor.untyped_storage() for tensor in tensors)
+        return sum({s._cdata: s.nbytes() for s in storages if s._cdata in self._alive}.values())
+
+    def _sweep(self) -> None:
+        for key in [key for key, (storage, _) in self._alive.items() if storage.expired()]:
+            self.bytes -= self._alive.pop(key)[1]
+
+
+def _counts(leaf: object) -> bool:
+    return isinstance(leaf, Tensor) and leaf.device.type != "meta"
+
+
+@contextmanager
+def after_actions(told: Callable[[Action, Any], object]) -> Iterator[None]:
+    """Inside, `told(action, run)` is called whenever this rank has done an action of its schedule."""
+    do = executor._Run.do
+
+    def do_and_tell(run: Any, action: Action, timed: Any) -> None:
+        do(run, action, timed)
+        told(action, run)
+
+    with mock.patch.object(executor._Run, "do", do_and_tell):
+        yield

@@ -1,0 +1,130 @@
+"""A worker of the pool: imports torch once, then runs what it is told to, as the rank it is told to be."""
+
+import faulthandler
+import gc
+import importlib
+import importlib.util
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from functools import reduce
+from multiprocessing import connection
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from plait.comm import connect
+from plait.comm.launch import end_with_parent
+
+
+def serve(pool: connection.Connection, stacks: Path) -> None:
+    """Runs jobs until the pool closes the connection."""
+    end_with_parent()
+    faulthandler.enable()
+    # A stuck rank answers no request: its stack comes from a signal handler in C. The pool empties the file.
+    faulthandler.register(signal.SIGUSR1, file=stacks.open("a"), all_threads=True)
+    while True:
+        try:
+            job = pool.recv()
+        except EOFError:
+            return
+        if job == "leave":  # of a run that failed here and was left at once
+            continue
+        before = dict(os.environ), Path.cwd()
+        answer = _answer(job)
+        pool.send(answer)
+        if "result" in answer:
+            assert pool.recv() == "leave"
+        _leave(*before)
+
+
+def _answer(job: dict[str, Any]) -> dict[str, Any]:
+    rank = str(job["rank"])
+    os.environ.update(job["environment"], RANK=rank, LOCAL_RANK=rank)
+    sys.path[:] = job["sys_path"]
+    try:
+        with warnings.catch_warnings():
+            warnings.resetwarnings()
+            for entry in job["warning_filters"]:
+                warnings.filterwarnings(*entry)
+            fn = _find(*job["function"])
+            args, kwargs = pickle.loads(job["arguments"])
+            if job["transport"] != "auto":
+                connect(transport=job["transport"])
+            return {"result": pickle.dumps(fn(*args, **kwargs))}
+    except BaseException as error:  # pytest.fail and skip derive from BaseException
+        answer = {
+            "message": f"{type(error).__name__}: {error}",
+            "traceback": traceback.format_exc(),
+            "at_s": time.monotonic(),
+            "exception": _pickled(error),
+        }
+        # Its frames hold tensors and groups; the group has to go now, for peers to see it.
+        traceback.clear_frames(error.__traceback__)
+        return answer
+
+
+def _find(module: str, file: str | None, qualname: str) -> Callable[..., Any]:
+    if module not in sys.modules and file is not None:
+        spec = importlib.util.spec_from_file_location(module, file)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[module] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[module])
+        _keep_modules()
+    found: Callable[..., Any] = reduce(getattr, qualname.split("."), importlib.import_module(module))
+    return found
+
+
+def _pickled(error: BaseException) -> bytes | None:
+    """The exception for the test's `__cause__`, where it survives pickling: many classes do not."""
+    try:
+        data = pickle.dumps(error)
+        pickle.loads(data)
+    except Exception:
+        return None
+    return data
+
+
+def _leave(environ: dict[str, str], cwd: Path) -> None:
+    """Leaves the process group and puts back what a function may have changed."""
+    connect_module: ModuleType = sys.modules["plait.comm.world"]
+    if connect_module._world is not None:
+        connect_module._world.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    # Of the names of process groups: ranks that counted differently would wait for one another.
+    dist.distributed_c10d._world.group_count = 0
+    gc.collect()
+    os.environ.clear()
+    os.environ.update(environ)
+    os.chdir(cwd)
+    _default_torch()
+
+
+def _keep_modules() -> None:
+    """Takes what the imports have made out of every later collection: it costs 0.2 s each time."""
+    gc.collect()
+    gc.freeze()
+
+
+def _default_torch() -> None:
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    torch.use_deterministic_algorithms(False)
+    torch.manual_seed(0)
+
+
+if __name__ == "__main__":
+    _default_torch()
+    _keep_modules()
+    serve(connection.Connection(int(sys.argv[1])), Path(sys.argv[2]))

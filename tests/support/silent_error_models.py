@@ -1,0 +1,55 @@
+"""Models in which what tends to be forgotten counts: biases, norms and sinks far from their first values."""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from support import hf_models, programs
+
+_LAYERS = {
+    "q_proj": "colwise",
+    "k_proj": "colwise",
+    "v_proj": "colwise",
+    "o_proj": "rowwise",
+    "sinks": "colwise",
+}
+_SINKS = {f"model.layers.*.self_attn.{name}": word for name, word in _LAYERS.items()}
+
+
+def loud(family: str, on_meta: bool = False, **more: Any) -> nn.Module:
+    """With weights. Libraries begin with biases of zero and norms of one, under which a bias that is added
+    twice, or a norm that is left out, changes nothing."""
+    torch.manual_seed(1)  # sinks have random first values
+    model = hf_models.model_of(family, on_meta=on_meta, **more)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            if parameter.ndim == 1 or name.endswith("bias"):
+                parameter.add_(0.3 * noise)
+            else:
+                parameter.copy_(noise / parameter.shape[-1] ** 0.5)
+    return model
+
+
+def words_of(family: str) -> dict[str, str] | None:
+    """How layers are cut of which the model does not say it."""
+    return _SINKS if family == "gpt_oss" else None
+
+
+def task(family: str, **how: Any) -> programs.Task:
+    """Of its training. `how`: as `programs.Task` has it."""
+    options = {"steps": 2, "own_loss": True, "tensor_plan": words_of(family)} | how
+    return programs.Task(functools.partial(loud, family), **options)
+
+
+def assert_each_same(ours: dict[str, Tensor], oracle: dict[str, Tensor], tolerance: float = 1e-9) -> None:
+    """Every tensor relative to its own largest element, so that small ones count like large ones; but for
+    those that are as good as zero."""
+    assert ours.keys() == oracle.keys(), ours.keys() ^ oracle.keys()
+    floor = 1e-6 * max(float(tensor.abs().max()) for tensor in oracle.values())
+    for name, theirs in oracle.items():
+        difference = float((ours[name] - theirs).abs().max()) / max(float(theirs.abs().max()), floor)
+        assert difference <= tolerance, f"{name} differs by {difference:.1e}"

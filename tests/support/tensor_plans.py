@@ -1,0 +1,66 @@
+"""The plans that whole models are tested under on grids: the product of its options, and a covering set."""
+
+import random
+from collections.abc import Set
+from itertools import product
+
+from support import hf_models
+from support.covering import Case, Pair, covering
+
+FACTORS = {
+    "family": " ".join(hf_models.CONFIGS),
+    "tp": "2 3 4 2x1 2x2",
+    "sp": "false true",
+    "data": "alone zero0 zero1 zero2 zero3",  # over dp=2, but for alone
+    "loss": "own given",
+    "recompute": "none full",
+}
+SEED, NUM_SAMPLED = 23, 500
+
+
+def all_cases() -> list[Case]:
+    found = []
+    for options in product(*(text.split() for text in FACTORS.values())):
+        case = dict(zip(FACTORS, options, strict=True))
+        if case["sp"] == "true" and case["tp"].endswith("x1"):
+            continue
+        if case["family"] in hf_models.WITH_EXPERTS and (case["sp"] == "true" or "x" in case["tp"]):
+            continue
+        if num_ranks(case) > 8:
+            continue
+        found.append(case)
+    return found
+
+
+def few_cases(known: Set[Pair]) -> list[Case]:
+    """In which every pair of options meets that is not known."""
+    return covering(all_cases(), seed=SEED, known=known)
+
+
+def seen_in(hybrid: Case) -> Case:
+    """What of a plan that mixes all strands is a case here."""
+    data = "alone" if hybrid["dp"] == "1" else f"zero{hybrid['zero']}"
+    return {**hybrid, "family": hybrid["model"], "data": data}
+
+
+def many_cases() -> list[Case]:
+    """A sample: all of them would take hours."""
+    return random.Random(SEED).sample(all_cases(), NUM_SAMPLED)
+
+
+def plan_of(case: Case) -> str:
+    words = [f"tp={case['tp']} recompute={case['recompute']}"]
+    if case["sp"] == "true":
+        words.append("sp=true")
+    if case["data"] != "alone":
+        words.append(f"dp=2 zero={case['data'][-1]}")
+    return " ".join([*words, "precision=fp64"])
+
+
+def num_ranks(case: Case) -> int:
+    rows, _, cols = case["tp"].rpartition("x")
+    return int(rows or 1) * int(cols) * (1 if case["data"] == "alone" else 2)
+
+
+def name_of(case: Case) -> str:
+    return "-".join(f"{key}={option}" for key, option in case.items())

@@ -1,0 +1,276 @@
+"""The ranks of a row x col grid as threads of one process: what a tensor plan means, once more and slowly.
+
+The embedding, the head and norms over rows are given whole features here, and keep whole weights.
+"""
+
+import copy
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from plait.models import blocks_of
+from plait.parallel.tensor import take_own_heads
+from plait.plan.sharding import DimCut, LayerCut, Range, Style, TensorPlan, split
+from support.tensor_models import LENGTH, loss_of, piece, places
+
+Gradients = dict[str, Tensor]
+
+
+class Exchange:
+    """Where the ranks of a line meet: each gives a tensor and gets all of them, in their order."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._slots: list[Tensor | None] = [None] * size
+        self._barrier = threading.Barrier(size, timeout=60)
+
+    def all(self, place: int, mine: Tensor) -> list[Tensor]:
+        self._slots[place] = mine.detach()
+        self._barrier.wait()
+        found = [tensor for tensor in self._slots if tensor is not None]
+        self._barrier.wait()
+        return found
+
+    def abort(self) -> None:
+        self._barrier.abort()
+
+
+@dataclass(frozen=True)
+class Line:
+    """The ranks along an axis, and this one's place among them."""
+
+    exchange: Exchange
+    place: int
+
+    def all(self, mine: Tensor) -> list[Tensor]:
+        return self.exchange.all(self.place, mine)
+
+
+class _Sum(torch.autograd.Function):
+    """Summed over columns forward, or backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, line: Line, is_forward: bool) -> Tensor:
+        ctx.backward_sum = None if is_forward else line
+        return sum(line.all(x)) if is_forward else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        if ctx.backward_sum is not None:
+            grad = sum(ctx.backward_sum.all(grad))
+        return grad, None, None
+
+
+class _Gather(torch.autograd.Function):
+    """Pieces of the last dim put together forward, and its own of the gradient backward; or reversed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        ranges: tuple[tuple[Range, ...], ...],
+        line: Line,
+        gathers: bool,
+    ) -> Tensor:
+        ctx.rest = (ranges, line, gathers)
+        return _whole(line.all(x), ranges) if gathers else _own(x, ranges[line.place])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        ranges, line, gathers = ctx.rest
+        grad = _own(grad, ranges[line.place]) if gathers else _whole(line.all(grad), ranges)
+        return grad, None, None, None
+
+
+class _Tokens(torch.autograd.Function):
+    """Every column's tokens put together forward, and its own of the gradient backward; or reversed.
+
+    `sums`: where it takes its own, of the sum over columns.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, line: Line, gathers: bool, sums: bool) -> Tensor:
+        ctx.rest = (line, gathers, sums)
+        return _Tokens._move(x, line, gathers, sums)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        line, gathers, sums = ctx.rest
+        return _Tokens._move(grad, line, not gathers, sums), None, None, None
+
+    @staticmethod
+    def _move(x: Tensor, line: Line, gathers: bool, sums: bool) -> Tensor:
+        dim = 0 if x.ndim == 2 else 1
+        if gathers:
+            return torch.cat(line.all(x), dim)
+        whole = sum(line.all(x)) if sums else x
+        batch = x.shape[0] // LENGTH if x.ndim == 2 else 1  # blocks that fold the batch into the tokens
+        sizes = [batch * (stop - start) for start, stop in split(LENGTH, line.exchange.size)]
+        return whole.split(sizes, dim)[line.place].clone()  # falcon adds to it in place
+
+
+@dataclass
+class Stream:
+    """A block or a region where the stream's tokens are cut: gathers them or takes its own, of its input
+    or of its output."""
+
+    inner: Callable[..., Any]
+    line: Line
+    gathers: bool
+    sums: bool = False
+    at_end: bool = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        def move(x: Tensor) -> Tensor:
+            return _Tokens.apply(x, self.line, self.gathers, self.sums)
+
+        if self.at_end:
+            found = self.inner(*args, **kwargs)
+            return (move(found[0]), *found[1:]) if isinstance(found, tuple) else move(found)
+        if not args:
+            return self.inner(**{**kwargs, "hidden_states": move(kwargs["hidden_states"])})
+        return self.inner(move(args[0]), *args[1:], **kwargs)
+
+
+def _own(x: Tensor, ranges: tuple[Range, ...]) -> Tensor:
+    return torch.cat([x[..., start:stop] for start, stop in ranges], -1)
+
+
+def _whole(pieces: list[Tensor], ranges: tuple[tuple[Range, ...], ...]) -> Tensor:
+    """The pieces of a last dim at their places."""
+    size = max(stop for found in ranges for _, stop in found)
+    whole = pieces[0].new_full((*pieces[0].shape[:-1], size), float("nan"))
+    for mine, found in zip(pieces, ranges, strict=True):
+        at = 0
+        for start, stop in found:
+            whole[..., start:stop] = mine[..., at : at + stop - start]
+            at += stop - start
+    return whole
+
+
+@dataclass
+class Layer:
+    """A layer's forward on one rank.
+
+    tokens: whole; cut; or pure: cut, and its region sums the gradient of its input
+    """
+
+    cut: LayerCut
+    module: nn.Module
+    parent: nn.Module
+    rows: Line
+    cols: Line
+    tokens: str
+
+    def __post_init__(self) -> None:
+        self.inner = self.module.forward
+
+    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        cut = self.cut
+        if cut.style is Style.COLUMN and not cut.head:
+            found = self._linear(x if self.tokens == "pure" else _Sum.apply(x, self.cols, False))
+            found = self._biased(_Sum.apply(found, self.rows, True))
+            return _gather(found, cut.out, self.cols, True) if cut.gathers else found
+        if cut.style is Style.ROW:
+            x = _gather(x, cut.inp, self.cols, False) if cut.splits else x
+            found = self._linear(_Sum.apply(x, self.rows, False))
+            if self.tokens == "whole":
+                return self._biased(_Sum.apply(found, self.cols, True))
+            return self._biased(_Tokens.apply(found, self.cols, False, True))
+        if cut.style is Style.EXPERTS:
+            args = tuple(_Sum.apply(a, self.cols, False) if a.is_floating_point() else a for a in args)
+            return _Sum.apply(self.inner(_Sum.apply(x, self.cols, False), *args, **kwargs), self.cols, True)
+        if cut.style is Style.LATENT:
+            found, rotary = self.inner(x), self.parent.qk_rope_head_dim
+            return torch.cat([found[..., :-rotary], _Sum.apply(found[..., -rotary:], self.cols, False)], -1)
+        return self._with_whole_features(x, *args, **kwargs)
+
+    def _with_whole_features(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        cut, reads = self.cut, self.cut.out if self.cut.style is Style.NORM else self.cut.inp
+        if cut.style is not Style.VOCABULARY:
+            x = _gather(x, reads, self.rows, True)
+        found = self.inner(x, *args, **kwargs)
+        return found if cut.head else _gather(found, cut.out, self.rows, False)
+
+    def _linear(self, x: Tensor) -> Tensor:
+        weight = self.module.weight
+        return F.linear(x, weight.mT if self.cut.transposed else weight)
+
+    def _biased(self, x: Tensor) -> Tensor:
+        return x if self.module.bias is None else x + self.module.bias
+
+
+def _gather(x: Tensor, along: DimCut | None, line: Line, gathers: bool) -> Tensor:
+    return x if along is None else _Gather.apply(x, along.ranges, line, gathers)
+
+
+def stays_whole(model: nn.Module, plan: TensorPlan) -> set[int]:
+    """The ids of the parameters that keep whole weights here."""
+    kept = [cut.module for cut in plan.layers if cut.head or cut.style in (Style.VOCABULARY, Style.NORM)]
+    return {id(p) for name in kept for p in model.get_submodule(name).parameters()}
+
+
+def rank_of(model: nn.Module, plan: TensorPlan, rows: Line, cols: Line, *, sequence: bool) -> nn.Module:
+    """The model as a rank holds it."""
+    local = copy.deepcopy(model)
+    kept, cuts = stays_whole(local, plan), {cut.name: cut for cut in plan.parameters}
+    for name, parameter in local.named_parameters():
+        if name in cuts and id(parameter) not in kept:
+            parameter.data = piece(parameter.data, cuts[name], rows.place, cols.place).clone()
+    for module, key, values in plan.attributes:
+        assert isinstance(getattr(local.get_submodule(module), key), int)
+        setattr(local.get_submodule(module), key, values[cols.place])
+    take_own_heads(local, plan, cols.place)
+    for cut in plan.layers:
+        if cut.style not in (Style.TABLE, Style.HEAD_NORM):
+            layer = local.get_submodule(cut.module)
+            around = local.get_submodule(cut.module.rpartition(".")[0])
+            region = next((r for r in plan.regions if f"{cut.module}.".startswith(f"{r}.")), None)
+            tokens = "whole" if not sequence else "pure" if region in plan.pure else "cut"
+            layer.forward = Layer(cut, layer, around, rows, cols, tokens)
+    if sequence:
+        _cut_tokens(local, plan, cols)
+    return local
+
+
+def _cut_tokens(local: nn.Module, plan: TensorPlan, cols: Line) -> None:
+    for name in plan.regions:
+        region = local.get_submodule(name)
+        region.forward = Stream(region.forward, cols, True, sums=name in plan.pure)
+    blocks = [block for _, block in blocks_of(local)]
+    blocks[0].forward = Stream(blocks[0].forward, cols, False)
+    blocks[-1].forward = Stream(blocks[-1].forward, cols, True, at_end=True)
+
+
+def trained(
+    model: nn.Module, plan: TensorPlan, tokens: Tensor, *, sequence: bool = False
+) -> dict[tuple[int, int], tuple[float, Gradients]]:
+    """Loss and gradients by parameter of every rank, parts not yet summed."""
+    over_cols = [Exchange(plan.cols) for _ in range(plan.rows)]
+    over_rows = [Exchange(plan.rows) for _ in range(plan.cols)]
+
+    def run(row: int, col: int) -> tuple[float, Gradients]:
+        try:
+            rows, cols = Line(over_rows[col], row), Line(over_cols[row], col)
+            local = rank_of(model, plan, rows, cols, sequence=sequence)
+            loss = loss_of(local, tokens)
+            loss.backward()
+            return loss.item(), {name: p.grad for name, p in local.named_parameters() if p.grad is not None}
+        except BaseException:
+            for exchange in (*over_cols, *over_rows):  # nobody waits for a rank that failed
+                exchange.abort()
+            raise
+
+    with ThreadPoolExecutor(plan.rows * plan.cols) as threads:
+        futures = {(row, col): threads.submit(run, row, col) for row, col in places(plan)}
+    for future in futures.values():
+        error = future.exception()
+        if error is not None and not isinstance(error, threading.BrokenBarrierError):
+            raise error
+    return {place: future.result() for place, future in futures.items()}
