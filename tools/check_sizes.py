@@ -1,4 +1,4 @@
-"""Check sizes of files and functions, and that the tree in the docs names every folder; exit 1 with offenders.
+"""Check sizes of files and functions, and the tree in the docs; exit 1 with offenders.
 
 A file, of Python or of C, has at most 600 lines; a Python function at most 60, counted from its `def`, and
 nine in ten at most 40. The tree in docs/architecture.md names every folder under src/plait.
