@@ -11,7 +11,7 @@ from torch import nn
 
 import plait
 from plait.errors import ConfigError, PlaitError
-from plait.parallel.zero.sharded_model import unshard
+from plait.parallel.zero import unshard
 from support import edge_case_models, hybrid_plans, programs, zero_plans
 from support.covering import Case
 from support.pool import Pool, Ranks

@@ -8,7 +8,7 @@ from unittest import mock
 from torch import Tensor
 
 from plait.parallel.pipeline import executor as executor
-from plait.parallel.zero.sharded_model import sharded_model
+from plait.parallel.zero import sharded_model
 
 SHARED = "gradients of"  # how the label of a sum over stages begins; that of the norm has none
 
