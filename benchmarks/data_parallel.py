@@ -54,7 +54,7 @@ LLAMA = {
     "tie_word_embeddings": False,
 }
 SEQUENCE = 256
-PLANS = {0: [""], 1: ["zero=1"], 2: ["zero=2"], 3: ["zero=3", "zero=3 gathered=step"]}  # stage -> ours
+PLANS = {0: [""], 1: ["zero=1"], 2: ["zero=2"], 3: ["zero=3", "zero=3 reshard=step"]}  # stage -> ours
 YARDSTICK = "no communication"
 TORCH_ALONE = "torch, no communication"
 CHECKED_STEPS = 6  # enough for ranks that do not communicate to be far off

@@ -21,7 +21,7 @@ from plait.bench import machine
 from plait.errors import ModelError
 from plait.fileio import write_json
 from plait.plan import Plan
-from plait.verify import How, Job, Outcome, Source, Verdict, source_of, verify
+from plait.verify import Case, ModelSource, Outcome, Verdict, WorkerOptions, parse_source, verify
 
 PLANS = ("dp=2", "dp=2 zero=3", "tp=2", "pp=2", "pp=2 dp=2 tp=2 zero=1")
 KEPT = Path("build/architectures.json")
@@ -56,10 +56,10 @@ def main() -> None:
 
 
 def _verified(kinds: list[str]) -> Found:
-    sources: dict[str, Source] = {}
+    sources: dict[str, ModelSource] = {}
     for kind in kinds:
         try:
-            sources[kind] = source_of(kind, layers=LAYERS)
+            sources[kind] = parse_source(kind, layers=LAYERS)
         except ModelError as error:
             print(error, flush=True)
     jobs = [_job(source, plan, None) for source in sources.values() for plan in PLANS]
@@ -75,18 +75,18 @@ def _verified(kinds: list[str]) -> Found:
     return found
 
 
-def _job(source: Source, plan: str, tolerance: float | None) -> Job:
+def _job(source: ModelSource, plan: str, tolerance: float | None) -> Case:
     words = str(Plan.parse(f"{plan} precision=fp64"))
-    return Job(source, words, "float64", STEPS, SAMPLES, LENGTH, 0, tolerance)
+    return Case(source, words, "float64", STEPS, SAMPLES, LENGTH, 0, tolerance)
 
 
-def _rough(job: Job) -> Job:
+def _rough(job: Case) -> Case:
     return _job(job.source, job.plan.replace("precision=fp64", ""), ROUGH)
 
 
-def _run(jobs: list[Job]) -> list[Verdict]:
+def _run(jobs: list[Case]) -> list[Verdict]:
     with tempfile.TemporaryDirectory() as folder:
-        return verify(jobs, Path(folder), How(blame=False, timeout_s=120.0))
+        return verify(jobs, Path(folder), WorkerOptions(blame=False, timeout_s=120.0))
 
 
 def _page(found: dict[str, list[Verdict]]) -> str:
@@ -137,7 +137,7 @@ def _reason(verdict: Verdict) -> str:
     """Without what is of one model alone, so that models with the same one stand together."""
     if verdict.outcome is Outcome.DIFFERS:
         return f"differs by {verdict.largest:.0e}; farthest: {verdict.worst[0].name}"
-    return verdict.letter.split("\n")[0].replace("|", "/")
+    return verdict.message.split("\n")[0].replace("|", "/")
 
 
 if __name__ == "__main__":

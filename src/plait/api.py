@@ -10,15 +10,15 @@ from torch import Tensor, nn
 
 from plait import models
 from plait.checkpoint import HuggingFaceFiles, Reader
-from plait.comm import Mesh, World, connect, raise_together
-from plait.engine.build import Training
+from plait.comm import Mesh, World, connect, raise_on_all
+from plait.engine.build import TrainingSpec
 from plait.engine.engine import Engine
 from plait.engine.loss import Loss
-from plait.engine.self_check import Probe
+from plait.engine.self_check import SelfCheck
 from plait.errors import CheckpointError, ConfigError, ModelError, PlanError, ScheduleError
 from plait.models import Blocks, Chain, blocks_of, plan_stages
 from plait.optim import DEFAULT_GROUPS, LossScaling
-from plait.plan import Grid, Plan, StageCut, TensorPlan, uncompilable, whole_model
+from plait.plan import Grid, Plan, StageAssignment, TPPlan, single_stage, uncompilable
 from plait.plan.schedule import Schedule, check
 from plait.plan.schedule.load import schedule_of
 
@@ -68,7 +68,7 @@ def parallelize(
     plan = _checked(world, plan, loss_scaling)
     found = checked_blocks(model, plan, blocks)
     first = None if weights is None else _reader(model, Path(weights), world)
-    to_probe = Probe.of(model, probe, plan, seed)  # before the model is cut
+    to_probe = SelfCheck.of(model, probe, plan, seed)  # before the model is cut
     how = replace(
         training_of(model, plan, found, param_groups=param_groups, tensor_plan=tensor_plan),
         optimizer=optimizer,
@@ -85,7 +85,7 @@ def parallelize(
     return _begun(engine, first, to_probe, loss)
 
 
-def _begun(engine: Engine, first: Reader | None, to_probe: Probe | None, loss: Loss | None) -> Engine:
+def _begun(engine: Engine, first: Reader | None, to_probe: SelfCheck | None, loss: Loss | None) -> Engine:
     """With the weights that it begins with, and probed."""
     if first is not None:
         with first:
@@ -104,7 +104,7 @@ def _reader(model: nn.Module, folder: Path, world: World) -> Reader:
         found = HuggingFaceFiles.open(folder).reader(model)
     except CheckpointError as error:
         problem = error
-    raise_together(problem, world.group, world.device)
+    raise_on_all(problem, world.group, world.device)
     assert found is not None, "a reader, or a reason that there is none"
     return found
 
@@ -116,11 +116,11 @@ def training_of(
     *,
     param_groups: Iterable[Any] | None = None,
     tensor_plan: Mapping[str, str] | None = None,
-) -> Training:
+) -> TrainingSpec:
     """How the model is cut; of its update, which groups there are. Needs no rank. Raises PlanError,
     ModelError or ConfigError."""
     schedule, groups = _schedule(plan), _groups(param_groups)
-    return Training(
+    return TrainingSpec(
         groups=_options(groups),
         group_of=_group_of(model, groups),
         tensor=_tensor_plan(model, plan, blocks, tensor_plan),
@@ -215,20 +215,20 @@ def _schedule(plan: Plan) -> Schedule:
 
 def _stages(
     model: nn.Module, plan: Plan, blocks: list[tuple[str, nn.Module]], schedule: Schedule
-) -> StageCut:
+) -> StageAssignment:
     if schedule.num_stages == 1 and plan.blocks_per_stage is None:
         tensors = (*model.named_parameters(), *model.named_buffers(remove_duplicate=False))
-        return whole_model((name for name, _ in tensors), len(blocks))
+        return single_stage((name for name, _ in tensors), len(blocks))
     ranks = [schedule.rank_of[stage] for stage in range(schedule.num_stages)]
     return plan_stages(model, blocks, schedule.num_stages, given=plan.blocks_per_stage, ranks=ranks)
 
 
 def _tensor_plan(
     model: nn.Module, plan: Plan, blocks: list[tuple[str, nn.Module]], given: Mapping[str, str] | None
-) -> TensorPlan:
+) -> TPPlan:
     """A lone rank cuts nothing, so any model will do; what a user says of it is checked all the same."""
     if plan.rows == plan.cols == 1 and given is None:
-        return TensorPlan(1, 1)
+        return TPPlan(1, 1)
     return models.tensor_plan(model, plan.rows, plan.cols, sequence=plan.sp, blocks=blocks, given=given)
 
 
@@ -244,7 +244,7 @@ def check_device(plan: Plan, device: torch.device) -> None:
         raise PlanError(
             "offload=disk is for ranks that compute on the CPU",
             given=f"{plan} on {device}",
-            hint="offload=cpu, states=bf16, or a higher zero over more ranks",
+            hint="offload=cpu, optim_dtype=bf16, or a higher zero over more ranks",
         )
 
 

@@ -32,7 +32,7 @@ class PlaitError(Exception):
                 lines.append(f"  {label:<8}: {value}")
         return "\n".join(lines)
 
-    def letter(self) -> str:
+    def message(self) -> str:
         """What the command line prints: the class's name and the letter."""
         return f"{type(self).__name__}: {self}"
 

@@ -48,7 +48,7 @@ def everything(here: Path) -> dict[str, bytes]:
     return {str(path.relative_to(here)): path.read_bytes() for path in files}
 
 
-def letter(*words: object) -> str:
+def message(*words: object) -> str:
     """What `plait words...` says on stderr, having ended with code 2 and without a traceback."""
     result = CliRunner().invoke(app, [str(word) for word in words])
     assert result.exit_code == 2, result.output
@@ -150,7 +150,7 @@ def test_a_mistake_gets_its_letter_and_leaves_nothing(here: Path, words: list[st
     (here / "binary.txt").write_bytes(b"\xff\xfe\x00" * 100)
     before = everything(here)
     words = [word.replace("{here}", str(here)) for word in words]
-    said = letter("train", here / "recipe.toml", *sets(f"run.dir={here}/other"), *words)
+    said = message("train", here / "recipe.toml", *sets(f"run.dir={here}/other"), *words)
     assert all(word.replace("{here}", str(here)) in said for word in says), said
     left = {name: content for name, content in everything(here).items() if not name.startswith("new/")}
     assert left == before
@@ -178,7 +178,7 @@ def flip_a_bit(path: Path) -> None:
 def test_a_damaged_token_file_is_named(here: Path, damage: Damage, says: str) -> None:
     tokens = max((here / "data").glob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
     damage(tokens)
-    said = letter("train", here / "recipe.toml", *sets(f"run.dir={here}/other"))
+    said = message("train", here / "recipe.toml", *sets(f"run.dir={here}/other"))
     assert "DataError" in said
     assert tokens.name in said
     assert says in said
@@ -187,10 +187,10 @@ def test_a_damaged_token_file_is_named(here: Path, damage: Damage, says: str) ->
 
 def test_a_run_directory_that_exists_is_not_touched(here: Path) -> None:
     before = everything(here)
-    said = letter("train", here / "recipe.toml")
+    said = message("train", here / "recipe.toml")
     assert "RunError: the run's directory exists" in said
     assert "--resume" in said
-    assert "RunError" in letter("train", here / "run"), "a run is not a recipe"
+    assert "RunError" in message("train", here / "run"), "a run is not a recipe"
     assert everything(here) == before
 
 
@@ -214,7 +214,7 @@ def test_a_run_directory_that_exists_is_not_touched(here: Path) -> None:
 )
 def test_a_run_that_cannot_be_resumed_gets_its_letter(here: Path, words: list[str], says: list[str]) -> None:
     before = everything(here)
-    said = letter("train", *(word.format(here=here) for word in words), "--resume", "--plan", "dp=1")
+    said = message("train", *(word.format(here=here) for word in words), "--resume", "--plan", "dp=1")
     assert all(word in said for word in says), said
     assert {k: v for k, v in everything(here).items() if not k.startswith("new/")} == before
 
@@ -222,7 +222,7 @@ def test_a_run_that_cannot_be_resumed_gets_its_letter(here: Path, words: list[st
 def test_a_recipe_edited_since_the_run_began_is_not_resumed_by_accident(here: Path) -> None:
     recipe = here / "recipe.toml"
     recipe.write_text(recipe.read_text().replace("lr = 1e-3", "lr = 2e-3"))
-    said = letter("train", recipe, "--resume", "--plan", "dp=1", "--set", "sample.tokens=0")
+    said = message("train", recipe, "--resume", "--plan", "dp=1", "--set", "sample.tokens=0")
     assert "optimizer.lr differ" in said
     assert f"plait train {here / 'run'} --resume" in said
 
@@ -231,7 +231,7 @@ def test_a_run_without_a_whole_checkpoint_gets_a_letter_that_names_them_all(here
     newest, before = (here / "run" / "checkpoints" / f"step-{step:08d}" for step in (STEPS, 18))
     flip_a_bit(newest / "manifest.json")
     (before / "rank-00000.0.safetensors").unlink()
-    said = letter("train", here / "run", "--resume")
+    said = message("train", here / "run", "--resume")
     assert "CheckpointError: no checkpoint of the run is whole" in said
     assert f"{newest}/manifest.json: its content does not have the hash" in said
     assert f"{before}/rank-00000.0.safetensors: missing" in said
@@ -242,16 +242,16 @@ def test_a_checkpoint_to_go_back_to_that_cannot_be_is_named(here: Path) -> None:
     words = ("train", here / "run", "--resume", "--from")
     flip_a_bit(checkpoints / "step-00000018" / "rank-00000.0.safetensors")
     before = everything(here)
-    assert "does not have the checksum" in letter(*words, checkpoints / "step-00000018"), "read wholly"
-    assert "not a checkpoint" in letter(*words, checkpoints / "step-00000019")
+    assert "does not have the checksum" in message(*words, checkpoints / "step-00000018"), "read wholly"
+    assert "not a checkpoint" in message(*words, checkpoints / "step-00000019")
     shutil.copytree(checkpoints / f"step-{STEPS:08d}", here / f"step-{STEPS:08d}")
-    said = letter(*words, here / f"step-{STEPS:08d}")
+    said = message(*words, here / f"step-{STEPS:08d}")
     assert "a run goes back to a checkpoint of its own" in said
     assert "without --resume" in said
     shutil.rmtree(here / f"step-{STEPS:08d}")
     new = ("train", here / "recipe.toml", *sets(f"run.dir={here}/other"), "--plan", "dp=1", "--from")
-    assert "does not have the checksum" in letter(*new, checkpoints / "step-00000018")
-    assert "another samples" in letter(*new, checkpoints / f"step-{STEPS:08d}", *sets("run.batch=8"))
+    assert "does not have the checksum" in message(*new, checkpoints / "step-00000018")
+    assert "another samples" in message(*new, checkpoints / f"step-{STEPS:08d}", *sets("run.batch=8"))
     assert everything(here) == before
     assert not list(here.glob("other*"))
 
@@ -266,11 +266,11 @@ def test_a_run_saved_half_is_resumed_from_the_last_whole_checkpoint(here: Path) 
 
 
 def test_export_and_generate_refuse_what_is_no_run_or_exists(here: Path) -> None:
-    assert "RunError" in letter("generate", here / "data", "--prompt", "a")
-    assert "RunError" in letter("export", here / "none", here / "out")
-    assert "RunError: the export's directory exists" in letter("export", here / "run", here / "data")
+    assert "RunError" in message("generate", here / "data", "--prompt", "a")
+    assert "RunError" in message("export", here / "none", here / "out")
+    assert "RunError: the export's directory exists" in message("export", here / "run", here / "data")
     shutil.rmtree(here / "run" / "checkpoints")
-    assert "no checkpoint yet" in letter("export", here / "run", here / "out")
+    assert "no checkpoint yet" in message("export", here / "run", here / "out")
     assert not (here / "out").exists()
 
 
@@ -278,7 +278,7 @@ def test_data_build_says_what_it_built_and_gets_letters_too(here: Path) -> None:
     result = CliRunner().invoke(app, ["data", "build", str(here / "recipe.toml")])
     assert result.exit_code == 0
     assert "tokens to train on" in result.stdout
-    assert "ConfigError" in letter("data", "build", here / "none.toml")
+    assert "ConfigError" in message("data", "build", here / "none.toml")
 
 
 @pytest.fixture
@@ -293,7 +293,7 @@ def test_a_taken_port_is_named(here: Path, taken_port: int, monkeypatch: pytest.
     torchrun_says = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1"}
     for name, value in (torchrun_says | {"MASTER_PORT": taken_port}).items():
         monkeypatch.setenv(name, str(value))
-    said = letter("train", here / "recipe.toml", *sets(f"run.dir={here}/other"))
+    said = message("train", here / "recipe.toml", *sets(f"run.dir={here}/other"))
     assert "CommError" in said
     assert str(taken_port) in said
     assert not (here / "other").exists()
@@ -301,7 +301,7 @@ def test_a_taken_port_is_named(here: Path, taken_port: int, monkeypatch: pytest.
 
 def test_another_number_of_ranks_than_torchruns_is_named(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    said = letter("train", here / "recipe.toml", "--ranks", "3", *sets(f"run.dir={here}/other"))
+    said = message("train", here / "recipe.toml", "--ranks", "3", *sets(f"run.dir={here}/other"))
     assert "PlanError" in said
     assert "--ranks 3, WORLD_SIZE=2" in said
     assert not (here / "other").exists()
@@ -310,7 +310,7 @@ def test_another_number_of_ranks_than_torchruns_is_named(here: Path, monkeypatch
 def test_a_letter_comes_from_a_process_as_from_here(here: Path) -> None:
     out, err = finish(start("train", here / "recipe.toml", "--ranks", "3"), 2)
     assert out == ""
-    assert err == letter("train", here / "recipe.toml", "--ranks", "3")
+    assert err == message("train", here / "recipe.toml", "--ranks", "3")
 
 
 def test_debug_adds_the_traceback(here: Path) -> None:

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from plait.cli.main import app
 from plait.plan.cost_model import VERBS
-from plait.plan.host_profile import Measured, load
+from plait.plan.host_profile import ProfileEntry, load
 from support.cli_runs import finish, start
 
 BENCH = ("bench", "collectives", "--sizes", "1K:64K", "--rounds", "1")
@@ -37,7 +37,7 @@ def test_two_ranks_are_started_measured_kept_and_drawn(tmp_path: Path) -> None:
     assert row["bus_bytes_per_s"] == pytest.approx(row["algorithm_bytes_per_s"] / 2)
 
     kept = load(profile)
-    assert set(kept.lines) == {Measured("gloo", verb, 2) for verb in VERBS}
+    assert set(kept.lines) == {ProfileEntry("gloo", verb, 2) for verb in VERBS}
     expected = times["barrier", 0]["median_s"]
     assert kept.time_s("barrier", 0, 2, transport="gloo") == pytest.approx(expected)
     for verb in VERBS:

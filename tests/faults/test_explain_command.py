@@ -99,7 +99,7 @@ def test_a_run_is_shown_beside_what_was_foretold_also_when_it_went_on(recipe: Pa
     assert {cells[-1] for cells in rows(out, "all-reduce", "all ranks")} == {"nothing"}
     table = rows(out, "activations")
     assert len(table) == 2  # ranks
-    assert all(foretold == measured for foretold, measured in table)
+    assert all(estimated == measured for estimated, measured in table)
 
     finish(start("train", run, "--resume", "--plan", "dp=2 zero=3 micro=2", "--set=run.steps=6"))
     measured = json.loads((run / "measured.json").read_text())

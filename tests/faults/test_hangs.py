@@ -65,16 +65,16 @@ def test_a_rank_that_does_not_come_back_is_named_and_its_stack_says_where_it_is(
         said = [rank.communicate(timeout=LIMIT_S)[1] for rank in ranks]
         assert [rank.returncode for rank in ranks] == [1, 1]
     assert time.monotonic() - began_s < 20 + HANG_S + LETTER_S
-    letter = "".join(said)
-    assert letter.count("CommError") == 1, letter
-    assert "rank 1 hangs in step 4, and the other ranks wait" in letter
-    assert f"rank 1 (process {ranks[1].pid} on {os.uname().nodename}): in " in letter
-    assert "rank 0: in a step, in all-reduce of" in letter
+    message = "".join(said)
+    assert message.count("CommError") == 1, message
+    assert "rank 1 hangs in step 4, and the other ranks wait" in message
+    assert f"rank 1 (process {ranks[1].pid} on {os.uname().nodename}): in " in message
+    assert "rank 0: in a step, in all-reduce of" in message
     if kind == "waits":
-        assert f"in reading data for {HANG_S:.0f} s" in letter
+        assert f"in reading data for {HANG_S:.0f} s" in message
     else:
-        assert "when last seen; a thread of it held the interpreter's lock" in letter
-    assert str(run / "stacks") in letter
+        assert "when last seen; a thread of it held the interpreter's lock" in message
+    assert str(run / "stacks") in message
     assert "in reads_forever" in stacks_of(run, 1)
     assert "reads_forever" not in stacks_of(run, 0)
     assert "in _finish" in stacks_of(run, 0)

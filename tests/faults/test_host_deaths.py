@@ -102,13 +102,13 @@ def _die_at_work(name: str, victim: int, after_s: float, folder: Path) -> None:
     world.barrier()
     if world.rank == victim:
         threading.Timer(after_s, _kill_myself, (folder,)).start()
-    letter = ""
-    while not letter:
+    message = ""
+    while not message:
         try:
             WORK[name][0](world, world.group)
         except CommError as error:
-            letter = str(error)
-    (folder / f"rank-{world.rank}").write_text(json.dumps([time.monotonic(), letter]))
+            message = str(error)
+    (folder / f"rank-{world.rank}").write_text(json.dumps([time.monotonic(), message]))
 
 
 def _kill_myself(folder: Path) -> None:
@@ -121,7 +121,7 @@ def _letters_of_peers(folder: Path, victim: int) -> list[tuple[float, str]]:
     died_s = float((folder / "died").read_text())
     peers = {*range(RANKS)} - {victim}
     found = [json.loads((folder / f"rank-{rank}").read_text()) for rank in sorted(peers)]
-    return [(at_s - died_s, letter) for at_s, letter in found]
+    return [(at_s - died_s, message) for at_s, message in found]
 
 
 def assert_nothing_remains(pool: Pool) -> None:
@@ -137,9 +137,9 @@ def _kill_at_work(pool: Pool, folder: Path, name: str, chance: random.Random) ->
     victim, after_s = chance.randrange(name == "groups", RANKS), chance.uniform(0.001, 0.3)
     with pytest.raises(RankError, match="was killed by SIGKILL"):
         pool.run(_die_at_work, RANKS, name, victim, after_s, folder)
-    for after_s, letter in _letters_of_peers(folder, victim):
-        assert f"rank {victim} is gone" in letter
-        assert re.search(WORK[name][1], letter), letter
+    for after_s, message in _letters_of_peers(folder, victim):
+        assert f"rank {victim} is gone" in message
+        assert re.search(WORK[name][1], message), message
         assert after_s < SOON_S
     assert_nothing_remains(pool)
 
@@ -193,8 +193,8 @@ def _stopped(folder: Path) -> tuple[str, float]:
 
 def test_a_stopped_rank_is_named_after_the_time_limit(pool: Pool, tmp_path: Path) -> None:
     results = pool.run(_stopped, 3, tmp_path, timeout_s=20)
-    for letter, took_s in results[:2]:
-        assert "all-reduce of h7 failed: rank 2 did not come within 2 s" in letter
+    for message, took_s in results[:2]:
+        assert "all-reduce of h7 failed: rank 2 did not come within 2 s" in message
         assert 1.9 < took_s < 4
     assert "failed" in results[2][0]  # it comes back to a group that has gone on without it
 
@@ -252,8 +252,8 @@ def test_a_rank_that_raises_and_leaves_is_gone_for_its_peers(pool: Pool, tmp_pat
         pool.run(_raise_or_wait, 3, tmp_path)
     assert caught.value.failures[0].rank == 1  # the cause comes first, before its consequences
     for rank in (0, 2):
-        took_s, letter = json.loads((tmp_path / f"rank-{rank}").read_text())
-        assert "reduce-scatter of h2 failed: rank 1 is gone" in letter
+        took_s, message = json.loads((tmp_path / f"rank-{rank}").read_text())
+        assert "reduce-scatter of h2 failed: rank 1 is gone" in message
         assert took_s < SOON_S
     assert_nothing_remains(pool)
 

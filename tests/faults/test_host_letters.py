@@ -88,10 +88,10 @@ DIFFERENT = {
 @pytest.mark.parametrize("what", [*DIFFERENT])
 def test_a_letter_about_different_calls_lists_what_every_rank_called(pool: Pool, what: str) -> None:
     most, other = DIFFERENT[what]
-    for letter in pool.run(_differ, 3, what):
-        assert "the ranks mean different calls" in letter
+    for message in pool.run(_differ, 3, what):
+        assert "the ranks mean different calls" in message
         for rank, said in enumerate((most, most, other)):
-            assert f"rank {rank}: {said}\n" in letter + "\n"
+            assert f"rank {rank}: {said}\n" in message + "\n"
 
 
 def _refused(what: str) -> str:
@@ -132,8 +132,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("what", [*REFUSED])
 def test_a_call_that_cannot_be_is_refused_before_anybody_is_spoken_to(pool: Pool, what: str) -> None:
-    for letter in pool.run(_refused, 2, what):
-        assert REFUSED[what] in letter
+    for message in pool.run(_refused, 2, what):
+        assert REFUSED[what] in message
 
 
 def _calls_for_shapes(rank: int) -> float:
@@ -207,9 +207,9 @@ def test_where_memory_cannot_be_shared_one_rank_warns_and_all_take_gloo(pool: Po
 
 @pytest.mark.parametrize("what", [*REASONS])
 def test_where_memory_must_be_shared_and_cannot_it_is_a_letter(pool: Pool, what: str) -> None:
-    for _, letter, _ in pool.run(_fall_back, 2, what, "host"):
-        assert "ranks of one host cannot share memory" in letter
-        assert REASONS[what] in letter
+    for _, message, _ in pool.run(_fall_back, 2, what, "host"):
+        assert "ranks of one host cannot share memory" in message
+        assert REASONS[what] in message
 
 
 def _share_too_much() -> str:

@@ -32,7 +32,7 @@ def _train_with_a_bit_changed_in_step_3(run: Path) -> str:
         try:
             train(RunDir(run).read_recipe(), world)
         except RunError as error:
-            return error.letter()
+            return error.message()
     return "finished"
 
 

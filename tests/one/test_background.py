@@ -7,14 +7,14 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from plait.comm import Background
+from plait.comm import CommThread
 from plait.errors import CommError
 
 CPU = torch.device("cpu")
 
 
 def test_functions_run_one_at_a_time_in_their_order() -> None:
-    background, seen, running = Background(CPU), [], []
+    background, seen, running = CommThread(CPU), [], []
 
     def run(number: int) -> None:
         running.append(number)
@@ -30,7 +30,7 @@ def test_functions_run_one_at_a_time_in_their_order() -> None:
 
 
 def test_a_function_does_not_hold_up_the_one_who_gives_it() -> None:
-    background, go_on = Background(CPU), threading.Event()
+    background, go_on = CommThread(CPU), threading.Event()
     pending = background.submit(lambda: _wait(go_on))
     go_on.set()  # if it ran in `submit`, we would not come here
     pending.wait()
@@ -42,7 +42,7 @@ def _wait(event: threading.Event) -> None:
 
 
 def test_an_error_is_the_waiters_and_nothing_runs_after_it() -> None:
-    background, seen = Background(CPU), []
+    background, seen = CommThread(CPU), []
 
     def fail() -> None:
         raise ZeroDivisionError("on purpose")
@@ -58,7 +58,7 @@ def test_an_error_is_the_waiters_and_nothing_runs_after_it() -> None:
 
 
 def test_what_has_not_begun_when_the_world_closes_is_dropped() -> None:
-    background, go_on, seen = Background(CPU), threading.Event(), []
+    background, go_on, seen = CommThread(CPU), threading.Event(), []
     begun = threading.Event()
     running = background.submit(lambda: begun.set() or _wait(go_on))
     dropped = background.submit(lambda: seen.append("ran"))
@@ -75,7 +75,7 @@ def test_what_has_not_begun_when_the_world_closes_is_dropped() -> None:
 
 
 def test_those_who_do_not_wait_are_told_of_an_error_and_of_what_it_stopped() -> None:
-    background, told, error = Background(CPU), [], ZeroDivisionError("on purpose")
+    background, told, error = CommThread(CPU), [], ZeroDivisionError("on purpose")
 
     def fail() -> None:
         raise error

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.parallel.zero.state_io import put, taken
+from plait.parallel.zero.state_io import slice_boxes, write_boxes
 from plait.plan import Boxes
 
 partitions = st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=5), min_size=1, max_size=3)
@@ -30,18 +30,18 @@ def test_what_ranks_take_makes_the_whole_tensor_again(lengths: list[list[int]]) 
     for dim in lengths:
         grids = [Boxes((*grid.ranges, ranges)) for grid in grids for ranges in holders(dim)]
     for boxes in grids:
-        held = taken(whole, boxes)
+        held = slice_boxes(whole, boxes)
         assert held.shape == boxes.shape
         index = torch.meshgrid(
             *(torch.tensor([i for run in ranges for i in range(*run)]) for ranges in boxes.ranges),
             indexing="ij",
         )
         assert torch.equal(held, whole[index])
-        put(found, boxes, held)
+        write_boxes(found, boxes, held)
     assert torch.equal(found, whole)
 
 
 def test_a_whole_tensor_is_taken_without_a_copy() -> None:
     whole = torch.zeros(3, 4)
-    assert taken(whole, Boxes.whole((3, 4))).data_ptr() == whole.data_ptr()
-    assert taken(torch.ones(()), Boxes(())).shape == ()
+    assert slice_boxes(whole, Boxes.whole((3, 4))).data_ptr() == whole.data_ptr()
+    assert slice_boxes(torch.ones(()), Boxes(())).shape == ()

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from plait.parallel.ordered_launch import InOrder
-from plait.plan.ddp_buckets import Traveller, dealt
+from plait.parallel.ordered_launch import OrderedLauncher
+from plait.plan.ddp_buckets import GradSpec, assign_buckets
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 Drawn = tuple[int, torch.dtype, bool]  # elements, dtype, whether the gradient is sparse
@@ -21,8 +21,8 @@ LIMITS = st.lists(st.integers(1, 300), min_size=1, max_size=3)
 
 
 def _ours(drawn: list[Drawn], limits: list[int], order: list[int]) -> list[tuple[int, ...]]:
-    travellers = [Traveller(numel * dtype.itemsize, dtype, alone) for numel, dtype, alone in drawn]
-    return dealt(travellers, limits, order)
+    travellers = [GradSpec(numel * dtype.itemsize, dtype, alone) for numel, dtype, alone in drawn]
+    return assign_buckets(travellers, limits, order)
 
 
 def _torchs(drawn: list[Drawn], limits: list[int], order: list[int] | None) -> list[tuple[int, ...]]:
@@ -96,12 +96,12 @@ def test_a_bucket_closes_with_the_gradient_that_reaches_its_limit(
 
 
 def test_the_first_limit_is_of_the_first_bucket_of_each_kind() -> None:
-    travellers = [Traveller(4, kind) for kind in "aabbaabb"]
-    assert dealt(travellers, [4, 8], range(8)) == [(0,), (2,), (1, 4), (3, 6), (5,), (7,)]
+    travellers = [GradSpec(4, kind) for kind in "aabbaabb"]
+    assert assign_buckets(travellers, [4, 8], range(8)) == [(0,), (2,), (1, 4), (3, 6), (5,), (7,)]
 
 
 def test_nothing_to_deal_is_no_bucket() -> None:
-    assert dealt([], [1], []) == []
+    assert assign_buckets([], [1], []) == []
 
 
 # --- one order
@@ -113,7 +113,7 @@ class Queue:
     def __init__(self, num: int) -> None:
         self.order = [f"thing {number}" for number in range(num)]
         self.started: list[str] = []
-        self.in_order: InOrder[str] = InOrder(self.order, self.started.append)
+        self.in_order: OrderedLauncher[str] = OrderedLauncher(self.order, self.started.append)
 
 
 COMPLETED = st.integers(1, 12).flatmap(

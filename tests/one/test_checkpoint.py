@@ -65,7 +65,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_what_differs(tmp_path: Pa
     found.check_same("data", "ab12")
     with pytest.raises(CheckpointError) as caught:
         found.check_same("model", {"config": {"hidden_size": 8}})
-    assert "another model" in caught.value.letter()
+    assert "another model" in caught.value.message()
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from plait.checkpoint import Saver, compare, open_checkpoint
 from plait.cli.main import app
 from plait.comm import World, connect
 from plait.models import causal_lm_on_meta
-from plait.parallel import Kept
+from plait.parallel import StateShard
 
 LLAMA = {
     "model_type": "llama",
@@ -53,7 +53,7 @@ def save(
     world: World, folder: Path, values: dict[str, Tensor], step: int = 1, *, parts: int = 1, **facts: object
 ) -> Path:
     """As so many ranks would cut it."""
-    whole = [Kept.whole(key, tensor) for key, tensor in values.items()]
+    whole = [StateShard.whole(key, tensor) for key, tensor in values.items()]
     cut = [kept.share(n, parts) for kept in whole for n in range(parts)]
     Saver(folder, world).save(step, [kept for kept in cut if kept.num_bytes], FACTS | facts)
     return checkpoint.place_of(folder, step)

@@ -17,11 +17,11 @@ from plait.checkpoint import Checkpoint, HuggingFaceFiles, Reader, Saver, open_c
 from plait.comm import World, connect
 from plait.errors import CheckpointError, ModelError, RunError
 from plait.models import StateNames, causal_lm_on_meta, initialise, read_config, weights_alone
-from plait.parallel import Kept
+from plait.parallel import StateShard
 from plait.train.config import ModelConfig
 from plait.train.export import convert
 from plait.train.model import starting_model
-from plait.verify import source_of
+from plait.verify import parse_source
 
 SMALL = {
     "vocab_size": 61,
@@ -120,13 +120,13 @@ def test_every_architecture_is_written_as_save_pretrained_writes_it(
     kind: str, tmp_path: Path, world: World
 ) -> None:
     try:
-        config = dict(source_of(kind, layers=2).config)
+        config = dict(parse_source(kind, layers=2).config)
         on_meta: Any = causal_lm_on_meta(config)
         model = type(on_meta)(on_meta.config)
     except Exception as error:
         pytest.skip(f"does not build small: {error}")
     names = StateNames.of(model)
-    whole = [Kept.whole(names.key_of(name), t) for name, t in names.tensors.items() if t.numel()]
+    whole = [StateShard.whole(names.key_of(name), t) for name, t in names.tensors.items() if t.numel()]
     Saver(tmp_path / "saved", world).save(1, whole, {"model": {"config": config}, "plan": "dp=1"})
     convert(open_checkpoint(places(tmp_path / "saved")[-1]), tmp_path / "ours")
     model.save_pretrained(tmp_path / "theirs")

@@ -32,7 +32,7 @@ def letter_of(path: Path) -> str:
     """What reading all of it says; it has to say something."""
     with pytest.raises(CheckpointError) as caught:
         open_checkpoint(path).read()
-    return caught.value.letter()
+    return caught.value.message()
 
 
 def cut_short(path: Path) -> None:
@@ -69,9 +69,9 @@ def test_a_damaged_file_is_named_and_never_used(
 ) -> None:
     path = save(tmp_path, 2)
     damage(path / file)
-    letter = letter_of(path)
-    assert "damaged" in letter
-    assert f"step-00000002/{file}" in letter
+    message = letter_of(path)
+    assert "damaged" in message
+    assert f"step-00000002/{file}" in message
 
 
 def test_every_flipped_byte_of_every_file_is_found(tmp_path: Path) -> None:

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from plait.comm import CODES
+from plait.comm import CODECS
 from plait.plan.compression import BLOCK
 
-INT8, FP16, BF16 = CODES["int8"], CODES["fp16"], CODES["bf16"]
+INT8, FP16, BF16 = CODECS["int8"], CODECS["fp16"], CODECS["bf16"]
 FINITE = st.floats(-(2.0**127), 2.0**127, width=32)
 BLOCKS = st.tuples(st.integers(0, 2**32), st.lists(FINITE, max_size=12), st.floats(1e-38, 1e37)).map(
     lambda drawn: _block(*drawn)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import plait
 from plait.errors import PlanError
-from plait.models import blocks_of, meta_twin, watch_saved
+from plait.models import blocks_of, copy_to_meta, watch_activations
 from plait.parallel import compile_blocks, recompute_blocks
 from plait.parallel.compile import check_compiler
 from support import programs
@@ -49,13 +49,13 @@ def test_a_compiled_run_is_the_uncompiled_one(how: str) -> None:
     assert found_loss == pytest.approx(loss, rel=1e-6)
     difference, name = programs.largest_difference(found, gradients)
     assert difference < 1e-6, name
-    foretold = engine.predicted_memory((4, 32)).activations
+    estimated = engine.predicted_memory((4, 32)).activations
     measured = engine.memory().activations
     assert measured is not None
-    assert foretold is not None
-    assert 0 < measured <= 1.02 * foretold
+    assert estimated is not None
+    assert 0 < measured <= 1.02 * estimated
     if how == "full":
-        assert measured >= 0.98 * foretold
+        assert measured >= 0.98 * estimated
 
 
 @pytest.mark.parametrize("how", ["none", "full", "selective"])
@@ -98,7 +98,7 @@ def test_blocks_of_one_kind_share_what_is_compiled() -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model = wrapped("none")
-    with watch_saved(model) as watch:  # as in an engine's first step, but not in its others
+    with watch_activations(model) as watch:  # as in an engine's first step, but not in its others
         model(IDS, use_cache=False).logits.sum().backward()
     model(IDS, use_cache=False).logits.sum().backward()
     assert watch.total > 0
@@ -114,7 +114,7 @@ def test_a_copy_runs_uncompiled_with_its_own_parameters(how: str) -> None:
         for parameter in model.parameters():
             parameter.zero_()
     assert torch.equal(twin(IDS, use_cache=False).logits, expected)
-    assert all(parameter.is_meta for parameter in meta_twin(model).parameters())
+    assert all(parameter.is_meta for parameter in copy_to_meta(model).parameters())
 
 
 def test_a_missing_compiler_is_a_letter_before_anything_is_trained(

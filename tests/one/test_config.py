@@ -43,10 +43,10 @@ def recipe(tmp_path: Path) -> Path:
     return path
 
 
-def letter(read: Callable[[], object]) -> str:
+def message(read: Callable[[], object]) -> str:
     with pytest.raises(ConfigError) as caught:
         read()
-    return caught.value.letter()
+    return caught.value.message()
 
 
 def test_a_recipe_says_what_stands_in_it_and_defaults_for_the_rest(recipe: Path) -> None:
@@ -101,7 +101,7 @@ def test_a_set_without_a_value_takes_the_key_out(recipe: Path) -> None:
     assert (
         read_recipe(saved, ["optimizer.clip_norm=", "loss_scale= ", "sample.prompt=", "run.save_s="]) == plain
     )
-    assert "does not say run.steps" in letter(lambda: read_recipe(recipe, ["run.steps="]))
+    assert "does not say run.steps" in message(lambda: read_recipe(recipe, ["run.steps="]))
     assert read_recipe(recipe, ['sample.prompt=""']).sample.prompt == ""
 
 
@@ -109,15 +109,15 @@ def test_a_loss_scale_is_what_its_section_says(recipe: Path) -> None:
     assert read_recipe(recipe).loss_scale.scaling() == LossScaling()
     found = read_recipe(recipe, ["loss_scale.initial=1024", "loss_scale.hysteresis=2"])
     assert found.loss_scale.scaling() == LossScaling(initial=1024.0, hysteresis=2)
-    assert "initial=1024.0" in letter(lambda: read_recipe(recipe, ["loss_scale.initial=1000"]))
-    assert "loss_scale.interval" in letter(lambda: read_recipe(recipe, ["loss_scale.intervall=3"]))
+    assert "initial=1024.0" in message(lambda: read_recipe(recipe, ["loss_scale.initial=1000"]))
+    assert "loss_scale.interval" in message(lambda: read_recipe(recipe, ["loss_scale.intervall=3"]))
 
 
 def test_gradients_are_clipped_in_one_way(recipe: Path) -> None:
     found = read_recipe(recipe, ["optimizer.clip_value=0.5"])
     assert (found.optimizer.clip_norm, found.optimizer.clip_value) == (None, 0.5)
     both = ["optimizer.clip_norm=1.0", "optimizer.clip_value=0.5"]
-    assert "--set optimizer.clip_norm=" in letter(lambda: read_recipe(recipe, both))
+    assert "--set optimizer.clip_norm=" in message(lambda: read_recipe(recipe, both))
     assert read_recipe(recipe, [*both, "optimizer.clip_norm="]) == found
 
 
@@ -139,7 +139,7 @@ def test_the_plan_on_the_command_line_goes_over_the_recipes(recipe: Path) -> Non
     ],
 )
 def test_a_misspelt_key_is_answered_with_the_nearest(recipe: Path, key: str, nearest: str) -> None:
-    said = letter(lambda: read_recipe(recipe, [f"{key}=3"]))
+    said = message(lambda: read_recipe(recipe, [f"{key}=3"]))
     assert repr(key.split(".")[-1]) in said.splitlines()[0]
     assert nearest in said.splitlines()[-1]
     assert str(recipe) in said or "args" in key
@@ -173,52 +173,52 @@ def test_a_misspelt_key_is_answered_with_the_nearest(recipe: Path, key: str, nea
     ],
 )
 def test_a_value_that_cannot_be_is_answered_with_its_key(recipe: Path, assignment: str, words: str) -> None:
-    assert words in letter(lambda: read_recipe(recipe, [assignment]))
+    assert words in message(lambda: read_recipe(recipe, [assignment]))
 
 
 @pytest.mark.parametrize("assignment", ["run.steps", "=3", ".a=3", "run..steps=3"])
 def test_a_set_without_key_and_value_is_answered_with_an_example(recipe: Path, assignment: str) -> None:
-    assert "--set run.steps=100" in letter(lambda: read_recipe(recipe, [assignment]))
+    assert "--set run.steps=100" in message(lambda: read_recipe(recipe, [assignment]))
 
 
 def test_a_key_below_a_value_is_refused(recipe: Path) -> None:
-    assert "holds a value" in letter(lambda: read_recipe(recipe, ["run.steps.more=3"]))
+    assert "holds a value" in message(lambda: read_recipe(recipe, ["run.steps.more=3"]))
 
 
 def test_a_recipe_that_is_no_toml_or_not_there_is_named(tmp_path: Path) -> None:
-    assert "no such recipe" in letter(lambda: read_recipe(tmp_path / "none.toml"))
+    assert "no such recipe" in message(lambda: read_recipe(tmp_path / "none.toml"))
     bad = tmp_path / "bad.toml"
     bad.write_text("[run\nsteps = 3")
-    assert f"{bad}: " in letter(lambda: read_recipe(bad))
+    assert f"{bad}: " in message(lambda: read_recipe(bad))
     bad.write_bytes(b"\xff\xfe")
-    assert "cannot be read" in letter(lambda: read_recipe(bad))
+    assert "cannot be read" in message(lambda: read_recipe(bad))
     (tmp_path / "empty.toml").write_text("")
-    assert "does not say plan" in letter(lambda: read_recipe(tmp_path / "empty.toml"))
+    assert "does not say plan" in message(lambda: read_recipe(tmp_path / "empty.toml"))
 
 
 def test_a_model_is_a_configuration_or_a_path(recipe: Path) -> None:
-    assert "one of the two" in letter(lambda: read_recipe(recipe, ["model.path=somewhere"]))
-    assert "need a path" in letter(lambda: read_recipe(recipe, ["model.pretrained=true"]))
+    assert "one of the two" in message(lambda: read_recipe(recipe, ["model.path=somewhere"]))
+    assert "need a path" in message(lambda: read_recipe(recipe, ["model.pretrained=true"]))
 
 
 def test_only_optimizers_that_update_each_element_by_itself_are_taken(recipe: Path) -> None:
     for name in OPTIMIZERS:
         read_recipe(recipe, [f"optimizer.name={name}", "optimizer.args={}"])
     for name in ("Rprop", "Muon", "LBFGS", "Adafactor", "SparseAdam", "Adan"):
-        assert f"optimizer.name = '{name}'" in letter(
+        assert f"optimizer.name = '{name}'" in message(
             lambda name=name: read_recipe(recipe, [f"optimizer.name={name}"])
         )
     for arguments in ("fused=false, capturable=true", "differentiable=true"):  # made without a word
-        said = letter(lambda text=arguments: read_recipe(recipe, [f"optimizer.args={{{text}}}"]))
+        said = message(lambda text=arguments: read_recipe(recipe, [f"optimizer.args={{{text}}}"]))
         assert arguments.split("=")[-2].split()[-1] in said
-    assert "Invalid" in letter(lambda: read_recipe(recipe, ["optimizer.args={betas=[3.0, 0.9]}"]))
-    assert "[optimizer] itself" in letter(lambda: read_recipe(recipe, ["optimizer.args={lr=1.0}"]))
+    assert "Invalid" in message(lambda: read_recipe(recipe, ["optimizer.args={betas=[3.0, 0.9]}"]))
+    assert "[optimizer] itself" in message(lambda: read_recipe(recipe, ["optimizer.args={lr=1.0}"]))
 
 
 def test_a_course_longer_than_the_run_is_refused(recipe: Path) -> None:
-    assert "longer than the run" in letter(lambda: read_recipe(recipe, ["schedule.warmup=101"]))
-    assert "decay" in letter(lambda: read_recipe(recipe, ["schedule.decay=10"]))
-    assert "decay" in letter(lambda: read_recipe(recipe, ["schedule.name=warmup_stable_decay"]))
+    assert "longer than the run" in message(lambda: read_recipe(recipe, ["schedule.warmup=101"]))
+    assert "decay" in message(lambda: read_recipe(recipe, ["schedule.decay=10"]))
+    assert "decay" in message(lambda: read_recipe(recipe, ["schedule.name=warmup_stable_decay"]))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.data import readers, sources
-from plait.data.readers import Reading, read_pieces
+from plait.data.readers import TextStream, read_pieces
 from plait.data.sources import Shard, Slice, list_shards, list_source
 from plait.errors import DataError
 
@@ -22,7 +22,7 @@ def documents(shards: list[Shard], text_key: str = "text") -> list[str]:
     """What is read of shards, joined into documents; asserts that the last one has ended."""
     found, open_piece = [], ""
     for shard in shards:
-        for piece in read_pieces(shard, Reading(text_key, 0, lambda _: None)):
+        for piece in read_pieces(shard, TextStream(text_key, 0, lambda _: None)):
             open_piece += piece.text
             if piece.last:
                 found.append(open_piece)
@@ -101,8 +101,8 @@ def test_a_draw_depends_on_seed_and_text_only(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("the same")
     (tmp_path / "b.jsonl").write_text('{"text": "the same"}\n{"text": "another"}')
     shards = list_shards([str(tmp_path / "*")])
-    draws = [piece.draw for shard in shards for piece in read_pieces(shard, Reading("text", 3, len))]
-    others = [piece.draw for shard in shards for piece in read_pieces(shard, Reading("text", 4, len))]
+    draws = [piece.draw for shard in shards for piece in read_pieces(shard, TextStream("text", 3, len))]
+    others = [piece.draw for shard in shards for piece in read_pieces(shard, TextStream("text", 4, len))]
     assert draws[0] == draws[1] != draws[2]
     assert set(draws).isdisjoint(others)
 

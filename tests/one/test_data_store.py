@@ -50,7 +50,7 @@ def change_index(store: TokenStore, change: Callable[[dict], object], *, signed:
     path.write_text(json.dumps(whole))
 
 
-def letter(folder: Path, tokenizer: TokenizerConfig | None = TRAINED, **changes: object) -> DataError:
+def message(folder: Path, tokenizer: TokenizerConfig | None = TRAINED, **changes: object) -> DataError:
     with pytest.raises(DataError) as error:
         open_store(recipe(folder, **changes), tokenizer)
     return error.value
@@ -65,21 +65,21 @@ def test_what_was_built_opens_with_the_same_digest(store: TokenStore, tmp_path: 
 def test_a_token_file_cut_short_is_named(store: TokenStore, tmp_path: Path) -> None:
     path = store.dir / store.index.train[1].name
     path.write_bytes(path.read_bytes()[:-2])
-    error = letter(tmp_path, verify=False)
+    error = message(tmp_path, verify=False)
     assert error.fact == f"the token file {path} is cut short"
     assert error.expected == f"{store.index.train[1].tokens * 2} bytes"
 
 
 def test_a_token_file_that_is_gone_is_named(store: TokenStore, tmp_path: Path) -> None:
     (store.dir / store.index.validation[0].name).unlink()
-    assert letter(tmp_path, verify=False).fact.endswith(f"{store.index.validation[0].name} is missing")
+    assert message(tmp_path, verify=False).fact.endswith(f"{store.index.validation[0].name} is missing")
 
 
 def test_a_link_in_a_token_files_place_is_refused(store: TokenStore, tmp_path: Path) -> None:
     path = store.dir / store.index.train[0].name
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
-    assert "is no plain file" in letter(tmp_path).fact
+    assert "is no plain file" in message(tmp_path).fact
 
 
 def test_a_flipped_byte_is_found_where_hashes_are_asked_for(store: TokenStore, tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_a_flipped_byte_is_found_where_hashes_are_asked_for(store: TokenStore, t
     path.write_bytes(raw)
     open_store(recipe(tmp_path, verify=False), TRAINED)
     open_store(recipe(tmp_path), TRAINED, verify=False)
-    error = letter(tmp_path)
+    error = message(tmp_path)
     assert error.fact == f"the token file {path} is damaged"
     assert store.index.train[-1].sha256 in str(error.expected)
 
@@ -99,7 +99,7 @@ def test_a_swapped_tokenizer_is_found(store: TokenStore, tmp_path: Path) -> None
     (store.tokenizer_dir / "tokenizer.json").write_bytes(
         (other.tokenizer_dir / "tokenizer.json").read_bytes()
     )
-    error = letter(tmp_path, None, verify=False)
+    error = message(tmp_path, None, verify=False)
     assert "were built with another tokenizer" in error.fact
     assert "tokenizer.json differs" in str(error.given)
 
@@ -107,7 +107,7 @@ def test_a_swapped_tokenizer_is_found(store: TokenStore, tmp_path: Path) -> None
 def test_a_lost_tokenizer_is_found(store: TokenStore, tmp_path: Path) -> None:
     for path in store.tokenizer_dir.iterdir():
         path.unlink()
-    assert "missing" in str(letter(tmp_path).given)
+    assert "missing" in str(message(tmp_path).given)
 
 
 @pytest.mark.parametrize(
@@ -122,15 +122,15 @@ def test_a_lost_tokenizer_is_found(store: TokenStore, tmp_path: Path) -> None:
 def test_tokens_of_another_recipe_are_refused(
     store: TokenStore, tmp_path: Path, changes: dict[str, object], fact: str
 ) -> None:
-    error = letter(tmp_path, **changes)
+    error = message(tmp_path, **changes)
     assert fact in error.fact
     assert next(iter(changes)) in str(error.expected)
 
 
 def test_tokens_of_another_tokenizer_are_refused(store: TokenStore, tmp_path: Path) -> None:
-    assert "were built with another tokenizer" in letter(tmp_path, TokenizerConfig(vocab_size=301)).fact
+    assert "were built with another tokenizer" in message(tmp_path, TokenizerConfig(vocab_size=301)).fact
     existing = TokenizerConfig(path=store.tokenizer_dir)
-    assert "were built with another tokenizer" in letter(tmp_path, existing).fact
+    assert "were built with another tokenizer" in message(tmp_path, existing).fact
 
 
 def test_how_samples_are_drawn_is_no_matter_of_the_tokens(store: TokenStore, tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_how_samples_are_drawn_is_no_matter_of_the_tokens(store: TokenStore, tmp
 
 
 def test_a_directory_without_tokens_says_how_to_make_them(tmp_path: Path) -> None:
-    error = letter(tmp_path)
+    error = message(tmp_path)
     assert error.fact == f"{tmp_path / 'tokens'} holds no tokens"
     assert error.hint == "plait data build"
 
@@ -162,13 +162,13 @@ def test_an_index_is_not_trusted(
     store: TokenStore, tmp_path: Path, change: Callable[[dict], object], signed: bool
 ) -> None:
     change_index(store, change, signed=signed)
-    assert letter(tmp_path).fact == f"{store.dir / 'index.json'} is damaged"
+    assert message(tmp_path).fact == f"{store.dir / 'index.json'} is damaged"
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff\xfe", b"[" * 10**5, b'{"sha256": 1}'])
 def test_an_index_that_is_no_index_is_damaged(store: TokenStore, tmp_path: Path, content: bytes) -> None:
     (store.dir / "index.json").write_bytes(content)
-    assert letter(tmp_path).fact == f"{store.dir / 'index.json'} is damaged"
+    assert message(tmp_path).fact == f"{store.dir / 'index.json'} is damaged"
 
 
 def test_tokens_that_do_not_fit_the_model_are_refused(store: TokenStore) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.parallel.zero.replica_check import Digester
+from plait.parallel.zero.replica_check import Digest
 
 NUMEL = 3 * 2**16 + 8  # several blocks and a part of one
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -18,7 +18,7 @@ def _weights(dtype: torch.dtype) -> Tensor:
 
 
 def _digest(flat: Tensor, start: int = 0) -> int:
-    return int(Digester().of(flat, start))
+    return int(Digest().of(flat, start))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

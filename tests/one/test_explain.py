@@ -13,7 +13,7 @@ from plait.estimate.dry_run import Cluster
 from plait.estimate.explain import Explanation, explain
 from plait.models import causal_lm_on_meta
 from plait.parallel import DataGroups
-from plait.plan import Grid, Line, Plan, Tally, added
+from plait.plan import CommCount, CommKey, Grid, Plan, added
 from plait.plan.schedule import Durations, make_schedule, simulate
 from plait.train.explain import in_words
 
@@ -114,9 +114,9 @@ def test_the_bubble_is_that_of_the_schedule() -> None:
 
 
 def test_a_recomputed_block_communicates_again() -> None:
-    def calls(recompute: str) -> Tally:
+    def calls(recompute: str) -> CommCount:
         found = explained(small(2), f"tp=2 recompute={recompute}").of_rank(0).traffic
-        return found["layers"][Line(("col",), "", "all-reduce")]
+        return found["layers"][CommKey(("col",), "", "all-reduce")]
 
     none, selective, full = (calls(how) for how in ("none", "selective", "full"))
     assert none == selective
@@ -136,7 +136,7 @@ def test_the_model_is_left_as_it_was() -> None:
 def test_meta_tensors_are_heard_of_by_nobody_but_a_dry_world() -> None:
     mesh = Cluster("gloo", None, CPU).mesh(Grid.along(col=4), 1)
     all_reduce(torch.ones(3, device="meta"), mesh.group("col"))
-    assert mesh.world.ledger.read() == {Line(("col",), "", "all-reduce"): Tally(1, 12)}
+    assert mesh.world.ledger.read() == {CommKey(("col",), "", "all-reduce"): CommCount(1, 12)}
 
 
 class Looking(nn.Module):

@@ -14,7 +14,7 @@ from plait.data.tokenizer import save_tokenizer, train_tokenizer
 from plait.engine.engine import Engine
 from plait.errors import CheckpointError
 from plait.models import causal_lm_on_meta
-from plait.parallel import Kept
+from plait.parallel import StateShard
 from plait.train.config import Recipe, parse_recipe
 from plait.train.export import export, generate
 from plait.train.run import RunDir
@@ -62,7 +62,7 @@ def trained(tmp_path: Path, world: World) -> tuple[RunDir, Engine]:
     return run, engine
 
 
-def _save(run: RunDir, engine: Engine, step: int, *more: Kept) -> None:
+def _save(run: RunDir, engine: Engine, step: int, *more: StateShard) -> None:
     facts = {"model": {"config": GLM, "path": None}, "plan": "dp=1"}
     Saver(run.checkpoints, engine.world, keep=Keep(1)).save(step, [*engine.kept(), *more], facts)
 
@@ -98,7 +98,7 @@ def test_persistent_buffers_are_exported_with_the_weights(
 
 def test_a_checkpoint_with_a_tensor_too_many_is_of_another_model(trained: tuple[RunDir, Engine]) -> None:
     run, engine = trained
-    _save(run, engine, 2, Kept.whole("buffers/model.surplus", torch.zeros(2)))
+    _save(run, engine, 2, StateShard.whole("buffers/model.surplus", torch.zeros(2)))
     with pytest.raises(CheckpointError, match="another model"):
         export(run, run.path.with_name("out"))
     assert not list(run.path.parent.glob("out*"))

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from transformers.pytorch_utils import Conv1D
 
 from plait.parallel import recompute_blocks
-from plait.parallel.pipeline.split_backward import Halves, Queued, split_linears
+from plait.parallel.pipeline.split_backward import BackwardSplitter, DeferredWeightGrads, split_linears
 from support import hf_models, programs
 
 LAYERS = {"llama": 15, "tied_llama": 15, "biased_llama": 15, "gpt2": 9, "falcon": 9, "opt": 15, "phi": 13}
@@ -43,7 +43,7 @@ def _add(parameter: Tensor, gradient: Tensor) -> None:
     parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
 
-def _in_halves(loss: Tensor, halves: Halves) -> Queued:
+def _in_halves(loss: Tensor, halves: BackwardSplitter) -> DeferredWeightGrads:
     with halves.collecting() as queued:
         torch.autograd.backward(loss)
     return queued
@@ -65,7 +65,7 @@ def _blocks(model: Any) -> list[nn.Module]:
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])
 @pytest.mark.parametrize("family", LAYERS)
 def test_halves_give_autograds_gradients(family: str, recompute: str) -> None:
-    plain, halves = _model(family), Halves()
+    plain, halves = _model(family), BackwardSplitter()
     split = copy.deepcopy(plain)
     assert split_linears([split], halves) == LAYERS[family]
     assert split_linears([split], halves) == 0  # they are split
@@ -108,7 +108,7 @@ class _Products(TorchDispatchMode):
 @pytest.mark.parametrize(("recompute", "again"), [("none", 0), ("full", 1), ("selective", 0)])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_no_weights_product_is_computed_before_its_half(family: str, recompute: str, again: int) -> None:
-    model, halves, layers = _model(family), Halves(), LAYERS[family]
+    model, halves, layers = _model(family), BackwardSplitter(), LAYERS[family]
     split_linears([model], halves)
     recompute_blocks(_blocks(model), recompute)
     loss = _loss(model)
@@ -131,7 +131,7 @@ def test_no_weights_product_is_computed_before_its_half(family: str, recompute: 
 def test_inputs_and_output_gradients_are_held_between_the_halves_and_nothing_else(
     family: str, recompute: str
 ) -> None:
-    model, halves = _model(family), Halves()
+    model, halves = _model(family), BackwardSplitter()
     split_linears([model], halves)
     recompute_blocks(_blocks(model), recompute)
     for parameter in model.parameters():
@@ -154,7 +154,7 @@ def _drop(_: Tensor, __: Tensor) -> None:
 
 def test_the_second_half_needs_no_weights() -> None:
     """ZeRO-3 frees a unit's weights after its block's backward."""
-    plain, halves = _model("llama"), Halves()
+    plain, halves = _model("llama"), BackwardSplitter()
     split = copy.deepcopy(plain)
     split_linears([split], halves)
     _loss(plain).backward()
@@ -184,7 +184,7 @@ def _compare(
 ) -> dict[str, Tensor]:
     """A layer, whole and in halves; the gradients in halves, that of the input among them."""
     layer.zero_grad()
-    halves, split = Halves(), copy.deepcopy(layer)
+    halves, split = BackwardSplitter(), copy.deepcopy(layer)
     assert split_linears([split], halves) == 1
     found = []
     for module in (layer, split):
@@ -296,7 +296,7 @@ def test_a_weight_that_is_computed_gets_its_gradient_in_the_first_half() -> None
 
 
 def test_layers_read_the_parameters_that_their_module_has_now() -> None:
-    halves, layer = Halves(), _layer("linear", True, torch.float64)
+    halves, layer = BackwardSplitter(), _layer("linear", True, torch.float64)
     split_linears([layer], halves)
     other = copy.deepcopy(layer)
     layer._parameters["weight"] = nn.Parameter(torch.zeros(7, 5, dtype=torch.float64))
@@ -311,7 +311,7 @@ def test_layers_read_the_parameters_that_their_module_has_now() -> None:
 
 
 def test_hooks_run_with_a_gradient_when_backward_is_whole_and_without_one_in_halves() -> None:
-    halves, layer = Halves(), _layer("linear", True, torch.float64)
+    halves, layer = BackwardSplitter(), _layer("linear", True, torch.float64)
     split_linears([layer], halves)
     heard = []
     layer.weight.register_post_accumulate_grad_hook(lambda parameter: heard.append(parameter.grad))
@@ -324,7 +324,7 @@ def test_hooks_run_with_a_gradient_when_backward_is_whole_and_without_one_in_hal
 
 
 def test_a_compiled_layer_is_not_split() -> None:
-    halves, layer = Halves(), _layer("linear", True, torch.float64)
+    halves, layer = BackwardSplitter(), _layer("linear", True, torch.float64)
     split_linears([layer], halves)
     compiled = torch.compile(nn.Sequential(layer), backend="aot_eager")
     assert len(_in_halves(compiled(torch.ones(2, 5, dtype=torch.float64)).sum(), halves)) == 0
@@ -332,7 +332,7 @@ def test_a_compiled_layer_is_not_split() -> None:
 
 
 def test_nothing_is_recorded_where_no_gradients_are() -> None:
-    halves, layer = Halves(), _layer("linear", True, torch.float64)
+    halves, layer = BackwardSplitter(), _layer("linear", True, torch.float64)
     plain = copy.deepcopy(layer)
     split_linears([layer], halves)
     x = torch.randn(2, 5, dtype=torch.float64)
@@ -343,7 +343,7 @@ def test_nothing_is_recorded_where_no_gradients_are() -> None:
 
 
 def test_a_backward_that_fails_leaves_the_next_one_whole() -> None:
-    halves, layer = Halves(), _layer("linear", True, torch.float64)
+    halves, layer = BackwardSplitter(), _layer("linear", True, torch.float64)
     split_linears([layer], halves)
     with pytest.raises(ZeroDivisionError), halves.collecting():
         raise ZeroDivisionError
@@ -355,7 +355,7 @@ def test_a_backward_that_fails_leaves_the_next_one_whole() -> None:
 
 def test_gradients_of_gradients_are_refused() -> None:
     layer = _layer("linear", True, torch.float64)
-    split_linears([layer], Halves())
+    split_linears([layer], BackwardSplitter())
     x = torch.ones(2, 5, dtype=torch.float64, requires_grad=True)
     [gradient] = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):

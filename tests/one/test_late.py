@@ -49,9 +49,9 @@ def test_a_letter_says_who_hangs_in_what_and_what_the_others_do(tmp_path: Path) 
 
 
 def test_a_rank_that_is_not_there_any_more_is_the_one_that_the_others_wait_for(tmp_path: Path) -> None:
-    letter = str(hang_letter([beat(0), beat(2)], 3, tmp_path, 30.0, "here"))
-    assert "rank 1 has left in step 8, and the other ranks wait" in letter
-    assert letter.endswith("none of ranks 0, 1, 2")
+    message = str(hang_letter([beat(0), beat(2)], 3, tmp_path, 30.0, "here"))
+    assert "rank 1 has left in step 8, and the other ranks wait" in message
+    assert message.endswith("none of ranks 0, 1, 2")
 
 
 def test_a_shorter_beat_over_a_longer_one_is_read_as_it_was_written(tmp_path: Path) -> None:

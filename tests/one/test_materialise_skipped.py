@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.errors import ModelError
-from plait.models import blocks_of, cut_stage, foreign_modules, initialise, plan_stages, receiving
+from plait.models import blocks_of, foreign_modules, initialise, plan_stages, receiving, split_stage
 from support import hf_models
 
 CPU = torch.device("cpu")
@@ -56,7 +56,7 @@ def test_a_stage_draws_what_the_whole_model_draws_for_it(family: str) -> None:
         own = {name for name in whole if stage in cut.stages_with(name)}
         assert own <= values.keys()
         assert all(torch.equal(value, whole[name]) for name, value in values.items())
-        shell = cut_stage(model, blocks, cut, stage, device=CPU).module
+        shell = split_stage(model, blocks, cut, stage, device=CPU).module
         assert not any(buffer.is_meta for buffer in shell.buffers())
         fill(shell, {parameter: values[name] for name, parameter in shell.named_parameters()})
         with receiving(shell, output) if stage else nullcontext():

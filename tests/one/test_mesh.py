@@ -5,8 +5,8 @@ from typing import Any
 
 from plait.comm import Group, Mesh
 from plait.models import blocks_of, tensor_plan, unit_facts
-from plait.parallel import DataGroups, Holdings
-from plait.plan import Grid, Place, Plan, StageCut
+from plait.parallel import DataGroups, ShardMap
+from plait.plan import Grid, Plan, StageAssignment, TPCoord
 from support import pipeline_models
 
 PLAN = Plan.parse("pp=16 dp=128 zero=3 shard=16 tp=2x4")
@@ -74,10 +74,10 @@ def test_what_the_ranks_of_a_model_hold_does_not_grow_with_the_data_ranks() -> N
     facts = unit_facts(model, blocks, None)
     names = dict(model.named_parameters())
     homes = {name: _stage_of(name) for name in names}
-    cut = StageCut(tuple((stage, stage + 1) for stage in range(16)), homes, {})
-    places = Place.all_of(tensor_plan(model, 2, 4, sequence=False, blocks=blocks))
+    cut = StageAssignment(tuple((stage, stage + 1) for stage in range(16)), homes, {})
+    places = TPCoord.all_of(tensor_plan(model, 2, 4, sequence=False, blocks=blocks))
     rank_of = {stage: stage for stage in range(16)}
-    held = Holdings.of(model, facts, cut, rank_of, Grid.of(PLAN), places, PLAN)
+    held = ShardMap.of(model, facts, cut, rank_of, Grid.of(PLAN), places, PLAN)
     assert len(held.layouts) == 16 * 8, "one copy's, not 128 of them"
     assert held.num_parameters == sum(parameter.numel() for parameter in names.values())
 

@@ -124,7 +124,7 @@ def record_on_a_full_disk(run: RunDir, steps: int, error: Exception | None = Non
 def test_a_full_disk_is_a_letter(tmp_path: Path, steps: int) -> None:
     with pytest.raises(RunError, match="cannot be written") as caught:
         record_on_a_full_disk(RunDir(tmp_path), steps)
-    assert "No space left" in caught.value.letter()
+    assert "No space left" in caught.value.message()
 
 
 def test_a_full_disk_does_not_hide_the_error_that_ends_the_run(tmp_path: Path) -> None:

@@ -14,14 +14,14 @@ from plait.engine.loss import choose_loss
 from plait.errors import ModelError, PlanError
 from plait.models import (
     FlopFacts,
+    activation_bytes,
     blocks_of,
     causal_lm_on_meta,
+    copy_to_meta,
     forward_inputs,
-    meta_twin,
     pretrained_causal_lm,
-    saved_bytes,
     unit_facts,
-    watch_saved,
+    watch_activations,
 )
 from plait.plan import Plan
 
@@ -129,12 +129,12 @@ def test_bytes_kept_for_backward_are_foretold_on_meta(kind: str, dtype: torch.dt
     model = AutoModelForCausalLM.from_config(config).to(dtype)
     loss = choose_loss(model, None)
     batch = {key: torch.zeros(3, 16, dtype=torch.long) for key in ("input_ids", "labels")}
-    with watch_saved(model) as watch:
+    with watch_activations(model) as watch:
         loss(model(**forward_inputs(model, batch)), batch)
     on_meta = {key: value.to("meta") for key, value in batch.items()}
     # some models build small helpers from lists, which meta places elsewhere
-    twin = meta_twin(model)
-    found = saved_bytes(
+    twin = copy_to_meta(model)
+    found = activation_bytes(
         twin, lambda: loss(twin(**forward_inputs(twin, on_meta)), on_meta), torch.device("cpu")
     )
     assert found == pytest.approx(watch.total, rel=0.02)

@@ -84,8 +84,8 @@ def test_a_folder_that_nobody_may_write_to_is_a_letter(tmp_path: Path) -> None:
     if as_root and (not shutil.which(AS_ANYONE[0]) or subprocess.run([*AS_ANYONE, "true"]).returncode):
         pytest.skip("root may write everywhere, and cannot give that up here")
     tmp_path.chmod(0o555)
-    letter = letter_of(f"MappedFile(Path({str(tmp_path)!r}), 100)", *(AS_ANYONE if as_root else ()))
-    assert "Permission denied" in letter
+    message = letter_of(f"MappedFile(Path({str(tmp_path)!r}), 100)", *(AS_ANYONE if as_root else ()))
+    assert "Permission denied" in message
 
 
 def test_a_disk_without_room_is_a_letter_with_both_numbers(tmp_path: Path) -> None:
@@ -100,6 +100,6 @@ def test_a_disk_without_room_is_a_letter_with_both_numbers(tmp_path: Path) -> No
 
 def test_room_that_the_system_refuses_is_a_letter_and_not_a_signal_later(tmp_path: Path) -> None:
     limit = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
-    letter = letter_of(f"{limit}MappedFile(Path({str(tmp_path)!r}), 1 << 20)")
-    assert "File too large" in letter
-    assert "1,048,576 bytes" in letter
+    message = letter_of(f"{limit}MappedFile(Path({str(tmp_path)!r}), 1 << 20)")
+    assert "File too large" in message
+    assert "1,048,576 bytes" in message

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.optim import FlatSlice, MappedFile, Stepper, make_optimizer, room_for, state_kinds
+from plait.optim import ChunkedOptimizer, FlatSlice, MappedFile, make_optimizer, room_for, state_kinds
 
 NUMEL, STEPS = 20_000, 4
 CUTS = (7_000, 9_000, 4_000)  # the second group is the last cut
@@ -53,7 +53,7 @@ class Run:
         self.leaves = [each.leaf for each in slices]
         kind = getattr(torch.optim, name)
         self.optimizer = make_optimizer(kind, arguments, slices)
-        self.stepper = Stepper(self.optimizer, state_kinds(kind, arguments), **how)
+        self.stepper = ChunkedOptimizer(self.optimizer, state_kinds(kind, arguments), **how)
         self.lr = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1.0 / (step + 1))
 
     def step(self, number: int) -> None:
@@ -182,7 +182,7 @@ def test_bf16_second_moments_follow_a_gradient_that_shrinks() -> None:
     """Rounded to nearest, 0.999 v + 0.001 g^2 would stay where it is for ever: less than half a bf16 step."""
     leaf = FlatSlice.of(0, torch.zeros(NUMEL), torch.ones(NUMEL)).leaf
     optimizer = make_optimizer(torch.optim.Adam, {}, [FlatSlice(0, leaf)])
-    stepper = Stepper(optimizer, state_kinds(torch.optim.Adam, {}), states="bf16")
+    stepper = ChunkedOptimizer(optimizer, state_kinds(torch.optim.Adam, {}), states="bf16")
     stepper.step([leaf], 1.0, 0)
     stepper.load(leaf, {**stepper.state(leaf), "exp_avg_sq": torch.ones(NUMEL)})
     nearest, exact = torch.ones((), dtype=torch.bfloat16), 1.0
@@ -220,7 +220,7 @@ def test_a_rank_without_a_leaf_steps_too(how: str, tmp_path: Path) -> None:
     optimizer = make_optimizer(torch.optim.AdamW, {}, [])
     options = HOWS[how](tmp_path)
     options.pop("masters", None)
-    stepper = Stepper(optimizer, state_kinds(torch.optim.AdamW, {}), **options)
+    stepper = ChunkedOptimizer(optimizer, state_kinds(torch.optim.AdamW, {}), **options)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
     stepper.step([], 0.5, 0)
     schedule.step()  # warns, which is an error here, of an optimizer that has not stepped

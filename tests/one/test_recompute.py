@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import plait
 from plait.errors import ModelError, PlanError
-from plait.models import blocks_of, causal_lm_on_meta, watch_saved
+from plait.models import blocks_of, causal_lm_on_meta, watch_activations
 from plait.parallel import recompute_blocks
 from support import programs
 
@@ -83,12 +83,12 @@ def test_bytes_that_recompute_keeps_are_foretold(build: Any, how: str, precision
 
 @pytest.mark.parametrize("build", [programs.rough_llama, gpt2, experts])
 def test_selective_keeps_less_than_none_and_more_than_full(build: Any) -> None:
-    def foretold(how: str) -> int:
+    def estimated(how: str) -> int:
         saved = plait.parallelize(build(), f"recompute={how}").predicted_memory(SHAPE).activations
         assert saved is not None
         return saved
 
-    assert foretold("none") > foretold("selective") > foretold("full")
+    assert estimated("none") > estimated("selective") > estimated("full")
 
 
 @pytest.mark.parametrize("how", HOWS)
@@ -160,7 +160,7 @@ def test_bytes_counted_are_the_bytes_alive_after_forward(inplace: bool) -> None:
     for how in ("none", *HOWS):
         model = wide_blocks(how, inplace=inplace)
         x = torch.randn(64, 32)
-        with _Made(model) as made, watch_saved(model) as watch:
+        with _Made(model) as made, watch_activations(model) as watch:
             out = model(x).square().sum()
         assert watch.total == made.alive_bytes() - out.nbytes + x.nbytes, how
 
@@ -212,9 +212,9 @@ def test_tensors_in_keywords_are_held_and_counted(how: str) -> None:
     block = _Wide()
     recompute_blocks([block], how)
     x, scales = torch.randn(4, 32), (torch.rand(4, 32), torch.rand(4, 32))
-    with watch_saved(block) as without:
+    with watch_activations(block) as without:
         block(x)
-    with watch_saved(block) as watch:
+    with watch_activations(block) as watch:
         block(x, scales=scales)
     assert watch.total - without.total == sum(scale.nbytes for scale in scales)
 

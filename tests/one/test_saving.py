@@ -16,13 +16,13 @@ from rich.console import Console
 from plait import checkpoint
 from plait.comm import World
 from plait.errors import CheckpointError, RunError
-from plait.parallel import Kept
-from plait.train.checkpointing import Saving
+from plait.parallel import StateShard
+from plait.train.checkpointing import Checkpointing
 from plait.train.config import RunConfig
 from plait.train.metrics import Metrics, read_metrics
 from plait.train.run import RunDir
 
-KEPT = [Kept.whole("weights/a", torch.arange(100_000.0))]
+KEPT = [StateShard.whole("weights/a", torch.arange(100_000.0))]
 
 
 class Run:
@@ -34,7 +34,7 @@ class Run:
         self.metrics = Metrics(self.dir, Console(file=self.shown, width=200), 0, 100, 10)
         config = RunConfig(dir=path, steps=100, batch=1, **how)
         world = World.alone(torch.device("cpu"))
-        self.saving = Saving(config, self.dir.checkpoints, world, self.metrics)
+        self.saving = Checkpointing(config, self.dir.checkpoints, world, self.metrics)
 
     def save(self, step: int, score: float | None = None, *, last: bool = False) -> None:
         self.saving.save(step, KEPT, {}, score=score, last=last)

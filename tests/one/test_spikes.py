@@ -13,7 +13,7 @@ from plait.comm import World, connect
 from plait.data import Windows
 from plait.errors import RunError
 from plait.train.config import Recipe, RunConfig
-from plait.train.health.loss_spikes import Spikes
+from plait.train.health.loss_spikes import LossSpikeGuard
 from plait.train.metrics import read_metrics
 from plait.train.run import RunDir, prepare
 from plait.train.trainer import train
@@ -152,7 +152,7 @@ def settings(**changed: object) -> RunConfig:
     return RunConfig.model_validate({**values, **changed})
 
 
-def seen(spikes: Spikes, losses: list[float], folder: Path, first: int = 1) -> list[str | None]:
+def seen(spikes: LossSpikeGuard, losses: list[float], folder: Path, first: int = 1) -> list[str | None]:
     world = World.alone(torch.device("cpu"))
     return [
         spikes.see(step, loss, skipped=False, folder=folder, world=world, settle=lambda: None)
@@ -163,7 +163,7 @@ def seen(spikes: Spikes, losses: list[float], folder: Path, first: int = 1) -> l
 def test_what_lies_within_the_usual_spread_or_comes_before_the_window_is_full_is_no_spike(
     tmp_path: Path,
 ) -> None:
-    spikes = Spikes(settings())
+    spikes = LossSpikeGuard(settings())
     assert seen(spikes, [3.0, 9.0, 3.1, 2.9, 3.0, 3.2, 3.3], tmp_path) == [None] * 7
     assert seen(spikes, [4.5], tmp_path, 8) != [None]
     assert spikes.back_to is None, "there is no checkpoint to go back to: it goes on"
@@ -172,7 +172,7 @@ def test_what_lies_within_the_usual_spread_or_comes_before_the_window_is_full_is
 def test_the_run_goes_back_before_the_window_and_too_many_spikes_end_it(tmp_path: Path) -> None:
     for step in (2, 4, 6, 8):
         (tmp_path / f"step-{step:08d}").mkdir()
-    spikes = Spikes(settings(max_spikes=1))
+    spikes = LossSpikeGuard(settings(max_spikes=1))
     calm = [3.0, 3.1, 2.9, 3.0, 3.1, 2.9, 3.0, 3.1, 3.0]
     assert seen(spikes, calm, tmp_path) == [None] * 9
     assert seen(spikes, [8.0], tmp_path, 10) == [
@@ -181,7 +181,7 @@ def test_the_run_goes_back_before_the_window_and_too_many_spikes_end_it(tmp_path
     spikes.load({})
     assert spikes.skip(4) == "back at step 4, and on without batches 4 to 12"
     assert spikes.num_skipped == 9
-    again = Spikes(settings(max_spikes=1))
+    again = LossSpikeGuard(settings(max_spikes=1))
     again.load({"spikes": spikes.facts()})
     assert again.facts() == spikes.facts()
     assert seen(again, calm, tmp_path, 5) == [None] * 9
@@ -191,7 +191,7 @@ def test_the_run_goes_back_before_the_window_and_too_many_spikes_end_it(tmp_path
 
 def test_a_later_range_takes_in_the_one_that_was_skipped_after_its_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "step-00000002").mkdir()
-    spikes = Spikes(settings())
+    spikes = LossSpikeGuard(settings())
     spikes.load({"spikes": {"times": 1, "skipped_batches": [[4, 13]], "recent": [3.0] * 5}})
     assert seen(spikes, [8.0], tmp_path, 7) != [None]  # batch 6 + 9
     spikes.load({})  # a checkpoint from before the first

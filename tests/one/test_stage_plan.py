@@ -9,15 +9,15 @@ from torch import nn
 
 from plait.errors import ModelError, PlanError
 from plait.models import Chain, blocks_of, causal_lm_on_meta, plan_stages
-from plait.plan.stages import StageCut
+from plait.plan.stages import StageAssignment
 from support import hf_models
 
 
-def planned(model: nn.Module, num_stages: int, given: tuple[int, ...] | None = None) -> StageCut:
+def planned(model: nn.Module, num_stages: int, given: tuple[int, ...] | None = None) -> StageAssignment:
     return plan_stages(model, blocks_of(model), num_stages, given=given)
 
 
-def numbers(cut: StageCut) -> list[int]:
+def numbers(cut: StageAssignment) -> list[int]:
     return [stop - start for start, stop in cut.blocks]
 
 
@@ -100,27 +100,29 @@ def test_what_cannot_run_ahead_goes_by_where_it_is_registered() -> None:
 
 
 def test_more_stages_than_blocks_are_refused_by_a_letter() -> None:
-    with pytest.raises(PlanError, match="6 blocks cannot fill 8 stages") as letter:
+    with pytest.raises(PlanError, match="6 blocks cannot fill 8 stages") as message:
         planned(llama(6), 8)
-    assert "\n  expected: at least one block on every stage" in str(letter.value)
-    assert "\n  try     : 2 or 3 or 6 stages" in str(letter.value)
+    assert "\n  expected: at least one block on every stage" in str(message.value)
+    assert "\n  try     : 2 or 3 or 6 stages" in str(message.value)
 
 
 @pytest.mark.parametrize("given", [(8, 8, 8, 6), (4, 4), (0, 2, 3, 3), (9, -1, 0, 0)])
 def test_stages_that_do_not_add_up_are_refused_by_a_letter(given: tuple[int, ...]) -> None:
-    with pytest.raises(PlanError, match="do not add up to the model's") as letter:
+    with pytest.raises(PlanError, match="do not add up to the model's") as message:
         planned(llama(), 4, given=given)
     listed = ",".join(map(str, given))
-    assert f"\n  given   : stages={listed}: {len(given)} stages with {sum(given)} blocks" in str(letter.value)
-    assert "\n  expected: 4 numbers of at least 1 with the sum 8" in str(letter.value)
-    assert "\n  try     : stages=2,2,2,2" in str(letter.value)
+    assert f"\n  given   : stages={listed}: {len(given)} stages with {sum(given)} blocks" in str(
+        message.value
+    )
+    assert "\n  expected: 4 numbers of at least 1 with the sum 8" in str(message.value)
+    assert "\n  try     : stages=2,2,2,2" in str(message.value)
 
 
 def test_a_model_without_blocks_is_refused_by_a_letter() -> None:
-    with pytest.raises(ModelError, match="no repeated blocks to cut it between") as letter:
+    with pytest.raises(ModelError, match="no repeated blocks to cut it between") as message:
         planned(nn.Bilinear(2, 2, 2), 2)
-    assert "Bilinear without an nn.ModuleList, nn.Sequential or plait.Chain" in str(letter.value)
-    assert "blocks=BlockClass, or blocks=[module, ...] in forward order" in str(letter.value)
+    assert "Bilinear without an nn.ModuleList, nn.Sequential or plait.Chain" in str(message.value)
+    assert "blocks=BlockClass, or blocks=[module, ...] in forward order" in str(message.value)
 
 
 def test_a_chain_of_one_kind_is_dealt_by_its_weights() -> None:
@@ -137,8 +139,8 @@ def test_keys_that_layers_share_keep_their_layers_on_one_stage() -> None:
     sizes |= {"num_key_value_heads": 2, "num_hidden_layers": 6, "num_kv_shared_layers": 2}
     types = ["sliding_attention", "full_attention"] * 3
     model = causal_lm_on_meta({"model_type": "gemma3n_text", **common, **sizes, "layer_types": types})
-    with pytest.raises(ModelError, match=r"block 4 takes what block 2 computed, past the blocks") as letter:
+    with pytest.raises(ModelError, match=r"block 4 takes what block 2 computed, past the blocks") as message:
         planned(model, 2, given=(3, 3))
-    assert "blocks 2 to 4 on one stage" in str(letter.value)
+    assert "blocks 2 to 4 on one stage" in str(message.value)
     cut = planned(model, 2, given=(2, 4))
     assert cut.stages_with("model.embed_tokens_per_layer.weight") == (0, 1)

@@ -13,11 +13,11 @@ from torch.utils._pytree import tree_map_only
 from plait.models import (
     BlockOutputs,
     StageModule,
+    activation_bytes,
+    copy_to_meta,
     forward_inputs,
-    meta_twin,
     receiving,
-    saved_bytes,
-    watch_saved,
+    watch_activations,
 )
 from support import hf_models, programs, stages_by_hand
 
@@ -109,22 +109,22 @@ def test_what_a_stage_keeps_for_backward_is_told_on_meta(family: str) -> None:
     sent, _ = stages_by_hand.forward(model, parts, batch)
     arrived = tree_map_only(Tensor, lambda t: t.detach().requires_grad_(), sent[0])
     for stage, loss in zip(parts, losses, strict=True):
-        twin = meta_twin(stage.module)
+        twin = copy_to_meta(stage.module)
         assert all(tensor.is_meta for tensor in (*twin.parameters(), *twin.buffers()))
         run = partial(_lost, twin, loss, on_meta)
         if stage.number:
             stage_in, twin_in = stage.receiving(arrived), receiving(twin, _on_meta(arrived))
-            with stage_in, watch_saved(stage.module) as watch:
+            with stage_in, watch_activations(stage.module) as watch:
                 kept = loss(stage.module(**inputs), batch)
                 real = watch.total
             with twin_in:
-                foretold = saved_bytes(twin, run, stages_by_hand.CPU)
+                estimated = activation_bytes(twin, run, stages_by_hand.CPU)
         else:
-            with watch_saved(stage.module) as watch:
+            with watch_activations(stage.module) as watch:
                 kept = loss(stage.module(**inputs), batch)
                 real = watch.total
-            foretold = saved_bytes(twin, run, stages_by_hand.CPU)
-        assert real == foretold > 0
+            estimated = activation_bytes(twin, run, stages_by_hand.CPU)
+        assert real == estimated > 0
         del kept
 
 
@@ -178,7 +178,7 @@ class Failing(nn.Module):
 
 
 def test_each_stage_is_told_why_the_whole_models_forward_failed() -> None:
-    outputs = BlockOutputs(meta_twin(Failing()), torch.device("cpu"))
+    outputs = BlockOutputs(copy_to_meta(Failing()), torch.device("cpu"))
     for block in ("blocks.0", "blocks.1"):
         with pytest.raises(ValueError, match="no more can be made"):
             outputs.of(block, {"x": torch.ones(2, 4, device="meta")})

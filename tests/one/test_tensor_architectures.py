@@ -12,13 +12,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from plait.errors import PlaitError
 from plait.models.sharding.families import FAMILIES as BUILT_IN
-from plait.models.sharding.styles import REFUSED, WORDS
-from plait.plan.sharding import TensorPlan
+from plait.models.sharding.styles import REFUSED, STYLES
+from plait.plan.sharding import TPPlan
 from support.tensor_models import plan_of
 
 
 def test_every_word_of_transformers_is_known_or_refused() -> None:
-    known = set(WORDS) | set(REFUSED)
+    known = set(STYLES) | set(REFUSED)
     assert set(ALL_PARALLEL_STYLES.keys()) - known <= {
         "free_full_weight",
         "keep_full_weight",
@@ -53,11 +53,11 @@ def test_every_causal_model_that_ships_a_plan_is_cut_or_refused_by_a_letter() ->
     print(f"{len(made)} made; refused: {', '.join(refused)}; not built: {', '.join(unbuilt)}")
     assert len(made) > 100
     assert len(refused) < 6
-    assert all("\n  try     : " in letter for letter in refused.values())
+    assert all("\n  try     : " in message for message in refused.values())
     assert len(unbuilt) < 16
 
 
-def assert_is_cut(model: nn.Module, plan: TensorPlan) -> None:
+def assert_is_cut(model: nn.Module, plan: TPPlan) -> None:
     """The second of three columns has something of every parameter, and of most not all."""
     assert plan.regions
     assert sum(any(dim is not None and dim.axis == "col" for dim in cut.dims) for cut in plan.parameters) > 2

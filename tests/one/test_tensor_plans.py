@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plait.errors import ModelError, PlaitError
-from plait.plan.sharding import DimCut, ParameterCut, Style, TensorPlan
+from plait.plan.sharding import DimSharding, ParamSharding, Style, TPPlan
 from support.tensor_models import FAMILIES, LENGTH, loss_of, piece, places, plan_of, real, small
 from support.threaded_ranks import stays_whole, trained
 
@@ -43,7 +43,7 @@ def test_the_pieces_of_all_ranks_cover_every_parameter(name: str) -> None:
             assert_covers(cut, shapes[cut.name], plan)
 
 
-def assert_covers(cut: ParameterCut, shape: torch.Size, plan: TensorPlan) -> None:
+def assert_covers(cut: ParamSharding, shape: torch.Size, plan: TPPlan) -> None:
     """Every element is on as many ranks as share it, and first on one."""
     held, first = torch.zeros(shape), torch.zeros(shape)
     number = torch.arange(shape.numel()).reshape(shape)
@@ -85,7 +85,7 @@ def test_rows_and_columns_compute_the_whole_models_loss_and_gradients(name: str)
         assert differences(model, plan, sequence=sequence) == {}
 
 
-def differences(model: nn.Module, plan: TensorPlan, *, sequence: bool = False) -> dict[str, float]:
+def differences(model: nn.Module, plan: TPPlan, *, sequence: bool = False) -> dict[str, float]:
     """Parameters whose gradient is not the whole model's, parts summed as the plan says, and by how much."""
     model.zero_grad()
     whole = loss_of(model, TOKENS)
@@ -99,7 +99,7 @@ def differences(model: nn.Module, plan: TensorPlan, *, sequence: bool = False) -
     }
     least = 1e-3 * max(float(grad.abs().max()) for grad in grads.values())
     for name, grad in grads.items():
-        uncut = ParameterCut(name, (None,) * grad.ndim, name in cuts and cuts[name].partial)
+        uncut = ParamSharding(name, (None,) * grad.ndim, name in cuts and cuts[name].partial)
         cut = uncut if id(model.get_parameter(name)) in stays else cuts.get(name, uncut)
         for row, col in ranks:
             mine = sum(ranks[row, c][1][name] for c in cut.sharers(plan.cols, col) or (col,))
@@ -125,7 +125,9 @@ def test_the_loss_differs_where_heads_are_not_this_columns() -> None:
     model = real(small("bloom"))
     plan = plan_of(model, 1, 2)
     assert plan.arguments
-    swapped = [replace(cut, cut=DimCut("col", tuple(reversed(cut.cut.ranges)))) for cut in plan.arguments]
+    swapped = [
+        replace(cut, cut=DimSharding("col", tuple(reversed(cut.cut.ranges)))) for cut in plan.arguments
+    ]
     assert "loss" in differences(model, replace(plan, arguments=tuple(swapped)))
 
 
@@ -182,11 +184,11 @@ def test_over_rows_norms_tables_and_lone_linears_are_seen_to() -> None:
     layers = {layer.module.removeprefix("model.decoder."): layer for layer in plan.layers}
     styles = {name: layer.style for name, layer in layers.items()}
     assert styles["embed_tokens"] is Style.VOCABULARY
-    assert styles["embed_positions"] is Style.TABLE
+    assert styles["embed_positions"] is Style.FEATURE_EMBEDDING
     assert styles["layers.0.self_attn_layer_norm"] is styles["final_layer_norm"] is Style.NORM
-    assert styles["project_in"] is styles["project_out"] is Style.WHOLE
-    assert layers["project_in"].inp == DimCut("row", (((0, 8),), ((8, 16),)))
-    assert layers["project_in"].out == DimCut("row", (((0, 12),), ((12, 24),)))
+    assert styles["project_in"] is styles["project_out"] is Style.REPLICATE
+    assert layers["project_in"].inp == DimSharding("row", (((0, 8),), ((8, 16),)))
+    assert layers["project_in"].out == DimSharding("row", (((0, 12),), ((12, 24),)))
     assert styles["lm_head"] is Style.COLUMN
     assert layers["lm_head"].head
     cuts = {cut.name: cut for cut in plan.parameters}
@@ -203,7 +205,7 @@ def test_head_norms_are_parts_only_where_heads_are_cut() -> None:
     assert not any(cut.partial for cut in plan_of(small("olmo2"), 1, 2).parameters)  # gathered projections
     cohere = {cut.name: cut for cut in plan_of(small("cohere"), 1, 2).parameters}
     weights = cohere["model.layers.0.self_attn.k_norm.weight"]  # one row of weights for every head
-    assert weights.dims == (DimCut("col", (((0, 1),), ((1, 2),))), None)
+    assert weights.dims == (DimSharding("col", (((0, 1),), ((1, 2),))), None)
 
 
 def test_a_users_words_override_the_models_own() -> None:
@@ -286,7 +288,7 @@ def test_a_module_of_ones_own_is_cut_by_a_plan_of_ones_own(cols: int, qkv: str) 
 def test_over_rows_a_module_of_ones_own_has_its_norms_and_tables_cut() -> None:
     plan = plan_of(Plain(), 2, 2, given={key: word for key, word in GIVEN.items() if key != "embed"})
     styles = {layer.module: layer.style for layer in plan.layers}
-    assert styles["embed"] is Style.TABLE
+    assert styles["embed"] is Style.FEATURE_EMBEDDING
     assert styles["blocks.0.norm"] is Style.NORM
     for cut in plan.parameters:
         assert_covers(cut, Plain().get_parameter(cut.name).shape, plan)
@@ -345,8 +347,8 @@ def test_a_parameter_in_the_stream_that_nobody_knows_is_refused_over_rows_alone(
         ({"blocks.*.fc1": "moe_tp_experts"}, "the experts of blocks.0.fc1 have parameters"),
     ],
 )
-def test_what_a_plan_cannot_mean_is_said_by_the_layers_name(changed: dict[str, str], letter: str) -> None:
-    with pytest.raises(PlaitError, match=letter):
+def test_what_a_plan_cannot_mean_is_said_by_the_layers_name(changed: dict[str, str], message: str) -> None:
+    with pytest.raises(PlaitError, match=message):
         plan_of(Plain(), 1, 4, given=GIVEN | changed)
 
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from plait.models import blocks_of, causal_lm_on_meta
 from plait.parallel import recompute_blocks
 from plait.parallel.tensor.rng import zone_randomness
-from plait.plan.sharding import DimCut, LayerCut, Style, TensorPlan
+from plait.plan.sharding import DimSharding, LayerSharding, Style, TPPlan
 
 CPU = torch.device("cpu")
 # Widths of the pieces of each coordinate: residual features by row, feed-forward and head features by col
@@ -109,14 +109,14 @@ class _Model(nn.Module):
 IN_MODEL = ("row", *IN_BLOCK, *IN_BLOCK, "row")
 
 
-def plan_of(rows: int, cols: int) -> TensorPlan:
+def plan_of(rows: int, cols: int) -> TPPlan:
     layers = []
     for block in range(2):
         for up, down in (("attention.up", "attention.down"), ("mlp.up", "mlp.down"), ("fc1", "fc2")):
-            layers.append(LayerCut(f"blocks.{block}.{up}", Style.COLUMN))
-            layers.append(LayerCut(f"blocks.{block}.{down}", Style.ROW))
+            layers.append(LayerSharding(f"blocks.{block}.{up}", Style.COLUMN))
+            layers.append(LayerSharding(f"blocks.{block}.{down}", Style.ROW))
     regions = [f"blocks.{b}.{name}" for b in range(2) for name in ("attention", "mlp", "fc1", "fc2")]
-    return TensorPlan(rows, cols, tuple(layers), regions=tuple(regions))
+    return TPPlan(rows, cols, tuple(layers), regions=tuple(regions))
 
 
 def played(
@@ -248,18 +248,18 @@ class _Wholes(nn.Module):
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole sequences", "sp"])
 def test_whole_features_have_one_mask_on_all_ranks_that_have_the_tokens(sequence: bool) -> None:
-    row = DimCut("row", (((0, 8),), ((8, 16),)))
+    row = DimSharding("row", (((0, 8),), ((8, 16),)))
     layers = (
-        LayerCut("0.latent", Style.LATENT, inp=row),
-        LayerCut("0.up", Style.COLUMN),
-        LayerCut("0.gathered", Style.COLUMN, gathers=True),
-        LayerCut("0.down", Style.ROW, splits=True),
-        LayerCut("0.whole", Style.WHOLE, inp=row, out=row),
+        LayerSharding("0.latent", Style.MLA_LATENT, inp=row),
+        LayerSharding("0.up", Style.COLUMN),
+        LayerSharding("0.gathered", Style.COLUMN, gathers=True),
+        LayerSharding("0.down", Style.ROW, splits=True),
+        LayerSharding("0.whole", Style.REPLICATE, inp=row, out=row),
     )
     found = {}
     for place in itertools.product(range(2), range(2)):
         model = nn.Sequential(_Wholes())
-        plan = TensorPlan(2, 2, layers)
+        plan = TPPlan(2, 2, layers)
         zone_randomness(model, list(model), plan, row=place[0], col=place[1], sequence=sequence, device=CPU)
         torch.manual_seed(5)
         with watched() as masks:
@@ -287,7 +287,7 @@ def test_behind_experts_a_region_still_has_whole_sequences() -> None:
     found = []
     for col in range(2):
         model = nn.Sequential(_Experts())
-        plan = TensorPlan(1, 2, (LayerCut("0.moe.0", Style.EXPERTS),), regions=("0.moe",))
+        plan = TPPlan(1, 2, (LayerSharding("0.moe.0", Style.EXPERTS),), regions=("0.moe",))
         zone_randomness(model, list(model), plan, row=0, col=col, sequence=True, device=CPU)
         torch.manual_seed(5)
         with watched() as masks:
@@ -334,14 +334,14 @@ NAMES = {
 }
 
 
-def plan_of_hf(model: nn.Module, kind: str) -> TensorPlan:
+def plan_of_hf(model: nn.Module, kind: str) -> TPPlan:
     columns, rows, regions = NAMES[kind]
     layers, places = [], []
     for block, _ in blocks_of(model):
-        layers += [LayerCut(f"{block}.{name}", Style.COLUMN) for name in columns]
-        layers += [LayerCut(f"{block}.{name}", Style.ROW) for name in rows]
+        layers += [LayerSharding(f"{block}.{name}", Style.COLUMN) for name in columns]
+        layers += [LayerSharding(f"{block}.{name}", Style.ROW) for name in rows]
         places += [f"{block}.{name}" for name in regions]
-    return TensorPlan(1, 2, tuple(layers), regions=tuple(places))
+    return TPPlan(1, 2, tuple(layers), regions=tuple(places))
 
 
 @pytest.mark.parametrize("how", ["none", "full"])

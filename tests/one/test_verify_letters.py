@@ -28,10 +28,10 @@ from plait.cli.main import app
         (["--model", "llama", "--plan", "dp=2", "--tolerance", "0"], "ConfigError: that is no relative"),
     ],
 )
-def test_what_cannot_be_verified_is_one_letter_before_a_rank_starts(words: list[str], letter: str) -> None:
+def test_what_cannot_be_verified_is_one_letter_before_a_rank_starts(words: list[str], message: str) -> None:
     found = CliRunner().invoke(app, ["verify", *words])
     assert found.exit_code == 2
-    assert letter in found.stderr
+    assert message in found.stderr
     assert not found.stdout
 
 

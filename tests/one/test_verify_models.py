@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from plait.errors import ModelError
-from plait.verify import Source, Subject, source_of
+from plait.verify import ModelSource, ModelSpec, parse_source
 
 BIG = {
     "model_type": "mistral",
@@ -28,13 +28,13 @@ BIG = {
 def test_a_configuration_is_made_small_and_stays_of_its_kind(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(BIG))
     for path in (tmp_path, tmp_path / "config.json"):
-        model: Any = source_of(str(path), layers=3).subject().build(torch.float32)
+        model: Any = parse_source(str(path), layers=3).subject().build(torch.float32)
         assert type(model).__name__ == "MistralForCausalLM"
         assert len(model.model.layers) == 3
         assert sum(p.numel() for p in model.parameters()) < 100_000
         assert (model.config.hidden_act, model.config.sliding_window) == ("gelu", 512)
         assert model.config.rope_parameters["rope_theta"] == 5e5
-    full: Any = source_of(str(tmp_path), layers=3, full=True).subject().build(torch.float32)
+    full: Any = parse_source(str(tmp_path), layers=3, full=True).subject().build(torch.float32)
     assert len(full.model.layers) == 32
     assert full.lm_head.weight.is_meta
 
@@ -44,7 +44,7 @@ def test_a_configuration_is_made_small_and_stays_of_its_kind(tmp_path: Path) -> 
     "kind", ["gpt2", "gemma2", "mixtral", "deepseek_v3", "bloom", "falcon", "opt", "mamba"]
 )
 def test_every_kind_is_made_small_by_its_name(kind: str) -> None:
-    model: Any = source_of(kind, layers=4).subject().build(torch.float32)
+    model: Any = parse_source(kind, layers=4).subject().build(torch.float32)
     assert model.config.model_type == kind
     assert model.config.num_hidden_layers == 4
     assert sum(p.numel() for p in model.parameters()) < 3_000_000
@@ -63,12 +63,12 @@ class _Drops(nn.Module):
 
 
 def test_what_is_verified_drops_nothing_and_computes_in_float64_throughout() -> None:
-    model = Subject(_Drops).build(torch.float64).double()
+    model = ModelSpec(_Drops).build(torch.float64).double()
     x = torch.ones(2, 4, dtype=torch.float64)
     assert torch.equal(model(x), model(x))
     assert model(x).dtype == torch.float64
     assert type(model).__name__ == "_Drops"
-    assert Subject(_Drops).build(torch.float32)(x.float()).dtype == torch.float32
+    assert ModelSpec(_Drops).build(torch.float32)(x.float()).dtype == torch.float32
 
 
 def test_models_on_meta_get_values_for_one_process() -> None:
@@ -76,7 +76,7 @@ def test_models_on_meta_get_values_for_one_process() -> None:
         with torch.device("meta"):
             return _Drops().requires_grad_(False)
 
-    model = Subject(on_meta).build_whole(torch.float32)
+    model = ModelSpec(on_meta).build_whole(torch.float32)
     assert not any(p.is_meta or p.requires_grad for p in model.parameters())
 
 
@@ -87,7 +87,7 @@ def test_what_is_tied_on_meta_is_tied_with_values() -> None:
         model[1].weight = model[0].weight
         return model
 
-    model = Subject(tied).build_whole(torch.float64)
+    model = ModelSpec(tied).build_whole(torch.float64)
     assert model[1].weight is model[0].weight
     assert not model[0].weight.is_meta
 
@@ -104,11 +104,11 @@ def test_what_is_tied_on_meta_is_tied_with_values() -> None:
 )
 def test_what_is_no_model_is_a_letter(name: str, words: str) -> None:
     with pytest.raises(ModelError) as caught:
-        source_of(name, layers=2).subject().build(torch.float32)
+        parse_source(name, layers=2).subject().build(torch.float32)
     assert words in str(caught.value)
 
 
 def test_a_source_survives_json() -> None:
-    source = source_of("llama", layers=2)
-    from_json = Source(**json.loads(json.dumps({"config": source.config, "build": "", "folder": ""})))
+    source = parse_source("llama", layers=2)
+    from_json = ModelSource(**json.loads(json.dumps({"config": source.config, "build": "", "folder": ""})))
     assert str(from_json.subject().build(torch.float32)) == str(source.subject().build(torch.float32))

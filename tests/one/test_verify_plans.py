@@ -30,7 +30,7 @@ def test_a_sweep_has_every_arrangement_of_the_ranks_once(num_ranks: int) -> None
 
 
 def test_simpler_plans_lack_one_part_each() -> None:
-    plan = Plan.parse("pp=2 schedule=zb-h1 dp=2 zero=3 gathered=step tp=2 sp=true micro=4 recompute=full")
+    plan = Plan.parse("pp=2 schedule=zb-h1 dp=2 zero=3 reshard=step tp=2 sp=true micro=4 recompute=full")
     found = simpler(plan)
     assert set(found) == {"pp", "schedule", "dp", "zero", "tp", "sp", "micro", "recompute"}
     assert str(found["tp"]) == str(Plan.parse(str(plan).replace("tp=2", "").replace("sp=true", "")))

@@ -8,15 +8,15 @@ from dataclasses import replace
 import torch
 from rich.console import Console
 
-from plait.verify import Off, Outcome, Verdict
-from plait.verify.reference import Course, Step
+from plait.verify import Mismatch, Outcome, Verdict
+from plait.verify.reference import Step, Trajectory
 from plait.verify.report import matrix
 from plait.verify.result import Limits, compare
 
 
 def verdict(plan: str, outcome: Outcome, apart: float = 1e-15) -> Verdict:
     steps = (Step(4.0, 1.0),)
-    worst = (Off("w", apart, 0.0, 1e-9),)
+    worst = (Mismatch("w", apart, 0.0, 1e-9),)
     return Verdict("llama", plan, "float64", 4, outcome, 1e-9, steps, steps, worst, 1)
 
 
@@ -48,8 +48,8 @@ def test_what_is_not_finite_is_as_far_off_as_can_be_and_json_is_json() -> None:
     assert read.largest == math.inf
 
 
-def course(gradient: float, weight: float = 1.0, loss: float = 4.0) -> Course:
-    return Course([Step(loss, 1.0)], [{"w": torch.tensor([gradient])}], {"w": torch.tensor([weight])})
+def course(gradient: float, weight: float = 1.0, loss: float = 4.0) -> Trajectory:
+    return Trajectory([Step(loss, 1.0)], [{"w": torch.tensor([gradient])}], {"w": torch.tensor([weight])})
 
 
 def test_any_of_loss_gradient_and_weight_makes_courses_differ() -> None:

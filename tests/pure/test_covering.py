@@ -97,6 +97,6 @@ def _can_meet(pair: Case) -> bool:
         and not (pair.get("dp") == "1" and pair.keys() & {"shard", "algorithm"})
         and not (zero == 0 and "shard" in pair)
         and not (zero < 2 and "accumulate" in pair)
-        and not (zero < 3 and pair.keys() & {"prefetch", "gathered"})
+        and not (zero < 3 and pair.keys() & {"prefetch", "reshard"})
         and not (fixed and pair.get("chunks", fixed) != fixed)
     )

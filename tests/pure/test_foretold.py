@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.plan import Grid, Layout, Line, Plan, Tally, TensorFact, UnitFact, added, between
+from plait.plan import CommCount, CommKey, Grid, Layout, Plan, TensorFact, UnitFact, added, between
 from plait.plan.comm_log import of_rows, to_rows
-from plait.plan.estimate.traffic import RankFacts, StageFacts, Terms, ring_bytes, step_traffic
-from plait.plan.prefetch import Uses, Walk, gathers
+from plait.plan.estimate.traffic import RankFacts, StageFacts, TransportFacts, ring_bytes, step_traffic
+from plait.plan.prefetch import ExecOrder, PrefetchWalk, gathers
 from plait.plan.schedule import make_schedule
 
 NUMEL = 3 * 4096  # of all units together; nothing is padded up to 16 ranks
@@ -24,11 +24,11 @@ def facts_of(text: str, rank: int = 0, *, shares: bool = False) -> RankFacts:
     units = [UnitFact(name, (TensorFact(f"{name}.weight", (64, 64), 0),)) for name in BLOCKS]
     schedule = make_schedule(plan.schedule, plan.pp, plan.micro, plan.chunks)
     layout = Layout.of(units, plan.shard_degree)
-    said = {Line(("col",), "", "all-reduce"): Tally(2, 100)} if plan.cols > 1 else {}
-    uses = Uses(BLOCKS, BLOCKS[::-1])
+    said = {CommKey(("col",), "", "all-reduce"): CommCount(2, 100)} if plan.cols > 1 else {}
+    uses = ExecOrder(BLOCKS, BLOCKS[::-1])
     stage = StageFacts(layout, said, uses, output=(640,), gradient=(640,))
     wide = {"bf16": 2, "fp64": 8}.get(plan.precision, 4)
-    terms = Terms(wide, shares, exchanges=False, host_size=plan.num_ranks)
+    terms = TransportFacts(wide, shares, exchanges=False, host_size=plan.num_ranks)
     return RankFacts(plan, Grid.of(plan), rank, schedule, [stage] * schedule.num_stages, {}, terms)
 
 
@@ -49,30 +49,30 @@ def test_zero_stages_send_what_the_readme_says(ranks: int) -> None:
         assert sent_elements(f"dp={ranks} zero={zero}") == pytest.approx(2 * share)
     once_more = (2 * 3 - 1) / 3  # the last unit of forward stays for backward
     assert sent_elements(f"dp={ranks} zero=3 prefetch=0") == pytest.approx((once_more + 1) * share)
-    assert sent_elements(f"dp={ranks} zero=3 gathered=step") == pytest.approx(2 * share)
+    assert sent_elements(f"dp={ranks} zero=3 reshard=step") == pytest.approx(2 * share)
 
 
 def test_ranks_with_one_memory_gather_nothing() -> None:
     assert sent_elements("dp=4 zero=3", shares=True) == pytest.approx(0.75)
     said = step_traffic(facts_of("dp=4 zero=3", shares=True))
-    assert said["parameters"] == {Line(("shard",), "gathers", "barrier"): Tally(1, 0)}
+    assert said["parameters"] == {CommKey(("shard",), "gathers", "barrier"): CommCount(1, 0)}
 
 
 @pytest.mark.parametrize("micro", [1, 2, 5])
 def test_whole_gradients_are_reduced_once_a_step_and_cut_ones_for_every_micro_batch(micro: int) -> None:
     def calls(text: str) -> int:
         traffic = step_traffic(facts_of(f"{text} micro={micro}"))["gradients"]
-        return traffic[Line(("shard",), "reductions", "reduce-scatter")].count
+        return traffic[CommKey(("shard",), "reductions", "reduce-scatter")].count
 
     assert calls("dp=2 zero=1") == len(BLOCKS)
-    assert calls("dp=2 zero=2 accumulate=whole") == len(BLOCKS)
+    assert calls("dp=2 zero=2 accumulate=unsharded") == len(BLOCKS)
     assert calls("dp=2 zero=2") == len(BLOCKS) * micro
 
 
 def test_replicas_add_up_ranges_once_a_step() -> None:
     traffic = step_traffic(facts_of("dp=8 zero=2 shard=4 micro=3"))["gradients"]
-    assert traffic[Line(("replicate",), "reductions", "all-reduce")] == Tally(3, 4 * NUMEL // 4)
-    assert traffic[Line(("shard",), "reductions", "reduce-scatter")] == Tally(9, 3 * 4 * NUMEL)
+    assert traffic[CommKey(("replicate",), "reductions", "all-reduce")] == CommCount(3, 4 * NUMEL // 4)
+    assert traffic[CommKey(("shard",), "reductions", "reduce-scatter")] == CommCount(9, 3 * 4 * NUMEL)
 
 
 def test_a_lone_rank_says_nothing() -> None:
@@ -91,7 +91,8 @@ def test_what_ranks_of_a_pipeline_send_others_receive(pp: int, chunks: int, micr
     found = [step_traffic(facts_of(text, rank)).get("stages", {}) for rank in range(pp)]
     sent, received = (
         added(
-            {Line(line.axes, line.lane, ""): t for line, t in of.items() if line.verb == verb} for of in found
+            {CommKey(line.axes, line.lane, ""): t for line, t in of.items() if line.verb == verb}
+            for of in found
         )
         for verb in ("send", "receive")
     )
@@ -109,7 +110,7 @@ def test_what_ranks_of_a_pipeline_send_others_receive(pp: int, chunks: int, micr
 )
 def test_every_use_finds_its_unit_gathered(uses: int, prefetch: int, passes: list[bool], keeps: bool) -> None:
     order = list(range(uses))
-    found = gathers(Uses(order, order[::-1]), passes, prefetch, keeps=keeps)
+    found = gathers(ExecOrder(order, order[::-1]), passes, prefetch, keeps=keeps)
     assert set(found) == (set(order) if passes else set())
     if keeps:
         assert len(found) == len(set(found))
@@ -119,13 +120,13 @@ def test_every_use_finds_its_unit_gathered(uses: int, prefetch: int, passes: lis
 
 
 def test_what_is_pinned_is_gathered_once_for_a_forward_and_its_backward() -> None:
-    uses = Uses(["a", "b", "c"], ["c", "b", "a"], {"a"})
+    uses = ExecOrder(["a", "b", "c"], ["c", "b", "a"], {"a"})
     assert gathers(uses, [False, True], 0, keeps=False) == ["a", "b", "c", "b"]
     assert gathers(uses, [True], 0, keeps=False) == ["a", "c", "b"]
 
 
 def test_a_walk_begins_gathers_as_far_ahead_as_it_may() -> None:
-    walk = Walk(["a", "b", "c"], 1, (), frees=True)
+    walk = PrefetchWalk(["a", "b", "c"], 1, (), frees=True)
     assert [walk.step() for _ in range(3)] == [["a", "b"], ["c"], []]
 
 

@@ -11,18 +11,18 @@ from plait.plan import (
     Box,
     Boxes,
     Layout,
-    ParameterCut,
+    ParamSharding,
     Piece,
-    Place,
     Plan,
     TensorFact,
-    TensorPlan,
+    TPCoord,
+    TPPlan,
     UnitFact,
     UnitLayout,
     model_state_bytes,
 )
 from plait.plan.layout import ALIGNMENT, RANGE_ALIGNMENT
-from plait.plan.sharding import DimCut
+from plait.plan.sharding import DimSharding
 
 shapes = st.lists(st.integers(1, 7), max_size=3).map(tuple)
 groups = st.sampled_from([0, 1, 2])
@@ -129,8 +129,8 @@ def test_bytes_of_adam_are_zeros_table() -> None:
     assert _bytes("dp=4 zero=2 precision=bf16", 2) == (8, 4, 4, 8)
     assert _bytes("dp=4 zero=3 precision=bf16", 2) == (2, 4, 4, 8)
     assert _bytes("dp=4 zero=3 shard=2 precision=bf16", 2) == (4, 8, 8, 16)
-    assert _bytes("dp=4 zero=3 micro=2 accumulate=whole precision=bf16", 4) == (2, 16, 4, 8)
-    assert _bytes("dp=4 zero=3 states=bf16 precision=bf16", 2) == (2, 4, 4, 4)
+    assert _bytes("dp=4 zero=3 micro=2 accumulate=unsharded precision=bf16", 4) == (2, 16, 4, 8)
+    assert _bytes("dp=4 zero=3 optim_dtype=bf16 precision=bf16", 2) == (2, 4, 4, 4)
     assert _bytes("dp=1 precision=fp32", 4, states=1) == (16, 16, 0, 16)
     assert _bytes("dp=4 zero=3 precision=fp32", 4, states=1) == (4, 4, 0, 4)
 
@@ -142,7 +142,7 @@ AXES_OF_DIMS = [(), ("row",), ("col",), ("row", "col"), ("col", "row"), (None, "
 
 
 @st.composite
-def tensor_plans(draw: Any) -> tuple[UnitFact, TensorPlan]:
+def tensor_plans(draw: Any) -> tuple[UnitFact, TPPlan]:
     """Parameters that are cut over an axis or both, in one or several ranges, some shared by neighbours."""
     rows, cols = draw(st.integers(1, 3)), draw(st.integers(1, 4))
     facts, cuts = [], []
@@ -154,12 +154,12 @@ def tensor_plans(draw: Any) -> tuple[UnitFact, TensorPlan]:
         shape = tuple(draw(st.integers(1, 4)) if dim is None else _size(dim) for dim in dims)
         facts.append(TensorFact(f"t{number}", shape, draw(st.sampled_from([None, 0, 1]))))
         if draw(st.booleans()) or any(dims):
-            cuts.append(ParameterCut(f"t{number}", tuple(dims), partial=draw(st.booleans())))
-    return UnitFact("u", tuple(facts)), TensorPlan(rows, cols, parameters=tuple(cuts))
+            cuts.append(ParamSharding(f"t{number}", tuple(dims), partial=draw(st.booleans())))
+    return UnitFact("u", tuple(facts)), TPPlan(rows, cols, parameters=tuple(cuts))
 
 
 @st.composite
-def dim_cuts(draw: Any, axis: str, degree: int) -> DimCut:
+def dim_cuts(draw: Any, axis: str, degree: int) -> DimSharding:
     parts = draw(st.integers(1, 2))  # of a packed projection
     pieces = draw(st.integers(1, degree)) if axis == "col" else degree  # the last may be held several times
     edges = [0]
@@ -169,18 +169,18 @@ def dim_cuts(draw: Any, axis: str, degree: int) -> DimCut:
         tuple((edges[part * pieces + piece], edges[part * pieces + piece + 1]) for part in range(parts))
         for piece in range(pieces)
     ]
-    return DimCut(axis, tuple(held[min(coord, pieces - 1)] for coord in range(degree)))
+    return DimSharding(axis, tuple(held[min(coord, pieces - 1)] for coord in range(degree)))
 
 
-def _size(cut: DimCut) -> int:
+def _size(cut: DimSharding) -> int:
     return max(stop for ranges in cut.ranges for _, stop in ranges)
 
 
 @given(tensor_plans(), shards)
-def test_on_a_grid_every_element_is_counted_once(given_: tuple[UnitFact, TensorPlan], ranks: int) -> None:
+def test_on_a_grid_every_element_is_counted_once(given_: tuple[UnitFact, TPPlan], ranks: int) -> None:
     fact, plan = given_
     seen: dict[tuple[str, tuple[int, ...]], int] = {}
-    for place in Place.all_of(plan):
+    for place in TPCoord.all_of(plan):
         for unit in Layout.of([fact], ranks, place).units:
             repeated = {start for start, _ in unit.repeated}
             for piece in unit.pieces:
@@ -194,29 +194,29 @@ def test_on_a_grid_every_element_is_counted_once(given_: tuple[UnitFact, TensorP
     assert set(seen.values()) == {1}
 
 
-def _interposed() -> tuple[UnitFact, TensorPlan]:
+def _interposed() -> tuple[UnitFact, TPPlan]:
     """Columns 1 and 2 share a piece that lies, there alone, behind two that all columns share."""
-    col = DimCut("col", (((0, 1),), ((1, 2),), ((1, 2),)))
-    row = DimCut("row", (((0, 1),), ((1, 2),)))
+    col = DimSharding("col", (((0, 1),), ((1, 2),), ((1, 2),)))
+    row = DimSharding("row", (((0, 1),), ((1, 2),)))
     cuts = (
-        ParameterCut("norm", (None,), partial=True),
-        ParameterCut("keys", (col,)),
-        ParameterCut("stream", (row,), partial=True),
+        ParamSharding("norm", (None,), partial=True),
+        ParamSharding("keys", (col,)),
+        ParamSharding("stream", (row,), partial=True),
     )
     shapes = {"norm": (3,), "keys": (2,), "stream": (2,)}
     facts = tuple(TensorFact(name, shape, 0) for name, shape in shapes.items())
-    return UnitFact("u", facts), TensorPlan(2, 3, parameters=cuts)
+    return UnitFact("u", facts), TPPlan(2, 3, parameters=cuts)
 
 
 @given(tensor_plans())
 @example(_interposed())
 def test_columns_that_share_a_piece_agree_on_who_they_are_and_where_it_lies(
-    given_: tuple[UnitFact, TensorPlan],
+    given_: tuple[UnitFact, TPPlan],
 ) -> None:
     fact, plan = given_
     cuts = {cut.name: cut for cut in plan.parameters}
     for row in range(plan.rows):
-        layouts = [Layout.of([fact], place=place) for place in Place.all_of(plan) if place.row == row]
+        layouts = [Layout.of([fact], place=place) for place in TPCoord.all_of(plan) if place.row == row]
         for col, layout in enumerate(layouts):
             for piece in (piece for unit in layout.units for piece in unit.pieces):
                 cut = cuts.get(piece.name)

@@ -42,13 +42,15 @@ def plans(draw: Any) -> Plan:
         zero=zero,
         shard=draw(st.sampled_from([0, shard])) if zero else 0,
         micro=draw(st.integers(1, 512)),
-        accumulate=draw(st.sampled_from(["auto", "whole", "cut"] if zero >= 2 else ["auto", "whole"])),
+        accumulate=draw(
+            st.sampled_from(["auto", "unsharded", "sharded"] if zero >= 2 else ["auto", "unsharded"])
+        ),
         prefetch=draw(st.integers(0, 9)) if zero == 3 else 1,
-        gathered=draw(st.sampled_from(["use", "step"])) if zero == 3 else "use",
+        reshard=draw(st.sampled_from(["use", "step"])) if zero == 3 else "use",
         precision=precision,
         reduce=reduce,
         algorithm=draw(st.sampled_from(["auto", *ALGORITHMS] if reduce in ("fp32", "bf16") else ["auto"])),
-        states=draw(st.sampled_from(["fp32"] if exact else ["fp32", "bf16"])),
+        optim_dtype=draw(st.sampled_from(["fp32"] if exact else ["fp32", "bf16"])),
         offload=draw(st.sampled_from(["none", "cpu", "disk"])),
         recompute=draw(st.sampled_from(["none", "full", "selective", "every=1", "every=12"])),
         compile=draw(st.booleans()) and schedule not in SPLIT,
@@ -86,12 +88,14 @@ def test_the_text_names_dp_and_what_is_no_default(plan: Plan) -> None:
 def test_every_key_takes_effect_on_the_value() -> None:
     text = (
         "dp=8 tp=2x4 pp=2 schedule=bfs chunks=3 stages=1,2,3,4,5,6 sp=true "
-        "zero=3 shard=4 micro=4 accumulate=whole prefetch=2 gathered=step "
-        "precision=bf16 reduce=bf16 algorithm=ring states=bf16 offload=cpu recompute=every=2 compile=true"
+        "zero=3 shard=4 micro=4 accumulate=unsharded prefetch=2 reshard=step "
+        "precision=bf16 reduce=bf16 algorithm=ring optim_dtype=bf16 offload=cpu "
+        "recompute=every=2 compile=true"
     )
     plan = Plan.parse(text)
     assert plan == Plan(
-        *(8, "2x4", 2, "bfs", 3, "1,2,3,4,5,6", True, 3, 4, 4, "whole", 2, "step", "bf16", "bf16", "ring"),
+        *(8, "2x4", 2, "bfs", 3, "1,2,3,4,5,6", True, 3, 4, 4, "unsharded"),
+        *(2, "step", "bf16", "bf16", "ring"),
         *("bf16", "cpu", "every=2", True),
     )
     assert str(plan) == text
@@ -125,6 +129,9 @@ def test_every_key_takes_effect_on_the_value() -> None:
         ("recompute=every=0", ["recompute=every=0", "k from 1"]),
         ("recompute=every", ["recompute=every"]),
         ("xp=2", ["no key 'xp'", "tp"]),
+        ("zero=3 gathered=step", ["no key 'gathered'", "try     : reshard=use or reshard=step"]),
+        ("states=bf16", ["no key 'states'", "try     : optim_dtype=fp32 or optim_dtype=bf16"]),
+        ("zero=2 accumulate=cut", ["accumulate is not one", "try     : accumulate=sharded"]),
         ("tp=0", ["tp is not a grid", "tp=0", "rows x columns (tp=2x4)"]),
         ("tp=2x", ["tp=2x"]),
         ("tp=2x2x2", ["tp=2x2x2"]),
@@ -144,9 +151,9 @@ def test_every_key_takes_effect_on_the_value() -> None:
         ("reduce=powersgd:0", ["reduce=powersgd:0", "a rank r from 1"]),
         ("reduce=powersgd:", ["reduce=powersgd:"]),
         ("reduce=int8:4", ["reduce=int8:4"]),
-        ("states=fp16", ["states=fp16", "fp32 or bf16"]),
-        ("zero=2 gathered=always", ["gathered=always", "use or step"]),
-        ("zero=2 accumulate=half", ["accumulate=half", "auto or whole or cut"]),
+        ("optim_dtype=fp16", ["optim_dtype=fp16", "fp32 or bf16"]),
+        ("zero=2 reshard=always", ["reshard=always", "use or step"]),
+        ("zero=2 accumulate=half", ["accumulate=half", "auto or unsharded or sharded"]),
     ],
 )
 def test_what_cannot_be_is_refused_with_a_letter(text: str, words: list[str]) -> None:
@@ -166,27 +173,27 @@ def test_what_cannot_be_is_refused_with_a_letter(text: str, words: list[str]) ->
         ("dp=6 zero=1 shard=4", ["shard does not divide dp", "dp=6 shard=4", "divisor of 6", "shard=3"]),
         ("dp=2 zero=1 shard=4", ["shard does not divide dp", "shard=2"]),
         ("dp=1 zero=1 shard=2", ["shard does not divide dp", "no shard"]),
-        ("dp=2 zero=1 accumulate=cut", ["gradients are whole", "zero=1 accumulate=cut", "zero=2"]),
-        ("dp=2 accumulate=cut", ["gradients are whole", "zero=0 accumulate=cut", "zero=2"]),
+        ("dp=2 zero=1 accumulate=sharded", ["gradients are whole", "zero=1 accumulate=sharded", "zero=2"]),
+        ("dp=2 accumulate=sharded", ["gradients are whole", "zero=0 accumulate=sharded", "zero=2"]),
         ("dp=2 zero=2 prefetch=2", ["prefetch is about", "zero=2 prefetch=2", "zero=3 prefetch=2"]),
         ("dp=2 zero=1 prefetch=0", ["prefetch is about", "zero=3 prefetch=0"]),
         ("dp=2 zero=3 prefetch=-1", ["prefetch is not a number of units", "0 or more"]),
-        ("dp=2 zero=2 gathered=step", ["gathered is about", "zero=3 gathered=step"]),
+        ("dp=2 zero=2 reshard=step", ["gathered is about", "zero=3 reshard=step"]),
         ("dp=2 precision=fp64 reduce=bf16", ["exact comparisons", "precision=fp64 reduce=bf16"]),
         ("dp=2 precision=fp64 reduce=fp16", ["exact comparisons", "precision=bf16 reduce=fp16"]),
         ("dp=2 precision=fp64 reduce=int8", ["exact comparisons", "precision=bf16 reduce=int8"]),
         ("dp=2 precision=fp64 reduce=powersgd:2", ["exact comparisons", "precision=fp64 reduce=powersgd:2"]),
-        ("dp=2 precision=fp64 states=bf16", ["exact comparisons", "precision=bf16 states=bf16"]),
+        ("dp=2 precision=fp64 optim_dtype=bf16", ["exact comparisons", "precision=bf16 optim_dtype=bf16"]),
     ],
 )
 def test_what_zero_cannot_do_is_refused_with_a_letter_that_says_what_can(text: str, words: list[str]) -> None:
     with pytest.raises(PlanError) as caught:
         Plan.parse(text)
-    letter = str(caught.value)
+    message = str(caught.value)
     for word in words:
-        assert word in letter
-    assert "\n  given   : " in letter
-    assert "\n  expected: " in letter or "\n  try     : " in letter
+        assert word in message
+    assert "\n  given   : " in message
+    assert "\n  expected: " in message or "\n  try     : " in message
 
 
 @given(plans(), st.integers(1, 64))
@@ -213,10 +220,10 @@ def test_what_a_stage_cuts_is_cut_over_shard_ranks_and_copied_on_the_rest(plan: 
         ("zero=1 micro=4", True, True),
         ("zero=2", False, False),
         ("zero=2 micro=4", False, False),
-        ("zero=2 accumulate=whole", True, False),
-        ("zero=2 accumulate=whole micro=4", True, True),
-        ("zero=3 accumulate=whole micro=4", True, True),
-        ("zero=3 accumulate=cut micro=4", False, False),
+        ("zero=2 accumulate=unsharded", True, False),
+        ("zero=2 accumulate=unsharded micro=4", True, True),
+        ("zero=3 accumulate=unsharded micro=4", True, True),
+        ("zero=3 accumulate=sharded micro=4", False, False),
     ],
 )
 def test_gradients_are_whole_as_long_as_the_plan_says(text: str, whole: bool, stay: bool) -> None:

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.errors import ProfileError
-from plait.plan.cost_model import Line, algorithm_bandwidth, bus_bandwidth, fit
-from plait.plan.host_profile import HostProfile, Measured, check_place, load, profile_path, save
+from plait.plan.cost_model import LatencyFit, algorithm_bandwidth, bus_bandwidth, fit
+from plait.plan.host_profile import HostProfile, ProfileEntry, check_place, load, profile_path, save
 
 SIZES = [1 << power for power in range(10, 29, 2)]
-ALL_REDUCE = Measured("gloo", "all-reduce", 2)
+ALL_REDUCE = ProfileEntry("gloo", "all-reduce", 2)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ CROSSINGS = st.floats(2.0**11, 2.0**27)  # bytes that take as long as the latenc
 
 @given(LATENCIES, CROSSINGS, st.lists(st.sampled_from(SIZES), max_size=5))
 def test_times_on_a_line_give_back_the_line(latency: float, crossing: float, more: list[int]) -> None:
-    truth = Line(latency, crossing / latency, 0.0)
+    truth = LatencyFit(latency, crossing / latency, 0.0)
     found = fit([(size, truth.time_s(size)) for size in SIZES + more])
     assert found is not None
     assert math.isclose(found.latency_s, latency, rel_tol=1e-7)
@@ -62,7 +62,7 @@ def test_times_on_a_line_give_back_the_line(latency: float, crossing: float, mor
 def test_one_disturbed_size_hardly_moves_the_line(
     latency: float, crossing: float, disturbed: int, factor: float
 ) -> None:
-    truth = Line(latency, crossing / latency, 0.0)
+    truth = LatencyFit(latency, crossing / latency, 0.0)
     points = [(size, truth.time_s(size)) for size in SIZES]
     points[disturbed] = (points[disturbed][0], factor * points[disturbed][1])
     found = fit(points)
@@ -83,31 +83,33 @@ def test_no_times_give_a_negative_latency_or_bandwidth(points: list[tuple[int, f
 
 
 def test_a_barrier_is_all_latency_and_a_single_size_has_no_line() -> None:
-    assert fit([(0, 2.0), (0, 2.0)]) == Line(2.0, math.inf, 0.0)
+    assert fit([(0, 2.0), (0, 2.0)]) == LatencyFit(2.0, math.inf, 0.0)
     assert fit([(1024, 2.0), (1024, 3.0)]) is None
     assert fit([]) is None
 
 
 def test_a_profile_tells_the_time_it_was_told(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "host.json"
-    barrier = Measured("gloo", "barrier", 2)
-    save(HostProfile({ALL_REDUCE: Line(1e-4, 1e9, 0.1), barrier: Line(3e-5, math.inf, 0.0)}), path)
+    barrier = ProfileEntry("gloo", "barrier", 2)
+    save(
+        HostProfile({ALL_REDUCE: LatencyFit(1e-4, 1e9, 0.1), barrier: LatencyFit(3e-5, math.inf, 0.0)}), path
+    )
     found = load(path)
     assert found.time_s("all-reduce", 10**6, 2, transport="gloo") == pytest.approx(1.1e-3)
     assert found.time_s("barrier", 0, 2, transport="gloo") == 3e-5
-    newer = Line(2e-4, 2e9, 0.2)
-    save(HostProfile({ALL_REDUCE: newer, Measured("gloo", "all-reduce", 4): newer}), path)
+    newer = LatencyFit(2e-4, 2e9, 0.2)
+    save(HostProfile({ALL_REDUCE: newer, ProfileEntry("gloo", "all-reduce", 4): newer}), path)
     assert load(path).lines == {
         ALL_REDUCE: newer,
-        Measured("gloo", "all-reduce", 4): newer,
-        barrier: Line(3e-5, math.inf, 0.0),
+        ProfileEntry("gloo", "all-reduce", 4): newer,
+        barrier: LatencyFit(3e-5, math.inf, 0.0),
     }
     assert [file.name for file in path.parent.iterdir()] == ["host.json"]
 
 
 def test_what_was_never_measured_is_a_letter_with_the_command_that_measures_it() -> None:
     with pytest.raises(ProfileError) as caught:
-        HostProfile({ALL_REDUCE: Line(1e-4, 1e9, 0.1)}).time_s("all-reduce", 8, 4, transport="gloo")
+        HostProfile({ALL_REDUCE: LatencyFit(1e-4, 1e9, 0.1)}).time_s("all-reduce", 8, 4, transport="gloo")
     assert "all-reduce of float32 over gloo on 4 ranks, owned" in str(caught.value)
     assert "--backend gloo --ranks 4 --verb all-reduce" in str(caught.value)
 

@@ -26,13 +26,13 @@ OPTIONS: dict[str, list[Any]] = {
     "zero": [0, 1, 2, 3],
     "shard": [0, 0, 1, 2, 3, 4],
     "micro": [1, 2, 5],
-    "accumulate": ["auto", "auto", "whole", "cut"],
+    "accumulate": ["auto", "auto", "unsharded", "sharded"],
     "prefetch": [1, 1, 1, 0, 2],
-    "gathered": ["use", "use", "step"],
+    "reshard": ["use", "use", "step"],
     "precision": ["fp64", "fp32", "bf16", "fp16"],
     "reduce": ["fp32", "fp32", "fp32", "bf16", "fp16", "int8", "powersgd", "powersgd:8"],
     "algorithm": ["auto", "auto", "naive", "ring", "halving", "tree", "two-level"],
-    "states": ["fp32", "fp32", "bf16"],
+    "optim_dtype": ["fp32", "fp32", "bf16"],
     "offload": ["none", "cpu", "disk"],
     "recompute": ["none", "full", "selective", "every=2"],
     "compile": [False, False, True],
@@ -49,7 +49,7 @@ def _miscounts(v: Values) -> bool:
     return bool(v["stages"]) and not is_file and len(v["stages"].split(",")) != stages
 
 
-# By the rule's name in docs/plans.md, which is the fact of its letter: who breaks it.
+# By the rule's name in docs/plans.md, which is the fact of its message: who breaks it.
 RULES: dict[str, Callable[[Values], bool]] = {
     "one column has nothing to cut the sequence over": lambda v: v["sp"] and v["tp"] in ("1", "4x1"),
     "this schedule's number of stages on every rank is its own": lambda v: (
@@ -62,16 +62,16 @@ RULES: dict[str, Callable[[Values], bool]] = {
     "stage 0 cuts nothing over shard": lambda v: v["zero"] == 0 and v["shard"] != 0,
     "shard does not divide dp": lambda v: v["shard"] != 0 and v["dp"] % v["shard"] != 0,
     "up to stage 1 gradients are whole: there is no range to accumulate in": lambda v: (
-        v["accumulate"] == "cut" and v["zero"] <= 1
+        v["accumulate"] == "sharded" and v["zero"] <= 1
     ),
     "prefetch is about parameters that are cut, which is stage 3": lambda v: (
         v["prefetch"] != 1 and v["zero"] != 3
     ),
-    "gathered is about parameters that are cut, which is stage 3": lambda v: (
-        v["gathered"] != "use" and v["zero"] != 3
+    "reshard is about parameters that are cut, which is stage 3": lambda v: (
+        v["reshard"] != "use" and v["zero"] != 3
     ),
     "fp64 is for exact comparisons, which anything narrow would spoil": lambda v: (
-        v["precision"] == "fp64" and (v["reduce"], v["states"]) != ("fp32", "fp32")
+        v["precision"] == "fp64" and (v["reduce"], v["optim_dtype"]) != ("fp32", "fp32")
     ),
     "a compiled block's backward cannot be taken apart": lambda v: v["compile"] and v["schedule"] in FIXED,
     "compressed gradients have a way of their own to be summed": lambda v: (
@@ -82,7 +82,7 @@ RULES: dict[str, Callable[[Values], bool]] = {
 
 @cache
 def _drawn() -> list[tuple[Values, list[str], PlanError | None]]:
-    """Combinations of all keys' values, what rules they break, and the letter that they get."""
+    """Combinations of all keys' values, what rules they break, and the message that they get."""
     rng = random.Random(SEED)
     found = []
     for number in range(NUM_PLANS):
@@ -104,9 +104,9 @@ def _letter(values: Values) -> PlanError | None:
 
 def test_a_plan_refuses_exactly_the_combinations_that_the_docs_list() -> None:
     assert set(OPTIONS) == set(Plan.keys())
-    for values, broken, letter in _drawn():
-        assert (letter is None) == (not broken), f"{values}: {broken or letter}"
-        assert letter is None or letter.fact in broken, f"{values}: {letter}"
+    for values, broken, message in _drawn():
+        assert (message is None) == (not broken), f"{values}: {broken or message}"
+        assert message is None or message.fact in broken, f"{values}: {message}"
 
 
 def test_the_docs_list_every_rule_and_each_is_broken_by_itself() -> None:
@@ -119,16 +119,16 @@ def test_the_docs_list_every_rule_and_each_is_broken_by_itself() -> None:
 
 
 def test_what_a_letter_offers_mends_what_it_is_about() -> None:
-    """Every alternative of every letter, put in the place of what was given, no longer breaks its rule."""
+    """Every alternative of every message, put in the place of what was given, no longer breaks its rule."""
     offered = set()
-    for values, broken, letter in _drawn():
-        if letter is None or (letter.fact, letter.given, len(broken)) in offered:
+    for values, broken, message in _drawn():
+        if message is None or (message.fact, message.given, len(broken)) in offered:
             continue
-        offered.add((letter.fact, letter.given, len(broken)))
-        assert letter.given is not None
-        for offer in _offers(str(letter.hint)):
+        offered.add((message.fact, message.given, len(broken)))
+        assert message.given is not None
+        for offer in _offers(str(message.hint)):
             mended = {**values, **offer}
-            assert not RULES[letter.fact](mended), f"{letter}: {offer}"
+            assert not RULES[message.fact](mended), f"{message}: {offer}"
             if len(broken) == 1 and not any(breaks(mended) for breaks in RULES.values()):
                 assert Plan.parse(_text(mended)) == Plan(**mended)
 
@@ -136,10 +136,10 @@ def test_what_a_letter_offers_mends_what_it_is_about() -> None:
 @pytest.mark.parametrize("name", RULES)
 def test_a_refused_plan_becomes_one_that_can_be_by_what_its_letter_offers(name: str) -> None:
     """By at least one of what is offered, where nothing else is wrong with it."""
-    for values, broken, letter in _drawn():
+    for values, broken, message in _drawn():
         if broken == [name]:
-            mended = [{**values, **offer} for offer in _offers(str(letter.hint))] if letter else []
-            assert any(_letter(candidate) is None for candidate in mended), f"{values}: {letter}"
+            mended = [{**values, **offer} for offer in _offers(str(message.hint))] if message else []
+            assert any(_letter(candidate) is None for candidate in mended), f"{values}: {message}"
 
 
 def _offers(hint: str) -> list[Values]:

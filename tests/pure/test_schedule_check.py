@@ -141,15 +141,15 @@ def test_an_action_on_another_rank_than_its_stage_is_marked(schedule: Schedule, 
         assert where == [to, place]
 
 
-def letter(text: str, bounds: list[int] | None = None) -> str:
+def message(text: str, bounds: list[int] | None = None) -> str:
     with pytest.raises(ScheduleError) as error:
         check(Schedule.parse(text), bounds=bounds)
-    return error.value.letter()
+    return error.value.message()
 
 
 def test_a_deadlock_is_told_as_who_waits_for_whom() -> None:
     text = "rank 0: F0.0 B0.0 F0.1 B0.1\nrank 1: F1.0 F1.1 B1.0 B1.1"
-    assert letter(text) == (
+    assert message(text) == (
         "ScheduleError: the ranks wait for each other, and none goes on\n"
         "  given   : B0.0 at position 1 of rank 0, counted from 0: rank 0 at B0.0 waits for B1.0 of rank 1, "
         "which at F1.1 waits for F0.1 of rank 0\n"
@@ -160,7 +160,7 @@ def test_a_deadlock_is_told_as_who_waits_for_whom() -> None:
 
 
 def test_an_order_that_one_rank_alone_gets_wrong_is_told_so() -> None:
-    told = letter("rank 0: F0.0 B0.0\nrank 1: B1.0 F1.0")
+    told = message("rank 0: F0.0 B0.0\nrank 1: B1.0 F1.0")
     assert told.startswith("ScheduleError: B1.0 comes before what it needs\n")
     assert "    rank 1: >B1.0< F1.0\n  expected: F1.0 first, which its rank computes later" in told
 
@@ -179,7 +179,7 @@ def test_an_order_that_one_rank_alone_gets_wrong_is_told_so() -> None:
     ],
 )
 def test_what_is_not_there_is_named(text: str, says: str) -> None:
-    assert says in letter(text).splitlines()[0]
+    assert says in message(text).splitlines()[0]
 
 
 def test_a_bound_on_what_is_in_flight_is_kept_or_the_forward_that_breaks_it_is_marked() -> None:

@@ -187,7 +187,7 @@ def test_a_table_may_have_comments_and_idle_cells() -> None:
 def test_what_is_no_schedule_is_refused(text: str, says: str) -> None:
     with pytest.raises(ScheduleError) as error:
         Schedule.parse(text)
-    assert says in error.value.letter()
+    assert says in error.value.message()
 
 
 def test_numbers_and_names_that_cannot_be_are_refused() -> None:

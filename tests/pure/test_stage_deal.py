@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.plan.stages import StageCut, deal
+from plait.plan.stages import StageAssignment, balance_blocks
 
 COSTS = st.lists(st.integers(0, 9), min_size=1, max_size=8)
 
@@ -30,7 +30,7 @@ def test_the_slowest_stage_is_as_fast_as_any_dealing_makes_it(
     costs: list[int], num_stages: int, first: int, last: int
 ) -> None:
     num_stages = min(num_stages, len(costs))
-    numbers = deal(costs, num_stages, first=first, last=last)
+    numbers = balance_blocks(costs, num_stages, first=first, last=last)
     assert len(numbers) == num_stages
     assert sum(numbers) == len(costs)
     assert min(numbers) >= 1
@@ -39,15 +39,15 @@ def test_the_slowest_stage_is_as_fast_as_any_dealing_makes_it(
 
 
 def test_equal_blocks_are_dealt_evenly_and_the_head_takes_the_place_of_some() -> None:
-    assert deal([1.0] * 8, 4) == (2, 2, 2, 2)
-    assert sorted(deal([1.0] * 7, 3)) == [2, 2, 3]
-    assert deal([1.0] * 8, 2, last=4.0) == (6, 2)
-    assert deal([1.0] * 8, 2, first=4.0) == (2, 6)
+    assert balance_blocks([1.0] * 8, 4) == (2, 2, 2, 2)
+    assert sorted(balance_blocks([1.0] * 7, 3)) == [2, 2, 3]
+    assert balance_blocks([1.0] * 8, 2, last=4.0) == (6, 2)
+    assert balance_blocks([1.0] * 8, 2, first=4.0) == (2, 6)
 
 
 def test_of_two_ways_that_are_as_slow_the_first_stage_is_the_heavier() -> None:
-    assert deal([1.0] * 8, 2, last=1.0) == (5, 3)
-    assert deal([1.0] * 7, 3) == (3, 2, 2)
+    assert balance_blocks([1.0] * 8, 2, last=1.0) == (5, 3)
+    assert balance_blocks([1.0] * 7, 3) == (3, 2, 2)
 
 
 @settings(max_examples=100)
@@ -69,25 +69,25 @@ def test_ranks_with_two_stages_each_are_no_slower_than_with_stages_dealt_alone(
         loads[ranks[-1]] += last
         return max(loads)
 
-    alone = deal(costs, 2 * num_ranks, last=last)
-    assert slowest_rank(deal(costs, 2 * num_ranks, last=last, ranks=ranks)) <= slowest_rank(alone)
+    alone = balance_blocks(costs, 2 * num_ranks, last=last)
+    assert slowest_rank(balance_blocks(costs, 2 * num_ranks, last=last, ranks=ranks)) <= slowest_rank(alone)
 
 
 def test_a_rank_with_two_stages_is_levelled() -> None:
-    assert deal([1.0] * 8, 4, last=1.4, ranks=[0, 1, 0, 1]) in ((2, 2, 3, 1), (3, 2, 2, 1))
+    assert balance_blocks([1.0] * 8, 4, last=1.4, ranks=[0, 1, 0, 1]) in ((2, 2, 3, 1), (3, 2, 2, 1))
 
 
 def test_a_heavy_block_is_alone_where_it_can_be() -> None:
-    assert deal([1, 1, 9, 1, 1], 3) == (2, 1, 2)
+    assert balance_blocks([1, 1, 9, 1, 1], 3) == (2, 1, 2)
 
 
 def test_more_stages_than_blocks_are_ours_to_refuse_before() -> None:
     with pytest.raises(AssertionError, match="2 blocks on 3 stages"):
-        deal([1.0, 1.0], 3)
+        balance_blocks([1.0, 1.0], 3)
 
 
 def test_a_cut_tells_whose_blocks_and_parameters_are() -> None:
-    cut = StageCut(((0, 2), (2, 3)), {"a": 0, "b": 1, "tied": 0}, {"tied": (0, 1)})
+    cut = StageAssignment(((0, 2), (2, 3)), {"a": 0, "b": 1, "tied": 0}, {"tied": (0, 1)})
     assert cut.num_stages == 2
     assert [cut.stage_of_block(number) for number in range(3)] == [0, 0, 1]
     assert [cut.stages_with(name) for name in ("a", "b", "tied")] == [(0,), (1,), (0, 1)]

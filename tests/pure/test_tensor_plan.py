@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.errors import PlanError
-from plait.plan.sharding import DimCut, ParameterCut, Range, split, split_heads, split_width
+from plait.plan.sharding import DimSharding, ParamSharding, Range, split, split_heads, split_width
 from plait.plan.tensor_cost import (
     Activations,
     BlockWidths,
@@ -112,16 +112,18 @@ def test_grids_that_a_letter_about_heads_says_to_try_keep_the_rows_and_work(
             assert len(split_heads(heads, kv_heads, int(right or 1), rows=rows).queries) < parts
 
 
-def over_col(*ranges: Range) -> DimCut:
-    return DimCut("col", tuple((found,) for found in ranges))
+def over_col(*ranges: Range) -> DimSharding:
+    return DimSharding("col", tuple((found,) for found in ranges))
 
 
 def test_columns_that_share_a_piece_sum_its_gradient_and_one_of_them_counts_it() -> None:
-    shared = ParameterCut("k", (over_col((0, 4), (0, 4), (4, 8)), DimCut("row", (((0, 3),), ((3, 5),)))))
+    shared = ParamSharding(
+        "k", (over_col((0, 4), (0, 4), (4, 8)), DimSharding("row", (((0, 3),), ((3, 5),))))
+    )
     assert [shared.sharers(3, col) for col in range(3)] == [(0, 1), (0, 1), ()]
     assert [[shared.is_first(row, col) for col in range(3)] for row in range(2)] == [[True, False, True]] * 2
     assert shared.ranges((8, 5), 1, 2) == (((4, 8),), ((3, 5),))
-    whole, part = ParameterCut("w", (None,)), ParameterCut("w", (None,), partial=True)
+    whole, part = ParamSharding("w", (None,)), ParamSharding("w", (None,), partial=True)
     assert (whole.sharers(2, 1), part.sharers(2, 1), part.sharers(1, 0)) == ((), (0, 1), ())
     assert [whole.is_first(row, col) for row in range(2) for col in range(2)] == [True, False, False, False]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from plait.comm import (
-    StepSums,
+    AlgorithmReduce,
     all_gather_by,
     all_reduce_by,
     broadcast_by,
@@ -149,7 +149,7 @@ def _in_bf16(wide: torch.dtype) -> Tensor:
     group = connect().group
     mine = _contribution(group.rank, 3000, "bfloat16")
     out = torch.empty(3000)
-    for _ in StepSums("ring", group).start_sum(mine, scatter=False, wide=wide).into(out):
+    for _ in AlgorithmReduce("ring", group).start_sum(mine, scatter=False, wide=wide).into(out):
         pass
     return out
 
@@ -204,7 +204,7 @@ def test_messages_and_bytes_on_the_wire_are_the_formulas(pool: Pool) -> None:
 def _many_at_once(numel: int) -> list[Tensor]:
     """Ends them in another order than they start in."""
     group = connect().group
-    sums = StepSums("halving", group)
+    sums = AlgorithmReduce("halving", group)
     given = [torch.full((numel,), float(k + group.rank)) for k in range(6)]
     started = [sums.start_sum(tensor, scatter=k % 2 == 0) for k, tensor in enumerate(given)]
     found: list[Tensor] = []
@@ -226,7 +226,7 @@ def test_sums_end_in_any_order(pool: Pool, num_ranks: int) -> None:
 
 def _started_and_left() -> float:
     group = connect().group
-    sums, begin_s = StepSums("tree", group), time.monotonic()
+    sums, begin_s = AlgorithmReduce("tree", group), time.monotonic()
     if group.rank == 1:
         time.sleep(1.0)
     summing = sums.start_sum(torch.ones(10), scatter=False)
@@ -249,7 +249,7 @@ def _peer_leaves() -> list[str]:
         world.close()
         return []
     world.announce("joined")
-    sums = StepSums("ring", world.group)
+    sums = AlgorithmReduce("ring", world.group)
     started = [sums.start_sum(torch.ones(4), scatter=True, label="a unit") for _ in range(2)]
     letters = []
     for summing in started:
@@ -263,7 +263,7 @@ def _peer_leaves() -> list[str]:
 def test_a_lost_peer_is_an_error_where_the_sum_is_awaited(pool: Pool) -> None:
     letters = pool.run(_peer_leaves, 2)[1]
     assert len(letters) == 2
-    assert all("of a unit failed: rank 0 is gone" in letter for letter in letters)
+    assert all("of a unit failed: rank 0 is gone" in message for message in letters)
 
 
 # --- names and hosts

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from plait.bench import Measurement, Request, measure
 from plait.bench.cases import SUM, Part, Pattern, exercise
-from plait.comm import Call, Group, Pending, Summing, Transport, Verb, connect
+from plait.comm import Call, Group, OpType, ReduceWork, Transport, Work, connect
 from plait.errors import CommError
 from plait.plan.cost_model import VERBS
 from support.pool import Pool, RankError
@@ -22,13 +22,13 @@ class Through:
     def __init__(self, link: Transport) -> None:
         self.link, self.name, self.is_direct = link, link.name, link.is_direct
 
-    def start(self, call: Call) -> Pending:
+    def start(self, call: Call) -> Work:
         return self.link.start(call)
 
     def run(self, call: Call) -> None:
         self.start(call).wait()
 
-    def start_sum(self, given: Tensor, *, scatter: bool, label: str) -> Summing:
+    def start_sum(self, given: Tensor, *, scatter: bool, label: str) -> ReduceWork:
         return self.link.start_sum(given, scatter=scatter, label=label)
 
     def sends_narrow(self, narrow: torch.dtype, wide: torch.dtype) -> bool:
@@ -41,17 +41,17 @@ class Through:
 class Silent(Through):
     """Communicates nothing of some verbs, but the measurement's own maxima."""
 
-    def __init__(self, link: Transport, verbs: tuple[Verb, ...]) -> None:
+    def __init__(self, link: Transport, verbs: tuple[OpType, ...]) -> None:
         super().__init__(link)
         self.verbs = verbs
 
-    def start(self, call: Call) -> Pending:
-        return Pending() if call.verb in self.verbs and call.op == "sum" else super().start(call)
+    def start(self, call: Call) -> Work:
+        return Work() if call.verb in self.verbs and call.op == "sum" else super().start(call)
 
 
 class Slow(Through):
-    def start(self, call: Call) -> Pending:
-        if call.verb is Verb.ALL_REDUCE and call.op == "sum":
+    def start(self, call: Call) -> Work:
+        if call.verb is OpType.ALL_REDUCE and call.op == "sum":
             time.sleep(0.03)
         return super().start(call)
 
@@ -90,7 +90,7 @@ def test_every_verb_passes_its_check_and_all_ranks_find_the_same(
 
 def _measured_in_silence(verb: str) -> Measurement:
     world, group = connect(), connect().group
-    silent = (Verb.SEND, Verb.RECEIVE) if verb == "send-receive" else (Verb(verb),)
+    silent = (OpType.SEND, OpType.RECEIVE) if verb == "send-receive" else (OpType(verb),)
     world.group = Group(group.ranks, group.rank, Silent(group.transport, silent))
     return measure(world, Request((verb,), (4096,), rounds=1))
 

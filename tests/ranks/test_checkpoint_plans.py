@@ -183,7 +183,7 @@ def _damaged(model: str, plan: str, checkpoint: Path, good: Path) -> Any:
     try:
         engine.load(checkpoint)
     except CheckpointError as error:
-        letter = str(error)
+        message = str(error)
     else:
         return None
     try:
@@ -191,7 +191,7 @@ def _damaged(model: str, plan: str, checkpoint: Path, good: Path) -> Any:
     except plait.errors.ModelError as error:
         refused = str(error)
     engine.load(good)
-    return letter, refused, engine.step(batch).loss
+    return message, refused, engine.step(batch).loss
 
 
 @pytest.mark.parametrize("words", [PLANS[0], PLANS[3], PLANS[6], PLANS[7], PLANS[10], PLANS[11]])
@@ -207,10 +207,10 @@ def test_damage_is_found_by_whoever_reads_it_and_told_to_all(
     name = flip_a_bit(bad, "exp_avg/model.layers.1.mlp.down_proj.weight")
     ranks = pool.run(_damaged, ranks_of(words), "tied_llama", _fp64(words), bad, good)
     assert len({found[0] for found in ranks}) == 1, "all ranks tell the same"
-    letter, refused, loss = ranks[0]
-    assert name in letter
-    assert "exp_avg/model.layers.1.mlp.down_proj.weight" in letter
-    assert "does not have the checksum" in letter
+    message, refused, loss = ranks[0]
+    assert name in message
+    assert "exp_avg/model.layers.1.mlp.down_proj.weight" in message
+    assert "does not have the checksum" in message
     assert "was interrupted" in refused
     assert loss == pytest.approx(saved("tied_llama", PLANS[0])[1][0][0].loss, rel=0.5)
 
@@ -248,18 +248,18 @@ def test_what_a_rank_reads_twice_is_verified_too(
 
 
 def _states_in_bf16(model: str, folder: Path) -> tuple[bool, str | None]:
-    engine = programs.engine_of(task_of(model), "micro=2 precision=bf16 states=bf16")
+    engine = programs.engine_of(task_of(model), "micro=2 precision=bf16 optim_dtype=bf16")
     engine.step(task_of(model).data(1)[0])
     path = engine.save(folder)
     engine.load(path)
     flip_a_bit(path, "scalar.step/model.embed_tokens.weight")
-    return True, _loads(model, "micro=2 precision=bf16 states=bf16", path)
+    return True, _loads(model, "micro=2 precision=bf16 optim_dtype=bf16", path)
 
 
 def test_counters_that_many_slices_share_are_verified(pool: Pool, tmp_path: Path) -> None:
-    was_loaded, letter = pool.run(_states_in_bf16, 1, "tied_llama", tmp_path)[0]
+    was_loaded, message = pool.run(_states_in_bf16, 1, "tied_llama", tmp_path)[0]
     assert was_loaded
-    assert "scalar.step" in str(letter)
+    assert "scalar.step" in str(message)
 
 
 def _saves_torn(model: str, checkpoint: Path, folder: Path) -> str:
@@ -277,8 +277,8 @@ def test_what_was_loaded_half_way_is_not_saved(pool: Pool, saved: Any, tmp_path:
     good = saved("tied_llama", PLANS[0])[0]
     bad = Path(shutil.copytree(good, tmp_path / good.name))
     flip_a_bit(bad, "weights/model.norm.weight")
-    for letter in pool.run(_saves_torn, 2, "tied_llama", bad, tmp_path / "new"):
-        assert "was interrupted" in letter
+    for message in pool.run(_saves_torn, 2, "tied_llama", bad, tmp_path / "new"):
+        assert "was interrupted" in message
     assert not (tmp_path / "new").exists()
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.comm import CODES, Call, CodedSum, Compressor, FactoredSum, Group, Verb, connect
-from plait.comm.torch_transport import TorchLink
+from plait.comm import CODECS, Call, CompressedReduce, Compressor, Group, OpType, PowerSGDReduce, connect
+from plait.comm.torch_transport import TorchTransport
 from plait.errors import CommError
 from plait.plan import Layout, Plan, TensorFact, UnitFact, UnitLayout
 from plait.plan.compression import code_bytes, factor_bytes
@@ -29,9 +29,9 @@ def _layout() -> UnitLayout:
 def _compressor(way: str, group: Group) -> Compressor:
     layout, rank = _layout(), Plan(reduce=way).factor_rank
     if rank is not None:
-        return FactoredSum(layout, rank, group, torch.zeros(factor_bytes(layout, rank), dtype=torch.uint8))
+        return PowerSGDReduce(layout, rank, group, torch.zeros(factor_bytes(layout, rank), dtype=torch.uint8))
     room = torch.zeros(code_bytes(layout.numel, group.size, way), dtype=torch.uint8)
-    return CodedSum(layout.numel, group, CODES[way], room)
+    return CompressedReduce(layout.numel, group, CODECS[way], room)
 
 
 def _contribution(rank: int, directions: int | None = None) -> Tensor:
@@ -137,23 +137,27 @@ def test_one_element_of_one_rank_that_is_not_finite_is_never_lost(
 
 
 @contextmanager
-def _counting() -> Iterator[dict[Verb, float]]:
+def _counting() -> Iterator[dict[OpType, float]]:
     """Bytes that this rank sends in what has a label, as the best algorithm of each verb sends them."""
-    sent: dict[Verb, float] = {}
-    start = TorchLink.start
+    sent: dict[OpType, float] = {}
+    start = TorchTransport.start
 
-    def counted(self: TorchLink, call: Call) -> Any:
+    def counted(self: TorchTransport, call: Call) -> Any:
         p = len(self._ranks)
-        shares = {Verb.ALL_REDUCE: 2 * (p - 1) / p, Verb.ALL_TO_ALL: (p - 1) / p, Verb.ALL_GATHER: p - 1}
+        shares = {
+            OpType.ALL_REDUCE: 2 * (p - 1) / p,
+            OpType.ALL_TO_ALL: (p - 1) / p,
+            OpType.ALL_GATHER: p - 1,
+        }
         if call.label:
             sent[call.verb] = sent.get(call.verb, 0.0) + shares[call.verb] * call.given.nbytes
         return start(self, call)
 
-    with mock.patch.object(TorchLink, "start", counted):
+    with mock.patch.object(TorchTransport, "start", counted):
         yield sent
 
 
-def _sent(plan: str) -> tuple[dict[Verb, float], list[UnitLayout]]:
+def _sent(plan: str) -> tuple[dict[OpType, float], list[UnitLayout]]:
     engine = engine_of(plan, programs.wide_llama)
     with _counting() as sent:
         train(engine, last=1)
@@ -167,10 +171,10 @@ def test_codes_send_what_the_formula_says(pool: Pool, ranks: int, zero: int) -> 
         for sent, units in pool.over("gloo").run(_sent, ranks, f"dp={ranks} zero={zero} reduce={way}"):
             blocks = sum(-(-unit.numel // 256 // ranks) for unit in units)
             once = (ranks - 1) * blocks * block_bytes
-            assert sent[Verb.ALL_TO_ALL] == once
-            assert Verb.ALL_REDUCE not in sent
+            assert sent[OpType.ALL_TO_ALL] == once
+            assert OpType.ALL_REDUCE not in sent
             if not zero:  # later stages gather parameters
-                assert sent[Verb.ALL_GATHER] == once
+                assert sent[OpType.ALL_GATHER] == once
             ideal = (ranks - 1) / ranks * sum(unit.numel for unit in units) * block_bytes / 256
             assert ideal <= once < 1.01 * ideal  # the rest is the last block of each unit's
 
@@ -184,8 +188,8 @@ def test_factors_send_what_the_formula_says(pool: Pool, ranks: int, zero: int) -
         for piece in (piece for unit in units for piece in unit.pieces):
             thin = rank * sum(piece.whole_shape)
             numbers += thin if len(piece.whole_shape) > 1 else piece.boxes.numel
-        assert sent[Verb.ALL_REDUCE] == pytest.approx(2 * (ranks - 1) / ranks * 4 * numbers)
-        assert Verb.ALL_TO_ALL not in sent
+        assert sent[OpType.ALL_REDUCE] == pytest.approx(2 * (ranks - 1) / ranks * 4 * numbers)
+        assert OpType.ALL_TO_ALL not in sent
         assert numbers < 0.06 * sum(unit.numel for unit in units)
 
 

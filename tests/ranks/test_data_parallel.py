@@ -8,7 +8,7 @@ import torch
 
 import plait
 import plait.parallel.zero.reduce_ops
-from plait.comm import Pending, SumOfParts
+from plait.comm import PartialReduceWork, Work
 from support import programs
 from support.pool import Pool, RankError
 
@@ -41,7 +41,7 @@ def test_sgd_sees_the_gradients_scale_and_agrees(pool: Pool) -> None:
 
 def _train_deaf(plan: str) -> Any:
     """The parallel program whose ranks do not hear each other's gradients."""
-    plait.parallel.zero.reduce_ops.start_all_reduce = lambda *_, **__: Pending()
+    plait.parallel.zero.reduce_ops.start_all_reduce = lambda *_, **__: Work()
     try:
         return programs.train(programs.llama, plan)
     finally:
@@ -201,8 +201,8 @@ def test_gradients_that_travel_as_bf16_have_the_sum_of_those_widened_before(pool
     assert difference < 1e-3, name
 
 
-def _deaf_exchange(mine: torch.Tensor, *_: Any, **__: Any) -> SumOfParts:
-    return SumOfParts([mine], Pending())
+def _deaf_exchange(mine: torch.Tensor, *_: Any, **__: Any) -> PartialReduceWork:
+    return PartialReduceWork([mine], Work())
 
 
 def _bf16_deaf() -> Any:

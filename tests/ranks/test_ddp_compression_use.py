@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 import plait
-from plait.comm import CodedSum
+from plait.comm import CompressedReduce
 from plait.errors import CommError, DDPError
 from plait.parallel.ddp import Compression, compression_hook
 from plait.parallel.ddp.bucket import GradBucket
@@ -218,7 +218,7 @@ def _failed(transport: str) -> None:
     out = ddp(rows(dist.get_rank()).float())  # buckets are dealt anew
     state._begin()
     compressor = state._sums[0].compressor
-    assert isinstance(compressor, CodedSum)
+    assert isinstance(compressor, CompressedReduce)
     compressor._theirs = compressor._theirs[:1]
     with pytest.raises(CommError, match="the tensors of all-to-all do not fit each other"):
         out.square().mean().backward()

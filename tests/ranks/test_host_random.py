@@ -19,7 +19,7 @@ from torch import Tensor
 
 from plait.comm import (
     Group,
-    Summing,
+    ReduceWork,
     World,
     barrier,
     connect,
@@ -198,7 +198,7 @@ class Player:
 class _Sum:
     """A sum under way, and what it should come to."""
 
-    summing: Summing
+    summing: ReduceWork
     given: Tensor
     out: Tensor
     expected: Tensor

@@ -28,13 +28,13 @@ CASES = [
     "dp=2 zero=0 micro=3",
     "dp=2 zero=1 micro=3",
     "dp=2 zero=2",
-    "dp=2 zero=2 micro=3 accumulate=cut",
-    "dp=2 zero=2 micro=3 accumulate=whole",
+    "dp=2 zero=2 micro=3 accumulate=sharded",
+    "dp=2 zero=2 micro=3 accumulate=unsharded",
     "dp=2 zero=3",
-    "dp=2 zero=3 micro=3 accumulate=cut prefetch=2",
-    "dp=2 zero=3 micro=3 accumulate=whole gathered=step",
+    "dp=2 zero=3 micro=3 accumulate=sharded prefetch=2",
+    "dp=2 zero=3 micro=3 accumulate=unsharded reshard=step",
     "dp=4 zero=1 shard=2 micro=3",
-    "dp=4 zero=2 shard=2 micro=3 accumulate=cut",
+    "dp=4 zero=2 shard=2 micro=3 accumulate=sharded",
     "dp=4 zero=3 shard=2",
     "dp=4 zero=3 shard=2 micro=3",
 ]
@@ -81,7 +81,7 @@ def test_offload_to_host_memory_changes_no_bit(pool: Pool, words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", ["dp=2 zero=1 micro=3 precision=bf16", "dp=2 zero=3 precision=bf16 states=bf16"]
+    "words", ["dp=2 zero=1 micro=3 precision=bf16", "dp=2 zero=3 precision=bf16 optim_dtype=bf16"]
 )
 def test_offload_to_host_memory_changes_no_bit_in_bf16(pool: Pool, words: str) -> None:
     pool.run(_compare, 2, words, "cpu", None)
@@ -90,7 +90,7 @@ def test_offload_to_host_memory_changes_no_bit_in_bf16(pool: Pool, words: str) -
 def _memory(plan: str, folder: str | None) -> Any:
     """Foretold and measured, and the number of elements; `home` and device never share a storage."""
     engine = engine_of(plan, folder, programs.wide_llama)
-    foretold = engine.predicted_memory(
+    estimated = engine.predicted_memory(
         (programs.SEQUENCES // engine.plan.dp // engine.plan.micro, programs.LENGTH)
     )
     train(engine)
@@ -99,7 +99,7 @@ def _memory(plan: str, folder: str | None) -> Any:
         on_device = {tensor.untyped_storage().data_ptr() for tensor in held}
         at_home = {t.untyped_storage().data_ptr() for t in (unit.master, unit.gradient)}
         assert not on_device & at_home
-    return foretold, engine.memory(), engine.num_parameters
+    return estimated, engine.memory(), engine.num_parameters
 
 
 def memory(pool: Pool, plan: str, folder: str | None = None) -> list[tuple[Any, int]]:
@@ -108,9 +108,9 @@ def memory(pool: Pool, plan: str, folder: str | None = None) -> list[tuple[Any, 
     for category in (*ON_DEVICE, "host", "disk"):
         most = max(getattr(measured, category) for _, measured, _ in ranks)
         assert most == pytest.approx(
-            max(getattr(foretold, category) for foretold, _, _ in ranks), rel=0.02
+            max(getattr(estimated, category) for estimated, _, _ in ranks), rel=0.02
         ), category
-    assert all(measured.buffers <= foretold.buffers for foretold, measured, _ in ranks)
+    assert all(measured.buffers <= estimated.buffers for estimated, measured, _ in ranks)
     return [(measured, numel) for _, measured, numel in ranks]
 
 
@@ -142,7 +142,7 @@ def test_nothing_of_masters_and_states_is_on_the_device(pool: Pool, words: str, 
         "dp=2 zero=2 precision=bf16 micro=3",
         "dp=2 zero=3 precision=fp32 micro=3",
         "dp=2 zero=3 precision=bf16",
-        "dp=2 zero=3 precision=bf16 states=bf16",
+        "dp=2 zero=3 precision=bf16 optim_dtype=bf16",
         "dp=4 zero=3 shard=2 precision=bf16",
     ],
 )
@@ -158,7 +158,7 @@ def test_offload_to_disk_changes_no_bit(pool: Pool, words: str, tmp_path: Path) 
         ("dp=2 zero=0 precision=bf16", 12),
         ("dp=2 zero=2 precision=bf16", 12),
         ("dp=2 zero=3 precision=bf16", 12),
-        ("dp=2 zero=3 precision=bf16 states=bf16", 8),
+        ("dp=2 zero=3 precision=bf16 optim_dtype=bf16", 8),
     ],
 )
 def test_masters_and_states_are_on_disk_alone(pool: Pool, words: str, on_disk: int, tmp_path: Path) -> None:
@@ -213,9 +213,9 @@ def test_folders_that_cannot_be_used_are_letters_before_training(
 ) -> None:
     (tmp_path / "plain").write_text("")
     for folder, fact in ((tmp_path / "missing", "No such file"), (tmp_path / "plain", "Not a directory")):
-        for letter in pool.run(_refused, 2, f"dp=2 zero=3 precision={precision} offload=disk", str(folder)):
-            assert fact in str(letter)
-            assert str(folder) in str(letter)
+        for message in pool.run(_refused, 2, f"dp=2 zero=3 precision={precision} offload=disk", str(folder)):
+            assert fact in str(message)
+            assert str(folder) in str(message)
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from plait.comm import Group, World, barrier, connect, shares_memory, start_receive, start_send
 from plait.errors import CommError, ModelError
-from plait.parallel.pipeline.executor import Arrival
+from plait.parallel.pipeline.executor import StageInput
 from plait.parallel.pipeline.p2p import Inbox, Outbox
-from plait.parallel.pipeline.serialize import Spec, pack, unpack
+from plait.parallel.pipeline.serialize import TensorSpec, pack, unpack
 from support.pool import Pool, RankError, Ranks
 
 CPU = torch.device("cpu")
@@ -85,24 +85,24 @@ def _burst() -> tuple[float, int]:
             outbox.send_tensors([message])
         took_s = time.monotonic() - begin_s
         assert bool((messages[0] @ messages[1] == 0).item())
-        held_bytes = outbox.held_bytes
+        allocated_bytes = outbox.allocated_bytes
         barrier(world.group)
         _until(outbox._held[-1][0].is_done)
         outbox.sweep()  # once, and all is let go
-        assert outbox.held_bytes == 0
-        return took_s, held_bytes
+        assert outbox.allocated_bytes == 0
+        return took_s, allocated_bytes
     inbox = Inbox(lane, device=CPU)
     barrier(world.group)
-    posted = [inbox.post([Spec((MB,), torch.float32)]) for _ in range(50)]
+    posted = [inbox.post([TensorSpec((MB,), torch.float32)]) for _ in range(50)]
     for number, message in enumerate(posted):
         assert bool((message.wait()[0] == number).all()), f"message {number}"
     return 0.0, 0
 
 
 def test_a_sender_computes_on_while_its_receiver_has_posted_nothing(ranks: Ranks) -> None:
-    took_s, held_bytes = ranks.run(_burst, 2)[0]
+    took_s, allocated_bytes = ranks.run(_burst, 2)[0]
     assert took_s < 5
-    assert held_bytes >= 49 << 20  # a transport that buffers took at most one
+    assert allocated_bytes >= 49 << 20  # a transport that buffers took at most one
 
 
 def _both_send_first() -> None:
@@ -116,7 +116,7 @@ def _both_send_first() -> None:
         for number in range(3):
             outbox.send_tensors([torch.full((MB,), 10.0 * turn + number + 100 * world.rank)])
         for number in range(3):
-            [found] = inbox.post([Spec((MB,), torch.float32)]).wait()
+            [found] = inbox.post([TensorSpec((MB,), torch.float32)]).wait()
             assert bool((found == 10 * turn + number + 100 * other).all())
     outbox.drain()
 
@@ -137,12 +137,12 @@ def _memory() -> None:
         outbox.sweep()
         # What the transport reads: a copy in memory that ranks share, else the tensor itself.
         assert (memory() is None) == shares_memory(lane)
-        assert outbox.held_bytes == 8 * MB
+        assert outbox.allocated_bytes == 8 * MB
         barrier(world.group)
 
         def is_gone() -> bool:
             outbox.sweep()
-            return outbox.held_bytes == 0
+            return outbox.allocated_bytes == 0
 
         _until(is_gone)
         _until(lambda: memory() is None)
@@ -150,7 +150,7 @@ def _memory() -> None:
         return
     inbox = Inbox(lane, device=CPU)
     barrier(world.group)
-    [found] = inbox.post([Spec((2 * MB,), torch.float32)]).wait()
+    [found] = inbox.post([TensorSpec((2 * MB,), torch.float32)]).wait()
     held = weakref.ref(found)
     del found
     assert held() is None  # what was handed over is nobody else's
@@ -225,7 +225,7 @@ def _round_trip() -> list[tuple[int, int]]:
             num_new += not inbox.knows(name)
             found = inbox.parcel(name)
             assert found == parcel
-            arrival = Arrival(found, inbox.post(found.specs).wait())
+            arrival = StageInput(found, inbox.post(found.specs).wait())
             _same(unpack(found, arrival.tensors), output)
             for tensor in found.with_grad(arrival.tensors):
                 torch.autograd.backward(tensor, tensor.detach() * (turn + 1))
@@ -266,7 +266,7 @@ def test_micro_batches_of_several_lengths_share_a_channel(ranks: Ranks) -> None:
 
 def _gradients_of_unused() -> list[float]:
     parcel, tensors = pack((torch.ones(3, requires_grad=True), torch.ones(2, requires_grad=True)))
-    arrival = Arrival(parcel, [tensor.detach() for tensor in tensors])
+    arrival = StageInput(parcel, [tensor.detach() for tensor in tensors])
     first, _ = arrival.tensors
     first += 1  # as a block may with what it is given
     first.square().sum().backward()
@@ -279,7 +279,7 @@ def test_an_arrival_may_be_changed_in_place_and_what_nobody_used_has_a_gradient_
 
 def test_an_arrival_without_gradients_records_nothing() -> None:
     parcel, tensors = pack((torch.ones(3), torch.arange(2)))
-    assert not any(tensor.requires_grad for tensor in Arrival(parcel, tensors).tensors)
+    assert not any(tensor.requires_grad for tensor in StageInput(parcel, tensors).tensors)
 
 
 # --- letters
@@ -315,10 +315,10 @@ def _of_another_shape() -> str:
 
 
 def test_an_output_whose_shape_depends_on_values_is_a_letter(pool: Pool) -> None:
-    letter = pool.run(_of_another_shape, 2)[0]
-    assert "depends on more than the shapes of its micro-batch" in letter
-    assert "given   : [2, 4] float32" in letter
-    assert "expected: [2, 3] float32" in letter
+    message = pool.run(_of_another_shape, 2)[0]
+    assert "depends on more than the shapes of its micro-batch" in message
+    assert "given   : [2, 4] float32" in message
+    assert "expected: [2, 3] float32" in message
 
 
 # --- peers that die
@@ -332,7 +332,7 @@ def _peer_dies(sends: bool) -> None:
         time.sleep(0.2)
         os.kill(os.getpid(), signal.SIGKILL)
     if not sends:
-        Inbox(lane, device=CPU).post([Spec((MB,), torch.float32)]).wait()
+        Inbox(lane, device=CPU).post([TensorSpec((MB,), torch.float32)]).wait()
         return
     outbox = Outbox(lane, device=CPU)
     outbox.send_tensors([torch.ones(MB)])

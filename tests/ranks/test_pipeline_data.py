@@ -64,7 +64,7 @@ def test_hybrid_shards_over_stages_train_as_the_one_process_program_does(pool: P
     "words",
     [
         "zero=3 prefetch=0 schedule=1f1b",
-        "zero=3 prefetch=2 gathered=step schedule=interleaved",
+        "zero=3 prefetch=2 reshard=step schedule=interleaved",
         "zero=2 algorithm=ring schedule=interleaved",
     ],
 )

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from plait.comm import Group, Mesh, Pending, connect, send, start_receive, start_send
-from plait.parallel.pipeline import Halves, Pipeline, p2p, split_linears
+from plait.comm import Group, Mesh, Work, connect, send, start_receive, start_send
+from plait.parallel.pipeline import BackwardSplitter, Pipeline, p2p, split_linears
 from plait.plan import Grid
 from plait.plan.schedule import Schedule, check
 from support.pool import Pool
@@ -31,7 +31,7 @@ class Meeting:
     def __init__(self) -> None:
         self.asked_early = 0  # sends that nobody was waiting for yet
 
-    def start_send(self, tensor: Tensor, group: Group, to: int, *, label: str = "") -> Pending:
+    def start_send(self, tensor: Tensor, group: Group, to: int, *, label: str = "") -> Work:
         def when_asked() -> None:
             asked = torch.zeros(1)
             coming = start_receive(asked, group, to)
@@ -42,10 +42,10 @@ class Meeting:
         assert group.background is not None
         return group.background.submit(when_asked)
 
-    def start_receive(self, tensor: Tensor, group: Group, source: int, *, label: str = "") -> Pending:
+    def start_receive(self, tensor: Tensor, group: Group, source: int, *, label: str = "") -> Work:
         coming = start_receive(tensor, group, source, label=label)
         asking = start_send(torch.ones(1), group, source)
-        return Pending(asking.wait, coming.wait, is_done=lambda: asking.is_done() and coming.is_done())
+        return Work(asking.wait, coming.wait, is_done=lambda: asking.is_done() and coming.is_done())
 
 
 class Block(nn.Module):
@@ -68,7 +68,7 @@ class Plain:
         if roots:
             torch.autograd.backward(roots, gradients)
 
-    def finish_backward(self, rest: Any, **_: Any) -> None:
+    def backward_weight(self, rest: Any, **_: Any) -> None:
         def deliver(parameter: Tensor, gradient: Tensor) -> None:
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
@@ -76,7 +76,7 @@ class Plain:
 
 
 class Stage:
-    def __init__(self, number: int, last: int, inputs: Sequence[Tensor], halves: Halves) -> None:
+    def __init__(self, number: int, last: int, inputs: Sequence[Tensor], halves: BackwardSplitter) -> None:
         self.zero: Any = Plain()
         self.block = Block(number)
         self.is_last = number == last
@@ -112,7 +112,7 @@ def in_one_process(schedule: Schedule) -> tuple[float, list[nn.Module]]:
 
 def execute(schedule: Schedule, mesh: Mesh) -> None:
     """This rank's part, compared with one process's."""
-    halves = Halves()
+    halves = BackwardSplitter()
     pipeline = Pipeline(schedule.rank_of, mesh, halves)
     last = schedule.num_stages - 1
     stages = {

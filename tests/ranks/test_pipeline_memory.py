@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import plait
 from plait.models import causal_lm_on_meta
-from plait.parallel.zero.flat_param import Unit
-from plait.parallel.zero.reduce_ops import PlainSums
+from plait.parallel.zero.flat_param import FlatParam
+from plait.parallel.zero.reduce_ops import DefaultReduction
 from plait.plan import MemoryUse
 from plait.plan.schedule import Action, B, Kind
 from support.live_memory import LiveBytes, after_actions
@@ -91,7 +91,7 @@ class Counted:
     sent: list[int]
     received: list[int]
     unsent: list[int]
-    foretold: MemoryUse
+    estimated: MemoryUse
     measured: MemoryUse
     split: frozenset[tuple[int, int]]
 
@@ -104,7 +104,7 @@ class Counted:
 def counted(build: Any, plan: str) -> Counted:
     """On one rank, in the second step, in which nothing is made for the first time."""
     engine = engine_of(build, plan)
-    foretold = engine.predicted_memory((SEQUENCES, LENGTH))
+    estimated = engine.predicted_memory((SEQUENCES, LENGTH))
     batch = batch_for(engine)
     engine.step(batch)
     actions: list[Action] = []
@@ -124,12 +124,12 @@ def counted(build: Any, plan: str) -> Counted:
             wires = [wire for outbox in outboxes for _, wire in outbox._held]
             sent.append(watch.part([*here, *wires]))
             received.append(watch.part(t for posted in run._posted.values() for t in posted._tensors))
-            unsent.append(sum(outbox.held_bytes for outbox in outboxes))
+            unsent.append(sum(outbox.allocated_bytes for outbox in outboxes))
 
         with after_actions(tell):
             engine.step(batch)
     split = frozenset(engine._how.schedule.split)
-    return Counted(actions, live, sent, received, unsent, foretold, engine.memory(), split)
+    return Counted(actions, live, sent, received, unsent, estimated, engine.memory(), split)
 
 
 def said(found: Counted) -> list[int]:
@@ -171,7 +171,7 @@ def test_ranks_keep_what_their_schedule_says_and_what_was_foretold(pool: Pool, p
             assert kept == pytest.approx(expected, abs=0.005 * peak)
         assert found.kept[-1] < 0.001 * peak, "a step leaves something"
         assert found.measured.activations == pytest.approx(peak, rel=0.05)
-        assert found.foretold.activations == pytest.approx(peak, rel=0.05)
+        assert found.estimated.activations == pytest.approx(peak, rel=0.05)
 
 
 def in_flight(found: Counted) -> list[int]:
@@ -235,7 +235,7 @@ def _accumulated(plan: str) -> tuple[MemoryUse, MemoryUse, int, list[int], float
     """Memory foretold and measured, bytes of the largest unit's whole gradient and of all, and after every
     action how many units had memory for whole gradients."""
     engine = engine_of(llama, plan)
-    foretold = engine.predicted_memory((SEQUENCES, LENGTH))
+    estimated = engine.predicted_memory((SEQUENCES, LENGTH))
     units = engine._held.trained
     held: list[int] = []
     with after_actions(
@@ -243,7 +243,7 @@ def _accumulated(plan: str) -> tuple[MemoryUse, MemoryUse, int, list[int], float
     ):
         engine.step(batch_for(engine))
     sizes = [4 * unit.layout.numel for unit in units]
-    return foretold, engine.memory(), max(sizes), held, sum(sizes)
+    return estimated, engine.memory(), max(sizes), held, sum(sizes)
 
 
 @pytest.mark.parametrize("zero", [2, 3])
@@ -252,9 +252,9 @@ def test_whole_gradients_are_not_held_while_micro_batches_accumulate(
     pool: Pool, zero: int, schedule: str
 ) -> None:
     plan = f"dp=2 pp=2 micro=3 schedule={schedule} prefetch=1"
-    for foretold, measured, largest, held, all_bytes in pool.run(_accumulated, 4, f"{plan} zero={zero}"):
+    for estimated, measured, largest, held, all_bytes in pool.run(_accumulated, 4, f"{plan} zero={zero}"):
         assert held[:-1] == [0] * (len(held) - 1)  # at the end of a step what travels lands later
-        assert measured.buffers <= foretold.buffers
+        assert measured.buffers <= estimated.buffers
         if zero == 2:  # at stage 3 parameters come and go too
             assert measured.buffers <= 3 * largest < all_bytes
     for _, _, _, held, _ in pool.run(_accumulated, 4, f"{plan} zero=1"):
@@ -269,14 +269,14 @@ def _events(plan: str) -> tuple[list[Action], dict[int, list[Any]], dict[int, in
     }
     done: list[Action] = []
     started: dict[int, list[Any]] = {}
-    start = PlainSums.start
+    start = DefaultReduction.start
 
-    def start_and_note(sums: PlainSums, unit: Unit, contribution: Tensor) -> Any:
+    def start_and_note(sums: DefaultReduction, unit: FlatParam, contribution: Tensor) -> Any:
         started.setdefault(stage_of[unit], []).append(done[-1])
         return start(sums, unit, contribution)
 
     with pytest.MonkeyPatch.context() as patch, after_actions(lambda action, _: done.append(action)):
-        patch.setattr(PlainSums, "start", start_and_note)
+        patch.setattr(DefaultReduction, "start", start_and_note)
         engine.step(batch_for(engine))
     return done, started, dict(Counter(stage_of.values()))
 

@@ -103,7 +103,7 @@ def _refused(words: str) -> list[str]:
 
 def test_a_loop_of_ones_own_over_micro_batches_is_refused_by_a_letter(pool: Pool) -> None:
     for letters in pool.run(_refused, 2, "pp=2 micro=2"):
-        assert [letter.splitlines()[0] for letter in letters] == [
+        assert [message.splitlines()[0] for message in letters] == [
             "a pipeline's micro-batches are under way together"
         ] * 2
         assert "engine.loss, and a model in 2 stages" in letters[0]

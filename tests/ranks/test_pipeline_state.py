@@ -147,7 +147,7 @@ def test_a_state_that_is_not_the_models_is_refused_on_every_rank_before_anything
     assert [changed or [] for _, changed in ranks] == [[]] * 4
     letters = ranks[0][0]
     assert all(found == letters for found, _ in ranks)
-    assert [letter.splitlines()[0] for letter in letters] == [
+    assert [message.splitlines()[0] for message in letters] == [
         "this is no engine's state",
         *["the checkpoint is of another model or optimizer"] * 3,
     ]

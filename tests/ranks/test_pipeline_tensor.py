@@ -40,17 +40,17 @@ def _foretold(plan: str) -> tuple[Any, Any]:
     engine = plait.parallelize(programs.rough_llama(), f"{plan} precision=fp32", seed=3)
     batch = programs.batches(1)[0]
     sequences = programs.SEQUENCES // engine.plan.micro
-    foretold = engine.predicted_memory((sequences, programs.LENGTH))
+    estimated = engine.predicted_memory((sequences, programs.LENGTH))
     loss = engine.evaluate(batch).loss_sum
     logits = engine.outputs(batch, lambda outputs: outputs.logits)
     engine.step(batch)
-    return (foretold, engine.memory()), (loss, logits)
+    return (estimated, engine.memory()), (loss, logits)
 
 
 def test_their_memory_is_foretold_and_they_evaluate_alike(pool: Pool) -> None:
     [(_, alone)] = pool.run(_foretold, 1, "micro=3")
-    for (foretold, measured), (loss, logits) in pool.run(_foretold, 4, "pp=2 tp=2 micro=3"):
-        assert foretold.activations == pytest.approx(measured.activations, rel=0.05)
-        assert foretold.parameters == measured.parameters
+    for (estimated, measured), (loss, logits) in pool.run(_foretold, 4, "pp=2 tp=2 micro=3"):
+        assert estimated.activations == pytest.approx(measured.activations, rel=0.05)
+        assert estimated.parameters == measured.parameters
         assert loss == pytest.approx(alone[0], rel=1e-5)
         torch.testing.assert_close(logits, alone[1], rtol=1e-4, atol=1e-5)

@@ -25,7 +25,7 @@ PLANS = [
     "dp=3 zero=2 algorithm=ring micro=2",
     "dp=2 zero=2 algorithm=naive",
     "dp=3 zero=2 algorithm=tree",
-    "dp=4 zero=2 algorithm=halving micro=3 accumulate=whole",
+    "dp=4 zero=2 algorithm=halving micro=3 accumulate=unsharded",
     "dp=3 zero=2 algorithm=two-level",
     "dp=4 zero=2 shard=2 algorithm=ring micro=3",
     "dp=4 zero=1 shard=2 algorithm=tree",
@@ -101,9 +101,9 @@ def test_partial_sums_in_bf16_train_nearly_the_same(pool: Pool, words: str, wide
 def _buffers(plan: str) -> tuple[int, int]:
     engine = engine_of(plan, programs.wide_llama)
     shape = programs.SEQUENCES // engine.plan.dp // engine.plan.micro, programs.LENGTH
-    foretold = engine.predicted_memory(shape).buffers
+    estimated = engine.predicted_memory(shape).buffers
     train(engine, last=1)
-    return foretold, engine.memory().buffers
+    return estimated, engine.memory().buffers
 
 
 @pytest.mark.parametrize(
@@ -117,15 +117,15 @@ def _buffers(plan: str) -> tuple[int, int]:
     ],
 )
 def test_what_is_held_for_peers_is_foretold(pool: Pool, words: str) -> None:
-    for foretold, held in pool.run(_buffers, int(words[3]), words):
-        assert 0.95 * foretold <= held <= foretold
+    for estimated, held in pool.run(_buffers, int(words[3]), words):
+        assert 0.95 * estimated <= held <= estimated
 
 
 def _scratch(plan: str) -> tuple[int, int]:
     engine = engine_of(plan)
     taken = engine._held.scratch_bytes
-    reserved = by.StepSums.reserve
-    with mock.patch.object(by.StepSums, "reserve", autospec=True, side_effect=reserved) as grows:
+    reserved = by.AlgorithmReduce.reserve
+    with mock.patch.object(by.AlgorithmReduce, "reserve", autospec=True, side_effect=reserved) as grows:
         train(engine, last=1)
     return taken, grows.call_count
 

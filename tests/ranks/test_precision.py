@@ -24,7 +24,7 @@ POISONED = "model.layers.1.mlp.up_proj.weight"
     "words", ["dp=1", "dp=2 zero=0", "dp=2 zero=1 micro=3", "dp=2 zero=3", "dp=4 zero=3 shard=2"]
 )
 def test_states_in_bf16_train_nearly_as_in_fp32(pool: Pool, words: str, wide: Any, start: Any) -> None:
-    ranks, plan = int(words[3]), f"{words} states=bf16"
+    ranks, plan = int(words[3]), f"{words} optim_dtype=bf16"
     first, second = (pool.run(trained, ranks, plan)[0] for _ in range(2))
     assert_near(first, wide, start, weights=5e-3, losses=1e-4)
     assert first[0] == second[0]
@@ -33,22 +33,22 @@ def test_states_in_bf16_train_nearly_as_in_fp32(pool: Pool, words: str, wide: An
 
 def _memory(plan: str) -> Any:
     engine = engine_of(plan, programs.wide_llama)
-    foretold = engine.predicted_memory(
+    estimated = engine.predicted_memory(
         (programs.SEQUENCES // engine.plan.dp // engine.plan.micro, programs.LENGTH)
     )
     train(engine, last=2)
-    return foretold, engine.memory(), engine.num_parameters
+    return estimated, engine.memory(), engine.num_parameters
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("words", ["dp=1", "dp=2 zero=1", "dp=2 zero=2 micro=3", "dp=4 zero=3 shard=2"])
 def test_states_in_bf16_take_half_the_room(pool: Pool, words: str, precision: str) -> None:
     shards = plait.Plan.parse(words).shard_degree
-    for foretold, held, numel in pool.run(
-        _memory, int(words[3]), f"{words} precision={precision} states=bf16"
+    for estimated, held, numel in pool.run(
+        _memory, int(words[3]), f"{words} precision={precision} optim_dtype=bf16"
     ):
         assert held.optimizer == pytest.approx(4 * numel / shards, rel=0.02)
-        assert held.optimizer == pytest.approx(foretold.optimizer, rel=0.02)
+        assert held.optimizer == pytest.approx(estimated.optimizer, rel=0.02)
 
 
 def _saved(plan: str, options: dict[str, Any]) -> Any:
@@ -67,12 +67,12 @@ def _resumed(plan: str, options: dict[str, Any], state: dict[str, Tensor]) -> An
 @pytest.mark.parametrize(
     "words",
     [
-        "zero=0 states=bf16",
-        "zero=2 states=bf16 precision=bf16 micro=3",
-        "zero=3 states=bf16",
+        "zero=0 optim_dtype=bf16",
+        "zero=2 optim_dtype=bf16 precision=bf16 micro=3",
+        "zero=3 optim_dtype=bf16",
         "zero=1 precision=fp16",
         "zero=3 precision=fp16 micro=3",
-        "zero=3 precision=bf16 reduce=bf16 states=bf16",
+        "zero=3 precision=bf16 reduce=bf16 optim_dtype=bf16",
     ],
 )
 def test_a_resumed_training_has_the_bits_of_one_that_never_stopped(pool: Pool, words: str) -> None:
@@ -152,7 +152,7 @@ def _overflows(plan: str, options: dict[str, Any], rank: int, call: int) -> Any:
         ("dp=2 zero=2 micro=3", 2),
         ("dp=2 zero=3", 1),
         ("dp=2 zero=3 micro=3", 1),
-        ("dp=2 zero=3 micro=3 accumulate=whole", 3),
+        ("dp=2 zero=3 micro=3 accumulate=unsharded", 3),
         ("dp=4 zero=3 shard=2 micro=3", 2),
         ("dp=2 zero=3 micro=3 offload=cpu", 2),
     ],

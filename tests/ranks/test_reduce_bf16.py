@@ -22,7 +22,7 @@ from support.trainings import assert_near, differing, engine_of, train, trained
         "dp=2 zero=1 micro=3",
         "dp=4 zero=2",
         "dp=2 zero=2 micro=3",
-        "dp=2 zero=3 micro=3 accumulate=whole",
+        "dp=2 zero=3 micro=3 accumulate=unsharded",
         "dp=4 zero=3",
         "dp=4 zero=3 shard=2 micro=3",
         "dp=2 zero=3 offload=cpu",
@@ -45,9 +45,9 @@ def test_nothing_is_rounded_that_travels_nowhere(pool: Pool, words: str) -> None
 def _buffers(plan: str) -> Any:
     engine = engine_of(plan, programs.wide_llama)
     shape = programs.SEQUENCES // engine.plan.dp // engine.plan.micro, programs.LENGTH
-    foretold = engine.predicted_memory(shape).buffers
+    estimated = engine.predicted_memory(shape).buffers
     train(engine, last=1)
-    return foretold, engine.memory().buffers, engine.num_parameters
+    return estimated, engine.memory().buffers, engine.num_parameters
 
 
 @pytest.mark.parametrize("offload", ["none", "cpu"])
@@ -61,17 +61,17 @@ def _buffers(plan: str) -> Any:
         ("dp=4 zero=1 shard=2 micro=3", 3),
         ("dp=4 zero=2 shard=2", 1),
         ("dp=4 zero=3 shard=2", 1),
-        ("dp=2 zero=3 micro=3 accumulate=whole", 3),
+        ("dp=2 zero=3 micro=3 accumulate=unsharded", 3),
     ],
 )
 def test_copies_that_are_rounded_to_travel_are_foretold(
     pool: Pool, words: str, least: int, offload: str
 ) -> None:
-    for foretold, held, numel in pool.over("gloo").run(
+    for estimated, held, numel in pool.over("gloo").run(
         _buffers, int(words[3]), f"{words} reduce=bf16 offload={offload}"
     ):
         assert held >= 0.98 * least * numel
-        assert 0.95 * foretold <= held <= foretold
+        assert 0.95 * estimated <= held <= estimated
 
 
 class Powers(nn.Module):
@@ -133,7 +133,7 @@ def _by_hand(ranks: int, micros: int, dtype: torch.dtype, *, sizes: bool = False
         ("dp=2 zero=1", 1),
         ("dp=2 zero=1 micro=2", 2),
         ("dp=2 zero=2", 1),
-        ("dp=2 zero=3 micro=2 accumulate=whole", 2),
+        ("dp=2 zero=3 micro=2 accumulate=unsharded", 2),
         ("dp=4 zero=2", 1),
         ("dp=4 zero=3", 1),
     ],

@@ -19,7 +19,7 @@ PLANS = [
     "dp=2 zero=1 micro=3",
     "dp=2 zero=2 micro=3",
     "dp=4 zero=2 shard=2 micro=3",
-    "dp=2 zero=3 micro=3 accumulate=whole",
+    "dp=2 zero=3 micro=3 accumulate=unsharded",
     "dp=4 zero=3",
     "dp=2 zero=3 shard=1 offload=cpu micro=3",
     "dp=4 zero=3 shard=2 offload=cpu",
@@ -35,7 +35,7 @@ def test_codes_train_nearly_the_same_under_every_plan(
     assert_near(found, wide, start, weights=weights, losses=5e-3)
 
 
-@pytest.mark.parametrize("words", [words for words in PLANS if "micro" not in words or "whole" in words])
+@pytest.mark.parametrize("words", [words for words in PLANS if "micro" not in words or "unsharded" in words])
 def test_factors_do_not_depend_on_how_a_unit_is_cut(pool: Pool, words: str, start: Any) -> None:
     """Factors are of whole matrices, whoever owns what of them."""
     ranks, micro = int(words[3]), "micro=3" if "micro=3" in words else ""
@@ -45,7 +45,9 @@ def test_factors_do_not_depend_on_how_a_unit_is_cut(pool: Pool, words: str, star
     assert distance(found[1], plain[1], start) < 0.01
 
 
-@pytest.mark.parametrize("words", [words for words in PLANS if "micro=3" in words and "whole" not in words])
+@pytest.mark.parametrize(
+    "words", [words for words in PLANS if "micro=3" in words and "unsharded" not in words]
+)
 def test_factors_of_each_micro_batch_train_as_well_as_those_of_their_sum(
     pool: Pool, words: str, wide: Any
 ) -> None:
@@ -58,7 +60,7 @@ def test_factors_of_each_micro_batch_train_as_well_as_those_of_their_sum(
 ROUNDS = 60
 
 
-def _losses(plan: str, *, feeds_back: bool = True) -> list[float]:
+def _losses(plan: str, *, error_feedback: bool = True) -> list[float]:
     """Of a training on four batches, over and over: random tokens, which take all directions to learn."""
     engine = engine_of(
         plan, optimizer=torch.optim.SGD, optimizer_args={"lr": 0.2, "momentum": 0.9}, clip_norm=1.0
@@ -67,7 +69,7 @@ def _losses(plan: str, *, feeds_back: bool = True) -> list[float]:
     losses = []
     for number in range(ROUNDS):
         losses.append(engine.step(shares[number % 4]).loss)
-        if not feeds_back:
+        if not error_feedback:
             for residual in _residuals(engine):
                 residual.zero_()
     return losses
@@ -94,7 +96,7 @@ def test_compressed_training_converges_beside_the_uncompressed(pool: Pool) -> No
     assert int8 == pytest.approx(plain, rel=0.05)
     assert rank_8 > 0.9 * plain
     assert rank_4 > 0.7 * plain
-    deaf = _fall(pool.run(_losses, 2, "dp=2 reduce=powersgd", feeds_back=False)[0])
+    deaf = _fall(pool.run(_losses, 2, "dp=2 reduce=powersgd", error_feedback=False)[0])
     assert deaf < 0.6 * rank_4
 
 
@@ -181,9 +183,9 @@ def test_what_is_kept_follows_the_loss_scale(pool: Pool, start: Any) -> None:
 def _memory(plan: str) -> Any:
     engine = engine_of(plan, programs.wide_llama)
     shape = programs.SEQUENCES // engine.plan.dp // engine.plan.micro, programs.LENGTH
-    foretold = engine.predicted_memory(shape)
+    estimated = engine.predicted_memory(shape)
     train(engine, last=2)
-    return foretold, engine.memory()
+    return estimated, engine.memory()
 
 
 @pytest.mark.parametrize("way", ["fp16", "int8", "powersgd:1"])
@@ -199,9 +201,9 @@ def _memory(plan: str) -> Any:
     ],
 )
 def test_what_compression_holds_is_foretold_to_the_byte(pool: Pool, words: str, way: str) -> None:
-    for foretold, held in pool.run(_memory, int(words[3]), f"{words} reduce={way}"):
-        assert held.gradients == foretold.gradients
-        assert held.buffers == foretold.buffers
+    for estimated, held in pool.run(_memory, int(words[3]), f"{words} reduce={way}"):
+        assert held.gradients == estimated.gradients
+        assert held.buffers == estimated.buffers
 
 
 def _branches() -> nn.Module:

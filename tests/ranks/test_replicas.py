@@ -85,7 +85,15 @@ BIAS = "model.layers.2.self_attn.q_proj.bias"
         ("tp=2", 2, "host", "one_kv_llama", KEYS, 1, "rank 1 (col=1) than on rank 0 (col=0)"),
         ("tp=2x1", 2, "host", "biased_llama", BIAS, 1, "rank 1 (row=1) than on rank 0 (row=0)"),
         ("pp=2", 2, "host", "tied_llama", TABLE, 1, "rank 1 (pp=1) than on rank 0 (pp=0)"),
-        ("pp=2 schedule=zbv micro=2", 2, "host", "tied_llama", TABLE, 0, "two stages of rank 0 (pp=0)"),
+        (
+            "pp=2 schedule=zbv micro=2",
+            2,
+            "host",
+            "tied_llama",
+            TABLE,
+            0,
+            "two stages of rank 0 (pp=0)",
+        ),
         ("pp=2 dp=2 tp=2", 8, "host", "tied_llama", NORM, 5, "rank 5 (pp=1 replicate=0 col=1) than on"),
     ],
 )

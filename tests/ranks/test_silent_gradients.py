@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from plait.parallel import PartialSums, Unit
-from plait.plan import StageCut
+from plait.parallel import FlatParam, ReplicatedGradReduce
+from plait.plan import StageAssignment
 from support import pipeline_faults, pipeline_models, programs, silent_error_models
 from support.pool import Pool
 
@@ -26,9 +26,9 @@ def _nobody(*_: Any) -> frozenset[str]:
 
 MUTATIONS: dict[str, Any] = {  # what a test shows that it bites on
     "nothing": nullcontext,
-    "parts are not summed": lambda: mock.patch.object(PartialSums, "add_up"),
-    "copies count": lambda: mock.patch.object(Unit, "repeated_gradients", return_value=()),
-    "tied copies count": lambda: mock.patch.object(StageCut, "counted_elsewhere", _nobody),
+    "parts are not summed": lambda: mock.patch.object(ReplicatedGradReduce, "add_up"),
+    "copies count": lambda: mock.patch.object(FlatParam, "repeated_gradients", return_value=()),
+    "tied copies count": lambda: mock.patch.object(StageAssignment, "counted_elsewhere", _nobody),
     "others' squares are missing": lambda: pipeline_faults.deaf_to("norm"),
 }
 

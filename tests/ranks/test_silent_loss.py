@@ -236,7 +236,7 @@ def one_of_three(steps: int, number: int, data_ranks: int) -> list[list[dict[str
     ("plan", "ranks"),
     [
         ("dp=2 zero=1", 2),
-        ("dp=2 zero=2 accumulate=whole", 2),
+        ("dp=2 zero=2 accumulate=unsharded", 2),
         ("pp=2 schedule=zb-h1", 2),
         ("pp=2 dp=2 tp=2 zero=1", 8),
     ],

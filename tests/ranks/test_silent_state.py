@@ -57,9 +57,9 @@ def _comes_late(plan: str, how: str) -> tuple[str, bool]:
 @pytest.mark.parametrize(("plan", "ranks"), [("dp=1", 1), ("dp=2 zero=3", 2), ("pp=2", 2)])
 def test_a_parameter_without_a_layout_is_refused(pool: Pool, plan: str, ranks: int, how: str) -> None:
     """Megatron-LM#7452: how a parameter is cut was a flag that somebody had to set."""
-    for letter, skipped in pool.run(_comes_late, ranks, f"{plan} precision=fp64", how):
-        assert letter.startswith("a parameter came after parallelize")
-        assert "up.scale" in letter or ".late" in letter
+    for message, skipped in pool.run(_comes_late, ranks, f"{plan} precision=fp64", how):
+        assert message.startswith("a parameter came after parallelize")
+        assert "up.scale" in message or ".late" in message
         assert not skipped
 
 
@@ -154,10 +154,10 @@ def test_nothing_of_a_vocabulary_that_does_not_divide_is_padded_in_a_checkpoint(
     pool: Pool, plan: str, ranks: int
 ) -> None:
     """Megatron-LM#1754. Of 61 words; what is exported is what is saved."""
-    alone, foretold = pool.run(_shapes, 1, "dp=1 precision=fp64")[0]
+    alone, estimated = pool.run(_shapes, 1, "dp=1 precision=fp64")[0]
     shapes, said = pool.run(_shapes, ranks, f"{plan} precision=fp64")[0]
     assert shapes == alone
-    assert said == foretold
+    assert said == estimated
     assert sum(shape[0] == programs.VOCABULARY for shape in shapes.values() if len(shape) == 2) == 6
 
 

@@ -40,7 +40,7 @@ def test_clipping_is_by_norm_or_by_value(stage: int) -> None:
 
 
 @pytest.mark.parametrize("how", ["full", "selective", "every=2"])
-@pytest.mark.parametrize("words", ["dp=2 zero=3", "dp=2 zero=3 micro=3 prefetch=2 accumulate=whole"])
+@pytest.mark.parametrize("words", ["dp=2 zero=3", "dp=2 zero=3 micro=3 prefetch=2 accumulate=unsharded"])
 def test_recompute_at_stage_3_changes_no_number(pool: Pool, words: str, how: str) -> None:
     plan = f"{words} precision=fp64"
     plain = pool.run(programs.train, 2, programs.llama, plan)[0]

@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 import plait
 from plait.errors import ModelError
-from plait.parallel.tensor import cut_layers
+from plait.parallel.tensor import apply_tp_plan
 from plait.parallel.tensor.sequence_forward import with_output
-from plait.plan.sharding import TensorPlan
+from plait.plan.sharding import TPPlan
 from support.pool import Pool
 from support.tensor_shards import groups_of
 
@@ -136,9 +136,9 @@ def _letter(kind: str, match: str) -> str:
 def test_what_may_be_different_on_every_column_is_refused(pool: Pool) -> None:
     """Made between blocks; or in a block, for a region that sums for itself."""
     for kind, where in (("moved", "blocks.1"), ("low normed", "blocks.0.cross")):
-        for letter in pool.run(_letter, 2, kind, "whether every rank has the same"):
-            assert letter.startswith(where)
-            assert "sp=false" in letter
+        for message in pool.run(_letter, 2, kind, "whether every rank has the same"):
+            assert message.startswith(where)
+            assert "sp=false" in message
 
 
 # --- between blocks
@@ -228,7 +228,7 @@ def _lengths(how: str) -> None:
     """Two lengths are under way, of which rank 0 has the same number of tokens."""
     model = Chain(how)
     blocks = [(f"blocks.{i}", block) for i, block in enumerate(model.blocks)]
-    cut_layers(model, TensorPlan(1, 2), groups_of(1, 2), blocks, sequence=True)
+    apply_tp_plan(model, TPPlan(1, 2), groups_of(1, 2), blocks, sequence=True)
     with pytest.raises(ModelError, match=r"blocks\.1 runs on tokens .* not known") as caught:
         _two(model)
     assert ("in backward" if how == "lost" else "first block has not run") in str(caught.value)
@@ -243,7 +243,7 @@ def _frozen() -> None:
     model = Chain("marked")
     model.blocks[0].requires_grad_(False)
     blocks = [(f"blocks.{i}", block) for i, block in enumerate(model.blocks)]
-    cut_layers(model, TensorPlan(1, 2), groups_of(1, 2), blocks, sequence=True)
+    apply_tp_plan(model, TPPlan(1, 2), groups_of(1, 2), blocks, sequence=True)
     assert [output.shape[1] for output in _two(model)] == [5, 6]
 
 

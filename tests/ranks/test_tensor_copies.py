@@ -43,9 +43,9 @@ def _assert_same_bits(found: list[dict[str, Tensor]]) -> None:
     ("plan", "ranks", "family"),
     [
         ("tp=3", 3, "biased_llama"),
-        ("tp=3 states=bf16", 3, "biased_llama"),
+        ("tp=3 optim_dtype=bf16", 3, "biased_llama"),
         ("dp=2 tp=2 reduce=int8", 4, "llama"),
-        ("dp=2 tp=3 reduce=int8 states=bf16 zero=2", 6, "qwen3"),
+        ("dp=2 tp=3 reduce=int8 optim_dtype=bf16 zero=2", 6, "qwen3"),
         ("dp=2 tp=2 sp=true precision=bf16 reduce=bf16", 4, "gpt2"),
         ("dp=2 tp=2 reduce=powersgd:2", 4, "llama"),
     ],

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from plait.errors import ModelError
-from plait.plan.sharding import LayerCut, Style
+from plait.plan.sharding import LayerSharding, Style
 from support.pool import Pool, RankError
-from support.tensor_shards import GRIDS, Case, DimCut, even, gaps, groups_of, packed, silent
+from support.tensor_shards import GRIDS, Case, DimSharding, even, gaps, groups_of, packed, silent
 
 TINY = 1e-10
 
@@ -40,8 +40,8 @@ def _pair(rows: int, cols: int, h: int, f: int, *, bias: bool, transposed: bool)
         Pair(h, f, bias=bias, transposed=transposed),
         torch.randn(2, 3, h, dtype=torch.float64),
         [
-            LayerCut("up", Style.COLUMN, wide, hidden, transposed=transposed),
-            LayerCut("down", Style.ROW, hidden, wide, transposed=transposed),
+            LayerSharding("up", Style.COLUMN, wide, hidden, transposed=transposed),
+            LayerSharding("down", Style.ROW, hidden, wide, transposed=transposed),
         ],
         {
             "up.weight": flip(wide, hidden),
@@ -54,7 +54,7 @@ def _pair(rows: int, cols: int, h: int, f: int, *, bias: bool, transposed: bool)
     )
 
 
-def _lone_column(rows: int, cols: int, out: DimCut, size: int, *, gathers: bool) -> Case:
+def _lone_column(rows: int, cols: int, out: DimSharding, size: int, *, gathers: bool) -> Case:
     """One COLUMN layer."""
     torch.manual_seed(size)
     hidden = even("row", 6, rows)
@@ -62,7 +62,7 @@ def _lone_column(rows: int, cols: int, out: DimCut, size: int, *, gathers: bool)
     return Case(
         nn.Sequential(nn.Linear(6, size, dtype=torch.float64)),
         torch.randn(5, 6, dtype=torch.float64),
-        [LayerCut("0", Style.COLUMN, out, hidden, gathers=gathers)],
+        [LayerSharding("0", Style.COLUMN, out, hidden, gathers=gathers)],
         {"0.weight": (out, hidden), "0.bias": (out,)},
         (hidden,),
         () if gathers else (out,),
@@ -70,14 +70,14 @@ def _lone_column(rows: int, cols: int, out: DimCut, size: int, *, gathers: bool)
     )
 
 
-def _lone_row(rows: int, cols: int, inp: DimCut, size: int) -> Case:
+def _lone_row(rows: int, cols: int, inp: DimSharding, size: int) -> Case:
     """A ROW layer that is given whole features."""
     torch.manual_seed(size)
     hidden = even("row", 6, rows)
     return Case(
         nn.Sequential(nn.Linear(size, 6, dtype=torch.float64)),
         torch.randn(5, size, dtype=torch.float64),
-        [LayerCut("0", Style.ROW, hidden, inp, splits=True)],
+        [LayerSharding("0", Style.ROW, hidden, inp, splits=True)],
         {"0.weight": (hidden, inp), "0.bias": (hidden,)},
         (),
         (hidden,),
@@ -93,7 +93,7 @@ def _linear_cases(rows: int, cols: int) -> Iterator[tuple[str, Case]]:
         yield f"even {gathers=}", _lone_column(rows, cols, even("col", 8, cols), 8, gathers=gathers)
         yield f"uneven {gathers=}", _lone_column(rows, cols, even("col", 7, cols), 7, gathers=gathers)
         yield f"packed {gathers=}", _lone_column(rows, cols, packed("col", 5, 3, cols), 15, gathers=gathers)
-    everyone = DimCut("col", (((0, 4),),) * cols)
+    everyone = DimSharding("col", (((0, 4),),) * cols)
     yield "shared", _lone_column(rows, cols, everyone, 4, gathers=True)
     yield "splits", _lone_row(rows, cols, even("col", 7, cols), 7)
     yield "splits packed", _lone_row(rows, cols, packed("col", 5, 2, cols), 10)
@@ -140,7 +140,7 @@ def _embedding(rows: int, cols: int, kind: type[nn.Embedding], v: int, padding: 
     return Case(
         nn.Sequential(table),
         indices,
-        [LayerCut("0", Style.VOCABULARY, hidden, words)],
+        [LayerSharding("0", Style.VOCABULARY, hidden, words)],
         {"0.weight": (words, hidden)},
         (),
         (hidden,),
@@ -160,7 +160,7 @@ def _embedding_gaps(rows: int, cols: int) -> dict[str, dict[str, float]]:
         Case(
             table.module,
             table.x,
-            [LayerCut("0", Style.TABLE, even("row", 5, rows))],
+            [LayerSharding("0", Style.FEATURE_EMBEDDING, even("row", 5, rows))],
             {"0.weight": (None, even("row", 5, rows))},
             (),
             (even("row", 5, rows),),

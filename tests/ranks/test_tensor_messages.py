@@ -112,11 +112,11 @@ def test_a_block_says_what_was_foretold(
     pool: Pool, family: str, rows: int, cols: int, sequence: bool
 ) -> None:
     plan = f"tp={rows}x{cols}" + (" sp=true" if sequence else "")
-    foretold = list(block_messages(BLOCKS[family], TOKENS, rows, cols, sequence=sequence))
+    estimated = list(block_messages(BLOCKS[family], TOKENS, rows, cols, sequence=sequence))
     for said in pool.run(_of_a_block, rows * cols, family, plan):
         messages = _as_messages(said, rows)
-        assert _sum(messages, statistics=False) == _sum(foretold, statistics=False)
-        assert _sum(messages, statistics=True) == _sum(foretold, statistics=True)
+        assert _sum(messages, statistics=False) == _sum(estimated, statistics=False)
+        assert _sum(messages, statistics=True) == _sum(estimated, statistics=True)
         assert any(m.is_statistic for m in messages) == (rows > 1)
 
 

@@ -11,10 +11,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from plait.comm import all_reduce
 from plait.parallel import recompute_blocks
-from plait.parallel.tensor import cut_layers
-from plait.plan.sharding import LayerCut, Style, TensorPlan
+from plait.parallel.tensor import apply_tp_plan
+from plait.plan.sharding import LayerSharding, Style, TPPlan
 from support.pool import Pool
-from support.tensor_shards import Cuts, DimCut, even, gap, groups_of, localise, own
+from support.tensor_shards import Cuts, DimSharding, even, gap, groups_of, localise, own
 
 TINY = 1e-10
 H, F, V, HEADS = 16, 20, 37, 4
@@ -42,26 +42,26 @@ def _llama() -> LlamaForCausalLM:
     return model
 
 
-def _plan(rows: int, cols: int) -> tuple[TensorPlan, dict[str, Cuts]]:
+def _plan(rows: int, cols: int) -> tuple[TPPlan, dict[str, Cuts]]:
     hidden, words, width = even("row", H, rows), even("col", V, cols), even("col", F, cols)
 
-    def heads(count: int) -> DimCut:
+    def heads(count: int) -> DimSharding:
         """Two kv heads on four columns: each is held by two."""
         size = H // HEADS
         if count < cols:
-            return DimCut(
+            return DimSharding(
                 "col",
                 tuple(((c * count // cols * size, (c * count // cols + 1) * size),) for c in range(cols)),
             )
-        return DimCut(
+        return DimSharding(
             "col", tuple(tuple((a * size, b * size) for a, b in r) for r in even("col", count, cols).ranges)
         )
 
     q, kv = heads(HEADS), heads(2)
     layers = [
-        LayerCut("model.embed_tokens", Style.VOCABULARY, hidden, words),
-        LayerCut("model.norm", Style.NORM, hidden),
-        LayerCut("lm_head", Style.COLUMN, words, hidden, head=True),
+        LayerSharding("model.embed_tokens", Style.VOCABULARY, hidden, words),
+        LayerSharding("model.norm", Style.NORM, hidden),
+        LayerSharding("lm_head", Style.COLUMN, words, hidden, head=True),
     ]
     cuts: dict[str, Cuts] = {
         "model.embed_tokens.weight": (words, hidden),
@@ -71,23 +71,23 @@ def _plan(rows: int, cols: int) -> tuple[TensorPlan, dict[str, Cuts]]:
     for i in range(2):
         block = f"model.layers.{i}"
         for name, out in (("q", q), ("k", kv), ("v", kv)):
-            layers.append(LayerCut(f"{block}.self_attn.{name}_proj", Style.COLUMN, out, hidden))
+            layers.append(LayerSharding(f"{block}.self_attn.{name}_proj", Style.COLUMN, out, hidden))
             cuts[f"{block}.self_attn.{name}_proj.weight"] = (out, hidden)
         for name in ("gate", "up"):
-            layers.append(LayerCut(f"{block}.mlp.{name}_proj", Style.COLUMN, width, hidden))
+            layers.append(LayerSharding(f"{block}.mlp.{name}_proj", Style.COLUMN, width, hidden))
             cuts[f"{block}.mlp.{name}_proj.weight"] = (width, hidden)
         for name, inp in (("self_attn.o", q), ("mlp.down", width)):
-            layers.append(LayerCut(f"{block}.{name}_proj", Style.ROW, hidden, inp))
+            layers.append(LayerSharding(f"{block}.{name}_proj", Style.ROW, hidden, inp))
             cuts[f"{block}.{name}_proj.weight"] = (hidden, inp)
         for name in ("input_layernorm", "post_attention_layernorm"):
-            layers.append(LayerCut(f"{block}.{name}", Style.NORM, hidden))
+            layers.append(LayerSharding(f"{block}.{name}", Style.NORM, hidden))
             cuts[f"{block}.{name}.weight"] = (hidden,)
     regions = tuple(f"model.layers.{i}.{part}" for i in range(2) for part in ("self_attn", "mlp"))
     groups = (HEADS // cols) // max(1, 2 // cols)
     attributes = tuple(
         (f"model.layers.{i}.self_attn", "num_key_value_groups", (groups,) * cols) for i in range(2)
     )
-    return TensorPlan(rows, cols, tuple(layers), (), regions, frozenset(regions), attributes), cuts
+    return TPPlan(rows, cols, tuple(layers), (), regions, frozenset(regions), attributes), cuts
 
 
 def _loss(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ def _gaps(rows: int, cols: int, sequence: bool, how: str) -> dict[str, float]:
     plan, cuts = _plan(rows, cols)
     localise(model, groups, cuts)
     blocks = [(f"model.layers.{i}", model.model.layers[i]) for i in range(2)]
-    cut_layers(model, plan, groups, blocks, sequence=sequence)
+    apply_tp_plan(model, plan, groups, blocks, sequence=sequence)
     modules = [block for _, block in blocks]
     recompute_blocks(modules, how if how in ("full", "selective") else "none")
     if how == "compiled":
@@ -125,7 +125,7 @@ def _gaps(rows: int, cols: int, sequence: bool, how: str) -> dict[str, float]:
     return found
 
 
-def _complete(name: str, parameter: nn.Parameter, sequence: bool, plan: TensorPlan, groups: Any) -> Tensor:
+def _complete(name: str, parameter: nn.Parameter, sequence: bool, plan: TPPlan, groups: Any) -> Tensor:
     """What the engine does: sums the parts of what columns share."""
     assert parameter.grad is not None
     grad = parameter.grad.clone()

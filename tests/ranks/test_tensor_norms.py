@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from plait.parallel.tensor import TensorGroups
-from plait.plan.sharding import LayerCut, Style
+from plait.plan.sharding import LayerSharding, Style
 from support.pool import Pool, RankError
-from support.tensor_shards import GRIDS, Case, DimCut, even, gaps, groups_of, silent
+from support.tensor_shards import GRIDS, Case, DimSharding, even, gaps, groups_of, silent
 
 TINY = 1e-10
 
@@ -81,12 +81,12 @@ def _norms(size: int) -> dict[str, nn.Module]:
     return made
 
 
-def _case(norm: nn.Module, features: DimCut, size: int) -> Case:
+def _case(norm: nn.Module, features: DimSharding, size: int) -> Case:
     torch.manual_seed(size)
     return Case(
         nn.Sequential(norm),
         3 + torch.randn(2, 3, size, dtype=torch.float64),
-        [LayerCut("0", Style.NORM, features)],
+        [LayerSharding("0", Style.NORM, features)],
         {f"0.{name}": (features,) for name, _ in norm.named_parameters()},
         (features,),
         (features,),
@@ -134,7 +134,7 @@ def _shared() -> dict[str, tuple[Tensor, Tensor]]:
     """A norm over kv heads that two pairs of columns share; on each, something else is done with its
     output."""
     groups = groups_of(1, 4)
-    features = DimCut("col", (((0, 4),), ((0, 4),), ((4, 8),), ((4, 8),)))
+    features = DimSharding("col", (((0, 4),), ((0, 4),), ((4, 8),), ((4, 8),)))
     found = {}
     for name, norm in _norms(8).items():
         case = _case(norm, features, 8)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from plait.parallel import compile_blocks, recompute_blocks
-from plait.parallel.tensor import cut_layers
-from plait.plan.sharding import LayerCut, Style, TensorPlan
+from plait.parallel.tensor import apply_tp_plan
+from plait.plan.sharding import LayerSharding, Style, TPPlan
 from support.pool import Pool
 from support.tensor_shards import Case, Products, even, gap, gaps, groups_of, localise, recorded, run
 
@@ -53,9 +53,9 @@ _COLUMNS, _ROWS = ("attn.q", "attn.k", "attn.v", "mlp.0"), ("attn.o", "mlp.2")
 def _case(rows: int, cols: int) -> Case:
     torch.manual_seed(1)
     hidden, wide = even("row", H, rows), even("col", F, cols)
-    layers = [LayerCut(name, Style.COLUMN, wide, hidden) for name in _COLUMNS]
-    layers += [LayerCut(name, Style.ROW, hidden, wide) for name in _ROWS]
-    layers.append(LayerCut("norm", Style.NORM, hidden))
+    layers = [LayerSharding(name, Style.COLUMN, wide, hidden) for name in _COLUMNS]
+    layers += [LayerSharding(name, Style.ROW, hidden, wide) for name in _ROWS]
+    layers.append(LayerSharding("norm", Style.NORM, hidden))
     parameters: dict[str, Any] = {f"{name}.weight": (wide, hidden) for name in _COLUMNS}
     parameters |= {f"{name}.bias": (wide,) for name in _COLUMNS if name != "attn.k"}
     parameters |= {f"{name}.weight": (hidden, wide) for name in _ROWS}
@@ -180,9 +180,9 @@ def _odd(cols: int) -> dict[str, float]:
         Odd(),
         torch.randn(4, H, dtype=torch.float64),
         [
-            LayerCut("up", Style.COLUMN, wide),
-            LayerCut("gate", Style.COLUMN, wide),
-            LayerCut("down", Style.ROW, None, wide),
+            LayerSharding("up", Style.COLUMN, wide),
+            LayerSharding("gate", Style.COLUMN, wide),
+            LayerSharding("down", Style.ROW, None, wide),
         ],
         {"up.weight": (wide, None), "up.bias": (wide,), "gate.weight": (wide, None), "gate.bias": (wide,)}
         | {"down.weight": (None, wide)},
@@ -329,10 +329,10 @@ def _heads(cols: int) -> dict[str, Any]:
     x = torch.randn(4, H, dtype=torch.float64)
     expected = model(x).detach()
     localise(model, groups, {"0.weight": (words, None), "0.bias": (words,)})
-    plan = TensorPlan(
-        1, cols, (LayerCut("0", Style.COLUMN, words, head=True),), attributes=(("0", "heads", (3, 4)),)
+    plan = TPPlan(
+        1, cols, (LayerSharding("0", Style.COLUMN, words, head=True),), attributes=(("0", "heads", (3, 4)),)
     )
-    cut = cut_layers(model, plan, groups, [], sequence=False)
+    cut = apply_tp_plan(model, plan, groups, [], sequence=False)
     with cut.logits_stay_cut():
         piece = model(x).detach()
     start, stop = words.ranges[groups.col.rank][0]

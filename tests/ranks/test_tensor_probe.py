@@ -54,7 +54,7 @@ def test_models_that_are_cut_rightly_pass(pool: Pool, family: str, grid: str) ->
         "tp=2 zero=1 reduce=bf16",
         "tp=2x1 zero=2 precision=bf16 reduce=bf16 micro=3",
         "tp=2 zero=2 offload=cpu recompute=full",
-        "zero=2 shard=2 tp=2 sp=true states=bf16",
+        "zero=2 shard=2 tp=2 sp=true optim_dtype=bf16",
         "tp=2 zero=2 reduce=fp16 precision=bf16",
     ],
 )
@@ -71,7 +71,7 @@ def _refused(plan: str) -> str:
 def test_gradients_that_tell_nothing_are_not_compared(pool: Pool) -> None:
     for words in ("int8", "powersgd:2"):
         letters = pool.run(_refused, 4, f"dp=2 tp=2 reduce={words}")
-        assert all(f"reduce={words}" in letter and "reduce=fp32" in letter for letter in letters)
+        assert all(f"reduce={words}" in message and "reduce=fp32" in message for message in letters)
 
 
 # --- it changes nothing
@@ -95,11 +95,11 @@ def _trained(plan: str, probe: bool) -> Any:
     [
         "tp=2",
         "tp=2 dp=2 zero=3 micro=2",
-        "tp=2 sp=true dp=2 zero=3 gathered=step precision=bf16",
+        "tp=2 sp=true dp=2 zero=3 reshard=step precision=bf16",
         "tp=2x1 dp=2 zero=2 micro=2 precision=bf16 reduce=bf16",
         "tp=2x2 precision=fp16 micro=2",
         "tp=2 dp=2 zero=1 reduce=fp16",
-        "tp=2 dp=2 zero=1 micro=2 offload=cpu accumulate=whole",
+        "tp=2 dp=2 zero=1 micro=2 offload=cpu accumulate=unsharded",
     ],
 )
 def test_a_training_after_a_probe_has_the_bits_of_one_without(pool: Pool, plan: str) -> None:
@@ -243,10 +243,10 @@ def _plain(kind: type[nn.Module], probe: Any) -> str:
 
 def test_a_module_that_is_no_language_model_is_probed_with_a_batch(pool: Pool) -> None:
     batch = {"x": torch.randn(4, 12), "labels": torch.randn(4, 12)}
-    for letter in pool.run(_plain, 2, Plain, True):
-        assert "does not say what it takes" in letter
-        assert "Plain" in letter
-        assert "probe=a batch" in letter
+    for message in pool.run(_plain, 2, Plain, True):
+        assert "does not say what it takes" in message
+        assert "Plain" in message
+        assert "probe=a batch" in message
     assert pool.run(_plain, 2, Plain, batch) == ["", ""]
-    for letter in pool.run(_plain, 2, Mixing, batch):
-        assert "another function" in letter
+    for message in pool.run(_plain, 2, Mixing, batch):
+        assert "another function" in message

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from plait.models import watch_saved
+from plait.models import watch_activations
 from plait.parallel import recompute_blocks
-from plait.plan.sharding import LayerCut, Style
+from plait.plan.sharding import LayerSharding, Style
 from support.pool import Pool
 from support.tensor_shards import Case, Products, even, gap, gaps, groups_of, recorded, run
 
@@ -60,9 +60,9 @@ class Block(nn.Module):
 def _case(kind: str, rows: int, cols: int, shape: tuple[int, ...] = (2, 6), frozen: str = "") -> Case:
     torch.manual_seed(1)
     hidden, wide = even("row", H, rows), even("col", F, cols)
-    layers = [LayerCut(name, Style.COLUMN, wide, hidden) for name in _COLUMNS]
-    layers += [LayerCut(name, Style.ROW, hidden, wide) for name in _ROWS]
-    layers += [LayerCut(name, Style.NORM, hidden) for name in ("norm", "norm2")]
+    layers = [LayerSharding(name, Style.COLUMN, wide, hidden) for name in _COLUMNS]
+    layers += [LayerSharding(name, Style.ROW, hidden, wide) for name in _ROWS]
+    layers += [LayerSharding(name, Style.NORM, hidden) for name in ("norm", "norm2")]
     module = Block(kind)
     cuts: dict[str, Any] = {f"{name}.weight": (wide, hidden) for name in _COLUMNS}
     cuts |= {f"{name}.bias": (wide,) for name in _COLUMNS}
@@ -83,7 +83,7 @@ def _case(kind: str, rows: int, cols: int, shape: tuple[int, ...] = (2, 6), froz
     return Case(
         nn.Sequential(module),
         torch.randn(*shape, H, dtype=torch.float64),
-        [LayerCut(f"0.{layer.module}", layer.style, layer.out, layer.inp) for layer in layers],
+        [LayerSharding(f"0.{layer.module}", layer.style, layer.out, layer.inp) for layer in layers],
         {f"0.{name}": dims for name, dims in cuts.items() if name in named},
         (hidden,),
         (hidden,),
@@ -247,17 +247,17 @@ def _twin(kind: str) -> tuple[int, int, list[str]]:
     case = _case(kind, 1, 2, (2, 7))
     module = case.cut(recorded(groups_of(1, 2), log))
     twin = copy.deepcopy(module).to("meta")
-    with watch_saved(twin) as foretold:
+    with watch_activations(twin) as estimated:
         y = twin(case.x.to("meta").requires_grad_())
     y.sum().backward()
     said = [*log]
-    with watch_saved(module) as measured:
+    with watch_activations(module) as measured:
         module(case.x.clone().requires_grad_())
-    return foretold.total, measured.total, said
+    return estimated.total, measured.total, said
 
 
 @pytest.mark.parametrize("kind", ["serial", "parallel"])
 def test_a_copy_on_meta_keeps_as_much_and_says_nothing(pool: Pool, kind: str) -> None:
-    for foretold, measured, said in pool.run(_twin, 2, kind):
-        assert foretold == measured > 0
+    for estimated, measured, said in pool.run(_twin, 2, kind):
+        assert estimated == measured > 0
         assert said == []

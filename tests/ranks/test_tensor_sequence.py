@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from plait.comm import all_reduce
-from plait.plan.sharding import LayerCut, Style
+from plait.plan.sharding import LayerSharding, Style
 from support.pool import Pool, RankError
-from support.tensor_shards import Case, DimCut, even, gaps, groups_of, recorded, silent
+from support.tensor_shards import Case, DimSharding, even, gaps, groups_of, recorded, silent
 
 TINY = 1e-10
 H, F, HEADS = 8, 12, 4
@@ -155,22 +155,22 @@ def _case(
     model = Model([_MAKES[kind]() for _ in range(2)], recompute=recompute)
     heads = even("col", HEADS, cols)
     size = H // HEADS
-    of_heads = DimCut("col", tuple(tuple((a * size, b * size) for a, b in r) for r in heads.ranges))
+    of_heads = DimSharding("col", tuple(tuple((a * size, b * size) for a, b in r) for r in heads.ranges))
     width = even("col", F, cols)
     layers, parameters, regions, partial = [], {}, [], []
     for name, module in model.named_modules():
         leaf = name.rpartition(".")[2]
         cut = of_heads if leaf in "qkvo" else width
         if isinstance(module, nn.Linear) and leaf in _COLUMNS:
-            layers.append(LayerCut(name, Style.COLUMN, cut))
+            layers.append(LayerSharding(name, Style.COLUMN, cut))
             parameters |= {f"{name}.weight": (cut, None), f"{name}.bias": (cut,)}
         elif isinstance(module, nn.Linear) and leaf in _ROWS:
-            layers.append(LayerCut(name, Style.ROW, None, cut))
+            layers.append(LayerSharding(name, Style.ROW, None, cut))
             parameters[f"{name}.weight"] = (None, cut)
             if sequence and not (kind == "experts" and ".ffn" in name):  # a closed region's see all tokens
                 partial.append(f"{name}.bias")
         elif isinstance(module, Table):
-            layers.append(LayerCut(name, Style.EXPERTS))
+            layers.append(LayerSharding(name, Style.EXPERTS))
             parameters |= {f"{name}.up": (None, None, cut), f"{name}.down": (None, cut, None)}
         elif leaf in ("attn", "ffn"):
             regions.append(name)
@@ -318,9 +318,9 @@ def _latent(rows: int, cols: int) -> dict[str, float]:
         nn.Sequential(Latent()),
         torch.randn(2, 3, H, dtype=torch.float64),
         [
-            LayerCut("0.a", Style.LATENT, None, hidden),
-            LayerCut("0.b", Style.COLUMN, wide, even("row", 3, rows)),
-            LayerCut("0.o", Style.ROW, hidden, wide),
+            LayerSharding("0.a", Style.MLA_LATENT, None, hidden),
+            LayerSharding("0.b", Style.COLUMN, wide, even("row", 3, rows)),
+            LayerSharding("0.o", Style.ROW, hidden, wide),
         ],
         {
             "0.b.weight": (wide, None),
@@ -348,7 +348,7 @@ def _whole(rows: int) -> dict[str, float]:
     case = Case(
         nn.Sequential(_linear(H, H)),
         torch.randn(2, 3, H, dtype=torch.float64),
-        [LayerCut("0", Style.WHOLE, hidden, hidden)],
+        [LayerSharding("0", Style.REPLICATE, hidden, hidden)],
         {},
         (hidden,),
         (hidden,),

@@ -109,7 +109,7 @@ def _refuses(plan: str, change: str) -> Any:
 def test_a_state_of_another_model_is_refused_by_all_before_anything_changes(pool: Pool, change: str) -> None:
     letters = pool.run(_refuses, 4, "tp=2x2 precision=fp64", change)
     assert all(changed == [] for _, changed in letters)
-    assert len({letter for letter, _ in letters}) == 1
+    assert len({message for message, _ in letters}) == 1
     assert "mlp.up_proj.weight" in letters[0][0]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import plait
 from plait.errors import PlanError
 from plait.optim import LossScaling
-from plait.parallel.zero.flat_param import Unit
+from plait.parallel.zero.flat_param import FlatParam
 from support import hf_models, programs
 from support.pool import Pool
 from support.programs import Task
@@ -65,9 +65,9 @@ TASKS = {
     [
         ("llama", "tp=2 micro=2"),
         ("gpt2", "tp=2 sp=true dp=2 zero=3 micro=2"),
-        ("llama", "tp=2x2 micro=3 accumulate=whole"),
-        ("gpt2", "tp=2 dp=2 zero=2 micro=2 accumulate=whole"),
-        ("llama", "tp=2 dp=2 zero=2 micro=2 accumulate=cut"),
+        ("llama", "tp=2x2 micro=3 accumulate=unsharded"),
+        ("gpt2", "tp=2 dp=2 zero=2 micro=2 accumulate=unsharded"),
+        ("llama", "tp=2 dp=2 zero=2 micro=2 accumulate=sharded"),
         ("gpt2", "tp=2x1 micro=2 offload=cpu"),
         ("llama", "tp=2 sp=true dp=2 zero=3 micro=2 offload=cpu"),
         ("groups", "tp=2x2"),
@@ -233,7 +233,7 @@ def _norms(family: str, plan: str, uncounted: bool) -> list[float]:
     """With `uncounted`, what other ranks count too is not taken out."""
     engine = programs.engine_of(Task(hf_models.builder(family), own_loss=True), plan)
     batches = [programs.share_of(batch, engine) for batch in programs.batches(2)]
-    nothing = mock.patch.object(Unit, "repeated_gradients", return_value=())
+    nothing = mock.patch.object(FlatParam, "repeated_gradients", return_value=())
     with nothing if uncounted else nullcontext():
         return [engine.step(batch).grad_norm for batch in batches]
 
@@ -300,9 +300,9 @@ def test_batches_that_differ_between_ranks_of_a_grid_are_found_in_the_first_step
 ) -> None:
     ranks = num_ranks(plan)
     expected, *_ = pool.run(_first_step, ranks, plan)[0]
-    for letter, changed, result in pool.run(_letters, ranks, plan, differ, how):
-        assert f"rank {ranks - 1} has other values or shapes than rank 0" in letter
-        assert "engine.data_rank" in letter
+    for message, changed, result in pool.run(_letters, ranks, plan, differ, how):
+        assert f"rank {ranks - 1} has other values or shapes than rank 0" in message
+        assert "engine.data_rank" in message
         assert changed == []
         assert result == expected
 

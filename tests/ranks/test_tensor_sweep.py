@@ -132,8 +132,8 @@ def test_every_architecture_computes_the_same_or_is_refused_by_a_letter(pool: Po
         per_rank = pool.run(_outcomes, 2, kinds[begin : begin + AT_ONCE], plan, timeout_s=300)
         assert per_rank[0] == per_rank[1]
         outcomes |= per_rank[0]
-    letters = {kind: letter for kind, letter in outcomes.items() if letter}
+    letters = {kind: message for kind, message in outcomes.items() if message}
     print(f"{plan}: {len(outcomes) - len(letters)} cut, {len(letters)} refused")
-    assert {kind: letter for kind, letter in letters.items() if kind not in REFUSED[plan]} == {}
-    assert all("\n  try     : " in letter for letter in letters.values())
+    assert {kind: message for kind, message in letters.items() if kind not in REFUSED[plan]} == {}
+    assert all("\n  try     : " in message for message in letters.values())
     assert len(outcomes) - len(letters) >= PLANS[plan]

@@ -68,12 +68,12 @@ def said(name: str, plan: str) -> tuple[Traffic, MemoryUse]:
     """What a rank says in the third step, and what it foretells of its memory."""
     engine = plait.parallelize(model_of(name), plan, loss=squared_error if name == "plain" else None)
     batch = batch_of(name, BATCH * engine.plan.micro)
-    foretold = engine.predicted_memory((BATCH, SEQUENCE))
+    estimated = engine.predicted_memory((BATCH, SEQUENCE))
     for _ in range(2):
         engine.step(batch)
     before = connect().ledger.read()
     engine.step(batch)
-    return between(before, connect().ledger.read()), foretold
+    return between(before, connect().ledger.read()), estimated
 
 
 def explained(name: str, plan: str, transport: str) -> Explanation:
@@ -89,7 +89,7 @@ CASES = [
     ("llama", "dp=2 zero=3 micro=2", "host"),
     ("llama-tied", "dp=2 zero=3 micro=3 recompute=full", "gloo"),
     ("plain", "dp=4 zero=3 shard=2 micro=2 prefetch=0", "gloo"),
-    ("gpt2", "dp=2 zero=3 gathered=step accumulate=whole micro=2", "gloo"),
+    ("gpt2", "dp=2 zero=3 reshard=step accumulate=unsharded micro=2", "gloo"),
     ("plain", "dp=2 micro=2", "gloo"),
     ("llama", "dp=4 zero=1 shard=2 reduce=int8", "gloo"),
     ("llama", "dp=4 zero=2 shard=2 reduce=powersgd:2 micro=2", "host"),
@@ -118,9 +118,9 @@ WORDS = {
     "zero": "0 1 2 3 3 3",
     "shard": "0 0 1 2",
     "micro": "1 2 3 4",
-    "accumulate": "auto whole cut",
+    "accumulate": "auto unsharded sharded",
     "prefetch": "0 1 1 2",
-    "gathered": "use use step",
+    "reshard": "use use step",
     "precision": "fp32 bf16 fp64",
     "reduce": "fp32 fp32 fp32 bf16 fp16 int8 powersgd:2",
     "algorithm": "auto auto auto ring tree halving naive two-level",

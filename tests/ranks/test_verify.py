@@ -2,13 +2,13 @@
 
 import pytest
 
-from plait.verify import Outcome, Source, Verdict
+from plait.verify import ModelSource, Outcome, Verdict
 from support import verify_models
 from support.pool import Pool, RankError
 
 
 def verdict_of(
-    pool: Pool, num_ranks: int, source: Source, plan: str, *more: object, over: str = "host"
+    pool: Pool, num_ranks: int, source: ModelSource, plan: str, *more: object, over: str = "host"
 ) -> Verdict:
     found = pool.over(over).run(verify_models.verify_on_ranks, num_ranks, source, plan, *more)
     assert all(verdict is None for verdict in found[1:]), "the verdict is the first rank's"
@@ -31,7 +31,9 @@ def test_a_right_plan_is_found_right(pool: Pool, num_ranks: int, plan: str) -> N
 
 @pytest.mark.parametrize("build", ["pair", "with_values", "llama", "of_numbers"])
 def test_models_of_a_users_own_are_verified(pool: Pool, build: str) -> None:
-    verdict = verdict_of(pool, 4, Source(build=f"support.verify_models:{build}"), "pp=2 dp=2 zero=3 micro=2")
+    verdict = verdict_of(
+        pool, 4, ModelSource(build=f"support.verify_models:{build}"), "pp=2 dp=2 zero=3 micro=2"
+    )
     assert verdict.outcome is Outcome.SAME
     assert verdict.largest < 1e-12
 
@@ -84,7 +86,7 @@ def test_ranks_are_named_by_the_axis_on_which_they_are_off(pool: Pool) -> None:
 
 
 def test_a_model_that_is_another_at_each_build_has_the_first_ranks_weights(pool: Pool) -> None:
-    source = Source(build="support.verify_models:of_every_build_another")
+    source = ModelSource(build="support.verify_models:of_every_build_another")
     assert verdict_of(pool, 2, source, "dp=2").outcome is Outcome.SAME
     with pytest.raises(RankError, match="initial weights depend on the plan"):
         pool.run(verify_models.verify_twice, 1, source, "dp=1")

@@ -10,7 +10,7 @@ import torch
 
 from plait.checkpoint import newest
 from plait.comm import (
-    Summing,
+    ReduceWork,
     all_reduce,
     barrier,
     connect,
@@ -38,7 +38,7 @@ def _seconds_by_verb() -> dict[str, float]:
     group, numbers = world.group, torch.ones(2 * world.size)
     whole = torch.empty(2 * world.size * world.size)
 
-    def summed(summing: Summing, out: torch.Tensor) -> None:
+    def summed(summing: ReduceWork, out: torch.Tensor) -> None:
         assert len([*summing.into(out)]) == 1
         summing.release()
 
@@ -123,10 +123,10 @@ def _letter_of_who_waits(folder: Path) -> str:
 
 def test_a_communication_that_fails_leaves_the_stacks_of_all_ranks(pool: Pool, tmp_path: Path) -> None:
     folder = tmp_path / "stacks"
-    letter, _ = pool.run(_letter_of_who_waits, 2, folder)
-    assert "rank 1 did not come within 2 s" in letter
-    assert f"stacks of all threads: {folder}" in letter
-    assert "none of" not in letter
+    message, _ = pool.run(_letter_of_who_waits, 2, folder)
+    assert "rank 1 did not come within 2 s" in message
+    assert f"stacks of all threads: {folder}" in message
+    assert "none of" not in message
     assert "all_reduce" in (folder / "rank-00000.txt").read_text()
     assert "_does_something_else" in (folder / "rank-00001.txt").read_text()
 

@@ -72,7 +72,7 @@ def assert_same_bits(pool: Ranks, ranks: int, plans: list[str], build: Any = pro
         assert not differing, f"{plan}: {differing}"
 
 
-@pytest.mark.parametrize("micro", ["micro=1", "micro=3 accumulate=whole"])
+@pytest.mark.parametrize("micro", ["micro=1", "micro=3 accumulate=unsharded"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("transport", ["host", "gloo"])
 def test_on_two_ranks_all_stages_have_the_same_bits(
@@ -86,7 +86,7 @@ def test_on_two_ranks_all_stages_have_the_same_bits(
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_stages_that_accumulate_in_ranges_have_the_same_bits(pool: Pool, precision: str) -> None:
-    plans = [f"dp=2 micro=3 precision={precision} accumulate=cut zero={stage}" for stage in (2, 3)]
+    plans = [f"dp=2 micro=3 precision={precision} accumulate=sharded zero={stage}" for stage in (2, 3)]
     assert_same_bits(pool, 2, plans)
 
 
@@ -98,7 +98,7 @@ def test_a_branch_on_one_rank_leaves_all_stages_the_same_bits(pool: Pool) -> Non
 def test_when_parameters_are_gathered_and_how_long_they_stay_changes_no_bit(
     pool: Pool, precision: str
 ) -> None:
-    words = ["prefetch=0", "", "prefetch=2", "prefetch=9", "gathered=step", "gathered=step prefetch=0"]
+    words = ["prefetch=0", "", "prefetch=2", "prefetch=9", "reshard=step", "reshard=step prefetch=0"]
     assert_same_bits(
         pool.over("gloo"), 2, [f"dp=2 micro=3 zero=3 precision={precision} {word}" for word in words]
     )
@@ -144,12 +144,12 @@ def test_the_same_plan_and_seed_give_the_same_bits(pool: Pool, words: str, preci
         ("dp=2 zero=1", "start_scattered_sum"),
         ("dp=2 zero=1", "start_all_gather"),
         ("dp=2 zero=2 micro=3", "start_scattered_sum"),
-        ("dp=2 zero=2 micro=3 accumulate=whole", "start_scattered_sum"),
+        ("dp=2 zero=2 micro=3 accumulate=unsharded", "start_scattered_sum"),
         ("dp=2 zero=2", "start_all_gather"),
         ("dp=2 zero=3 micro=3", "start_scattered_sum"),
-        ("dp=2 zero=3 gathered=step", "start_scattered_sum"),
+        ("dp=2 zero=3 reshard=step", "start_scattered_sum"),
         ("dp=2 zero=3", "start_all_gather"),
-        ("dp=2 zero=3 gathered=step", "start_all_gather"),
+        ("dp=2 zero=3 reshard=step", "start_all_gather"),
         ("dp=4 zero=1 shard=2", "start_all_reduce"),
         ("dp=4 zero=2 shard=2", "start_all_reduce"),
         ("dp=4 zero=3 shard=2", "start_all_reduce"),
@@ -198,7 +198,7 @@ def _num_gathers(plan: str) -> list[int]:
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_what_stays_for_a_step_is_gathered_once_a_step(pool: Pool, prefetch: int) -> None:
     """Also a block that forward uses twice."""
-    plan = f"dp=2 zero=3 micro=3 gathered=step prefetch={prefetch} precision=fp64"
+    plan = f"dp=2 zero=3 micro=3 reshard=step prefetch={prefetch} precision=fp64"
     for *counts, num_units in pool.over("gloo").run(_num_gathers, 2, plan, timeout_s=30):
         assert counts == [num_units] * 3
 
@@ -232,11 +232,11 @@ def test_an_optimizer_that_needs_whole_tensors_is_refused_by_name(kind: str, rea
         plait.parallelize(
             programs.llama(), f"zero={stage}", optimizer=getattr(torch.optim, kind), optimizer_args={}
         )
-    letter = str(caught.value)
+    message = str(caught.value)
     assert kind in caught.value.fact
-    assert reason in letter
+    assert reason in message
     for line in ("given", "expected", "try"):
-        assert f"\n  {line:<8}: " in letter
+        assert f"\n  {line:<8}: " in message
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])

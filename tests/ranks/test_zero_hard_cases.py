@@ -119,7 +119,7 @@ def test_parameters_and_units_smaller_than_the_shard_degree_train_the_same(pool:
     check_parity(pool, Task(edge_case_models.tiny), plan)
 
 
-@pytest.mark.parametrize("plan", [*PLANS, "dp=4 zero=3", "dp=4 zero=3 prefetch=9 gathered=step"])
+@pytest.mark.parametrize("plan", [*PLANS, "dp=4 zero=3", "dp=4 zero=3 prefetch=9 reshard=step"])
 def test_units_of_unequal_size_train_the_same(pool: Pool, plan: str) -> None:
     check_parity(pool, Task(edge_case_models.uneven), plan)
 

@@ -24,7 +24,7 @@ STAGES = [
     "dp=2 micro=3 zero=1",
     "dp=2 micro=3 zero=2",
     "dp=2 micro=3 zero=3",
-    "dp=2 micro=3 zero=3 gathered=step prefetch=2 accumulate=whole",
+    "dp=2 micro=3 zero=3 reshard=step prefetch=2 accumulate=unsharded",
 ]
 every_stage = pytest.mark.parametrize("plan", STAGES)
 STEPS = 3
@@ -224,7 +224,7 @@ def _one_step(plan: str, build: Any = programs.llama) -> Any:
         (_two_forwards_two_backwards, 2),
     ],
 )
-@pytest.mark.parametrize("words", ["zero=1", "zero=2", "zero=3", "zero=3 prefetch=2 gathered=step"])
+@pytest.mark.parametrize("words", ["zero=1", "zero=2", "zero=3", "zero=3 prefetch=2 reshard=step"])
 def test_a_loop_of_ones_own_has_the_steps_gradients(pool: Pool, words: str, loop: Any, micro: int) -> None:
     ours = pool.run(loop, 2, f"dp=2 {words} micro={micro} precision=fp64")[0]
     plain = pool.run(_one_step, 1, "dp=1 precision=fp64")[0]
@@ -235,7 +235,7 @@ def test_a_loop_of_ones_own_has_the_steps_gradients(pool: Pool, words: str, loop
 # --- what must not reach the weights
 
 
-@pytest.mark.parametrize("words", ["zero=1", "zero=3", "zero=3 prefetch=0", "zero=3 gathered=step"])
+@pytest.mark.parametrize("words", ["zero=1", "zero=3", "zero=3 prefetch=0", "zero=3 reshard=step"])
 def test_looking_before_backward_leaves_weights_that_are_used_elsewhere(pool: Pool, words: str) -> None:
     """The head reads the embedding's weight, which no hook of the embedding announces in backward."""
     build = edge_case_models.borrowed
@@ -312,9 +312,9 @@ def _refused(change: Any, plan: str) -> str:
 )
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2 precision=bf16", *STAGES[:3], "dp=2 zero=3 precision=bf16"])
 def test_parameters_changed_behind_the_engines_back_are_refused(pool: Pool, plan: str, change: Any) -> None:
-    for letter in pool.run(_refused, 2, change, plan):
-        assert "\n  given   : " in letter
-        assert "\n  try     : " in letter
+    for message in pool.run(_refused, 2, change, plan):
+        assert "\n  given   : " in message
+        assert "\n  try     : " in message
 
 
 # --- buffers

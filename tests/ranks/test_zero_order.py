@@ -95,7 +95,7 @@ def check(pool: Pool, build: Any, plan: str, ranks: int, micro: int = 1) -> None
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_a_block_that_one_rank_skips_makes_nobody_wait_in_a_circle(pool: Pool, prefetch: int) -> None:
     check(pool, skips_deep, f"dp=2 zero=3 prefetch={prefetch}", 2)
-    check(pool, skips_deep, f"dp=3 zero=3 prefetch={prefetch} gathered=step", 3)
+    check(pool, skips_deep, f"dp=3 zero=3 prefetch={prefetch} reshard=step", 3)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,9 @@ def test_replicas_of_which_some_skip_a_block_stay_the_same(pool: Pool, plan: str
     check(pool, skips, plan, int(plan[3]))
 
 
-@pytest.mark.parametrize("words", ["", "accumulate=whole", "accumulate=whole gathered=step", "prefetch=0"])
+@pytest.mark.parametrize(
+    "words", ["", "accumulate=unsharded", "accumulate=unsharded reshard=step", "prefetch=0"]
+)
 @pytest.mark.parametrize("build", [backwards, deep_tied])
 def test_gradients_that_come_long_after_a_units_last_use_are_counted(
     pool: Pool, build: Any, words: str
@@ -121,8 +123,8 @@ def _refused_twice(plan: str) -> str:
 
 @pytest.mark.parametrize("words", ["", "zero=1", "zero=2", "zero=3"])
 def test_two_gradients_in_one_backward_are_refused(pool: Pool, words: str) -> None:
-    for letter in pool.run(_refused_twice, 2, f"dp=2 {words} precision=fp64"):
-        assert "two gradients in one backward" in letter
+    for message in pool.run(_refused_twice, 2, f"dp=2 {words} precision=fp64"):
+        assert "two gradients in one backward" in message
 
 
 def _stray(plan: str) -> Any:
@@ -148,7 +150,7 @@ def _evaluates_unevenly(plan: str) -> Any:
     return result.num_tokens, engine.step(programs.share_of(batch, engine)).skipped
 
 
-@pytest.mark.parametrize("words", ["zero=1", "zero=3", "zero=3 gathered=step"])
+@pytest.mark.parametrize("words", ["zero=1", "zero=3", "zero=3 reshard=step"])
 def test_ranks_may_evaluate_shares_of_other_sizes(pool: Pool, words: str) -> None:
     plain = pool.run(_evaluates_unevenly, 2, "dp=2 micro=3 precision=fp64")
     assert pool.run(_evaluates_unevenly, 2, f"dp=2 micro=3 {words} precision=fp64") == plain
@@ -247,7 +249,7 @@ def _letters(plan: str) -> list[str]:
 @pytest.mark.parametrize("words", ["", "zero=3"])
 def test_what_is_no_batch_no_loss_or_a_change_of_mind_gets_a_letter(pool: Pool, words: str) -> None:
     for letters in pool.run(_letters, 2, f"dp=2 {words} precision=fp32"):
-        assert all("\n  given   : " in letter for letter in letters)
+        assert all("\n  given   : " in message for message in letters)
 
 
 def _expanded_buffer(plan: str) -> float:
@@ -291,5 +293,5 @@ def _different_digests(plan: str) -> str:
 
 
 def test_ranks_that_gathered_different_parameters_are_told(pool: Pool) -> None:
-    for letter in pool.run(_different_digests, 2, "dp=2 zero=3"):
-        assert "gathered different parameters" in letter
+    for message in pool.run(_different_digests, 2, "dp=2 zero=3"):
+        assert "gathered different parameters" in message

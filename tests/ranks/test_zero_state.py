@@ -40,10 +40,10 @@ def _memory(plan: str, build: Any = programs.wide_llama) -> Any:
         "dp=2 zero=1 micro=3",
         "dp=2 zero=2",
         "dp=4 zero=2 micro=3",
-        "dp=2 zero=2 micro=3 accumulate=whole",
+        "dp=2 zero=2 micro=3 accumulate=unsharded",
         "dp=2 zero=3",
         "dp=4 zero=3 micro=3 prefetch=0",
-        "dp=2 zero=3 micro=3 gathered=step accumulate=whole",
+        "dp=2 zero=3 micro=3 reshard=step accumulate=unsharded",
         "dp=4 zero=3 shard=2 prefetch=2 recompute=full",
     ],
 )
@@ -51,10 +51,10 @@ def test_bytes_of_model_state_are_foretold_within_2_percent(pool: Pool, words: s
     """For the rank that holds most; where a rank's range ends in padding it may hold less."""
     ranks = pool.run(_memory, int(words[3]), f"{words} precision={precision}")
     for category in MODEL_STATE:
-        foretold = [getattr(predicted, category) for predicted, _, _ in ranks]
+        estimated = [getattr(predicted, category) for predicted, _, _ in ranks]
         held = [getattr(measured, category) for _, measured, _ in ranks]
-        assert max(held) == pytest.approx(max(foretold), rel=0.02), category
-        assert all(mine <= 1.02 * said for mine, said in zip(held, foretold, strict=True)), category
+        assert max(held) == pytest.approx(max(estimated), rel=0.02), category
+        assert all(mine <= 1.02 * said for mine, said in zip(held, estimated, strict=True)), category
     for predicted, measured, _ in ranks:
         assert measured.buffers == predicted.buffers
 
@@ -136,7 +136,7 @@ def test_parameters_in_use_are_few_units_at_a_time(pool: Pool, prefetch: int, pr
     """The unit in use, the one before it, those ahead and two whose gradients travel, of 12 and two ends."""
     plan = f"dp=2 zero=3 prefetch={prefetch} precision={precision}"
     _, measured, num_elements = pool.over("gloo").run(_memory, 2, plan, _deep)[0]
-    _, kept, _ = pool.over("gloo").run(_memory, 2, f"dp=2 zero=3 gathered=step precision={precision}", _deep)[
+    _, kept, _ = pool.over("gloo").run(_memory, 2, f"dp=2 zero=3 reshard=step precision={precision}", _deep)[
         0
     ]
     compute = 2 if precision == "bf16" else 4
@@ -229,7 +229,7 @@ def test_state_saved_under_any_plan_goes_on_under_any_other(pool: Pool, task: st
         "dp=2 zero=2 micro=3",
         "dp=2 zero=3 micro=3",
         "dp=4 zero=3 shard=2",
-        "dp=2 zero=3 gathered=step",
+        "dp=2 zero=3 reshard=step",
     ],
 )
 @pytest.mark.parametrize("task", ["llama", "branches"])

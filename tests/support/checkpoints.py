@@ -12,7 +12,7 @@ from torch import Tensor
 from plait import checkpoint
 from plait.checkpoint import Saver, place_of
 from plait.comm import World
-from plait.parallel import Kept
+from plait.parallel import StateShard
 
 FACTS = {"tokens": 77, "model": {"config": {"hidden_size": 4}}, "data": "ab12"}
 FILE = "rank-00000.0.safetensors"
@@ -32,7 +32,7 @@ def some_tensors(seed: int = 0) -> dict[str, Tensor]:
 
 def save(directory: Path, step: int, tensors: Mapping[str, Tensor], **how: Any) -> Path:
     saver = Saver(directory, World.alone(torch.device("cpu")), **how)
-    saver.save(step, [Kept.whole(*each) for each in tensors.items()], FACTS)
+    saver.save(step, [StateShard.whole(*each) for each in tensors.items()], FACTS)
     saver.finish()
     return place_of(directory, step)
 

@@ -23,9 +23,9 @@ FACTORS = {
         "chunks": "1 2",
         "zero": "0 1 2 3",
         "shard": "all half one",  # of dp: one copy over all data ranks, two copies, or one on each
-        "accumulate": "whole cut",
+        "accumulate": "unsharded sharded",
         "prefetch": "0 1 2",
-        "gathered": "use step",
+        "reshard": "use step",
         "algorithm": "auto naive ring halving tree two-level",
         "offload": "none cpu disk",
         "recompute": "none full selective every=2",
@@ -36,7 +36,7 @@ FACTORS = {
     }.items()
 }
 OF_THE_PLAN = (
-    *("pp", "dp", "tp", "sp", "zero", "accumulate", "prefetch", "gathered"),
+    *("pp", "dp", "tp", "sp", "zero", "accumulate", "prefetch", "reshard"),
     *("algorithm", "offload", "recompute", "micro"),
 )
 LEAST_RANKS, MOST_RANKS = 2, 8
@@ -102,7 +102,7 @@ def _applying(case: Case) -> Case | None:
         "shard": zero == 0 or dp == 1,
         "accumulate": zero < 2,
         "prefetch": zero < 3,
-        "gathered": zero < 3,
+        "reshard": zero < 3,
         "algorithm": dp == 1,
     }
     return {factor: option for factor, option in case.items() if not left_out.get(factor)}

@@ -29,7 +29,7 @@ DATA_FACTORS = {
     "schedule": "gpipe 1f1b interleaved bfs zb-h1 zbv dualpipev",
     "zero": "0 1 2 3",
     "shard": "all one",  # of two data ranks: one copy over both, or one on each
-    "accumulate": "whole cut",
+    "accumulate": "unsharded sharded",
     "offload": "none cpu",
     "recompute": "none full",
     "transport": "host gloo",

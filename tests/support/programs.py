@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import plait
-from plait.comm import Group, Pending, SumOfParts, connect
+from plait.comm import Group, PartialReduceWork, Work, connect
 from plait.models import causal_lm_on_meta
 
 SEQUENCES, LENGTH, VOCABULARY, STEPS = 12, 16, 61, 4
@@ -235,18 +235,18 @@ def deaf(*verbs: str) -> Iterator[None]:
         yield
 
 
-def _reduce_deaf(tensor: Tensor, group: Group, *_: Any, **__: Any) -> Pending:
-    return Pending()
+def _reduce_deaf(tensor: Tensor, group: Group, *_: Any, **__: Any) -> Work:
+    return Work()
 
 
-def _gather_deaf(out: Tensor, piece: Tensor, group: Group, *_: Any, **__: Any) -> Pending:
+def _gather_deaf(out: Tensor, piece: Tensor, group: Group, *_: Any, **__: Any) -> Work:
     mine = piece.clone()  # it may be a view of `out`
     out.zero_().view(group.size, -1)[group.rank].copy_(mine)
-    return Pending()
+    return Work()
 
 
-def _scatter_deaf(whole: Tensor, group: Group, *_: Any, **__: Any) -> SumOfParts:
-    return SumOfParts([whole.view(group.size, -1)[group.rank]], Pending())
+def _scatter_deaf(whole: Tensor, group: Group, *_: Any, **__: Any) -> PartialReduceWork:
+    return PartialReduceWork([whole.view(group.size, -1)[group.rank]], Work())
 
 
 def _all_reduce_deaf(*_: Any, **__: Any) -> None:

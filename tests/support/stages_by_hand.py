@@ -7,19 +7,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from plait.models import StageModule, blocks_of, cut_stage, forward_inputs, plan_stages
-from plait.plan.stages import StageCut
+from plait.models import StageModule, blocks_of, forward_inputs, plan_stages, split_stage
+from plait.plan.stages import StageAssignment
 
 CPU = torch.device("cpu")
 
 Batches = Sequence[Mapping[str, Tensor]]
 
 
-def stages_of(model: nn.Module, num_stages: int, **how: Any) -> tuple[StageCut, list[StageModule]]:
+def stages_of(model: nn.Module, num_stages: int, **how: Any) -> tuple[StageAssignment, list[StageModule]]:
     """`how`: `blocks` and `given`, where they are not the model's own."""
     blocks = blocks_of(model, how.pop("blocks", None))
     cut = plan_stages(model, blocks, num_stages, **how)
-    return cut, [cut_stage(model, blocks, cut, stage, device=CPU) for stage in range(num_stages)]
+    return cut, [split_stage(model, blocks, cut, stage, device=CPU) for stage in range(num_stages)]
 
 
 def whole(model: nn.Module, batches: Batches, loss: Any) -> tuple[Tensor, dict[str, Tensor | None]]:

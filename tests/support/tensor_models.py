@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from plait.models import blocks_of, causal_lm_on_meta, tensor_plan
-from plait.plan.sharding import ParameterCut, TensorPlan
+from plait.plan.sharding import ParamSharding, TPPlan
 
 LENGTH = 7  # tokens of a sequence
 
@@ -70,15 +70,15 @@ def small(name: str, **more: Any) -> PreTrainedModel:
 
 def plan_of(
     model: nn.Module, rows: int, cols: int, *, sequence: bool = False, given: dict[str, str] | None = None
-) -> TensorPlan:
+) -> TPPlan:
     return tensor_plan(model, rows, cols, sequence=sequence, blocks=blocks_of(model), given=given)
 
 
-def places(plan: TensorPlan) -> Iterator[tuple[int, int]]:
+def places(plan: TPPlan) -> Iterator[tuple[int, int]]:
     return itertools.product(range(plan.rows), range(plan.cols))
 
 
-def piece(whole: Tensor, cut: ParameterCut, row: int, col: int) -> Tensor:
+def piece(whole: Tensor, cut: ParamSharding, row: int, col: int) -> Tensor:
     """What the rank at this place holds of a parameter."""
     for dim, ranges in enumerate(cut.ranges(whole.shape, row, col)):
         whole = torch.cat([whole.narrow(dim, start, stop - start) for start, stop in ranges], dim)

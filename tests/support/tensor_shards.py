@@ -8,25 +8,25 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from plait.comm import Call, Mesh, Pending, Transport, Verb, all_reduce, connect
-from plait.parallel.tensor import TensorGroups, cut_layers
+from plait.comm import Call, Mesh, OpType, Transport, Work, all_reduce, connect
+from plait.parallel.tensor import TensorGroups, apply_tp_plan
 from plait.plan import Grid
-from plait.plan.sharding import DimCut, LayerCut, TensorPlan
+from plait.plan.sharding import DimSharding, LayerSharding, TPPlan
 
 GRIDS = [(1, 1), (1, 2), (2, 1), (1, 3), (3, 1), (1, 4), (4, 1), (2, 2), (2, 3)]
-Cuts = tuple[DimCut | None, ...]
+Cuts = tuple[DimSharding | None, ...]
 
 
-def even(axis: str, size: int, ranks: int) -> DimCut:
+def even(axis: str, size: int, ranks: int) -> DimSharding:
     """Consecutive pieces, the first ones longer where `size` does not divide."""
     return packed(axis, size, 1, ranks)
 
 
-def packed(axis: str, part: int, parts: int, ranks: int) -> DimCut:
+def packed(axis: str, part: int, parts: int, ranks: int) -> DimSharding:
     """Every rank has a piece of each of `parts` parts that lie one after the other."""
     lengths = [part // ranks + (rank < part % ranks) for rank in range(ranks)]
     starts = [sum(lengths[:rank]) for rank in range(ranks)]
-    return DimCut(
+    return DimSharding(
         axis,
         tuple(
             tuple((k * part + start, k * part + start + length) for k in range(parts))
@@ -54,15 +54,15 @@ class _Silent:
         self._place = place
 
     def run(self, call: Call) -> None:
-        if call.verb is Verb.ALL_GATHER:
+        if call.verb is OpType.ALL_GATHER:
             own = call.given.clone()
             call.taken.zero_()[self._place * own.numel() :][: own.numel()] = own
-        elif call.verb is Verb.REDUCE_SCATTER:
+        elif call.verb is OpType.REDUCE_SCATTER:
             call.taken.copy_(call.given[self._place * call.taken.numel() :][: call.taken.numel()])
 
-    def start(self, call: Call) -> Pending:
+    def start(self, call: Call) -> Work:
         self.run(call)
-        return Pending()
+        return Work()
 
 
 def recorded(groups: TensorGroups, log: list[str]) -> TensorGroups:
@@ -85,10 +85,10 @@ class _Recorder:
         self._log.append(f"{call.verb.value} {self._axis}")
         self._link.run(call)
 
-    def start(self, call: Call) -> Pending:
+    def start(self, call: Call) -> Work:
         assert self._link is not None
         self._log.append(f"start {call.verb.value} {self._axis}")
-        return Pending(
+        return Work(
             self._link.start(call).wait, lambda: self._log.append(f"end {call.verb.value} {self._axis}")
         )
 
@@ -138,7 +138,7 @@ class Case:
 
     module: nn.Module
     x: Tensor
-    layers: list[LayerCut]
+    layers: list[LayerSharding]
     parameters: dict[str, Cuts] = field(default_factory=dict)
     inp: Cuts = ()
     out: Cuts = ()
@@ -150,9 +150,9 @@ class Case:
     def cut(self, groups: TensorGroups) -> nn.Module:
         module = copy.deepcopy(self.module)
         localise(module, groups, self.parameters)
-        plan = TensorPlan(groups.row.size, groups.col.size, tuple(self.layers), **self.plan)
+        plan = TPPlan(groups.row.size, groups.col.size, tuple(self.layers), **self.plan)
         blocks = [(name, module.get_submodule(name)) for name in self.blocks]
-        cut_layers(module, plan, groups, blocks, sequence=self.sequence)
+        apply_tp_plan(module, plan, groups, blocks, sequence=self.sequence)
         return module
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from plait.models import blocks_of
 from plait.parallel.tensor import take_own_heads
-from plait.plan.sharding import DimCut, LayerCut, Range, Style, TensorPlan, split
+from plait.plan.sharding import DimSharding, LayerSharding, Range, Style, TPPlan, split
 from support.tensor_models import LENGTH, loss_of, piece, places
 
 Gradients = dict[str, Tensor]
@@ -161,7 +161,7 @@ class Layer:
     tokens: whole; cut; or pure: cut, and its region sums the gradient of its input
     """
 
-    cut: LayerCut
+    cut: LayerSharding
     module: nn.Module
     parent: nn.Module
     rows: Line
@@ -186,7 +186,7 @@ class Layer:
         if cut.style is Style.EXPERTS:
             args = tuple(_Sum.apply(a, self.cols, False) if a.is_floating_point() else a for a in args)
             return _Sum.apply(self.inner(_Sum.apply(x, self.cols, False), *args, **kwargs), self.cols, True)
-        if cut.style is Style.LATENT:
+        if cut.style is Style.MLA_LATENT:
             found, rotary = self.inner(x), self.parent.qk_rope_head_dim
             return torch.cat([found[..., :-rotary], _Sum.apply(found[..., -rotary:], self.cols, False)], -1)
         return self._with_whole_features(x, *args, **kwargs)
@@ -206,17 +206,17 @@ class Layer:
         return x if self.module.bias is None else x + self.module.bias
 
 
-def _gather(x: Tensor, along: DimCut | None, line: Line, gathers: bool) -> Tensor:
+def _gather(x: Tensor, along: DimSharding | None, line: Line, gathers: bool) -> Tensor:
     return x if along is None else _Gather.apply(x, along.ranges, line, gathers)
 
 
-def stays_whole(model: nn.Module, plan: TensorPlan) -> set[int]:
+def stays_whole(model: nn.Module, plan: TPPlan) -> set[int]:
     """The ids of the parameters that keep whole weights here."""
     kept = [cut.module for cut in plan.layers if cut.head or cut.style in (Style.VOCABULARY, Style.NORM)]
     return {id(p) for name in kept for p in model.get_submodule(name).parameters()}
 
 
-def rank_of(model: nn.Module, plan: TensorPlan, rows: Line, cols: Line, *, sequence: bool) -> nn.Module:
+def rank_of(model: nn.Module, plan: TPPlan, rows: Line, cols: Line, *, sequence: bool) -> nn.Module:
     """The model as a rank holds it."""
     local = copy.deepcopy(model)
     kept, cuts = stays_whole(local, plan), {cut.name: cut for cut in plan.parameters}
@@ -228,7 +228,7 @@ def rank_of(model: nn.Module, plan: TensorPlan, rows: Line, cols: Line, *, seque
         setattr(local.get_submodule(module), key, values[cols.place])
     take_own_heads(local, plan, cols.place)
     for cut in plan.layers:
-        if cut.style not in (Style.TABLE, Style.HEAD_NORM):
+        if cut.style not in (Style.FEATURE_EMBEDDING, Style.PER_HEAD_NORM):
             layer = local.get_submodule(cut.module)
             around = local.get_submodule(cut.module.rpartition(".")[0])
             region = next((r for r in plan.regions if f"{cut.module}.".startswith(f"{r}.")), None)
@@ -239,7 +239,7 @@ def rank_of(model: nn.Module, plan: TensorPlan, rows: Line, cols: Line, *, seque
     return local
 
 
-def _cut_tokens(local: nn.Module, plan: TensorPlan, cols: Line) -> None:
+def _cut_tokens(local: nn.Module, plan: TPPlan, cols: Line) -> None:
     for name in plan.regions:
         region = local.get_submodule(name)
         region.forward = Stream(region.forward, cols, True, sums=name in plan.pure)
@@ -249,7 +249,7 @@ def _cut_tokens(local: nn.Module, plan: TensorPlan, cols: Line) -> None:
 
 
 def trained(
-    model: nn.Module, plan: TensorPlan, tokens: Tensor, *, sequence: bool = False
+    model: nn.Module, plan: TPPlan, tokens: Tensor, *, sequence: bool = False
 ) -> dict[tuple[int, int], tuple[float, Gradients]]:
     """Loss and gradients by parameter of every rank, parts not yet summed."""
     over_cols = [Exchange(plan.cols) for _ in range(plan.rows)]

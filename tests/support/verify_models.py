@@ -18,29 +18,29 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # for ranks that `plait veri
 
 from plait.comm import connect
 from plait.models import causal_lm_on_meta
-from plait.verify import Job, Source, Subject, Verdict
+from plait.verify import Case, ModelSource, ModelSpec, Verdict
 from plait.verify.tiny_config import shrunk
 from plait.verify.worker import Verifier
 from support import pipeline_models, programs
 
 DEAF_BLOCK = 1
 DEAF_LAYER = f"model.layers.{DEAF_BLOCK}."
-LLAMA = Source(config=shrunk({"model_type": "llama"}, 3))
-TIED_LLAMA = Source(config=shrunk({"model_type": "llama", "tie_word_embeddings": True}, 4))
+LLAMA = ModelSource(config=shrunk({"model_type": "llama"}, 3))
+TIED_LLAMA = ModelSource(config=shrunk({"model_type": "llama", "tie_word_embeddings": True}, 4))
 
 
 def verify_on_ranks(
-    source: Source, plan: str, mutation: str = "", dtype: str = "float64", samples: int = 8
+    source: ModelSource, plan: str, mutation: str = "", dtype: str = "float64", samples: int = 8
 ) -> Verdict | None:
     """On every rank of the plan; the verdict is the first one's."""
-    job = Job(source, f"{plan} precision={_PRECISION[dtype]}", dtype, 3, samples, 12, 0)
+    job = Case(source, f"{plan} precision={_PRECISION[dtype]}", dtype, 3, samples, 12, 0)
     with MUTATIONS[mutation]() if mutation else nullcontext(), tempfile.TemporaryDirectory() as folder:
         return Verifier().run(job, connect(), Path(folder))
 
 
-def verify_twice(source: Source, plan: str) -> None:
+def verify_twice(source: ModelSource, plan: str) -> None:
     """By one verifier, which keeps what it knows of the first time."""
-    job, verifier = Job(source, f"{plan} precision=fp64", "float64", 1, 4, 8, 0), Verifier()
+    job, verifier = Case(source, f"{plan} precision=fp64", "float64", 1, 4, 8, 0), Verifier()
     for _ in range(2):
         verifier.run(job, connect(), Path())
 
@@ -51,18 +51,18 @@ _PRECISION = {"float64": "fp64", "float32": "fp32", "bf16": "bf16"}
 # --- models of a user's own
 
 
-def pair() -> Subject:
+def pair() -> ModelSpec:
     """A plain module, on meta, whose blocks pass two tensors."""
-    return Subject(functools.partial(pipeline_models.pair, layers=4), _tokens, programs.summed_loss)
+    return ModelSpec(functools.partial(pipeline_models.pair, layers=4), _tokens, programs.summed_loss)
 
 
-def with_values() -> Subject:
-    return Subject(_seeded, _tokens, programs.summed_loss)
+def with_values() -> ModelSpec:
+    return ModelSpec(_seeded, _tokens, programs.summed_loss)
 
 
-def of_every_build_another() -> Subject:
+def of_every_build_another() -> ModelSpec:
     build = functools.partial(pipeline_models.pair, layers=2, on_meta=False)
-    return Subject(build, _tokens, programs.summed_loss)
+    return ModelSpec(build, _tokens, programs.summed_loss)
 
 
 def llama() -> nn.Module:
@@ -70,7 +70,7 @@ def llama() -> nn.Module:
     return causal_lm_on_meta({**LLAMA.config, "attention_dropout": 0.5})
 
 
-def of_numbers() -> Subject:
+def of_numbers() -> ModelSpec:
     """What it is given are numbers in float32."""
 
     def batch(step: int, samples: int) -> dict[str, Tensor]:
@@ -80,7 +80,7 @@ def of_numbers() -> Subject:
     def loss(outputs: Tensor, batch: Any) -> tuple[Tensor, int]:
         return (outputs - batch["labels"]).square().sum(), outputs.numel()
 
-    return Subject(lambda: nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]), batch, loss)
+    return ModelSpec(lambda: nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]), batch, loss)
 
 
 def no_model() -> int:

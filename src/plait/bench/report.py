@@ -19,8 +19,8 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from plait.bench.collectives import Measurement, Row
-from plait.plan.cost_model import VERBS, Line, algorithm_bandwidth, bus_bandwidth, fit
-from plait.plan.host_profile import HostProfile, Measured
+from plait.plan.cost_model import VERBS, LatencyFit, algorithm_bandwidth, bus_bandwidth, fit
+from plait.plan.host_profile import HostProfile, ProfileEntry
 
 
 def machine() -> dict[str, Any]:
@@ -38,12 +38,12 @@ def _cpu_model() -> str:
     return platform.processor()
 
 
-Lines = Mapping[Measured, Line]
+Lines = Mapping[ProfileEntry, LatencyFit]
 
 
 def lines_of(measurement: Measurement) -> Lines:
     """The line of each verb and storage, where several sizes were measured."""
-    points: dict[Measured, list[tuple[int, float]]] = {}
+    points: dict[ProfileEntry, list[tuple[int, float]]] = {}
     for row in measurement.rows:
         points.setdefault(_what(measurement, row), []).append((row.num_bytes, row.median_s))
     return {what: line for what, found in points.items() if (line := fit(found)) is not None}
@@ -126,8 +126,10 @@ def draw(measurement: Measurement, picture: Path) -> None:
     figure.savefig(picture, dpi=120)
 
 
-def _what(measurement: Measurement, row: Row) -> Measured:
-    return Measured(measurement.transport, row.verb, measurement.num_ranks, row.storage, measurement.dtype)
+def _what(measurement: Measurement, row: Row) -> ProfileEntry:
+    return ProfileEntry(
+        measurement.transport, row.verb, measurement.num_ranks, row.storage, measurement.dtype
+    )
 
 
 def _bandwidths(measurement: Measurement, row: Row) -> tuple[float, float]:

@@ -19,7 +19,7 @@ from plait.checkpoint.manifest import (
     read_manifest,
 )
 from plait.checkpoint.reader import Reader
-from plait.comm import World, raise_together
+from plait.comm import World, raise_on_all
 from plait.errors import CheckpointError
 
 _NONE = "not a checkpoint"
@@ -111,7 +111,7 @@ def open_together(path: Path, world: World) -> Checkpoint:
         found = open_checkpoint(path)
     except CheckpointError as error:
         problem = error
-    raise_together(problem, world.group, world.device)
+    raise_on_all(problem, world.group, world.device)
     assert found is not None, "no rank has a problem, nor the checkpoint"
     return found
 

@@ -37,7 +37,7 @@ def places(path: Path) -> list[Path]:
 
 
 @dataclass(frozen=True)
-class Kind:
+class TensorGroup:
     """Tensors with keys `name/...`."""
 
     name: str
@@ -57,7 +57,7 @@ class Contents:
     at: str
     bytes: int
     facts: Mapping[str, Any]
-    kinds: tuple[Kind, ...]
+    kinds: tuple[TensorGroup, ...]
     written: Mapping[str, int]
     files: Mapping[str, int]
 
@@ -85,10 +85,10 @@ class Contents:
         )
 
 
-def _kind(found: Checkpoint, name: str, keys: list[str]) -> Kind:
+def _kind(found: Checkpoint, name: str, keys: list[str]) -> TensorGroup:
     tensors = [found.manifest.tensors[key] for key in keys]
     elements = [math.prod(facts.shape) for facts in tensors]
-    return Kind(
+    return TensorGroup(
         name,
         tuple(sorted({facts.dtype for facts in tensors})),
         len(tensors),

@@ -30,7 +30,7 @@ from plait.checkpoint.manifest import (
     open_plain,
 )
 from plait.checkpoint.writer import BLOCK_BYTES, bytes_of
-from plait.comm import Group, all_reduce, raise_together
+from plait.comm import Group, all_reduce, raise_on_all
 from plait.errors import CheckpointError
 from plait.parallel import boxes_of, view_of
 from plait.plan import Box, Boxes
@@ -230,9 +230,9 @@ class Reader:
         """Raises CheckpointError, on every rank, for what was read and is not what was written: see [Note:
         how what is read is verified]. `copy`: the ranks that together read one copy of the state. `error`:
         what has kept this rank from reading all."""
-        raise_together(error, everyone, device)
+        raise_on_all(error, everyone, device)
         if self._has_sums:
-            raise_together(self._check_shared(copy, device), everyone, device)
+            raise_on_all(self._check_shared(copy, device), everyone, device)
 
     def _check_shared(self, group: Group, device: torch.device) -> CheckpointError | None:
         """One sum over the ranks, of all chunks' counts and remainders: all of them see the same."""

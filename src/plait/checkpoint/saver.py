@@ -37,15 +37,15 @@ from plait.checkpoint.directory import (
 )
 from plait.checkpoint.manifest import MANIFEST, Manifest, Part
 from plait.checkpoint.writer import write_part
-from plait.comm import World, broadcast, packed, raise_together, unpacked
+from plait.comm import World, broadcast, packed, raise_on_all, unpacked
 from plait.errors import CheckpointError
 from plait.fileio import sync_folder, write_text
-from plait.parallel import Kept
+from plait.parallel import StateShard
 
 _ALIGNMENT = 64
 _LOOK_S = 0.005
 _APPEARS_S = 60.0  # until another host sees a directory of a shared file system
-_Source = Callable[[Kept], Tensor]
+_Source = Callable[[StateShard], Tensor]
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class _Save:
 
     partial: Path
     step: int
-    kept: Sequence[Kept]
+    kept: Sequence[StateShard]
     source: _Source
     facts: dict[str, Any]
     score: float | None
@@ -82,7 +82,7 @@ class Saver:
         self._lock = contextlib.ExitStack()  # from a save's beginning to its end, on the first rank
 
     def save(
-        self, step: int, kept: Sequence[Kept], facts: Mapping[str, Any], *, score: float | None = None
+        self, step: int, kept: Sequence[StateShard], facts: Mapping[str, Any], *, score: float | None = None
     ) -> None:
         """Saves what the ranks keep as the checkpoint of `step`; see [Note: saving behind a step].
 
@@ -96,7 +96,7 @@ class Saver:
             raise CheckpointError("a checkpoint's facts are JSON", given=error) from error
         self.finish()
         partial = self._begin(step, sum(each.num_bytes for each in kept))
-        source = self._copied(kept) if self._background else Kept.cpu
+        source = self._copied(kept) if self._background else StateShard.cpu
         save = _Save(partial, step, kept, source, dict(facts), score)
         self._under_way = partial.name
         if self._background:
@@ -158,7 +158,7 @@ class Saver:
         broadcast(random, group)
         number = int(random.item())
         if number < 0:
-            raise_together(problem, group, device)
+            raise_on_all(problem, group, device)
         return self._partial(step, number)
 
     def _make(self, step: int, about_bytes: int) -> int:
@@ -176,7 +176,7 @@ class Saver:
     def _partial(self, step: int, number: int) -> Path:
         return self._folder / f"{place_of(self._folder, step).name}.tmp-{number:012x}"
 
-    def _copied(self, kept: Sequence[Kept]) -> _Source:
+    def _copied(self, kept: Sequence[StateShard]) -> _Source:
         """Copies of what is kept, in memory of our own."""
         ends = list(accumulate((_aligned(each.num_bytes) for each in kept), initial=0))
         if self._staging.numel() < ends[-1]:
@@ -282,7 +282,7 @@ class Saver:
                 warnings.warn(f"older checkpoints cannot be looked after: {error}", stacklevel=2)
 
 
-def staged_bytes(kept: Iterable[Kept]) -> int:
+def staged_bytes(kept: Iterable[StateShard]) -> int:
     """What a copy of it takes."""
     return sum(_aligned(each.num_bytes) for each in kept)
 

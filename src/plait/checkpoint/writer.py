@@ -16,7 +16,7 @@ from torch import Tensor
 from plait.checkpoint.crc32 import crc32
 from plait.checkpoint.manifest import Chunk, FileFacts, Part, TensorFacts
 from plait.checkpoint.safetensors_format import NAMES, Entry, header_text
-from plait.parallel import Kept, view_of
+from plait.parallel import StateShard, view_of
 from plait.plan import Box, runs
 
 CHUNK_BYTES = 16 * 2**20  # at most, and of at least one row
@@ -32,7 +32,7 @@ _BUFFER_BYTES = 2**18  # norms and biases go to the file together
 class _Placed:
     """A chunk to be: box `at` of rows of what is kept, which begin with element `row`."""
 
-    kept: Kept
+    kept: StateShard
     row: int  # counted from the first that is kept
     rows: Box
     at: Box
@@ -50,7 +50,10 @@ class _Placed:
 
 
 def write_part(
-    folder: Path, rank: int, kept: Sequence[Kept], source: Callable[[Kept], Tensor] = Kept.cpu
+    folder: Path,
+    rank: int,
+    kept: Sequence[StateShard],
+    source: Callable[[StateShard], Tensor] = StateShard.cpu,
 ) -> Part:
     """Writes what is kept into `rank-00003.0.safetensors`, and .1 and so on, on the disk when it returns.
     `source` gives what is in it, on the CPU. Raises OSError."""
@@ -59,7 +62,7 @@ def write_part(
     headers = [_header(chunks) for chunks in files]
     facts: dict[str, FileFacts] = {}
     sums: list[int] = []
-    held: tuple[Kept, Tensor] | None = None
+    held: tuple[StateShard, Tensor] | None = None
     for number, (chunks, header) in enumerate(zip(files, headers, strict=True)):
         name = f"rank-{rank:05d}.{number}.safetensors"
         with (folder / name).open("xb", buffering=_BUFFER_BYTES) as file:
@@ -109,7 +112,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(array)
 
 
-def _place(kept: Iterable[Kept]) -> Iterator[_Placed]:
+def _place(kept: Iterable[StateShard]) -> Iterator[_Placed]:
     """Where every chunk comes to lie; of the shapes alone."""
     file = offset = number = 0
     for each in kept:
@@ -156,7 +159,7 @@ def _header(chunks: Sequence[_Placed]) -> bytes:
 
 
 def _tensors(
-    kept: Iterable[Kept], placed: Sequence[_Placed], headers: Sequence[bytes], sums: Sequence[int]
+    kept: Iterable[StateShard], placed: Sequence[_Placed], headers: Sequence[bytes], sums: Sequence[int]
 ) -> dict[str, TensorFacts]:
     chunks: dict[str, list[Chunk]] = {each.key: [] for each in kept}
     for chunk, crc in zip(placed, sums, strict=True):

@@ -38,7 +38,7 @@ from plait.bench import (
     tables,
     to_json,
 )
-from plait.cli.common import Debug, check_picture, ends_with_letter, write_output
+from plait.cli.common import Debug, check_picture, report_errors, write_output
 from plait.cli.multirank import check_ranks, first_rank_first, told_by_one
 from plait.comm import TRANSPORTS, World, connect, launch_local
 from plait.comm.launch import end_with_parent
@@ -60,7 +60,7 @@ def _bench() -> None:
 
 
 @bench.command()
-@ends_with_letter
+@report_errors
 def collectives(
     backend: Annotated[str, typer.Option(help=f"The transport: {', '.join(TRANSPORTS)}.")] = "auto",
     ranks: Annotated[
@@ -116,7 +116,7 @@ def collectives(
 
 
 @bench.command()
-@ends_with_letter
+@report_errors
 def ddp(
     ranks: Annotated[
         int | None, typer.Option(help="Local ranks to start: by default 2.", show_default=False)

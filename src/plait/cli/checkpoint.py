@@ -22,7 +22,7 @@ from plait.checkpoint import (
     places,
     verified,
 )
-from plait.cli.common import USER_MISTAKE, Debug, ends_with_letter, show_letter
+from plait.cli.common import USER_MISTAKE, Debug, report_errors, show_error
 from plait.errors import CheckpointError, ConfigError
 from plait.train.export import Dtype
 from plait.train.export import convert as write
@@ -44,7 +44,7 @@ def _checkpoint() -> None:
 
 
 @checkpoint.command()
-@ends_with_letter
+@report_errors
 def verify(
     place: Place,
     every: Annotated[bool, typer.Option("--all", help="All of a run's, not the newest alone.")] = False,
@@ -57,7 +57,7 @@ def verify(
         try:
             seen = verified(open_checkpoint(path))
         except CheckpointError as error:  # the others are looked at all the same
-            show_letter(error, debug=debug)
+            show_error(error, debug=debug)
             is_whole = False
             continue
         speed = seen.bytes / max(seen.seconds, 1e-9) / 1e9
@@ -68,7 +68,7 @@ def verify(
 
 
 @checkpoint.command()
-@ends_with_letter
+@report_errors
 def show(
     place: Place,
     tensors: Annotated[bool, typer.Option("--tensors", help="Every tensor with its shape.")] = False,
@@ -96,7 +96,7 @@ def show(
 
 
 @checkpoint.command()
-@ends_with_letter
+@report_errors
 def diff(
     one: Place,
     other: Place,
@@ -116,7 +116,7 @@ def diff(
 
 
 @checkpoint.command()
-@ends_with_letter
+@report_errors
 def convert(
     place: Place,
     out: Annotated[Path, typer.Argument(help="A directory that does not exist yet.", show_default=False)],

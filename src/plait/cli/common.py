@@ -52,7 +52,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def ends_with_letter(command: Callable[P, R]) -> Callable[P, R]:
+def report_errors(command: Callable[P, R]) -> Callable[P, R]:
     """Turns a PlaitError into its letter, and Ctrl-C into one line. `debug=True` adds the traceback."""
 
     @functools.wraps(command)
@@ -60,7 +60,7 @@ def ends_with_letter(command: Callable[P, R]) -> Callable[P, R]:
         try:
             return command(*args, **kwargs)
         except PlaitError as error:
-            show_letter(error, debug=bool(kwargs.get("debug")))
+            show_error(error, debug=bool(kwargs.get("debug")))
             raise typer.Exit(USER_MISTAKE) from None
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
@@ -69,7 +69,7 @@ def ends_with_letter(command: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
-def show_letter(error: PlaitError, *, debug: bool = False) -> None:
+def show_error(error: PlaitError, *, debug: bool = False) -> None:
     if debug:
         traceback.print_exception(error)
-    print(error.letter(), file=sys.stderr, flush=True)
+    print(error.message(), file=sys.stderr, flush=True)

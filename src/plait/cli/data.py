@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from plait.cli.common import Debug, Sets, ends_with_letter
+from plait.cli.common import Debug, Sets, report_errors
 from plait.data import build as build_tokens
 from plait.train.config import read_recipe
 
@@ -18,7 +18,7 @@ def _data() -> None:
 
 
 @data.command()
-@ends_with_letter
+@report_errors
 def build(
     recipe: Annotated[Path, typer.Argument(help="A TOML file.", show_default=False)],
     sets: Sets = None,

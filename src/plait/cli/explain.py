@@ -6,17 +6,17 @@ from typing import Annotated
 import rich
 import typer
 
-from plait.cli.common import Debug, Sets, ends_with_letter, write_output
+from plait.cli.common import Debug, Sets, report_errors, write_output
 from plait.errors import ConfigError
 from plait.estimate.explain import Explanation
 from plait.fileio import check_places, write_json
 from plait.train.config import read_recipe
 from plait.train.explain import check_rank, cluster_of, cluster_of_run, explain_recipe, show, to_json
-from plait.train.measurements import Measured, read_measured
+from plait.train.measurements import Measurements, read_measured
 from plait.train.run import RunDir
 
 
-@ends_with_letter
+@report_errors
 def explain(
     recipe: Annotated[Path | None, typer.Argument(help="A TOML file.", show_default=False)] = None,
     plan: Annotated[str | None, typer.Option(help='Put a plan over the recipe\'s, e.g. "dp=4".')] = None,
@@ -54,7 +54,7 @@ def _of_recipe(
     return explain_recipe(recipe, cluster_of(recipe, host_size)), None
 
 
-def _of_run(path: Path, others: dict[str, object], host_size: int | None) -> tuple[Explanation, Measured]:
+def _of_run(path: Path, others: dict[str, object], host_size: int | None) -> tuple[Explanation, Measurements]:
     """A run has the plan that it had."""
     given = [name for name, value in others.items() if value]
     if given:

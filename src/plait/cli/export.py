@@ -5,13 +5,13 @@ from typing import Annotated
 
 import typer
 
-from plait.cli.common import Debug, Run, ends_with_letter
+from plait.cli.common import Debug, Run, report_errors
 from plait.train.export import Dtype
 from plait.train.export import export as write
 from plait.train.run import RunDir
 
 
-@ends_with_letter
+@report_errors
 def export(
     run: Run,
     out: Annotated[Path, typer.Argument(help="A directory that does not exist yet.", show_default=False)],

@@ -4,12 +4,12 @@ from typing import Annotated
 
 import typer
 
-from plait.cli.common import Debug, Run, ends_with_letter
+from plait.cli.common import Debug, Run, report_errors
 from plait.train.export import generate as write
 from plait.train.run import RunDir
 
 
-@ends_with_letter
+@report_errors
 def generate(
     run: Run,
     prompt: Annotated[str, typer.Option(help="How the text begins.")] = "",

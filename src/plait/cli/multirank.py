@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from plait.cli.common import LOST_RANK, USER_MISTAKE, show_letter
+from plait.cli.common import LOST_RANK, USER_MISTAKE, show_error
 from plait.comm import World
 from plait.errors import CommError, PlaitError, PlanError
 
@@ -49,7 +49,7 @@ def told_by_one(work: Callable[[], int], world: World, *, debug: bool) -> int:
         teller.start()
         teller.join(_STORE_ANSWERS_S)
         if teller.is_alive():
-            show_letter(error, debug=debug)
+            show_error(error, debug=debug)
             os._exit(LOST_RANK)  # the thread is in the store's hands, and would keep the process from ending
         return LOST_RANK
     world.close()
@@ -65,6 +65,6 @@ def _tell(error: PlaitError, world: World, *, debug: bool) -> None:
     except CommError:  # nobody to agree with
         is_ours = True
     if is_ours:
-        show_letter(error, debug=debug)
+        show_error(error, debug=debug)
         with contextlib.suppress(CommError):
             world.announce(_LETTER_SHOWN)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from plait.cli.common import Debug, check_picture, ends_with_letter, write_output
+from plait.cli.common import Debug, check_picture, report_errors, write_output
 from plait.cli.schedule_plot import draw_html, draw_png
 from plait.cli.schedule_table import figures_table, grid, ranks_table
 from plait.errors import ConfigError
@@ -28,7 +28,7 @@ def _time(what: str) -> Any:
     return typer.Option(help=f"Time of {what}.", show_default=False)
 
 
-@ends_with_letter
+@report_errors
 def schedule(
     name: Annotated[
         str | None, typer.Argument(help=f"{_NAMES}. By default the trace's.", show_default=False)

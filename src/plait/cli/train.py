@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from plait.cli.common import CTRL_C, USER_MISTAKE, Debug, Run, Sets, ends_with_letter
+from plait.cli.common import CTRL_C, USER_MISTAKE, Debug, Run, Sets, report_errors
 from plait.cli.multirank import check_ranks, first_rank_first, told_by_one
 from plait.comm import World, connect, launch_local
 from plait.comm.launch import end_with_parent
@@ -21,7 +21,7 @@ from plait.train.trainer import train as train_on_this_rank
 _PREPARED = "plait: prepared"
 
 
-@ends_with_letter
+@report_errors
 def train(
     recipe: Annotated[
         Path, typer.Argument(help="A TOML file; with --resume also a run's directory.", show_default=False)
@@ -65,7 +65,7 @@ def train(
     raise typer.Exit(code)
 
 
-@ends_with_letter
+@report_errors
 def rank(run: Run, debug: Debug = False) -> None:
     """One rank of a run that `plait train` has prepared."""
     end_with_parent()

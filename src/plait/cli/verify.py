@@ -13,13 +13,23 @@ from rich.console import Console
 from torch.cuda import device_count
 from transformers.utils import logging
 
-from plait.cli.common import LOST_RANK, USER_MISTAKE, Debug, ends_with_letter, write_output
+from plait.cli.common import LOST_RANK, USER_MISTAKE, Debug, report_errors, write_output
 from plait.comm.launch import end_with_parent
 from plait.errors import ConfigError, PlaitError, PlanError
 from plait.fileio import check_places, write_json
 from plait.plan import Plan
 from plait.plan.schedule.load import schedule_of
-from plait.verify import PRECISIONS, How, Job, Outcome, Verdict, all_plans, check, serve, source_of
+from plait.verify import (
+    PRECISIONS,
+    Case,
+    Outcome,
+    Verdict,
+    WorkerOptions,
+    all_plans,
+    check,
+    parse_source,
+    serve,
+)
 from plait.verify import verify as verify_on_ranks
 from plait.verify.report import line, matrix, tables
 
@@ -39,7 +49,7 @@ class Device(StrEnum):
     cuda = "cuda"
 
 
-@ends_with_letter
+@report_errors
 def verify(
     model: Annotated[
         str,
@@ -80,15 +90,15 @@ def verify(
     asked = _plans(plan, plans, all_of, ranks)
     asked = [_in(dtype, one) for one in asked]
     stages = max(schedule_of(p.schedule, p.pp, p.micro, p.chunks).num_stages for p in asked)
-    source = source_of(model, layers=max(_LAYERS, stages), length=length, full=full)
+    source = parse_source(model, layers=max(_LAYERS, stages), length=length, full=full)
     on = _device(device, transport, max(p.num_ranks for p in asked))
     samples = 2 * lcm(*(p.dp * p.micro for p in asked))
-    jobs = [Job(source, str(p), dtype.value, steps, samples, length, seed, tolerance) for p in asked]
+    jobs = [Case(source, str(p), dtype.value, steps, samples, length, seed, tolerance) for p in asked]
     console = Console()
     if plan is not None:
         check(source.subject(), asked[0])
     with tempfile.TemporaryDirectory(prefix="plait-verify-") as folder:
-        how = How(on, transport, blame=plan is not None)
+        how = WorkerOptions(on, transport, blame=plan is not None)
         found = verify_on_ranks(jobs, Path(folder), how)
     if plan is not None:
         tables(found[0], console)
@@ -98,7 +108,7 @@ def verify(
     raise typer.Exit(_code(found))
 
 
-@ends_with_letter
+@report_errors
 def verify_rank(room: Path) -> None:
     """One rank of what `plait verify` has started, which tells the letters of its ranks."""
     end_with_parent()

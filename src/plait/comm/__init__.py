@@ -1,7 +1,7 @@
 """The only door to torch.distributed: the world, groups over grid axes, the verbs, the local launcher."""
 
 from plait.comm.algorithms import (
-    StepSums,
+    AlgorithmReduce,
     all_gather_by,
     all_reduce_by,
     broadcast_by,
@@ -39,34 +39,34 @@ from plait.comm.collectives import (
     start_scattered_sum,
     start_send,
 )
-from plait.comm.comm_thread import Background
-from plait.comm.compression import CODES, CodedSum, Compressor
+from plait.comm.comm_thread import CommThread
+from plait.comm.compression import CODECS, CompressedReduce, Compressor
 from plait.comm.launch import launch_local
 from plait.comm.mesh import Mesh
-from plait.comm.objects import packed, raise_together, text_of, unpacked
-from plait.comm.powersgd import FactoredSum
+from plait.comm.objects import packed, raise_on_all, text_of, unpacked
+from plait.comm.powersgd import PowerSGDReduce
 from plait.comm.shm.native_calls import sum_of_squares
 from plait.comm.topology import hosts_of
 from plait.comm.torch_backend import register_backend
-from plait.comm.transport import Call, Pending, Summing, SumOfParts, Transport, Verb
+from plait.comm.transport import Call, OpType, PartialReduceWork, ReduceWork, Transport, Work
 from plait.comm.world import TRANSPORTS, World, connect
 
 __all__ = [
-    "CODES",
+    "CODECS",
     "TRANSPORTS",
-    "Background",
+    "AlgorithmReduce",
     "Call",
-    "CodedSum",
+    "CommThread",
+    "CompressedReduce",
     "Compressor",
-    "FactoredSum",
     "Group",
     "Mesh",
-    "Pending",
-    "StepSums",
-    "SumOfParts",
-    "Summing",
+    "OpType",
+    "PartialReduceWork",
+    "PowerSGDReduce",
+    "ReduceWork",
     "Transport",
-    "Verb",
+    "Work",
     "World",
     "all_gather",
     "all_gather_by",
@@ -83,7 +83,7 @@ __all__ = [
     "is_direct",
     "launch_local",
     "packed",
-    "raise_together",
+    "raise_on_all",
     "receive",
     "reduce",
     "reduce_scatter",

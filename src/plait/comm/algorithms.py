@@ -20,7 +20,7 @@ from torch import Tensor
 
 from plait.comm.collectives import Group, check_op, start_receive, start_send
 from plait.comm.topology import hosts_of
-from plait.comm.transport import Pending, Summing, SumOfParts
+from plait.comm.transport import PartialReduceWork, ReduceWork, Work
 from plait.errors import CommError
 from plait.plan.collectives import (
     ALGORITHMS,
@@ -62,7 +62,7 @@ def run_steps(
     if scratch is None:
         scratch = flat.new_empty(scratch_numel(steps))
     for step in steps:
-        pendings: list[Pending] = []
+        pendings: list[Work] = []
         received: list[tuple[Tensor, Tensor]] = []
         at = 0
         for move in step:
@@ -150,7 +150,7 @@ def broadcast_by(
     _put_back(tensor, flat)
 
 
-class StepSums:
+class AlgorithmReduce:
     """Sums of flat CPU tensors over a group by one algorithm, beside computation."""
 
     def __init__(self, algorithm: str, group: Group, hosts: Hosts | None = None) -> None:
@@ -171,7 +171,7 @@ class StepSums:
 
     def start_sum(
         self, given: Tensor, *, scatter: bool, label: str = "", wide: torch.dtype | None = None
-    ) -> Summing:
+    ) -> ReduceWork:
         """As `start_scattered_sum` (`scatter`) and `start_exchange`; `given` may be overwritten until `into`.
 
         `wide`: the dtype to add in, and so to travel in; what is narrower is copied first.
@@ -179,17 +179,17 @@ class StepSums:
         flat = given if wide is None else given.to(wide)
         pending = self._start(flat, scatter=scatter, label=label)
         summed = _own_range(flat, self._group) if scatter else flat
-        return SumOfParts([summed], pending, 0 if flat is given else flat.nbytes)
+        return PartialReduceWork([summed], pending, 0 if flat is given else flat.nbytes)
 
-    def start_all_reduce(self, flat: Tensor, *, label: str = "") -> Pending:
+    def start_all_reduce(self, flat: Tensor, *, label: str = "") -> Work:
         """Sums flat tensors in place; every rank ends with the same bits."""
         return self._start(flat, scatter=False, label=label)
 
-    def _start(self, flat: Tensor, *, scatter: bool, label: str) -> Pending:
+    def _start(self, flat: Tensor, *, scatter: bool, label: str) -> Work:
         assert not flat.is_cuda, "the thread is not on the stream that makes the tensor"
         steps = self._steps(flat.numel(), scatter=scatter)
         if not steps:
-            return Pending()
+            return Work()
         assert self._group.background is not None, "a group that its world has not made"
         return self._group.background.submit(lambda: self._run(steps, flat, label))
 

@@ -20,21 +20,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from plait.comm.collectives import Group
-from plait.comm.comm_thread import Background
-from plait.comm.shm import Board, meet, open_group
+from plait.comm.comm_thread import CommThread
+from plait.comm.shm import Mailbox, meet, open_group
 from plait.comm.torch_backend import PlaitGroup
-from plait.comm.torch_transport import TorchLink
+from plait.comm.torch_transport import TorchTransport
 from plait.comm.transport import Transport
 from plait.errors import CommError, nearest
 
 BEHIND = ("auto", "host", "group")  # what may carry it: the best, shared memory, the process group itself
 
 _world = dist.distributed_c10d._world
-_links: "weakref.WeakKeyDictionary[dist.ProcessGroup, _Beside]" = weakref.WeakKeyDictionary()
-_backgrounds: "weakref.WeakKeyDictionary[dist.ProcessGroup, Background]" = weakref.WeakKeyDictionary()
+_links: "weakref.WeakKeyDictionary[dist.ProcessGroup, _ShmLink]" = weakref.WeakKeyDictionary()
+_backgrounds: "weakref.WeakKeyDictionary[dist.ProcessGroup, CommThread]" = weakref.WeakKeyDictionary()
 
 
-class _Beside:
+class _ShmLink:
     """What was opened beside a process group; None: its ranks do not share a host."""
 
     def __init__(self, link: Transport | None, why_not: str = "") -> None:
@@ -42,7 +42,7 @@ class _Beside:
         self.why_not = why_not
 
 
-def check_behind(transport: str) -> None:
+def check_attachable(transport: str) -> None:
     """Raises CommError if there is no such way."""
     if transport not in BEHIND:
         raise CommError(
@@ -53,13 +53,13 @@ def check_behind(transport: str) -> None:
         )
 
 
-class Behind:
+class AttachedGroup:
     """The ranks of a process group, in its order, and what carries their sums."""
 
     def __init__(self, handle: dist.ProcessGroup, device: torch.device, transport: str = "auto") -> None:
         """`transport`: "host": shared memory, for CPU tensors on one host; "group": the process group itself;
         "auto": the first where it can be. See [Note: a link beside the process group]."""
-        check_behind(transport)
+        check_attachable(transport)
         self.handle = handle
         self._device = device
         self._transport = transport
@@ -87,7 +87,7 @@ class Behind:
         models' sums keep one order."""
         if self.group.link is not None and self.group.background is None:
             if self.handle not in _backgrounds:
-                background = _backgrounds[self.handle] = Background(self._device)
+                background = _backgrounds[self.handle] = CommThread(self._device)
                 weakref.finalize(self.handle, background.close)
             self._group = replace(self.group, background=_backgrounds[self.handle])
         return self.group
@@ -132,35 +132,35 @@ def _group_of(handle: dist.ProcessGroup, device: torch.device, transport: str) -
                 expected="tensors on the CPU, and all ranks on one host",
                 hint="transport='auto', which takes the process group where memory is not shared",
             )
-    return Group(ranks, rank, TorchLink(handle, ranks, rank))
+    return Group(ranks, rank, TorchTransport(handle, ranks, rank))
 
 
-def _beside(handle: dist.ProcessGroup, device: torch.device) -> _Beside:
+def _beside(handle: dist.ProcessGroup, device: torch.device) -> _ShmLink:
     if device.type != "cpu":
-        return _Beside(None, f"tensors on {device.type}")
+        return _ShmLink(None, f"tensors on {device.type}")
     if handle not in _links:
         _links[handle] = _opened(handle)
     return _links[handle]
 
 
-def _opened(handle: dist.ProcessGroup) -> _Beside:
+def _opened(handle: dist.ProcessGroup) -> _ShmLink:
     name, store = _world.pg_map.get(handle, ("", None))
     if store is None or not (isinstance(handle, PlaitGroup) or _gloo_of(handle) is not None):
-        return _Beside(None, f"a process group over {name or 'a backend of its own'}")
+        return _ShmLink(None, f"a process group over {name or 'a backend of its own'}")
     size, rank = handle.size(), handle.rank()
-    over = TorchLink(handle, tuple(dist.get_process_group_ranks(handle)), rank)
+    over = TorchTransport(handle, tuple(dist.get_process_group_ranks(handle)), rank)
     neighbours, hosts, why_not = meet(rank, size, over, wanted=True)
     if neighbours is None or len(set(hosts)) > 1:
         if neighbours is not None:
             neighbours.close()
-        return _Beside(None, why_not or f"{len(set(hosts))} hosts")
-    board = Board.of(dist.PrefixStore("plait/beside", store))
+        return _ShmLink(None, why_not or f"{len(set(hosts))} hosts")
+    board = Mailbox.of(dist.PrefixStore("plait/beside", store))
     link = open_group(
         neighbours, tuple(range(size)), rank, board, neighbours.key, _timeout(handle), is_own=True
     )
     # Also where the program ends without destroying the process group: peers learn that this rank has left.
     weakref.finalize(handle, link.cut)
-    return _Beside(link)
+    return _ShmLink(link)
 
 
 def _gloo_of(handle: dist.ProcessGroup) -> Any:

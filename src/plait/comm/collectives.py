@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from plait.comm.comm_thread import Background
-from plait.comm.null_transport import DryLink
-from plait.comm.stats import Ledger, WaitClock
-from plait.comm.transport import Call, CountedSum, Pending, Summing, SumOfParts, Transport, Verb
+from plait.comm.comm_thread import CommThread
+from plait.comm.null_transport import NullTransport
+from plait.comm.stats import CommLog, WaitClock
+from plait.comm.transport import Call, CountedWork, OpType, PartialReduceWork, ReduceWork, Transport, Work
 from plait.errors import CommError
-from plait.plan.comm_log import Line
+from plait.plan.comm_log import CommKey
 
 OPS = ("sum", "mean", "max", "min")
 
@@ -29,10 +29,10 @@ class Group:
     ranks: tuple[int, ...]
     rank: int
     link: Transport | None  # None for a group of one, which needs no transport
-    background: Background | None = None  # where there is a transport
+    background: CommThread | None = None  # where there is a transport
     axes: tuple[str, ...] = field(default=(), compare=False)  # of the mesh, along which the ranks differ
     lane: str = field(default="", compare=False)
-    ledger: Ledger | None = field(default=None, compare=False)  # where what it says is written down
+    ledger: CommLog | None = field(default=None, compare=False)  # where what it says is written down
     clock: WaitClock = field(default_factory=WaitClock, compare=False)
 
     @property
@@ -47,36 +47,36 @@ class Group:
     @property
     def is_dry(self) -> bool:
         """Whether nobody is there: see `World.dry`."""
-        return isinstance(self.link, DryLink)
+        return isinstance(self.link, NullTransport)
 
     def note(self, verb: str, tensor: Tensor | None) -> None:
         """Writes a call down. `tensor`: the whole one, of what this rank gives or gets."""
         if self.ledger is not None:
-            self.ledger.note(Line(self.axes, self.lane, verb), 0 if tensor is None else tensor.nbytes)
+            self.ledger.note(CommKey(self.axes, self.lane, verb), 0 if tensor is None else tensor.nbytes)
 
 
-def start_all_reduce(tensor: Tensor, group: Group, op: str = "sum", *, label: str = "") -> Pending:
+def start_all_reduce(tensor: Tensor, group: Group, op: str = "sum", *, label: str = "") -> Work:
     """Reduces `tensor` in place over the group; every rank ends with the same bits."""
     check_op(op, tensor)
-    return _start(Call(Verb.ALL_REDUCE, tensor, tensor, op, label=label), group)
+    return _start(Call(OpType.ALL_REDUCE, tensor, tensor, op, label=label), group)
 
 
 def all_reduce(tensor: Tensor, group: Group, op: str = "sum", *, label: str = "") -> None:
     """`start_all_reduce`, to its end."""
     check_op(op, tensor)
-    _run(Call(Verb.ALL_REDUCE, tensor, tensor, op, label=label), group)
+    _run(Call(OpType.ALL_REDUCE, tensor, tensor, op, label=label), group)
 
 
-def start_all_gather(out: Tensor, piece: Tensor, group: Group, *, label: str = "") -> Pending:
+def start_all_gather(out: Tensor, piece: Tensor, group: Group, *, label: str = "") -> Work:
     """Fills `out` (flat, size x piece) with the ranks' pieces in group order. `piece` may be a view of it."""
-    _check_ranges(Verb.ALL_GATHER, out, piece, group)
-    return _start(Call(Verb.ALL_GATHER, piece, out, label=label), group)
+    _check_ranges(OpType.ALL_GATHER, out, piece, group)
+    return _start(Call(OpType.ALL_GATHER, piece, out, label=label), group)
 
 
 def all_gather(out: Tensor, piece: Tensor, group: Group, *, label: str = "") -> None:
     """`start_all_gather`, to its end."""
-    _check_ranges(Verb.ALL_GATHER, out, piece, group)
-    _run(Call(Verb.ALL_GATHER, piece, out, label=label), group)
+    _check_ranges(OpType.ALL_GATHER, out, piece, group)
+    _run(Call(OpType.ALL_GATHER, piece, out, label=label), group)
 
 
 def reduce_scatter(out: Tensor, whole: Tensor, group: Group, op: str = "sum", *, label: str = "") -> None:
@@ -86,27 +86,27 @@ def reduce_scatter(out: Tensor, whole: Tensor, group: Group, op: str = "sum", *,
 
 def start_reduce_scatter(
     out: Tensor, whole: Tensor, group: Group, op: str = "sum", *, label: str = ""
-) -> Pending:
+) -> Work:
     return _start(_reduce_scatter(out, whole, group, op, label), group)
 
 
 def _reduce_scatter(out: Tensor, whole: Tensor, group: Group, op: str, label: str) -> Call:
     check_op(op, whole)
-    _check_ranges(Verb.REDUCE_SCATTER, whole, out, group)
-    return Call(Verb.REDUCE_SCATTER, whole, out, op, label=label)
+    _check_ranges(OpType.REDUCE_SCATTER, whole, out, group)
+    return Call(OpType.REDUCE_SCATTER, whole, out, op, label=label)
 
 
-def start_broadcast(tensor: Tensor, group: Group, source: int = 0, *, label: str = "") -> Pending:
+def start_broadcast(tensor: Tensor, group: Group, source: int = 0, *, label: str = "") -> Work:
     """Overwrites `tensor` with that of the group's rank number `source`."""
-    return _start(_rooted(Verb.BROADCAST, tensor, tensor, group, source, label=label), group)
+    return _start(_rooted(OpType.BROADCAST, tensor, tensor, group, source, label=label), group)
 
 
 def broadcast(tensor: Tensor, group: Group, source: int = 0, *, label: str = "") -> None:
     """`start_broadcast`, to its end."""
-    _run(_rooted(Verb.BROADCAST, tensor, tensor, group, source, label=label), group)
+    _run(_rooted(OpType.BROADCAST, tensor, tensor, group, source, label=label), group)
 
 
-def start_reduce(tensor: Tensor, group: Group, root: int = 0, op: str = "sum", *, label: str = "") -> Pending:
+def start_reduce(tensor: Tensor, group: Group, root: int = 0, op: str = "sum", *, label: str = "") -> Work:
     """Reduces into the root's `tensor`; the others' keep their values."""
     return _start(_reduce(tensor, group, root, op, label), group)
 
@@ -119,12 +119,12 @@ def reduce(tensor: Tensor, group: Group, root: int = 0, op: str = "sum", *, labe
 def _reduce(tensor: Tensor, group: Group, root: int, op: str, label: str) -> Call:
     check_op(op, tensor)
     out = tensor if group.rank == root else None
-    return _rooted(Verb.REDUCE, tensor, out, group, root, op, label)
+    return _rooted(OpType.REDUCE, tensor, out, group, root, op, label)
 
 
 def start_scatter(
     out: Tensor, whole: Tensor | None, group: Group, source: int = 0, *, label: str = ""
-) -> Pending:
+) -> Work:
     """Deals the ranges of the source's `whole` (flat, size x out) to the ranks; others give None."""
     return _start(_scatter(out, whole, group, source, label), group)
 
@@ -136,13 +136,11 @@ def scatter(out: Tensor, whole: Tensor | None, group: Group, source: int = 0, *,
 
 def _scatter(out: Tensor, whole: Tensor | None, group: Group, source: int, label: str) -> Call:
     if group.rank == source:
-        _check_ranges(Verb.SCATTER, whole, out, group)
-    return _rooted(Verb.SCATTER, whole if group.rank == source else None, out, group, source, label=label)
+        _check_ranges(OpType.SCATTER, whole, out, group)
+    return _rooted(OpType.SCATTER, whole if group.rank == source else None, out, group, source, label=label)
 
 
-def start_gather(
-    out: Tensor | None, piece: Tensor, group: Group, root: int = 0, *, label: str = ""
-) -> Pending:
+def start_gather(out: Tensor | None, piece: Tensor, group: Group, root: int = 0, *, label: str = "") -> Work:
     """Collects the ranks' pieces in the root's `out` (flat, size x piece); others give None."""
     return _start(_gather(out, piece, group, root, label), group)
 
@@ -154,11 +152,11 @@ def gather(out: Tensor | None, piece: Tensor, group: Group, root: int = 0, *, la
 
 def _gather(out: Tensor | None, piece: Tensor, group: Group, root: int, label: str) -> Call:
     if group.rank == root:
-        _check_ranges(Verb.GATHER, out, piece, group)
-    return _rooted(Verb.GATHER, piece, out if group.rank == root else None, group, root, label=label)
+        _check_ranges(OpType.GATHER, out, piece, group)
+    return _rooted(OpType.GATHER, piece, out if group.rank == root else None, group, root, label=label)
 
 
-def start_all_to_all(out: Tensor, whole: Tensor, group: Group, *, label: str = "") -> Pending:
+def start_all_to_all(out: Tensor, whole: Tensor, group: Group, *, label: str = "") -> Work:
     """Sends the i-th of `size` equal ranges of `whole` to rank i; `out` gets a range from each, in order."""
     return _start(_all_to_all(out, whole, group, label), group)
 
@@ -170,35 +168,35 @@ def all_to_all(out: Tensor, whole: Tensor, group: Group, *, label: str = "") -> 
 
 def _all_to_all(out: Tensor, whole: Tensor, group: Group, label: str) -> Call:
     if out.numel() != whole.numel() or out.numel() % group.size or out.dtype != whole.dtype:
-        raise _unfit(Verb.ALL_TO_ALL, out, whole, group)
-    return Call(Verb.ALL_TO_ALL, whole, out, label=label)
+        raise _unfit(OpType.ALL_TO_ALL, out, whole, group)
+    return Call(OpType.ALL_TO_ALL, whole, out, label=label)
 
 
 def barrier(group: Group, *, label: str = "") -> None:
     """Returns when every rank of the group has come here."""
     if group.size > 1:
-        group.note(Verb.BARRIER.value, None)
-        call = Call(Verb.BARRIER, label=label)
+        group.note(OpType.BARRIER.value, None)
+        call = Call(OpType.BARRIER, label=label)
         with group.clock.during(call):
             group.transport.run(call)
 
 
-def start_barrier(group: Group, *, label: str = "") -> Pending:
+def start_barrier(group: Group, *, label: str = "") -> Work:
     if group.size == 1:
-        return Pending()
-    group.note(Verb.BARRIER.value, None)
-    call = Call(Verb.BARRIER, label=label)
+        return Work()
+    group.note(OpType.BARRIER.value, None)
+    call = Call(OpType.BARRIER, label=label)
     return group.transport.start(call).by(group.clock, call)
 
 
-def start_send(tensor: Tensor, group: Group, to: int, *, label: str = "") -> Pending:
+def start_send(tensor: Tensor, group: Group, to: int, *, label: str = "") -> Work:
     """Sends to the group's rank number `to`. Messages between two ranks arrive in the order they start in."""
-    return _start(_rooted(Verb.SEND, tensor, None, group, to, label=label), group)
+    return _start(_rooted(OpType.SEND, tensor, None, group, to, label=label), group)
 
 
-def start_receive(tensor: Tensor, group: Group, source: int, *, label: str = "") -> Pending:
+def start_receive(tensor: Tensor, group: Group, source: int, *, label: str = "") -> Work:
     """Fills `tensor` with what the group's rank number `source` sends: as many bytes."""
-    return _start(_rooted(Verb.RECEIVE, None, tensor, group, source, label=label), group)
+    return _start(_rooted(OpType.RECEIVE, None, tensor, group, source, label=label), group)
 
 
 def send(tensor: Tensor, group: Group, to: int, *, label: str = "") -> None:
@@ -214,29 +212,29 @@ def receive(tensor: Tensor, group: Group, source: int, *, label: str = "") -> No
 # --- sums of contributions: what gradients travel by
 
 
-def start_scattered_sum(whole: Tensor, group: Group, *, label: str = "") -> Summing:
+def start_scattered_sum(whole: Tensor, group: Group, *, label: str = "") -> ReduceWork:
     """Sums the ranks' flat `whole`, of which each keeps its own range: the group.rank-th of `size`.
 
     `whole` is in use, and may be overwritten, until `into` is through.
     """
     if group.size == 1:
-        return SumOfParts([whole], Pending())
+        return PartialReduceWork([whole], Work())
     assert whole.numel() % group.size == 0, f"{whole.numel()} elements in {group.size} ranges"
-    group.note(Verb.REDUCE_SCATTER.value, whole)
+    group.note(OpType.REDUCE_SCATTER.value, whole)
     summing = group.transport.start_sum(whole, scatter=True, label=label)
-    return CountedSum(summing, group.clock, f"sum of {label}")
+    return CountedWork(summing, group.clock, f"sum of {label}")
 
 
-def start_exchange(mine: Tensor, group: Group, *, label: str = "") -> Summing:
+def start_exchange(mine: Tensor, group: Group, *, label: str = "") -> ReduceWork:
     """Sums the ranks' flat tensors on every rank, contributions travelling as they are.
 
     `mine` is in use until `into` is through. Where `sends_narrow` says so.
     """
     if group.size == 1:
-        return SumOfParts([mine], Pending())
+        return PartialReduceWork([mine], Work())
     group.note("exchange", mine)
     summing = group.transport.start_sum(mine, scatter=False, label=label)
-    return CountedSum(summing, group.clock, f"sum of {label}")
+    return CountedWork(summing, group.clock, f"sum of {label}")
 
 
 def is_direct(group: Group) -> bool:
@@ -270,16 +268,16 @@ def share(numel: int, dtype: torch.dtype, group: Group) -> Tensor:
 # --- what all verbs share
 
 
-def _start(call: Call, group: Group) -> Pending:
+def _start(call: Call, group: Group) -> Work:
     if group.size == 1:
         return _alone(call)
     if _is_of_shapes(call, group):
-        return Pending()
+        return Work()
     _note(call, group)
     call, copies = _contiguous(call)
     pending = group.transport.start(call)
     if copies:
-        pending = Pending(pending.wait, *(_copier(*copy) for copy in copies), is_done=pending.is_done)
+        pending = Work(pending.wait, *(_copier(*copy) for copy in copies), is_done=pending.is_done)
     return pending.by(group.clock, call)
 
 
@@ -304,7 +302,7 @@ def _is_of_shapes(call: Call, group: Group) -> bool:
 
 
 def _note(call: Call, group: Group) -> None:
-    wholes = call.out if call.verb is Verb.ALL_GATHER else call.source
+    wholes = call.out if call.verb is OpType.ALL_GATHER else call.source
     group.note(call.verb.value, call.out if wholes is None else wholes)
 
 
@@ -325,16 +323,16 @@ def _contiguous(call: Call) -> tuple[Call, list[tuple[Tensor, Tensor]]]:
     return replace(call, source=given, out=taken), [(out, taken)]
 
 
-def _alone(call: Call) -> Pending:
-    if call.verb in (Verb.SEND, Verb.RECEIVE):
+def _alone(call: Call) -> Work:
+    if call.verb in (OpType.SEND, OpType.RECEIVE):
         raise CommError(f"{call.verb.value} to oneself", given="a group of one rank")
     if call.out is not None and call.source is not None and call.out is not call.source:
         call.out.copy_(call.source.reshape(call.out.shape))
-    return Pending()
+    return Work()
 
 
 def _rooted(
-    verb: Verb,
+    verb: OpType,
     source: Tensor | None,
     out: Tensor | None,
     group: Group,
@@ -358,13 +356,13 @@ def check_op(op: str, tensor: Tensor) -> None:
         raise CommError("a mean is of floating-point numbers", given=tensor.dtype, hint="op='sum'")
 
 
-def _check_ranges(verb: Verb, whole: Tensor | None, piece: Tensor, group: Group) -> None:
+def _check_ranges(verb: OpType, whole: Tensor | None, piece: Tensor, group: Group) -> None:
     fits = whole is not None and whole.numel() == group.size * piece.numel() and whole.dtype == piece.dtype
     if not fits:
         raise _unfit(verb, whole, piece, group)
 
 
-def _unfit(verb: Verb, whole: Tensor | None, piece: Tensor, group: Group) -> CommError:
+def _unfit(verb: OpType, whole: Tensor | None, piece: Tensor, group: Group) -> CommError:
     def shown(tensor: Tensor | None) -> str:
         return "None" if tensor is None else f"{tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')}"
 

@@ -16,7 +16,7 @@ from queue import SimpleQueue
 import torch
 
 from plait.comm.stats import WaitClock
-from plait.comm.transport import Pending
+from plait.comm.transport import Work
 from plait.errors import CommError
 
 _END_S = 2.0  # what a function that is running when the world closes gets to end: its peers may be gone
@@ -37,7 +37,7 @@ class _Task:
             raise self.error
 
 
-class Background:
+class CommThread:
     """Runs functions one after the other. See [Note: whose turn it is].
 
     One that raises is the last to run: its peers' next message would meet another one of ours. Whoever waits
@@ -55,7 +55,7 @@ class Background:
 
     def submit(
         self, run: Callable[[], None], failed: Callable[[BaseException], object] | None = None
-    ) -> Pending:
+    ) -> Work:
         """Has `run` called soon. What it reads is ready by then if it is, or is queued, now. `failed`: called
         with the exception, for those who do not wait here, if `run` raises it or is not run because of it.
 
@@ -68,7 +68,7 @@ class Background:
             self._thread.start()
         task = _Task(run, failed)
         self._tasks.put(task)
-        pending = Pending(task.wait, is_done=task.done.is_set)
+        pending = Work(task.wait, is_done=task.done.is_set)
         return pending.by(self._clock, "a communication in the background")
 
     def close(self) -> None:
@@ -95,7 +95,7 @@ class Background:
                 task.done.set()
                 del task  # it may be long until the next
 
-    def _queue(self, run: Callable[[], None]) -> Pending:
+    def _queue(self, run: Callable[[], None]) -> Work:
         if self._error is not None:
             raise self._error
         if self._stream is None:
@@ -104,4 +104,4 @@ class Background:
         with torch.cuda.stream(self._stream), torch.no_grad():
             run()
             done = self._stream.record_event()
-        return Pending(lambda: torch.cuda.current_stream(self._device).wait_event(done), is_done=done.query)
+        return Work(lambda: torch.cuda.current_stream(self._device).wait_event(done), is_done=done.query)

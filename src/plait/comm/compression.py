@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from plait.comm.collectives import Group, all_gather, all_to_all, empty, start_exchange
-from plait.comm.transport import Summing, SumOfParts
+from plait.comm.transport import PartialReduceWork, ReduceWork
 from plait.plan.compression import BLOCK, BLOCK_BYTES, blocks_each
 
 _LARGEST_HALF = 65504.0
@@ -33,11 +33,11 @@ _LEVELS = 127.0  # of an 8-bit code, to either side of zero
 _LEAST_SCALE = torch.finfo(torch.float32).tiny  # a smaller one has too few bits to divide by
 
 
-class Code(Protocol):
+class Codec(Protocol):
     """How blocks of float32 are written and read. A block with NaN or infinity is read as one with some."""
 
     block_bytes: int
-    feeds_back: bool  # what is lost is worth keeping for the next time
+    error_feedback: bool  # what is lost is worth keeping for the next time
 
     def write(self, values_BK: Tensor, codes: Tensor) -> None:
         """`codes`: bytes, (B, block_bytes)."""
@@ -45,7 +45,7 @@ class Code(Protocol):
     def read(self, codes: Tensor, out_BK: Tensor) -> None: ...
 
 
-class Halves:
+class Fp16Codec:
     """float16. What is too large for it becomes its largest number; infinity and NaN stay what they are.
 
     So an element of one rank's gradient counts as 65504 at most, and the step is taken; a gradient that is
@@ -53,7 +53,7 @@ class Halves:
     """
 
     block_bytes = BLOCK_BYTES["fp16"]
-    feeds_back = False
+    error_feedback = False
 
     def write(self, values_BK: Tensor, codes: Tensor) -> None:
         clamped = values_BK.clamp(-_LARGEST_HALF, _LARGEST_HALF)
@@ -63,11 +63,11 @@ class Halves:
         out_BK.copy_(codes.view(torch.float16))
 
 
-class Rounded:
+class Bf16Codec:
     """bfloat16: 8 bits of every number, whatever its size."""
 
     block_bytes = BLOCK_BYTES["bf16"]
-    feeds_back = False
+    error_feedback = False
 
     def write(self, values_BK: Tensor, codes: Tensor) -> None:
         codes.view(torch.bfloat16).copy_(values_BK)
@@ -76,7 +76,7 @@ class Rounded:
         out_BK.copy_(codes.view(torch.bfloat16))
 
 
-class Bytes:
+class Int8Codec:
     """8-bit codes under one float32 scale per block, its largest absolute value / 127 (1-bit and 8-bit block
     schemes as in Dettmers 1511.04561 and ZeRO++ 2306.10209): off by absmax / 254 at most.
 
@@ -84,7 +84,7 @@ class Bytes:
     """
 
     block_bytes = BLOCK_BYTES["int8"]
-    feeds_back = True
+    error_feedback = True
 
     def write(self, values_BK: Tensor, codes: Tensor) -> None:
         absmax_B1 = values_BK.abs().amax(1, keepdim=True)
@@ -99,7 +99,7 @@ class Bytes:
         out_BK.mul_(codes[:, BLOCK:].view(torch.float32))
 
 
-CODES: dict[str, Code] = {"bf16": Rounded(), "fp16": Halves(), "int8": Bytes()}
+CODECS: dict[str, Codec] = {"bf16": Bf16Codec(), "fp16": Fp16Codec(), "int8": Int8Codec()}
 
 
 _RUN = 512  # blocks that are worked on at a time: half a megabyte of float32 stays in a core's cache
@@ -113,10 +113,10 @@ class Compressor(Protocol):
     @property
     def kept(self) -> Sequence[Tensor]: ...
 
-    def start(self, given: Tensor, own: tuple[int, int], *, label: str = "") -> Summing:
+    def start(self, given: Tensor, own: tuple[int, int], *, label: str = "") -> ReduceWork:
         """Sums the ranks' flat float32 `given`, of which this rank gets [start, stop) `own`.
 
-        `given` is in use, and is overwritten, until `Summing.into` is through. Errors come up in `into`.
+        `given` is in use, and is overwritten, until `ReduceWork.into` is through. Errors come up in `into`.
         """
 
     def forget(self) -> None:
@@ -126,15 +126,17 @@ class Compressor(Protocol):
         """From now on contributions are `factor` times what they were."""
 
 
-class CodedSum:
+class CompressedReduce:
     """See [Note: codes to the owners and back]."""
 
-    def __init__(self, numel: int, group: Group, code: Code, room: Tensor) -> None:
+    def __init__(self, numel: int, group: Group, code: Codec, room: Tensor) -> None:
         """`room`: bytes for messages (`plan/wire.py: code_bytes`), shared with the group's other sums."""
         assert numel % BLOCK == 0, f"{numel} elements in blocks of {BLOCK}"
         self._group = group
         self._code = code
-        self._residual = torch.zeros(numel if code.feeds_back else 0, dtype=torch.float32, device=room.device)
+        self._residual = torch.zeros(
+            numel if code.error_feedback else 0, dtype=torch.float32, device=room.device
+        )
         each = blocks_each(numel, group.size)
         self._ranges = [
             slice(min(numel, place * each * BLOCK), min(numel, (place + 1) * each * BLOCK))
@@ -148,12 +150,12 @@ class CodedSum:
     def kept(self) -> Sequence[Tensor]:
         return [self._residual]
 
-    def start(self, given: Tensor, own: tuple[int, int], *, label: str = "") -> Summing:
+    def start(self, given: Tensor, own: tuple[int, int], *, label: str = "") -> ReduceWork:
         scattered = own[1] - own[0] < given.numel()
         background = self._group.background
         assert background is not None, "a group of one has nothing to compress"
         pending = background.submit(lambda: self._sum(given, scattered, label))
-        return SumOfParts([given[own[0] : own[1]]], pending)
+        return PartialReduceWork([given[own[0] : own[1]]], pending)
 
     def forget(self) -> None:
         self._residual.zero_()
@@ -163,7 +165,7 @@ class CodedSum:
 
     def _sum(self, given: Tensor, scattered: bool, label: str) -> None:
         place = self._group.rank
-        if self._code.feeds_back:
+        if self._code.error_feedback:
             given.add_(self._residual)
         for other, part in enumerate(self._ranges):
             if other != place:
@@ -180,7 +182,7 @@ class CodedSum:
                 self._code.read(codes, run)
 
     def _lost(self, part: slice) -> Tensor | None:
-        return self._residual[part] if self._code.feeds_back else None
+        return self._residual[part] if self._code.error_feedback else None
 
     def _write(self, values: Tensor, codes: Tensor, lost: Tensor | None) -> None:
         """`lost`: where what the code cannot say goes."""
@@ -216,7 +218,7 @@ class CodedSum:
         return list(zip(values_BK.split(length), codes[: len(values_BK)].split(length), strict=True))
 
 
-class NarrowSum:
+class NarrowReduce:
     """Contributions travel whole, in a narrower dtype, and every rank adds all of them up in float32.
 
     Where `sends_narrow` says so: see [Note: narrow tensors on the wire, wide sums] in `torch_link.py`.
@@ -230,11 +232,11 @@ class NarrowSum:
     def kept(self) -> Sequence[Tensor]:
         return []
 
-    def start(self, given: Tensor, own: tuple[int, int], *, label: str = "") -> Summing:
+    def start(self, given: Tensor, own: tuple[int, int], *, label: str = "") -> ReduceWork:
         background = self._group.background
         assert background is not None, "a group of one has nothing to compress"
         pending = background.submit(lambda: self._sum(given, label))
-        return SumOfParts([given[own[0] : own[1]]], pending)
+        return PartialReduceWork([given[own[0] : own[1]]], pending)
 
     def forget(self) -> None:
         """Nothing is kept."""

@@ -9,15 +9,15 @@ from torch import Tensor
 
 from plait.comm.transport import (
     Call,
-    Pending,
-    Summing,
-    SumOfParts,
+    PartialReduceWork,
+    ReduceWork,
+    Work,
     narrow_is_less_to_read,
     narrow_is_less_to_send,
 )
 
 
-class DryLink:
+class NullTransport:
     """Answers what is asked of a transport as the one of that name would."""
 
     def __init__(self, name: str, num_ranks: int) -> None:
@@ -27,16 +27,16 @@ class DryLink:
         self.shares = name == "host"
         self._num_ranks = num_ranks
 
-    def start(self, call: Call) -> Pending:  # noqa: ARG002
+    def start(self, call: Call) -> Work:  # noqa: ARG002
         """Nobody hears it: it is over at once."""
-        return Pending()
+        return Work()
 
     def run(self, call: Call) -> None:
         """Nobody hears it."""
 
-    def start_sum(self, given: Tensor, *, scatter: bool, label: str) -> Summing:  # noqa: ARG002
+    def start_sum(self, given: Tensor, *, scatter: bool, label: str) -> ReduceWork:  # noqa: ARG002
         """The sum is what was given, or as much of it as one rank's range has."""
-        return SumOfParts([given[: given.numel() // self._num_ranks] if scatter else given], Pending())
+        return PartialReduceWork([given[: given.numel() // self._num_ranks] if scatter else given], Work())
 
     def sends_narrow(self, narrow: torch.dtype, wide: torch.dtype) -> bool:
         """By the rule of the transport of that name."""

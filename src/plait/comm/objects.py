@@ -21,7 +21,7 @@ def text_of(source: int, text: str, group: Group, device: torch.device) -> str:
     return found.cpu().numpy().tobytes().decode()
 
 
-def raise_together(error: CheckpointError | None, group: Group, device: torch.device) -> None:
+def raise_on_all(error: CheckpointError | None, group: Group, device: torch.device) -> None:
     """Raises the error that a rank of the group gives, on all of them the same: the first one's. Every rank
     must call it."""
     first = torch.tensor([-group.rank if error is not None else -group.size], device=device)

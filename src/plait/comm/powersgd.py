@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from plait.comm.collectives import Group, all_reduce
-from plait.comm.transport import Summing, SumOfParts
+from plait.comm.transport import PartialReduceWork, ReduceWork
 from plait.plan import UnitLayout
 from plait.plan.compression import Matrix, factor_bytes, matrices
 
 
-class FactoredSum:
+class PowerSGDReduce:
     """See [Note: one step of a power iteration]. What is no larger than its factors travels as it is.
 
     An element that is not finite makes at least its whole column so, on all ranks: whatever QR does to P, it
@@ -49,11 +49,11 @@ class FactoredSum:
     def kept(self) -> Sequence[Tensor]:
         return [self._residual, self._right]
 
-    def start(self, given: Tensor, own: tuple[int, int], *, label: str = "") -> Summing:
+    def start(self, given: Tensor, own: tuple[int, int], *, label: str = "") -> ReduceWork:
         background = self._group.background
         assert background is not None, "a group of one has nothing to compress"
         pending = background.submit(lambda: self._sum(given, own, label))
-        return SumOfParts([given[own[0] : own[1]]], pending)
+        return PartialReduceWork([given[own[0] : own[1]]], pending)
 
     def forget(self) -> None:
         self._residual.zero_()

@@ -17,17 +17,17 @@ import threading
 import time
 from types import TracebackType
 
-from plait.plan.comm_log import Line, Tally, Traffic
+from plait.plan.comm_log import CommCount, CommKey, Traffic
 
 
-class Ledger:
+class CommLog:
     """Counts calls of the verbs. One per world; any thread may write into it."""
 
     def __init__(self) -> None:
-        self._tallies: dict[Line, list[int]] = {}
+        self._tallies: dict[CommKey, list[int]] = {}
         self._lock = threading.Lock()  # sums are ended by threads of their own
 
-    def note(self, line: Line, num_bytes: int) -> None:
+    def note(self, line: CommKey, num_bytes: int) -> None:
         """Adds one call, of a tensor of so many bytes."""
         with self._lock:
             tally = self._tallies.setdefault(line, [0, 0])
@@ -37,7 +37,7 @@ class Ledger:
     def read(self) -> Traffic:
         """All so far; `plan.traffic.between` tells what came between two readings."""
         with self._lock:
-            return {line: Tally(*tally) for line, tally in self._tallies.items()}
+            return {line: CommCount(*tally) for line, tally in self._tallies.items()}
 
 
 class WaitClock:

@@ -24,7 +24,7 @@ _LOOK_S = 0.005  # from one look to the next at first
 _LONGEST_LOOK_S = 0.1
 
 
-class Told:
+class JobStore:
     """One rank's access. Without a store, of a rank that is alone, it talks to itself."""
 
     def __init__(self, store: dist.Store | None, rank: int, limit_s: float) -> None:

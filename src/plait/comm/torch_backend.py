@@ -12,7 +12,7 @@ that was sent before such a collective has to be received before it too.
 
 [Note: what a transport has to bear]
 A background thread waits for what was started while the program starts or runs what comes next: `start`,
-`run` and `Pending.wait` come from two threads at a time. Collectives are waited for in their order, messages
+`run` and `Work.wait` come from two threads at a time. Collectives are waited for in their order, messages
 in any. What was started proceeds, or is moved on by whatever wait comes next, on the same transport.
 
 What torch.distributed is given, in the verbs' terms: tensors, reductions, tags. Letters for the rest.
@@ -33,10 +33,10 @@ from torch import Tensor
 
 from plait.comm import collectives
 from plait.comm.collectives import Group
-from plait.comm.shm import Board, meet, open_group
+from plait.comm.shm import Mailbox, meet, open_group
 from plait.comm.torch_transport import over_gloo
 from plait.comm.torch_work import GroupWork, Queue
-from plait.comm.transport import Pending, Transport
+from plait.comm.transport import Transport, Work
 from plait.errors import CommError
 
 
@@ -46,7 +46,7 @@ def best_transport(store: dist.Store, rank: int, size: int, timeout: timedelta) 
     neighbours, hosts, _ = meet(rank, size, gloo, wanted=True)
     if neighbours is not None and len(set(hosts)) == 1:
         gloo.cut()
-        ranks, board = tuple(range(size)), Board.of(store)
+        ranks, board = tuple(range(size)), Mailbox.of(store)
         return open_group(neighbours, ranks, rank, board, "plait/group", timeout, is_own=True)
     if neighbours is not None:
         neighbours.close()
@@ -156,18 +156,18 @@ def _create(
 
 
 @dataclass(slots=True)
-class Job:
+class BackendOp:
     """What one call of torch's comes to: verbs that start together, and copies when all of them are over."""
 
     label: str
     results: Sequence[Tensor]  # what the future of the work holds
-    starts: list[Callable[[], Pending]] = field(default_factory=list)
+    starts: list[Callable[[], Work]] = field(default_factory=list)
     run: Callable[[], None] | None = None  # the same to its end, where there is a shorter way
     copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # where to, from
 
-    def start(self) -> Pending:
+    def start(self) -> Work:
         pendings = [start() for start in self.starts]
-        return Pending(*(pending.wait for pending in pendings), self._copy)
+        return Work(*(pending.wait for pending in pendings), self._copy)
 
     def do(self) -> None:
         if self.run is None:
@@ -228,7 +228,7 @@ class PlaitGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> GroupWork:
         op = op_of(opts, "all-reduce")
-        job = Job("an all-reduce", tensors)
+        job = BackendOp("an all-reduce", tensors)
         given = [reducible(tensor, op, "all-reduce") for tensor in tensors]
         job.starts = [partial(collectives.start_all_reduce, t, self._plait, o) for t, o in given]
         if len(given) == 1:
@@ -239,7 +239,7 @@ class PlaitGroup(dist.ProcessGroup):
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> GroupWork:
         tensor, op = reducible(only(tensors, "reduce"), op_of(opts, "reduce"), "reduce")
-        job = Job("a reduce", tensors)
+        job = BackendOp("a reduce", tensors)
         job.starts = [partial(collectives.start_reduce, tensor, self._plait, opts.rootRank, op)]
         return self._submit(job, opts)
 
@@ -251,7 +251,7 @@ class PlaitGroup(dist.ProcessGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], wholes: list[Tensor], opts: Any = None
     ) -> GroupWork:
-        job = Job("a reduce-scatter", outputs)
+        job = BackendOp("a reduce-scatter", outputs)
         asked = op_of(opts, "reduce-scatter")
         for output, whole in zip(outputs, wholes, strict=True):
             out, op = reducible(output, asked, "reduce-scatter")
@@ -270,7 +270,7 @@ class PlaitGroup(dist.ProcessGroup):
         out, op = reducible(output, asked, "reduce-scatter")
         given = [reducible(part, asked, "reduce-scatter")[0] for part in parts]
         check_fit(out, given[self.rank()], "reduce-scatter")
-        job = Job("a reduce-scatter", outputs)
+        job = BackendOp("a reduce-scatter", outputs)
         if len({part.numel() for part in given}) == 1:
             whole = torch.cat([part.reshape(-1) for part in given])
             job.starts = [partial(collectives.start_reduce_scatter, job.flat(out), whole, self._plait, op)]
@@ -287,7 +287,7 @@ class PlaitGroup(dist.ProcessGroup):
     # --- moves
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> GroupWork:
-        job = Job("a broadcast", tensors)
+        job = BackendOp("a broadcast", tensors)
         given = [plain(tensor, "broadcast") for tensor in tensors]
         job.starts = [partial(collectives.start_broadcast, t, self._plait, opts.rootRank) for t in given]
         if len(given) == 1:
@@ -302,7 +302,7 @@ class PlaitGroup(dist.ProcessGroup):
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], pieces: list[Tensor], opts: Any = None
     ) -> GroupWork:
-        job = Job("an all-gather", outputs)
+        job = BackendOp("an all-gather", outputs)
         pairs = [
             (job.flat(plain(output, "all-gather")), plain(piece, "all-gather").reshape(-1))
             for output, piece in zip(outputs, pieces, strict=True)
@@ -316,7 +316,7 @@ class PlaitGroup(dist.ProcessGroup):
 
     def allgather(self, lists: list[list[Tensor]], pieces: list[Tensor], opts: Any = None) -> GroupWork:
         """See [Note: parts of different sizes]."""
-        job = Job("an all-gather", [tensor for outputs in lists for tensor in outputs])
+        job = BackendOp("an all-gather", [tensor for outputs in lists for tensor in outputs])
         for outputs, piece in zip(lists, pieces, strict=True):
             self._check_number(outputs, "all-gather")
             outs, given = [plain(out, "all-gather") for out in outputs], plain(piece, "all-gather")
@@ -336,7 +336,7 @@ class PlaitGroup(dist.ProcessGroup):
     def gather(self, lists: list[list[Tensor]], pieces: list[Tensor], opts: Any) -> GroupWork:
         given = plain(only(pieces, "gather"), "gather")
         whole = None
-        job = Job("a gather", [])
+        job = BackendOp("a gather", [])
         if self.rank() == opts.rootRank:
             outputs = only(lists, "gather")
             self._check_number(outputs, "gather")
@@ -357,7 +357,7 @@ class PlaitGroup(dist.ProcessGroup):
             for part in given:
                 check_fit(out, part, "scatter")
             whole = torch.cat([part.reshape(-1) for part in given])
-        job = Job("a scatter", outputs)
+        job = BackendOp("a scatter", outputs)
         job.starts = [partial(collectives.start_scatter, job.flat(out), whole, self._plait, opts.rootRank)]
         return self._submit(job, opts)
 
@@ -371,7 +371,7 @@ class PlaitGroup(dist.ProcessGroup):
     ) -> GroupWork:
         """Splits are of dim 0, as torch says; without any, ranges are equal."""
         out, given = plain(output, "all-to-all"), plain(whole, "all-to-all")
-        job = Job("an all-to-all", [output])
+        job = BackendOp("an all-to-all", [output])
         if output_splits or whole_splits:
             self._exchange(job, self._split(given, whole_splits), self._split(out, output_splits))
         else:
@@ -385,7 +385,7 @@ class PlaitGroup(dist.ProcessGroup):
     def alltoall(self, outputs: list[Tensor], parts: list[Tensor], opts: Any = None) -> GroupWork:
         self._check_number(outputs, "all-to-all")
         self._check_number(parts, "all-to-all")
-        job = Job("an all-to-all", outputs)
+        job = BackendOp("an all-to-all", outputs)
         given = [plain(part, "all-to-all") for part in parts]
         self._exchange(job, given, [plain(out, "all-to-all") for out in outputs])
         return self._submit(job, opts)
@@ -393,7 +393,7 @@ class PlaitGroup(dist.ProcessGroup):
     def barrier(self, opts: Any = None) -> GroupWork:
         run = partial(collectives.barrier, self._plait)
         return self._submit(
-            Job("a barrier", [], [partial(collectives.start_barrier, self._plait)], run), opts
+            BackendOp("a barrier", [], [partial(collectives.start_barrier, self._plait)], run), opts
         )
 
     # --- messages
@@ -418,7 +418,7 @@ class PlaitGroup(dist.ProcessGroup):
 
     # --- what they share
 
-    def _submit(self, job: Job, opts: Any) -> GroupWork:
+    def _submit(self, job: BackendOp, opts: Any) -> GroupWork:
         if opts is not None and not opts.asyncOp:
             job.do()
             return GroupWork(job.label, job.results)
@@ -426,7 +426,7 @@ class PlaitGroup(dist.ProcessGroup):
         self._queue.add(work)
         return work
 
-    def _exchange(self, job: Job, given: Sequence[Tensor], taken: Sequence[Tensor]) -> None:
+    def _exchange(self, job: BackendOp, given: Sequence[Tensor], taken: Sequence[Tensor]) -> None:
         """A part for every rank, which knows how large it is, and one from each."""
         own, size = self.rank(), self.size()
         check_fit(taken[own], given[own], "all-to-all")

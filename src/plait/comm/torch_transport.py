@@ -35,8 +35,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.comm.comm_thread import Background
-from plait.comm.transport import Call, Pending, Summing, SumOfParts, Verb, narrow_is_less_to_send
+from plait.comm.comm_thread import CommThread
+from plait.comm.transport import Call, OpType, PartialReduceWork, ReduceWork, Work, narrow_is_less_to_send
 from plait.errors import CommError
 
 # torch 2.13 renamed these two and warns about the old names; 2.11 has only the old ones.
@@ -53,7 +53,7 @@ _OPS = {
 }
 
 
-class TorchLink:
+class TorchTransport:
     """The process group behind a group; its world cuts it when it closes.
 
     Whoever still holds the group then holds nothing of torch's: Gloo's threads end with the last
@@ -70,7 +70,7 @@ class TorchLink:
         self._ranks = ranks
         self._place = place
         self._is_own = is_own
-        self._aside: Background | None = None  # from the first question on
+        self._aside: CommThread | None = None  # from the first question on
         self.name = str(dist.get_backend(handle))
         self.is_direct = self.name == "gloo"
         self.shares = False
@@ -91,26 +91,26 @@ class TorchLink:
     def run(self, call: Call) -> None:
         self.start(call).wait()
 
-    def start(self, call: Call) -> Pending:
-        if self.is_direct and call.verb is Verb.ALL_GATHER:
+    def start(self, call: Call) -> Work:
+        if self.is_direct and call.verb is OpType.ALL_GATHER:
             return self._start_direct_gather(call)
         work = _guard(call, lambda: _START[call.verb](self, call))
-        if self.is_direct and call.verb in (Verb.SEND, Verb.RECEIVE):
+        if self.is_direct and call.verb in (OpType.SEND, OpType.RECEIVE):
             message = _Message(self, call, work)
-            return Pending(message.wait, is_done=message.is_done)
+            return Work(message.wait, is_done=message.is_done)
         waits: list[Callable[[], object]] = [] if work is None else [lambda: _guard(call, work.wait)]
         if call.op == "mean" and call.out is not None:
             out, size = call.out, len(self._ranks)
             waits.append(lambda: out.div_(size))
-        return Pending(*waits, is_done=None if work is None else work.is_completed)
+        return Work(*waits, is_done=None if work is None else work.is_completed)
 
-    def wait_aside(self, wait: Callable[[], None]) -> Pending:
+    def wait_aside(self, wait: Callable[[], None]) -> Work:
         """Has a thread call it. See [Note: who asks Gloo whether a message is through]."""
         if self._aside is None:
-            self._aside = Background(torch.device("cpu"))
+            self._aside = CommThread(torch.device("cpu"))
         return self._aside.submit(wait)
 
-    def _start_direct_gather(self, call: Call) -> Pending:
+    def _start_direct_gather(self, call: Call) -> Work:
         ranges = call.taken.chunk(len(self._ranks))
         own = ranges[self._place]
         if own.data_ptr() != call.given.data_ptr():
@@ -118,18 +118,18 @@ class TorchLink:
         peers = self._peers()
         return self._send_and_receive(call, [(own, peer) for peer in peers], [(ranges[p], p) for p in peers])
 
-    def start_sum(self, given: Tensor, *, scatter: bool, label: str) -> Summing:
+    def start_sum(self, given: Tensor, *, scatter: bool, label: str) -> ReduceWork:
         """NCCL scatters only. See [Note: narrow tensors on the wire, wide sums]."""
         if not scatter:
             assert self.is_direct, "whole contributions are exchanged where that is cheaper"
             return self._exchange(
-                Call(Verb.ALL_REDUCE, label=label), given, [(given, p) for p in self._peers()]
+                Call(OpType.ALL_REDUCE, label=label), given, [(given, p) for p in self._peers()]
             )
         ranges = given.chunk(len(self._ranks))
         own = ranges[self._place]
-        call = Call(Verb.REDUCE_SCATTER, given, own, label=label)
+        call = Call(OpType.REDUCE_SCATTER, given, own, label=label)
         if not self.is_direct:
-            return SumOfParts([own], self.start(call))
+            return PartialReduceWork([own], self.start(call))
         return self._exchange(call, own, [(ranges[p], p) for p in self._peers()])
 
     def sends_narrow(self, narrow: torch.dtype, wide: torch.dtype) -> bool:
@@ -140,21 +140,21 @@ class TorchLink:
 
     share = empty
 
-    def _exchange(self, call: Call, mine: Tensor, sends: list[tuple[Tensor, int]]) -> Summing:
+    def _exchange(self, call: Call, mine: Tensor, sends: list[tuple[Tensor, int]]) -> ReduceWork:
         parts = {place: torch.empty_like(mine) for _, place in sends}
         pending = self._send_and_receive(call, sends, [(part, place) for place, part in parts.items()])
         buffer_bytes = sum(part.nbytes for part in parts.values())
         parts[self._place] = mine
-        return SumOfParts([parts[place] for place in range(len(self._ranks))], pending, buffer_bytes)
+        return PartialReduceWork([parts[place] for place in range(len(self._ranks))], pending, buffer_bytes)
 
     def _send_and_receive(
         self, call: Call, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]
-    ) -> Pending:
+    ) -> Work:
         """Tensors to and from places in the group. Two ranks' messages meet in the order they start in."""
         operations = [dist.P2POp(dist.isend, t, self._ranks[place], self.handle) for t, place in sends]
         operations += [dist.P2POp(dist.irecv, t, self._ranks[place], self.handle) for t, place in receives]
         works = _guard(call, lambda: dist.batch_isend_irecv(operations))
-        return Pending(*(_waiter(call, work) for work in works))
+        return Work(*(_waiter(call, work) for work in works))
 
     def _peers(self) -> list[int]:
         """The other ranks' places in the group, the next one first: not all send to the same at once."""
@@ -201,28 +201,28 @@ class TorchLink:
         return dist.irecv(call.taken, self._ranks[call.root], self.handle)
 
 
-_START: dict[Verb, Callable[[TorchLink, Call], Any]] = {
-    Verb.ALL_REDUCE: TorchLink._all_reduce,
-    Verb.REDUCE_SCATTER: TorchLink._reduce_scatter,
-    Verb.ALL_GATHER: TorchLink._all_gather,
-    Verb.BROADCAST: TorchLink._broadcast,
-    Verb.REDUCE: TorchLink._reduce,
-    Verb.SCATTER: TorchLink._scatter,
-    Verb.GATHER: TorchLink._gather,
-    Verb.ALL_TO_ALL: TorchLink._all_to_all,
-    Verb.BARRIER: TorchLink._barrier,
-    Verb.SEND: TorchLink._send,
-    Verb.RECEIVE: TorchLink._receive,
+_START: dict[OpType, Callable[[TorchTransport, Call], Any]] = {
+    OpType.ALL_REDUCE: TorchTransport._all_reduce,
+    OpType.REDUCE_SCATTER: TorchTransport._reduce_scatter,
+    OpType.ALL_GATHER: TorchTransport._all_gather,
+    OpType.BROADCAST: TorchTransport._broadcast,
+    OpType.REDUCE: TorchTransport._reduce,
+    OpType.SCATTER: TorchTransport._scatter,
+    OpType.GATHER: TorchTransport._gather,
+    OpType.ALL_TO_ALL: TorchTransport._all_to_all,
+    OpType.BARRIER: TorchTransport._barrier,
+    OpType.SEND: TorchTransport._send,
+    OpType.RECEIVE: TorchTransport._receive,
 }
 
 
 class _Message:
     """One of Gloo's. See [Note: who asks Gloo whether a message is through]."""
 
-    def __init__(self, link: TorchLink, call: Call, work: Any) -> None:
+    def __init__(self, link: TorchTransport, call: Call, work: Any) -> None:
         self._link = link
         self._wait: Callable[[], None] = lambda: _guard(call, work.wait)  # holds the tensor
-        self._aside: Pending | None = None
+        self._aside: Work | None = None
 
     def wait(self) -> None:
         self._wait()
@@ -257,7 +257,7 @@ def among(ranks: tuple[int, ...], rank: int, name: str, timeout: timedelta) -> d
     return handle
 
 
-def over_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> TorchLink:
+def over_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> TorchTransport:
     """Gloo on its own: a process group that the program's torch.distributed has not made."""
     kind = dist.ProcessGroup.BackendType.GLOO
     handle = dist.ProcessGroup(store, rank, size)
@@ -265,7 +265,7 @@ def over_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> To
     handle._register_backend(torch.device("cpu"), kind, dist.ProcessGroupGloo(store, rank, size, timeout))
     _world.pg_map[handle] = ("gloo", store)
     _world.pg_group_ranks[handle] = {place: place for place in range(size)}
-    return TorchLink(handle, tuple(range(size)), rank, is_own=True)
+    return TorchTransport(handle, tuple(range(size)), rank, is_own=True)
 
 
 def _waiter(call: Call, work: dist.Work) -> Callable[[], object]:

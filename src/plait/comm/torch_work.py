@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.comm.transport import Pending
+from plait.comm.transport import Work
 from plait.errors import CommError
 
 CLOSE_S = 5.0  # what a communication under way gets to end when its group is destroyed
@@ -36,7 +36,7 @@ class GroupWork(dist.Work):
         self,
         label: str,
         results: Sequence[Tensor],
-        pending: Pending | None = None,
+        pending: Work | None = None,
         queue: "Queue | None" = None,
         source: int = -1,
     ) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from plait.comm.stats import WaitClock
 
 
-class Verb(Enum):
+class OpType(Enum):
     """What ranks can do together. p ranks; whole tensors have p times the elements of a piece."""
 
     ALL_REDUCE = "all-reduce"  # source is out, on every rank
@@ -31,7 +31,7 @@ class Verb(Enum):
 class Call:
     """One communication, as this rank takes part in it. Tensors are contiguous; size 1 never comes here."""
 
-    verb: Verb
+    verb: OpType
     source: Tensor | None = None  # what this rank gives
     out: Tensor | None = None  # what it gets
     op: str = "sum"  # sum, mean, max, min
@@ -52,7 +52,7 @@ class Call:
         return f"{self.verb.value} of {self.label}" if self.label else self.verb.value
 
 
-class Pending:
+class Work:
     """A communication under way. The tensors it was given are in use until `wait` returns."""
 
     def __init__(self, *waits: Callable[[], object], is_done: Callable[[], bool] | None = None) -> None:
@@ -62,7 +62,7 @@ class Pending:
         self._clock: WaitClock | None = None
         self._what: object = None
 
-    def by(self, clock: WaitClock | None, what: object) -> "Pending":
+    def by(self, clock: WaitClock | None, what: object) -> "Work":
         """Itself, its `wait` counted by the clock as the communication `what`."""
         self._clock, self._what = clock, what
         return self
@@ -92,7 +92,7 @@ class Pending:
         self._is_done = self._what = None  # which hold the tensors too
 
 
-class Summing(Protocol):
+class ReduceWork(Protocol):
     """A sum over ranks under way. `buffer_bytes`: held for what peers send, until it is over. `squares`: of
     all that `into` has written, a float64 scalar, if the transport takes them on the way."""
 
@@ -124,15 +124,15 @@ class Transport(Protocol):
     is_direct: bool  # contributions to a sum travel as they are and are added up wide, by their owners
     shares: bool  # ranks read and write each other's memory, if it is of `empty` or `share`
 
-    def start(self, call: Call) -> Pending:
-        """Returns at once. Raises CommError, as `Pending.wait` and `run` do, when a rank is lost."""
+    def start(self, call: Call) -> Work:
+        """Returns at once. Raises CommError, as `Work.wait` and `run` do, when a rank is lost."""
 
     def run(self, call: Call) -> None:
         """The same, to its end."""
 
-    def start_sum(self, given: Tensor, *, scatter: bool, label: str) -> Summing:
+    def start_sum(self, given: Tensor, *, scatter: bool, label: str) -> ReduceWork:
         """Sums flat tensors, each rank's own range of them (`scatter`) or all. `given` is in use, and may be
-        overwritten, until `Summing.into` is through."""
+        overwritten, until `ReduceWork.into` is through."""
 
     def sends_narrow(self, narrow: torch.dtype, wide: torch.dtype) -> bool:
         """Whether a sum of whole narrow contributions on every rank beats widening them and all-reducing."""
@@ -148,10 +148,10 @@ class Transport(Protocol):
         """Lets go of everything. Nothing may be called afterwards."""
 
 
-class SumOfParts:
+class PartialReduceWork:
     """A sum whose terms are here when `pending` has been waited for."""
 
-    def __init__(self, parts: list[Tensor], pending: Pending, buffer_bytes: int = 0) -> None:
+    def __init__(self, parts: list[Tensor], pending: Work, buffer_bytes: int = 0) -> None:
         self._parts = parts  # one per rank, in rank order; a single one that is the sum already
         self._pending = pending
         self.buffer_bytes = buffer_bytes
@@ -193,10 +193,10 @@ class SumOfParts:
             yield run
 
 
-class CountedSum:
-    """A sum whose waiting is counted. Its first run waits; SumOfParts only adds up after it."""
+class CountedWork:
+    """A sum whose waiting is counted. Its first run waits; PartialReduceWork only adds up after it."""
 
-    def __init__(self, summing: Summing, clock: WaitClock, what: str) -> None:
+    def __init__(self, summing: ReduceWork, clock: WaitClock, what: str) -> None:
         self._summing = summing
         self._clock = clock
         self._what = what

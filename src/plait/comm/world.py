@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 from plait.comm.collectives import Group, all_reduce, barrier
-from plait.comm.comm_thread import Background
-from plait.comm.null_transport import DryLink
-from plait.comm.shm import Board, Neighbours, meet, open_group
-from plait.comm.stats import Ledger, WaitClock
-from plait.comm.store import Told
-from plait.comm.torch_transport import TorchLink, among
+from plait.comm.comm_thread import CommThread
+from plait.comm.null_transport import NullTransport
+from plait.comm.shm import HostPeers, Mailbox, meet, open_group
+from plait.comm.stats import CommLog, WaitClock
+from plait.comm.store import JobStore
+from plait.comm.torch_transport import TorchTransport, among
 from plait.comm.transport import Transport
 from plait.errors import CommError, unknown_key_hint
 
@@ -48,17 +48,17 @@ class World:
         self.local_rank = local_rank
         self.device = device
         self.timeout = timeout  # how long a communication may wait for a rank
-        self.ledger = Ledger()
+        self.ledger = CommLog()
         self.clock = WaitClock()  # of the thread that makes the world: the one that trains
         self._dry = None if dry_host_size is None else (transport, dry_host_size)
         self._pid = os.getpid()
         self._store = store
-        self._told = Told(store, rank, timeout.total_seconds())
+        self._told = JobStore(store, rank, timeout.total_seconds())
         self._owned = owned  # the process group is ours to destroy: the program had made none
         self._links: list[Transport] = []
-        self._backgrounds: list[Background] = []
+        self._backgrounds: list[CommThread] = []
         self._handle = dist.group.WORLD if size > 1 else None
-        self._neighbours: Neighbours | None = None
+        self._neighbours: HostPeers | None = None
         self._opened: Counter[tuple[tuple[int, ...], str]] = Counter()
         if size > 1 and device.type == "cpu":
             self._meet(transport)
@@ -136,7 +136,7 @@ class World:
         link = self._link(ranks, lane) if len(ranks) > 1 else None
         if link is None:
             return Group(ranks, ranks.index(self.rank), None)
-        background = Background(self.device, self.clock)
+        background = CommThread(self.device, self.clock)
         self._links.append(link)
         self._backgrounds.append(background)
         return Group(ranks, ranks.index(self.rank), link, background, axes, lane, self.ledger, self.clock)
@@ -148,7 +148,7 @@ class World:
         return torch.empty(numel, dtype=dtype, device=self.device)
 
     def _meet(self, transport: str) -> None:
-        base = TorchLink(self._handle, tuple(range(self.size)), self.rank)
+        base = TorchTransport(self._handle, tuple(range(self.size)), self.rank)
         wanted = transport in ("auto", "host")
         self._neighbours, hosts, why_not = meet(self.rank, self.size, base, wanted=wanted)
         base.cut()
@@ -168,17 +168,17 @@ class World:
         if len(ranks) < self.size or lane:
             handle = among(ranks, self.rank, f"plait/{self._name_of(ranks, lane)}", self.timeout)
         assert handle is not None, "a world that was left"
-        return TorchLink(handle, ranks, ranks.index(self.rank))
+        return TorchTransport(handle, ranks, ranks.index(self.rank))
 
     @staticmethod
     def _dry_link(ranks: tuple[int, ...], transport: str, host_size: int) -> Transport:
         is_one_host = len({rank // host_size for rank in ranks}) == 1
-        return DryLink("gloo" if transport == "host" and not is_one_host else transport, len(ranks))
+        return NullTransport("gloo" if transport == "host" and not is_one_host else transport, len(ranks))
 
-    def _host_link(self, neighbours: Neighbours, ranks: tuple[int, ...], lane: str) -> Transport:
+    def _host_link(self, neighbours: HostPeers, ranks: tuple[int, ...], lane: str) -> Transport:
         assert self._store is not None, "ranks without a store"
         key = f"plait/{neighbours.key}/{self._name_of(ranks, lane)}"
-        place, board = ranks.index(self.rank), Board.of(self._store)
+        place, board = ranks.index(self.rank), Mailbox.of(self._store)
         return open_group(neighbours, ranks, place, board, key, self.timeout)
 
     def _name_of(self, ranks: tuple[int, ...], lane: str) -> str:

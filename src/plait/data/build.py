@@ -27,13 +27,13 @@ from plait.data.dataset import TokenStore, open_store
 from plait.data.index import (
     INDEX,
     TOKENIZER,
+    DatasetSpec,
     Index,
     SourceFacts,
-    Spec,
     json_hash,
     write_index,
 )
-from plait.data.readers import Reading, read_pieces
+from plait.data.readers import TextStream, read_pieces
 from plait.data.shards import UNFINISHED, PartRecord, Setting, finished_part
 from plait.data.sources import Shard, list_shards
 from plait.data.workers import Report, write_parts
@@ -55,7 +55,7 @@ def build(
     something else.
     """
     console = Console(stderr=True, quiet=not progress)
-    spec = Spec.of(data, tokenizer)
+    spec = DatasetSpec.of(data, tokenizer)
     try:
         if not force and (data.dir / INDEX).exists():
             store = open_store(data, tokenizer)
@@ -78,7 +78,7 @@ def build(
 class _Build:
     data: DataConfig
     tokenizer: TokenizerConfig
-    spec: Spec
+    spec: DatasetSpec
     shards: list[Shard]
     console: Console
 
@@ -132,7 +132,7 @@ class _Build:
 
     def _sample(self) -> Iterator[str]:
         """The beginning of every shard: at most SAMPLE_BYTES in all, spread over the corpus."""
-        how = Reading(self.data.text_key, self.data.seed, lambda _: None)
+        how = TextStream(self.data.text_key, self.data.seed, lambda _: None)
         for shard in self.shards:
             left = SAMPLE_BYTES // len(self.shards)
             for piece in read_pieces(shard, how):

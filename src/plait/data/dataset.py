@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from plait.data import tokenizer as tokenizers
 from plait.data.config import DataConfig, TokenizerConfig
-from plait.data.index import TOKENIZER, Index, PartFile, Spec, read_index
+from plait.data.index import TOKENIZER, DatasetSpec, Index, PartFile, read_index
 from plait.errors import DataError, PlaitError
 from plait.fileio import plain_file_bytes
 
@@ -138,7 +138,7 @@ def open_store(
     """
     index = read_index(data.dir)
     if tokenizer is not None:
-        _check_spec(data.dir, index.spec, Spec.of(data, tokenizer))
+        _check_spec(data.dir, index.spec, DatasetSpec.of(data, tokenizer))
     _check_tokenizer(data.dir, index)
     for file in (*index.train, *index.validation):
         _check_size(data.dir / file.name, file.tokens * index.item_bytes)
@@ -155,7 +155,7 @@ def _again(folder: Path) -> str:
     return f"remove {folder} and build the tokens again"
 
 
-def _check_spec(folder: Path, built: Spec, wanted: Spec) -> None:
+def _check_spec(folder: Path, built: DatasetSpec, wanted: DatasetSpec) -> None:
     for key, was in built.model_dump().items():
         want = getattr(wanted, key)
         if was == want:
@@ -213,10 +213,10 @@ def _check_hashes(folder: Path, files: Sequence[PartFile]) -> None:
     """In threads: hashing lets go of the interpreter's lock, so this is as fast as the disk or the cores."""
     threads = min(HASH_THREADS, len(os.sched_getaffinity(0)))
     with ThreadPoolExecutor(threads) as pool:
-        for letter in pool.map(lambda file: _hash_letter(folder / file.name, file.sha256), files):
-            if letter is not None:
+        for message in pool.map(lambda file: _hash_letter(folder / file.name, file.sha256), files):
+            if message is not None:
                 pool.shutdown(cancel_futures=True)
-                raise letter
+                raise message
 
 
 def _hash_letter(path: Path, expected: str) -> PlaitError | None:

@@ -50,7 +50,7 @@ class SourceFacts(Strict):
     sha256: Sha256
 
 
-class Spec(Strict):
+class DatasetSpec(Strict):
     """What the tokens depend on, of a recipe."""
 
     sources: list[str]
@@ -75,7 +75,7 @@ class Index(Strict):
     """All that is known of a directory of tokens."""
 
     format: Literal["plait tokens 1"] = "plait tokens 1"
-    spec: Spec
+    spec: DatasetSpec
     dtype: Literal["uint16", "uint32"]
     vocab_size: int = Field(ge=1, le=2**32)
     max_token: int = Field(ge=0, lt=2**32)

@@ -30,7 +30,7 @@ ROWS_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextPiece:
     """Some text of one document; `last` ends it. `num_bytes` is how much of the source was read for it."""
 
     text: str
@@ -40,7 +40,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class TextStream:
     """How to read: the recipe's key and seed, and what takes every byte of the source (a hash's update)."""
 
     text_key: str
@@ -53,14 +53,14 @@ class Reading:
         return int.from_bytes(hashlib.blake2b(content, digest_size=8, key=key).digest(), "little")
 
 
-def read_pieces(shard: Shard, how: Reading) -> Iterator[Piece]:
+def read_pieces(shard: Shard, how: TextStream) -> Iterator[TextPiece]:
     """The shard's documents in order, in pieces; empty ones are left out. Raises DataError with the place."""
     for item in shard.slices:
         read = _dataset_pieces if item.kind == "hf" else _file_pieces
         yield from read(item, how)
 
 
-def _file_pieces(item: Slice, how: Reading) -> Iterator[Piece]:
+def _file_pieces(item: Slice, how: TextStream) -> Iterator[TextPiece]:
     try:
         if item.kind == "jsonl.gz":
             with Path(item.name).open("rb") as packed, gzip.GzipFile(fileobj=packed) as file:
@@ -89,7 +89,7 @@ def _line_start(file: BinaryIO, place: int, size: int) -> int:
     return file.tell()
 
 
-def _text_pieces(file: BinaryIO, begin: int, end: int, item: Slice, how: Reading) -> Iterator[Piece]:
+def _text_pieces(file: BinaryIO, begin: int, end: int, item: Slice, how: TextStream) -> Iterator[TextPiece]:
     file.seek(0)
     draw = how.draw(_read_piece(file, item.size, item))
     file.seek(begin)
@@ -105,10 +105,10 @@ def _text_pieces(file: BinaryIO, begin: int, end: int, item: Slice, how: Reading
             raise _not_utf8(item.name, place - pending + error.start, error) from error
         place += len(raw)
         how.digest(raw)
-        yield Piece(text, draw, last=place >= end and ends_file, num_bytes=len(raw))
+        yield TextPiece(text, draw, last=place >= end and ends_file, num_bytes=len(raw))
     if begin >= end and ends_file and item.size:
         # The file's last line began in a slice before this one, which left the end to the last slice.
-        yield Piece("", draw, last=True, num_bytes=0)
+        yield TextPiece("", draw, last=True, num_bytes=0)
 
 
 def _read_piece(file: BinaryIO, limit: int, item: Slice) -> bytes:
@@ -145,7 +145,7 @@ def _packed_lines(file: gzip.GzipFile, packed: BinaryIO) -> Iterator[_Line]:
         offset += len(raw)
 
 
-def _row_pieces(lines: Iterator[_Line], item: Slice, how: Reading) -> Iterator[Piece]:
+def _row_pieces(lines: Iterator[_Line], item: Slice, how: TextStream) -> Iterator[TextPiece]:
     for line in lines:
         how.digest(line.raw)
         if not line.raw.strip():
@@ -186,7 +186,7 @@ def _text_of(row: Any, name: str, place: str, text_key: str) -> str:
     return text
 
 
-def _cut_text(text: str, how: Reading, num_bytes: int) -> Iterator[Piece]:
+def _cut_text(text: str, how: TextStream, num_bytes: int) -> Iterator[TextPiece]:
     """A row's text in pieces; see [Note: pieces]."""
     draw = how.draw(text.encode())
     place = 0
@@ -194,7 +194,7 @@ def _cut_text(text: str, how: Reading, num_bytes: int) -> Iterator[Piece]:
         stop = min(place + PIECE_BYTES, len(text))
         if stop < len(text):
             stop = text.rfind("\n", place, stop) + 1 or stop
-        yield Piece(text[place:stop], draw, last=stop == len(text), num_bytes=num_bytes)
+        yield TextPiece(text[place:stop], draw, last=stop == len(text), num_bytes=num_bytes)
         place, num_bytes = stop, 0
 
 
@@ -207,7 +207,7 @@ def _rows(name: str, fingerprint: str) -> Any:
     return rows
 
 
-def _dataset_pieces(item: Slice, how: Reading) -> Iterator[Piece]:
+def _dataset_pieces(item: Slice, how: TextStream) -> Iterator[TextPiece]:
     rows = _rows(item.name, item.version)
     if how.text_key in rows.column_names:
         rows = rows.select_columns([how.text_key])  # the others need not be read

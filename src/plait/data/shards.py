@@ -19,7 +19,7 @@ from plait.data.index import (
     Strict,
     json_hash,
 )
-from plait.data.readers import Piece, Reading, read_pieces
+from plait.data.readers import TextPiece, TextStream, read_pieces
 from plait.data.sources import Shard
 from plait.fileio import fresh_name, write_json
 
@@ -137,7 +137,7 @@ def write_part(
     `report` is called with bytes of the source as they are done; what it raises ends the work.
     """
     content = _Content()
-    pieces = read_pieces(shard, Reading(setting.text_key, setting.seed, content.take))
+    pieces = read_pieces(shard, TextStream(setting.text_key, setting.seed, content.take))
     stem = setting.folder / f"part-{number:05d}"
     documents = 0
     draws: set[int] = set()
@@ -176,13 +176,13 @@ def write_part(
     return record
 
 
-def _extremes(draws: set[int], batch: list[Piece]) -> set[int]:
+def _extremes(draws: set[int], batch: list[TextPiece]) -> set[int]:
     draws = draws | {piece.draw for piece in batch}
     return {min(draws), max(draws)}
 
 
-def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    batch: list[Piece] = []
+def _batches(pieces: Iterator[TextPiece]) -> Iterator[list[TextPiece]]:
+    batch: list[TextPiece] = []
     size = 0
     for piece in pieces:
         batch.append(piece)

@@ -52,7 +52,7 @@ class Probed:
 Batch = Mapping[str, Tensor]
 
 
-class Intake:
+class BatchPreparer:
     """What a rank is given: moved to its device, cut into micro-batches, and at first compared with what the
     other ranks of its model were given."""
 

@@ -23,15 +23,23 @@ from torch import Tensor, nn
 
 from plait.checkpoint import Saver, open_together, place_of
 from plait.comm import Mesh, all_reduce, broadcast, start_all_reduce
-from plait.engine.batch import Batch, EvalResult, Intake, Probed, StepResult, check_loss
-from plait.engine.build import Parts, Training
+from plait.engine.batch import Batch, BatchPreparer, EvalResult, Probed, StepResult, check_loss
+from plait.engine.build import EngineParts, TrainingSpec
 from plait.engine.loss_scale import SumScale
-from plait.engine.runner import Passes
+from plait.engine.runner import MicrobatchRunner
 from plait.engine.trace import Trace
 from plait.errors import CheckpointError, ModelError, PlanError, RunError
 from plait.models import FlopFacts, seeded
 from plait.optim import clip_factor, clip_values
-from plait.parallel import Kept, Precision, Source, Unit, WholeTensors, held_bytes, persistent_buffers
+from plait.parallel import (
+    FlatParam,
+    InMemoryState,
+    Precision,
+    StateReader,
+    StateShard,
+    allocated_bytes,
+    persistent_buffers,
+)
 from plait.plan import MemoryUse, Plan
 
 _NUM_STEPS = "engine/num_steps"
@@ -46,7 +54,7 @@ class Engine:
     """
 
     def __init__(
-        self, model: nn.Module, plan: Plan, how: Training, mesh: Mesh, blocks: list[tuple[str, nn.Module]]
+        self, model: nn.Module, plan: Plan, how: TrainingSpec, mesh: Mesh, blocks: list[tuple[str, nn.Module]]
     ) -> None:
         self.plan = plan
         self.model = model
@@ -57,13 +65,13 @@ class Engine:
         self.probed: Probed | None = None
         self._how = how
         self._flops = FlopFacts.of(model)
-        self._parts = Parts.of(model, plan, how, mesh, blocks)
+        self._parts = EngineParts.of(model, plan, how, mesh, blocks)
         self._groups = self._parts.groups
         self._held = self._parts.held
         self.layout = self._parts.layout
         self._owned = self._parts.owned
         self._state = self._parts.state
-        self._passes = Passes(self._parts, how.schedule)
+        self._passes = MicrobatchRunner(self._parts, how.schedule)
         self._is_replica = mesh.coord["replicate"] > 0
         self.optimizer = self._owned.optimizer
         self._scale = SumScale(how.loss_scaling)
@@ -72,7 +80,7 @@ class Engine:
         self._micros_done = 0
         self._trace: Trace | None = None
         compute = Precision.of(plan).compute
-        self._intake = Intake(self.device, compute, self._groups.model, plan.micro)
+        self._intake = BatchPreparer(self.device, compute, self._groups.model, plan.micro)
 
     @property
     def data_rank(self) -> int:
@@ -216,7 +224,7 @@ class Engine:
             clip_values((unit.gradient for unit in self._held.trained), factor, self._how.clip_value)
             factor = 1.0
 
-        def step(unit: Unit) -> None:
+        def step(unit: FlatParam) -> None:
             self._owned.step(unit, factor, self.num_steps)
             self._is_torn = True  # until all units are a step further
 
@@ -323,25 +331,25 @@ class Engine:
 
         Raises CheckpointError for another model's, before it changes anything.
         """
-        self.load_from(WholeTensors(tensors))
+        self.load_from(InMemoryState(tensors))
 
     def _own_state(self) -> dict[str, Tensor]:
         return {_NUM_STEPS: torch.tensor(self.num_steps), **self._scale.state()}
 
-    def kept(self) -> list[Kept]:
+    def kept(self) -> list[StateShard]:
         """What this rank has to save: over all ranks, every element of `state` once. Nobody is asked."""
         self._check_whole()
         own = self._own_state().items() if self.world.rank == 0 else ()
-        return [*self._state.kept(), *(Kept.whole(key, value) for key, value in own)]
+        return [*self._state.kept(), *(StateShard.whole(key, value) for key, value in own)]
 
-    def load_from(self, source: Source, *, weights_only: bool = False) -> None:
+    def load_from(self, source: StateReader, *, weights_only: bool = False) -> None:
         """Each rank takes over its part, under whatever plan it was saved. `weights_only`: weights and
         buffers; the optimizer begins anew. Every rank must call it. Raises CheckpointError, on all of them:
         for another model's, before anything changes; for damage, after which the engine waits for another
         load."""
         self._state.check(source, weights_only=weights_only)
         self.abandon()
-        self._held.await_readers()
+        self._held.wait_for_readers()
         self._is_torn, problem = True, None
         try:
             self._state.load(source, weights_only=weights_only)
@@ -379,15 +387,15 @@ class Engine:
         """Bytes that this rank holds. Activations: what all micro-batches between their forward and their
         backward, or the other half of that, keep at a time, of what one keeps on a stage, measured in the
         first step (None before it)."""
-        return held_bytes(self._held, self._owned, self.plan, self._passes.saved_bytes())
+        return allocated_bytes(self._held, self._owned, self.plan, self._passes.activation_bytes())
 
     def predicted_memory(self, batch_shape: tuple[int, int]) -> MemoryUse:
         """What `memory` will say, for micro-batches of token ids of this (batch, sequence) shape.
 
         Activations are None for a model that cannot run without values.
         """
-        saved = self._passes.foretold_bytes(batch_shape, self.device)
-        return self._parts.foretold_bytes(self.plan, saved)
+        saved = self._passes.estimated_bytes(batch_shape, self.device)
+        return self._parts.estimated_bytes(self.plan, saved)
 
     def flops_per_token(self, sequence: int) -> float:
         """FLOPs of forward and backward for one token; the formula stands in `plan/cost.py`."""

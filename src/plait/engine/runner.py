@@ -14,22 +14,22 @@ import torch
 from torch import Tensor
 
 from plait.comm import broadcast
-from plait.engine.build import Parts
-from plait.engine.stage import Forward
+from plait.engine.build import EngineParts
+from plait.engine.stage import StageRunner
 from plait.errors import ModelError, PlanError
 from plait.models import BlockOutputs, seeded
-from plait.parallel import Zero
-from plait.parallel.pipeline import Parcel, pack, unpack
+from plait.parallel import ShardedStage
+from plait.parallel.pipeline import PackedOutput, pack, unpack
 from plait.plan.schedule import Schedule, Span, forwards_only, most_kept, one_micro
 
 Micro = Mapping[str, Tensor]
 TakeLoss = Callable[[Tensor, int | Tensor], Any]  # (summed loss, targets) -> what backward starts from
 
 
-class Passes:
+class MicrobatchRunner:
     """Runs an engine's schedule, and others over the same stages."""
 
-    def __init__(self, parts: Parts, schedule: Schedule) -> None:
+    def __init__(self, parts: EngineParts, schedule: Schedule) -> None:
         self._parts = parts
         self._schedule = schedule
         self._last = schedule.num_stages - 1
@@ -44,7 +44,7 @@ class Passes:
         """The place on `pp` of the last stage."""
         return self._schedule.rank_of[self._last]
 
-    def only_stage(self, asked: str) -> Forward:
+    def only_stage(self, asked: str) -> StageRunner:
         """Raises PlanError unless the model is one stage."""
         if self._last:
             raise PlanError(
@@ -131,7 +131,7 @@ class Passes:
                 expected="a new start of all ranks",
             )
         stages = {
-            number: _Pass(stage, micros, take, seeds, number, of_outputs)
+            number: _StagePass(stage, micros, take, seeds, number, of_outputs)
             for number, stage in self._parts.stages.items()
         }
         try:
@@ -164,7 +164,7 @@ class Passes:
         if group.rank == root:
             said.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
         broadcast(said, group, root)
-        parcel = Parcel.from_json(said.cpu().numpy().tobytes().decode())
+        parcel = PackedOutput.from_json(said.cpu().numpy().tobytes().decode())
         if group.rank != root:
             tensors = [torch.empty(s.shape, dtype=s.dtype, device=self._device) for s in parcel.specs]
         tensors = [tensor.contiguous() for tensor in tensors]
@@ -174,20 +174,22 @@ class Passes:
 
     # --- bytes
 
-    def saved_bytes(self) -> int | None:
+    def activation_bytes(self) -> int | None:
         """The most that is kept for backward at a time."""
         rest_bytes = self._parts.pipeline.rest_bytes
         kept = {
-            number: None if stage.saved_bytes is None else (stage.saved_bytes, rest_bytes.get(number, 0))
+            number: None
+            if stage.activation_bytes is None
+            else (stage.activation_bytes, rest_bytes.get(number, 0))
             for number, stage in self._parts.stages.items()
         }
         return self._peak(kept)
 
-    def foretold_bytes(self, batch_shape: tuple[int, int], device: torch.device) -> int | None:
+    def estimated_bytes(self, batch_shape: tuple[int, int], device: torch.device) -> int | None:
         twin = self._parts.twin
         whole = None if twin is None else BlockOutputs(twin, device)
         kept = {
-            number: stage.foretold_bytes(batch_shape, device, whole)
+            number: stage.estimated_bytes(batch_shape, device, whole)
             for number, stage in self._parts.stages.items()
         }
         return self._peak(kept)
@@ -197,16 +199,16 @@ class Passes:
 
 
 @dataclass
-class _Pass:
+class _StagePass:
     """One of this rank's stages, in one pass."""
 
-    stage: Forward
+    stage: StageRunner
     micros: Sequence[Micro]
     take: Callable[..., Any]
     seeds: Callable[[int, int], Any] | None
     number: int
     of_outputs: bool
-    zero: Zero = field(init=False)
+    zero: ShardedStage = field(init=False)
 
     def __post_init__(self) -> None:
         self.zero = self.stage.zero

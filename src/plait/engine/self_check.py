@@ -23,7 +23,7 @@ from plait.engine.batch import Probed, on_device
 from plait.engine.engine import Engine
 from plait.engine.loss import Loss, choose_loss
 from plait.errors import ConfigError, ModelError
-from plait.models import forward_inputs, meta_twin
+from plait.models import copy_to_meta, forward_inputs
 from plait.parallel import Precision
 from plait.plan import Plan
 
@@ -36,7 +36,7 @@ _SCALE = 1024.0  # of the loss, in both: fp16 has the numbers for it
 
 
 @dataclass(frozen=True)
-class Probe:
+class SelfCheck:
     """A probe that waits for its model to be cut. `twin`: the same model, whole, on meta."""
 
     twin: nn.Module
@@ -45,7 +45,7 @@ class Probe:
     @classmethod
     def of(
         cls, model: nn.Module, asked: bool | Mapping[str, Tensor], plan: Plan, seed: int
-    ) -> "Probe | None":
+    ) -> "SelfCheck | None":
         """`asked`: whether one is, or the batch that it is to take. Raises ModelError where it needs one,
         ConfigError under a plan whose gradients tell nothing."""
         if asked is False:
@@ -57,7 +57,7 @@ class Probe:
                 expected=f"reduce={' or '.join(_TELLING)}, once: `tp` cuts layers the same way under each",
                 hint="reduce=fp32 for the probe, or no probe",
             )
-        return cls(meta_twin(model), _random_batch(model, seed) if asked is True else asked)
+        return cls(copy_to_meta(model), _random_batch(model, seed) if asked is True else asked)
 
     def run(self, engine: Engine, loss: Loss | None) -> Engine:
         """The engine, if its model's gradients are those of the twin.

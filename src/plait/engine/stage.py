@@ -16,20 +16,20 @@ from plait.errors import ModelError
 from plait.models import (
     BlockOutputs,
     StageModule,
+    activation_bytes,
+    copy_to_meta,
     forward_inputs,
-    meta_twin,
     receiving,
-    saved_bytes,
-    watch_saved,
+    watch_activations,
 )
-from plait.parallel import Zero
-from plait.parallel.pipeline import RestBytes
-from plait.parallel.tensor import CutLayers
+from plait.parallel import ShardedStage
+from plait.parallel.pipeline import DeferredBytes
+from plait.parallel.tensor import ParallelLayers
 from plait.parallel.tensor.cross_entropy import ALONE
-from plait.plan import TensorPlan
+from plait.plan import TPPlan
 
 
-class Forward:
+class StageRunner:
     """Runs micro-batches through a stage that an engine trains.
 
     saved_bytes     what one micro-batch keeps from forward to backward; None before the first
@@ -38,16 +38,16 @@ class Forward:
     def __init__(
         self,
         part: StageModule,
-        zero: Zero,
-        cut: CutLayers,
-        plan: TensorPlan,
+        zero: ShardedStage,
+        cut: ParallelLayers,
+        plan: TPPlan,
         col: Group,
         loss: Loss | None,
         *,
         is_last: bool,
     ) -> None:
         """`plan` says how logits are cut over `col`. `loss`: the user's."""
-        self.saved_bytes: int | None = None
+        self.activation_bytes: int | None = None
         self.part = part
         self.zero = zero
         self.is_last = is_last
@@ -84,16 +84,16 @@ class Forward:
 
     def measured(self) -> contextlib.AbstractContextManager[None]:
         """Around a forward with gradients: the first one is counted."""
-        if self.saved_bytes is not None or not torch.is_grad_enabled():
+        if self.activation_bytes is not None or not torch.is_grad_enabled():
             return contextlib.nullcontext()
         return self._measuring()
 
     @contextlib.contextmanager
     def _measuring(self) -> Any:
         self.zero.show()  # the weights' storages, which are no activations
-        with watch_saved(self.part.module) as watch:
+        with watch_activations(self.part.module) as watch:
             yield
-        self.saved_bytes = watch.total
+        self.activation_bytes = watch.total
 
     def loss(self) -> Loss:
         return choose_loss(self.part.module, self._given, group=self._col, columns=self._columns)
@@ -102,17 +102,16 @@ class Forward:
         """Our own loss takes the logits that this rank has; a user's takes all."""
         return self._cut.logits_stay_cut() if self._given is None else contextlib.nullcontext()
 
-    def foretold_bytes(
+    def estimated_bytes(
         self, batch_shape: tuple[int, int], device: torch.device, whole: BlockOutputs | None
     ) -> tuple[int, int] | None:
-        """What `saved_bytes` will be for token ids of this (batch, sequence) shape, and what is kept between
-        the halves of a backward, if that can be told. `whole`: of a model in stages, what this one
-        receives."""
+        """Estimate `activation_bytes` for token ids of shape (batch, sequence), and the bytes kept between the
+        two parts of a split backward where they are known. `whole`: supplies the inputs of a later stage."""
         ids = torch.zeros(batch_shape, dtype=torch.long, device="meta")
         batch = {"input_ids": ids, "labels": ids}
         # Whatever the user's model raises without values (or cannot be copied), it can still be trained.
         with contextlib.suppress(Exception), self.zero.paused(), self.logits():
-            twin = meta_twin(self.part.module)
+            twin = copy_to_meta(self.part.module)
             inputs = forward_inputs(twin, batch)
             received: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
             if self.part.before is not None:
@@ -124,7 +123,7 @@ class Forward:
                 if self.is_last:
                     self.loss()(outputs, batch)
 
-            rest = RestBytes()
+            rest = DeferredBytes()
             with received, rest.watching(twin):
-                return saved_bytes(twin, run, device), rest.total
+                return activation_bytes(twin, run, device), rest.total
         return None

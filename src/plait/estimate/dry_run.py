@@ -18,21 +18,21 @@ import torch
 from torch import Tensor, nn
 
 from plait.comm import Mesh, World
-from plait.engine.build import Making, Training
-from plait.engine.stage import Forward
+from plait.engine.build import StageBuilder, TrainingSpec
+from plait.engine.stage import StageRunner
 from plait.errors import ModelError, PlaitError
-from plait.models import AsOnDevice, BlockOutputs, meta_twin, running_on_meta
+from plait.models import AsOnDevice, BlockOutputs, copy_to_meta, running_on_meta
 from plait.parallel import (
     DataGroups,
-    PartialSums,
+    FlatParam,
     Precision,
     RecomputedForward,
-    Unit,
-    cut_of,
+    ReplicatedGradReduce,
+    flat_param_config,
     move_buffers,
     persistent_buffers,
 )
-from plait.parallel.pipeline import Arrival, Halves, Parcel, pack, unpack
+from plait.parallel.pipeline import BackwardSplitter, PackedOutput, StageInput, pack, unpack
 from plait.parallel.zero.sharded_model import Root
 from plait.plan import Grid, Layout, Plan, added, between
 from plait.plan.comm_log import Traffic
@@ -77,7 +77,7 @@ class _NoMasters:
 def dry_stages(
     model: nn.Module,
     plan: Plan,
-    how: Training,
+    how: TrainingSpec,
     blocks: Sequence[tuple[str, nn.Module]],
     layouts: Mapping[int, Layout],
     mesh: Mesh,
@@ -88,18 +88,20 @@ def dry_stages(
     of a micro-batch. `device`: what ranks compute on. Raises ModelError for a model that cannot run without
     values."""
     plan = _without_memory(plan)
-    twin = meta_twin(model)
+    twin = copy_to_meta(model)
     move_buffers(twin, plan, _META)
-    groups, halves = DataGroups.of(mesh, plan), Halves()
-    making = Making(twin, plan, how, mesh, [(name, twin.get_submodule(name)) for name, _ in blocks])
-    cut = replace(cut_of(plan, groups, _META, _NoMasters()), home=_META)
-    units = {stage: [Unit(unit, cut) for unit in found.units] for stage, found in layouts.items()}
-    partial = PartialSums(mesh, Layout(tuple(unit for found in layouts.values() for unit in found.units)))
-    whole = BlockOutputs(meta_twin(model).to(Precision.of(plan).compute), device)
+    groups, halves = DataGroups.of(mesh, plan), BackwardSplitter()
+    making = StageBuilder(twin, plan, how, mesh, [(name, twin.get_submodule(name)) for name, _ in blocks])
+    cut = replace(flat_param_config(plan, groups, _META, _NoMasters()), home=_META)
+    units = {stage: [FlatParam(unit, cut) for unit in found.units] for stage, found in layouts.items()}
+    partial = ReplicatedGradReduce(
+        mesh, Layout(tuple(unit for found in layouts.values() for unit in found.units))
+    )
+    whole = BlockOutputs(copy_to_meta(model).to(Precision.of(plan).compute), device)
     stages = making.stages(units, _loose(twin), groups, partial, cut, halves)
     batch_shape = _batch_shape(micro)
     kept = [
-        None if batch_shape is None else stage.foretold_bytes(batch_shape, device, whole)
+        None if batch_shape is None else stage.estimated_bytes(batch_shape, device, whole)
         for stage in stages.values()
     ]
     _recompute_as_on(device, stages.values())
@@ -112,7 +114,7 @@ def dry_stages(
     return [DryStage(of_stage, found) for of_stage, found in zip(facts, kept, strict=True)]
 
 
-def _recompute_as_on(device: torch.device, stages: Iterable[Forward]) -> None:
+def _recompute_as_on(device: torch.device, stages: Iterable[StageRunner]) -> None:
     """Has blocks that run again in backward, where torch lets no mode for functions in, run as in forward."""
     for stage in stages:
         for _, block in stage.part.blocks:
@@ -159,13 +161,13 @@ class _Run:
     """
 
     mesh: Mesh
-    stages: dict[int, Forward]
+    stages: dict[int, StageRunner]
     micro: Mapping[str, Tensor]
-    halves: Halves
+    halves: BackwardSplitter
     split: set[int]
     said: dict[int, list[Traffic]] = field(default_factory=lambda: defaultdict(list))
-    parcels: dict[int, Parcel] = field(default_factory=dict)
-    _arrivals: dict[int, Arrival] = field(default_factory=dict)
+    parcels: dict[int, PackedOutput] = field(default_factory=dict)
+    _arrivals: dict[int, StageInput] = field(default_factory=dict)
     _roots: dict[int, list[Root]] = field(default_factory=dict)
 
     def forward(self) -> None:
@@ -173,7 +175,7 @@ class _Run:
         for number, stage in self.stages.items():
             received = None
             if number:
-                arrival = Arrival(self.parcels[number - 1], tensors)
+                arrival = StageInput(self.parcels[number - 1], tensors)
                 received, self._arrivals[number] = unpack(self.parcels[number - 1], arrival.tensors), arrival
                 arrival.let_go()
             with self._listening(number):
@@ -195,7 +197,7 @@ class _Run:
                 with self.halves.collecting() if half else nullcontext() as queued:
                     zero.backward(self._roots.pop(number), gradients, last=True, rest=queued)
                 if queued is not None:
-                    zero.finish_backward(queued, last=True)
+                    zero.backward_weight(queued, last=True)
             if number:
                 gradients = self._arrivals.pop(number).take_gradients()
 

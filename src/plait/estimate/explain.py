@@ -18,22 +18,22 @@ import torch
 from torch import Tensor, nn
 
 from plait.api import check_device, check_update, checked_blocks, training_of
-from plait.engine.build import Making, Training
+from plait.engine.build import StageBuilder, TrainingSpec
 from plait.engine.loss import Loss
 from plait.errors import ModelError
 from plait.estimate.dry_run import Cluster, DryStage, dry_stages
 from plait.models import Blocks, Chain
 from plait.optim import states_per_element
-from plait.parallel import DataGroups, Holdings, foretold_bytes, terms_of
-from plait.plan import Grid, Layout, Line, MemoryUse, Plan, Tally
-from plait.plan.estimate.traffic import RankFacts, Terms, scratch_bytes, step_traffic
+from plait.parallel import DataGroups, ShardMap, estimated_bytes, terms_of
+from plait.plan import CommCount, CommKey, Grid, Layout, MemoryUse, Plan
+from plait.plan.estimate.traffic import RankFacts, TransportFacts, scratch_bytes, step_traffic
 from plait.plan.schedule import Durations, most_kept, simulate
 
-Strands = Mapping[str, Mapping[Line, Tally]]  # what is said in a step, by what it is of
+Strands = Mapping[str, Mapping[CommKey, CommCount]]  # what is said in a step, by what it is of
 
 
 @dataclass(frozen=True)
-class Alike:
+class RankClass:
     """Ranks that hold and say as much as each other; see [Note: ranks that are alike].
 
     blocks      names of the first and the last block of each stage
@@ -67,9 +67,9 @@ class Explanation:
     num_stages: int
     micro_shape: tuple[int, ...]
     bubble: float
-    alike: tuple[Alike, ...]
+    alike: tuple[RankClass, ...]
 
-    def of_rank(self, rank: int) -> Alike:
+    def of_rank(self, rank: int) -> RankClass:
         return next(found for found in self.alike if rank in found.ranks)
 
 
@@ -126,7 +126,7 @@ class _View:
         self,
         model: nn.Module,
         plan: Plan,
-        how: Training,
+        how: TrainingSpec,
         cluster: Cluster,
         blocks: list[tuple[str, nn.Module]],
         micro: Mapping[str, Tensor],
@@ -136,15 +136,17 @@ class _View:
         self._model, self._plan, self._how, self._cluster = model, plan, how, cluster
         self._blocks, self._micro, self._per_element = blocks, micro, per_element
         self._host_size = cluster.host_size or self.grid.num_ranks
-        self.holdings: Holdings = Making(model, plan, how, cluster.mesh(self.grid, 0), blocks).holdings()
+        self.holdings: ShardMap = StageBuilder(
+            model, plan, how, cluster.mesh(self.grid, 0), blocks
+        ).holdings()
 
-    def alike(self) -> Iterator[Alike]:
+    def alike(self) -> Iterator[RankClass]:
         """In the order of their first ranks."""
         shapes: dict[Hashable, int] = {}
         places = product(range(self._plan.rows), range(self._plan.cols))
         kind_of = {place: shapes.setdefault(_shapes(self._layouts(place)), len(shapes)) for place in places}
         alike: dict[tuple[int, Hashable, Hashable], list[int]] = defaultdict(list)
-        seen: dict[Hashable, tuple[list[DryStage], DataGroups, Terms]] = {}
+        seen: dict[Hashable, tuple[list[DryStage], DataGroups, TransportFacts]] = {}
         for rank in range(self.grid.num_ranks):
             at = self.grid.coord(rank)
             look = (kind_of[at["row"], at["col"]], self._hosts(rank))
@@ -176,7 +178,7 @@ class _View:
             for stage, rank in sorted(self._how.schedule.rank_of.items())
         }
 
-    def _seen(self, rank: int) -> tuple[list[DryStage], DataGroups, Terms]:
+    def _seen(self, rank: int) -> tuple[list[DryStage], DataGroups, TransportFacts]:
         """What the rank sees of all stages at its place of the grid."""
         mesh = self._cluster.mesh(self.grid, rank)
         place = (mesh.coord["row"], mesh.coord["col"])
@@ -185,7 +187,9 @@ class _View:
         dry = dry_stages(self._model, self._plan, self._how, self._blocks, layouts, mesh, self._micro, device)
         return dry, groups, terms_of(self._plan, groups, self._host_size)
 
-    def _row(self, ranks: tuple[int, ...], stages: list[DryStage], groups: DataGroups, terms: Terms) -> Alike:
+    def _row(
+        self, ranks: tuple[int, ...], stages: list[DryStage], groups: DataGroups, terms: TransportFacts
+    ) -> RankClass:
         facts = RankFacts(
             self._plan,
             self.grid,
@@ -198,7 +202,7 @@ class _View:
         own = self._how.schedule.stages_of(facts.place)
         units = [unit for stage in own for unit in stages[stage].facts.layout.units]
         kept = {stage: stages[stage].kept for stage in own}
-        memory = foretold_bytes(
+        memory = estimated_bytes(
             Layout(tuple(units)),
             self._plan,
             groups,
@@ -206,7 +210,7 @@ class _View:
             scratch_bytes=scratch_bytes(facts),
             activation_bytes=most_kept(self._how.schedule, facts.place, kept),
         )
-        return Alike(
+        return RankClass(
             ranks,
             self.grid.coord(ranks[0]),
             own,

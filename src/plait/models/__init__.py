@@ -3,10 +3,10 @@
 from plait.models.activation_memory import (
     AsOnDevice,
     BlockOutputs,
-    meta_twin,
+    activation_bytes,
+    copy_to_meta,
     running_on_meta,
-    saved_bytes,
-    watch_saved,
+    watch_activations,
 )
 from plait.models.blocks import Blocks, Chain, FlopFacts, blocks_of, forward_inputs, unit_facts
 from plait.models.huggingface import causal_lm_on_meta, pretrained_causal_lm, read_config
@@ -15,7 +15,7 @@ from plait.models.init_weights import initialise, seeded, weights_alone
 from plait.models.sharding.families import LINEAR_FORWARDS
 from plait.models.sharding.plan import tensor_plan
 from plait.models.stages.assign import plan_stages
-from plait.models.stages.split import StageModule, cut_stage, foreign_modules, receiving
+from plait.models.stages.split import StageModule, foreign_modules, receiving, split_stage
 
 __all__ = [
     "LINEAR_FORWARDS",
@@ -28,23 +28,23 @@ __all__ = [
     "SavedForm",
     "StageModule",
     "StateNames",
+    "activation_bytes",
     "blocks_of",
     "causal_lm_on_meta",
-    "cut_stage",
+    "copy_to_meta",
     "foreign_modules",
     "forward_inputs",
     "initialise",
-    "meta_twin",
     "plan_stages",
     "pretrained_causal_lm",
     "read_config",
     "read_directly",
     "receiving",
     "running_on_meta",
-    "saved_bytes",
     "seeded",
+    "split_stage",
     "tensor_plan",
     "unit_facts",
-    "watch_saved",
+    "watch_activations",
     "weights_alone",
 ]

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from plait.models.placeholder import hollows
+from plait.models.placeholder import placeholders
 
 
 @runtime_checkable
@@ -24,7 +24,7 @@ class HoldsTensors(Protocol):
     on_hold: Callable[[Tensor], object] | None  # told of each
 
 
-class SavedBytes:
+class ActivationBytes:
     """Bytes of the storages that autograd holds on to, each counted once."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -92,9 +92,9 @@ _ATTENTION_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_c
 
 
 @contextmanager
-def watch_saved(model: nn.Module) -> Iterator[SavedBytes]:
+def watch_activations(model: nn.Module) -> Iterator[ActivationBytes]:
     """Counts what is kept for backward inside; parameters and buffers do not count."""
-    watch = SavedBytes(model)
+    watch = ActivationBytes(model)
     forwards = [module.__dict__.get("forward") for module in model.modules()]
     holders = [forward for forward in forwards if isinstance(forward, HoldsTensors)]
     for holder in holders:
@@ -115,24 +115,24 @@ def running_on_meta(device: torch.device) -> Iterator[None]:
         yield
 
 
-def meta_twin(model: nn.Module) -> nn.Module:
+def copy_to_meta(model: nn.Module) -> nn.Module:
     """A copy of the model without its bytes: parameters and buffers are on meta, in the same dtypes."""
     memo: dict[int, Any] = {}
-    for tensor in (*model.parameters(), *model.buffers(), *(hollow for _, hollow in hollows(model))):
+    for tensor in (*model.parameters(), *model.buffers(), *(hollow for _, hollow in placeholders(model))):
         empty = torch.empty_like(tensor, device="meta")
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
     return copy.deepcopy(model, memo)
 
 
-def saved_bytes(twin: nn.Module, run: Callable[[], object], device: torch.device) -> int:
+def activation_bytes(twin: nn.Module, run: Callable[[], object], device: torch.device) -> int:
     """Bytes that a forward of `twin`, which is on meta, will keep for backward on `device`: costs nothing.
 
     `run` is the forward, of meta tensors of a micro-batch's shapes. What torch.compile will keep is not known
     before it has compiled. A twin runs uncompiled: exact where blocks keep their inputs only, else commonly
     more than what the compiler's partitioner leaves.
     """
-    with running_on_meta(device), watch_saved(twin) as watch:
+    with running_on_meta(device), watch_activations(twin) as watch:
         run()
     return watch.total
 

@@ -11,17 +11,17 @@ from plait.optim.flat import (
 )
 from plait.optim.mapped import MappedFile, room_for
 from plait.optim.scale import LossScale, LossScaling
-from plait.optim.stepper import CHUNK, Stepper
+from plait.optim.stepper import CHUNK, ChunkedOptimizer
 
 __all__ = [
     "CHUNK",
     "DEFAULT_GROUPS",
     "RUN",
+    "ChunkedOptimizer",
     "FlatSlice",
     "LossScale",
     "LossScaling",
     "MappedFile",
-    "Stepper",
     "clip_factor",
     "clip_values",
     "make_optimizer",

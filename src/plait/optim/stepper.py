@@ -48,7 +48,7 @@ class _Kept:
     places: dict[str, Tensor] = field(default_factory=dict)  # in the file, by name
 
 
-class Stepper:
+class ChunkedOptimizer:
     """Steps some leaves of an optimizer at a time. See [Note: states that visit]."""
 
     def __init__(

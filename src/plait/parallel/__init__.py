@@ -2,47 +2,47 @@
 
 from plait.parallel.activation_checkpoint import RecomputedForward, recompute_blocks
 from plait.parallel.compile import compile_blocks
-from plait.parallel.zero.flat_param import Unit
-from plait.parallel.zero.grad_reduce import UnderWay
-from plait.parallel.zero.groups import DataGroups, PartialSums, Precision
-from plait.parallel.zero.materialize import bring_to_life, first_weights, let_go, move_buffers
-from plait.parallel.zero.memory_stats import foretold_bytes, held_bytes, terms_of
-from plait.parallel.zero.replica_check import Replicas
-from plait.parallel.zero.shard_map import Holdings, persistent_buffers
-from plait.parallel.zero.sharded_model import Held, SharedSums, Zero, cut_of
-from plait.parallel.zero.sharded_optim import Masters, Owned
-from plait.parallel.zero.state_dict import EngineState
-from plait.parallel.zero.state_io import Kept, Source, WholeTensors, boxes_of, view_of
+from plait.parallel.zero.flat_param import FlatParam
+from plait.parallel.zero.grad_reduce import InFlightReductions
+from plait.parallel.zero.groups import DataGroups, Precision, ReplicatedGradReduce
+from plait.parallel.zero.materialize import bind_flat_params, init_flat_params, move_buffers, release_unused
+from plait.parallel.zero.memory_stats import allocated_bytes, estimated_bytes, terms_of
+from plait.parallel.zero.replica_check import ReplicaCheck
+from plait.parallel.zero.shard_map import ShardMap, persistent_buffers
+from plait.parallel.zero.sharded_model import ShardedModel, ShardedStage, TiedGradReduce, flat_param_config
+from plait.parallel.zero.sharded_optim import MasterWeights, ShardedOptimizer
+from plait.parallel.zero.state_dict import ShardedState
+from plait.parallel.zero.state_io import InMemoryState, StateReader, StateShard, boxes_of, view_of
 
 __all__ = [
     "DataGroups",
-    "EngineState",
-    "Held",
-    "Holdings",
-    "Kept",
-    "Masters",
-    "Owned",
-    "PartialSums",
+    "FlatParam",
+    "InFlightReductions",
+    "InMemoryState",
+    "MasterWeights",
     "Precision",
     "RecomputedForward",
-    "Replicas",
-    "SharedSums",
-    "Source",
-    "UnderWay",
-    "Unit",
-    "WholeTensors",
-    "Zero",
+    "ReplicaCheck",
+    "ReplicatedGradReduce",
+    "ShardMap",
+    "ShardedModel",
+    "ShardedOptimizer",
+    "ShardedStage",
+    "ShardedState",
+    "StateReader",
+    "StateShard",
+    "TiedGradReduce",
+    "allocated_bytes",
+    "bind_flat_params",
     "boxes_of",
-    "bring_to_life",
     "compile_blocks",
-    "cut_of",
-    "first_weights",
-    "foretold_bytes",
-    "held_bytes",
-    "let_go",
+    "estimated_bytes",
+    "flat_param_config",
+    "init_flat_params",
     "move_buffers",
     "persistent_buffers",
     "recompute_blocks",
+    "release_unused",
     "terms_of",
     "view_of",
 ]

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class InOrder(Generic[T]):
+class OrderedLauncher(Generic[T]):
     """Starts things in their order, each when it and all before it are complete."""
 
     def __init__(self, order: Sequence[T], start: Callable[[T], None]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, order=True)
-class Line:
+class CommKey:
     """What calls are counted together.
 
     axes    of the grid, outermost first, along which the group's ranks differ (none of degree 1); nothing:
@@ -28,37 +28,37 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Tally:
+class CommCount:
     """Calls of one rank and the bytes of their tensors: of a gather or a scatter, of the whole tensor."""
 
     count: int = 0
     num_bytes: int = 0
 
-    def __add__(self, other: "Tally") -> "Tally":
-        return Tally(self.count + other.count, self.num_bytes + other.num_bytes)
+    def __add__(self, other: "CommCount") -> "CommCount":
+        return CommCount(self.count + other.count, self.num_bytes + other.num_bytes)
 
-    def __sub__(self, other: "Tally") -> "Tally":
-        return Tally(self.count - other.count, self.num_bytes - other.num_bytes)
+    def __sub__(self, other: "CommCount") -> "CommCount":
+        return CommCount(self.count - other.count, self.num_bytes - other.num_bytes)
 
-    def __mul__(self, times: int) -> "Tally":
-        return Tally(self.count * times, self.num_bytes * times)
-
-
-Traffic = Mapping[Line, Tally]  # all that one rank says in some time; what it does not say has no line
+    def __mul__(self, times: int) -> "CommCount":
+        return CommCount(self.count * times, self.num_bytes * times)
 
 
-def added(parts: Iterable[Traffic]) -> dict[Line, Tally]:
+Traffic = Mapping[CommKey, CommCount]  # all that one rank says in some time; what it does not say has no line
+
+
+def added(parts: Iterable[Traffic]) -> dict[CommKey, CommCount]:
     """All of them together, in the order of their lines."""
-    found: dict[Line, Tally] = {}
+    found: dict[CommKey, CommCount] = {}
     for part in parts:
         for line, tally in part.items():
-            found[line] = found.get(line, Tally()) + tally
+            found[line] = found.get(line, CommCount()) + tally
     return {line: found[line] for line in sorted(found)}
 
 
-def between(earlier: Traffic, later: Traffic) -> dict[Line, Tally]:
+def between(earlier: Traffic, later: Traffic) -> dict[CommKey, CommCount]:
     """What has been said since."""
-    found = {line: tally - earlier.get(line, Tally()) for line, tally in later.items()}
+    found = {line: tally - earlier.get(line, CommCount()) for line, tally in later.items()}
     return {line: tally for line, tally in sorted(found.items()) if tally.count}
 
 
@@ -76,10 +76,10 @@ def to_rows(traffic: Traffic) -> list[dict[str, Any]]:
     ]
 
 
-def of_rows(rows: Iterable[Mapping[str, Any]]) -> dict[Line, Tally]:
+def of_rows(rows: Iterable[Mapping[str, Any]]) -> dict[CommKey, CommCount]:
     """What `to_rows` gave. Raises KeyError, TypeError or ValueError for what it did not."""
     return {
-        Line(tuple(row["axes"]), str(row["lane"]), str(row["verb"])): Tally(
+        CommKey(tuple(row["axes"]), str(row["lane"]), str(row["verb"])): CommCount(
             int(row["calls"]), int(row["bytes"])
         )
         for row in rows

@@ -98,7 +98,7 @@ def room_bytes(layout: Layout, plan: Plan) -> tuple[int, ...]:
     )
 
 
-def kept_bytes(layout: Layout, plan: Plan) -> int:
+def residual_bytes(layout: Layout, plan: Plan) -> int:
     """What lives from step to step: what was lost on the way, and right factors to start from."""
     if plan.reduce == "fp16":
         return 0

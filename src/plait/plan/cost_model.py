@@ -48,7 +48,7 @@ def bus_bandwidth(verb: str, num_bytes: int, num_ranks: int, seconds: float) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class LatencyFit:
     """t = latency_s + num_bytes / bytes_per_s. `error`: by what part of t it is off, the points' median."""
 
     latency_s: float
@@ -59,7 +59,7 @@ class Line:
         return self.latency_s + num_bytes / self.bytes_per_s
 
 
-def fit(points: Iterable[tuple[int, float]]) -> Line | None:
+def fit(points: Iterable[tuple[int, float]]) -> LatencyFit | None:
     """The line through (bytes, seconds). None for a single size above 0, through which every line goes.
 
     See [Note: one line through ten sizes].
@@ -75,7 +75,7 @@ def fit(points: Iterable[tuple[int, float]]) -> Line | None:
         errors = [abs((latency + size * per_byte) / seconds - 1.0) for size, seconds in points]
         usual = max(_NORMAL * statistics.median(errors), 1e-9)
         weights = [min(1.0, _HUBER * usual / error) if error else 1.0 for error in errors]
-    return Line(latency, 1.0 / per_byte if per_byte else math.inf, statistics.median(errors))
+    return LatencyFit(latency, 1.0 / per_byte if per_byte else math.inf, statistics.median(errors))
 
 
 _REWEIGHTINGS = 30

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Traveller:
+class GradSpec:
     """A parameter's gradient, as far as buckets go."""
 
     nbytes: int
@@ -17,8 +17,8 @@ class Traveller:
     alone: bool = False  # a sparse gradient has a bucket of its own
 
 
-def dealt(
-    travellers: Sequence[Traveller], limits: Sequence[int], order: Sequence[int]
+def assign_buckets(
+    travellers: Sequence[GradSpec], limits: Sequence[int], order: Sequence[int]
 ) -> list[tuple[int, ...]]:
     """Indices of the travellers of each bucket, filled in `order`.
 

@@ -16,13 +16,13 @@ from typing import Any
 
 from plait.errors import ProfileError
 from plait.fileio import write_json
-from plait.plan.cost_model import VERBS, Line
+from plait.plan.cost_model import VERBS, LatencyFit
 
 _FORMAT = "plait host profile 1"
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Measured:
+class ProfileEntry:
     """Of what a line is. `storage`: "owned" by the transport, or "foreign" to it."""
 
     transport: str
@@ -39,7 +39,7 @@ class Measured:
 class HostProfile:
     """The lines of time over size of one host."""
 
-    lines: Mapping[Measured, Line]
+    lines: Mapping[ProfileEntry, LatencyFit]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lines", MappingProxyType(dict(self.lines)))
@@ -55,7 +55,7 @@ class HostProfile:
         dtype: str = "float32",
     ) -> float:
         """Seconds of a verb on a whole tensor of `num_bytes`. Raises ProfileError: never measured."""
-        what = Measured(transport, verb, num_ranks, storage, dtype)
+        what = ProfileEntry(transport, verb, num_ranks, storage, dtype)
         if what not in self.lines:
             raise ProfileError(
                 "the profile does not know the time of a verb",
@@ -154,11 +154,11 @@ def _no_constant(name: str) -> float:
     raise ValueError(f"{name} is not a number")
 
 
-def _entry(path: Path, number: int, entry: Any) -> tuple[Measured, Line]:
+def _entry(path: Path, number: int, entry: Any) -> tuple[ProfileEntry, LatencyFit]:
     def wrong(what: str) -> ProfileError:
         return _damaged(path, f"line {number} {what}")
 
-    names = {field.name for kind in (Measured, Line) for field in fields(kind)}
+    names = {field.name for kind in (ProfileEntry, LatencyFit) for field in fields(kind)}
     if not isinstance(entry, dict) or entry.keys() != names:
         raise wrong(f"does not have the keys {', '.join(sorted(names))}")
     for name in ("transport", "verb", "storage", "dtype"):
@@ -168,7 +168,7 @@ def _entry(path: Path, number: int, entry: Any) -> tuple[Measured, Line]:
         raise wrong(f"is of verb={entry['verb']!r}, which there is not")
     if type(entry["num_ranks"]) is not int or entry["num_ranks"] < 2:
         raise wrong(f"has num_ranks={entry['num_ranks']!r}, expected 2 or more")
-    numbers = {field.name: entry[field.name] for field in fields(Line)}
+    numbers = {field.name: entry[field.name] for field in fields(LatencyFit)}
     for name, value in numbers.items():
         if name == "bytes_per_s" and value is None:
             numbers[name] = math.inf
@@ -176,5 +176,5 @@ def _entry(path: Path, number: int, entry: Any) -> tuple[Measured, Line]:
         is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         if not is_number or value < 0 or (name == "bytes_per_s" and value == 0):
             raise wrong(f"has {name}={value!r}, which cannot be")
-    what = Measured(**{field.name: entry[field.name] for field in fields(Measured)})
-    return what, Line(**{name: float(value) for name, value in numbers.items()})
+    what = ProfileEntry(**{field.name: entry[field.name] for field in fields(ProfileEntry)})
+    return what, LatencyFit(**{name: float(value) for name, value in numbers.items()})

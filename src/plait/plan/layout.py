@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from itertools import groupby, product
 
-from plait.plan.sharding import Boxes, ParameterCut, TensorPlan
+from plait.plan.sharding import Boxes, ParamSharding, TPPlan
 
 # A piece starts at a multiple of this many elements: 16 bytes of bf16, which is what matrix units ask
 # of a pointer. Widths of real models are multiples of it, so gaps are rare. They hold zeros for ever:
@@ -29,17 +29,17 @@ RANGE_ALIGNMENT = 256
 
 
 @dataclass(frozen=True)
-class Place:
+class TPCoord:
     """A rank's coordinates on the axes that cut layers, and which parameters are cut there, by name."""
 
     row: int = 0
     col: int = 0
     rows: int = 1
     cols: int = 1
-    cuts: Mapping[str, ParameterCut] = field(default_factory=dict)
+    cuts: Mapping[str, ParamSharding] = field(default_factory=dict)
 
     @classmethod
-    def all_of(cls, plan: TensorPlan) -> "list[Place]":
+    def all_of(cls, plan: TPPlan) -> "list[TPCoord]":
         """Of every rank of a grid, columns fastest."""
         cuts = {cut.name: cut for cut in plan.parameters}
         return [cls(*at, plan.rows, plan.cols, cuts) for at in product(range(plan.rows), range(plan.cols))]
@@ -80,7 +80,7 @@ class Piece:
     copies: int = 1
 
     @classmethod
-    def of(cls, fact: TensorFact, place: Place) -> "Piece":
+    def of(cls, fact: TensorFact, place: TPCoord) -> "Piece":
         """What the rank at `place` holds, at the beginning of a storage."""
         cut = place.cuts.get(fact.name)
         if cut is None:
@@ -102,7 +102,7 @@ class Piece:
         return self.start + self.boxes.numel
 
 
-_ALONE = Place()
+_ALONE = TPCoord()
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class UnitLayout:
 
     @classmethod
     def of(
-        cls, unit: UnitFact, shards: int = 1, block: str | None = None, place: Place = _ALONE
+        cls, unit: UnitFact, shards: int = 1, block: str | None = None, place: TPCoord = _ALONE
     ) -> "UnitLayout":
         """Lays the tensors one behind the other: group by group, in the model's order. Padded once."""
         pieces: list[Piece] = []
@@ -217,7 +217,7 @@ class Layout:
         cls,
         units: Iterable[UnitFact],
         shards: int = 1,
-        place: Place = _ALONE,
+        place: TPCoord = _ALONE,
         elsewhere: Set[str] = frozenset(),
     ) -> "Layout":
         """`shards`: ranks that share one copy of each unit's storage. `place`: of this rank where layers are

@@ -22,9 +22,9 @@ PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
 CHOICES = {
     "precision": PRECISIONS,
     "algorithm": ("auto", *ALGORITHMS),
-    "accumulate": ("auto", "whole", "cut"),
-    "gathered": ("use", "step"),
-    "states": ("fp32", "bf16"),
+    "accumulate": ("auto", "unsharded", "sharded"),
+    "reshard": ("use", "step"),
+    "optim_dtype": ("fp32", "bf16"),
     "offload": ("none", "cpu", "disk"),
 }
 _LEAST = {
@@ -42,11 +42,19 @@ STAGES = re.compile(r"([1-9][0-9]*(,[1-9][0-9]*)*)?")
 SCHEDULES = tuple(name for name, generator in GENERATORS.items() if generator.trains)
 
 
+_RENAMED_VALUES = {
+    ("accumulate", "whole"): "accumulate=unsharded",
+    ("accumulate", "cut"): "accumulate=sharded",
+}
+_RENAMED = {"gathered": "reshard=use or reshard=step", "states": "optim_dtype=fp32 or optim_dtype=bf16"}
+
+
 def check_choices(values: Mapping[str, object]) -> None:
     """Raises PlanError for a word that is none of those that its key can have."""
     for key, choices in CHOICES.items():
         if values[key] not in choices:
-            raise _unknown(key, values[key], " or ".join(choices))
+            renamed = _RENAMED_VALUES.get((key, str(values[key])))
+            raise _unknown(key, values[key], " or ".join(choices), renamed)
     for key, pattern, expected in (
         ("recompute", RECOMPUTE, "none, full, selective or every=k with k from 1"),
         ("reduce", REDUCE, "fp32, bf16, fp16, int8, powersgd or powersgd:r with a rank r from 1"),
@@ -56,8 +64,10 @@ def check_choices(values: Mapping[str, object]) -> None:
             raise _unknown(key, value, expected)
 
 
-def _unknown(key: str, value: object, expected: str) -> PlanError:
-    return PlanError(f"{key} is not one that plait knows", given=f"{key}={value}", expected=expected)
+def _unknown(key: str, value: object, expected: str, hint: str | None = None) -> PlanError:
+    return PlanError(
+        f"{key} is not one that plait knows", given=f"{key}={value}", expected=expected, hint=hint
+    )
 
 
 def canonical_tp(tp: object) -> str:
@@ -127,11 +137,11 @@ class Plan:
     shard       ranks that share one copy of what is cut; a divisor of dp, 0 for all of it. The copies
                 are on dp / shard replicas (hybrid sharding)
     micro       micro-batches per step and data rank (gradient accumulation)
-    accumulate  over micro-batches: `whole` adds whole gradients and reduces once a step (least traffic),
-                `cut` reduces every micro-batch into this rank's range (least memory). `auto`: whole up to
-                stage 1, where gradients are whole anyway, cut from stage 2 on
+    accumulate  over micro-batches: `unsharded` adds full gradients and reduces once a step (least traffic),
+                `sharded` reduces every micro-batch into this rank's range (least memory). `auto`:
+                unsharded up to stage 1, where gradients are full anyway, sharded from stage 2 on
     prefetch    stage 3: units gathered ahead of the one in use
-    gathered    stage 3: parameters stay gathered for one `use` (a forward or a backward) or for a `step`
+    reshard     stage 3: parameters are freed after each `use` (a forward or a backward) or after the `step`
     precision   what the model computes in. bf16 and fp16 keep fp32 master weights; fp16 scales its loss
     reduce      what gradients travel in between data ranks; owners add up in fp32 (fp64 for fp64), what
                 replicas (and NCCL) add is rounded as it travels. `fp16`, `int8` and `powersgd` (or
@@ -142,7 +152,7 @@ class Plan:
                 (recursive halving and doubling), tree (binomial) or two-level (inside hosts, then between
                 them); `auto`: as the backend does it. With a name, gradients travel as wide as they are
                 added, and reduce=bf16 rounds every partial sum
-    states      what the optimizer's states are kept in
+    optim_dtype what the optimizer's states are kept in
     offload     where optimizer state, master weights and (stage 3) parameter pieces live: `cpu` memory,
                 or memory-mapped files on `disk` for optimizer state and master weights (of CPU ranks)
     recompute   `full` keeps only each block's input and computes the block again in backward, `selective`
@@ -162,11 +172,11 @@ class Plan:
     micro: int = 1
     accumulate: str = "auto"
     prefetch: int = 1
-    gathered: str = "use"
+    reshard: str = "use"
     precision: str = "fp32"
     reduce: str = "fp32"
     algorithm: str = "auto"
-    states: str = "fp32"
+    optim_dtype: str = "fp32"
     offload: str = "none"
     recompute: str = "none"
     compile: bool = False
@@ -252,13 +262,13 @@ class Plan:
                 expected=f"a divisor of {self.dp}",
                 hint=" or ".join(f"shard={d}" for d in divisors) or "no shard",
             )
-        if self.accumulate == "cut" and self.zero < 2:
+        if self.accumulate == "sharded" and self.zero < 2:
             raise PlanError(
                 "up to stage 1 gradients are whole: there is no range to accumulate in",
-                given=f"zero={self.zero} accumulate=cut",
-                hint="zero=2 accumulate=cut, or accumulate=whole",
+                given=f"zero={self.zero} accumulate=sharded",
+                hint="zero=2 accumulate=sharded, or accumulate=unsharded",
             )
-        for key, value in (("prefetch", 1), ("gathered", "use")):
+        for key, value in (("prefetch", 1), ("reshard", "use")):
             if self.zero != 3 and getattr(self, key) != value:
                 raise PlanError(
                     f"{key} is about parameters that are cut, which is stage 3",
@@ -267,7 +277,7 @@ class Plan:
                 )
 
     def _check_exact(self) -> None:
-        narrow = [key for key in ("reduce", "states") if getattr(self, key) != "fp32"]
+        narrow = [key for key in ("reduce", "optim_dtype") if getattr(self, key) != "fp32"]
         if self.precision == "fp64" and narrow:
             words = " ".join(f"{key}={getattr(self, key)}" for key in narrow)
             raise PlanError(
@@ -300,7 +310,7 @@ class Plan:
                     "a plan is words of the form key=value", given=repr(word), hint="dp=2 precision=bf16"
                 )
             if key not in types:
-                hint = unknown_key_hint(key, types)
+                hint = _RENAMED.get(key) or unknown_key_hint(key, types)
                 raise PlanError(f"this version's plans have no key {key!r}", given=word, hint=hint)
             if key in values:
                 raise PlanError(f"{key} is given twice", given=text)
@@ -398,7 +408,7 @@ class Plan:
     @property
     def accumulates_whole(self) -> bool:
         """Whether micro-batches add up in whole gradients, which are reduced once a step."""
-        return self.zero < 2 or self.accumulate == "whole" or self._range_is_whole
+        return self.zero < 2 or self.accumulate == "unsharded" or self._range_is_whole
 
     @property
     def gradients_stay_whole(self) -> bool:

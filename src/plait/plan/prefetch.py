@@ -49,7 +49,7 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 
-class Walk(Generic[T]):
+class PrefetchWalk(Generic[T]):
     """One pass over a list of uses, of whatever is gathered together."""
 
     def __init__(self, uses: Sequence[T], prefetch: int, whole: Iterable[T], *, frees: bool) -> None:
@@ -84,7 +84,7 @@ class Walk(Generic[T]):
 
 
 @dataclass(frozen=True)
-class Uses(Generic[T]):
+class ExecOrder(Generic[T]):
     """In which order a stage's passes use what is gathered. What is `pinned` is whole from the beginning of
     forward to the end of its use in backward, and walked over by neither."""
 
@@ -96,10 +96,10 @@ class Uses(Generic[T]):
         uses = self.backward if backward else self.forward
         return [bundle for bundle in uses if bundle not in self.pinned]
 
-    def map(self, name: Callable[[T], S]) -> "Uses[S]":
+    def map(self, name: Callable[[T], S]) -> "ExecOrder[S]":
         """The same of what `name` makes of each."""
         forward, backward = ([name(bundle) for bundle in uses] for uses in (self.forward, self.backward))
-        return Uses(forward, backward, {name(bundle) for bundle in self.pinned})
+        return ExecOrder(forward, backward, {name(bundle) for bundle in self.pinned})
 
     def staying(self) -> set[T]:
         """What is whole from a forward with gradients to what comes next: the last in forward is the first in
@@ -107,14 +107,14 @@ class Uses(Generic[T]):
         return {*self.forward[-1:], *self.pinned}
 
 
-def gathers(uses: Uses[T], passes: Iterable[bool], prefetch: int, *, keeps: bool) -> list[T]:
+def gathers(uses: ExecOrder[T], passes: Iterable[bool], prefetch: int, *, keeps: bool) -> list[T]:
     """All that a stage's passes gather after an update. `passes`: of each, whether it is a backward. `keeps`:
     what a pass gathered stays for the next one."""
     found: list[T] = []
     whole: Set[T] = frozenset()
     for backward in passes:
         found += [bundle for bundle in uses.pinned if bundle not in whole]
-        walk = Walk(uses.of(backward=backward), prefetch, whole, frees=not keeps)
+        walk = PrefetchWalk(uses.of(backward=backward), prefetch, whole, frees=not keeps)
         for _ in walk.uses:
             found += walk.step()
         used = {*walk.uses, *uses.pinned}

@@ -130,16 +130,18 @@ class Style(Enum):
     COLUMN = "column"
     ROW = "row"
     VOCABULARY = "vocabulary"  # an embedding: vocabulary over col, features over row; summed over col
-    TABLE = "table"  # an embedding that every column holds: features over row (positions, token types)
-    NORM = "norm"  # statistics over all of a feature dim that is cut; see LayerCut.out
-    HEAD_NORM = "head norm"  # of each head by itself: whole weight, which every column adds to
-    LATENT = "latent"  # DeepSeek's kv_a_proj: whole; of its output the rotary part is shared by all heads
+    FEATURE_EMBEDDING = (
+        "table"  # an embedding that every column holds: features over row (positions, token types)
+    )
+    NORM = "norm"  # statistics over all of a feature dim that is cut; see LayerSharding.out
+    PER_HEAD_NORM = "head norm"  # of each head by itself: whole weight, which every column adds to
+    MLA_LATENT = "latent"  # DeepSeek's kv_a_proj: whole; of its output the rotary part is shared by all heads
     EXPERTS = "experts"  # a module of expert tensors: input whole, output summed over col
-    WHOLE = "whole"  # as it is, given whole features
+    REPLICATE = "whole"  # as it is, given whole features
 
 
 @dataclass(frozen=True)
-class DimCut:
+class DimSharding:
     """Which ranges of one dim of a whole tensor every coordinate along an axis has."""
 
     axis: str  # row or col
@@ -156,7 +158,7 @@ class DimCut:
 
 
 @dataclass(frozen=True)
-class LayerCut:
+class LayerSharding:
     """What becomes of one module.
 
     out, inp    the cut of its output and of its input features; None: whole. An embedding's `inp` is its
@@ -170,8 +172,8 @@ class LayerCut:
 
     module: str
     style: Style
-    out: DimCut | None = None
-    inp: DimCut | None = None
+    out: DimSharding | None = None
+    inp: DimSharding | None = None
     transposed: bool = False
     gathers: bool = False
     splits: bool = False
@@ -179,7 +181,7 @@ class LayerCut:
 
 
 @dataclass(frozen=True)
-class ParameterCut:
+class ParamSharding:
     """What becomes of one parameter.
 
     dims        the cut of each of its dims, None for a whole one
@@ -187,7 +189,7 @@ class ParameterCut:
     """
 
     name: str
-    dims: tuple[DimCut | None, ...]
+    dims: tuple[DimSharding | None, ...]
     partial: bool = False
 
     def ranges(self, shape: Sequence[int], row: int, col: int) -> tuple[tuple[Range, ...], ...]:
@@ -218,12 +220,12 @@ class ParameterCut:
         first_col = over_col.sharers(col)[0] if over_col is not None else 0
         return (row, col) == (first_row, first_col)
 
-    def _along(self, axis: str) -> DimCut | None:
+    def _along(self, axis: str) -> DimSharding | None:
         return next((cut for cut in self.dims if cut is not None and cut.axis == axis), None)
 
 
 @dataclass(frozen=True)
-class ArgumentCut:
+class ArgumentSharding:
     """What a module is handed for all heads, and takes its own of: ALiBi's slopes.
 
     argument    its keyword
@@ -237,11 +239,11 @@ class ArgumentCut:
     argument: str
     dim: int
     heads: int
-    cut: DimCut
+    cut: DimSharding
 
 
 @dataclass(frozen=True)
-class TensorPlan:
+class TPPlan:
     """What becomes of a model on a grid of `rows` x `cols`. Parameters that are not named are whole.
 
     layers      modules whose forward changes
@@ -256,14 +258,14 @@ class TensorPlan:
 
     rows: int
     cols: int
-    layers: tuple[LayerCut, ...] = ()
-    parameters: tuple[ParameterCut, ...] = ()
+    layers: tuple[LayerSharding, ...] = ()
+    parameters: tuple[ParamSharding, ...] = ()
     regions: tuple[str, ...] = ()
     pure: frozenset[str] = frozenset()
     attributes: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
-    arguments: tuple[ArgumentCut, ...] = ()
+    arguments: tuple[ArgumentSharding, ...] = ()
 
-    def within(self, has: Callable[[str], bool]) -> "TensorPlan":
+    def within(self, has: Callable[[str], bool]) -> "TPPlan":
         """What of it is about modules that `has` says yes to, by name."""
         return replace(
             self,

@@ -8,7 +8,7 @@ from plait.plan.layout import TensorFact, UnitFact
 
 
 @dataclass(frozen=True)
-class StageCut:
+class StageAssignment:
     """The stages of a model, in forward order. Stage s has blocks [start, stop), at least one.
 
     What runs before the first block is the first stage's; what runs between two blocks belongs to the second
@@ -64,9 +64,9 @@ class StageCut:
         return {shared_name(stages): stages for stages in sorted(set(self.shared.values()))}
 
 
-def whole_model(names: Iterable[str], num_blocks: int) -> StageCut:
+def single_stage(names: Iterable[str], num_blocks: int) -> StageAssignment:
     """One stage that has everything."""
-    return StageCut(((0, num_blocks),), dict.fromkeys(names, 0), {})
+    return StageAssignment(((0, num_blocks),), dict.fromkeys(names, 0), {})
 
 
 def shared_name(stages: Sequence[int]) -> str:
@@ -74,7 +74,7 @@ def shared_name(stages: Sequence[int]) -> str:
     return f"shared by stages {', '.join(map(str, stages))}"
 
 
-def deal(
+def balance_blocks(
     costs: Sequence[float],
     num_stages: int,
     *,

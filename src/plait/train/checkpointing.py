@@ -23,14 +23,16 @@ from typing import Any
 from plait.checkpoint import Keep, Saver, staged_bytes
 from plait.comm import World
 from plait.errors import CheckpointError, CommError, PlaitError
-from plait.parallel import Kept
+from plait.parallel import StateShard
 from plait.train.config import RunConfig
 from plait.train.metrics import Metrics
 
 
-class Saving:
-    """Every rank has one and calls it alike: `with Saving(...) as saving`. Left by a letter that no lost
-    rank has caused, it first lets the save under way come to its end."""
+class Checkpointing:
+    """Save checkpoints on every rank alike: `with Checkpointing(...) as saving`.
+
+    If the block is left by an error that is not a lost rank, the save in progress is finished first.
+    """
 
     def __init__(self, how: RunConfig, folder: Path, world: World, metrics: Metrics) -> None:
         keep = Keep(how.keep_last, how.keep_every, how.keep_best)
@@ -42,7 +44,7 @@ class Saving:
         self._under_way: tuple[int, float] | None = None  # its step, and how long that waited
         self._failed = 0  # in a row
 
-    def __enter__(self) -> "Saving":
+    def __enter__(self) -> "Checkpointing":
         return self
 
     def __exit__(
@@ -52,7 +54,7 @@ class Saving:
             with contextlib.suppress(PlaitError):  # the letter on its way says more
                 self._saver.finish()
 
-    def expect(self, kept: Sequence[Kept]) -> None:
+    def expect(self, kept: Sequence[StateShard]) -> None:
         """Takes the memory for saves of as much in the background, so that the first one waits no longer."""
         if self._how.save_in_background:
             self._saver.reserve(staged_bytes(kept))
@@ -68,7 +70,13 @@ class Saving:
         return self._saver.has_ended
 
     def save(
-        self, step: int, kept: Sequence[Kept], facts: Mapping[str, Any], *, score: float | None, last: bool
+        self,
+        step: int,
+        kept: Sequence[StateShard],
+        facts: Mapping[str, Any],
+        *,
+        score: float | None,
+        last: bool,
     ) -> None:
         """Saves the state after `step` steps. `score`: its validation loss, where there is one. `last`: no
         other save follows. Raises CheckpointError on all ranks, see [Note: saves that fail]."""

@@ -16,13 +16,13 @@ from rich.table import Table
 from plait.data.tokenizer import read_tokenizer
 from plait.errors import ConfigError
 from plait.estimate.dry_run import Cluster
-from plait.estimate.explain import Alike, Explanation, explain
+from plait.estimate.explain import Explanation, RankClass, explain
 from plait.models import read_config
-from plait.plan import AXES, Line, Plan, Tally, added
+from plait.plan import AXES, CommCount, CommKey, Plan, added
 from plait.plan.comm_log import to_rows
 from plait.plan.estimate.traffic import ring_bytes
 from plait.train.config import Recipe
-from plait.train.measurements import Measured
+from plait.train.measurements import Measurements
 from plait.train.model import check_config, model_on_meta
 from plait.train.report import memory_table, used_categories
 
@@ -38,7 +38,7 @@ _OF = {
 
 
 def show(
-    explanation: Explanation, measured: Measured | None, console: Console, *, rank: int | None = None
+    explanation: Explanation, measured: Measurements | None, console: Console, *, rank: int | None = None
 ) -> None:
     """All tables; of what is said, that of `rank` alone if it is given."""
     console.print(plan_table(explanation, measured))
@@ -56,7 +56,7 @@ def show(
         console.print(f"{more} more kinds of ranks: --rank N shows one, --json FILE has them all")
 
 
-def plan_table(explanation: Explanation, measured: Measured | None) -> Table:
+def plan_table(explanation: Explanation, measured: Measurements | None) -> Table:
     """The plan as a whole."""
     plan, grid = explanation.plan, explanation.grid
     table = Table(title="this plan", show_header=False, title_justify="left")
@@ -112,12 +112,12 @@ def memory_of_kinds(explanation: Explanation) -> Table:
     return table
 
 
-def _blocks(row: Alike) -> Iterator[str]:
+def _blocks(row: RankClass) -> Iterator[str]:
     for first, last in row.blocks:
         yield first if first == last else f"{first} to {last.rpartition('.')[2]}"
 
 
-def traffic_table(explanation: Explanation, row: Alike) -> Table:
+def traffic_table(explanation: Explanation, row: RankClass) -> Table:
     """What is said in a step."""
     table = Table(
         title=f"said in a step by {_whose(row.ranks)}",
@@ -129,7 +129,7 @@ def traffic_table(explanation: Explanation, row: Alike) -> Table:
         table.add_column(heading, justify="right" if heading in ("calls", "bytes", "leaving") else "left")
     for strand, traffic in row.traffic.items():
         for (verb, over), found in _merged(traffic):
-            tally = sum(found.values(), Tally())
+            tally = sum(found.values(), CommCount())
             leaves = ring_bytes(found, explanation.grid)
             table.add_row(
                 _OF[strand], verb, over, f"{tally.count:,}", _bytes(tally.num_bytes), _bytes(leaves)
@@ -140,20 +140,22 @@ def traffic_table(explanation: Explanation, row: Alike) -> Table:
     return table
 
 
-def _merged(traffic: Mapping[Line, Tally]) -> Iterator[tuple[tuple[str, str], dict[Line, Tally]]]:
+def _merged(
+    traffic: Mapping[CommKey, CommCount],
+) -> Iterator[tuple[tuple[str, str], dict[CommKey, CommCount]]]:
     """Lines that differ in nothing that is printed, together."""
     lines = sorted(traffic, key=_printed)
     for printed, found in groupby(lines, key=_printed):
         yield printed, {line: traffic[line] for line in found}
 
 
-def _printed(line: Line) -> tuple[str, str]:
+def _printed(line: CommKey) -> tuple[str, str]:
     found = _LANE.match(line.lane)
     what = f" ({found[1]})" if found else ""
     return line.verb, (" x ".join(line.axes) or "all ranks") + what
 
 
-def _show_beside(row: Alike, measured: Measured, console: Console) -> None:
+def _show_beside(row: RankClass, measured: Measurements, console: Console) -> None:
     """Memory and traffic of the kind's first rank, foretold and measured."""
     rank = row.ranks[0]
     real = measured.of_rank(rank)
@@ -165,7 +167,7 @@ def _show_beside(row: Alike, measured: Measured, console: Console) -> None:
     ours = _by_words(added(row.traffic.values()))
     theirs = _by_words(real.traffic)
     for words in sorted({*ours, *theirs}):
-        one, other = ours.get(words, Tally()), theirs.get(words, Tally())
+        one, other = ours.get(words, CommCount()), theirs.get(words, CommCount())
         table.add_row(
             *words,
             f"{one.count:,}",
@@ -177,16 +179,16 @@ def _show_beside(row: Alike, measured: Measured, console: Console) -> None:
     console.print(table)
 
 
-def _by_words(traffic: Mapping[Line, Tally]) -> dict[tuple[str, str], Tally]:
-    return {printed: sum(found.values(), Tally()) for printed, found in _merged(traffic)}
+def _by_words(traffic: Mapping[CommKey, CommCount]) -> dict[tuple[str, str], CommCount]:
+    return {printed: sum(found.values(), CommCount()) for printed, found in _merged(traffic)}
 
 
-def _off(foretold: Tally, measured: Tally) -> str:
-    if foretold == measured:
+def _off(estimated: CommCount, measured: CommCount) -> str:
+    if estimated == measured:
         return "nothing"
     if not measured.num_bytes:
-        return "not said" if not measured.count else f"{foretold.count - measured.count:+,} calls"
-    return f"{foretold.num_bytes / measured.num_bytes - 1:+.1%}"
+        return "not said" if not measured.count else f"{estimated.count - measured.count:+,} calls"
+    return f"{estimated.num_bytes / measured.num_bytes - 1:+.1%}"
 
 
 def in_words(ranks: Sequence[int], most: int = 4) -> str:
@@ -225,7 +227,7 @@ def cluster_of(recipe: Recipe, host_size: int | None = None) -> Cluster:
     return Cluster(transport, host_size, torch.device("cuda" if transport == "nccl" else "cpu"))
 
 
-def cluster_of_run(measured: Measured, host_size: int | None = None) -> Cluster:
+def cluster_of_run(measured: Measurements, host_size: int | None = None) -> Cluster:
     """The ranks that a run had."""
     transport = "host" if measured.transport == "none" else measured.transport
     return Cluster(transport, host_size, torch.device(measured.device))
@@ -272,7 +274,7 @@ def check_rank(explanation: Explanation, rank: int | None) -> None:
         raise ConfigError("the plan has no such rank", given=f"--rank {rank}", expected=f"0 to {last}")
 
 
-def to_json(explanation: Explanation, measured: Measured | None) -> dict[str, Any]:
+def to_json(explanation: Explanation, measured: Measurements | None) -> dict[str, Any]:
     """All that the tables show, and more."""
     grid = dict(zip(AXES, explanation.grid.degrees, strict=True))
     found: dict[str, Any] = {
@@ -296,7 +298,7 @@ def to_json(explanation: Explanation, measured: Measured | None) -> dict[str, An
     return found
 
 
-def _row(explanation: Explanation, row: Alike) -> dict[str, Any]:
+def _row(explanation: Explanation, row: RankClass) -> dict[str, Any]:
     return {
         "ranks": list(row.ranks),
         "coord": dict(row.coord),

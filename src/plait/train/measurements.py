@@ -17,14 +17,14 @@ from plait.comm import World, all_gather, all_reduce
 from plait.engine.engine import Engine, StepResult
 from plait.errors import PlaitError, RunError
 from plait.fileio import write_json
-from plait.plan import Line, MemoryUse, Tally, between
+from plait.plan import CommCount, CommKey, MemoryUse, between
 from plait.plan.comm_log import of_rows, to_rows
 from plait.plan.schedule.trace import read_trace
 
 _FIRST, _LAST = 3, 5  # of the steps of a run, which is from a start or a resume
 
 
-class Traced:
+class TraceRecorder:
     """Takes an engine's steps, and records the third to the fifth of them, or what there is of those."""
 
     def __init__(
@@ -64,10 +64,10 @@ class Traced:
 
 
 _FORMAT = "plait measured 1"
-_MEETING = Line((), "", "barrier")  # of all ranks, with which a step begins that is traced
+_MEETING = CommKey((), "", "barrier")  # of all ranks, with which a step begins that is traced
 
 
-class Heard:
+class TrafficRecorder:
     """An engine's steps, of which one is listened to: the first after the first that was taken. Later ones
     say the same."""
 
@@ -75,7 +75,7 @@ class Heard:
         self._engine = engine
         self._done = 0
         self.number = 0  # the step's in the run, from 1; 0: none yet
-        self.said: Mapping[Line, Tally] = {}
+        self.said: Mapping[CommKey, CommCount] = {}
 
     def step(self, batch: dict[str, Tensor]) -> StepResult:
         """`engine.step`."""
@@ -96,11 +96,11 @@ class MeasuredRanks:
 
     ranks: tuple[int, ...]
     memory: MemoryUse
-    traffic: Mapping[Line, Tally]
+    traffic: Mapping[CommKey, CommCount]
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurements:
     """Of a run. `step`: the one that was listened to; `bubble`: the median of the steps that were traced."""
 
     plan: str
@@ -114,7 +114,7 @@ class Measured:
         return next(found for found in self.alike if rank in found.ranks)
 
 
-def write_measured(path: Path, engine: Engine, heard: Heard, trace: Path | None) -> None:
+def write_measured(path: Path, engine: Engine, heard: TrafficRecorder, trace: Path | None) -> None:
     """The first rank writes what all of them tell it; every rank calls it. Of a run in which no step was
     listened to nothing is written: what an earlier part of it left stays. Raises RunError."""
     mine = {"memory": asdict(engine.memory()), "traffic": to_rows(heard.said)}
@@ -139,7 +139,7 @@ def write_measured(path: Path, engine: Engine, heard: Heard, trace: Path | None)
         raise RunError("what was measured cannot be written", given=f"{path}: {error.strerror}") from error
 
 
-def read_measured(path: Path) -> Measured:
+def read_measured(path: Path) -> Measurements:
     """Raises RunError."""
     try:
         value: Any = json.loads(path.read_text(encoding="utf-8"))
@@ -161,7 +161,7 @@ def read_measured(path: Path) -> Measured:
         raise RunError(
             "what the run measured cannot be read", given=f"{path}: {type(error).__name__}: {error}"
         ) from error
-    return Measured(**facts, alike=tuple(alike))
+    return Measurements(**facts, alike=tuple(alike))
 
 
 def _told(text: str, world: World) -> list[str]:

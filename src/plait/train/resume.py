@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from plait.checkpoint import Checkpoint, is_damaged, open_checkpoint, open_together, step_of, steps
-from plait.comm import World, raise_together, text_of
+from plait.comm import World, raise_on_all, text_of
 from plait.engine.engine import Engine
 from plait.errors import CheckpointError, RunError
 from plait.fileio import sync_folder, sync_tree
@@ -126,7 +126,7 @@ def _set_aside_together(damaged: list[Path], world: World) -> None:
         set_aside(damaged if world.rank == 0 else [], "damaged")
     except OSError as error:
         problem = CheckpointError("a damaged checkpoint cannot be renamed", given=error)
-    raise_together(problem, world.group, world.device)
+    raise_on_all(problem, world.group, world.device)
 
 
 def _check_any(damaged: list[CheckpointError]) -> None:

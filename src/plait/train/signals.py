@@ -7,7 +7,7 @@ from typing import Any
 SAVE = signal.SIGUSR1
 
 
-class Stop:
+class SignalHandler:
     """While entered, `asked` is the first signal to end that came, None before; `save_asked` is True from a
     SIGUSR1 until it is answered, by setting it to False."""
 
@@ -17,7 +17,7 @@ class Stop:
         self._before: dict[signal.Signals, Any] = {}
         self._blocked: set[signal.Signals | int] = set()
 
-    def __enter__(self) -> "Stop":
+    def __enter__(self) -> "SignalHandler":
         for number in (signal.SIGTERM, signal.SIGINT, SAVE):
             self._before[number] = signal.signal(number, self._remember)
         # ranks begin with it blocked, see the note in plait/comm/launch.py

@@ -33,18 +33,18 @@ from plait.data import TokenStore, TokenStream, loader, open_store
 from plait.engine.engine import Engine, StepResult
 from plait.errors import RunError
 from plait.plan import Plan
-from plait.train.checkpointing import Saving
+from plait.train.checkpointing import Checkpointing
 from plait.train.config import Recipe
 from plait.train.export import DTYPES, export, generate
-from plait.train.health.loss_spikes import Spikes
-from plait.train.health.monitor import Watch
-from plait.train.measurements import Heard, Traced, write_measured
+from plait.train.health.loss_spikes import LossSpikeGuard
+from plait.train.health.monitor import HealthMonitor
+from plait.train.measurements import TraceRecorder, TrafficRecorder, write_measured
 from plait.train.metrics import Metrics, StepFacts, matmul_peak
 from plait.train.model import model_on_meta, starting_model
 from plait.train.report import draw_losses, largest_memory, memory_table, predicted_memory, start_table
 from plait.train.resume import load_newest
 from plait.train.run import RunDir, check_checkpoint, run_facts
-from plait.train.signals import Stop
+from plait.train.signals import SignalHandler
 
 
 def finish(recipe: Recipe, run: RunDir, engine: Engine, console: Console) -> None:
@@ -81,21 +81,21 @@ _FINISHED = "plait: finished"
 
 
 @dataclass
-class Job:
+class TrainState:
     """A run on this rank, and how far it is."""
 
     recipe: Recipe
     run: RunDir
     store: TokenStore
     engine: Engine
-    heard: Heard
-    spikes: Spikes
+    heard: TrafficRecorder
+    spikes: LossSpikeGuard
     console: Console | None  # on the first rank
     warnings: list[str] = field(default_factory=list)  # of its start, for the first rank to show
     step: int = 0  # steps done
     tokens: int = 0  # targets seen
     skipped: int = 0  # steps that were skipped
-    in_vain: int = 0  # of them in a row, see [Note: when skipped steps end a run]
+    bad_steps_in_a_row: int = 0  # of them in a row, see [Note: when skipped steps end a run]
 
     @property
     def batches_left(self) -> range:
@@ -108,12 +108,12 @@ class Job:
         self.step += 1
         self.tokens += result.num_tokens
         if not result.skipped:
-            self.in_vain = 0
+            self.bad_steps_in_a_row = 0
             return
         self.skipped += 1
         can_fall = loss_scale is not None and loss_scale > self.recipe.loss_scale.minimum
         if not (can_fall and math.isfinite(result.loss)):
-            self.in_vain += 1
+            self.bad_steps_in_a_row += 1
 
 
 def train(recipe: Recipe, world: World) -> signal.Signals | None:
@@ -121,11 +121,11 @@ def train(recipe: Recipe, world: World) -> signal.Signals | None:
 
     Returns None, or the signal that it was stopped by, with the state then saved. Raises a PlaitError.
     """
-    with Stop() as stop:
+    with SignalHandler() as stop:
         job = _start(recipe, world)
         stopped_by = _loop(job, stop)
         while job.spikes.back_to is not None:
-            _go_back(job, job.spikes.back_to)
+            _rollback(job, job.spikes.back_to)
             stopped_by = _loop(job, stop)
         if stopped_by is None:  # a signal now comes late: all is trained
             if job.console is not None:
@@ -136,7 +136,7 @@ def train(recipe: Recipe, world: World) -> signal.Signals | None:
     return stopped_by
 
 
-def _loop(job: Job, stop: Stop) -> signal.Signals | None:
+def _loop(job: TrainState, stop: SignalHandler) -> signal.Signals | None:
     how, engine, begun_at, ask_every = job.recipe.run, job.engine, job.step, 1
     engine.world.barrier()  # the ranks of a host share it while they measure, as they will in training
     peak_flops = matmul_peak(engine.device, DTYPES[engine.plan.precision])
@@ -147,21 +147,21 @@ def _loop(job: Job, stop: Stop) -> signal.Signals | None:
     batches = _batches(job, job.store.train, job.batches_left, job.recipe.data.workers)
     with (
         Metrics(job.run, job.console, begun_at, how.steps, how.log_every) as metrics,
-        Saving(how, job.run.checkpoints, engine.world, metrics) as saving,
-        Watch(job.run, how, engine, job.spikes, metrics.note) as watch,
+        Checkpointing(how, job.run.checkpoints, engine.world, metrics) as saving,
+        HealthMonitor(job.run, how, engine, job.spikes, metrics.note) as watch,
     ):
         for text in job.warnings:
             metrics.warn(begun_at, text)
         if begun_at == 0 and how.evaluate_every:
             metrics.validation(0, _evaluate(job, watch))
-        traced = Traced(engine, job.heard.step, how.trace, range(begun_at, how.steps), metrics.note)
+        traced = TraceRecorder(engine, job.heard.step, how.trace, range(begun_at, how.steps), metrics.note)
         while job.step < how.steps:
             lr = job.recipe.optimizer.lr * course(job.step)
             result, facts = _step(job, lr, lambda: watch.step(job.step, batches, traced.step), ideal_s)
             metrics.step(facts)
             if job.step == begun_at + 1:  # now there are optimizer states
                 saving.expect(engine.kept())
-            if job.in_vain >= how.max_skipped:
+            if job.bad_steps_in_a_row >= how.max_skipped:
                 watch.begins("saving", job.step, slow=True)
                 saving.settle(may_raise=False)  # its checkpoint is one that the letter may name
                 raise _diverged(job, lr)
@@ -197,7 +197,7 @@ def _loop(job: Job, stop: Stop) -> signal.Signals | None:
 
 
 def _step(
-    job: Job, lr: float, take: Callable[[], StepResult], ideal_s: float
+    job: TrainState, lr: float, take: Callable[[], StepResult], ideal_s: float
 ) -> tuple[StepResult, StepFacts]:
     """Takes and counts one. `ideal_s`: of a step that does nothing but products."""
     began_s = time.perf_counter()
@@ -238,7 +238,7 @@ def _due(step: int, every: int, steps: int) -> bool:
     return every > 0 and (step % every == 0 or step == steps)
 
 
-def _start(recipe: Recipe, world: World) -> Job:
+def _start(recipe: Recipe, world: World) -> TrainState:
     """The engine, and in it the newest checkpoint that is whole, if there is one."""
     store = open_store(recipe.data, recipe.tokenizer, verify=False)  # `prepare` has hashed the files
     plan = Plan.parse(recipe.plan)
@@ -262,37 +262,37 @@ def _start(recipe: Recipe, world: World) -> Job:
         world=world,
     )
     console = rich.get_console() if world.rank == 0 else None
-    job = Job(recipe, run, store, engine, Heard(engine), Spikes(recipe.run), console)
+    job = TrainState(recipe, run, store, engine, TrafficRecorder(engine), LossSpikeGuard(recipe.run), console)
     last, job.warnings = load_newest(
         engine, run.checkpoints, lambda found: check_checkpoint(found, recipe, store)
     )
     if last is not None:
-        _stand_at(job, last)
+        _restore_progress(job, last)
     elif run.metrics.exists():
         job.warnings.append("there is no checkpoint yet: the run begins anew")
     return job
 
 
-def _stand_at(job: Job, saved: Checkpoint) -> None:
+def _restore_progress(job: TrainState, saved: Checkpoint) -> None:
     """The job is where it was when this, which the engine has loaded, was saved."""
     job.step, job.tokens = saved.step, int(saved.facts["tokens"])
-    job.skipped, job.in_vain = int(saved.facts["skipped"]), 0
+    job.skipped, job.bad_steps_in_a_row = int(saved.facts["skipped"]), 0
     job.spikes.load(saved.facts)
 
 
-def _go_back(job: Job, path: Path) -> None:
+def _rollback(job: TrainState, path: Path) -> None:
     """To a checkpoint from before a spike, which from now on knows what is skipped."""
     saved = open_together(path, job.engine.world)
     with saved.reader() as reader:
         job.engine.load_from(reader)
-    _stand_at(job, saved)
+    _restore_progress(job, saved)
     job.warnings = [job.spikes.skip(job.step)]
     Saver(job.run.checkpoints, job.engine.world).save(job.step, job.engine.kept(), _facts(job))
     if job.console is not None:
         checkpoint.remove_after(job.run.checkpoints, job.step)
 
 
-def _batches(job: Job, stream: TokenStream, steps: range, workers: int) -> Iterator[dict[str, Tensor]]:
+def _batches(job: TrainState, stream: TokenStream, steps: range, workers: int) -> Iterator[dict[str, Tensor]]:
     """This rank's share of the batch of each of `steps`."""
     batches: Iterator[dict[str, Tensor]] = iter(
         loader(
@@ -312,7 +312,7 @@ def _batches(job: Job, stream: TokenStream, steps: range, workers: int) -> Itera
     return batches
 
 
-def _evaluate(job: Job, watch: Watch) -> float:
+def _evaluate(job: TrainState, watch: HealthMonitor) -> float:
     """Mean loss per target, over the same validation batches each time."""
     batches = _batches(job, job.store.validation, range(job.recipe.run.evaluate_batches), workers=0)
     results = []
@@ -322,7 +322,7 @@ def _evaluate(job: Job, watch: Watch) -> float:
     return sum(result.loss_sum for result in results) / sum(result.num_tokens for result in results)
 
 
-def _facts(job: Job) -> dict[str, object]:
+def _facts(job: TrainState) -> dict[str, object]:
     """What a checkpoint says of itself."""
     return {
         "tokens": job.tokens,
@@ -336,7 +336,7 @@ def _facts(job: Job) -> dict[str, object]:
     }
 
 
-def _show_start(job: Job, peak_flops: float) -> None:
+def _show_start(job: TrainState, peak_flops: float) -> None:
     memory = largest_memory(job.recipe, job.engine)
     if job.console is not None:
         job.console.print(start_table(job.recipe, job.engine, peak_flops, memory))
@@ -345,14 +345,14 @@ def _show_start(job: Job, peak_flops: float) -> None:
             job.console.print(f"resumed after step {job.step}{nothing}", highlight=False)
 
 
-def _diverged(job: Job, lr: float) -> RunError:
+def _diverged(job: TrainState, lr: float) -> RunError:
     saved = checkpoint.steps(job.run.checkpoints)
     go_on = f"; the last checkpoint is {saved[-1]}" if saved else ""
     scale = job.engine.loss_scale
     at_scale = "" if scale is None else f" and a loss scale of {scale:g}"
     try_too = "" if scale is None else ", precision=bf16"
     return RunError(
-        f"the gradient was not finite in {job.in_vain} steps in a row",
+        f"the gradient was not finite in {job.bad_steps_in_a_row} steps in a row",
         given=f"up to step {job.step}, with a learning rate of {lr:.2e}{at_scale}",
         expected="finite gradients; a step without them changes no weight",
         hint=f"a smaller optimizer.lr or clip_norm{try_too}{go_on}",

@@ -1,24 +1,24 @@
 """Verifying: a plan on local ranks against the one-process program, on any model."""
 
-from plait.verify.model_spec import Source, Subject, source_of
-from plait.verify.result import Off, Outcome, Verdict
-from plait.verify.runner import How, serve, verify
+from plait.verify.model_spec import ModelSource, ModelSpec, parse_source
+from plait.verify.result import Mismatch, Outcome, Verdict
+from plait.verify.runner import WorkerOptions, serve, verify
 from plait.verify.sweep import all_plans
-from plait.verify.worker import LEAST, PRECISIONS, Job, check
+from plait.verify.worker import LEAST, PRECISIONS, Case, check
 
 __all__ = [
     "LEAST",
     "PRECISIONS",
-    "How",
-    "Job",
-    "Off",
+    "Case",
+    "Mismatch",
+    "ModelSource",
+    "ModelSpec",
     "Outcome",
-    "Source",
-    "Subject",
     "Verdict",
+    "WorkerOptions",
     "all_plans",
     "check",
+    "parse_source",
     "serve",
-    "source_of",
     "verify",
 ]

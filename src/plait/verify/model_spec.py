@@ -22,7 +22,7 @@ Batches = Callable[[int, int], Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
-class Subject:
+class ModelSpec:
     """A model to be verified. A user's own function may return one, where a model alone does not say enough.
 
     model    builds it, anew at each call; the same weights, or none yet (on meta)
@@ -70,7 +70,7 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelSource:
     """Where a subject comes from, as ranks are told it.
 
     config   of a Hugging Face model, with its model_type; or
@@ -81,23 +81,23 @@ class Source:
     build: str = ""
     folder: str = ""
 
-    def subject(self) -> Subject:
+    def subject(self) -> ModelSpec:
         """Raises ModelError."""
         if self.build:
             return _users(self.build, self.folder)
         config = dict(self.config)
-        return Subject(lambda: causal_lm_on_meta(config), whole=lambda: _with_values(config))
+        return ModelSpec(lambda: causal_lm_on_meta(config), whole=lambda: _with_values(config))
 
     def __str__(self) -> str:
         return self.build or str(self.config["model_type"])
 
 
-def source_of(model: str, *, layers: int, length: int = 16, full: bool = False) -> Source:
+def parse_source(model: str, *, layers: int, length: int = 16, full: bool = False) -> ModelSource:
     """`model`: a config.json, a folder with one, a model_type of transformers, or `module:function`. Hugging
     Face models are made small, with so many layers, for sequences of this length, unless `full`. Raises
     ModelError."""
     if ":" in model and not Path(model).exists():
-        return Source(build=model, folder=str(Path.cwd()))
+        return ModelSource(build=model, folder=str(Path.cwd()))
     if Path(model).exists():
         values = read_config(Path(model))
         if not isinstance(values.get("model_type"), str):
@@ -111,7 +111,7 @@ def source_of(model: str, *, layers: int, length: int = 16, full: bool = False) 
             expected="a config.json, a folder with one, a model_type of transformers, or module:function",
             hint=nearest(model, CONFIG_MAPPING.keys()) or "a path that exists",
         )
-    return Source(config=values if full else shrunk(values, layers, length))
+    return ModelSource(config=values if full else shrunk(values, layers, length))
 
 
 def random_tokens(vocabulary: int, seed: int, step: int, samples: int, length: int) -> dict[str, Tensor]:
@@ -153,7 +153,7 @@ def _quiet(model: nn.Module) -> nn.Module:
     return model
 
 
-def _users(name: str, folder: str) -> Subject:
+def _users(name: str, folder: str) -> ModelSpec:
     module, _, function = name.partition(":")
     if folder not in sys.path:
         sys.path.insert(0, folder)
@@ -166,7 +166,7 @@ def _users(name: str, folder: str) -> Subject:
             expected="module:function, of a module in this folder or one that is installed",
         ) from error
     made = _told(build)
-    return made if isinstance(made, Subject) else Subject(build)
+    return made if isinstance(made, ModelSpec) else ModelSpec(build)
 
 
 def _told(build: Callable[[], Any]) -> Any:

@@ -32,7 +32,7 @@ class Step:
 
 
 @dataclass
-class Course:
+class Trajectory:
     """What a run computed: its steps, the gradients of each, not clipped, and the weights at the end."""
 
     steps: list[Step] = field(default_factory=list)
@@ -48,7 +48,7 @@ def one_process(
     compute: torch.dtype,
     master: torch.dtype,
     loss: Loss | None,
-) -> Course:
+) -> Trajectory:
     """Trains the model from these weights, a step on each of `batches`, each of which is a list of
     micro-batches. It computes in `compute` and adds up and updates in `master`."""
     model = model.to(compute).train()
@@ -58,7 +58,7 @@ def one_process(
     }
     trained = {name: parameter for name, parameter in masters.items() if parameter.requires_grad}
     stepper = torch.optim.AdamW(_groups(model, trained), foreach=False, **ADAMW)
-    course = Course()
+    course = Trajectory()
     for micros in batches:
         with torch.no_grad():
             for name, parameter in named.items():

@@ -31,9 +31,9 @@ def sentence(verdict: Verdict) -> str:
     if verdict.outcome is Outcome.SAME:
         return f"the same as in one process: {what}; largest relative difference {verdict.largest:.1e}"
     if verdict.outcome is Outcome.REFUSED:
-        return f"refused: {what}\n{verdict.letter}"
+        return f"refused: {what}\n{verdict.message}"
     if verdict.outcome is Outcome.DIED:
-        return f"died: {what}\n{verdict.letter}"
+        return f"died: {what}\n{verdict.message}"
     suspects = (
         f"without {' or '.join(verdict.suspects)} the numbers are right: look there"
         if verdict.suspects
@@ -46,7 +46,7 @@ def sentence(verdict: Verdict) -> str:
 def line(verdict: Verdict) -> str:
     """Of one among many."""
     found = f"{verdict.largest:.1e}" if verdict.outcome in (Outcome.SAME, Outcome.DIFFERS) else ""
-    why = verdict.letter.splitlines()[0] if verdict.letter else ""
+    why = verdict.message.splitlines()[0] if verdict.message else ""
     return f"{verdict.outcome.value:8} {verdict.model}  {verdict.plan}  {found}{why}".rstrip()
 
 

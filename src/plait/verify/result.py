@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from plait.verify.reference import Course, Step
+from plait.verify.reference import Step, Trajectory
 
 MOST = 10  # parameters that are named
 
@@ -23,7 +23,7 @@ class Outcome(Enum):
 
 
 @dataclass(frozen=True)
-class Off:
+class Mismatch:
     """How far a parameter is from the one-process program's.
 
     gradient, weight    norm of the difference over the norm of what is expected: of the gradient, in the
@@ -62,11 +62,11 @@ class Verdict:
     allowed: float = 0.0
     steps: tuple[Step, ...] = ()
     expected: tuple[Step, ...] = ()
-    worst: tuple[Off, ...] = ()
+    worst: tuple[Mismatch, ...] = ()
     num_parameters: int = 0
     suspects: tuple[str, ...] = ()
     traffic: tuple[tuple[str, int, int], ...] = ()
-    letter: str = ""
+    message: str = ""
 
     @property
     def largest(self) -> float:
@@ -89,7 +89,7 @@ class Verdict:
                 "outcome": Outcome(given["outcome"]),
                 "steps": tuple(Step(**_numbers(step)) for step in given["steps"]),
                 "expected": tuple(Step(**_numbers(step)) for step in given["expected"]),
-                "worst": tuple(Off(**_numbers(off)) for off in given["worst"]),
+                "worst": tuple(Mismatch(**_numbers(off)) for off in given["worst"]),
                 "suspects": tuple(given["suspects"]),
                 "traffic": tuple((line, count, size) for line, count, size in given["traffic"]),
             }
@@ -133,7 +133,7 @@ class Limits:
         return _apart(step, expected) <= self.of_steps
 
 
-def compare(mine: Course, theirs: Course, limits: Limits) -> tuple[bool, list[Off]]:
+def compare(mine: Trajectory, theirs: Trajectory, limits: Limits) -> tuple[bool, list[Mismatch]]:
     """Whether all is within limits; all parameters, the farthest first.
 
     Without weights, of a course that was ended by a wrong step, it is that step's gradients that count.
@@ -144,14 +144,14 @@ def compare(mine: Course, theirs: Course, limits: Limits) -> tuple[bool, list[Of
     gradients = farthest(mine.gradients[first:], theirs.gradients[first:steps])
     weights = farthest([mine.weights], [theirs.weights]) if mine.weights else {}
     found = [
-        Off(name, gradients.get(name, 0.0), weights.get(name, 0.0), limits.of(name))
+        Mismatch(name, gradients.get(name, 0.0), weights.get(name, 0.0), limits.of(name))
         for name in weights or gradients
     ]
     found.sort(key=lambda off: off.excess, reverse=True)
     return is_same and bool(mine.weights) and all(off.excess <= 1.0 for off in found), found
 
 
-def noise_of(rough: Course, exact: Course) -> tuple[dict[str, float], float]:
+def noise_of(rough: Trajectory, exact: Trajectory) -> tuple[dict[str, float], float]:
     """What rounding does to parameters, and to losses and norms."""
     gradients = farthest(rough.gradients, exact.gradients)
     weights = farthest([rough.weights], [exact.weights])

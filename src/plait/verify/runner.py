@@ -27,7 +27,7 @@ from plait.fileio import write_json
 from plait.plan import Plan
 from plait.verify.result import Outcome, Verdict
 from plait.verify.sweep import simpler
-from plait.verify.worker import Job, Verifier
+from plait.verify.worker import Case, Verifier
 
 _POLL_S = 0.01
 _ASKED_TO_END = {128 + signum for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
@@ -35,7 +35,7 @@ _JOBS, _OVER = "jobs.json", "over"
 
 
 @dataclass(frozen=True)
-class How:
+class WorkerOptions:
     """What ranks are, and what is done with a plan that differs: `blame`, simpler ones are tried too."""
 
     device: str = "cpu"
@@ -44,7 +44,7 @@ class How:
     blame: bool = True
 
 
-def verify(jobs: Sequence[Job], folder: Path, how: How | None = None) -> list[Verdict]:
+def verify(jobs: Sequence[Case], folder: Path, how: WorkerOptions | None = None) -> list[Verdict]:
     """The verdict of each job, on local ranks that this starts; `folder` is an empty one to meet in.
 
     Raises SystemExit with the shell's code where a signal ended the ranks.
@@ -56,7 +56,7 @@ def verify(jobs: Sequence[Job], folder: Path, how: How | None = None) -> list[Ve
             break
         room = folder / f"start-{start}"
         room.mkdir()
-        told = {"how": asdict(how or How()), "jobs": {n: jobs[n].to_values() for n in left}}
+        told = {"how": asdict(how or WorkerOptions()), "jobs": {n: jobs[n].to_values() for n in left}}
         write_json(room / _JOBS, told)
         most = max(jobs[number].num_ranks for number in left)
         code = launch_local(most, ["verify-rank", str(room)])
@@ -74,13 +74,13 @@ def serve(room: Path, say: Callable[[Verdict], None] | None = None) -> None:
     """One rank, until there is nothing left to verify."""
     rank = int(os.environ["RANK"])
     told: dict[str, Any] = json.loads((room / _JOBS).read_text(encoding="utf-8"))
-    how = How(**told["how"])
+    how = WorkerOptions(**told["how"])
     work = _Work(room, rank, how)
     if rank:
         work.follow()
         return
     for number, values in told["jobs"].items():
-        job = Job.from_values(values)
+        job = Case.from_values(values)
         verdict = work.lead(job)
         # Before simpler plans are tried: what becomes of those is no verdict of this one.
         write_json(_verdict(room, int(number)), verdict.to_values())
@@ -97,18 +97,18 @@ def serve(room: Path, say: Callable[[Verdict], None] | None = None) -> None:
 class _Work:
     """Of one rank: worlds one after the other."""
 
-    def __init__(self, room: Path, rank: int, how: How) -> None:
+    def __init__(self, room: Path, rank: int, how: WorkerOptions) -> None:
         self._room, self._rank, self._how = room, rank, how
         self._number = 0
         self._verifier = Verifier()
 
-    def lead(self, job: Job) -> Verdict:
+    def lead(self, job: Case) -> Verdict:
         write_json(self._room / f"job-{self._number}.json", job.to_values())
         verdict = self._run(job)
         assert verdict is not None, "the first rank is told no verdict"
         return verdict
 
-    def is_same(self, job: Job) -> bool:
+    def is_same(self, job: Case) -> bool:
         return self.lead(job).outcome is Outcome.SAME
 
     def follow(self) -> None:
@@ -118,9 +118,9 @@ class _Work:
                 if (self._room / _OVER).exists():
                     return
                 time.sleep(_POLL_S)
-            self._run(Job.from_values(json.loads(told.read_text(encoding="utf-8"))))
+            self._run(Case.from_values(json.loads(told.read_text(encoding="utf-8"))))
 
-    def _run(self, job: Job) -> Verdict | None:
+    def _run(self, job: Case) -> Verdict | None:
         """The verdict, on the first rank."""
         number, self._number = self._number, self._number + 1
         if self._rank >= job.num_ranks:
@@ -135,7 +135,7 @@ class _Work:
             verdict = self._verifier.run(job, world, files)
         except Exception as error:
             is_letter = isinstance(error, PlaitError)
-            said = error.letter() if isinstance(error, PlaitError) else f"{type(error).__name__}: {error}"
+            said = error.message() if isinstance(error, PlaitError) else f"{type(error).__name__}: {error}"
             values = {"said": said, "is_letter": is_letter, "is_echo": isinstance(error, CommError)}
             write_json(self._room / f"letter-{self._rank}.json", values)
             raise  # a rank that fails ends; closing the world would wait for the others, who wait for it
@@ -152,12 +152,12 @@ def _read(room: Path, number: int) -> Verdict:
     return Verdict.from_values(json.loads(_verdict(room, number).read_text(encoding="utf-8")))
 
 
-def _of_the_dead(job: Job, room: Path, code: int) -> Verdict:
+def _of_the_dead(job: Case, room: Path, code: int) -> Verdict:
     """What is to be said of ranks that have ended: the letter of the first that had one of its own."""
     letters = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(room.glob("letter-*.json"))]
     letters.sort(key=lambda found: bool(found["is_echo"]))
     if not letters:
-        return job.verdict(Outcome.DIED, letter=f"a rank ended with code {code}")
+        return job.verdict(Outcome.DIED, message=f"a rank ended with code {code}")
     first = letters[0]
     outcome = Outcome.REFUSED if first["is_letter"] and not first["is_echo"] else Outcome.DIED
-    return job.verdict(outcome, letter=first["said"])
+    return job.verdict(outcome, message=first["said"])

@@ -17,8 +17,8 @@ from plait.errors import ModelError, PlaitError
 from plait.parallel import Precision
 from plait.plan import Plan, Traffic, between
 from plait.verify.locate import places
-from plait.verify.model_spec import Source, Subject, random_tokens
-from plait.verify.reference import ADAMW, CLIP_NORM, Course, Step, one_process
+from plait.verify.model_spec import ModelSource, ModelSpec, random_tokens
+from plait.verify.reference import ADAMW, CLIP_NORM, Step, Trajectory, one_process
 from plait.verify.result import MOST, Limits, Outcome, Verdict, compare, farthest, noise_of
 
 PRECISIONS = {"float64": "fp64", "float32": "fp32", "bf16": "bf16"}
@@ -28,10 +28,10 @@ _EXPECTED = "plait: verify expects"
 
 
 @dataclass(frozen=True)
-class Job:
+class Case:
     """One plan to verify. `samples`: of a step, over all ranks."""
 
-    source: Source
+    source: ModelSource
     plan: str
     dtype: str
     steps: int
@@ -48,19 +48,19 @@ class Job:
         return asdict(self)
 
     @classmethod
-    def from_values(cls, values: Mapping[str, Any]) -> "Job":
-        return cls(**{**values, "source": Source(**values["source"])})
+    def from_values(cls, values: Mapping[str, Any]) -> "Case":
+        return cls(**{**values, "source": ModelSource(**values["source"])})
 
     def verdict(self, outcome: Outcome, **more: Any) -> Verdict:
         return Verdict(str(self.source), self.plan, self.dtype, self.num_ranks, outcome, **more)
 
 
-def least_of(job: Job) -> float:
+def least_of(job: Case) -> float:
     """The relative difference that is allowed whatever rounding does."""
     return LEAST[job.dtype] if job.tolerance is None else job.tolerance
 
 
-def check(subject: Subject, plan: Plan) -> None:
+def check(subject: ModelSpec, plan: Plan) -> None:
     """Raises PlanError or ModelError where the model cannot be cut as the plan says; needs no rank."""
     check_cuts(subject.build(torch.float32), plan, subject.tensor_plan, blocks=subject.blocks)
 
@@ -71,15 +71,15 @@ class Verifier:
     def __init__(self) -> None:
         self._of: object = None
         self._first: Mapping[str, Tensor] = {}
-        self._known: dict[object, tuple[Course, Limits]] = {}
+        self._known: dict[object, tuple[Trajectory, Limits]] = {}
 
-    def run(self, job: Job, world: World, folder: Path) -> Verdict | None:
+    def run(self, job: Case, world: World, folder: Path) -> Verdict | None:
         """The verdict, on the first rank. Every rank of the plan calls it. `folder`: of offload=disk."""
         subject = job.source.subject()
         try:
             check(subject, Plan.parse(job.plan))
         except PlaitError as error:  # all ranks find it; what one of them finds later, ends all
-            return job.verdict(Outcome.REFUSED, letter=error.letter())
+            return job.verdict(Outcome.REFUSED, message=error.message())
         engine = _engine(job, subject, world, folder)
         weights = engine.whole_parameters()
         if world.rank:
@@ -88,13 +88,13 @@ class Verifier:
             return None
         expected, limits = self._expected(job, subject, engine, weights)
         world.announce(_EXPECTED)
-        verdict = _train(job, subject, engine, Judge(job, expected, limits))
+        verdict = _train(job, subject, engine, Comparator(job, expected, limits))
         assert verdict is not None, "a judge without a verdict"
         return verdict
 
     def _expected(
-        self, job: Job, subject: Subject, engine: Engine, weights: dict[str, Tensor]
-    ) -> tuple[Course, Limits]:
+        self, job: Case, subject: ModelSpec, engine: Engine, weights: dict[str, Tensor]
+    ) -> tuple[Trajectory, Limits]:
         """What one process comes to from these weights, which no plan may change."""
         micros = engine.plan.dp * engine.plan.micro
         key = (job.source, job.dtype, job.seed)
@@ -115,13 +115,13 @@ class Verifier:
 
 
 @dataclass
-class Judge:
+class Comparator:
     """Of the first rank: knows what is expected, and is shown what the ranks come to, step by step."""
 
-    job: Job
-    expected: Course
+    job: Case
+    expected: Trajectory
     limits: Limits
-    mine: Course = field(default_factory=Course)
+    mine: Trajectory = field(default_factory=Trajectory)
 
     def is_right(self, step: Step, gradients: dict[str, Tensor]) -> bool:
         """Of the next step."""
@@ -151,11 +151,11 @@ class Judge:
         return [off.name for off in compare(self.mine, self.expected, self.limits)[1][:MOST]]
 
 
-def _precision(job: Job) -> Precision:
+def _precision(job: Case) -> Precision:
     return Precision.of(Plan(precision=PRECISIONS[job.dtype]))
 
 
-def _engine(job: Job, subject: Subject, world: World, folder: Path) -> Engine:
+def _engine(job: Case, subject: ModelSpec, world: World, folder: Path) -> Engine:
     plan = Plan.parse(job.plan)
     return parallelize(
         subject.build(_precision(job).compute),
@@ -172,7 +172,7 @@ def _engine(job: Job, subject: Subject, world: World, folder: Path) -> Engine:
     )
 
 
-def _train(job: Job, subject: Subject, engine: Engine, judge: Judge | None) -> Verdict | None:
+def _train(job: Case, subject: ModelSpec, engine: Engine, judge: Comparator | None) -> Verdict | None:
     """Up to the first step that is wrong: what comes after it is wrong too, whatever the ranks do."""
     said: Traffic = {}
     for step in range(job.steps):
@@ -194,7 +194,7 @@ def _train(job: Job, subject: Subject, engine: Engine, judge: Judge | None) -> V
     return None if judge is None else judge.verdict(weights, said, {})
 
 
-def _batch(job: Job, subject: Subject, step: int, model: Any) -> Mapping[str, Tensor]:
+def _batch(job: Case, subject: ModelSpec, step: int, model: Any) -> Mapping[str, Tensor]:
     if subject.batch is not None:
         return subject.batch(step, job.samples)
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
@@ -208,8 +208,8 @@ def _batch(job: Job, subject: Subject, step: int, model: Any) -> Mapping[str, Te
 
 
 def _one_process(
-    job: Job, subject: Subject, weights: Mapping[str, Tensor], micros: int
-) -> tuple[Course, Limits]:
+    job: Case, subject: ModelSpec, weights: Mapping[str, Tensor], micros: int
+) -> tuple[Trajectory, Limits]:
     precision = _precision(job)
     model = subject.build_whole(precision.compute)
     data = []

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from plait.comm.shm import native_lib
 from plait.comm.shm.native_lib import NativeCall, NativeSaid
-from plait.comm.transport import Call, Verb
+from plait.comm.transport import Call, OpType
 from plait.errors import CommError
 
 DTYPES = {
@@ -28,20 +28,24 @@ DTYPES = {
 _BITS = {8: 4, 4: 5, 2: 6, 1: 7}  # what is only copied travels as integers of its size
 _OPS = {"sum": 0, "mean": 0, "max": 1, "min": 2}
 _VERBS = {
-    Verb.ALL_REDUCE: 0,
-    Verb.REDUCE_SCATTER: 1,
-    Verb.ALL_GATHER: 2,
-    Verb.BROADCAST: 3,
-    Verb.REDUCE: 4,
-    Verb.SCATTER: 5,
-    Verb.GATHER: 6,
-    Verb.ALL_TO_ALL: 7,
-    Verb.BARRIER: 8,
+    OpType.ALL_REDUCE: 0,
+    OpType.REDUCE_SCATTER: 1,
+    OpType.ALL_GATHER: 2,
+    OpType.BROADCAST: 3,
+    OpType.REDUCE: 4,
+    OpType.SCATTER: 5,
+    OpType.GATHER: 6,
+    OpType.ALL_TO_ALL: 7,
+    OpType.BARRIER: 8,
 }
 _SUM = 9
 _NAMES = {number: verb.value for verb, number in _VERBS.items()} | {_SUM: "sum"}
-_REDUCTIONS = (Verb.ALL_REDUCE, Verb.REDUCE_SCATTER, Verb.REDUCE)
-_SPREAD = (Verb.REDUCE_SCATTER, Verb.SCATTER, Verb.ALL_TO_ALL)  # `out` is a piece, or as large as all pieces
+_REDUCTIONS = (OpType.ALL_REDUCE, OpType.REDUCE_SCATTER, OpType.REDUCE)
+_SPREAD = (
+    OpType.REDUCE_SCATTER,
+    OpType.SCATTER,
+    OpType.ALL_TO_ALL,
+)  # `out` is a piece, or as large as all pieces
 
 
 def described(call: Call, num_ranks: int) -> NativeCall:
@@ -56,7 +60,7 @@ def described(call: Call, num_ranks: int) -> NativeCall:
     dtype, parts = tensor.dtype, 1
     count = tensor.numel()
     if call.verb in _SPREAD:
-        count = call.taken.numel() // (num_ranks if call.verb is Verb.ALL_TO_ALL else 1)
+        count = call.taken.numel() // (num_ranks if call.verb is OpType.ALL_TO_ALL else 1)
     if call.verb in _REDUCTIONS:
         code = reducible(call.op, dtype)
     else:

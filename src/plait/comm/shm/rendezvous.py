@@ -18,7 +18,7 @@ import torch
 
 from plait.comm.shm import native_lib
 from plait.comm.shm.arena import Arena, Mapping
-from plait.comm.transport import Call, Transport, Verb
+from plait.comm.transport import Call, OpType, Transport
 from plait.errors import CommError
 
 _CARD_BYTES = 1024
@@ -28,7 +28,7 @@ _NAMESPACES = ("pid", "ipc", "net", "user")
 
 
 @dataclass(frozen=True)
-class Card:
+class HostInfo:
     """What a rank tells the others of itself."""
 
     host: str  # equal on two ranks if and only if they can share memory
@@ -43,7 +43,7 @@ class Card:
         return torch.tensor(list(data.ljust(_CARD_BYTES)), dtype=torch.uint8)
 
     @classmethod
-    def decode(cls, data: torch.Tensor) -> "Card":
+    def decode(cls, data: torch.Tensor) -> "HostInfo":
         return cls(**json.loads(bytes(data.tolist())))
 
 
@@ -58,7 +58,7 @@ def identity() -> str:
     return " ".join([*found, str(os.getuid())])
 
 
-class Neighbours:
+class HostPeers:
     """The ranks of this host, and the arenas through which they reach each other."""
 
     def __init__(
@@ -98,7 +98,7 @@ class _Peers:
         self.mappings.clear()
 
 
-def meet(rank: int, size: int, link: Transport, *, wanted: bool) -> tuple[Neighbours | None, list[str], str]:
+def meet(rank: int, size: int, link: Transport, *, wanted: bool) -> tuple[HostPeers | None, list[str], str]:
     """All ranks of `link` tell each other where they are. `wanted`: whether this rank would share memory.
 
     Returns the neighbours with whom this rank shares memory (None when it does not), every rank's host, and
@@ -106,15 +106,15 @@ def meet(rank: int, size: int, link: Transport, *, wanted: bool) -> tuple[Neighb
     """
     clib = native_lib.load() if wanted else None
     arena = None
-    card = Card(identity(), os.getpid(), why_not=native_lib.why_not() if wanted else "not wanted")
+    card = HostInfo(identity(), os.getpid(), why_not=native_lib.why_not() if wanted else "not wanted")
     if clib is not None:
         try:
             arena = Arena(clib, _span_bytes(size))
             if clib.pl_lock(arena.fd) != 0:
                 raise OSError("a rank cannot lock its own file")
-            card = Card(card.host, card.pid, arena.fd, secrets.token_hex(8))
+            card = HostInfo(card.host, card.pid, arena.fd, secrets.token_hex(8))
         except (CommError, OSError) as error:
-            card = Card(card.host, why_not=str(error).splitlines()[0])
+            card = HostInfo(card.host, why_not=str(error).splitlines()[0])
     cards = _exchange(card, size, link)
     ranks = tuple(r for r in range(size) if cards[r].host == card.host)
     peers = _Peers()
@@ -122,7 +122,7 @@ def meet(rank: int, size: int, link: Transport, *, wanted: bool) -> tuple[Neighb
     if clib is not None and arena is not None and not why_not:
         why_not = _open(clib, peers, arena.mapping.num_bytes, rank, {r: cards[r] for r in ranks})
     # Everybody has opened what he needs, or none of this host uses it.
-    verdicts = _exchange(Card(card.host, why_not=why_not[:400]), size, link)
+    verdicts = _exchange(HostInfo(card.host, why_not=why_not[:400]), size, link)
     why_not = next((verdicts[r].why_not for r in ranks if verdicts[r].why_not), "")
     hosts = [c.host for c in cards]
     if arena is None or clib is None or why_not:
@@ -130,7 +130,7 @@ def meet(rank: int, size: int, link: Transport, *, wanted: bool) -> tuple[Neighb
             arena.close()
         peers.close()
         return None, hosts, why_not if wanted else ""
-    return Neighbours(clib, rank, ranks, arena, peers, cards[ranks[0]].key), hosts, ""
+    return HostPeers(clib, rank, ranks, arena, peers, cards[ranks[0]].key), hosts, ""
 
 
 def _span_bytes(num_ranks: int) -> int:
@@ -140,13 +140,13 @@ def _span_bytes(num_ranks: int) -> int:
     return min(2 * memory, (_ADDRESSES // num_ranks) & -_PAGE)
 
 
-def _exchange(card: Card, size: int, link: Transport) -> list[Card]:
+def _exchange(card: HostInfo, size: int, link: Transport) -> list[HostInfo]:
     out = torch.empty(size * _CARD_BYTES, dtype=torch.uint8)
-    link.run(Call(Verb.ALL_GATHER, card.encode(), out, label="where the ranks are"))
-    return [Card.decode(data) for data in out.view(size, -1)]
+    link.run(Call(OpType.ALL_GATHER, card.encode(), out, label="where the ranks are"))
+    return [HostInfo.decode(data) for data in out.view(size, -1)]
 
 
-def _open(clib: ctypes.CDLL, peers: _Peers, span_bytes: int, rank: int, cards: dict[int, Card]) -> str:
+def _open(clib: ctypes.CDLL, peers: _Peers, span_bytes: int, rank: int, cards: dict[int, HostInfo]) -> str:
     """Why it cannot, or nothing."""
     for peer, card in cards.items():
         if peer == rank:

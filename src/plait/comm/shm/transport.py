@@ -23,8 +23,8 @@ from torch import Tensor
 from plait.comm.shm import native_lib
 from plait.comm.shm.arena import Arena, Mapping, as_tensor, reserve
 from plait.comm.shm.native_calls import check_device, described, described_sum, in_words, reducible
-from plait.comm.shm.rendezvous import Neighbours, open_peers
-from plait.comm.transport import Call, Pending, Verb, narrow_is_less_to_read
+from plait.comm.shm.rendezvous import HostPeers, open_peers
+from plait.comm.transport import Call, OpType, Work, narrow_is_less_to_read
 from plait.errors import CommError
 
 _GONE, _LATE, _OTHER_SIZE = -1, -2, -4
@@ -47,7 +47,7 @@ class Waits:
         return cls(timeout_s, 1_000 if crowded else 50_000, 1_000 if crowded else 5_000)
 
 
-class HostLink:
+class ShmTransport:
     """A group of ranks of one host."""
 
     name = "host"
@@ -56,7 +56,7 @@ class HostLink:
 
     def __init__(
         self,
-        neighbours: Neighbours,
+        neighbours: HostPeers,
         ranks: tuple[int, ...],
         place: int,
         control: Mapping,
@@ -96,35 +96,35 @@ class HostLink:
     # --- the protocol
 
     def run(self, call: Call) -> None:
-        if call.verb in (Verb.SEND, Verb.RECEIVE):
+        if call.verb in (OpType.SEND, OpType.RECEIVE):
             self.start(call).wait()
             return
         code = self._clib.pl_run(self._open, ctypes.byref(described(call, len(self._ranks))))
         if code:
             raise self._error(call)
 
-    def start(self, call: Call) -> Pending:
-        if call.verb in (Verb.SEND, Verb.RECEIVE):
+    def start(self, call: Call) -> Work:
+        if call.verb in (OpType.SEND, OpType.RECEIVE):
             return self._start_message(call)
         about = described(call, len(self._ranks))
         with self._lock:
             self._forget_finished()
             ticket = self._clib.pl_start(self._open, ctypes.byref(about))
             self._held.append((ticket, call))
-        return Pending(
+        return Work(
             lambda: self._finish(ticket, call),
             is_done=lambda: self._clib.pl_wait(self._open, ticket, 0) != _PENDING,
         )
 
-    def start_sum(self, given: Tensor, *, scatter: bool, label: str) -> "HostSum":
-        call = Call(Verb.REDUCE_SCATTER if scatter else Verb.ALL_REDUCE, label=label)
+    def start_sum(self, given: Tensor, *, scatter: bool, label: str) -> "ShmReduceWork":
+        call = Call(OpType.REDUCE_SCATTER if scatter else OpType.ALL_REDUCE, label=label)
         check_device(call, given)
         buffer_bytes = 0
         if not self.arena.owns(given):
             own = self.arena.empty(given.numel(), given.dtype)
             buffer_bytes = own.nbytes
             given = own.copy_(given)
-        return HostSum(self, given, call, scatter, buffer_bytes)
+        return ShmReduceWork(self, given, call, scatter, buffer_bytes)
 
     def sends_narrow(self, narrow: torch.dtype, wide: torch.dtype) -> bool:
         return narrow_is_less_to_read(len(self._ranks), narrow, wide)
@@ -160,7 +160,7 @@ class HostLink:
             else:
                 refused = None
             about[0], about[1] = os.getpid(), fd
-        self.run(Call(Verb.BROADCAST, about, about, label="shared memory"))
+        self.run(Call(OpType.BROADCAST, about, about, label="shared memory"))
         pid, number, failed = about.tolist()
         if failed:
             if self._place == 0:
@@ -172,7 +172,7 @@ class HostLink:
             fd = open_peers(pid, number)
         try:
             mapping = Mapping(self._clib, fd, num_bytes)
-            self.run(Call(Verb.BARRIER, label="shared memory"))  # all have opened it
+            self.run(Call(OpType.BARRIER, label="shared memory"))  # all have opened it
         finally:
             os.close(fd)
         return as_tensor(mapping.address, numel, dtype, mapping)
@@ -202,16 +202,16 @@ class HostLink:
         while self._held and self._clib.pl_wait(self._open, self._held[0][0], 0) != _PENDING:
             self._held.popleft()
 
-    def _start_message(self, call: Call) -> Pending:
-        tensor = call.given if call.verb is Verb.SEND else call.taken
+    def _start_message(self, call: Call) -> Work:
+        tensor = call.given if call.verb is OpType.SEND else call.taken
         check_device(call, tensor)
         if call.root == self._place:
             raise CommError(f"{call.verb.value} to oneself", given=f"rank {self._ranks[self._place]}")
         with self._lock:
             self._messages = [message for message in self._messages if message.wait(0)[0] == _PENDING]
-            message = _Message(self, call.verb is Verb.SEND, call.root, tensor)
+            message = _Message(self, call.verb is OpType.SEND, call.root, tensor)
             self._messages.append(message)
-        return Pending(
+        return Work(
             lambda: self._finish_message(message, call, tensor),
             is_done=lambda: message.wait(0)[0] != _PENDING,
         )
@@ -270,7 +270,7 @@ class HostLink:
 class _Message:
     """One on its way, with its tensor. In C it lives as long as this."""
 
-    def __init__(self, link: HostLink, sends: bool, peer: int, tensor: Tensor) -> None:
+    def __init__(self, link: ShmTransport, sends: bool, peer: int, tensor: Tensor) -> None:
         function = link._clib.pl_send if sends else link._clib.pl_receive
         self._link = link
         self._tensor = tensor
@@ -288,10 +288,12 @@ class _Message:
             self._link._clib.pl_message_free(self._link._handle, self._handle)
 
 
-class HostSum:
+class ShmReduceWork:
     """A sum that each rank adds up for itself, straight from where its peers' contributions lie."""
 
-    def __init__(self, link: HostLink, given: Tensor, call: Call, scatter: bool, buffer_bytes: int) -> None:
+    def __init__(
+        self, link: ShmTransport, given: Tensor, call: Call, scatter: bool, buffer_bytes: int
+    ) -> None:
         """`call`: names it in letters, and holds no tensors: the arena holds on to this sum until peers have
         read what it gave."""
         self.buffer_bytes = buffer_bytes
@@ -354,7 +356,7 @@ _LOOK_SELDOM_S = 0.02
 
 
 @dataclass(frozen=True)
-class Board:
+class Mailbox:
     """Where ranks leave words for each other: a store."""
 
     leave: Callable[[str, str], object]
@@ -362,20 +364,20 @@ class Board:
     read: Callable[[str], str]
 
     @classmethod
-    def of(cls, store: dist.Store) -> "Board":
+    def of(cls, store: dist.Store) -> "Mailbox":
         return cls(store.set, lambda key: store.check([key]), lambda key: bytes(store.get(key)).decode())
 
 
 def open_group(
-    neighbours: Neighbours,
+    neighbours: HostPeers,
     ranks: tuple[int, ...],
     place: int,
-    board: Board,
+    board: Mailbox,
     key: str,
     timeout: timedelta,
     *,
     is_own: bool = False,
-) -> HostLink:
+) -> ShmTransport:
     """The group of these ranks, who all call it with the same `key`, which nobody has used before. The first
     makes the control segment and leaves word of it. `is_own`: the link closes `neighbours` when it is cut.
 
@@ -394,9 +396,11 @@ def open_group(
             raise _missing(ranks, f"rank {ranks[0]} is gone") from error
     try:
         waits = Waits.of(len(neighbours.ranks), timeout.total_seconds())
-        link = HostLink(neighbours, ranks, place, Mapping(neighbours.clib, fd, size), waits, is_own=is_own)
+        link = ShmTransport(
+            neighbours, ranks, place, Mapping(neighbours.clib, fd, size), waits, is_own=is_own
+        )
         try:
-            link.run(Call(Verb.BARRIER, label="a new group"))  # all have opened what the first one holds
+            link.run(Call(OpType.BARRIER, label="a new group"))  # all have opened what the first one holds
         except CommError as error:
             link.cut()
             raise _missing(ranks, error.fact.partition("failed: ")[2]) from error
@@ -406,7 +410,7 @@ def open_group(
 
 
 def _find(
-    board: Board, key: str, neighbours: Neighbours, ranks: tuple[int, ...], peer: int, timeout_s: float
+    board: Mailbox, key: str, neighbours: HostPeers, ranks: tuple[int, ...], peer: int, timeout_s: float
 ) -> str:
     """The word that a rank leaves. Raises CommError when it is gone, or does not come."""
     until_s, pause_s = time.monotonic() + timeout_s, _LOOK_S

@@ -9,25 +9,33 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from plait.errors import ModelError, PlanError
-from plait.models.sharding.styles import Word, left_whole
-from plait.plan.sharding import ArgumentCut, DimCut, LayerCut, ParameterCut, Range, Style, split_width
+from plait.models.sharding.styles import StyleSpec, left_replicated
+from plait.plan.sharding import (
+    ArgumentSharding,
+    DimSharding,
+    LayerSharding,
+    ParamSharding,
+    Range,
+    Style,
+    split_width,
+)
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList)  # hold modules, and are never called
 
 
 @dataclass
-class Draft:
+class TPPlanBuilder:
     """See `TensorPlan` for what is collected. `words`: what is said, by name; `blocks`: their names."""
 
     model: nn.Module
     rows: int
     cols: int
     blocks: tuple[str, ...]
-    words: dict[str, Word]
-    layers: dict[str, LayerCut] = field(default_factory=dict)
-    parameters: dict[str, ParameterCut] = field(default_factory=dict)
+    words: dict[str, StyleSpec]
+    layers: dict[str, LayerSharding] = field(default_factory=dict)
+    parameters: dict[str, ParamSharding] = field(default_factory=dict)
     attributes: dict[tuple[str, str], tuple[int, ...]] = field(default_factory=dict)
-    arguments: list[ArgumentCut] = field(default_factory=list)
+    arguments: list[ArgumentSharding] = field(default_factory=list)
     modules: dict[str, nn.Module] = field(init=False)
     shapes: dict[str, tuple[int, ...]] = field(init=False)
     _names: dict[int, str] = field(init=False)
@@ -47,8 +55,8 @@ class Draft:
         own = self.modules[module].named_parameters(recurse=False)
         return {key: self._names[id(parameter)] for key, parameter in own}
 
-    def cut_parameter(self, name: str, dims: Sequence[DimCut | None], *, partial: bool = False) -> None:
-        cut = ParameterCut(name, tuple(dims), partial)
+    def cut_parameter(self, name: str, dims: Sequence[DimSharding | None], *, partial: bool = False) -> None:
+        cut = ParamSharding(name, tuple(dims), partial)
         if self.parameters.setdefault(name, cut) != cut:
             raise ModelError(
                 f"two layers share the parameter {name}, which the tensor plan cuts in two ways",
@@ -56,7 +64,7 @@ class Draft:
                 hint="tensor_plan= with one style for both, or 'replicate', or tp=1",
             )
 
-    def over_row(self, size: int, of: str) -> DimCut:
+    def over_row(self, size: int, of: str) -> DimSharding:
         """Of the residual stream's features, or of a width like it."""
         return one_each("row", split_width(size, self.rows, of=f"the features of {of}"))
 
@@ -88,14 +96,14 @@ class Draft:
         return "norm" in type(self.modules[name]).__name__.lower()
 
 
-def one_each(axis: str, ranges: Sequence[Range]) -> DimCut:
+def one_each(axis: str, ranges: Sequence[Range]) -> DimSharding:
     """One range for each coordinate."""
-    return DimCut(axis, tuple((found,) for found in ranges))
+    return DimSharding(axis, tuple((found,) for found in ranges))
 
 
-def in_parts(cut: DimCut, width: int, parts: int) -> DimCut:
+def in_parts(cut: DimSharding, width: int, parts: int) -> DimSharding:
     """The same cut of each of `parts` that lie one behind the other, `width` apart."""
-    return DimCut(
+    return DimSharding(
         cut.axis,
         tuple(
             tuple(
@@ -116,7 +124,9 @@ def linear_features(module: nn.Module) -> tuple[int, int, bool] | None:
     return None
 
 
-def add_linear(draft: Draft, name: str, word: Word, over_col: Callable[[int], DimCut]) -> None:
+def add_linear(
+    draft: TPPlanBuilder, name: str, word: StyleSpec, over_col: Callable[[int], DimSharding]
+) -> None:
     """A COLUMN or a ROW layer; `over_col` cuts the features that heads or the feed-forward have."""
     features = linear_features(draft.modules[name])
     if features is None:
@@ -131,7 +141,7 @@ def add_linear(draft: Draft, name: str, word: Word, over_col: Callable[[int], Di
     is_column = word.style is Style.COLUMN
     out_cut = over_col(out) if is_column else draft.over_row(out, name)
     inp_cut = draft.over_row(inp, name) if is_column else over_col(inp)
-    draft.layers[name] = LayerCut(
+    draft.layers[name] = LayerSharding(
         name, word.style, out_cut, inp_cut, transposed, word.gathers, word.splits, word.head
     )
     own = draft.own_parameters(name)
@@ -144,7 +154,7 @@ def add_linear(draft: Draft, name: str, word: Word, over_col: Callable[[int], Di
             raise ModelError(
                 f"{name} has a parameter that a linear layer has not",
                 given=key,
-                hint=left_whole(name),
+                hint=left_replicated(name),
             )
 
 

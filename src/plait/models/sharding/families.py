@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 from transformers.models.falcon.modeling_falcon import FalconLinear
 
 from plait.errors import ModelError
-from plait.models.sharding.builder import Draft
+from plait.models.sharding.builder import TPPlanBuilder
 from plait.models.sharding.heads import Heads
-from plait.plan.sharding import ArgumentCut
+from plait.plan.sharding import ArgumentSharding
 
 Patterns = dict[str, str]
 
@@ -139,10 +139,10 @@ def built_in(model: nn.Module, cols: int) -> Patterns:
     return family if isinstance(family, dict) else family(model.config, cols)
 
 
-def add_arguments(draft: Draft, heads: Heads) -> None:
+def add_arguments(draft: TPPlanBuilder, heads: Heads) -> None:
     """What an attention module, whose layers are cut at heads, is handed for all of them."""
     kind = getattr(draft.config, "model_type", None)
     for argument, dim in _HEAD_ARGUMENTS.get(kind or "", ()):
-        cut = ArgumentCut(heads.module, argument, dim, heads.count, heads.queries(1))
+        cut = ArgumentSharding(heads.module, argument, dim, heads.count, heads.queries(1))
         if cut not in draft.arguments:
             draft.arguments.append(cut)

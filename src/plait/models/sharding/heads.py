@@ -20,9 +20,9 @@ import re
 from dataclasses import dataclass
 
 from plait.errors import ModelError, PlanError
-from plait.models.sharding.builder import Draft, in_parts, linear_features, one_each, part_width
-from plait.models.sharding.styles import Word, left_whole
-from plait.plan.sharding import DimCut, HeadSplit, LayerCut, Style, split, split_heads, split_width
+from plait.models.sharding.builder import TPPlanBuilder, in_parts, linear_features, one_each, part_width
+from plait.models.sharding.styles import StyleSpec, left_replicated
+from plait.plan.sharding import DimSharding, HeadSplit, LayerSharding, Style, split, split_heads, split_width
 
 QUERY_COUNTS = ("num_heads", "num_attention_heads", "n_head", "n_heads")
 KEY_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
@@ -43,19 +43,19 @@ class Heads:
     split: HeadSplit
     is_said: bool = False
 
-    def queries(self, width: int) -> DimCut:
+    def queries(self, width: int) -> DimSharding:
         """The cut of a dim in which every query head has `width` elements."""
         return one_each("col", [(start * width, stop * width) for start, stop in self.split.queries])
 
-    def keys(self, width: int) -> DimCut:
+    def keys(self, width: int) -> DimSharding:
         return one_each("col", [(start * width, stop * width) for start, stop in self.split.keys])
 
-    def grouped(self, width: int) -> DimCut:
+    def grouped(self, width: int) -> DimSharding:
         """Of [kv head][its query heads, key, value], each `width` wide, in whole groups."""
         return self.keys((self.count // self.kv + 2) * width)
 
 
-def heads_of(draft: Draft, name: str) -> Heads | None:
+def heads_of(draft: TPPlanBuilder, name: str) -> Heads | None:
     """The heads of the attention around a layer or a parameter. See [Note: whose heads]."""
     block = draft.block_of(name)
     for around in draft.ancestors(name):
@@ -72,7 +72,7 @@ def heads_of(draft: Draft, name: str) -> Heads | None:
     return None
 
 
-def head_counts(draft: Draft, around: str) -> tuple[int, int] | None:
+def head_counts(draft: TPPlanBuilder, around: str) -> tuple[int, int] | None:
     """(query heads, key heads) of an attention module; None where neither it nor the configuration tells."""
     module = draft.modules[around]
     heads = _number(module, QUERY_COUNTS) or _number(draft.config, QUERY_COUNTS)
@@ -86,7 +86,7 @@ def head_counts(draft: Draft, around: str) -> tuple[int, int] | None:
     return heads, keys or heads
 
 
-def _has_narrow_keys(draft: Draft, around: str) -> bool:
+def _has_narrow_keys(draft: TPPlanBuilder, around: str) -> bool:
     """Whether its layer of keys is narrower than another: what a configuration says of keys may be idle."""
     widths = {
         name: features[0]
@@ -102,7 +102,7 @@ def _number(of: object, names: tuple[str, ...]) -> int | None:
     return next((value for value in values if isinstance(value, int) and value > 0), None)
 
 
-def _said_heads(draft: Draft, module: str, attributes: tuple[str, ...]) -> Heads:
+def _said_heads(draft: TPPlanBuilder, module: str, attributes: tuple[str, ...]) -> Heads:
     values = _values(draft, module, attributes)
     units = _said_units(draft, module)
     count, kv = (max(units), min(units)) if units else (math.gcd(*values),) * 2
@@ -110,7 +110,7 @@ def _said_heads(draft: Draft, module: str, attributes: tuple[str, ...]) -> Heads
     return Heads(module, count, kv, cut, is_said=True)
 
 
-def _values(draft: Draft, module: str, attributes: tuple[str, ...]) -> list[int]:
+def _values(draft: TPPlanBuilder, module: str, attributes: tuple[str, ...]) -> list[int]:
     values = [getattr(draft.modules[module], key, None) for key in attributes]
     for key, value in zip(attributes, values, strict=True):
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
@@ -122,7 +122,7 @@ def _values(draft: Draft, module: str, attributes: tuple[str, ...]) -> list[int]
     return [value for value in values if value is not None]
 
 
-def _said_units(draft: Draft, module: str) -> list[int]:
+def _said_units(draft: TPPlanBuilder, module: str) -> list[int]:
     """How many heads the layers of a module have that say how wide one is."""
     found = []
     for name in draft.inside(module):
@@ -137,14 +137,14 @@ def _said_units(draft: Draft, module: str) -> list[int]:
     return found
 
 
-def over_col(draft: Draft, name: str, word: Word, size: int) -> DimCut:
+def over_col(draft: TPPlanBuilder, name: str, word: StyleSpec, size: int) -> DimSharding:
     """How the features of a layer or parameter, `size` in all, are cut over the columns."""
     width = part_width(size, word.parts, name)
     cut = _part_over_col(draft, name, word, width)
     return in_parts(cut, width, word.parts) if word.parts > 1 else cut
 
 
-def _part_over_col(draft: Draft, name: str, word: Word, width: int) -> DimCut:
+def _part_over_col(draft: TPPlanBuilder, name: str, word: StyleSpec, width: int) -> DimSharding:
     cols = draft.cols
     if word.gathers or word.splits or word.head:
         return one_each("col", split_width(width, cols, of=name))
@@ -175,12 +175,12 @@ def _head_width(size: int, count: int, name: str, heads: Heads) -> int:
             f"{name} cannot be cut at heads",
             given=f"{size} features, heads={heads.count} kv heads={heads.kv}",
             expected="a whole number of features for every head, or a tensor_plan that says how it is made",
-            hint=left_whole(f"{heads.module}.*"),
+            hint=left_replicated(f"{heads.module}.*"),
         )
     return size // count
 
 
-def check_heads(draft: Draft, name: str, word: Word) -> None:
+def check_heads(draft: TPPlanBuilder, name: str, word: StyleSpec) -> None:
     """Refuses a ROW layer that gives a number for every head: where heads are cut, code wants its own."""
     features = linear_features(draft.modules[name])
     if word.style is not Style.ROW or word.splits or features is None or draft.cols == 1:
@@ -191,11 +191,11 @@ def check_heads(draft: Draft, name: str, word: Word) -> None:
             f"{name} gives a number for every head, of which each column has its own alone",
             given=f"{features[0]} features, heads={heads.count} kv heads={heads.kv} columns={draft.cols}",
             expected="a rowwise layer that gives features of the stream",
-            hint=left_whole(f"{heads.module}.*"),
+            hint=left_replicated(f"{heads.module}.*"),
         )
 
 
-def add_attributes(draft: Draft, heads: Heads) -> None:
+def add_attributes(draft: TPPlanBuilder, heads: Heads) -> None:
     """What an attention module, whose layers are cut at heads, counts itself."""
     module, cut = draft.modules[heads.module], heads.split
     queries = [stop - start for start, stop in cut.queries]
@@ -242,9 +242,9 @@ _ACTIVATION = re.compile(r"^act(ivation)?(_fn)?$")
 _NAMED = re.compile(r"^(q|k|query|key)_?(layer_?)?(norm|ln)$")
 
 
-def add_head_norm(draft: Draft, name: str) -> None:
+def add_head_norm(draft: TPPlanBuilder, name: str) -> None:
     """A norm of each head by itself: one weight for all heads, or one for each."""
-    draft.layers[name] = LayerCut(name, Style.HEAD_NORM)
+    draft.layers[name] = LayerSharding(name, Style.PER_HEAD_NORM)
     heads = heads_of(draft, name)
     columns = _columns_beside(draft, name)
     for full in draft.own_parameters(name).values():
@@ -256,12 +256,12 @@ def add_head_norm(draft: Draft, name: str) -> None:
             draft.cut_parameter(full, [None] * len(shape), partial=True)
 
 
-def is_head_norm(draft: Draft, name: str) -> bool:
+def is_head_norm(draft: TPPlanBuilder, name: str) -> bool:
     """Whether it is a norm of queries or keys, by its name: what it reads is what projections give."""
     return _NAMED.match(name.rpartition(".")[2]) is not None and draft.is_norm(name)
 
 
-def add_unsaid_head_norms(draft: Draft) -> None:
+def add_unsaid_head_norms(draft: TPPlanBuilder) -> None:
     """Norms that are named as of queries or keys, of which the plan says nothing.
 
     As wide as a head: one of each head. As wide as all heads together, it needs them all: a ModelError.
@@ -286,7 +286,7 @@ def add_unsaid_head_norms(draft: Draft) -> None:
             )
 
 
-def add_activations(draft: Draft) -> None:
+def add_activations(draft: TPPlanBuilder) -> None:
     """Numbers that an activation learns: every column applies them to its features, and adds to them."""
     for name in draft.modules:
         is_said = name in draft.words or not _ACTIVATION.match(name.rpartition(".")[2])
@@ -295,7 +295,7 @@ def add_activations(draft: Draft) -> None:
                 draft.cut_parameter(full, [None] * len(draft.shapes[full]), partial=True)
 
 
-def _columns_beside(draft: Draft, name: str) -> list[LayerCut]:
+def _columns_beside(draft: TPPlanBuilder, name: str) -> list[LayerSharding]:
     """The layers in the same module that leave this column its own heads."""
     around = name.rpartition(".")[0]
     return [
@@ -305,7 +305,7 @@ def _columns_beside(draft: Draft, name: str) -> list[LayerCut]:
     ]
 
 
-def _over_heads(heads: Heads | None, shape: tuple[int, ...]) -> DimCut | None:
+def _over_heads(heads: Heads | None, shape: tuple[int, ...]) -> DimSharding | None:
     """The cut of a weight whose first dim counts heads."""
     if heads is None or len(shape) < 2:
         return None

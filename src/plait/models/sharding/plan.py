@@ -1,4 +1,4 @@
-"""From a model to a `TensorPlan`: what becomes of its layers and parameters on a grid of rows and columns.
+"""From a model to a `TPPlan`: what becomes of its layers and parameters on a grid of rows and columns.
 
 [Note: which gradients are parts]
 Take a parameter that is whole, or cut over `row` alone, so that every column holds the same piece. Its
@@ -17,8 +17,8 @@ on every column.
 - In a region, a weight applied to each head by itself (HEAD_NORM), or a number that an activation learns,
   sees this column's features: parts, always. Between projections that are gathered it sees all: not parts.
 
-A piece that columns share because they share kv heads (see `DimCut.sharers`) is a part on each of them, and
-needs no mark. Along `row` nothing is a part: rows hold different pieces, or compute the same.
+A piece that columns share because they share kv heads (see `DimSharding.sharers`) is a part on each of them,
+and needs no mark. Along `row` nothing is a part: rows hold different pieces, or compute the same.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from plait.errors import ModelError
-from plait.models.sharding.builder import Draft, add_linear, one_each, part_width
+from plait.models.sharding.builder import TPPlanBuilder, add_linear, one_each, part_width
 from plait.models.sharding.families import add_arguments, built_in
 from plait.models.sharding.heads import (
     add_activations,
@@ -47,8 +47,8 @@ from plait.models.sharding.residual import (
     pure_regions,
     regions_of,
 )
-from plait.models.sharding.styles import Word, left_whole, numberless, words_of
-from plait.plan.sharding import DimCut, LayerCut, Style, TensorPlan, split_width
+from plait.models.sharding.styles import StyleSpec, left_replicated, numberless, styles_of
+from plait.plan.sharding import DimSharding, LayerSharding, Style, TPPlan, split_width
 
 
 def tensor_plan(
@@ -59,7 +59,7 @@ def tensor_plan(
     sequence: bool,
     blocks: Sequence[tuple[str, nn.Module]],
     given: Mapping[str, str] | None = None,
-) -> TensorPlan:
+) -> TPPlan:
     """What becomes of `model`, which is whole (on meta or not), on a grid of `rows` x `cols`.
 
     `blocks`: as `blocks_of` gives them. `sequence`: whether the stream's tokens are cut between regions.
@@ -67,8 +67,8 @@ def tensor_plan(
     its own plan, or override it. Raises ModelError for what cannot be cut, PlanError for a grid that does not
     fit.
     """
-    words = words_of(model, built_in(model, cols), given)
-    draft = Draft(model, rows, cols, tuple(name for name, _ in blocks), words)
+    words = styles_of(model, built_in(model, cols), given)
+    draft = TPPlanBuilder(model, rows, cols, tuple(name for name, _ in blocks), words)
     _say_embedding_and_head(draft)
     for name, word in words.items():
         if name in draft.modules:
@@ -93,7 +93,7 @@ def tensor_plan(
     if sequence and cols > 1:
         check_sequence(draft, regions)
     mark_parts(draft, regions, sequence=sequence)
-    return TensorPlan(
+    return TPPlan(
         rows,
         cols,
         tuple(draft.layers.values()),
@@ -105,7 +105,7 @@ def tensor_plan(
     )
 
 
-def _example(draft: Draft) -> str:
+def _example(draft: TPPlanBuilder) -> str:
     """How words for two layers of the model's blocks would look that follow on each other."""
     block = draft.blocks[0] if draft.blocks else ""
     inside = [name for name in draft.modules if name.startswith(f"{block}.")] if block else []
@@ -116,7 +116,7 @@ def _example(draft: Draft) -> str:
     return f"tensor_plan={{'{up}': 'colwise', '{down}': 'rowwise', ...}}, or tp=1"
 
 
-def _say_embedding_and_head(draft: Draft) -> None:
+def _say_embedding_and_head(draft: TPPlanBuilder) -> None:
     """What every transformers model's embedding and head become, tied or not."""
     if not isinstance(draft.model, PreTrainedModel) or not draft.words:
         return
@@ -124,61 +124,61 @@ def _say_embedding_and_head(draft: Draft) -> None:
     embedding, head = draft.model.get_input_embeddings(), draft.model.get_output_embeddings()
     is_head_cut = False
     if isinstance(head, nn.Linear) and id(head) in names:
-        is_head_cut = _say(draft, names[id(head)], Word(Style.COLUMN, head=True), always=False)
+        is_head_cut = _say(draft, names[id(head)], StyleSpec(Style.COLUMN, head=True), always=False)
     if isinstance(embedding, nn.Embedding) and id(embedding) in names:
         is_tied = is_head_cut and isinstance(head, nn.Linear) and head.weight is embedding.weight
-        _say(draft, names[id(embedding)], Word(Style.VOCABULARY), always=is_tied)
+        _say(draft, names[id(embedding)], StyleSpec(Style.VOCABULARY), always=is_tied)
 
 
-def _say(draft: Draft, name: str, word: Word, *, always: bool) -> bool:
+def _say(draft: TPPlanBuilder, name: str, word: StyleSpec, *, always: bool) -> bool:
     """Says it over what is said, unless that is to leave the module whole; whether it did."""
     said = draft.words.get(name)
-    if not always and said is not None and said.style is Style.WHOLE:
+    if not always and said is not None and said.style is Style.REPLICATE:
         return False
     draft.words[name] = word
     return True
 
 
-def _add_module(draft: Draft, name: str, word: Word) -> None:
+def _add_module(draft: TPPlanBuilder, name: str, word: StyleSpec) -> None:
     if word.style in (Style.COLUMN, Style.ROW):
         check_heads(draft, name, word)
         add_linear(draft, name, word, lambda size: over_col(draft, name, word, size))
     elif word.style is Style.VOCABULARY:
         _add_vocabulary(draft, name)
-    elif word.style is Style.HEAD_NORM:
+    elif word.style is Style.PER_HEAD_NORM:
         add_head_norm(draft, name)
-    elif word.style is Style.LATENT:
+    elif word.style is Style.MLA_LATENT:
         path = name.rpartition(".")[0]
         around = draft.modules[path]
         if not isinstance(getattr(around, "qk_rope_head_dim", None), int):
             raise ModelError(
                 f"{name} gives a rotary part of unknown width",
                 given=f"{type(around).__name__} without qk_rope_head_dim",
-                hint=left_whole(f"{path}.*" if path else "*"),
+                hint=left_replicated(f"{path}.*" if path else "*"),
             )
-        draft.layers[name] = LayerCut(name, Style.LATENT)
+        draft.layers[name] = LayerSharding(name, Style.MLA_LATENT)
     elif word.style is Style.EXPERTS:
-        draft.layers[name] = LayerCut(name, Style.EXPERTS)
+        draft.layers[name] = LayerSharding(name, Style.EXPERTS)
 
 
-def _add_vocabulary(draft: Draft, name: str) -> None:
+def _add_vocabulary(draft: TPPlanBuilder, name: str) -> None:
     module = draft.modules[name]
     if not isinstance(module, nn.Embedding):
         raise ModelError(
             f"{name} is not an embedding",
             given=type(module).__name__,
             expected="nn.Embedding",
-            hint=left_whole(name),
+            hint=left_replicated(name),
         )
     vocabulary = split_width(module.num_embeddings, draft.cols, of=f"the vocabulary of {name}")
     inp, out = one_each("col", vocabulary), draft.over_row(module.embedding_dim, name)
-    draft.layers[name] = LayerCut(name, Style.VOCABULARY, out, inp)
+    draft.layers[name] = LayerSharding(name, Style.VOCABULARY, out, inp)
     draft.cut_parameter(draft.own_parameters(name)["weight"], (inp, out))
 
 
-def _add_parameter(draft: Draft, name: str, word: Word) -> None:
+def _add_parameter(draft: TPPlanBuilder, name: str, word: StyleSpec) -> None:
     """A parameter that is said by its own path: attention's sinks, or experts."""
-    if word.style in (None, Style.WHOLE):
+    if word.style in (None, Style.REPLICATE):
         return
     owner, shape = name.rpartition(".")[0], draft.shapes[name]
     if word.style not in (Style.COLUMN, Style.ROW):
@@ -201,7 +201,7 @@ def _add_parameter(draft: Draft, name: str, word: Word) -> None:
     draft.cut_parameter(name, [cut if index == dim else None for index in range(len(shape))])
 
 
-def _expert_cut(draft: Draft, owner: str, size: int, word: Word, name: str) -> DimCut:
+def _expert_cut(draft: TPPlanBuilder, owner: str, size: int, word: StyleSpec, name: str) -> DimSharding:
     """Of experts' features. A dim that interleaves several of each (gate, up, ...) is cut between them, and
     has to be said to: what is told by widths alone may as well lie one after the other."""
     width = part_width(size, word.parts, name)
@@ -218,7 +218,7 @@ def _expert_cut(draft: Draft, owner: str, size: int, word: Word, name: str) -> D
         )
     ranges = split_width(width // each, draft.cols, of=f"the features of {owner}")
     parts = range(word.parts)
-    return DimCut(
+    return DimSharding(
         "col",
         tuple(
             tuple((part * width + start * each, part * width + stop * each) for part in parts)
@@ -227,7 +227,7 @@ def _expert_cut(draft: Draft, owner: str, size: int, word: Word, name: str) -> D
     )
 
 
-def _expert_widths(draft: Draft, owner: str) -> list[int]:
+def _expert_widths(draft: TPPlanBuilder, owner: str) -> list[int]:
     found = []
     for full in draft.own_parameters(owner).values():
         word, shape = draft.words.get(full), draft.shapes[full]
@@ -236,13 +236,13 @@ def _expert_widths(draft: Draft, owner: str) -> list[int]:
     return found
 
 
-def _add_experts(draft: Draft) -> None:
+def _add_experts(draft: TPPlanBuilder) -> None:
     """A module of cut expert tensors is one whether it is said or not, and has nothing else."""
     for name in draft.modules:
         own = draft.own_parameters(name)
         cut = [full for full in own.values() if full in draft.parameters and len(draft.shapes[full]) == 3]
         if cut and name not in draft.layers:
-            draft.layers[name] = LayerCut(name, Style.EXPERTS)
+            draft.layers[name] = LayerSharding(name, Style.EXPERTS)
         said = draft.layers.get(name)
         if said is None or said.style is not Style.EXPERTS:
             continue
@@ -257,7 +257,7 @@ def _add_experts(draft: Draft) -> None:
             )
 
 
-def _add_numbers(draft: Draft) -> None:
+def _add_numbers(draft: TPPlanBuilder) -> None:
     """Attributes and arguments of the modules whose layers are cut at heads."""
     seen: set[str] = set()
     for name, cut in draft.layers.items():

@@ -6,14 +6,14 @@ from dataclasses import replace
 from torch import nn
 
 from plait.errors import ModelError
-from plait.models.sharding.builder import Draft, linear_features
+from plait.models.sharding.builder import TPPlanBuilder, linear_features
 from plait.models.sharding.heads import is_head_norm
-from plait.plan.sharding import DimCut, LayerCut, ParameterCut, Style
+from plait.plan.sharding import DimSharding, LayerSharding, ParamSharding, Style
 
 _CUT = (Style.COLUMN, Style.ROW, Style.EXPERTS)
 
 
-def regions_of(draft: Draft) -> tuple[str, ...]:
+def regions_of(draft: TPPlanBuilder) -> tuple[str, ...]:
     """The modules in which features are cut over `col`; see `TensorPlan.regions`."""
     found: dict[str, None] = {}
     for name, cut in draft.layers.items():
@@ -27,9 +27,9 @@ def regions_of(draft: Draft) -> tuple[str, ...]:
     return tuple(found)
 
 
-def pure_regions(draft: Draft, regions: Sequence[str]) -> frozenset[str]:
+def pure_regions(draft: TPPlanBuilder, regions: Sequence[str]) -> frozenset[str]:
     """Those in which nothing whole can read the region's input."""
-    harmless = (Style.COLUMN, Style.ROW, Style.HEAD_NORM, Style.NORM)
+    harmless = (Style.COLUMN, Style.ROW, Style.PER_HEAD_NORM, Style.NORM)
     return frozenset(
         region
         for region in regions
@@ -43,18 +43,18 @@ def pure_regions(draft: Draft, regions: Sequence[str]) -> frozenset[str]:
     )
 
 
-def _has_style(draft: Draft, name: str, *styles: Style) -> bool:
+def _has_style(draft: TPPlanBuilder, name: str, *styles: Style) -> bool:
     return name in draft.layers and draft.layers[name].style in styles
 
 
-def _is_in_any(draft: Draft, name: str, regions: frozenset[str]) -> bool:
+def _is_in_any(draft: TPPlanBuilder, name: str, regions: frozenset[str]) -> bool:
     return name in regions or not regions.isdisjoint(draft.ancestors(name))
 
 
 # Features of the stream over `row`
 
 
-def add_stream(draft: Draft, regions: Sequence[str]) -> None:
+def add_stream(draft: TPPlanBuilder, regions: Sequence[str]) -> None:
     """What is in the stream and of which nothing is said, where its features are cut.
 
     Norms take their statistics over the rows, tables are cut; a linear layer from the stream to the stream,
@@ -62,7 +62,7 @@ def add_stream(draft: Draft, regions: Sequence[str]) -> None:
     parameter of which nobody knows what it does to the features.
     """
     for name, cut in draft.layers.items():
-        if cut.style in (Style.EXPERTS, Style.LATENT):
+        if cut.style in (Style.EXPERTS, Style.MLA_LATENT):
             raise _uncut(draft, name, f"style {cut.style.value}")
     around = frozenset(regions)
     widths = {stream_width(draft)} | {
@@ -76,7 +76,7 @@ def add_stream(draft: Draft, regions: Sequence[str]) -> None:
         own = draft.own_parameters(name)
         if isinstance(module, nn.Embedding):
             out = draft.over_row(module.embedding_dim, name)
-            draft.layers[name] = LayerCut(name, Style.TABLE, out)
+            draft.layers[name] = LayerSharding(name, Style.FEATURE_EMBEDDING, out)
             draft.cut_parameter(own["weight"], (None, out))
         elif draft.is_norm(name) and (own or not list(module.children())):
             _add_norm(draft, name, own)
@@ -84,25 +84,25 @@ def add_stream(draft: Draft, regions: Sequence[str]) -> None:
             continue
         elif isinstance(module, nn.Linear) and {module.in_features, module.out_features} <= widths:
             out, inp = draft.over_row(module.out_features, name), draft.over_row(module.in_features, name)
-            draft.layers[name] = LayerCut(name, Style.WHOLE, out, inp)
+            draft.layers[name] = LayerSharding(name, Style.REPLICATE, out, inp)
         else:
             raise _uncut(
                 draft, name or type(module).__name__, f"{type(module).__name__} with {', '.join(own)}"
             )
 
 
-def _add_norm(draft: Draft, name: str, own: dict[str, str]) -> None:
+def _add_norm(draft: TPPlanBuilder, name: str, own: dict[str, str]) -> None:
     shapes = {draft.shapes[full] for full in own.values()}
     if len(shapes) > 1 or any(len(shape) != 1 for shape in shapes):
         raise _uncut(draft, name, f"parameters of shapes {sorted(shapes)}")
     size = next(iter(shapes))[0] if shapes else stream_width(draft)
     out = draft.over_row(size, name)
-    draft.layers[name] = LayerCut(name, Style.NORM, out)
+    draft.layers[name] = LayerSharding(name, Style.NORM, out)
     for full in own.values():
         draft.cut_parameter(full, (out,))
 
 
-def stream_width(draft: Draft) -> int:
+def stream_width(draft: TPPlanBuilder) -> int:
     """The features that layers inside of blocks read and give; a ModelError where they differ."""
     widths: dict[int, str] = {}
     for name, cut in draft.layers.items():
@@ -120,7 +120,7 @@ def stream_width(draft: Draft) -> int:
     return next(iter(widths))
 
 
-def check_rows(draft: Draft, regions: Sequence[str]) -> None:
+def check_rows(draft: TPPlanBuilder, regions: Sequence[str]) -> None:
     """Raises ModelError where something in a region would need features that are on other rows."""
     stream_width(draft)
     for region in regions:
@@ -136,7 +136,7 @@ def check_rows(draft: Draft, regions: Sequence[str]) -> None:
                 raise _uncut(draft, name, f"{type(draft.modules[name]).__name__} with {', '.join(unsaid)}")
 
 
-def _uncut(draft: Draft, name: str, given: str) -> ModelError:
+def _uncut(draft: TPPlanBuilder, name: str, given: str) -> ModelError:
     return ModelError(
         f"{name} cannot be part of a model whose hidden features are cut over rows",
         given=f"{given}, tp={draft.rows}x{draft.cols}",
@@ -149,7 +149,7 @@ def _uncut(draft: Draft, name: str, given: str) -> ModelError:
 # Tokens of the stream over `col`
 
 
-def check_sequence(draft: Draft, regions: Sequence[str]) -> None:
+def check_sequence(draft: TPPlanBuilder, regions: Sequence[str]) -> None:
     """Raises ModelError where sequence parallelism would hand a module tokens of one column alone.
 
     In a block, all that has parameters has to be a region that ends in a ROW layer, or a norm, which treats
@@ -180,14 +180,14 @@ def check_sequence(draft: Draft, regions: Sequence[str]) -> None:
             raise _mixing(draft, region, f"a lone layer, with no rowwise one in {beside}")
 
 
-def _is_of_stream(draft: Draft, name: str) -> bool:
+def _is_of_stream(draft: TPPlanBuilder, name: str) -> bool:
     """Whether a norm of a user's own has the stream's width, and is of no head."""
     own = draft.own_parameters(name).values()
     whole = [full for full in own if full not in draft.parameters]
     return name not in draft.layers and any(draft.shapes[full] == (stream_width(draft),) for full in whole)
 
 
-def _mixing(draft: Draft, name: str, given: str) -> ModelError:
+def _mixing(draft: TPPlanBuilder, name: str, given: str) -> ModelError:
     return ModelError(
         f"{name} may need all tokens, which sequence parallelism deals out to columns",
         given=f"{given}, tp={draft.rows}x{draft.cols} sp=true",
@@ -196,7 +196,7 @@ def _mixing(draft: Draft, name: str, given: str) -> ModelError:
     )
 
 
-def mark_parts(draft: Draft, regions: Sequence[str], *, sequence: bool) -> None:
+def mark_parts(draft: TPPlanBuilder, regions: Sequence[str], *, sequence: bool) -> None:
     """Marks what sees only its column's tokens. See `models/tensor.py` [Note: which gradients are parts]."""
     if not sequence:
         return
@@ -211,9 +211,9 @@ def mark_parts(draft: Draft, regions: Sequence[str], *, sequence: bool) -> None:
     for full, shape in draft.shapes.items():
         is_between = draft.block_of(full) is not None and not _is_in_any(draft, full, around)
         if full in biases or is_between:
-            cut = draft.parameters.get(full, ParameterCut(full, (None,) * len(shape)))
+            cut = draft.parameters.get(full, ParamSharding(full, (None,) * len(shape)))
             draft.parameters[full] = replace(cut, partial=not _is_over_col(cut.dims))
 
 
-def _is_over_col(dims: Sequence[DimCut | None]) -> bool:
+def _is_over_col(dims: Sequence[DimSharding | None]) -> bool:
     return any(cut is not None and cut.axis == "col" for cut in dims)

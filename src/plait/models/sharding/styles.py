@@ -16,7 +16,7 @@ from plait.plan.sharding import Style
 
 
 @dataclass(frozen=True)
-class Word:
+class StyleSpec:
     """What a plan says of a module or a parameter.
 
     style       None: nothing becomes of it as a module
@@ -37,38 +37,38 @@ class Word:
     attributes: tuple[str, ...] = ()
 
 
-_GATHERS = Word(Style.COLUMN, gathers=True)
-_SPLITS = Word(Style.ROW, splits=True)
-_WHOLE = Word(Style.WHOLE)
+_GATHERS = StyleSpec(Style.COLUMN, gathers=True)
+_SPLITS = StyleSpec(Style.ROW, splits=True)
+_WHOLE = StyleSpec(Style.REPLICATE)
 
-WORDS: Mapping[str, Word] = {
-    "colwise": Word(Style.COLUMN),
-    "rowwise": Word(Style.ROW),
+STYLES: Mapping[str, StyleSpec] = {
+    "colwise": StyleSpec(Style.COLUMN),
+    "rowwise": StyleSpec(Style.ROW),
     "colwise_gather_output": _GATHERS,
     "rowwise_split_input": _SPLITS,
-    "packed_colwise": Word(Style.COLUMN, parts=2),
-    "packed_rowwise": Word(Style.ROW, parts=2),
-    "grouped_colwise": Word(Style.COLUMN, grouped=True),
-    "head": Word(Style.COLUMN, head=True),
-    "embedding_rowwise": Word(Style.VOCABULARY),
+    "packed_colwise": StyleSpec(Style.COLUMN, parts=2),
+    "packed_rowwise": StyleSpec(Style.ROW, parts=2),
+    "grouped_colwise": StyleSpec(Style.COLUMN, grouped=True),
+    "head": StyleSpec(Style.COLUMN, head=True),
+    "embedding_rowwise": StyleSpec(Style.VOCABULARY),
     "embedding_colwise": _WHOLE,
-    "replicated_with_grad_allreduce": Word(Style.HEAD_NORM),
-    "mla_kv_a_proj": Word(Style.LATENT),
-    "moe_tp_experts": Word(Style.EXPERTS),
+    "replicated_with_grad_allreduce": StyleSpec(Style.PER_HEAD_NORM),
+    "mla_kv_a_proj": StyleSpec(Style.MLA_LATENT),
+    "moe_tp_experts": StyleSpec(Style.EXPERTS),
     # What is whole is right without a word, and sequences are cut by plans of ours.
     "replicate": _WHOLE,
     "sequence_parallel": _WHOLE,
     # Marks of modules whose parameters are cut by words of their own.
-    "local_params": Word(),
-    "local": Word(),
+    "local_params": StyleSpec(),
+    "local": StyleSpec(),
     # Until 4.57, where sums were taken at the end of a mixture of experts. Taken at each layer they are the
     # same.
     "colwise_rep": _GATHERS,
     "rowwise_rep": _SPLITS,
-    "local_colwise": Word(Style.COLUMN),
-    "local_rowwise": Word(Style.ROW),
-    "local_packed_rowwise": Word(Style.ROW, parts=2),
-    "gather": Word(),
+    "local_colwise": StyleSpec(Style.COLUMN),
+    "local_rowwise": StyleSpec(Style.ROW),
+    "local_packed_rowwise": StyleSpec(Style.ROW, parts=2),
+    "gather": StyleSpec(),
 }
 
 # Words of transformers that cannot be honoured, with the reason.
@@ -81,7 +81,7 @@ REFUSED: Mapping[str, str] = {
 }
 
 
-def parse_word(text: str, where: str) -> Word:
+def parse_style(text: str, where: str) -> StyleSpec:
     """`style[:parts][/multiple]`, or `local:attribute,attribute`. Raises ModelError."""
     body, _, multiple = text.partition("/")
     key, _, detail = body.partition(":")
@@ -91,11 +91,11 @@ def parse_word(text: str, where: str) -> Word:
             given=f"{key}: {REFUSED[key]}",
             hint=f"tensor_plan= with 'replicate' for {numberless(where)} and all that is in it, or tp=1",
         )
-    if key not in WORDS:
+    if key not in STYLES:
         raise ModelError(
-            f"the tensor plan says an unknown word of {where}", given=text, hint=unknown_key_hint(key, WORDS)
+            f"the tensor plan says an unknown word of {where}", given=text, hint=unknown_key_hint(key, STYLES)
         )
-    word = WORDS[key]
+    word = STYLES[key]
     if key == "local" and detail:
         word = replace(word, attributes=tuple(name.strip() for name in detail.split(",")))
     elif detail:
@@ -113,9 +113,9 @@ def _number(digits: str, text: str, where: str) -> int:
     return int(digits)
 
 
-def words_of(
+def styles_of(
     model: nn.Module, built_in: Mapping[str, str], given: Mapping[str, str] | None
-) -> dict[str, Word]:
+) -> dict[str, StyleSpec]:
     """What is said of every module and parameter, by its name.
 
     From the model's own plan, then `built_in` (patterns under its base model), then `given`, which overrides
@@ -137,7 +137,7 @@ def words_of(
                 hint=close,
             )
         found |= dict.fromkeys(matched, text)
-    return {name: parse_word(text, name) for name, text in found.items()}
+    return {name: parse_style(text, name) for name, text in found.items()}
 
 
 def own_plan(model: nn.Module) -> dict[str, str]:
@@ -166,7 +166,7 @@ def _fits(parts: list[str], wanted: list[str]) -> bool:
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
-def left_whole(name: str) -> str:
+def left_replicated(name: str) -> str:
     """What to try where a module or a parameter cannot be cut."""
     return f"tensor_plan={{'{numberless(name)}': 'replicate'}}, or tp=1"
 

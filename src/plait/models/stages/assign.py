@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from plait.errors import ModelError, PlanError
-from plait.models.stages.dataflow import Flow, flow_of
-from plait.plan.stages import StageCut, deal
+from plait.models.stages.dataflow import Dataflow, trace_dataflow
+from plait.plan.stages import StageAssignment, balance_blocks
 
 # The loss and its backward pass over the logits a few times in float32. Measured in products, as all costs
 # here, that is what this many hidden units more would cost the head.
@@ -22,7 +22,7 @@ def plan_stages(
     *,
     given: tuple[int, ...] | None = None,
     ranks: Sequence[int] | None = None,
-) -> StageCut:
+) -> StageAssignment:
     """Deals the blocks of a whole model, on meta or not, to stages of like cost; `given`: how many to each.
     `ranks`: of each stage, so that ranks with several are alike.
 
@@ -32,7 +32,7 @@ def plan_stages(
     PlanError if they cannot fill the stages or `given` does not add up.
     """
     _check(model, len(blocks), num_stages, given)
-    flow = flow_of(model, blocks)
+    flow = trace_dataflow(model, blocks)
     uses = _Uses.of(model, blocks, flow)
     numbers = given or _dealt(model, blocks, uses, num_stages, ranks)
     stops = [sum(numbers[: stage + 1]) for stage in range(num_stages)]
@@ -43,7 +43,9 @@ def plan_stages(
     stages = {name: sorted({stage_of[gap] for gap in gaps}) for name, gaps in uses.parameters.items()}
     homes = {name: found[0] for name, found in stages.items()}
     homes |= _homes_of_buffers(model, blocks, uses, stage_of)
-    return StageCut(ranges, homes, {name: tuple(found) for name, found in stages.items() if len(found) > 1})
+    return StageAssignment(
+        ranges, homes, {name: tuple(found) for name, found in stages.items() if len(found) > 1}
+    )
 
 
 def _homes_of_buffers(
@@ -86,10 +88,10 @@ def _check(model: nn.Module, num_blocks: int, num_stages: int, given: tuple[int,
 
 
 def _even(num_blocks: int, num_stages: int) -> str:
-    return f"stages={','.join(map(str, deal([1.0] * num_blocks, num_stages)))}"
+    return f"stages={','.join(map(str, balance_blocks([1.0] * num_blocks, num_stages)))}"
 
 
-def _refuse_skips(flow: Flow, ranges: Sequence[tuple[int, int]], num_blocks: int) -> None:
+def _refuse_skips(flow: Dataflow, ranges: Sequence[tuple[int, int]], num_blocks: int) -> None:
     """Raises ModelError where a block needs of an earlier stage more than what its last block returned."""
     for earlier, later in sorted(flow.skips):
         reader = f"block {later}" if later < num_blocks else "the model's result"
@@ -112,7 +114,7 @@ class _Uses:
     tables: frozenset[str]  # parameters of embeddings alone, or looked up before they are multiplied with
 
     @classmethod
-    def of(cls, model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], flow: Flow) -> "_Uses":
+    def of(cls, model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], flow: Dataflow) -> "_Uses":
         places = _places(model, blocks)
         embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
         return cls(
@@ -135,7 +137,7 @@ def _places(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> dict[s
 
 
 def _gaps(
-    occurrences: Iterable[tuple[str, Tensor]], places: Mapping[str, int], num_blocks: int, flow: Flow
+    occurrences: Iterable[tuple[str, Tensor]], places: Mapping[str, int], num_blocks: int, flow: Dataflow
 ) -> dict[str, set[int]]:
     """Where each tensor is used: in its blocks, and where it flows to; by its place if that is not known."""
     first_names: dict[int, str] = {}
@@ -173,7 +175,7 @@ def _dealt(
             gaps = gaps & {len(blocks)}  # what is looked up costs nothing; a tied head does
         for gap in gaps:
             costs[gap] += parameter.numel() * (share if ".experts." in name else 1.0)
-    return deal(costs[:-1], num_stages, last=costs[-1] + _cost_of_loss(model), ranks=ranks)
+    return balance_blocks(costs[:-1], num_stages, last=costs[-1] + _cost_of_loss(model), ranks=ranks)
 
 
 def _cost_of_loss(model: nn.Module) -> float:

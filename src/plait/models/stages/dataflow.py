@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from plait.models.activation_memory import meta_twin, running_on_meta
+from plait.models.activation_memory import copy_to_meta, running_on_meta
 from plait.models.blocks import forward_inputs
 
 _TOKENS = (2, 8)  # batch and sequence of the run
 
 
-class Flow:
+class Dataflow:
     """What flows where. See [Note: gaps].
 
     into            names of parameters and buffers, by the number of the block that reads what became of
@@ -46,11 +46,11 @@ class Flow:
         return {gap for gap, names in enumerate(self.into) if name in names}
 
 
-def flow_of(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> Flow:
+def trace_dataflow(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> Dataflow:
     """Runs a copy of the model on meta, on token ids; up to where that is impossible."""
-    flow = Flow(len(blocks) + 1)
+    flow = Dataflow(len(blocks) + 1)
     with contextlib.suppress(Exception), torch.no_grad():  # whatever the model's code raises without values
-        twin = meta_twin(model)
+        twin = copy_to_meta(model)
         tracer = _Tracer(twin, flow)
         for number, (name, _) in enumerate(blocks):
             watch = _BlockWatch(tracer, number)
@@ -100,7 +100,7 @@ _Source = str | _Computed
 class _Tracer(TorchDispatchMode):
     """Follows values from storage to storage: of parameters and buffers, and of what blocks computed."""
 
-    def __init__(self, model: nn.Module, flow: Flow) -> None:
+    def __init__(self, model: nn.Module, flow: Dataflow) -> None:
         super().__init__()
         self.inside: int | None = None  # the block that runs
         self._flow = flow

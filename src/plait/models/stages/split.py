@@ -26,9 +26,15 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedConfig
 
 from plait.errors import ModelError
-from plait.models.placeholder import hollow_keys, hollow_like, hollows, make_hollow, resize_hollows
-from plait.plan.sharding import Style, TensorPlan
-from plait.plan.stages import StageCut
+from plait.models.placeholder import (
+    make_placeholder,
+    placeholder_keys,
+    placeholder_like,
+    placeholders,
+    resize_placeholders,
+)
+from plait.plan.sharding import Style, TPPlan
+from plait.plan.stages import StageAssignment
 
 
 @dataclass(frozen=True)
@@ -52,24 +58,24 @@ class StageModule:
             found = self.module.get_submodule(name)
         except AttributeError:  # it is inside another stage's block
             return False
-        return hollow or not any(True for _ in hollows(found))
+        return hollow or not any(True for _ in placeholders(found))
 
-    def tensor_plan(self, whole: TensorPlan) -> TensorPlan:
+    def tensor_plan(self, whole: TPPlan) -> TPPlan:
         """What of the model's plan this stage is cut by.
 
         What comes before its first block runs on hollow parameters, and uncut, as nobody wants the result.
         Yet where the stage looks up in a table of its own whose features are cut over rows (a tied
         embedding), these meet what the other layers there give: then those are cut too, and their hollow
-        parameters have to be, by `cut_hollows`.
+        parameters have to be, by `shard_placeholders`.
         """
         return whole.within(partial(self.has, hollow=self._meets_cut_features(whole)))
 
-    def cut_hollows(self, whole: TensorPlan, row: int, col: int) -> None:
+    def shard_placeholders(self, whole: TPPlan, row: int, col: int) -> None:
         """Makes hollow parameters look like this place's pieces, where `tensor_plan` cuts their layers. Once:
         afterwards they are pieces."""
         if not self._meets_cut_features(whole):
             return
-        hollow = dict(hollows(self.module))
+        hollow = dict(placeholders(self.module))
         pieces = {cut.name: cut for cut in whole.parameters if cut.name in hollow}
         shapes = {
             name: [
@@ -78,12 +84,12 @@ class StageModule:
             ]
             for name, cut in pieces.items()
         }
-        resize_hollows(self.module, shapes)
+        resize_placeholders(self.module, shapes)
 
-    def _meets_cut_features(self, whole: TensorPlan) -> bool:
+    def _meets_cut_features(self, whole: TPPlan) -> bool:
         """Whether what runs before the first block meets features that are cut over rows."""
         own = whole.within(self.has).layers
-        is_table = any(layer.style in (Style.VOCABULARY, Style.TABLE) for layer in own)
+        is_table = any(layer.style in (Style.VOCABULARY, Style.FEATURE_EMBEDDING) for layer in own)
         return self.before is not None and whole.rows > 1 and is_table
 
     def receiving(self, structure: Any) -> AbstractContextManager[None]:
@@ -110,10 +116,10 @@ def receiving(module: nn.Module, structure: Any) -> Iterator[None]:
         inbox.clear()
 
 
-def cut_stage(
+def split_stage(
     model: nn.Module,
     blocks: Sequence[tuple[str, nn.Module]],
-    cut: StageCut,
+    cut: StageAssignment,
     stage: int,
     *,
     device: torch.device,
@@ -129,11 +135,11 @@ def cut_stage(
     if cut.num_stages == 1:
         return StageModule(0, model, list(blocks))
     start, stop = cut.blocks[stage]
-    inbox = Inbox(stage)
+    inbox = StageInbox(stage)
     memo = _kept(model, blocks, cut, stage)
     for name, parameter in model.named_parameters():
         is_own = stage in cut.stages_with(name)
-        memo[id(parameter)] = parameter if is_own else hollow_like(parameter, device, dtype)
+        memo[id(parameter)] = parameter if is_own else placeholder_like(parameter, device, dtype)
     own = []
     earlier = {module for _, block in blocks[:start] for module in block.modules()}
     for number, (name, block) in enumerate(blocks):
@@ -151,7 +157,7 @@ def cut_stage(
 
 
 def foreign_modules(
-    model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], cut: StageCut, stage: int
+    model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], cut: StageAssignment, stage: int
 ) -> set[nn.Module]:
     """What a stage need not draw: others' blocks, and modules outside of blocks whose parameters it does not
     compute with. It runs the latter all the same, so those with buffers are not among them."""
@@ -167,7 +173,7 @@ def foreign_modules(
 
 
 def _kept(
-    model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], cut: StageCut, stage: int
+    model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], cut: StageAssignment, stage: int
 ) -> dict[int, Any]:
     """What is not copied: configurations, and modules outside of blocks that are this stage's alone."""
     inner = {id(module) for _, block in blocks for module in block.modules()}
@@ -201,17 +207,17 @@ def _configs(module: nn.Module) -> dict[int, Any]:
     return {id(value): value for value in vars(module).values() if isinstance(value, PreTrainedConfig)}
 
 
-def _empty(shell: nn.Module, inbox: "Inbox") -> None:
+def _empty(shell: nn.Module, inbox: "StageInbox") -> None:
     """Foreign parameters leave the shell's lists of parameters; who runs with them is noted."""
     for name, module in shell.named_modules():
         for key, held in list(module._parameters.items()):
             if held is not None and not isinstance(held, nn.Parameter):
-                make_hollow(module, key, held)
-        if hollow_keys(module):
+                make_placeholder(module, key, held)
+        if placeholder_keys(module):
             module.register_forward_pre_hook(_Ran(name, inbox))
 
 
-class Inbox:
+class StageInbox:
     """What a stage received, for one forward, and how far that forward is."""
 
     def __init__(self, stage: int) -> None:
@@ -243,7 +249,7 @@ def _nan_like(tensor: Tensor) -> Tensor:
 class PassThrough(nn.Module):
     """Stands for another stage's block. It has what the model's code may ask a block, such as its type."""
 
-    def __init__(self, name: str, block: nn.Module, inbox: Inbox, *, feeds: bool) -> None:
+    def __init__(self, name: str, block: nn.Module, inbox: StageInbox, *, feeds: bool) -> None:
         """`feeds`: it is the one before the stage's first block."""
         super().__init__()
         for key, value in vars(block).items():
@@ -254,7 +260,7 @@ class PassThrough(nn.Module):
         self.__dict__["_stage_feeds"] = feeds
 
     def forward(self, *_args: Any, **_kwargs: Any) -> Any:
-        inbox: Inbox = self.__dict__["_stage_inbox"]
+        inbox: StageInbox = self.__dict__["_stage_inbox"]
         if inbox.is_taken or not inbox.is_filled:
             raise _out_of_order(inbox.stage, f"met {self.__dict__['_stage_block']} out of order")
         return inbox.take() if self.__dict__["_stage_feeds"] else inbox.nans()
@@ -294,7 +300,7 @@ def _ending(block: nn.Module) -> nn.Module:
 class StageForward:
     """The forward of a stage's shell. See [Note: how a model's forward runs in stages]."""
 
-    def __init__(self, forward: Any, inbox: Inbox, *, ends: bool) -> None:
+    def __init__(self, forward: Any, inbox: StageInbox, *, ends: bool) -> None:
         """`ends`: before the model's forward does, with the last own block."""
         self.forward = forward
         self.inbox = inbox
@@ -331,7 +337,7 @@ def _out_of_order(stage: int, what: str) -> ModelError:
 class _Ran:
     """A forward pre-hook that notes that a module with hollow parameters ran."""
 
-    def __init__(self, name: str, inbox: Inbox) -> None:
+    def __init__(self, name: str, inbox: StageInbox) -> None:
         self._name, self._inbox = name, inbox
 
     def __call__(self, *_: Any) -> None:
@@ -343,8 +349,8 @@ def _has_nan(values: Any) -> bool:
     return any(bool(torch.isnan(t).any()) for t in tensors if t.is_floating_point() or t.is_complex())
 
 
-def _leak(stage: int, shell: nn.Module, inbox: Inbox) -> ModelError:
-    names = dict.fromkeys(name for name, _ in hollows(shell))
+def _leak(stage: int, shell: nn.Module, inbox: StageInbox) -> ModelError:
+    names = dict.fromkeys(name for name, _ in placeholders(shell))
     ran = [name for name in names if name.rpartition(".")[0] in inbox.ran]
     return ModelError(
         f"stage {stage} cannot compute without what other stages have",

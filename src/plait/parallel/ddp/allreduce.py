@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.comm.attach import Behind
+from plait.comm.attach import AttachedGroup
 from plait.comm.collectives import Group, shares_memory, start_all_reduce
-from plait.comm.transport import Pending
+from plait.comm.transport import Work
 from plait.errors import DDPError
 from plait.parallel.ddp.bucket import Bucket, GradBucket, SparseBucket, sum_of_rows
 from plait.parallel.ddp.errors import NO_FUTURE, TWICE, not_the_gradients
@@ -27,10 +27,10 @@ AnyBucket = Bucket | SparseBucket
 Hook = Callable[..., "torch.futures.Future[Tensor]"]
 
 
-class Carrier:
+class BucketReducer:
     """Starts the sums of buckets, in one order, and ends them in the same."""
 
-    def __init__(self, behind: Behind) -> None:
+    def __init__(self, behind: AttachedGroup) -> None:
         self.behind = behind
         self._hook: Hook | None = None
         self._state: object = None
@@ -107,7 +107,7 @@ class Carrier:
     def _sum_of_rows(self, bucket: SparseBucket, given: Tensor, divisor: int) -> Callable[[], Tensor]:
         return lambda: sum_of_rows(given, self.group, f"bucket {bucket.index}") / divisor
 
-    def _start_sum(self, given: Tensor, op: str, index: int) -> Pending:
+    def _start_sum(self, given: Tensor, op: str, index: int) -> Work:
         real = torch.view_as_real(given).view(-1) if given.is_complex() else given
         return start_all_reduce(real, self.group, op, label=f"bucket {index} of gradients")
 
@@ -124,7 +124,7 @@ class Carrier:
 
 
 class _Landing:
-    def __init__(self, pending: Pending, given: Tensor) -> None:
+    def __init__(self, pending: Work, given: Tensor) -> None:
         self._pending = pending
         self._given = given
 
@@ -150,7 +150,7 @@ def _gradients_of(result: object, seen: GradBucket) -> Tensor:
 Landings = dict[int, Callable[[], Tensor]]  # by bucket: waits for its sum
 
 
-def land_all(
+def finish_all(
     buckets: Sequence[AnyBucket],
     landings: Landings,
     between: Callable[[], None] | None,

@@ -48,10 +48,10 @@ from torch import Tensor, nn
 
 from plait.comm.collectives import Group, all_gather
 from plait.parallel.ddp.errors import not_sparse, not_the_view
-from plait.parallel.zero.grad_buffer import GradientState, Incoming, Loan, Meter
+from plait.parallel.zero.grad_buffer import ByteTracker, GradBuffer, GradientState, LeasedTensor
 
 
-class Waiting:
+class PendingCopies:
     """Of a bucket: gradients that have come and are not copied yet, and how many are still to come."""
 
     def __init__(self, count: int, together_bytes: int) -> None:
@@ -71,13 +71,13 @@ class Waiting:
 
 
 @dataclass(slots=True)
-class Slot:
+class ParamSlot:
     """Where a parameter's gradient goes."""
 
     bucket: Any
     place: int
     nbytes: int
-    waiting: Waiting
+    waiting: PendingCopies
 
 
 @dataclass
@@ -85,7 +85,7 @@ class Arrivals:
     """Of one backward after the other, by parameter."""
 
     count: int
-    slots: list[Slot] = field(default_factory=list)
+    slots: list[ParamSlot] = field(default_factory=list)
     order: list[int] = field(default_factory=list)  # in which they came
     is_usual: bool = False  # see [Note: what runs for every parameter]
     lock: Any = field(default_factory=threading.RLock)  # hooks run in a thread per device
@@ -167,12 +167,14 @@ class Bucket:
         self.nbytes = sum(self.bytes_of)
         # Without reference cycles: memory is free as soon as the reducer is.
         take = partial(lend, sum(self.sizes), self.dtype, self.device)
-        memory = Loan(take, stays=False, meter=Meter())
+        memory = LeasedTensor(take, stays=False, meter=ByteTracker())
         self.views_of = partial(_views_of, self.parameters, self.sizes)
-        self.incoming = Incoming(f"bucket {index}", memory, len(self.sizes), self.views_of)
+        self.incoming = GradBuffer(f"bucket {index}", memory, len(self.sizes), self.views_of)
         self.factor: float | None = None  # what gradients are multiplied with on their way into the bucket
         self.is_alone = True  # no other reducer takes gradients of its parameters
-        self.waiting = Waiting(len(self.sizes), _TOGETHER_BYTES if self.device.type == "cpu" else self.nbytes)
+        self.waiting = PendingCopies(
+            len(self.sizes), _TOGETHER_BYTES if self.device.type == "cpu" else self.nbytes
+        )
         self._as_views = as_views
         self._has_large = max(self.bytes_of) >= _WORTH_BYTES
         self._addresses: list[int] = []  # of the views
@@ -461,7 +463,7 @@ class SparseBucket:
         self.factor: float | None = None
         self.name = name
         self.bytes_of = [self.nbytes]
-        self.waiting = Waiting(1, self.nbytes)
+        self.waiting = PendingCopies(1, self.nbytes)
         self._gradient: Tensor | None = None
 
     def begin(self) -> None:

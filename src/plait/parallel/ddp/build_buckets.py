@@ -7,11 +7,11 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from plait.comm.attach import Behind
+from plait.comm.attach import AttachedGroup
 from plait.comm.collectives import empty
 from plait.parallel.ddp.allreduce import AnyBucket
-from plait.parallel.ddp.bucket import Bucket, Slot, SparseBucket
-from plait.plan.ddp_buckets import Traveller, dealt
+from plait.parallel.ddp.bucket import Bucket, ParamSlot, SparseBucket
+from plait.plan.ddp_buckets import GradSpec, assign_buckets
 
 
 @dataclass(frozen=True)
@@ -24,21 +24,21 @@ class Options:
     skips_unused: bool = False
 
 
-def deal(
+def build_buckets(
     parameters: Sequence[nn.Parameter],
     are_sparse: Sequence[bool],
     names: Mapping[int, str],
     options: Options,
-    behind: Behind,
+    behind: AttachedGroup,
     order: Sequence[int],
     is_reverse: bool,
 ) -> list[AnyBucket]:
     """Buckets of all parameters, filled in `order`. `is_reverse`: the last bucket of it comes first."""
     travellers = [
-        Traveller(p.numel() * p.dtype.itemsize, (p.dtype, p.device), alone)
+        GradSpec(p.numel() * p.dtype.itemsize, (p.dtype, p.device), alone)
         for p, alone in zip(parameters, are_sparse, strict=True)
     ]
-    hands = dealt(travellers, options.limits, order)
+    hands = assign_buckets(travellers, options.limits, order)
     if is_reverse:
         hands.sort(key=min, reverse=True)
     buckets: list[AnyBucket] = []
@@ -54,15 +54,15 @@ def deal(
     return buckets
 
 
-def slots_of(buckets: Sequence[AnyBucket]) -> list[Slot]:
+def slots_of(buckets: Sequence[AnyBucket]) -> list[ParamSlot]:
     """By number of the parameter."""
     slots = {
-        number: Slot(bucket, place, bucket.bytes_of[place], bucket.waiting)
+        number: ParamSlot(bucket, place, bucket.bytes_of[place], bucket.waiting)
         for bucket in buckets
         for place, number in enumerate(bucket.numbers)
     }
     return [slots[number] for number in range(len(slots))]
 
 
-def _lend(behind: Behind, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _lend(behind: AttachedGroup, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return empty(numel, dtype, device, behind.group)

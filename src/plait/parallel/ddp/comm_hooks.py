@@ -23,8 +23,17 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from plait.comm import CODES, CodedSum, Compressor, FactoredSum, Group, Pending, Summing, sends_narrow
-from plait.comm.compression import NarrowSum
+from plait.comm import (
+    CODECS,
+    CompressedReduce,
+    Compressor,
+    Group,
+    PowerSGDReduce,
+    ReduceWork,
+    Work,
+    sends_narrow,
+)
+from plait.comm.compression import NarrowReduce
 from plait.errors import DDPError, unknown_key_hint
 from plait.parallel.ddp.allreduce import AnyBucket
 from plait.parallel.ddp.bucket import Bucket, GradBucket
@@ -71,7 +80,7 @@ class Compression:
         self._group: Group | None = None
         self._buckets: list[AnyBucket] | None = None  # the reducer's, when `_sums` were made
         self._sums: list[_BucketSum] = []
-        self._last = Pending()
+        self._last = Work()
 
     def start(self, bucket: GradBucket) -> "torch.futures.Future[Tensor]":
         """Starts the mean of a bucket over the ranks: in the bucket's buffer when the future is done."""
@@ -124,14 +133,19 @@ class Compression:
         if rank is not None:
             layouts = [_layout(bucket) for bucket in buckets]
             room = _room(max(factor_bytes(layout, rank) for layout in layouts), device)
-            return [_BucketSum(FactoredSum(it, rank, group, room), it.numel, group, device) for it in layouts]
+            return [
+                _BucketSum(PowerSGDReduce(it, rank, group, room), it.numel, group, device) for it in layouts
+            ]
         numels = [-(-sum(bucket.sizes) // BLOCK) * BLOCK for bucket in buckets]
         if code == "bf16" and sends_narrow(group, torch.bfloat16, torch.float32):
             return [
-                _BucketSum(NarrowSum(it, group, torch.bfloat16, device), it, group, device) for it in numels
+                _BucketSum(NarrowReduce(it, group, torch.bfloat16, device), it, group, device)
+                for it in numels
             ]
         room = _room(max(code_bytes(numel, group.size, code) for numel in numels), device)
-        return [_BucketSum(CodedSum(it, group, CODES[code], room), it, group, device) for it in numels]
+        return [
+            _BucketSum(CompressedReduce(it, group, CODECS[code], room), it, group, device) for it in numels
+        ]
 
     def _lost(self) -> dict[int, Tensor]:
         """By the parameter's number."""
@@ -163,7 +177,7 @@ class _BucketSum:
         self._padded: Tensor | None = None
 
     @torch.no_grad()
-    def start(self, buffer: Tensor, label: str) -> "tuple[torch.futures.Future[Tensor], Pending]":
+    def start(self, buffer: Tensor, label: str) -> "tuple[torch.futures.Future[Tensor], Work]":
         """Also returns what ends with the future."""
         given, background = self._given(buffer), self.group.background
         assert background is not None, "a group of one has nothing to compress"
@@ -183,7 +197,7 @@ class _BucketSum:
         return self._padded
 
     def _finish(
-        self, summing: Summing, given: Tensor, buffer: Tensor, future: "torch.futures.Future[Tensor]"
+        self, summing: ReduceWork, given: Tensor, buffer: Tensor, future: "torch.futures.Future[Tensor]"
     ) -> None:
         for _ in summing.into(given):
             pass

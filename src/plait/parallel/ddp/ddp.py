@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from plait.comm.attach import (
-    Behind,
+    AttachedGroup,
     builtin_hook,
-    check_behind,
+    check_attachable,
     first_bucket_bytes,
     names_are_told,
     shapes_of,
@@ -52,7 +52,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     logger: Any
 
     def __init__(self, module: nn.Module, *args: Any, transport: str = "auto", **kwargs: Any) -> None:
-        check_behind(transport)
+        check_attachable(transport)
         self._transport = transport
         try:
             super().__init__(module, *args, **kwargs)
@@ -88,7 +88,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             as_views=self.gradient_as_bucket_view,
             skips_unused=getattr(self, "skip_all_reduce_unused_params", False),
         )
-        self._behind = Behind(self.process_group, self.device, self._transport)
+        self._behind = AttachedGroup(self.process_group, self.device, self._transport)
         names = param_to_name_mapping if names_are_told() else {}
         self.reducer = TorchReducer(parameters, expect_sparse_gradient, names, options, self._behind)
         self.logger = Logger(self.reducer, self._behind)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from plait.comm.attach import Behind
+from plait.comm.attach import AttachedGroup
 from plait.parallel.ddp.allreduce import AnyBucket
 from plait.parallel.ddp.reducer import Reducer
 
@@ -26,7 +26,7 @@ class Logger:
     """Facts of the construction, and of iterations that were measured. `strs_map` and `ints_map`: by torch's
     keys; times in nanoseconds."""
 
-    def __init__(self, reducer: Reducer, behind: Behind) -> None:
+    def __init__(self, reducer: Reducer, behind: AttachedGroup) -> None:
         self.strs_map: dict[str, str] = {"backend_name": behind.backend}
         self.ints_map: dict[str, int] = {"rank": behind.rank, "world_size": behind.size}
         self._reducer = reducer

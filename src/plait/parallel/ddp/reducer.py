@@ -27,17 +27,17 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.profiler import record_function
 
-from plait.comm.attach import Behind
+from plait.comm.attach import AttachedGroup
 from plait.comm.collectives import broadcast
-from plait.comm.transport import Pending
+from plait.comm.transport import Work
 from plait.errors import DDPError
-from plait.parallel.ddp.allreduce import AnyBucket, Carrier, Hook, land_all, seen_by_hook
+from plait.parallel.ddp.allreduce import AnyBucket, BucketReducer, Hook, finish_all, seen_by_hook
 from plait.parallel.ddp.bucket import Arrivals, GradBucket, SparseBucket, hook_of, node_of
-from plait.parallel.ddp.build_buckets import Options, deal, slots_of
+from plait.parallel.ddp.build_buckets import Options, build_buckets, slots_of
 from plait.parallel.ddp.errors import CREATE_GRAPH, STATIC_LATE, changed, twice, unfinished, warn_once
-from plait.parallel.ddp.timings import Times
+from plait.parallel.ddp.timings import Timings
 from plait.parallel.ddp.unused_params import StaticGraph, UsedMap, unused_in_backward
-from plait.parallel.ordered_launch import InOrder
+from plait.parallel.ordered_launch import OrderedLauncher
 
 # Of this process: parameters do not tell who listens to their gradients.
 _living: "weakref.WeakSet[Reducer]" = weakref.WeakSet()
@@ -56,18 +56,18 @@ class Reducer:
         are_sparse: Sequence[bool],
         names: Mapping[int, str],
         options: Options,
-        behind: Behind,
+        behind: AttachedGroup,
     ) -> None:
         """`names`: to be told in messages, by number."""
         self.parameters = list(parameters)
         self.options = options
-        self.times = Times()
-        self.carrier = Carrier(behind)
+        self.times = Timings()
+        self.carrier = BucketReducer(behind)
         self.static: StaticGraph | None = None
         self.is_static_so_far = True  # the set of unused parameters has not changed yet
         self._names = dict(names)
         self._has_sparse = any(are_sparse)
-        self._deal = partial(deal, self.parameters, are_sparse, self._names, options, behind)
+        self._deal = partial(build_buckets, self.parameters, are_sparse, self._names, options, behind)
         self._device = self.parameters[0].device
         self._arrivals = Arrivals(len(self.parameters))
         self._lock = self._arrivals.lock
@@ -116,7 +116,7 @@ class Reducer:
         for bucket in self.buckets if not self._is_alone else ():
             bucket.part()
         self._arrivals.slots[:] = slots_of(self.buckets)
-        self._queue = InOrder(range(len(self.buckets)), partial(_start, weakref.ref(self)))
+        self._queue = OrderedLauncher(range(len(self.buckets)), partial(_start, weakref.ref(self)))
 
     @property
     def unused_bytes(self) -> int:
@@ -298,7 +298,7 @@ class Reducer:
         self.num_reduced = len(self._landings)
         is_unused = self._used.is_unused if self._used is not None else lambda _: False
         between = self._start_used if self._has_sparse else None
-        land_all(self.buckets, self._landings, between, is_unused, self._optimizers_run_in_backward)
+        finish_all(self.buckets, self._landings, between, is_unused, self._optimizers_run_in_backward)
         for future in self._futures:
             future.wait()
         if self._used is not None:
@@ -415,8 +415,8 @@ class TorchReducer(Reducer):
     def _run_comm_hook(self, seen: GradBucket) -> Any:
         """A rank that has joined takes part in the sum of a bucket. Returns what can be waited for."""
         if self.carrier.has_hook:
-            return Pending(self.carrier.run_hook(seen))
-        return Pending(self.carrier.start_zeros(self.buckets[seen.index()], seen.buffer()))
+            return Work(self.carrier.run_hook(seen))
+        return Work(self.carrier.start_zeros(self.buckets[seen.index()], seen.buffer()))
 
     def _push_all_rebuilt_params(self) -> None:
         """A rank that has joined has no order of its own: rank 0's, or any, will do."""

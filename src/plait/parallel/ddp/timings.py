@@ -5,7 +5,7 @@ import time
 _ALWAYS = 10  # iterations that are measured whatever the sample rate is
 
 
-class Times:
+class Timings:
     """Of the iteration that runs, by the CPU's clock; sums over those measured are in `log.py`."""
 
     def __init__(self) -> None:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from plait.comm.collectives import Group, start_all_reduce
-from plait.comm.transport import Pending
+from plait.comm.transport import Work
 
 # Of a node of the graph, in the hook of another one: whether the backward that is running will run it.
 _will_run = torch._C._will_engine_execute_node
@@ -40,7 +40,7 @@ class UsedMap:
         self._device = device
         self._sum: Tensor | None = None
         self.tensor = torch.zeros(count, dtype=torch.int32, device=device)  # the last one that was summed
-        self._pending = Pending()
+        self._pending = Work()
         self._counts: list[int] | None = None  # of ranks, when they are known
 
     def mark(self, index: int) -> None:
@@ -71,7 +71,7 @@ class UsedMap:
         """A backward is over: nothing is used yet in the next."""
         self._here = [False] * len(self._here)
         self._sum = self._counts = None
-        self._pending = Pending()
+        self._pending = Work()
 
 
 def unused_in_backward(nodes: Sequence[Any], outputs: Sequence[Any]) -> list[int]:

@@ -33,13 +33,13 @@ from torch.autograd.function import once_differentiable
 
 from plait.comm import Mesh
 from plait.parallel.pipeline.p2p import Inbox, Outbox, Posted
-from plait.parallel.pipeline.serialize import Parcel, Spec, pack, unpack
-from plait.parallel.pipeline.split_backward import Halves, Queued
-from plait.parallel.zero.sharded_model import Root, Zero
+from plait.parallel.pipeline.serialize import PackedOutput, TensorSpec, pack, unpack
+from plait.parallel.pipeline.split_backward import BackwardSplitter, DeferredWeightGrads
+from plait.parallel.zero.sharded_model import Root, ShardedStage
 from plait.plan.schedule import Action, Kind, Schedule, Span
 
 
-class Arrival:
+class StageInput:
     """What a stage was sent, as its forward may use it; afterwards the gradients that its sender waits for.
 
     [Note: arrivals are no leaves]
@@ -48,7 +48,7 @@ class Arrival:
     node that keeps the gradient which reaches it. Nothing has to be named to a backward as its input.
     """
 
-    def __init__(self, parcel: Parcel, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, parcel: PackedOutput, tensors: Sequence[Tensor]) -> None:
         """Under the grad mode of the forward: if gradients are not recorded, none are kept."""
         self._specs = parcel.grad_specs
         self._kept: list[Tensor | None] = [None] * len(self._specs)
@@ -97,26 +97,26 @@ _AHEAD = 2  # actions whose messages are received beside the one that computes
 class Stage(Protocol):
     """A stage of this rank."""
 
-    zero: Zero
+    zero: ShardedStage
 
     def forward(self, micro: int, received: Any) -> Any:
         """What goes to the next stage; of the last one the loss, None where no gradient is wanted."""
 
 
 @dataclass
-class _Flight:
+class MicrobatchState:
     """A micro-batch on a stage, between forward and the end of its backward."""
 
-    arrival: Arrival | None = None
-    parcel: Parcel | None = None  # of what was sent on
+    arrival: StageInput | None = None
+    parcel: PackedOutput | None = None  # of what was sent on
     roots: list[Root] = field(default_factory=list)
-    queued: Queued | None = None
+    queued: DeferredWeightGrads | None = None
 
 
 class Pipeline:
     """Runs schedules over the stages of this rank and those of its neighbours."""
 
-    def __init__(self, rank_of: Mapping[int, int], mesh: Mesh, halves: Halves) -> None:
+    def __init__(self, rank_of: Mapping[int, int], mesh: Mesh, halves: BackwardSplitter) -> None:
         """`rank_of`: the place on `pp` of every stage. `halves`: of the stages' linear layers. All ranks of
         the pipeline make theirs at the same point of the program."""
         self._rank = mesh.coord["pp"]
@@ -182,10 +182,12 @@ class _Run:
         self._stages = stages
         self._schedule = schedule
         self._keys = [(key, schedule.trains) for key in keys]
-        self._flights: dict[tuple[int, int], _Flight] = defaultdict(_Flight)
-        self._here: dict[Action, tuple[Parcel, list[Tensor]] | list[Tensor]] = {}  # between our own stages
+        self._flights: dict[tuple[int, int], MicrobatchState] = defaultdict(MicrobatchState)
+        self._here: dict[
+            Action, tuple[PackedOutput, list[Tensor]] | list[Tensor]
+        ] = {}  # between our own stages
         self._posted: dict[Action, Posted] = {}
-        self._parcels: dict[Action, Parcel] = {}
+        self._parcels: dict[Action, PackedOutput] = {}
         # Of every channel, what is still to be posted.
         self._queues = {line: self._sent_by(*line) for line in pipeline._inboxes}
         self._final: dict[int, Action] = {}
@@ -204,7 +206,7 @@ class _Run:
         if stage:
             before = Action(Kind.F, stage - 1, micro)
             parcel, tensors = self._arrived(before)
-            flight.arrival = Arrival(parcel, tensors)
+            flight.arrival = StageInput(parcel, tensors)
             received = unpack(parcel, flight.arrival.tensors)
             flight.arrival.let_go()
         with timed:
@@ -246,7 +248,7 @@ class _Run:
         queued = self._flights.pop((stage, micro)).queued
         assert queued is not None, f"{action} before the backward that it is of"
         with timed:
-            self._stages[stage].zero.finish_backward(queued, last=self._final[stage] == action)
+            self._stages[stage].zero.backward_weight(queued, last=self._final[stage] == action)
 
     def _is_half(self, action: Action) -> bool:
         return (action.stage, action.micro) in self._schedule.split
@@ -257,7 +259,7 @@ class _Run:
 
     # --- messages: an action's name is also that of what it sends
 
-    def _pass_on(self, action: Action, parcel: Parcel, tensors: list[Tensor]) -> None:
+    def _pass_on(self, action: Action, parcel: PackedOutput, tensors: list[Tensor]) -> None:
         target = self._p._rank_of[action.stage + 1]
         if target == self._p._rank:
             self._here[action] = (parcel, [tensor.detach() for tensor in tensors])
@@ -271,7 +273,7 @@ class _Run:
         else:
             self._p._outboxes["gradients", target].send_tensors(gradients)
 
-    def _arrived(self, sent: Action) -> tuple[Parcel, list[Tensor]]:
+    def _arrived(self, sent: Action) -> tuple[PackedOutput, list[Tensor]]:
         if sent in self._here:
             found = self._here.pop(sent)
             assert isinstance(found, tuple)
@@ -310,7 +312,7 @@ class _Run:
             self._posted[next_one] = inbox.post(specs)
             queue.pop()
 
-    def _specs(self, sent: Action, inbox: Inbox, *, waits: bool) -> Sequence[Spec] | None:
+    def _specs(self, sent: Action, inbox: Inbox, *, waits: bool) -> Sequence[TensorSpec] | None:
         if sent.kind is Kind.B:
             flight = self._flights.get((sent.stage - 1, sent.micro))
             return None if flight is None or flight.parcel is None else flight.parcel.grad_specs

@@ -7,7 +7,7 @@
 [Note: nobody waits to send]
 A rank that waits until what it has sent is gone waits for a receiver who may be waiting for it: schedules
 that are right would hang. So a send returns at once, whatever the transport, and the outbox holds the
-tensors. At every later call it asks, without waiting, which of them are gone (`Pending.is_done`) and lets go
+tensors. At every later call it asks, without waiting, which of them are gone (`Work.is_done`) and lets go
 of them. On CUDA it asks likewise: a stream would wait for the receiver just as a rank would.
 
 [Note: descriptions travel once]
@@ -24,9 +24,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plait.comm import Group, Pending, empty, shares_memory, start_receive, start_send
+from plait.comm import Group, Work, empty, shares_memory, start_receive, start_send
 from plait.errors import ModelError
-from plait.parallel.pipeline.serialize import Parcel, Spec
+from plait.parallel.pipeline.serialize import PackedOutput, TensorSpec
 
 _LENGTH = torch.int64  # of the message before a description: its bytes
 _ASK_AGAIN_S = 50e-6
@@ -39,12 +39,12 @@ class Outbox:
         """`group`: of two ranks, which nobody else talks on; both make their ends at the same point of the
         program. `label`: what travels here, for errors."""
         self._line = _Line(group, device, label)
-        self._held: deque[tuple[Pending, Tensor]] = deque()  # the transport reads them
-        self._known: dict[Hashable, Parcel] = {}
+        self._held: deque[tuple[Work, Tensor]] = deque()  # the transport reads them
+        self._known: dict[Hashable, PackedOutput] = {}
         if device.type == "cuda":
             self._send(_greeting(device))
 
-    def send(self, key: Hashable, parcel: Parcel, tensors: Sequence[Tensor]) -> None:
+    def send(self, key: Hashable, parcel: PackedOutput, tensors: Sequence[Tensor]) -> None:
         """Sends a stage's output, and what it is like if the receiver does not know yet.
 
         Tensors must not be changed afterwards. Raises ModelError if outputs of that key were different ones
@@ -84,7 +84,7 @@ class Outbox:
                 self._let_go()
 
     @property
-    def held_bytes(self) -> int:
+    def allocated_bytes(self) -> int:
         """Of what was not gone yet when it was last asked."""
         return sum(tensor.nbytes for _, tensor in self._held)
 
@@ -109,28 +109,28 @@ class Inbox:
     def __init__(self, group: Group, *, device: torch.device, label: str = "") -> None:
         """As of `Outbox`. `device`: where what arrives is."""
         self._line = _Line(group, device, label)
-        self._known: dict[Hashable, Parcel] = {}
+        self._known: dict[Hashable, PackedOutput] = {}
         self._greeted = self._post(_greeting(device)) if device.type == "cuda" else None
 
     def knows(self, key: Hashable) -> bool:
         """Whether `parcel` answers at once."""
         return key in self._known
 
-    def parcel(self, key: Hashable) -> Parcel:
+    def parcel(self, key: Hashable) -> PackedOutput:
         """What outputs of that key are like. Waits for the sender's word if it is the first: all that was
         sent before it must have been posted. Raises CommError if the sender is lost."""
         if key not in self._known:
-            length = int(self.post([Spec((1,), _LENGTH)]).wait()[0])
-            [text] = self.post([Spec((length,), torch.uint8)]).wait()
-            self._known[key] = Parcel.from_json(text.cpu().numpy().tobytes().decode())
+            length = int(self.post([TensorSpec((1,), _LENGTH)]).wait()[0])
+            [text] = self.post([TensorSpec((length,), torch.uint8)]).wait()
+            self._known[key] = PackedOutput.from_json(text.cpu().numpy().tobytes().decode())
         return self._known[key]
 
-    def post(self, specs: Sequence[Spec]) -> "Posted":
+    def post(self, specs: Sequence[TensorSpec]) -> "Posted":
         """Takes memory for the next tensors that are sent, which are those, and lets them come."""
         tensors = [torch.empty(spec.shape, dtype=spec.dtype, device=self._line.device) for spec in specs]
         return Posted(tensors, [self._post(tensor) for tensor in tensors if tensor.numel()])
 
-    def _post(self, tensor: Tensor) -> Pending:
+    def _post(self, tensor: Tensor) -> Work:
         line = self._line
         return start_receive(_bytes_of(tensor), line.group, line.peer, label=line.label)
 
@@ -138,7 +138,7 @@ class Inbox:
 class Posted:
     """Tensors that are on their way."""
 
-    def __init__(self, tensors: list[Tensor], pendings: list[Pending]) -> None:
+    def __init__(self, tensors: list[Tensor], pendings: list[Work]) -> None:
         self._tensors: list[Tensor] | None = tensors
         self._pendings = pendings
 
@@ -177,5 +177,5 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def _structures(parcel: Parcel, known: Parcel) -> str:
+def _structures(parcel: PackedOutput, known: PackedOutput) -> str:
     return "" if parcel.specs != known.specs else f", as {parcel.structure} and not {known.structure}"

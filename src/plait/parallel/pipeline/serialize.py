@@ -24,7 +24,7 @@ from plait.errors import ModelError
 
 
 @dataclass(frozen=True)
-class Spec:
+class TensorSpec:
     """A tensor that travels."""
 
     shape: tuple[int, ...]
@@ -36,7 +36,7 @@ class Spec:
         return math.prod(self.shape) * self.dtype.itemsize
 
     @classmethod
-    def of(cls, tensor: Tensor) -> "Spec":
+    def of(cls, tensor: Tensor) -> "TensorSpec":
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
     def __str__(self) -> str:
@@ -45,26 +45,28 @@ class Spec:
 
 
 @dataclass(frozen=True)
-class Parcel:
+class PackedOutput:
     """How an output is made of tensors. Two are equal if their outputs differ in the tensors' values only."""
 
     structure: str  # JSON: see _Packer
-    specs: tuple[Spec, ...]
+    specs: tuple[TensorSpec, ...]
 
     def to_json(self) -> str:
         specs = [[list(spec.shape), _name_of(spec.dtype), spec.needs_grad] for spec in self.specs]
         return json.dumps({"structure": self.structure, "tensors": specs})
 
     @classmethod
-    def from_json(cls, text: str) -> "Parcel":
+    def from_json(cls, text: str) -> "PackedOutput":
         found = json.loads(text)
-        specs = (Spec(tuple(shape), getattr(torch, dtype), grad) for shape, dtype, grad in found["tensors"])
+        specs = (
+            TensorSpec(tuple(shape), getattr(torch, dtype), grad) for shape, dtype, grad in found["tensors"]
+        )
         return cls(found["structure"], tuple(specs))
 
     @cached_property
-    def grad_specs(self) -> tuple[Spec, ...]:
+    def grad_specs(self) -> tuple[TensorSpec, ...]:
         """What the gradients that come back look like."""
-        return tuple(Spec(spec.shape, spec.dtype) for spec in self.specs if spec.needs_grad)
+        return tuple(TensorSpec(spec.shape, spec.dtype) for spec in self.specs if spec.needs_grad)
 
     def with_grad(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Of its tensors those that need a gradient."""
@@ -74,14 +76,14 @@ class Parcel:
         return ", ".join(map(str, self.specs)) or "no tensors"
 
 
-def pack(output: Any, *, of: str = "a stage") -> tuple[Parcel, list[Tensor]]:
+def pack(output: Any, *, of: str = "a stage") -> tuple[PackedOutput, list[Tensor]]:
     """Takes an output apart. `of`: whose, for the ModelError about what cannot travel."""
     packer = _Packer(of)
     structure = json.dumps(packer.node(output, "output"))
-    return Parcel(structure, tuple(map(Spec.of, packer.tensors))), packer.tensors
+    return PackedOutput(structure, tuple(map(TensorSpec.of, packer.tensors))), packer.tensors
 
 
-def unpack(parcel: Parcel, tensors: Sequence[Tensor]) -> Any:
+def unpack(parcel: PackedOutput, tensors: Sequence[Tensor]) -> Any:
     """Puts an output together again; `tensors`: one for each of the parcel's specs, in their order."""
     assert len(tensors) == len(parcel.specs), f"{len(tensors)} tensors for {len(parcel.specs)} places"
     return _unpacked(json.loads(parcel.structure), tensors)

@@ -44,24 +44,24 @@ from plait.parallel.linear_ops import flat, input_gradient, product, weight_grad
 Deliver = Callable[[Tensor, Tensor], object]
 
 
-class Halves:
+class BackwardSplitter:
     """Whether a backward is to leave the gradients of weights for later, and to whom."""
 
     def __init__(self) -> None:
-        self.queued: Queued | None = None
+        self.queued: DeferredWeightGrads | None = None
 
     @contextmanager
-    def collecting(self) -> Iterator["Queued"]:
+    def collecting(self) -> Iterator["DeferredWeightGrads"]:
         """Inside, backwards compute no gradients of split layers' weights and biases, but queue them."""
         assert self.queued is None, "a backward in halves within another"
-        self.queued = Queued()
+        self.queued = DeferredWeightGrads()
         try:
             yield self.queued
         finally:
             self.queued = None
 
 
-class Queued:
+class DeferredWeightGrads:
     """What one backward has left to compute, in its order."""
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class Queued:
             self._uses.popleft().finish(deliver)
 
 
-def split_linears(modules: Iterable[nn.Module], halves: Halves) -> int:
+def split_linears(modules: Iterable[nn.Module], halves: BackwardSplitter) -> int:
     """Gives linear layers in (and among) the modules a forward whose backward `halves` can split; how many.
 
     Those whose forward is nn.Linear's or Conv1D's of transformers; layers with a forward of their own stay
@@ -111,7 +111,7 @@ def split_linears(modules: Iterable[nn.Module], halves: Halves) -> int:
     return num_split
 
 
-class RestBytes:
+class DeferredBytes:
     """What the second halves of backwards will hold, seen on a forward of the modules: each input's storage
     once, and a gradient for each output."""
 
@@ -157,7 +157,7 @@ def _own_forward(module: nn.Module) -> Any:
 class SplitLinear:
     """The forward of a split layer, for `types.MethodType`: copies of the module share it."""
 
-    halves: Halves
+    halves: BackwardSplitter
     original: Callable[..., Tensor]
     transposed: bool
 

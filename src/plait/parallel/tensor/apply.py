@@ -1,4 +1,4 @@
-"""Cuts a model's layers: gives its modules forwards that work on pieces, as a TensorPlan says.
+"""Cuts a model's layers: gives its modules forwards that work on pieces, as a TPPlan says.
 
 [Note: forwards are methods]
 A new forward is `types.MethodType(callable, module)`: a copy of the module has the same callable, bound to
@@ -16,22 +16,27 @@ from torch import nn
 
 from plait.errors import ModelError
 from plait.models import LINEAR_FORWARDS
-from plait.parallel.tensor.embedding import CutEmbedding, check_embedding, own_padding
-from plait.parallel.tensor.groups import Cut, TensorGroups
-from plait.parallel.tensor.linear import CutLinear, Head
-from plait.parallel.tensor.norm import CutNorm
-from plait.parallel.tensor.replicated import CutExperts, WholeLayer, take_own_heads
-from plait.parallel.tensor.sequence import TokenCut
-from plait.parallel.tensor.sequence_forward import CutBlock, CutRegion, Gathers, watch_outside
-from plait.parallel.tensor.shared_input import Readers
-from plait.parallel.tensor.side_inputs import Beside
-from plait.plan.sharding import DimCut, LayerCut, Style, TensorPlan
+from plait.parallel.tensor.embedding import VocabParallelEmbedding, check_embedding, own_padding
+from plait.parallel.tensor.groups import ShardedDim, TensorGroups
+from plait.parallel.tensor.linear import Head, ParallelLinear
+from plait.parallel.tensor.norm import ParallelNorm
+from plait.parallel.tensor.replicated import ParallelExperts, ReplicatedLayer, take_own_heads
+from plait.parallel.tensor.sequence import SequenceShard
+from plait.parallel.tensor.sequence_forward import (
+    GatherTracker,
+    SequenceParallelBlock,
+    SequenceParallelRegion,
+    watch_outside,
+)
+from plait.parallel.tensor.shared_input import SharedInputs
+from plait.parallel.tensor.side_inputs import SideInputs
+from plait.plan.sharding import DimSharding, LayerSharding, Style, TPPlan
 
 _LINEAR = (Style.COLUMN, Style.ROW)
 
 
 @dataclass(frozen=True)
-class CutLayers:
+class ParallelLayers:
     """A model whose layers have been cut."""
 
     head: Head
@@ -46,21 +51,23 @@ class CutLayers:
             self.head.stays_cut = before
 
 
-def cut_layers(
+def apply_tp_plan(
     model: nn.Module,
-    plan: TensorPlan,
+    plan: TPPlan,
     groups: TensorGroups,
     blocks: Sequence[tuple[str, nn.Module]],
     *,
     sequence: bool,
-) -> CutLayers:
+) -> ParallelLayers:
     """Changes the model in place, whose parameters are this rank's pieces by now.
 
     `sequence`: between the first block's input and the last one's output a rank has its tokens only. Raises
     ModelError for a module that cannot be cut as the plan says.
     """
     assert (groups.row.size, groups.col.size) == (plan.rows, plan.cols), "groups of another grid"
-    cutting = _Cutting(model, plan, groups, [name for name, _ in blocks], sequence and groups.col.size > 1)
+    cutting = _Application(
+        model, plan, groups, [name for name, _ in blocks], sequence and groups.col.size > 1
+    )
     for layer in plan.layers:
         cutting.cut(layer)
     if cutting.sequence:
@@ -68,28 +75,28 @@ def cut_layers(
     take_own_heads(model, plan, groups.col.rank)
     for name, attribute, values in plan.attributes:
         setattr(model.get_submodule(name), attribute, values[groups.col.rank])
-    return CutLayers(cutting.head)
+    return ParallelLayers(cutting.head)
 
 
 @dataclass
-class _Cutting:
+class _Application:
     """What the forwards of one model share."""
 
     model: nn.Module
-    plan: TensorPlan
+    plan: TPPlan
     groups: TensorGroups
     blocks: list[str]
     sequence: bool
     head: Head = field(default_factory=Head)
 
     def __post_init__(self) -> None:
-        self.readers = {"row": Readers(self.groups.row), "col": Readers(self.groups.col)}
-        self.tokens = TokenCut(self.groups.col)
-        self.gathers = Gathers()
-        self.beside = Beside(self.tokens)
+        self.readers = {"row": SharedInputs(self.groups.row), "col": SharedInputs(self.groups.col)}
+        self.tokens = SequenceShard(self.groups.col)
+        self.gathers = GatherTracker()
+        self.beside = SideInputs(self.tokens)
         self.regions = self._regions() if self.sequence else {}
 
-    def cut(self, layer: LayerCut) -> None:
+    def cut(self, layer: LayerSharding) -> None:
         module = self.model.get_submodule(layer.module)
         forward = _own_forward(layer.module, module)
         match layer.style:
@@ -98,20 +105,20 @@ class _Cutting:
                 _set(module, self._linear(layer))
             case Style.VOCABULARY:
                 self._cut_embedding(layer, module, forward)
-            case Style.TABLE:
+            case Style.FEATURE_EMBEDDING:
                 check_embedding(layer.module, module)
             case Style.NORM:
                 features = self._cut_of(layer.out)
                 if features is not None and features.group.size > 1:
-                    _set(module, CutNorm(layer.module, forward, features))
-            case Style.WHOLE | Style.LATENT:
-                tail = self._rotary(layer.module) if layer.style is Style.LATENT else 0
+                    _set(module, ParallelNorm(layer.module, forward, features))
+            case Style.REPLICATE | Style.MLA_LATENT:
+                tail = self._rotary(layer.module) if layer.style is Style.MLA_LATENT else 0
                 inp, out = self._cut_of(layer.inp), self._cut_of(layer.out)
                 if inp is not None or out is not None or tail:
-                    _set(module, WholeLayer(layer.module, forward, inp, out, tail, self.groups.col))
+                    _set(module, ReplicatedLayer(layer.module, forward, inp, out, tail, self.groups.col))
             case Style.EXPERTS:
-                _set(module, CutExperts(layer.module, forward, self.groups.col))
-            case Style.HEAD_NORM:
+                _set(module, ParallelExperts(layer.module, forward, self.groups.col))
+            case Style.PER_HEAD_NORM:
                 pass  # as it is: the engine sums the gradients of its weight
 
     def cut_tokens(self, blocks: Sequence[tuple[str, nn.Module]]) -> None:
@@ -123,7 +130,7 @@ class _Cutting:
                 columns = self._columns_of(region) if region.is_pure else ()
                 _set(
                     module,
-                    CutRegion(
+                    SequenceParallelRegion(
                         region.name,
                         forward,
                         self.tokens,
@@ -138,17 +145,22 @@ class _Cutting:
                 )
         for number, (name, block) in enumerate(blocks):
             forward, is_last = _own_forward(name, block), number == len(blocks) - 1
-            _set(block, CutBlock(name, forward, self.tokens, self.gathers, self.beside, number == 0, is_last))
+            _set(
+                block,
+                SequenceParallelBlock(
+                    name, forward, self.tokens, self.gathers, self.beside, number == 0, is_last
+                ),
+            )
         watch_outside(self.model, [name for name, _ in blocks], self.tokens)
 
     # --- layers
 
-    def _linear(self, layer: LayerCut) -> CutLinear:
+    def _linear(self, layer: LayerSharding) -> ParallelLinear:
         is_column = layer.style is Style.COLUMN
         parts, reads = ("row", "col") if is_column else ("col", "row")
         region = self._region_of(layer.module)
         is_open = region is not None and not region.is_closed
-        return CutLinear(
+        return ParallelLinear(
             parts=self.groups.along(parts),
             readers=self.readers[reads],
             scope=self._scope(layer.module),
@@ -160,7 +172,7 @@ class _Cutting:
             tokens=self.tokens if is_open and not is_column else None,
         )
 
-    def _cut_embedding(self, layer: LayerCut, module: nn.Module, forward: Callable[..., Any]) -> None:
+    def _cut_embedding(self, layer: LayerSharding, module: nn.Module, forward: Callable[..., Any]) -> None:
         check_embedding(layer.module, module)
         vocabulary = self._cut_of(layer.inp)
         if vocabulary is None or vocabulary.group.size == 1:
@@ -168,10 +180,10 @@ class _Cutting:
         if isinstance(module, nn.Embedding):
             padding = own_padding(module.padding_idx, vocabulary)
             module.padding_idx = padding
-        _set(module, CutEmbedding(forward, vocabulary))
+        _set(module, VocabParallelEmbedding(forward, vocabulary))
 
-    def _cut_of(self, dim: DimCut | None) -> Cut | None:
-        return None if dim is None else Cut(dim, self.groups.along(dim.axis))
+    def _cut_of(self, dim: DimSharding | None) -> ShardedDim | None:
+        return None if dim is None else ShardedDim(dim, self.groups.along(dim.axis))
 
     def _rotary(self, name: str) -> int:
         parent = self.model.get_submodule(name.rpartition(".")[0])
@@ -256,7 +268,7 @@ def _own_forward(name: str, module: nn.Module) -> Callable[..., Any]:
     )
 
 
-def _check_linear(layer: LayerCut, module: nn.Module, forward: Callable[..., Any]) -> None:
+def _check_linear(layer: LayerSharding, module: nn.Module, forward: Callable[..., Any]) -> None:
     if type(module).__name__ == "Conv1D" if layer.transposed else forward in LINEAR_FORWARDS:
         return
     raise ModelError(

@@ -62,14 +62,14 @@ def cross_entropy(
     assert logits_Tv.shape == (len(targets_T), stop - start), (
         f"logits {tuple(logits_Tv.shape)} for {len(targets_T)} targets, columns {start} to {stop}"
     )
-    how = _How(group, start, max(e for _, e in columns), ignore_index, label_smoothing, z_loss, softcap)
+    how = _Options(group, start, max(e for _, e in columns), ignore_index, label_smoothing, z_loss, softcap)
     _check_targets(targets_T, how)
     total: Tensor = _CrossEntropy.apply(logits_Tv, targets_T, how)
     return total
 
 
 @dataclass(frozen=True)
-class _How:
+class _Options:
     group: Group
     start: int  # of this rank's columns
     vocabulary: int
@@ -89,7 +89,7 @@ class _CrossEntropy(torch.autograd.Function):
     """See [Note: what a rank knows by itself]."""
 
     @staticmethod
-    def forward(ctx: Any, logits_Tv: Tensor, targets_T: Tensor, how: _How) -> Tensor:
+    def forward(ctx: Any, logits_Tv: Tensor, targets_T: Tensor, how: _Options) -> Tensor:
         ctx.how = how
         if logits_Tv.is_meta:
             for message in _messages(logits_Tv, how):
@@ -114,7 +114,7 @@ class _CrossEntropy(torch.autograd.Function):
         return _gradient(logits_Tv, targets_T, factor_T, gradients[0], ctx.how), None, None
 
 
-def _total(logits_Tv: Tensor, targets_T: Tensor, how: _How) -> tuple[Tensor, Tensor]:
+def _total(logits_Tv: Tensor, targets_T: Tensor, how: _Options) -> tuple[Tensor, Tensor]:
     """The summed loss, and each token's factor of the softmax in the gradient."""
     most_T, message = _own_terms(logits_Tv, how)
     top_T = most_T.clone()
@@ -138,7 +138,7 @@ def _total(logits_Tv: Tensor, targets_T: Tensor, how: _How) -> tuple[Tensor, Ten
     return losses_T.masked_fill_(ignored_T, 0).sum(), factor_T.masked_fill_(ignored_T, 0)
 
 
-def _own_terms(logits_Tv: Tensor, how: _How) -> tuple[Tensor, Tensor]:
+def _own_terms(logits_Tv: Tensor, how: _Options) -> tuple[Tensor, Tensor]:
     """Of this rank's columns: the largest logit, and the message of sums relative to it: of exponentials, a
     place for the target's logit, and for label smoothing that of logits."""
     num_tokens, num_columns = logits_Tv.shape
@@ -157,13 +157,13 @@ def _own_terms(logits_Tv: Tensor, how: _How) -> tuple[Tensor, Tensor]:
     return most_T, message
 
 
-def _messages(logits_Tv: Tensor, how: _How) -> tuple[Tensor, Tensor]:
+def _messages(logits_Tv: Tensor, how: _Options) -> tuple[Tensor, Tensor]:
     """What ranks tell each other, of undefined values: for each token its largest logit, and its sums."""
     num_tokens = len(logits_Tv)
     return _new(logits_Tv, num_tokens), _new(logits_Tv, 3 if how.smoothing else 2, num_tokens)
 
 
-def _target_logits(logits_Tv: Tensor, targets_T: Tensor, top_T: Tensor, how: _How) -> Tensor:
+def _target_logits(logits_Tv: Tensor, targets_T: Tensor, top_T: Tensor, how: _Options) -> Tensor:
     """Relative to `top_T`; 0 where another rank has the target, or there is none."""
     if not logits_Tv.shape[1]:
         return torch.zeros_like(top_T)
@@ -174,7 +174,9 @@ def _target_logits(logits_Tv: Tensor, targets_T: Tensor, top_T: Tensor, how: _Ho
     return (found_T - top_T).masked_fill_(~owned_T, 0)
 
 
-def _gradient(logits_Tv: Tensor, targets_T: Tensor, factor_T: Tensor, upstream: Tensor, how: _How) -> Tensor:
+def _gradient(
+    logits_Tv: Tensor, targets_T: Tensor, factor_T: Tensor, upstream: Tensor, how: _Options
+) -> Tensor:
     gradient_Tv = torch.empty_like(logits_Tv, memory_format=torch.contiguous_format)
     if not gradient_Tv.numel():
         return gradient_Tv
@@ -201,7 +203,7 @@ def _gradient(logits_Tv: Tensor, targets_T: Tensor, factor_T: Tensor, upstream: 
     return gradient_Tv
 
 
-def _chunks(logits_Tv: Tensor, how: _How) -> Iterator[tuple[slice, Tensor, Tensor]]:
+def _chunks(logits_Tv: Tensor, how: _Options) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Of some tokens at a time: which, their logits, wide and capped, and as much memory besides."""
     num_tokens, num_columns = logits_Tv.shape
     numel = _CPU_CHUNK * torch.get_num_threads() if logits_Tv.device.type == "cpu" else _GPU_CHUNK
@@ -223,7 +225,7 @@ def _new(logits: Tensor, *shape: int) -> Tensor:
     return logits.new_empty(shape, dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
-def _check_targets(targets_T: Tensor, how: _How) -> None:
+def _check_targets(targets_T: Tensor, how: _Options) -> None:
     """Costs a GPU no wait: there the device asserts, as it does in torch's cross entropy."""
     if targets_T.is_meta or not len(targets_T):
         return

@@ -17,17 +17,17 @@ from torch.autograd.function import once_differentiable
 from plait.comm import Group
 from plait.errors import ModelError
 from plait.parallel.tensor.functional import sum_in_place
-from plait.parallel.tensor.groups import Cut
+from plait.parallel.tensor.groups import ShardedDim
 from plait.parallel.tensor.shared_input import weight_of
 from plait.plan.sharding import Range
 
 
 @dataclass(frozen=True)
-class CutEmbedding:
+class VocabParallelEmbedding:
     """The forward of an embedding of which this rank has some of the vocabulary."""
 
     forward: Callable[..., Tensor]
-    vocabulary: Cut
+    vocabulary: ShardedDim
 
     @torch.compiler.disable
     def __call__(self, module: nn.Module, indices: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -56,7 +56,7 @@ def check_embedding(name: str, module: nn.Module) -> None:
             )
 
 
-def own_padding(index: int | None, cut: Cut) -> int | None:
+def own_padding(index: int | None, cut: ShardedDim) -> int | None:
     """Where this rank's piece has the row of the whole's `padding_idx`, which gets no gradient."""
     begin = 0
     for start, stop in cut.dim.ranges[cut.place]:

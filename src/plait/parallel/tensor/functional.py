@@ -25,8 +25,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
-from plait.comm import Group, Pending, all_gather, all_reduce, start_all_reduce
-from plait.parallel.tensor.groups import Cut
+from plait.comm import Group, Work, all_gather, all_reduce, start_all_reduce
+from plait.parallel.tensor.groups import ShardedDim
 
 
 def sum_in_place(tensor: Tensor, group: Group, label: str = "") -> Tensor:
@@ -37,10 +37,10 @@ def sum_in_place(tensor: Tensor, group: Group, label: str = "") -> Tensor:
     return tensor
 
 
-def start_sum_in_place(tensor: Tensor, group: Group, label: str = "") -> Pending:
+def start_sum_in_place(tensor: Tensor, group: Group, label: str = "") -> Work:
     """The same, begun: for gradients, which are not kept."""
     if group.size == 1:
-        return Pending()
+        return Work()
     return start_all_reduce(tensor, group, label=label)
 
 
@@ -61,17 +61,17 @@ def spread_tail(x: Tensor, width: int, group: Group) -> Tensor:
     return _SpreadTail.apply(x, width, group) if group.size > 1 and width else x
 
 
-def gather_features(piece: Tensor, cut: Cut) -> Tensor:
+def gather_features(piece: Tensor, cut: ShardedDim) -> Tensor:
     """(..., piece) to (..., whole). See [Note: shared pieces count once]."""
     return _GatherFeatures.apply(piece, cut) if cut.group.size > 1 else piece
 
 
-def split_features(whole: Tensor, cut: Cut) -> Tensor:
+def split_features(whole: Tensor, cut: ShardedDim) -> Tensor:
     """(..., whole) to (..., piece)."""
     return _SplitFeatures.apply(whole, cut) if cut.group.size > 1 else whole
 
 
-def gathered(piece: Tensor, cut: Cut) -> Tensor:
+def gathered(piece: Tensor, cut: ShardedDim) -> Tensor:
     """The whole of which every rank has its features. Uneven pieces travel padded."""
     group, sizes = cut.group, cut.dim.sizes
     whole = piece.new_empty(*piece.shape[:-1], cut.whole)
@@ -138,7 +138,7 @@ class _TotalOfParts(Function):
 
 class _GatherFeatures(Function):
     @staticmethod
-    def forward(ctx: Any, piece: Tensor, cut: Cut) -> Tensor:
+    def forward(ctx: Any, piece: Tensor, cut: ShardedDim) -> Tensor:
         ctx.cut = cut
         return gathered(piece, cut)
 
@@ -151,7 +151,7 @@ class _GatherFeatures(Function):
 
 class _SplitFeatures(Function):
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, cut: Cut) -> Tensor:
+    def forward(ctx: Any, whole: Tensor, cut: ShardedDim) -> Tensor:
         ctx.cut = cut
         return cut.own(whole).contiguous()
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from plait.comm import Group
-from plait.plan.sharding import DimCut
+from plait.plan.sharding import DimSharding
 
 
 @dataclass(frozen=True)
@@ -20,10 +20,10 @@ class TensorGroups:
 
 
 @dataclass(frozen=True)
-class Cut:
+class ShardedDim:
     """The features of a whole, their cut along an axis, and the ranks that have the pieces."""
 
-    dim: DimCut
+    dim: DimSharding
     group: Group
 
     @property

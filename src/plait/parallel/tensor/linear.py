@@ -27,9 +27,9 @@ from torch.autograd.function import once_differentiable
 from plait.comm import Group
 from plait.parallel.linear_ops import flat, input_gradient, product, weight_gradient
 from plait.parallel.tensor.functional import gather_features, split_features, sum_in_place
-from plait.parallel.tensor.groups import Cut
-from plait.parallel.tensor.sequence import TokenCut, gathered_tokens, summed_tokens
-from plait.parallel.tensor.shared_input import Readers, Reading, weight_of
+from plait.parallel.tensor.groups import ShardedDim
+from plait.parallel.tensor.sequence import SequenceShard, gathered_tokens, summed_tokens
+from plait.parallel.tensor.shared_input import SharedInput, SharedInputs, weight_of
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Head:
 
 
 @dataclass(frozen=True)
-class CutLinear:
+class ParallelLinear:
     """The forward of a cut linear layer, for `types.MethodType`: it is given the module.
 
     parts       the ranks whose products are summed
@@ -54,14 +54,14 @@ class CutLinear:
     """
 
     parts: Group
-    readers: Readers
+    readers: SharedInputs
     scope: str = ""
     is_given: bool = False
     transposed: bool = False
-    splits: Cut | None = None
-    gathers: Cut | None = None
+    splits: ShardedDim | None = None
+    gathers: ShardedDim | None = None
     head: Head | None = None
-    tokens: TokenCut | None = None
+    tokens: SequenceShard | None = None
 
     @torch.compiler.disable
     def __call__(self, module: nn.Module, x: Tensor) -> Tensor:
@@ -98,9 +98,9 @@ class CutLinear:
 class _Job:
     parts: Group
     transposed: bool
-    reading: Reading | None
+    reading: SharedInput | None
     weight: Tensor
-    tokens: TokenCut | None
+    tokens: SequenceShard | None
     sizes: tuple[int, ...] | None
 
     @property

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from plait.comm import all_gather
 from plait.errors import ModelError
 from plait.parallel.tensor.functional import sum_in_place, total_of_parts
-from plait.parallel.tensor.groups import Cut
+from plait.parallel.tensor.groups import ShardedDim
 
 # Look along features and leave their number as it is: not to be told from the shape of what comes out.
 _KEEP_SHAPE = frozenset(
@@ -52,12 +52,12 @@ _KEEP_SHAPE = frozenset(
 
 
 @dataclass(frozen=True)
-class CutNorm:
+class ParallelNorm:
     """The forward of a norm whose features are cut. See [Note: whose code computes a norm]."""
 
     name: str
     forward: Callable[..., Any]
-    features: Cut
+    features: ShardedDim
 
     @torch.compiler.disable
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -68,7 +68,7 @@ class CutNorm:
 class _OverAllRanks(TorchFunctionMode):
     """Answers what looks along the features over all ranks that have some of them."""
 
-    def __init__(self, name: str, features: Cut) -> None:
+    def __init__(self, name: str, features: ShardedDim) -> None:
         super().__init__()
         self._name = name
         self._features = features
@@ -180,45 +180,45 @@ def _read(asked: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 # --- what is answered
 
 
-def _sum(x: Tensor, call: _Call, features: Cut) -> Tensor:
+def _sum(x: Tensor, call: _Call, features: ShardedDim) -> Tensor:
     part = x.sum(-1, keepdim=call.keepdim, dtype=call.dtype)
     if not features.is_first:  # see [Note: shared pieces count once] in ops.py
         part = part * 0  # in the graph: all ranks take part in backward's sum
     return total_of_parts(part, features.group)
 
 
-def _mean(x: Tensor, call: _Call, features: Cut) -> Tensor:
+def _mean(x: Tensor, call: _Call, features: ShardedDim) -> Tensor:
     return _sum(x, call, features) / features.whole
 
 
-def _var_mean(x: Tensor, call: _Call, features: Cut) -> tuple[Tensor, Tensor]:
+def _var_mean(x: Tensor, call: _Call, features: ShardedDim) -> tuple[Tensor, Tensor]:
     mean, var = _Moments.apply(x, features)
     if call.correction:
         var = var * (features.whole / (features.whole - call.correction))
     return (var, mean) if call.keepdim else (var.squeeze(-1), mean.squeeze(-1))
 
 
-def _var(x: Tensor, call: _Call, features: Cut) -> Tensor:
+def _var(x: Tensor, call: _Call, features: ShardedDim) -> Tensor:
     return _var_mean(x, call, features)[0]
 
 
-def _std(x: Tensor, call: _Call, features: Cut) -> Tensor:
+def _std(x: Tensor, call: _Call, features: ShardedDim) -> Tensor:
     return _var_mean(x, call, features)[0].sqrt()
 
 
-def _norm(x: Tensor, call: _Call, features: Cut) -> Tensor:
+def _norm(x: Tensor, call: _Call, features: ShardedDim) -> Tensor:
     wide = x if call.dtype is None else x.to(call.dtype)
     tiny = torch.finfo(wide.dtype).tiny  # the gradient of a zero's root is not a number
     return _sum(wide * wide, call, features).clamp_min(tiny).sqrt()
 
 
-def _layer_norm(x: Tensor, call: _Call, features: Cut) -> Tensor:
+def _layer_norm(x: Tensor, call: _Call, features: ShardedDim) -> Tensor:
     wide = _wide(x)
     mean, var = _Moments.apply(wide, features)
     return _scaled((wide - mean) * torch.rsqrt(var + (1e-5 if call.eps is None else call.eps)), x, call)
 
 
-def _rms_norm(x: Tensor, call: _Call, features: Cut) -> Tensor:
+def _rms_norm(x: Tensor, call: _Call, features: ShardedDim) -> Tensor:
     wide = _wide(x)
     eps = torch.finfo(wide.dtype).eps if call.eps is None else call.eps
     return _scaled(wide * torch.rsqrt(_mean(wide * wide, _Call(keepdim=True), features) + eps), x, call)
@@ -236,7 +236,7 @@ def _scaled(normed: Tensor, x: Tensor, call: _Call) -> Tensor:
     return normed.to(x.dtype)
 
 
-_ANSWERS: dict[str, Callable[[Tensor, _Call, Cut], Any]] = {
+_ANSWERS: dict[str, Callable[[Tensor, _Call, ShardedDim], Any]] = {
     "mean": _mean,
     "sum": _sum,
     "var": _var,
@@ -255,7 +255,7 @@ class _Moments(Function):
     does not subtract large numbers from each other."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, features: Cut) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, features: ShardedDim) -> tuple[Tensor, Tensor]:
         cut, group = features.dim, features.group
         counts = [size if cut.sharers(c)[0] == c else 0 for c, size in enumerate(cut.sizes)]
         ranks = x.new_zeros(group.size, 2, *x.shape[:-1])

@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 from plait.comm import Group
 from plait.parallel.tensor.functional import gather_features, split_features, spread, spread_tail, total
-from plait.parallel.tensor.groups import Cut
+from plait.parallel.tensor.groups import ShardedDim
 from plait.parallel.tensor.sequence_forward import with_input, with_output
-from plait.plan.sharding import ArgumentCut, TensorPlan
+from plait.plan.sharding import ArgumentSharding, TPPlan
 
 
 class OwnHeads:
-    """A forward pre-hook that leaves a module this column's heads of an argument. See `ArgumentCut`."""
+    """A forward pre-hook that leaves a module this column's heads of an argument. See `ArgumentSharding`."""
 
-    def __init__(self, cut: ArgumentCut, col: int) -> None:
+    def __init__(self, cut: ArgumentSharding, col: int) -> None:
         self._argument, self._dim, self._heads = cut.argument, cut.dim, cut.heads
         ((self._start, self._stop),) = cut.cut.ranges[col]
 
@@ -35,7 +35,7 @@ class OwnHeads:
         return args, {**kwargs, self._argument: mine.flatten(self._dim - 1, self._dim)}
 
 
-def take_own_heads(model: nn.Module, plan: TensorPlan, col: int) -> None:
+def take_own_heads(model: nn.Module, plan: TPPlan, col: int) -> None:
     """Sees to `plan.arguments` on a model: each module gets this column's heads of them."""
     for cut in plan.arguments:
         hook = OwnHeads(cut, col)
@@ -43,7 +43,7 @@ def take_own_heads(model: nn.Module, plan: TensorPlan, col: int) -> None:
 
 
 @dataclass(frozen=True)
-class WholeLayer:
+class ReplicatedLayer:
     """The forward of a layer with a whole weight, given and giving what its neighbours have.
 
     inp   its input is this cut of what it reads: it is gathered
@@ -54,8 +54,8 @@ class WholeLayer:
 
     name: str
     forward: Callable[..., Any]
-    inp: Cut | None
-    out: Cut | None
+    inp: ShardedDim | None
+    out: ShardedDim | None
     tail: int
     col: Group
 
@@ -71,7 +71,7 @@ class WholeLayer:
 
 
 @dataclass(frozen=True)
-class CutExperts:
+class ParallelExperts:
     """The forward of a module of expert tensors that are cut over `col`: what it reads is whole, what it
     gives a part.
 

@@ -37,7 +37,7 @@ from transformers import PreTrainedModel
 
 from plait.errors import ModelError
 from plait.models.init_weights import derive_seed
-from plait.plan.sharding import LayerCut, Style, TensorPlan
+from plait.plan.sharding import LayerSharding, Style, TPPlan
 
 Axes = tuple[str, ...]  # that an activation is cut over, in this order:
 _ORDER = ("row", "col")
@@ -47,7 +47,7 @@ Zone = Callable[[], AbstractContextManager[None]]
 def zone_randomness(
     model: nn.Module,
     blocks: Sequence[nn.Module],
-    plan: TensorPlan,
+    plan: TPPlan,
     *,
     row: int,
     col: int,
@@ -77,9 +77,9 @@ def zone_randomness(
             _wrap(module, zones.outside, begins=True)
 
 
-def _zone_of(layer: LayerCut, plan: TensorPlan, zones: "_Zones") -> "Zone":
+def _zone_of(layer: LayerSharding, plan: TPPlan, zones: "_Zones") -> "Zone":
     """What a layer in a block says of the activation behind it."""
-    if layer.style in (Style.WHOLE, Style.LATENT):
+    if layer.style in (Style.REPLICATE, Style.MLA_LATENT):
         inp, out = (None if cut is None else cut.axis for cut in (layer.inp, layer.out))
         return partial(zones.whole, inp, out)
     region = next((name for name in plan.regions if layer.module.startswith(f"{name}.")), None)
@@ -95,7 +95,7 @@ def _zone_of(layer: LayerCut, plan: TensorPlan, zones: "_Zones") -> "Zone":
     return nullcontext
 
 
-def _keeps_sequence(region: str, plan: TensorPlan) -> bool:
+def _keeps_sequence(region: str, plan: TPPlan) -> bool:
     """Whether all of a region works on whole sequences: no ROW layer cuts them, or experts need them."""
     styles = {layer.style for layer in plan.layers if layer.module.startswith(f"{region}.")}
     return Style.ROW not in styles or Style.EXPERTS in styles

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from plait.comm import Group, Pending, all_gather, start_all_gather, start_reduce_scatter
+from plait.comm import Group, Work, all_gather, start_all_gather, start_reduce_scatter
 from plait.errors import ModelError
 from plait.parallel.tensor.shared_input import ByTensor
 
@@ -34,7 +34,7 @@ _MARK = "plait: tokens of the whole sequence"
 
 
 @dataclass
-class TokenCut:
+class SequenceShard:
     """The cut of the tokens that are under way. See [Note: which rank has which tokens]."""
 
     group: Group
@@ -217,11 +217,11 @@ def _longer(piece: Tensor, tokens: int) -> tuple[int, ...]:
 
 def start_summed_tokens(
     whole: Tensor, group: Group, sizes: tuple[int, ...], label: str = "tokens"
-) -> tuple[Tensor, Pending]:
+) -> tuple[Tensor, Work]:
     """The sum over ranks of (B, T, H), of which this rank gets its tokens once the Pending is over."""
     dim, longest = dim_of(whole), max(sizes)
     if group.size == 1:
-        return whole, Pending()
+        return whole, Work()
     shape = (*whole.shape[:dim], longest, *whole.shape[dim + 1 :])
     piece = whole.new_empty(shape)
     if _lies_in_order(whole, sizes):

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from plait.errors import ModelError
 from plait.parallel.tensor.sequence import (
-    TokenCut,
+    SequenceShard,
     dim_of,
     gather_tokens,
     gathered_tokens,
@@ -39,11 +39,11 @@ from plait.parallel.tensor.sequence import (
     start_gathered_tokens,
     start_summed_tokens,
 )
-from plait.parallel.tensor.shared_input import ByTensor, Readers, Reading, Regathered, weight_of
-from plait.parallel.tensor.side_inputs import Beside, with_others
+from plait.parallel.tensor.shared_input import ByTensor, Regather, SharedInput, SharedInputs, weight_of
+from plait.parallel.tensor.side_inputs import SideInputs, with_others
 
 
-def watch_outside(model: nn.Module, blocks: Sequence[str], tokens: TokenCut) -> None:
+def watch_outside(model: nn.Module, blocks: Sequence[str], tokens: SequenceShard) -> None:
     """Hooks, also of copies: a function is not copied, so theirs knows the same tokens."""
     model.register_forward_pre_hook(lambda *_: tokens.leave())  # a forward that failed may have left them cut
     for name, module in model.named_modules():
@@ -52,7 +52,7 @@ def watch_outside(model: nn.Module, blocks: Sequence[str], tokens: TokenCut) -> 
             _watch(name, module, tokens)
 
 
-def _watch(name: str, module: nn.Module, tokens: TokenCut) -> None:
+def _watch(name: str, module: nn.Module, tokens: SequenceShard) -> None:
     def check(*_: Any) -> None:
         if tokens.is_cut:
             raise ModelError(
@@ -69,7 +69,7 @@ Forward = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Gathers:
+class GatherTracker:
     """Tokens that have been gathered in the block that is running: one message per tensor and kind."""
 
     pure: ByTensor[Tensor] = field(default_factory=ByTensor)
@@ -81,14 +81,14 @@ class Gathers:
 
 
 @dataclass(frozen=True)
-class CutBlock:
+class SequenceParallelBlock:
     """The forward of a block whose stream has this rank's tokens."""
 
     name: str
     forward: Forward
-    tokens: TokenCut
-    gathers: Gathers
-    beside: Beside
+    tokens: SequenceShard
+    gathers: GatherTracker
+    beside: SideInputs
     is_first: bool
     is_last: bool
 
@@ -129,7 +129,7 @@ class CutBlock:
 
 
 @dataclass(frozen=True)
-class CutRegion:
+class SequenceParallelRegion:
     """The forward of a region. See [Note: the gradient of a region's input].
 
     columns   of a pure region, the layers that read its input, by their names in it
@@ -137,10 +137,10 @@ class CutRegion:
 
     name: str
     forward: Forward
-    tokens: TokenCut
-    gathers: Gathers
-    beside: Beside
-    readers: Readers  # along col
+    tokens: SequenceShard
+    gathers: GatherTracker
+    beside: SideInputs
+    readers: SharedInputs  # along col
     scope: str
     columns: tuple[str, ...]
     is_pure: bool
@@ -174,13 +174,13 @@ class CutRegion:
             return self.readers.join(found, self._weights(module)) if self.is_pure else found
         group, sizes = self.tokens.group, self.tokens.sizes_around(x)
         if self.is_pure and torch.is_grad_enabled() and x.requires_grad:
-            reading = Reading(
+            reading = SharedInput(
                 module,
                 self.scope,
                 self.readers.expected(module, self._weights(module)),
                 lambda dz: start_summed_tokens(dz, group, sizes, "gradient of a region's tokens"),
                 lambda piece: gathered_tokens(piece, group, sizes),
-                Regathered(lambda piece: start_gathered_tokens(piece, group, sizes, "a region's tokens")),
+                Regather(lambda piece: start_gathered_tokens(piece, group, sizes, "a region's tokens")),
             )
             whole = reading.of(x)
             self.readers.make_known(whole, reading, x.detach())

@@ -53,7 +53,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from plait.comm import Group, Pending
+from plait.comm import Group, Work
 from plait.parallel.tensor.functional import start_sum_in_place
 
 V = TypeVar("V")
@@ -88,11 +88,11 @@ def _version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-Sum = Callable[[Tensor], tuple[Tensor, Pending]]
+Sum = Callable[[Tensor], tuple[Tensor, Work]]
 Gather = Callable[[Tensor], Callable[[], Tensor]]  # begins; what it returns waits for the whole
 
 
-class Regathered:
+class Regather:
     """What is read, during a backward. See [Note: what is gathered is not kept]."""
 
     def __init__(self, gather: Gather) -> None:
@@ -114,7 +114,7 @@ class Regathered:
         self._end = None
 
 
-class Reading:
+class SharedInput:
     """How a tensor is read. See [Note: weight gradients beside the sum]."""
 
     def __init__(
@@ -124,7 +124,7 @@ class Reading:
         weights: list[Tensor],
         start: Sum,
         take: Callable[[Tensor], Tensor],
-        again: Regathered | None = None,
+        again: Regather | None = None,
     ) -> None:
         """`start`: begins the sum of a gradient; what it returns holds it when the Pending is over. `take`:
         what is read, without a graph. `scope`: see Readers. `again`: where what is read is not kept."""
@@ -164,10 +164,10 @@ class Reading:
         return z
 
 
-class Joined(Reading):
+class JoinedInput(SharedInput):
     """How a further region reads `z`, which `reading` gives: weights that this one does not expect."""
 
-    def __init__(self, reading: Reading, weights: list[Tensor]) -> None:
+    def __init__(self, reading: SharedInput, weights: list[Tensor]) -> None:
         super().__init__(None, reading.scope, weights, _as_it_is, Tensor.detach, reading.again)
         self.first = reading.first  # which learns of these too
 
@@ -175,13 +175,13 @@ class Joined(Reading):
         """The reading needs it yet."""
 
 
-def _as_it_is(dz: Tensor) -> tuple[Tensor, Pending]:
-    return dz, Pending()
+def _as_it_is(dz: Tensor) -> tuple[Tensor, Work]:
+    return dz, Work()
 
 
 class _Read(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, reading: Reading, *_: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, reading: SharedInput, *_: Tensor) -> Tensor:
         ctx.reading = reading
         ctx.set_materialize_grads(False)
         return reading.take(x)
@@ -192,7 +192,7 @@ class _Read(Function):
         needs = ctx.needs_input_grad
         if dz is None:
             return (None,) * len(needs)
-        dx, pending = ctx.reading.start(dz) if needs[0] else (None, Pending())
+        dx, pending = ctx.reading.start(dz) if needs[0] else (None, Work())
         grads = [ctx.reading.weight_gradient(place) if need else None for place, need in enumerate(needs[2:])]
         pending.wait()
         ctx.reading.end()
@@ -200,7 +200,7 @@ class _Read(Function):
 
 
 @dataclass(frozen=True)
-class Source:
+class InputView:
     """What is known of a tensor that layers are given.
 
     tensor    what they read for it; None: itself, which nothing that is known of it may keep alive
@@ -209,11 +209,11 @@ class Source:
     """
 
     tensor: Tensor | None = None
-    reading: Reading | None = None
+    reading: SharedInput | None = None
     piece: Tensor | None = None
 
 
-class Readers:
+class SharedInputs:
     """The tensors that layers read, and which layers read together.
 
     What it knows is about tensors and modules, so copies of a model may share it. Layers wait for one another
@@ -222,49 +222,49 @@ class Readers:
 
     def __init__(self, group: Group) -> None:
         self._group = group  # that sums gradients
-        self._sources: ByTensor[Source] = ByTensor()
+        self._sources: ByTensor[InputView] = ByTensor()
         self._together: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[nn.Module]]] = (
             weakref.WeakKeyDictionary()
         )
 
-    def read(self, x: Tensor, module: nn.Module, scope: str) -> Source:
+    def read(self, x: Tensor, module: nn.Module, scope: str) -> InputView:
         """What `module` is to read for `x`; in the backward of that, gradients are summed over the group."""
         if self._group.size == 1 or not (torch.is_grad_enabled() and x.requires_grad):
-            return Source()
+            return InputView()
         if self._sources.get(x) is None:
             weights = self.expected(module, [weight_of(module)])
-            reading = Reading(module, scope, weights, self._start_sum, Tensor.detach)
-            self._sources.put(x, Source(reading.of(x), reading))
+            reading = SharedInput(module, scope, weights, self._start_sum, Tensor.detach)
+            self._sources.put(x, InputView(reading.of(x), reading))
         return self.find(x, module, scope)
 
-    def find(self, x: Tensor, module: nn.Module, scope: str) -> Source:
+    def find(self, x: Tensor, module: nn.Module, scope: str) -> InputView:
         """The same where who gave `x` made it known."""
-        source = self._sources.get(x) or Source()
+        source = self._sources.get(x) or InputView()
         if source.reading is not None and source.reading.scope == scope:
             self._note(source.reading, module)
         return source
 
     def join(self, z: Tensor, weights: list[Tensor]) -> Tensor:
         """What a further region is to read for `z`, which a reading of another one's has given."""
-        source = self._sources.get(z) or Source()
+        source = self._sources.get(z) or InputView()
         reading = source.reading
         if reading is None or all(reading.expects(weight) for weight in distinct(weights)):
             return z
-        joined = Joined(reading, distinct(weights))
+        joined = JoinedInput(reading, distinct(weights))
         own = joined.of(z)
         self.make_known(own, joined, source.piece)
         return own
 
-    def make_known(self, z: Tensor, reading: Reading, piece: Tensor | None) -> None:
+    def make_known(self, z: Tensor, reading: SharedInput, piece: Tensor | None) -> None:
         """`z` is what `reading` gives, for `piece`."""
-        self._sources.put(z, Source(None, reading, piece))
+        self._sources.put(z, InputView(None, reading, piece))
 
     def expected(self, first: nn.Module, weights: list[Tensor]) -> list[Tensor]:
         """`weights`, and those that were read along with `first` the last time."""
         others = [other() for other in self._together.get(first, ())]
         return distinct([*weights, *(weight_of(module) for module in others if module is not None)])
 
-    def _note(self, reading: Reading, module: nn.Module) -> None:
+    def _note(self, reading: SharedInput, module: nn.Module) -> None:
         first = reading.first()
         if first is None:
             return
@@ -272,7 +272,7 @@ class Readers:
         if all(other() is not module for other in together):
             together.append(weakref.ref(module))
 
-    def _start_sum(self, dz: Tensor) -> tuple[Tensor, Pending]:
+    def _start_sum(self, dz: Tensor) -> tuple[Tensor, Work]:
         """Nobody else has `dz`: products alone read z, and each gave a tensor of its own."""
         dz = dz.contiguous()
         return dz, start_sum_in_place(dz, self._group, "gradient of features")

@@ -19,14 +19,14 @@ from torch import Tensor
 
 from plait.errors import ModelError
 from plait.parallel.tensor.functional import spread
-from plait.parallel.tensor.sequence import TokenCut, dim_of, is_of_stream
+from plait.parallel.tensor.sequence import SequenceShard, dim_of, is_of_stream
 from plait.parallel.tensor.shared_input import ByTensor
 
 
-class Beside:
+class SideInputs:
     """See [Note: what comes from outside is read by every column]."""
 
-    def __init__(self, tokens: TokenCut) -> None:
+    def __init__(self, tokens: SequenceShard) -> None:
         self._tokens = tokens
         self._spread: ByTensor[Tensor] = ByTensor()
         self._given: ByTensor[weakref.ref[Tensor]] = ByTensor()  # what was spread

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-class Lane:
+class CopyStream:
     """On CUDA a stream of its own; on the CPU everything happens at once."""
 
     def __init__(self, device: torch.device) -> None:

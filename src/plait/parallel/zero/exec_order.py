@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from plait.comm import Group, all_reduce, broadcast
-from plait.parallel.zero.flat_param import Unit
+from plait.parallel.zero.flat_param import FlatParam
 
 # A block's parameters that train and its frozen ones: gathered together, freed each when it can be.
-Bundle = tuple[Unit, ...]
+ParamGroup = tuple[FlatParam, ...]
 
 
-def agreed_order(mine: Sequence[Bundle], layout: Sequence[Bundle], group: Group) -> list[Bundle]:
+def agreed_order(mine: Sequence[ParamGroup], layout: Sequence[ParamGroup], group: Group) -> list[ParamGroup]:
     """The first rank's order of uses, completed by what others used. See [Note: one order of gathers]."""
     device = layout[0][0].cut.device
     used = any_rank([bundle in mine for bundle in layout], group, device)
@@ -50,10 +50,10 @@ def any_rank(flags: Sequence[bool], group: Group, device: torch.device) -> list[
     return [bool(vote) for vote in votes.tolist()]
 
 
-class Watch(TorchFunctionMode):
+class ForwardWatch(TorchFunctionMode):
     """Calls `found` with the bundle of every parameter that a torch function is given."""
 
-    def __init__(self, bundles: Collection[Bundle], found: Callable[[Bundle], None]) -> None:
+    def __init__(self, bundles: Collection[ParamGroup], found: Callable[[ParamGroup], None]) -> None:
         super().__init__()
         self._of = {id(p): b for b in bundles for unit in b for p in unit.parameters.values()}
         self._found = found

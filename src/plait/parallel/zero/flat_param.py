@@ -53,8 +53,14 @@ import torch
 from torch import Tensor, nn
 
 from plait.errors import ModelError
-from plait.parallel.zero.grad_buffer import Flat, GradientState, Incoming, Loan, Meter
-from plait.parallel.zero.state_io import taken
+from plait.parallel.zero.grad_buffer import (
+    ByteTracker,
+    GradBuffer,
+    GradientState,
+    LeasedTensor,
+    ResizableTensor,
+)
+from plait.parallel.zero.state_io import slice_boxes
 from plait.plan import Piece, UnitLayout
 
 
@@ -69,7 +75,7 @@ class MasterMemory(Protocol):
 
 
 @dataclass(frozen=True)
-class Cut:
+class FlatParamConfig:
     """What of a unit is where: the plan's answer for one rank. Made by `zero.cut_of`."""
 
     rank: int  # coordinate on `shard`
@@ -82,7 +88,7 @@ class Cut:
     whole_parameters: bool  # `storage` keeps its memory
     whole_gradients: bool  # `incoming` keeps its memory
     masters: MasterMemory
-    meter: Meter  # of gathered parameters and travelling gradients
+    meter: ByteTracker  # of gathered parameters and travelling gradients
     # See [Note: memory that ranks share]. None: parameters are each rank's own.
     share: Callable[[int, torch.dtype], Tensor] | None
     lend: Callable[[int, torch.dtype], Tensor]  # memory from which gradients travel
@@ -92,10 +98,10 @@ class Cut:
         return self.compute != self.master or (self.offloads and self.whole_parameters)
 
 
-class Unit:
+class FlatParam:
     """One flat storage, its parameters and their gradient. See [Note: the storages of a unit ...]."""
 
-    def __init__(self, layout: UnitLayout, cut: Cut) -> None:
+    def __init__(self, layout: UnitLayout, cut: FlatParamConfig) -> None:
         self.layout = layout
         self.cut = cut
         self.start, self.stop = layout.owned(cut.rank)
@@ -103,7 +109,7 @@ class Unit:
             storage = torch.zeros(layout.numel, dtype=cut.compute, device=cut.device)
         else:
             storage = cut.share(layout.numel, cut.compute)
-        self.whole = Flat(storage, stays=cut.whole_parameters, meter=cut.meter)
+        self.whole = ResizableTensor(storage, stays=cut.whole_parameters, meter=cut.meter)
         self.storage = self.whole.tensor
         if cut.whole_parameters:
             self.piece = self.storage[self.start : self.stop]
@@ -111,9 +117,9 @@ class Unit:
             self.piece = _zeros(layout.range_numel, cut.compute, cut.home)
         self.has_sum = False  # this step: `gradient` holds the sum of earlier reductions
         # Called when every parameter has given its gradient in a micro-batch.
-        self.on_complete: list[Callable[[Unit], None]] = []
+        self.on_complete: list[Callable[[FlatParam], None]] = []
         # Called when a gradient comes although a reduction of the unit is under way: it has to land first.
-        self.on_late: Callable[[Unit], None] = lambda _: None
+        self.on_late: Callable[[FlatParam], None] = lambda _: None
         self.keep_early: Callable[[Tensor, Tensor], object] | None = None  # see [Note: gradients that ...]
         self._views = self.pieces_of(self.storage)
         self.whole.free()
@@ -125,12 +131,16 @@ class Unit:
         if layout.trains:
             self._make_training_storages(cut)
 
-    def _make_training_storages(self, cut: Cut) -> None:
+    def _make_training_storages(self, cut: FlatParamConfig) -> None:
         numel, range_numel = self.layout.numel, self.layout.range_numel
         if cut.has_masters:
             self.master = cut.masters.new(range_numel)
-        memory = Loan(lambda: cut.lend(numel, cut.incoming), stays=cut.whole_gradients, meter=cut.meter)
-        self.incoming = Incoming(f"unit {self.layout.name}", memory, len(self.layout.pieces), self.pieces_of)
+        memory = LeasedTensor(
+            lambda: cut.lend(numel, cut.incoming), stays=cut.whole_gradients, meter=cut.meter
+        )
+        self.incoming = GradBuffer(
+            f"unit {self.layout.name}", memory, len(self.layout.pieces), self.pieces_of
+        )
         if memory.tensor is not None and cut.incoming == cut.master and not cut.offloads:
             self.gradient = memory.tensor[self.start : self.stop]
         elif cut.offloads:
@@ -158,7 +168,7 @@ class Unit:
         """Sets the owned part of a parameter, of which `values` is the whole, in `master`."""
         for overlap in self.layout.overlaps(self.start, self.stop):
             if overlap.piece.name == name:
-                held = taken(values.detach(), overlap.piece.boxes)
+                held = slice_boxes(values.detach(), overlap.piece.boxes)
                 part = held.reshape(-1)[overlap.start : overlap.stop]
                 self.master[overlap.at : overlap.at + part.numel()].copy_(part)
 

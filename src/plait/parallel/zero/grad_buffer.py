@@ -13,26 +13,26 @@ from enum import Enum, auto
 from torch import Tensor
 
 
-class Meter:
+class ByteTracker:
     """Counts bytes that are held for a while."""
 
     def __init__(self) -> None:
-        self.held_bytes = 0
+        self.allocated_bytes = 0
         self.peak_bytes = 0
 
     def hold(self, num_bytes: int) -> None:
-        self.held_bytes += num_bytes
-        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+        self.allocated_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
 
     def drop(self, num_bytes: int) -> None:
-        self.held_bytes -= num_bytes
-        assert self.held_bytes >= 0, "more bytes given back than were taken"
+        self.allocated_bytes -= num_bytes
+        assert self.allocated_bytes >= 0, "more bytes given back than were taken"
 
 
-class Flat:
+class ResizableTensor:
     """A flat tensor whose memory can be given back and taken again, while it and its views stay."""
 
-    def __init__(self, tensor: Tensor, *, stays: bool, meter: Meter) -> None:
+    def __init__(self, tensor: Tensor, *, stays: bool, meter: ByteTracker) -> None:
         """`stays`: it is never freed, and `meter` does not count it. Else: make all views, then free it."""
         self.tensor = tensor
         self.nbytes = self.tensor.nbytes
@@ -61,10 +61,10 @@ class Flat:
             self._meter.drop(self.nbytes)
 
 
-class Loan:
+class LeasedTensor:
     """A flat tensor that is there from `hold` to `free`, each time another one."""
 
-    def __init__(self, take: Callable[[], Tensor], *, stays: bool, meter: Meter) -> None:
+    def __init__(self, take: Callable[[], Tensor], *, stays: bool, meter: ByteTracker) -> None:
         """`stays`: it is taken now, zeros, never freed, and `meter` does not count it."""
         self.stays = stays
         self._take = take
@@ -105,11 +105,11 @@ _MOVES = {
 }
 
 
-class Incoming:
+class GradBuffer:
     """Memory, its view for each parameter, and which of them have come and been written."""
 
     def __init__(
-        self, name: str, memory: Loan, count: int, views_of: Callable[[Tensor], list[Tensor]]
+        self, name: str, memory: LeasedTensor, count: int, views_of: Callable[[Tensor], list[Tensor]]
     ) -> None:
         """`name`: in messages. `views_of`: the memory's view for each of `count` parameters."""
         self.memory = memory

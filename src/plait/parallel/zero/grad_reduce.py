@@ -38,36 +38,36 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from plait.comm import Group, Summing, all_reduce
+from plait.comm import Group, ReduceWork, all_reduce
 from plait.optim import squared_norm
-from plait.parallel.ordered_launch import InOrder
-from plait.parallel.zero.copy_stream import Lane
-from plait.parallel.zero.flat_param import Cut, Unit
-from plait.parallel.zero.grad_buffer import GradientState, Meter
-from plait.parallel.zero.groups import PartialSums
-from plait.parallel.zero.reduce_ops import Between, Sums
+from plait.parallel.ordered_launch import OrderedLauncher
+from plait.parallel.zero.copy_stream import CopyStream
+from plait.parallel.zero.flat_param import FlatParam, FlatParamConfig
+from plait.parallel.zero.grad_buffer import ByteTracker, GradientState
+from plait.parallel.zero.groups import ReplicatedGradReduce
+from plait.parallel.zero.reduce_ops import GradReduction, ReplicaReduction
 from plait.plan.prefetch import TRAVELLING, deadlines
 
 _MOST_TRAVELLING = 256  # of whole gradients that stay; transports have room for some hundreds
 
 
-class UnderWay:
+class InFlightReductions:
     """The sums of a rank that have not landed. See [Note: one queue for all stages of a pipeline]."""
 
     def __init__(self) -> None:
-        self._queue: deque[tuple[Reducer, Unit, Summing]] = deque()
+        self._queue: deque[tuple[GradReducer, FlatParam, ReduceWork]] = deque()
 
     def __len__(self) -> int:
         return len(self._queue)
 
-    def __contains__(self, unit: Unit) -> bool:
+    def __contains__(self, unit: FlatParam) -> bool:
         return any(unit is travelling for _, travelling, _ in self._queue)
 
     @property
-    def oldest(self) -> Summing:
+    def oldest(self) -> ReduceWork:
         return self._queue[0][2]
 
-    def add(self, reducer: "Reducer", unit: Unit, summing: Summing) -> None:
+    def add(self, reducer: "GradReducer", unit: FlatParam, summing: ReduceWork) -> None:
         self._queue.append((reducer, unit, summing))
 
     def land_oldest(self) -> None:
@@ -81,30 +81,30 @@ class UnderWay:
         reducer.drop(unit, summing)
 
 
-class Reducer:
+class GradReducer:
     """Sums the units' gradients over the data ranks, beside backward."""
 
     def __init__(
         self,
-        units: list[Unit],
-        sums: Sums,
-        partial: PartialSums,
-        under_way: UnderWay,
+        units: list[FlatParam],
+        sums: GradReduction,
+        partial: ReplicatedGradReduce,
+        under_way: InFlightReductions,
         *,
-        cut: Cut,
+        cut: FlatParamConfig,
         grid: int,
         replicas: int,
         everyone: Group,
         whole: bool,
         hurries: bool,
-        meter: Meter,
+        meter: ByteTracker,
     ) -> None:
         """`under_way`: of all reducers of this rank. `cut`: of all units. `grid`: how many ranks cut the same
         layers. `whole`: whole gradients stay, and one reduction a step is made of them. `hurries`: reductions
         have deadlines, see [Note: late gradients]. Where whole gradients stay, backward lands what needs no
         waiting (and, beyond some hundreds of units, the oldest), so nobody waits in a circle, and a late
         gradient would meet its own sum."""
-        self._queue = InOrder(units[::-1], self._start)  # see [Note: the order of units]
+        self._queue = OrderedLauncher(units[::-1], self._start)  # see [Note: the order of units]
         self._sums = sums
         self._partial = partial
         self._has_between = replicas > 1 and not sums.at_once
@@ -117,24 +117,24 @@ class Reducer:
         self._last = False
         self._deadlines: list[int | None] = [None] * len(units)
         self._under_way = under_way
-        self._replicating: list[tuple[Unit, Between]] = []
-        self._read: list[Summing] = []  # the last: peers may still read what it, and those before, are of
-        self._squares: dict[Unit, Tensor] = {}
+        self._replicating: list[tuple[FlatParam, ReplicaReduction]] = []
+        self._read: list[ReduceWork] = []  # the last: peers may still read what it, and those before, are of
+        self._squares: dict[FlatParam, Tensor] = {}
         self._device = cut.device
-        self._lane = Lane(self._device)
+        self._lane = CopyStream(self._device)
         for unit in units:
             unit.on_complete.append(self._on_complete)
             unit.on_late = self._on_late
 
-    def order_by(self, units: list[Unit], last_uses: Mapping[Unit, int], prefetch: int) -> None:
+    def order_by(self, units: list[FlatParam], last_uses: Mapping[FlatParam, int], prefetch: int) -> None:
         """From now on units are reduced in this order, the same on every rank. `last_uses`: places in
         backward's walk, of units that are in it."""
         assert set(units) == set(self._order), "an order of other units"
-        self._queue = InOrder(units, self._start)
+        self._queue = OrderedLauncher(units, self._start)
         self._deadlines = deadlines([last_uses.get(unit, -1) for unit in units], prefetch)
 
     @property
-    def completed(self) -> list[Unit]:
+    def completed(self) -> list[FlatParam]:
         """In the order in which the last backward completed them; at the end those that it did not."""
         return self._queue.completed
 
@@ -207,7 +207,7 @@ class Reducer:
                 square -= squared_norm(repeated).to(square.device)
         return square
 
-    def square_again(self, unit: Unit) -> None:
+    def square_again(self, unit: FlatParam) -> None:
         """After `land`: its gradient has changed."""
         self._squares[unit] = squared_norm(unit.gradient).to(self._device)
 
@@ -227,7 +227,7 @@ class Reducer:
             unit.reset()
 
     @property
-    def _order(self) -> list[Unit]:
+    def _order(self) -> list[FlatParam]:
         return self._queue.order
 
     @property
@@ -235,18 +235,18 @@ class Reducer:
         """Whether replicas add up their gradients after this reduction."""
         return self._last and self._has_between
 
-    def _on_complete(self, unit: Unit) -> None:
+    def _on_complete(self, unit: FlatParam) -> None:
         self._queue.complete(unit)
         while self._under_way and self._lands_early(self._under_way.oldest):
             self._under_way.land_oldest()
 
-    def _lands_early(self, summing: Summing) -> bool:
+    def _lands_early(self, summing: ReduceWork) -> bool:
         """Whole gradients that stay could land later; but what peers have given too may be in the cache now.
         How much memory a step takes does not depend on how ranks hurry: what holds buffers does not. Nor does
         a grid whose ranks add up for replicas when they land: beside the sums of its layers, in one order."""
         return self._may_land_early and not summing.buffer_bytes and summing.is_ready
 
-    def _on_late(self, unit: Unit) -> None:
+    def _on_late(self, unit: FlatParam) -> None:
         """A gradient comes while the unit's reduction travels: that has to land first."""
         while unit in self._under_way:
             self._under_way.land_oldest()
@@ -261,7 +261,7 @@ class Reducer:
                 self._start(unit)
         self._land_all()
 
-    def _start(self, unit: Unit) -> None:
+    def _start(self, unit: FlatParam) -> None:
         contribution = unit.seal()
         self._partial.add_up(unit.layout, contribution)  # see [Note: when parts are summed]
         unit.incoming.move(GradientState.REDUCING)
@@ -275,13 +275,13 @@ class Reducer:
         while self._under_way:
             self._under_way.land_oldest()
 
-    def drop(self, unit: Unit, summing: Summing) -> None:
+    def drop(self, unit: FlatParam, summing: ReduceWork) -> None:
         """Waits for a sum that nobody wants."""
         for _ in summing.into(torch.empty_like(unit.gradient, device=self._device)):
             pass
         self._meter.drop(summing.buffer_bytes)
 
-    def take(self, unit: Unit, summing: Summing) -> None:
+    def take(self, unit: FlatParam, summing: ReduceWork) -> None:
         """The sum goes into `gradient`; then, once a step, the replicas add theirs up."""
         target = unit.gradient
         if unit.cut.offloads:
@@ -302,7 +302,7 @@ class Reducer:
         elif unit.cut.offloads:
             self._lane.copy(unit.gradient, target)
 
-    def _start_replicating(self, unit: Unit, summed: Tensor) -> None:
+    def _start_replicating(self, unit: FlatParam, summed: Tensor) -> None:
         between = self._sums.start_between(unit, summed)
         self._meter.hold(between.buffer_bytes)
         self._replicating.append((unit, between))

@@ -66,7 +66,7 @@ def shares_parameters(plan: Plan, groups: DataGroups) -> bool:
     return shares_memory(groups.gathers) and plan.offload != "cpu"
 
 
-class PartialSums:
+class ReplicatedGradReduce:
     """Sums what columns have computed of gradients that each of them sees a part of.
 
     [Note: when parts are summed]

@@ -8,18 +8,18 @@ from torch import Tensor, nn
 from plait.comm import broadcast
 from plait.errors import ModelError
 from plait.models import initialise
-from plait.parallel.zero.exec_order import Bundle
-from plait.parallel.zero.flat_param import Cut, Unit
-from plait.parallel.zero.grad_reduce import UnderWay
-from plait.parallel.zero.groups import DataGroups, PartialSums
+from plait.parallel.zero.exec_order import ParamGroup
+from plait.parallel.zero.flat_param import FlatParam, FlatParamConfig
+from plait.parallel.zero.grad_reduce import InFlightReductions
+from plait.parallel.zero.groups import DataGroups, ReplicatedGradReduce
 from plait.parallel.zero.shard_map import buffer_dtype
-from plait.parallel.zero.sharded_model import Zero
+from plait.parallel.zero.sharded_model import ShardedStage
 from plait.plan import Plan
 
 
-def first_weights(
+def init_flat_params(
     model: nn.Module,
-    units: Mapping[int, Sequence[Unit]],
+    units: Mapping[int, Sequence[FlatParam]],
     groups: DataGroups,
     plan: Plan,
     device: torch.device,
@@ -36,7 +36,7 @@ def first_weights(
             "a model is either on meta or has its weights",
             given="a model without parameters" if not on_meta else "some parameters on meta, others not",
         )
-    placed: dict[str, list[Unit]] = {}
+    placed: dict[str, list[FlatParam]] = {}
     for unit in (unit for of_stage in units.values() for unit in of_stage):
         for piece in unit.layout.pieces:
             placed.setdefault(piece.name, []).append(unit)
@@ -56,27 +56,27 @@ def first_weights(
     return others
 
 
-def bring_to_life(
+def bind_flat_params(
     model: nn.Module,
     names: Mapping[int, str],
     blocks: Sequence[tuple[str, nn.Module]],
-    units: Sequence[Unit],
+    units: Sequence[FlatParam],
     others: Mapping[str, nn.Parameter],
     plan: Plan,
     groups: DataGroups,
-    partial: PartialSums,
-    under_way: UnderWay,
-    cut: Cut,
-) -> Zero:
+    partial: ReplicatedGradReduce,
+    under_way: InFlightReductions,
+    cut: FlatParamConfig,
+) -> ShardedStage:
     """The model, or one stage of it, whose parameters are views of units from now on. `names`: of parameters
     in the whole model, by identity: a stage may know one that blocks share under a later name only."""
     owners = _owners(model, names, dict(blocks), units)
     _bind(model, names, units, others)
-    return Zero(model, tuple(owners), owners, plan, groups, partial, under_way, cut)
+    return ShardedStage(model, tuple(owners), owners, plan, groups, partial, under_way, cut)
 
 
 def _bind(
-    model: nn.Module, names: Mapping[int, str], units: Iterable[Unit], others: Mapping[str, nn.Parameter]
+    model: nn.Module, names: Mapping[int, str], units: Iterable[FlatParam], others: Mapping[str, nn.Parameter]
 ) -> None:
     """Puts the units' parameters, and of `others` its own, into the model. Tied parameters stay tied."""
     old = {names[id(parameter)]: parameter for parameter in model.parameters()}
@@ -92,7 +92,7 @@ def _bind(
         unit.note_versions()
 
 
-def let_go(model: nn.Module, kept: Set[int]) -> None:
+def release_unused(model: nn.Module, kept: Set[int]) -> None:
     """What of the whole model no stage of this rank took over has no memory any more. `kept`: the identities
     of parameters that were."""
     for module in model.modules():
@@ -125,10 +125,10 @@ def move_buffers(model: nn.Module, plan: Plan, device: torch.device) -> None:
 
 
 def _owners(
-    model: nn.Module, names: Mapping[int, str], blocks: Mapping[str, nn.Module], units: Sequence[Unit]
-) -> dict[Bundle, list[nn.Module]]:
+    model: nn.Module, names: Mapping[int, str], blocks: Mapping[str, nn.Module], units: Sequence[FlatParam]
+) -> dict[ParamGroup, list[nn.Module]]:
     """Units that are gathered together, with the modules whose forward and backward use them."""
-    by_name: dict[str, list[Unit]] = {}
+    by_name: dict[str, list[FlatParam]] = {}
     for unit in units:
         by_name.setdefault(unit.layout.block, []).append(unit)
     in_unit = {piece.name: unit.layout.block for unit in units for piece in unit.layout.pieces}

@@ -3,13 +3,15 @@
 from plait.comm import shares_memory
 from plait.parallel.zero.groups import DataGroups, shares_parameters
 from plait.parallel.zero.reduce_ops import exchanges, incoming, receives
-from plait.parallel.zero.sharded_model import Held
-from plait.parallel.zero.sharded_optim import Owned
+from plait.parallel.zero.sharded_model import ShardedModel
+from plait.parallel.zero.sharded_optim import ShardedOptimizer
 from plait.plan import Layout, MemoryUse, Plan, model_state_bytes
-from plait.plan.estimate.traffic import Terms
+from plait.plan.estimate.traffic import TransportFacts
 
 
-def held_bytes(held: Held, owned: Owned, plan: Plan, activation_bytes: int | None) -> MemoryUse:
+def allocated_bytes(
+    held: ShardedModel, owned: ShardedOptimizer, plan: Plan, activation_bytes: int | None
+) -> MemoryUse:
     """What is held now; of buffers, the most so far."""
     offloads, host = plan.offload == "cpu", 0
     use = {"parameters": 0, "gradients": 0, "master": 0, "optimizer": owned.stepper.state_bytes}
@@ -30,7 +32,7 @@ def held_bytes(held: Held, owned: Owned, plan: Plan, activation_bytes: int | Non
         separate = unit.master is not unit.piece
         use["master"] += unit.master.nbytes if separate and plan.offload == "none" else 0
         host += unit.master.nbytes if separate and offloads else 0
-    use["gradients"] += held.kept_bytes
+    use["gradients"] += held.residual_bytes
     if offloads:
         host, use["optimizer"] = host + use["optimizer"], 0
     return MemoryUse(
@@ -38,7 +40,7 @@ def held_bytes(held: Held, owned: Owned, plan: Plan, activation_bytes: int | Non
     )
 
 
-def foretold_bytes(
+def estimated_bytes(
     layout: Layout,
     plan: Plan,
     groups: DataGroups,
@@ -47,8 +49,10 @@ def foretold_bytes(
     scratch_bytes: int,
     activation_bytes: int | None,
 ) -> MemoryUse:
-    """What `held_bytes` will say after a step. `states_per_element`: of the optimizer. `scratch_bytes`: what
-    a named algorithm holds."""
+    """Estimate what `allocated_bytes` returns after a step.
+
+    `states_per_element`: of the optimizer. `scratch_bytes`: of a named algorithm.
+    """
     return model_state_bytes(
         layout,
         plan,
@@ -62,10 +66,10 @@ def foretold_bytes(
     )
 
 
-def terms_of(plan: Plan, groups: DataGroups, host_size: int) -> Terms:
+def terms_of(plan: Plan, groups: DataGroups, host_size: int) -> TransportFacts:
     """What the transport of these groups decides of a step's traffic."""
     narrow = incoming(plan, groups).itemsize
-    return Terms(narrow, shares_parameters(plan, groups), exchanges(plan, groups), host_size)
+    return TransportFacts(narrow, shares_parameters(plan, groups), exchanges(plan, groups), host_size)
 
 
 def _reads_in_place(plan: Plan, groups: DataGroups) -> bool:

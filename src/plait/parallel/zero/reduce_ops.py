@@ -18,35 +18,35 @@ import torch
 from torch import Tensor
 
 from plait.comm import (
-    CODES,
-    CodedSum,
+    CODECS,
+    AlgorithmReduce,
+    CompressedReduce,
     Compressor,
-    FactoredSum,
-    Pending,
-    StepSums,
-    Summing,
+    PowerSGDReduce,
+    ReduceWork,
+    Work,
     is_direct,
     sends_narrow,
     start_all_reduce,
     start_exchange,
     start_scattered_sum,
 )
-from plait.parallel.zero.flat_param import Unit
-from plait.parallel.zero.grad_buffer import Meter
+from plait.parallel.zero.flat_param import FlatParam
+from plait.parallel.zero.grad_buffer import ByteTracker
 from plait.parallel.zero.groups import DataGroups, Precision
 from plait.plan import Layout, Plan, adds_at_once, compresses, room_bytes
 
 
 @dataclass(frozen=True)
-class Between:
+class ReplicaReduction:
     """Replicas add up a range. `summed` is in use, and holds the sum when `pending` has been waited for."""
 
     summed: Tensor
-    pending: Pending
+    pending: Work
     buffer_bytes: int  # of `summed`, where it is a copy
 
 
-class Sums(Protocol):
+class GradReduction(Protocol):
     """Adds up contributions of units, in one order on all ranks."""
 
     at_once: bool  # see [Note: one sum or two]
@@ -54,13 +54,13 @@ class Sums(Protocol):
     scratch_bytes: int  # what an algorithm holds for what it has received
 
     @property
-    def kept_bytes(self) -> int:
+    def residual_bytes(self) -> int:
         """What lives from step to step."""
 
-    def start(self, unit: Unit, contribution: Tensor) -> Summing:
+    def start(self, unit: FlatParam, contribution: Tensor) -> ReduceWork:
         """Of the range that this rank owns. `contribution` is in use, and may be overwritten, until then."""
 
-    def start_between(self, unit: Unit, summed: Tensor) -> Between:
+    def start_between(self, unit: FlatParam, summed: Tensor) -> ReplicaReduction:
         """What `start` summed, over the replicas."""
 
     def forget(self) -> None:
@@ -70,7 +70,7 @@ class Sums(Protocol):
         """From now on gradients are `factor` times what they were."""
 
 
-class PlainSums:
+class DefaultReduction:
     """Gradients travel as they are, or rounded to bf16."""
 
     scratch_bytes = 0
@@ -84,10 +84,10 @@ class PlainSums:
         self._rounded = rounded
 
     @property
-    def kept_bytes(self) -> int:
+    def residual_bytes(self) -> int:
         return 0
 
-    def start(self, unit: Unit, contribution: Tensor) -> Summing:
+    def start(self, unit: FlatParam, contribution: Tensor) -> ReduceWork:
         copied = self._rounded and contribution.dtype != torch.bfloat16
         if copied:
             contribution = unit.cut.lend(contribution.numel(), torch.bfloat16).copy_(contribution)
@@ -98,11 +98,11 @@ class PlainSums:
         summing.buffer_bytes += contribution.nbytes if copied else 0
         return summing
 
-    def start_between(self, unit: Unit, summed: Tensor) -> Between:
+    def start_between(self, unit: FlatParam, summed: Tensor) -> ReplicaReduction:
         if summed.device != self._device or self._rounded:
             summed = summed.to(self._device, torch.bfloat16 if self._rounded else summed.dtype)
         pending = start_all_reduce(summed, self._groups.replicate, label=unit.layout.name)
-        return Between(summed, pending, 0 if summed is unit.gradient else summed.nbytes)
+        return ReplicaReduction(summed, pending, 0 if summed is unit.gradient else summed.nbytes)
 
     def forget(self) -> None:
         """Nothing is kept."""
@@ -111,13 +111,18 @@ class PlainSums:
         """Nothing is kept."""
 
 
-class CompressedSums:
+class CompressedReduction:
     """Gradients travel in codes or as factors. See [Note: what a compressed sum keeps]."""
 
     scratch_bytes = 0  # a room, which is foretold with its plan
 
     def __init__(
-        self, units: Sequence[Unit], plan: Plan, groups: DataGroups, device: torch.device, meter: Meter
+        self,
+        units: Sequence[FlatParam],
+        plan: Plan,
+        groups: DataGroups,
+        device: torch.device,
+        meter: ByteTracker,
     ) -> None:
         """`units`: those that train."""
         self.at_once = adds_at_once(plan)
@@ -126,35 +131,35 @@ class CompressedSums:
         first = groups.at_once if self.at_once else groups.reductions
         wanted = [first] if self.at_once else [first, groups.replicate]
         rooms = room_bytes(Layout(tuple(unit.layout for unit in units)), plan)
-        self._first: dict[Unit, Compressor] = {}
-        self._between: dict[Unit, Compressor] = {}
+        self._first: dict[FlatParam, Compressor] = {}
+        self._between: dict[FlatParam, Compressor] = {}
         for group, num_bytes in zip([g for g in wanted if g.size > 1], rooms, strict=True):
             room = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
             meter.hold(num_bytes)  # for good
             for unit in units:
                 if plan.factor_rank is not None:
-                    self._first[unit] = FactoredSum(unit.layout, plan.factor_rank, group, room)
+                    self._first[unit] = PowerSGDReduce(unit.layout, plan.factor_rank, group, room)
                 elif group is first:
-                    self._first[unit] = CodedSum(unit.layout.numel, group, CODES[plan.reduce], room)
+                    self._first[unit] = CompressedReduce(unit.layout.numel, group, CODECS[plan.reduce], room)
                 else:
                     numel = unit.layout.range_numel
-                    self._between[unit] = CodedSum(numel, group, CODES[plan.reduce], room)
+                    self._between[unit] = CompressedReduce(numel, group, CODECS[plan.reduce], room)
 
     @property
-    def kept_bytes(self) -> int:
+    def residual_bytes(self) -> int:
         return sum(tensor.nbytes for summer in self._all() for tensor in summer.kept)
 
-    def start(self, unit: Unit, contribution: Tensor) -> Summing:
+    def start(self, unit: FlatParam, contribution: Tensor) -> ReduceWork:
         label = unit.layout.name
         if unit in self._first:
             return self._first[unit].start(contribution, (unit.start, unit.stop), label=label)
         return start_scattered_sum(contribution, self._groups.reductions, label=label)  # of one rank
 
-    def start_between(self, unit: Unit, summed: Tensor) -> Between:
+    def start_between(self, unit: FlatParam, summed: Tensor) -> ReplicaReduction:
         summed = summed.to(self._device)
         summing = self._between[unit].start(summed, (0, summed.numel()), label=unit.layout.name)
-        pending = Pending(lambda: [*summing.into(summed)])
-        return Between(summed, pending, 0 if summed is unit.gradient else summed.nbytes)
+        pending = Work(lambda: [*summing.into(summed)])
+        return ReplicaReduction(summed, pending, 0 if summed is unit.gradient else summed.nbytes)
 
     def forget(self) -> None:
         for summer in self._all():
@@ -168,18 +173,23 @@ class CompressedSums:
         return [*self._first.values(), *self._between.values()]
 
 
-class SteppedSums:
+class AlgorithmReduction:
     """Gradients are added up by an algorithm that the plan names."""
 
     def __init__(
-        self, units: Sequence[Unit], plan: Plan, groups: DataGroups, device: torch.device, meter: Meter
+        self,
+        units: Sequence[FlatParam],
+        plan: Plan,
+        groups: DataGroups,
+        device: torch.device,
+        meter: ByteTracker,
     ) -> None:
         """`units`: those that train."""
         self.at_once = plan.sums_replicas_at_once
         self._device = device
         self._dtype = torch.bfloat16 if rounds(plan, groups) else Precision.of(plan).master
         self._over = {
-            g: StepSums(plan.algorithm, g) for g in (groups.reductions, groups.replicate) if g.size > 1
+            g: AlgorithmReduce(plan.algorithm, g) for g in (groups.reductions, groups.replicate) if g.size > 1
         }
         self._groups = groups
         largest = max((unit.layout.numel for unit in units), default=0)  # a stage may be frozen
@@ -193,10 +203,10 @@ class SteppedSums:
         meter.hold(self.scratch_bytes)  # for good
 
     @property
-    def kept_bytes(self) -> int:
+    def residual_bytes(self) -> int:
         return 0
 
-    def start(self, unit: Unit, contribution: Tensor) -> Summing:
+    def start(self, unit: FlatParam, contribution: Tensor) -> ReduceWork:
         given = contribution.to(self._dtype)
         label = unit.layout.name
         group = self._groups.replicate if self.at_once else self._groups.reductions
@@ -206,10 +216,10 @@ class SteppedSums:
         summing.buffer_bytes += 0 if given is contribution else given.nbytes
         return summing
 
-    def start_between(self, unit: Unit, summed: Tensor) -> Between:
+    def start_between(self, unit: FlatParam, summed: Tensor) -> ReplicaReduction:
         summed = summed.to(self._device, self._dtype)
         pending = self._over[self._groups.replicate].start_all_reduce(summed, label=unit.layout.name)
-        return Between(summed, pending, 0 if summed is unit.gradient else summed.nbytes)
+        return ReplicaReduction(summed, pending, 0 if summed is unit.gradient else summed.nbytes)
 
     def forget(self) -> None:
         """Nothing is kept."""
@@ -251,12 +261,12 @@ def incoming(plan: Plan, groups: DataGroups) -> torch.dtype:
     return precision.compute if receives(plan, groups) else precision.master
 
 
-def sums_of_plan(
-    units: Sequence[Unit], plan: Plan, groups: DataGroups, device: torch.device, meter: Meter
-) -> Sums:
+def reduction_of_plan(
+    units: Sequence[FlatParam], plan: Plan, groups: DataGroups, device: torch.device, meter: ByteTracker
+) -> GradReduction:
     """`units`: those that train."""
     if compresses(plan):
-        return CompressedSums(units, plan, groups, device, meter)
+        return CompressedReduction(units, plan, groups, device, meter)
     if plan.algorithm != "auto" and plan.dp > 1:
-        return SteppedSums(units, plan, groups, device, meter)
-    return PlainSums(groups, device, exchanges=exchanges(plan, groups), rounded=rounds(plan, groups))
+        return AlgorithmReduction(units, plan, groups, device, meter)
+    return DefaultReduction(groups, device, exchanges=exchanges(plan, groups), rounded=rounds(plan, groups))

@@ -3,7 +3,7 @@
 [Note: what is compared]
 What the model computes with, and master weights where those are tensors of their own. Copies are on the ranks
 along `replicate`; on those along `shard`, where each has whole parameters in a memory of its own; on those
-of a grid, where no axis cuts a tensor; and on stages that share a parameter. `Holdings` says who holds which
+of a grid, where no axis cuts a tensor; and on stages that share a parameter. `ShardMap` says who holds which
 boxes of what, so all of them are one case: the same boxes of the same tensor. The ranks along `shard` add up
 their digests of what is cut over it first.
 
@@ -27,9 +27,9 @@ from torch import Tensor
 
 from plait.comm import Mesh, all_gather, all_reduce
 from plait.errors import RunError
-from plait.parallel.zero.flat_param import Cut, Unit
+from plait.parallel.zero.flat_param import FlatParam, FlatParamConfig
 from plait.parallel.zero.groups import DataGroups
-from plait.parallel.zero.shard_map import Holdings
+from plait.parallel.zero.shard_map import ShardMap
 from plait.plan import Boxes, Grid
 from plait.plan.layout import ALIGNMENT
 
@@ -41,7 +41,7 @@ _MOST_RANKS = 8  # that a letter names
 
 
 @dataclass(frozen=True)
-class Copied:
+class ReplicatedTensor:
     """A tensor of which several ranks may have the same boxes."""
 
     kind: str  # weights or master weights
@@ -54,17 +54,22 @@ class _Part:
     """Of one on this rank: flat, and where it begins in its piece. `is_range`: peers along `shard` have the
     rest."""
 
-    of: Copied
+    of: ReplicatedTensor
     flat: Tensor
     start: int
     is_range: bool
 
 
-class Replicas:
+class ReplicaCheck:
     """The units of all stages that a rank has, and who else has what of them."""
 
     def __init__(
-        self, units: Sequence[Unit], cut: Cut, holdings: Holdings, groups: DataGroups, mesh: Mesh
+        self,
+        units: Sequence[FlatParam],
+        cut: FlatParamConfig,
+        holdings: ShardMap,
+        groups: DataGroups,
+        mesh: Mesh,
     ) -> None:
         self._units = units
         self._groups = groups
@@ -72,13 +77,15 @@ class Replicas:
         self._device = mesh.world.device
         self._has_wholes = cut.whole_parameters and cut.share is None
         data_copies = groups.all.size if self._has_wholes else groups.replicate.size
-        copies: Counter[Copied] = Counter()
+        copies: Counter[ReplicatedTensor] = Counter()
         for layouts in holdings.layouts:
             for unit in (unit for layout in layouts.values() for unit in layout.units):
                 for piece in unit.pieces:
-                    copies[Copied("weights", piece.name, piece.boxes)] += data_copies
+                    copies[ReplicatedTensor("weights", piece.name, piece.boxes)] += data_copies
                     if cut.has_masters and unit.trains:
-                        copies[Copied("master weights", piece.name, piece.boxes)] += groups.replicate.size
+                        copies[ReplicatedTensor("master weights", piece.name, piece.boxes)] += (
+                            groups.replicate.size
+                        )
         several = (copied for copied, number in copies.items() if number > 1)
         self._line_of = {copied: line for line, copied in enumerate(several)}
 
@@ -100,9 +107,9 @@ class Replicas:
             line = self._line_of[differing[0]]
             raise _letter(differing, self._by_value(mine[line], mine[size + line]), self._grid)
 
-    def _digests(self) -> Iterator[tuple[Copied, int]]:
+    def _digests(self) -> Iterator[tuple[ReplicatedTensor, int]]:
         """Of what this rank holds and others may."""
-        digester = Digester()
+        digester = Digest()
         parts = [(part, digester.of(part.flat, part.start).to(self._device)) for part in self._parts()]
         if not parts:
             return
@@ -126,11 +133,11 @@ class Replicas:
                 yield from self._of("master weights", unit, unit.master, *own)
                 unit.cut.masters.forget(unit.master)
 
-    def _of(self, kind: str, unit: Unit, flat: Tensor, start: int, stop: int) -> Iterator[_Part]:
+    def _of(self, kind: str, unit: FlatParam, flat: Tensor, start: int, stop: int) -> Iterator[_Part]:
         """What lies in `flat`, which is [start, stop) of the unit's storage."""
         overlaps = {overlap.piece.name: overlap for overlap in unit.layout.overlaps(start, stop)}
         for piece in unit.layout.pieces:
-            copied = Copied(kind, piece.name, piece.boxes)
+            copied = ReplicatedTensor(kind, piece.name, piece.boxes)
             if copied not in self._line_of:
                 continue
             overlap = overlaps.get(piece.name)
@@ -154,7 +161,7 @@ class Replicas:
         return found
 
 
-class Digester:
+class Digest:
     """See [Note: digests]."""
 
     def __init__(self) -> None:
@@ -190,7 +197,7 @@ def _signed(value: int) -> int:
 
 
 def _letter(
-    differing: Sequence[Copied], by_value: Mapping[tuple[int, int], list[int]], grid: Grid
+    differing: Sequence[ReplicatedTensor], by_value: Mapping[tuple[int, int], list[int]], grid: Grid
 ) -> RunError:
     first = differing[0]
     most = max(by_value.values(), key=len)  # of several the one with the first rank

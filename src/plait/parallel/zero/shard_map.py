@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from plait.plan import Grid, Layout, Piece, Place, Plan, StageCut, UnitFact, UnitLayout
+from plait.plan import Grid, Layout, Piece, Plan, StageAssignment, TPCoord, UnitFact, UnitLayout
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -25,7 +25,7 @@ def buffer_dtype(buffer: Tensor, plan: Plan) -> torch.dtype:
 
 
 @dataclass(frozen=True)
-class Loose:
+class StandaloneTensor:
     """A parameter or buffer that lies in no unit."""
 
     kind: str  # weights or buffers
@@ -35,7 +35,7 @@ class Loose:
 
 
 @dataclass(frozen=True)
-class Holdings:
+class ShardMap:
     """Stages, their units and what lies in none.
 
     order       the model's parameters by name, in its order
@@ -45,19 +45,19 @@ class Holdings:
 
     order: tuple[str, ...]
     layouts: Sequence[Mapping[int, Layout]]
-    loose: Mapping[str, Loose]
+    loose: Mapping[str, StandaloneTensor]
 
     @classmethod
     def of(
         cls,
         model: nn.Module,
         facts: Sequence[UnitFact],
-        cut: StageCut,
+        cut: StageAssignment,
         rank_of: Mapping[int, int],
         grid: Grid,
-        places: Sequence[Place],
+        places: Sequence[TPCoord],
         plan: Plan,
-    ) -> "Holdings":
+    ) -> "ShardMap":
         """Of the whole model. `rank_of`: the place on `pp` of each stage. `places`: of the ranks that cut the
         same layers."""
         layouts: list[dict[int, Layout]] = []
@@ -78,12 +78,14 @@ class Holdings:
         placed = {tensor.name for unit in facts for tensor in unit.tensors}
         named = dict(model.named_parameters())
         loose = {
-            name: Loose("weights", cut.homes[name], tuple(p.shape), p.dtype)
+            name: StandaloneTensor("weights", cut.homes[name], tuple(p.shape), p.dtype)
             for name, p in named.items()
             if name not in placed
         }
         loose |= {
-            name: Loose("buffers", cut.homes[name], tuple(buffer.shape), buffer_dtype(buffer, plan))
+            name: StandaloneTensor(
+                "buffers", cut.homes[name], tuple(buffer.shape), buffer_dtype(buffer, plan)
+            )
             for name, buffer in persistent_buffers(model).items()
         }
         return cls(tuple(named), layouts, loose)

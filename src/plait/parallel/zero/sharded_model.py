@@ -27,7 +27,7 @@ more.
 Where the ranks of `shard` share memory (see the note of that name in `units.py`) one storage serves all of
 them from stage 1 on: nothing is gathered, and a barrier ends the update.
 
-With `gathered=step` stage 3 gathers once a step; `accumulate=whole` keeps whole gradients over a step's
+With `reshard=step` stage 3 gathers once a step; `accumulate=unsharded` keeps whole gradients over a step's
 micro-batches. Both take memory for less traffic.
 
 [Note: two lanes]
@@ -56,28 +56,30 @@ from torch import Tensor, nn
 
 from plait.comm import Group, Mesh, all_reduce, empty, share, shares_memory
 from plait.errors import ModelError
-from plait.parallel.zero.exec_order import Bundle, agreed_order
-from plait.parallel.zero.flat_param import Cut, MasterMemory, Unit, changed_behind_our_back
-from plait.parallel.zero.grad_buffer import Meter
-from plait.parallel.zero.grad_reduce import Reducer, UnderWay
-from plait.parallel.zero.groups import DataGroups, PartialSums, Precision, shares_parameters
-from plait.parallel.zero.reduce_ops import incoming, sums_of_plan
-from plait.parallel.zero.unshard import Gatherer
+from plait.parallel.zero.exec_order import ParamGroup, agreed_order
+from plait.parallel.zero.flat_param import FlatParam, FlatParamConfig, MasterMemory, changed_behind_our_back
+from plait.parallel.zero.grad_buffer import ByteTracker
+from plait.parallel.zero.grad_reduce import GradReducer, InFlightReductions
+from plait.parallel.zero.groups import DataGroups, Precision, ReplicatedGradReduce, shares_parameters
+from plait.parallel.zero.reduce_ops import incoming, reduction_of_plan
+from plait.parallel.zero.unshard import Unsharder
 from plait.plan import Plan
-from plait.plan.prefetch import Uses
+from plait.plan.prefetch import ExecOrder
 
 # Where a backward starts: a tensor, or its place in the graph when the tensor itself is gone.
 Root = Tensor | torch.autograd.graph.GradientEdge
 
 
-def cut_of(plan: Plan, groups: DataGroups, device: torch.device, masters: MasterMemory) -> Cut:
+def flat_param_config(
+    plan: Plan, groups: DataGroups, device: torch.device, masters: MasterMemory
+) -> FlatParamConfig:
     """Where this rank keeps what. See [Note: the four stages]."""
     precision = Precision.of(plan)
     offloads = plan.offload == "cpu"
     nothing_to_free = groups.gathers.size == 1 and not offloads
     shares = shares_parameters(plan, groups)
     lenders = [group for group in (groups.reductions, groups.replicate) if shares_memory(group)]
-    return Cut(
+    return FlatParamConfig(
         rank=groups.gathers.rank,
         device=device,
         home=torch.device("cpu") if offloads else device,
@@ -88,7 +90,7 @@ def cut_of(plan: Plan, groups: DataGroups, device: torch.device, masters: Master
         whole_parameters=plan.zero < 3 or nothing_to_free or shares,
         whole_gradients=plan.gradients_stay_whole,
         masters=masters,
-        meter=Meter(),
+        meter=ByteTracker(),
         share=partial(share, group=groups.gathers) if shares else None,
         lend=partial(empty, device=device, group=(lenders or [groups.reductions])[0]),
     )
@@ -98,7 +100,7 @@ def _refuse_to_load(*_: Any) -> None:
     raise changed_behind_our_back("load_state_dict() of a model that is being trained")
 
 
-class Rest(Protocol):
+class DeferredWork(Protocol):
     """What a backward in halves has left to compute."""
 
     def parameters(self) -> Sequence[Tensor]:
@@ -111,19 +113,19 @@ class Rest(Protocol):
         """Computes them; `deliver(parameter, gradient)`."""
 
 
-class Zero:
+class ShardedStage:
     """Units under a plan: what a step does with their parameters and gradients."""
 
     def __init__(
         self,
         model: nn.Module,
-        bundles: Sequence[Bundle],
-        owners: Mapping[Bundle, Sequence[nn.Module]],
+        bundles: Sequence[ParamGroup],
+        owners: Mapping[ParamGroup, Sequence[nn.Module]],
         plan: Plan,
         groups: DataGroups,
-        partial: PartialSums,
-        under_way: UnderWay,
-        cut: Cut,
+        partial: ReplicatedGradReduce,
+        under_way: InFlightReductions,
+        cut: FlatParamConfig,
     ) -> None:
         self._plan = plan
         self._all = groups.all
@@ -133,8 +135,8 @@ class Zero:
         self._single = [(unit,) for unit in self.trained]
         self._bundles = bundles
         self._meter = cut.meter
-        self._sums = sums_of_plan(self.trained, plan, groups, cut.device, self._meter)
-        self._reducer = Reducer(
+        self._sums = reduction_of_plan(self.trained, plan, groups, cut.device, self._meter)
+        self._reducer = GradReducer(
             self.trained,
             self._sums,
             partial,
@@ -144,10 +146,10 @@ class Zero:
             replicas=groups.replicate.size,
             everyone=groups.all,
             whole=plan.accumulates_whole,
-            hurries=not (cut.whole_parameters or plan.gathered == "step" or plan.gradients_stay_whole),
+            hurries=not (cut.whole_parameters or plan.reshard == "step" or plan.gradients_stay_whole),
             meter=self._meter,
         )
-        self._gatherer = Gatherer(
+        self._gatherer = Unsharder(
             model,
             bundles,
             owners,
@@ -155,7 +157,7 @@ class Zero:
             groups.all,
             cut,
             prefetch=plan.prefetch,
-            keeps=plan.zero < 3 or plan.gathered == "step",
+            keeps=plan.zero < 3 or plan.reshard == "step",
             watches=not plan.compile,
             on_progress=self._reducer.start_due,
         )
@@ -182,7 +184,7 @@ class Zero:
         self._tree = [(m, list(m._modules.values()), len(m._parameters)) for _, m in named]
 
     @property
-    def recorded(self) -> Uses[str]:
+    def recorded(self) -> ExecOrder[str]:
         """In which order the first step's passes have used the units, by their blocks; nothing where no unit
         is gathered for a use."""
         return self._gatherer.recorded.map(lambda bundle: bundle[0].layout.block)
@@ -193,9 +195,9 @@ class Zero:
         return self._sums.scratch_bytes
 
     @property
-    def kept_bytes(self) -> int:
+    def residual_bytes(self) -> int:
         """What compressed sums keep from step to step."""
-        return self._sums.kept_bytes
+        return self._sums.residual_bytes
 
     def check_unchanged(self) -> None:
         """Raises ModelError when a parameter was changed or replaced behind our back, or came later."""
@@ -227,11 +229,11 @@ class Zero:
         gradients: Sequence[Tensor | None],
         *,
         last: bool,
-        rest: Rest | None = None,
+        rest: DeferredWork | None = None,
     ) -> None:
         """Runs a micro-batch's backward from `roots`, whose gradients these are (None: of a scalar, 1); with
         `last`, the step's gradients are complete after it. With `rest` the gradients of some weights come
-        later, by `finish_backward`: all of them where whole gradients do not stay, see [Note: gradients
+        later, by `backward_weight`: all of them where whole gradients do not stay, see [Note: gradients
         that are early] in `units.py`."""
         half = rest is not None
         self._gatherer.begin_backward(half=half)
@@ -240,11 +242,11 @@ class Zero:
             unit.keep_early = None if rest is None or self.cut.whole_gradients else rest.keep
         if roots:  # else nothing before them trains
             torch.autograd.backward(roots, gradients)  # type: ignore[arg-type]  # a mixture is fine
-        self._gatherer.walk_on()
+        self._gatherer.finish_walk()
         self._reducer.end_micro()
         self._gatherer.end_backward()
 
-    def finish_backward(self, rest: Rest, *, last: bool) -> None:
+    def backward_weight(self, rest: DeferredWork, *, last: bool) -> None:
         """A backward's second half: computes gradients of weights and takes them over."""
         for unit in self.trained:
             unit.keep_early = None
@@ -263,7 +265,7 @@ class Zero:
         ranks that hold one copy; float64, a scalar."""
         return self._reducer.square()
 
-    def square_again(self, unit: Unit) -> None:
+    def square_again(self, unit: FlatParam) -> None:
         """After `land`: the unit's gradient has changed."""
         self._reducer.square_again(unit)
 
@@ -272,7 +274,7 @@ class Zero:
         """Of this step's gathers, the same on all ranks that share the units. Reading it begins a new one."""
         return self._gatherer.digest
 
-    def update(self, step: Callable[[Unit], None]) -> None:
+    def update(self, step: Callable[[FlatParam], None]) -> None:
         """Has each unit's range updated by `step` and lets the model see it."""
         if not self._gathers_after_update:
             self._gatherer.forget()
@@ -298,10 +300,10 @@ class Zero:
             order = agreed_order([(unit,) for unit in completed], self._single, self._all)
             self._reducer.order_by([unit for (unit,) in order], self._gatherer.last_uses, self._plan.prefetch)
 
-    def await_readers(self) -> None:
+    def wait_for_readers(self) -> None:
         """Returns when weights may be written otherwise than by `update`: see [Note: memory that ranks share]
         in `units.py`."""
-        self._gatherer.await_readers()
+        self._gatherer.wait_for_readers()
 
     def publish(self) -> None:
         """Lets the model see weights that were written into the ranges otherwise than by `update`."""
@@ -342,10 +344,12 @@ class Zero:
             self._gatherer.is_paused = False
 
 
-class Held:
-    """The units of all stages that a rank has, as one: see `Zero`."""
+class ShardedModel:
+    """The units of all stages that a rank has, as one: see `ShardedStage`."""
 
-    def __init__(self, zeros: Mapping[int, Zero], groups: DataGroups, shared: "SharedSums") -> None:
+    def __init__(
+        self, zeros: Mapping[int, ShardedStage], groups: DataGroups, shared: "TiedGradReduce"
+    ) -> None:
         """`zeros`: by stage."""
         self.zeros = dict(zeros)
         self.cut = next(iter(self.zeros.values())).cut  # the same for all
@@ -353,11 +357,11 @@ class Held:
         self._shared = shared
 
     @property
-    def units(self) -> list[Unit]:
+    def units(self) -> list[FlatParam]:
         return [unit for zero in self.zeros.values() for unit in zero.units]
 
     @property
-    def trained(self) -> list[Unit]:
+    def trained(self) -> list[FlatParam]:
         return [unit for zero in self.zeros.values() for unit in zero.trained]
 
     @property
@@ -371,9 +375,9 @@ class Held:
         return sum(zero.scratch_bytes for zero in self.zeros.values())
 
     @property
-    def kept_bytes(self) -> int:
+    def residual_bytes(self) -> int:
         """What compressed sums keep from step to step."""
-        return sum(zero.kept_bytes for zero in self.zeros.values())
+        return sum(zero.residual_bytes for zero in self.zeros.values())
 
     def check_unchanged(self) -> None:
         """Raises ModelError when a parameter was changed or replaced behind our back."""
@@ -410,7 +414,7 @@ class Held:
                     hint="zero=2, where parameters are not cut; or the same modules on each, if with zeros",
                 )
 
-    def update(self, step: Callable[[Unit], None]) -> None:
+    def update(self, step: Callable[[FlatParam], None]) -> None:
         """Has each unit's range updated by `step` and lets the model see it."""
         for zero in self.zeros.values():
             zero.update(step)
@@ -420,10 +424,10 @@ class Held:
         for zero in self.zeros.values():
             zero.end_step(skipped=skipped, scale=scale)
 
-    def await_readers(self) -> None:
+    def wait_for_readers(self) -> None:
         """Returns when weights may be written otherwise than by `update`."""
         for zero in self.zeros.values():
-            zero.await_readers()
+            zero.wait_for_readers()
 
     def publish(self) -> None:
         """Lets the model see weights that were written into the ranges otherwise than by `update`."""
@@ -436,7 +440,7 @@ class Held:
             zero.reset()
 
 
-class SharedSums:
+class TiedGradReduce:
     """Adds up the gradients of parameters that are on several stages. See [Note: one parameter ...]."""
 
     def __init__(self, names: Mapping[str, Sequence[int]], rank_of: Mapping[int, int], mesh: Mesh) -> None:
@@ -451,7 +455,7 @@ class SharedSums:
             coords = sorted({rank_of[stage] for stage in stages})
             self._groups[name] = mesh.part("pp", coords, lane="shared")
 
-    def add_up(self, zeros: Mapping[int, Zero]) -> None:
+    def add_up(self, zeros: Mapping[int, ShardedStage]) -> None:
         """After all of them have landed."""
         for name, stages in self._stages.items():
             held = [

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from plait.errors import ConfigError
-from plait.optim import CHUNK, FlatSlice, MappedFile, Stepper, make_optimizer, room_for, state_kinds
-from plait.parallel.zero.flat_param import Unit
+from plait.optim import CHUNK, ChunkedOptimizer, FlatSlice, MappedFile, make_optimizer, room_for, state_kinds
+from plait.parallel.zero.flat_param import FlatParam
 from plait.parallel.zero.groups import Precision
 from plait.plan import Layout, Plan
 
 
 @dataclass(frozen=True)
-class OwnedSlice:
+class OptimizerSlice:
     """Elements [start, stop) of the range that this rank owns of a unit."""
 
     group: int
@@ -25,7 +25,7 @@ class OwnedSlice:
     leaf: Tensor  # the optimizer's parameter
 
 
-class Masters:
+class MasterWeights:
     """Gives out the memory of master weights: on the plan's device, in host memory, or in a file."""
 
     def __init__(self, plan: Plan, layout: Layout, device: torch.device, folder: Path | None) -> None:
@@ -56,20 +56,20 @@ class Masters:
             self.file.forget(master)
 
 
-class Owned:
+class ShardedOptimizer:
     """The ranges that this rank updates, their optimizer and its states."""
 
     def __init__(
         self,
-        units: Sequence[Unit],
+        units: Sequence[FlatParam],
         plan: Plan,
         kind: type[torch.optim.Optimizer],
         arguments: Mapping[str, Any],
         groups: Sequence[Mapping[str, Any]],
-        masters: Masters,
+        masters: MasterWeights,
         folder: Path | None,
     ) -> None:
-        visits = plan.states == "bf16" or folder is not None
+        visits = plan.optim_dtype == "bf16" or folder is not None
         self.slices = {unit: _slices(unit, _longest(unit) if visits else None) for unit in units}
         self.kinds = state_kinds(kind, arguments)
         flat = [(unit, part) for unit, parts in self.slices.items() for part in parts]
@@ -78,10 +78,10 @@ class Owned:
         )
         self._masters = masters
         self.has_states = False  # the same on all ranks, also where one owns padding only, or nothing trains
-        self.stepper = Stepper(
+        self.stepper = ChunkedOptimizer(
             self.optimizer,
             self.kinds,
-            states="bf16" if plan.states == "bf16" else "fp32",
+            states="bf16" if plan.optim_dtype == "bf16" else "fp32",
             folder=folder,
             masters=masters.file,
             positions={part.leaf: unit.start + part.start for unit, part in flat},
@@ -96,22 +96,22 @@ class Owned:
         """Of states and master weights in files."""
         return self.stepper.disk_bytes + (self._masters.file.num_bytes if self._masters.file else 0)
 
-    def step(self, unit: Unit, factor: float, number: int) -> None:
+    def step(self, unit: FlatParam, factor: float, number: int) -> None:
         """The optimizer's step number `number` of this unit, gradients multiplied by `factor`."""
         self.stepper.step([part.leaf for part in self.slices[unit]], factor, number)
 
 
-def _longest(unit: Unit) -> int:
+def _longest(unit: FlatParam) -> int:
     """Elements of a slice whose states visit: on a CPU they stay in cache, a GPU pays for every launch."""
     return CHUNK * 64 if unit.master.is_cuda else CHUNK
 
 
-def _slices(unit: Unit, longest: int | None) -> list[OwnedSlice]:
+def _slices(unit: FlatParam, longest: int | None) -> list[OptimizerSlice]:
     """The unit's owned groups, each in pieces of at most `longest` elements."""
     found = []
     for group, low, high in unit.layout.owned_groups(unit.cut.rank):
         for start in range(low, high, longest or high - low):
             stop = min(high, start + (longest or high - low))
             flat = FlatSlice.of(group, unit.master[start:stop], unit.gradient[start:stop])
-            found.append(OwnedSlice(group, start, stop, flat.leaf))
+            found.append(OptimizerSlice(group, start, stop, flat.leaf))
     return found

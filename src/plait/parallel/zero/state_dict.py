@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from plait.comm import Group, all_gather, receive, send
 from plait.errors import CheckpointError
-from plait.parallel.zero.flat_param import Cut, Unit
-from plait.parallel.zero.shard_map import Holdings, persistent_buffers
-from plait.parallel.zero.sharded_optim import Owned, OwnedSlice
-from plait.parallel.zero.state_io import Kept, Source, put, taken
+from plait.parallel.zero.flat_param import FlatParam, FlatParamConfig
+from plait.parallel.zero.shard_map import ShardMap, persistent_buffers
+from plait.parallel.zero.sharded_optim import OptimizerSlice, ShardedOptimizer
+from plait.parallel.zero.state_io import StateReader, StateShard, slice_boxes, write_boxes
 from plait.plan import Boxes, Overlap, UnitLayout
 
 _Value = TypeVar("_Value")
@@ -33,7 +33,7 @@ def scalar_device(group: Mapping[str, Any], leaf: Tensor) -> torch.device:
     return leaf.device if in_kernel else torch.device("cpu")
 
 
-class EngineState:
+class ShardedState:
     """Reads and writes the state of a model, its units and their optimizer.
 
     Reading is collective over the ranks that together hold one copy; the first of them gets what is whole.
@@ -42,13 +42,13 @@ class EngineState:
     def __init__(
         self,
         modules: Mapping[int, nn.Module],
-        units: Mapping[int, Sequence[Unit]],
-        owned: Owned,
-        cut: Cut,
+        units: Mapping[int, Sequence[FlatParam]],
+        owned: ShardedOptimizer,
+        cut: FlatParamConfig,
         shard: Group,
         model: Group,
         replicate: Group,
-        holdings: Holdings,
+        holdings: ShardMap,
     ) -> None:
         """`modules`, `units`: by stage. `shard`: ranks with the ranges of the same units. `model`: those with
         other pieces of the model. `replicate`: those with the same."""
@@ -60,7 +60,7 @@ class EngineState:
         self._model = model
         self._replicate = replicate
         self._holdings = holdings
-        self._listed: dict[bool, list[Kept]] = {}  # of units, by whether there are optimizer states
+        self._listed: dict[bool, list[StateShard]] = {}  # of units, by whether there are optimizer states
 
     @property
     def _is_first(self) -> bool:
@@ -88,7 +88,7 @@ class EngineState:
             for lap in unit.layout.overlaps(unit.start, unit.start + unit.gradient.numel()):
                 if lap.piece.name == name:
                     own = unit.gradient[lap.at : lap.at + lap.stop - lap.start].double()
-                    right = taken(whole, lap.piece.boxes).reshape(-1)[lap.start : lap.stop].to(own)
+                    right = slice_boxes(whole, lap.piece.boxes).reshape(-1)[lap.start : lap.stop].to(own)
                     squares = (float((own - right).square().sum()), float(right.square().sum()))
                     found = squares if found is None else (found[0] + squares[0], found[1] + squares[1])
         return found
@@ -105,7 +105,7 @@ class EngineState:
             tensors |= self._all_counters()
         return tensors if self._is_first else {}
 
-    def kept(self) -> list[Kept]:
+    def kept(self) -> list[StateShard]:
         """What this rank has to save, of everything but the engine's own: over all ranks every element once.
         Ranks along `replicate`, which hold the same, share the work."""
         if self._owned.has_states not in self._listed:  # what lies where does not change
@@ -116,7 +116,7 @@ class EngineState:
         for name, loose in self._holdings.loose.items():
             if self._shard.rank == 0 and self._model.rank == self._holdings.first_rank(loose.stage):
                 stages, tensors = here[name]
-                found.append(Kept.whole(f"{loose.kind}/{name}", tensors[stages.index(loose.stage)]))
+                found.append(StateShard.whole(f"{loose.kind}/{name}", tensors[stages.index(loose.stage)]))
         mine, copies = self._replicate.rank, self._replicate.size
         shares = []
         for number, kept in enumerate(found):
@@ -126,7 +126,7 @@ class EngineState:
                 shares.append(kept)
         return shares
 
-    def _kept_of(self, unit: Unit) -> Iterator[Kept]:
+    def _kept_of(self, unit: FlatParam) -> Iterator[StateShard]:
         """Of the range of a unit that this rank owns."""
         for lap in unit.layout.overlaps(unit.start, unit.stop):
             if lap.piece.counted:
@@ -136,7 +136,7 @@ class EngineState:
                 if lap.piece.counted:
                     yield from self._kept_states(part, lap)
 
-    def _kept_states(self, part: OwnedSlice, lap: Overlap) -> Iterator[Kept]:
+    def _kept_states(self, part: OptimizerSlice, lap: Overlap) -> Iterator[StateShard]:
         for kind in sorted(self._owned.kinds):
             key = f"{kind}/{lap.piece.name}"
             if "." not in kind:
@@ -145,17 +145,17 @@ class EngineState:
                 # what is counted once per parameter is told by the owner of its first element
                 yield self._kept_counter(part, kind, key)
 
-    def _kept_counter(self, part: OwnedSlice, kind: str, key: str) -> Kept:
+    def _kept_counter(self, part: OptimizerSlice, kind: str, key: str) -> StateShard:
         def read() -> Tensor:
             return self._counter(part, kind).view(-1)
 
-        return Kept(key, (), read().dtype, Boxes.whole(()), 0, 1, read)
+        return StateShard(key, (), read().dtype, Boxes.whole(()), 0, 1, read)
 
-    def _flat_state(self, part: OwnedSlice, kind: str) -> Tensor:
+    def _flat_state(self, part: OptimizerSlice, kind: str) -> Tensor:
         held: Tensor = self._owned.stepper.state(part.leaf)[kind]
         return held
 
-    def check(self, source: Source, *, weights_only: bool = False) -> None:
+    def check(self, source: StateReader, *, weights_only: bool = False) -> None:
         """Raises CheckpointError when a tensor is missing, of another shape or of another optimizer. Of the
         engine's own keys it looks for one."""
         shapes = source.shapes
@@ -168,7 +168,7 @@ class EngineState:
                 )
         self._check(_without_engines(shapes), weights_only=weights_only)
 
-    def load(self, source: Source, *, weights_only: bool = False) -> None:
+    def load(self, source: StateReader, *, weights_only: bool = False) -> None:
         """Takes over everything that `check` lets pass, each rank its part. `weights_only`: the optimizer
         begins anew."""
         with torch.no_grad():
@@ -190,7 +190,9 @@ class EngineState:
 
     # --- from the ranks that hold it
 
-    def _whole(self, own: Callable[[Unit], Tensor], *, frozen: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def _whole(
+        self, own: Callable[[FlatParam], Tensor], *, frozen: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
         """Every parameter (with `frozen`, also those that do not train), whole, from the ranks' ranges and
         pieces: on the first rank, elsewhere nothing."""
         for stage, number, layouts in self._holdings.units():
@@ -224,7 +226,7 @@ class EngineState:
                 if piece.counted:
                     if piece.name not in found:
                         found[piece.name] = torch.empty(piece.whole_shape, dtype=held.dtype)
-                    put(
+                    write_boxes(
                         found[piece.name], piece.boxes, held[piece.start : piece.stop].view(piece.boxes.shape)
                     )
         yield from found.items()
@@ -303,32 +305,34 @@ class EngineState:
     def _stages(self) -> set[int]:
         return {stage for layouts in self._holdings.layouts for stage in layouts}
 
-    def _trained(self) -> list[Unit]:
+    def _trained(self) -> list[FlatParam]:
         return [unit for unit in self._all_units() if unit.trains]
 
-    def _all_units(self) -> list[Unit]:
+    def _all_units(self) -> list[FlatParam]:
         return [unit for units in self._units.values() for unit in units]
 
-    def _flat(self, kind: str, unit: Unit) -> Tensor:
+    def _flat(self, kind: str, unit: FlatParam) -> Tensor:
         """A state of the range that this rank owns; zeros where no slice lies."""
         flat = torch.zeros_like(unit.master, requires_grad=False)
         for part in self._owned.slices[unit]:
             flat[part.start : part.stop] = self._owned.stepper.state(part.leaf)[kind]
         return flat
 
-    def _counters(self, unit: Unit, start: int) -> dict[str, Tensor]:
+    def _counters(self, unit: FlatParam, start: int) -> dict[str, Tensor]:
         """What the optimizer counts once per parameter: all of a group's slices agree, and one is here."""
         parts = self._owned.slices[unit]
         group = next(group for group, low, high in unit.layout.groups if low <= start < high)
         part = next((part for part in parts if part.group == group), parts[0])
         return {kind: self._counter(part, kind) for kind in self._owned.kinds if "." in kind}
 
-    def _counter(self, part: OwnedSlice, kind: str) -> Tensor:
+    def _counter(self, part: OptimizerSlice, kind: str) -> Tensor:
         """A copy, on the CPU."""
         value = self._owned.stepper.state(part.leaf)[kind.partition(".")[2]]
         return value.clone().cpu() if isinstance(value, Tensor) else torch.tensor(value)
 
-    def _state_of(self, unit: Unit, part: OwnedSlice, kinds: set[str], source: Source) -> dict[str, Any]:
+    def _state_of(
+        self, unit: FlatParam, part: OptimizerSlice, kinds: set[str], source: StateReader
+    ) -> dict[str, Any]:
         """A slice's state, as the optimizer will hold it."""
         groups = {leaf: g for g in self._owned.optimizer.param_groups for leaf in g["params"]}
         overlaps = unit.layout.overlaps(unit.start + part.start, unit.start + part.stop)
@@ -382,13 +386,13 @@ class EngineState:
         return self._owned.kinds if found else set()
 
 
-def _of(key: str, lap: Overlap, dtype: torch.dtype, flat: Callable[[], Tensor]) -> Kept:
+def _of(key: str, lap: Overlap, dtype: torch.dtype, flat: Callable[[], Tensor]) -> StateShard:
     """What lies of a piece in something flat."""
 
     def read() -> Tensor:
         return flat().detach()[lap.at : lap.at + lap.stop - lap.start]
 
-    return Kept(key, lap.piece.whole_shape, dtype, lap.piece.boxes, lap.start, lap.stop, read)
+    return StateShard(key, lap.piece.whole_shape, dtype, lap.piece.boxes, lap.start, lap.stop, read)
 
 
 def _without_engines(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:

@@ -11,12 +11,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from plait.comm import Group, raise_together
+from plait.comm import Group, raise_on_all
 from plait.errors import CheckpointError
 from plait.plan import Box, Boxes, runs
 
 
-def taken(whole: Tensor, boxes: Boxes) -> Tensor:
+def slice_boxes(whole: Tensor, boxes: Boxes) -> Tensor:
     """What the boxes hold of a whole tensor; a view of it where they are one box."""
     for dim, ranges in enumerate(boxes.ranges):
         if ranges != ((0, whole.shape[dim]),):
@@ -25,7 +25,7 @@ def taken(whole: Tensor, boxes: Boxes) -> Tensor:
     return whole
 
 
-def put(whole: Tensor, boxes: Boxes, held: Tensor) -> None:
+def write_boxes(whole: Tensor, boxes: Boxes, held: Tensor) -> None:
     """The other way: writes what the boxes hold into the whole tensor."""
     lengths = [[stop - start for start, stop in ranges] for ranges in boxes.ranges]
     starts = [list(accumulate(sizes, initial=0)) for sizes in lengths]
@@ -58,7 +58,7 @@ def view_of(tensor: Tensor, box: Box) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Kept:
+class StateShard:
     """Elements [start, stop) of the tensor that holds the boxes of a whole one, row by row."""
 
     key: str
@@ -70,7 +70,7 @@ class Kept:
     read: Callable[[], Tensor]  # flat; of what lives on, good until the next step
 
     @classmethod
-    def whole(cls, key: str, tensor: Tensor) -> "Kept":
+    def whole(cls, key: str, tensor: Tensor) -> "StateShard":
         """All of a tensor."""
         shape = tuple(tensor.shape)
         flat = tensor.detach().reshape(-1)
@@ -84,11 +84,11 @@ class Kept:
         """What is in it, on the CPU."""
         return self.read().detach().cpu()
 
-    def share(self, number: int, of: int) -> "Kept":
+    def share(self, number: int, of: int) -> "StateShard":
         """One of `of` runs of about as many elements."""
         numel = self.stop - self.start
         low, high = numel * number // of, numel * (number + 1) // of
-        return Kept(
+        return StateShard(
             self.key,
             self.whole_shape,
             self.dtype,
@@ -99,7 +99,7 @@ class Kept:
         )
 
 
-class Source(Protocol):
+class StateReader(Protocol):
     """Whole tensors by key, of which a rank reads what it needs. Raises CheckpointError."""
 
     @property
@@ -120,7 +120,7 @@ class Source(Protocol):
         the ranks that hold one copy of the state."""
 
 
-class WholeTensors:
+class InMemoryState:
     """A source in memory."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -139,7 +139,7 @@ class WholeTensors:
         *,
         counted: bool = True,  # noqa: ARG002
     ) -> None:
-        held = taken(self._tensors[key].detach(), boxes).reshape(-1)
+        held = slice_boxes(self._tensors[key].detach(), boxes).reshape(-1)
         into.copy_(held[start : start + into.numel()])
 
     def whole(self, key: str) -> Tensor:
@@ -152,4 +152,4 @@ class WholeTensors:
         device: torch.device,
         error: CheckpointError | None,
     ) -> None:
-        raise_together(error, everyone, device)
+        raise_on_all(error, everyone, device)

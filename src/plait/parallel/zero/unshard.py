@@ -34,31 +34,31 @@ from torch import Tensor, nn
 
 from plait.comm import Group, barrier, start_all_gather
 from plait.errors import ModelError
-from plait.parallel.zero.copy_stream import Lane
+from plait.parallel.zero.copy_stream import CopyStream
 from plait.parallel.zero.exec_order import (
-    Bundle,
-    Watch,
+    ForwardWatch,
+    ParamGroup,
     agreed_order,
     any_rank,
     encloses,
     reads_no_weight_in_backward,
     tensors_in,
 )
-from plait.parallel.zero.flat_param import Cut, Unit
-from plait.plan.prefetch import Uses, Walk
+from plait.parallel.zero.flat_param import FlatParam, FlatParamConfig
+from plait.plan.prefetch import ExecOrder, PrefetchWalk
 
 
-class Gatherer:
+class Unsharder:
     """Makes units whole when they are used, and at stage 3 gives their memory back afterwards."""
 
     def __init__(
         self,
         model: nn.Module,
-        bundles: Sequence[Bundle],
-        owners: Mapping[Bundle, Sequence[nn.Module]],
+        bundles: Sequence[ParamGroup],
+        owners: Mapping[ParamGroup, Sequence[nn.Module]],
         group: Group,
         everyone: Group,
-        cut: Cut,
+        cut: FlatParamConfig,
         *,
         prefetch: int,
         keeps: bool,
@@ -81,25 +81,25 @@ class Gatherer:
         self._shares = cut.share is not None
         self._was_written = False  # shared memory, and not all ranks know
         self._device = cut.device
-        self._lane = Lane(cut.device)
-        self._pending: dict[Unit, Callable[[], None]] = {}
-        self._whole: dict[Unit, Bundle] = {}  # whole, or being gathered
-        self._agreed: set[Bundle] = set()  # whole on every rank between passes
-        self._open: dict[Bundle, int] = {}  # how many of its owners are in forward
+        self._lane = CopyStream(cut.device)
+        self._pending: dict[FlatParam, Callable[[], None]] = {}
+        self._whole: dict[FlatParam, ParamGroup] = {}  # whole, or being gathered
+        self._agreed: set[ParamGroup] = set()  # whole on every rank between passes
+        self._open: dict[ParamGroup, int] = {}  # how many of its owners are in forward
         inner = {module for modules in owners.values() for module in modules}
         self._pinned = {b for b in bundles if any(encloses(m, model, inner) for m in owners[b])}
         self._blocks = {b for b in bundles if len(owners[b]) == 1 and owners[b][0] is not model}
-        self._walk: Walk[Bundle] | None = None
+        self._walk: PrefetchWalk[ParamGroup] | None = None
         self._backward = False
         self._half = False  # this backward leaves the gradients of weights for later
-        self._uses = Uses(self._bundles, self._bundles[::-1], self._pinned)
-        self._records: dict[bool, list[Bundle]] = {}  # of the first step's passes
-        self._record: list[Bundle] | None = None  # of the pass under way
+        self._uses = ExecOrder(self._bundles, self._bundles[::-1], self._pinned)
+        self._records: dict[bool, list[ParamGroup]] = {}  # of the first step's passes
+        self._record: list[ParamGroup] | None = None  # of the pass under way
         self._is_agreed = False
-        self._watch: Watch | None = None
+        self._watch: ForwardWatch | None = None
         if self._frees:
             self._hook(model, owners)
-            self._watch = Watch(self._bundles, self._used_outside) if watches else None
+            self._watch = ForwardWatch(self._bundles, self._used_outside) if watches else None
         self._is_watching = False
         self._forward_watch = ExitStack()  # from the beginning of a forward to its end
         self._digest = 0
@@ -113,7 +113,7 @@ class Gatherer:
             for unit in bundle:
                 self._start(unit, bundle)
 
-    def start_updated(self, bundle: Bundle) -> None:
+    def start_updated(self, bundle: ParamGroup) -> None:
         """Stages 1 and 2: every rank has updated its piece of what trains."""
         for unit in bundle:
             if unit.trains:
@@ -137,7 +137,7 @@ class Gatherer:
             self._was_written = False
             barrier(self._group, label="updated parameters")
 
-    def await_readers(self) -> None:
+    def wait_for_readers(self) -> None:
         """Weights in memory that ranks share may be written: nobody is in a forward or backward any more."""
         if self._shares:
             barrier(self._group, label="parameters to be written")
@@ -178,7 +178,7 @@ class Gatherer:
         for bundle in self._in_order(self._pinned):  # an evaluation since forward may have freed them
             self._use(bundle)
 
-    def walk_on(self) -> None:
+    def finish_walk(self) -> None:
         """Goes to the end of the pass, over what this rank skipped."""
         if self._walk is not None:
             self._walk_to(self._walk, len(self._walk.uses) - 1)
@@ -197,16 +197,16 @@ class Gatherer:
         self._pinned = {bundle for bundle, is_pinned in zip(self._bundles, pinned, strict=True) if is_pinned}
         ways = {False: self._bundles, True: self._bundles[::-1]}
         orders = [agreed_order(self._records[way], layout, self._all) for way, layout in ways.items()]
-        self._uses = Uses(orders[0], orders[1], self._pinned)
+        self._uses = ExecOrder(orders[0], orders[1], self._pinned)
         return True
 
     @property
-    def recorded(self) -> Uses[Bundle]:
+    def recorded(self) -> ExecOrder[ParamGroup]:
         """What the first step's passes have used."""
-        return Uses(self._records.get(False, ()), self._records.get(True, ()), self._pinned)
+        return ExecOrder(self._records.get(False, ()), self._records.get(True, ()), self._pinned)
 
     @property
-    def last_uses(self) -> dict[Unit, int]:
+    def last_uses(self) -> dict[FlatParam, int]:
         """Of each unit in backward's walk, its last place there."""
         return {unit: index for index, bundle in enumerate(self._uses.of(backward=True)) for unit in bundle}
 
@@ -219,15 +219,15 @@ class Gatherer:
     def _begin(self, *, backward: bool) -> None:
         if self._frees:
             uses = self._uses.of(backward=backward)
-            self._walk = Walk(uses, self._prefetch, self._agreed, frees=not self._keeps)
+            self._walk = PrefetchWalk(uses, self._prefetch, self._agreed, frees=not self._keeps)
             recording = not self._is_agreed and (backward or torch.is_grad_enabled())
             self._record = [] if recording and backward not in self._records else None
 
-    def _end(self, stay: set[Bundle]) -> None:
+    def _end(self, stay: set[ParamGroup]) -> None:
         """Ends a pass, after which just `stay` are whole on every rank (all, where they are kept)."""
         if self._walk is None:
             return
-        self.walk_on()
+        self.finish_walk()
         if self._record is not None:
             self._records[self._backward], self._record = self._record, None
         uses, self._walk = {*self._walk.uses, *self._pinned}, None
@@ -238,8 +238,8 @@ class Gatherer:
 
     # --- uses
 
-    def _hook(self, model: nn.Module, owners: Mapping[Bundle, Sequence[nn.Module]]) -> None:
-        by_owner: dict[nn.Module, list[Bundle]] = {}
+    def _hook(self, model: nn.Module, owners: Mapping[ParamGroup, Sequence[nn.Module]]) -> None:
+        by_owner: dict[nn.Module, list[ParamGroup]] = {}
         for bundle in self._bundles:
             for module in owners[bundle]:
                 by_owner.setdefault(module, []).append(bundle)
@@ -253,7 +253,7 @@ class Gatherer:
         for module in model.modules():
             module.register_state_dict_pre_hook(_refuse_state_dict)
 
-    def _before_forward(self, bundles: list[Bundle]) -> Callable[..., None]:
+    def _before_forward(self, bundles: list[ParamGroup]) -> Callable[..., None]:
         def hook(*_: Any) -> None:
             if not self.is_paused:
                 for bundle in bundles:
@@ -261,13 +261,13 @@ class Gatherer:
 
         return hook
 
-    def _open_bundle(self, bundle: Bundle) -> None:
+    def _open_bundle(self, bundle: ParamGroup) -> None:
         was_open = self._open.get(bundle, 0)
         self._open[bundle] = was_open + 1
         if not was_open:
             self._use(bundle)
 
-    def _after_forward(self, module: nn.Module, bundles: list[Bundle]) -> Callable[..., None]:
+    def _after_forward(self, module: nn.Module, bundles: list[ParamGroup]) -> Callable[..., None]:
         reads_weights = not reads_no_weight_in_backward(module)
 
         def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
@@ -288,7 +288,7 @@ class Gatherer:
 
         return hook
 
-    def _use(self, bundle: Bundle) -> None:
+    def _use(self, bundle: ParamGroup) -> None:
         """Returns when it is whole (on CUDA: what is queued from now on will find it whole)."""
         if self._walk is not None and bundle not in self._pinned:
             index = self._walk.find(bundle)
@@ -302,7 +302,7 @@ class Gatherer:
                 self._start(unit, bundle)
             self._wait(unit)
 
-    def _walk_to(self, walk: Walk[Bundle], index: int) -> None:
+    def _walk_to(self, walk: PrefetchWalk[ParamGroup], index: int) -> None:
         """Begins the uses up to this one. Those on the way are other ranks': over as soon as they begin."""
         while walk.at < index:
             to_start = walk.step()
@@ -317,7 +317,7 @@ class Gatherer:
                     if unit in self._whole and passed not in walk.window[1:]:
                         self._free(unit)
 
-    def _used_outside(self, bundle: Bundle) -> None:
+    def _used_outside(self, bundle: ParamGroup) -> None:
         """See [Note: weights that are used outside their owners]."""
         if not self._open.get(bundle):
             self._pinned.add(bundle)
@@ -336,7 +336,7 @@ class Gatherer:
         finally:
             self._is_watching = False
 
-    def _free_what_is_over(self, walk: Walk[Bundle]) -> None:
+    def _free_what_is_over(self, walk: PrefetchWalk[ParamGroup]) -> None:
         for unit, bundle in list(self._whole.items()):
             if bundle in walk.window or bundle in self._pinned or self._open.get(bundle) or self._keeps:
                 continue
@@ -344,7 +344,7 @@ class Gatherer:
             if not self._backward or (unit.is_complete if comes else bundle in self._blocks):
                 self._free(unit)
 
-    def on_complete(self, unit: Unit) -> None:
+    def on_complete(self, unit: FlatParam) -> None:
         """Every parameter has its gradient."""
         bundle = self._whole.get(unit)
         if bundle is None or self._walk is None or self._keeps or not self._backward:
@@ -354,15 +354,15 @@ class Gatherer:
 
     # --- gathers
 
-    def _in_order(self, bundles: Iterable[Bundle]) -> list[Bundle]:
+    def _in_order(self, bundles: Iterable[ParamGroup]) -> list[ParamGroup]:
         return [bundle for bundle in self._bundles if bundle in bundles]
 
-    def _start_bundle(self, bundle: Bundle) -> None:
+    def _start_bundle(self, bundle: ParamGroup) -> None:
         for unit in bundle:
             if not unit.whole.stays:
                 self._start(unit, bundle)
 
-    def _start(self, unit: Unit, bundle: Bundle) -> None:
+    def _start(self, unit: FlatParam, bundle: ParamGroup) -> None:
         if self._shares:  # see [Note: memory that ranks share]
             self._was_written = True
             return
@@ -380,12 +380,12 @@ class Gatherer:
         if not unit.whole.stays:
             self._whole[unit] = bundle
 
-    def _wait(self, unit: Unit) -> None:
+    def _wait(self, unit: FlatParam) -> None:
         wait = self._pending.pop(unit, None)
         if wait is not None:
             wait()
 
-    def _free(self, unit: Unit) -> None:
+    def _free(self, unit: FlatParam) -> None:
         self._wait(unit)
         unit.whole.free()
         unit.hide()

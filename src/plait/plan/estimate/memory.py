@@ -8,7 +8,7 @@ where the stage keeps them, take 2 where they travel in bf16, else 4 with the ow
 
 from dataclasses import dataclass, fields
 
-from plait.plan.compression import adds_at_once, compresses, kept_bytes, room_bytes
+from plait.plan.compression import adds_at_once, compresses, residual_bytes, room_bytes
 from plait.plan.layout import Layout
 from plait.plan.plan import Plan
 from plait.plan.prefetch import TRAVELLING
@@ -72,13 +72,13 @@ def model_state_bytes(
         "master": owned * master if master != compute or (offloads and stays) else 0,
         "optimizer": sum(stop - start for u in layout.units for _, start, stop in u.owned_groups(0))
         * states_per_element
-        * (2 if plan.states == "bf16" else master),
+        * (2 if plan.optim_dtype == "bf16" else master),
         "gradients": 0,
     }
     in_place = plan.gradients_stay_whole and incoming_bytes == master and not offloads
     sums = 0 if in_place else owned * master
     whole_gradients = trained * incoming_bytes if plan.gradients_stay_whole else 0
-    parts["gradients"] = sums + whole_gradients + kept_bytes(layout, plan)
+    parts["gradients"] = sums + whole_gradients + residual_bytes(layout, plan)
     buffers = _buffers(layout, plan, incoming_bytes, exchanges=exchanges, receives=receives, stays=stays)
     buffers += scratch_bytes
     return _placed(parts, plan, sums, buffers, activation_bytes)
@@ -121,17 +121,17 @@ def _buffers(
     whole_received = float(plan.dp - 1) if exchanges else (plan.shard_degree - 1) / plan.shard_degree
     received = whole_received if receives and not compresses(plan) else 0.0
     exchanges = adds_at_once(plan) if compresses(plan) else exchanges
-    ahead = len(units) if plan.gathered == "step" else plan.prefetch
+    ahead = len(units) if plan.reshard == "step" else plan.prefetch
     travelling = len(units) if plan.gradients_stay_whole else TRAVELLING
     wire = 2 if plan.reduce == "bf16" and plan.dp > 1 else incoming_bytes
     copies = wire if wire < incoming_bytes else 0
     between = 0 if exchanges or plan.sums_replicas_at_once else _copied_for_replicas(plan)
-    waits = not stays and plan.gathered == "use"  # replicas add up after backward
+    waits = not stays and plan.reshard == "use"  # replicas add up after backward
     most = layout.trained_numel // plan.shard_degree * between
     for k in range(len(units)):
         # An embedding's gradient comes during the use before it: backward reads no row of its table.
         place = k - 1 if units[k].block == "embedding" and k else k
-        window = units if plan.gathered == "step" else units[place : place + 1 + ahead]
+        window = units if plan.reshard == "step" else units[place : place + 1 + ahead]
         gathered = 0 if stays else sum(unit.numel for unit in window)
         gradients = [unit.numel for unit in units[: k + 1] if unit.trains]
         whole = sum(gradients[-travelling - 1 :])

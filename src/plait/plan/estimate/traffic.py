@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from plait.plan.collectives import Hosts, Send, Steps, all_reduce_steps, reduce_scatter_steps, scratch_numel
-from plait.plan.comm_log import Line, Tally, Traffic, added
+from plait.plan.comm_log import CommCount, CommKey, Traffic, added
 from plait.plan.compression import (
     BLOCK_BYTES,
     WIDE,
@@ -29,7 +29,7 @@ from plait.plan.estimate.memory import COMPUTE_BYTES, MASTER_BYTES
 from plait.plan.grid import AXES, Grid
 from plait.plan.layout import Layout, UnitLayout
 from plait.plan.plan import Plan
-from plait.plan.prefetch import Uses, gathers
+from plait.plan.prefetch import ExecOrder, gathers
 from plait.plan.schedule.action import Action, Kind, Schedule
 
 
@@ -46,14 +46,14 @@ class StageFacts:
 
     layout: Layout
     said: Traffic = field(default_factory=dict)
-    uses: Uses[str] = field(default_factory=lambda: Uses((), ()))
+    uses: ExecOrder[str] = field(default_factory=lambda: ExecOrder((), ()))
     output: tuple[int, ...] = ()
     gradient: tuple[int, ...] = ()
     buffers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
-class Terms:
+class TransportFacts:
     """What the transport decides, as far as bytes depend on it.
 
     incoming_bytes  of an element of a whole gradient
@@ -79,7 +79,7 @@ class RankFacts:
     schedule: Schedule
     stages: Sequence[StageFacts]
     shared: Mapping[str, Sequence[int]]
-    terms: Terms
+    terms: TransportFacts
 
     @cached_property
     def place(self) -> int:
@@ -95,18 +95,18 @@ class RankFacts:
         """The rank's own stages."""
         return {stage: self.stages[stage] for stage in self.schedule.stages_of(self.place)}
 
-    def line(self, verb: str, *axes: str, lane: str = "") -> Line:
-        return Line(tuple(a for a in AXES if a in axes and self.grid.degree(a) > 1), lane, verb)
+    def line(self, verb: str, *axes: str, lane: str = "") -> CommKey:
+        return CommKey(tuple(a for a in AXES if a in axes and self.grid.degree(a) > 1), lane, verb)
 
-    def said(self, verb: str, sizes: Iterable[int], *axes: str, lane: str = "") -> dict[Line, Tally]:
+    def said(self, verb: str, sizes: Iterable[int], *axes: str, lane: str = "") -> dict[CommKey, CommCount]:
         """Calls of a verb with tensors of these bytes; a lone rank says nothing."""
         found = list(sizes)
         if self.grid.degree(*axes) == 1 or not found:
             return {}
-        return {self.line(verb, *axes, lane=lane): Tally(len(found), sum(found))}
+        return {self.line(verb, *axes, lane=lane): CommCount(len(found), sum(found))}
 
 
-def step_traffic(facts: RankFacts) -> dict[str, dict[Line, Tally]]:
+def step_traffic(facts: RankFacts) -> dict[str, dict[CommKey, CommCount]]:
     """By strand: all that the rank says in a step."""
     found = {
         "layers": layers_traffic(facts),
@@ -118,7 +118,7 @@ def step_traffic(facts: RankFacts) -> dict[str, dict[Line, Tally]]:
     return {strand: traffic for strand, traffic in found.items() if traffic}
 
 
-def layers_traffic(facts: RankFacts) -> dict[Line, Tally]:
+def layers_traffic(facts: RankFacts) -> dict[CommKey, CommCount]:
     """Inside of layers that are cut on the grid: the same for each micro-batch."""
     micros = facts.plan.micro
     return added({line: t * micros for line, t in stage.said.items()} for stage in facts.own.values())
@@ -127,7 +127,7 @@ def layers_traffic(facts: RankFacts) -> dict[Line, Tally]:
 # --- parameters
 
 
-def parameters_traffic(facts: RankFacts) -> dict[Line, Tally]:
+def parameters_traffic(facts: RankFacts) -> dict[CommKey, CommCount]:
     """Parameters on their way to where they are used."""
     plan, found = facts.plan, []
     size = COMPUTE_BYTES[plan.precision]
@@ -138,7 +138,7 @@ def parameters_traffic(facts: RankFacts) -> dict[Line, Tally]:
             found.append(facts.said("barrier", barriers, "shard", lane="gathers"))
         elif plan.zero == 3:
             passes = [a.kind is Kind.B for a in facts.actions if a.stage == number and a.kind is not Kind.W]
-            used = gathers(stage.uses, passes, plan.prefetch, keeps=plan.gathered == "step")
+            used = gathers(stage.uses, passes, plan.prefetch, keeps=plan.reshard == "step")
             of_block: dict[str, list[int]] = {unit.block: [] for unit in units}
             for unit in units:
                 of_block[unit.block].append(unit.numel * size)
@@ -153,7 +153,7 @@ def parameters_traffic(facts: RankFacts) -> dict[Line, Tally]:
 # --- gradients
 
 
-def gradients_traffic(facts: RankFacts) -> dict[Line, Tally]:
+def gradients_traffic(facts: RankFacts) -> dict[CommKey, CommCount]:
     """Gradients on their way to the owners of their ranges, and between copies of those."""
     plan, found = facts.plan, []
     sums = _sums_of(facts)
@@ -176,7 +176,7 @@ def gradients_traffic(facts: RankFacts) -> dict[Line, Tally]:
     return added(found)
 
 
-def _parts(facts: RankFacts, unit: UnitLayout) -> dict[Line, Tally]:
+def _parts(facts: RankFacts, unit: UnitLayout) -> dict[CommKey, CommCount]:
     """Of pieces whose gradient several columns have a part of, in float32 at least."""
     size = max(facts.terms.incoming_bytes, WIDE)
     sizes = [(stop - start) * size for sharers, start, stop in unit.partial if len(sharers) > 1]
@@ -187,11 +187,11 @@ def _hurries(facts: RankFacts) -> bool:
     """Whether ranks vote on late gradients; see [Note: late gradients] in `parallel/reduce.py`."""
     plan = facts.plan
     stays = plan.zero < 3 or facts.terms.shares or (plan.shard_degree == 1 and plan.offload != "cpu")
-    return not (stays or plan.gathered == "step" or plan.gradients_stay_whole)
+    return not (stays or plan.reshard == "step" or plan.gradients_stay_whole)
 
 
 @dataclass(frozen=True)
-class _Plain:
+class _DefaultTraffic:
     """Gradients that travel as they are, or rounded."""
 
     facts: RankFacts
@@ -200,13 +200,13 @@ class _Plain:
     def at_once(self) -> bool:
         return self.facts.terms.exchanges
 
-    def first(self, unit: UnitLayout) -> dict[Line, Tally]:
+    def first(self, unit: UnitLayout) -> dict[CommKey, CommCount]:
         sizes = [unit.numel * self._size(self.facts.terms.incoming_bytes)]
         if self.at_once:
             return self.facts.said("exchange", sizes, "replicate", lane="reductions")
         return self.facts.said("reduce-scatter", sizes, "shard", lane="reductions")
 
-    def between(self, unit: UnitLayout) -> dict[Line, Tally]:
+    def between(self, unit: UnitLayout) -> dict[CommKey, CommCount]:
         size = self._size(MASTER_BYTES[self.facts.plan.precision])
         return self.facts.said("all-reduce", [unit.range_numel * size], "replicate", lane="reductions")
 
@@ -215,7 +215,7 @@ class _Plain:
 
 
 @dataclass(frozen=True)
-class _Coded:
+class _CompressedTraffic:
     """Gradients that travel in codes: to the owners, and where all need all, back."""
 
     facts: RankFacts
@@ -224,14 +224,14 @@ class _Coded:
     def at_once(self) -> bool:
         return adds_at_once(self.facts.plan)
 
-    def first(self, unit: UnitLayout) -> dict[Line, Tally]:
+    def first(self, unit: UnitLayout) -> dict[CommKey, CommCount]:
         axes = ("replicate", "shard") if self.at_once else ("shard",)
         return self._sum(unit.numel, axes, scattered=not self.at_once)
 
-    def between(self, unit: UnitLayout) -> dict[Line, Tally]:
+    def between(self, unit: UnitLayout) -> dict[CommKey, CommCount]:
         return self._sum(unit.range_numel, ("replicate",), scattered=False)
 
-    def _sum(self, numel: int, axes: tuple[str, ...], *, scattered: bool) -> dict[Line, Tally]:
+    def _sum(self, numel: int, axes: tuple[str, ...], *, scattered: bool) -> dict[CommKey, CommCount]:
         ranks = self.facts.grid.degree(*axes)
         size = ranks * blocks_each(numel, ranks) * BLOCK_BYTES[self.facts.plan.reduce]
         verbs = ["all-to-all"] if scattered else ["all-to-all", "all-gather"]
@@ -239,25 +239,25 @@ class _Coded:
 
 
 @dataclass(frozen=True)
-class _Factored:
+class _PowerSGDTraffic:
     """Gradients that travel as two thin factors."""
 
     facts: RankFacts
     at_once: bool = True
 
-    def first(self, unit: UnitLayout) -> dict[Line, Tally]:
+    def first(self, unit: UnitLayout) -> dict[CommKey, CommCount]:
         rank = self.facts.plan.factor_rank
         assert rank is not None, "factors without a rank"
         right = WIDE * rank * sum(matrix.columns for matrix in matrices(unit, rank))
         sizes = [factor_bytes(unit, rank), right]
         return self.facts.said("all-reduce", sizes, "replicate", "shard", lane="reductions")
 
-    def between(self, unit: UnitLayout) -> dict[Line, Tally]:
+    def between(self, unit: UnitLayout) -> dict[CommKey, CommCount]:
         raise AssertionError(f"replicas have the sum of {unit.name} already")
 
 
 @dataclass(frozen=True)
-class _Stepped:
+class _AlgorithmTraffic:
     """Gradients that are added up by a named algorithm, in sends and receives."""
 
     facts: RankFacts
@@ -266,13 +266,13 @@ class _Stepped:
     def at_once(self) -> bool:
         return self.facts.plan.sums_replicas_at_once
 
-    def first(self, unit: UnitLayout) -> dict[Line, Tally]:
+    def first(self, unit: UnitLayout) -> dict[CommKey, CommCount]:
         return self._moves(unit.numel, "replicate" if self.at_once else "shard", scatter=not self.at_once)
 
-    def between(self, unit: UnitLayout) -> dict[Line, Tally]:
+    def between(self, unit: UnitLayout) -> dict[CommKey, CommCount]:
         return self._moves(unit.range_numel, "replicate", scatter=False)
 
-    def _moves(self, numel: int, axis: str, *, scatter: bool) -> dict[Line, Tally]:
+    def _moves(self, numel: int, axis: str, *, scatter: bool) -> dict[CommKey, CommCount]:
         plan = self.facts.plan
         size = 2 if _rounds(plan) else MASTER_BYTES[plan.precision]
         moves = [move for step in sum_steps(self.facts, numel, axis, scatter=scatter) for move in step]
@@ -317,19 +317,19 @@ def _rounds(plan: Plan) -> bool:
     return plan.reduce == "bf16" and plan.dp > 1
 
 
-def _sums_of(facts: RankFacts) -> _Plain | _Coded | _Factored | _Stepped:
+def _sums_of(facts: RankFacts) -> _DefaultTraffic | _CompressedTraffic | _PowerSGDTraffic | _AlgorithmTraffic:
     plan = facts.plan
     if compresses(plan):
-        return _Coded(facts) if plan.factor_rank is None else _Factored(facts)
+        return _CompressedTraffic(facts) if plan.factor_rank is None else _PowerSGDTraffic(facts)
     if plan.algorithm != "auto" and plan.dp > 1:
-        return _Stepped(facts)
-    return _Plain(facts)
+        return _AlgorithmTraffic(facts)
+    return _DefaultTraffic(facts)
 
 
 # --- between stages, and once a step
 
 
-def stages_traffic(facts: RankFacts) -> dict[Line, Tally]:
+def stages_traffic(facts: RankFacts) -> dict[CommKey, CommCount]:
     """Activations on to the next stage, gradients back to the one before."""
     found = []
     rank_of, here, last = facts.schedule.rank_of, facts.place, len(facts.stages) - 1
@@ -349,7 +349,7 @@ def stages_traffic(facts: RankFacts) -> dict[Line, Tally]:
 
 def _message(
     facts: RankFacts, what: str, source: int, target: int, sizes: Sequence[int]
-) -> dict[Line, Tally]:
+) -> dict[CommKey, CommCount]:
     if source == target:
         return {}
     verb = "send" if source == facts.place else "receive"
@@ -357,12 +357,12 @@ def _message(
     return facts.said(verb, [size for size in sizes if size], "pp", lane=lane)
 
 
-def small_traffic(facts: RankFacts) -> dict[Line, Tally]:
+def small_traffic(facts: RankFacts) -> dict[CommKey, CommCount]:
     """What all agree on in a step: loss and targets, the gradient's norm, what forward has changed."""
     loss, norm = 3 * 8, (1 + 2 * facts.grid.degree("pp")) * 8
     found = [facts.said("all-reduce", [norm], "pp", "shard", "row", "col", lane="reductions")]
     if facts.grid.num_ranks > 1:
-        found.append({Line((), "", "all-reduce"): Tally(1, loss)})
+        found.append({CommKey((), "", "all-reduce"): CommCount(1, loss)})
     buffers = [size for stage in facts.own.values() for size in stage.buffers]
     found.append(facts.said("broadcast", buffers, "replicate", "shard", "row", "col"))
     return added(found)
@@ -374,7 +374,7 @@ def ring_bytes(traffic: Traffic, grid: Grid) -> int:
     return round(math.fsum(_leaving(line, tally, grid) for line, tally in traffic.items()))
 
 
-def _leaving(line: Line, tally: Tally, grid: Grid) -> float:
+def _leaving(line: CommKey, tally: CommCount, grid: Grid) -> float:
     ranks = grid.degree(*line.axes) if line.axes else grid.num_ranks
     share = (ranks - 1) / ranks
     times = {"all-reduce": 2 * share, "exchange": ranks - 1, "send": 1.0, "receive": 0.0}

@@ -157,7 +157,7 @@ class Heartbeat:
             os._exit(_LOST_RANK)
         beats = self._gather(self._wait_s)
         error = hang_letter(beats, self._world.size, self._folder, self._limit_s, self._me.host)
-        text = f"\n{error.letter()}\n".encode()
+        text = f"\n{error.message()}\n".encode()
         os.write(2, text)  # sys.stderr has a lock
         os.write(descriptor, text)
         os._exit(_LOST_RANK)

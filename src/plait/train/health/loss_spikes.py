@@ -37,7 +37,7 @@ _NORMAL = 1.4826
 _LEAST = 0.01
 
 
-class Spikes:
+class LossSpikeGuard:
     """Judges losses, and knows which batches are skipped. Every rank calls it alike."""
 
     def __init__(self, how: RunConfig) -> None:

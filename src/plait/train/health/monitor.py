@@ -9,16 +9,21 @@ from torch import Tensor
 from plait.engine.engine import Engine, StepResult
 from plait.train.config import RunConfig
 from plait.train.health.heartbeat import Heartbeat
-from plait.train.health.loss_spikes import Spikes
+from plait.train.health.loss_spikes import LossSpikeGuard
 from plait.train.health.stragglers import Stragglers
 from plait.train.run import RunDir
 
 
-class Watch:
+class HealthMonitor:
     """Entered by every rank for the steps from one start, resume or return to the next."""
 
     def __init__(
-        self, run: RunDir, how: RunConfig, engine: Engine, spikes: Spikes, note: Callable[[str], object]
+        self,
+        run: RunDir,
+        how: RunConfig,
+        engine: Engine,
+        spikes: LossSpikeGuard,
+        note: Callable[[str], object],
     ) -> None:
         """`note`: told, on every rank."""
         self._heart = Heartbeat(run.stacks, engine.world, how.hang_s)
@@ -31,7 +36,7 @@ class Watch:
         self._note = note
         self._is_first = True
 
-    def __enter__(self) -> "Watch":
+    def __enter__(self) -> "HealthMonitor":
         self._heart.__enter__()
         return self
 
