@@ -13,15 +13,15 @@ FACTORS = {
     "shard": "whole half",  # of dp; whole is the default
     "micro": "1 many",  # see MANY
     "recompute": "none full",
-    "accumulate": "whole cut",
+    "accumulate": "unsharded sharded",
     "prefetch": "0 2",
-    "gathered": "use step",
+    "reshard": "use step",
     "transport": "host gloo",
     "build": "llama tied_llama branches",
 }
 NOT_OF_THE_PLAN = ("build", "shard", "transport")
 MANY = {1: 3, 2: 3, 3: 4, 4: 3}  # micro-batches by dp, so that dp x micro divides the sequences of a step
-STAGE_3_ONLY = ("prefetch", "gathered")
+STAGE_3_ONLY = ("prefetch", "reshard")
 SEED = 17
 
 
