@@ -178,7 +178,7 @@ def test_what_cannot_be_is_refused_with_a_letter(text: str, words: list[str]) ->
         ("dp=2 zero=2 prefetch=2", ["prefetch is about", "zero=2 prefetch=2", "zero=3 prefetch=2"]),
         ("dp=2 zero=1 prefetch=0", ["prefetch is about", "zero=3 prefetch=0"]),
         ("dp=2 zero=3 prefetch=-1", ["prefetch is not a number of units", "0 or more"]),
-        ("dp=2 zero=2 reshard=step", ["gathered is about", "zero=3 reshard=step"]),
+        ("dp=2 zero=2 reshard=step", ["reshard is about", "zero=3 reshard=step"]),
         ("dp=2 precision=fp64 reduce=bf16", ["exact comparisons", "precision=fp64 reduce=bf16"]),
         ("dp=2 precision=fp64 reduce=fp16", ["exact comparisons", "precision=bf16 reduce=fp16"]),
         ("dp=2 precision=fp64 reduce=int8", ["exact comparisons", "precision=bf16 reduce=int8"]),
