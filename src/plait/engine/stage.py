@@ -106,7 +106,7 @@ class StageRunner:
         self, batch_shape: tuple[int, int], device: torch.device, whole: BlockOutputs | None
     ) -> tuple[int, int] | None:
         """Estimate `activation_bytes` for token ids of shape (batch, sequence), and the bytes kept between
-        the two parts of a split backward where they are known. `whole`: supplies the inputs of a later stage."""
+        the two parts of a split backward where they are known. `whole`: supplies a later stage's inputs."""
         ids = torch.zeros(batch_shape, dtype=torch.long, device="meta")
         batch = {"input_ids": ids, "labels": ids}
         # Whatever the user's model raises without values (or cannot be copied), it can still be trained.
