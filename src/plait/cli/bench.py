@@ -1,57 +1,50 @@
-"""`plait bench`: what ranks of this machine need to talk to each other, and where a DDP step's time goes."""
+"""`plait bench`: the collectives of this machine, and the latency breakdown of a DDP step."""
 
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
-from rich.console import Console
 
-from plait.bench import (
-    BUDGET_S,
+from plait.bench.ddp_request import (
     CAPS,
     CARRIERS,
-    DTYPES,
     MODELS,
     PRECISIONS,
-    STORAGES,
-    Breakdown,
     DdpRequest,
-    Measurement,
+    check_ddp_memory,
+    parse_caps,
+)
+from plait.bench.request import (
+    BUDGET_S,
+    DTYPES,
+    STORAGES,
+    TRANSPORTS,
     Request,
     available_bytes,
-    breakdown_json,
-    breakdown_tables,
-    check_ddp_memory,
     check_memory,
     check_num_ranks,
     device_for,
-    draw,
-    draw_breakdown,
-    measure,
-    measure_ddp,
-    parse_caps,
     parse_sizes,
     parse_verbs,
-    profile_of,
-    tables,
-    to_json,
 )
-from plait.cli.common import Debug, check_picture, report_errors, write_output
-from plait.cli.multirank import check_ranks, first_rank_first, told_by_one
-from plait.comm import TRANSPORTS, World, connect, launch_local
-from plait.comm.launch import end_with_parent
-from plait.fileio import check_places, write_json
+from plait.cli.common import Debug, Json, Png, check_outputs, report_errors, write_json_output, write_output
+from plait.cli.multirank import check_ranks, first_rank_first, report_once
 from plait.plan.cost_model import VERBS
 from plait.plan.host_profile import check_place, save
+
+if TYPE_CHECKING:
+    from plait.bench.collectives import Measurement
+    from plait.bench.ddp import Breakdown
+    from plait.comm.world import World
 
 bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)
 
 T = TypeVar("T")
 
 _RANKS = 2
-_VERB_HELP = f"One of {', '.join(VERBS)}; may be given several times, or with commas. By default all."
+_COLLECTIVE_HELP = f"Any of {', '.join(VERBS)}; repeatable, or separated by commas. Default: all."
 
 
 @bench.callback()
@@ -62,117 +55,133 @@ def _bench() -> None:
 @bench.command()
 @report_errors
 def collectives(
-    backend: Annotated[str, typer.Option(help=f"The transport: {', '.join(TRANSPORTS)}.")] = "auto",
+    transport: Annotated[str, typer.Option(help=f"One of {', '.join(TRANSPORTS)}.")] = "auto",
     ranks: Annotated[
-        int | None, typer.Option(help="Local ranks to start: by default 2.", show_default=False)
+        int | None, typer.Option(help="Local ranks to start. Default: 2.", show_default=False)
     ] = None,
-    verb: Annotated[list[str] | None, typer.Option(help=_VERB_HELP, show_default=False)] = None,
-    sizes: Annotated[str, typer.Option(help="MIN:MAX by powers of 4, or a list with commas.")] = "1K:256M",
-    dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")] = "float32",
+    collective: Annotated[list[str] | None, typer.Option(help=_COLLECTIVE_HELP, show_default=False)] = None,
+    sizes: Annotated[
+        str, typer.Option(help="MIN:MAX by powers of 4, or a list separated by commas.")
+    ] = "1K:256M",
+    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "float32",
     storage: Annotated[
-        str, typer.Option(help=f"Whose the tensors are, the transport's or not: {', '.join(STORAGES)}.")
+        str,
+        typer.Option(help=f"Allocator of the tensors, the transport's or torch's: {', '.join(STORAGES)}."),
     ] = "owned",
     rounds: Annotated[
-        int | None, typer.Option(help="By default as many as --budget allows.", show_default=False)
+        int | None, typer.Option(help="Rounds. Default: as many as fit into --budget.", show_default=False)
     ] = None,
-    budget: Annotated[float, typer.Option(help="Seconds to measure in, if three rounds fit.")] = BUDGET_S,
-    json: Annotated[Path | None, typer.Option(help="Write times and facts to this file.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw them into this file, e.g. bench.png.")] = None,
+    budget: Annotated[float, typer.Option(help="Seconds to measure for, if three rounds fit.")] = BUDGET_S,
+    json: Json = None,
+    png: Png = None,
     profile: Annotated[
-        Path | None, typer.Option(help="The host's profile, where not in ~/.cache/plait/profiles.")
+        Path | None, typer.Option(help="The profile of this host. Default: in ~/.cache/plait/profiles.")
     ] = None,
-    to_save: Annotated[bool, typer.Option("--save/--no-save", help="Keep the lines in the profile.")] = True,
+    is_saved: Annotated[
+        bool, typer.Option("--save/--no-save", help="Save the fitted lines in the profile.")
+    ] = True,
     debug: Debug = False,
 ) -> None:
-    """Time every verb at every size: under torchrun on its ranks, else on local ranks that this starts."""
-    end_with_parent()
-    outputs = {"--json": json, "--plot": plot}
+    """Time the collectives at every size, on local ranks or on the ranks of torchrun."""
+    outputs = {"--json": json, "--png": png}
     with first_rank_first():
         request = Request(
-            parse_verbs(verb or []), parse_sizes(sizes), backend, dtype, storage, rounds, budget
+            parse_verbs(collective or []), parse_sizes(sizes), transport, dtype, storage, rounds, budget
         )
         num_ranks, local_ranks = _num_ranks(ranks)
         check_num_ranks(num_ranks)
-        device = device_for(backend, local_ranks)
         check_memory(request, local_ranks, available_bytes())
-        check_places(outputs)
-        check_picture(plot)
-        if to_save:
+        check_outputs(outputs)
+        if is_saved:
             check_place(profile)
+        device = device_for(transport, local_ranks)
+        from plait.comm.launch import end_with_parent, launch_local
+        from plait.comm.world import connect
+
+        end_with_parent()
         if "WORLD_SIZE" not in os.environ:
-            # The ranks read the same words, and find WORLD_SIZE.
-            raise typer.Exit(launch_local(num_ranks, _words(request, outputs, profile, to_save, debug)))
-        world = connect(transport=backend, device=device)
+            # The ranks get the same command line, and WORLD_SIZE.
+            raise typer.Exit(launch_local(num_ranks, _words(request, outputs, profile, is_saved, debug)))
+        world = connect(transport=transport, device=device)
+
+    from plait.bench.collectives import measure
 
     def run() -> int:
-        found = _told_how_far(world, lambda tell: measure(world, request, tell))
+        measurement = _with_progress(world, lambda report: measure(world, request, report))
         if world.rank == 0:
-            _show(found, json=json, plot=plot)
-            if to_save:
-                _keep(found, profile)
+            _show(measurement, json=json, png=png)
+            if is_saved:
+                _save(measurement, profile)
         return 0
 
-    raise typer.Exit(told_by_one(run, world, debug=debug))
+    raise typer.Exit(report_once(run, world, debug=debug))
 
 
 @bench.command()
 @report_errors
 def ddp(
     ranks: Annotated[
-        int | None, typer.Option(help="Local ranks to start: by default 2.", show_default=False)
+        int | None, typer.Option(help="Local ranks to start. Default: 2.", show_default=False)
     ] = None,
-    transport: Annotated[str, typer.Option(help=f"What carries gradients: {', '.join(CARRIERS)}.")] = "both",
+    transport: Annotated[
+        str, typer.Option(help=f"Transport of the gradients: {', '.join(CARRIERS)}.")
+    ] = "both",
     caps: Annotated[
-        str, typer.Option(help='Where buckets close, with commas; "one" bucket, or one for "each" gradient.')
+        str,
+        typer.Option(help='Bucket sizes, separated by commas; "one" bucket, or one for "each" gradient.'),
     ] = CAPS,
     model: Annotated[str, typer.Option(help=f"A Llama: {', '.join(MODELS)}.")] = "small",
-    precision: Annotated[str, typer.Option(help=f"{', '.join(PRECISIONS)}.")] = "fp32",
+    precision: Annotated[str, typer.Option(help=f"One of {', '.join(PRECISIONS)}.")] = "fp32",
     batch: Annotated[int, typer.Option(help="Sequences per rank.")] = 2,
     sequence: Annotated[int, typer.Option(help="Tokens per sequence.")] = 256,
     rounds: Annotated[int, typer.Option(help="Steps of each variant.")] = 9,
-    json: Annotated[Path | None, typer.Option(help="Write times and facts to this file.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw them into this file, e.g. ddp.png.")] = None,
+    json: Json = None,
+    png: Png = None,
     debug: Debug = False,
 ) -> None:
-    """Take DistributedDataParallel's step apart, by buckets and by what carries them: on CPU ranks."""
-    end_with_parent()
-    outputs = {"--json": json, "--plot": plot}
+    """Break down the step time of DistributedDataParallel by bucket size and transport, on CPU ranks."""
+    outputs = {"--json": json, "--png": png}
     with first_rank_first():
         request = DdpRequest(parse_caps(caps), transport, model, precision, batch, sequence, rounds)
         num_ranks, local_ranks = _num_ranks(ranks)
         check_num_ranks(num_ranks)
         check_ddp_memory(request, local_ranks, available_bytes())
-        check_places(outputs)
-        check_picture(plot)
+        check_outputs(outputs)
+        from plait.comm.launch import end_with_parent, launch_local
+        from plait.comm.world import connect
+
+        end_with_parent()
         if "WORLD_SIZE" not in os.environ:
             raise typer.Exit(launch_local(num_ranks, _ddp_words(request, caps, outputs, debug)))
         world = connect(transport="gloo" if transport == "group" else "host", device="cpu")
 
+    from plait.bench.ddp import measure_ddp
+
     def run() -> int:
-        found = _told_how_far(world, lambda tell: measure_ddp(world, request, tell))
+        breakdown = _with_progress(world, lambda report: measure_ddp(world, request, report))
         if world.rank == 0:
-            _show_breakdown(found, json=json, plot=plot)
+            _show_breakdown(breakdown, json=json, png=png)
         return 0
 
-    raise typer.Exit(told_by_one(run, world, debug=debug))
+    raise typer.Exit(report_once(run, world, debug=debug))
 
 
-def _num_ranks(asked: int | None) -> tuple[int, int]:
-    """In all, and on this host."""
+def _num_ranks(requested: int | None) -> tuple[int, int]:
+    """Return the number of ranks, and of those on this host."""
     if "WORLD_SIZE" not in os.environ:
-        return (_RANKS, _RANKS) if asked is None else (asked, asked)
-    check_ranks(asked)
+        return (_RANKS, _RANKS) if requested is None else (requested, requested)
+    check_ranks(requested)
     size = int(os.environ["WORLD_SIZE"])
     return size, int(os.environ.get("LOCAL_WORLD_SIZE", size))
 
 
 def _words(
-    request: Request, outputs: dict[str, Path | None], profile: Path | None, to_save: bool, debug: bool
+    request: Request, outputs: dict[str, Path | None], profile: Path | None, is_saved: bool, debug: bool
 ) -> list[str]:
-    """The command line that says the same."""
+    """Return the same command line for the ranks."""
     values: dict[str, Any] = {
-        "--backend": request.backend,
-        "--verb": ",".join(request.verbs),
+        "--transport": request.backend,
+        "--collective": ",".join(request.verbs),
         "--sizes": ",".join(map(str, request.sizes)),
         "--dtype": request.dtype,
         "--storage": request.storage,
@@ -181,7 +190,7 @@ def _words(
         **outputs,
         "--profile": profile,
     }
-    return ["bench", "collectives", *_flags(values, debug), "--save" if to_save else "--no-save"]
+    return ["bench", "collectives", *_flags(values, debug), "--save" if is_saved else "--no-save"]
 
 
 def _ddp_words(request: DdpRequest, caps: str, outputs: dict[str, Path | None], debug: bool) -> list[str]:
@@ -203,37 +212,52 @@ def _flags(values: dict[str, Any], debug: bool) -> list[str]:
     return [*given, *["--debug"] * debug]
 
 
-def _told_how_far(world: World, work: Callable[[Callable[[str], None]], T]) -> T:
-    """What `work` returns; what it tells meanwhile is shown by the first rank."""
+def _with_progress(world: "World", work: Callable[[Callable[[str], None]], T]) -> T:
+    """Run `work`, show on rank 0 the progress that it reports, and return its result."""
     if world.rank != 0:
         return work(lambda _: None)
+    from rich.console import Console
+
     with Console(stderr=True).status("starting") as status:
         return work(status.update)
 
 
-def _show(found: Measurement, *, json: Path | None, plot: Path | None) -> None:
-    for table in tables(found):
+def _show(measurement: "Measurement", *, json: Path | None, png: Path | None) -> None:
+    from rich.console import Console
+
+    from plait.bench.report import draw, tables, to_json
+
+    for table in tables(measurement):
         Console().print(table)
-    where = f"{found.num_ranks} ranks on {_many(found.num_hosts, 'host')}"
-    print(f"{where} ({found.device}), {found.dtype}; {_many(found.rounds, 'round')} in {found.seconds:.0f} s")
-    write_output(json, lambda path: write_json(path, to_json(found)))
-    write_output(plot, lambda path: draw(found, path))
+    ranks = f"{measurement.num_ranks} ranks on {_many(measurement.num_hosts, 'host')} ({measurement.device})"
+    rounds = _many(measurement.rounds, "round")
+    print(f"{ranks}, {measurement.dtype}; {rounds} in {measurement.seconds:.0f} s")
+    if json is not None:
+        write_json_output(json, to_json(measurement))
+    write_output(png, lambda path: draw(measurement, path))
 
 
-def _show_breakdown(found: Breakdown, *, json: Path | None, plot: Path | None) -> None:
-    for table in breakdown_tables(found):
+def _show_breakdown(breakdown: "Breakdown", *, json: Path | None, png: Path | None) -> None:
+    from rich.console import Console
+
+    from plait.bench.ddp_report import breakdown_json, breakdown_tables, draw_breakdown
+
+    for table in breakdown_tables(breakdown):
         Console().print(table)
-    rounds, hosts = _many(found.request.rounds, "round"), _many(found.num_hosts, "host")
-    print(f"{found.num_ranks} ranks on {hosts}; {rounds} in {found.seconds:.0f} s")
-    write_output(json, lambda path: write_json(path, breakdown_json(found)))
-    write_output(plot, lambda path: draw_breakdown(found, path))
+    rounds, hosts = _many(breakdown.request.rounds, "round"), _many(breakdown.num_hosts, "host")
+    print(f"{breakdown.num_ranks} ranks on {hosts}; {rounds} in {breakdown.seconds:.0f} s")
+    if json is not None:
+        write_json_output(json, breakdown_json(breakdown))
+    write_output(png, lambda path: draw_breakdown(breakdown, path))
 
 
-def _keep(found: Measurement, profile: Path | None) -> None:
-    if found.num_hosts > 1:
-        print("not saved: a profile is of one host")
+def _save(measurement: "Measurement", profile: Path | None) -> None:
+    from plait.bench.report import profile_of
+
+    if measurement.num_hosts > 1:
+        print("not saved: a profile describes one host")
         return
-    print(f"saved: {save(profile_of(found), profile)}")
+    print(f"saved: {save(profile_of(measurement), profile)}")
 
 
 def _many(number: int, word: str) -> str:

@@ -1,92 +1,102 @@
-"""`plait checkpoint`: is it whole, what is in it, what do two differ in, and out to other programs."""
+"""`plait checkpoint`: verify, show, compare and convert checkpoints."""
 
-import json
 import math
 import re
 from dataclasses import asdict
+from json import dumps
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import rich
 import typer
-from rich.table import Table
-from rich.text import Text
 
-from plait.checkpoint import (
-    SHARD_BYTES,
-    Checkpoint,
-    Comparison,
-    Contents,
-    compare,
-    open_checkpoint,
-    places,
-    verified,
+from plait.cli.common import (
+    USER_ERROR,
+    Debug,
+    Dtype,
+    Json,
+    NewDirectory,
+    check_outputs,
+    report_errors,
+    show_error,
+    write_json_output,
 )
-from plait.cli.common import USER_MISTAKE, Debug, report_errors, show_error
 from plait.errors import CheckpointError, ConfigError
-from plait.train.export import Dtype
-from plait.train.export import convert as write
-from plait.train.run import RunDir
 
-checkpoint = typer.Typer(help="Look at checkpoints, compare and convert them.", no_args_is_help=True)
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from plait.checkpoint.checkpoint import Checkpoint
+    from plait.checkpoint.diff import Comparison, Contents
+
+checkpoint = typer.Typer(help="Verify, show, compare and convert checkpoints.", no_args_is_help=True)
 
 DIFFERENT = 1
-_MOST_LINES = 40  # of a comparison, without --all
+_MAX_LINES = 40  # of a comparison, without --all
 
-Place = Annotated[
-    Path, typer.Argument(help="A checkpoint; or a run's directory: its newest.", show_default=False)
+Location = Annotated[
+    Path, typer.Argument(help="A checkpoint, or the directory of a run (its newest).", show_default=False)
 ]
 
 
 @checkpoint.callback()
 def _checkpoint() -> None:
-    """Look at checkpoints, compare and convert them."""
+    """Verify, show, compare and convert checkpoints."""
 
 
 @checkpoint.command()
 @report_errors
 def verify(
-    place: Place,
-    every: Annotated[bool, typer.Option("--all", help="All of a run's, not the newest alone.")] = False,
+    location: Location,
+    every: Annotated[
+        bool, typer.Option("--all", help="All checkpoints of a run, not only the newest.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
-    """Read every byte. Exit code 2, and where the damage is, unless all is as it was written."""
-    found = places(place)
-    is_whole = True
-    for path in found if every else found[-1:]:
+    """Read every byte. If one differs from what was written, print where, and exit with code 2."""
+    from plait.checkpoint.checkpoint import open_checkpoint
+    from plait.checkpoint.diff import places, verified
+
+    paths = places(location)
+    is_complete = True
+    for path in paths if every else paths[-1:]:
         try:
             seen = verified(open_checkpoint(path))
-        except CheckpointError as error:  # the others are looked at all the same
+        except CheckpointError as error:  # and go on with the others
             show_error(error, debug=debug)
-            is_whole = False
+            is_complete = False
             continue
         speed = seen.bytes / max(seen.seconds, 1e-9) / 1e9
         what = f"{_counted(seen.files, 'file')}, {_counted(seen.tensors, 'tensor')}, {_size(seen.bytes)}"
-        print(f"{path}: whole, {what} in {seen.seconds:.2f} s ({speed:.2f} GB/s)")
-    if not is_whole:
-        raise typer.Exit(USER_MISTAKE)
+        print(f"{path}: complete, {what} in {seen.seconds:.2f} s ({speed:.2f} GB/s)")
+    if not is_complete:
+        raise typer.Exit(USER_ERROR)
 
 
 @checkpoint.command()
 @report_errors
 def show(
-    place: Place,
-    tensors: Annotated[bool, typer.Option("--tensors", help="Every tensor with its shape.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
-    debug: Debug = False,  # noqa: ARG001 (read by ends_with_letter)
+    location: Location,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor with its shape.")] = False,
+    json: Json = None,
+    debug: Debug = False,  # noqa: ARG001 (read by report_errors)
 ) -> None:
-    """What a checkpoint is of, what is in it, and who wrote it. Reads the manifest alone."""
-    found = _newest(place)
+    """Show the step, the facts, the tensors and the files of a checkpoint. Reads only the manifest."""
+    check_outputs({"--json": json})
+    from plait.checkpoint.diff import Contents
+
+    found = _newest(location)
     contents = Contents.of(found)
-    if as_json:
+    if json is not None:
         values: dict[str, Any] = asdict(contents) | {"path": str(found.path)}
         if tensors:
             values["tensors"] = {
                 key: {"shape": facts.shape, "dtype": facts.dtype, "chunks": len(facts.chunks)}
                 for key, facts in found.manifest.tensors.items()
             }
-        print(json.dumps(values, indent=1))
+        write_json_output(json, values)
         return
+    import rich
+
     rich.print(_facts_table(contents))
     rich.print(_kinds_table(contents))
     rich.print(_files_table(contents))
@@ -98,19 +108,24 @@ def show(
 @checkpoint.command()
 @report_errors
 def diff(
-    one: Place,
-    other: Place,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
-    every: Annotated[bool, typer.Option("--all", help=f"Not the worst {_MOST_LINES} tensors alone.")] = False,
-    debug: Debug = False,  # noqa: ARG001 (read by ends_with_letter)
+    one: Location,
+    other: Location,
+    json: Json = None,
+    every: Annotated[
+        bool, typer.Option("--all", help=f"List all tensors that differ, not the worst {_MAX_LINES}.")
+    ] = False,
+    debug: Debug = False,  # noqa: ARG001 (read by report_errors)
 ) -> None:
-    """Compare whole tensors, under whatever plans they were saved. Exit code 1 unless all are the same."""
+    """Compare full tensors, saved under any two plans. Exit code 1 if one differs."""
+    check_outputs({"--json": json})
+    from plait.checkpoint.diff import compare
+
     left, right = _newest(one), _newest(other)
     found = compare(left, right)
-    if as_json:
-        print(json.dumps(_finite(asdict(found)) | {"is_same": found.is_same}, indent=1))
+    if json is not None:
+        write_json_output(json, _finite(asdict(found)) | {"is_same": found.is_same})
     else:
-        _print_comparison(found, left, right, most=None if every else _MOST_LINES)
+        _print_comparison(found, left, right, most=None if every else _MAX_LINES)
     if not found.is_same:
         raise typer.Exit(DIFFERENT)
 
@@ -118,30 +133,36 @@ def diff(
 @checkpoint.command()
 @report_errors
 def convert(
-    place: Place,
-    out: Annotated[Path, typer.Argument(help="A directory that does not exist yet.", show_default=False)],
+    location: Location,
+    out: NewDirectory,
     to: Annotated[Literal["hf"], typer.Option(help="hf: for AutoModelForCausalLM.from_pretrained.")] = "hf",  # noqa: ARG001 (one so far)
-    dtype: Annotated[
-        Dtype | None, typer.Option(help="Of the weights; else what the run computed in.")
-    ] = None,
+    dtype: Dtype = None,
     max_shard_size: Annotated[
-        str | None, typer.Option(help="Of a file, such as 5GB or 500MiB.", show_default="5GB")
+        str | None, typer.Option(help="Maximum size of a file, such as 5GB or 500MiB.", show_default="5GB")
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="The model's config.json, of a checkpoint that does not say it.")
+        Path | None,
+        typer.Option(help="The config.json of the model, for a checkpoint that does not contain it."),
     ] = None,
-    debug: Debug = False,  # noqa: ARG001 (read by ends_with_letter)
+    debug: Debug = False,  # noqa: ARG001 (read by report_errors)
 ) -> None:
     """Write the weights as a Hugging Face directory, one tensor at a time."""
+    from plait.checkpoint.huggingface import SHARD_BYTES
+    from plait.train.export import convert as write
+    from plait.train.run import RunDir
+
     limit = SHARD_BYTES if max_shard_size is None else _bytes_of(max_shard_size)
-    found = _newest(place)
+    found = _newest(location)
     run = RunDir(found.path.absolute().parent.parent)
     write(found, out, dtype, shard_bytes=limit, config=config, run=run if run.recipe.is_file() else None)
     print(out)
 
 
-def _newest(place: Path) -> Checkpoint:
-    return open_checkpoint(places(place)[-1])
+def _newest(location: Path) -> "Checkpoint":
+    from plait.checkpoint.checkpoint import open_checkpoint
+    from plait.checkpoint.diff import places
+
+    return open_checkpoint(places(location)[-1])
 
 
 def _bytes_of(text: str) -> int:
@@ -153,10 +174,10 @@ def _bytes_of(text: str) -> int:
     return size
 
 
-def _print_comparison(found: Comparison, left: Checkpoint, right: Checkpoint, most: int | None) -> None:
+def _print_comparison(found: "Comparison", left: "Checkpoint", right: "Checkpoint", most: int | None) -> None:
     print(f"A {left.path}\nB {right.path}")
     for name, one, other in found.facts:
-        print(f"fact {name}: {json.dumps(one)} | {json.dumps(other)}")
+        print(f"fact {name}: {dumps(one)} | {dumps(other)}")
     for name, keys in zip("AB", found.only, strict=True):
         for key in keys:
             print(f"only in {name}: {key}")
@@ -174,7 +195,7 @@ def _print_comparison(found: Comparison, left: Checkpoint, right: Checkpoint, mo
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no number for what is none: null."""
+    """Replace NaN and infinity, which JSON does not have, by null."""
     if isinstance(value, dict):
         return {key: _finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -182,18 +203,23 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _facts_table(contents: Contents) -> Table:
+def _facts_table(contents: "Contents") -> "Table":
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(title=Text(str(contents.path)), show_header=False, title_justify="left")
     table.add_column()
     table.add_column()
     table.add_row("step", f"{contents.step:,}")
     table.add_row("written", contents.at)
     for name, value in contents.facts.items():
-        table.add_row(name, Text(value if isinstance(value, str) else json.dumps(value)))
+        table.add_row(name, Text(value if isinstance(value, str) else dumps(value)))
     return table
 
 
-def _kinds_table(contents: Contents) -> Table:
+def _kinds_table(contents: "Contents") -> "Table":
+    from rich.table import Table
+
     table = Table(title="tensors", title_justify="left")
     for heading in ("kind", "dtype", "tensors", "elements", "size", "chunks"):
         table.add_column(heading, justify="left" if heading in ("kind", "dtype") else "right")
@@ -203,7 +229,9 @@ def _kinds_table(contents: Contents) -> Table:
     return table
 
 
-def _files_table(contents: Contents) -> Table:
+def _files_table(contents: "Contents") -> "Table":
+    from rich.table import Table
+
     table = Table(title=f"files: {len(contents.files):,}, {_size(contents.bytes)}", title_justify="left")
     for heading in ("written by", "files", "size", "share"):
         table.add_column(heading, justify="left" if heading == "written by" else "right")

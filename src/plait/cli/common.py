@@ -1,59 +1,54 @@
-"""How a command ends: with its letter on stderr and exit code 2 after a user's mistake.
-
-Options that several commands have.
-
-Files that commands are asked to write: looked at before the work, written after it, with letters.
-"""
+"""Options, exit codes and output files that the commands share."""
 
 import functools
+import json
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, ParamSpec, TextIO, TypeVar
+from typing import Annotated, Any, Literal, ParamSpec, TextIO, TypeVar
 
 import typer
 
 from plait.errors import ConfigError, PlaitError
+from plait.fileio import check_places, write_json
 
-PICTURES = (".png", ".pdf", ".svg")
+USER_ERROR = 2
+LOST_RANK = 1  # another rank ended; its message is the cause
+INTERRUPTED = 130
 
-
-def check_picture(path: Path | None) -> None:
-    """Raises ConfigError for a picture of a kind that matplotlib is not asked for here."""
-    if path is not None and path.suffix not in PICTURES:
-        raise ConfigError("a picture of that kind cannot be drawn", given=path, expected=" ".join(PICTURES))
-
-
-def write_output(path: Path | None, write: Callable[[Path], None], *, say: TextIO | None = None) -> None:
-    """Writes what was asked for, and says so: on stdout, or `say`. Raises ConfigError where it cannot."""
-    if path is None:
-        return
-    try:
-        write(path)
-    except OSError as error:
-        raise ConfigError("the file cannot be written", given=f"{path}: {error.strerror}") from error
-    print(f"written: {path}", file=say)
-
+IMAGE_SUFFIXES = (".png", ".pdf", ".svg")
+STDOUT = Path("-")
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Sets = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Put a value over the recipe's, e.g. run.steps=100."),
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a value of the recipe, e.g. run.steps=100."),
 ]
-Run = Annotated[Path, typer.Argument(help="A run's directory.", show_default=False)]
+PlanOverride = Annotated[
+    str | None, typer.Option("--plan", help='Override the plan of the recipe, e.g. "dp=4".')
+]
+Run = Annotated[Path, typer.Argument(help="The directory of a run.", show_default=False)]
+NewDirectory = Annotated[
+    Path, typer.Argument(help="A directory that does not exist yet.", show_default=False)
+]
+Dtype = Annotated[
+    Literal["fp64", "fp32", "bf16", "fp16"] | None,
+    typer.Option(help="Dtype of the weights. Default: the dtype that the run computed in."),
+]
+Json = Annotated[
+    Path | None, typer.Option("--json", help="Write the result as JSON to this file; - is stdout.")
+]
+Png = Annotated[Path | None, typer.Option("--png", help="Draw it into this file: png, pdf or svg.")]
+Html = Annotated[Path | None, typer.Option("--html", help="Draw it as an interactive page.")]
 
-
-USER_MISTAKE = 2
-LOST_RANK = 1  # another rank ended: what it said is the cause
-CTRL_C = 130
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 def report_errors(command: Callable[P, R]) -> Callable[P, R]:
-    """Turns a PlaitError into its letter, and Ctrl-C into one line. `debug=True` adds the traceback."""
+    """Print a PlaitError as its message, and Ctrl-C as one line. `debug=True` adds the traceback."""
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -61,10 +56,10 @@ def report_errors(command: Callable[P, R]) -> Callable[P, R]:
             return command(*args, **kwargs)
         except PlaitError as error:
             show_error(error, debug=bool(kwargs.get("debug")))
-            raise typer.Exit(USER_MISTAKE) from None
+            raise typer.Exit(USER_ERROR) from None
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
-            raise typer.Exit(CTRL_C) from None
+            raise typer.Exit(INTERRUPTED) from None
 
     return run
 
@@ -73,3 +68,38 @@ def show_error(error: PlaitError, *, debug: bool = False) -> None:
     if debug:
         traceback.print_exception(error)
     print(error.message(), file=sys.stderr, flush=True)
+
+
+def check_outputs(outputs: Mapping[str, Path | None]) -> None:
+    """Check, before the work, that the file of each flag can be written. Raises ConfigError.
+
+    `--png` also needs a suffix that matplotlib writes here; `-` is stdout.
+    """
+    check_places({flag: path for flag, path in outputs.items() if path != STDOUT})
+    _check_image(outputs.get("--png"))
+
+
+def _check_image(path: Path | None) -> None:
+    if path is not None and path.suffix not in IMAGE_SUFFIXES:
+        raise ConfigError(
+            "unsupported image format", given=path, expected=" ".join(IMAGE_SUFFIXES), hint="--png plot.png"
+        )
+
+
+def write_output(path: Path | None, write: Callable[[Path], None], *, report: TextIO | None = None) -> None:
+    """Write the file a flag asked for, and report it on stdout or `report`. Raises ConfigError on failure."""
+    if path is None:
+        return
+    try:
+        write(path)
+    except OSError as error:
+        raise ConfigError("the file cannot be written", given=f"{path}: {error.strerror}") from error
+    print(f"written: {path}", file=report)
+
+
+def write_json_output(path: Path | None, values: Any) -> None:
+    """Write `values` as JSON to the file of `--json`, or to stdout for `-`. Raises ConfigError on failure."""
+    if path == STDOUT:
+        print(json.dumps(values, indent=1))
+    else:
+        write_output(path, lambda target: write_json(target, values))

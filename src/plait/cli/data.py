@@ -6,8 +6,6 @@ from typing import Annotated
 import typer
 
 from plait.cli.common import Debug, Sets, report_errors
-from plait.data import build as build_tokens
-from plait.train.config import read_recipe
 
 data = typer.Typer(help="Prepare text for training.", no_args_is_help=True)
 
@@ -22,12 +20,16 @@ def _data() -> None:
 def build(
     recipe: Annotated[Path, typer.Argument(help="A TOML file.", show_default=False)],
     sets: Sets = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace what data.dir holds.")] = False,
-    debug: Debug = False,  # noqa: ARG001 (read by ends_with_letter)
+    force: Annotated[bool, typer.Option("--force", help="Replace the contents of data.dir.")] = False,
+    debug: Debug = False,  # noqa: ARG001 (read by report_errors)
 ) -> None:
-    """Tokenize the recipe's sources into data.dir. `plait train` does it too where it is missing."""
+    """Tokenize the sources of a recipe into data.dir. `plait train` does so too where tokens are missing."""
+    from plait.train.config import read_recipe
+
     values = read_recipe(recipe, sets or [])
+    from plait.data.build import build as build_tokens
+
     store = build_tokens(values.data, values.tokenizer, force=force)
-    print(f"{values.data.dir}: {store.train.num_tokens:,} tokens to train on,", end=" ")
-    print(f"{store.validation.num_tokens:,} to validate, vocabulary {store.vocab_size:,}")
+    print(f"{values.data.dir}: {store.train.num_tokens:,} training tokens,", end=" ")
+    print(f"{store.validation.num_tokens:,} validation tokens, vocabulary {store.vocab_size:,}")
     print(f"content {store.digest}")

@@ -1,70 +1,136 @@
-"""`plait explain`: what a plan costs, before it runs; after a run, what it was beside what was foretold."""
+"""`plait explain`: what a plan costs before it runs, and the estimate next to the measurements of a run."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import rich
 import typer
 
-from plait.cli.common import Debug, Sets, report_errors, write_output
+from plait.cli.common import (
+    Debug,
+    Json,
+    PlanOverride,
+    Sets,
+    check_outputs,
+    report_errors,
+    write_json_output,
+)
 from plait.errors import ConfigError
-from plait.estimate.explain import Explanation
-from plait.fileio import check_places, write_json
-from plait.train.config import read_recipe
-from plait.train.explain import check_rank, cluster_of, cluster_of_run, explain_recipe, show, to_json
-from plait.train.measurements import Measurements, read_measured
-from plait.train.run import RunDir
+
+if TYPE_CHECKING:
+    from plait.estimate.explain import Explanation
+    from plait.train.measurements import Measurements
+
+MODEL_HELP = "A model_type of transformers, a config.json, a folder with one, or module:function."
 
 
 @report_errors
 def explain(
     recipe: Annotated[Path | None, typer.Argument(help="A TOML file.", show_default=False)] = None,
-    plan: Annotated[str | None, typer.Option(help='Put a plan over the recipe\'s, e.g. "dp=4".')] = None,
+    model: Annotated[
+        str | None, typer.Option(help=f"Instead of a recipe, with --plan. {MODEL_HELP}", show_default=False)
+    ] = None,
+    plan: PlanOverride = None,
     sets: Sets = None,
     run: Annotated[
-        Path | None, typer.Option(help="A run's directory: beside what it measured.", show_default=False)
+        Path | None,
+        typer.Option(help="The directory of a run: compare with its measurements.", show_default=False),
     ] = None,
-    rank: Annotated[int | None, typer.Option(help="Show what this rank says.", show_default=False)] = None,
+    batch: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --model: sequences per step. Default: one per micro-batch and rank."),
+    ] = None,
+    sequence: Annotated[int, typer.Option(min=2, help="With --model: tokens per sequence.")] = 2048,
+    rank: Annotated[
+        int | None, typer.Option(help="Show the collectives of this rank.", show_default=False)
+    ] = None,
     host_size: Annotated[
-        int | None, typer.Option(min=1, help="Ranks per host. By default one host has them all.")
+        int | None, typer.Option(min=1, help="Ranks per host. Default: all ranks on one host.")
     ] = None,
-    json: Annotated[Path | None, typer.Option(help="Write all of it as JSON.", show_default=False)] = None,
-    debug: Debug = False,  # noqa: ARG001 (read by ends_with_letter)
+    json: Json = None,
+    debug: Debug = False,  # noqa: ARG001 (read by report_errors)
 ) -> None:
-    """Show what each rank will hold and say in a step, and how long it waits. Starts no rank."""
-    check_places({"--json": json})
-    found, measured = (
-        _of_recipe(recipe, plan, sets, host_size)
-        if run is None
-        else _of_run(run, {"a recipe": recipe, "--plan": plan, "--set": sets}, host_size)
-    )
-    check_rank(found, rank)
-    show(found, measured, rich.get_console(), rank=rank)
-    write_output(json, lambda path: write_json(path, to_json(found, measured)))
+    """Show memory, communication and pipeline bubble of a plan on every rank, without starting a rank."""
+    check_outputs({"--json": json})
+    sources = {"a recipe": recipe, "--model": model, "--run": run}
+    if sum(value is not None for value in sources.values()) != 1:
+        raise ConfigError(
+            "explain needs one recipe, one model or one run",
+            given=" and ".join(name for name, value in sources.items() if value is not None) or "none",
+            hint='plait explain RECIPE, or --model config.json --plan "dp=8 zero=3", or --run DIR',
+        )
+    measured = None
+    if run is not None:
+        explanation, measured = _explain_run(run, {"--plan": plan, "--set": sets}, host_size)
+    elif model is not None:
+        explanation = _explain_model(model, plan, sets, batch, sequence, host_size)
+    else:
+        assert recipe is not None, "one of the three sources is given"
+        explanation = _explain_recipe(recipe, plan, sets, host_size)
+
+    import rich
+
+    from plait.train.explain import check_rank, show, to_json
+
+    check_rank(explanation, rank)
+    show(explanation, measured, rich.get_console(), rank=rank)
+    if json is not None:
+        write_json_output(json, to_json(explanation, measured))
 
 
-def _of_recipe(
-    path: Path | None, plan: str | None, sets: list[str] | None, host_size: int | None
-) -> tuple[Explanation, None]:
-    if path is None:
-        raise ConfigError("there is nothing to explain", hint="plait explain RECIPE, or --run DIR")
+def _explain_recipe(
+    path: Path, plan: str | None, sets: list[str] | None, host_size: int | None
+) -> "Explanation":
     if path.is_dir():
         raise ConfigError("a directory is not a recipe", given=path, hint=f"plait explain --run {path}")
+    from plait.train.config import read_recipe
+
     recipe = read_recipe(path, sets or (), plan)
-    return explain_recipe(recipe, cluster_of(recipe, host_size)), None
+
+    from plait.train.explain import cluster_of, explain_recipe
+
+    return explain_recipe(recipe, cluster_of(recipe.run.device, recipe.run.transport, host_size))
 
 
-def _of_run(path: Path, others: dict[str, object], host_size: int | None) -> tuple[Explanation, Measurements]:
-    """A run has the plan that it had."""
-    given = [name for name, value in others.items() if value]
+def _explain_model(
+    model: str,
+    plan: str | None,
+    sets: list[str] | None,
+    batch: int | None,
+    sequence: int,
+    host_size: int | None,
+) -> "Explanation":
+    if plan is None or sets:
+        raise ConfigError(
+            "--model is explained under a plan, without a recipe's values",
+            given=f"--model {model}" + (" --set" if sets else ""),
+            expected="--plan, and no --set",
+            hint=f'plait explain --model {model} --plan "dp=8 zero=3"',
+        )
+    from plait.plan import Plan
+
+    parsed = Plan.parse(plan)
+    from plait.train.explain import cluster_of, explain_model
+
+    return explain_model(model, parsed, batch, sequence, cluster_of("auto", "auto", host_size))
+
+
+def _explain_run(
+    path: Path, overrides: dict[str, object], host_size: int | None
+) -> "tuple[Explanation, Measurements]":
+    """Explain the plan that the run used, next to its measurements."""
+    given = [name for name, value in overrides.items() if value]
     if given:
         raise ConfigError(
             "a run is explained as it was",
             given=f"--run {path} with {' and '.join(given)}",
             hint=f"plait explain --run {path}, or a recipe without --run",
         )
-    run = RunDir(path)
-    recipe = run.read_recipe()
-    measured = read_measured(run.measured)
+    from plait.train.explain import cluster_of_run, explain_recipe
+    from plait.train.measurements import read_measured
+    from plait.train.run import RunDir
+
+    directory = RunDir(path)
+    recipe = directory.read_recipe()
+    measured = read_measured(directory.measured)
     recipe = recipe.model_copy(update={"plan": measured.plan})
     return explain_recipe(recipe, cluster_of_run(measured, host_size)), measured

@@ -1,25 +1,18 @@
 """`plait export`: a run's newest checkpoint as a Hugging Face directory."""
 
-from pathlib import Path
-from typing import Annotated
-
-import typer
-
-from plait.cli.common import Debug, Run, report_errors
-from plait.train.export import Dtype
-from plait.train.export import export as write
-from plait.train.run import RunDir
+from plait.cli.common import Debug, Dtype, NewDirectory, Run, report_errors
 
 
 @report_errors
 def export(
     run: Run,
-    out: Annotated[Path, typer.Argument(help="A directory that does not exist yet.", show_default=False)],
-    dtype: Annotated[
-        Dtype | None, typer.Option(help="Of the weights; else what the run computed in.")
-    ] = None,
-    debug: Debug = False,  # noqa: ARG001 (read by ends_with_letter)
+    out: NewDirectory,
+    dtype: Dtype = None,
+    debug: Debug = False,  # noqa: ARG001 (read by report_errors)
 ) -> None:
-    """Write the trained model for AutoModelForCausalLM and AutoTokenizer."""
+    """Export a trained model for AutoModelForCausalLM and AutoTokenizer."""
+    from plait.train.export import export as write
+    from plait.train.run import RunDir
+
     write(RunDir(run), out, dtype)
     print(out)

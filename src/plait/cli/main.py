@@ -1,4 +1,8 @@
-"""The command `plait`."""
+"""The command `plait`.
+
+A command module imports at its top only what declares its options: typer, errors, pure modules. The code that
+runs a command is imported inside it, so that help texts and wrong options are answered without torch.
+"""
 
 from typing import Annotated
 
@@ -36,8 +40,8 @@ app.add_typer(bench, name="bench")
 app.add_typer(checkpoint, name="checkpoint")
 
 
-def _show_version(asked: bool) -> None:
-    if asked:
+def _show_version(is_requested: bool) -> None:
+    if is_requested:
         print(f"plait {__version__}")
         raise typer.Exit
 
@@ -52,5 +56,5 @@ def _plait(
 
 
 def main() -> None:
-    """Runs the command line; ends the process with its exit code."""
+    """Run the command line, and end the process with its exit code."""
     app()

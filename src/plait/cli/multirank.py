@@ -1,70 +1,76 @@
-"""What commands share that run on several ranks: under torchrun, or started by `launch_local`."""
+"""Commands on several ranks, under torchrun or started by `launch_local`: one error for all ranks."""
 
 import contextlib
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
-from plait.cli.common import LOST_RANK, USER_MISTAKE, show_error
-from plait.comm import World
+from plait.cli.common import LOST_RANK, USER_ERROR, show_error
 from plait.errors import CommError, PlaitError, PlanError
 
-_LETTER, _LETTER_SHOWN = "plait: letter", "plait: letter shown"
-_STORE_ANSWERS_S = 5.0  # else it is not there any more
+if TYPE_CHECKING:
+    from plait.comm.world import World
+
+_ERROR, _ERROR_SHOWN = "plait: error", "plait: error shown"
+_STORE_TIMEOUT_S = 5.0  # after that, the store is taken to be unreachable
+_RANK_0_SHOWS_S = 10.0  # for rank 0 to print the same error, and for its launcher to end the others
 
 
 def check_ranks(ranks: int | None) -> None:
-    """Raises PlanError when `--ranks` asks for others than torchrun has started."""
-    started = os.environ["WORLD_SIZE"]
-    if ranks is not None and str(ranks) != started:
+    """Check `--ranks` against the world size of torchrun. Raises PlanError when they differ."""
+    world_size = os.environ["WORLD_SIZE"]
+    if ranks is not None and str(ranks) != world_size:
         raise PlanError(
             "torchrun has started another number of ranks",
-            given=f"--ranks {ranks}, WORLD_SIZE={started}",
-            hint="without --ranks, which is for ranks that plait starts",
+            given=f"--ranks {ranks}, WORLD_SIZE={world_size}",
+            hint="no --ranks under torchrun",
         )
 
 
 @contextlib.contextmanager
 def first_rank_first() -> Iterator[None]:
-    """For what ranks do before they meet: a mistake that each of them finds is told by the first."""
+    """Let rank 0 alone report an error that every rank finds before the process group exists."""
     try:
         yield
     except PlaitError:
         if os.environ.get("RANK", "0") != "0":
-            time.sleep(10)  # the first rank finds the same, tells it, and its launcher then ends us all
+            time.sleep(_RANK_0_SHOWS_S)
         raise
 
 
-def told_by_one(work: Callable[[], int], world: World, *, debug: bool) -> int:
-    """The exit code: what `work` returns. A mistake that every rank finds is told by one of them."""
+def report_once(work: Callable[[], int], world: "World", *, debug: bool) -> int:
+    """Run `work` and return its exit code. If every rank raises the same error, one of them prints it."""
     try:
         code = work()
     except PlaitError as error:
         if not isinstance(error, CommError):
-            _tell(error, world, debug=debug)
-            return USER_MISTAKE
-        # It may be the network that is gone, and the store with it: a rank that waited for that would stay.
-        teller = threading.Thread(target=_tell, args=(error, world), kwargs={"debug": debug}, daemon=True)
-        teller.start()
-        teller.join(_STORE_ANSWERS_S)
-        if teller.is_alive():
+            _show_once(error, world, debug=debug)
+            return USER_ERROR
+        # The network may be down, and the store with it: do not wait for the store in this thread.
+        thread = threading.Thread(
+            target=_show_once, args=(error, world), kwargs={"debug": debug}, daemon=True
+        )
+        thread.start()
+        thread.join(_STORE_TIMEOUT_S)
+        if thread.is_alive():
             show_error(error, debug=debug)
-            os._exit(LOST_RANK)  # the thread is in the store's hands, and would keep the process from ending
+            os._exit(LOST_RANK)  # the thread is blocked in the store and would keep the process alive
         return LOST_RANK
     world.close()
     return code
 
 
-def _tell(error: PlaitError, world: World, *, debug: bool) -> None:
-    """Shows the letter, or waits until another rank has: one that ends takes the others down."""
+def _show_once(error: PlaitError, world: "World", *, debug: bool) -> None:
+    """Print the error, or wait until another rank has: the first rank that exits ends all others."""
     try:
-        is_ours = world.claim(_LETTER)
-        if not is_ours:
-            world.wait_for(_LETTER_SHOWN)
-    except CommError:  # nobody to agree with
-        is_ours = True
-    if is_ours:
+        is_first = world.claim(_ERROR)
+        if not is_first:
+            world.wait_for(_ERROR_SHOWN)
+    except CommError:  # no store to coordinate through
+        is_first = True
+    if is_first:
         show_error(error, debug=debug)
         with contextlib.suppress(CommError):
-            world.announce(_LETTER_SHOWN)
+            world.announce(_ERROR_SHOWN)

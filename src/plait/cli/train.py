@@ -1,22 +1,21 @@
-"""`plait train`, and `plait rank`: what it starts once per rank."""
+"""`plait train`, and `plait rank`, the process that it starts once per local rank."""
 
 import contextlib
 import json
 import os
 import signal
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from plait.cli.common import CTRL_C, USER_MISTAKE, Debug, Run, Sets, report_errors
-from plait.cli.multirank import check_ranks, first_rank_first, told_by_one
-from plait.comm import World, connect, launch_local
-from plait.comm.launch import end_with_parent
+from plait.cli.common import INTERRUPTED, USER_ERROR, Debug, PlanOverride, Run, Sets, report_errors
+from plait.cli.multirank import check_ranks, first_rank_first, report_once
 from plait.plan import Plan
-from plait.train.config import Recipe, read_recipe
-from plait.train.run import RunDir, discard_unused, is_later_attempt, num_local_ranks, prepare
-from plait.train.trainer import train as train_on_this_rank
+
+if TYPE_CHECKING:
+    from plait.comm.world import World
+    from plait.train.config import Recipe
 
 _PREPARED = "plait: prepared"
 
@@ -24,53 +23,66 @@ _PREPARED = "plait: prepared"
 @report_errors
 def train(
     recipe: Annotated[
-        Path, typer.Argument(help="A TOML file; with --resume also a run's directory.", show_default=False)
+        Path,
+        typer.Argument(help="A TOML file; with --resume, also the directory of a run.", show_default=False),
     ],
-    plan: Annotated[str | None, typer.Option(help='Put a plan over the recipe\'s, e.g. "dp=4".')] = None,
+    plan: PlanOverride = None,
     ranks: Annotated[
-        int | None, typer.Option(min=1, help="Local ranks to start. By default as many as the plan has.")
+        int | None, typer.Option(min=1, help="Local ranks to start. Default: the ranks of the plan.")
     ] = None,
     sets: Sets = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was stopped.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume a stopped run.")] = False,
     start: Annotated[
         Path | None,
         typer.Option(
             "--from",
-            help="A checkpoint: go back to it, with --resume; else begin with it.",
+            help="Start from this checkpoint; with --resume, go back to it.",
             show_default=False,
         ),
     ] = None,
     probe: Annotated[
-        bool, typer.Option("--probe", help="Before the first step, compare with the model in one process.")
+        bool,
+        typer.Option("--probe", help="Compare gradients with a one-process run before the first step."),
     ] = False,
     trace: Annotated[
-        Path | None, typer.Option(help="Record when the ranks of a pipeline do what in steps 3 to 5: JSON.")
+        Path | None, typer.Option(help="Record a timeline of the pipeline in steps 3 to 5, as JSON.")
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Train what the recipe says: under torchrun on its ranks, else on local ranks that this starts."""
+    """Train a model as a recipe says, on local ranks, or on the ranks of torchrun."""
     sets = [*(sets or []), *(["run.probe=true"] if probe else [])]
     sets += [] if trace is None else [f"run.trace={json.dumps(str(trace))}"]
     if "WORLD_SIZE" in os.environ:
         raise typer.Exit(_train_under_torchrun(recipe, sets, plan, ranks, resume, start, debug))
-    # One rank is started like many: the same signals, letters and exit codes.
+    from plait.train.config import read_recipe
+
+    if recipe.is_file():
+        read_recipe(recipe, sets, plan)  # a mistake in it is reported before torch is imported
+    from plait.comm.launch import launch_local
+    from plait.train.run import RunDir, discard_unused, num_local_ranks, prepare
+
+    # A single rank is started the same way as several: the same signals, errors and exit codes.
     with contextlib.ExitStack() as alone:
         prepared = prepare(recipe, sets=sets, plan=plan, resume=resume, start=start, ranks=ranks, alone=alone)
-        run, asked = prepared.run.dir, Plan.parse(prepared.plan)
-        num_ranks = ranks if ranks is not None else num_local_ranks(asked, prepared.run.device)
+        run, parsed = prepared.run.dir, Plan.parse(prepared.plan)
+        num_ranks = ranks if ranks is not None else num_local_ranks(parsed, prepared.run.device)
         words = ["rank", str(run), *(["--debug"] if debug else [])]
         code = launch_local(num_ranks, words, save_s=prepared.run.save_s)
-    if code == USER_MISTAKE and not resume:
+    if code == USER_ERROR and not resume:
         discard_unused(RunDir(run))
     raise typer.Exit(code)
 
 
 @report_errors
 def rank(run: Run, debug: Debug = False) -> None:
-    """One rank of a run that `plait train` has prepared."""
+    """Run one rank of a run that `plait train` has prepared."""
+    from plait.comm.launch import end_with_parent
+
     end_with_parent()
+    from plait.train.run import RunDir
+
     recipe = RunDir(run).read_recipe()
-    raise typer.Exit(_train_as_one_of_many(recipe, _join(recipe), debug))
+    raise typer.Exit(_train_on_rank(recipe, _connect(recipe), debug))
 
 
 def _train_under_torchrun(
@@ -82,13 +94,16 @@ def _train_under_torchrun(
     start: Path | None,
     debug: bool,
 ) -> int:
-    """The first rank prepares the run, the others wait for it however long the data takes."""
+    """Prepare the run on rank 0, while the others wait however long the data takes; then train."""
+    from plait.train.config import read_recipe
+    from plait.train.run import RunDir, discard_unused, is_later_attempt, prepare
+
     with first_rank_first():
         check_ranks(ranks)
         recipe = (
             RunDir(source).read_recipe(sets, plan) if source.is_dir() else read_recipe(source, sets, plan)
         )
-        world = _join(recipe)
+        world = _connect(recipe)
     run = RunDir(recipe.run.dir if not source.is_dir() else source)
     with contextlib.ExitStack() as alone:
         if world.rank == 0:
@@ -106,20 +121,24 @@ def _train_under_torchrun(
             )
             world.announce(_PREPARED)
         world.wait_for(_PREPARED)
-        code = _train_as_one_of_many(run.read_recipe(), world, debug)
-    if code and not resume and world.rank == 0:  # whichever rank found why
+        code = _train_on_rank(run.read_recipe(), world, debug)
+    if code and not resume and world.rank == 0:  # whichever rank failed
         discard_unused(run)
     return code
 
 
-def _join(recipe: Recipe) -> World:
+def _connect(recipe: "Recipe") -> "World":
+    from plait.comm.world import connect
+
     run = recipe.run
     device = None if run.device == "auto" else run.device
     return connect(timeout_s=run.timeout_s, device=device, transport=run.transport)
 
 
-def _train_as_one_of_many(recipe: Recipe, world: World, debug: bool) -> int:
-    def run() -> int:
-        return CTRL_C if train_on_this_rank(recipe, world) == signal.SIGINT else 0
+def _train_on_rank(recipe: "Recipe", world: "World", debug: bool) -> int:
+    from plait.train.trainer import train
 
-    return told_by_one(run, world, debug=debug)
+    def run() -> int:
+        return INTERRUPTED if train(recipe, world) == signal.SIGINT else 0
+
+    return report_once(run, world, debug=debug)

@@ -1,4 +1,4 @@
-"""`plait verify`: does a plan compute what one process computes? And what it starts once per rank."""
+"""`plait verify`: compare a plan with one process; and `plait verify-rank`, which it starts once per rank."""
 
 import json
 import tempfile
@@ -6,32 +6,26 @@ from dataclasses import replace
 from enum import StrEnum
 from math import lcm
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from torch.cuda import device_count
-from transformers.utils import logging
 
-from plait.cli.common import LOST_RANK, USER_MISTAKE, Debug, report_errors, write_output
-from plait.comm.launch import end_with_parent
+from plait.cli.common import (
+    LOST_RANK,
+    USER_ERROR,
+    Debug,
+    Json,
+    check_outputs,
+    report_errors,
+    write_json_output,
+)
+from plait.cli.explain import MODEL_HELP
 from plait.errors import ConfigError, PlaitError, PlanError
-from plait.fileio import check_places, write_json
 from plait.plan import Plan
 from plait.plan.schedule.load import schedule_of
-from plait.verify import (
-    PRECISIONS,
-    Case,
-    Outcome,
-    Verdict,
-    WorkerOptions,
-    all_plans,
-    check,
-    parse_source,
-    serve,
-)
-from plait.verify import verify as verify_on_ranks
-from plait.verify.report import line, matrix, tables
+
+if TYPE_CHECKING:
+    from plait.verify.result import Verdict
 
 DIFFERS = 1
 _LAYERS = 4  # of a model made small, or as many as there are stages
@@ -51,142 +45,167 @@ class Device(StrEnum):
 
 @report_errors
 def verify(
-    model: Annotated[
-        str,
-        typer.Option(
-            help="A config.json, a folder with one, a model_type of transformers, or module:function.",
-            show_default=False,
-        ),
-    ],
+    model: Annotated[str, typer.Option(help=MODEL_HELP, show_default=False)],
     plan: Annotated[str | None, typer.Option(help='The plan, e.g. "pp=2 dp=2 zero=1".')] = None,
-    plans: Annotated[Path | None, typer.Option(help="A file with a plan per line.")] = None,
-    all_of: Annotated[
-        int, typer.Option("--all-plans", min=0, metavar="N", help="Every legal plan on N ranks.")
+    plans: Annotated[Path | None, typer.Option(help="A file with one plan per line.")] = None,
+    num_ranks_of_all: Annotated[
+        int, typer.Option("--all-plans", min=0, metavar="N", help="Every valid plan on N ranks.")
     ] = 0,
-    ranks: Annotated[int | None, typer.Option(min=1, help="Ranks; by default the plan's.")] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Ranks. Default: those of the plan.")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 3,
-    dtype: Annotated[Dtype, typer.Option(help="What is computed in, instead of the plan's precision.")] = (
+    dtype: Annotated[Dtype, typer.Option(help="Dtype to compute in, instead of the plan's precision.")] = (
         Dtype.float64
     ),
     full: Annotated[
-        bool, typer.Option("--full/--shrink", help="The model as it is, or small: few layers, narrow.")
+        bool,
+        typer.Option("--full/--shrink", help="Verify the full model, or a small copy: few layers, narrow."),
     ] = False,
-    length: Annotated[int, typer.Option(min=2, help="Tokens of a sequence.")] = 16,
-    seed: Annotated[int, typer.Option(min=0, help="Of initial weights and data.")] = 0,
+    sequence: Annotated[int, typer.Option(min=2, help="Tokens per sequence.")] = 16,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of initial weights and data.")] = 0,
     device: Annotated[
-        Device, typer.Option(help="What ranks compute on; by default GPUs, where there is one for each.")
+        Device, typer.Option(help="Device of the ranks. Default: GPUs, if there is one for each rank.")
     ] = Device.auto,
-    transport: Annotated[str, typer.Option(help="What CPU ranks talk through: host or gloo.")] = "auto",
+    transport: Annotated[str, typer.Option(help="Transport of CPU ranks: host or gloo.")] = "auto",
     tolerance: Annotated[
-        float | None, typer.Option(min=0.0, help="Largest relative difference; by default the dtype's.")
+        float | None, typer.Option(min=0.0, help="Largest relative difference. Default: by dtype.")
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all that was found.")] = None,
-    debug: Debug = False,  # noqa: ARG001 (read by ends_with_letter)
+    json: Json = None,
+    debug: Debug = False,  # noqa: ARG001 (read by report_errors)
 ) -> None:
-    """Hold a plan against one process: losses, gradients, weights. Ends with 0: the same; 1: not, or a rank
-    died; 2: the plan cannot be."""
-    check_places({"--json": json_file})
+    """Compare losses, gradients and weights under a plan with those of one process.
+
+    Exit code 0: they are equal; 1: they differ, or a rank died; 2: the plan is impossible.
+    """
+    check_outputs({"--json": json})
     _check_tolerance(tolerance)
-    asked = _plans(plan, plans, all_of, ranks)
-    asked = [_in(dtype, one) for one in asked]
-    stages = max(schedule_of(p.schedule, p.pp, p.micro, p.chunks).num_stages for p in asked)
-    source = parse_source(model, layers=max(_LAYERS, stages), length=length, full=full)
-    on = _device(device, transport, max(p.num_ranks for p in asked))
-    samples = 2 * lcm(*(p.dp * p.micro for p in asked))
-    jobs = [Case(source, str(p), dtype.value, steps, samples, length, seed, tolerance) for p in asked]
+    selected = [_with_dtype(dtype, one) for one in _select_plans(plan, plans, num_ranks_of_all, ranks)]
+    stages = max(schedule_of(p.schedule, p.pp, p.micro, p.chunks).num_stages for p in selected)
+
+    from rich.console import Console
+
+    from plait.verify.model_spec import parse_source
+    from plait.verify.report import matrix, tables
+    from plait.verify.runner import WorkerOptions
+    from plait.verify.runner import verify as verify_on_ranks
+    from plait.verify.worker import Case, check
+
+    source = parse_source(model, layers=max(_LAYERS, stages), length=sequence, full=full)
+    on = _device(device, transport, max(p.num_ranks for p in selected))
+    samples = 2 * lcm(*(p.dp * p.micro for p in selected))
+    cases = [Case(source, str(p), dtype.value, steps, samples, sequence, seed, tolerance) for p in selected]
     console = Console()
     if plan is not None:
-        check(source.subject(), asked[0])
+        check(source.subject(), selected[0])
     with tempfile.TemporaryDirectory(prefix="plait-verify-") as folder:
-        how = WorkerOptions(on, transport, blame=plan is not None)
-        found = verify_on_ranks(jobs, Path(folder), how)
+        options = WorkerOptions(on, transport, blame=plan is not None)
+        verdicts = verify_on_ranks(cases, Path(folder), options)
     if plan is not None:
-        tables(found[0], console)
+        tables(verdicts[0], console)
     else:
-        console.print(matrix(found))
-    write_output(json_file, lambda path: write_json(path, [one.to_values() for one in found]))
-    raise typer.Exit(_code(found))
+        console.print(matrix(verdicts))
+    if json is not None:
+        write_json_output(json, [verdict.to_values() for verdict in verdicts])
+    raise typer.Exit(_exit_code(verdicts))
 
 
 @report_errors
-def verify_rank(room: Path) -> None:
-    """One rank of what `plait verify` has started, which tells the letters of its ranks."""
+def verify_rank(work_dir: Path) -> None:
+    """Run one rank of a job that `plait verify` has started, which reports the errors of its ranks."""
+    from plait.comm.launch import end_with_parent
+
     end_with_parent()
+    from transformers.utils import logging
+
+    from plait.verify.report import line
+    from plait.verify.runner import serve
+
     logging.set_verbosity(logging.CRITICAL)
-    several = len(json.loads((room / "jobs.json").read_text(encoding="utf-8"))["jobs"]) > 1
+    are_several = len(json.loads((work_dir / "jobs.json").read_text(encoding="utf-8"))["jobs"]) > 1
     try:
-        serve(room, (lambda verdict: print(line(verdict), flush=True)) if several else None)
+        serve(work_dir, (lambda verdict: print(line(verdict), flush=True)) if are_several else None)
     except PlaitError:
         raise typer.Exit(LOST_RANK) from None
 
 
 def _check_tolerance(tolerance: float | None) -> None:
     if tolerance is not None and not 0 < tolerance < 1:
-        raise ConfigError("that is no relative difference", given=f"--tolerance {tolerance}", hint="1e-6")
+        raise ConfigError("not a relative difference", given=f"--tolerance {tolerance}", hint="1e-6")
 
 
 def _device(asked: Device, transport: str, num_ranks: int) -> str:
-    """Raises ConfigError for a transport that is none, or between other devices, and for too few GPUs."""
+    """Choose the device of the ranks. Raises ConfigError for an unknown transport, and for too few GPUs."""
     if transport not in ("auto", "host", "gloo"):
         raise ConfigError(
             "there is no such transport for CPU ranks", given=f"--transport {transport}", hint="host or gloo"
         )
     if asked is Device.cpu or (asked is Device.auto and transport != "auto"):
         return "cpu"
+    from torch.cuda import device_count
+
     gpus = device_count()
     if asked is Device.cuda and (gpus < num_ranks or transport != "auto"):
         raise ConfigError(
-            "these ranks cannot be on GPUs",
+            "these ranks cannot run on GPUs",
             given=f"--device cuda --transport {transport}, {num_ranks} ranks, {gpus} GPUs",
-            expected="a GPU for each, and no transport",
+            expected="one GPU per rank, and no --transport",
             hint="--device cpu",
         )
     return "cuda" if gpus >= num_ranks else "cpu"
 
 
-def _in(dtype: Dtype, plan: Plan) -> Plan:
-    """The plan, computing in what is verified in. Raises ConfigError."""
+def _with_dtype(dtype: Dtype, plan: Plan) -> Plan:
+    """Return the plan with the precision to verify in. Raises ConfigError."""
+    from plait.verify.worker import PRECISIONS
+
     try:
         return replace(plan, precision=PRECISIONS[dtype.value])
     except PlanError as error:
         raise ConfigError(
             f"this plan cannot be verified in {dtype.value}",
             given=f"{plan}: {error.fact}",
-            hint="--dtype bf16, which measures what rounding does",
+            hint="--dtype bf16, which measures the rounding error",
         ) from error
 
 
-def _plans(plan: str | None, plans: Path | None, all_of: int, ranks: int | None) -> list[Plan]:
-    """Raises ConfigError, and PlanError for one that cannot be."""
-    given = [flag for flag, value in (("--plan", plan), ("--plans", plans), ("--all-plans", all_of)) if value]
+def _select_plans(
+    plan: str | None, plans: Path | None, num_ranks_of_all: int, ranks: int | None
+) -> list[Plan]:
+    """Return the plans to verify. Raises ConfigError, and PlanError for an impossible one."""
+    given = [
+        flag
+        for flag, value in (("--plan", plan), ("--plans", plans), ("--all-plans", num_ranks_of_all))
+        if value
+    ]
     if len(given) != 1:
         raise ConfigError(
-            "one plan, a file of plans, or all plans",
-            given=" and ".join(given) or "none of them",
+            "verify needs one plan, a file of plans, or all plans",
+            given=" and ".join(given) or "none",
             expected="one of --plan, --plans and --all-plans",
             hint='--plan "pp=2 dp=2 zero=1"',
         )
     if plan is not None:
-        found = [Plan.parse(plan)]
+        selected = [Plan.parse(plan)]
     elif plans is not None:
-        found = _of_file(plans)
+        selected = _read_plans(plans)
     else:
-        found = all_plans(all_of)
-    for one in found:
+        from plait.verify.sweep import all_plans
+
+        selected = all_plans(num_ranks_of_all)
+    for one in selected:
         if ranks is not None and one.num_ranks != ranks:
             one.check_ranks(ranks)
-    return found
+    return selected
 
 
-def _of_file(path: Path) -> list[Plan]:
+def _read_plans(path: Path) -> list[Plan]:
     try:
         lines = [text.partition("#")[0].strip() for text in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("the plans cannot be read", given=f"{path}: {error}") from error
-    found = []
+    parsed = []
     for number, text in enumerate(lines, start=1):
         try:
-            found += [Plan.parse(text)] if text else []
+            parsed += [Plan.parse(text)] if text else []
         except PlanError as error:
             raise PlanError(
                 error.fact,
@@ -194,13 +213,15 @@ def _of_file(path: Path) -> list[Plan]:
                 expected=error.expected,
                 hint=error.hint,
             ) from error
-    if not found:
-        raise ConfigError("there is no plan in the file", given=path, expected="a plan per line")
-    return found
+    if not parsed:
+        raise ConfigError("the file contains no plan", given=path, expected="one plan per line")
+    return parsed
 
 
-def _code(found: list[Verdict]) -> int:
-    outcomes = {one.outcome for one in found}
+def _exit_code(verdicts: "list[Verdict]") -> int:
+    from plait.verify.result import Outcome
+
+    outcomes = {verdict.outcome for verdict in verdicts}
     if outcomes & {Outcome.DIFFERS, Outcome.DIED}:
         return DIFFERS
-    return USER_MISTAKE if outcomes == {Outcome.REFUSED} else 0
+    return USER_ERROR if outcomes == {Outcome.REFUSED} else 0
