@@ -56,7 +56,7 @@ def test_copies_never_drift_apart(pool: Pool, plan: str, ranks: int, family: str
 
 def _with_dropout(seed: int) -> tuple[dict[str, Tensor], float]:
     """A loop of one's own, on ranks whose own generators differ."""
-    torch.manual_seed(seed + plait.comm.world().rank)
+    torch.manual_seed(seed + plait.comm.connect().rank)
     with torch.device("meta"):
         model = GPT2LMHeadModel(GPT2Config(n_embd=48, n_layer=2, n_head=4, vocab_size=61, n_positions=64))
     engine = plait.parallelize(model, "tp=2 micro=2", optimizer_args=programs.ADAMW)

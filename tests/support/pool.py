@@ -1,7 +1,7 @@
 """A pool of long-lived worker processes: a function on n ranks, without process start or import of torch.
 
 `pool.run(fn, n, *args)` calls a top-level function on n workers at the same time. Each finds the environment
-of a rank (RANK, WORLD_SIZE, LOCAL_RANK, PLAIT_RENDEZVOUS_FILE), so `plait.comm.world()` joins a fresh
+of a rank (RANK, WORLD_SIZE, LOCAL_RANK, PLAIT_RENDEZVOUS_FILE), so `plait.comm.connect()` joins a fresh
 process group; the worker leaves it afterwards. The workers' half is pool_worker.py.
 """
 
