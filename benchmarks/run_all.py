@@ -21,6 +21,7 @@ BENCHMARKS = (
     "checkpoint",
     "loop_overhead",
     "read_windows",
+    "startup",
 )
 
 

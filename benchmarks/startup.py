@@ -1,0 +1,68 @@
+"""Start-up times: commands and imports next to `python -c "import torch"`.
+
+    python benchmarks/startup.py [--rounds 5] [--json FILE]
+
+Each contender is a process of its own; those of a round run one after the other. The yardstick is a process
+that imports torch, which a command that trains cannot avoid. Help texts, wrong options and schedules do not
+need it, and a program that trains a plain module does not need transformers.
+"""
+
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import common
+from plait.bench.report import machine
+
+YARDSTICK = "import torch"
+PLAIN = """
+import plait, torch
+engine = plait.parallelize(
+    torch.nn.Sequential(torch.nn.Linear(4, 4)),
+    "dp=1",
+    loss=lambda outputs, batch: (outputs.square().sum(), outputs.numel()),
+    optimizer_args={"lr": 0.1},
+)
+"""
+PROGRAMS = {
+    YARDSTICK: ["-c", "import torch"],
+    "import transformers.PreTrainedModel": ["-c", "from transformers import PreTrainedModel"],
+    "import plait": ["-c", "import plait; plait.Plan"],
+    "plait --version": ["-m", "plait", "--version"],
+    "plait --help": ["-m", "plait", "--help"],
+    "plait train --help": ["-m", "plait", "train", "--help"],
+    "plait train, unknown key": ["-m", "plait", "train", "recipes/tiny.toml", "--set", "run.stepz=1"],
+    "plait schedule": ["-m", "plait", "schedule", "1f1b", "--pp", "4", "--micro", "8"],
+    "plait checkpoint show, none there": ["-m", "plait", "checkpoint", "show", tempfile.gettempdir()],
+    "parallelize a plain module": ["-c", PLAIN],
+}
+
+
+def seconds(words: list[str]) -> float:
+    begin = time.perf_counter()
+    subprocess.run(
+        [sys.executable, *words],
+        cwd=Path(__file__).resolve().parent.parent,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        check=False,  # two of them end with an error, which is what is timed
+    )
+    return time.perf_counter() - begin
+
+
+def main() -> None:
+    parser = common.parser(__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    times: common.Times = {name: [] for name in PROGRAMS}
+    for _ in range(arguments.rounds):
+        for name, words in PROGRAMS.items():
+            times[name].append(seconds(words))
+    rows = common.rows("start-up", times, yardstick=YARDSTICK, peers=())
+    common.report("start-up times", rows, machine(), arguments.json)
+
+
+if __name__ == "__main__":
+    main()
