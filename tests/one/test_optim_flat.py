@@ -13,7 +13,7 @@ ELEMENTWISE += ["ASGD", "Rprop"]
 
 
 def piece(group: int, *, value: float = 1.0) -> FlatSlice:
-    return FlatSlice.of(group, torch.full((16,), value), torch.full((16,), 0.5))
+    return FlatSlice.from_views(group, torch.full((16,), value), torch.full((16,), 0.5))
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from plait.comm import sum_of_squares
 
-RUN = 256  # elements summed in the gradient's own dtype before float64 takes over
+NORM_BLOCK = 256  # elements summed in the gradient's own dtype before float64 takes over
 _CACHED = 2**17  # elements: half a megabyte of float32 stays in a core's cache between two passes
 
 
@@ -20,15 +20,15 @@ def squared_norm(flat: Tensor) -> Tensor:
     adds up in float64 from the first element on.
     """
     found = sum_of_squares(flat)
-    return run_sums(flat).sum() if found is None else found
+    return block_square_sums(flat).sum() if found is None else found
 
 
-def run_sums(flat: Tensor) -> Tensor:
+def block_square_sums(flat: Tensor) -> Tensor:
     """The sum of squares of every RUN elements, and of what is left at the end; float64."""
-    body = flat[: flat.numel() // RUN * RUN].view(-1, RUN)
+    body = flat[: flat.numel() // NORM_BLOCK * NORM_BLOCK].view(-1, NORM_BLOCK)
     norms = torch.linalg.vector_norm(body, dim=1)
     if body.numel() < flat.numel():
-        rest = torch.zeros(1, RUN, dtype=flat.dtype, device=flat.device)
+        rest = torch.zeros(1, NORM_BLOCK, dtype=flat.dtype, device=flat.device)
         rest[0, : flat.numel() - body.numel()] = flat[body.numel() :]
         norms = torch.cat([norms, torch.linalg.vector_norm(rest, dim=1)])
     return norms.double().square()

@@ -152,7 +152,7 @@ def _probe(
     values = torch.linspace(-1.0, 2.0, _PROBE, dtype=torch.float64)
     gradient = torch.linspace(3.0, -0.5, _PROBE, dtype=torch.float64)
     pairs = zip(values.split(sizes), gradient.split(sizes), strict=True)
-    slices = [FlatSlice.of(group, *pair) for pair in pairs]
+    slices = [FlatSlice.from_views(group, *pair) for pair in pairs]
     optimizer = make_optimizer(kind, arguments, slices, groups)
     before = _options_of(optimizer)
     try:

@@ -26,7 +26,7 @@ from plait.errors import ConfigError
 _SYNC_FILE_RANGE_WRITE = 2  # starts write-back of dirty pages, waits for nothing
 
 
-def room_for(numel: int, dtype: torch.dtype) -> int:
+def mapped_bytes(numel: int, dtype: torch.dtype) -> int:
     """Bytes of a file that `MappedFile.take` uses for a tensor: whole pages, none shared with another."""
     return -(-numel * dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
 
@@ -49,7 +49,7 @@ class MappedFile:
         """A tensor of zeros, with a storage of its own, in the file's next bytes. It keeps the mapping."""
         if not numel:
             return torch.empty(0, dtype=dtype)
-        start, self._taken = self._taken, self._taken + room_for(numel, dtype)
+        start, self._taken = self._taken, self._taken + mapped_bytes(numel, dtype)
         assert self._taken <= self.num_bytes, f"the file of {self.num_bytes} bytes was reserved too small"
         return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=start)
 

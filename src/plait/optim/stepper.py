@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from plait.optim.flat import scaled_step
-from plait.optim.mapped import MappedFile, room_for
+from plait.optim.mapped import MappedFile, mapped_bytes
 from plait.optim.rounding import StochasticRounding
 
 CHUNK = 2**18  # elements of a leaf whose states visit
@@ -167,7 +167,7 @@ class ChunkedOptimizer:
     def _placed(self, folder: Path, names: list[str]) -> MappedFile:
         """A file with a place for each leaf's states, in the order in which they are stepped."""
         dtypes = {leaf: self._stored_dtype(leaf) for leaf in self._kept}
-        sizes = (room_for(leaf.numel(), dtype) for leaf, dtype in dtypes.items())
+        sizes = (mapped_bytes(leaf.numel(), dtype) for leaf, dtype in dtypes.items())
         file = MappedFile(folder, sum(sizes) * len(names))
         for leaf, kept in self._kept.items():
             kept.places = {name: file.take(leaf.numel(), dtypes[leaf]) for name in names}
