@@ -111,7 +111,7 @@ def test_classes_that_need_whole_tensors_are_refused_with_the_reason(
 ) -> None:
     with pytest.raises(ConfigError, match=reason) as caught:
         state_kinds(kind, {"lr": 0.1})
-    assert caught.value.fact == f"{kind.__name__} cannot work on flat pieces of parameters"
+    assert caught.value.fact == f"{kind.__name__} cannot work on flat shards of parameters"
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)

@@ -91,7 +91,7 @@ def test_a_folder_that_nobody_may_write_to_is_a_letter(tmp_path: Path) -> None:
 def test_a_disk_without_room_is_a_letter_with_both_numbers(tmp_path: Path) -> None:
     disk = os.statvfs(tmp_path)
     size = 10 * disk.f_blocks * disk.f_frsize
-    with pytest.raises(ConfigError, match="no room") as caught:
+    with pytest.raises(ConfigError, match="no space") as caught:
         MappedFile(tmp_path, size)
     assert caught.value.expected == f"{size:,} bytes"
     assert "bytes are free (No space left on device)" in caught.value.given

@@ -130,7 +130,7 @@ def test_two_gradients_in_one_backward_are_refused(pool: Pool, words: str) -> No
 def _stray(plan: str) -> Any:
     engine = programs.engine_of(Task(edge_case_models.uneven), plan)
     batch = programs.share_of(programs.batches(1)[0], engine)
-    with pytest.raises(ModelError, match="outside of the engine's backward"):
+    with pytest.raises(ModelError, match="outside the engine's backward"):
         engine.model(batch["input_ids"]).square().sum().backward()
     spoilt = engine.step(batch)
     fresh = programs.engine_of(Task(edge_case_models.uneven), plan)

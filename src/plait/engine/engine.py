@@ -353,7 +353,7 @@ class Engine:
         self._is_torn, problem = True, None
         try:
             self._state.load(source, weights_only=weights_only)
-            self._scale.load(() if weights_only else source.shapes, source.whole)
+            self._scale.load(() if weights_only else source.shapes, source.read_full)
             self.num_steps = 0 if weights_only else int(source.read_full(_NUM_STEPS))
         except CheckpointError as error:
             problem = error

@@ -1,4 +1,4 @@
-"""Optimizers over flat storages, where their states are kept, clipping, and the loss scale."""
+"""Optimizers over flat storages, storage of their states, gradient clipping, and the loss scale."""
 
 from plait.optim.clip import NORM_BLOCK, clip_factor, clip_values, squared_norm
 from plait.optim.flat import (

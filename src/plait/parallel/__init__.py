@@ -1,4 +1,4 @@
-"""The strands: data parallelism over units of flat storage, ZeRO 0 to 3; layers cut on a grid; pipelines."""
+"""The forms of parallelism: ZeRO 0 to 3, tensor and pipeline parallelism, DistributedDataParallel."""
 
 from plait.parallel.activation_checkpoint import RecomputedForward, recompute_blocks
 from plait.parallel.compile import compile_blocks

@@ -1,10 +1,10 @@
 """Start items in one order that all ranks share, although they become complete in any order.
 
 [Note: one order of reductions]
-Ranks match collectives by the order in which a group receives them. Gradients become ready in an order that may
-differ between ranks (a branch, a parameter that is unused on one of them). So units and buckets are not reduced
-when they are ready but in one order fixed beforehand, close to the one in which backward completes them. One
-that is ready early waits for those before it; what never becomes ready is started when backward is over.
+Ranks match collectives by the order in which a group receives them. Gradients become ready in an order that
+may differ between ranks (a branch, a parameter that is unused on one of them). So units and buckets are not
+reduced when they are ready but in one order fixed beforehand, close to the one in which backward completes
+them. One that is ready early waits for those before it; those never ready are started when backward is over.
 """
 
 from collections.abc import Callable, Sequence

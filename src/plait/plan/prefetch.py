@@ -85,8 +85,8 @@ class PrefetchWalk(Generic[T]):
 
 @dataclass(frozen=True)
 class ExecOrder(Generic[T]):
-    """In which order a stage's passes use what is gathered. What is `always_unsharded` is whole from the beginning of
-    forward to the end of its use in backward, and walked over by neither."""
+    """In which order a stage's passes use what is gathered. What is `always_unsharded` is whole from the
+    beginning of forward to the end of its use in backward, and walked over by neither."""
 
     forward: Sequence[T]
     backward: Sequence[T]

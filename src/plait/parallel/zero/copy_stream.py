@@ -14,10 +14,10 @@ class CopyStream:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def copy(self, out: Tensor, source: Tensor) -> Callable[[], None]:
-        """Copy after the work queued so far; return a function that makes the current stream wait for the copy.
+        """Copy after the work queued so far. Call the result to make the current stream wait for the copy.
 
-        One of the two may be in (pinned) host memory. The tensor on the device may be freed at once: its memory
-        is not reused before the copy has completed.
+        One of the two may be in (pinned) host memory. The tensor on the device may be freed at once: its
+        memory is not reused before the copy has completed.
         """
         if self._stream is None:
             out.copy_(source)
@@ -32,7 +32,7 @@ class CopyStream:
         return lambda: torch.cuda.current_stream(self._device).wait_event(done)
 
     def synchronize(self) -> None:
-        """Block the CPU until all copies have completed, before it reads or writes their host tensors itself."""
+        """Block the CPU until all copies have completed; streams do not order its own reads and writes."""
         if self._stream is not None:
             self._stream.synchronize()
 

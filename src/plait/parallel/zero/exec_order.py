@@ -1,13 +1,14 @@
 """Execution order of a pass, agreed between ranks, and detection of parameters used outside their modules.
 
 [Note: all-gather order]
-As with reductions, ranks must start all-gathers in one order, although a branch may skip a unit on some of them.
-A pass (forward or backward) walks a fixed list of uses. A use further down the list walks over all uses before
-it, unsharding and resharding those that this rank skipped; the end of the pass walks to the end of the list.
-The list alone decides which uses need an all-gather, not what happens to be unsharded on a rank. At first the
-list is the layout's order. The first step records the actual uses; then all ranks adopt the first rank's
-record, with units that only other ranks used inserted at their position in the layout. A use that is not in
-the list is unsharded on demand. Then every rank has to do so, which a digest checks at the end of the step.
+As with reductions, ranks must start all-gathers in one order, although a branch may skip a unit on some of
+them. A pass (forward or backward) walks a fixed list of uses. A use further down the list walks over all uses
+before it, unsharding and resharding those that this rank skipped; the end of the pass walks to the end of the
+list. The list alone decides which uses need an all-gather, not what happens to be unsharded on a rank. At
+first the list is the layout's order. The first step records the actual uses; then all ranks adopt the first
+rank's record, with units that only other ranks used inserted at their position in the layout. A use that is
+not in the list is unsharded on demand. Then every rank has to do so, which a digest checks at the end of the
+step.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence, Set

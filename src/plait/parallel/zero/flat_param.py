@@ -1,30 +1,30 @@
-"""FlatParam, a unit of ZeRO: parameters that are communicated together, in one flat storage that is the message.
+"""FlatParam: parameters that are communicated together (a unit), in one flat storage that is the message.
 
 [Note: storages of a unit and their lifetimes]
-`storage`      unsharded parameters, in the compute dtype; the model's parameters are views of it. The output of
-               the all-gather. Up to stage 2 it is always allocated. At stage 3 `Unsharder` allocates it before the
-               all-gather and frees it (`unsharded.free`) when the last use is over. Tensor and views survive:
-               tensors that autograd saved see the new memory after the next unshard.
-`shard`        the range of `storage` that this rank owns. Up to stage 2 a view of `storage`; at stage 3 a tensor
-               of its own, the input of the all-gather.
-`master`       main storage: the same range in float32 (float64 for fp64), which the optimizer updates. The same
-               tensor as `shard` if the dtypes are equal and neither is offloaded; otherwise `write_back` rounds
-               it into `shard` after each update.
+`storage`      unsharded parameters, in the compute dtype; the model's parameters are views of it. The output
+               of the all-gather. Up to stage 2 it is always allocated. At stage 3 `Unsharder` allocates it
+               before the all-gather and frees it (`unsharded.free`) when the last use is over. Tensor and
+               views survive: tensors that autograd saved see the new memory after the next unshard.
+`shard`        the range of `storage` that this rank owns. Up to stage 2 a view of `storage`; at stage 3 a
+               tensor of its own, the input of the all-gather.
+`master`       main storage: the same range in float32 (float64 for fp64), which the optimizer updates. The
+               same tensor as `shard` if the dtypes are equal and neither is offloaded; otherwise `write_back`
+               rounds it into `shard` after each update.
 `grad_buffer`  unsharded gradients: hooks write into it, the reduce-scatter reads it. In the dtype in which
                gradients are communicated, or in master's if micro-batches accumulate in it. Allocated for the
                first gradient and freed when the reduction has completed, unless the stage keeps unsharded
                gradients.
 `grad_shard`   the sum over data ranks of the range that this rank owns, in master's dtype: the output of the
-               reduce-scatter. A view of `grad_buffer` if that is persistent and has that dtype. Nothing zeroes
-               it: a step's first reduction overwrites it, later ones add to it.
+               reduce-scatter. A view of `grad_buffer` if that is persistent and has that dtype. Nothing
+               zeroes it: a step's first reduction overwrites it, later ones add to it.
 
 [Note: parameters in shared memory]
-If the ranks along `shard` can access each other's memory, all of them share one `storage`, of which each writes
-its range. No all-gather is needed: a range is visible to all as soon as it is written. All ranks read it from
-the end of one update to the start of the next, and the owners write it in between. Before the first write all
-ranks have reduced the gradient norm together, or met at a barrier if weights are loaded; after the last write
-they meet at a barrier. `grad_buffer` and `grad_shard` are then allocated by the transport, which reads them in
-place.
+If the ranks along `shard` can access each other's memory, all of them share one `storage`, of which each
+writes its range. No all-gather is needed: a range is visible to all as soon as it is written. All ranks read
+it from the end of one update to the start of the next, and the owners write it in between. Before the first
+write all ranks have reduced the gradient norm together, or met at a barrier if weights are loaded; after the
+last write they meet at a barrier. `grad_buffer` and `grad_shard` are then allocated by the transport, which
+reads them in place.
 
 [Note: gaps]
 The gaps between parameters (see `plan/layout.py`) are zero in all storages and stay zero. Frozen units have
@@ -32,9 +32,9 @@ no master, grad_buffer or grad_shard.
 
 [Note: gradient accumulation in hooks]
 Autograd produces a parameter's gradient in the compute dtype, in a tensor of its own. A hook that runs right
-after copies it (first micro-batch) or adds it (later ones) to `grad_buffer` and drops the tensor: one pass over
-memory, which is also the conversion. Letting autograd accumulate into views of the flat storage would cost a
-zero-fill, a read and an add, and would sum bf16 gradients in bf16.
+after copies it (first micro-batch) or adds it (later ones) to `grad_buffer` and drops the tensor: one pass
+over memory, which is also the conversion. Letting autograd accumulate into views of the flat storage would
+cost a zero-fill, a read and an add, and would sum bf16 gradients in bf16.
 
 [Note: deferred early gradients]
 The first half of a split backward (input gradients) also computes the gradients of parameters outside linear
@@ -77,7 +77,7 @@ class MasterAllocator(Protocol):
 
 @dataclass(frozen=True)
 class FlatParamConfig:
-    """Placement and dtypes of every unit's storages on one rank. Made by `sharded_model.flat_param_config`."""
+    """Placement and dtypes of all units' storages on one rank. Made by `flat_param_config`."""
 
     shard_rank: int  # coordinate on `shard`
     device: torch.device  # where the model computes
@@ -100,7 +100,7 @@ class FlatParamConfig:
 
 
 class FlatParam:
-    """A unit: one flat storage, its parameters and gradient. See [Note: storages of a unit and their lifetimes].
+    """A unit: flat storage, parameters, gradient. See [Note: storages of a unit and their lifetimes].
 
     Holds no process group: `Unsharder` unshards and reshards it, `GradReducer` reduces its gradient.
     """
@@ -186,7 +186,7 @@ class FlatParam:
                 self.master[overlap.at : overlap.at + owned.numel()].copy_(owned)
 
     def make_parameters(self, replaced: Mapping[str, nn.Parameter]) -> None:
-        """Create parameters that are views of `storage`, with the attributes that libraries set on old ones."""
+        """Create parameters that are views of `storage`; copy attributes that libraries have set."""
         for piece, view in zip(self.layout.pieces, self._views, strict=True):
             parameter = nn.Parameter(view.new_empty(0), requires_grad=self.trains)
             # A version counter of its own: all-gathers and updates do not count as edits.
@@ -238,7 +238,7 @@ class FlatParam:
                 raise ModelError(
                     "requires_grad of a parameter was changed after parallelize",
                     given=f"{piece.name}.requires_grad = {p.requires_grad}",
-                    hint="freeze before parallelize, which creates the optimizer states of trainable parameters",
+                    hint="freeze before parallelize, which creates optimizer states of what trains",
                 )
 
     # --- gradients
@@ -281,7 +281,7 @@ class FlatParam:
         self.grad_buffer.on_reduced()
 
     def reset(self) -> None:
-        """End the step: `grad_shard` keeps its values, and the next step's first reduction overwrites them."""
+        """End the step: `grad_shard` keeps its values until the next step's first reduction."""
         self._in_micro = False
         self.has_sum = False
         if self.trains:
@@ -300,7 +300,7 @@ class FlatParam:
                 yield self.grad_shard[low - self.start : high - self.start]
 
     def zero_gaps(self) -> None:
-        """Zero the elements of `grad_buffer` outside parameters: blockwise compression spreads a NaN to them."""
+        """Zero `grad_buffer` outside parameters: blockwise compression spreads a NaN there."""
         if self.grad_buffer.memory.tensor is not None:
             for start, stop in self.layout.gaps:
                 self.grad_buffer.memory.tensor[start:stop].zero_()

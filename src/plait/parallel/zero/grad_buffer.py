@@ -1,8 +1,9 @@
 """Flat tensors whose memory is allocated and freed repeatedly, and the buffer that collects gradients.
 
-`ResizableTensor` holds unsharded parameters, `LeasedTensor` unsharded gradients. `GradBuffer` is the flat memory
-into which gradients are written one parameter at a time, and from which one reduction reads all of them: of a
-unit of the engine, or of a bucket of DistributedDataParallel. `ByteTracker` counts current and peak bytes.
+`ResizableTensor` holds unsharded parameters, `LeasedTensor` unsharded gradients. `GradBuffer` is the flat
+memory into which gradients are written one parameter at a time, and from which one reduction reads all of
+them: of a unit of the engine, or of a bucket of DistributedDataParallel. `ByteTracker` counts current and
+peak bytes.
 """
 
 from collections.abc import Callable
@@ -28,13 +29,13 @@ class ByteTracker:
 
 
 class ResizableTensor:
-    """A flat tensor whose memory can be freed and allocated again; the tensor and its views stay valid objects.
+    """A flat tensor whose memory can be freed and allocated again, while it and its views stay.
 
-    As FSDP2's all-gather outputs: the storage is resized to 0 and back.
+    Its storage is resized to 0 and back, as those of FSDP2's all-gather outputs.
     """
 
     def __init__(self, tensor: Tensor, *, persistent: bool, tracker: ByteTracker) -> None:
-        """`persistent`: never freed, and not counted by `tracker`. Otherwise create all views, then free it."""
+        """`persistent`: never freed, not counted by `tracker`. Otherwise create all views, then free it."""
         self.tensor = tensor
         self.nbytes = self.tensor.nbytes
         self.persistent = persistent
@@ -53,8 +54,8 @@ class ResizableTensor:
     def free(self) -> None:
         """Free the memory if it is allocated and not persistent.
 
-        On CUDA, kernels queued on the current stream may still use it: the caching allocator returns the memory
-        to that stream's pool, and whatever reuses it is queued after them.
+        On CUDA, kernels queued on the current stream may still use it: the caching allocator returns the
+        memory to that stream's pool, and whatever reuses it is queued after them.
         """
         if self.is_allocated and not self.persistent:
             self.tensor.untyped_storage().resize_(0)
@@ -116,7 +117,7 @@ class GradBuffer:
         num_params: int,
         make_views: Callable[[Tensor], list[Tensor]],
     ) -> None:
-        """`name`: for messages. `make_views`: returns the memory's view for each of `num_params` parameters."""
+        """`name`: for messages. `make_views`: returns the memory's `num_params` views."""
         self.memory = memory
         self.state = GradientState.EMPTY
         self.views: list[Tensor] = [] if memory.tensor is None else make_views(memory.tensor)
@@ -135,7 +136,7 @@ class GradBuffer:
         self.state = state
 
     def allocate(self) -> bool:
-        """Allocate the memory unless it is allocated; its contents are undefined. Return True if it was now."""
+        """Allocate memory unless there is some; its contents are undefined. Return True if it was now."""
         if not self.memory.allocate():
             return False
         assert self.memory.tensor is not None

@@ -14,18 +14,18 @@ with the reduction of units that it has completed. With `accumulate=sharded` eve
 accumulates the results. Either way the replicas (hybrid sharding) all-reduce their `grad_shard`s once a step.
 
 [Note: lifetime of an unsharded gradient]
-The transport reads `grad_buffer` until the reduction has completed. Completion needs a wait, so it is delayed:
-the reduction of unit i is waited for when that of unit i + TRAVELLING has started. At most three unsharded
-gradients are allocated at a time: one that fills or has just started, and two in flight. `finish` frees them
-(through `FlatParam.on_reduced`). If unsharded gradients are kept, nothing is freed, and reductions whose peers'
-contributions have not arrived by then are waited for at the end.
+The transport reads `grad_buffer` until the reduction has completed. Completion needs a wait, so it is
+delayed: the reduction of unit i is waited for when that of unit i + TRAVELLING has started. At most three
+unsharded gradients are allocated at a time: one that fills or has just started, and two in flight. `finish`
+frees them (through `FlatParam.on_reduced`). If unsharded gradients are kept, nothing is freed, and reductions
+whose peers' contributions have not arrived by then are waited for at the end.
 
 [Note: one queue for all pipeline stages]
 A transport whose ranks read each other's contributions completes reductions in order: a contribution is free
 when all ranks have read it and all before it. A rank with several stages reduces them in turn; an unfinished
-reduction of one would keep the later ones of another from ever being freed. So reductions are waited for in the
-order in which they were started, across stages, and the limit on reductions in flight holds for all stages
-together.
+reduction of one would keep the later ones of another from ever being freed. So reductions are waited for in
+the order in which they were started, across stages, and the limit on reductions in flight holds for all
+stages together.
 
 [Note: late gradients]
 At stage 3 a reduction starts when its unit is complete or its deadline is reached, so that ranks cannot
@@ -108,9 +108,9 @@ class GradReducer:
         accumulate_unsharded   micro-batches are summed in `grad_buffer` and reduced once a step
         has_deadlines          see [Note: late gradients]
 
-        If unsharded gradients are kept, backward finishes only reductions that need no waiting (and, beyond some
-        hundreds of units, the oldest), so ranks cannot deadlock, and a late gradient would be added to its own
-        sum.
+        If unsharded gradients are kept, backward finishes only reductions that need no waiting (and, beyond
+        some hundreds of units, the oldest), so ranks cannot deadlock, and a late gradient would be added to
+        its own sum.
         """
         self._launcher = OrderedLauncher(units[::-1], self._start)  # see [Note: reduction order of units]
         self._reduction = reduction
@@ -165,7 +165,7 @@ class GradReducer:
         self._launcher.begin(starts=reduces)
 
     def start_due(self, use: int) -> None:
-        """Start the reductions due when backward reaches this index of its walk. See [Note: late gradients]."""
+        """Start reductions that are due at this index of backward's walk. See [Note: late gradients]."""
         launcher = self._launcher
         while self._has_deadlines and launcher.starts and not launcher.all_started:
             deadline = self._deadlines[launcher.next_index]
@@ -174,8 +174,8 @@ class GradReducer:
             launcher.start_next()
 
     def end_micro(self) -> None:
-        """Start the remaining reductions when backward is over. Until then no other collective may be called on
-        the groups, because ranks differ in how many they have started."""
+        """Start the remaining reductions when backward is over. Until then no other collective may be called
+        on the groups, because ranks differ in how many they have started."""
         for unit in self._units:
             unit.end_micro()
         self._launcher.start_remaining()

@@ -62,7 +62,8 @@ class DataGroups:
 
 
 def shares_parameters(plan: Plan, groups: DataGroups) -> bool:
-    """Whether the ranks along `shard` share one memory: [Note: parameters in shared memory], `flat_param.py`."""
+    """Whether the ranks along `shard` share one memory: [Note: parameters in shared memory],
+    `flat_param.py`."""
     return shares_memory(groups.all_gather) and plan.offload != "cpu"
 
 
@@ -71,9 +72,9 @@ class ReplicatedGradReduce:
 
     [Note: reduction over columns]
     All ranks of a tensor-parallel grid run the same program on the same data, so units complete in the same
-    order on all of them. The all-reduce runs where a unit's reduction starts, at the same point of every rank's
-    program, on its own connections. It sums a step's micro-batches together, with one message per unit and set
-    of columns.
+    order on all of them. The all-reduce runs where a unit's reduction starts, at the same point of every
+    rank's program, on its own connections. It sums a step's micro-batches together, with one message per unit
+    and set of columns.
     """
 
     def __init__(self, mesh: Mesh, layout: Layout) -> None:

@@ -1,4 +1,4 @@
-"""Initialise the units of a model, with weights that are the same on every data rank, and bind the model to them."""
+"""Initialise a model's units, with the same weights on every data rank, and bind the model to them."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
@@ -123,7 +123,8 @@ def _broadcast_weights(
 
 
 def move_buffers(model: nn.Module, plan: Plan, device: torch.device) -> None:
-    """Move the model's buffers to the device, in their storage dtype; to meta all of them, else only real ones."""
+    """Move the model's buffers to the device, in the dtype in which they are stored. Buffers on meta stay
+    there."""
     for module in model.modules():
         for key, buffer in module._buffers.items():
             if buffer is not None and (not buffer.is_meta or device.type == "meta"):

@@ -7,10 +7,10 @@ range, then all-reduce those. If one reduction over all data ranks does everythi
 second one.
 
 [Note: residuals of compressed reductions]
-The error that codecs and factors made in a step is added to the next step's gradient (error feedback). After a
-skipped step, or when weights are loaded, residuals belong to another training: `discard_residuals`. They are
-sums like the gradient and contain the loss scale: `scale_residuals` when it changes. They are not saved, see
-`reduce` in `plan/plan.py`.
+The error that codecs and factors made in a step is added to the next step's gradient (error feedback). After
+a skipped step, or when weights are loaded, residuals belong to another training: `discard_residuals`. They
+are sums like the gradient and contain the loss scale: `scale_residuals` when it changes. They are not saved,
+see `reduce` in `plan/plan.py`.
 """
 
 from collections.abc import Sequence
@@ -61,8 +61,8 @@ class GradReduction(Protocol):
         """Bytes that live from step to step."""
 
     def start(self, unit: FlatParam, grads: Tensor) -> ReduceWork:
-        """Start the reduction into this rank's range. Until it has finished `grads`, the unsharded gradient, is
-        in use and may be overwritten."""
+        """Start the reduction into this rank's range. Until it has finished `grads`, the unsharded gradient,
+        is in use and may be overwritten."""
 
     def start_replica_reduction(self, unit: FlatParam, reduced: Tensor) -> ReplicaReduction:
         """Start the all-reduce over replicas of the result of `start`."""
@@ -260,8 +260,8 @@ def rounds_to_bf16(plan: Plan, groups: DataGroups) -> bool:
 def grad_buffer_dtype(plan: Plan, groups: DataGroups) -> torch.dtype:
     """The dtype of unsharded gradients: narrow if each reduction sends one narrow contribution per rank.
 
-    See [Note: narrow tensors on the wire ...] in `comm/torch_transport.py`. Compression adds its residuals to the
-    buffer and leaves sums in it, so it is wide.
+    See [Note: narrow tensors on the wire ...] in `comm/torch_transport.py`. Compression adds its residuals to
+    the buffer and leaves sums in it, so it is wide.
     """
     precision = Precision.from_plan(plan)
     if compresses(plan) or (plan.accumulates_whole and plan.micro > 1):

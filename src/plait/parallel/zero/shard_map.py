@@ -1,4 +1,4 @@
-"""The layout of a model over all ranks that together hold one copy: which rank has which boxes of which tensor."""
+"""The layout of a model over the ranks that together hold one copy: who has which boxes of a tensor."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,8 @@
 
 [Note: the four ZeRO stages]
 dp = replicate x shard ranks see different data. The ranks along `shard` share one copy of what the stage
-shards: each unit's flat storage is divided into equal ranges, and each rank owns one. Stage 0 is the case that
-`shard` has one rank, which owns everything.
+shards: each unit's flat storage is divided into equal ranges, and each rank owns one. Stage 0 is the case
+that `shard` has one rank, which owns everything.
 
   stage  storage (parameters)     grad_buffer (gradients)      grad_shard, master, optimizer states
   0      unsharded                unsharded                    unsharded: the range is everything
@@ -29,21 +29,21 @@ once more.
 If the ranks of `shard` share memory ([Note: parameters in shared memory] in `flat_param.py`), one storage
 serves all of them from stage 1 on: there is no all-gather, and a barrier ends the update.
 
-With `reshard=step` stage 3 unshards once a step; `accumulate=unsharded` keeps unsharded gradients over a step's
-micro-batches. Both trade memory for less communication.
+With `reshard=step` stage 3 unshards once a step; `accumulate=unsharded` keeps unsharded gradients over a
+step's micro-batches. Both trade memory for less communication.
 
 [Note: two channels]
-All-gathers and reduce-scatters have their own connections (on CUDA: streams). An all-gather that a computation
-needs does not queue after a reduce-scatter that nothing waits for yet, and ranks that interleave the two
-differently still match each kind in its own order.
+All-gathers and reduce-scatters have their own connections (on CUDA: streams). An all-gather that a
+computation needs does not queue after a reduce-scatter that nothing waits for yet, and ranks that interleave
+the two differently still match each kind in its own order.
 
 [Note: tied parameters on several stages]
 A parameter that several pipeline stages compute with (an embedding that is also the head) is on each of them,
-in units of its own, so that its copies have the same position and neighbours on all of them. Once a step, when
-each stage's gradient is the sum over data ranks, the copies' gradients are summed over the stages; from then on
-the copies see the same gradient and stay bitwise equal. The first stage's is counted in norms and saved.
-Summing earlier would make the first and the last stage wait for each other in the middle of a schedule. The
-reduction is over a rank's range, in master's dtype.
+in units of its own, so that its copies have the same position and neighbours on all of them. Once a step,
+when each stage's gradient is the sum over data ranks, the copies' gradients are summed over the stages; from
+then on the copies see the same gradient and stay bitwise equal. The first stage's is counted in norms and
+saved. Summing earlier would make the first and the last stage wait for each other in the middle of a
+schedule. The reduction is over a rank's range, in master's dtype.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -192,8 +192,8 @@ class ShardedStage:
 
     @property
     def recorded_order(self) -> ExecOrder[str]:
-        """Block names of the units in the order in which the first step's passes used them; empty if no unit is
-        unsharded for a use."""
+        """Block names of the units in the order in which the first step's passes used them; empty if no unit
+        is unsharded for a use."""
         return self._unsharder.recorded_order.map(lambda param_group: param_group[0].layout.block)
 
     @property
@@ -224,7 +224,7 @@ class ShardedStage:
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad and id(parameter) not in known:
                 raise ModelError(
-                    "a parameter came after parallelize: its gradient would not be reduced, nor it be updated",
+                    "a parameter came after parallelize: it would not be reduced or updated",
                     given=name,
                     expected="a model that has all its parameters before",
                     hint="change the model before parallelize, or freeze the parameter",
@@ -240,9 +240,9 @@ class ShardedStage:
     ) -> None:
         """Run a micro-batch's backward from `roots` with these gradients (None: of a scalar, 1).
 
-        With `last`, the step's gradients are complete after it. With `deferred` (a split backward) some weight
-        gradients follow in `backward_weight`: all of them unless unsharded gradients are kept, see [Note:
-        deferred early gradients] in `flat_param.py`.
+        With `last`, the step's gradients are complete after it. With `deferred` (a split backward) some
+        weight gradients follow in `backward_weight`: all of them unless unsharded gradients are kept, see
+        [Note: deferred early gradients] in `flat_param.py`.
         """
         split = deferred is not None
         self._unsharder.begin_backward(split=split)
@@ -272,8 +272,8 @@ class ShardedStage:
         self._reducer.wait()
 
     def squared_norm(self) -> Tensor:
-        """After `wait_for_gradients`: the squared norm of this rank's gradient shards, float64, a scalar. Each
-        element of the full gradient counts once over the ranks that hold one copy."""
+        """After `wait_for_gradients`: the squared norm of this rank's gradient shards, float64, a scalar.
+        Each element of the full gradient counts once over the ranks that hold one copy."""
         return self._reducer.squared_norm()
 
     def update_squared_norm(self, unit: FlatParam) -> None:
@@ -282,7 +282,7 @@ class ShardedStage:
 
     @property
     def digest(self) -> int:
-        """Digest of this step's all-gathers, equal on all ranks that share the units. Reading it resets it."""
+        """Digest of this step's all-gathers, equal on ranks that share the units. Reading it resets it."""
         return self._unsharder.digest
 
     def update(self, step: Callable[[FlatParam], None]) -> None:
@@ -314,8 +314,8 @@ class ShardedStage:
             )
 
     def wait_for_readers(self) -> None:
-        """Wait until weights may be written other than by `update`: see [Note: parameters in shared memory] in
-        `flat_param.py`."""
+        """Wait until weights may be written other than by `update`: see [Note: parameters in shared memory]
+        in `flat_param.py`."""
         self._unsharder.wait_for_readers()
 
     def sync_params(self) -> None:
@@ -456,7 +456,8 @@ class ShardedModel:
 
 
 class TiedGradReduce:
-    """Sums gradients of parameters that are on several stages. See [Note: tied parameters on several stages]."""
+    """Sums gradients of parameters that are on several stages. See [Note: tied parameters on several
+    stages]."""
 
     def __init__(self, names: Mapping[str, Sequence[int]], rank_of: Mapping[int, int], mesh: Mesh) -> None:
         """`names`: units and the stages that have them, in one order on all ranks. `rank_of`: each stage's

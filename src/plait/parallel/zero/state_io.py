@@ -119,8 +119,8 @@ class StateReader(Protocol):
     def finish(
         self, copy: Group, everyone: Group, device: torch.device, error: CheckpointError | None
     ) -> None:
-        """Raise CheckpointError on every rank if one has an `error` or has read damaged data. `copy`: the ranks
-        that hold one copy of the state."""
+        """Raise CheckpointError on every rank if one has an `error` or has read damaged data. `copy`: the
+        ranks that hold one copy of the state."""
 
 
 class InMemoryState:

@@ -2,16 +2,17 @@
 
 [Note: unshard and reshard]
 Parameters in shared memory are always unsharded; a barrier takes the place of the all-gather. Otherwise:
-Stages 1 and 2: unsharded except during an update. A unit's all-gather starts when its shard is updated, and all
-have completed when the update is over, so that no forward reads an old weight.
+Stages 1 and 2: unsharded except during an update. A unit's all-gather starts when its shard is updated, and
+all have completed when the update is over, so that no forward reads an old weight.
 Stage 3: from an all-gather just before a use (or `prefetch` uses earlier) until the use is over. A use is an
-*owner* running: the block for a block's units, otherwise any module that holds one of their parameters itself.
-A use starts with the owner's forward, and again when the gradient of its output arrives. It is over
+*owner* running: the block for a block's units, otherwise any module that holds one of their parameters
+itself. A use starts with the owner's forward, and again when the gradient of its output arrives. It is over
 - in forward, when the owner has returned and the next use starts: the last use of forward is the first of
   backward, and stays unsharded;
-- in backward, for a block, when the next use starts: the gradient of the block's input is then complete, so all
-  its operations have run. Units of other modules are resharded when all their parameters have their gradients.
-  Frozen ones among them, and those with a parameter that gets no gradient, stay until the end of backward.
+- in backward, for a block, when the next use starts: the gradient of the block's input is then complete, so
+  all its operations have run. Units of other modules are resharded when all their parameters have their
+  gradients. Frozen ones among them, and those with a parameter that gets no gradient, stay until the end of
+  backward.
 Resharded parameters point to NaN: reading one gives NaN instead of freed memory.
 The order of all-gathers is in [Note: all-gather order] in `exec_order.py`; how far ahead they start is in
 `plan/prefetch.py`.
@@ -21,7 +22,8 @@ Some models read a parameter of a module that they do not call (tied heads writt
 `F.linear(x, self.embedding.weight)`). The first step finds them with a torch-function mode. Such units, like
 those with a parameter held by the root module or by another module that encloses owners, are
 *always unsharded*: from the start of forward to the end of their use in backward. (The forward of a pipeline
-stage ends within its last block: enclosing modules have no output whose gradient could signal their backward.)
+stage ends within its last block: enclosing modules have no output whose gradient could signal their
+backward.)
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -219,12 +221,11 @@ class Unsharder:
     @property
     def last_uses(self) -> dict[FlatParam, int]:
         """The last index of each unit in backward's walk."""
-        uses = self._exec_order.of(backward=True)
-        return {unit: index for index, param_group in enumerate(uses) for unit in param_group}
+        return {unit: i for i, group in enumerate(self._exec_order.of(backward=True)) for unit in group}
 
     @property
     def digest(self) -> int:
-        """Digest of this step's on-demand all-gathers, on which ranks have not agreed. Reading it resets it."""
+        """Digest of this step's on-demand all-gathers, which no order contains. Reading it resets it."""
         digest, self._digest = self._digest, 0
         return digest
 
