@@ -102,7 +102,7 @@ class Counting(torch.optim.SGD):
     [
         (MyLBFGS, "line|direction"),
         (torch.optim.Muon, "orthogonalises"),
-        (Normalised, "depends on the elements around it"),
+        (Normalised, "depends on other elements"),
         (Counting, "counts in its param_groups"),
     ],
 )

@@ -231,14 +231,15 @@ MEMORY = """
 import sys
 from pathlib import Path
 import torch
-from plait.optim import CHUNK, FlatSlice, ChunkedOptimizer, MappedFile, make_optimizer, room_for, state_kinds
+from plait.optim import CHUNK, ChunkedOptimizer, FlatSlice, MappedFile
+from plait.optim import make_optimizer, mapped_bytes, state_kinds
 
 def resident(key):
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
 def run(numel, folder):
-    file = MappedFile(folder, room_for(numel, torch.float32)) if folder else None
+    file = MappedFile(folder, mapped_bytes(numel, torch.float32)) if folder else None
     master = file.allocate(numel, torch.float32) if folder else torch.zeros(numel)
     gradient = torch.linspace(-1.0, 1.0, CHUNK)  # one for all leaves: only weights and states are large
     slices = [FlatSlice.from_views(0, piece, gradient[:piece.numel()]) for piece in master.split(CHUNK)]

@@ -126,7 +126,7 @@ def state_kinds(
         full, state = _probe(kind, arguments, groups, index, [_PROBE])
         halves, _ = _probe(kind, arguments, groups, index, [_PROBE // 2, _PROBE // 2])
         if not torch.allclose(full, halves, rtol=1e-6, atol=0.0, equal_nan=True):
-            raise _not_elementwise(kind, "its update of an element depends on neighbouring elements")
+            raise _not_elementwise(kind, "its update of an element depends on other elements")
         by_group.append({_kind(name, value) for name, value in state.items() if value is not None})
     for group, kinds in zip(groups, by_group, strict=True):
         if kinds != by_group[0]:

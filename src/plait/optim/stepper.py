@@ -80,16 +80,14 @@ class ChunkedOptimizer:
         }
         self._streams = self._narrow or folder is not None or masters is not None
         self._rounding = StochasticRounding()
-        self._wide: dict[
-            str, Tensor
-        ] = {}  # scratch for widened states, by name; as large as the largest leaf
+        self._wide: dict[str, Tensor] = {}  # scratch for widened states, by name, of the largest leaf's size
         self._file: MappedFile | None = None
         if folder is not None:
             names = sorted(name for name in kinds if "." not in name)
             self._file = self._map_states(folder, names)
 
     def step(self, leaves: Sequence[Tensor], factor: float, number: int) -> None:
-        """Step these leaves, with gradients multiplied by `factor`; the gradients may be scaled in memory.
+        """Step these leaves, with gradients multiplied by `factor`; the gradients may be scaled in place.
 
         `number`: of the training step (with or without skipped ones, but each at most once). Every leaf is
         stepped once per training step, in one call or in several. On an exception the optimizer's groups are
@@ -202,7 +200,7 @@ class ChunkedOptimizer:
 
     def _store(self, leaf_state: _LeafState, name: str, value: Tensor) -> None:
         if leaf_state.flat.get(name) is value:
-            return  # it was stepped in memory
+            return  # it was stepped in place
         memory = leaf_state.flat[name] = self._memory_for(leaf_state, name, value)
         if not self._narrow:
             if memory is not value:

@@ -107,7 +107,9 @@ class ReplicaCheck:
         ]
         if differing:
             row = self._row_of[differing[0]]
-            raise _error(differing, self._ranks_by_value(local[row], local[num_rows + row]), self._grid)
+            raise _replica_error(
+                differing, self._ranks_by_value(local[row], local[num_rows + row]), self._grid
+            )
 
     def _digests(self) -> Iterator[tuple[ReplicatedTensor, int]]:
         """Digests of the replicated tensors that this rank has."""
@@ -201,7 +203,7 @@ def _signed(value: int) -> int:
     return value - 2**64 if value >= 2**63 else value
 
 
-def _error(
+def _replica_error(
     differing: Sequence[ReplicatedTensor], by_value: Mapping[tuple[int, int], list[int]], grid: Grid
 ) -> RunError:
     first = differing[0]

@@ -87,11 +87,13 @@ class ShardedState:
         full gradient), and the squared norm of `expected`. None if this rank owns nothing of it."""
         total = None
         for unit in self._trained():
-            for lap in unit.layout.overlaps(unit.start, unit.start + unit.grad_shard.numel()):
-                if lap.piece.name == name:
-                    actual = unit.grad_shard[lap.at : lap.at + lap.stop - lap.start].double()
+            for overlap in unit.layout.overlaps(unit.start, unit.start + unit.grad_shard.numel()):
+                if overlap.piece.name == name:
+                    actual = unit.grad_shard[overlap.at : overlap.at + overlap.stop - overlap.start].double()
                     right = (
-                        slice_boxes(expected, lap.piece.boxes).reshape(-1)[lap.start : lap.stop].to(actual)
+                        slice_boxes(expected, overlap.piece.boxes)
+                        .reshape(-1)[overlap.start : overlap.stop]
+                        .to(actual)
                     )
                     squares = (float((actual - right).square().sum()), float(right.square().sum()))
                     total = squares if total is None else (total[0] + squares[0], total[1] + squares[1])
@@ -136,20 +138,24 @@ class ShardedState:
 
     def _shards_of(self, unit: FlatParam) -> Iterator[StateShard]:
         """The state of this rank's range of a unit."""
-        for lap in unit.layout.overlaps(unit.start, unit.stop):
-            if lap.piece.counted:
-                yield _shard_of(f"weights/{lap.piece.name}", lap, unit.master.dtype, lambda: unit.master)
+        for overlap in unit.layout.overlaps(unit.start, unit.stop):
+            if overlap.piece.counted:
+                yield _shard_of(
+                    f"weights/{overlap.piece.name}", overlap, unit.master.dtype, lambda: unit.master
+                )
         for part in self._optimizer.slices[unit] if unit.trains and self._optimizer.has_states else ():
-            for lap in unit.layout.overlaps(unit.start + part.start, unit.start + part.stop):
-                if lap.piece.counted:
-                    yield from self._optimizer_shards(part, lap)
+            for overlap in unit.layout.overlaps(unit.start + part.start, unit.start + part.stop):
+                if overlap.piece.counted:
+                    yield from self._optimizer_shards(part, overlap)
 
-    def _optimizer_shards(self, part: OptimizerSlice, lap: Overlap) -> Iterator[StateShard]:
+    def _optimizer_shards(self, part: OptimizerSlice, overlap: Overlap) -> Iterator[StateShard]:
         for kind in sorted(self._optimizer.kinds):
-            key = f"{kind}/{lap.piece.name}"
+            key = f"{kind}/{overlap.piece.name}"
             if "." not in kind:
-                yield _shard_of(key, lap, part.leaf.dtype, functools.partial(self._flat_state, part, kind))
-            elif lap.start == 0 and all(dim[0][0] == 0 for dim in lap.piece.boxes.ranges):
+                yield _shard_of(
+                    key, overlap, part.leaf.dtype, functools.partial(self._flat_state, part, kind)
+                )
+            elif overlap.start == 0 and all(dim[0][0] == 0 for dim in overlap.piece.boxes.ranges):
                 # A parameter's counters are saved by the owner of its first element.
                 yield self._counter_shard(part, kind, key)
 
@@ -181,10 +187,10 @@ class ShardedState:
         without states."""
         with torch.no_grad():
             for unit in self._all_units():
-                for lap in unit.layout.overlaps(unit.start, unit.stop):
-                    into = unit.master[lap.at : lap.at + lap.stop - lap.start]
-                    key, piece = f"weights/{lap.piece.name}", lap.piece
-                    source.read(key, piece.boxes, lap.start, into, counted=piece.counted)
+                for overlap in unit.layout.overlaps(unit.start, unit.stop):
+                    into = unit.master[overlap.at : overlap.at + overlap.stop - overlap.start]
+                    key, piece = f"weights/{overlap.piece.name}", overlap.piece
+                    source.read(key, piece.boxes, overlap.start, into, counted=piece.counted)
             for name, (_, tensors) in self._local_standalone().items():
                 for tensor in tensors:
                     tensor.copy_(source.read_full(f"{self._shard_map.standalone[name].kind}/{name}"))
@@ -361,9 +367,11 @@ class ShardedState:
                 fresh = kind not in present
                 flat = torch.zeros_like(part.leaf, requires_grad=False) if fresh else present[kind]
                 state[kind] = flat
-                for lap in overlaps:
-                    into, piece = flat[lap.at : lap.at + lap.stop - lap.start], lap.piece
-                    source.read(f"{kind}/{piece.name}", piece.boxes, lap.start, into, counted=piece.counted)
+                for overlap in overlaps:
+                    into, piece = flat[overlap.at : overlap.at + overlap.stop - overlap.start], overlap.piece
+                    source.read(
+                        f"{kind}/{piece.name}", piece.boxes, overlap.start, into, counted=piece.counted
+                    )
         return state
 
     def _check(self, shapes: Mapping[str, tuple[int, ...]], *, weights_only: bool) -> None:
@@ -395,13 +403,15 @@ class ShardedState:
         return self._optimizer.kinds if saved else set()
 
 
-def _shard_of(key: str, lap: Overlap, dtype: torch.dtype, flat: Callable[[], Tensor]) -> StateShard:
+def _shard_of(key: str, overlap: Overlap, dtype: torch.dtype, flat: Callable[[], Tensor]) -> StateShard:
     """The elements of a parameter that overlap a flat tensor."""
 
     def read() -> Tensor:
-        return flat().detach()[lap.at : lap.at + lap.stop - lap.start]
+        return flat().detach()[overlap.at : overlap.at + overlap.stop - overlap.start]
 
-    return StateShard(key, lap.piece.whole_shape, dtype, lap.piece.boxes, lap.start, lap.stop, read)
+    return StateShard(
+        key, overlap.piece.whole_shape, dtype, overlap.piece.boxes, overlap.start, overlap.stop, read
+    )
 
 
 def _without_counters(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
