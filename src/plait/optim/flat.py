@@ -46,7 +46,7 @@ class FlatSlice:
 
 
 def make_optimizer(
-    kind: type[torch.optim.Optimizer],
+    optimizer_class: type[torch.optim.Optimizer],
     arguments: Mapping[str, Any],
     slices: Iterable[FlatSlice],
     groups: Sequence[Mapping[str, Any]] = DEFAULT_GROUPS,
@@ -57,30 +57,30 @@ def make_optimizer(
     without a slice: schedules address groups by index. `weight_decay=0` is omitted for a class without weight
     decay. Raises ConfigError for a class that needs full tensors, or for arguments that it does not take.
     """
-    _check_name(kind)
-    takes = inspect.signature(kind).parameters
+    _check_name(optimizer_class)
+    takes = inspect.signature(optimizer_class).parameters
     options = dict(arguments)
     if "fused" in takes and not {"fused", "foreach", "differentiable"} & options.keys():
         options["fused"] = True
     overrides = [_omit_unknown_decay(group, takes) for group in groups]
     for group in ({}, *overrides):  # torch itself validates only the arguments
-        _build(kind, [{"params": [torch.zeros(_PROBE, requires_grad=True)]}], options, group)
+        _build(optimizer_class, [{"params": [torch.zeros(_PROBE, requires_grad=True)]}], options, group)
     leaves: list[list[Tensor]] = [[] for _ in groups]
     for flat_slice in slices:
         leaves[flat_slice.group].append(flat_slice.leaf)
     param_groups = [{"params": leaves, **group} for leaves, group in zip(leaves, overrides, strict=True)]
-    return _build(kind, param_groups, options, {})
+    return _build(optimizer_class, param_groups, options, {})
 
 
-def _check_name(kind: type[torch.optim.Optimizer]) -> None:
-    for base in kind.__mro__:
+def _check_name(optimizer_class: type[torch.optim.Optimizer]) -> None:
+    for base in optimizer_class.__mro__:
         if base.__name__ in _NEEDS_FULL_TENSORS:
-            raise _not_elementwise(kind, _NEEDS_FULL_TENSORS[base.__name__])
+            raise _not_elementwise(optimizer_class, _NEEDS_FULL_TENSORS[base.__name__])
 
 
-def _not_elementwise(kind: type[torch.optim.Optimizer], reason: str) -> ConfigError:
+def _not_elementwise(optimizer_class: type[torch.optim.Optimizer], reason: str) -> ConfigError:
     return ConfigError(
-        f"{kind.__name__} cannot work on flat shards of parameters",
+        f"{optimizer_class.__name__} cannot work on flat shards of parameters",
         given=reason,
         expected="an element-wise optimizer",
         hint="AdamW, Adam, SGD, Adagrad, RMSprop, NAdam, RAdam, Adamax, Adadelta, ASGD or Rprop",
@@ -93,25 +93,25 @@ def _omit_unknown_decay(group: Mapping[str, Any], takes: Mapping[str, inspect.Pa
 
 
 def _build(
-    kind: type[torch.optim.Optimizer],
+    optimizer_class: type[torch.optim.Optimizer],
     groups: list[dict[str, Any]],
     options: Mapping[str, Any],
     group: Mapping[str, Any],
 ) -> torch.optim.Optimizer:
     try:
-        return kind(groups, **{**options, **group})
+        return optimizer_class(groups, **{**options, **group})
     except (TypeError, ValueError, RuntimeError) as error:
-        takes = list(inspect.signature(kind).parameters)[1:]
+        takes = list(inspect.signature(optimizer_class).parameters)[1:]
         unknown = [key for key in (*group, *options) if key not in takes]
         raise ConfigError(
-            f"{kind.__name__} does not take these arguments",
+            f"{optimizer_class.__name__} does not take these arguments",
             given=f"{dict(group or options)}: {error}",
             hint=unknown_key_hint(unknown[0], takes) if unknown else None,
         ) from error
 
 
 def state_kinds(
-    kind: type[torch.optim.Optimizer],
+    optimizer_class: type[torch.optim.Optimizer],
     arguments: Mapping[str, Any],
     groups: Sequence[Mapping[str, Any]] = DEFAULT_GROUPS,
 ) -> set[str]:
@@ -123,15 +123,15 @@ def state_kinds(
     """
     by_group = []
     for index in range(len(groups)):
-        full, state = _probe(kind, arguments, groups, index, [_PROBE])
-        halves, _ = _probe(kind, arguments, groups, index, [_PROBE // 2, _PROBE // 2])
+        full, state = _probe(optimizer_class, arguments, groups, index, [_PROBE])
+        halves, _ = _probe(optimizer_class, arguments, groups, index, [_PROBE // 2, _PROBE // 2])
         if not torch.allclose(full, halves, rtol=1e-6, atol=0.0, equal_nan=True):
-            raise _not_elementwise(kind, "its update of an element depends on other elements")
+            raise _not_elementwise(optimizer_class, "its update of an element depends on other elements")
         by_group.append({_kind(name, value) for name, value in state.items() if value is not None})
     for group, kinds in zip(groups, by_group, strict=True):
         if kinds != by_group[0]:
             raise ConfigError(
-                f"groups of one {kind.__name__} keep different states",
+                f"groups of one {optimizer_class.__name__} keep different states",
                 given=f"{dict(group)} keeps {sorted(kinds)}",
                 expected=f"{sorted(by_group[0])}, as {dict(groups[0]) or 'group 0'} does",
             )
@@ -139,7 +139,7 @@ def state_kinds(
 
 
 def _probe(
-    kind: type[torch.optim.Optimizer],
+    optimizer_class: type[torch.optim.Optimizer],
     arguments: Mapping[str, Any],
     groups: Sequence[Mapping[str, Any]],
     group: int,
@@ -151,17 +151,20 @@ def _probe(
     gradient = torch.linspace(3.0, -0.5, _PROBE, dtype=torch.float64)
     pairs = zip(values.split(sizes), gradient.split(sizes), strict=True)
     slices = [FlatSlice.from_views(group, *pair) for pair in pairs]
-    optimizer = make_optimizer(kind, arguments, slices, groups)
+    optimizer = make_optimizer(optimizer_class, arguments, slices, groups)
     before = _options_of(optimizer)
     try:
         for _ in range(2):
             optimizer.step()
     except (RuntimeError, TypeError, ValueError, AssertionError) as error:
         raise ConfigError(
-            f"{kind.__name__} cannot step with these arguments", given=f"{dict(arguments)}: {error}"
+            f"{optimizer_class.__name__} cannot step with these arguments",
+            given=f"{dict(arguments)}: {error}",
         ) from error
     if _options_of(optimizer) != before:
-        raise _not_elementwise(kind, "it counts in its param_groups, which are stepped a slice at a time")
+        raise _not_elementwise(
+            optimizer_class, "it counts in its param_groups, which are stepped a slice at a time"
+        )
     return values, optimizer.state.get(slices[0].leaf, {})
 
 
@@ -175,9 +178,9 @@ def _kind(name: str, value: object) -> str:
     return name if value.numel() == _PROBE else f"scalar.{name}"
 
 
-def states_per_element(kind: type[torch.optim.Optimizer], arguments: Mapping[str, Any]) -> int:
+def states_per_element(optimizer_class: type[torch.optim.Optimizer], arguments: Mapping[str, Any]) -> int:
     """Number of the optimizer's states that are as large as the parameter."""
-    return sum("." not in name for name in state_kinds(kind, arguments))
+    return sum("." not in name for name in state_kinds(optimizer_class, arguments))
 
 
 def scaled_step(optimizer: torch.optim.Optimizer, factor: float) -> None:

@@ -82,7 +82,7 @@ class FlatParamConfig:
     shard_rank: int  # coordinate on `shard`
     device: torch.device  # where the model computes
     state_device: torch.device  # where master weights, gradient shards and optimizer states are
-    offloads: bool  # state_device is not the compute device, or must not be taken for it
+    offloads: bool  # offload=cpu, also if the model itself computes on the CPU
     compute_dtype: torch.dtype
     master_dtype: torch.dtype
     grad_buffer_dtype: torch.dtype

@@ -148,9 +148,8 @@ class ReplicaCheck:
             if overlap is None:
                 yield _Part(tensor, flat[:0], 0, is_range=True)
                 continue
-            numel = (
-                -(-(overlap.stop - overlap.start) // ALIGNMENT) * ALIGNMENT
-            )  # parameters are followed by zeros
+            # Parameters are followed by zeros.
+            numel = -(-(overlap.stop - overlap.start) // ALIGNMENT) * ALIGNMENT
             part = flat[overlap.at : overlap.at + numel]
             yield _Part(tensor, part, overlap.start, is_range=stop - start < unit.layout.numel)
 

@@ -71,7 +71,7 @@ class ShardedOptimizer:
         self,
         units: Sequence[FlatParam],
         plan: Plan,
-        kind: type[torch.optim.Optimizer],
+        optimizer_class: type[torch.optim.Optimizer],
         arguments: Mapping[str, Any],
         groups: Sequence[Mapping[str, Any]],
         masters: MasterWeights,
@@ -79,10 +79,10 @@ class ShardedOptimizer:
     ) -> None:
         streams_states = plan.optim_dtype == "bf16" or folder is not None
         self.slices = {unit: _slices(unit, _max_slice(unit) if streams_states else None) for unit in units}
-        self.kinds = state_kinds(kind, arguments)
+        self.kinds = state_kinds(optimizer_class, arguments)
         flat = [(unit, part) for unit, parts in self.slices.items() for part in parts]
         self.optimizer = make_optimizer(
-            kind, arguments, [FlatSlice(part.group, part.leaf) for _, part in flat], groups
+            optimizer_class, arguments, [FlatSlice(part.group, part.leaf) for _, part in flat], groups
         )
         self._masters = masters
         self.has_states = False  # equal on all ranks, also if one owns padding only, or nothing trains
