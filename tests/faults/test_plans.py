@@ -145,7 +145,7 @@ def test_no_room_to_offload_to_is_found_before_the_first_step(
         process = start("train", run, "--resume", *words, entry=entry)
         out, err = process.communicate(timeout=60)
         assert process.returncode != 0
-    assert err.count("ConfigError: the folder for offloading has no room") == 1, err
+    assert err.count("ConfigError: the folder for offloading has no space") == 1, err
     assert "Error: " not in err.replace("ConfigError: ", "", 1).partition("elastic")[0], "one letter"
     assert f"{fast}: " in err
     assert "File too large" in err

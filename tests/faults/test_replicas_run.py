@@ -46,5 +46,5 @@ def test_a_run_ends_where_it_looks_at_replicas_that_differ_before_it_saves_them(
     assert letters == [letters[0]] * 2
     assert letters[0].startswith(said)
     if every:
-        assert "other bits on rank 1 (replicate=1) than on rank 0 (replicate=0)" in letters[0]
+        assert "different bits on rank 1 (replicate=1) than on rank 0 (replicate=0)" in letters[0]
     assert checkpoint.steps(RunDir(run).checkpoints)[-1].name.endswith(str(last))

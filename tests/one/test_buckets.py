@@ -128,14 +128,14 @@ def test_whatever_completes_first_all_start_in_their_order(drawn: tuple[list[int
     queue = Queue(len(completions))
     queue.in_order.begin(starts=True)
     for number, which in enumerate(completions):
-        assert not queue.in_order.is_over
+        assert not queue.in_order.all_started
         queue.in_order.complete(queue.order[which])
         complete = set(completions[: number + 1])
         can_start = next((i for i in range(len(completions)) if i not in complete), len(completions))
         assert queue.started == queue.order[:can_start]
-        assert queue.in_order.next_place == can_start
-    assert queue.in_order.is_over
-    assert queue.in_order.completed == [queue.order[which] for which in completions]
+        assert queue.in_order.next_index == can_start
+    assert queue.in_order.all_started
+    assert queue.in_order.completion_order == [queue.order[which] for which in completions]
 
 
 @given(COMPLETED)
@@ -145,14 +145,14 @@ def test_what_never_completes_starts_with_the_rest_and_nothing_twice(drawn: tupl
     queue.in_order.begin(starts=True)
     for which in completions[:num_complete]:
         queue.in_order.complete(queue.order[which])
-    queue.in_order.start_rest()
+    queue.in_order.start_remaining()
     assert queue.started == queue.order
-    assert queue.in_order.is_over
-    queue.in_order.start_rest()
+    assert queue.in_order.all_started
+    queue.in_order.start_remaining()
     assert queue.started == queue.order
     complete = [queue.order[which] for which in completions[:num_complete]]
     others = [thing for thing in queue.order if thing not in complete]
-    assert queue.in_order.completed == complete + others
+    assert queue.in_order.completion_order == complete + others
 
 
 @given(COMPLETED)
@@ -162,10 +162,10 @@ def test_nothing_starts_where_nothing_is_to(drawn: tuple[list[int], int]) -> Non
     queue.in_order.begin(starts=False)
     for which in completions[:num_complete]:
         queue.in_order.complete(queue.order[which])
-    queue.in_order.start_rest()
+    queue.in_order.start_remaining()
     assert not queue.started
     assert not queue.in_order.starts
-    assert queue.in_order.next_place == 0
+    assert queue.in_order.next_index == 0
 
 
 @given(COMPLETED, st.booleans())
@@ -177,7 +177,7 @@ def test_who_begins_again_has_nothing_complete(drawn: tuple[list[int], int], sta
         queue.in_order.complete(queue.order[which])
     queue.started.clear()
     queue.in_order.begin(starts=True)
-    assert queue.in_order.completed == queue.order
+    assert queue.in_order.completion_order == queue.order
     for which in reversed(range(1, len(completions))):
         queue.in_order.complete(queue.order[which])
     assert not queue.started
@@ -188,7 +188,7 @@ def test_who_begins_again_has_nothing_complete(drawn: tuple[list[int], int], sta
 def test_before_it_has_begun_nothing_starts() -> None:
     queue = Queue(2)
     queue.in_order.complete("thing 0")
-    queue.in_order.start_rest()
+    queue.in_order.start_remaining()
     assert not queue.started
 
 

@@ -103,7 +103,7 @@ from pathlib import Path
 from plait import checkpoint
 from plait.checkpoint import Keep, Saver
 from plait.comm import World
-from plait.parallel import Kept
+from plait.parallel import StateShard
 
 directory = Path(sys.argv[1])
 saver = Saver(directory, World.alone(torch.device("cpu")), keep=Keep(1))
@@ -114,7 +114,7 @@ for kill in range(6):
         for step in range(first, first + 10_000):
             weights, moments = torch.full((300, 1000), float(step)), torch.full((9,), float(step))
             tensors = {"weights/a": weights, "moments/a": moments}
-            saver.save(step, [Kept.whole(*each) for each in tensors.items()], {})
+            saver.save(step, [StateShard.from_tensor(*each) for each in tensors.items()], {})
     while not any(int(path.name[5:]) > first for path in checkpoint.steps(directory)):
         time.sleep(0.001)
     time.sleep(0.004 * kill)

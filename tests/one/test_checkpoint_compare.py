@@ -53,8 +53,8 @@ def save(
     world: World, folder: Path, values: dict[str, Tensor], step: int = 1, *, parts: int = 1, **facts: object
 ) -> Path:
     """As so many ranks would cut it."""
-    whole = [StateShard.whole(key, tensor) for key, tensor in values.items()]
-    cut = [kept.share(n, parts) for kept in whole for n in range(parts)]
+    whole = [StateShard.from_tensor(key, tensor) for key, tensor in values.items()]
+    cut = [kept.chunk(n, parts) for kept in whole for n in range(parts)]
     Saver(folder, world).save(step, [kept for kept in cut if kept.num_bytes], FACTS | facts)
     return checkpoint.place_of(folder, step)
 

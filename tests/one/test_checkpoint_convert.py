@@ -126,7 +126,7 @@ def test_every_architecture_is_written_as_save_pretrained_writes_it(
     except Exception as error:
         pytest.skip(f"does not build small: {error}")
     names = StateNames.of(model)
-    whole = [StateShard.whole(names.key_of(name), t) for name, t in names.tensors.items() if t.numel()]
+    whole = [StateShard.from_tensor(names.key_of(name), t) for name, t in names.tensors.items() if t.numel()]
     Saver(tmp_path / "saved", world).save(1, whole, {"model": {"config": config}, "plan": "dp=1"})
     convert(open_checkpoint(places(tmp_path / "saved")[-1]), tmp_path / "ours")
     model.save_pretrained(tmp_path / "theirs")

@@ -18,7 +18,7 @@ def _weights(dtype: torch.dtype) -> Tensor:
 
 
 def _digest(flat: Tensor, start: int = 0) -> int:
-    return int(Digest().of(flat, start))
+    return int(Digest().compute(flat, start))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -58,12 +58,12 @@ def test_a_rank_of_many_makes_its_own_groups_and_no_others() -> None:
     grid, rank = Grid.of(plan), 9_999
     begun_s = time.process_time()
     mesh = Cluster("nccl", 8, CPU).mesh(grid, rank)
-    groups = DataGroups.of(mesh, plan)
+    groups = DataGroups.build(mesh, plan)
     assert time.process_time() - begun_s < 1.0
     made = [ranks for ranks, _ in mesh._groups]
     assert all(rank in ranks for ranks in made)
     assert len(made) <= 12
-    assert (groups.pipeline.size, groups.all.size, groups.reductions.size) == (16, 128, 16)
+    assert (groups.pp.size, groups.dp.size, groups.reduce_scatter.size) == (16, 128, 16)
 
 
 def test_ranks_that_hold_alike_are_one_row() -> None:

@@ -98,7 +98,7 @@ def test_persistent_buffers_are_exported_with_the_weights(
 
 def test_a_checkpoint_with_a_tensor_too_many_is_of_another_model(trained: tuple[RunDir, Engine]) -> None:
     run, engine = trained
-    _save(run, engine, 2, StateShard.whole("buffers/model.surplus", torch.zeros(2)))
+    _save(run, engine, 2, StateShard.from_tensor("buffers/model.surplus", torch.zeros(2)))
     with pytest.raises(CheckpointError, match="another model"):
         export(run, run.path.with_name("out"))
     assert not list(run.path.parent.glob("out*"))

@@ -59,7 +59,7 @@ def test_one_rank_of_16384_makes_its_own_groups_alone_in_milliseconds() -> None:
 
     def groups() -> None:
         worlds.append(Remembers())
-        DataGroups.of(Mesh(worlds[-1], Grid.of(PLAN)), PLAN)
+        DataGroups.build(Mesh(worlds[-1], Grid.of(PLAN)), PLAN)
 
     assert quickest(groups) < ENOUGH_S
     made = worlds[0].made
@@ -77,7 +77,7 @@ def test_what_the_ranks_of_a_model_hold_does_not_grow_with_the_data_ranks() -> N
     cut = StageAssignment(tuple((stage, stage + 1) for stage in range(16)), homes, {})
     places = TPCoord.all_of(tensor_plan(model, 2, 4, sequence=False, blocks=blocks))
     rank_of = {stage: stage for stage in range(16)}
-    held = ShardMap.of(model, facts, cut, rank_of, Grid.of(PLAN), places, PLAN)
+    held = ShardMap.from_plan(model, facts, cut, rank_of, Grid.of(PLAN), places, PLAN)
     assert len(held.layouts) == 16 * 8, "one copy's, not 128 of them"
     assert held.num_parameters == sum(parameter.numel() for parameter in names.values())
 

@@ -5,25 +5,25 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.optim import RUN, clip_values, squared_norm
-from plait.optim.clip import run_sums
+from plait.optim import NORM_BLOCK, clip_values, squared_norm
+from plait.optim.clip import block_square_sums
 
 
 @given(
     cuts=st.lists(st.integers(1, 300), min_size=1, max_size=6),
-    rest=st.integers(0, RUN - 1),
+    rest=st.integers(0, NORM_BLOCK - 1),
     dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
     seed=st.integers(0, 1000),
 )
 def test_the_runs_of_a_norm_are_the_same_bits_however_the_gradient_is_cut(
     cuts: list[int], rest: int, dtype: torch.dtype, seed: int
 ) -> None:
-    lengths = [RUN * cut for cut in cuts]
+    lengths = [NORM_BLOCK * cut for cut in cuts]
     lengths[-1] += rest
     generator = torch.Generator().manual_seed(seed)
     flat = torch.randn(sum(lengths), generator=generator).exp().to(dtype)
-    parts = [run_sums(part) for part in flat.split(lengths)]
-    assert torch.equal(torch.cat(parts), run_sums(flat))
+    parts = [block_square_sums(part) for part in flat.split(lengths)]
+    assert torch.equal(torch.cat(parts), block_square_sums(flat))
     total = sum(squared_norm(part).item() for part in flat.split(lengths))
     assert total == pytest.approx(squared_norm(flat).item(), rel=1e-13)
 

@@ -13,7 +13,7 @@ ELEMENTWISE += ["ASGD", "Rprop"]
 
 
 def piece(group: int, *, value: float = 1.0) -> FlatSlice:
-    return FlatSlice.of(group, torch.full((16,), value), torch.full((16,), 0.5))
+    return FlatSlice.from_views(group, torch.full((16,), value), torch.full((16,), 0.5))
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
@@ -102,7 +102,7 @@ class Counting(torch.optim.SGD):
     [
         (MyLBFGS, "line|direction"),
         (torch.optim.Muon, "orthogonalises"),
-        (Normalised, "depends on the elements around it"),
+        (Normalised, "depends on other elements"),
         (Counting, "counts in its param_groups"),
     ],
 )
@@ -111,7 +111,7 @@ def test_classes_that_need_whole_tensors_are_refused_with_the_reason(
 ) -> None:
     with pytest.raises(ConfigError, match=reason) as caught:
         state_kinds(kind, {"lr": 0.1})
-    assert caught.value.fact == f"{kind.__name__} cannot work on flat pieces of parameters"
+    assert caught.value.fact == f"{kind.__name__} cannot work on flat shards of parameters"
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)

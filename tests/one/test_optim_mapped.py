@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from plait.errors import ConfigError
-from plait.optim import MappedFile, room_for
+from plait.optim import MappedFile, mapped_bytes
 
 # Root writes where nobody may, but for this capability.
 AS_ANYONE = ("setpriv", "--bounding-set=-dac_override")
@@ -31,26 +31,26 @@ def test_a_file_has_no_name_and_all_of_its_room_from_the_start(tmp_path: Path) -
 
 def test_tensors_keep_their_values_when_they_are_forgotten_and_share_no_page(tmp_path: Path) -> None:
     lengths = [(5000, torch.float32), (1, torch.float64), (0, torch.float32), (70_001, torch.bfloat16)]
-    with_room = sum(room_for(*each) for each in lengths)
+    with_room = sum(mapped_bytes(*each) for each in lengths)
     file = MappedFile(tmp_path, with_room)
-    tensors = [file.take(*each) for each in lengths]
+    tensors = [file.allocate(*each) for each in lengths]
     for number, tensor in enumerate(tensors):
         assert (tensor.storage_offset(), tensor.sum().item()) == (0, 0.0)
         tensor.fill_(number + 1)
     for tensor in (*tensors[:2], tensors[3], tensors[3][40_000:50_000]):
-        file.forget(tensor)
-        file.expect(tensor)
+        file.evict(tensor)
+        file.prefetch(tensor)
     for number, tensor in enumerate(tensors):
         assert (tensor == number + 1).all()
     with pytest.raises(AssertionError, match="reserved too small"):
-        file.take(1, torch.float32)
+        file.allocate(1, torch.float32)
     with pytest.raises(AssertionError, match="not in this file"):
-        file.forget(torch.zeros(8))
+        file.evict(torch.zeros(8))
 
 
 def test_the_room_is_given_back_when_the_file_and_its_tensors_are_gone(tmp_path: Path) -> None:
     file = MappedFile(tmp_path, 1 << 20)
-    tensor = file.take(100, torch.float32)
+    tensor = file.allocate(100, torch.float32)
     file.close()
     file.close()
     tensor.fill_(2.0)  # the mapping lives as long as a tensor in it
@@ -91,7 +91,7 @@ def test_a_folder_that_nobody_may_write_to_is_a_letter(tmp_path: Path) -> None:
 def test_a_disk_without_room_is_a_letter_with_both_numbers(tmp_path: Path) -> None:
     disk = os.statvfs(tmp_path)
     size = 10 * disk.f_blocks * disk.f_frsize
-    with pytest.raises(ConfigError, match="no room") as caught:
+    with pytest.raises(ConfigError, match="no space") as caught:
         MappedFile(tmp_path, size)
     assert caught.value.expected == f"{size:,} bytes"
     assert "bytes are free (No space left on device)" in caught.value.given

@@ -98,7 +98,7 @@ def test_a_scale_of_other_settings_is_taken_over_within_these() -> None:
     assert hasty.value == 16.0
     hasty.update(True)
     assert hasty.value == 8.0
-    with pytest.raises(CheckpointError, match="no loss scale"):
+    with pytest.raises(CheckpointError, match="no valid loss scale"):
         hasty.load({**patient.state(), "value": torch.tensor(3.0)})
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.optim import ChunkedOptimizer, FlatSlice, MappedFile, make_optimizer, room_for, state_kinds
+from plait.optim import ChunkedOptimizer, FlatSlice, MappedFile, make_optimizer, mapped_bytes, state_kinds
 
 NUMEL, STEPS = 20_000, 4
 CUTS = (7_000, 9_000, 4_000)  # the second group is the last cut
@@ -45,11 +45,11 @@ class Run:
         values = torch.randn(NUMEL, generator=generator, dtype=dtype)
         self.master = values
         if masters is not None:
-            how["masters"] = MappedFile(masters, room_for(NUMEL, dtype))
-            self.master = how["masters"].take(NUMEL, dtype).copy_(values)
+            how["masters"] = MappedFile(masters, mapped_bytes(NUMEL, dtype))
+            self.master = how["masters"].allocate(NUMEL, dtype).copy_(values)
         self.gradient = torch.zeros_like(values)
         pairs = list(zip(self.master.split(list(cuts)), self.gradient.split(list(cuts)), strict=True))
-        slices = [FlatSlice.of(int(pair is pairs[-1]), *pair) for pair in pairs]
+        slices = [FlatSlice.from_views(int(pair is pairs[-1]), *pair) for pair in pairs]
         self.leaves = [each.leaf for each in slices]
         kind = getattr(torch.optim, name)
         self.optimizer = make_optimizer(kind, arguments, slices)
@@ -180,7 +180,7 @@ def test_bf16_states_take_half_the_room_and_train_nearly_the_same(tmp_path: Path
 
 def test_bf16_second_moments_follow_a_gradient_that_shrinks() -> None:
     """Rounded to nearest, 0.999 v + 0.001 g^2 would stay where it is for ever: less than half a bf16 step."""
-    leaf = FlatSlice.of(0, torch.zeros(NUMEL), torch.ones(NUMEL)).leaf
+    leaf = FlatSlice.from_views(0, torch.zeros(NUMEL), torch.ones(NUMEL)).leaf
     optimizer = make_optimizer(torch.optim.Adam, {}, [FlatSlice(0, leaf)])
     stepper = ChunkedOptimizer(optimizer, state_kinds(torch.optim.Adam, {}), states="bf16")
     stepper.step([leaf], 1.0, 0)
@@ -231,19 +231,20 @@ MEMORY = """
 import sys
 from pathlib import Path
 import torch
-from plait.optim import CHUNK, FlatSlice, MappedFile, Stepper, make_optimizer, room_for, state_kinds
+from plait.optim import CHUNK, ChunkedOptimizer, FlatSlice, MappedFile
+from plait.optim import make_optimizer, mapped_bytes, state_kinds
 
 def resident(key):
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
 def run(numel, folder):
-    file = MappedFile(folder, room_for(numel, torch.float32)) if folder else None
-    master = file.take(numel, torch.float32) if folder else torch.zeros(numel)
+    file = MappedFile(folder, mapped_bytes(numel, torch.float32)) if folder else None
+    master = file.allocate(numel, torch.float32) if folder else torch.zeros(numel)
     gradient = torch.linspace(-1.0, 1.0, CHUNK)  # one for all leaves: only weights and states are large
-    slices = [FlatSlice.of(0, piece, gradient[:piece.numel()]) for piece in master.split(CHUNK)]
+    slices = [FlatSlice.from_views(0, piece, gradient[:piece.numel()]) for piece in master.split(CHUNK)]
     optimizer = make_optimizer(torch.optim.AdamW, {}, slices)
-    stepper = Stepper(optimizer, state_kinds(torch.optim.AdamW, {}), folder=folder, masters=file)
+    stepper = ChunkedOptimizer(optimizer, state_kinds(torch.optim.AdamW, {}), folder=folder, masters=file)
     for number in range(3):
         stepper.step([piece.leaf for piece in slices], 1.0, number)
     return stepper, master, [piece.leaf for piece in slices]

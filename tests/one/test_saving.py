@@ -22,7 +22,7 @@ from plait.train.config import RunConfig
 from plait.train.metrics import Metrics, read_metrics
 from plait.train.run import RunDir
 
-KEPT = [StateShard.whole("weights/a", torch.arange(100_000.0))]
+KEPT = [StateShard.from_tensor("weights/a", torch.arange(100_000.0))]
 
 
 class Run:

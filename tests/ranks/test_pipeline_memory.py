@@ -239,7 +239,7 @@ def _accumulated(plan: str) -> tuple[MemoryUse, MemoryUse, int, list[int], float
     units = engine._held.trained
     held: list[int] = []
     with after_actions(
-        lambda *_: held.append(sum(unit.incoming.memory.tensor is not None for unit in units))
+        lambda *_: held.append(sum(unit.grad_buffer.memory.tensor is not None for unit in units))
     ):
         engine.step(batch_for(engine))
     sizes = [4 * unit.layout.numel for unit in units]

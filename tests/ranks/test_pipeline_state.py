@@ -148,7 +148,7 @@ def test_a_state_that_is_not_the_models_is_refused_on_every_rank_before_anything
     letters = ranks[0][0]
     assert all(found == letters for found, _ in ranks)
     assert [message.splitlines()[0] for message in letters] == [
-        "this is no engine's state",
+        "this is not the state of an engine",
         *["the checkpoint is of another model or optimizer"] * 3,
     ]
     assert "weights/model.layers.4.mlp.up_proj.weight: missing" in letters[1]

@@ -56,7 +56,7 @@ def _one_bit_off(
     engine = _trained(plan, family)
     if engine.world.rank == culprit:
         units = [u for u in engine._held.units if any(p.name == name for p in u.layout.pieces)]
-        flat = units[-1].master if of_master else units[-1].piece
+        flat = units[-1].master if of_master else units[-1].shard
         last = units[-1].layout.overlaps(units[-1].start, units[-1].stop)
         at = next(o.at + o.stop - o.start for o in last if o.piece.name == name)
         flat[at - 1 : at].view({2: torch.int16, 4: torch.int32}[flat.itemsize]).bitwise_xor_(1)
@@ -103,13 +103,13 @@ def test_one_bit_on_one_rank_is_found_and_named_on_all(
     said = pool.over(transport).run(_one_bit_off, ranks, plan, family, name, culprit)
     assert said == [said[0]] * ranks
     assert f"copies of {name} are no longer the same\n" in said[0]
-    assert f"given   : weights: other bits on {found}" in said[0]
+    assert f"given   : weights: different bits on {found}" in said[0]
 
 
 def test_a_bit_of_a_master_weight_is_found_before_what_is_computed_with_differs(pool: Pool) -> None:
     said = pool.run(_one_bit_off, 2, "dp=2 precision=bf16", "llama", UP, 1, of_master=True)
     assert said == [said[0]] * 2
-    assert "given   : master weights: other bits on rank 1 (replicate=1)" in said[0]
+    assert "given   : master weights: different bits on rank 1 (replicate=1)" in said[0]
 
 
 def test_without_its_message_no_rank_finds_anything(pool: Pool) -> None:

@@ -26,8 +26,8 @@ def _nobody(*_: Any) -> frozenset[str]:
 
 MUTATIONS: dict[str, Any] = {  # what a test shows that it bites on
     "nothing": nullcontext,
-    "parts are not summed": lambda: mock.patch.object(ReplicatedGradReduce, "add_up"),
-    "copies count": lambda: mock.patch.object(FlatParam, "repeated_gradients", return_value=()),
+    "parts are not summed": lambda: mock.patch.object(ReplicatedGradReduce, "reduce"),
+    "copies count": lambda: mock.patch.object(FlatParam, "uncounted_grads", return_value=()),
     "tied copies count": lambda: mock.patch.object(StageAssignment, "counted_elsewhere", _nobody),
     "others' squares are missing": lambda: pipeline_faults.deaf_to("norm"),
 }

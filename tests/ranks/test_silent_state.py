@@ -103,7 +103,7 @@ def _held_rows(plan: str, loads: bool) -> dict[str, Tensor]:
     assert all(unit.storage.numel() == unit.layout.numel for unit in units)
     found = {}
     for unit in units:
-        for piece, values in unit.named(unit.storage):
+        for piece, values in unit.named_views(unit.storage):
             if piece.name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight", "up_proj.weight")):
                 found[piece.name] = (values.clone(), piece.boxes.ranges[0])
     return found

@@ -233,7 +233,7 @@ def _norms(family: str, plan: str, uncounted: bool) -> list[float]:
     """With `uncounted`, what other ranks count too is not taken out."""
     engine = programs.engine_of(Task(hf_models.builder(family), own_loss=True), plan)
     batches = [programs.share_of(batch, engine) for batch in programs.batches(2)]
-    nothing = mock.patch.object(FlatParam, "repeated_gradients", return_value=())
+    nothing = mock.patch.object(FlatParam, "uncounted_grads", return_value=())
     with nothing if uncounted else nullcontext():
         return [engine.step(batch).grad_norm for batch in batches]
 

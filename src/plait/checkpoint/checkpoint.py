@@ -63,7 +63,7 @@ class Checkpoint:
         """The tensors whose keys begin with `only`, whole, on the CPU. Raises CheckpointError when
         damaged."""
         with self.reader() as reader:
-            found = {key: reader.whole(key) for key in self.manifest.tensors if key.startswith(only)}
+            found = {key: reader.read_full(key) for key in self.manifest.tensors if key.startswith(only)}
             reader.finish()
         return found
 

@@ -259,7 +259,7 @@ def _converted(
 def _whole(reader: Reader, names: StateNames, first: str) -> Tensor:
     if 0 in names.tensors[first].shape:  # a checkpoint has no place for it
         return torch.empty(names.tensors[first].shape)
-    return reader.whole(names.key_of(first))
+    return reader.read_full(names.key_of(first))
 
 
 def _write_index(path: Path, shards: Sequence[_Shard], model: PreTrainedModel) -> None:

@@ -116,7 +116,7 @@ class Reader:
         for box, view in boxes_of(into, boxes, start):
             self._fill(key, box, view, counted)
 
-    def whole(self, key: str) -> Tensor:
+    def read_full(self, key: str) -> Tensor:
         """All of a tensor, on the CPU; every rank by itself."""
         facts = self._manifest.tensors[key]
         found = torch.empty(facts.shape, dtype=facts.torch_dtype)

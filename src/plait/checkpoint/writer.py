@@ -167,6 +167,6 @@ def _tensors(
         found = Chunk(chunk.file, offset, chunk.box.start, chunk.box.stop, crc)
         chunks[chunk.kept.key].append(found)
     return {
-        each.key: TensorFacts(shape=each.whole_shape, dtype=NAMES[each.dtype], chunks=tuple(chunks[each.key]))
+        each.key: TensorFacts(shape=each.full_shape, dtype=NAMES[each.dtype], chunks=tuple(chunks[each.key]))
         for each in kept
     }

@@ -78,7 +78,7 @@ class StageBuilder:
         how, plan = self.how, self.plan
         facts = unit_facts(self.model, self.blocks, how.group_of)
         places, rank_of = TPCoord.all_of(how.tensor), how.schedule.rank_of
-        found = ShardMap.of(self.model, facts, how.stages, rank_of, self.mesh.grid, places, plan)
+        found = ShardMap.from_plan(self.model, facts, how.stages, rank_of, self.mesh.grid, places, plan)
         if not found.num_parameters:
             raise ModelError("the model has nothing to train", given="no parameter that requires a gradient")
         return found
@@ -98,7 +98,7 @@ class StageBuilder:
         # All alive, and so with identities of their own, until the last stage is bound.
         whole = dict(model.named_parameters())
         names = {id(parameter): name for name, parameter in whole.items()}
-        dtype = Precision.of(plan).compute
+        dtype = Precision.from_plan(plan).compute
         parts = [split_stage(model, self.blocks, stages, s, device=cut.device, dtype=dtype) for s in units]
         found = {}
         for stage, part in zip(units, parts, strict=True):
@@ -153,7 +153,7 @@ class EngineParts:
         cls, model: nn.Module, plan: Plan, how: TrainingSpec, mesh: Mesh, blocks: list[tuple[str, nn.Module]]
     ) -> "EngineParts":
         """Brings the model to life, in place where it is one stage. All ranks call it."""
-        groups, device = DataGroups.of(mesh, plan), mesh.world.device
+        groups, device = DataGroups.build(mesh, plan), mesh.world.device
         making = StageBuilder(model, plan, how, mesh, blocks)
         holdings = making.holdings()
         layouts = holdings.layouts[groups.model.rank]
@@ -161,7 +161,7 @@ class EngineParts:
         masters = MasterWeights(plan, layout, device, how.offload_dir)
         cut = flat_param_config(plan, groups, device, masters)
         units = {stage: [FlatParam(unit, cut) for unit in found.units] for stage, found in layouts.items()}
-        twin = copy_to_meta(model).to(cut.compute) if how.stages.num_stages > 1 else None
+        twin = copy_to_meta(model).to(cut.compute_dtype) if how.stages.num_stages > 1 else None
         foreign = [foreign_modules(model, blocks, how.stages, stage) for stage in layouts]
         elsewhere = set.intersection(*foreign) | (set() if how.draws else weights_alone(model))
         loose = init_flat_params(model, units, groups, plan, device, how.seed, elsewhere)
@@ -184,7 +184,7 @@ class EngineParts:
             units,
             owned,
             cut,
-            groups.gathers,
+            groups.all_gather,
             groups.model,
             groups.replicate,
             holdings,

@@ -79,17 +79,17 @@ class Engine:
         self._is_torn = False  # an update was interrupted half-way
         self._micros_done = 0
         self._trace: Trace | None = None
-        compute = Precision.of(plan).compute
+        compute = Precision.from_plan(plan).compute
         self._intake = BatchPreparer(self.device, compute, self._groups.model, plan.micro)
 
     @property
     def data_rank(self) -> int:
         """Which share of a step's batch is this rank's, of `data_ranks`."""
-        return self._groups.all.rank
+        return self._groups.dp.rank
 
     @property
     def data_ranks(self) -> int:
-        return self._groups.all.size
+        return self._groups.dp.size
 
     @property
     def num_parameters(self) -> int:
@@ -172,7 +172,7 @@ class Engine:
         check_loss(loss)
         self._totals[0] += loss.detach()
         self._totals[1] += 1 if num_targets is None else num_targets
-        return self._scale.of(loss, num_targets, self._groups.all)
+        return self._scale.of(loss, num_targets, self._groups.dp)
 
     def update(self) -> StepResult:
         """Reduces what is left, clips, lets the optimizer update the weights. See [Note: one division]."""
@@ -191,14 +191,14 @@ class Engine:
         # Over the ranks of grids too, which have the same: what one of them alone finds, all skip. Stages
         # before the last one have nothing.
         self._totals[2] = self._scale.unit if self._passes.has_last_stage else 0.0
-        pending = start_all_reduce(self._totals, self._groups.everyone)
-        sums = self._held.finish()
+        pending = start_all_reduce(self._totals, self._groups.world)
+        sums = self._held.finish_reductions()
         pending.wait()
-        totals = self._totals / self._groups.grid.size
+        totals = self._totals / self._groups.tp.size
         loss_sum, num_targets, units, square_sum, *digests = torch.cat([totals, sums]).tolist()
         self._totals.zero_()
         self._held.check_digests(digests)
-        self._scale.unit = units / self._groups.all.size
+        self._scale.unit = units / self._groups.dp.size
         loss, norm = math.nan, math.nan
         scale = self._scale.factor
         if num_targets:
@@ -221,7 +221,7 @@ class Engine:
     def _apply(self, factor: float) -> None:
         """The optimizer's step, gradients multiplied by `factor`."""
         if self._how.clip_value is not None:
-            clip_values((unit.gradient for unit in self._held.trained), factor, self._how.clip_value)
+            clip_values((unit.grad_shard for unit in self._held.trained), factor, self._how.clip_value)
             factor = 1.0
 
         def step(unit: FlatParam) -> None:
@@ -234,7 +234,7 @@ class Engine:
 
     def _rounded(self, norm: float) -> float:
         """To the dtype of gradients: the last bits of a float64 sum depend on how units are cut."""
-        return float(torch.tensor(norm, dtype=Precision.of(self.plan).master))
+        return float(torch.tensor(norm, dtype=Precision.from_plan(self.plan).master))
 
     @property
     def loss_scale(self) -> float | None:
@@ -250,7 +250,7 @@ class Engine:
         parts = {key: value.chunk(self.plan.micro) for key, value in moved.items()}
         num_parts = len(next(iter(parts.values())))
         most = torch.tensor([num_parts], device=self.device)
-        all_reduce(most, self._groups.all, "max")
+        all_reduce(most, self._groups.dp, "max")
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
 
         def add(loss: Tensor, count: int | Tensor) -> None:
@@ -259,8 +259,8 @@ class Engine:
 
         micros = [{key: chunks[number] for key, chunks in parts.items()} for number in range(num_parts)]
         self._passes.evaluate(micros, add, missing=int(most.item()) - num_parts)
-        all_reduce(totals, self._groups.all)
-        broadcast(totals, self._groups.pipeline, self._passes.last_rank)
+        all_reduce(totals, self._groups.dp)
+        broadcast(totals, self._groups.pp, self._passes.last_rank)
         loss_sum, num_targets = totals.tolist()
         return EvalResult(loss_sum, int(num_targets))
 
@@ -295,7 +295,7 @@ class Engine:
 
         with self._passes.eval_mode():
             self._passes.probe(self._intake.moved(batch), mean)
-        self._held.finish()
+        self._held.finish_reductions()
         times = scale * self.data_ranks
         found = {name: gradient / times for name, gradient in self.whole_gradients().items()}
         self.abandon()
@@ -303,7 +303,7 @@ class Engine:
 
     def start_trace(self) -> None:
         """From now on steps are recorded: when each action of the schedule began and ended."""
-        self._trace = Trace(self._how.schedule, self._groups.pipeline, self.device)
+        self._trace = Trace(self._how.schedule, self._groups.pp, self.device)
 
     def write_trace(self, path: str | Path) -> None:
         """Ends what `start_trace` began. Every rank must call it; rank 0 writes what its pipeline's ranks
@@ -323,7 +323,7 @@ class Engine:
         self._check_whole()
         if self._is_replica:
             return {}
-        tensors = self._state.save()
+        tensors = self._state.full_state()
         return tensors | self._own_state() if self.world.rank == 0 else tensors
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
@@ -340,7 +340,7 @@ class Engine:
         """What this rank has to save: over all ranks, every element of `state` once. Nobody is asked."""
         self._check_whole()
         own = self._own_state().items() if self.world.rank == 0 else ()
-        return [*self._state.kept(), *(StateShard.whole(key, value) for key, value in own)]
+        return [*self._state.shards(), *(StateShard.from_tensor(key, value) for key, value in own)]
 
     def load_from(self, source: StateReader, *, weights_only: bool = False) -> None:
         """Each rank takes over its part, under whatever plan it was saved. `weights_only`: weights and
@@ -353,13 +353,13 @@ class Engine:
         self._is_torn, problem = True, None
         try:
             self._state.load(source, weights_only=weights_only)
-            self._scale.load(() if weights_only else source.shapes, source.whole)
-            self.num_steps = 0 if weights_only else int(source.whole(_NUM_STEPS))
+            self._scale.load(() if weights_only else source.shapes, source.read_full)
+            self.num_steps = 0 if weights_only else int(source.read_full(_NUM_STEPS))
         except CheckpointError as error:
             problem = error
         source.finish(self._groups.norm, self.world.group, self.device, problem)
         self._is_torn = False
-        self._held.publish()
+        self._held.sync_params()
 
     def save(self, folder: str | Path, facts: Mapping[str, Any] | None = None) -> Path:
         """Saves a checkpoint of all that continues the training, `step-00000120` in a folder that all hosts

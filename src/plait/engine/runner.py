@@ -78,7 +78,7 @@ class MicrobatchRunner:
     def evaluate(self, micros: Sequence[Micro], take: TakeLoss, *, missing: int = 0) -> None:
         """Forwards alone, in eval mode. `missing`: micro-batches that other data ranks have and this one has
         not. Where forwards gather, it takes part in theirs, by forwards of a sample that does not count."""
-        gathers = not self._parts.held.cut.whole_parameters
+        gathers = not self._parts.held.config.keeps_params_unsharded
         again = [{key: value[:1] for key, value in micros[0].items()}] * (missing if gathers else 0)
         left = len(micros)
 
@@ -144,7 +144,7 @@ class MicrobatchRunner:
 
     def _told(self, make: Callable[[], Any]) -> Any:
         """What the last stage's rank makes. Where that fails, all raise."""
-        group, root = self._parts.groups.pipeline, self.last_rank
+        group, root = self._parts.groups.pp, self.last_rank
         if group.size == 1:
             return make()
         text, failure = b"", None
@@ -195,7 +195,7 @@ class MicrobatchRunner:
         return self._peak(kept)
 
     def _peak(self, kept: Mapping[int, tuple[int, int] | None]) -> int | None:
-        return most_kept(self._schedule, self._parts.groups.pipeline.rank, kept)
+        return most_kept(self._schedule, self._parts.groups.pp.rank, kept)
 
 
 @dataclass

@@ -108,7 +108,7 @@ def _compare(
     weights: Mapping[str, Tensor],
 ) -> tuple[float, float, float]:
     """(index of the worst parameter, its difference, what is allowed)."""
-    precision = Precision.of(engine.plan)
+    precision = Precision.from_plan(engine.plan)
     exact = _gradients(twin, engine, batch, loss, weights, precision.master)
     rough = exact
     if precision.compute != precision.master:

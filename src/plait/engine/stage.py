@@ -61,7 +61,10 @@ class StageRunner:
         """What the stage returns: the last one what the model does."""
         inputs = forward_inputs(self.part.module, micro)
         is_first = self.part.before is None
-        with self.zero.watching(), contextlib.nullcontext() if is_first else self.part.receiving(received):
+        with (
+            self.zero.watch_outside_uses(),
+            contextlib.nullcontext() if is_first else self.part.receiving(received),
+        ):
             found = self.part.module(**inputs)
         if not self._is_trusted:
             self.part.check_taint(found, inputs if is_first else received)
@@ -72,7 +75,7 @@ class StageRunner:
         """Of the last stage: (the loss summed over targets, their number). Raises ModelError for what is no
         such pair."""
         loss = self.loss()
-        with self.zero.watching(), self.logits():
+        with self.zero.watch_outside_uses(), self.logits():
             found = loss(self.outputs(micro, received), micro)
         if not isinstance(found, tuple) or len(found) != 2:
             raise ModelError(
@@ -90,7 +93,7 @@ class StageRunner:
 
     @contextlib.contextmanager
     def _measuring(self) -> Any:
-        self.zero.show()  # the weights' storages, which are no activations
+        self.zero.point_to_storage()  # the weights' storages, which are no activations
         with watch_activations(self.part.module) as watch:
             yield
         self.activation_bytes = watch.total

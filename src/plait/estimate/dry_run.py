@@ -67,10 +67,10 @@ class DryStage:
 class _NoMasters:
     """Master weights that nobody updates."""
 
-    def new(self, numel: int) -> Tensor:
+    def allocate(self, numel: int) -> Tensor:
         return torch.empty(numel, device=_META)
 
-    def forget(self, master: Tensor) -> None:
+    def evict(self, master: Tensor) -> None:
         """They are nowhere."""
 
 
@@ -90,14 +90,14 @@ def dry_stages(
     plan = _without_memory(plan)
     twin = copy_to_meta(model)
     move_buffers(twin, plan, _META)
-    groups, halves = DataGroups.of(mesh, plan), BackwardSplitter()
+    groups, halves = DataGroups.build(mesh, plan), BackwardSplitter()
     making = StageBuilder(twin, plan, how, mesh, [(name, twin.get_submodule(name)) for name, _ in blocks])
-    cut = replace(flat_param_config(plan, groups, _META, _NoMasters()), home=_META)
+    cut = replace(flat_param_config(plan, groups, _META, _NoMasters()), state_device=_META)
     units = {stage: [FlatParam(unit, cut) for unit in found.units] for stage, found in layouts.items()}
     partial = ReplicatedGradReduce(
         mesh, Layout(tuple(unit for found in layouts.values() for unit in found.units))
     )
-    whole = BlockOutputs(copy_to_meta(model).to(Precision.of(plan).compute), device)
+    whole = BlockOutputs(copy_to_meta(model).to(Precision.from_plan(plan).compute), device)
     stages = making.stages(units, _loose(twin), groups, partial, cut, halves)
     batch_shape = _batch_shape(micro)
     kept = [
@@ -109,7 +109,7 @@ def dry_stages(
     with running_on_meta(device), _told():
         run.forward()
         run.backward()
-    gathers = not cut.whole_parameters
+    gathers = not cut.keeps_params_unsharded
     facts = [_facts(run, stage, found, gathers=gathers) for stage, found in layouts.items()]
     return [DryStage(of_stage, found) for of_stage, found in zip(facts, kept, strict=True)]
 
@@ -119,7 +119,7 @@ def _recompute_as_on(device: torch.device, stages: Iterable[StageRunner]) -> Non
     for stage in stages:
         for _, block in stage.part.blocks:
             if isinstance(block.forward, RecomputedForward):
-                block.forward.run_within(partial(AsOnDevice, device))
+                block.forward.add_context(partial(AsOnDevice, device))
 
 
 def _without_memory(plan: Plan) -> Plan:
@@ -195,7 +195,7 @@ class _Run:
             zero, half = self.stages[number].zero, number in self.split
             with self._listening(number):
                 with self.halves.collecting() if half else nullcontext() as queued:
-                    zero.backward(self._roots.pop(number), gradients, last=True, rest=queued)
+                    zero.backward(self._roots.pop(number), gradients, last=True, deferred=queued)
                 if queued is not None:
                     zero.backward_weight(queued, last=True)
             if number:
@@ -222,4 +222,4 @@ def _facts(run: _Run, number: int, layout: Layout, *, gathers: bool) -> StageFac
         gradient=() if parcel is None else tuple(spec.nbytes for spec in parcel.grad_specs),
         buffers=tuple(buffer.nbytes for buffer in persistent_buffers(stage.part.module).values()),
     )
-    return replace(facts, uses=stage.zero.recorded) if gathers else facts
+    return replace(facts, uses=stage.zero.recorded_order) if gathers else facts

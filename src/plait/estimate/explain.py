@@ -24,7 +24,7 @@ from plait.errors import ModelError
 from plait.estimate.dry_run import Cluster, DryStage, dry_stages
 from plait.models import Blocks, Chain
 from plait.optim import states_per_element
-from plait.parallel import DataGroups, ShardMap, estimated_bytes, terms_of
+from plait.parallel import DataGroups, ShardMap, estimated_bytes, transport_facts
 from plait.plan import CommCount, CommKey, Grid, Layout, MemoryUse, Plan
 from plait.plan.estimate.traffic import RankFacts, TransportFacts, scratch_bytes, step_traffic
 from plait.plan.schedule import Durations, most_kept, simulate
@@ -182,10 +182,10 @@ class _View:
         """What the rank sees of all stages at its place of the grid."""
         mesh = self._cluster.mesh(self.grid, rank)
         place = (mesh.coord["row"], mesh.coord["col"])
-        groups, layouts = DataGroups.of(mesh, self._plan), self._layouts(place)
+        groups, layouts = DataGroups.build(mesh, self._plan), self._layouts(place)
         device = self._cluster.device
         dry = dry_stages(self._model, self._plan, self._how, self._blocks, layouts, mesh, self._micro, device)
-        return dry, groups, terms_of(self._plan, groups, self._host_size)
+        return dry, groups, transport_facts(self._plan, groups, self._host_size)
 
     def _row(
         self, ranks: tuple[int, ...], stages: list[DryStage], groups: DataGroups, terms: TransportFacts

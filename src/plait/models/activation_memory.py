@@ -21,7 +21,7 @@ from plait.models.placeholder import placeholders
 class HoldsTensors(Protocol):
     """A module's forward that keeps tensors for backward without autograd's knowledge, as recompute does."""
 
-    on_hold: Callable[[Tensor], object] | None  # told of each
+    on_save: Callable[[Tensor], object] | None  # told of each
 
 
 class ActivationBytes:
@@ -98,14 +98,14 @@ def watch_activations(model: nn.Module) -> Iterator[ActivationBytes]:
     forwards = [module.__dict__.get("forward") for module in model.modules()]
     holders = [forward for forward in forwards if isinstance(forward, HoldsTensors)]
     for holder in holders:
-        holder.on_hold = watch.pack
+        holder.on_save = watch.pack
     try:
         with saved_tensors_hooks(watch.pack, lambda tensor: tensor):
             yield watch
     finally:
         watch.release()
         for holder in holders:
-            holder.on_hold = None
+            holder.on_save = None
 
 
 @contextmanager

@@ -1,6 +1,6 @@
-"""Optimizers over flat storages, where their states are kept, clipping, and the loss scale."""
+"""Optimizers over flat storages, storage of their states, gradient clipping, and the loss scale."""
 
-from plait.optim.clip import RUN, clip_factor, clip_values, squared_norm
+from plait.optim.clip import NORM_BLOCK, clip_factor, clip_values, squared_norm
 from plait.optim.flat import (
     DEFAULT_GROUPS,
     FlatSlice,
@@ -9,14 +9,14 @@ from plait.optim.flat import (
     state_kinds,
     states_per_element,
 )
-from plait.optim.mapped import MappedFile, room_for
+from plait.optim.mapped import MappedFile, mapped_bytes
 from plait.optim.scale import LossScale, LossScaling
 from plait.optim.stepper import CHUNK, ChunkedOptimizer
 
 __all__ = [
     "CHUNK",
     "DEFAULT_GROUPS",
-    "RUN",
+    "NORM_BLOCK",
     "ChunkedOptimizer",
     "FlatSlice",
     "LossScale",
@@ -25,7 +25,7 @@ __all__ = [
     "clip_factor",
     "clip_values",
     "make_optimizer",
-    "room_for",
+    "mapped_bytes",
     "scaled_step",
     "squared_norm",
     "state_kinds",

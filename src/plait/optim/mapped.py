@@ -1,13 +1,13 @@
-"""Tensors that live in a file: a folder's disk as room for what memory cannot hold (Linux).
+"""Tensors in a memory-mapped file: offloading to disk (Linux).
 
-[Note: the life of a mapped file]
-The file is made, given its whole size and unlinked before anything is written: no name is left behind when
-a job is killed, and the disk's space is free again when the mapping goes. Its size is reserved and not only
-declared: a write to a page for which the disk has no room left is no exception but a SIGBUS.
+[Note: lifetime of a mapped file]
+The file is created, allocated in full and unlinked before anything is written: a killed job leaves no file,
+and the disk space is free again when the mapping is gone. Its space is reserved, not only declared: writing
+to a page for which the disk has no space raises no exception but SIGBUS.
 
-Pages come in when they are touched and would stay until memory runs short. `forget` takes a tensor's pages
-out of this process and starts writing them back; what the page cache still holds of them comes back without
-reading. `expect` starts reading ahead. Neither changes a value.
+Pages are loaded when they are accessed and would stay until memory runs short. `evict` removes a tensor's
+pages from this process and starts to write them back; those that are still in the page cache return without a
+read. `prefetch` starts to read ahead. Neither changes a value.
 """
 
 import ctypes
@@ -23,21 +23,22 @@ from torch import Tensor
 
 from plait.errors import ConfigError
 
-_SYNC_FILE_RANGE_WRITE = 2  # starts write-back of dirty pages, waits for nothing
+_SYNC_FILE_RANGE_WRITE = 2  # start write-back of dirty pages without waiting
 
 
-def room_for(numel: int, dtype: torch.dtype) -> int:
-    """Bytes of a file that `MappedFile.take` uses for a tensor: whole pages, none shared with another."""
+def mapped_bytes(numel: int, dtype: torch.dtype) -> int:
+    """Bytes that `MappedFile.allocate` uses for a tensor: a multiple of the page size; tensors share no
+    page."""
     return -(-numel * dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 class MappedFile:
-    """A file without a name, mapped into memory. See [Note: the life of a mapped file]."""
+    """An unlinked file, mapped into memory. See [Note: lifetime of a mapped file]."""
 
     def __init__(self, folder: Path, num_bytes: int) -> None:
-        """Raises ConfigError when the folder cannot hold such a file."""
+        """Raises ConfigError if the folder cannot hold such a file."""
         self.num_bytes = max(num_bytes, mmap.PAGESIZE)  # an empty file cannot be mapped
-        self._taken = 0
+        self._allocated = 0
         self._libc = ctypes.CDLL(None)
         self._file = _unnamed(folder)
         self._release = weakref.finalize(self, os.close, self._file)
@@ -45,20 +46,21 @@ class MappedFile:
         self._map = mmap.mmap(self._file, self.num_bytes)
         self._address = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
 
-    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A tensor of zeros, with a storage of its own, in the file's next bytes. It keeps the mapping."""
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return a tensor of zeros in the file's next bytes, with a storage of its own that keeps the
+        mapping."""
         if not numel:
             return torch.empty(0, dtype=dtype)
-        start, self._taken = self._taken, self._taken + room_for(numel, dtype)
-        assert self._taken <= self.num_bytes, f"the file of {self.num_bytes} bytes was reserved too small"
+        start, self._allocated = self._allocated, self._allocated + mapped_bytes(numel, dtype)
+        assert self._allocated <= self.num_bytes, f"the file of {self.num_bytes} bytes was reserved too small"
         return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=start)
 
-    def expect(self, tensor: Tensor) -> None:
-        """Starts reading a tensor, or a view of one, that this file gave out."""
+    def prefetch(self, tensor: Tensor) -> None:
+        """Start to read the pages of a tensor in this file, or of a view of one."""
         self._map.madvise(mmap.MADV_WILLNEED, *self._pages(tensor))
 
-    def forget(self, tensor: Tensor) -> None:
-        """Takes its pages out of this process's memory and starts to write what changed."""
+    def evict(self, tensor: Tensor) -> None:
+        """Remove a tensor's pages from this process's memory and start to write those that changed."""
         start, length = self._pages(tensor)
         self._map.madvise(mmap.MADV_DONTNEED, start, length)
         self._libc.sync_file_range(
@@ -66,7 +68,7 @@ class MappedFile:
         )
 
     def close(self) -> None:
-        """Lets go of the file: its space is free when the last tensor in it is gone."""
+        """Close the file: its space is free when the last tensor in it is gone."""
         if self._release.alive:
             self._release()
             del self._map
@@ -74,7 +76,7 @@ class MappedFile:
     def _pages(self, tensor: Tensor) -> tuple[int, int]:
         start = tensor.data_ptr() - self._address
         stop = start + tensor.nbytes
-        assert 0 <= start <= stop <= self.num_bytes, "a tensor that is not in this file"
+        assert 0 <= start <= stop <= self.num_bytes, "the tensor is not in this file"
         first = start // mmap.PAGESIZE * mmap.PAGESIZE
         return first, stop - first
 
@@ -94,7 +96,7 @@ def _unnamed(folder: Path) -> int:
 
 
 def _reserve(descriptor: int, folder: Path, num_bytes: int) -> None:
-    """Asks for the free space first, lest a file that is too large fills the disk before it fails."""
+    """Reserve the space; check the free space first, so that a file too large does not fill the disk."""
     disk = os.fstatvfs(descriptor)
     free = disk.f_bavail * disk.f_frsize
     try:
@@ -103,7 +105,7 @@ def _reserve(descriptor: int, folder: Path, num_bytes: int) -> None:
         os.posix_fallocate(descriptor, 0, num_bytes)
     except OSError as error:
         raise ConfigError(
-            "the folder for offloading has no room for this rank's tensors",
+            "the folder for offloading has no space for this rank's tensors",
             given=f"{folder}: {free:,} bytes are free ({error.strerror})",
             expected=f"{num_bytes:,} bytes",
             hint="a folder on a larger disk, or more ranks to share the states",

@@ -1,14 +1,14 @@
-"""bf16 copies of optimizer states.
+"""Stochastic rounding of optimizer states to bf16.
 
-[Note: why states are rounded at random]
-bf16 has 8 bits of mantissa: it does not see a change of less than 1/512. `exp_avg_sq` with beta2 = 0.999
-changes by 1/1000 of its distance a step, so that rounding to nearest freezes it where it first stood. Rounded
-up with the probability of what is cut off, it is right on average (Gupta et al. 2015, 1502.02551; Zamirai
-et al. 2020, 2010.06192).
+[Note: stochastic rounding of states]
+bf16 has 8 bits of mantissa: a relative change of less than 1/512 is lost. `exp_avg_sq` with beta2 = 0.999
+moves by 1/1000 of its distance per step, so rounding to nearest freezes it at its first value. Rounding up
+with a probability equal to the truncated fraction is unbiased (Gupta et al. 2015, 1502.02551; Zamirai et al.
+2020, 2010.06192).
 
-The noise is a function of the training step, the state's name and the element's position, so that a step that
-is run again, or after a resume, gives the same bits. Elements _PERIOD apart share it, which none of them can
-tell: from step to step it is independent.
+The noise is a function of the training step, the state's name and the element's position, so that repeating a
+step, also after a resume, gives the same bits. Elements _PERIOD apart share their noise; it is independent
+from step to step.
 """
 
 import math
@@ -17,7 +17,7 @@ import zlib
 import torch
 from torch import Tensor
 
-_PERIOD = 8192  # elements: 32 KB of noise, added from the first level of the cache
+_PERIOD = 8192  # elements: 32 KB of noise, which stay in the L1 cache
 
 
 class StochasticRounding:
@@ -28,30 +28,30 @@ class StochasticRounding:
         self._noise: dict[tuple[str, torch.device], Tensor] = {}
 
     def begin(self, number: int) -> None:
-        """From now on, the noise is that of training step `number`."""
+        """Use the noise of training step `number` from now on."""
         if number != self._number:
             self._noise.clear()
         self._number = number
 
     def round(self, wide: Tensor, narrow: Tensor, name: str, position: int) -> None:
-        """Rounds a contiguous `wide`, which is lost, into `narrow`. `position`: of its first element.
+        """Round a contiguous `wide`, which is overwritten, into `narrow`. `position`: of its first element.
 
-        What bf16 can hold stays as it is; a NaN becomes infinite.
+        Values that bf16 represents stay unchanged; a NaN becomes infinite.
         """
         if wide.dtype != torch.float32:
             wide = wide.float()
-        # The mantissa of a NaN could be full: with noise it would overflow into a zero.
+        # With noise, a NaN whose mantissa is all ones would overflow into a zero.
         wide.nan_to_num_(nan=math.inf, posinf=math.inf, neginf=-math.inf)
         bits = wide.view(torch.int32)
         first = position % _PERIOD
-        noise = self._noise_of(name, wide.device)[first : first + _PERIOD]
+        noise = self._noise_for(name, wide.device)[first : first + _PERIOD]
         body = bits.numel() // _PERIOD * _PERIOD
         bits[:body].view(-1, _PERIOD).add_(noise)
         bits[body:].add_(noise[: bits.numel() - body])
         narrow.view(torch.int16).copy_(bits.bitwise_right_shift_(16))
 
-    def _noise_of(self, name: str, device: torch.device) -> Tensor:
-        """16 random bits per element of a period, twice over: a period may begin anywhere."""
+    def _noise_for(self, name: str, device: torch.device) -> Tensor:
+        """16 random bits per element of a period, repeated once: a period may start at any position."""
         key = name, device
         if key not in self._noise:
             generator = torch.Generator().manual_seed(zlib.crc32(f"{self._number}/{name}".encode()))

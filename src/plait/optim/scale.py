@@ -1,12 +1,12 @@
-"""The loss scale of fp16: as large as it can be without a gradient that is infinite.
+"""Dynamic loss scaling for fp16: the largest scale without infinite gradients.
 
 torch.amp.GradScaler's rule: an overflow multiplies the scale by `backoff` and the step is skipped; after
 `interval` steps without one it is multiplied by `growth`.
 
 [Note: powers of two only]
-A scale that is a power of two changes exponents and no mantissa: scaling and unscaling are exact, so that
-a step's numbers do not depend on the scale that happened to hold, and neither do those of two plans. A
-growth of 1.5 would cost that and buy nothing: the room between 2^k and 2^(k+1) is one bit of fp16's range.
+A scale that is a power of two changes exponents and no mantissa: scaling and unscaling are exact, so the
+results of a step do not depend on the current scale, nor differ between plans. A growth of 1.5 would lose
+that and gain nothing: the interval between 2^k and 2^(k+1) is one bit of fp16's range.
 """
 
 import math
@@ -19,21 +19,21 @@ from torch import Tensor
 
 from plait.errors import CheckpointError, ConfigError
 
-# Of a float32, in which losses are scaled.
+# Range of float32, in which losses are scaled.
 _SMALLEST, _LARGEST = 2.0**-126, 2.0**127
 
 
 @dataclass(frozen=True)
 class LossScaling:
-    """How the loss scale moves.
+    """Options of dynamic loss scaling.
 
-    initial      where it begins
-    growth       what it is multiplied by after `interval` steps in a row without an overflow
-    backoff      what it is multiplied by when gradients overflow
+    initial      the first scale
+    growth       factor after `interval` consecutive steps without an overflow
+    backoff      factor when gradients overflow
     interval     in steps
-    hysteresis   overflows before the scale backs off, in a row or not; after that every further one does,
-                 until a full interval without one restores the number. With 1: torch.amp.GradScaler
-    minimum      it is never less
+    hysteresis   overflows before the scale backs off, consecutive or not; after that every further one backs
+                 off, until a full interval without one restores the number. 1 is torch.amp.GradScaler's rule
+    minimum      lower bound of the scale
 
     All but the counts are powers of two: see [Note: powers of two only]. Raises ConfigError.
     """
@@ -52,9 +52,9 @@ class LossScaling:
             is_count = field.name in ("interval", "hysteresis")
             if not (_is_count(value) if is_count else _is_power_of_two(value)):
                 raise ConfigError(
-                    f"the loss scale's {field.name} is not possible",
+                    f"the loss scale's {field.name} is out of range",
                     given=f"{field.name}={value!r}",
-                    expected="a whole number from 1" if is_count else "a power of two that a float32 holds",
+                    expected="a whole number from 1" if is_count else "a power of two in float32",
                     hint=None if is_count or near is None else f"{field.name}={near}",
                 )
         _require(self.growth > 1, "growth", self.growth, "more than 1")
@@ -64,16 +64,17 @@ class LossScaling:
 
 
 class LossScale:
-    """The scale of the coming step. Every rank is told of the same overflows, so that all hold the same."""
+    """The loss scale of the next step. All ranks update it with the same overflows, so it is equal on all."""
 
     def __init__(self, scaling: LossScaling) -> None:
         self._scaling = scaling
         self.value = float(scaling.initial)
-        self._clean = 0  # steps without an overflow since the scale last moved
-        self._left = scaling.hysteresis  # overflows until it backs off
+        self._clean = 0  # steps without an overflow since the last change
+        self._left = scaling.hysteresis  # overflows until the next backoff
 
     def update(self, overflow: bool) -> None:
-        """A step is over. `overflow`: a gradient of any rank was not finite, and the step was skipped."""
+        """Update after a step. `overflow`: a gradient of any rank was not finite, and the step was
+        skipped."""
         if overflow:
             self._clean = 0
             if self._left == 1:
@@ -89,7 +90,7 @@ class LossScale:
                 self.value *= self._scaling.growth
 
     def state(self) -> dict[str, Tensor]:
-        """What continues the scale, for a checkpoint."""
+        """The state for a checkpoint."""
         return {
             "value": torch.tensor(self.value, dtype=torch.float64),
             "clean": torch.tensor(self._clean),
@@ -97,21 +98,23 @@ class LossScale:
         }
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Takes over what `state` gave, also of a scale with other settings. Raises CheckpointError."""
+        """Load what `state` returned, also from a scale with other options. Raises CheckpointError."""
         known = {key: tensor.item() for key, tensor in state.items() if tensor.numel() == 1}
         if known.keys() != self.state().keys() or not _is_power_of_two(known["value"]):
             raise CheckpointError(
-                "the checkpoint holds no loss scale", given=known, expected="a power of two and two counts"
+                "the checkpoint has no valid loss scale",
+                given=known,
+                expected="a power of two and two counts",
             )
         self.value = max(known["value"], self._scaling.minimum)
         self._clean = min(max(int(known["clean"]), 0), self._scaling.interval - 1)
         self._left = min(max(int(known["hysteresis_left"]), 1), self._scaling.hysteresis)
 
 
-def _require(holds: bool, name: str, value: float, expected: str) -> None:
-    if not holds:
+def _require(ok: bool, name: str, value: float, expected: str) -> None:
+    if not ok:
         raise ConfigError(
-            f"the loss scale's {name} is not possible", given=f"{name}={value}", expected=expected
+            f"the loss scale's {name} is out of range", given=f"{name}={value}", expected=expected
         )
 
 

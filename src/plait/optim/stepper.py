@@ -1,11 +1,11 @@
-"""Steps an element-wise optimizer, its states kept where and how the plan says.
+"""Step an element-wise optimizer whose states are in memory, in bf16 or in a file, as the plan chooses.
 
-[Note: states that visit]
-In memory and in full width, states live in `optimizer.state` and a step is torch's own, over all leaves at
-once. Otherwise they visit: a leaf's states are brought in and widened, the optimizer is shown this leaf alone
-and steps it, and they go back. What an element-wise optimizer does to a leaf does not depend on the others,
-so the numbers are those of one step over all. Callers cut leaves to at most CHUNK elements: of a chunk's
-weights, gradient and states, what is written last is still in cache when it is read next.
+[Note: streamed states]
+In memory and full width, states are in `optimizer.state` and a step is torch's own, over all leaves at once.
+Otherwise they are streamed: a leaf's states are loaded and widened, the optimizer steps with this leaf as its
+only parameter, and the states are stored again. An element-wise optimizer updates a leaf independently of the
+others, so the results are those of one step over all. Callers split leaves to at most CHUNK elements, so that
+a chunk's weights, gradient and states stay in cache from one pass to the next.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,19 +18,19 @@ import torch
 from torch import Tensor
 
 from plait.optim.flat import scaled_step
-from plait.optim.mapped import MappedFile, room_for
+from plait.optim.mapped import MappedFile, mapped_bytes
 from plait.optim.rounding import StochasticRounding
 
-CHUNK = 2**18  # elements of a leaf whose states visit
-_AHEAD = 8  # leaves whose pages are read while one is stepped
+CHUNK = 2**18  # elements of a leaf with streamed states
+_AHEAD = 8  # leaves whose pages are prefetched while one is stepped
 
 
 @dataclass(frozen=True)
 class _Counter:
-    """A tensor of one number, without the tensor.
+    """The value of a scalar tensor.
 
-    A small block of memory that outlives a leaf's first step lies in the way of the next leaf's large ones:
-    the heap grew by a third of all states that never stayed in it.
+    Kept instead of the tensor: small allocations that outlive a leaf's first step fragment the heap between
+    the next leaf's large ones, and it grew by a third of the size of all states.
     """
 
     value: float
@@ -38,18 +38,18 @@ class _Counter:
 
 
 @dataclass
-class _Kept:
-    """What is kept of a leaf between steps. Both are empty before its first one."""
+class _LeafState:
+    """A leaf's states between steps. `flat` and `counters` are empty before its first one."""
 
     group: int
     position: int
-    flat: dict[str, Tensor] = field(default_factory=dict)  # as large as the leaf, as they are stored
-    rest: dict[str, Any] = field(default_factory=dict)  # counters, thin
-    places: dict[str, Tensor] = field(default_factory=dict)  # in the file, by name
+    flat: dict[str, Tensor] = field(default_factory=dict)  # as large as the leaf, in the stored dtype
+    counters: dict[str, Any] = field(default_factory=dict)  # see `_pack_counter`
+    mapped: dict[str, Tensor] = field(default_factory=dict)  # memory in the file, by name
 
 
 class ChunkedOptimizer:
-    """Steps some leaves of an optimizer at a time. See [Note: states that visit]."""
+    """An optimizer that steps a few leaves at a time. See [Note: streamed states]."""
 
     def __init__(
         self,
@@ -61,156 +61,161 @@ class ChunkedOptimizer:
         masters: MappedFile | None = None,
         positions: Mapping[Tensor, int] | None = None,
     ) -> None:
-        """`optimizer` holds all leaves, the states are those that `state_kinds` found.
+        """`optimizer` has all leaves; `kinds` are its states, from `state_kinds`.
 
-        states      what they are kept in; fp32 stands for the leaf's own dtype
-        folder      where a file keeps those that are as large as the leaf; None: in memory
-        masters     the file that the leaves lie in, if they do
-        positions   where each leaf begins in its unit, which seeds rounding; its storage offset if not said
+        states      dtype in which states are stored; fp32 means the leaf's own dtype
+        folder      where to put a file for states that are as large as the leaf; None: in memory
+        masters     the file of the leaves themselves, if they are in one
+        positions   each leaf's first element in its unit, a seed of rounding; default: its storage offset
 
-        Raises ConfigError when the folder cannot hold the file.
+        Raises ConfigError if the folder cannot hold the file.
         """
         self.optimizer = optimizer
         self._narrow = states == "bf16"
         self._masters = masters
-        self._kept = {
-            leaf: _Kept(index, leaf.storage_offset() if positions is None else positions[leaf])
+        self._states = {
+            leaf: _LeafState(index, leaf.storage_offset() if positions is None else positions[leaf])
             for index, group in enumerate(optimizer.param_groups)
             for leaf in group["params"]
         }
-        self._visiting = self._narrow or folder is not None or masters is not None
+        self._streams = self._narrow or folder is not None or masters is not None
         self._rounding = StochasticRounding()
-        self._wide: dict[str, Tensor] = {}  # where states are widened, by name; as large as the largest leaf
+        self._wide: dict[str, Tensor] = {}  # scratch for widened states, by name, of the largest leaf's size
         self._file: MappedFile | None = None
         if folder is not None:
             names = sorted(name for name in kinds if "." not in name)
-            self._file = self._placed(folder, names)
+            self._file = self._map_states(folder, names)
 
     def step(self, leaves: Sequence[Tensor], factor: float, number: int) -> None:
-        """One step of these leaves, their gradients multiplied by `factor`, which they are afterwards.
+        """Step these leaves, with gradients multiplied by `factor`; the gradients may be scaled in place.
 
-        `number` counts training steps (skipped ones or not, but each at most once): every leaf is stepped
-        once in each, in one call or in several. When this raises, the optimizer's groups are whole again.
+        `number`: of the training step (with or without skipped ones, but each at most once). Every leaf is
+        stepped once per training step, in one call or in several. On an exception the optimizer's groups are
+        restored.
         """
-        if not self._visiting or not leaves:
+        if not self._streams or not leaves:
             with self._only(leaves):
                 scaled_step(self.optimizer, factor)
             return
         self._rounding.begin(number)
         for leaf in leaves[:_AHEAD]:
-            self._expect(leaf)
+            self._prefetch(leaf)
         for index, leaf in enumerate(leaves):
             for later in leaves[index + _AHEAD : index + _AHEAD + 1]:
-                self._expect(later)
-            self._visit(leaf, factor)
-            self._forget(leaf)
+                self._prefetch(later)
+            self._step_streamed(leaf, factor)
+            self._evict(leaf)
 
     def state(self, leaf: Tensor) -> dict[str, Any]:
-        """The leaf's state as the optimizer would hold it; {} before the first step.
+        """The leaf's state in the optimizer's own form; {} before the first step.
 
-        States in memory and full width, or in a file, are views of what lives on.
+        States in full width, in memory or in a file, are the stored tensors themselves, not copies.
         """
-        if not self._visiting:
+        if not self._streams:
             return dict(self.optimizer.state.get(leaf, {}))
-        kept = self._kept[leaf]
-        wide = {name: stored.to(leaf.dtype) for name, stored in kept.flat.items()}
-        return {**wide, **{name: _thick(value) for name, value in kept.rest.items()}}
+        leaf_state = self._states[leaf]
+        wide = {name: stored.to(leaf.dtype) for name, stored in leaf_state.flat.items()}
+        return {**wide, **{name: _unpack_counter(value) for name, value in leaf_state.counters.items()}}
 
     def load(self, leaf: Tensor, state: Mapping[str, Any]) -> None:
-        """Takes over what `state` gave, the tensors themselves: they are the stepper's from now on. Counters
-        stay on the device that they come on."""
-        if not self._visiting:
+        """Load what `state` returned. Takes ownership of the tensors; counters stay on their device."""
+        if not self._streams:
             self.optimizer.state.pop(leaf, None)
             if state:
                 self.optimizer.state[leaf] = dict(state)
             return
-        kept = self._kept[leaf]
-        kept.flat, kept.rest = {}, {}
+        leaf_state = self._states[leaf]
+        leaf_state.flat, leaf_state.counters = {}, {}
         for name, value in state.items():
             if _is_flat(value, leaf):
-                place = self._place(kept, name, value)
-                kept.flat[name] = value if place is value else place.copy_(value)
+                memory = self._memory_for(leaf_state, name, value)
+                leaf_state.flat[name] = value if memory is value else memory.copy_(value)
             else:
-                kept.rest[name] = _thin(value)
-        self._forget(leaf)
+                leaf_state.counters[name] = _pack_counter(value)
+        self._evict(leaf)
 
     def clear(self) -> None:
-        """Forgets all states: the next step is the first."""
+        """Discard all states: the next step is the first."""
         self.optimizer.state.clear()
-        for kept in self._kept.values():
-            kept.flat, kept.rest = {}, {}
+        for leaf_state in self._states.values():
+            leaf_state.flat, leaf_state.counters = {}, {}
 
     @property
     def state_bytes(self) -> int:
-        """Of states in this rank's memory; those of `disk_bytes` and one leaf's widened ones left out."""
-        held: list[Any] = [v for state in self.optimizer.state.values() for v in state.values()]
-        for kept in self._kept.values():
-            held += [stored for name, stored in kept.flat.items() if name not in kept.places]
-            held += kept.rest.values()
-        return sum(value.nbytes for value in held if isinstance(value, Tensor))
+        """Bytes of states in this rank's memory, without those of `disk_bytes` and one leaf's widened
+        ones."""
+        stored_values: list[Any] = [v for state in self.optimizer.state.values() for v in state.values()]
+        for leaf_state in self._states.values():
+            stored_values += [
+                stored for name, stored in leaf_state.flat.items() if name not in leaf_state.mapped
+            ]
+            stored_values += leaf_state.counters.values()
+        return sum(value.nbytes for value in stored_values if isinstance(value, Tensor))
 
     @property
     def disk_bytes(self) -> int:
-        """The size of the states' file."""
+        """Size of the states' file."""
         return 0 if self._file is None else self._file.num_bytes
 
     def close(self) -> None:
-        """Forgets all states and gives the disk's space back."""
+        """Discard all states and free the disk space."""
         self.clear()
         self._wide.clear()
-        for kept in self._kept.values():
-            kept.places = {}
+        for leaf_state in self._states.values():
+            leaf_state.mapped = {}
         if self._file is not None:
             self._file.close()
             self._file = None
 
-    def _placed(self, folder: Path, names: list[str]) -> MappedFile:
-        """A file with a place for each leaf's states, in the order in which they are stepped."""
-        dtypes = {leaf: self._stored_dtype(leaf) for leaf in self._kept}
-        sizes = (room_for(leaf.numel(), dtype) for leaf, dtype in dtypes.items())
+    def _map_states(self, folder: Path, names: list[str]) -> MappedFile:
+        """Create a file with memory for each leaf's states, in the order in which leaves are stepped."""
+        dtypes = {leaf: self._stored_dtype(leaf) for leaf in self._states}
+        sizes = (mapped_bytes(leaf.numel(), dtype) for leaf, dtype in dtypes.items())
         file = MappedFile(folder, sum(sizes) * len(names))
-        for leaf, kept in self._kept.items():
-            kept.places = {name: file.take(leaf.numel(), dtypes[leaf]) for name in names}
+        for leaf, leaf_state in self._states.items():
+            leaf_state.mapped = {name: file.allocate(leaf.numel(), dtypes[leaf]) for name in names}
         return file
 
-    def _visit(self, leaf: Tensor, factor: float) -> None:
-        """One step of one leaf; its state is in `optimizer.state` meanwhile."""
-        kept = self._kept[leaf]
-        if kept.flat or kept.rest:
-            flat = {name: self._widened(name, stored, leaf) for name, stored in kept.flat.items()}
-            rest = {name: _thick(value) for name, value in kept.rest.items()}
-            self.optimizer.state[leaf] = {**flat, **rest}
+    def _step_streamed(self, leaf: Tensor, factor: float) -> None:
+        """Step one leaf; its state is in `optimizer.state` meanwhile."""
+        leaf_state = self._states[leaf]
+        if leaf_state.flat or leaf_state.counters:
+            flat = {name: self._widened(name, stored, leaf) for name, stored in leaf_state.flat.items()}
+            counters = {name: _unpack_counter(value) for name, value in leaf_state.counters.items()}
+            self.optimizer.state[leaf] = {**flat, **counters}
         try:
             with self._only([leaf]):
                 scaled_step(self.optimizer, factor)
             state = self.optimizer.state.get(leaf, {})
-            kept.rest = {name: _thin(value) for name, value in state.items() if not _is_flat(value, leaf)}
-            for name in state.keys() - kept.rest.keys():
-                self._keep(kept, name, state[name])
+            leaf_state.counters = {
+                name: _pack_counter(value) for name, value in state.items() if not _is_flat(value, leaf)
+            }
+            for name in state.keys() - leaf_state.counters.keys():
+                self._store(leaf_state, name, state[name])
         finally:
             self.optimizer.state.pop(leaf, None)
 
     def _widened(self, name: str, stored: Tensor, leaf: Tensor) -> Tensor:
         return stored if stored.dtype == leaf.dtype else self._wide_for(name, leaf).copy_(stored)
 
-    def _keep(self, kept: _Kept, name: str, value: Tensor) -> None:
-        if kept.flat.get(name) is value:
-            return  # it was stepped where it is kept
-        place = kept.flat[name] = self._place(kept, name, value)
+    def _store(self, leaf_state: _LeafState, name: str, value: Tensor) -> None:
+        if leaf_state.flat.get(name) is value:
+            return  # it was stepped in place
+        memory = leaf_state.flat[name] = self._memory_for(leaf_state, name, value)
         if not self._narrow:
-            if place is not value:
-                place.copy_(value)
+            if memory is not value:
+                memory.copy_(value)
             return
         wide = self._wide_for(name, value)
-        if value.data_ptr() != wide.data_ptr():  # the optimizer made it: whose memory it is, it knows
+        if value.data_ptr() != wide.data_ptr():  # the optimizer allocated it
             wide.copy_(value)
-        self._rounding.round(wide, place, name, kept.position)
+        self._rounding.round(wide, memory, name, leaf_state.position)
 
-    def _place(self, kept: _Kept, name: str, value: Tensor) -> Tensor:
-        """Where a state is kept from now on; `value` itself when it may be."""
-        place = kept.places.get(name, kept.flat.get(name))
-        if place is not None:
-            return place
+    def _memory_for(self, leaf_state: _LeafState, name: str, value: Tensor) -> Tensor:
+        """The memory in which a state is stored from now on; `value` itself if possible."""
+        memory = leaf_state.mapped.get(name, leaf_state.flat.get(name))
+        if memory is not None:
+            return memory
         dtype = self._stored_dtype(value)
         return value if dtype == value.dtype else torch.empty_like(value, dtype=dtype, requires_grad=False)
 
@@ -219,53 +224,53 @@ class ChunkedOptimizer:
 
     def _wide_for(self, name: str, leaf: Tensor) -> Tensor:
         if name not in self._wide:
-            largest = max(leaf.numel() for leaf in self._kept)
+            largest = max(leaf.numel() for leaf in self._states)
             self._wide[name] = torch.empty(largest, dtype=leaf.dtype, device=leaf.device)
         return self._wide[name][: leaf.numel()]
 
-    def _expect(self, leaf: Tensor) -> None:
+    def _prefetch(self, leaf: Tensor) -> None:
         if self._masters is not None:
-            self._masters.expect(leaf)
+            self._masters.prefetch(leaf)
         if self._file is not None:
-            for place in self._kept[leaf].places.values():
-                self._file.expect(place)
+            for memory in self._states[leaf].mapped.values():
+                self._file.prefetch(memory)
 
-    def _forget(self, leaf: Tensor) -> None:
+    def _evict(self, leaf: Tensor) -> None:
         if self._masters is not None:
-            self._masters.forget(leaf)
+            self._masters.evict(leaf)
         if self._file is not None:
-            for place in self._kept[leaf].places.values():
-                self._file.forget(place)
+            for memory in self._states[leaf].mapped.values():
+                self._file.evict(memory)
 
     @contextmanager
     def _only(self, leaves: Sequence[Tensor]) -> Iterator[None]:
-        """Shows the optimizer these leaves alone, in their groups as the user left them."""
-        whole = self.optimizer.param_groups
+        """Restrict the optimizer to these leaves, in their groups with the user's options."""
+        all_groups = self.optimizer.param_groups
         chosen: dict[int, list[Tensor]] = {}
         for leaf in leaves:
-            chosen.setdefault(self._kept[leaf].group, []).append(leaf)
-        params = {index: whole[index]["params"] for index in chosen}
+            chosen.setdefault(self._states[leaf].group, []).append(leaf)
+        params = {index: all_groups[index]["params"] for index in chosen}
         try:
-            for index, some in chosen.items():
-                whole[index]["params"] = some
-            self.optimizer.param_groups = [whole[index] for index in sorted(chosen)]
+            for index, selected in chosen.items():
+                all_groups[index]["params"] = selected
+            self.optimizer.param_groups = [all_groups[index] for index in sorted(chosen)]
             yield
         finally:
-            self.optimizer.param_groups = whole
-            for index, every in params.items():
-                whole[index]["params"] = every
+            self.optimizer.param_groups = all_groups
+            for index, all_leaves in params.items():
+                all_groups[index]["params"] = all_leaves
 
 
 def _is_flat(value: object, leaf: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == leaf.shape and value.dtype == leaf.dtype
 
 
-def _thin(value: Any) -> Any:
-    """A counter of the CPU, which can be read for nothing, as a number."""
+def _pack_counter(value: Any) -> Any:
+    """A CPU counter, which is free to read, as a number."""
     if isinstance(value, Tensor) and not value.ndim and value.device.type == "cpu":
         return _Counter(value.item(), value.dtype)
     return value
 
 
-def _thick(value: Any) -> Any:
+def _unpack_counter(value: Any) -> Any:
     return torch.tensor(value.value, dtype=value.dtype) if isinstance(value, _Counter) else value

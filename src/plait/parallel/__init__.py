@@ -1,4 +1,4 @@
-"""The strands: data parallelism over units of flat storage, ZeRO 0 to 3; layers cut on a grid; pipelines."""
+"""The forms of parallelism: ZeRO 0 to 3, tensor and pipeline parallelism, DistributedDataParallel."""
 
 from plait.parallel.activation_checkpoint import RecomputedForward, recompute_blocks
 from plait.parallel.compile import compile_blocks
@@ -6,7 +6,7 @@ from plait.parallel.zero.flat_param import FlatParam
 from plait.parallel.zero.grad_reduce import InFlightReductions
 from plait.parallel.zero.groups import DataGroups, Precision, ReplicatedGradReduce
 from plait.parallel.zero.materialize import bind_flat_params, init_flat_params, move_buffers, release_unused
-from plait.parallel.zero.memory_stats import allocated_bytes, estimated_bytes, terms_of
+from plait.parallel.zero.memory_stats import allocated_bytes, estimated_bytes, transport_facts
 from plait.parallel.zero.replica_check import ReplicaCheck
 from plait.parallel.zero.shard_map import ShardMap, persistent_buffers
 from plait.parallel.zero.sharded_model import ShardedModel, ShardedStage, TiedGradReduce, flat_param_config
@@ -43,6 +43,6 @@ __all__ = [
     "persistent_buffers",
     "recompute_blocks",
     "release_unused",
-    "terms_of",
+    "transport_facts",
     "view_of",
 ]

@@ -1,20 +1,20 @@
-"""Recompute (activation checkpointing): a block keeps little of its forward and runs again in backward.
+"""Activation checkpointing: a block saves few of its activations and recomputes the others in backward.
 
-`full` keeps a block's inputs only (Chen et al. 1604.06174). `selective` also keeps the outputs of its
-matrix products, which are most of the FLOPs, and computes norms, activations, dropout and attention again:
-scores grow with the square of the sequence, and fused attention is cheap beside what it would keep
+`full` saves a block's inputs only (Chen et al. 1604.06174). `selective` also saves the outputs of its matrix
+products, which are most of the FLOPs, and recomputes norms, activations, dropout and attention: scores grow
+with the square of the sequence length, and fused attention is cheap compared with the memory it would save
 (Korthikanti et al. 2205.05198, section 5). `every=k` is `full` for blocks 0, k, 2k ...
 
-torch's non-reentrant checkpoint does the work. It restores the random state, so dropout masks are the same
-both times and the numbers are those of `none`, bit for bit. What is wrapped is a block's `forward`, not
-its call: module hooks stay outside and do not run again.
+The implementation is torch's non-reentrant checkpoint. It restores the random state, so dropout masks are
+equal both times and the results are those of `none`, bit for bit. A block's `forward` is wrapped, not its
+call: module hooks stay outside and do not run again.
 
-[Note: why products are kept by modes of our own]
-torch's selective contexts refuse, in backward, a kept output that was changed in place. That is common
-(`ReLU(inplace=True)` behind a linear layer; a bias that `F.linear` adds in place when its input is not
-contiguous). Here such a product is computed again, like everything that is not kept. Our modes can also
-tell who counts bytes. Under torch.compile it has to be torch's contexts: they mark the traced graph for
-the partitioner, and in a traced graph nothing is changed in place.
+[Note: own modes for saved products]
+torch's selective contexts raise, in backward, for a saved output that was changed in place. That is common
+(`ReLU(inplace=True)` after a linear layer; a bias that `F.linear` adds in place if its input is not
+contiguous). Here such a product is recomputed, like everything that is not saved. Our modes can also report
+saved tensors to a byte counter. Under torch.compile torch's contexts are needed: they mark the traced graph
+for the partitioner, and a traced graph has no in-place changes.
 """
 
 import functools
@@ -36,7 +36,7 @@ from torch.utils.checkpoint import (
 
 from plait.errors import ModelError
 
-# What products are by the time they reach a device; bmm and baddbmm are attention's.
+# Matrix products as dispatched to a device; bmm and baddbmm belong to attention.
 _PRODUCTS = frozenset(
     {
         "aten::mm",
@@ -53,47 +53,47 @@ _PRODUCTS = frozenset(
 )
 
 
-def recompute_blocks(blocks: Sequence[nn.Module], how: str) -> None:
-    """Wraps the forward of the blocks that `how` (a plan's `recompute`) names; `none` names none of them."""
-    if how == "none":
+def recompute_blocks(blocks: Sequence[nn.Module], recompute: str) -> None:
+    """Wrap the forward of the blocks that `recompute` (the plan's key) selects; `none` selects none."""
+    if recompute == "none":
         return
-    step = int(how.removeprefix("every=")) if how.startswith("every=") else 1
+    step = int(recompute.removeprefix("every=")) if recompute.startswith("every=") else 1
     for block in blocks[::step]:
-        block.forward = RecomputedForward(block.forward, selective=how == "selective")
+        block.forward = RecomputedForward(block.forward, selective=recompute == "selective")
 
 
 class RecomputedForward:
-    """A block's forward that runs again in backward. A copy of the block gets one of its own.
+    """A block's forward that is recomputed in backward. A deep copy of the block gets its own.
 
-    `on_hold` is told of every tensor that is kept without autograd's knowledge; see `models/saved.py`.
+    `on_save` is called with every tensor that is saved outside autograd; see `models/activation_memory.py`.
     """
 
     def __init__(self, forward: Callable[..., Any], *, selective: bool) -> None:
         self.forward = forward
         self.selective = selective
-        self.on_hold: Callable[[Tensor], object] | None = None
+        self.on_save: Callable[[Tensor], object] | None = None
 
-    def run_within(self, context: Callable[[], AbstractContextManager[Any]]) -> None:
-        """From here on the block runs inside of `context()`, both times."""
-        self.forward = functools.partial(_within, context, self.forward)
+    def add_context(self, context: Callable[[], AbstractContextManager[Any]]) -> None:
+        """Run the block in `context()` from now on, in forward and in recomputation."""
+        self.forward = functools.partial(_run_in, context, self.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         traced = torch.compiler.is_compiling()
-        if self.on_hold is not None and not traced:
+        if self.on_save is not None and not traced:
             for value in tree_leaves((args, kwargs)):
                 if isinstance(value, Tensor):
-                    self.on_hold(value)
+                    self.on_save(value)
         contexts: Callable[[], Any] = noop_context_fn
         if self.selective:
             contexts = _TRACED_CONTEXTS if traced else self._contexts
         return checkpoint(self.forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        kept: list[_Kept | None] = []
-        return _Keep(kept, self.on_hold), _Replay(kept)
+        saved: list[_SavedProduct | None] = []
+        return _SaveMode(saved, self.on_save), _ReplayMode(saved)
 
 
-def _within(
+def _run_in(
     context: Callable[[], AbstractContextManager[Any]], forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     with context():
@@ -101,19 +101,19 @@ def _within(
 
 
 @dataclass(frozen=True)
-class _Kept:
-    product: Callable[..., Any]
+class _SavedProduct:
+    operator: Callable[..., Any]
     output: Tensor
-    version: int  # the output's when it was kept; another one later means that it was changed in place
+    version: int  # the output's version counter when saved; another one later means an in-place change
 
 
-class _Keep(TorchDispatchMode):
-    """In forward: keeps the outputs of products, in order."""
+class _SaveMode(TorchDispatchMode):
+    """In forward: saves the outputs of products, in order."""
 
-    def __init__(self, kept: list[_Kept | None], on_hold: Callable[[Tensor], object] | None) -> None:
+    def __init__(self, saved: list[_SavedProduct | None], on_save: Callable[[Tensor], object] | None) -> None:
         super().__init__()
-        self._kept = kept
-        self._on_hold = on_hold
+        self._saved = saved
+        self._on_hold = on_save
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -121,45 +121,46 @@ class _Keep(TorchDispatchMode):
         output = func(*args, **(kwargs or {}))
         if _is_product(func):
             alias = _without_graph(output)
-            self._kept.append(_Kept(func, alias, alias._version))
+            self._saved.append(_SavedProduct(func, alias, alias._version))
             if self._on_hold is not None:
                 self._on_hold(alias)
         return output
 
 
-class _Replay(TorchDispatchMode):
-    """In backward: hands out what was kept, once, in the same order. What is gone is computed again."""
+class _ReplayMode(TorchDispatchMode):
+    """In backward: returns the saved outputs in the same order, each once, and recomputes those that are
+    gone."""
 
-    def __init__(self, kept: list[_Kept | None]) -> None:
+    def __init__(self, saved: list[_SavedProduct | None]) -> None:
         super().__init__()
-        self._kept = kept
+        self._saved = saved
         self._next = 0
 
-    def __enter__(self) -> "_Replay":
-        self._next = 0  # a graph that was retained is walked more than once
+    def __enter__(self) -> "_ReplayMode":
+        self._next = 0  # a retained graph may run backward more than once
         super().__enter__()
         return self
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        found = self._take(func) if _is_product(func) else None
-        if found is None or found.output._version != found.version:
+        saved = self._pop(func) if _is_product(func) else None
+        if saved is None or saved.output._version != saved.version:
             return func(*args, **(kwargs or {}))
-        return found.output
+        return saved.output
 
-    def _take(self, func: Callable[..., Any]) -> _Kept | None:
-        number, self._next = self._next, self._next + 1
-        found = self._kept[number] if number < len(self._kept) else None
-        if number >= len(self._kept) or (found is not None and found.product is not func):
+    def _pop(self, func: Callable[..., Any]) -> _SavedProduct | None:
+        index, self._next = self._next, self._next + 1
+        saved = self._saved[index] if index < len(self._saved) else None
+        if index >= len(self._saved) or (saved is not None and saved.operator is not func):
             raise ModelError(
-                "a recomputed block did not do in backward what it had done in forward",
-                given=f"product {number + 1}: {func}, after {found.product if found else 'none'} in forward",
-                expected="a forward that depends on its inputs and torch's random generators alone",
+                "a recomputed block ran differently in backward than in forward",
+                given=f"product {index + 1}: {func}, but {saved.operator if saved else 'none'} in forward",
+                expected="a forward that depends only on its inputs and torch's random generators",
                 hint="recompute=none",
             )
-        self._kept[number] = None  # autograd has it from here on, and lets it go when it can
-        return found
+        self._saved[index] = None  # autograd owns it from here on, and frees it
+        return saved
 
 
 @functools.cache
@@ -174,9 +175,9 @@ def _without_graph(tensor: Tensor) -> Tensor:
         return tensor.detach()
 
 
-def _keep_products(_: Any, func: Callable[..., Any], *__: Any, **___: Any) -> CheckpointPolicy:
+def _save_products(_: Any, func: Callable[..., Any], *__: Any, **___: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if _is_product(func) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-# See [Note: why products are kept by modes of our own]
-_TRACED_CONTEXTS = functools.partial(create_selective_checkpoint_contexts, _keep_products)
+# See [Note: own modes for saved products]
+_TRACED_CONTEXTS = functools.partial(create_selective_checkpoint_contexts, _save_products)

@@ -1,4 +1,4 @@
-"""The products of a linear layer, whose weight is (out, in), or (in, out) if it is `transposed`."""
+"""Forward and backward products of a linear layer with weight (out, in), or (in, out) if `transposed`."""
 
 import torch
 from torch import Tensor
@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
-    """The layer's output, by the operators that the layer itself uses."""
+    """The layer's output, computed by the operators that the layer itself uses."""
     if not transposed:
         return F.linear(x, weight, bias)
     if bias is None:
@@ -15,14 +15,15 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) ->
 
 
 def input_gradient(dy: Tensor, weight: Tensor, transposed: bool) -> Tensor:
+    """The input's gradient, which does not depend on the input."""
     return dy @ (weight.t() if transposed else weight)
 
 
 def weight_gradient(dy: Tensor, x: Tensor, transposed: bool) -> Tensor:
-    """Needs no weight."""
+    """The weight's gradient, which does not depend on the weight."""
     return flat(x).t() @ flat(dy) if transposed else flat(dy).t() @ flat(x)
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """(tokens, features); also of no features, which `reshape` would not know the tokens of."""
+    """Flatten to (tokens, features); unlike `reshape(-1, 0)` also without features."""
     return tensor.flatten(0, -2) if tensor.dim() > 1 else tensor.unsqueeze(0)

@@ -85,26 +85,26 @@ class PrefetchWalk(Generic[T]):
 
 @dataclass(frozen=True)
 class ExecOrder(Generic[T]):
-    """In which order a stage's passes use what is gathered. What is `pinned` is whole from the beginning of
-    forward to the end of its use in backward, and walked over by neither."""
+    """In which order a stage's passes use what is gathered. What is `always_unsharded` is whole from the
+    beginning of forward to the end of its use in backward, and walked over by neither."""
 
     forward: Sequence[T]
     backward: Sequence[T]
-    pinned: Set[T] = frozenset()
+    always_unsharded: Set[T] = frozenset()
 
     def of(self, *, backward: bool) -> Sequence[T]:
         uses = self.backward if backward else self.forward
-        return [bundle for bundle in uses if bundle not in self.pinned]
+        return [bundle for bundle in uses if bundle not in self.always_unsharded]
 
     def map(self, name: Callable[[T], S]) -> "ExecOrder[S]":
         """The same of what `name` makes of each."""
         forward, backward = ([name(bundle) for bundle in uses] for uses in (self.forward, self.backward))
-        return ExecOrder(forward, backward, {name(bundle) for bundle in self.pinned})
+        return ExecOrder(forward, backward, {name(bundle) for bundle in self.always_unsharded})
 
     def staying(self) -> set[T]:
         """What is whole from a forward with gradients to what comes next: the last in forward is the first in
         backward."""
-        return {*self.forward[-1:], *self.pinned}
+        return {*self.forward[-1:], *self.always_unsharded}
 
 
 def gathers(uses: ExecOrder[T], passes: Iterable[bool], prefetch: int, *, keeps: bool) -> list[T]:
@@ -113,10 +113,10 @@ def gathers(uses: ExecOrder[T], passes: Iterable[bool], prefetch: int, *, keeps:
     found: list[T] = []
     whole: Set[T] = frozenset()
     for backward in passes:
-        found += [bundle for bundle in uses.pinned if bundle not in whole]
+        found += [bundle for bundle in uses.always_unsharded if bundle not in whole]
         walk = PrefetchWalk(uses.of(backward=backward), prefetch, whole, frees=not keeps)
         for _ in walk.uses:
             found += walk.step()
-        used = {*walk.uses, *uses.pinned}
+        used = {*walk.uses, *uses.always_unsharded}
         whole = used if keeps else frozenset() if backward else used & uses.staying()
     return found

@@ -152,7 +152,7 @@ class Comparator:
 
 
 def _precision(job: Case) -> Precision:
-    return Precision.of(Plan(precision=PRECISIONS[job.dtype]))
+    return Precision.from_plan(Plan(precision=PRECISIONS[job.dtype]))
 
 
 def _engine(job: Case, subject: ModelSpec, world: World, folder: Path) -> Engine:

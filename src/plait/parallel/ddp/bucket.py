@@ -167,7 +167,7 @@ class Bucket:
         self.nbytes = sum(self.bytes_of)
         # Without reference cycles: memory is free as soon as the reducer is.
         take = partial(lend, sum(self.sizes), self.dtype, self.device)
-        memory = LeasedTensor(take, stays=False, meter=ByteTracker())
+        memory = LeasedTensor(take, persistent=False, tracker=ByteTracker())
         self.views_of = partial(_views_of, self.parameters, self.sizes)
         self.incoming = GradBuffer(f"bucket {index}", memory, len(self.sizes), self.views_of)
         self.factor: float | None = None  # what gradients are multiplied with on their way into the bucket
@@ -251,8 +251,8 @@ class Bucket:
     def _open(self) -> None:
         self.incoming.move(GradientState.FILLING)
         if self.incoming.memory.tensor is not None and not self._as_views and self._is_held():
-            self.incoming.forget()
-        if self.incoming.hold():
+            self.incoming.discard()
+        if self.incoming.allocate():
             self._num_own = self._num_holders()
             self._addresses = [view.data_ptr() for view in self.incoming.views]
             if self._as_views:

@@ -255,7 +255,7 @@ class Reducer:
         if bucket.waiting.missing:
             return
         self._queue.complete(bucket.index)
-        if self._queue.is_over:
+        if self._queue.all_started:
             if not self._has_sparse:
                 self._start_used()
             Variable._execution_engine.queue_callback(self._finish)
@@ -340,7 +340,7 @@ class Reducer:
                 slot.bucket.keep_apart(slot.place)
             for bucket in self.buckets:
                 bucket.flush()
-            self._queue.start_rest()
+            self._queue.start_remaining()
             self._finish()
 
     # --- what torch's module asks for

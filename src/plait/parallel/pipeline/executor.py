@@ -231,7 +231,7 @@ class _Run:
         roots, flight.roots = flight.roots, []
         is_final = self._final[stage] == action
         with timed, self._p.halves.collecting() if half else nullcontext() as queued:
-            self._stages[stage].zero.backward(roots, gradients, last=is_final, rest=queued)
+            self._stages[stage].zero.backward(roots, gradients, last=is_final, deferred=queued)
             del roots, gradients
         if flight.arrival is not None:
             self._give_back(action, flight.arrival.take_gradients())

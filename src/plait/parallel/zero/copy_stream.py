@@ -1,4 +1,4 @@
-"""A stream beside the one that computes: copies to and from the host that nobody waits for yet."""
+"""A CUDA stream for copies between device and host that overlap with computation."""
 
 from collections.abc import Callable
 
@@ -7,17 +7,17 @@ from torch import Tensor
 
 
 class CopyStream:
-    """On CUDA a stream of its own; on the CPU everything happens at once."""
+    """Asynchronous copies: on CUDA in a stream of their own, on the CPU immediate."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def copy(self, out: Tensor, source: Tensor) -> Callable[[], None]:
-        """Copies after what is queued so far. What is returned makes the current stream wait for it.
+        """Copy after the work queued so far. Call the result to make the current stream wait for the copy.
 
         One of the two may be in (pinned) host memory. The tensor on the device may be freed at once: its
-        memory is not reused before the copy is through.
+        memory is not reused before the copy has completed.
         """
         if self._stream is None:
             out.copy_(source)
@@ -31,12 +31,11 @@ class CopyStream:
                 tensor.record_stream(self._stream)
         return lambda: torch.cuda.current_stream(self._device).wait_event(done)
 
-    def drain(self) -> None:
-        """Returns when all copies are through: before the CPU itself reads or writes what they write or read,
-        for which no stream waits."""
+    def synchronize(self) -> None:
+        """Block the CPU until all copies have completed; streams do not order its own reads and writes."""
         if self._stream is not None:
             self._stream.synchronize()
 
 
 def _nothing() -> None:
-    """There is nothing to wait for."""
+    """Wait for nothing."""

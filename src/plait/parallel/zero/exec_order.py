@@ -1,14 +1,14 @@
-"""The order in which a pass gathers units, and which weights a model reads outside their modules.
+"""Execution order of a pass, agreed between ranks, and detection of parameters used outside their modules.
 
-[Note: one order of gathers]
-As with reductions, ranks must start gathers in one order, though a branch may skip a unit on some of
-them. A pass (forward or backward) walks a fixed list of uses. A use further down the list walks over all
-before it, gathering and freeing what this rank skipped; the end of the pass walks to the end. Which uses
-need a gather follows from the list alone, not from what happens to be whole on a rank. The list is the
-layout's order at first. The first step records the uses that really happen; all ranks then take the first
-rank's record, with the units that only others used put in at their place in the layout. A use that is not
-in the list is gathered on demand: then every rank has to do it, and a digest tells at the step's end
-whether all did.
+[Note: all-gather order]
+As with reductions, ranks must start all-gathers in one order, although a branch may skip a unit on some of
+them. A pass (forward or backward) walks a fixed list of uses. A use further down the list walks over all uses
+before it, unsharding and resharding those that this rank skipped; the end of the pass walks to the end of the
+list. The list alone decides which uses need an all-gather, not what happens to be unsharded on a rank. At
+first the list is the layout's order. The first step records the actual uses; then all ranks adopt the first
+rank's record, with units that only other ranks used inserted at their position in the layout. A use that is
+not in the list is unsharded on demand. Then every rank has to do so, which a digest checks at the end of the
+step.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
@@ -21,42 +21,44 @@ from torch.overrides import TorchFunctionMode
 from plait.comm import Group, all_reduce, broadcast
 from plait.parallel.zero.flat_param import FlatParam
 
-# A block's parameters that train and its frozen ones: gathered together, freed each when it can be.
+# A block's trainable and its frozen unit: unsharded together, each resharded when its own uses are over.
 ParamGroup = tuple[FlatParam, ...]
 
 
-def agreed_order(mine: Sequence[ParamGroup], layout: Sequence[ParamGroup], group: Group) -> list[ParamGroup]:
-    """The first rank's order of uses, completed by what others used. See [Note: one order of gathers]."""
-    device = layout[0][0].cut.device
-    used = any_rank([bundle in mine for bundle in layout], group, device)
-    length = torch.tensor([len(mine)], device=device)
+def agreed_order(
+    recorded: Sequence[ParamGroup], layout: Sequence[ParamGroup], group: Group
+) -> list[ParamGroup]:
+    """Rank 0's order of uses, with those that only other ranks recorded. See [Note: all-gather order]."""
+    device = layout[0][0].config.device
+    used = any_rank([param_group in recorded for param_group in layout], group, device)
+    length = torch.tensor([len(recorded)], device=device)
     broadcast(length, group)
-    numbers = torch.zeros(int(length.item()), dtype=torch.long, device=device)
+    indices = torch.zeros(int(length.item()), dtype=torch.long, device=device)
     if group.rank == 0:
-        numbers.copy_(torch.tensor([layout.index(bundle) for bundle in mine], dtype=torch.long))
-    broadcast(numbers, group)
-    order: list[int] = numbers.tolist()
-    for number, was_used in enumerate(used):
-        if was_used and number not in order:
-            place = next((i for i, other in enumerate(order) if other > number), len(order))
-            order.insert(place, number)
-    return [layout[number] for number in order]
+        indices.copy_(torch.tensor([layout.index(each) for each in recorded], dtype=torch.long))
+    broadcast(indices, group)
+    order: list[int] = indices.tolist()
+    for index, was_used in enumerate(used):
+        if was_used and index not in order:
+            position = next((i for i, other in enumerate(order) if other > index), len(order))
+            order.insert(position, index)
+    return [layout[index] for index in order]
 
 
 def any_rank(flags: Sequence[bool], group: Group, device: torch.device) -> list[bool]:
-    """True where it is true on any rank of the group."""
+    """Reduce flags with a logical or over the group."""
     votes = torch.tensor([float(flag) for flag in flags], device=device)
     all_reduce(votes, group, "max")
     return [bool(vote) for vote in votes.tolist()]
 
 
 class ForwardWatch(TorchFunctionMode):
-    """Calls `found` with the bundle of every parameter that a torch function is given."""
+    """Calls `on_use` with the param group of every parameter passed to a torch function."""
 
-    def __init__(self, bundles: Collection[ParamGroup], found: Callable[[ParamGroup], None]) -> None:
+    def __init__(self, param_groups: Collection[ParamGroup], on_use: Callable[[ParamGroup], None]) -> None:
         super().__init__()
-        self._of = {id(p): b for b in bundles for unit in b for p in unit.parameters.values()}
-        self._found = found
+        self._group_of = {id(p): g for g in param_groups for unit in g for p in unit.parameters.values()}
+        self._on_use = on_use
 
     def __torch_function__(
         self,
@@ -68,8 +70,8 @@ class ForwardWatch(TorchFunctionMode):
         if getattr(func, "__name__", "") not in _READ_NO_VALUES:
             for value in (*args, *(kwargs or {}).values()):
                 for item in value if isinstance(value, list | tuple) else (value,):
-                    if isinstance(item, nn.Parameter) and id(item) in self._of:
-                        self._found(self._of[id(item)])
+                    if isinstance(item, nn.Parameter) and id(item) in self._group_of:
+                        self._on_use(self._group_of[id(item)])
         return func(*args, **(kwargs or {}))
 
 
@@ -80,19 +82,19 @@ _READ_NO_VALUES = {
 
 
 def encloses(module: nn.Module, root: nn.Module, owners: Set[nn.Module]) -> bool:
-    """Whether it is the root, or other owners work while it does."""
+    """Whether the module is the root or contains other owners."""
     return module is root or any(m in owners for m in module.modules() if m is not module)
 
 
 def reads_no_weight_in_backward(module: nn.Module) -> bool:
-    """Whether the gradient of the module's weight needs no weight."""
+    """Whether the gradient of the module's weight does not depend on the weight."""
     return type(module) is nn.Embedding
 
 
 def tensors_in(output: Any) -> tuple[list[Tensor], bool]:
-    """The tensors with a gradient in what a module returned, and whether there can be no others: an object of
-    an unknown class may hide some."""
+    """The tensors that require grad in a module's output, and whether these are all: an object of an unknown
+    class may contain more."""
     leaves = [output] if isinstance(output, Tensor) else torch.utils._pytree.tree_leaves(output)
     known = (Tensor, str, bytes, int, float, bool, type(None))
-    found = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-    return found, all(isinstance(leaf, known) for leaf in leaves)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+    return tensors, all(isinstance(leaf, known) for leaf in leaves)

@@ -1,45 +1,46 @@
-"""Units: parameters that are communicated together, in one flat storage that is also the message.
+"""FlatParam: parameters that are communicated together (a unit), in one flat storage that is the message.
 
-[Note: the storages of a unit, whose they are and how long they live]
-`storage`   whole, in the dtype that the model computes in: the parameters are views of it. Up to stage 2
-            it lives as long as the unit; at stage 3 its memory is taken for a gather and given back after
-            use. The tensor and its views stay: autograd's saved weights find the new memory in the old
-            tensor.
-`piece`     the range of `storage` that this rank owns. Up to stage 2 a view of it, at stage 3 a tensor of
-            its own, from which gathers start.
-`master`    the same range in float32 (float64 for fp64): what the optimizer updates. The same tensor as
-            `piece` where the dtypes are equal and neither is offloaded; else `publish` rounds it into
-            `piece` after each update.
-`incoming`  whole: where hooks put gradients and reductions read them. In the dtype in which they
-            travel, or in master's where micro-batches add up in it. Its memory is taken for the first
-            gradient and given back after the reduction, unless the stage keeps whole gradients.
-`gradient`  the sum over data ranks of the range that this rank owns, in master's dtype; a view of
-            `incoming` where that lives as long and has that dtype. Nothing zeroes it: a step's first sum
-            overwrites it and only later ones are added.
+[Note: storages of a unit and their lifetimes]
+`storage`      unsharded parameters, in the compute dtype; the model's parameters are views of it. The output
+               of the all-gather. Up to stage 2 it is always allocated. At stage 3 `Unsharder` allocates it
+               before the all-gather and frees it (`unsharded.free`) when the last use is over. Tensor and
+               views survive: tensors that autograd saved see the new memory after the next unshard.
+`shard`        the range of `storage` that this rank owns. Up to stage 2 a view of `storage`; at stage 3 a
+               tensor of its own, the input of the all-gather.
+`master`       main storage: the same range in float32 (float64 for fp64), which the optimizer updates. The
+               same tensor as `shard` if the dtypes are equal and neither is offloaded; otherwise `write_back`
+               rounds it into `shard` after each update.
+`grad_buffer`  unsharded gradients: hooks write into it, the reduce-scatter reads it. In the dtype in which
+               gradients are communicated, or in master's if micro-batches accumulate in it. Allocated for the
+               first gradient and freed when the reduction has completed, unless the stage keeps unsharded
+               gradients.
+`grad_shard`   the sum over data ranks of the range that this rank owns, in master's dtype: the output of the
+               reduce-scatter. A view of `grad_buffer` if that is persistent and has that dtype. Nothing
+               zeroes it: a step's first reduction overwrites it, later ones add to it.
 
-[Note: memory that ranks share]
-Where the ranks along `shard` can read and write each other's memory, `storage` is one memory for all of them,
-of which each writes its range: what a gather would copy is there as soon as it is written, and each rank's
-part of the memory is its range. Everybody reads it from the end of an update to the next one's beginning, and
-the owners write it between: before the first write all have reduced their gradients' norm together, or met at
-a barrier where weights are loaded; after the last they meet at one. `incoming`, and `gradient`, are lent by
-the transport, which reads them where they lie.
+[Note: parameters in shared memory]
+If the ranks along `shard` can access each other's memory, all of them share one `storage`, of which each
+writes its range. No all-gather is needed: a range is visible to all as soon as it is written. All ranks read
+it from the end of one update to the start of the next, and the owners write it in between. Before the first
+write all ranks have reduced the gradient norm together, or met at a barrier if weights are loaded; after the
+last write they meet at a barrier. `grad_buffer` and `grad_shard` are then allocated by the transport, which
+reads them in place.
 
 [Note: gaps]
-The gaps between pieces (see `plan/layout.py`) are zero in all storages and stay so. Frozen units have no
-master, incoming and gradient.
+The gaps between parameters (see `plan/layout.py`) are zero in all storages and stay zero. Frozen units have
+no master, grad_buffer or grad_shard.
 
-[Note: why gradients are taken over in hooks]
-Autograd hands a parameter's gradient over in the compute dtype, in a tensor of its own. A hook that
-runs right after copies (first micro-batch) or adds (later ones) it into `incoming`, and drops the
-tensor. One pass over memory, which is also the conversion. Letting autograd accumulate into views of
-the flat storage instead would cost a zero-fill, a read and an add, and would sum bf16 gradients in
-bf16.
+[Note: gradient accumulation in hooks]
+Autograd produces a parameter's gradient in the compute dtype, in a tensor of its own. A hook that runs right
+after copies it (first micro-batch) or adds it (later ones) to `grad_buffer` and drops the tensor: one pass
+over memory, which is also the conversion. Letting autograd accumulate into views of the flat storage would
+cost a zero-fill, a read and an add, and would sum bf16 gradients in bf16.
 
-[Note: gradients that are early]
-A backward in halves computes what is no linear layer's (norms') in its first half. In `incoming` a few such
-numbers would hold a whole unit's memory until the other half comes. Where that is not held anyway, they wait
-with what that half computes, and are delivered in their turn.
+[Note: deferred early gradients]
+The first half of a split backward (input gradients) also computes the gradients of parameters outside linear
+layers (norms). Written to `grad_buffer` at once, these few numbers would keep a unit's full buffer allocated
+until the second half (weight gradients). Unless it is persistent, they are queued with the deferred weight
+gradients and accumulated together with them.
 """
 
 import math
@@ -64,300 +65,313 @@ from plait.parallel.zero.state_io import slice_boxes
 from plait.plan import Piece, UnitLayout
 
 
-class MasterMemory(Protocol):
-    """Where master weights are kept."""
+class MasterAllocator(Protocol):
+    """Memory of master weights: on the device, on the host or in a file."""
 
-    def new(self, numel: int) -> Tensor:
-        """Zeros for the master weights of a range."""
+    def allocate(self, numel: int) -> Tensor:
+        """Return zeros for the master weights of a range."""
 
-    def forget(self, master: Tensor) -> None:
-        """They will not be read soon: if they are in a file, they need no memory."""
+    def evict(self, master: Tensor) -> None:
+        """Drop the weights' pages from memory if they are backed by a file."""
 
 
 @dataclass(frozen=True)
 class FlatParamConfig:
-    """What of a unit is where: the plan's answer for one rank. Made by `zero.cut_of`."""
+    """Placement and dtypes of all units' storages on one rank. Made by `flat_param_config`."""
 
-    rank: int  # coordinate on `shard`
+    shard_rank: int  # coordinate on `shard`
     device: torch.device  # where the model computes
-    home: torch.device  # where master weights, sums of gradients and optimizer states live
-    offloads: bool  # `home` is not where the model computes, or not to be taken for it
-    compute: torch.dtype
-    master: torch.dtype
-    incoming: torch.dtype
-    whole_parameters: bool  # `storage` keeps its memory
-    whole_gradients: bool  # `incoming` keeps its memory
-    masters: MasterMemory
-    meter: ByteTracker  # of gathered parameters and travelling gradients
-    # See [Note: memory that ranks share]. None: parameters are each rank's own.
-    share: Callable[[int, torch.dtype], Tensor] | None
-    lend: Callable[[int, torch.dtype], Tensor]  # memory from which gradients travel
+    state_device: torch.device  # where master weights, gradient shards and optimizer states are
+    offloads: bool  # offload=cpu, also if the model itself computes on the CPU
+    compute_dtype: torch.dtype
+    master_dtype: torch.dtype
+    grad_buffer_dtype: torch.dtype
+    keeps_params_unsharded: bool  # `storage` is never freed
+    keeps_grads_unsharded: bool  # `grad_buffer` is never freed
+    master_allocator: MasterAllocator
+    tracker: ByteTracker  # of unsharded parameters and gradients
+    # See [Note: parameters in shared memory]. None: each rank has its own.
+    allocate_shared: Callable[[int, torch.dtype], Tensor] | None
+    allocate_grad: Callable[[int, torch.dtype], Tensor]  # memory from which the transport can send
 
     @property
     def has_masters(self) -> bool:
-        return self.compute != self.master or (self.offloads and self.whole_parameters)
+        return self.compute_dtype != self.master_dtype or (self.offloads and self.keeps_params_unsharded)
 
 
 class FlatParam:
-    """One flat storage, its parameters and their gradient. See [Note: the storages of a unit ...]."""
+    """A unit: flat storage, parameters, gradient. See [Note: storages of a unit and their lifetimes].
 
-    def __init__(self, layout: UnitLayout, cut: FlatParamConfig) -> None:
+    Holds no process group: `Unsharder` unshards and reshards it, `GradReducer` reduces its gradient.
+    """
+
+    def __init__(self, layout: UnitLayout, config: FlatParamConfig) -> None:
         self.layout = layout
-        self.cut = cut
-        self.start, self.stop = layout.owned(cut.rank)
-        if cut.share is None:
-            storage = torch.zeros(layout.numel, dtype=cut.compute, device=cut.device)
+        self.config = config
+        self.start, self.stop = layout.owned(config.shard_rank)
+        if config.allocate_shared is None:
+            storage = torch.zeros(layout.numel, dtype=config.compute_dtype, device=config.device)
         else:
-            storage = cut.share(layout.numel, cut.compute)
-        self.whole = ResizableTensor(storage, stays=cut.whole_parameters, meter=cut.meter)
-        self.storage = self.whole.tensor
-        if cut.whole_parameters:
-            self.piece = self.storage[self.start : self.stop]
+            storage = config.allocate_shared(layout.numel, config.compute_dtype)
+        self.unsharded = ResizableTensor(
+            storage, persistent=config.keeps_params_unsharded, tracker=config.tracker
+        )
+        self.storage = self.unsharded.tensor
+        if config.keeps_params_unsharded:
+            self.shard = self.storage[self.start : self.stop]
         else:
-            self.piece = _zeros(layout.range_numel, cut.compute, cut.home)
-        self.has_sum = False  # this step: `gradient` holds the sum of earlier reductions
-        # Called when every parameter has given its gradient in a micro-batch.
+            self.shard = _zeros(layout.range_numel, config.compute_dtype, config.state_device)
+        self.has_sum = False  # this step: `grad_shard` holds the sum of earlier reductions
+        # Called when all gradients of a micro-batch have arrived.
         self.on_complete: list[Callable[[FlatParam], None]] = []
-        # Called when a gradient comes although a reduction of the unit is under way: it has to land first.
+        # Called when a gradient arrives while a reduction of the unit is in flight; waits for that reduction.
         self.on_late: Callable[[FlatParam], None] = lambda _: None
-        self.keep_early: Callable[[Tensor, Tensor], object] | None = None  # see [Note: gradients that ...]
-        self._views = self.pieces_of(self.storage)
-        self.whole.free()
-        self._nan = torch.full((), math.nan, dtype=cut.compute, device=cut.device)
-        self._hidden = False
+        # See [Note: deferred early gradients]. None: accumulate at once.
+        self.defer_grad: Callable[[Tensor, Tensor], object] | None = None
+        self._views = self.views_of(self.storage)
+        self.unsharded.free()
+        self._nan = torch.full((), math.nan, dtype=config.compute_dtype, device=config.device)
+        self._points_to_nan = False
         self._parameters: list[nn.Parameter] = []
         self._versions: list[int] = []  # of the parameters
-        self.master = self.piece
+        self.master = self.shard
         if layout.trains:
-            self._make_training_storages(cut)
+            self._make_training_storages(config)
 
-    def _make_training_storages(self, cut: FlatParamConfig) -> None:
+    def _make_training_storages(self, config: FlatParamConfig) -> None:
         numel, range_numel = self.layout.numel, self.layout.range_numel
-        if cut.has_masters:
-            self.master = cut.masters.new(range_numel)
+        if config.has_masters:
+            self.master = config.master_allocator.allocate(range_numel)
         memory = LeasedTensor(
-            lambda: cut.lend(numel, cut.incoming), stays=cut.whole_gradients, meter=cut.meter
+            lambda: config.allocate_grad(numel, config.grad_buffer_dtype),
+            persistent=config.keeps_grads_unsharded,
+            tracker=config.tracker,
         )
-        self.incoming = GradBuffer(
-            f"unit {self.layout.name}", memory, len(self.layout.pieces), self.pieces_of
+        self.grad_buffer = GradBuffer(
+            f"unit {self.layout.name}", memory, len(self.layout.pieces), self.views_of
         )
-        if memory.tensor is not None and cut.incoming == cut.master and not cut.offloads:
-            self.gradient = memory.tensor[self.start : self.stop]
-        elif cut.offloads:
-            self.gradient = _zeros(range_numel, cut.master, cut.home)
+        if (
+            memory.tensor is not None
+            and config.grad_buffer_dtype == config.master_dtype
+            and not config.offloads
+        ):
+            self.grad_shard = memory.tensor[self.start : self.stop]
+        elif config.offloads:
+            self.grad_shard = _zeros(range_numel, config.master_dtype, config.state_device)
         else:
-            self.gradient = cut.lend(range_numel, cut.master).zero_()
-        self._expected: Counter[int] = Counter()  # what `deliver` will bring
-        self._listens = False
+            self.grad_shard = config.allocate_grad(range_numel, config.master_dtype).zero_()
+        self._num_expected: Counter[int] = Counter()  # calls of `accumulate_deferred`, by parameter
+        self._in_micro = False
 
     @property
     def trains(self) -> bool:
         return self.layout.trains
 
-    def pieces_of(self, flat: Tensor) -> list[Tensor]:
-        """Views of a tensor that is laid out like the storage, one per piece, each in its box's shape."""
+    def views_of(self, flat: Tensor) -> list[Tensor]:
+        """Views of a tensor laid out like the storage, one per parameter, each in its boxes' shape."""
         return [flat[p.start : p.stop].view(p.boxes.shape) for p in self.layout.pieces]
 
-    def named(self, flat: Tensor) -> Iterator[tuple[Piece, Tensor]]:
-        """The pieces with their views of a tensor that is laid out like the storage."""
-        return zip(self.layout.pieces, self.pieces_of(flat), strict=True)
+    def named_views(self, flat: Tensor) -> Iterator[tuple[Piece, Tensor]]:
+        """The layout's pieces with their views of a tensor laid out like the storage."""
+        return zip(self.layout.pieces, self.views_of(flat), strict=True)
 
     # --- parameters
 
     def write(self, name: str, values: Tensor) -> None:
-        """Sets the owned part of a parameter, of which `values` is the whole, in `master`."""
+        """Write this rank's range of a parameter into `master`. `values`: the full parameter."""
         for overlap in self.layout.overlaps(self.start, self.stop):
             if overlap.piece.name == name:
-                held = slice_boxes(values.detach(), overlap.piece.boxes)
-                part = held.reshape(-1)[overlap.start : overlap.stop]
-                self.master[overlap.at : overlap.at + part.numel()].copy_(part)
+                boxes = slice_boxes(values.detach(), overlap.piece.boxes)
+                owned = boxes.reshape(-1)[overlap.start : overlap.stop]
+                self.master[overlap.at : overlap.at + owned.numel()].copy_(owned)
 
-    def adopt(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Makes parameters that are views of `storage`, with the marks that libraries left on old ones."""
+    def make_parameters(self, replaced: Mapping[str, nn.Parameter]) -> None:
+        """Create parameters that are views of `storage`; copy attributes that libraries have set."""
         for piece, view in zip(self.layout.pieces, self._views, strict=True):
-            new = nn.Parameter(view.new_empty(0), requires_grad=self.trains)
-            new.data = view  # so it has a version of its own: gathers and updates do not count as edits
-            new.__dict__.update(parameters[piece.name].__dict__)
-            self._parameters.append(new)
+            parameter = nn.Parameter(view.new_empty(0), requires_grad=self.trains)
+            # A version counter of its own: all-gathers and updates do not count as edits.
+            parameter.data = view
+            parameter.__dict__.update(replaced[piece.name].__dict__)
+            self._parameters.append(parameter)
         self._index_of = {id(parameter): index for index, parameter in enumerate(self._parameters)}
         if self.trains:
             for index, parameter in enumerate(self._parameters):
-                parameter.register_post_accumulate_grad_hook(self._taker(index))
+                parameter.register_post_accumulate_grad_hook(self._make_grad_hook(index))
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
         names = (piece.name for piece in self.layout.pieces)
         return dict(zip(names, self._parameters, strict=True))
 
-    def hide(self) -> None:
-        """While no memory is behind `storage`, readers of parameters find NaN, not an invalid address."""
-        if not self.whole.stays and not self._hidden:
+    def point_to_nan(self) -> None:
+        """After a reshard: let the parameters read NaN instead of freed memory."""
+        if not self.unsharded.persistent and not self._points_to_nan:
             for parameter in self._parameters:
                 parameter.data = self._nan.expand(parameter.shape)
-            self._hidden = True
+            self._points_to_nan = True
 
-    def show(self) -> None:
-        """The parameters are views of `storage` again. Raises ModelError when they were changed meanwhile."""
-        if self._hidden:
+    def point_to_storage(self) -> None:
+        """Make the parameters views of `storage` again. Raises ModelError if they were changed meanwhile."""
+        if self._points_to_nan:
             self.check_unchanged()
             for parameter, view in zip(self._parameters, self._views, strict=True):
                 parameter.data = view
-            self._hidden = False
+            self._points_to_nan = False
 
-    def publish(self) -> None:
-        """Rounds the updated master weights into what the model computes with."""
-        if self.master is not self.piece:
-            self.piece.copy_(self.master)
-            self.cut.masters.forget(self.master)
+    def write_back(self) -> None:
+        """Round the updated master weights into `shard`."""
+        if self.master is not self.shard:
+            self.shard.copy_(self.master)
+            self.config.master_allocator.evict(self.master)
 
-    def note_versions(self) -> None:
-        """From now on `check_unchanged` finds edits."""
+    def record_versions(self) -> None:
+        """Record the parameters' version counters, which `check_unchanged` compares with."""
         self._versions = [parameter._version for parameter in self._parameters]
 
     def check_unchanged(self) -> None:
-        """Raises ModelError when a parameter was changed behind our back: the change would be lost."""
-        ours = (self._nan if self._hidden else self.storage).untyped_storage()._cdata
+        """Raise ModelError if a parameter was changed outside the engine: the change would be lost."""
+        expected_storage = (self._nan if self._points_to_nan else self.storage).untyped_storage()._cdata
         for piece, p, version in zip(self.layout.pieces, self._parameters, self._versions, strict=True):
-            if p._version != version or p.untyped_storage()._cdata != ours:
-                raise changed_behind_our_back(piece.name)
+            if p._version != version or p.untyped_storage()._cdata != expected_storage:
+                raise changed_outside_engine(piece.name)
             if p.requires_grad != self.trains:
                 raise ModelError(
-                    "whether a parameter trains was changed after parallelize",
+                    "requires_grad of a parameter was changed after parallelize",
                     given=f"{piece.name}.requires_grad = {p.requires_grad}",
-                    hint="freeze before parallelize; what trains has an optimizer's state from then on",
+                    hint="freeze before parallelize, which creates optimizer states of what trains",
                 )
 
     # --- gradients
 
     def begin_micro(self) -> None:
-        """A micro-batch's backward is about to run: no parameter has given its gradient yet."""
-        self.incoming.begin()
-        self._listens = True
+        """Start a micro-batch's backward: no gradient has arrived."""
+        self.grad_buffer.begin()
+        self._in_micro = True
 
     def end_micro(self) -> None:
-        """Gradients that come now are not the engine's."""
-        self._listens = False
+        """Refuse gradients until the next `begin_micro`: they are not from the engine's backward."""
+        self._in_micro = False
 
     @property
     def is_complete(self) -> bool:
-        """Every parameter has given its gradient in this micro-batch."""
-        return self.incoming.is_complete
+        """Whether all gradients of this micro-batch have arrived."""
+        return self.grad_buffer.is_complete
 
-    def expect(self, parameter: Tensor) -> None:
-        """One more `deliver` of a gradient of this parameter, of a backward's second half."""
+    def expect_deferred(self, parameter: Tensor) -> None:
+        """Expect one more `accumulate_deferred` of this parameter."""
         index = self._index_of[id(parameter)]
-        self._expected[index] += 1
-        self.incoming.expect_again(index)
+        self._num_expected[index] += 1
+        self.grad_buffer.expect_again(index)
 
-    def deliver(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Adds what a backward's second half has computed."""
+    def accumulate_deferred(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Accumulate a gradient from the second half of a split backward."""
         index = self._index_of[id(parameter)]
-        assert self._expected[index], f"unit {self.layout.name}: a gradient that was not expected"
-        self._expected[index] -= 1
-        self._add(index, gradient, last=not self._expected[index])
+        assert self._num_expected[index], f"unit {self.layout.name}: unexpected deferred gradient"
+        self._num_expected[index] -= 1
+        self._accumulate(index, gradient, last=not self._num_expected[index])
 
-    def seal(self) -> Tensor:
-        """No more gradients come: `incoming`, in which those that never came are zero."""
-        self._hold_incoming()
-        return self.incoming.seal()
+    def finalize(self) -> Tensor:
+        """Zero the gradients that never arrived and return `grad_buffer`'s memory, the reduction's input."""
+        self._allocate_grad_buffer()
+        return self.grad_buffer.finalize()
 
-    def landed(self) -> None:
-        """The reduction is through: `gradient` holds its sum."""
+    def on_reduced(self) -> None:
+        """Note that `grad_shard` holds the reduction's result; `grad_buffer` is emptied, and freed here."""
         self.has_sum = True
-        self.incoming.landed()
+        self.grad_buffer.on_reduced()
 
     def reset(self) -> None:
-        """The step is over: `gradient` keeps its values, but the next step will overwrite them."""
-        self._listens = False
+        """End the step: `grad_shard` keeps its values until the next step's first reduction."""
+        self._in_micro = False
         self.has_sum = False
         if self.trains:
-            self._expected.clear()
-            self.incoming.reset()
+            self._num_expected.clear()
+            self.grad_buffer.reset()
 
-    def _hold_incoming(self) -> None:
-        if self.incoming.hold():
-            self.clear_gaps()
+    def _allocate_grad_buffer(self) -> None:
+        if self.grad_buffer.allocate():
+            self.zero_gaps()
 
-    def repeated_gradients(self) -> Iterator[Tensor]:
-        """Runs of `gradient` that belong to pieces which another rank counts in norms."""
+    def uncounted_grads(self) -> Iterator[Tensor]:
+        """Slices of `grad_shard` that another rank counts in the gradient norm."""
         for start, stop in self.layout.repeated:
             low, high = max(start, self.start), min(stop, self.stop)
             if low < high:
-                yield self.gradient[low - self.start : high - self.start]
+                yield self.grad_shard[low - self.start : high - self.start]
 
-    def clear_gaps(self) -> None:
-        """Zeroes what no parameter writes: a sum in blocks spreads a gradient's NaN over it."""
-        if self.incoming.memory.tensor is not None:
+    def zero_gaps(self) -> None:
+        """Zero `grad_buffer` outside parameters: blockwise compression spreads a NaN there."""
+        if self.grad_buffer.memory.tensor is not None:
             for start, stop in self.layout.gaps:
-                self.incoming.memory.tensor[start:stop].zero_()
+                self.grad_buffer.memory.tensor[start:stop].zero_()
 
-    def _taker(self, index: int) -> Callable[[Tensor], None]:
-        """A hook that does not keep the unit: the collector does not see through a parameter's hooks."""
-        unit = weakref.ref(self)
+    def _make_grad_hook(self, index: int) -> Callable[[Tensor], None]:
+        """A hook with a weak reference: the garbage collector does not traverse a parameter's hooks."""
+        unit_ref = weakref.ref(self)
 
-        def take(parameter: Tensor) -> None:
-            if (found := unit()) is not None:
-                found._take(index, parameter)
+        def hook(parameter: Tensor) -> None:
+            if (unit := unit_ref()) is not None:
+                unit._on_grad(index, parameter)
 
-        return take
+        return hook
 
-    def _take(self, index: int, parameter: Tensor) -> None:
-        """See [Note: why gradients are taken over in hooks]."""
+    def _on_grad(self, index: int, parameter: Tensor) -> None:
+        """Move `parameter.grad` into `grad_buffer`. See [Note: gradient accumulation in hooks]."""
         if parameter.grad is None:
-            return  # it comes with the second half of this backward
+            return  # a split backward: it arrives with the second half
         self._check_expected(index, parameter)
         gradient, parameter.grad = parameter.grad, None
-        if self.keep_early is not None:
-            self.keep_early(parameter, gradient)
-            self.incoming.arrive(index)
+        if self.defer_grad is not None:
+            self.defer_grad(parameter, gradient)
+            self.grad_buffer.mark_arrived(index)
         else:
-            self._add(index, gradient, last=True)
+            self._accumulate(index, gradient, last=True)
 
-    def _add(self, index: int, gradient: Tensor, *, last: bool) -> None:
-        """To `incoming`. `last`: of this parameter, in this backward."""
-        incoming = self.incoming
-        if incoming.state is GradientState.REDUCING:
+    def _accumulate(self, index: int, gradient: Tensor, *, last: bool) -> None:
+        """Copy or add a gradient to `grad_buffer`. `last`: of this parameter, in this backward."""
+        buffer = self.grad_buffer
+        if buffer.state is GradientState.REDUCING:
             self.on_late(self)
-        if incoming.state is not GradientState.FILLING:
-            incoming.move(GradientState.FILLING)
-            self._hold_incoming()
-        if incoming.written[index]:
-            incoming.views[index].add_(gradient)
+        if buffer.state is not GradientState.FILLING:
+            buffer.move(GradientState.FILLING)
+            self._allocate_grad_buffer()
+        if buffer.written[index]:
+            buffer.views[index].add_(gradient)
         else:
-            incoming.views[index].copy_(gradient)
-        incoming.written[index] = True
+            buffer.views[index].copy_(gradient)
+        buffer.written[index] = True
         if last:
-            incoming.arrive(index)
-            if incoming.is_complete:
-                for listener in self.on_complete:
-                    listener(self)
+            buffer.mark_arrived(index)
+            if buffer.is_complete:
+                for callback in self.on_complete:
+                    callback(self)
 
     def _check_expected(self, index: int, parameter: Tensor) -> None:
-        if self._listens and not self.incoming.has_arrived(index):
+        if self._in_micro and not self.grad_buffer.has_arrived(index):
             return
         parameter.grad = None
         name = self.layout.pieces[index].name
-        if not self._listens:
+        if not self._in_micro:
             raise ModelError(
-                "a gradient came outside of the engine's backward",
+                "a gradient arrived outside the engine's backward",
                 given=name,
-                expected="engine.backward(loss, num_targets), and not loss.backward()",
+                expected="engine.backward(loss, num_targets) instead of loss.backward()",
                 hint="torch.autograd.grad for gradients that are not to be trained on",
             )
         raise ModelError(
             "a parameter got two gradients in one backward",
             given=name,
-            expected="one, into which autograd has added up all uses",
-            hint="use_reentrant=False where the model checkpoints a module that it uses twice",
+            expected="one, in which autograd has accumulated all uses",
+            hint="use_reentrant=False if the model checkpoints a module that it uses twice",
         )
 
 
-def changed_behind_our_back(name: str) -> ModelError:
-    """Somebody else wrote a parameter."""
+def changed_outside_engine(name: str) -> ModelError:
+    """The error for a parameter that something other than the engine wrote."""
     return ModelError(
-        "a parameter was changed behind the engine's back",
+        "a parameter was changed outside the engine",
         given=name,
-        expected="weights that only the engine changes: its master weights know nothing of others",
+        expected="weights that only the engine changes: its master weights would overwrite other changes",
         hint="load weights before parallelize, or with engine.load_state",
     )
 

@@ -1,10 +1,9 @@
-"""Flat tensors whose memory comes and goes.
+"""Flat tensors whose memory is allocated and freed repeatedly, and the buffer that collects gradients.
 
-The flat memory that gradients come into, parameter by parameter, and a reduction reads when all have come.
-
-Of a unit of the engine, or of a bucket of DistributedDataParallel.
-
-How many bytes come and go, and the most that there were at a time.
+`ResizableTensor` holds unsharded parameters, `LeasedTensor` unsharded gradients. `GradBuffer` is the flat
+memory into which gradients are written one parameter at a time, and from which one reduction reads all of
+them: of a unit of the engine, or of a bucket of DistributedDataParallel. `ByteTracker` counts current and
+peak bytes.
 """
 
 from collections.abc import Callable
@@ -14,91 +13,94 @@ from torch import Tensor
 
 
 class ByteTracker:
-    """Counts bytes that are held for a while."""
+    """Current and peak bytes of temporary buffers."""
 
     def __init__(self) -> None:
         self.allocated_bytes = 0
         self.peak_bytes = 0
 
-    def hold(self, num_bytes: int) -> None:
+    def add(self, num_bytes: int) -> None:
         self.allocated_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
 
-    def drop(self, num_bytes: int) -> None:
+    def subtract(self, num_bytes: int) -> None:
         self.allocated_bytes -= num_bytes
-        assert self.allocated_bytes >= 0, "more bytes given back than were taken"
+        assert self.allocated_bytes >= 0, "more bytes freed than allocated"
 
 
 class ResizableTensor:
-    """A flat tensor whose memory can be given back and taken again, while it and its views stay."""
+    """A flat tensor whose memory can be freed and allocated again, while it and its views stay.
 
-    def __init__(self, tensor: Tensor, *, stays: bool, meter: ByteTracker) -> None:
-        """`stays`: it is never freed, and `meter` does not count it. Else: make all views, then free it."""
+    Its storage is resized to 0 and back, as those of FSDP2's all-gather outputs.
+    """
+
+    def __init__(self, tensor: Tensor, *, persistent: bool, tracker: ByteTracker) -> None:
+        """`persistent`: never freed, not counted by `tracker`. Otherwise create all views, then free it."""
         self.tensor = tensor
         self.nbytes = self.tensor.nbytes
-        self.stays = stays
-        self.is_held = True
-        self._meter = meter
-        if not stays:
-            self._meter.hold(self.nbytes)
+        self.persistent = persistent
+        self.is_allocated = True
+        self._tracker = tracker
+        if not persistent:
+            self._tracker.add(self.nbytes)
 
-    def hold(self) -> None:
-        """Takes memory, if it has none; what is in it is undefined."""
-        if not self.is_held:
+    def allocate(self) -> None:
+        """Allocate the memory unless it is allocated; its contents are undefined."""
+        if not self.is_allocated:
             self.tensor.untyped_storage().resize_(self.nbytes)
-            self.is_held = True
-            self._meter.hold(self.nbytes)
+            self.is_allocated = True
+            self._tracker.add(self.nbytes)
 
     def free(self) -> None:
-        """Gives the memory back, if it has some and does not stay.
+        """Free the memory if it is allocated and not persistent.
 
-        On CUDA work that is queued on the current stream may still use it: the memory goes back to
-        that stream's pool, and what takes it from there is queued behind.
+        On CUDA, kernels queued on the current stream may still use it: the caching allocator returns the
+        memory to that stream's pool, and whatever reuses it is queued after them.
         """
-        if self.is_held and not self.stays:
+        if self.is_allocated and not self.persistent:
             self.tensor.untyped_storage().resize_(0)
-            self.is_held = False
-            self._meter.drop(self.nbytes)
+            self.is_allocated = False
+            self._tracker.subtract(self.nbytes)
 
 
 class LeasedTensor:
-    """A flat tensor that is there from `hold` to `free`, each time another one."""
+    """A flat tensor that exists from `allocate` to `free`, a new one each time."""
 
-    def __init__(self, take: Callable[[], Tensor], *, stays: bool, meter: ByteTracker) -> None:
-        """`stays`: it is taken now, zeros, never freed, and `meter` does not count it."""
-        self.stays = stays
-        self._take = take
-        self._meter = meter
-        self.tensor: Tensor | None = take().zero_() if stays else None
+    def __init__(self, lease: Callable[[], Tensor], *, persistent: bool, tracker: ByteTracker) -> None:
+        """`persistent`: leased now, zeroed, never freed, and not counted by `tracker`."""
+        self.persistent = persistent
+        self._lease = lease
+        self._tracker = tracker
+        self.tensor: Tensor | None = lease().zero_() if persistent else None
 
     @property
     def nbytes(self) -> int:
         return 0 if self.tensor is None else self.tensor.nbytes
 
-    def hold(self) -> bool:
-        """Takes memory, if it has none; what is in it is undefined. Whether it had none."""
+    def allocate(self) -> bool:
+        """Lease memory unless there is some; its contents are undefined. Return True if it was leased now."""
         if self.tensor is not None:
             return False
-        self.tensor = self._take()
-        self._meter.hold(self.tensor.nbytes)
+        self.tensor = self._lease()
+        self._tracker.add(self.tensor.nbytes)
         return True
 
     def free(self) -> None:
-        """Gives it back, if there is some and it does not stay."""
-        if self.tensor is not None and not self.stays:
-            self._meter.drop(self.tensor.nbytes)
+        """Drop the tensor if there is one and it is not persistent."""
+        if self.tensor is not None and not self.persistent:
+            self._tracker.subtract(self.tensor.nbytes)
             self.tensor = None
 
 
 class GradientState(Enum):
-    """Where a whole gradient stands."""
+    """State of an unsharded gradient."""
 
     EMPTY = auto()  # no gradient since the last reduction
-    FILLING = auto()  # some gradients are in
+    FILLING = auto()  # some gradients are written
     REDUCING = auto()  # the reduction reads (and may overwrite) the memory
 
 
-_MOVES = {
+_TRANSITIONS = {
     GradientState.EMPTY: {GradientState.FILLING, GradientState.REDUCING},
     GradientState.FILLING: {GradientState.REDUCING},
     GradientState.REDUCING: {GradientState.EMPTY},
@@ -106,86 +108,90 @@ _MOVES = {
 
 
 class GradBuffer:
-    """Memory, its view for each parameter, and which of them have come and been written."""
+    """Flat gradient memory, its view for each parameter, and which gradients have arrived and are written."""
 
     def __init__(
-        self, name: str, memory: LeasedTensor, count: int, views_of: Callable[[Tensor], list[Tensor]]
+        self,
+        name: str,
+        memory: LeasedTensor,
+        num_params: int,
+        make_views: Callable[[Tensor], list[Tensor]],
     ) -> None:
-        """`name`: in messages. `views_of`: the memory's view for each of `count` parameters."""
+        """`name`: for messages. `make_views`: returns the memory's `num_params` views."""
         self.memory = memory
         self.state = GradientState.EMPTY
-        self.views: list[Tensor] = [] if memory.tensor is None else views_of(memory.tensor)
-        self.written = [False] * count  # since the last reduction: holds a gradient
+        self.views: list[Tensor] = [] if memory.tensor is None else make_views(memory.tensor)
+        self.written = [False] * num_params  # since the last reduction: the view holds a gradient
         self._name = name
-        self._views_of = views_of
-        self._arrived = [False] * count  # in this micro-batch: it has come
-        self._missing = count
+        self._make_views = make_views
+        self._arrived = [False] * num_params  # in this micro-batch
+        self._num_missing = num_params
 
     def move(self, state: GradientState) -> None:
-        """The only place where the state changes, but for `reset`."""
-        assert state in _MOVES[self.state], (
-            f"{self._name}: from {self.state.name} to {state.name}: a gradient came after its "
-            "reduction began, or a reduction began twice"
+        """Change the state. The only place that does, except `reset`."""
+        assert state in _TRANSITIONS[self.state], (
+            f"{self._name}: from {self.state.name} to {state.name}: a gradient arrived after its "
+            "reduction started, or a reduction started twice"
         )
         self.state = state
 
-    def hold(self) -> bool:
-        """Has memory, of undefined values where it had none. Whether it had none."""
-        if not self.memory.hold():
+    def allocate(self) -> bool:
+        """Allocate memory unless there is some; its contents are undefined. Return True if it was now."""
+        if not self.memory.allocate():
             return False
         assert self.memory.tensor is not None
-        self.views = self._views_of(self.memory.tensor)
+        self.views = self._make_views(self.memory.tensor)
         return True
 
-    # --- what has come
+    # --- arrival of gradients
 
     def begin(self) -> None:
-        """A backward is about to run: nothing has come."""
-        self._missing = len(self._arrived)
-        self._arrived = [False] * self._missing
+        """Start a micro-batch's backward: no gradient has arrived."""
+        self._num_missing = len(self._arrived)
+        self._arrived = [False] * self._num_missing
 
     def has_arrived(self, index: int) -> bool:
         return self._arrived[index]
 
-    def arrive(self, index: int) -> None:
+    def mark_arrived(self, index: int) -> None:
         if not self._arrived[index]:
             self._arrived[index] = True
-            self._missing -= 1
+            self._num_missing -= 1
 
     def expect_again(self, index: int) -> None:
-        """What has come was not the last of it."""
+        """Wait for one more contribution to this gradient."""
         if self._arrived[index]:
             self._arrived[index] = False
-            self._missing += 1
+            self._num_missing += 1
 
     @property
     def is_complete(self) -> bool:
-        """Whether every parameter's gradient has come."""
-        return self._missing == 0
+        """Whether the gradients of all parameters have arrived."""
+        return self._num_missing == 0
 
-    # --- its reduction
+    # --- the reduction
 
-    def seal(self) -> Tensor:
-        """No more gradients come: the memory, in which those that never came are zero."""
+    def finalize(self) -> Tensor:
+        """Zero the gradients that never arrived and return the memory, the reduction's input."""
         for view, written in zip(self.views, self.written, strict=True):
             if not written:
                 view.zero_()
-        assert self.memory.tensor is not None, f"{self._name}: sealed without memory"
+        assert self.memory.tensor is not None, f"{self._name}: finalized without memory"
         return self.memory.tensor
 
-    def landed(self) -> None:
-        """The reduction is through."""
+    def on_reduced(self) -> None:
+        """Empty the buffer after its reduction has completed, and free its memory unless persistent."""
         self.move(GradientState.EMPTY)
-        self.forget()
+        self.discard()
 
     def reset(self) -> None:
-        """Whatever was under way is over."""
+        """Empty the buffer from any state; the caller has waited for its reduction."""
         self.state = GradientState.EMPTY
-        self.forget()
+        self.discard()
 
-    def forget(self) -> None:
-        """What was written is read; the memory is given back, unless it stays."""
+    def discard(self) -> None:
+        """Mark all views as not written; free the memory unless persistent."""
         self.written = [False] * len(self.written)
-        if not self.memory.stays:
+        if not self.memory.persistent:
             self.views = []
         self.memory.free()

@@ -1,35 +1,37 @@
-"""Gradients on their way from every data rank's backward to the owners of their ranges.
+"""Reduction of gradients: each unit is reduce-scattered when its gradients are complete, during backward.
 
-[Note: the order of units]
-Units are reduced in one order (see [Note: one order of reductions] in `in_order.py`): the reverse of
-forward's. What never becomes ready is reduced, its missing gradients as zeros, when backward is over. At
-stage 3 all ranks take, after the first step, the order in which the first rank completed its units: a unit
-far from its place would be late every time.
+[Note: reduction order of units]
+Units are reduced in one order (see [Note: one order of reductions] in `ordered_launch.py`): the reverse of
+forward's. Units that never become complete are reduced when backward is over, missing gradients as zeros. At
+stage 3 all ranks adopt, after the first step, the order in which rank 0 completed its units: a unit far from
+its position would be late every time.
 
-[Note: which micro-batches communicate]
-The reduction is linear: reducing the sum of a step's micro-batches is reducing each. With whole
-gradients, earlier micro-batches only add to `incoming`, and the last one's backward overlaps with the
-reduction of the units that it has completed. With cut ones every micro-batch reduces, `incoming` lives
-only from a unit's first gradient to its reduction's end, and `gradient` adds up the sums. Either way
-the replicas (hybrid sharding) add their `gradient`s once a step.
+[Note: reduction of micro-batches]
+The reduction is linear: reducing the sum of a step's micro-batches equals reducing each. With
+`accumulate=unsharded`, earlier micro-batches only add to `grad_buffer`, and the last one's backward overlaps
+with the reduction of units that it has completed. With `accumulate=sharded` every micro-batch is reduced,
+`grad_buffer` is allocated only from a unit's first gradient to the end of its reduction, and `grad_shard`
+accumulates the results. Either way the replicas (hybrid sharding) all-reduce their `grad_shard`s once a step.
 
-[Note: who frees a travelling gradient]
-`incoming` is read by the transport until the sum has landed. Landing waits, so it is put off: the
-reduction of unit i lands when that of unit i + TRAVELLING has started. At most three whole gradients are
-held at a time: one that fills, or has just started, and two that travel. Where whole gradients stay,
-nothing is freed, and what peers have not given by then lands at the end.
+[Note: lifetime of an unsharded gradient]
+The transport reads `grad_buffer` until the reduction has completed. Completion needs a wait, so it is
+delayed: the reduction of unit i is waited for when that of unit i + TRAVELLING has started. At most three
+unsharded gradients are allocated at a time: one that fills or has just started, and two in flight. `finish`
+frees them (through `FlatParam.on_reduced`). If unsharded gradients are kept, nothing is freed, and reductions
+whose peers' contributions have not arrived by then are waited for at the end.
 
-[Note: one queue for all stages of a pipeline]
-A transport whose ranks read each other's contributions ends sums in their order: what this rank has given is
-free when all ranks have read it and all before it. A rank with several stages reduces them in turns; a sum
-of one that had not landed would keep the next ones of another from ever being free. So they land in the
-order in which they were started, whichever stage they are of, and no more of them travel at a time.
+[Note: one queue for all pipeline stages]
+A transport whose ranks read each other's contributions completes reductions in order: a contribution is free
+when all ranks have read it and all before it. A rank with several stages reduces them in turn; an unfinished
+reduction of one would keep the later ones of another from ever being freed. So reductions are waited for in
+the order in which they were started, across stages, and the limit on reductions in flight holds for all
+stages together.
 
 [Note: late gradients]
-At stage 3 a reduction starts when its unit is complete or due, so that nobody waits in a circle: see the
-note of that name in `plan/turns.py`.
-A gradient that comes after its reduction has started is *late*. It fills `incoming` anew, and after the
-step's last backward the ranks vote on which units are reduced once more.
+At stage 3 a reduction starts when its unit is complete or its deadline is reached, so that ranks cannot
+deadlock: see `plan/prefetch.py`. A gradient that arrives after its unit's reduction has started is *late*.
+It is accumulated in `grad_buffer` again, and after the step's last backward the ranks vote on which units to
+reduce once more.
 """
 
 from collections import deque
@@ -48,11 +50,11 @@ from plait.parallel.zero.groups import ReplicatedGradReduce
 from plait.parallel.zero.reduce_ops import GradReduction, ReplicaReduction
 from plait.plan.prefetch import TRAVELLING, deadlines
 
-_MOST_TRAVELLING = 256  # of whole gradients that stay; transports have room for some hundreds
+_MAX_IN_FLIGHT = 256  # if unsharded gradients are kept; transports can queue some hundreds
 
 
 class InFlightReductions:
-    """The sums of a rank that have not landed. See [Note: one queue for all stages of a pipeline]."""
+    """This rank's reductions in flight, oldest first. See [Note: one queue for all pipeline stages]."""
 
     def __init__(self) -> None:
         self._queue: deque[tuple[GradReducer, FlatParam, ReduceWork]] = deque()
@@ -61,248 +63,261 @@ class InFlightReductions:
         return len(self._queue)
 
     def __contains__(self, unit: FlatParam) -> bool:
-        return any(unit is travelling for _, travelling, _ in self._queue)
+        return any(unit is other for _, other, _ in self._queue)
 
     @property
     def oldest(self) -> ReduceWork:
         return self._queue[0][2]
 
-    def add(self, reducer: "GradReducer", unit: FlatParam, summing: ReduceWork) -> None:
-        self._queue.append((reducer, unit, summing))
+    def add(self, reducer: "GradReducer", unit: FlatParam, work: ReduceWork) -> None:
+        self._queue.append((reducer, unit, work))
 
-    def land_oldest(self) -> None:
-        """Its gradient is its unit's."""
-        reducer, unit, summing = self._queue.popleft()
-        reducer.take(unit, summing)
+    def finish_oldest(self) -> None:
+        """Wait for the oldest reduction and put the result into its unit's `grad_shard`."""
+        reducer, unit, work = self._queue.popleft()
+        reducer.finish(unit, work)
 
-    def drop_oldest(self) -> None:
-        """Waits for it, and forgets it."""
-        reducer, unit, summing = self._queue.popleft()
-        reducer.drop(unit, summing)
+    def discard_oldest(self) -> None:
+        """Wait for the oldest reduction and discard the result."""
+        reducer, unit, work = self._queue.popleft()
+        reducer.discard(unit, work)
 
 
 class GradReducer:
-    """Sums the units' gradients over the data ranks, beside backward."""
+    """Reduces the units' gradients over the data ranks, overlapped with backward."""
 
     def __init__(
         self,
         units: list[FlatParam],
-        sums: GradReduction,
-        partial: ReplicatedGradReduce,
-        under_way: InFlightReductions,
+        reduction: GradReduction,
+        replicated_reduce: ReplicatedGradReduce,
+        in_flight: InFlightReductions,
         *,
-        cut: FlatParamConfig,
-        grid: int,
-        replicas: int,
-        everyone: Group,
-        whole: bool,
-        hurries: bool,
-        meter: ByteTracker,
+        config: FlatParamConfig,
+        tp_size: int,
+        num_replicas: int,
+        dp_group: Group,
+        accumulate_unsharded: bool,
+        has_deadlines: bool,
+        tracker: ByteTracker,
     ) -> None:
-        """`under_way`: of all reducers of this rank. `cut`: of all units. `grid`: how many ranks cut the same
-        layers. `whole`: whole gradients stay, and one reduction a step is made of them. `hurries`: reductions
-        have deadlines, see [Note: late gradients]. Where whole gradients stay, backward lands what needs no
-        waiting (and, beyond some hundreds of units, the oldest), so nobody waits in a circle, and a late
-        gradient would meet its own sum."""
-        self._queue = OrderedLauncher(units[::-1], self._start)  # see [Note: the order of units]
-        self._sums = sums
-        self._partial = partial
-        self._has_between = replicas > 1 and not sums.at_once
-        self._all = everyone
-        self._every_micro = not whole
-        self._frees = not cut.whole_gradients
-        self._may_land_early = not self._frees and (grid == 1 or not self._has_between)
-        self._hurries = hurries
-        self._meter = meter
-        self._last = False
+        """Start nothing; register for the units' completion.
+
+        in_flight              shared by all reducers of this rank
+        tp_size                ranks that shard the same layers
+        accumulate_unsharded   micro-batches are summed in `grad_buffer` and reduced once a step
+        has_deadlines          see [Note: late gradients]
+
+        If unsharded gradients are kept, backward finishes only reductions that need no waiting (and, beyond
+        some hundreds of units, the oldest), so ranks cannot deadlock, and a late gradient would be added to
+        its own sum.
+        """
+        self._launcher = OrderedLauncher(units[::-1], self._start)  # see [Note: reduction order of units]
+        self._reduction = reduction
+        self._replicated_reduce = replicated_reduce
+        self._has_replica_reduction = num_replicas > 1 and not reduction.is_single
+        self._dp_group = dp_group
+        self._reduces_every_micro = not accumulate_unsharded
+        self._frees = not config.keeps_grads_unsharded
+        self._may_finish_early = not self._frees and (tp_size == 1 or not self._has_replica_reduction)
+        self._has_deadlines = has_deadlines
+        self._tracker = tracker
+        self._last = False  # the step's last micro-batch
         self._deadlines: list[int | None] = [None] * len(units)
-        self._under_way = under_way
-        self._replicating: list[tuple[FlatParam, ReplicaReduction]] = []
-        self._read: list[ReduceWork] = []  # the last: peers may still read what it, and those before, are of
-        self._squares: dict[FlatParam, Tensor] = {}
-        self._device = cut.device
-        self._lane = CopyStream(self._device)
+        self._in_flight = in_flight
+        self._replica_reductions: list[tuple[FlatParam, ReplicaReduction]] = []
+        # The last one finished: peers may still read its contribution, and those before it.
+        self._to_release: list[ReduceWork] = []
+        self._squared_norms: dict[FlatParam, Tensor] = {}
+        self._device = config.device
+        self._copy_stream = CopyStream(self._device)
         for unit in units:
             unit.on_complete.append(self._on_complete)
             unit.on_late = self._on_late
 
-    def order_by(self, units: list[FlatParam], last_uses: Mapping[FlatParam, int], prefetch: int) -> None:
-        """From now on units are reduced in this order, the same on every rank. `last_uses`: places in
-        backward's walk, of units that are in it."""
-        assert set(units) == set(self._order), "an order of other units"
-        self._queue = OrderedLauncher(units, self._start)
+    def set_order(self, units: list[FlatParam], last_uses: Mapping[FlatParam, int], prefetch: int) -> None:
+        """Reduce units in this order from now on, the same on every rank. `last_uses`: indices in backward's
+        walk, for units that are in it."""
+        assert set(units) == set(self._units), "an order of other units"
+        self._launcher = OrderedLauncher(units, self._start)
         self._deadlines = deadlines([last_uses.get(unit, -1) for unit in units], prefetch)
 
     @property
-    def completed(self) -> list[FlatParam]:
-        """In the order in which the last backward completed them; at the end those that it did not."""
-        return self._queue.completed
+    def completion_order(self) -> list[FlatParam]:
+        """Units in the order in which the last backward completed them, then those that it did not."""
+        return self._launcher.completion_order
 
-    def begin_micro(self, *, last: bool, half: bool = False) -> None:
-        """A micro-batch's backward is about to run. `half`: its other half comes later, see `begin_rest`."""
-        for unit in self._order:
+    def begin_micro(self, *, last: bool, split: bool = False) -> None:
+        """Prepare for a micro-batch's backward. `split`: weight gradients follow, see `begin_deferred`."""
+        for unit in self._units:
             unit.begin_micro()
-        self._begin(last=last, reduces=not half and (last or self._every_micro))
+        self._begin(last=last, reduces=not split and (last or self._reduces_every_micro))
 
-    def begin_rest(self, *, last: bool) -> None:
-        """The second half of a backward is about to run, of which units have been told what to expect."""
-        self._begin(last=last, reduces=last or self._every_micro)
+    def begin_deferred(self, *, last: bool) -> None:
+        """Prepare for deferred weight gradients, which the units already expect."""
+        self._begin(last=last, reduces=last or self._reduces_every_micro)
 
     def _begin(self, *, last: bool, reduces: bool) -> None:
-        for summing in self._read:
-            summing.release()
-        self._read.clear()
+        for work in self._to_release:
+            work.release()
+        self._to_release.clear()
         self._last = last
-        self._queue.begin(starts=reduces)
+        self._launcher.begin(starts=reduces)
 
     def start_due(self, use: int) -> None:
-        """Backward goes to this place of its walk: starts what is due. See [Note: late gradients]."""
-        queue = self._queue
-        while self._hurries and queue.starts and not queue.is_over:
-            deadline = self._deadlines[queue.next_place]
+        """Start reductions that are due at this index of backward's walk. See [Note: late gradients]."""
+        launcher = self._launcher
+        while self._has_deadlines and launcher.starts and not launcher.all_started:
+            deadline = self._deadlines[launcher.next_index]
             if deadline is None or deadline > use:
                 return
-            queue.start_next()
+            launcher.start_next()
 
     def end_micro(self) -> None:
-        """Backward is over: starts what has not started. Until then no other verb may be called on the
-        groups, because ranks differ in how far they have come."""
-        for unit in self._order:
+        """Start the remaining reductions when backward is over. Until then no other collective may be called
+        on the groups, because ranks differ in how many they have started."""
+        for unit in self._units:
             unit.end_micro()
-        self._queue.start_rest()
-        if self._queue.starts and not self._last:
-            self._land_all()
+        self._launcher.start_remaining()
+        if self._launcher.starts and not self._last:
+            self._finish_all()
 
-    def land(self) -> None:
-        """Waits until every unit's gradient is the sum over ranks. The step may have had fewer micro-batches
+    def wait(self) -> None:
+        """Wait until every unit's gradient is the sum over ranks. The step may have had fewer micro-batches
         than planned."""
         if not self._last:
             self.begin_micro(last=True)
             self.end_micro()
-        self._land_all()
-        if self._hurries:
+        self._finish_all()
+        if self._has_deadlines:
             self._reduce_late()
-            self._lane.drain()  # replicas start from the gradients on the host
-            for unit in self._order if self._replicates else []:
-                self._start_replicating(unit, unit.gradient)
-        for unit, between in self._replicating:
-            between.pending.wait()
-            self._squares[unit] = squared_norm(between.summed.to(unit.gradient.dtype))
-            if between.summed is not unit.gradient:
-                self._lane.copy(unit.gradient, between.summed)
-            self._meter.drop(between.buffer_bytes)
-        self._replicating.clear()
-        self._lane.drain()  # the CPU will read the gradients that are on their way to it
+            self._copy_stream.synchronize()  # replica reductions start from gradients on the host
+            for unit in self._units if self._reduces_replicas else []:
+                self._start_replica_reduction(unit, unit.grad_shard)
+        for unit, replica_reduction in self._replica_reductions:
+            replica_reduction.work.wait()
+            self._squared_norms[unit] = squared_norm(replica_reduction.tensor.to(unit.grad_shard.dtype))
+            if replica_reduction.tensor is not unit.grad_shard:
+                self._copy_stream.copy(unit.grad_shard, replica_reduction.tensor)
+            self._tracker.subtract(replica_reduction.buffer_bytes)
+        self._replica_reductions.clear()
+        self._copy_stream.synchronize()  # the CPU will read gradients that are being copied to the host
 
-    def square(self) -> Tensor:
-        """After `land`: the sum of the squares of this rank's gradients, float64. Over the ranks that hold
-        one copy each element of the whole gradient counts once. Early units were squared while later ones
-        travelled."""
-        square = torch.zeros((), dtype=torch.float64, device=self._device)
-        if self._order:
-            square = torch.stack([self._squares[unit] for unit in self._order]).sum()
-        self._squares.clear()
-        for unit in self._order:  # what other ranks of the grid hold too is counted there
-            for repeated in unit.repeated_gradients():
-                square -= squared_norm(repeated).to(square.device)
-        return square
+    def squared_norm(self) -> Tensor:
+        """After `wait`: the squared norm of this rank's gradient shards, float64. Each element of the full
+        gradient counts once over the ranks that hold one copy. Each unit's was computed when its reduction
+        finished, while later ones were in flight."""
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        if self._units:
+            total = torch.stack([self._squared_norms[unit] for unit in self._units]).sum()
+        self._squared_norms.clear()
+        for unit in self._units:
+            for uncounted in unit.uncounted_grads():
+                total -= squared_norm(uncounted).to(total.device)
+        return total
 
-    def square_again(self, unit: FlatParam) -> None:
-        """After `land`: its gradient has changed."""
-        self._squares[unit] = squared_norm(unit.gradient).to(self._device)
+    def update_squared_norm(self, unit: FlatParam) -> None:
+        """After `wait`: recompute it for a unit whose gradient has changed."""
+        self._squared_norms[unit] = squared_norm(unit.grad_shard).to(self._device)
 
     def reset(self) -> None:
-        """Makes ready for the next step; also after an exception, when reductions may be under way."""
-        while self._under_way:
-            self._under_way.drop_oldest()
-        for _, between in self._replicating:
-            between.pending.wait()
-            self._meter.drop(between.buffer_bytes)
-        self._lane.drain()
-        self._replicating.clear()
-        self._squares.clear()
+        """Prepare for the next step; also after an exception, with reductions in flight."""
+        while self._in_flight:
+            self._in_flight.discard_oldest()
+        for _, replica_reduction in self._replica_reductions:
+            replica_reduction.work.wait()
+            self._tracker.subtract(replica_reduction.buffer_bytes)
+        self._copy_stream.synchronize()
+        self._replica_reductions.clear()
+        self._squared_norms.clear()
         self._last = False
-        self._queue.begin(starts=False)
-        for unit in self._order:
+        self._launcher.begin(starts=False)
+        for unit in self._units:
             unit.reset()
 
     @property
-    def _order(self) -> list[FlatParam]:
-        return self._queue.order
+    def _units(self) -> list[FlatParam]:
+        """In the order of reductions."""
+        return self._launcher.order
 
     @property
-    def _replicates(self) -> bool:
-        """Whether replicas add up their gradients after this reduction."""
-        return self._last and self._has_between
+    def _reduces_replicas(self) -> bool:
+        """Whether this reduction is followed by one over the replicas."""
+        return self._last and self._has_replica_reduction
 
     def _on_complete(self, unit: FlatParam) -> None:
-        self._queue.complete(unit)
-        while self._under_way and self._lands_early(self._under_way.oldest):
-            self._under_way.land_oldest()
+        self._launcher.complete(unit)
+        while self._in_flight and self._finishes_early(self._in_flight.oldest):
+            self._in_flight.finish_oldest()
 
-    def _lands_early(self, summing: ReduceWork) -> bool:
-        """Whole gradients that stay could land later; but what peers have given too may be in the cache now.
-        How much memory a step takes does not depend on how ranks hurry: what holds buffers does not. Nor does
-        a grid whose ranks add up for replicas when they land: beside the sums of its layers, in one order."""
-        return self._may_land_early and not summing.buffer_bytes and summing.is_ready
+    def _finishes_early(self, work: ReduceWork) -> bool:
+        """Whether to finish a reduction during backward, while peers' contributions may be in the cache.
+
+        Only if unsharded gradients are kept. Peak memory must not depend on the ranks' timing, so a reduction
+        with buffers is not finished early. Nor is one on a tensor-parallel grid with replicas: finishing it
+        starts a replica reduction, which must have one order with the reductions over the grid.
+        """
+        return self._may_finish_early and not work.buffer_bytes and work.is_ready
 
     def _on_late(self, unit: FlatParam) -> None:
-        """A gradient comes while the unit's reduction travels: that has to land first."""
-        while unit in self._under_way:
-            self._under_way.land_oldest()
+        """Finish the unit's reduction in flight before a late gradient is accumulated."""
+        while unit in self._in_flight:
+            self._in_flight.finish_oldest()
 
     def _reduce_late(self) -> None:
-        """Once more, what is late on any rank. See [Note: late gradients]."""
-        late = [float(unit.incoming.state is GradientState.FILLING) for unit in self._order]
+        """Reduce again the units that are late on any rank. See [Note: late gradients]."""
+        late = [float(unit.grad_buffer.state is GradientState.FILLING) for unit in self._units]
         votes = torch.tensor(late, device=self._device)
-        all_reduce(votes, self._all, "max")
-        for unit, vote in zip(self._order, votes.tolist(), strict=True):
+        all_reduce(votes, self._dp_group, "max")
+        for unit, vote in zip(self._units, votes.tolist(), strict=True):
             if vote:
                 self._start(unit)
-        self._land_all()
+        self._finish_all()
 
     def _start(self, unit: FlatParam) -> None:
-        contribution = unit.seal()
-        self._partial.add_up(unit.layout, contribution)  # see [Note: when parts are summed]
-        unit.incoming.move(GradientState.REDUCING)
-        summing = self._sums.start(unit, contribution)
-        self._under_way.add(self, unit, summing)
-        self._meter.hold(summing.buffer_bytes)
-        while len(self._under_way) > (TRAVELLING if self._frees else _MOST_TRAVELLING):
-            self._under_way.land_oldest()
+        """Start the reduce-scatter of a unit; finish the oldest ones beyond the limit in flight."""
+        grads = unit.finalize()
+        self._replicated_reduce.reduce(unit.layout, grads)  # see [Note: reduction over columns]
+        unit.grad_buffer.move(GradientState.REDUCING)
+        work = self._reduction.start(unit, grads)
+        self._in_flight.add(self, unit, work)
+        self._tracker.add(work.buffer_bytes)
+        while len(self._in_flight) > (TRAVELLING if self._frees else _MAX_IN_FLIGHT):
+            self._in_flight.finish_oldest()
 
-    def _land_all(self) -> None:
-        while self._under_way:
-            self._under_way.land_oldest()
+    def _finish_all(self) -> None:
+        while self._in_flight:
+            self._in_flight.finish_oldest()
 
-    def drop(self, unit: FlatParam, summing: ReduceWork) -> None:
-        """Waits for a sum that nobody wants."""
-        for _ in summing.into(torch.empty_like(unit.gradient, device=self._device)):
+    def discard(self, unit: FlatParam, work: ReduceWork) -> None:
+        """Wait for a reduction and discard its result."""
+        for _ in work.into(torch.empty_like(unit.grad_shard, device=self._device)):
             pass
-        self._meter.drop(summing.buffer_bytes)
+        self._tracker.subtract(work.buffer_bytes)
 
-    def take(self, unit: FlatParam, summing: ReduceWork) -> None:
-        """The sum goes into `gradient`; then, once a step, the replicas add theirs up."""
-        target = unit.gradient
-        if unit.cut.offloads:
-            target = torch.empty_like(unit.gradient, device=self._device)
+    def finish(self, unit: FlatParam, work: ReduceWork) -> None:
+        """Wait for a reduction, write or add the result to `grad_shard`, and free `grad_buffer` unless kept;
+        then, once a step, start the reduction over replicas."""
+        target = unit.grad_shard
+        if unit.config.offloads:
+            target = torch.empty_like(unit.grad_shard, device=self._device)
             if unit.has_sum:
-                self._lane.copy(target, unit.gradient)()
+                self._copy_stream.copy(target, unit.grad_shard)()
         squares = []
-        for run in summing.into(target, add=unit.has_sum):
-            if self._last and not self._replicates:
-                squares.append(squared_norm(run) if summing.squares is None else summing.squares)
-        self._meter.drop(summing.buffer_bytes)
-        self._read = [summing]
-        unit.landed()
+        for chunk in work.into(target, add=unit.has_sum):
+            if self._last and not self._reduces_replicas:
+                squares.append(squared_norm(chunk) if work.squares is None else work.squares)
+        self._tracker.subtract(work.buffer_bytes)
+        self._to_release = [work]
+        unit.on_reduced()
         if squares:
-            self._squares[unit] = torch.stack(squares).sum()
-        if self._replicates and not self._hurries:
-            self._start_replicating(unit, target)
-        elif unit.cut.offloads:
-            self._lane.copy(unit.gradient, target)
+            self._squared_norms[unit] = torch.stack(squares).sum()
+        if self._reduces_replicas and not self._has_deadlines:
+            self._start_replica_reduction(unit, target)
+        elif unit.config.offloads:
+            self._copy_stream.copy(unit.grad_shard, target)
 
-    def _start_replicating(self, unit: FlatParam, summed: Tensor) -> None:
-        between = self._sums.start_between(unit, summed)
-        self._meter.hold(between.buffer_bytes)
-        self._replicating.append((unit, between))
+    def _start_replica_reduction(self, unit: FlatParam, reduced: Tensor) -> None:
+        replica_reduction = self._reduction.start_replica_reduction(unit, reduced)
+        self._tracker.add(replica_reduction.buffer_bytes)
+        self._replica_reductions.append((unit, replica_reduction))

@@ -1,4 +1,4 @@
-"""How a model comes to life in its units: with first weights that are the same on every data rank."""
+"""Initialise a model's units, with the same weights on every data rank, and bind the model to them."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
@@ -24,36 +24,38 @@ def init_flat_params(
     plan: Plan,
     device: torch.device,
     seed: int,
-    elsewhere: Set[nn.Module],
+    skip: Set[nn.Module],
 ) -> dict[str, nn.Parameter]:
-    """Writes the first weights of one whole model into the units, by stage, of this rank; its buffers become
-    real and move to the device. Returns what has no place in a unit: parameters that are not floating. No
-    rank holds more of the model at a time than its ranges and one module; what is in modules `elsewhere`
-    is not made."""
+    """Write the initial weights of a full model into this rank's units (by stage), and move its buffers.
+
+    Returns the parameters that are in no unit: those that are not floating. At any time a rank holds only its
+    ranges and one full module. Parameters of modules in `skip` are not initialised. Raises ModelError for a
+    model that is partly on meta.
+    """
     on_meta = {parameter.is_meta for parameter in model.parameters()}
     if len(on_meta) != 1:
         raise ModelError(
             "a model is either on meta or has its weights",
             given="a model without parameters" if not on_meta else "some parameters on meta, others not",
         )
-    placed: dict[str, list[FlatParam]] = {}
+    units_of: dict[str, list[FlatParam]] = {}
     for unit in (unit for of_stage in units.values() for unit in of_stage):
         for piece in unit.layout.pieces:
-            placed.setdefault(piece.name, []).append(unit)
-    others: dict[str, nn.Parameter] = {}
+            units_of.setdefault(piece.name, []).append(unit)
+    standalone: dict[str, nn.Parameter] = {}
 
     def store(name: str, values: Tensor) -> None:
-        for unit in placed.get(name, ()):
+        for unit in units_of.get(name, ()):
             unit.write(name, values)
-        if not (values.is_floating_point() or name in placed):
-            others[name] = nn.Parameter(values.detach().to(device, copy=True), requires_grad=False)
+        if not (values.is_floating_point() or name in units_of):
+            standalone[name] = nn.Parameter(values.detach().to(device, copy=True), requires_grad=False)
 
     if on_meta == {True}:
-        initialise(model, seed, device, store, skip=elsewhere)
+        initialise(model, seed, device, store, skip=skip)
     move_buffers(model, plan, device)
     if on_meta == {False}:
-        _store_first_ranks(model, store, groups, device)
-    return others
+        _broadcast_weights(model, store, groups, device)
+    return standalone
 
 
 def bind_flat_params(
@@ -61,86 +63,92 @@ def bind_flat_params(
     names: Mapping[int, str],
     blocks: Sequence[tuple[str, nn.Module]],
     units: Sequence[FlatParam],
-    others: Mapping[str, nn.Parameter],
+    standalone: Mapping[str, nn.Parameter],
     plan: Plan,
     groups: DataGroups,
-    partial: ReplicatedGradReduce,
-    under_way: InFlightReductions,
-    cut: FlatParamConfig,
+    replicated_reduce: ReplicatedGradReduce,
+    in_flight: InFlightReductions,
+    config: FlatParamConfig,
 ) -> ShardedStage:
-    """The model, or one stage of it, whose parameters are views of units from now on. `names`: of parameters
-    in the whole model, by identity: a stage may know one that blocks share under a later name only."""
+    """Make the parameters of a model, or of one stage of it, views of the units; return the sharded stage.
+
+    `names`: of parameters in the full model, by id: in a stage, one that blocks share may have a later name
+    only. `standalone`: parameters that are in no unit.
+    """
     owners = _owners(model, names, dict(blocks), units)
-    _bind(model, names, units, others)
-    return ShardedStage(model, tuple(owners), owners, plan, groups, partial, under_way, cut)
+    _bind(model, names, units, standalone)
+    return ShardedStage(model, tuple(owners), owners, plan, groups, replicated_reduce, in_flight, config)
 
 
 def _bind(
-    model: nn.Module, names: Mapping[int, str], units: Iterable[FlatParam], others: Mapping[str, nn.Parameter]
+    model: nn.Module,
+    names: Mapping[int, str],
+    units: Iterable[FlatParam],
+    standalone: Mapping[str, nn.Parameter],
 ) -> None:
-    """Puts the units' parameters, and of `others` its own, into the model. Tied parameters stay tied."""
+    """Replace the model's parameters by the units' and its own of `standalone`. Tied parameters stay tied."""
     old = {names[id(parameter)]: parameter for parameter in model.parameters()}
-    new = {id(old[name]): parameter for name, parameter in others.items() if name in old}
+    new = {id(old[name]): parameter for name, parameter in standalone.items() if name in old}
     for unit in units:
-        unit.adopt(old)
+        unit.make_parameters(old)
         new |= {id(old[name]): parameter for name, parameter in unit.parameters.items()}
     for module in model.modules():
-        for key, held in module._parameters.items():
-            if held is not None:
-                module._parameters[key] = new[id(held)]
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[key] = new[id(parameter)]
     for unit in units:
-        unit.note_versions()
+        unit.record_versions()
 
 
-def release_unused(model: nn.Module, kept: Set[int]) -> None:
-    """What of the whole model no stage of this rank took over has no memory any more. `kept`: the identities
-    of parameters that were."""
+def release_unused(model: nn.Module, used: Set[int]) -> None:
+    """Free the full model's parameters that no stage of this rank uses. `used`: ids of those that are."""
     for module in model.modules():
         for key, parameter in module._parameters.items():
-            if parameter is not None and not parameter.is_meta and id(parameter) not in kept:
+            if parameter is not None and not parameter.is_meta and id(parameter) not in used:
                 meta = torch.empty_like(parameter, device="meta")
                 module._parameters[key] = nn.Parameter(meta, parameter.requires_grad)
 
 
-def _store_first_ranks(
+def _broadcast_weights(
     model: nn.Module, store: Callable[[str, Tensor], None], groups: DataGroups, device: torch.device
 ) -> None:
-    """All ranks take the first one's weights and buffers, one tensor at a time."""
+    """Broadcast rank 0's weights and buffers, one tensor at a time."""
     for name, parameter in model.named_parameters():
         values = parameter.detach().to(device, copy=True)
-        broadcast(values, groups.everyone)
+        broadcast(values, groups.world)
         store(name, values)
     for buffer in model.buffers():
         if not buffer.is_meta:
-            broadcast(buffer, groups.everyone)
+            broadcast(buffer, groups.world)
 
 
 def move_buffers(model: nn.Module, plan: Plan, device: torch.device) -> None:
-    """Those that are there, to the dtype in which they are kept; on meta all of them."""
+    """Move the model's buffers to the device, in the dtype in which they are stored. Buffers on meta stay
+    there."""
     for module in model.modules():
         for key, buffer in module._buffers.items():
             if buffer is not None and (not buffer.is_meta or device.type == "meta"):
                 moved = buffer.to(device, buffer_dtype(buffer, plan))
-                module._buffers[key] = moved.contiguous()  # an expanded one is no place to receive into
+                module._buffers[key] = moved.contiguous()  # an expanded one cannot be received into
 
 
 def _owners(
     model: nn.Module, names: Mapping[int, str], blocks: Mapping[str, nn.Module], units: Sequence[FlatParam]
 ) -> dict[ParamGroup, list[nn.Module]]:
-    """Units that are gathered together, with the modules whose forward and backward use them."""
-    by_name: dict[str, list[FlatParam]] = {}
+    """Map units that are unsharded together to the modules whose forward and backward use them."""
+    by_block: dict[str, list[FlatParam]] = {}
     for unit in units:
-        by_name.setdefault(unit.layout.block, []).append(unit)
-    in_unit = {piece.name: unit.layout.block for unit in units for piece in unit.layout.pieces}
-    of_parameter = {id(p): in_unit[n] for p in model.parameters() if (n := names[id(p)]) in in_unit}
-    found: dict[str, list[nn.Module]] = {name: [] for name in by_name}
+        by_block.setdefault(unit.layout.block, []).append(unit)
+    block_of_name = {piece.name: unit.layout.block for unit in units for piece in unit.layout.pieces}
+    block_of = {id(p): block_of_name[n] for p in model.parameters() if (n := names[id(p)]) in block_of_name}
+    owners: dict[str, list[nn.Module]] = {name: [] for name in by_block}
     for name, block in blocks.items():
-        if name in found:
-            found[name].append(block)
+        if name in owners:
+            owners[name].append(block)
     for module_name, module in model.named_modules():
         inside = [name for name in blocks if f"{module_name}.".startswith(f"{name}.")]
         for parameter in module._parameters.values():
-            unit_name = of_parameter.get(id(parameter))
-            if unit_name is not None and unit_name not in inside and module not in found[unit_name]:
-                found[unit_name].append(module)
-    return {tuple(by_name[name]): modules for name, modules in found.items()}
+            block_name = block_of.get(id(parameter))
+            if block_name is not None and block_name not in inside and module not in owners[block_name]:
+                owners[block_name].append(module)
+    return {tuple(by_block[name]): modules for name, modules in owners.items()}

@@ -1,8 +1,12 @@
-"""Bytes that this rank holds, by category: counted on the tensors themselves, and foretold."""
+"""Bytes on this rank by category: measured on the tensors themselves, and estimated from the plan."""
 
 from plait.comm import shares_memory
 from plait.parallel.zero.groups import DataGroups, shares_parameters
-from plait.parallel.zero.reduce_ops import exchanges, incoming, receives
+from plait.parallel.zero.reduce_ops import (
+    exchanges_contributions,
+    grad_buffer_dtype,
+    receives_contributions,
+)
 from plait.parallel.zero.sharded_model import ShardedModel
 from plait.parallel.zero.sharded_optim import ShardedOptimizer
 from plait.plan import Layout, MemoryUse, Plan, model_state_bytes
@@ -10,33 +14,39 @@ from plait.plan.estimate.traffic import TransportFacts
 
 
 def allocated_bytes(
-    held: ShardedModel, owned: ShardedOptimizer, plan: Plan, activation_bytes: int | None
+    model: ShardedModel, optimizer: ShardedOptimizer, plan: Plan, activation_bytes: int | None
 ) -> MemoryUse:
-    """What is held now; of buffers, the most so far."""
+    """Measure the bytes allocated now; for temporary buffers, the peak so far."""
     offloads, host = plan.offload == "cpu", 0
-    use = {"parameters": 0, "gradients": 0, "master": 0, "optimizer": owned.stepper.state_bytes}
-    for unit in held.units:
-        stays = unit.whole.stays and unit.cut.share is None
-        own = 0 if stays else unit.piece.nbytes
-        use["parameters"] += (unit.whole.nbytes if stays else 0) + (0 if offloads else own)
-        host += own if offloads else 0
+    use = {"parameters": 0, "gradients": 0, "master": 0, "optimizer": optimizer.chunked.state_bytes}
+    for unit in model.units:
+        own_unsharded = unit.unsharded.persistent and unit.config.allocate_shared is None
+        shard_bytes = 0 if own_unsharded else unit.shard.nbytes
+        use["parameters"] += (unit.unsharded.nbytes if own_unsharded else 0) + (
+            0 if offloads else shard_bytes
+        )
+        host += shard_bytes if offloads else 0
         if not unit.trains:
             continue
-        whole = unit.incoming.memory.nbytes if unit.incoming.memory.stays else 0
-        kept = unit.incoming.memory.tensor
+        buffer_bytes = unit.grad_buffer.memory.nbytes if unit.grad_buffer.memory.persistent else 0
+        buffer = unit.grad_buffer.memory.tensor
         in_place = (
-            kept is not None and kept.untyped_storage()._cdata == unit.gradient.untyped_storage()._cdata
+            buffer is not None and buffer.untyped_storage()._cdata == unit.grad_shard.untyped_storage()._cdata
         )
-        use["gradients"] += whole + (0 if offloads or in_place else unit.gradient.nbytes)
-        host += unit.gradient.nbytes if offloads else 0
-        separate = unit.master is not unit.piece
+        use["gradients"] += buffer_bytes + (0 if offloads or in_place else unit.grad_shard.nbytes)
+        host += unit.grad_shard.nbytes if offloads else 0
+        separate = unit.master is not unit.shard
         use["master"] += unit.master.nbytes if separate and plan.offload == "none" else 0
         host += unit.master.nbytes if separate and offloads else 0
-    use["gradients"] += held.residual_bytes
+    use["gradients"] += model.residual_bytes
     if offloads:
         host, use["optimizer"] = host + use["optimizer"], 0
     return MemoryUse(
-        **use, buffers=held.buffer_bytes, activations=activation_bytes, host=host, disk=owned.disk_bytes
+        **use,
+        buffers=model.buffer_bytes,
+        activations=activation_bytes,
+        host=host,
+        disk=optimizer.disk_bytes,
     )
 
 
@@ -51,27 +61,29 @@ def estimated_bytes(
 ) -> MemoryUse:
     """Estimate what `allocated_bytes` returns after a step.
 
-    `states_per_element`: of the optimizer. `scratch_bytes`: of a named algorithm.
+    `states_per_element`: of the optimizer. `scratch_bytes`: receive buffers of a named algorithm.
     """
     return model_state_bytes(
         layout,
         plan,
         states_per_element=states_per_element,
-        incoming_bytes=incoming(plan, groups).itemsize,
-        exchanges=exchanges(plan, groups),
-        receives=receives(plan, groups) and not _reads_in_place(plan, groups),
+        incoming_bytes=grad_buffer_dtype(plan, groups).itemsize,
+        exchanges=exchanges_contributions(plan, groups),
+        receives=receives_contributions(plan, groups) and not _reads_in_place(plan, groups),
         shares=shares_parameters(plan, groups),
         scratch_bytes=scratch_bytes,
         activation_bytes=activation_bytes,
     )
 
 
-def terms_of(plan: Plan, groups: DataGroups, host_size: int) -> TransportFacts:
-    """What the transport of these groups decides of a step's traffic."""
-    narrow = incoming(plan, groups).itemsize
-    return TransportFacts(narrow, shares_parameters(plan, groups), exchanges(plan, groups), host_size)
+def transport_facts(plan: Plan, groups: DataGroups, host_size: int) -> TransportFacts:
+    """The properties of these groups' transport that determine a step's traffic."""
+    grad_bytes = grad_buffer_dtype(plan, groups).itemsize
+    return TransportFacts(
+        grad_bytes, shares_parameters(plan, groups), exchanges_contributions(plan, groups), host_size
+    )
 
 
 def _reads_in_place(plan: Plan, groups: DataGroups) -> bool:
-    """Whether peers' contributions to a sum are read where they lie."""
-    return shares_memory(groups.replicate if exchanges(plan, groups) else groups.reductions)
+    """Whether a reduction reads the peers' contributions in place."""
+    return shares_memory(groups.replicate if exchanges_contributions(plan, groups) else groups.reduce_scatter)

@@ -1,13 +1,16 @@
-"""How gradients are added up over the data ranks: as they are, rounded, or compressed. The plan's answer.
+"""Gradient reductions over the data ranks, as chosen by the plan: as they are, rounded, compressed, or by a
+named algorithm.
 
-[Note: one sum or two]
-Ranks along `shard` add up into their ranges; the ranks along `replicate`, which hold copies of a range, then
-add up those. Where one sum over all data ranks does it all (`adds_at_once`), the second falls away.
+[Note: one or two reductions]
+The ranks along `shard` reduce-scatter into their ranges; the ranks along `replicate`, which hold copies of a
+range, then all-reduce those. If one reduction over all data ranks does everything (`is_single`), there is no
+second one.
 
-[Note: what a compressed sum keeps]
-What the codes and factors of a step lost is part of the next one's gradient. A step that is not taken, or
-weights that come from elsewhere, make it another training's: `forget`. It is a sum like the gradient, so a
-loss scale is in it: `scale` when that changes. It is not saved, see `reduce` in `plan/plan.py`.
+[Note: residuals of compressed reductions]
+The error that codecs and factors made in a step is added to the next step's gradient (error feedback). After
+a skipped step, or when weights are loaded, residuals belong to another training: `discard_residuals`. They
+are sums like the gradient and contain the loss scale: `scale_residuals` when it changes. They are not saved,
+see `reduce` in `plan/plan.py`.
 """
 
 from collections.abc import Sequence
@@ -39,82 +42,83 @@ from plait.plan import Layout, Plan, adds_at_once, compresses, room_bytes
 
 @dataclass(frozen=True)
 class ReplicaReduction:
-    """Replicas add up a range. `summed` is in use, and holds the sum when `pending` has been waited for."""
+    """An all-reduce of a range over replicas. `tensor` is in use, and holds the sum after `work.wait()`."""
 
-    summed: Tensor
-    pending: Work
-    buffer_bytes: int  # of `summed`, where it is a copy
+    tensor: Tensor
+    work: Work
+    buffer_bytes: int  # of `tensor`, if it is a copy
 
 
 class GradReduction(Protocol):
-    """Adds up contributions of units, in one order on all ranks."""
+    """Reduces units' gradients, in one order on all ranks."""
 
-    at_once: bool  # see [Note: one sum or two]
+    is_single: bool  # see [Note: one or two reductions]
 
-    scratch_bytes: int  # what an algorithm holds for what it has received
+    scratch_bytes: int  # receive buffers of a named algorithm
 
     @property
     def residual_bytes(self) -> int:
-        """What lives from step to step."""
+        """Bytes that live from step to step."""
 
-    def start(self, unit: FlatParam, contribution: Tensor) -> ReduceWork:
-        """Of the range that this rank owns. `contribution` is in use, and may be overwritten, until then."""
+    def start(self, unit: FlatParam, grads: Tensor) -> ReduceWork:
+        """Start the reduction into this rank's range. Until it has finished `grads`, the unsharded gradient,
+        is in use and may be overwritten."""
 
-    def start_between(self, unit: FlatParam, summed: Tensor) -> ReplicaReduction:
-        """What `start` summed, over the replicas."""
+    def start_replica_reduction(self, unit: FlatParam, reduced: Tensor) -> ReplicaReduction:
+        """Start the all-reduce over replicas of the result of `start`."""
 
-    def forget(self) -> None:
-        """See [Note: what a compressed sum keeps]. Nothing may be under way."""
+    def discard_residuals(self) -> None:
+        """See [Note: residuals of compressed reductions]. No reduction may be in flight."""
 
-    def scale(self, factor: float) -> None:
-        """From now on gradients are `factor` times what they were."""
+    def scale_residuals(self, factor: float) -> None:
+        """Multiply residuals by `factor`, as the loss scale has been."""
 
 
 class DefaultReduction:
-    """Gradients travel as they are, or rounded to bf16."""
+    """Gradients are sent as they are, or rounded to bf16."""
 
     scratch_bytes = 0
 
-    def __init__(self, groups: DataGroups, device: torch.device, *, exchanges: bool, rounded: bool) -> None:
-        """`exchanges`: replicas send each other their contributions as they are. `rounded`: gradients travel
-        in bf16, whatever they are."""
-        self.at_once = exchanges
+    def __init__(self, groups: DataGroups, device: torch.device, *, exchanges: bool, rounds: bool) -> None:
+        """`exchanges`: replicas send each other their gradients as they are. `rounds`: gradients are sent in
+        bf16, whatever their dtype."""
+        self.is_single = exchanges
         self._groups = groups
         self._device = device
-        self._rounded = rounded
+        self._rounds = rounds
 
     @property
     def residual_bytes(self) -> int:
         return 0
 
-    def start(self, unit: FlatParam, contribution: Tensor) -> ReduceWork:
-        copied = self._rounded and contribution.dtype != torch.bfloat16
+    def start(self, unit: FlatParam, grads: Tensor) -> ReduceWork:
+        copied = self._rounds and grads.dtype != torch.bfloat16
         if copied:
-            contribution = unit.cut.lend(contribution.numel(), torch.bfloat16).copy_(contribution)
-        if self.at_once:
-            summing = start_exchange(contribution, self._groups.replicate, label=unit.layout.name)
+            grads = unit.config.allocate_grad(grads.numel(), torch.bfloat16).copy_(grads)
+        if self.is_single:
+            work = start_exchange(grads, self._groups.replicate, label=unit.layout.name)
         else:
-            summing = start_scattered_sum(contribution, self._groups.reductions, label=unit.layout.name)
-        summing.buffer_bytes += contribution.nbytes if copied else 0
-        return summing
+            work = start_scattered_sum(grads, self._groups.reduce_scatter, label=unit.layout.name)
+        work.buffer_bytes += grads.nbytes if copied else 0
+        return work
 
-    def start_between(self, unit: FlatParam, summed: Tensor) -> ReplicaReduction:
-        if summed.device != self._device or self._rounded:
-            summed = summed.to(self._device, torch.bfloat16 if self._rounded else summed.dtype)
-        pending = start_all_reduce(summed, self._groups.replicate, label=unit.layout.name)
-        return ReplicaReduction(summed, pending, 0 if summed is unit.gradient else summed.nbytes)
+    def start_replica_reduction(self, unit: FlatParam, reduced: Tensor) -> ReplicaReduction:
+        if reduced.device != self._device or self._rounds:
+            reduced = reduced.to(self._device, torch.bfloat16 if self._rounds else reduced.dtype)
+        work = start_all_reduce(reduced, self._groups.replicate, label=unit.layout.name)
+        return ReplicaReduction(reduced, work, 0 if reduced is unit.grad_shard else reduced.nbytes)
 
-    def forget(self) -> None:
-        """Nothing is kept."""
+    def discard_residuals(self) -> None:
+        """There are none."""
 
-    def scale(self, factor: float) -> None:
-        """Nothing is kept."""
+    def scale_residuals(self, factor: float) -> None:
+        """There are none."""
 
 
 class CompressedReduction:
-    """Gradients travel in codes or as factors. See [Note: what a compressed sum keeps]."""
+    """Gradients are sent encoded or as low-rank factors. See [Note: residuals of compressed reductions]."""
 
-    scratch_bytes = 0  # a room, which is foretold with its plan
+    scratch_bytes = 0  # its scratch is part of the memory estimate of compression
 
     def __init__(
         self,
@@ -122,59 +126,61 @@ class CompressedReduction:
         plan: Plan,
         groups: DataGroups,
         device: torch.device,
-        meter: ByteTracker,
+        tracker: ByteTracker,
     ) -> None:
-        """`units`: those that train."""
-        self.at_once = adds_at_once(plan)
+        """`units`: the trainable ones."""
+        self.is_single = adds_at_once(plan)
         self._device = device
         self._groups = groups
-        first = groups.at_once if self.at_once else groups.reductions
-        wanted = [first] if self.at_once else [first, groups.replicate]
-        rooms = room_bytes(Layout(tuple(unit.layout for unit in units)), plan)
+        first = groups.dp_reduce if self.is_single else groups.reduce_scatter
+        wanted = [first] if self.is_single else [first, groups.replicate]
+        scratch_sizes = room_bytes(Layout(tuple(unit.layout for unit in units)), plan)
         self._first: dict[FlatParam, Compressor] = {}
-        self._between: dict[FlatParam, Compressor] = {}
-        for group, num_bytes in zip([g for g in wanted if g.size > 1], rooms, strict=True):
-            room = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-            meter.hold(num_bytes)  # for good
+        self._over_replicas: dict[FlatParam, Compressor] = {}
+        for group, num_bytes in zip([g for g in wanted if g.size > 1], scratch_sizes, strict=True):
+            scratch = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+            tracker.add(num_bytes)  # never freed
             for unit in units:
                 if plan.factor_rank is not None:
-                    self._first[unit] = PowerSGDReduce(unit.layout, plan.factor_rank, group, room)
+                    self._first[unit] = PowerSGDReduce(unit.layout, plan.factor_rank, group, scratch)
                 elif group is first:
-                    self._first[unit] = CompressedReduce(unit.layout.numel, group, CODECS[plan.reduce], room)
+                    self._first[unit] = CompressedReduce(
+                        unit.layout.numel, group, CODECS[plan.reduce], scratch
+                    )
                 else:
                     numel = unit.layout.range_numel
-                    self._between[unit] = CompressedReduce(numel, group, CODECS[plan.reduce], room)
+                    self._over_replicas[unit] = CompressedReduce(numel, group, CODECS[plan.reduce], scratch)
 
     @property
     def residual_bytes(self) -> int:
-        return sum(tensor.nbytes for summer in self._all() for tensor in summer.kept)
+        return sum(tensor.nbytes for compressor in self._compressors() for tensor in compressor.kept)
 
-    def start(self, unit: FlatParam, contribution: Tensor) -> ReduceWork:
+    def start(self, unit: FlatParam, grads: Tensor) -> ReduceWork:
         label = unit.layout.name
         if unit in self._first:
-            return self._first[unit].start(contribution, (unit.start, unit.stop), label=label)
-        return start_scattered_sum(contribution, self._groups.reductions, label=label)  # of one rank
+            return self._first[unit].start(grads, (unit.start, unit.stop), label=label)
+        return start_scattered_sum(grads, self._groups.reduce_scatter, label=label)  # over one rank
 
-    def start_between(self, unit: FlatParam, summed: Tensor) -> ReplicaReduction:
-        summed = summed.to(self._device)
-        summing = self._between[unit].start(summed, (0, summed.numel()), label=unit.layout.name)
-        pending = Work(lambda: [*summing.into(summed)])
-        return ReplicaReduction(summed, pending, 0 if summed is unit.gradient else summed.nbytes)
+    def start_replica_reduction(self, unit: FlatParam, reduced: Tensor) -> ReplicaReduction:
+        reduced = reduced.to(self._device)
+        reduce_work = self._over_replicas[unit].start(reduced, (0, reduced.numel()), label=unit.layout.name)
+        work = Work(lambda: [*reduce_work.into(reduced)])
+        return ReplicaReduction(reduced, work, 0 if reduced is unit.grad_shard else reduced.nbytes)
 
-    def forget(self) -> None:
-        for summer in self._all():
-            summer.forget()
+    def discard_residuals(self) -> None:
+        for compressor in self._compressors():
+            compressor.forget()
 
-    def scale(self, factor: float) -> None:
-        for summer in self._all():
-            summer.scale(factor)
+    def scale_residuals(self, factor: float) -> None:
+        for compressor in self._compressors():
+            compressor.scale(factor)
 
-    def _all(self) -> list[Compressor]:
-        return [*self._first.values(), *self._between.values()]
+    def _compressors(self) -> list[Compressor]:
+        return [*self._first.values(), *self._over_replicas.values()]
 
 
 class AlgorithmReduction:
-    """Gradients are added up by an algorithm that the plan names."""
+    """Gradients are reduced by the algorithm that the plan names."""
 
     def __init__(
         self,
@@ -182,91 +188,100 @@ class AlgorithmReduction:
         plan: Plan,
         groups: DataGroups,
         device: torch.device,
-        meter: ByteTracker,
+        tracker: ByteTracker,
     ) -> None:
-        """`units`: those that train."""
-        self.at_once = plan.sums_replicas_at_once
+        """`units`: the trainable ones."""
+        self.is_single = plan.sums_replicas_at_once
         self._device = device
-        self._dtype = torch.bfloat16 if rounds(plan, groups) else Precision.of(plan).master
+        self._dtype = torch.bfloat16 if rounds_to_bf16(plan, groups) else Precision.from_plan(plan).master
         self._over = {
-            g: AlgorithmReduce(plan.algorithm, g) for g in (groups.reductions, groups.replicate) if g.size > 1
+            g: AlgorithmReduce(plan.algorithm, g)
+            for g in (groups.reduce_scatter, groups.replicate)
+            if g.size > 1
         }
         self._groups = groups
         largest = max((unit.layout.numel for unit in units), default=0)  # a stage may be frozen
-        ranged = largest if self.at_once else largest // groups.reductions.size
+        largest_range = largest if self.is_single else largest // groups.reduce_scatter.size
         self.scratch_bytes = 0
-        for group, numel in ((groups.reductions, largest), (groups.replicate, ranged)):
+        for group, numel in ((groups.reduce_scatter, largest), (groups.replicate, largest_range)):
             if group in self._over:
-                scratch_numel = self._over[group].scratch_numel(numel, scatter=group is groups.reductions)
+                scratch_numel = self._over[group].scratch_numel(numel, scatter=group is groups.reduce_scatter)
                 self._over[group].reserve(scratch_numel * self._dtype.itemsize)
                 self.scratch_bytes += scratch_numel * self._dtype.itemsize
-        meter.hold(self.scratch_bytes)  # for good
+        tracker.add(self.scratch_bytes)  # never freed
 
     @property
     def residual_bytes(self) -> int:
         return 0
 
-    def start(self, unit: FlatParam, contribution: Tensor) -> ReduceWork:
-        given = contribution.to(self._dtype)
+    def start(self, unit: FlatParam, grads: Tensor) -> ReduceWork:
+        cast = grads.to(self._dtype)
         label = unit.layout.name
-        group = self._groups.replicate if self.at_once else self._groups.reductions
+        group = self._groups.replicate if self.is_single else self._groups.reduce_scatter
         if group not in self._over:
-            return start_scattered_sum(given, group, label=label)  # of one rank
-        summing = self._over[group].start_sum(given, scatter=not self.at_once, label=label)
-        summing.buffer_bytes += 0 if given is contribution else given.nbytes
-        return summing
+            return start_scattered_sum(cast, group, label=label)  # over one rank
+        work = self._over[group].start_sum(cast, scatter=not self.is_single, label=label)
+        work.buffer_bytes += 0 if cast is grads else cast.nbytes
+        return work
 
-    def start_between(self, unit: FlatParam, summed: Tensor) -> ReplicaReduction:
-        summed = summed.to(self._device, self._dtype)
-        pending = self._over[self._groups.replicate].start_all_reduce(summed, label=unit.layout.name)
-        return ReplicaReduction(summed, pending, 0 if summed is unit.gradient else summed.nbytes)
+    def start_replica_reduction(self, unit: FlatParam, reduced: Tensor) -> ReplicaReduction:
+        reduced = reduced.to(self._device, self._dtype)
+        work = self._over[self._groups.replicate].start_all_reduce(reduced, label=unit.layout.name)
+        return ReplicaReduction(reduced, work, 0 if reduced is unit.grad_shard else reduced.nbytes)
 
-    def forget(self) -> None:
-        """Nothing is kept."""
+    def discard_residuals(self) -> None:
+        """There are none."""
 
-    def scale(self, factor: float) -> None:
-        """Nothing is kept."""
-
-
-def receives(plan: Plan, groups: DataGroups) -> bool:
-    """Whether who adds up takes each peer's contribution as it is."""
-    return exchanges(plan, groups) or (plan.algorithm == "auto" and is_direct(groups.reductions))
+    def scale_residuals(self, factor: float) -> None:
+        """There are none."""
 
 
-def exchanges(plan: Plan, groups: DataGroups) -> bool:
-    """Whether replicas send each other their contributions as they are."""
-    if groups.reductions.size > 1 or plan.micro > 1 or compresses(plan) or plan.algorithm != "auto":
+def receives_contributions(plan: Plan, groups: DataGroups) -> bool:
+    """Whether a range's owner receives each peer's contribution as it is and sums them itself."""
+    return exchanges_contributions(plan, groups) or (
+        plan.algorithm == "auto" and is_direct(groups.reduce_scatter)
+    )
+
+
+def exchanges_contributions(plan: Plan, groups: DataGroups) -> bool:
+    """Whether replicas send each other their unsharded gradients as they are."""
+    if groups.reduce_scatter.size > 1 or plan.micro > 1 or compresses(plan) or plan.algorithm != "auto":
         return False
-    precision = Precision.of(plan)
+    precision = Precision.from_plan(plan)
     narrow = torch.bfloat16 if plan.reduce == "bf16" else precision.compute
     return sends_narrow(groups.replicate, narrow, precision.master)
 
 
-def rounds(plan: Plan, groups: DataGroups) -> bool:
-    """Whether gradients are rounded to bf16. What travels nowhere is not."""
-    return plan.reduce == "bf16" and groups.all.size > 1
+def rounds_to_bf16(plan: Plan, groups: DataGroups) -> bool:
+    """Whether gradients are rounded to bf16. Gradients that are not sent are not rounded."""
+    return plan.reduce == "bf16" and groups.dp.size > 1
 
 
-def incoming(plan: Plan, groups: DataGroups) -> torch.dtype:
-    """Whole gradients are narrow where each reduction takes one contribution per rank and they travel so.
+def grad_buffer_dtype(plan: Plan, groups: DataGroups) -> torch.dtype:
+    """The dtype of unsharded gradients: narrow if each reduction sends one narrow contribution per rank.
 
-    See [Note: narrow tensors on the wire ...] in `comm/torch_link.py`. Compression adds to them what it has
-    kept, and leaves sums in them.
+    See [Note: narrow tensors on the wire ...] in `comm/torch_transport.py`. Compression adds its residuals to
+    the buffer and leaves sums in it, so it is wide.
     """
-    precision = Precision.of(plan)
+    precision = Precision.from_plan(plan)
     if compresses(plan) or (plan.accumulates_whole and plan.micro > 1):
         return precision.master
-    if rounds(plan, groups):
+    if rounds_to_bf16(plan, groups):
         return torch.bfloat16
-    return precision.compute if receives(plan, groups) else precision.master
+    return precision.compute if receives_contributions(plan, groups) else precision.master
 
 
 def reduction_of_plan(
-    units: Sequence[FlatParam], plan: Plan, groups: DataGroups, device: torch.device, meter: ByteTracker
+    units: Sequence[FlatParam], plan: Plan, groups: DataGroups, device: torch.device, tracker: ByteTracker
 ) -> GradReduction:
-    """`units`: those that train."""
+    """Build the plan's reduction. `units`: the trainable ones."""
     if compresses(plan):
-        return CompressedReduction(units, plan, groups, device, meter)
+        return CompressedReduction(units, plan, groups, device, tracker)
     if plan.algorithm != "auto" and plan.dp > 1:
-        return AlgorithmReduction(units, plan, groups, device, meter)
-    return DefaultReduction(groups, device, exchanges=exchanges(plan, groups), rounded=rounds(plan, groups))
+        return AlgorithmReduction(units, plan, groups, device, tracker)
+    return DefaultReduction(
+        groups,
+        device,
+        exchanges=exchanges_contributions(plan, groups),
+        rounds=rounds_to_bf16(plan, groups),
+    )

@@ -1,21 +1,21 @@
-"""Ranks that hold the same weights hold the same bits of them: looked at now and then, by digests.
+"""Check that replicated weights are bitwise equal on all ranks, by comparing digests.
 
-[Note: what is compared]
-What the model computes with, and master weights where those are tensors of their own. Copies are on the ranks
-along `replicate`; on those along `shard`, where each has whole parameters in a memory of its own; on those
-of a grid, where no axis cuts a tensor; and on stages that share a parameter. `ShardMap` says who holds which
-boxes of what, so all of them are one case: the same boxes of the same tensor. The ranks along `shard` add up
-their digests of what is cut over it first.
+[Note: compared tensors]
+The parameters that the model computes with, and master weights if those are separate tensors. Copies are on
+the ranks along `replicate`; along `shard` if each has unsharded parameters in its own memory; on a
+tensor-parallel grid if no axis shards a tensor; and on stages that share a parameter. `ShardMap` contains the
+boxes of every rank, so all of these are one case: equal boxes of one tensor. The ranks along `shard` first
+sum their digests of tensors that are sharded over it.
 
 [Note: digests]
-The bits, taken for integers of 64, each multiplied by an odd number that follows from its place in the piece,
-and added up modulo 2 ** 64. A change of one of them is found for certain; sums over parts can be added.
-Nothing is copied but a block at a time, which stays in cache.
+The bits are read as 64-bit integers, each multiplied by an odd factor that depends on its position in the
+tensor, and summed modulo 2 ** 64. A change of a single integer is always detected; digests of parts can be
+added. Memory is read one block at a time, which stays in cache.
 
-[Note: one message]
-A table with a line for every tensor that has copies: of its digest d and of ~d the largest over all ranks.
-They are each other's complement just where all d are equal, so every rank finds the same. Only then is asked
-who differs.
+[Note: one collective]
+A table with a row for each tensor that has copies: the maximum over all ranks of its digest d, and of ~d. The
+two are complements exactly if all d are equal, so every rank gets the same result. Only on a difference are
+the ranks' digests gathered.
 """
 
 from collections import Counter
@@ -33,16 +33,16 @@ from plait.parallel.zero.shard_map import ShardMap
 from plait.plan import Boxes, Grid
 from plait.plan.layout import ALIGNMENT
 
-_NOTHING = -(2**63)  # what a rank says of that which it does not hold
+_NOT_HELD = -(2**63)  # the digest of a tensor that a rank does not have
 _BLOCK = 2**15  # integers; on a CPU they and their factors stay in cache
 _BLOCK_GPU = 2**21  # each costs a few launches
 _ODD = 0x9E3779B97F4A7C15
-_MOST_RANKS = 8  # that a letter names
+_MAX_SHOWN = 8  # in a message
 
 
 @dataclass(frozen=True)
 class ReplicatedTensor:
-    """A tensor of which several ranks may have the same boxes."""
+    """Boxes of a tensor that several ranks may have."""
 
     kind: str  # weights or master weights
     name: str
@@ -51,23 +51,23 @@ class ReplicatedTensor:
 
 @dataclass(frozen=True)
 class _Part:
-    """Of one on this rank: flat, and where it begins in its piece. `is_range`: peers along `shard` have the
-    rest."""
+    """This rank's part of one: flat, from element `start` of its boxes. `is_range`: peers along `shard` have
+    the rest."""
 
-    of: ReplicatedTensor
+    tensor: ReplicatedTensor
     flat: Tensor
     start: int
     is_range: bool
 
 
 class ReplicaCheck:
-    """The units of all stages that a rank has, and who else has what of them."""
+    """The units of this rank's stages, and the number of copies of their tensors."""
 
     def __init__(
         self,
         units: Sequence[FlatParam],
-        cut: FlatParamConfig,
-        holdings: ShardMap,
+        config: FlatParamConfig,
+        shard_map: ShardMap,
         groups: DataGroups,
         mesh: Mesh,
     ) -> None:
@@ -75,114 +75,120 @@ class ReplicaCheck:
         self._groups = groups
         self._grid = mesh.grid
         self._device = mesh.world.device
-        self._has_wholes = cut.whole_parameters and cut.share is None
-        data_copies = groups.all.size if self._has_wholes else groups.replicate.size
+        self._has_unsharded = config.keeps_params_unsharded and config.allocate_shared is None
+        data_copies = groups.dp.size if self._has_unsharded else groups.replicate.size
         copies: Counter[ReplicatedTensor] = Counter()
-        for layouts in holdings.layouts:
+        for layouts in shard_map.layouts:
             for unit in (unit for layout in layouts.values() for unit in layout.units):
                 for piece in unit.pieces:
                     copies[ReplicatedTensor("weights", piece.name, piece.boxes)] += data_copies
-                    if cut.has_masters and unit.trains:
+                    if config.has_masters and unit.trains:
                         copies[ReplicatedTensor("master weights", piece.name, piece.boxes)] += (
                             groups.replicate.size
                         )
-        several = (copied for copied, number in copies.items() if number > 1)
-        self._line_of = {copied: line for line, copied in enumerate(several)}
+        replicated = (tensor for tensor, num_copies in copies.items() if num_copies > 1)
+        self._row_of = {tensor: row for row, tensor in enumerate(replicated)}
 
     def check(self) -> None:
-        """Raises RunError, on all ranks alike, when copies differ. Every rank must call it, between steps."""
-        if not self._line_of:
+        """Raise RunError on all ranks if copies differ. Every rank must call it, between steps."""
+        if not self._row_of:
             return
-        size = len(self._line_of)
-        mine = [_NOTHING] * (2 * size)
-        for copied, digest in self._digests():
-            line = self._line_of[copied]
-            mine[line] = max(mine[line], digest)
-            mine[size + line] = max(mine[size + line], ~digest)
-        table = torch.tensor(mine, device=self._device)
-        all_reduce(table, self._groups.everyone, "max", label="digests of weights")
-        found = table.tolist()
-        differing = [copied for copied, line in self._line_of.items() if found[line] != ~found[size + line]]
+        num_rows = len(self._row_of)
+        local = [_NOT_HELD] * (2 * num_rows)
+        for tensor, digest in self._digests():
+            row = self._row_of[tensor]
+            local[row] = max(local[row], digest)
+            local[num_rows + row] = max(local[num_rows + row], ~digest)
+        table = torch.tensor(local, device=self._device)
+        all_reduce(table, self._groups.world, "max", label="digests of weights")
+        highest = table.tolist()
+        differing = [
+            tensor for tensor, row in self._row_of.items() if highest[row] != ~highest[num_rows + row]
+        ]
         if differing:
-            line = self._line_of[differing[0]]
-            raise _letter(differing, self._by_value(mine[line], mine[size + line]), self._grid)
+            row = self._row_of[differing[0]]
+            raise _replica_error(
+                differing, self._ranks_by_value(local[row], local[num_rows + row]), self._grid
+            )
 
     def _digests(self) -> Iterator[tuple[ReplicatedTensor, int]]:
-        """Of what this rank holds and others may."""
-        digester = Digest()
-        parts = [(part, digester.of(part.flat, part.start).to(self._device)) for part in self._parts()]
+        """Digests of the replicated tensors that this rank has."""
+        digest_of = Digest()
+        parts = [(part, digest_of.compute(part.flat, part.start).to(self._device)) for part in self._parts()]
         if not parts:
             return
-        found = torch.stack([digest for _, digest in parts])
+        local = torch.stack([digest for _, digest in parts])
         is_range = torch.tensor([part.is_range for part, _ in parts], device=self._device)
-        summed = torch.where(is_range, found, 0)
-        all_reduce(summed, self._groups.gathers, label="digests of weights")
-        for (part, _), digest in zip(parts, torch.where(is_range, summed, found).tolist(), strict=True):
-            yield part.of, digest
+        summed = torch.where(is_range, local, 0)
+        all_reduce(summed, self._groups.all_gather, label="digests of weights")
+        for (part, _), digest in zip(parts, torch.where(is_range, summed, local).tolist(), strict=True):
+            yield part.tensor, digest
 
     def _parts(self) -> Iterator[_Part]:
-        """The same ones on all ranks along `shard`: of a piece of which this one has nothing, nothing."""
+        """The same tensors on all ranks along `shard`; an empty part if this rank has nothing of one."""
         for unit in self._units:
-            whole = (0, unit.layout.numel)
-            own = (unit.start, unit.stop)
-            if self._has_wholes:
-                yield from self._of("weights", unit, unit.storage, *whole)
+            full_range = (0, unit.layout.numel)
+            own_range = (unit.start, unit.stop)
+            if self._has_unsharded:
+                yield from self._parts_of("weights", unit, unit.storage, *full_range)
             else:
-                yield from self._of("weights", unit, unit.piece, *own)
-            if unit.master is not unit.piece:
-                yield from self._of("master weights", unit, unit.master, *own)
-                unit.cut.masters.forget(unit.master)
+                yield from self._parts_of("weights", unit, unit.shard, *own_range)
+            if unit.master is not unit.shard:
+                yield from self._parts_of("master weights", unit, unit.master, *own_range)
+                unit.config.master_allocator.evict(unit.master)
 
-    def _of(self, kind: str, unit: FlatParam, flat: Tensor, start: int, stop: int) -> Iterator[_Part]:
-        """What lies in `flat`, which is [start, stop) of the unit's storage."""
+    def _parts_of(self, kind: str, unit: FlatParam, flat: Tensor, start: int, stop: int) -> Iterator[_Part]:
+        """The parts in `flat`, which is [start, stop) of the unit's storage."""
         overlaps = {overlap.piece.name: overlap for overlap in unit.layout.overlaps(start, stop)}
         for piece in unit.layout.pieces:
-            copied = ReplicatedTensor(kind, piece.name, piece.boxes)
-            if copied not in self._line_of:
+            tensor = ReplicatedTensor(kind, piece.name, piece.boxes)
+            if tensor not in self._row_of:
                 continue
             overlap = overlaps.get(piece.name)
             if overlap is None:
-                yield _Part(copied, flat[:0], 0, is_range=True)
+                yield _Part(tensor, flat[:0], 0, is_range=True)
                 continue
-            numel = -(-(overlap.stop - overlap.start) // ALIGNMENT) * ALIGNMENT  # behind a piece are zeros
+            # Parameters are followed by zeros.
+            numel = -(-(overlap.stop - overlap.start) // ALIGNMENT) * ALIGNMENT
             part = flat[overlap.at : overlap.at + numel]
-            yield _Part(copied, part, overlap.start, is_range=stop - start < unit.layout.numel)
+            yield _Part(tensor, part, overlap.start, is_range=stop - start < unit.layout.numel)
 
-    def _by_value(self, high: int, low: int) -> dict[tuple[int, int], list[int]]:
-        """The ranks that hold a tensor, by what they hold, the first rank's first. `low`: the largest of this
-        rank's complements; it has several digests where it has several stages."""
-        group = self._groups.everyone
+    def _ranks_by_value(self, high: int, low: int) -> dict[tuple[int, int], list[int]]:
+        """Gather a tensor's digests and group the ranks that have it by them, in rank order. `high`, `low`:
+        the maxima of this rank's digests and of their complements; with several stages it may have
+        several."""
+        group = self._groups.world
         table = torch.empty(2 * group.size, dtype=torch.long, device=self._device)
         all_gather(table, torch.tensor([high, low], device=self._device), group, label="digests of weights")
-        found: dict[tuple[int, int], list[int]] = {}
-        for rank, (its_high, its_low) in enumerate(table.view(-1, 2).tolist()):
-            if (its_high, its_low) != (_NOTHING, _NOTHING):
-                found.setdefault((its_high, its_low), []).append(rank)
-        return found
+        ranks: dict[tuple[int, int], list[int]] = {}
+        for rank, (rank_high, rank_low) in enumerate(table.view(-1, 2).tolist()):
+            if (rank_high, rank_low) != (_NOT_HELD, _NOT_HELD):
+                ranks.setdefault((rank_high, rank_low), []).append(rank)
+        return ranks
 
 
 class Digest:
-    """See [Note: digests]."""
+    """Computes digests. See [Note: digests]."""
 
     def __init__(self) -> None:
         self._factors: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
-    def of(self, flat: Tensor, start: int) -> Tensor:
-        """Of elements that begin at `start` of what they are part of; an int64 scalar where they are."""
+    def compute(self, flat: Tensor, start: int) -> Tensor:
+        """The digest of the elements from `start` on of some tensor; an int64 scalar on their device."""
         words = flat.view(torch.long)
-        factors, scratch = self._on(flat.device)
+        factors, scratch = self._factors_on(flat.device)
         at = start * flat.itemsize // 8
         total = torch.zeros((), dtype=torch.long, device=flat.device)
         while words.numel():
-            number, place = divmod(at, len(factors))
-            size = min(len(factors) - place, words.numel())
-            torch.mul(words[:size], factors[place : place + size], out=scratch[:size])
-            total += scratch[:size].sum() * _signed(pow(_ODD, number + 1, 2**64))
+            block, offset = divmod(at, len(factors))
+            size = min(len(factors) - offset, words.numel())
+            torch.mul(words[:size], factors[offset : offset + size], out=scratch[:size])
+            total += scratch[:size].sum() * _signed(pow(_ODD, block + 1, 2**64))
             words, at = words[size:], at + size
         return total
 
-    def _on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Odd factors of a block, the same on all devices of a kind, and memory for a block."""
+    def _factors_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The odd factors of a block, equal on all devices of a kind, and scratch for a block."""
         if device not in self._factors:
             generator = torch.Generator().manual_seed(0)
             size = _BLOCK_GPU if device.type == "cuda" else _BLOCK
@@ -192,33 +198,33 @@ class Digest:
 
 
 def _signed(value: int) -> int:
-    """The same bits as an integer with a sign."""
+    """The same bits as a signed integer."""
     return value - 2**64 if value >= 2**63 else value
 
 
-def _letter(
+def _replica_error(
     differing: Sequence[ReplicatedTensor], by_value: Mapping[tuple[int, int], list[int]], grid: Grid
 ) -> RunError:
     first = differing[0]
-    most = max(by_value.values(), key=len)  # of several the one with the first rank
+    most = max(by_value.values(), key=len)  # of several, the one with the lowest rank
     others = sorted(rank for ranks in by_value.values() if ranks is not most for rank in ranks)
-    names = list(dict.fromkeys(copied.name for copied in differing))
+    names = list(dict.fromkeys(tensor.name for tensor in differing))
     more = f"; and of {len(names) - 1} other parameters" if len(names) > 1 else ""
-    given = f"{first.kind}: other bits on {_ranks(others, grid)} than on {_ranks(most, grid)}{more}"
+    given = f"{first.kind}: different bits on {_ranks(others, grid)} than on {_ranks(most, grid)}{more}"
     if not others:  # one rank has copies of two stages, which differ
-        given = f"{first.kind}: other bits on two stages of {_ranks(most, grid)}{more}"
+        given = f"{first.kind}: different bits on two stages of {_ranks(most, grid)}{more}"
     return RunError(
         f"copies of {first.name} are no longer the same",
         given=given,
-        expected="the same bits on all ranks that hold a weight, step after step",
-        hint="go on from a state that was saved before; a rank that differs again may have faulty hardware",
+        expected="the same bits on all ranks that have a weight, after every step",
+        hint="resume from an earlier checkpoint; a rank that differs again may have faulty hardware",
     )
 
 
 def _ranks(ranks: Sequence[int], grid: Grid) -> str:
-    """By number, a single one with its place."""
+    """Rank numbers for a message; a single one with its coordinates."""
     if len(ranks) == 1:
-        place = " ".join(f"{axis}={at}" for axis, at in grid.coord(ranks[0]).items() if grid.degree(axis) > 1)
-        return f"rank {ranks[0]} ({place})"
-    shown = ", ".join(map(str, ranks[:_MOST_RANKS]))
-    return f"ranks {shown}{f' and {len(ranks) - _MOST_RANKS} more' if len(ranks) > _MOST_RANKS else ''}"
+        coord = " ".join(f"{axis}={at}" for axis, at in grid.coord(ranks[0]).items() if grid.degree(axis) > 1)
+        return f"rank {ranks[0]} ({coord})"
+    shown = ", ".join(map(str, ranks[:_MAX_SHOWN]))
+    return f"ranks {shown}{f' and {len(ranks) - _MAX_SHOWN} more' if len(ranks) > _MAX_SHOWN else ''}"

@@ -1,4 +1,4 @@
-"""Who holds what of a model, over all the ranks that hold one: the same value on each of them."""
+"""The layout of a model over the ranks that together hold one copy: who has which boxes of a tensor."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from plait.plan import Grid, Layout, Piece, Plan, StageAssignment, TPCoord, Unit
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that a state_dict holds: what forward may change, and what a resumed run needs."""
+    """The buffers in a state_dict: forward may change them, and a resumed run needs them."""
     return {
         f"{name}.{key}" if name else key: buffer
         for name, module in model.named_modules()
@@ -20,88 +20,88 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def buffer_dtype(buffer: Tensor, plan: Plan) -> torch.dtype:
-    """What a buffer is kept in."""
+    """The dtype in which a buffer is stored."""
     return torch.float64 if plan.precision == "fp64" and buffer.is_floating_point() else buffer.dtype
 
 
 @dataclass(frozen=True)
 class StandaloneTensor:
-    """A parameter or buffer that lies in no unit."""
+    """A parameter or buffer that is in no unit."""
 
     kind: str  # weights or buffers
-    stage: int  # whose counts
+    stage: int  # the one whose copy is saved
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 @dataclass(frozen=True)
 class ShardMap:
-    """Stages, their units and what lies in none.
+    """Stages, their units and the tensors outside units. The same value on every rank.
 
-    order       the model's parameters by name, in its order
-    layouts     of every rank of the model (pp x row x col, in rank order) the layout of each of its stages
-    loose       what lies in no unit, by name
+    names        the model's parameters, in its order
+    layouts      for every rank of the model (pp x row x col, in rank order) the layout of each of its stages
+    standalone   tensors outside units, by name
     """
 
-    order: tuple[str, ...]
+    names: tuple[str, ...]
     layouts: Sequence[Mapping[int, Layout]]
-    loose: Mapping[str, StandaloneTensor]
+    standalone: Mapping[str, StandaloneTensor]
 
     @classmethod
-    def of(
+    def from_plan(
         cls,
         model: nn.Module,
         facts: Sequence[UnitFact],
-        cut: StageAssignment,
+        assignment: StageAssignment,
         rank_of: Mapping[int, int],
         grid: Grid,
-        places: Sequence[TPCoord],
+        tp_coords: Sequence[TPCoord],
         plan: Plan,
     ) -> "ShardMap":
-        """Of the whole model. `rank_of`: the place on `pp` of each stage. `places`: of the ranks that cut the
-        same layers."""
+        """Lay out a full model. `rank_of`: the `pp` coordinate of each stage. `tp_coords`: of the ranks that
+        shard the same layers."""
         layouts: list[dict[int, Layout]] = []
         for rank in range(grid.degree("pp")):
-            stages = [stage for stage in range(cut.num_stages) if rank_of[stage] == rank]
+            stages = [stage for stage in range(assignment.num_stages) if rank_of[stage] == rank]
             layouts += [
                 {
                     stage: Layout.of(
-                        cut.facts_of(stage, facts),
+                        assignment.facts_of(stage, facts),
                         grid.degree("shard"),
-                        place,
-                        cut.counted_elsewhere(stage),
+                        tp_coord,
+                        assignment.counted_elsewhere(stage),
                     )
                     for stage in stages
                 }
-                for place in places
+                for tp_coord in tp_coords
             ]
-        placed = {tensor.name for unit in facts for tensor in unit.tensors}
+        in_units = {tensor.name for unit in facts for tensor in unit.tensors}
         named = dict(model.named_parameters())
-        loose = {
-            name: StandaloneTensor("weights", cut.homes[name], tuple(p.shape), p.dtype)
+        standalone = {
+            name: StandaloneTensor("weights", assignment.homes[name], tuple(p.shape), p.dtype)
             for name, p in named.items()
-            if name not in placed
+            if name not in in_units
         }
-        loose |= {
+        standalone |= {
             name: StandaloneTensor(
-                "buffers", cut.homes[name], tuple(buffer.shape), buffer_dtype(buffer, plan)
+                "buffers", assignment.homes[name], tuple(buffer.shape), buffer_dtype(buffer, plan)
             )
             for name, buffer in persistent_buffers(model).items()
         }
-        return cls(tuple(named), layouts, loose)
+        return cls(tuple(named), layouts, standalone)
 
     def units(self) -> Iterator[tuple[int, int, dict[int, UnitLayout]]]:
-        """(stage, number in it, the ranks of the model that have it with their layouts) of every unit."""
+        """Every unit as (stage, index in it, the layout on each rank of the model that has it)."""
         for stage in sorted({stage for layouts in self.layouts for stage in layouts}):
-            held = {rank: found[stage].units for rank, found in enumerate(self.layouts) if stage in found}
-            for number in range(len(next(iter(held.values())))):
-                yield stage, number, {rank: units[number] for rank, units in held.items()}
+            by_rank = {rank: own[stage].units for rank, own in enumerate(self.layouts) if stage in own}
+            for index in range(len(next(iter(by_rank.values())))):
+                yield stage, index, {rank: units[index] for rank, units in by_rank.items()}
 
     def pieces(self) -> Iterator[tuple[Piece, bool]]:
-        """Of every parameter that lies in a unit, once: some rank's piece, and whether it trains."""
+        """Every parameter in a unit once: one rank's piece, and whether it trains."""
         seen: set[str] = set()
-        for _, _, held in self.units():
-            unit = next(iter(held.values()))
+        for _, _, by_rank in self.units():
+            unit = next(iter(by_rank.values()))
             for piece in unit.pieces:
                 if piece.name not in seen:
                     seen.add(piece.name)
@@ -109,7 +109,7 @@ class ShardMap:
 
     @property
     def num_parameters(self) -> int:
-        """Trainable elements of whole tensors, each counted once."""
+        """Trainable elements of full tensors, each counted once."""
         return sum(torch.Size(piece.whole_shape).numel() for piece, trains in self.pieces() if trains)
 
     def first_rank(self, stage: int) -> int:

@@ -1,4 +1,4 @@
-"""What a rank owns and updates: ranges of the units' master weights, by the optimizer's groups."""
+"""The optimizer over this rank's shards: ranges of the units' master weights, by optimizer group."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from plait.errors import ConfigError
-from plait.optim import CHUNK, ChunkedOptimizer, FlatSlice, MappedFile, make_optimizer, room_for, state_kinds
+from plait.optim import (
+    CHUNK,
+    ChunkedOptimizer,
+    FlatSlice,
+    MappedFile,
+    make_optimizer,
+    mapped_bytes,
+    state_kinds,
+)
 from plait.parallel.zero.flat_param import FlatParam
 from plait.parallel.zero.groups import Precision
 from plait.plan import Layout, Plan
@@ -26,12 +34,12 @@ class OptimizerSlice:
 
 
 class MasterWeights:
-    """Gives out the memory of master weights: on the plan's device, in host memory, or in a file."""
+    """Allocates master weights: on the plan's device, in host memory, or in a file."""
 
     def __init__(self, plan: Plan, layout: Layout, device: torch.device, folder: Path | None) -> None:
-        """Raises ConfigError when the plan offloads to a folder that there is not, or cannot be used."""
-        self._dtype = Precision.of(plan).master
-        self._home = torch.device("cpu") if plan.offload != "none" else device
+        """Raises ConfigError if the plan offloads to a folder that is missing or unusable."""
+        self._dtype = Precision.from_plan(plan).master
+        self._device = torch.device("cpu") if plan.offload != "none" else device
         self.file: MappedFile | None = None
         if (plan.offload == "disk") != (folder is not None):
             raise ConfigError(
@@ -39,46 +47,46 @@ class MasterWeights:
                 given=f"offload={plan.offload}, folder {folder or 'not given'}",
                 hint="parallelize(..., offload_dir=...), in a recipe run.offload_dir",
             )
-        if folder is not None and Precision.of(plan).compute != self._dtype:
+        if folder is not None and Precision.from_plan(plan).compute != self._dtype:
             ranges = [unit.range_numel for unit in layout.units if unit.trains]
-            self.file = MappedFile(folder, sum(room_for(numel, self._dtype) for numel in ranges))
+            self.file = MappedFile(folder, sum(mapped_bytes(numel, self._dtype) for numel in ranges))
 
-    def new(self, numel: int) -> Tensor:
-        """Zeros for the master weights of a range."""
+    def allocate(self, numel: int) -> Tensor:
+        """Return zeros for the master weights of a range."""
         if self.file is not None:
-            return self.file.take(numel, self._dtype)
-        pin = self._home.type == "cpu" and torch.cuda.is_available()
-        return torch.zeros(numel, dtype=self._dtype, device=self._home, pin_memory=pin)
+            return self.file.allocate(numel, self._dtype)
+        pin = self._device.type == "cpu" and torch.cuda.is_available()
+        return torch.zeros(numel, dtype=self._dtype, device=self._device, pin_memory=pin)
 
-    def forget(self, master: Tensor) -> None:
-        """Takes a range's weights out of memory, if they are in a file."""
+    def evict(self, master: Tensor) -> None:
+        """Drop a range's pages from memory if they are in a file."""
         if self.file is not None and master.numel():
-            self.file.forget(master)
+            self.file.evict(master)
 
 
 class ShardedOptimizer:
-    """The ranges that this rank updates, their optimizer and its states."""
+    """The shards that this rank updates, their optimizer and its states."""
 
     def __init__(
         self,
         units: Sequence[FlatParam],
         plan: Plan,
-        kind: type[torch.optim.Optimizer],
+        optimizer_class: type[torch.optim.Optimizer],
         arguments: Mapping[str, Any],
         groups: Sequence[Mapping[str, Any]],
         masters: MasterWeights,
         folder: Path | None,
     ) -> None:
-        visits = plan.optim_dtype == "bf16" or folder is not None
-        self.slices = {unit: _slices(unit, _longest(unit) if visits else None) for unit in units}
-        self.kinds = state_kinds(kind, arguments)
+        streams_states = plan.optim_dtype == "bf16" or folder is not None
+        self.slices = {unit: _slices(unit, _max_slice(unit) if streams_states else None) for unit in units}
+        self.kinds = state_kinds(optimizer_class, arguments)
         flat = [(unit, part) for unit, parts in self.slices.items() for part in parts]
         self.optimizer = make_optimizer(
-            kind, arguments, [FlatSlice(part.group, part.leaf) for _, part in flat], groups
+            optimizer_class, arguments, [FlatSlice(part.group, part.leaf) for _, part in flat], groups
         )
         self._masters = masters
-        self.has_states = False  # the same on all ranks, also where one owns padding only, or nothing trains
-        self.stepper = ChunkedOptimizer(
+        self.has_states = False  # equal on all ranks, also if one owns padding only, or nothing trains
+        self.chunked = ChunkedOptimizer(
             self.optimizer,
             self.kinds,
             states="bf16" if plan.optim_dtype == "bf16" else "fp32",
@@ -93,25 +101,25 @@ class ShardedOptimizer:
 
     @property
     def disk_bytes(self) -> int:
-        """Of states and master weights in files."""
-        return self.stepper.disk_bytes + (self._masters.file.num_bytes if self._masters.file else 0)
+        """Bytes of states and master weights in files."""
+        return self.chunked.disk_bytes + (self._masters.file.num_bytes if self._masters.file else 0)
 
     def step(self, unit: FlatParam, factor: float, number: int) -> None:
-        """The optimizer's step number `number` of this unit, gradients multiplied by `factor`."""
-        self.stepper.step([part.leaf for part in self.slices[unit]], factor, number)
+        """Run the optimizer's step `number` on this unit, with gradients multiplied by `factor`."""
+        self.chunked.step([part.leaf for part in self.slices[unit]], factor, number)
 
 
-def _longest(unit: FlatParam) -> int:
-    """Elements of a slice whose states visit: on a CPU they stay in cache, a GPU pays for every launch."""
+def _max_slice(unit: FlatParam) -> int:
+    """Elements of a slice with streamed states: on a CPU they stay in cache, a GPU pays for each launch."""
     return CHUNK * 64 if unit.master.is_cuda else CHUNK
 
 
-def _slices(unit: FlatParam, longest: int | None) -> list[OptimizerSlice]:
-    """The unit's owned groups, each in pieces of at most `longest` elements."""
-    found = []
-    for group, low, high in unit.layout.owned_groups(unit.cut.rank):
-        for start in range(low, high, longest or high - low):
-            stop = min(high, start + (longest or high - low))
-            flat = FlatSlice.of(group, unit.master[start:stop], unit.gradient[start:stop])
-            found.append(OptimizerSlice(group, start, stop, flat.leaf))
-    return found
+def _slices(unit: FlatParam, max_numel: int | None) -> list[OptimizerSlice]:
+    """This rank's ranges of the unit's optimizer groups, each in slices of at most `max_numel` elements."""
+    slices = []
+    for group, low, high in unit.layout.owned_groups(unit.config.shard_rank):
+        for start in range(low, high, max_numel or high - low):
+            stop = min(high, start + (max_numel or high - low))
+            flat = FlatSlice.from_views(group, unit.master[start:stop], unit.grad_shard[start:stop])
+            slices.append(OptimizerSlice(group, start, stop, flat.leaf))
+    return slices

@@ -1,9 +1,9 @@
-"""The training state by name: what a checkpoint holds, free of units, ranges and ranks.
+"""The training state by name, as in a checkpoint: independent of units, ranges and ranks.
 
 Keys are `kind/name`: `weights/<parameter>` (master weights), `buffers/<buffer>`, for every state of the
-optimizer `<state>/<parameter>` (`exp_avg/...`) in the parameter's shape or, for what it counts once per
-parameter, `scalar.<state>/<parameter>` (`scalar.step/...`; `number.` where it is a Python number), and
-`engine/...` for what the engine itself counts.
+optimizer `<state>/<parameter>` (`exp_avg/...`) in the parameter's shape or, for counters, one per
+parameter, `scalar.<state>/<parameter>` (`scalar.step/...`; `number.` if it is a Python number), and
+`engine/...` for the engine's own counters.
 """
 
 import functools
@@ -23,287 +23,303 @@ from plait.parallel.zero.state_io import StateReader, StateShard, slice_boxes, w
 from plait.plan import Boxes, Overlap, UnitLayout
 
 _Value = TypeVar("_Value")
-_OURS = ("weights", "buffers", "engine")
-_SHARED_BYTES = 2**16  # that each of several ranks saves of what all of them hold
+_NOT_OPTIMIZER = ("weights", "buffers", "engine")
+_MIN_CHUNK_BYTES = 2**16  # smaller replicated tensors are saved by one rank instead of in chunks
 
 
 def scalar_device(group: Mapping[str, Any], leaf: Tensor) -> torch.device:
-    """Where torch's optimizers keep counters such as `step`: on the CPU, unless a kernel reads them."""
+    """The device of an optimizer's counters such as `step`: the CPU, unless a kernel reads them."""
     in_kernel = group.get("fused") or group.get("capturable")
     return leaf.device if in_kernel else torch.device("cpu")
 
 
 class ShardedState:
-    """Reads and writes the state of a model, its units and their optimizer.
+    """Saves and loads the state of a model, its units and their optimizer.
 
-    Reading is collective over the ranks that together hold one copy; the first of them gets what is whole.
+    Collecting full tensors is a collective over the ranks that together hold one copy; the first of them gets
+    the result.
     """
 
     def __init__(
         self,
         modules: Mapping[int, nn.Module],
         units: Mapping[int, Sequence[FlatParam]],
-        owned: ShardedOptimizer,
-        cut: FlatParamConfig,
+        optimizer: ShardedOptimizer,
+        config: FlatParamConfig,
         shard: Group,
         model: Group,
         replicate: Group,
-        holdings: ShardMap,
+        shard_map: ShardMap,
     ) -> None:
-        """`modules`, `units`: by stage. `shard`: ranks with the ranges of the same units. `model`: those with
-        other pieces of the model. `replicate`: those with the same."""
+        """`modules`, `units`: by stage. `shard`: ranks with the other ranges of the same units. `model`:
+        ranks with other parts of the model. `replicate`: ranks with the same."""
         self._modules = modules
         self._units = units
-        self._owned = owned
-        self._cut = cut
+        self._optimizer = optimizer
+        self._config = config
         self._shard = shard
         self._model = model
         self._replicate = replicate
-        self._holdings = holdings
-        self._listed: dict[bool, list[StateShard]] = {}  # of units, by whether there are optimizer states
+        self._shard_map = shard_map
+        self._unit_shards: dict[bool, list[StateShard]] = {}  # without and with optimizer states
 
     @property
     def _is_first(self) -> bool:
         return self._shard.rank == self._model.rank == 0
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of all weights, by key."""
-        found = {piece.name: piece.whole_shape for piece, _ in self._holdings.pieces()}
-        found |= {name: loose.shape for name, loose in self._holdings.loose.items()}
-        return {f"weights/{name}": found[name] for name in self._holdings.order}
+        """Shapes of all weights, by key."""
+        shapes = {piece.name: piece.whole_shape for piece, _ in self._shard_map.pieces()}
+        shapes |= {name: tensor.shape for name, tensor in self._shard_map.standalone.items()}
+        return {f"weights/{name}": shapes[name] for name in self._shard_map.names}
 
     def weights(self) -> dict[str, Tensor]:
-        """Copies of the master weights and of frozen parameters, whole, in the model's order."""
-        found = self._whole(lambda unit: unit.master, frozen=True)
-        return self._in_order([*found, *self._loose("weights").items()])
+        """Collect copies of the full master weights and frozen parameters, in the model's order."""
+        in_units = self._gather_full(lambda unit: unit.master, frozen=True)
+        return self._in_order([*in_units, *self._gather_standalone("weights").items()])
 
     def gradients(self) -> dict[str, Tensor]:
-        """Copies of the last step's gradients, whole."""
-        return self._in_order(self._whole(lambda unit: unit.gradient))
+        """Collect copies of the last step's full gradients."""
+        return self._in_order(self._gather_full(lambda unit: unit.grad_shard))
 
-    def gradient_error(self, name: str, whole: Tensor) -> tuple[float, float] | None:
-        """Of this rank's own ranges: the squared distance from `whole`, the square of what they should be."""
-        found = None
+    def gradient_error(self, name: str, expected: Tensor) -> tuple[float, float] | None:
+        """For this rank's ranges of a parameter: the squared distance of its gradient from `expected` (the
+        full gradient), and the squared norm of `expected`. None if this rank owns nothing of it."""
+        total = None
         for unit in self._trained():
-            for lap in unit.layout.overlaps(unit.start, unit.start + unit.gradient.numel()):
-                if lap.piece.name == name:
-                    own = unit.gradient[lap.at : lap.at + lap.stop - lap.start].double()
-                    right = slice_boxes(whole, lap.piece.boxes).reshape(-1)[lap.start : lap.stop].to(own)
-                    squares = (float((own - right).square().sum()), float(right.square().sum()))
-                    found = squares if found is None else (found[0] + squares[0], found[1] + squares[1])
-        return found
+            for overlap in unit.layout.overlaps(unit.start, unit.start + unit.grad_shard.numel()):
+                if overlap.piece.name == name:
+                    actual = unit.grad_shard[overlap.at : overlap.at + overlap.stop - overlap.start].double()
+                    right = (
+                        slice_boxes(expected, overlap.piece.boxes)
+                        .reshape(-1)[overlap.start : overlap.stop]
+                        .to(actual)
+                    )
+                    squares = (float((actual - right).square().sum()), float(right.square().sum()))
+                    total = squares if total is None else (total[0] + squares[0], total[1] + squares[1])
+        return total
 
-    def save(self) -> dict[str, Tensor]:
-        """Copies of everything but the engine's own, by key."""
+    def full_state(self) -> dict[str, Tensor]:
+        """Collect copies of everything but the engine's counters, by key."""
         tensors = {f"weights/{name}": tensor for name, tensor in self.weights().items()}
-        tensors |= {f"buffers/{name}": tensor for name, tensor in self._loose("buffers").items()}
-        if self._owned.has_states:
-            for kind in sorted(self._owned.kinds):
+        tensors |= {f"buffers/{name}": tensor for name, tensor in self._gather_standalone("buffers").items()}
+        if self._optimizer.has_states:
+            for kind in sorted(self._optimizer.kinds):
                 if "." not in kind:
-                    states = self._in_order(self._whole(functools.partial(self._flat, kind)))
+                    states = self._in_order(
+                        self._gather_full(functools.partial(self._flat_state_of_unit, kind))
+                    )
                     tensors |= {f"{kind}/{name}": tensor for name, tensor in states.items()}
             tensors |= self._all_counters()
         return tensors if self._is_first else {}
 
-    def kept(self) -> list[StateShard]:
-        """What this rank has to save, of everything but the engine's own: over all ranks every element once.
-        Ranks along `replicate`, which hold the same, share the work."""
-        if self._owned.has_states not in self._listed:  # what lies where does not change
-            listed = [kept for unit in self._all_units() for kept in self._kept_of(unit)]
-            self._listed[self._owned.has_states] = listed
-        found = [*self._listed[self._owned.has_states]]
-        here = self._loose_here()
-        for name, loose in self._holdings.loose.items():
-            if self._shard.rank == 0 and self._model.rank == self._holdings.first_rank(loose.stage):
-                stages, tensors = here[name]
-                found.append(StateShard.whole(f"{loose.kind}/{name}", tensors[stages.index(loose.stage)]))
-        mine, copies = self._replicate.rank, self._replicate.size
-        shares = []
-        for number, kept in enumerate(found):
-            if kept.num_bytes >= copies * _SHARED_BYTES:
-                shares.append(kept.share(mine, copies))
-            elif number % copies == mine:
-                shares.append(kept)
-        return shares
+    def shards(self) -> list[StateShard]:
+        """This rank's part of a checkpoint, except the engine's counters. Over all ranks every element occurs
+        once; ranks along `replicate` divide their copy. No communication."""
+        if self._optimizer.has_states not in self._unit_shards:  # the layout is fixed
+            of_units = [shard for unit in self._all_units() for shard in self._shards_of(unit)]
+            self._unit_shards[self._optimizer.has_states] = of_units
+        shards = [*self._unit_shards[self._optimizer.has_states]]
+        local = self._local_standalone()
+        for name, tensor in self._shard_map.standalone.items():
+            if self._shard.rank == 0 and self._model.rank == self._shard_map.first_rank(tensor.stage):
+                stages, tensors = local[name]
+                shards.append(
+                    StateShard.from_tensor(f"{tensor.kind}/{name}", tensors[stages.index(tensor.stage)])
+                )
+        replica, num_replicas = self._replicate.rank, self._replicate.size
+        own = []
+        for index, shard in enumerate(shards):
+            if shard.num_bytes >= num_replicas * _MIN_CHUNK_BYTES:
+                own.append(shard.chunk(replica, num_replicas))
+            elif index % num_replicas == replica:
+                own.append(shard)
+        return own
 
-    def _kept_of(self, unit: FlatParam) -> Iterator[StateShard]:
-        """Of the range of a unit that this rank owns."""
-        for lap in unit.layout.overlaps(unit.start, unit.stop):
-            if lap.piece.counted:
-                yield _of(f"weights/{lap.piece.name}", lap, unit.master.dtype, lambda: unit.master)
-        for part in self._owned.slices[unit] if unit.trains and self._owned.has_states else ():
-            for lap in unit.layout.overlaps(unit.start + part.start, unit.start + part.stop):
-                if lap.piece.counted:
-                    yield from self._kept_states(part, lap)
+    def _shards_of(self, unit: FlatParam) -> Iterator[StateShard]:
+        """The state of this rank's range of a unit."""
+        for overlap in unit.layout.overlaps(unit.start, unit.stop):
+            if overlap.piece.counted:
+                yield _shard_of(
+                    f"weights/{overlap.piece.name}", overlap, unit.master.dtype, lambda: unit.master
+                )
+        for part in self._optimizer.slices[unit] if unit.trains and self._optimizer.has_states else ():
+            for overlap in unit.layout.overlaps(unit.start + part.start, unit.start + part.stop):
+                if overlap.piece.counted:
+                    yield from self._optimizer_shards(part, overlap)
 
-    def _kept_states(self, part: OptimizerSlice, lap: Overlap) -> Iterator[StateShard]:
-        for kind in sorted(self._owned.kinds):
-            key = f"{kind}/{lap.piece.name}"
+    def _optimizer_shards(self, part: OptimizerSlice, overlap: Overlap) -> Iterator[StateShard]:
+        for kind in sorted(self._optimizer.kinds):
+            key = f"{kind}/{overlap.piece.name}"
             if "." not in kind:
-                yield _of(key, lap, part.leaf.dtype, functools.partial(self._flat_state, part, kind))
-            elif lap.start == 0 and all(dim[0][0] == 0 for dim in lap.piece.boxes.ranges):
-                # what is counted once per parameter is told by the owner of its first element
-                yield self._kept_counter(part, kind, key)
+                yield _shard_of(
+                    key, overlap, part.leaf.dtype, functools.partial(self._flat_state, part, kind)
+                )
+            elif overlap.start == 0 and all(dim[0][0] == 0 for dim in overlap.piece.boxes.ranges):
+                # A parameter's counters are saved by the owner of its first element.
+                yield self._counter_shard(part, kind, key)
 
-    def _kept_counter(self, part: OptimizerSlice, kind: str, key: str) -> StateShard:
+    def _counter_shard(self, part: OptimizerSlice, kind: str, key: str) -> StateShard:
         def read() -> Tensor:
             return self._counter(part, kind).view(-1)
 
         return StateShard(key, (), read().dtype, Boxes.whole(()), 0, 1, read)
 
     def _flat_state(self, part: OptimizerSlice, kind: str) -> Tensor:
-        held: Tensor = self._owned.stepper.state(part.leaf)[kind]
-        return held
+        state: Tensor = self._optimizer.chunked.state(part.leaf)[kind]
+        return state
 
     def check(self, source: StateReader, *, weights_only: bool = False) -> None:
-        """Raises CheckpointError when a tensor is missing, of another shape or of another optimizer. Of the
-        engine's own keys it looks for one."""
+        """Raise CheckpointError if a tensor is missing, or of another shape or optimizer. Of the engine's
+        counters, only the presence of one is checked."""
         shapes = source.shapes
         if not weights_only and "engine/num_steps" not in shapes:
-            raise CheckpointError("this is no engine's state", given="no engine/num_steps")
+            raise CheckpointError("this is not the state of an engine", given="no engine/num_steps")
         for key, shape in shapes.items():
             if key.startswith("engine/") and shape != ():
                 raise CheckpointError(
-                    "this is no engine's state", given=f"{key}: {shape}", expected="numbers"
+                    "this is not the state of an engine", given=f"{key}: {shape}", expected="numbers"
                 )
-        self._check(_without_engines(shapes), weights_only=weights_only)
+        self._check(_without_counters(shapes), weights_only=weights_only)
 
     def load(self, source: StateReader, *, weights_only: bool = False) -> None:
-        """Takes over everything that `check` lets pass, each rank its part. `weights_only`: the optimizer
-        begins anew."""
+        """Load this rank's part of a state that has passed `check`. `weights_only`: the optimizer starts
+        without states."""
         with torch.no_grad():
             for unit in self._all_units():
-                for lap in unit.layout.overlaps(unit.start, unit.stop):
-                    into = unit.master[lap.at : lap.at + lap.stop - lap.start]
-                    key, piece = f"weights/{lap.piece.name}", lap.piece
-                    source.read(key, piece.boxes, lap.start, into, counted=piece.counted)
-            for name, (_, held) in self._loose_here().items():
-                for tensor in held:
-                    tensor.copy_(source.whole(f"{self._holdings.loose[name].kind}/{name}"))
-            kinds = set() if weights_only else self._kinds_in(_without_engines(source.shapes))
+                for overlap in unit.layout.overlaps(unit.start, unit.stop):
+                    into = unit.master[overlap.at : overlap.at + overlap.stop - overlap.start]
+                    key, piece = f"weights/{overlap.piece.name}", overlap.piece
+                    source.read(key, piece.boxes, overlap.start, into, counted=piece.counted)
+            for name, (_, tensors) in self._local_standalone().items():
+                for tensor in tensors:
+                    tensor.copy_(source.read_full(f"{self._shard_map.standalone[name].kind}/{name}"))
+            kinds = set() if weights_only else self._kinds_in(_without_counters(source.shapes))
             if not kinds:
-                self._owned.stepper.clear()
-            self._owned.has_states = bool(kinds)
+                self._optimizer.chunked.clear()
+            self._optimizer.has_states = bool(kinds)
             for unit in self._trained() if kinds else []:
-                for part in self._owned.slices[unit]:
-                    self._owned.stepper.load(part.leaf, self._state_of(unit, part, kinds, source))
+                for part in self._optimizer.slices[unit]:
+                    self._optimizer.chunked.load(part.leaf, self._state_of(unit, part, kinds, source))
 
-    # --- from the ranks that hold it
+    # --- collecting full tensors
 
-    def _whole(
-        self, own: Callable[[FlatParam], Tensor], *, frozen: bool = False
+    def _gather_full(
+        self, own_range: Callable[[FlatParam], Tensor], *, frozen: bool = False
     ) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter (with `frozen`, also those that do not train), whole, from the ranks' ranges and
-        pieces: on the first rank, elsewhere nothing."""
-        for stage, number, layouts in self._holdings.units():
+        """Gather every full parameter (with `frozen`, also those that do not train) from the ranks' ranges:
+        on the first rank; nothing on the others."""
+        for stage, index, layouts in self._shard_map.units():
             trains = next(iter(layouts.values())).trains
             if not (trains or frozen):
                 continue
-            held = None
+            flat = None
             if stage in self._units:
-                part = own(self._units[stage][number]).detach().to(self._cut.device)
-                held = part.new_empty(part.numel() * self._shard.size)
-                all_gather(held, part, self._shard)
+                shard = own_range(self._units[stage][index]).detach().to(self._config.device)
+                flat = shard.new_empty(shard.numel() * self._shard.size)
+                all_gather(flat, shard, self._shard)
             if self._shard.rank == 0:
-                dtype = self._cut.master if trains else self._cut.compute
-                yield from self._from_model(layouts, held, dtype)
+                dtype = self._config.master_dtype if trains else self._config.compute_dtype
+                yield from self._gather_from_model(layouts, flat, dtype)
 
-    def _from_model(
-        self, layouts: Mapping[int, UnitLayout], held: Tensor | None, dtype: torch.dtype
+    def _gather_from_model(
+        self, layouts: Mapping[int, UnitLayout], flat: Tensor | None, dtype: torch.dtype
     ) -> Iterator[tuple[str, Tensor]]:
-        """A unit's parameters, of what every rank of the model holds of it; on its first rank."""
+        """Assemble a unit's full parameters on the model's first rank from each rank's flat storage."""
         if self._model.rank:
-            if held is not None:
-                send(held, self._model, 0)
+            if flat is not None:
+                send(flat, self._model, 0)
             return
-        found: dict[str, Tensor] = {}
+        full: dict[str, Tensor] = {}
         for rank, layout in layouts.items():
             if rank:
-                held = torch.empty(layout.numel, dtype=dtype, device=self._cut.device)
-                receive(held, self._model, rank)
-            assert held is not None, f"{layout.name} is not where it should be"
+                flat = torch.empty(layout.numel, dtype=dtype, device=self._config.device)
+                receive(flat, self._model, rank)
+            assert flat is not None, f"{layout.name} is not on the rank that the shard map names"
             for piece in layout.pieces:
                 if piece.counted:
-                    if piece.name not in found:
-                        found[piece.name] = torch.empty(piece.whole_shape, dtype=held.dtype)
+                    if piece.name not in full:
+                        full[piece.name] = torch.empty(piece.whole_shape, dtype=flat.dtype)
                     write_boxes(
-                        found[piece.name], piece.boxes, held[piece.start : piece.stop].view(piece.boxes.shape)
+                        full[piece.name], piece.boxes, flat[piece.start : piece.stop].view(piece.boxes.shape)
                     )
-        yield from found.items()
+        yield from full.items()
 
     def _in_order(self, named: Iterable[tuple[str, _Value]]) -> dict[str, _Value]:
-        """By name, in the model's order, which is not that of its stages' units."""
-        found = dict(named)
-        return {name: found[name] for name in self._holdings.order if name in found}
+        """Sort by the model's order, which differs from that of its stages' units."""
+        values = dict(named)
+        return {name: values[name] for name in self._shard_map.names if name in values}
 
-    def _loose(self, kind: str) -> dict[str, Tensor]:
-        """Copies of what lies in no unit, on the first rank; elsewhere of what it has itself."""
-        here, found = self._loose_here(), {}
-        for name, loose in self._holdings.loose.items():
-            if loose.kind != kind or self._shard.rank:
+    def _gather_standalone(self, kind: str) -> dict[str, Tensor]:
+        """Copies of the tensors outside units: all on the first rank, the local ones elsewhere."""
+        local, copies = self._local_standalone(), {}
+        for name, tensor in self._shard_map.standalone.items():
+            if tensor.kind != kind or self._shard.rank:
                 continue
-            home = self._holdings.first_rank(loose.stage)
-            if self._model.rank == home:
-                found[name] = here[name][1][here[name][0].index(loose.stage)].detach().clone()
-                if home:
-                    send(found[name], self._model, 0)
+            source = self._shard_map.first_rank(tensor.stage)
+            if self._model.rank == source:
+                copies[name] = local[name][1][local[name][0].index(tensor.stage)].detach().clone()
+                if source:
+                    send(copies[name], self._model, 0)
             elif self._model.rank == 0:
-                found[name] = torch.empty(loose.shape, dtype=loose.dtype, device=self._cut.device)
-                receive(found[name], self._model, home)
-        return found
+                copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._config.device)
+                receive(copies[name], self._model, source)
+        return copies
 
-    def _loose_here(self) -> dict[str, tuple[list[int], list[Tensor]]]:
-        """What of it this rank has: the stages, and the tensor of each."""
-        found: dict[str, tuple[list[int], list[Tensor]]] = {}
-        for stage, module in self._modules.items() if self._holdings.loose else ():
+    def _local_standalone(self) -> dict[str, tuple[list[int], list[Tensor]]]:
+        """This rank's tensors outside units: their stages, and the tensor of each stage."""
+        local: dict[str, tuple[list[int], list[Tensor]]] = {}
+        for stage, module in self._modules.items() if self._shard_map.standalone else ():
             for name, tensor in (*module.named_parameters(), *persistent_buffers(module).items()):
-                if name in self._holdings.loose:
-                    stages, tensors = found.setdefault(name, ([], []))
+                if name in self._shard_map.standalone:
+                    stages, tensors = local.setdefault(name, ([], []))
                     stages.append(stage)
                     tensors.append(tensor)
-        return found
+        return local
 
     def _all_counters(self) -> dict[str, Tensor]:
-        """What the optimizer counts once per parameter, by key, on the first rank."""
+        """The optimizer's counters of all parameters, by key, on the first rank."""
         if self._shard.rank:
             return {}
-        found = {
+        counters = {
             f"{kind}/{piece.name}": value
             for unit in self._trained()
             for piece in unit.layout.pieces
             for kind, value in self._counters(unit, piece.start).items()
         }
-        said = {key: (str(value.dtype).removeprefix("torch."), value.item()) for key, value in found.items()}
-        column = {rank for stage in self._stages for rank in [self._holdings.first_rank(stage)]}
-        for rank in sorted(column - {0}):
-            text = self._told(json.dumps(said) if self._model.rank == rank else None, rank)
+        encoded = {
+            key: (str(value.dtype).removeprefix("torch."), value.item()) for key, value in counters.items()
+        }
+        stage_roots = {rank for stage in self._stages for rank in [self._shard_map.first_rank(stage)]}
+        for rank in sorted(stage_roots - {0}):
+            text = self._send_to_first(json.dumps(encoded) if self._model.rank == rank else None, rank)
             if self._model.rank == 0:
                 for key, (dtype, value) in json.loads(text).items():
-                    found.setdefault(key, torch.tensor(value, dtype=getattr(torch, dtype)))
+                    counters.setdefault(key, torch.tensor(value, dtype=getattr(torch, dtype)))
         return {
-            f"{kind}/{name}": found[f"{kind}/{name}"]
-            for name in self._holdings.order
-            for kind in sorted(self._owned.kinds)
-            if f"{kind}/{name}" in found
+            f"{kind}/{name}": counters[f"{kind}/{name}"]
+            for name in self._shard_map.names
+            for kind in sorted(self._optimizer.kinds)
+            if f"{kind}/{name}" in counters
         }
 
-    def _told(self, text: str | None, rank: int) -> str:
-        """On the first rank what another one says."""
+    def _send_to_first(self, text: str | None, rank: int) -> str:
+        """Send a text from `rank` to the model's first rank, which returns it."""
         if text is not None:
-            said = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(self._cut.device)
-            send(torch.tensor([said.numel()], device=self._cut.device), self._model, 0)
-            send(said, self._model, 0)
+            data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(self._config.device)
+            send(torch.tensor([data.numel()], device=self._config.device), self._model, 0)
+            send(data, self._model, 0)
         elif self._model.rank == 0:
-            length = torch.zeros(1, dtype=torch.long, device=self._cut.device)
+            length = torch.zeros(1, dtype=torch.long, device=self._config.device)
             receive(length, self._model, rank)
-            said = torch.zeros(int(length.item()), dtype=torch.uint8, device=self._cut.device)
-            receive(said, self._model, rank)
-            return said.cpu().numpy().tobytes().decode()
+            data = torch.zeros(int(length.item()), dtype=torch.uint8, device=self._config.device)
+            receive(data, self._model, rank)
+            return data.cpu().numpy().tobytes().decode()
         return ""
 
     @property
     def _stages(self) -> set[int]:
-        return {stage for layouts in self._holdings.layouts for stage in layouts}
+        return {stage for layouts in self._shard_map.layouts for stage in layouts}
 
     def _trained(self) -> list[FlatParam]:
         return [unit for unit in self._all_units() if unit.trains]
@@ -311,63 +327,66 @@ class ShardedState:
     def _all_units(self) -> list[FlatParam]:
         return [unit for units in self._units.values() for unit in units]
 
-    def _flat(self, kind: str, unit: FlatParam) -> Tensor:
-        """A state of the range that this rank owns; zeros where no slice lies."""
+    def _flat_state_of_unit(self, kind: str, unit: FlatParam) -> Tensor:
+        """An optimizer state of this rank's range of a unit; zeros outside slices."""
         flat = torch.zeros_like(unit.master, requires_grad=False)
-        for part in self._owned.slices[unit]:
-            flat[part.start : part.stop] = self._owned.stepper.state(part.leaf)[kind]
+        for part in self._optimizer.slices[unit]:
+            flat[part.start : part.stop] = self._optimizer.chunked.state(part.leaf)[kind]
         return flat
 
     def _counters(self, unit: FlatParam, start: int) -> dict[str, Tensor]:
-        """What the optimizer counts once per parameter: all of a group's slices agree, and one is here."""
-        parts = self._owned.slices[unit]
+        """The optimizer's counters of the parameter at `start`, from any slice of its group: all of them
+        agree."""
+        parts = self._optimizer.slices[unit]
         group = next(group for group, low, high in unit.layout.groups if low <= start < high)
         part = next((part for part in parts if part.group == group), parts[0])
-        return {kind: self._counter(part, kind) for kind in self._owned.kinds if "." in kind}
+        return {kind: self._counter(part, kind) for kind in self._optimizer.kinds if "." in kind}
 
     def _counter(self, part: OptimizerSlice, kind: str) -> Tensor:
-        """A copy, on the CPU."""
-        value = self._owned.stepper.state(part.leaf)[kind.partition(".")[2]]
+        """A copy of a counter, on the CPU."""
+        value = self._optimizer.chunked.state(part.leaf)[kind.partition(".")[2]]
         return value.clone().cpu() if isinstance(value, Tensor) else torch.tensor(value)
 
     def _state_of(
         self, unit: FlatParam, part: OptimizerSlice, kinds: set[str], source: StateReader
     ) -> dict[str, Any]:
-        """A slice's state, as the optimizer will hold it."""
-        groups = {leaf: g for g in self._owned.optimizer.param_groups for leaf in g["params"]}
+        """Read a slice's state, in the form in which the optimizer holds it."""
+        groups = {leaf: g for g in self._optimizer.optimizer.param_groups for leaf in g["params"]}
         overlaps = unit.layout.overlaps(unit.start + part.start, unit.start + part.stop)
         name = overlaps[0].piece.name if overlaps else unit.layout.pieces[0].name
-        held = self._owned.stepper.state(part.leaf)  # memory that is there is filled again
+        present = self._optimizer.chunked.state(part.leaf)  # its memory is reused
         state: dict[str, Any] = {}
         for kind in kinds:
             short = kind.partition(".")[2]
             if kind.startswith("number."):
-                state[short] = source.whole(f"{kind}/{name}").item()
+                state[short] = source.read_full(f"{kind}/{name}").item()
             elif kind.startswith("scalar."):
                 device = scalar_device(groups[part.leaf], part.leaf)
-                state[short] = source.whole(f"{kind}/{name}").to(device, copy=True)
+                state[short] = source.read_full(f"{kind}/{name}").to(device, copy=True)
             else:
-                fresh = kind not in held
-                flat = torch.zeros_like(part.leaf, requires_grad=False) if fresh else held[kind]
+                fresh = kind not in present
+                flat = torch.zeros_like(part.leaf, requires_grad=False) if fresh else present[kind]
                 state[kind] = flat
-                for lap in overlaps:
-                    into, piece = flat[lap.at : lap.at + lap.stop - lap.start], lap.piece
-                    source.read(f"{kind}/{piece.name}", piece.boxes, lap.start, into, counted=piece.counted)
+                for overlap in overlaps:
+                    into, piece = flat[overlap.at : overlap.at + overlap.stop - overlap.start], overlap.piece
+                    source.read(
+                        f"{kind}/{piece.name}", piece.boxes, overlap.start, into, counted=piece.counted
+                    )
         return state
 
     def _check(self, shapes: Mapping[str, tuple[int, ...]], *, weights_only: bool) -> None:
         expected = self.shapes()
         expected |= {
-            f"buffers/{name}": loose.shape
-            for name, loose in self._holdings.loose.items()
-            if loose.kind == "buffers"
+            f"buffers/{name}": tensor.shape
+            for name, tensor in self._shard_map.standalone.items()
+            if tensor.kind == "buffers"
         }
         for kind in set() if weights_only else self._kinds_in(shapes):
             is_flat = not kind.startswith(("scalar.", "number."))
-            for piece, trains in self._holdings.pieces():
+            for piece, trains in self._shard_map.pieces():
                 if trains:
                     expected[f"{kind}/{piece.name}"] = piece.whole_shape if is_flat else ()
-        empty = {piece.name for piece, _ in self._holdings.pieces() if 0 in piece.whole_shape}
+        empty = {piece.name for piece, _ in self._shard_map.pieces() if 0 in piece.whole_shape}
         known = expected.keys() | (set() if weights_only else shapes.keys())
         for key in sorted(known, key=lambda key: (not key.startswith("weights/"), key)):
             if key.partition("/")[2] not in empty and shapes.get(key) != expected.get(key):
@@ -375,25 +394,25 @@ class ShardedState:
                     "the checkpoint is of another model or optimizer",
                     given=f"{key}: {shapes.get(key, 'missing')}",
                     expected=f"{key}: {expected.get(key, 'nothing')}",
-                    hint=None
-                    if key.startswith("weights/")
-                    else "weights_only=True takes over the weights alone",
+                    hint=None if key.startswith("weights/") else "weights_only=True loads only the weights",
                 )
 
     def _kinds_in(self, keys: Iterable[str]) -> set[str]:
-        """The kinds of optimizer state to expect: none if it had not made a step when it was saved."""
-        found = {key.partition("/")[0] for key in keys} - set(_OURS)
-        return self._owned.kinds if found else set()
+        """The kinds of optimizer state to expect: none if the state was saved before the first step."""
+        saved = {key.partition("/")[0] for key in keys} - set(_NOT_OPTIMIZER)
+        return self._optimizer.kinds if saved else set()
 
 
-def _of(key: str, lap: Overlap, dtype: torch.dtype, flat: Callable[[], Tensor]) -> StateShard:
-    """What lies of a piece in something flat."""
+def _shard_of(key: str, overlap: Overlap, dtype: torch.dtype, flat: Callable[[], Tensor]) -> StateShard:
+    """The elements of a parameter that overlap a flat tensor."""
 
     def read() -> Tensor:
-        return flat().detach()[lap.at : lap.at + lap.stop - lap.start]
+        return flat().detach()[overlap.at : overlap.at + overlap.stop - overlap.start]
 
-    return StateShard(key, lap.piece.whole_shape, dtype, lap.piece.boxes, lap.start, lap.stop, read)
+    return StateShard(
+        key, overlap.piece.whole_shape, dtype, overlap.piece.boxes, overlap.start, overlap.stop, read
+    )
 
 
-def _without_engines(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+def _without_counters(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     return {key: shape for key, shape in shapes.items() if not key.startswith("engine/")}

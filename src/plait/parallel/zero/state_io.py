@@ -1,6 +1,6 @@
-"""Between whole tensors and the boxes of them that a rank holds.
+"""Conversion between full tensors and the boxes that a rank holds; the interfaces of saving and loading.
 
-What a rank has to save, and where what it loads comes from.
+`StateShard` is a part of the state that a rank saves, `StateReader` a source that it loads from.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -16,41 +16,41 @@ from plait.errors import CheckpointError
 from plait.plan import Box, Boxes, runs
 
 
-def slice_boxes(whole: Tensor, boxes: Boxes) -> Tensor:
-    """What the boxes hold of a whole tensor; a view of it where they are one box."""
+def slice_boxes(full: Tensor, boxes: Boxes) -> Tensor:
+    """The elements of a full tensor in the boxes; a view if they are one box."""
     for dim, ranges in enumerate(boxes.ranges):
-        if ranges != ((0, whole.shape[dim]),):
-            parts = [whole.narrow(dim, start, stop - start) for start, stop in ranges]
-            whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-    return whole
+        if ranges != ((0, full.shape[dim]),):
+            slices = [full.narrow(dim, start, stop - start) for start, stop in ranges]
+            full = slices[0] if len(slices) == 1 else torch.cat(slices, dim)
+    return full
 
 
-def write_boxes(whole: Tensor, boxes: Boxes, held: Tensor) -> None:
-    """The other way: writes what the boxes hold into the whole tensor."""
+def write_boxes(full: Tensor, boxes: Boxes, values: Tensor) -> None:
+    """Write the elements of the boxes into a full tensor: the inverse of `slice_boxes`."""
     lengths = [[stop - start for start, stop in ranges] for ranges in boxes.ranges]
     starts = [list(accumulate(sizes, initial=0)) for sizes in lengths]
-    for numbers in product(*(range(len(ranges)) for ranges in boxes.ranges)):
-        to, source = whole, held
-        for dim, number in enumerate(numbers):
-            start, stop = boxes.ranges[dim][number]
+    for indices in product(*(range(len(ranges)) for ranges in boxes.ranges)):
+        to, source = full, values
+        for dim, index in enumerate(indices):
+            start, stop = boxes.ranges[dim][index]
             to = to.narrow(dim, start, stop - start)
-            source = source.narrow(dim, starts[dim][number], stop - start)
+            source = source.narrow(dim, starts[dim][index], stop - start)
         to.copy_(source)
 
 
 def boxes_of(flat: Tensor, boxes: Boxes, start: int) -> Iterator[tuple[Box, Tensor]]:
-    """`flat` is what lies from element `start` on in the tensor that holds the boxes, row by row: (box of the
-    whole tensor, view of `flat` in its shape) of all of it."""
+    """Split `flat` into (box of the full tensor, view of `flat` in its shape). `flat` holds the elements from
+    `start` on of the tensor that consists of the boxes, row by row."""
     at = 0
     for run in runs(boxes.shape, start, start + flat.numel()):
         rows = flat[at : at + run.numel].view(run.shape)
         at += run.numel
-        for whole, place in boxes.parts(run):
-            yield whole, view_of(rows, place)
+        for box, box_in_rows in boxes.parts(run):
+            yield box, view_of(rows, box_in_rows)
 
 
 def view_of(tensor: Tensor, box: Box) -> Tensor:
-    """What of a tensor is in a box of it."""
+    """View of a tensor's elements in a box."""
     for dim, (start, stop) in enumerate(box.edges):
         if (start, stop) != (0, tensor.shape[dim]):
             tensor = tensor.narrow(dim, start, stop - start)
@@ -59,19 +59,19 @@ def view_of(tensor: Tensor, box: Box) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class StateShard:
-    """Elements [start, stop) of the tensor that holds the boxes of a whole one, row by row."""
+    """Elements [start, stop) of the tensor that consists of the boxes of a full one, row by row."""
 
     key: str
-    whole_shape: tuple[int, ...]
+    full_shape: tuple[int, ...]
     dtype: torch.dtype
     boxes: Boxes
     start: int
     stop: int
-    read: Callable[[], Tensor]  # flat; of what lives on, good until the next step
+    read: Callable[[], Tensor]  # flat; a view of live state, valid until the next step
 
     @classmethod
-    def whole(cls, key: str, tensor: Tensor) -> "StateShard":
-        """All of a tensor."""
+    def from_tensor(cls, key: str, tensor: Tensor) -> "StateShard":
+        """A full tensor as one shard."""
         shape = tuple(tensor.shape)
         flat = tensor.detach().reshape(-1)
         return cls(key, shape, tensor.dtype, Boxes.whole(shape), 0, tensor.numel(), lambda: flat)
@@ -81,16 +81,16 @@ class StateShard:
         return (self.stop - self.start) * self.dtype.itemsize
 
     def cpu(self) -> Tensor:
-        """What is in it, on the CPU."""
+        """The elements, on the CPU."""
         return self.read().detach().cpu()
 
-    def share(self, number: int, of: int) -> "StateShard":
-        """One of `of` runs of about as many elements."""
+    def chunk(self, index: int, num_chunks: int) -> "StateShard":
+        """One of `num_chunks` consecutive ranges of nearly equal length."""
         numel = self.stop - self.start
-        low, high = numel * number // of, numel * (number + 1) // of
+        low, high = numel * index // num_chunks, numel * (index + 1) // num_chunks
         return StateShard(
             self.key,
-            self.whole_shape,
+            self.full_shape,
             self.dtype,
             self.boxes,
             self.start + low,
@@ -100,28 +100,31 @@ class StateShard:
 
 
 class StateReader(Protocol):
-    """Whole tensors by key, of which a rank reads what it needs. Raises CheckpointError."""
+    """Full tensors by key, of which a rank reads the parts that it needs. Raises CheckpointError.
+
+    Implemented by `InMemoryState` and by `checkpoint/reader.py`.
+    """
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Of all of them."""
+        """Shapes of all full tensors."""
 
     def read(self, key: str, boxes: Boxes, start: int, into: Tensor, *, counted: bool = True) -> None:
-        """Fills `into`, flat, with what lies from element `start` on in the tensor that holds the boxes.
-        `counted`: of the ranks that hold one copy of the state, only this one reads it."""
+        """Fill `into`, flat, with the elements from `start` on of the tensor that consists of the boxes.
+        `counted`: only this one of the ranks that hold one copy of the state reads them."""
 
-    def whole(self, key: str) -> Tensor:
-        """All of a tensor."""
+    def read_full(self, key: str) -> Tensor:
+        """Return a full tensor."""
 
     def finish(
         self, copy: Group, everyone: Group, device: torch.device, error: CheckpointError | None
     ) -> None:
-        """Raises CheckpointError on every rank, if one has an `error` or has read what is damaged. `copy`:
-        the ranks that hold one copy of the state."""
+        """Raise CheckpointError on every rank if one has an `error` or has read damaged data. `copy`: the
+        ranks that hold one copy of the state."""
 
 
 class InMemoryState:
-    """A source in memory."""
+    """A StateReader over tensors in memory."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
@@ -139,10 +142,10 @@ class InMemoryState:
         *,
         counted: bool = True,  # noqa: ARG002
     ) -> None:
-        held = slice_boxes(self._tensors[key].detach(), boxes).reshape(-1)
-        into.copy_(held[start : start + into.numel()])
+        values = slice_boxes(self._tensors[key].detach(), boxes).reshape(-1)
+        into.copy_(values[start : start + into.numel()])
 
-    def whole(self, key: str) -> Tensor:
+    def read_full(self, key: str) -> Tensor:
         return self._tensors[key]
 
     def finish(

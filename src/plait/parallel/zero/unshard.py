@@ -1,27 +1,28 @@
-"""Parameters on their way from the owners of their ranges to where they are used.
+"""Unsharding and resharding of parameters: all-gathers, prefetch and freeing.
 
-[Note: when a unit is whole]
-In memory that ranks share: always, with a barrier where a gather would be. Else:
-Stages 1 and 2: always, but for the time of an update: a unit's gather starts when its piece is updated, and
-all have landed when the update is over, so that nobody can read an old weight. Stage 3: from a gather
-just before use (or `prefetch` uses earlier) until the use is over. A use is an *owner* at work:
-the block for a block's units, else any module that holds one of their parameters itself. It begins with
-the owner's forward, and again when the gradient of its output comes. It is over
-- in forward, when the owner has ended and another use begins: the last in forward is the first in
-  backward, and stays;
-- in backward, for a block, when the next use begins: the gradient of its input is then complete, and
-  every operation on the way has run. Units of other modules end when all their parameters have their
-  gradients. Frozen ones among them, and any with a parameter that gets no gradient, stay until backward
-  is over.
-Parameters that have no memory are *hidden*: whoever reads them finds NaN.
-The order of gathers is told in `walk.py`.
+[Note: unshard and reshard]
+Parameters in shared memory are always unsharded; a barrier takes the place of the all-gather. Otherwise:
+Stages 1 and 2: unsharded except during an update. A unit's all-gather starts when its shard is updated, and
+all have completed when the update is over, so that no forward reads an old weight.
+Stage 3: from an all-gather just before a use (or `prefetch` uses earlier) until the use is over. A use is an
+*owner* running: the block for a block's units, otherwise any module that holds one of their parameters
+itself. A use starts with the owner's forward, and again when the gradient of its output arrives. It is over
+- in forward, when the owner has returned and the next use starts: the last use of forward is the first of
+  backward, and stays unsharded;
+- in backward, for a block, when the next use starts: the gradient of the block's input is then complete, so
+  all its operations have run. Units of other modules are resharded when all their parameters have their
+  gradients. Frozen ones among them, and those with a parameter that gets no gradient, stay until the end of
+  backward.
+Resharded parameters point to NaN: reading one gives NaN instead of freed memory.
+The order of all-gathers is in [Note: all-gather order] in `exec_order.py`; how far ahead they start is in
+`plan/prefetch.py`.
 
-[Note: weights that are used outside their owners]
+[Note: parameters used outside their modules]
 Some models read a parameter of a module that they do not call (tied heads written as
-`F.linear(x, self.embedding.weight)`). The first step watches every torch function for that. Such
-units, like those with a parameter that the root module, or another one that encloses owners, holds itself,
-are *pinned*: whole from the beginning of forward to the end of their use in backward. (A pipeline's stage
-ends its forward within its last block: of what encloses that nothing comes back that could announce its
+`F.linear(x, self.embedding.weight)`). The first step finds them with a torch-function mode. Such units, like
+those with a parameter held by the root module or by another module that encloses owners, are
+*always unsharded*: from the start of forward to the end of their use in backward. (The forward of a pipeline
+stage ends within its last block: enclosing modules have no output whose gradient could signal their
 backward.)
 """
 
@@ -49,203 +50,215 @@ from plait.plan.prefetch import ExecOrder, PrefetchWalk
 
 
 class Unsharder:
-    """Makes units whole when they are used, and at stage 3 gives their memory back afterwards."""
+    """Unshards units before their uses, and at stage 3 reshards them afterwards."""
 
     def __init__(
         self,
         model: nn.Module,
-        bundles: Sequence[ParamGroup],
+        param_groups: Sequence[ParamGroup],
         owners: Mapping[ParamGroup, Sequence[nn.Module]],
         group: Group,
-        everyone: Group,
-        cut: FlatParamConfig,
+        dp_group: Group,
+        config: FlatParamConfig,
         *,
         prefetch: int,
-        keeps: bool,
-        watches: bool,
+        keep_unsharded: bool,
+        watch: bool,
         on_progress: Callable[[int], None],
     ) -> None:
-        """At stage 3, installs hooks on `model`.
+        """At stage 3, install hooks on `model`.
 
-        keeps         what was gathered stays until the next update
-        watches       the first step looks for weights that are used outside their owners
-        on_progress   called when backward goes to this place of its walk, before it waits there
+        group            process group of the all-gathers
+        dp_group         all data-parallel ranks, which agree on orders
+        keep_unsharded   unsharded units stay unsharded until the next update
+        watch            the first step looks for parameters used outside their modules
+        on_progress      called when backward reaches this index of its walk, before it waits there
         """
-        self._bundles = list(bundles)
+        self._param_groups = list(param_groups)
         self._group = group
-        self._all = everyone  # of data parallelism: they agree on orders
+        self._dp_group = dp_group
         self._prefetch = prefetch
-        self._keeps = keeps
+        self._keep_unsharded = keep_unsharded
         self._on_progress = on_progress
-        self._frees = any(not unit.whole.stays for bundle in bundles for unit in bundle)
-        self._shares = cut.share is not None
-        self._was_written = False  # shared memory, and not all ranks know
-        self._device = cut.device
-        self._lane = CopyStream(cut.device)
-        self._pending: dict[FlatParam, Callable[[], None]] = {}
-        self._whole: dict[FlatParam, ParamGroup] = {}  # whole, or being gathered
-        self._agreed: set[ParamGroup] = set()  # whole on every rank between passes
-        self._open: dict[ParamGroup, int] = {}  # how many of its owners are in forward
+        self._reshards = any(not unit.unsharded.persistent for g in param_groups for unit in g)
+        self._shares_memory = config.allocate_shared is not None
+        self._was_written = False  # shared memory was written, and no barrier since
+        self._device = config.device
+        self._copy_stream = CopyStream(config.device)
+        self._pending: dict[FlatParam, Callable[[], None]] = {}  # waits of all-gathers in flight
+        self._unsharded: dict[FlatParam, ParamGroup] = {}  # unsharded, or being unsharded
+        self._kept: set[ParamGroup] = set()  # unsharded on every rank between passes
+        self._num_in_forward: dict[ParamGroup, int] = {}  # owners that are in forward
         inner = {module for modules in owners.values() for module in modules}
-        self._pinned = {b for b in bundles if any(encloses(m, model, inner) for m in owners[b])}
-        self._blocks = {b for b in bundles if len(owners[b]) == 1 and owners[b][0] is not model}
+        self._always_unsharded = {
+            g for g in param_groups if any(encloses(m, model, inner) for m in owners[g])
+        }
+        self._of_blocks = {g for g in param_groups if len(owners[g]) == 1 and owners[g][0] is not model}
         self._walk: PrefetchWalk[ParamGroup] | None = None
-        self._backward = False
-        self._half = False  # this backward leaves the gradients of weights for later
-        self._uses = ExecOrder(self._bundles, self._bundles[::-1], self._pinned)
-        self._records: dict[bool, list[ParamGroup]] = {}  # of the first step's passes
-        self._record: list[ParamGroup] | None = None  # of the pass under way
-        self._is_agreed = False
+        self._in_backward = False
+        self._is_split = False  # this backward leaves weight gradients for later
+        self._exec_order = ExecOrder(self._param_groups, self._param_groups[::-1], self._always_unsharded)
+        self._records: dict[bool, list[ParamGroup]] = {}  # of the first step's forward and backward
+        self._record: list[ParamGroup] | None = None  # of the current pass
+        self._has_agreed = False
         self._watch: ForwardWatch | None = None
-        if self._frees:
-            self._hook(model, owners)
-            self._watch = ForwardWatch(self._bundles, self._used_outside) if watches else None
+        if self._reshards:
+            self._install_hooks(model, owners)
+            self._watch = ForwardWatch(self._param_groups, self._on_outside_use) if watch else None
         self._is_watching = False
-        self._forward_watch = ExitStack()  # from the beginning of a forward to its end
+        self._watch_scope = ExitStack()  # from the start of a forward to its end
         self._digest = 0
-        self.is_paused = False  # a copy of the model carries our hooks, but is none of our business
+        self.is_paused = False  # copies of the model have these hooks too, and must not trigger them
 
     # --- after an update
 
-    def start_all(self) -> None:
-        """Stages 1 and 2: gathers what the ranks have written into their pieces."""
-        for bundle in self._bundles:
-            for unit in bundle:
-                self._start(unit, bundle)
+    def start_unshard_all(self) -> None:
+        """Stages 1 and 2: start all-gathers of all shards."""
+        for param_group in self._param_groups:
+            for unit in param_group:
+                self._start_unshard(unit, param_group)
 
-    def start_updated(self, bundle: ParamGroup) -> None:
-        """Stages 1 and 2: every rank has updated its piece of what trains."""
-        for unit in bundle:
+    def start_unshard_updated(self, param_group: ParamGroup) -> None:
+        """Stages 1 and 2: start all-gathers of the trainable shards, which every rank has updated."""
+        for unit in param_group:
             if unit.trains:
-                self._start(unit, bundle)
+                self._start_unshard(unit, param_group)
 
-    def forget(self) -> None:
-        """Stage 3: what is whole is out of date."""
-        if not self._frees:
+    def reshard_all(self) -> None:
+        """Stage 3: free unsharded parameters, which are out of date."""
+        if not self._reshards:
             return
         self.wait_all()
-        for unit in list(self._whole):
-            self._free(unit)
-        self._agreed.clear()
+        for unit in list(self._unsharded):
+            self._reshard(unit)
+        self._kept.clear()
 
     def wait_all(self) -> None:
-        """Returns when no gather is under way, and none reads pieces that lie on the host."""
+        """Wait for all all-gathers and for copies from shards in host memory."""
         for unit in list(self._pending):
-            self._wait(unit)
-        self._lane.drain()
+            self._wait_for_unshard(unit)
+        self._copy_stream.synchronize()
         if self._was_written:
             self._was_written = False
             barrier(self._group, label="updated parameters")
 
     def wait_for_readers(self) -> None:
-        """Weights in memory that ranks share may be written: nobody is in a forward or backward any more."""
-        if self._shares:
+        """Wait until no rank reads parameters in shared memory in a forward or backward."""
+        if self._shares_memory:
             barrier(self._group, label="parameters to be written")
 
     def reset(self) -> None:
-        """After an exception, which all ranks raised at the same point."""
+        """Recover from an exception that all ranks raised at the same point."""
         self.wait_all()
-        self._forward_watch.close()
-        self._walk, self._record, self._backward, self._half = None, None, False, False
-        if not self._is_agreed:
+        self._watch_scope.close()
+        self._walk, self._record, self._in_backward, self._is_split = None, None, False, False
+        if not self._has_agreed:
             self._records.clear()
-        self._open.clear()
-        self.forget()
+        self._num_in_forward.clear()
+        self.reshard_all()
 
     # --- passes
 
     def begin_forward(self) -> None:
         if self.is_paused:
             return
-        self._open.clear()
+        self._num_in_forward.clear()
         self._begin(backward=False)
-        for bundle in self._in_order(self._pinned):
-            self._open_bundle(bundle)
-        self._forward_watch.enter_context(self.watching())
+        for param_group in self._in_layout_order(self._always_unsharded):
+            self._enter_forward(param_group)
+        self._watch_scope.enter_context(self.watch_outside_uses())
 
     def end_forward(self, *, failed: bool) -> None:
         if self.is_paused:
             return
-        self._forward_watch.close()
+        self._watch_scope.close()
         if failed:
             self._record = None
-        self._open.clear()
-        self._end(self._uses.staying() if torch.is_grad_enabled() else set())
+        self._num_in_forward.clear()
+        self._end(self._exec_order.staying() if torch.is_grad_enabled() else set())
 
-    def begin_backward(self, *, half: bool = False) -> None:
-        self._backward, self._half = True, half
+    def begin_backward(self, *, split: bool = False) -> None:
+        self._in_backward, self._is_split = True, split
         self._begin(backward=True)
-        for bundle in self._in_order(self._pinned):  # an evaluation since forward may have freed them
-            self._use(bundle)
+        # An evaluation since forward may have resharded them.
+        for param_group in self._in_layout_order(self._always_unsharded):
+            self._unshard(param_group)
 
     def finish_walk(self) -> None:
-        """Goes to the end of the pass, over what this rank skipped."""
+        """Walk to the end of the pass, over the uses that this rank skipped."""
         if self._walk is not None:
             self._walk_to(self._walk, len(self._walk.uses) - 1)
 
     def end_backward(self) -> None:
         self._end(set())
-        self._backward = self._half = False
+        self._in_backward = self._is_split = False
 
     def agree(self) -> bool:
-        """After the first step, all ranks take one order of uses: see [Note: one order of gathers]. Whether
-        they did so just now."""
-        if self._is_agreed or not self._frees or len(self._records) < 2:
+        """After the first step, adopt one execution order on all ranks; return True if that happened now.
+
+        See [Note: all-gather order].
+        """
+        if self._has_agreed or not self._reshards or len(self._records) < 2:
             return False
-        self._is_agreed, self._watch = True, None
-        pinned = any_rank([bundle in self._pinned for bundle in self._bundles], self._all, self._device)
-        self._pinned = {bundle for bundle, is_pinned in zip(self._bundles, pinned, strict=True) if is_pinned}
-        ways = {False: self._bundles, True: self._bundles[::-1]}
-        orders = [agreed_order(self._records[way], layout, self._all) for way, layout in ways.items()]
-        self._uses = ExecOrder(orders[0], orders[1], self._pinned)
+        self._has_agreed, self._watch = True, None
+        always = any_rank(
+            [g in self._always_unsharded for g in self._param_groups], self._dp_group, self._device
+        )
+        self._always_unsharded = {g for g, flag in zip(self._param_groups, always, strict=True) if flag}
+        layouts = {False: self._param_groups, True: self._param_groups[::-1]}
+        orders = [
+            agreed_order(self._records[backward], layout, self._dp_group)
+            for backward, layout in layouts.items()
+        ]
+        self._exec_order = ExecOrder(orders[0], orders[1], self._always_unsharded)
         return True
 
     @property
-    def recorded(self) -> ExecOrder[ParamGroup]:
-        """What the first step's passes have used."""
-        return ExecOrder(self._records.get(False, ()), self._records.get(True, ()), self._pinned)
+    def recorded_order(self) -> ExecOrder[ParamGroup]:
+        """The uses in the first step's passes."""
+        return ExecOrder(self._records.get(False, ()), self._records.get(True, ()), self._always_unsharded)
 
     @property
     def last_uses(self) -> dict[FlatParam, int]:
-        """Of each unit in backward's walk, its last place there."""
-        return {unit: index for index, bundle in enumerate(self._uses.of(backward=True)) for unit in bundle}
+        """The last index of each unit in backward's walk."""
+        return {unit: i for i, group in enumerate(self._exec_order.of(backward=True)) for unit in group}
 
     @property
     def digest(self) -> int:
-        """Of this step's gathers on demand: other than those of the walks, nobody has agreed on them."""
+        """Digest of this step's on-demand all-gathers, which no order contains. Reading it resets it."""
         digest, self._digest = self._digest, 0
         return digest
 
     def _begin(self, *, backward: bool) -> None:
-        if self._frees:
-            uses = self._uses.of(backward=backward)
-            self._walk = PrefetchWalk(uses, self._prefetch, self._agreed, frees=not self._keeps)
-            recording = not self._is_agreed and (backward or torch.is_grad_enabled())
+        if self._reshards:
+            uses = self._exec_order.of(backward=backward)
+            self._walk = PrefetchWalk(uses, self._prefetch, self._kept, frees=not self._keep_unsharded)
+            recording = not self._has_agreed and (backward or torch.is_grad_enabled())
             self._record = [] if recording and backward not in self._records else None
 
-    def _end(self, stay: set[ParamGroup]) -> None:
-        """Ends a pass, after which just `stay` are whole on every rank (all, where they are kept)."""
+    def _end(self, keep: set[ParamGroup]) -> None:
+        """End a pass, after which exactly `keep` are unsharded on every rank (all, with `keep_unsharded`)."""
         if self._walk is None:
             return
         self.finish_walk()
         if self._record is not None:
-            self._records[self._backward], self._record = self._record, None
-        uses, self._walk = {*self._walk.uses, *self._pinned}, None
-        self._agreed = uses if self._keeps else stay & uses
-        for unit, bundle in list(self._whole.items()):
-            if bundle not in self._agreed:
-                self._free(unit)
+            self._records[self._in_backward], self._record = self._record, None
+        uses, self._walk = {*self._walk.uses, *self._always_unsharded}, None
+        self._kept = uses if self._keep_unsharded else keep & uses
+        for unit, param_group in list(self._unsharded.items()):
+            if param_group not in self._kept:
+                self._reshard(unit)
 
     # --- uses
 
-    def _hook(self, model: nn.Module, owners: Mapping[ParamGroup, Sequence[nn.Module]]) -> None:
+    def _install_hooks(self, model: nn.Module, owners: Mapping[ParamGroup, Sequence[nn.Module]]) -> None:
         by_owner: dict[nn.Module, list[ParamGroup]] = {}
-        for bundle in self._bundles:
-            for module in owners[bundle]:
-                by_owner.setdefault(module, []).append(bundle)
-        for module, bundles in by_owner.items():
-            module.register_forward_pre_hook(self._before_forward(bundles), prepend=True)
-            module.register_forward_hook(self._after_forward(module, bundles), always_call=True)
+        for param_group in self._param_groups:
+            for module in owners[param_group]:
+                by_owner.setdefault(module, []).append(param_group)
+        for module, param_groups in by_owner.items():
+            module.register_forward_pre_hook(self._make_pre_forward(param_groups), prepend=True)
+            module.register_forward_hook(self._make_post_forward(module, param_groups), always_call=True)
         model.register_forward_pre_hook(lambda *_: self.begin_forward(), prepend=True)
         model.register_forward_hook(
             lambda _model, _inputs, output: self.end_forward(failed=output is None), always_call=True
@@ -253,79 +266,79 @@ class Unsharder:
         for module in model.modules():
             module.register_state_dict_pre_hook(_refuse_state_dict)
 
-    def _before_forward(self, bundles: list[ParamGroup]) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
+    def _make_pre_forward(self, param_groups: list[ParamGroup]) -> Callable[..., None]:
+        def pre_forward(*_: Any) -> None:
             if not self.is_paused:
-                for bundle in bundles:
-                    self._open_bundle(bundle)
+                for param_group in param_groups:
+                    self._enter_forward(param_group)
 
-        return hook
+        return pre_forward
 
-    def _open_bundle(self, bundle: ParamGroup) -> None:
-        was_open = self._open.get(bundle, 0)
-        self._open[bundle] = was_open + 1
-        if not was_open:
-            self._use(bundle)
+    def _enter_forward(self, param_group: ParamGroup) -> None:
+        num_before = self._num_in_forward.get(param_group, 0)
+        self._num_in_forward[param_group] = num_before + 1
+        if not num_before:
+            self._unshard(param_group)
 
-    def _after_forward(self, module: nn.Module, bundles: list[ParamGroup]) -> Callable[..., None]:
+    def _make_post_forward(self, module: nn.Module, param_groups: list[ParamGroup]) -> Callable[..., None]:
         reads_weights = not reads_no_weight_in_backward(module)
 
-        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        def post_forward(_module: nn.Module, _inputs: Any, output: Any) -> None:
             if self.is_paused:
                 return
-            for bundle in bundles:
-                self._open[bundle] = max(0, self._open.get(bundle, 0) - 1)
+            for param_group in param_groups:
+                self._num_in_forward[param_group] = max(0, self._num_in_forward.get(param_group, 0) - 1)
             if reads_weights and torch.is_grad_enabled():
                 tensors, is_all = tensors_in(output)
                 for tensor in tensors:
-                    tensor.register_hook(before_backward)
-                if not is_all:  # nobody would announce its backward
-                    self._pinned.update(bundles)
+                    tensor.register_hook(pre_backward)
+                if not is_all:  # no hook would signal its backward
+                    self._always_unsharded.update(param_groups)
 
-        def before_backward(_: Tensor) -> None:
-            for bundle in bundles:
-                self._use(bundle)
+        def pre_backward(_: Tensor) -> None:
+            for param_group in param_groups:
+                self._unshard(param_group)
 
-        return hook
+        return post_forward
 
-    def _use(self, bundle: ParamGroup) -> None:
-        """Returns when it is whole (on CUDA: what is queued from now on will find it whole)."""
-        if self._walk is not None and bundle not in self._pinned:
-            index = self._walk.find(bundle)
+    def _unshard(self, param_group: ParamGroup) -> None:
+        """Unshard for a use and wait (on CUDA: kernels queued from now on see the parameters)."""
+        if self._walk is not None and param_group not in self._always_unsharded:
+            index = self._walk.find(param_group)
             if index is not None:
                 self._walk_to(self._walk, index)
-            if self._record is not None and bundle not in self._record[-1:]:
-                self._record.append(bundle)
-        for unit in bundle:
-            if unit not in self._whole and not unit.whole.stays:
-                self._digest = (31 * self._digest + self._bundles.index(bundle) + 1) % 2**16
-                self._start(unit, bundle)
-            self._wait(unit)
+            if self._record is not None and param_group not in self._record[-1:]:
+                self._record.append(param_group)
+        for unit in param_group:
+            if unit not in self._unsharded and not unit.unsharded.persistent:  # on demand
+                self._digest = (31 * self._digest + self._param_groups.index(param_group) + 1) % 2**16
+                self._start_unshard(unit, param_group)
+            self._wait_for_unshard(unit)
 
     def _walk_to(self, walk: PrefetchWalk[ParamGroup], index: int) -> None:
-        """Begins the uses up to this one. Those on the way are other ranks': over as soon as they begin."""
+        """Start the uses up to this one. Those before it are other ranks': over as soon as they start."""
         while walk.at < index:
             to_start = walk.step()
-            self._free_what_is_over(walk)
-            for bundle in to_start:
-                self._start_bundle(bundle)
-            if self._backward and not self._keeps:
+            self._reshard_finished(walk)
+            for param_group in to_start:
+                self._start_unshard_group(param_group)
+            if self._in_backward and not self._keep_unsharded:
                 self._on_progress(walk.at)
-            passed = walk.uses[walk.at]
-            if walk.at < index and not self._keeps and not self._open.get(passed):
-                for unit in passed:
-                    if unit in self._whole and passed not in walk.window[1:]:
-                        self._free(unit)
+            skipped = walk.uses[walk.at]
+            if walk.at < index and not self._keep_unsharded and not self._num_in_forward.get(skipped):
+                for unit in skipped:
+                    if unit in self._unsharded and skipped not in walk.window[1:]:
+                        self._reshard(unit)
 
-    def _used_outside(self, bundle: ParamGroup) -> None:
-        """See [Note: weights that are used outside their owners]."""
-        if not self._open.get(bundle):
-            self._pinned.add(bundle)
-            self._open_bundle(bundle)
+    def _on_outside_use(self, param_group: ParamGroup) -> None:
+        """See [Note: parameters used outside their modules]."""
+        if not self._num_in_forward.get(param_group):
+            self._always_unsharded.add(param_group)
+            self._enter_forward(param_group)
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Until the first step is over: looks inside for weights that are used outside their owners."""
+    def watch_outside_uses(self) -> Iterator[None]:
+        """Until the first step is over, look for parameters used outside their modules in this context."""
         if self._watch is None or self._is_watching:
             yield
             return
@@ -336,65 +349,74 @@ class Unsharder:
         finally:
             self._is_watching = False
 
-    def _free_what_is_over(self, walk: PrefetchWalk[ParamGroup]) -> None:
-        for unit, bundle in list(self._whole.items()):
-            if bundle in walk.window or bundle in self._pinned or self._open.get(bundle) or self._keeps:
+    def _reshard_finished(self, walk: PrefetchWalk[ParamGroup]) -> None:
+        """Reshard units whose uses are over. See [Note: unshard and reshard]."""
+        for unit, param_group in list(self._unsharded.items()):
+            if (
+                param_group in walk.window
+                or param_group in self._always_unsharded
+                or self._num_in_forward.get(param_group)
+                or self._keep_unsharded
+            ):
                 continue
-            comes = unit.trains and not self._half  # its gradient, which tells when backward is through
-            if not self._backward or (unit.is_complete if comes else bundle in self._blocks):
-                self._free(unit)
+            gets_grad = unit.trains and not self._is_split  # its gradient shows when its backward is over
+            if not self._in_backward or (unit.is_complete if gets_grad else param_group in self._of_blocks):
+                self._reshard(unit)
 
     def on_complete(self, unit: FlatParam) -> None:
-        """Every parameter has its gradient."""
-        bundle = self._whole.get(unit)
-        if bundle is None or self._walk is None or self._keeps or not self._backward:
+        """Reshard a unit whose gradients are complete, if its uses are over."""
+        param_group = self._unsharded.get(unit)
+        if param_group is None or self._walk is None or self._keep_unsharded or not self._in_backward:
             return
-        if bundle not in self._walk.window and not self._open.get(bundle):
-            self._free(unit)
+        if param_group not in self._walk.window and not self._num_in_forward.get(param_group):
+            self._reshard(unit)
 
-    # --- gathers
+    # --- all-gathers
 
-    def _in_order(self, bundles: Iterable[ParamGroup]) -> list[ParamGroup]:
-        return [bundle for bundle in self._bundles if bundle in bundles]
+    def _in_layout_order(self, param_groups: Iterable[ParamGroup]) -> list[ParamGroup]:
+        return [param_group for param_group in self._param_groups if param_group in param_groups]
 
-    def _start_bundle(self, bundle: ParamGroup) -> None:
-        for unit in bundle:
-            if not unit.whole.stays:
-                self._start(unit, bundle)
+    def _start_unshard_group(self, param_group: ParamGroup) -> None:
+        for unit in param_group:
+            if not unit.unsharded.persistent:
+                self._start_unshard(unit, param_group)
 
-    def _start(self, unit: FlatParam, bundle: ParamGroup) -> None:
-        if self._shares:  # see [Note: memory that ranks share]
+    def _start_unshard(self, unit: FlatParam, param_group: ParamGroup) -> None:
+        if self._shares_memory:  # see [Note: parameters in shared memory] in `flat_param.py`
             self._was_written = True
             return
-        self._wait(unit)
-        unit.show()
-        unit.whole.hold()
-        own = unit.storage[unit.start : unit.stop]
-        landed = None
-        if own.data_ptr() != unit.piece.data_ptr():  # stage 3
-            landed = self._lane.copy(own, unit.piece)
-        if landed is not None and self._group.size > 1:
-            landed()
-        gathered = start_all_gather(unit.storage, own, self._group, label=unit.layout.name)
-        self._pending[unit] = landed if landed is not None and self._group.size == 1 else gathered.wait
-        if not unit.whole.stays:
-            self._whole[unit] = bundle
+        self._wait_for_unshard(unit)
+        unit.point_to_storage()
+        unit.unsharded.allocate()
+        own_range = unit.storage[unit.start : unit.stop]
+        wait_for_copy = None
+        if own_range.data_ptr() != unit.shard.data_ptr():  # stage 3
+            wait_for_copy = self._copy_stream.copy(own_range, unit.shard)
+        if wait_for_copy is not None and self._group.size > 1:
+            wait_for_copy()
+        work = start_all_gather(unit.storage, own_range, self._group, label=unit.layout.name)
+        self._pending[unit] = (
+            wait_for_copy if wait_for_copy is not None and self._group.size == 1 else work.wait
+        )
+        if not unit.unsharded.persistent:
+            self._unsharded[unit] = param_group
 
-    def _wait(self, unit: FlatParam) -> None:
+    def _wait_for_unshard(self, unit: FlatParam) -> None:
         wait = self._pending.pop(unit, None)
         if wait is not None:
             wait()
 
-    def _free(self, unit: FlatParam) -> None:
-        self._wait(unit)
-        unit.whole.free()
-        unit.hide()
-        self._whole.pop(unit, None)
+    def _reshard(self, unit: FlatParam) -> None:
+        """Free the unsharded parameters."""
+        self._wait_for_unshard(unit)
+        unit.unsharded.free()
+        unit.point_to_nan()
+        self._unsharded.pop(unit, None)
 
 
 def _refuse_state_dict(*_: Any) -> None:
     raise ModelError(
-        "the model's parameters are cut: its state_dict would hold none of them",
+        "the model's parameters are sharded: its state_dict would contain none of them",
         given="state_dict() of a model at ZeRO stage 3",
         hint="engine.whole_parameters() or engine.state(), called by all ranks",
     )
