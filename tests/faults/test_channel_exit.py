@@ -11,7 +11,7 @@ import sys, torch
 from plait.comm import barrier, connect
 from plait.parallel.pipeline.p2p import Outbox
 world = connect(transport="gloo")
-lane = world.group_of((0, 1), "activations")
+lane = world.new_group((0, 1), "activations")
 barrier(world.group)
 if world.rank == 1:
     sys.stdin.read()

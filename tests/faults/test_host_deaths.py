@@ -82,7 +82,7 @@ def _sums(world: World, group: Group) -> None:
 
 
 def _groups(world: World, group: Group) -> None:
-    world.group_of(group.ranks, "w")
+    world.new_group(group.ranks, "w")
 
 
 WORK: dict[str, tuple[Callable[[World, Group], None], str]] = {
@@ -200,7 +200,7 @@ def test_a_stopped_rank_is_named_after_the_time_limit(pool: Pool, tmp_path: Path
 
 
 def _leave_at_once() -> int:
-    return connect(transport="host", timeout_s=10).group_of((0, 1, 2), "lane").size
+    return connect(transport="host", timeout_s=10).new_group((0, 1, 2), "lane").size
 
 
 def test_ranks_that_leave_at_once_have_formed_their_groups(pool: Pool) -> None:
@@ -216,7 +216,7 @@ def _late_for_a_group(how: str) -> str:
             raise ValueError("a mistake of its own")
         time.sleep(0.5 if how == "late" else 3)
     try:
-        group = world.group_of((0, 1, 2), "lane")
+        group = world.new_group((0, 1, 2), "lane")
     except CommError as error:
         return str(error)
     all_reduce(tensor := torch.ones(3), group)
@@ -336,7 +336,7 @@ def test_ctrl_c_ends_the_wait_for_a_started_call_but_not_the_call(pool: Pool) ->
 def _two_threads() -> None:
     """Each of two threads talks in a group of its own, at its own pace."""
     world = connect(transport="host", timeout_s=30)
-    groups = [world.group, world.group_of(tuple(range(world.size)), "lane")]
+    groups = [world.group, world.new_group(tuple(range(world.size)), "lane")]
     wrong: list[object] = []
 
     def talk(which: int) -> None:

@@ -29,7 +29,7 @@ from plait.comm import (
 from plait.errors import CommError
 from support.pool import Pool
 
-meet_module = sys.modules["plait.comm.shm.rendezvous"]  # the package's `meet` is the function
+meet_module = sys.modules["plait.comm.shm.rendezvous"]
 
 
 def _differ(what: str) -> str:
@@ -112,7 +112,7 @@ def _refused(what: str) -> str:
         elif what == "root":
             broadcast(torch.ones(4), group, 5)
         else:
-            world.group_of((1 - world.rank, 3))
+            world.new_group((1 - world.rank, 3))
     except CommError as error:
         all_reduce(torch.ones(4), group)  # the group is as good as before
         return str(error)
@@ -236,25 +236,29 @@ def test_too_little_memory_to_share_is_a_letter_on_every_rank(pool: Pool) -> Non
 def test_a_namespace_of_its_own_is_a_host_of_its_own() -> None:
     """A container's; here only its network and its users."""
     unshare = shutil.which("unshare")
-    ask = [sys.executable, "-c", "from plait.comm.shm.rendezvous import identity; print(identity())"]
+    ask = [
+        sys.executable,
+        "-c",
+        "from plait.comm.shm.rendezvous import host_identity; print(host_identity())",
+    ]
     if unshare is None or subprocess.run([unshare, "-Urn", "true"], capture_output=True).returncode:
         pytest.skip("this system lets nobody make namespaces")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     there = subprocess.run(
         [unshare, "-Urn", *ask], env=environment, capture_output=True, text=True, check=True
     )
-    assert len(there.stdout.split()) == len(meet_module.identity().split())
-    assert there.stdout.strip() != meet_module.identity()
+    assert len(there.stdout.split()) == len(meet_module.host_identity().split())
+    assert there.stdout.strip() != meet_module.host_identity()
 
 
 def _two_hosts() -> dict[str, Any]:
     """Ranks 0 and 1 think that they are on one host, 2 and 3 on another."""
     rank = int(os.environ["RANK"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(meet_module, "identity", lambda: f"host {rank // 2}")
+        patch.setattr(meet_module, "host_identity", lambda: f"host {rank // 2}")
         world = connect(transport="host", timeout_s=20)
     mine = (0, 1) if rank < 2 else (2, 3)
-    within, across = world.group_of(mine), world.group_of((rank % 2, rank % 2 + 2))
+    within, across = world.new_group(mine), world.new_group((rank % 2, rank % 2 + 2))
     found = {"names": [g.transport.name for g in (world.group, within, across)]}
     sums = []
     for group in (world.group, within, across):

@@ -19,7 +19,7 @@ PAGE = 4096
 def arena() -> Iterator[Arena]:
     found = native_lib.load()
     if found is None:
-        pytest.skip(native_lib.why_not())
+        pytest.skip(native_lib.unavailable_reason())
     made = Arena(found, 1 << 30)
     yield made
     made.close()

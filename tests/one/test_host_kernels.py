@@ -42,8 +42,8 @@ GUARD = 64  # bytes around an array that must not change
 def kernels() -> ctypes.CDLL:
     found = native_lib.load()
     if found is None and not compiler():
-        pytest.skip(native_lib.why_not())
-    assert found is not None, native_lib.why_not()
+        pytest.skip(native_lib.unavailable_reason())
+    assert found is not None, native_lib.unavailable_reason()
     return found
 
 

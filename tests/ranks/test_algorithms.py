@@ -16,7 +16,7 @@ from plait.comm import (
     all_reduce_by,
     broadcast_by,
     connect,
-    hosts_of,
+    ranks_by_host,
     reduce_scatter_by,
     topology,
 )
@@ -298,9 +298,9 @@ def test_hosts_that_leave_a_rank_out_are_refused(pool: Pool) -> None:
 
 def _who_sits_where() -> Any:
     group = connect().group
-    together = hosts_of(group)
+    together = ranks_by_host(group)
     with mock.patch.object(topology, "_fingerprint", return_value=-5 if group.rank == 1 else 5):
-        return together, hosts_of(group)
+        return together, ranks_by_host(group)
 
 
 def test_ranks_of_one_host_find_each_other(pool: Pool) -> None:

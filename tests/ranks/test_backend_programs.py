@@ -201,7 +201,7 @@ def _plait_inside() -> list[float]:
     """A program that has chosen the backend and then uses plait: its world speaks through the same."""
     join()
     world = connect()
-    pair = world.group_of((0, 1)) if world.rank < 2 else world.group_of((world.rank,))
+    pair = world.new_group((0, 1)) if world.rank < 2 else world.new_group((world.rank,))
     tensor = torch.tensor([1.0 + world.rank])
     all_reduce(tensor, world.group, "mean")
     all_reduce(tensor, pair)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from plait.bench import Measurement, Request, measure
-from plait.bench.cases import SUM, Part, Pattern, exercise
+from plait.bench.cases import SUM, Pattern, TensorSlice, make_case
 from plait.comm import Call, Group, OpType, ReduceWork, Transport, Work, connect
 from plait.errors import CommError
 from plait.plan.cost_model import VERBS
@@ -34,8 +34,8 @@ class Through:
     def sends_narrow(self, narrow: torch.dtype, wide: torch.dtype) -> bool:
         return self.link.sends_narrow(narrow, wide)
 
-    def cut(self) -> None:
-        self.link.cut()
+    def close(self) -> None:
+        self.link.close()
 
 
 class Silent(Through):
@@ -46,12 +46,12 @@ class Silent(Through):
         self.verbs = verbs
 
     def start(self, call: Call) -> Work:
-        return Work() if call.verb in self.verbs and call.op == "sum" else super().start(call)
+        return Work() if call.op_type in self.verbs and call.op == "sum" else super().start(call)
 
 
 class Slow(Through):
     def start(self, call: Call) -> Work:
-        if call.verb is OpType.ALL_REDUCE and call.op == "sum":
+        if call.op_type is OpType.ALL_REDUCE and call.op == "sum":
             time.sleep(0.03)
         return super().start(call)
 
@@ -130,18 +130,18 @@ def test_a_pattern_is_summed_exactly_and_shows_a_range_out_of_place(dtype: torch
     pattern = Pattern(dtype, 5, torch.device("cpu"))
     wholes = [torch.empty(100_000, dtype=dtype) for _ in range(5)]
     for rank, whole in enumerate(wholes):
-        pattern.fill(Part(whole, rank))
-    assert pattern.fits(Part(sum(wholes[1:], wholes[0]), SUM))
-    assert pattern.fits(Part(wholes[2][20_000:40_000], 2, 20_000))
-    assert not pattern.fits(Part(wholes[2][20_000:40_000], 2, 40_000))
-    assert not pattern.fits(Part(wholes[2], 3))
+        pattern.fill(TensorSlice(whole, rank))
+    assert pattern.fits(TensorSlice(sum(wholes[1:], wholes[0]), SUM))
+    assert pattern.fits(TensorSlice(wholes[2][20_000:40_000], 2, 20_000))
+    assert not pattern.fits(TensorSlice(wholes[2][20_000:40_000], 2, 40_000))
+    assert not pattern.fits(TensorSlice(wholes[2], 3))
 
 
 def test_a_piece_of_a_wrong_rank_does_not_pass() -> None:
     group = Group((0, 1), 1, None)
     first, second = torch.empty(8192), torch.empty(8192)
     pattern = Pattern(torch.float32, 2, torch.device("cpu"))
-    for part in exercise("all-gather", group, first, second).gets:
-        pattern.fill(Part(part.tensor, 0, part.start))
-    fits = [pattern.fits(part) for part in exercise("all-gather", group, first, second).gets]
+    for part in make_case("all-gather", group, first, second).gets:
+        pattern.fill(TensorSlice(part.tensor, 0, part.start))
+    fits = [pattern.fits(part) for part in make_case("all-gather", group, first, second).gets]
     assert fits == [True, False]

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.bench import Breakdown, DdpRequest, Trainee, measure_ddp, parse_caps, wrapped
+from plait.bench import BenchModel, Breakdown, DdpRequest, measure_ddp, parse_caps, wrap_ddp
 from plait.comm import connect
 from plait.errors import CommError
 from support.pool import Pool, RankError
@@ -43,8 +43,8 @@ def _unreduced(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tenso
 
 def _checked(reduced: bool) -> None:
     world = connect(transport="host")
-    trainee = Trainee(world, SHORT)
-    module = wrapped(trainee.twin(), None, "group")
+    trainee = BenchModel(world, SHORT)
+    module = wrap_ddp(trainee.twin(), None, "group")
     if not reduced:
         module.register_comm_hook(None, _unreduced)
     trainee.check(module, "one bucket")
@@ -60,8 +60,8 @@ def test_a_variant_that_does_not_average_gradients_is_found_before_it_is_timed(p
 
 def _trained() -> tuple[Tensor, Tensor, bool]:
     world = connect(transport="host")
-    trainee = Trainee(world, SHORT)
-    twins = [wrapped(trainee.twin(), cap, "group") for cap in (None, 1)]
+    trainee = BenchModel(world, SHORT)
+    twins = [wrap_ddp(trainee.twin(), cap, "group") for cap in (None, 1)]
     before = next(trainee.model.parameters()).detach().clone()
     trainee.visit(twins[0], alone_first=True)
     after = [next(module.parameters()).detach() for module in (trainee.model, *twins)]

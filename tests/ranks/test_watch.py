@@ -46,7 +46,7 @@ def _seconds_by_verb() -> dict[str, float]:
         "run": lambda: all_reduce(numbers, group),
         "started": lambda: start_all_gather(whole, numbers, group).wait(),
         "barrier": lambda: barrier(group),
-        "background": lambda: group.background.submit(lambda: all_reduce(numbers, group)).wait(),
+        "background": lambda: group.comm_thread.submit(lambda: all_reduce(numbers, group)).wait(),
         "scattered sum": lambda: summed(start_scattered_sum(numbers.clone(), group), torch.empty(2)),
         "exchange": lambda: summed(start_exchange(numbers.clone(), group), torch.empty_like(numbers)),
     }

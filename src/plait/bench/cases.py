@@ -25,7 +25,7 @@ SUM = -1  # in place of a rank: of all ranks
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorSlice:
     """A tensor that is, or is to be, a rank's whole tensor from element `start` on."""
 
     tensor: Tensor
@@ -34,12 +34,12 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Exercise:
+class Case:
     """`run` is one communication, but for `trips` of them that only a pair of ranks can tell apart."""
 
     run: Callable[[], object]
-    gives: Part | None = None
-    gets: tuple[Part, ...] = ()
+    gives: TensorSlice | None = None
+    gets: tuple[TensorSlice, ...] = ()
     trips: int = 1
 
 
@@ -57,14 +57,14 @@ class Pattern:
         self.outside = values  # no rank's tensor has it
         self._blocks = [block.to(device, dtype) for block in (*ranks, torch.stack(ranks).sum(0))]
 
-    def fill(self, part: Part) -> None:
+    def fill(self, part: TensorSlice) -> None:
         for run, values in self._runs(part):
             run.copy_(values)
 
-    def fits(self, part: Part) -> bool:
+    def fits(self, part: TensorSlice) -> bool:
         return all(torch.equal(run, values) for run, values in self._runs(part))
 
-    def _runs(self, part: Part) -> Iterator[tuple[Tensor, Tensor]]:
+    def _runs(self, part: TensorSlice) -> Iterator[tuple[Tensor, Tensor]]:
         block = self._blocks[part.rank]
         done, total = 0, part.tensor.numel()
         while done < total:
@@ -74,64 +74,68 @@ class Pattern:
             done += length
 
 
-def exercise(verb: str, group: Group, first: Tensor, second: Tensor) -> Exercise:
+def make_case(verb: str, group: Group, first: Tensor, second: Tensor) -> Case:
     """`first`, `second`: flat tensors as long as a whole one."""
     return _MAKERS[verb](group, first, second)
 
 
-def _all_reduce(group: Group, given: Tensor, _: Tensor) -> Exercise:
-    return Exercise(lambda: all_reduce(given, group), Part(given, group.rank), (Part(given, SUM),))
+def _all_reduce(group: Group, given: Tensor, _: Tensor) -> Case:
+    return Case(lambda: all_reduce(given, group), TensorSlice(given, group.rank), (TensorSlice(given, SUM),))
 
 
-def _reduce_scatter(group: Group, given: Tensor, taken: Tensor) -> Exercise:
+def _reduce_scatter(group: Group, given: Tensor, taken: Tensor) -> Case:
     piece, start = _own(group, taken)
     out = taken[:piece]
-    return Exercise(
-        lambda: reduce_scatter(out, given, group), Part(given, group.rank), (Part(out, SUM, start),)
+    return Case(
+        lambda: reduce_scatter(out, given, group),
+        TensorSlice(given, group.rank),
+        (TensorSlice(out, SUM, start),),
     )
 
 
-def _all_gather(group: Group, _: Tensor, taken: Tensor) -> Exercise:
+def _all_gather(group: Group, _: Tensor, taken: Tensor) -> Case:
     piece, start = _own(group, taken)
     mine = taken[start : start + piece]
-    return Exercise(
-        lambda: all_gather(taken, mine, group), Part(mine, group.rank, start), _from_all(group, taken)
+    return Case(
+        lambda: all_gather(taken, mine, group), TensorSlice(mine, group.rank, start), _from_all(group, taken)
     )
 
 
-def _broadcast(group: Group, given: Tensor, _: Tensor) -> Exercise:
-    return Exercise(lambda: broadcast(given, group), Part(given, group.rank), (Part(given, 0),))
+def _broadcast(group: Group, given: Tensor, _: Tensor) -> Case:
+    return Case(lambda: broadcast(given, group), TensorSlice(given, group.rank), (TensorSlice(given, 0),))
 
 
-def _reduce(group: Group, given: Tensor, _: Tensor) -> Exercise:
+def _reduce(group: Group, given: Tensor, _: Tensor) -> Case:
     expected = SUM if group.rank == 0 else group.rank
-    return Exercise(lambda: reduce(given, group), Part(given, group.rank), (Part(given, expected),))
+    return Case(lambda: reduce(given, group), TensorSlice(given, group.rank), (TensorSlice(given, expected),))
 
 
-def _scatter(group: Group, given: Tensor, taken: Tensor) -> Exercise:
+def _scatter(group: Group, given: Tensor, taken: Tensor) -> Case:
     piece, start = _own(group, taken)
     out, whole = taken[:piece], given if group.rank == 0 else None
-    return Exercise(lambda: scatter(out, whole, group), Part(given, group.rank), (Part(out, 0, start),))
+    return Case(
+        lambda: scatter(out, whole, group), TensorSlice(given, group.rank), (TensorSlice(out, 0, start),)
+    )
 
 
-def _gather(group: Group, given: Tensor, taken: Tensor) -> Exercise:
+def _gather(group: Group, given: Tensor, taken: Tensor) -> Case:
     piece, start = _own(group, taken)
     mine, out = given[:piece], taken if group.rank == 0 else None
     gets = () if out is None else _from_all(group, out)
-    return Exercise(lambda: gather(out, mine, group), Part(mine, group.rank, start), gets)
+    return Case(lambda: gather(out, mine, group), TensorSlice(mine, group.rank, start), gets)
 
 
-def _all_to_all(group: Group, given: Tensor, taken: Tensor) -> Exercise:
+def _all_to_all(group: Group, given: Tensor, taken: Tensor) -> Case:
     piece, start = _own(group, taken)
-    gets = tuple(Part(taken[r * piece : (r + 1) * piece], r, start) for r in range(group.size))
-    return Exercise(lambda: all_to_all(taken, given, group), Part(given, group.rank), gets)
+    gets = tuple(TensorSlice(taken[r * piece : (r + 1) * piece], r, start) for r in range(group.size))
+    return Case(lambda: all_to_all(taken, given, group), TensorSlice(given, group.rank), gets)
 
 
-def _barrier(group: Group, _: Tensor, __: Tensor) -> Exercise:
-    return Exercise(lambda: barrier(group))
+def _barrier(group: Group, _: Tensor, __: Tensor) -> Case:
+    return Case(lambda: barrier(group))
 
 
-def _send_receive(group: Group, given: Tensor, taken: Tensor) -> Exercise:
+def _send_receive(group: Group, given: Tensor, taken: Tensor) -> Case:
     """There and back between the first two ranks; the others look on."""
 
     def serve() -> None:
@@ -143,11 +147,13 @@ def _send_receive(group: Group, given: Tensor, taken: Tensor) -> Exercise:
         send(taken, group, 0)
 
     if group.rank > 1:
-        return Exercise(lambda: None, trips=2)
-    return Exercise((serve, answer)[group.rank], Part(given, group.rank), (Part(taken, 0),), trips=2)
+        return Case(lambda: None, trips=2)
+    return Case(
+        (serve, answer)[group.rank], TensorSlice(given, group.rank), (TensorSlice(taken, 0),), trips=2
+    )
 
 
-_MAKERS: dict[str, Callable[[Group, Tensor, Tensor], Exercise]] = {
+_MAKERS: dict[str, Callable[[Group, Tensor, Tensor], Case]] = {
     "all-reduce": _all_reduce,
     "reduce-scatter": _reduce_scatter,
     "all-gather": _all_gather,
@@ -167,7 +173,7 @@ def _own(group: Group, whole: Tensor) -> tuple[int, int]:
     return piece, group.rank * piece
 
 
-def _from_all(group: Group, whole: Tensor) -> tuple[Part, ...]:
+def _from_all(group: Group, whole: Tensor) -> tuple[TensorSlice, ...]:
     piece = whole.numel() // group.size
     ranges = enumerate(whole.chunk(group.size))
-    return tuple(Part(range_, rank, rank * piece) for rank, range_ in ranges)
+    return tuple(TensorSlice(range_, rank, rank * piece) for rank, range_ in ranges)

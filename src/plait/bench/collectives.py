@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plait.bench.cases import Exercise, Pattern, exercise
+from plait.bench.cases import Case, Pattern, make_case
 from plait.bench.request import DTYPES, Request
 from plait.comm import World, all_gather, all_reduce, barrier
 from plait.errors import CommError, ConfigError
@@ -59,22 +59,22 @@ class Measurement:
 
 
 @dataclass(frozen=True)
-class _Case:
+class _TimedCase:
     verb: str
     storage: str
     num_bytes: int
-    exercise: Exercise
+    make_case: Case
 
 
 @dataclass(frozen=True)
-class _Visits:
+class _VisitPlan:
     """What a round does for a case."""
 
     number: int
     repeats: int
 
     @classmethod
-    def of(cls, seconds: float) -> "_Visits":
+    def of(cls, seconds: float) -> "_VisitPlan":
         """Of a case that takes about `seconds`."""
         repeats = max(1, min(_MOST_REPEATS, round(_VISIT_S / max(seconds, 1e-9))))
         return cls(_VISITS_OF_SHORT if seconds * repeats < _SHORT_S else 1, repeats)
@@ -112,7 +112,7 @@ def measure(world: World, request: Request, tell: Callable[[str], None] = lambda
     )
 
 
-def _rows(cases: list[_Case], visits: list[_Visits], rounds: list[list[float]]) -> tuple[Row, ...]:
+def _rows(cases: list[_TimedCase], visits: list[_VisitPlan], rounds: list[list[float]]) -> tuple[Row, ...]:
     rows, begin = [], 0
     for case, done in zip(cases, visits, strict=True):
         seconds = [time_s for found in rounds for time_s in found[begin : begin + done.number]]
@@ -150,7 +150,7 @@ def _arenas(world: World, request: Request) -> dict[str, tuple[Tensor, Tensor]]:
         ) from error
 
 
-def _cases(world: World, request: Request, arenas: dict[str, tuple[Tensor, Tensor]]) -> list[_Case]:
+def _cases(world: World, request: Request, arenas: dict[str, tuple[Tensor, Tensor]]) -> list[_TimedCase]:
     cases = []
     for verb in request.verbs:
         # No tensor takes part in a barrier.
@@ -159,7 +159,9 @@ def _cases(world: World, request: Request, arenas: dict[str, tuple[Tensor, Tenso
         for storage in storages:
             for numel in sizes:
                 first, second = (tensor[:numel] for tensor in arenas[storage])
-                cases.append(_Case(verb, storage, first.nbytes, exercise(verb, world.group, first, second)))
+                cases.append(
+                    _TimedCase(verb, storage, first.nbytes, make_case(verb, world.group, first, second))
+                )
     return cases
 
 
@@ -168,13 +170,13 @@ def _numel(num_bytes: int, world: World, request: Request) -> int:
     return world.size * max(1, round(num_bytes / DTYPES[request.dtype].itemsize / world.size))
 
 
-def _check_all(cases: list[_Case], world: World, pattern: Pattern) -> list[_Visits]:
+def _check_all(cases: list[_TimedCase], world: World, pattern: Pattern) -> list[_VisitPlan]:
     """How often to come to each case, whose results have been found right."""
     estimates = [_check(case, world, pattern) for case in cases]
-    return [_Visits.of(seconds) for seconds in slowest(world, [estimates])[0]]
+    return [_VisitPlan.of(seconds) for seconds in slowest(world, [estimates])[0]]
 
 
-def _check(case: _Case, world: World, pattern: Pattern) -> float:
+def _check(case: _TimedCase, world: World, pattern: Pattern) -> float:
     """Seconds of a case, roughly."""
     gives, gets = case.exercise.gives, case.exercise.gets
     for part in gets:
@@ -196,7 +198,7 @@ def _check(case: _Case, world: World, pattern: Pattern) -> float:
 _LARGE = 1 << 22
 
 
-def _round(cases: list[_Case], visits: list[_Visits], world: World, *, seed: int) -> list[float]:
+def _round(cases: list[_TimedCase], visits: list[_VisitPlan], world: World, *, seed: int) -> list[float]:
     """This rank's seconds by case and visit. See [Note: what one time is]."""
     due = [(case, done.repeats) for case, done in zip(cases, visits, strict=True) for _ in range(done.number)]
     order = list(range(len(due)))
@@ -208,15 +210,15 @@ def _round(cases: list[_Case], visits: list[_Visits], world: World, *, seed: int
     return times
 
 
-def _visit(exercise: Exercise, repeats: int, world: World) -> float:
+def _visit(make_case: Case, repeats: int, world: World) -> float:
     """Seconds per communication."""
     barrier(world.group)
     _finish(world)
     begin = time.perf_counter()
     for _ in range(repeats):
-        exercise.run()
+        make_case.run()
     _finish(world)
-    return (time.perf_counter() - begin) / (repeats * exercise.trips)
+    return (time.perf_counter() - begin) / (repeats * make_case.trips)
 
 
 def _finish(world: World) -> None:

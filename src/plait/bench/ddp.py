@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.bench.collectives import num_hosts, slowest
-from plait.bench.ddp_request import MODELS, ONE, PRECISIONS, Cap, DdpRequest, label_of
+from plait.bench.ddp_request import MODELS, ONE, PRECISIONS, Cap, DdpRequest
 from plait.comm import World, all_reduce, barrier
 from plait.errors import CommError
 from plait.models import causal_lm_on_meta, initialise
@@ -87,7 +87,7 @@ class Breakdown:
     seconds: float
 
 
-def wrapped(module: nn.Module, cap: Cap, carrier: str) -> DistributedDataParallel:
+def wrap_ddp(module: nn.Module, cap: Cap, carrier: str) -> DistributedDataParallel:
     """`module` with buckets that close at `cap` bytes, its gradients summed over the host transport or the
     process group."""
     cap_bytes = _NEVER_FULL if cap is ONE else cap
@@ -101,7 +101,7 @@ def measure_ddp(world: World, request: DdpRequest, tell: Callable[[str], None] =
     """
     begin = time.perf_counter()
     tell("building the model")
-    trainee = Trainee(world, request)
+    trainee = BenchModel(world, request)
     variants = [_made(trainee, carrier, cap, tell) for carrier, cap in request.variants]
     times: list[list[float]] = []
     for number in range(-_WARM_UP, request.rounds):
@@ -109,7 +109,7 @@ def measure_ddp(world: World, request: DdpRequest, tell: Callable[[str], None] =
         times.append(_round(trainee, variants, seed=number))
     buckets = [_num_buckets(variant) for variant in variants]
     return Breakdown(
-        bars=bars_of(request.variants, buckets, slowest(world, times[_WARM_UP:])),
+        bars=make_bars(request.variants, buckets, slowest(world, times[_WARM_UP:])),
         request=request,
         num_params=sum(parameter.numel() for parameter in trainee.model.parameters()),
         num_ranks=world.size,
@@ -118,7 +118,7 @@ def measure_ddp(world: World, request: DdpRequest, tell: Callable[[str], None] =
     )
 
 
-class Trainee:
+class BenchModel:
     """A model, its optimizer, and a rank's batch."""
 
     def __init__(self, world: World, request: DdpRequest) -> None:
@@ -192,7 +192,7 @@ class Trainee:
         return time.perf_counter() - begin, result
 
 
-def bars_of(
+def make_bars(
     variants: Sequence[tuple[str, Cap]], num_buckets: Sequence[int], rounds: Sequence[Sequence[float]]
 ) -> tuple[Bar, ...]:
     """`rounds`: of each round, the seconds of the visits to all variants, one after the other."""
@@ -225,16 +225,18 @@ def _llama(name: str) -> nn.Module:
     return model.train()
 
 
-def _made(trainee: Trainee, carrier: str, cap: Cap, tell: Callable[[str], None]) -> DistributedDataParallel:
+def _made(
+    trainee: BenchModel, carrier: str, cap: Cap, tell: Callable[[str], None]
+) -> DistributedDataParallel:
     """A variant, whose gradients were found right."""
     name = f"{label_of(cap)} over {carrier}"
     tell(f"checking gradients: {name}")
-    module = wrapped(trainee.twin(), cap, carrier)
+    module = wrap_ddp(trainee.twin(), cap, carrier)
     trainee.check(module, name)
     return module
 
 
-def _round(trainee: Trainee, variants: Sequence[DistributedDataParallel], *, seed: int) -> list[float]:
+def _round(trainee: BenchModel, variants: Sequence[DistributedDataParallel], *, seed: int) -> list[float]:
     """This rank's seconds, four of each variant. See [Note: how a step is taken apart]."""
     by_chance = random.Random(seed)
     order = by_chance.sample(range(len(variants)), len(variants))

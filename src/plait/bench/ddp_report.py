@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from plait.bench.ddp import Bar, Breakdown
-from plait.bench.ddp_request import label_of
+from plait.bench.ddp_request import cap_label
 from plait.bench.report import machine
 
 _TITLES = {"group": "process group (Gloo)", "host": "shared memory"}
@@ -24,7 +24,7 @@ _PARTS = {  # fields of Phases: what they are called, and drawn in
 }
 
 
-def shown_s(bar: Bar) -> dict[str, float]:
+def displayed_s(bar: Bar) -> dict[str, float]:
     """Seconds by phase, as they are shown: communication that noise has made negative is none."""
     return {part: max(0.0, getattr(bar.phases, part)) for part in _PARTS}
 
@@ -40,9 +40,9 @@ def breakdown_tables(found: Breakdown) -> list[Table]:
         for heading in ("count", *parts, "step", "of"):
             table.add_column(heading, justify="right")
         for bar in bars:
-            times = map(_milliseconds, (*shown_s(bar).values(), bar.step_s))
+            times = map(_milliseconds, (*displayed_s(bar).values(), bar.step_s))
             ratio = "" if bar.of_no_overlap is None else f"{bar.of_no_overlap:.2f}"
-            table.add_row(label_of(bar.cap), str(bar.num_buckets), *times, ratio)
+            table.add_row(cap_label(bar.cap), str(bar.num_buckets), *times, ratio)
         made.append(table)
     made[-1].caption = "exposed: what backward does not hide; of: of the step without overlap"
     return made
@@ -54,7 +54,7 @@ def breakdown_json(found: Breakdown) -> dict[str, Any]:
     rows = [
         {
             "carrier": bar.carrier,
-            "buckets": label_of(bar.cap),
+            "buckets": cap_label(bar.cap),
             "cap_bytes": bar.cap,
             "num_buckets": bar.num_buckets,
             **asdict(bar.phases),
@@ -97,10 +97,10 @@ def _draw_stacks(axes: Axes, bars: list[Bar]) -> None:
     places = range(len(bars))
     tops = [0.0] * len(bars)
     for part, (word, color) in _PARTS.items():
-        heights = [1e3 * shown_s(bar)[part] for bar in bars]
+        heights = [1e3 * displayed_s(bar)[part] for bar in bars]
         axes.bar(places, heights, bottom=tops, label=word, color=color, width=0.7)
         tops = [top + height for top, height in zip(tops, heights, strict=True)]
-    axes.set_xticks(places, [label_of(bar.cap) for bar in bars], rotation=35, ha="right")
+    axes.set_xticks(places, [cap_label(bar.cap) for bar in bars], rotation=35, ha="right")
     axes.set_xlabel("bucket cap")
     axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from plait.bench.request import check_known, shown_bytes, size_of
+from plait.bench.request import check_known, format_bytes, size_or_none
 from plait.errors import ConfigError
 from plait.models import causal_lm_on_meta
 
@@ -38,7 +38,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16}  # what autocast computes in; gradients are float32
-CARRIERS = {"host": ("host",), "group": ("group",), "both": ("group", "host")}
+TRANSPORT_CHOICES = {"host": ("host",), "group": ("group",), "both": ("group", "host")}
 
 ONE, EACH = None, 1  # caps: no bucket is ever full, every gradient fills its own
 CAPS = "one,each,1M,5M,25M,50M"
@@ -63,7 +63,7 @@ class DdpRequest:
     rounds: int = 9
 
     def __post_init__(self) -> None:
-        check_known("--transport", self.transport, CARRIERS)
+        check_known("--transport", self.transport, TRANSPORT_CHOICES)
         check_known("--model", self.model, MODELS)
         check_known("--precision", self.precision, PRECISIONS)
         for flag, number in (
@@ -85,14 +85,14 @@ class DdpRequest:
     @property
     def variants(self) -> tuple[tuple[str, Cap], ...]:
         """What is measured: carriers of gradients, and caps."""
-        return tuple((carrier, cap) for carrier in CARRIERS[self.transport] for cap in self.caps)
+        return tuple((carrier, cap) for carrier in TRANSPORT_CHOICES[self.transport] for cap in self.caps)
 
 
 def parse_caps(text: str) -> tuple[Cap, ...]:
     """The caps of "one,each,1M,25M", once: "one" bucket has all gradients, or "each" gradient has its own."""
     caps: list[Cap] = []
     for word in (word.strip() for word in text.split(",")):
-        size = size_of(word)
+        size = size_or_none(word)
         if word not in _WORDS and size is None:
             raise ConfigError(
                 "these are no caps of buckets",
@@ -104,11 +104,11 @@ def parse_caps(text: str) -> tuple[Cap, ...]:
     return tuple(dict.fromkeys(caps))
 
 
-def label_of(cap: Cap) -> str:
+def cap_label(cap: Cap) -> str:
     """What people call it."""
     if cap is ONE:
         return "no overlap"
-    return "per parameter" if cap == EACH else shown_bytes(cap)
+    return "per parameter" if cap == EACH else format_bytes(cap)
 
 
 def check_ddp_memory(request: DdpRequest, local_ranks: int, available: int | None) -> None:

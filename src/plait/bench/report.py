@@ -38,10 +38,10 @@ def _cpu_model() -> str:
     return platform.processor()
 
 
-Lines = Mapping[ProfileEntry, LatencyFit]
+LatencyFits = Mapping[ProfileEntry, LatencyFit]
 
 
-def lines_of(measurement: Measurement) -> Lines:
+def latency_fits(measurement: Measurement) -> LatencyFits:
     """The line of each verb and storage, where several sizes were measured."""
     points: dict[ProfileEntry, list[tuple[int, float]]] = {}
     for row in measurement.rows:
@@ -49,8 +49,8 @@ def lines_of(measurement: Measurement) -> Lines:
     return {what: line for what, found in points.items() if (line := fit(found)) is not None}
 
 
-def profile_of(measurement: Measurement) -> HostProfile:
-    return HostProfile(lines_of(measurement))
+def to_profile(measurement: Measurement) -> HostProfile:
+    return HostProfile(latency_fits(measurement))
 
 
 def tables(measurement: Measurement) -> list[Table]:
@@ -70,7 +70,7 @@ def tables(measurement: Measurement) -> list[Table]:
     lines = Table(title="time = latency + size / bandwidth", title_justify="left")
     for heading in ("verb", "storage", "latency", "GB/s", "off by"):
         lines.add_column(heading, justify="left" if heading in ("verb", "storage") else "right")
-    for what, line in lines_of(measurement).items():
+    for what, line in latency_fits(measurement).items():
         speed = "" if what.verb == "barrier" else f"{line.bytes_per_s / 1e9:.3g}"
         lines.add_row(what.verb, what.storage, _time(line.latency_s), speed, f"{line.error:.0%}")
     return [times, lines]
@@ -85,7 +85,7 @@ def to_json(measurement: Measurement) -> dict[str, Any]:
         rows.append({**asdict(row), **speeds})
     lines = [
         {**asdict(what), **asdict(line), "bytes_per_s": _finite(line.bytes_per_s)}
-        for what, line in lines_of(measurement).items()
+        for what, line in latency_fits(measurement).items()
     ]
     facts = {key: value for key, value in asdict(measurement).items() if key != "rows"}
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

@@ -62,7 +62,7 @@ def check_num_ranks(num_ranks: int) -> None:
         )
 
 
-def parse_verbs(given: Sequence[str]) -> tuple[str, ...]:
+def parse_collectives(given: Sequence[str]) -> tuple[str, ...]:
     """The verbs named, by themselves or with commas between them, in the usual order; all without any."""
     words = [word.strip() for text in given for word in text.split(",")]
     for word in words:
@@ -89,14 +89,14 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     return (*sizes, most)
 
 
-def size_of(word: str) -> int | None:
+def size_or_none(word: str) -> int | None:
     """Bytes of "64K" or "3MiB"; None for a word that says no size above 0."""
     match = _SIZE.fullmatch(word.strip())
     return (int(match[1]) * _UNITS[match[2].upper()] or None) if match else None
 
 
 def _parse_size(word: str, text: str) -> int:
-    size = size_of(word)
+    size = size_or_none(word)
     if size is None:
         raise _bad_sizes(text)
     return size
@@ -167,7 +167,7 @@ def _text(path: str) -> str:
         return ""
 
 
-def shown_bytes(num_bytes: int) -> str:
+def format_bytes(num_bytes: int) -> str:
     """In the unit that `--sizes` takes: 64K, 1.5G."""
     unit = next((unit for unit in ("T", "G", "M", "K") if num_bytes >= _UNITS[unit]), "")
     return f"{num_bytes / _UNITS[unit]:.4g}{unit}"

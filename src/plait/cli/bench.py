@@ -11,7 +11,6 @@ from rich.console import Console
 from plait.bench import (
     BUDGET_S,
     CAPS,
-    CARRIERS,
     DTYPES,
     MODELS,
     PRECISIONS,
@@ -32,9 +31,8 @@ from plait.bench import (
     measure,
     measure_ddp,
     parse_caps,
+    parse_collectives,
     parse_sizes,
-    parse_verbs,
-    profile_of,
     tables,
     to_json,
 )
@@ -89,7 +87,7 @@ def collectives(
     outputs = {"--json": json, "--plot": plot}
     with first_rank_first():
         request = Request(
-            parse_verbs(verb or []), parse_sizes(sizes), backend, dtype, storage, rounds, budget
+            parse_collectives(verb or []), parse_sizes(sizes), backend, dtype, storage, rounds, budget
         )
         num_ranks, local_ranks = _num_ranks(ranks)
         check_num_ranks(num_ranks)
@@ -121,7 +119,7 @@ def ddp(
     ranks: Annotated[
         int | None, typer.Option(help="Local ranks to start: by default 2.", show_default=False)
     ] = None,
-    transport: Annotated[str, typer.Option(help=f"What carries gradients: {', '.join(CARRIERS)}.")] = "both",
+    transport: Annotated[str, typer.Option(help=f"What carries gradients: {', '.join(TRANSPORT_CHOICES)}.")] = "both",
     caps: Annotated[
         str, typer.Option(help='Where buckets close, with commas; "one" bucket, or one for "each" gradient.')
     ] = CAPS,
@@ -233,7 +231,7 @@ def _keep(found: Measurement, profile: Path | None) -> None:
     if found.num_hosts > 1:
         print("not saved: a profile is of one host")
         return
-    print(f"saved: {save(profile_of(found), profile)}")
+    print(f"saved: {save(to_profile(found), profile)}")
 
 
 def _many(number: int, word: str) -> str:

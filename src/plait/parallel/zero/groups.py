@@ -44,20 +44,20 @@ class DataGroups:
 
     @classmethod
     def of(cls, mesh: Mesh, plan: Plan) -> "DataGroups":
-        reductions = mesh.group("shard", lane="reductions")
+        reductions = mesh.group("shard", channel="reductions")
         at_once = compresses(plan) and adds_at_once(plan)
         return cls(
             mesh.world.group,
             mesh.group("replicate", "shard"),
-            mesh.group("replicate", lane="reductions"),
-            mesh.group("shard", lane="gathers"),
+            mesh.group("replicate", channel="reductions"),
+            mesh.group("shard", channel="gathers"),
             reductions,
-            mesh.group("replicate", "shard", lane="reductions") if at_once else reductions,
+            mesh.group("replicate", "shard", channel="reductions") if at_once else reductions,
             mesh.group("row", "col"),
             mesh.group("pp", "row", "col"),
             mesh.group("replicate", "shard", "row", "col"),
             mesh.group("pp"),
-            mesh.group("pp", "shard", "row", "col", lane="reductions"),
+            mesh.group("pp", "shard", "row", "col", channel="reductions"),
         )
 
 
@@ -79,7 +79,7 @@ class ReplicatedGradReduce:
     def __init__(self, mesh: Mesh, layout: Layout) -> None:
         found = {sharers for unit in layout.units if unit.trains for sharers, _, _ in unit.partial}
         in_order = sorted(found, key=lambda sharers: (len(sharers), sharers))
-        self._groups = {sharers: mesh.part("col", sharers, lane="gradients") for sharers in in_order}
+        self._groups = {sharers: mesh.subgroup("col", sharers, channel="gradients") for sharers in in_order}
 
     def add_up(self, layout: UnitLayout, gradient: Tensor) -> None:
         """In place, in float32 at least. `gradient` is laid out like the unit's storage."""

@@ -147,7 +147,7 @@ class CompressedReduction:
 
     @property
     def residual_bytes(self) -> int:
-        return sum(tensor.nbytes for summer in self._all() for tensor in summer.kept)
+        return sum(tensor.nbytes for summer in self._all() for tensor in summer.state)
 
     def start(self, unit: FlatParam, contribution: Tensor) -> ReduceWork:
         label = unit.layout.name
@@ -163,7 +163,7 @@ class CompressedReduction:
 
     def forget(self) -> None:
         for summer in self._all():
-            summer.forget()
+            summer.discard()
 
     def scale(self, factor: float) -> None:
         for summer in self._all():
@@ -250,7 +250,7 @@ def rounds(plan: Plan, groups: DataGroups) -> bool:
 def incoming(plan: Plan, groups: DataGroups) -> torch.dtype:
     """Whole gradients are narrow where each reduction takes one contribution per rank and they travel so.
 
-    See [Note: narrow tensors on the wire ...] in `comm/torch_link.py`. Compression adds to them what it has
+    See [Note: narrow messages, wide sums] in `comm/torch_transport.py`. Compression adds to them what it has
     kept, and leaves sums in them.
     """
     precision = Precision.of(plan)

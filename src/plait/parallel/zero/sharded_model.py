@@ -453,7 +453,7 @@ class TiedGradReduce:
         self._groups: dict[str, Group] = {}
         for name, stages in self._stages.items():
             coords = sorted({rank_of[stage] for stage in stages})
-            self._groups[name] = mesh.part("pp", coords, lane="shared")
+            self._groups[name] = mesh.subgroup("pp", coords, channel="shared")
 
     def add_up(self, zeros: Mapping[int, ShardedStage]) -> None:
         """After all of them have landed."""
