@@ -93,7 +93,7 @@ WORK: dict[str, tuple[Callable[[World, Group], None], str]] = {
     "started calls": (_started, "all-reduce of w"),
     "messages": (_messages, "(send|receive) of w"),
     "sums": (_sums, "all-reduce of w"),
-    "groups": (_groups, r"the group of ranks \[0, 1, 2, 3\] cannot form|barrier of a new group failed"),
+    "groups": (_groups, r"the group of ranks \[0, 1, 2, 3\] cannot be created|barrier of a new group failed"),
 }
 
 
@@ -194,7 +194,7 @@ def _stopped(folder: Path) -> tuple[str, float]:
 def test_a_stopped_rank_is_named_after_the_time_limit(pool: Pool, tmp_path: Path) -> None:
     results = pool.run(_stopped, 3, tmp_path, timeout_s=20)
     for message, took_s in results[:2]:
-        assert "all-reduce of h7 failed: rank 2 did not come within 2 s" in message
+        assert "all-reduce of h7 failed: rank 2 did not arrive within 2 s" in message
         assert 1.9 < took_s < 4
     assert "failed" in results[2][0]  # it comes back to a group that has gone on without it
 
@@ -230,7 +230,7 @@ def test_a_rank_that_comes_late_to_a_group_is_waited_for(pool: Pool) -> None:
 def test_a_rank_that_never_comes_to_a_group_is_named_after_the_time_limit(pool: Pool) -> None:
     letters = pool.run(_late_for_a_group, 3, "never")
     for rank in (0, 2):
-        expected = "the group of ranks [0, 1, 2] cannot form: rank 1 did not come within 2 s"
+        expected = "the group of ranks [0, 1, 2] cannot be created: rank 1 did not arrive within 2 s"
         assert expected in letters[rank]
 
 

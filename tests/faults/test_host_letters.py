@@ -89,7 +89,7 @@ DIFFERENT = {
 def test_a_letter_about_different_calls_lists_what_every_rank_called(pool: Pool, what: str) -> None:
     most, other = DIFFERENT[what]
     for message in pool.run(_differ, 3, what):
-        assert "the ranks mean different calls" in message
+        assert "the ranks made different calls" in message
         for rank, said in enumerate((most, most, other)):
             assert f"rank {rank}: {said}\n" in message + "\n"
 
@@ -120,13 +120,13 @@ def _refused(what: str) -> str:
 
 
 REFUSED = {
-    "meta sum": "all-reduce of w of a tensor that is not in this host's memory",
+    "meta sum": "all-reduce of w of a tensor that is not in host memory",
     "sum of bool": "ranks cannot reduce tensors of this dtype",
     "complex": "ranks cannot reduce tensors of this dtype",
-    "pieces": "the tensors of reduce-scatter do not fit each other",
-    "oneself": "send to oneself",
-    "root": "broadcast with a rank that the group does not have",
-    "group": "a rank asks for a group that it is not in",
+    "pieces": "the tensors of reduce-scatter have mismatched sizes",
+    "oneself": "send to the same rank",
+    "root": "broadcast with a rank outside the group",
+    "group": "a rank cannot create a group without itself",
 }
 
 
@@ -192,7 +192,11 @@ def _fall_back(what: str, transport: str) -> tuple[list[str], str, list[float]]:
         return [str(warning.message) for warning in heard], world.group.transport.name, tensor[:1].tolist()
 
 
-REASONS = {"library": "has no library", "addresses": "no addresses for the memory", "sizes": "File too large"}
+REASONS = {
+    "library": "has no library",
+    "addresses": "no address space for the memory",
+    "sizes": "File too large",
+}
 
 
 @pytest.mark.parametrize("what", [*REASONS])
@@ -201,7 +205,7 @@ def test_where_memory_cannot_be_shared_one_rank_warns_and_all_take_gloo(pool: Po
     assert [(name, value) for _, name, value in results] == [("gloo", [3.0])] * 3
     (heard,), *others = [warned for warned, _, _ in results]
     assert others == [[], []]
-    assert "ranks of one host talk through Gloo, which is slower" in heard
+    assert "ranks of one host communicate through Gloo, which is slower" in heard
     assert REASONS[what] in heard
 
 
@@ -227,7 +231,7 @@ def _share_too_much() -> str:
 def test_too_little_memory_to_share_is_a_letter_on_every_rank(pool: Pool) -> None:
     first, *others = pool.run(_share_too_much, 3)
     assert "8.0 MiB more are needed, 1.0 MiB are free" in first
-    assert all("too little memory for what the ranks share" in other for other in others)
+    assert all("too little memory for the ranks' shared memory" in other for other in others)
 
 
 # --- several hosts

@@ -68,7 +68,7 @@ def test_communication_is_what_the_backward_with_sums_takes_longer_also_where_no
     None
 ):
     bars = found().bars
-    assert [(bar.carrier, bar.cap, bar.num_buckets) for bar in bars] == [
+    assert [(bar.transport, bar.cap, bar.num_buckets) for bar in bars] == [
         (*variant, buckets) for variant, buckets in zip(VARIANTS, (1, 21, 4, 1, 21, 4), strict=True)
     ]
     for place, bar in enumerate(bars):
@@ -76,18 +76,18 @@ def test_communication_is_what_the_backward_with_sums_takes_longer_also_where_no
         assert astuple(bar.phases) == pytest.approx(astuple(expected), abs=1e-12)
         assert bar.step_s == pytest.approx(expected.step_s)
         without = bars[place // 3 * 3]
-        assert bar.of_no_overlap == pytest.approx(bar.step_s / without.step_s)
+        assert bar.ratio_to_no_overlap == pytest.approx(bar.step_s / without.step_s)
 
 
 def test_ratios_are_of_the_same_round_and_there_are_none_without_a_step_without_overlap() -> None:
     one, each = [0.0, 1.0, 1.0, 0.0], [0.0, 1.0, 2.0, 0.0]
     slow = [[5 * seconds for seconds in (*one, *each)]]
     bars = make_bars((("host", None), ("host", 1)), (1, 2), [[*one, *each], *slow, [*one, *each]])
-    assert [bar.of_no_overlap for bar in bars] == [1.0, 2.0]
+    assert [bar.ratio_to_no_overlap for bar in bars] == [1.0, 2.0]
     [bar] = make_bars((("host", 1),), (2,), [each])
-    assert bar.of_no_overlap is None
+    assert bar.ratio_to_no_overlap is None
     [other] = make_bars((("host", 1), ("group", None)), (2, 1), [[*each, *one]])[:1]
-    assert other.of_no_overlap is None  # that one was over something else
+    assert other.ratio_to_no_overlap is None  # that one was over something else
 
 
 def test_what_noise_has_made_negative_is_shown_as_nothing_and_kept_in_json() -> None:

@@ -218,10 +218,10 @@ def test_ranks_on_cpus_take_the_transport_that_they_ask_for(pool: Pool, transpor
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ({"transport": "glo"}, ["no such transport", "'glo'", "try     : gloo"]),
-        ({"transport": "host", "device": "cuda"}, ["host is not for", "device='cpu'"]),
-        ({"transport": "gloo", "device": "cuda"}, ["gloo is not for", "device='cpu'"]),
-        ({"transport": "nccl", "device": "cpu"}, ["nccl is not for", "device='cuda'"]),
+        ({"transport": "glo"}, ["unknown transport", "'glo'", "try     : gloo"]),
+        ({"transport": "host", "device": "cuda"}, ["host does not support that device", "device='cpu'"]),
+        ({"transport": "gloo", "device": "cuda"}, ["gloo does not support that device", "device='cpu'"]),
+        ({"transport": "nccl", "device": "cpu"}, ["nccl does not support that device", "device='cuda'"]),
     ],
 )
 def test_a_transport_that_cannot_be_is_a_letter_before_ranks_meet(

@@ -1,5 +1,4 @@
-"""Measuring a machine's collectives, and where a DistributedDataParallel step's time goes: what is asked, the
-measurement, tables and pictures of it."""
+"""Benchmarks of collectives and of a DistributedDataParallel step: requests, measurements, reports."""
 
 from plait.bench.collectives import Measurement, Row, measure
 from plait.bench.ddp import Bar, BenchModel, Breakdown, Phases, make_bars, measure_ddp, wrap_ddp

@@ -15,6 +15,7 @@ from plait.bench import (
     MODELS,
     PRECISIONS,
     STORAGES,
+    TRANSPORT_CHOICES,
     Breakdown,
     DdpRequest,
     Measurement,
@@ -35,6 +36,7 @@ from plait.bench import (
     parse_sizes,
     tables,
     to_json,
+    to_profile,
 )
 from plait.cli.common import Debug, check_picture, report_errors, write_output
 from plait.cli.multirank import check_ranks, first_rank_first, told_by_one
@@ -119,7 +121,9 @@ def ddp(
     ranks: Annotated[
         int | None, typer.Option(help="Local ranks to start: by default 2.", show_default=False)
     ] = None,
-    transport: Annotated[str, typer.Option(help=f"What carries gradients: {', '.join(TRANSPORT_CHOICES)}.")] = "both",
+    transport: Annotated[
+        str, typer.Option(help=f"What carries gradients: {', '.join(TRANSPORT_CHOICES)}.")
+    ] = "both",
     caps: Annotated[
         str, typer.Option(help='Where buckets close, with commas; "one" bucket, or one for "each" gradient.')
     ] = CAPS,
@@ -170,7 +174,7 @@ def _words(
     """The command line that says the same."""
     values: dict[str, Any] = {
         "--backend": request.backend,
-        "--verb": ",".join(request.verbs),
+        "--verb": ",".join(request.collectives),
         "--sizes": ",".join(map(str, request.sizes)),
         "--dtype": request.dtype,
         "--storage": request.storage,
