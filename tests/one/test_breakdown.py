@@ -44,7 +44,7 @@ def test_caps_are_sizes_or_words_each_once() -> None:
 
 @pytest.mark.parametrize("text", ["", "one,", "0", "-1M", "all", "1M;2M"])
 def test_words_that_are_no_caps_get_a_letter(text: str) -> None:
-    with pytest.raises(ConfigError, match="no caps of buckets") as caught:
+    with pytest.raises(ConfigError, match="invalid bucket caps") as caught:
         parse_caps(text)
     assert f"given   : --caps {text}" in str(caught.value)
 

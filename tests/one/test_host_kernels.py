@@ -296,4 +296,4 @@ def test_a_library_that_cannot_be_used_is_told_why(tmp_path) -> None:
         found, why = find(tmp_path)
         assert found is None
         assert str(foreign) in why
-        assert "installing again" in why
+        assert "reinstall plait" in why

@@ -63,7 +63,7 @@ def _trained() -> tuple[Tensor, Tensor, bool]:
     trainee = BenchModel(world, SHORT)
     twins = [wrap_ddp(trainee.view_model(), cap, "group") for cap in (None, 1)]
     before = next(trainee.model.parameters()).detach().clone()
-    trainee.visit(twins[0], alone_first=True)
+    trainee.visit(twins[0], compute_first=True)
     after = [next(module.parameters()).detach() for module in (trainee.model, *twins)]
     is_shared = all(torch.equal(after[0], other) for other in after)
     return before, after[0].clone(), is_shared

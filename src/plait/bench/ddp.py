@@ -203,8 +203,7 @@ class BenchModel:
 def make_bars(
     variants: Sequence[tuple[str, Cap]], num_buckets: Sequence[int], rounds: Sequence[Sequence[float]]
 ) -> tuple[Bar, ...]:
-    """Return a bar per variant. `rounds`: for each round, the seconds of the visits to all variants,
-    concatenated."""
+    """Return a bar per variant. `rounds`: the seconds of the visits to all variants, by round."""
     phases = {
         variant: [Phases.from_visit(*round_s[4 * index : 4 * index + 4]) for round_s in rounds]
         for index, variant in enumerate(variants)

@@ -1,4 +1,4 @@
-"""The only door to torch.distributed: the world, groups over grid axes, the verbs, the local launcher."""
+"""All use of torch.distributed: the world, groups over grid axes, collectives, the local launcher."""
 
 from plait.comm.algorithms import (
     AlgorithmReduce,

@@ -240,8 +240,7 @@ def start_exchange(tensor: Tensor, group: Group, *, label: str = "") -> ReduceWo
 
 
 def is_direct(group: Group) -> bool:
-    """Return whether contributions to a sum are sent unreduced and added, in a wide dtype, by the owner of
-    the range."""
+    """Return whether contributions to a sum are sent unreduced; the owners add them in a wide dtype."""
     return group.transport_or_none is not None and group.transport_or_none.is_direct
 
 
@@ -263,8 +262,7 @@ def empty(numel: int, dtype: torch.dtype, device: torch.device, group: Group) ->
 
 
 def share(numel: int, dtype: torch.dtype, group: Group) -> Tensor:
-    """Return one flat tensor of zeros, the same memory on all ranks of a group that shares memory.
-    Collective."""
+    """Return one flat tensor of zeros, the same memory on all ranks. Collective. Needs `shares_memory`."""
     return group.transport.share(numel, dtype)
 
 

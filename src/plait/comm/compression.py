@@ -130,8 +130,7 @@ class CompressedReduce:
     """See [Note: reduction of compressed ranges]."""
 
     def __init__(self, numel: int, group: Group, codec: Codec, scratch: Tensor) -> None:
-        """`scratch`: bytes for messages (`code_bytes` in `plan/compression.py`), shared with the group's
-        other sums."""
+        """`scratch`: bytes for messages (`plan/compression.py: code_bytes`), shared by the group's sums."""
         assert numel % BLOCK == 0, f"{numel} elements in blocks of {BLOCK}"
         self._group = group
         self._codec = codec

@@ -32,8 +32,7 @@ class PowerSGDReduce:
     """
 
     def __init__(self, layout: UnitLayout, rank: int, group: Group, scratch: Tensor) -> None:
-        """`scratch`: bytes for the first message (`factor_bytes` in `plan/compression.py`), shared with other
-        units."""
+        """`scratch`: bytes for the first message (`plan/compression.py: factor_bytes`), shared by units."""
         self._group = group
         self._rank = rank
         self._matrices = matrices(layout, rank)

@@ -175,8 +175,7 @@ class BackendOp:
             self._copy()
 
     def flat(self, tensor: Tensor) -> Tensor:
-        """Return flat storage for the result `tensor`: its own, or if strided a buffer copied back at the
-        end."""
+        """Return flat storage for the result `tensor`: its own, or a buffer to copy back if strided."""
         if tensor.is_contiguous():
             return tensor.view(-1)
         flat = tensor.new_empty(tensor.numel())

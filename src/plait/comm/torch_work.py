@@ -213,8 +213,7 @@ class WorkQueue:
                 work.complete()
 
     def close(self) -> None:
-        """Drop what is in progress. A communication that is being waited for keeps the transport until it
-        ends."""
+        """Drop what is in progress. A communication being waited for keeps the transport until it ends."""
         self._closed = True
         self._added.release()  # ends one thread, which wakes the next
         if self._wait_lock.acquire(timeout=CLOSE_S):

@@ -128,8 +128,7 @@ class Transport(Protocol):
     shares_memory: bool  # ranks access each other's memory, if allocated by `empty` or `share`
 
     def start(self, call: Call) -> Work:
-        """Start a call and return at once. Raises CommError, as `Work.wait` and `run` do, when a rank is
-        lost."""
+        """Start a call and return. Raises CommError, as `Work.wait` and `run` do, when a rank is lost."""
 
     def run(self, call: Call) -> None:
         """Run a call to completion."""
@@ -139,15 +138,13 @@ class Transport(Protocol):
         use, and may be overwritten, until `ReduceWork.into` is exhausted."""
 
     def sends_narrow(self, narrow: torch.dtype, wide: torch.dtype) -> bool:
-        """Return whether summing full narrow contributions on every rank beats widening and all-reducing
-        them."""
+        """Return whether exchanging full narrow contributions beats widening and all-reducing them."""
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a flat tensor that peers read and write in place. Only if `shares_memory`."""
 
     def share(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return one flat tensor of zeros, the same memory on all ranks of the group. Collective. Only if
-        `shares_memory`."""
+        """Return a flat tensor of zeros, the same memory on all ranks. Collective. If `shares_memory`."""
 
     def close(self) -> None:
         """Release all resources. Nothing may be called afterwards."""

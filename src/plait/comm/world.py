@@ -110,8 +110,8 @@ class World:
         self._job_store.set(key, "")
 
     def wait_for(self, key: str) -> str:
-        """Block until a rank sets `key`, and return its value. No time limit: the launcher ends us if that
-        rank dies."""
+        """Block, without a time limit, until a rank sets `key`; return its value. The launcher ends us if
+        that rank dies."""
         return self._job_store.wait_for(key)
 
     def claim(self, key: str) -> bool:

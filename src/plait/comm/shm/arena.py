@@ -147,8 +147,7 @@ class Arena:
         return as_tensor(self.mapping.address + start, numel, dtype, _AllocationRef(self, start))
 
     def defer(self, tensor: Tensor, reader_done: Callable[[], bool]) -> None:
-        """Keep the memory of `tensor`, once freed, from reuse until `reader_done`, which must not reference
-        the tensor."""
+        """Do not reuse the memory of `tensor` before `reader_done`, which must not reference the tensor."""
         offset = tensor.data_ptr() - self.mapping.address
         with self._lock:
             allocation = next((a for a in self._allocations.values() if a.start <= offset < a.stop), None)

@@ -110,7 +110,7 @@ def connect_host_peers(
     """Exchange HostInfos between all ranks of `transport`, and map the arenas of this host. Collective.
     `wanted`: whether this rank agrees to share memory.
 
-    Returns the peers with whom this rank shares memory (None if it does not), every rank's host, and the
+    Returns the peers with which this rank shares memory (None if it does not), every rank's host, and the
     reason why memory is not shared, if it is wanted.
     """
     clib = native_lib.load() if wanted else None

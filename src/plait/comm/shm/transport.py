@@ -301,7 +301,7 @@ class ShmReduceWork:
     def __init__(
         self, transport: ShmTransport, tensor: Tensor, call: Call, scatter: bool, buffer_bytes: int
     ) -> None:
-        """`call`: for errors only, without tensors: the arena references this work until peers have read its
+        """`call`: for errors, without tensors: the arena references this work until peers have read its
         input."""
         self.buffer_bytes = buffer_bytes
         self.squares: Tensor | None = None
@@ -391,7 +391,7 @@ def open_group(
     *,
     is_own: bool = False,
 ) -> ShmTransport:
-    """Return the transport of these ranks, who all call it with the same unused `key`. Group rank 0 creates
+    """Return the transport of these ranks, which all call it with the same unused `key`. Group rank 0 creates
     the control segment and posts its address. `is_own`: the transport closes `peers`.
 
     Raises CommError when a rank does not arrive.
