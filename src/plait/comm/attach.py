@@ -155,7 +155,7 @@ def _open_shm_link(process_group: dist.ProcessGroup) -> _ShmLink:
         if peers is not None:
             peers.close()
         return _ShmLink(None, reason or f"{len(set(hosts))} hosts")
-    mailbox = Mailbox.over_store(dist.PrefixStore("plait/beside", store))
+    mailbox = Mailbox.over_store(dist.PrefixStore("plait/shm", store))
     transport = open_group(
         peers, tuple(range(size)), rank, mailbox, peers.key, _timeout(process_group), is_own=True
     )

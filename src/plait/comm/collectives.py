@@ -46,7 +46,7 @@ class Group:
 
     @property
     def is_dry_run(self) -> bool:
-        """Whether the group has no peers: see `World.dry_run`."""
+        """True if the group has no peers: see `World.dry_run`."""
         return isinstance(self.transport_or_none, NullTransport)
 
     def record(self, op_type: str, tensor: Tensor | None) -> None:
@@ -297,7 +297,7 @@ def _run(call: Call, group: Group) -> None:
 
 
 def _is_meta_only(call: Call, group: Group) -> bool:
-    """Whether a call on meta tensors is made outside of a dry run: then nothing is communicated."""
+    """Return whether a call is on meta tensors outside of a dry run: then nothing is communicated."""
     tensor = call.out if call.source is None else call.source
     return tensor is not None and tensor.is_meta and not group.is_dry_run
 

@@ -69,7 +69,7 @@ class Work:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is left to wait for. False before `wait` unless it completed at once."""
+        """True if nothing is left to wait for. False before `wait` unless it completed at once."""
         return not self._waits
 
     def is_done(self) -> bool:
@@ -110,7 +110,7 @@ class ReduceWork(Protocol):
 
     @property
     def is_ready(self) -> bool:
-        """Whether `into` is known not to wait for a peer."""
+        """True if `into` is known not to wait for a peer."""
 
     def release(self) -> None:
         """After `into`: block until this rank's input may be overwritten."""

@@ -319,7 +319,7 @@ class ShmReduceWork:
 
     @property
     def is_ready(self) -> bool:
-        """Whether every rank has contributed: then `into` does not wait."""
+        """True once every rank has contributed: then `into` does not wait."""
         return bool(self._transport._clib.pl_sum_is_ready(self._transport._open_handle, self._number))
 
     def into(self, out: Tensor, *, add: bool = False) -> Iterator[Tensor]:

@@ -8,7 +8,7 @@ stay in a core's cache.
 
 [Note: rounds of a call]
 A rank enters a call: it publishes a description (operation, size, addresses of its tensors) and waits for the
-descriptions of all ranks. So all ranks know which tensors are owned and which foreign, and whether they make the same
+descriptions of all ranks. So each rank can tell which tensors are owned and which foreign, and whether all make the same
 call. Then come rounds, one when no tensor is foreign, else one per chunk, of three parts each:
 
   fill   a rank whose source is foreign copies the chunk into its slot               posts `filled`
