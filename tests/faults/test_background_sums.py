@@ -6,9 +6,9 @@ from support.cli_runs import two_ranks
 
 PROGRAM = """
 import sys, time, torch
-from plait.comm import StepSums, connect
+from plait.comm import AlgorithmReduce, connect
 group = connect().group
-sums = StepSums("ring", group)
+sums = AlgorithmReduce("ring", group)
 if group.rank == 1:
     started = [sums.start_sum(torch.ones(1_000_000), scatter=True) for _ in range(3)]
     time.sleep(0.5)

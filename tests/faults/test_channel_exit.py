@@ -11,14 +11,14 @@ import sys, torch
 from plait.comm import barrier, connect
 from plait.parallel.pipeline.p2p import Outbox
 world = connect(transport="gloo")
-lane = world.group_of((0, 1), "activations")
+lane = world.new_group((0, 1), "activations")
 barrier(world.group)
 if world.rank == 1:
     sys.stdin.read()
 else:
     outbox = Outbox(lane, device=world.device)
     outbox.send_tensors([torch.ones(1_000_000)] * 3)
-    assert outbox.held_bytes == 12_000_000
+    assert outbox.allocated_bytes == 12_000_000
     if sys.argv[1] == "fails":
         raise ValueError("of its own")
 """

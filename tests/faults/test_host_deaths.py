@@ -82,7 +82,7 @@ def _sums(world: World, group: Group) -> None:
 
 
 def _groups(world: World, group: Group) -> None:
-    world.group_of(group.ranks, "w")
+    world.new_group(group.ranks, "w")
 
 
 WORK: dict[str, tuple[Callable[[World, Group], None], str]] = {
@@ -93,7 +93,7 @@ WORK: dict[str, tuple[Callable[[World, Group], None], str]] = {
     "started calls": (_started, "all-reduce of w"),
     "messages": (_messages, "(send|receive) of w"),
     "sums": (_sums, "all-reduce of w"),
-    "groups": (_groups, r"the group of ranks \[0, 1, 2, 3\] cannot form|barrier of a new group failed"),
+    "groups": (_groups, r"the group of ranks \[0, 1, 2, 3\] cannot be created|barrier of a new group failed"),
 }
 
 
@@ -194,13 +194,13 @@ def _stopped(folder: Path) -> tuple[str, float]:
 def test_a_stopped_rank_is_named_after_the_time_limit(pool: Pool, tmp_path: Path) -> None:
     results = pool.run(_stopped, 3, tmp_path, timeout_s=20)
     for message, took_s in results[:2]:
-        assert "all-reduce of h7 failed: rank 2 did not come within 2 s" in message
+        assert "all-reduce of h7 failed: rank 2 did not arrive within 2 s" in message
         assert 1.9 < took_s < 4
     assert "failed" in results[2][0]  # it comes back to a group that has gone on without it
 
 
 def _leave_at_once() -> int:
-    return connect(transport="host", timeout_s=10).group_of((0, 1, 2), "lane").size
+    return connect(transport="host", timeout_s=10).new_group((0, 1, 2), "lane").size
 
 
 def test_ranks_that_leave_at_once_have_formed_their_groups(pool: Pool) -> None:
@@ -216,7 +216,7 @@ def _late_for_a_group(how: str) -> str:
             raise ValueError("a mistake of its own")
         time.sleep(0.5 if how == "late" else 3)
     try:
-        group = world.group_of((0, 1, 2), "lane")
+        group = world.new_group((0, 1, 2), "lane")
     except CommError as error:
         return str(error)
     all_reduce(tensor := torch.ones(3), group)
@@ -230,7 +230,7 @@ def test_a_rank_that_comes_late_to_a_group_is_waited_for(pool: Pool) -> None:
 def test_a_rank_that_never_comes_to_a_group_is_named_after_the_time_limit(pool: Pool) -> None:
     letters = pool.run(_late_for_a_group, 3, "never")
     for rank in (0, 2):
-        expected = "the group of ranks [0, 1, 2] cannot form: rank 1 did not come within 2 s"
+        expected = "the group of ranks [0, 1, 2] cannot be created: rank 1 did not arrive within 2 s"
         assert expected in letters[rank]
 
 
@@ -336,7 +336,7 @@ def test_ctrl_c_ends_the_wait_for_a_started_call_but_not_the_call(pool: Pool) ->
 def _two_threads() -> None:
     """Each of two threads talks in a group of its own, at its own pace."""
     world = connect(transport="host", timeout_s=30)
-    groups = [world.group, world.group_of(tuple(range(world.size)), "lane")]
+    groups = [world.group, world.new_group(tuple(range(world.size)), "lane")]
     wrong: list[object] = []
 
     def talk(which: int) -> None:

@@ -29,7 +29,7 @@ from plait.comm import (
 from plait.errors import CommError
 from support.pool import Pool
 
-meet_module = sys.modules["plait.comm.shm.rendezvous"]  # the package's `meet` is the function
+meet_module = sys.modules["plait.comm.shm.rendezvous"]
 
 
 def _differ(what: str) -> str:
@@ -89,7 +89,7 @@ DIFFERENT = {
 def test_a_letter_about_different_calls_lists_what_every_rank_called(pool: Pool, what: str) -> None:
     most, other = DIFFERENT[what]
     for message in pool.run(_differ, 3, what):
-        assert "the ranks mean different calls" in message
+        assert "the ranks made different calls" in message
         for rank, said in enumerate((most, most, other)):
             assert f"rank {rank}: {said}\n" in message + "\n"
 
@@ -112,7 +112,7 @@ def _refused(what: str) -> str:
         elif what == "root":
             broadcast(torch.ones(4), group, 5)
         else:
-            world.group_of((1 - world.rank, 3))
+            world.new_group((1 - world.rank, 3))
     except CommError as error:
         all_reduce(torch.ones(4), group)  # the group is as good as before
         return str(error)
@@ -120,13 +120,13 @@ def _refused(what: str) -> str:
 
 
 REFUSED = {
-    "meta sum": "all-reduce of w of a tensor that is not in this host's memory",
+    "meta sum": "all-reduce of w of a tensor that is not in host memory",
     "sum of bool": "ranks cannot reduce tensors of this dtype",
     "complex": "ranks cannot reduce tensors of this dtype",
-    "pieces": "the tensors of reduce-scatter do not fit each other",
-    "oneself": "send to oneself",
-    "root": "broadcast with a rank that the group does not have",
-    "group": "a rank asks for a group that it is not in",
+    "pieces": "the tensors of reduce-scatter have mismatched sizes",
+    "oneself": "send to the same rank",
+    "root": "broadcast with a rank outside the group",
+    "group": "a rank cannot create a group without itself",
 }
 
 
@@ -192,7 +192,11 @@ def _fall_back(what: str, transport: str) -> tuple[list[str], str, list[float]]:
         return [str(warning.message) for warning in heard], world.group.transport.name, tensor[:1].tolist()
 
 
-REASONS = {"library": "has no library", "addresses": "no addresses for the memory", "sizes": "File too large"}
+REASONS = {
+    "library": "has no library",
+    "addresses": "no address space for the memory",
+    "sizes": "File too large",
+}
 
 
 @pytest.mark.parametrize("what", [*REASONS])
@@ -201,7 +205,7 @@ def test_where_memory_cannot_be_shared_one_rank_warns_and_all_take_gloo(pool: Po
     assert [(name, value) for _, name, value in results] == [("gloo", [3.0])] * 3
     (heard,), *others = [warned for warned, _, _ in results]
     assert others == [[], []]
-    assert "ranks of one host talk through Gloo, which is slower" in heard
+    assert "ranks of one host communicate through Gloo, which is slower" in heard
     assert REASONS[what] in heard
 
 
@@ -227,7 +231,7 @@ def _share_too_much() -> str:
 def test_too_little_memory_to_share_is_a_letter_on_every_rank(pool: Pool) -> None:
     first, *others = pool.run(_share_too_much, 3)
     assert "8.0 MiB more are needed, 1.0 MiB are free" in first
-    assert all("too little memory for what the ranks share" in other for other in others)
+    assert all("too little memory for the ranks' shared memory" in other for other in others)
 
 
 # --- several hosts
@@ -236,25 +240,29 @@ def test_too_little_memory_to_share_is_a_letter_on_every_rank(pool: Pool) -> Non
 def test_a_namespace_of_its_own_is_a_host_of_its_own() -> None:
     """A container's; here only its network and its users."""
     unshare = shutil.which("unshare")
-    ask = [sys.executable, "-c", "from plait.comm.shm.rendezvous import identity; print(identity())"]
+    ask = [
+        sys.executable,
+        "-c",
+        "from plait.comm.shm.rendezvous import host_identity; print(host_identity())",
+    ]
     if unshare is None or subprocess.run([unshare, "-Urn", "true"], capture_output=True).returncode:
         pytest.skip("this system lets nobody make namespaces")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     there = subprocess.run(
         [unshare, "-Urn", *ask], env=environment, capture_output=True, text=True, check=True
     )
-    assert len(there.stdout.split()) == len(meet_module.identity().split())
-    assert there.stdout.strip() != meet_module.identity()
+    assert len(there.stdout.split()) == len(meet_module.host_identity().split())
+    assert there.stdout.strip() != meet_module.host_identity()
 
 
 def _two_hosts() -> dict[str, Any]:
     """Ranks 0 and 1 think that they are on one host, 2 and 3 on another."""
     rank = int(os.environ["RANK"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(meet_module, "identity", lambda: f"host {rank // 2}")
+        patch.setattr(meet_module, "host_identity", lambda: f"host {rank // 2}")
         world = connect(transport="host", timeout_s=20)
     mine = (0, 1) if rank < 2 else (2, 3)
-    within, across = world.group_of(mine), world.group_of((rank % 2, rank % 2 + 2))
+    within, across = world.new_group(mine), world.new_group((rank % 2, rank % 2 + 2))
     found = {"names": [g.transport.name for g in (world.group, within, across)]}
     sums = []
     for group in (world.group, within, across):

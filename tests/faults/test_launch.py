@@ -283,5 +283,5 @@ world.close()
 
 
 def test_a_job_without_ranks_is_refused() -> None:
-    with pytest.raises(CommError, match="a job needs ranks"):
+    with pytest.raises(CommError, match="a job needs at least one rank"):
         launch_local(0, [])

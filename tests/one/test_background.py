@@ -83,9 +83,9 @@ def test_those_who_do_not_wait_are_told_of_an_error_and_of_what_it_stopped() -> 
     def tell(name: str) -> Callable[[BaseException], None]:
         return lambda what: told.append((name, what))
 
-    background.submit(lambda: None, failed=tell("before"))
-    background.submit(fail, failed=tell("failing"))
-    after = background.submit(lambda: None, failed=tell("after"))
+    background.submit(lambda: None, on_error=tell("before"))
+    background.submit(fail, on_error=tell("failing"))
+    after = background.submit(lambda: None, on_error=tell("after"))
     with pytest.raises(ZeroDivisionError):
         after.wait()
     assert told == [("failing", error), ("after", error)]

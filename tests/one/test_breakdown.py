@@ -11,12 +11,12 @@ from plait.bench import (
     Breakdown,
     DdpRequest,
     Phases,
-    bars_of,
     breakdown_figure,
     breakdown_json,
     breakdown_tables,
+    cap_label,
     check_ddp_memory,
-    label_of,
+    make_bars,
     parse_caps,
 )
 from plait.errors import ConfigError
@@ -33,18 +33,18 @@ def rounds() -> list[list[float]]:
 
 def found() -> Breakdown:
     request = DdpRequest(CAPS, model="tiny", rounds=3)
-    return Breakdown(bars_of(VARIANTS, (1, 21, 4, 1, 21, 4), rounds()), request, 133_440, 2, 1, 5.0)
+    return Breakdown(make_bars(VARIANTS, (1, 21, 4, 1, 21, 4), rounds()), request, 133_440, 2, 1, 5.0)
 
 
 def test_caps_are_sizes_or_words_each_once() -> None:
     assert parse_caps("one,each,1M,25m, 16K") == (None, 1, 1 << 20, 25 << 20, 16 << 10)
     assert parse_caps("5M,5M,1,each") == (5 << 20, 1)
-    assert [label_of(cap) for cap in (*CAPS, 1536)] == ["no overlap", "per parameter", "5M", "1.5K"]
+    assert [cap_label(cap) for cap in (*CAPS, 1536)] == ["no overlap", "per parameter", "5M", "1.5K"]
 
 
 @pytest.mark.parametrize("text", ["", "one,", "0", "-1M", "all", "1M;2M"])
 def test_words_that_are_no_caps_get_a_letter(text: str) -> None:
-    with pytest.raises(ConfigError, match="no caps of buckets") as caught:
+    with pytest.raises(ConfigError, match="invalid bucket caps") as caught:
         parse_caps(text)
     assert f"given   : --caps {text}" in str(caught.value)
 
@@ -68,7 +68,7 @@ def test_communication_is_what_the_backward_with_sums_takes_longer_also_where_no
     None
 ):
     bars = found().bars
-    assert [(bar.carrier, bar.cap, bar.num_buckets) for bar in bars] == [
+    assert [(bar.transport, bar.cap, bar.num_buckets) for bar in bars] == [
         (*variant, buckets) for variant, buckets in zip(VARIANTS, (1, 21, 4, 1, 21, 4), strict=True)
     ]
     for place, bar in enumerate(bars):
@@ -76,18 +76,18 @@ def test_communication_is_what_the_backward_with_sums_takes_longer_also_where_no
         assert astuple(bar.phases) == pytest.approx(astuple(expected), abs=1e-12)
         assert bar.step_s == pytest.approx(expected.step_s)
         without = bars[place // 3 * 3]
-        assert bar.of_no_overlap == pytest.approx(bar.step_s / without.step_s)
+        assert bar.ratio_to_no_overlap == pytest.approx(bar.step_s / without.step_s)
 
 
 def test_ratios_are_of_the_same_round_and_there_are_none_without_a_step_without_overlap() -> None:
     one, each = [0.0, 1.0, 1.0, 0.0], [0.0, 1.0, 2.0, 0.0]
     slow = [[5 * seconds for seconds in (*one, *each)]]
-    bars = bars_of((("host", None), ("host", 1)), (1, 2), [[*one, *each], *slow, [*one, *each]])
-    assert [bar.of_no_overlap for bar in bars] == [1.0, 2.0]
-    [bar] = bars_of((("host", 1),), (2,), [each])
-    assert bar.of_no_overlap is None
-    [other] = bars_of((("host", 1), ("group", None)), (2, 1), [[*each, *one]])[:1]
-    assert other.of_no_overlap is None  # that one was over something else
+    bars = make_bars((("host", None), ("host", 1)), (1, 2), [[*one, *each], *slow, [*one, *each]])
+    assert [bar.ratio_to_no_overlap for bar in bars] == [1.0, 2.0]
+    [bar] = make_bars((("host", 1),), (2,), [each])
+    assert bar.ratio_to_no_overlap is None
+    [other] = make_bars((("host", 1), ("group", None)), (2, 1), [[*each, *one]])[:1]
+    assert other.ratio_to_no_overlap is None  # that one was over something else
 
 
 def test_what_noise_has_made_negative_is_shown_as_nothing_and_kept_in_json() -> None:

@@ -27,9 +27,9 @@ def _block(seed: int, chosen: list[float], size: float) -> Tensor:
 
 def _through(code: object, values: Tensor) -> Tensor:
     codes = torch.empty(len(values), code.block_bytes, dtype=torch.uint8)  # type: ignore[attr-defined]
-    code.write(values, codes)  # type: ignore[attr-defined]
+    code.encode(values, codes)  # type: ignore[attr-defined]
     out = torch.empty_like(values)
-    code.read(codes, out)  # type: ignore[attr-defined]
+    code.decode(codes, out)  # type: ignore[attr-defined]
     return out
 
 

@@ -136,7 +136,7 @@ def test_the_model_is_left_as_it_was() -> None:
 def test_meta_tensors_are_heard_of_by_nobody_but_a_dry_world() -> None:
     mesh = Cluster("gloo", None, CPU).mesh(Grid.along(col=4), 1)
     all_reduce(torch.ones(3, device="meta"), mesh.group("col"))
-    assert mesh.world.ledger.read() == {CommKey(("col",), "", "all-reduce"): CommCount(1, 12)}
+    assert mesh.world.comm_log.read() == {CommKey(("col",), "", "all-reduce"): CommCount(1, 12)}
 
 
 class Looking(nn.Module):

@@ -19,7 +19,7 @@ PAGE = 4096
 def arena() -> Iterator[Arena]:
     found = native_lib.load()
     if found is None:
-        pytest.skip(native_lib.why_not())
+        pytest.skip(native_lib.unavailable_reason())
     made = Arena(found, 1 << 30)
     yield made
     made.close()
@@ -102,5 +102,5 @@ def test_too_little_memory_is_a_letter_with_what_is_needed_and_found(
 
 
 def test_what_the_system_refuses_is_the_same_letter(arena: Arena) -> None:
-    with pytest.raises(CommError, match="too little memory for what the ranks share"):
+    with pytest.raises(CommError, match="too little memory for the ranks' shared memory"):
         arena.empty(1 << 50, torch.uint8)

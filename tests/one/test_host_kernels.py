@@ -42,8 +42,8 @@ GUARD = 64  # bytes around an array that must not change
 def kernels() -> ctypes.CDLL:
     found = native_lib.load()
     if found is None and not compiler():
-        pytest.skip(native_lib.why_not())
-    assert found is not None, native_lib.why_not()
+        pytest.skip(native_lib.unavailable_reason())
+    assert found is not None, native_lib.unavailable_reason()
     return found
 
 
@@ -296,4 +296,4 @@ def test_a_library_that_cannot_be_used_is_told_why(tmp_path) -> None:
         found, why = find(tmp_path)
         assert found is None
         assert str(foreign) in why
-        assert "installing again" in why
+        assert "reinstall plait" in why

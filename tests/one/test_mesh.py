@@ -22,7 +22,7 @@ class Remembers:
         self.group = Group((RANK,), 0, None)
         self.made: list[tuple[int, ...]] = []
 
-    def group_of(self, ranks: tuple[int, ...], *_: object) -> Group:
+    def new_group(self, ranks: tuple[int, ...], *_: object) -> Group:
         self.made.append(ranks)
         return Group(ranks, ranks.index(self.rank), None)
 

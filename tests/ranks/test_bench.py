@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from plait.bench import Measurement, Request, measure
-from plait.bench.cases import SUM, Part, Pattern, exercise
+from plait.bench.cases import SUM, Pattern, TensorSlice, make_case
 from plait.comm import Call, Group, OpType, ReduceWork, Transport, Work, connect
 from plait.errors import CommError
 from plait.plan.cost_model import VERBS
@@ -34,8 +34,8 @@ class Through:
     def sends_narrow(self, narrow: torch.dtype, wide: torch.dtype) -> bool:
         return self.link.sends_narrow(narrow, wide)
 
-    def cut(self) -> None:
-        self.link.cut()
+    def close(self) -> None:
+        self.link.close()
 
 
 class Silent(Through):
@@ -46,12 +46,12 @@ class Silent(Through):
         self.verbs = verbs
 
     def start(self, call: Call) -> Work:
-        return Work() if call.verb in self.verbs and call.op == "sum" else super().start(call)
+        return Work() if call.op_type in self.verbs and call.op == "sum" else super().start(call)
 
 
 class Slow(Through):
     def start(self, call: Call) -> Work:
-        if call.verb is OpType.ALL_REDUCE and call.op == "sum":
+        if call.op_type is OpType.ALL_REDUCE and call.op == "sum":
             time.sleep(0.03)
         return super().start(call)
 
@@ -76,13 +76,13 @@ def test_every_verb_passes_its_check_and_all_ranks_find_the_same(
     transport = "host" if request_.backend == "auto" else request_.backend
     assert (found.transport, found.num_ranks, found.num_hosts) == (transport, num_ranks, 1)
     assert found.rounds == request_.rounds
-    assert all(0 < row.least_s <= row.median_s < 30 for row in found.rows)
+    assert all(0 < row.min_s <= row.median_s < 30 for row in found.rows)
     piece = num_ranks * {"float32": 4, "bfloat16": 2, "int64": 8}[request_.dtype]
     for row in found.rows:
         assert row.num_bytes % piece == 0
         assert row.visits % found.rounds == 0
-    cases = [(row.verb, row.storage) for row in found.rows]
-    for verb in request_.verbs:
+    cases = [(row.collective, row.storage) for row in found.rows]
+    for verb in request_.collectives:
         storages = request_.storages[:1] if verb == "barrier" else request_.storages
         sizes = 1 if verb == "barrier" else len(request_.sizes)
         assert all(cases.count((verb, storage)) == sizes for storage in storages)
@@ -112,9 +112,9 @@ def _measured_with_a_slow_rank() -> Measurement:
 
 def test_a_time_is_that_of_the_slowest_rank(pool: Pool) -> None:
     for found in pool.run(_measured_with_a_slow_rank, 2):
-        by_verb = {row.verb: row for row in found.rows}
-        assert by_verb["all-reduce"].least_s > 0.03
-        assert by_verb["barrier"].least_s < 0.03
+        by_verb = {row.collective: row for row in found.rows}
+        assert by_verb["all-reduce"].min_s > 0.03
+        assert by_verb["barrier"].min_s < 0.03
 
 
 def _ended_by_the_budget() -> int:
@@ -130,18 +130,18 @@ def test_a_pattern_is_summed_exactly_and_shows_a_range_out_of_place(dtype: torch
     pattern = Pattern(dtype, 5, torch.device("cpu"))
     wholes = [torch.empty(100_000, dtype=dtype) for _ in range(5)]
     for rank, whole in enumerate(wholes):
-        pattern.fill(Part(whole, rank))
-    assert pattern.fits(Part(sum(wholes[1:], wholes[0]), SUM))
-    assert pattern.fits(Part(wholes[2][20_000:40_000], 2, 20_000))
-    assert not pattern.fits(Part(wholes[2][20_000:40_000], 2, 40_000))
-    assert not pattern.fits(Part(wholes[2], 3))
+        pattern.fill(TensorSlice(whole, rank))
+    assert pattern.matches(TensorSlice(sum(wholes[1:], wholes[0]), SUM))
+    assert pattern.matches(TensorSlice(wholes[2][20_000:40_000], 2, 20_000))
+    assert not pattern.matches(TensorSlice(wholes[2][20_000:40_000], 2, 40_000))
+    assert not pattern.matches(TensorSlice(wholes[2], 3))
 
 
 def test_a_piece_of_a_wrong_rank_does_not_pass() -> None:
     group = Group((0, 1), 1, None)
     first, second = torch.empty(8192), torch.empty(8192)
     pattern = Pattern(torch.float32, 2, torch.device("cpu"))
-    for part in exercise("all-gather", group, first, second).gets:
-        pattern.fill(Part(part.tensor, 0, part.start))
-    fits = [pattern.fits(part) for part in exercise("all-gather", group, first, second).gets]
+    for part in make_case("all-gather", group, first, second).outputs:
+        pattern.fill(TensorSlice(part.tensor, 0, part.start))
+    fits = [pattern.matches(part) for part in make_case("all-gather", group, first, second).outputs]
     assert fits == [True, False]

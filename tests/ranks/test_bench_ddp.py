@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.bench import Breakdown, DdpRequest, Trainee, measure_ddp, parse_caps, wrapped
+from plait.bench import BenchModel, Breakdown, DdpRequest, measure_ddp, parse_caps, wrap_ddp
 from plait.comm import connect
 from plait.errors import CommError
 from support.pool import Pool, RankError
@@ -24,11 +24,11 @@ def test_every_variant_is_measured_with_its_buckets_and_all_ranks_find_the_same(
     request = DdpRequest(SHORT.caps, "both", "tiny", precision, 1, 8, 2)
     found, other = pool.run(_measured, 2, request)
     assert other.bars == found.bars
-    assert [(bar.carrier, bar.cap) for bar in found.bars] == [*request.variants]
+    assert [(bar.transport, bar.cap) for bar in found.bars] == [*request.variants]
     for one, each, some in (found.bars[:3], found.bars[3:]):
         assert (one.num_buckets, each.num_buckets) == (1, 21)  # the model has 21 parameters
         assert 1 < some.num_buckets < 21
-        assert one.of_no_overlap == 1.0
+        assert one.ratio_to_no_overlap == 1.0
     for bar in found.bars:
         parts = bar.phases
         assert all(0 < part < 30 for part in (parts.forward_s, parts.backward_s, parts.optimizer_s))
@@ -43,8 +43,8 @@ def _unreduced(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tenso
 
 def _checked(reduced: bool) -> None:
     world = connect(transport="host")
-    trainee = Trainee(world, SHORT)
-    module = wrapped(trainee.twin(), None, "group")
+    trainee = BenchModel(world, SHORT)
+    module = wrap_ddp(trainee.view_model(), None, "group")
     if not reduced:
         module.register_comm_hook(None, _unreduced)
     trainee.check(module, "one bucket")
@@ -60,10 +60,10 @@ def test_a_variant_that_does_not_average_gradients_is_found_before_it_is_timed(p
 
 def _trained() -> tuple[Tensor, Tensor, bool]:
     world = connect(transport="host")
-    trainee = Trainee(world, SHORT)
-    twins = [wrapped(trainee.twin(), cap, "group") for cap in (None, 1)]
+    trainee = BenchModel(world, SHORT)
+    twins = [wrap_ddp(trainee.view_model(), cap, "group") for cap in (None, 1)]
     before = next(trainee.model.parameters()).detach().clone()
-    trainee.visit(twins[0], alone_first=True)
+    trainee.visit(twins[0], compute_first=True)
     after = [next(module.parameters()).detach() for module in (trainee.model, *twins)]
     is_shared = all(torch.equal(after[0], other) for other in after)
     return before, after[0].clone(), is_shared

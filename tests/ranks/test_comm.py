@@ -11,13 +11,13 @@ from plait.comm import (
     all_gather,
     all_reduce,
     broadcast,
+    broadcast_text,
     connect,
     reduce_scatter,
     sends_narrow,
     start_all_reduce,
     start_exchange,
     start_scattered_sum,
-    text_of,
 )
 from plait.errors import CommError
 from plait.plan import Grid
@@ -71,7 +71,7 @@ def _pairs() -> list[tuple[int, ...]]:
     world, found = connect(), []
     for pair in ((0, 1), (0, 2), (1, 2), (0, 1), (1, 2)):
         if world.rank in pair:
-            group = world.group_of(pair, "pairs")
+            group = world.new_group(pair, "pairs")
             total = torch.tensor([1 << rank for rank in pair])[[group.rank]]
             all_reduce(total, group)
             assert int(total) == sum(1 << rank for rank in pair)
@@ -169,8 +169,8 @@ def test_ranks_agree_and_one_of_them_claims(pool: Pool) -> None:
 def _tell() -> tuple[tuple[bool, ...], str, str]:
     world = connect()
     flags = world.any_flags(world.rank == 0, False, world.rank == 2)
-    said = text_of(1, f"rank {world.rank} has 3 \u2713", world.group, world.device)
-    return flags, said, text_of(0, "", world.group, world.device)
+    said = broadcast_text(1, f"rank {world.rank} has 3 \u2713", world.group, world.device)
+    return flags, said, broadcast_text(0, "", world.group, world.device)
 
 
 def test_flags_travel_together_and_a_text_is_one_ranks(pool: Pool) -> None:
@@ -218,10 +218,10 @@ def test_ranks_on_cpus_take_the_transport_that_they_ask_for(pool: Pool, transpor
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ({"transport": "glo"}, ["no such transport", "'glo'", "try     : gloo"]),
-        ({"transport": "host", "device": "cuda"}, ["host is not for", "device='cpu'"]),
-        ({"transport": "gloo", "device": "cuda"}, ["gloo is not for", "device='cpu'"]),
-        ({"transport": "nccl", "device": "cpu"}, ["nccl is not for", "device='cuda'"]),
+        ({"transport": "glo"}, ["unknown transport", "'glo'", "try     : gloo"]),
+        ({"transport": "host", "device": "cuda"}, ["host does not support that device", "device='cpu'"]),
+        ({"transport": "gloo", "device": "cuda"}, ["gloo does not support that device", "device='cpu'"]),
+        ({"transport": "nccl", "device": "cpu"}, ["nccl does not support that device", "device='cuda'"]),
     ],
 )
 def test_a_transport_that_cannot_be_is_a_letter_before_ranks_meet(

@@ -150,7 +150,7 @@ def _counting() -> Iterator[dict[OpType, float]]:
             OpType.ALL_GATHER: p - 1,
         }
         if call.label:
-            sent[call.verb] = sent.get(call.verb, 0.0) + shares[call.verb] * call.given.nbytes
+            sent[call.op_type] = sent.get(call.op_type, 0.0) + shares[call.op_type] * call.input.nbytes
         return start(self, call)
 
     with mock.patch.object(TorchTransport, "start", counted):

@@ -99,7 +99,7 @@ def _two_models(kind: str, transport: str) -> None:
     """In one backward, over one process group."""
     joined()
     models = [compressed(model_of_blocks(), kind, transport, bucket_cap_mb=0.0004) for _ in range(2)]
-    first, second = (ddp._behind.group_with_background.background for ddp in models)
+    first, second = (ddp._behind.group_with_comm_thread.comm_thread for ddp in models)
     assert first is second  # or the two would talk at the same time, in an order of their own on each rank
     for step in range(5):
         expected = [mean_by_one(ddp.module, step) for ddp in models]
@@ -219,10 +219,10 @@ def _failed(transport: str) -> None:
     state._begin()
     compressor = state._sums[0].compressor
     assert isinstance(compressor, CompressedReduce)
-    compressor._theirs = compressor._theirs[:1]
-    with pytest.raises(CommError, match="the tensors of all-to-all do not fit each other"):
+    compressor._recv_codes = compressor._recv_codes[:1]
+    with pytest.raises(CommError, match="the tensors of all-to-all have mismatched sizes"):
         out.square().mean().backward()
-    with pytest.raises(CommError, match="the tensors of all-to-all do not fit each other"):
+    with pytest.raises(CommError, match="the tensors of all-to-all have mismatched sizes"):
         loss32(ddp, dist.get_rank()).backward()  # ranks may be at different calls by now
 
 

@@ -73,7 +73,7 @@ class Player:
             some = sorted(self.chance.sample(everybody, self.chance.randrange(2, self.world.size)))
             asked.append((tuple(some), f"lane {number % 2}" if number else ""))
         return [
-            (ranks, self.world.group_of(ranks, lane) if self.world.rank in ranks else None)
+            (ranks, self.world.new_group(ranks, lane) if self.world.rank in ranks else None)
             for ranks, lane in asked
         ]
 
@@ -238,8 +238,8 @@ def _play(num_turns: int, seed: int) -> tuple[dict[str, int], dict[str, int], in
         player.turn()
     player.finish()
     world.barrier()
-    assert world._neighbours is not None
-    arena = world._neighbours.arena
+    assert world._host_peers is not None
+    arena = world._host_peers.arena
     gc.collect()
     used = arena.used_bytes
     del arena

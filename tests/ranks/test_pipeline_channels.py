@@ -31,7 +31,7 @@ def ranks(pool: Pool, request: pytest.FixtureRequest) -> Ranks:
 
 
 def _lane(world: World, name: str = "activations") -> Group:
-    return world.group_of((0, 1), name)
+    return world.new_group((0, 1), name)
 
 
 def _until(is_true: Callable[[], bool], most_s: float = 10.0) -> None:

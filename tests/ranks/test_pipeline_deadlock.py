@@ -39,8 +39,8 @@ class Meeting:
             coming.wait()
             send(tensor, group, to, label=label)
 
-        assert group.background is not None
-        return group.background.submit(when_asked)
+        assert group.comm_thread is not None
+        return group.comm_thread.submit(when_asked)
 
     def start_receive(self, tensor: Tensor, group: Group, source: int, *, label: str = "") -> Work:
         coming = start_receive(tensor, group, source, label=label)

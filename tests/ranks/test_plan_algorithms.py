@@ -37,7 +37,7 @@ PLANS = [
 
 def _train(task: programs.Task, plan: str, cut: dict[int, Hosts]) -> programs.Trace:
     """On simulated hosts: by the size of a group, how it is cut."""
-    with mock.patch.object(by, "hosts_of", lambda group: cut[group.size]):
+    with mock.patch.object(by, "ranks_by_host", lambda group: cut[group.size]):
         return programs.train_task(task, plan)
 
 

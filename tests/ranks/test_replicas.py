@@ -35,9 +35,9 @@ def _trained(plan: str, family: str) -> plait.Engine:
 
 def _messages_of_a_look(plan: str, family: str) -> int:
     engine = _trained(plan, family)
-    before = engine.world.ledger.read()
+    before = engine.world.comm_log.read()
     engine.check_replicas()
-    said = between(before, engine.world.ledger.read())
+    said = between(before, engine.world.comm_log.read())
     return sum(tally.count for tally in said.values())
 
 

@@ -54,10 +54,10 @@ def _dropped(plan: str) -> list[int]:
     for _ in range(3):
         engine = programs.engine_of(programs.Task(programs.llama), plan)
         engine.step(programs.share_of(programs.batches(1)[0], engine))
-        used.append(world._neighbours.arena.used_bytes)
+        used.append(world._host_peers.arena.used_bytes)
         del engine
         gc.collect()
-    return [*used, world._neighbours.arena.used_bytes]
+    return [*used, world._host_peers.arena.used_bytes]
 
 
 @pytest.mark.parametrize("words", ["zero=0", "zero=1", "zero=3 micro=3"])

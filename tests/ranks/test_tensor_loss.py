@@ -35,7 +35,7 @@ class Counted:
         self.sent: Counter[str] = Counter()
 
     def run(self, call: Call) -> None:
-        self.sent[f"{call.verb.value} {call.op}"] += call.given.numel()
+        self.sent[f"{call.op_type.value} {call.op}"] += call.input.numel()
         self.sent["calls"] += 1
         self._link.run(call)
 
@@ -52,8 +52,8 @@ def cut_loss(
 ) -> tuple[Tensor, Tensor, Counter[str], Counter[str]]:
     """Loss, gradient of this rank's columns, and what was sent in forward and until the end of backward."""
     group = connect().group
-    counted = Counted(group.link)
-    group = replace(group, link=counted)
+    counted = Counted(group.transport_or_none)
+    group = replace(group, transport_or_none=counted)
     columns = list(pairwise(edges))
     piece = logits[:, slice(*columns[group.rank])].clone().requires_grad_()
     loss = cross_entropy(piece, targets, group, columns, **options)

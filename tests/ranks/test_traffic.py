@@ -71,9 +71,9 @@ def said(name: str, plan: str) -> tuple[Traffic, MemoryUse]:
     estimated = engine.predicted_memory((BATCH, SEQUENCE))
     for _ in range(2):
         engine.step(batch)
-    before = connect().ledger.read()
+    before = connect().comm_log.read()
     engine.step(batch)
-    return between(before, connect().ledger.read()), estimated
+    return between(before, connect().comm_log.read()), estimated
 
 
 def explained(name: str, plan: str, transport: str) -> Explanation:

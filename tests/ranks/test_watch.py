@@ -46,7 +46,7 @@ def _seconds_by_verb() -> dict[str, float]:
         "run": lambda: all_reduce(numbers, group),
         "started": lambda: start_all_gather(whole, numbers, group).wait(),
         "barrier": lambda: barrier(group),
-        "background": lambda: group.background.submit(lambda: all_reduce(numbers, group)).wait(),
+        "background": lambda: group.comm_thread.submit(lambda: all_reduce(numbers, group)).wait(),
         "scattered sum": lambda: summed(start_scattered_sum(numbers.clone(), group), torch.empty(2)),
         "exchange": lambda: summed(start_exchange(numbers.clone(), group), torch.empty_like(numbers)),
     }
@@ -124,7 +124,7 @@ def _letter_of_who_waits(folder: Path) -> str:
 def test_a_communication_that_fails_leaves_the_stacks_of_all_ranks(pool: Pool, tmp_path: Path) -> None:
     folder = tmp_path / "stacks"
     message, _ = pool.run(_letter_of_who_waits, 2, folder)
-    assert "rank 1 did not come within 2 s" in message
+    assert "rank 1 did not arrive within 2 s" in message
     assert f"stacks of all threads: {folder}" in message
     assert "none of" not in message
     assert "all_reduce" in (folder / "rank-00000.txt").read_text()

@@ -43,7 +43,7 @@ def groups_of(rows: int, cols: int) -> TensorGroups:
 def silent(groups: TensorGroups, *axes: str) -> TensorGroups:
     """The same groups, of which those along `axes` say nothing to each other."""
     old = {axis: groups.along(axis) for axis in axes}
-    new = {axis: replace(group, link=_Silent(group.rank)) for axis, group in old.items()}  # type: ignore[arg-type]
+    new = {axis: replace(group, transport_or_none=_Silent(group.rank)) for axis, group in old.items()}  # type: ignore[arg-type]
     return replace(groups, **new)
 
 
@@ -54,11 +54,11 @@ class _Silent:
         self._place = place
 
     def run(self, call: Call) -> None:
-        if call.verb is OpType.ALL_GATHER:
-            own = call.given.clone()
-            call.taken.zero_()[self._place * own.numel() :][: own.numel()] = own
-        elif call.verb is OpType.REDUCE_SCATTER:
-            call.taken.copy_(call.given[self._place * call.taken.numel() :][: call.taken.numel()])
+        if call.op_type is OpType.ALL_GATHER:
+            own = call.input.clone()
+            call.output.zero_()[self._place * own.numel() :][: own.numel()] = own
+        elif call.op_type is OpType.REDUCE_SCATTER:
+            call.output.copy_(call.input[self._place * call.output.numel() :][: call.output.numel()])
 
     def start(self, call: Call) -> Work:
         self.run(call)
@@ -68,7 +68,9 @@ class _Silent:
 def recorded(groups: TensorGroups, log: list[str]) -> TensorGroups:
     """The same groups, which write down what they do: `all-reduce col`, `start ...`, `end ...`."""
     told = {
-        axis: replace(groups.along(axis), link=_Recorder(groups.along(axis).link, axis, log))  # type: ignore[arg-type]
+        axis: replace(
+            groups.along(axis), transport_or_none=_Recorder(groups.along(axis).transport_or_none, axis, log)
+        )  # type: ignore[arg-type]
         for axis in ("row", "col")
     }
     return replace(groups, **told)
@@ -82,14 +84,14 @@ class _Recorder:
 
     def run(self, call: Call) -> None:
         assert self._link is not None
-        self._log.append(f"{call.verb.value} {self._axis}")
+        self._log.append(f"{call.op_type.value} {self._axis}")
         self._link.run(call)
 
     def start(self, call: Call) -> Work:
         assert self._link is not None
-        self._log.append(f"start {call.verb.value} {self._axis}")
+        self._log.append(f"start {call.op_type.value} {self._axis}")
         return Work(
-            self._link.start(call).wait, lambda: self._log.append(f"end {call.verb.value} {self._axis}")
+            self._link.start(call).wait, lambda: self._log.append(f"end {call.op_type.value} {self._axis}")
         )
 
 

@@ -1,20 +1,25 @@
-"""Measuring a machine's collectives, and where a DistributedDataParallel step's time goes: what is asked, the
-measurement, tables and pictures of it."""
+"""Benchmarks of collectives and of a DistributedDataParallel step: requests, measurements, reports."""
 
 from plait.bench.collectives import Measurement, Row, measure
-from plait.bench.ddp import Bar, Breakdown, Phases, Trainee, bars_of, measure_ddp, wrapped
-from plait.bench.ddp_report import breakdown_figure, breakdown_json, breakdown_tables, draw_breakdown, shown_s
+from plait.bench.ddp import Bar, BenchModel, Breakdown, Phases, make_bars, measure_ddp, wrap_ddp
+from plait.bench.ddp_report import (
+    breakdown_figure,
+    breakdown_json,
+    breakdown_tables,
+    displayed_s,
+    draw_breakdown,
+)
 from plait.bench.ddp_request import (
     CAPS,
-    CARRIERS,
     MODELS,
     PRECISIONS,
+    TRANSPORT_CHOICES,
     DdpRequest,
+    cap_label,
     check_ddp_memory,
-    label_of,
     parse_caps,
 )
-from plait.bench.report import draw, lines_of, machine, profile_of, tables, to_json
+from plait.bench.report import draw, latency_fits, machine, tables, to_json, to_profile
 from plait.bench.request import (
     BUDGET_S,
     DTYPES,
@@ -24,48 +29,48 @@ from plait.bench.request import (
     check_memory,
     check_num_ranks,
     device_for,
+    parse_collectives,
     parse_sizes,
-    parse_verbs,
 )
 
 __all__ = [
     "BUDGET_S",
     "CAPS",
-    "CARRIERS",
     "DTYPES",
     "MODELS",
     "PRECISIONS",
     "STORAGES",
+    "TRANSPORT_CHOICES",
     "Bar",
+    "BenchModel",
     "Breakdown",
     "DdpRequest",
     "Measurement",
     "Phases",
     "Request",
     "Row",
-    "Trainee",
     "available_bytes",
-    "bars_of",
     "breakdown_figure",
     "breakdown_json",
     "breakdown_tables",
+    "cap_label",
     "check_ddp_memory",
     "check_memory",
     "check_num_ranks",
     "device_for",
+    "displayed_s",
     "draw",
     "draw_breakdown",
-    "label_of",
-    "lines_of",
+    "latency_fits",
     "machine",
+    "make_bars",
     "measure",
     "measure_ddp",
     "parse_caps",
+    "parse_collectives",
     "parse_sizes",
-    "parse_verbs",
-    "profile_of",
-    "shown_s",
     "tables",
     "to_json",
-    "wrapped",
+    "to_profile",
+    "wrap_ddp",
 ]

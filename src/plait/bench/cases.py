@@ -1,4 +1,4 @@
-"""Each verb on given tensors: what is run, what this rank gives, and what it must get."""
+"""Each collective on given tensors: the call, this rank's input, and its expected outputs."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,12 +21,12 @@ from plait.comm import (
     send,
 )
 
-SUM = -1  # in place of a rank: of all ranks
+SUM = -1  # instead of a rank: the sum of all
 
 
 @dataclass(frozen=True)
-class Part:
-    """A tensor that is, or is to be, a rank's whole tensor from element `start` on."""
+class TensorSlice:
+    """A tensor that is, or should become, a rank's full tensor from element `start` on."""
 
     tensor: Tensor
     rank: int
@@ -34,120 +34,129 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Exercise:
-    """`run` is one communication, but for `trips` of them that only a pair of ranks can tell apart."""
+class Case:
+    """`run` makes one communication, or `num_messages` of them that only a pair of ranks can tell apart."""
 
     run: Callable[[], object]
-    gives: Part | None = None
-    gets: tuple[Part, ...] = ()
-    trips: int = 1
+    input: TensorSlice | None = None
+    outputs: tuple[TensorSlice, ...] = ()
+    num_messages: int = 1
 
 
 class Pattern:
-    """The whole tensors of all ranks, and their sum, which every dtype holds exactly in any order of adding.
+    """The full tensors of all ranks, and their sum, which is exact in every dtype and order of addition.
 
-    A rank's is a block of random values, of a prime length: a range in another one's place does not pass.
+    A rank's tensor repeats a block of random values of a prime length, so that a misplaced range does not
+    pass.
     """
 
     def __init__(self, dtype: torch.dtype, num_ranks: int, device: torch.device) -> None:
-        exact = {torch.bfloat16: 1 << 8, torch.float16: 1 << 11}.get(dtype, 1 << 20)  # integers up to it
-        values = max(2, min(97, exact // num_ranks))
+        max_exact = {torch.bfloat16: 1 << 8, torch.float16: 1 << 11}.get(dtype, 1 << 20)  # exact integers
+        values = max(2, min(97, max_exact // num_ranks))
         block = torch.randint(values, (65_521,), generator=torch.Generator().manual_seed(0))
         ranks = [block.roll(7 * rank) for rank in range(num_ranks)]
-        self.outside = values  # no rank's tensor has it
+        self.unused_value = values  # in no rank's tensor
         self._blocks = [block.to(device, dtype) for block in (*ranks, torch.stack(ranks).sum(0))]
 
-    def fill(self, part: Part) -> None:
-        for run, values in self._runs(part):
-            run.copy_(values)
+    def fill(self, slice_: TensorSlice) -> None:
+        for chunk, values in self._blocks_of(slice_):
+            chunk.copy_(values)
 
-    def fits(self, part: Part) -> bool:
-        return all(torch.equal(run, values) for run, values in self._runs(part))
+    def matches(self, slice_: TensorSlice) -> bool:
+        return all(torch.equal(chunk, values) for chunk, values in self._blocks_of(slice_))
 
-    def _runs(self, part: Part) -> Iterator[tuple[Tensor, Tensor]]:
-        block = self._blocks[part.rank]
-        done, total = 0, part.tensor.numel()
+    def _blocks_of(self, slice_: TensorSlice) -> Iterator[tuple[Tensor, Tensor]]:
+        block = self._blocks[slice_.rank]
+        done, total = 0, slice_.tensor.numel()
         while done < total:
-            place = (part.start + done) % block.numel()
-            length = min(total - done, block.numel() - place)
-            yield part.tensor[done : done + length], block[place : place + length]
+            offset = (slice_.start + done) % block.numel()
+            length = min(total - done, block.numel() - offset)
+            yield slice_.tensor[done : done + length], block[offset : offset + length]
             done += length
 
 
-def exercise(verb: str, group: Group, first: Tensor, second: Tensor) -> Exercise:
-    """`first`, `second`: flat tensors as long as a whole one."""
-    return _MAKERS[verb](group, first, second)
+def make_case(collective: str, group: Group, first: Tensor, second: Tensor) -> Case:
+    """Return the case of a collective. `first`, `second`: flat tensors of full size."""
+    return _MAKERS[collective](group, first, second)
 
 
-def _all_reduce(group: Group, given: Tensor, _: Tensor) -> Exercise:
-    return Exercise(lambda: all_reduce(given, group), Part(given, group.rank), (Part(given, SUM),))
+def _all_reduce(group: Group, first: Tensor, _: Tensor) -> Case:
+    return Case(lambda: all_reduce(first, group), TensorSlice(first, group.rank), (TensorSlice(first, SUM),))
 
 
-def _reduce_scatter(group: Group, given: Tensor, taken: Tensor) -> Exercise:
-    piece, start = _own(group, taken)
-    out = taken[:piece]
-    return Exercise(
-        lambda: reduce_scatter(out, given, group), Part(given, group.rank), (Part(out, SUM, start),)
+def _reduce_scatter(group: Group, first: Tensor, second: Tensor) -> Case:
+    shard_numel, start = _own_range(group, second)
+    out = second[:shard_numel]
+    return Case(
+        lambda: reduce_scatter(out, first, group),
+        TensorSlice(first, group.rank),
+        (TensorSlice(out, SUM, start),),
     )
 
 
-def _all_gather(group: Group, _: Tensor, taken: Tensor) -> Exercise:
-    piece, start = _own(group, taken)
-    mine = taken[start : start + piece]
-    return Exercise(
-        lambda: all_gather(taken, mine, group), Part(mine, group.rank, start), _from_all(group, taken)
+def _all_gather(group: Group, _: Tensor, second: Tensor) -> Case:
+    shard_numel, start = _own_range(group, second)
+    own = second[start : start + shard_numel]
+    return Case(
+        lambda: all_gather(second, own, group), TensorSlice(own, group.rank, start), _from_all(group, second)
     )
 
 
-def _broadcast(group: Group, given: Tensor, _: Tensor) -> Exercise:
-    return Exercise(lambda: broadcast(given, group), Part(given, group.rank), (Part(given, 0),))
+def _broadcast(group: Group, first: Tensor, _: Tensor) -> Case:
+    return Case(lambda: broadcast(first, group), TensorSlice(first, group.rank), (TensorSlice(first, 0),))
 
 
-def _reduce(group: Group, given: Tensor, _: Tensor) -> Exercise:
+def _reduce(group: Group, first: Tensor, _: Tensor) -> Case:
     expected = SUM if group.rank == 0 else group.rank
-    return Exercise(lambda: reduce(given, group), Part(given, group.rank), (Part(given, expected),))
+    return Case(lambda: reduce(first, group), TensorSlice(first, group.rank), (TensorSlice(first, expected),))
 
 
-def _scatter(group: Group, given: Tensor, taken: Tensor) -> Exercise:
-    piece, start = _own(group, taken)
-    out, whole = taken[:piece], given if group.rank == 0 else None
-    return Exercise(lambda: scatter(out, whole, group), Part(given, group.rank), (Part(out, 0, start),))
+def _scatter(group: Group, first: Tensor, second: Tensor) -> Case:
+    shard_numel, start = _own_range(group, second)
+    out, full = second[:shard_numel], first if group.rank == 0 else None
+    return Case(
+        lambda: scatter(out, full, group), TensorSlice(first, group.rank), (TensorSlice(out, 0, start),)
+    )
 
 
-def _gather(group: Group, given: Tensor, taken: Tensor) -> Exercise:
-    piece, start = _own(group, taken)
-    mine, out = given[:piece], taken if group.rank == 0 else None
-    gets = () if out is None else _from_all(group, out)
-    return Exercise(lambda: gather(out, mine, group), Part(mine, group.rank, start), gets)
+def _gather(group: Group, first: Tensor, second: Tensor) -> Case:
+    shard_numel, start = _own_range(group, second)
+    own, out = first[:shard_numel], second if group.rank == 0 else None
+    outputs = () if out is None else _from_all(group, out)
+    return Case(lambda: gather(out, own, group), TensorSlice(own, group.rank, start), outputs)
 
 
-def _all_to_all(group: Group, given: Tensor, taken: Tensor) -> Exercise:
-    piece, start = _own(group, taken)
-    gets = tuple(Part(taken[r * piece : (r + 1) * piece], r, start) for r in range(group.size))
-    return Exercise(lambda: all_to_all(taken, given, group), Part(given, group.rank), gets)
+def _all_to_all(group: Group, first: Tensor, second: Tensor) -> Case:
+    shard_numel, start = _own_range(group, second)
+    outputs = tuple(
+        TensorSlice(second[r * shard_numel : (r + 1) * shard_numel], r, start) for r in range(group.size)
+    )
+    return Case(lambda: all_to_all(second, first, group), TensorSlice(first, group.rank), outputs)
 
 
-def _barrier(group: Group, _: Tensor, __: Tensor) -> Exercise:
-    return Exercise(lambda: barrier(group))
+def _barrier(group: Group, _: Tensor, __: Tensor) -> Case:
+    return Case(lambda: barrier(group))
 
 
-def _send_receive(group: Group, given: Tensor, taken: Tensor) -> Exercise:
-    """There and back between the first two ranks; the others look on."""
+def _send_receive(group: Group, first: Tensor, second: Tensor) -> Case:
+    """Return a round trip between the first two ranks; the others do nothing."""
 
-    def serve() -> None:
-        send(given, group, 1)
-        receive(taken, group, 1)
+    def ping() -> None:
+        send(first, group, 1)
+        receive(second, group, 1)
 
-    def answer() -> None:
-        receive(taken, group, 0)
-        send(taken, group, 0)
+    def echo() -> None:
+        receive(second, group, 0)
+        send(second, group, 0)
 
     if group.rank > 1:
-        return Exercise(lambda: None, trips=2)
-    return Exercise((serve, answer)[group.rank], Part(given, group.rank), (Part(taken, 0),), trips=2)
+        return Case(lambda: None, num_messages=2)
+    return Case(
+        (ping, echo)[group.rank], TensorSlice(first, group.rank), (TensorSlice(second, 0),), num_messages=2
+    )
 
 
-_MAKERS: dict[str, Callable[[Group, Tensor, Tensor], Exercise]] = {
+_MAKERS: dict[str, Callable[[Group, Tensor, Tensor], Case]] = {
     "all-reduce": _all_reduce,
     "reduce-scatter": _reduce_scatter,
     "all-gather": _all_gather,
@@ -161,13 +170,13 @@ _MAKERS: dict[str, Callable[[Group, Tensor, Tensor], Exercise]] = {
 }
 
 
-def _own(group: Group, whole: Tensor) -> tuple[int, int]:
-    """Elements of a piece, and where this rank's begins."""
-    piece = whole.numel() // group.size
-    return piece, group.rank * piece
+def _own_range(group: Group, full: Tensor) -> tuple[int, int]:
+    """Return the elements of a shard, and the start of this rank's."""
+    shard_numel = full.numel() // group.size
+    return shard_numel, group.rank * shard_numel
 
 
-def _from_all(group: Group, whole: Tensor) -> tuple[Part, ...]:
-    piece = whole.numel() // group.size
-    ranges = enumerate(whole.chunk(group.size))
-    return tuple(Part(range_, rank, rank * piece) for rank, range_ in ranges)
+def _from_all(group: Group, full: Tensor) -> tuple[TensorSlice, ...]:
+    shard_numel = full.numel() // group.size
+    ranges = enumerate(full.chunk(group.size))
+    return tuple(TensorSlice(range_, rank, rank * shard_numel) for rank, range_ in ranges)

@@ -1,12 +1,12 @@
 """Times of collectives on the ranks of a world, each checked before it is timed.
 
-[Note: what one time is]
-A round visits every case (verb, size, storage), in an order of its own: a slow minute of the machine, or a
-cache that the case before has filled, falls on all cases alike, and not on all repetitions of one. The short
-ones, which noise hurts most, it visits four times. A visit is a barrier, then repetitions back to back for
-some milliseconds. A rank's time is their mean, the visit's that of the slowest rank, the case's the median
-over visits. As in nccl-tests, a rank that waits for no one (the source of a broadcast) may be ahead of the
-others by some repetitions: of a small size this is the time at which such messages follow each other.
+[Note: definition of a time]
+A round visits every case (collective, size, storage), in a new order: a slow minute of the machine, or a
+cache filled by the previous case, affects all cases alike, and not all repetitions of one. Short cases, which
+are the noisiest, are visited four times. A visit is a barrier, then repetitions back to back for some
+milliseconds. A rank's time is their mean, the visit's that of the slowest rank, the case's the median over
+visits. As in nccl-tests, a rank that does not wait (the source of a broadcast) may be ahead of the others by
+some repetitions: for small sizes this is the interval between consecutive messages.
 """
 
 import random
@@ -20,33 +20,33 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plait.bench.cases import Exercise, Pattern, exercise
+from plait.bench.cases import Case, Pattern, make_case
 from plait.bench.request import DTYPES, Request
 from plait.comm import World, all_gather, all_reduce, barrier
 from plait.errors import CommError, ConfigError
 
 _VISIT_S = 0.005
-_SHORT_S, _VISITS_OF_SHORT = 0.02, 4
-_MOST_REPEATS = 500
-_FEWEST_ROUNDS, _MOST_ROUNDS = 3, 25  # where the request does not say
+_SHORT_S, _SHORT_VISITS = 0.02, 4
+_MAX_REPEATS = 500
+_MIN_ROUNDS, _MAX_ROUNDS = 3, 25  # unless the request sets them
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The times of one case. `num_bytes`: of the whole tensor, which is a multiple of the ranks' number."""
+    """The times of one case. `num_bytes`: of the full tensor, a multiple of the number of ranks."""
 
-    verb: str
+    collective: str
     storage: str
     num_bytes: int
     median_s: float
-    least_s: float
+    min_s: float
     visits: int
-    repeats: int  # in each visit
+    repeats: int  # per visit
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What was measured, on what."""
+    """Times, and the setup they were measured on."""
 
     rows: tuple[Row, ...]
     transport: str
@@ -59,47 +59,50 @@ class Measurement:
 
 
 @dataclass(frozen=True)
-class _Case:
-    verb: str
+class _TimedCase:
+    collective: str
     storage: str
     num_bytes: int
-    exercise: Exercise
+    case: Case
 
 
 @dataclass(frozen=True)
-class _Visits:
-    """What a round does for a case."""
+class _VisitPlan:
+    """Visits of a case per round, and repetitions per visit."""
 
-    number: int
+    num_visits: int
     repeats: int
 
     @classmethod
-    def of(cls, seconds: float) -> "_Visits":
-        """Of a case that takes about `seconds`."""
-        repeats = max(1, min(_MOST_REPEATS, round(_VISIT_S / max(seconds, 1e-9))))
-        return cls(_VISITS_OF_SHORT if seconds * repeats < _SHORT_S else 1, repeats)
+    def for_duration(cls, seconds: float) -> "_VisitPlan":
+        """Return the plan of a case that takes about `seconds`."""
+        repeats = max(1, min(_MAX_REPEATS, round(_VISIT_S / max(seconds, 1e-9))))
+        return cls(_SHORT_VISITS if seconds * repeats < _SHORT_S else 1, repeats)
 
 
-def measure(world: World, request: Request, tell: Callable[[str], None] = lambda _: None) -> Measurement:
-    """Every rank calls it, with the same request, and gets the same. `tell` hears what is going on.
+def measure(
+    world: World, request: Request, report_progress: Callable[[str], None] = lambda _: None
+) -> Measurement:
+    """Measure the collectives. Collective: every rank passes the same request and gets the same result.
+    `report_progress` is called with a status line.
 
-    Without `request.rounds` it ends when another round would not fit into the budget, but for three rounds.
-    Raises CommError when a verb gives wrong results, ConfigError when a GPU has too little memory.
+    Without `request.rounds` it stops when another round would exceed the budget, but not before three rounds.
+    Raises CommError if a collective gives wrong results, ConfigError if a GPU has too little memory.
     """
-    begin = time.perf_counter()
-    arenas = _arenas(world, request)
-    cases = _cases(world, request, arenas)
-    tell("checking results")
+    start = time.perf_counter()
+    buffers = _buffers(world, request)
+    cases = _cases(world, request, buffers)
+    report_progress("checking results")
     visits = _check_all(cases, world, Pattern(DTYPES[request.dtype], world.size, world.device))
-    for tensor in (tensor for arena in arenas.values() for tensor in arena):
-        tensor.zero_()  # what sums to itself, round after round
+    for tensor in (tensor for pair in buffers.values() for tensor in pair):
+        tensor.zero_()  # repeated sums in place stay finite
     times: list[list[float]] = []
-    longest_s = 0.0
-    while not _is_over(world, request, len(times), time.perf_counter() - begin + longest_s):
-        tell(f"measuring: round {len(times) + 1}")
-        round_begin = time.perf_counter()
+    longest_round_s = 0.0
+    while not _is_over(world, request, len(times), time.perf_counter() - start + longest_round_s):
+        report_progress(f"measuring: round {len(times) + 1}")
+        round_start = time.perf_counter()
         times.append(_round(cases, visits, world, seed=len(times)))
-        longest_s = max(longest_s, time.perf_counter() - round_begin)
+        longest_round_s = max(longest_round_s, time.perf_counter() - round_start)
     return Measurement(
         rows=_rows(cases, visits, slowest(world, times)),
         transport=world.group.transport.name,
@@ -108,32 +111,40 @@ def measure(world: World, request: Request, tell: Callable[[str], None] = lambda
         num_hosts=num_hosts(world),
         dtype=request.dtype,
         rounds=len(times),
-        seconds=time.perf_counter() - begin,
+        seconds=time.perf_counter() - start,
     )
 
 
-def _rows(cases: list[_Case], visits: list[_Visits], rounds: list[list[float]]) -> tuple[Row, ...]:
-    rows, begin = [], 0
-    for case, done in zip(cases, visits, strict=True):
-        seconds = [time_s for found in rounds for time_s in found[begin : begin + done.number]]
-        begin += done.number
-        median_s, least_s = statistics.median(seconds), min(seconds)
+def _rows(cases: list[_TimedCase], visits: list[_VisitPlan], rounds: list[list[float]]) -> tuple[Row, ...]:
+    rows, start = [], 0
+    for timed, plan in zip(cases, visits, strict=True):
+        seconds = [time_s for round_s in rounds for time_s in round_s[start : start + plan.num_visits]]
+        start += plan.num_visits
+        median_s, min_s = statistics.median(seconds), min(seconds)
         rows.append(
-            Row(case.verb, case.storage, case.num_bytes, median_s, least_s, len(seconds), done.repeats)
+            Row(
+                timed.collective,
+                timed.storage,
+                timed.num_bytes,
+                median_s,
+                min_s,
+                len(seconds),
+                plan.repeats,
+            )
         )
     return tuple(rows)
 
 
 def _is_over(world: World, request: Request, rounds: int, end_s: float) -> bool:
-    """`end_s`: when another round would be over. The ranks' clocks differ: they agree."""
+    """Return whether to stop. `end_s`: estimated end of another round. Collective, as clocks differ."""
     if request.rounds is not None:
         return rounds >= request.rounds
-    over = rounds >= _MOST_ROUNDS or (rounds >= _FEWEST_ROUNDS and end_s > request.budget_s)
+    over = rounds >= _MAX_ROUNDS or (rounds >= _MIN_ROUNDS and end_s > request.budget_s)
     return world.any_flag(over)
 
 
-def _arenas(world: World, request: Request) -> dict[str, tuple[Tensor, Tensor]]:
-    """By storage, two tensors as long as the largest case; every page of them is there. Cases are views."""
+def _buffers(world: World, request: Request) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return, by storage, two tensors of the largest size, with all pages touched. Cases view them."""
     dtype = DTYPES[request.dtype]
     numel = max(_numel(size, world, request) for size in request.sizes)
     makers: dict[str, Callable[[], Tensor]] = {
@@ -150,91 +161,103 @@ def _arenas(world: World, request: Request) -> dict[str, tuple[Tensor, Tensor]]:
         ) from error
 
 
-def _cases(world: World, request: Request, arenas: dict[str, tuple[Tensor, Tensor]]) -> list[_Case]:
+def _cases(world: World, request: Request, buffers: dict[str, tuple[Tensor, Tensor]]) -> list[_TimedCase]:
     cases = []
-    for verb in request.verbs:
-        # No tensor takes part in a barrier.
-        storages = request.storages[:1] if verb == "barrier" else request.storages
-        sizes = [0] if verb == "barrier" else sorted({_numel(size, world, request) for size in request.sizes})
+    for collective in request.collectives:
+        # A barrier has no tensors.
+        storages = request.storages[:1] if collective == "barrier" else request.storages
+        sizes = (
+            [0]
+            if collective == "barrier"
+            else sorted({_numel(size, world, request) for size in request.sizes})
+        )
         for storage in storages:
             for numel in sizes:
-                first, second = (tensor[:numel] for tensor in arenas[storage])
-                cases.append(_Case(verb, storage, first.nbytes, exercise(verb, world.group, first, second)))
+                first, second = (tensor[:numel] for tensor in buffers[storage])
+                cases.append(
+                    _TimedCase(
+                        collective, storage, first.nbytes, make_case(collective, world.group, first, second)
+                    )
+                )
     return cases
 
 
 def _numel(num_bytes: int, world: World, request: Request) -> int:
-    """The elements of a whole tensor of about so many bytes, which ranks can have equal pieces of."""
+    """Return the elements of a full tensor of about `num_bytes`, divisible by the number of ranks."""
     return world.size * max(1, round(num_bytes / DTYPES[request.dtype].itemsize / world.size))
 
 
-def _check_all(cases: list[_Case], world: World, pattern: Pattern) -> list[_Visits]:
-    """How often to come to each case, whose results have been found right."""
-    estimates = [_check(case, world, pattern) for case in cases]
-    return [_Visits.of(seconds) for seconds in slowest(world, [estimates])[0]]
+def _check_all(cases: list[_TimedCase], world: World, pattern: Pattern) -> list[_VisitPlan]:
+    """Check the results of each case, and return its visits."""
+    estimates = [_check(timed, world, pattern) for timed in cases]
+    return [_VisitPlan.for_duration(seconds) for seconds in slowest(world, [estimates])[0]]
 
 
-def _check(case: _Case, world: World, pattern: Pattern) -> float:
-    """Seconds of a case, roughly."""
-    gives, gets = case.exercise.gives, case.exercise.gets
-    for part in gets:
-        part.tensor.fill_(pattern.outside)
-    if gives is not None:
-        pattern.fill(gives)
-    seconds = _visit(case.exercise, 1, world)
-    if not all(map(pattern.fits, gets)):
+def _check(timed: _TimedCase, world: World, pattern: Pattern) -> float:
+    """Check the results of a case, and return its approximate time in seconds."""
+    case_input, outputs = timed.case.input, timed.case.outputs
+    for slice_ in outputs:
+        slice_.tensor.fill_(pattern.unused_value)
+    if case_input is not None:
+        pattern.fill(case_input)
+    seconds = _visit(timed.case, 1, world)
+    if not all(map(pattern.matches, outputs)):
         raise CommError(
-            f"{case.verb} gives wrong results",
-            given=f"{case.num_bytes} bytes of {case.storage} storage over {world.group.transport.name}, "
+            f"{timed.collective} gives wrong results",
+            given=f"{timed.num_bytes} bytes of {timed.storage} storage over {world.group.transport.name}, "
             f"rank {world.rank} of {world.size}",
             hint="another --backend",
         )
-    # The first of its kind may have set up connections. Large ones do not show it.
-    return seconds if case.num_bytes > _LARGE else _visit(case.exercise, 2, world)
+    # The first call may have set up connections, which is negligible for large ones.
+    return seconds if timed.num_bytes > _LARGE_BYTES else _visit(timed.case, 2, world)
 
 
-_LARGE = 1 << 22
+_LARGE_BYTES = 1 << 22
 
 
-def _round(cases: list[_Case], visits: list[_Visits], world: World, *, seed: int) -> list[float]:
-    """This rank's seconds by case and visit. See [Note: what one time is]."""
-    due = [(case, done.repeats) for case, done in zip(cases, visits, strict=True) for _ in range(done.number)]
-    order = list(range(len(due)))
+def _round(cases: list[_TimedCase], visits: list[_VisitPlan], world: World, *, seed: int) -> list[float]:
+    """Return this rank's seconds by case and visit. See [Note: definition of a time]."""
+    visit_list = [
+        (timed, plan.repeats)
+        for timed, plan in zip(cases, visits, strict=True)
+        for _ in range(plan.num_visits)
+    ]
+    order = list(range(len(visit_list)))
     random.Random(seed).shuffle(order)
-    times = [0.0] * len(due)
-    for number in order:
-        case, repeats = due[number]
-        times[number] = _visit(case.exercise, repeats, world)
+    times = [0.0] * len(visit_list)
+    for index in order:
+        timed, repeats = visit_list[index]
+        times[index] = _visit(timed.case, repeats, world)
     return times
 
 
-def _visit(exercise: Exercise, repeats: int, world: World) -> float:
-    """Seconds per communication."""
+def _visit(case: Case, repeats: int, world: World) -> float:
+    """Return seconds per communication."""
     barrier(world.group)
-    _finish(world)
-    begin = time.perf_counter()
+    _synchronize(world)
+    start = time.perf_counter()
     for _ in range(repeats):
-        exercise.run()
-    _finish(world)
-    return (time.perf_counter() - begin) / (repeats * exercise.trips)
+        case.run()
+    _synchronize(world)
+    return (time.perf_counter() - start) / (repeats * case.num_messages)
 
 
-def _finish(world: World) -> None:
+def _synchronize(world: World) -> None:
     if world.device.type == "cuda":
         torch.cuda.synchronize(world.device)
 
 
 def slowest(world: World, times: list[list[float]]) -> list[list[float]]:
-    """The longest of all ranks' times, each. Every rank must call it, with as many."""
+    """Return the elementwise maximum of all ranks' times. Collective, with the same shape on all ranks."""
     longest = torch.tensor(times, dtype=torch.float64, device=world.device)
     all_reduce(longest, world.group, "max")
-    found: list[list[float]] = longest.tolist()
-    return found
+    result: list[list[float]] = longest.tolist()
+    return result
 
 
 def num_hosts(world: World) -> int:
-    """Every rank must call it."""
-    mine = torch.tensor([zlib.crc32(socket.gethostname().encode())], device=world.device)
-    names = torch.empty(world.size, dtype=mine.dtype, device=world.device)
-    all_gather(names, mine, world.group)
-    return len(set(names.tolist()))
+    """Return the number of hosts. Collective."""
+    own_hash = torch.tensor([zlib.crc32(socket.gethostname().encode())], device=world.device)
+    hashes = torch.empty(world.size, dtype=own_hash.dtype, device=world.device)
+    all_gather(hashes, own_hash, world.group)
+    return len(set(hashes.tolist()))

@@ -1,20 +1,20 @@
-"""Where a step of DistributedDataParallel spends its time, by the size of buckets and by what carries them.
+"""Breakdown of a DistributedDataParallel step's time, by bucket size and transport.
 
 The sixth figure of Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training"
 (arXiv 2006.15704): forward, backward, communication that backward does not hide, optimizer.
 
-[Note: how a step is taken apart]
-Ranks begin each phase together, behind a barrier. A round visits every variant, in an order of its own, and
-a visit is two passes: one whose gradients are summed, followed by the optimizer, and one under `no_sync()`.
-The second one's backward is the computation alone, with all ranks computing at once as in the first; what the
-first one's takes longer is communication that was not hidden, with the copies into buckets and out of them.
-It is a difference of two measurements: where all is hidden, noise may make it negative. A phase's time is
-that of the slowest rank, and a variant's the median over rounds.
+[Note: breakdown of a step]
+Ranks start each phase together, after a barrier. A round visits every variant, in a new order, and a visit is
+two passes: one whose gradients are reduced, followed by the optimizer, and one under `no_sync()`. The second
+one's backward is the computation alone, with all ranks computing at once as in the first; the extra time of
+the first one's is exposed communication, with the copies into buckets and out of them. It is a difference of
+two measurements: where all is hidden, noise may make it negative. A phase's time is that of the slowest rank,
+and a variant's the median over rounds.
 
-[Note: what variants share]
+[Note: state shared by variants]
 The weights, and so the optimizer: parameters of all variants are views of the same storage, and each visit
-hands its gradients to the one optimizer. Else every variant would have its own 16 bytes per parameter; so it
-has its buckets.
+passes its gradients to the one optimizer. Otherwise every variant would need its own 16 bytes per parameter;
+only its buckets are its own.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.bench.collectives import num_hosts, slowest
-from plait.bench.ddp_request import MODELS, ONE, PRECISIONS, Cap, DdpRequest, label_of
+from plait.bench.ddp_request import MODELS, ONE_BUCKET, PRECISIONS, Cap, DdpRequest, cap_label
 from plait.comm import World, all_reduce, barrier
 from plait.errors import CommError
 from plait.models import causal_lm_on_meta, initialise
@@ -38,24 +38,26 @@ from plait.parallel.ddp import DistributedDataParallel
 
 T = TypeVar("T")
 
-_NEVER_FULL = 1 << 40  # bytes: more than any model's gradients have
-_MOST_OFF = 1e-3  # of a gradient's norm: ranks add in another order
+_UNLIMITED_BYTES = 1 << 40  # bytes: more than any model's gradients
+_MAX_ERROR = 1e-3  # relative to a gradient's norm: the order of addition differs
 _WARM_UP = 1  # rounds
 
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """Seconds of a step's parts. `communication_s` is a difference, and may be negative."""
+    """Seconds of a step's phases. `communication_s` is a difference, and may be negative."""
 
     forward_s: float
     backward_s: float  # under no_sync()
-    communication_s: float  # what the backward that sums gradients takes longer
+    communication_s: float  # extra time of the backward that reduces gradients
     optimizer_s: float
 
     @classmethod
-    def of(cls, forward_s: float, alone_s: float, backward_s: float, optimizer_s: float) -> "Phases":
-        """Of what a visit measures: the backward alone, and the one that sums gradients."""
-        return cls(forward_s, alone_s, backward_s - alone_s, optimizer_s)
+    def from_visit(
+        cls, forward_s: float, compute_s: float, backward_s: float, optimizer_s: float
+    ) -> "Phases":
+        """Return the phases from a visit's times: backward alone, and backward with reductions."""
+        return cls(forward_s, compute_s, backward_s - compute_s, optimizer_s)
 
     @property
     def step_s(self) -> float:
@@ -64,20 +66,20 @@ class Phases:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A variant: `carrier` is host or group. `phases` are medians over rounds, and so are the step's time and
-    its ratio to the step without overlap in the same round, where that was measured."""
+    """A variant: `transport` is host or group. `phases` are medians over rounds, as are the step's time and
+    its ratio to the step without overlap in the same round, if that was measured."""
 
-    carrier: str
+    transport: str
     cap: Cap
     num_buckets: int
     phases: Phases
     step_s: float
-    of_no_overlap: float | None
+    ratio_to_no_overlap: float | None
 
 
 @dataclass(frozen=True)
 class Breakdown:
-    """What was measured, on what."""
+    """Times, and the setup they were measured on."""
 
     bars: tuple[Bar, ...]
     request: DdpRequest
@@ -87,39 +89,43 @@ class Breakdown:
     seconds: float
 
 
-def wrapped(module: nn.Module, cap: Cap, carrier: str) -> DistributedDataParallel:
-    """`module` with buckets that close at `cap` bytes, its gradients summed over the host transport or the
-    process group."""
-    cap_bytes = _NEVER_FULL if cap is ONE else cap
-    return DistributedDataParallel(module, bucket_cap_mb=cap_bytes / (1 << 20), transport=carrier)
+def wrap_ddp(module: nn.Module, cap: Cap, transport: str) -> DistributedDataParallel:
+    """Wrap `module`: buckets close at `cap` bytes and are reduced over `transport` (host or group)."""
+    cap_bytes = _UNLIMITED_BYTES if cap is ONE_BUCKET else cap
+    return DistributedDataParallel(module, bucket_cap_mb=cap_bytes / (1 << 20), transport=transport)
 
 
-def measure_ddp(world: World, request: DdpRequest, tell: Callable[[str], None] = lambda _: None) -> Breakdown:
-    """Every rank calls it, with the same request, and gets the same. `tell` hears what is going on.
+def measure_ddp(
+    world: World, request: DdpRequest, report_progress: Callable[[str], None] = lambda _: None
+) -> Breakdown:
+    """Measure all variants. Collective: every rank passes the same request and gets the same result.
+    `report_progress` is called with a status line.
 
     Raises CommError when a variant does not average the gradients.
     """
-    begin = time.perf_counter()
-    tell("building the model")
-    trainee = Trainee(world, request)
-    variants = [_made(trainee, carrier, cap, tell) for carrier, cap in request.variants]
+    start = time.perf_counter()
+    report_progress("building the model")
+    bench_model = BenchModel(world, request)
+    variants = [
+        _build_variant(bench_model, transport, cap, report_progress) for transport, cap in request.variants
+    ]
     times: list[list[float]] = []
-    for number in range(-_WARM_UP, request.rounds):
-        tell(f"measuring: round {number + 1} of {request.rounds}" if number >= 0 else "warming up")
-        times.append(_round(trainee, variants, seed=number))
+    for index in range(-_WARM_UP, request.rounds):
+        report_progress(f"measuring: round {index + 1} of {request.rounds}" if index >= 0 else "warming up")
+        times.append(_round(bench_model, variants, seed=index))
     buckets = [_num_buckets(variant) for variant in variants]
     return Breakdown(
-        bars=bars_of(request.variants, buckets, slowest(world, times[_WARM_UP:])),
+        bars=make_bars(request.variants, buckets, slowest(world, times[_WARM_UP:])),
         request=request,
-        num_params=sum(parameter.numel() for parameter in trainee.model.parameters()),
+        num_params=sum(parameter.numel() for parameter in bench_model.model.parameters()),
         num_ranks=world.size,
         num_hosts=num_hosts(world),
-        seconds=time.perf_counter() - begin,
+        seconds=time.perf_counter() - start,
     )
 
 
-class Trainee:
-    """A model, its optimizer, and a rank's batch."""
+class BenchModel:
+    """A model, its optimizer, and this rank's batch."""
 
     def __init__(self, world: World, request: DdpRequest) -> None:
         self._world = world
@@ -127,55 +133,57 @@ class Trainee:
         self.model = _llama(request.model)
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         shape = (request.sequences, request.length)
-        of_rank = torch.Generator().manual_seed(world.rank)
-        self._ids = torch.randint(MODELS[request.model]["vocab_size"], shape, generator=of_rank)
+        generator = torch.Generator().manual_seed(world.rank)
+        self._ids = torch.randint(MODELS[request.model]["vocab_size"], shape, generator=generator)
 
-    def twin(self) -> nn.Module:
-        """The model once more, its parameters others whose values are the model's. See [Note: what variants
-        share]."""
+    def view_model(self) -> nn.Module:
+        """Return a copy of the model that shares its storage. See [Note: state shared by variants]."""
         shared = {id(p): nn.Parameter(p.detach()) for p in self.model.parameters()}
         return copy.deepcopy(self.model, shared)
 
     def check(self, module: DistributedDataParallel, name: str) -> None:
-        """Raises CommError where gradients are not the mean of those that ranks compute alone: with the
-        buckets of the first step, and with those of all later ones."""
-        self._pass(module, synced=False)
+        """Raise CommError unless gradients are the mean of those that ranks compute alone: with the buckets
+        of the first step, and with those of all later ones."""
+        self._forward_backward(module, sync=False)
         expected = [_gradient(parameter).clone() for parameter in module.parameters()]
-        _drop(module)
+        _zero_grad(module)
         for gradient in expected:
             all_reduce(gradient, self._world.group)
             gradient /= self._world.size
         for _ in range(2):
-            self._pass(module, synced=True)
-            off = [_off(_gradient(p), mean) for p, mean in zip(module.parameters(), expected, strict=True)]
-            _drop(module)
-            if self._world.any_flag(not all(part <= _MOST_OFF for part in off)):
+            self._forward_backward(module, sync=True)
+            errors = [
+                _relative_error(_gradient(p), mean)
+                for p, mean in zip(module.parameters(), expected, strict=True)
+            ]
+            _zero_grad(module)
+            if self._world.any_flag(not all(error <= _MAX_ERROR for error in errors)):
                 raise CommError(
                     "gradients are not averaged",
-                    given=f"{name}: off by {max(off):.1e} of a gradient on rank {self._world.rank}",
+                    given=f"{name}: off by {max(errors):.1e} of a gradient on rank {self._world.rank}",
                     hint="another --transport",
                 )
 
-    def visit(self, module: DistributedDataParallel, *, alone_first: bool) -> list[float]:
-        """This rank's seconds of forward, backward alone, backward with its sums, and optimizer."""
-        alone_s = [self._alone_s(module)] if alone_first else []
-        forward_s, backward_s = self._pass(module, synced=True)
-        for parameter, twin in zip(self.model.parameters(), module.parameters(), strict=True):
-            parameter.grad = twin.grad
+    def visit(self, module: DistributedDataParallel, *, compute_first: bool) -> list[float]:
+        """Return this rank's seconds of forward, backward alone, backward with reductions, and optimizer."""
+        compute_s = [self._compute_only_s(module)] if compute_first else []
+        forward_s, backward_s = self._forward_backward(module, sync=True)
+        for parameter, view in zip(self.model.parameters(), module.parameters(), strict=True):
+            parameter.grad = view.grad
         optimizer_s, _ = self._timed(self._optimizer.step)
-        _drop(self.model)
-        _drop(module)
-        [alone] = alone_s or [self._alone_s(module)]
-        return [forward_s, alone, backward_s, optimizer_s]
+        _zero_grad(self.model)
+        _zero_grad(module)
+        [compute] = compute_s or [self._compute_only_s(module)]
+        return [forward_s, compute, backward_s, optimizer_s]
 
-    def _alone_s(self, module: DistributedDataParallel) -> float:
-        _, backward_s = self._pass(module, synced=False)
-        _drop(module)
+    def _compute_only_s(self, module: DistributedDataParallel) -> float:
+        _, backward_s = self._forward_backward(module, sync=False)
+        _zero_grad(module)
         return backward_s
 
-    def _pass(self, module: DistributedDataParallel, *, synced: bool) -> tuple[float, float]:
-        """Seconds of forward and backward."""
-        with contextlib.nullcontext() if synced else module.no_sync():
+    def _forward_backward(self, module: DistributedDataParallel, *, sync: bool) -> tuple[float, float]:
+        """Return seconds of forward and backward."""
+        with contextlib.nullcontext() if sync else module.no_sync():
             forward_s, loss = self._timed(lambda: self._loss(module))
             backward_s, _ = self._timed(loss.backward)
         return forward_s, backward_s
@@ -185,36 +193,45 @@ class Trainee:
             loss: Tensor = module(input_ids=self._ids, labels=self._ids, use_cache=False).loss
         return loss
 
-    def _timed(self, work: Callable[[], T]) -> tuple[float, T]:
+    def _timed(self, run: Callable[[], T]) -> tuple[float, T]:
         barrier(self._world.group)
-        begin = time.perf_counter()
-        result = work()
-        return time.perf_counter() - begin, result
+        start = time.perf_counter()
+        result = run()
+        return time.perf_counter() - start, result
 
 
-def bars_of(
+def make_bars(
     variants: Sequence[tuple[str, Cap]], num_buckets: Sequence[int], rounds: Sequence[Sequence[float]]
 ) -> tuple[Bar, ...]:
-    """`rounds`: of each round, the seconds of the visits to all variants, one after the other."""
+    """Return a bar per variant. `rounds`: the seconds of the visits to all variants, by round."""
     phases = {
-        variant: [Phases.of(*found[4 * place : 4 * place + 4]) for found in rounds]
-        for place, variant in enumerate(variants)
+        variant: [Phases.from_visit(*round_s[4 * index : 4 * index + 4]) for round_s in rounds]
+        for index, variant in enumerate(variants)
     }
     return tuple(
-        Bar(*variant, buckets, _medians(found), *_steps(found, phases.get((variant[0], ONE))))
-        for (variant, found), buckets in zip(phases.items(), num_buckets, strict=True)
+        Bar(
+            *variant,
+            buckets,
+            _medians(phases_of_rounds),
+            *_step_times(phases_of_rounds, phases.get((variant[0], ONE_BUCKET))),
+        )
+        for (variant, phases_of_rounds), buckets in zip(phases.items(), num_buckets, strict=True)
     )
 
 
-def _medians(found: Sequence[Phases]) -> Phases:
-    return Phases(*map(statistics.median, zip(*map(astuple, found), strict=True)))
+def _medians(phases_of_rounds: Sequence[Phases]) -> Phases:
+    return Phases(*map(statistics.median, zip(*map(astuple, phases_of_rounds), strict=True)))
 
 
-def _steps(found: Sequence[Phases], without: Sequence[Phases] | None) -> tuple[float, float | None]:
-    step_s = statistics.median(phases.step_s for phases in found)
-    if without is None:
+def _step_times(
+    phases_of_rounds: Sequence[Phases], no_overlap: Sequence[Phases] | None
+) -> tuple[float, float | None]:
+    step_s = statistics.median(phases.step_s for phases in phases_of_rounds)
+    if no_overlap is None:
         return step_s, None
-    return step_s, statistics.median(a.step_s / b.step_s for a, b in zip(found, without, strict=True))
+    return step_s, statistics.median(
+        a.step_s / b.step_s for a, b in zip(phases_of_rounds, no_overlap, strict=True)
+    )
 
 
 def _llama(name: str) -> nn.Module:
@@ -225,27 +242,29 @@ def _llama(name: str) -> nn.Module:
     return model.train()
 
 
-def _made(trainee: Trainee, carrier: str, cap: Cap, tell: Callable[[str], None]) -> DistributedDataParallel:
-    """A variant, whose gradients were found right."""
-    name = f"{label_of(cap)} over {carrier}"
-    tell(f"checking gradients: {name}")
-    module = wrapped(trainee.twin(), cap, carrier)
-    trainee.check(module, name)
+def _build_variant(
+    bench_model: BenchModel, transport: str, cap: Cap, report_progress: Callable[[str], None]
+) -> DistributedDataParallel:
+    """Build a variant and check its gradients."""
+    name = f"{cap_label(cap)} over {transport}"
+    report_progress(f"checking gradients: {name}")
+    module = wrap_ddp(bench_model.view_model(), cap, transport)
+    bench_model.check(module, name)
     return module
 
 
-def _round(trainee: Trainee, variants: Sequence[DistributedDataParallel], *, seed: int) -> list[float]:
-    """This rank's seconds, four of each variant. See [Note: how a step is taken apart]."""
-    by_chance = random.Random(seed)
-    order = by_chance.sample(range(len(variants)), len(variants))
-    found = {
-        number: trainee.visit(variants[number], alone_first=by_chance.random() < 0.5) for number in order
+def _round(bench_model: BenchModel, variants: Sequence[DistributedDataParallel], *, seed: int) -> list[float]:
+    """Return this rank's seconds, four per variant. See [Note: breakdown of a step]."""
+    rng = random.Random(seed)
+    order = rng.sample(range(len(variants)), len(variants))
+    seconds_by_variant = {
+        index: bench_model.visit(variants[index], compute_first=rng.random() < 0.5) for index in order
     }
-    return [seconds for number in range(len(variants)) for seconds in found[number]]
+    return [seconds for index in range(len(variants)) for seconds in seconds_by_variant[index]]
 
 
 def _num_buckets(module: DistributedDataParallel) -> int:
-    facts = module._get_ddp_logging_data()  # the only way to the buckets of later steps
+    facts = module._get_ddp_logging_data()  # the only API for the buckets of later steps
     return len((facts.get("rebuilt_bucket_sizes") or facts["bucket_sizes"]).split(","))
 
 
@@ -254,9 +273,9 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
     return parameter.grad
 
 
-def _off(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).norm() / expected.norm().clamp(min=1e-12))
+def _relative_error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual - expected).norm() / expected.norm().clamp(min=1e-12))
 
 
-def _drop(module: nn.Module) -> None:
+def _zero_grad(module: nn.Module) -> None:
     module.zero_grad(set_to_none=True)

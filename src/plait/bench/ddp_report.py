@@ -1,4 +1,4 @@
-"""What a breakdown of DistributedDataParallel's step becomes: a table, JSON, and stacked bars."""
+"""Reports of a DistributedDataParallel breakdown: a table, JSON, and stacked bars."""
 
 import datetime
 import socket
@@ -12,11 +12,11 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from plait.bench.ddp import Bar, Breakdown
-from plait.bench.ddp_request import label_of
+from plait.bench.ddp_request import cap_label
 from plait.bench.report import machine
 
 _TITLES = {"group": "process group (Gloo)", "host": "shared memory"}
-_PARTS = {  # fields of Phases: what they are called, and drawn in
+_PHASES = {  # fields of Phases: label and color
     "forward_s": ("forward", "#3d6fd6"),
     "backward_s": ("backward", "#1e9e83"),
     "communication_s": ("exposed", "#d1495b"),
@@ -24,83 +24,85 @@ _PARTS = {  # fields of Phases: what they are called, and drawn in
 }
 
 
-def shown_s(bar: Bar) -> dict[str, float]:
-    """Seconds by phase, as they are shown: communication that noise has made negative is none."""
-    return {part: max(0.0, getattr(bar.phases, part)) for part in _PARTS}
+def displayed_s(bar: Bar) -> dict[str, float]:
+    """Return seconds by phase as displayed: communication made negative by noise is shown as 0."""
+    return {phase: max(0.0, getattr(bar.phases, phase)) for phase in _PHASES}
 
 
-def breakdown_tables(found: Breakdown) -> list[Table]:
-    """Of each carrier, a line for every bar, in milliseconds. They fit on a terminal of 80 columns."""
-    parts = [word for word, _ in _PARTS.values()]
-    made = []
-    for carrier, bars in _by_carrier(found).items():
-        words = f"{_what(found)}, over {carrier}, ms"
-        table = Table(title=words, title_justify="left", show_edge=False, pad_edge=False)
+def breakdown_tables(breakdown: Breakdown) -> list[Table]:
+    """Return a table per transport, with a row per bar, in milliseconds, for a terminal of 80 columns."""
+    headings = [label for label, _ in _PHASES.values()]
+    tables = []
+    for transport, bars in _by_transport(breakdown).items():
+        title = f"{_title(breakdown)}, over {transport}, ms"
+        table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
         table.add_column("bucket cap", no_wrap=True)
-        for heading in ("count", *parts, "step", "of"):
+        for heading in ("count", *headings, "step", "of"):
             table.add_column(heading, justify="right")
         for bar in bars:
-            times = map(_milliseconds, (*shown_s(bar).values(), bar.step_s))
-            ratio = "" if bar.of_no_overlap is None else f"{bar.of_no_overlap:.2f}"
-            table.add_row(label_of(bar.cap), str(bar.num_buckets), *times, ratio)
-        made.append(table)
-    made[-1].caption = "exposed: what backward does not hide; of: of the step without overlap"
-    return made
+            times = map(_milliseconds, (*displayed_s(bar).values(), bar.step_s))
+            ratio = "" if bar.ratio_to_no_overlap is None else f"{bar.ratio_to_no_overlap:.2f}"
+            table.add_row(cap_label(bar.cap), str(bar.num_buckets), *times, ratio)
+        tables.append(table)
+    tables[-1].caption = "exposed: not hidden by backward; of: ratio to the step without overlap"
+    return tables
 
 
-def breakdown_json(found: Breakdown) -> dict[str, Any]:
-    """Facts, and a row per bar. `communication_s` is what was measured, also where that is negative; the
-    `cap_bytes` of one bucket that is never full are null."""
+def breakdown_json(breakdown: Breakdown) -> dict[str, Any]:
+    """Return the setup, and a row per bar. `communication_s` is as measured, even if negative; `cap_bytes` is
+    null for one bucket that never fills."""
     rows = [
         {
-            "carrier": bar.carrier,
-            "buckets": label_of(bar.cap),
+            "carrier": bar.transport,
+            "buckets": cap_label(bar.cap),
             "cap_bytes": bar.cap,
             "num_buckets": bar.num_buckets,
             **asdict(bar.phases),
             "step_s": bar.step_s,
-            "of_no_overlap": bar.of_no_overlap,
+            "of_no_overlap": bar.ratio_to_no_overlap,
         }
-        for bar in found.bars
+        for bar in breakdown.bars
     ]
-    asked = {key: value for key, value in asdict(found.request).items() if key not in ("caps", "transport")}
-    facts = {key: value for key, value in asdict(found).items() if key not in ("bars", "request")}
+    request = {
+        key: value for key, value in asdict(breakdown.request).items() if key not in ("caps", "transport")
+    }
+    facts = {key: value for key, value in asdict(breakdown).items() if key not in ("bars", "request")}
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     host = {"host": socket.gethostname(), **machine()}
-    return {"title": "ddp", "date": now, "machine": host, **asked, **facts, "rows": rows}
+    return {"title": "ddp", "date": now, "machine": host, **request, **facts, "rows": rows}
 
 
-def draw_breakdown(found: Breakdown, picture: Path) -> None:
-    """Writes `breakdown_figure`."""
-    breakdown_figure(found).savefig(picture, dpi=120)
+def draw_breakdown(breakdown: Breakdown, path: Path) -> None:
+    """Write `breakdown_figure`."""
+    breakdown_figure(breakdown).savefig(path, dpi=120)
 
 
-def breakdown_figure(found: Breakdown) -> Figure:
-    """A bar for every variant, its phases on top of each other; what carries gradients, side by side."""
-    bars = _by_carrier(found)
+def breakdown_figure(breakdown: Breakdown) -> Figure:
+    """Return a stacked bar of phases for every variant, with the transports side by side."""
+    bars = _by_transport(breakdown)
     num_bars = max(map(len, bars.values()))
     figure = Figure(figsize=(1.5 + len(bars) * (0.9 + 0.8 * num_bars), 5.0), layout="constrained")
     FigureCanvasAgg(figure)
     plots = figure.subplots(1, len(bars), sharey=True, squeeze=False)[0]
-    for axes, carrier in zip(plots, bars, strict=True):
-        _draw_stacks(axes, bars[carrier])
-        axes.set_title(_TITLES[carrier])
+    for axes, transport in zip(plots, bars, strict=True):
+        _draw_stacks(axes, bars[transport])
+        axes.set_title(_TITLES[transport])
     plots[0].set_ylabel("ms per step")
-    handles, words = plots[0].get_legend_handles_labels()
-    words[words.index("exposed")] = "communication that backward does not hide"
-    figure.legend(handles, words, loc="outside lower center", ncols=len(_PARTS), fontsize="small")
-    figure.suptitle(f"{_what(found)}\n{machine()['cpu']}", fontsize="medium")
+    handles, labels = plots[0].get_legend_handles_labels()
+    labels[labels.index("exposed")] = "communication not hidden by backward"
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(_PHASES), fontsize="small")
+    figure.suptitle(f"{_title(breakdown)}\n{machine()['cpu']}", fontsize="medium")
     return figure
 
 
 def _draw_stacks(axes: Axes, bars: list[Bar]) -> None:
-    places = range(len(bars))
+    positions = range(len(bars))
     tops = [0.0] * len(bars)
-    for part, (word, color) in _PARTS.items():
-        heights = [1e3 * shown_s(bar)[part] for bar in bars]
-        axes.bar(places, heights, bottom=tops, label=word, color=color, width=0.7)
+    for phase, (label, color) in _PHASES.items():
+        heights = [1e3 * displayed_s(bar)[phase] for bar in bars]
+        axes.bar(positions, heights, bottom=tops, label=label, color=color, width=0.7)
         tops = [top + height for top, height in zip(tops, heights, strict=True)]
-    axes.set_xticks(places, [label_of(bar.cap) for bar in bars], rotation=35, ha="right")
+    axes.set_xticks(positions, [cap_label(bar.cap) for bar in bars], rotation=35, ha="right")
     axes.set_xlabel("bucket cap")
     axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)
@@ -110,13 +112,15 @@ def _milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:,.1f}" if seconds < 1 else f"{1e3 * seconds:,.0f}"
 
 
-def _by_carrier(found: Breakdown) -> dict[str, list[Bar]]:
-    carriers = dict.fromkeys(bar.carrier for bar in found.bars)
-    return {carrier: [bar for bar in found.bars if bar.carrier == carrier] for carrier in carriers}
+def _by_transport(breakdown: Breakdown) -> dict[str, list[Bar]]:
+    transports = dict.fromkeys(bar.transport for bar in breakdown.bars)
+    return {
+        transport: [bar for bar in breakdown.bars if bar.transport == transport] for transport in transports
+    }
 
 
-def _what(found: Breakdown) -> str:
-    asked = found.request
-    model = f"Llama of {found.num_params / 1e6:.3g} M"
-    batch = f"{asked.sequences} x {asked.length} tokens"
-    return f"DDP: {model}, {batch}, {asked.precision}, {found.num_ranks} ranks"
+def _title(breakdown: Breakdown) -> str:
+    request = breakdown.request
+    model = f"Llama of {breakdown.num_params / 1e6:.3g} M"
+    batch = f"{request.sequences} x {request.length} tokens"
+    return f"DDP: {model}, {batch}, {request.precision}, {breakdown.num_ranks} ranks"

@@ -1,11 +1,11 @@
-"""Which steps of DistributedDataParallel are taken apart: checked, with letters, before a rank starts."""
+"""Request of a DistributedDataParallel breakdown: validated before any rank starts."""
 
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from plait.bench.request import check_known, shown_bytes, size_of
+from plait.bench.request import check_known, format_bytes, size_or_none
 from plait.errors import ConfigError
 from plait.models import causal_lm_on_meta
 
@@ -37,12 +37,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 12,
     },
 }
-PRECISIONS = {"fp32": None, "bf16": torch.bfloat16}  # what autocast computes in; gradients are float32
-CARRIERS = {"host": ("host",), "group": ("group",), "both": ("group", "host")}
+PRECISIONS = {"fp32": None, "bf16": torch.bfloat16}  # autocast dtype; gradients are float32
+TRANSPORT_CHOICES = {"host": ("host",), "group": ("group",), "both": ("group", "host")}
 
-ONE, EACH = None, 1  # caps: no bucket is ever full, every gradient fills its own
+ONE_BUCKET, PER_PARAMETER = None, 1  # caps: a bucket never fills; every gradient fills one
 CAPS = "one,each,1M,5M,25M,50M"
-_WORDS = {"one": ONE, "each": EACH}
+_NAMED_CAPS = {"one": ONE_BUCKET, "each": PER_PARAMETER}
 
 Cap = int | None  # bytes at which a bucket closes
 
@@ -51,7 +51,7 @@ Cap = int | None  # bytes at which a bucket closes
 class DdpRequest:
     """A breakdown. `caps` by `parse_caps`; a batch is `sequences` of `length` tokens, on each rank.
 
-    Raises ConfigError for what cannot be.
+    Raises ConfigError for invalid values.
     """
 
     caps: tuple[Cap, ...]
@@ -63,7 +63,7 @@ class DdpRequest:
     rounds: int = 9
 
     def __post_init__(self) -> None:
-        check_known("--transport", self.transport, CARRIERS)
+        check_known("--transport", self.transport, TRANSPORT_CHOICES)
         check_known("--model", self.model, MODELS)
         check_known("--precision", self.precision, PRECISIONS)
         for flag, number in (
@@ -72,55 +72,53 @@ class DdpRequest:
             ("--rounds", self.rounds),
         ):
             if number < 1:
-                raise ConfigError(
-                    "there is nothing to measure", given=f"{flag} {number}", expected="1 or more"
-                )
+                raise ConfigError("nothing to measure", given=f"{flag} {number}", expected="1 or more")
         if self.length > _POSITIONS:
             raise ConfigError(
-                "the model knows no such position",
+                "the sequence is longer than the model's positions",
                 given=f"--sequence {self.length}",
                 expected=f"up to {_POSITIONS}",
             )
 
     @property
     def variants(self) -> tuple[tuple[str, Cap], ...]:
-        """What is measured: carriers of gradients, and caps."""
-        return tuple((carrier, cap) for carrier in CARRIERS[self.transport] for cap in self.caps)
+        """Transports of gradients, and caps, to measure."""
+        return tuple((transport, cap) for transport in TRANSPORT_CHOICES[self.transport] for cap in self.caps)
 
 
 def parse_caps(text: str) -> tuple[Cap, ...]:
-    """The caps of "one,each,1M,25M", once: "one" bucket has all gradients, or "each" gradient has its own."""
+    """Return the distinct caps of "one,each,1M,25M": "one" bucket for all gradients, or one for "each"."""
     caps: list[Cap] = []
-    for word in (word.strip() for word in text.split(",")):
-        size = size_of(word)
-        if word not in _WORDS and size is None:
+    for item in (item.strip() for item in text.split(",")):
+        size = size_or_none(item)
+        if item not in _NAMED_CAPS and size is None:
             raise ConfigError(
-                "these are no caps of buckets",
+                "invalid bucket caps",
                 given=f"--caps {text}",
-                expected="a list with commas, of bytes, K, M or G, above 0, or of the words one and each",
+                expected="a comma-separated list of sizes above 0, in bytes, K, M or G, or of one and each",
                 hint=f"--caps {CAPS}",
             )
-        caps.append(_WORDS.get(word, size))
+        caps.append(_NAMED_CAPS.get(item, size))
     return tuple(dict.fromkeys(caps))
 
 
-def label_of(cap: Cap) -> str:
-    """What people call it."""
-    if cap is ONE:
+def cap_label(cap: Cap) -> str:
+    """Return the name of a cap for people."""
+    if cap is ONE_BUCKET:
         return "no overlap"
-    return "per parameter" if cap == EACH else shown_bytes(cap)
+    return "per parameter" if cap == PER_PARAMETER else format_bytes(cap)
 
 
 def check_ddp_memory(request: DdpRequest, local_ranks: int, available: int | None) -> None:
-    """Raises ConfigError where the host has less `available` memory than the model and all buckets take."""
+    """Raise ConfigError if the model and all buckets need more than the host's `available` memory."""
     model = causal_lm_on_meta(MODELS[request.model])
     weights = sum(parameter.nbytes for parameter in model.parameters())
-    # Weights, two states of AdamW, gradients of two passes; and buckets, which every variant keeps.
+    # Weights, two AdamW states, gradients of two passes; and buckets, which every variant keeps.
     needed = local_ranks * weights * (5 + len(request.variants))
     if available is not None and needed > available:
         raise ConfigError(
-            "the host has too little memory for the model and its buckets",
+            "too little memory for the model and its buckets",
             given=f"--model {request.model}, {len(request.variants)} variants on {local_ranks} ranks need "
-            f"{shown_bytes(needed)}; {shown_bytes(available)} are available",
+            f"{format_bytes(needed)}; {format_bytes(available)} are available",
             hint="fewer --caps, or --model tiny",
         )

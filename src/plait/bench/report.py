@@ -1,7 +1,4 @@
-"""What a measurement becomes: tables, JSON, a picture, and the lines of the host's profile.
-
-What a figure depends on and a reader cannot see.
-"""
+"""Reports of a collectives measurement: tables, JSON, a plot, and latency fits for the host profile."""
 
 import datetime
 import os
@@ -24,7 +21,7 @@ from plait.plan.host_profile import HostProfile, ProfileEntry
 
 
 def machine() -> dict[str, Any]:
-    """Processor, number of cores, versions."""
+    """Return the processor, number of cores and versions."""
     python = platform.python_version()
     return {"cpu": _cpu_model(), "cores": os.cpu_count(), "torch": torch.__version__, "python": python}
 
@@ -38,74 +35,88 @@ def _cpu_model() -> str:
     return platform.processor()
 
 
-Lines = Mapping[ProfileEntry, LatencyFit]
+LatencyFits = Mapping[ProfileEntry, LatencyFit]
 
 
-def lines_of(measurement: Measurement) -> Lines:
-    """The line of each verb and storage, where several sizes were measured."""
+def latency_fits(measurement: Measurement) -> LatencyFits:
+    """Return the latency and bandwidth fit of each collective and storage with several sizes."""
     points: dict[ProfileEntry, list[tuple[int, float]]] = {}
     for row in measurement.rows:
-        points.setdefault(_what(measurement, row), []).append((row.num_bytes, row.median_s))
-    return {what: line for what, found in points.items() if (line := fit(found)) is not None}
+        points.setdefault(_profile_entry(measurement, row), []).append((row.num_bytes, row.median_s))
+    return {
+        entry: fit_ for entry, sizes_and_times in points.items() if (fit_ := fit(sizes_and_times)) is not None
+    }
 
 
-def profile_of(measurement: Measurement) -> HostProfile:
-    return HostProfile(lines_of(measurement))
+def to_profile(measurement: Measurement) -> HostProfile:
+    """Return the fits as a host profile."""
+    return HostProfile(latency_fits(measurement))
 
 
 def tables(measurement: Measurement) -> list[Table]:
-    """The times and bandwidths of every case; the lines through them."""
+    """Return tables of the times and bandwidths of every case, and of the fits."""
     num_ranks = measurement.num_ranks
     times = Table(title=f"collectives over {measurement.transport}, {num_ranks} ranks", title_justify="left")
-    for heading in ("verb", "storage", "size", "time", "algorithm GB/s", "bus GB/s"):
-        times.add_column(heading, justify="left" if heading in ("verb", "storage") else "right")
-    before = None
+    for heading in ("collective", "storage", "size", "time", "algorithm GB/s", "bus GB/s"):
+        times.add_column(heading, justify="left" if heading in ("collective", "storage") else "right")
+    previous = None
     for row in measurement.rows:
-        if before not in (None, (row.verb, row.storage)):
+        if previous not in (None, (row.collective, row.storage)):
             times.add_section()
-        before = row.verb, row.storage
-        speeds = [f"{speed / 1e9:.3g}" if row.num_bytes else "" for speed in _bandwidths(measurement, row)]
-        size = _size(row.num_bytes) if row.num_bytes else ""
-        times.add_row(row.verb, row.storage, size, _time(row.median_s), *speeds)
-    lines = Table(title="time = latency + size / bandwidth", title_justify="left")
-    for heading in ("verb", "storage", "latency", "GB/s", "off by"):
-        lines.add_column(heading, justify="left" if heading in ("verb", "storage") else "right")
-    for what, line in lines_of(measurement).items():
-        speed = "" if what.verb == "barrier" else f"{line.bytes_per_s / 1e9:.3g}"
-        lines.add_row(what.verb, what.storage, _time(line.latency_s), speed, f"{line.error:.0%}")
-    return [times, lines]
+        previous = row.collective, row.storage
+        bandwidths = [
+            f"{bandwidth / 1e9:.3g}" if row.num_bytes else "" for bandwidth in _bandwidths(measurement, row)
+        ]
+        size = _format_size(row.num_bytes) if row.num_bytes else ""
+        times.add_row(row.collective, row.storage, size, _format_time(row.median_s), *bandwidths)
+    fits = Table(title="time = latency + size / bandwidth", title_justify="left")
+    for heading in ("collective", "storage", "latency", "GB/s", "off by"):
+        fits.add_column(heading, justify="left" if heading in ("collective", "storage") else "right")
+    for entry, fit_ in latency_fits(measurement).items():
+        bandwidth = "" if entry.verb == "barrier" else f"{fit_.bytes_per_s / 1e9:.3g}"
+        fits.add_row(entry.verb, entry.storage, _format_time(fit_.latency_s), bandwidth, f"{fit_.error:.0%}")
+    return [times, fits]
 
 
 def to_json(measurement: Measurement) -> dict[str, Any]:
-    """Facts, a row per case, and the lines. A bandwidth is null where size plays no part."""
+    """Return the setup, a row per case, and the fits. A bandwidth is null if size plays no part."""
     rows = []
     for row in measurement.rows:
         algorithm, bus = _bandwidths(measurement, row) if row.num_bytes else (None, None)
-        speeds = {"algorithm_bytes_per_s": algorithm, "bus_bytes_per_s": bus}
-        rows.append({**asdict(row), **speeds})
-    lines = [
-        {**asdict(what), **asdict(line), "bytes_per_s": _finite(line.bytes_per_s)}
-        for what, line in lines_of(measurement).items()
+        bandwidths = {"algorithm_bytes_per_s": algorithm, "bus_bytes_per_s": bus}
+        case = {
+            "verb": row.collective,
+            "storage": row.storage,
+            "num_bytes": row.num_bytes,
+            "median_s": row.median_s,
+            "least_s": row.min_s,
+            "visits": row.visits,
+            "repeats": row.repeats,
+        }
+        rows.append({**case, **bandwidths})
+    fits = [
+        {**asdict(entry), **asdict(fit_), "bytes_per_s": _finite(fit_.bytes_per_s)}
+        for entry, fit_ in latency_fits(measurement).items()
     ]
     facts = {key: value for key, value in asdict(measurement).items() if key != "rows"}
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     host = {"host": socket.gethostname(), **machine()}
-    return {"title": "collectives", "date": now, "machine": host, **facts, "rows": rows, "lines": lines}
+    return {"title": "collectives", "date": now, "machine": host, **facts, "rows": rows, "lines": fits}
 
 
-def draw(measurement: Measurement, picture: Path) -> None:
-    """Time and bus bandwidth over size, both axes logarithmic; foreign storage is dashed."""
+def draw(measurement: Measurement, path: Path) -> None:
+    """Plot time and bus bandwidth over size, on logarithmic axes; foreign storage is dashed."""
     figure = Figure(figsize=(13, 5.5), layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     colors = colormaps["tab10"]
-    kinds = dict.fromkeys((row.verb, row.storage) for row in measurement.rows)
-    for verb, storage in kinds:
-        rows = [row for row in measurement.rows if (row.verb, row.storage) == (verb, storage)]
-        color = colors(VERBS.index(verb))
+    series = dict.fromkeys((row.collective, row.storage) for row in measurement.rows)
+    for collective, storage in series:
+        rows = [row for row in measurement.rows if (row.collective, row.storage) == (collective, storage)]
+        color = colors(VERBS.index(collective))
         style: dict[str, Any] = {"color": color, "linestyle": "-" if storage == "owned" else "--"}
-        label = verb if storage == "owned" else f"{verb} ({storage})"
-        if verb == "barrier":
+        label = collective if storage == "owned" else f"{collective} ({storage})"
+        if collective == "barrier":
             left.axhline(rows[0].median_s, label=label, color=color, linestyle=":")
             continue
         sizes = [row.num_bytes for row in rows]
@@ -115,28 +126,28 @@ def draw(measurement: Measurement, picture: Path) -> None:
     for axes, title in ((left, "time, s"), (right, "bus bandwidth, GB/s")):
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
-        axes.set_xticks(ticks, [_size(tick) for tick in ticks], rotation=45)
-        axes.set_xlabel("size of the whole tensor")
+        axes.set_xticks(ticks, [_format_size(tick) for tick in ticks], rotation=45)
+        axes.set_xlabel("size of the full tensor")
         axes.set_title(title)
         axes.grid(alpha=0.3)
     left.legend(fontsize="small")
     figure.suptitle(
         f"{measurement.num_ranks} ranks over {measurement.transport}, {measurement.dtype}, {machine()['cpu']}"
     )
-    figure.savefig(picture, dpi=120)
+    figure.savefig(path, dpi=120)
 
 
-def _what(measurement: Measurement, row: Row) -> ProfileEntry:
+def _profile_entry(measurement: Measurement, row: Row) -> ProfileEntry:
     return ProfileEntry(
-        measurement.transport, row.verb, measurement.num_ranks, row.storage, measurement.dtype
+        measurement.transport, row.collective, measurement.num_ranks, row.storage, measurement.dtype
     )
 
 
 def _bandwidths(measurement: Measurement, row: Row) -> tuple[float, float]:
-    """Algorithm bandwidth and bus bandwidth."""
+    """Return algorithm bandwidth and bus bandwidth."""
     return (
         algorithm_bandwidth(row.num_bytes, row.median_s),
-        bus_bandwidth(row.verb, row.num_bytes, measurement.num_ranks, row.median_s),
+        bus_bandwidth(row.collective, row.num_bytes, measurement.num_ranks, row.median_s),
     )
 
 
@@ -144,12 +155,12 @@ def _finite(number: float) -> float | None:
     return None if number == float("inf") else number
 
 
-def _size(num_bytes: int) -> str:
+def _format_size(num_bytes: int) -> str:
     for shift, unit in ((20, "MiB"), (10, "KiB")):
         if num_bytes >= 1 << shift:
             return f"{num_bytes / (1 << shift):,.4g} {unit}"
     return f"{num_bytes} B"
 
 
-def _time(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
     return f"{1e6 * seconds:,.1f} us" if seconds < 1e-3 else f"{1e3 * seconds:,.2f} ms"

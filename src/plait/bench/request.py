@@ -1,4 +1,4 @@
-"""What is to be measured: checked, with letters, before a rank starts."""
+"""Request of a collectives measurement: validated before any rank starts."""
 
 import re
 from collections.abc import Collection, Sequence
@@ -16,7 +16,7 @@ DTYPES = {
 }
 STORAGES = {"owned": ("owned",), "foreign": ("foreign",), "both": ("owned", "foreign")}
 
-BUDGET_S = 30.0  # with the start of the ranks and what comes after, under a minute
+BUDGET_S = 30.0  # under a minute with startup and shutdown
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SIZE = re.compile(r"(\d+)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
@@ -25,12 +25,12 @@ _STEP = 4  # from one size to the next
 
 @dataclass(frozen=True)
 class Request:
-    """A measurement. Sizes are bytes of whole tensors; `rounds` None: as many as `budget_s` allows.
+    """A measurement. Sizes are bytes of full tensors; `rounds` None: as many as `budget_s` allows.
 
-    Raises ConfigError for what cannot be.
+    Raises ConfigError for invalid values.
     """
 
-    verbs: tuple[str, ...]
+    collectives: tuple[str, ...]
     sizes: tuple[int, ...]
     backend: str = "auto"
     dtype: str = "float32"
@@ -39,16 +39,20 @@ class Request:
     budget_s: float = BUDGET_S
 
     def __post_init__(self) -> None:
-        for flag, given, known in (
+        for flag, value, choices in (
             ("--backend", self.backend, TRANSPORTS),
             ("--dtype", self.dtype, DTYPES),
             ("--storage", self.storage, STORAGES),
         ):
-            check_known(flag, given, known)
+            check_known(flag, value, choices)
         if self.rounds is not None and self.rounds < 1:
-            raise ConfigError("nothing is measured in no round", given=f"--rounds {self.rounds}", hint="1")
+            raise ConfigError(
+                "at least one round must be measured", given=f"--rounds {self.rounds}", hint="1"
+            )
         if not 0 < self.budget_s < float("inf"):
-            raise ConfigError("no time to measure in", given=f"--budget {self.budget_s}", expected="seconds")
+            raise ConfigError(
+                "the time budget must be positive", given=f"--budget {self.budget_s}", expected="seconds"
+            )
 
     @property
     def storages(self) -> tuple[str, ...]:
@@ -58,116 +62,121 @@ class Request:
 def check_num_ranks(num_ranks: int) -> None:
     if num_ranks < 2:
         raise ConfigError(
-            "one rank communicates with nobody", given=f"{num_ranks} ranks", expected="2 or more"
+            "a benchmark of communication needs several ranks",
+            given=f"{num_ranks} ranks",
+            expected="2 or more",
         )
 
 
-def parse_verbs(given: Sequence[str]) -> tuple[str, ...]:
-    """The verbs named, by themselves or with commas between them, in the usual order; all without any."""
-    words = [word.strip() for text in given for word in text.split(",")]
-    for word in words:
-        check_known("--verb", word, VERBS)
-    return tuple(verb for verb in VERBS if verb in words or not words)
+def parse_collectives(values: Sequence[str]) -> tuple[str, ...]:
+    """Return the named collectives (separate or comma-separated) in canonical order; all if none is named."""
+    items = [item.strip() for text in values for item in text.split(",")]
+    for item in items:
+        check_known("--verb", item, VERBS)
+    return tuple(collective for collective in VERBS if collective in items or not items)
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
-    """Bytes of "1K,64K,3M", or of "1K:256M": from the first by powers of 4, and the last. 1K is 1024."""
+    """Return the bytes of "1K,64K,3M", or of "1K:256M": powers of 4 from the first, and the last. K: 1024."""
     if ":" not in text:
-        return tuple(sorted({_parse_size(word, text) for word in text.split(",")}))
-    words = text.split(":")
-    if len(words) != 2:
-        raise _bad_sizes(text)
-    least, most = (_parse_size(word, text) for word in words)
-    if least > most:
+        return tuple(sorted({_parse_size(item, text) for item in text.split(",")}))
+    items = text.split(":")
+    if len(items) != 2:
+        raise _sizes_error(text)
+    min_bytes, max_bytes = (_parse_size(item, text) for item in items)
+    if min_bytes > max_bytes:
         raise ConfigError(
-            "the sizes end before they begin", given=f"--sizes {text}", hint=f"{words[1]}:{words[0]}"
+            "the last size is less than the first", given=f"--sizes {text}", hint=f"{items[1]}:{items[0]}"
         )
     sizes = []
-    while least < most:
-        sizes.append(least)
-        least *= _STEP
-    return (*sizes, most)
+    while min_bytes < max_bytes:
+        sizes.append(min_bytes)
+        min_bytes *= _STEP
+    return (*sizes, max_bytes)
 
 
-def size_of(word: str) -> int | None:
-    """Bytes of "64K" or "3MiB"; None for a word that says no size above 0."""
-    match = _SIZE.fullmatch(word.strip())
+def size_or_none(item: str) -> int | None:
+    """Return the bytes of "64K" or "3MiB"; None for anything but a size above 0."""
+    match = _SIZE.fullmatch(item.strip())
     return (int(match[1]) * _UNITS[match[2].upper()] or None) if match else None
 
 
-def _parse_size(word: str, text: str) -> int:
-    size = size_of(word)
+def _parse_size(item: str, text: str) -> int:
+    size = size_or_none(item)
     if size is None:
-        raise _bad_sizes(text)
+        raise _sizes_error(text)
     return size
 
 
-def _bad_sizes(text: str) -> ConfigError:
+def _sizes_error(text: str) -> ConfigError:
     return ConfigError(
-        "these are no sizes",
+        "invalid sizes",
         given=f"--sizes {text}",
-        expected="MIN:MAX or a list with commas, of bytes, K, M or G, above 0",
+        expected="MIN:MAX or a comma-separated list, in bytes, K, M or G, above 0",
         hint="--sizes 1K:256M or --sizes 1K,64K,3M",
     )
 
 
-def check_known(flag: str, given: str, known: Collection[str]) -> None:
-    """Raises ConfigError for a value of `flag` that is none of the known ones."""
-    if given not in known:
+def check_known(flag: str, value: str, choices: Collection[str]) -> None:
+    """Raise ConfigError unless the value of `flag` is one of the choices."""
+    if value not in choices:
         raise ConfigError(
-            f"{flag} has a value that nobody knows", given=repr(given), hint=unknown_key_hint(given, known)
+            f"unknown value of {flag}", given=repr(value), hint=unknown_key_hint(value, choices)
         )
 
 
 def device_for(backend: str, local_ranks: int) -> str:
-    """ "cuda" where the ranks of this host get a GPU each, or have to."""
+    """Return "cuda" if the ranks of this host get a GPU each, or must."""
     num_gpus = torch.cuda.device_count()
     if backend == "nccl" and num_gpus < local_ranks:
         raise ConfigError(
-            "NCCL takes a GPU per rank",
+            "NCCL needs a GPU per rank",
             given=f"{local_ranks} ranks on a host with {num_gpus} GPUs",
             hint="--backend gloo" if num_gpus < 2 else f"--ranks {num_gpus}",
         )
-    may = backend in ("auto", "nccl") and num_gpus >= local_ranks
-    return "cuda" if may else "cpu"
+    use_cuda = backend in ("auto", "nccl") and num_gpus >= local_ranks
+    return "cuda" if use_cuda else "cpu"
 
 
 def check_memory(request: Request, local_ranks: int, available: int | None) -> None:
-    """Raises ConfigError where the host has less `available` memory than the largest size will take."""
-    # What is given and what is got, of each storage; as much again in Gloo's buffers.
-    tensors = local_ranks * (2 * len(request.storages) + 2)
-    largest = max(request.sizes)
-    if request.verbs == ("barrier",) or available is None or tensors * largest <= available:
+    """Raise ConfigError if the largest size needs more than the host's `available` memory."""
+    # Inputs and outputs, of each storage; as much again in Gloo's buffers.
+    copies = local_ranks * (2 * len(request.storages) + 2)
+    max_bytes = max(request.sizes)
+    if request.collectives == ("barrier",) or available is None or copies * max_bytes <= available:
         return
-    fitting = max((power for power in range(10, 60, 2) if tensors << power <= available), default=10)
+    fitting = max((power for power in range(10, 60, 2) if copies << power <= available), default=10)
     raise ConfigError(
-        "the host has too little memory for the largest size",
-        given=f"{shown_bytes(largest)} on {local_ranks} ranks need {shown_bytes(tensors * largest)}; "
-        f"{shown_bytes(available)} are available",
-        hint=f"--sizes 1K:{shown_bytes(1 << fitting)}",
+        "too little memory for the largest size",
+        given=f"{format_bytes(max_bytes)} on {local_ranks} ranks need {format_bytes(copies * max_bytes)}; "
+        f"{format_bytes(available)} are available",
+        hint=f"--sizes 1K:{format_bytes(1 << fitting)}",
     )
 
 
 def available_bytes() -> int | None:
-    """Memory that this host, and this container, can still give. None where there is no way to know."""
-    found = []
-    for line in _text("/proc/meminfo").splitlines():
+    """Return the memory available on this host and in this container. None if unknown."""
+    limits = []
+    for line in _read_text("/proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
-            found.append(1024 * int(line.split()[1]))
-    limit, used = _text("/sys/fs/cgroup/memory.max").strip(), _text("/sys/fs/cgroup/memory.current").strip()
+            limits.append(1024 * int(line.split()[1]))
+    limit, used = (
+        _read_text("/sys/fs/cgroup/memory.max").strip(),
+        _read_text("/sys/fs/cgroup/memory.current").strip(),
+    )
     if limit.isdigit() and used.isdigit():
-        found.append(max(0, int(limit) - int(used)))
-    return min(found, default=None)
+        limits.append(max(0, int(limit) - int(used)))
+    return min(limits, default=None)
 
 
-def _text(path: str) -> str:
+def _read_text(path: str) -> str:
     try:
         return Path(path).read_text()
     except OSError:
         return ""
 
 
-def shown_bytes(num_bytes: int) -> str:
-    """In the unit that `--sizes` takes: 64K, 1.5G."""
+def format_bytes(num_bytes: int) -> str:
+    """Format in the units of `--sizes`: 64K, 1.5G."""
     unit = next((unit for unit in ("T", "G", "M", "K") if num_bytes >= _UNITS[unit]), "")
     return f"{num_bytes / _UNITS[unit]:.4g}{unit}"

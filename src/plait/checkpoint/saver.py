@@ -37,7 +37,7 @@ from plait.checkpoint.directory import (
 )
 from plait.checkpoint.manifest import MANIFEST, Manifest, Part
 from plait.checkpoint.writer import write_part
-from plait.comm import World, broadcast, packed, raise_on_all, unpacked
+from plait.comm import World, broadcast, decode_error, encode_error, raise_on_all
 from plait.errors import CheckpointError
 from plait.fileio import sync_folder, write_text
 from plait.parallel import StateShard
@@ -136,7 +136,7 @@ class Saver:
         if bug is not None:
             raise bug
         if verdict := self._world.wait_for(f"{name} ended"):
-            raise unpacked(verdict)
+            raise decode_error(verdict)
 
     # --- one save
 
@@ -215,13 +215,13 @@ class Saver:
             self._bug = error
             problem = CheckpointError("a checkpoint cannot be written", given=repr(error))
         if problem is not None:
-            self._world.tell(f"{save.partial.name} failed", packed(problem))
+            self._world.set_value(f"{save.partial.name} failed", encode_error(problem))
 
     def _await(self, partial: Path) -> None:
         """Until this host sees what the first rank has made."""
         limit_s = time.monotonic() + _APPEARS_S
         while not partial.is_dir():
-            is_over = self._world.heard(f"{partial.name} ended") is not None
+            is_over = self._world.get_value(f"{partial.name} ended") is not None
             if is_over or time.monotonic() > limit_s:
                 raise CheckpointError(
                     "the folder of checkpoints is not the same one on all hosts",
@@ -236,19 +236,19 @@ class Saver:
         try:
             parts = self._parts(save.partial)
             if parts is None:
-                verdict = self._world.heard(f"{save.partial.name} failed") or ""
+                verdict = self._world.get_value(f"{save.partial.name} failed") or ""
             else:
                 self._complete(save, Manifest.of(save.step, save.facts, parts))
         except OSError as error:
-            verdict = packed(write_error(error, self._folder, save.step))
+            verdict = encode_error(write_error(error, self._folder, save.step))
         except BaseException as error:
             self._bug = error
-            verdict = packed(CheckpointError("a checkpoint cannot be written", given=repr(error)))
+            verdict = encode_error(CheckpointError("a checkpoint cannot be written", given=repr(error)))
         finally:
             if verdict:
                 shutil.rmtree(save.partial, ignore_errors=True)
             self._lock.close()
-        self._world.tell(f"{save.partial.name} ended", verdict)
+        self._world.set_value(f"{save.partial.name} ended", verdict)
 
     def _parts(self, partial: Path) -> list[Part] | None:
         """What each rank has written, when all have; None when one has failed."""
@@ -259,7 +259,7 @@ class Saver:
                 with contextlib.suppress(ValidationError):  # another host may see a name before the content
                     found.append(Part.model_validate_json(said.read_bytes()))
                     continue
-            if self._world.heard(f"{partial.name} failed") is not None:
+            if self._world.get_value(f"{partial.name} failed") is not None:
                 return None
             time.sleep(_LOOK_S)
         return found

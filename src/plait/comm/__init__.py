@@ -1,4 +1,4 @@
-"""The only door to torch.distributed: the world, groups over grid axes, the verbs, the local launcher."""
+"""All use of torch.distributed: the world, groups over grid axes, collectives, the local launcher."""
 
 from plait.comm.algorithms import (
     AlgorithmReduce,
@@ -43,10 +43,10 @@ from plait.comm.comm_thread import CommThread
 from plait.comm.compression import CODECS, CompressedReduce, Compressor
 from plait.comm.launch import launch_local
 from plait.comm.mesh import Mesh
-from plait.comm.objects import packed, raise_on_all, text_of, unpacked
+from plait.comm.objects import broadcast_text, decode_error, encode_error, raise_on_all
 from plait.comm.powersgd import PowerSGDReduce
 from plait.comm.shm.native_calls import sum_of_squares
-from plait.comm.topology import hosts_of
+from plait.comm.topology import ranks_by_host
 from plait.comm.torch_backend import register_backend
 from plait.comm.transport import Call, OpType, PartialReduceWork, ReduceWork, Transport, Work
 from plait.comm.world import TRANSPORTS, World, connect
@@ -76,14 +76,16 @@ __all__ = [
     "barrier",
     "broadcast",
     "broadcast_by",
+    "broadcast_text",
     "connect",
+    "decode_error",
     "empty",
+    "encode_error",
     "gather",
-    "hosts_of",
     "is_direct",
     "launch_local",
-    "packed",
     "raise_on_all",
+    "ranks_by_host",
     "receive",
     "reduce",
     "reduce_scatter",
@@ -108,6 +110,4 @@ __all__ = [
     "start_scattered_sum",
     "start_send",
     "sum_of_squares",
-    "text_of",
-    "unpacked",
 ]

@@ -1,16 +1,15 @@
-"""The algorithms of `plan/collectives.py` on any transport, by its sends and receives alone.
+"""The algorithms of `plan/collectives.py` on any transport, by sends and receives alone.
 
-[Note: what is rounded where]
-Partial sums travel in the tensor's dtype. A rank adds what it receives to what it has: torch adds bf16
-and fp16 in float32 and rounds the sum, once for every hop. Who wants sums of narrow contributions in float32
-widens them before they travel (`wide` of `Sums.start_sum`), which doubles the bytes. The mean divides the sum
-once it is everywhere.
+[Note: rounding]
+Partial sums are sent in the tensor's dtype. A rank adds what it receives to what it has: torch adds bf16 and
+fp16 in float32 and rounds the sum, once per hop. To sum narrow contributions in float32, widen them first
+(`wide` of `AlgorithmReduce.start_sum`), which doubles the bytes. The mean divides the final sum.
 
-[Note: communication beside computation]
-A step of an algorithm starts when the one before it is over, so somebody has to wait in between. `Sums` has a
-thread do so; waits and torch's operations release the interpreter, and backward goes on. The sums of a group
-are made one after the other, in the order in which they start. The thread ends when it has nothing to do,
-and does not keep a process alive whose main thread has failed.
+[Note: overlap with computation]
+A step of an algorithm starts when the previous one has completed, so something has to wait in between: the
+comm thread of the group. Waits and torch's operations release the GIL, and backward goes on. The sums of a
+group run one after the other, in the order in which they are started. The thread is a daemon: it does not
+keep a process alive whose main thread has failed.
 """
 
 from collections.abc import Callable
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from plait.comm.collectives import Group, check_op, start_receive, start_send
-from plait.comm.topology import hosts_of
+from plait.comm.topology import ranks_by_host
 from plait.comm.transport import PartialReduceWork, ReduceWork, Work
 from plait.errors import CommError
 from plait.plan.collectives import (
@@ -41,10 +40,10 @@ from plait.plan.collectives import (
 )
 
 _COMBINE: dict[str, Callable[[Tensor, Tensor], object]] = {
-    "sum": lambda mine, received: mine.add_(received),
-    "mean": lambda mine, received: mine.add_(received),
-    "max": lambda mine, received: torch.maximum(mine, received, out=mine),
-    "min": lambda mine, received: torch.minimum(mine, received, out=mine),
+    "sum": lambda own, received: own.add_(received),
+    "mean": lambda own, received: own.add_(received),
+    "max": lambda own, received: torch.maximum(own, received, out=own),
+    "min": lambda own, received: torch.minimum(own, received, out=own),
 }
 
 
@@ -57,28 +56,28 @@ def run_steps(
     label: str = "",
     scratch: Tensor | None = None,
 ) -> None:
-    """This rank's steps, on its flat tensor. `scratch`: of its dtype, as long as `scratch_numel` says."""
+    """Run this rank's steps on its flat tensor. `scratch`: of its dtype, with `scratch_numel` elements."""
     combine = _COMBINE[op]
     if scratch is None:
         scratch = flat.new_empty(scratch_numel(steps))
     for step in steps:
-        pendings: list[Work] = []
+        works: list[Work] = []
         received: list[tuple[Tensor, Tensor]] = []
-        at = 0
-        for move in step:
-            mine = flat[move.start : move.stop]
-            if isinstance(move, Send):
-                pendings.append(start_send(mine, group, move.to, label=label))
+        offset = 0
+        for transfer in step:
+            own = flat[transfer.start : transfer.stop]
+            if isinstance(transfer, Send):
+                works.append(start_send(own, group, transfer.to, label=label))
                 continue
-            if move.add:
-                waiting = scratch[at : at + mine.numel()]
-                received.append((mine, waiting))
-                at, mine = at + mine.numel(), waiting
-            pendings.append(start_receive(mine, group, move.source, label=label))
-        for pending in pendings:
-            pending.wait()
-        for mine, waiting in received:
-            combine(mine, waiting)
+            if transfer.add:
+                buffer = scratch[offset : offset + own.numel()]
+                received.append((own, buffer))
+                offset, own = offset + own.numel(), buffer
+            works.append(start_receive(own, group, transfer.source, label=label))
+        for work in works:
+            work.wait()
+        for own, buffer in received:
+            combine(own, buffer)
     if op == "mean":
         flat.div_(group.size)
 
@@ -92,106 +91,107 @@ def all_reduce_by(
     hosts: Hosts | None = None,
     label: str = "",
 ) -> None:
-    """Reduces `tensor` in place; every rank ends with the same bits. See [Note: what is rounded where].
+    """Reduce `tensor` in place; every rank gets the same bits. See [Note: rounding].
 
-    `algorithm`: one of ALGORITHMS. `hosts`: for two-level, the places of each host's ranks; None finds out.
+    `algorithm`: one of ALGORITHMS. `hosts`: for two-level, the group ranks of each host; None: exchanged.
     """
     check_op(op, tensor)
     hosts = _hosts(algorithm, group, hosts)
     flat = tensor.contiguous().view(-1)
     steps = all_reduce_steps(algorithm, group.rank, group.size, flat.numel(), hosts)
     run_steps(steps, flat, group, op, label=label)
-    _put_back(tensor, flat)
+    _copy_back(tensor, flat)
 
 
 def reduce_scatter_by(
     algorithm: str,
-    whole: Tensor,
+    full: Tensor,
     group: Group,
     op: str = "sum",
     *,
     hosts: Hosts | None = None,
     label: str = "",
 ) -> Tensor:
-    """Reduces into this rank's range of flat `whole`, which it returns; other ranges hold parts of sums.
+    """Reduce into this rank's range of flat `full` and return it; other ranges hold partial sums.
 
-    The number of elements need not divide: see `ranges`. An all-reduce where the algorithm `scatters` not.
+    The ranks need not divide the number of elements: see `ranges`. An all-reduce if the algorithm does not
+    scatter.
     """
-    check_op(op, whole)
+    check_op(op, full)
     hosts = _hosts(algorithm, group, hosts)
-    steps = reduce_scatter_steps(algorithm, group.rank, group.size, whole.numel(), hosts)
-    run_steps(steps, whole, group, op, label=label)
-    return _own_range(whole, group)
+    steps = reduce_scatter_steps(algorithm, group.rank, group.size, full.numel(), hosts)
+    run_steps(steps, full, group, op, label=label)
+    return _own_range(full, group)
 
 
-def all_gather_by(algorithm: str, whole: Tensor, group: Group, *, label: str = "") -> None:
-    """Fills flat `whole`, of which each rank has its own range. By ring, or for powers of two by halving."""
-    halves = {"ring": ring_reduce_scatter}
+def all_gather_by(algorithm: str, full: Tensor, group: Group, *, label: str = "") -> None:
+    """Fill flat `full`, of which each rank has its own range: by ring, or by halving for powers of two."""
+    generators = {"ring": ring_reduce_scatter}
     if is_power_of_two(group.size):
-        halves["halving"] = halving_reduce_scatter
-    _check_name(algorithm, tuple(halves), f"an all-gather of {group.size} ranks")
-    steps = halves[algorithm](group.rank, group.size, whole.numel())
-    run_steps(mirrored(group.rank, steps), whole, group, label=label)
+        generators["halving"] = halving_reduce_scatter
+    _check_name(algorithm, tuple(generators), f"an all-gather of {group.size} ranks")
+    steps = generators[algorithm](group.rank, group.size, full.numel())
+    run_steps(mirrored(group.rank, steps), full, group, label=label)
 
 
 def broadcast_by(
     algorithm: str, tensor: Tensor, group: Group, source: int = 0, *, segments: int = 1, label: str = ""
 ) -> None:
-    """Overwrites `tensor` with that of the rank number `source`: by naive, tree or chain (in `segments`)."""
+    """Overwrite `tensor` with that of group rank `source`: by naive, tree or chain (in `segments`)."""
     _check_name(algorithm, ("naive", "tree", "chain"), "a broadcast")
     flat = tensor.contiguous().view(-1)
-    place = group.rank, group.size, flat.numel()
+    args = group.rank, group.size, flat.numel()
     if algorithm == "chain":
-        steps = chain_broadcast(*place, segments, source)
+        steps = chain_broadcast(*args, segments, source)
     else:
-        half = {"naive": naive_reduce, "tree": tree_reduce}[algorithm]
-        steps = mirrored(group.rank, half(*place, source))
+        generate = {"naive": naive_reduce, "tree": tree_reduce}[algorithm]
+        steps = mirrored(group.rank, generate(*args, source))
     run_steps(steps, flat, group, label=label)
-    _put_back(tensor, flat)
+    _copy_back(tensor, flat)
 
 
 class AlgorithmReduce:
-    """Sums of flat CPU tensors over a group by one algorithm, beside computation."""
+    """Sums of flat CPU tensors over a group by one algorithm, overlapping with computation."""
 
     def __init__(self, algorithm: str, group: Group, hosts: Hosts | None = None) -> None:
-        """Every rank of the group must make it at the same point: two-level ranks tell each other their host,
-        unless `hosts` are given."""
+        """Collective: two-level ranks exchange their hosts, unless `hosts` are given."""
         self._algorithm = algorithm
         self._group = group
         self._hosts = _hosts(algorithm, group, hosts)
-        self._scratch = torch.empty(0, dtype=torch.uint8)  # of one sum at a time; the largest so far
+        self._scratch = torch.empty(0, dtype=torch.uint8)  # of one sum at a time; grows as needed
 
     def scratch_numel(self, numel: int, *, scatter: bool) -> int:
-        """Elements that wait at a time to be added, in a sum of as many."""
+        """Return the largest number of received elements, at any time, of a sum of `numel`."""
         return scratch_numel(self._steps(numel, scatter=scatter))
 
     def reserve(self, num_bytes: int) -> None:
-        """Takes the memory for what is received now, and not when a sum first needs it."""
+        """Allocate the scratch memory now, instead of in the first sum that needs it."""
         self._scratch = torch.empty(num_bytes, dtype=torch.uint8)
 
     def start_sum(
-        self, given: Tensor, *, scatter: bool, label: str = "", wide: torch.dtype | None = None
+        self, tensor: Tensor, *, scatter: bool, label: str = "", wide: torch.dtype | None = None
     ) -> ReduceWork:
-        """As `start_scattered_sum` (`scatter`) and `start_exchange`; `given` may be overwritten until `into`.
+        """Like `start_scattered_sum` (`scatter`) or `start_exchange`; `tensor` may be overwritten until
+        `into`.
 
-        `wide`: the dtype to add in, and so to travel in; what is narrower is copied first.
+        `wide`: the dtype to add and send in; a narrower tensor is copied first.
         """
-        flat = given if wide is None else given.to(wide)
-        pending = self._start(flat, scatter=scatter, label=label)
+        flat = tensor if wide is None else tensor.to(wide)
+        work = self._start(flat, scatter=scatter, label=label)
         summed = _own_range(flat, self._group) if scatter else flat
-        return PartialReduceWork([summed], pending, 0 if flat is given else flat.nbytes)
+        return PartialReduceWork([summed], work, 0 if flat is tensor else flat.nbytes)
 
     def start_all_reduce(self, flat: Tensor, *, label: str = "") -> Work:
-        """Sums flat tensors in place; every rank ends with the same bits."""
+        """Sum flat tensors in place; every rank gets the same bits."""
         return self._start(flat, scatter=False, label=label)
 
     def _start(self, flat: Tensor, *, scatter: bool, label: str) -> Work:
-        assert not flat.is_cuda, "the thread is not on the stream that makes the tensor"
+        assert not flat.is_cuda, "the comm thread does not wait for CUDA streams"
         steps = self._steps(flat.numel(), scatter=scatter)
         if not steps:
             return Work()
-        assert self._group.background is not None, "a group that its world has not made"
-        return self._group.background.submit(lambda: self._run(steps, flat, label))
+        assert self._group.comm_thread is not None, "the group has no comm thread"
+        return self._group.comm_thread.submit(lambda: self._run(steps, flat, label))
 
     def _run(self, steps: Steps, flat: Tensor, label: str) -> None:
         num_bytes = scratch_numel(steps) * flat.itemsize
@@ -210,8 +210,8 @@ def _own_range(flat: Tensor, group: Group) -> Tensor:
     return flat[start:stop]
 
 
-def _put_back(tensor: Tensor, flat: Tensor) -> None:
-    """What was strided travelled in a copy."""
+def _copy_back(tensor: Tensor, flat: Tensor) -> None:
+    """Copy the result back to a strided tensor."""
     if flat.data_ptr() != tensor.data_ptr():
         tensor.copy_(flat.view(tensor.shape))
 
@@ -219,18 +219,20 @@ def _put_back(tensor: Tensor, flat: Tensor) -> None:
 def _hosts(algorithm: str, group: Group, hosts: Hosts | None) -> Hosts | None:
     _check_name(algorithm, ALGORITHMS, "a reduction")
     if algorithm != "two-level" or hosts is None:
-        return hosts_of(group) if algorithm == "two-level" else None
-    if sorted(place for places in hosts for place in places) != [*range(group.size)]:
+        return ranks_by_host(group) if algorithm == "two-level" else None
+    if sorted(rank for ranks in hosts for rank in ranks) != [*range(group.size)]:
         raise CommError(
-            "the hosts do not hold each rank of the group once",
-            given=f"hosts of places {[[*places] for places in hosts]}",
-            expected=f"each of 0 to {group.size - 1}, in one of them",
+            "the hosts do not contain each rank of the group once",
+            given=f"hosts of group ranks {[[*ranks] for ranks in hosts]}",
+            expected=f"each of 0 to {group.size - 1} on one host",
         )
     return hosts
 
 
-def _check_name(algorithm: str, known: tuple[str, ...], verb: str) -> None:
-    if algorithm not in known:
+def _check_name(algorithm: str, choices: tuple[str, ...], collective: str) -> None:
+    if algorithm not in choices:
         raise CommError(
-            f"{verb} cannot go by that algorithm", given=repr(algorithm), expected=" or ".join(known)
+            f"{collective} does not support that algorithm",
+            given=repr(algorithm),
+            expected=" or ".join(choices),
         )

@@ -1,10 +1,9 @@
-"""The group behind a process group that the program has made with torch.distributed.
+"""A plait group on top of a process group that the program has created with torch.distributed.
 
-[Note: a link beside the process group]
-On one host ranks talk faster through memory that they share than through Gloo. So CPU ranks of one host
-open a link of their own beside the process group; it lives as long as the process group does, and is the
-same for all that ask. The program's communications and ours then go by different ways, each in its own
-order.
+[Note: shared-memory transport alongside a process group]
+On one host, shared memory is faster than Gloo. So CPU ranks of one host open a shared-memory transport
+alongside the process group; it lives as long as the process group and is shared by all AttachedGroups on it.
+The program's communications and ours then use separate transports, each with its own order.
 """
 
 import importlib
@@ -21,195 +20,197 @@ from torch import Tensor, nn
 
 from plait.comm.collectives import Group
 from plait.comm.comm_thread import CommThread
-from plait.comm.shm import Mailbox, meet, open_group
+from plait.comm.shm import Mailbox, connect_host_peers, open_group
 from plait.comm.torch_backend import PlaitGroup
 from plait.comm.torch_transport import TorchTransport
 from plait.comm.transport import Transport
 from plait.errors import CommError, nearest
 
-BEHIND = ("auto", "host", "group")  # what may carry it: the best, shared memory, the process group itself
+ATTACH_TRANSPORTS = ("auto", "host", "group")  # best available, shared memory, the process group itself
 
 _world = dist.distributed_c10d._world
-_links: "weakref.WeakKeyDictionary[dist.ProcessGroup, _ShmLink]" = weakref.WeakKeyDictionary()
-_backgrounds: "weakref.WeakKeyDictionary[dist.ProcessGroup, CommThread]" = weakref.WeakKeyDictionary()
+_shm_links: "weakref.WeakKeyDictionary[dist.ProcessGroup, _ShmLink]" = weakref.WeakKeyDictionary()
+_comm_threads: "weakref.WeakKeyDictionary[dist.ProcessGroup, CommThread]" = weakref.WeakKeyDictionary()
 
 
 class _ShmLink:
-    """What was opened beside a process group; None: its ranks do not share a host."""
+    """The shared-memory transport of a process group; None with the reason if its ranks share no host."""
 
-    def __init__(self, link: Transport | None, why_not: str = "") -> None:
-        self.link = link
-        self.why_not = why_not
+    def __init__(self, transport: Transport | None, reason: str = "") -> None:
+        self.transport = transport
+        self.reason = reason
 
 
 def check_attachable(transport: str) -> None:
-    """Raises CommError if there is no such way."""
-    if transport not in BEHIND:
+    """Raise CommError if `transport` is unknown."""
+    if transport not in ATTACH_TRANSPORTS:
         raise CommError(
-            "there is no such transport for gradients",
+            "unknown transport for gradients",
             given=f"transport={transport!r}",
-            expected=" or ".join(BEHIND),
-            hint=nearest(str(transport), BEHIND),
+            expected=" or ".join(ATTACH_TRANSPORTS),
+            hint=nearest(str(transport), ATTACH_TRANSPORTS),
         )
 
 
 class AttachedGroup:
-    """The ranks of a process group, in its order, and what carries their sums."""
+    """The ranks of a process group, in its order, and the transport of their reductions."""
 
-    def __init__(self, handle: dist.ProcessGroup, device: torch.device, transport: str = "auto") -> None:
+    def __init__(
+        self, process_group: dist.ProcessGroup, device: torch.device, transport: str = "auto"
+    ) -> None:
         """`transport`: "host": shared memory, for CPU tensors on one host; "group": the process group itself;
-        "auto": the first where it can be. See [Note: a link beside the process group]."""
+        "auto": the first if possible. See [Note: shared-memory transport alongside a process group]."""
         check_attachable(transport)
-        self.handle = handle
+        self.process_group = process_group
         self._device = device
         self._transport = transport
         self._group: Group | None = None
 
     @property
     def rank(self) -> int:
-        return self.handle.rank()
+        return self.process_group.rank()
 
     @property
     def size(self) -> int:
-        return self.handle.size()
+        return self.process_group.size()
 
     @property
     def group(self) -> Group:
-        """All ranks ask for it together when they first communicate, or `open` before. Raises CommError where
-        the transport cannot be had."""
+        """The group. Collective on first use, by `open` or by the first communication. Raises CommError if
+        the transport is unavailable."""
         if self._group is None:
-            self._group = _group_of(self.handle, self._device, self._transport)
+            self._group = _group_of(self.process_group, self._device, self._transport)
         return self._group
 
     @property
-    def group_with_background(self) -> Group:
-        """For sums of several messages. All that ask share one background for each process group, so that two
-        models' sums keep one order."""
-        if self.group.link is not None and self.group.background is None:
-            if self.handle not in _backgrounds:
-                background = _backgrounds[self.handle] = CommThread(self._device)
-                weakref.finalize(self.handle, background.close)
-            self._group = replace(self.group, background=_backgrounds[self.handle])
+    def group_with_comm_thread(self) -> Group:
+        """The group, with a comm thread for reductions of several messages. There is one thread per process
+        group, so that two models' reductions keep one order."""
+        if self.group.transport_or_none is not None and self.group.comm_thread is None:
+            if self.process_group not in _comm_threads:
+                comm_thread = _comm_threads[self.process_group] = CommThread(self._device)
+                weakref.finalize(self.process_group, comm_thread.close)
+            self._group = replace(self.group, comm_thread=_comm_threads[self.process_group])
         return self.group
 
     def open(self) -> None:
-        """All ranks together."""
+        """Create the group. Collective."""
         self.group  # noqa: B018
 
-    def move(self, handle: dist.ProcessGroup) -> None:
-        """From now on it is another process group."""
-        self.handle = handle
+    def set_process_group(self, process_group: dist.ProcessGroup) -> None:
+        """Switch to another process group."""
+        self.process_group = process_group
         self._group = None
 
     @property
     def backend(self) -> str:
-        return str(dist.get_backend(self.handle))
+        return str(dist.get_backend(self.process_group))
 
     @property
     def num_threads(self) -> int | None:
-        """Of Gloo, if it is the backend of the device."""
-        gloo = _gloo_of(self.handle) if self._device.type == "cpu" else None
+        """Number of Gloo threads, if Gloo is the backend of the device."""
+        gloo = _gloo_of(self.process_group) if self._device.type == "cpu" else None
         return None if gloo is None else int(getattr(gloo.options, "_threads", 2))
 
-    def future_sum(self, tensor: Tensor) -> "torch.futures.Future[list[Tensor]]":
-        """Sums the tensor in place over the process group itself, as torch's communication hooks do."""
-        return self.handle.allreduce([tensor]).get_future()
+    def all_reduce_future(self, tensor: Tensor) -> "torch.futures.Future[list[Tensor]]":
+        """Sum the tensor in place over the process group itself, as torch's communication hooks do."""
+        return self.process_group.allreduce([tensor]).get_future()
 
 
-def _group_of(handle: dist.ProcessGroup, device: torch.device, transport: str) -> Group:
-    size, rank = handle.size(), handle.rank()
-    ranks = tuple(dist.get_process_group_ranks(handle))
+def _group_of(process_group: dist.ProcessGroup, device: torch.device, transport: str) -> Group:
+    size, rank = process_group.size(), process_group.rank()
+    ranks = tuple(dist.get_process_group_ranks(process_group))
     if size == 1:
         return Group(ranks, 0, None)
     if transport != "group":
-        beside = _beside(handle, device)
-        if beside.link is not None:
-            return Group(ranks, rank, beside.link)
+        shm_link = _shm_link(process_group, device)
+        if shm_link.transport is not None:
+            return Group(ranks, rank, shm_link.transport)
         if transport == "host":
             raise CommError(
-                "gradients cannot travel through shared memory",
-                given=beside.why_not,
+                "cannot reduce gradients through shared memory",
+                given=shm_link.reason,
                 expected="tensors on the CPU, and all ranks on one host",
-                hint="transport='auto', which takes the process group where memory is not shared",
+                hint="transport='auto', which uses the process group if memory is not shared",
             )
-    return Group(ranks, rank, TorchTransport(handle, ranks, rank))
+    return Group(ranks, rank, TorchTransport(process_group, ranks, rank))
 
 
-def _beside(handle: dist.ProcessGroup, device: torch.device) -> _ShmLink:
+def _shm_link(process_group: dist.ProcessGroup, device: torch.device) -> _ShmLink:
     if device.type != "cpu":
         return _ShmLink(None, f"tensors on {device.type}")
-    if handle not in _links:
-        _links[handle] = _opened(handle)
-    return _links[handle]
+    if process_group not in _shm_links:
+        _shm_links[process_group] = _open_shm_link(process_group)
+    return _shm_links[process_group]
 
 
-def _opened(handle: dist.ProcessGroup) -> _ShmLink:
-    name, store = _world.pg_map.get(handle, ("", None))
-    if store is None or not (isinstance(handle, PlaitGroup) or _gloo_of(handle) is not None):
-        return _ShmLink(None, f"a process group over {name or 'a backend of its own'}")
-    size, rank = handle.size(), handle.rank()
-    over = TorchTransport(handle, tuple(dist.get_process_group_ranks(handle)), rank)
-    neighbours, hosts, why_not = meet(rank, size, over, wanted=True)
-    if neighbours is None or len(set(hosts)) > 1:
-        if neighbours is not None:
-            neighbours.close()
-        return _ShmLink(None, why_not or f"{len(set(hosts))} hosts")
-    board = Mailbox.of(dist.PrefixStore("plait/beside", store))
-    link = open_group(
-        neighbours, tuple(range(size)), rank, board, neighbours.key, _timeout(handle), is_own=True
+def _open_shm_link(process_group: dist.ProcessGroup) -> _ShmLink:
+    name, store = _world.pg_map.get(process_group, ("", None))
+    if store is None or not (isinstance(process_group, PlaitGroup) or _gloo_of(process_group) is not None):
+        return _ShmLink(None, f"a process group over {name or 'an unknown backend'}")
+    size, rank = process_group.size(), process_group.rank()
+    base = TorchTransport(process_group, tuple(dist.get_process_group_ranks(process_group)), rank)
+    peers, hosts, reason = connect_host_peers(rank, size, base, wanted=True)
+    if peers is None or len(set(hosts)) > 1:
+        if peers is not None:
+            peers.close()
+        return _ShmLink(None, reason or f"{len(set(hosts))} hosts")
+    mailbox = Mailbox.over_store(dist.PrefixStore("plait/shm", store))
+    transport = open_group(
+        peers, tuple(range(size)), rank, mailbox, peers.key, _timeout(process_group), is_own=True
     )
-    # Also where the program ends without destroying the process group: peers learn that this rank has left.
-    weakref.finalize(handle, link.cut)
-    return _ShmLink(link)
+    # Also if the program ends without destroying the process group: peers then raise instead of waiting.
+    weakref.finalize(process_group, transport.close)
+    return _ShmLink(transport)
 
 
-def _gloo_of(handle: dist.ProcessGroup) -> Any:
-    """Gloo, if it is what the process group has for CPU tensors, under whatever name."""
+def _gloo_of(process_group: dist.ProcessGroup) -> Any:
+    """Return the Gloo backend of the process group for CPU tensors, if it is Gloo."""
     try:
-        backend = handle._get_backend(torch.device("cpu"))
-    except RuntimeError:  # none for the CPU, or the process group is one by itself
+        backend = process_group._get_backend(torch.device("cpu"))
+    except RuntimeError:  # no backend for the CPU, or a process group without backends
         return None
     return backend if isinstance(backend, dist.ProcessGroupGloo) else None
 
 
-def _timeout(handle: dist.ProcessGroup) -> timedelta:
-    gloo = _gloo_of(handle)
+def _timeout(process_group: dist.ProcessGroup) -> timedelta:
+    gloo = _gloo_of(process_group)
     found: timedelta = getattr(getattr(gloo, "options", None), "_timeout", dist.default_pg_timeout)
     return found
 
 
-def take_optimizers_over(parameters: Iterable[nn.Parameter]) -> None:
-    """torch's hooks no longer run the optimizers of `apply_optimizer_in_backward`: the caller will."""
-    handles: Any = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
-    if handles is None:
-        return  # parameters that have come from another process: nothing is hooked here
+def remove_optimizer_hooks(parameters: Iterable[nn.Parameter]) -> None:
+    """Remove the hooks of torch's `apply_optimizer_in_backward`: the caller runs the optimizers."""
+    hook_handles: Any = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
+    if hook_handles is None:
+        return  # parameters unpickled from another process have no hooks here
     for parameter in parameters:
-        for handle in handles.param_to_optim_hook_handle_map.get(parameter, ()):
+        for handle in hook_handles.param_to_optim_hook_handle_map.get(parameter, ()):
             handle.remove()
 
 
-def shapes_of(error: RuntimeError) -> int | None:
-    """Which parameter torch's check of shapes has found to differ; None if the error is another one."""
+def mismatched_param_index(error: RuntimeError) -> int | None:
+    """Return the index of the parameter that failed torch's shape check; None for any other error."""
     text = str(error)
     if "appears not to match" not in text or "params[" not in text:
         return None
     return int(text.partition("params[")[2].partition("]")[0])
 
 
-def names_are_told() -> bool:
-    """Whether TORCH_DISTRIBUTED_DEBUG asks for the names of parameters in messages."""
+def debug_names_enabled() -> bool:
+    """Return whether TORCH_DISTRIBUTED_DEBUG asks for parameter names in messages."""
     level: Any = dist.get_debug_level()
     return bool(level != dist.DebugLevel.OFF)
 
 
 def builtin_hook(kind: object) -> Any:
-    """torch's own hook of a `dist.BuiltinCommHookType`, in Python."""
+    """Return torch's Python hook for a `dist.BuiltinCommHookType`."""
     hooks = importlib.import_module("torch.distributed.algorithms.ddp_comm_hooks.default_hooks")
     is_plain = kind == dist.BuiltinCommHookType.ALLREDUCE
     return hooks.allreduce_hook if is_plain else hooks.fp16_compress_hook
 
 
 def first_bucket_bytes() -> int:
-    """torch's own, which programs change."""
+    """Return torch's limit of the first bucket, which programs can change."""
     found: int = dist._DEFAULT_FIRST_BUCKET_BYTES
     return found

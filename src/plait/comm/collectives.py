@@ -1,9 +1,9 @@
-"""The verbs. Each communicates on the group it is handed; `start_*` returns at once and `.wait()` ends it.
+"""The collectives of a group. `start_*` returns at once, and `.wait()` on its result completes it.
 
-Tensors may be strided: transports take storage as it lies, so others go through a copy. Sums have a
-fixed order of ranks: every rank gets the same bits. A group of one rank communicates with nobody: its verbs
-only move what has to be moved locally. `label` says of what a communication is, in the letter of one that
-fails. Meta tensors have nothing to say: their verbs do nothing, and are counted where everything is dry.
+Tensors may be strided: transports need contiguous storage, so strided ones are copied. Reductions have a
+fixed rank order: every rank gets the same bits. In a group of one rank a collective only copies locally.
+`label` names the data in the error of a failed communication. Meta tensors are not communicated: their
+collectives do nothing, and are logged in a dry run only.
 """
 
 from collections.abc import Callable
@@ -24,15 +24,15 @@ OPS = ("sum", "mean", "max", "min")
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that communicate, in order. `rank` is this process's place among them."""
+    """Ranks that communicate, in order. `rank` is this process's index among them."""
 
     ranks: tuple[int, ...]
     rank: int
-    link: Transport | None  # None for a group of one, which needs no transport
-    background: CommThread | None = None  # where there is a transport
-    axes: tuple[str, ...] = field(default=(), compare=False)  # of the mesh, along which the ranks differ
-    lane: str = field(default="", compare=False)
-    ledger: CommLog | None = field(default=None, compare=False)  # where what it says is written down
+    transport_or_none: Transport | None  # None for a group of one
+    comm_thread: CommThread | None = None  # if there is a transport
+    axes: tuple[str, ...] = field(default=(), compare=False)  # of the grid, along which the ranks differ
+    channel: str = field(default="", compare=False)
+    comm_log: CommLog | None = field(default=None, compare=False)  # records its calls
     clock: WaitClock = field(default_factory=WaitClock, compare=False)
 
     @property
@@ -41,141 +41,143 @@ class Group:
 
     @property
     def transport(self) -> Transport:
-        assert self.link is not None, "a group of one has no transport"
-        return self.link
+        assert self.transport_or_none is not None, "a group of one has no transport"
+        return self.transport_or_none
 
     @property
-    def is_dry(self) -> bool:
-        """Whether nobody is there: see `World.dry`."""
-        return isinstance(self.link, NullTransport)
+    def is_dry_run(self) -> bool:
+        """True if the group has no peers: see `World.dry_run`."""
+        return isinstance(self.transport_or_none, NullTransport)
 
-    def note(self, verb: str, tensor: Tensor | None) -> None:
-        """Writes a call down. `tensor`: the whole one, of what this rank gives or gets."""
-        if self.ledger is not None:
-            self.ledger.note(CommKey(self.axes, self.lane, verb), 0 if tensor is None else tensor.nbytes)
+    def record(self, op_type: str, tensor: Tensor | None) -> None:
+        """Log a call. `tensor`: the full one of this rank's input and output."""
+        if self.comm_log is not None:
+            self.comm_log.record(
+                CommKey(self.axes, self.channel, op_type), 0 if tensor is None else tensor.nbytes
+            )
 
 
 def start_all_reduce(tensor: Tensor, group: Group, op: str = "sum", *, label: str = "") -> Work:
-    """Reduces `tensor` in place over the group; every rank ends with the same bits."""
+    """Reduce `tensor` in place over the group; every rank gets the same bits."""
     check_op(op, tensor)
     return _start(Call(OpType.ALL_REDUCE, tensor, tensor, op, label=label), group)
 
 
 def all_reduce(tensor: Tensor, group: Group, op: str = "sum", *, label: str = "") -> None:
-    """`start_all_reduce`, to its end."""
+    """Run `start_all_reduce` to completion."""
     check_op(op, tensor)
     _run(Call(OpType.ALL_REDUCE, tensor, tensor, op, label=label), group)
 
 
-def start_all_gather(out: Tensor, piece: Tensor, group: Group, *, label: str = "") -> Work:
-    """Fills `out` (flat, size x piece) with the ranks' pieces in group order. `piece` may be a view of it."""
-    _check_ranges(OpType.ALL_GATHER, out, piece, group)
-    return _start(Call(OpType.ALL_GATHER, piece, out, label=label), group)
+def start_all_gather(out: Tensor, shard: Tensor, group: Group, *, label: str = "") -> Work:
+    """Fill `out` (flat, size x shard) with the ranks' shards in group order. `shard` may be a view of it."""
+    _check_ranges(OpType.ALL_GATHER, out, shard, group)
+    return _start(Call(OpType.ALL_GATHER, shard, out, label=label), group)
 
 
-def all_gather(out: Tensor, piece: Tensor, group: Group, *, label: str = "") -> None:
-    """`start_all_gather`, to its end."""
-    _check_ranges(OpType.ALL_GATHER, out, piece, group)
-    _run(Call(OpType.ALL_GATHER, piece, out, label=label), group)
+def all_gather(out: Tensor, shard: Tensor, group: Group, *, label: str = "") -> None:
+    """Run `start_all_gather` to completion."""
+    _check_ranges(OpType.ALL_GATHER, out, shard, group)
+    _run(Call(OpType.ALL_GATHER, shard, out, label=label), group)
 
 
-def reduce_scatter(out: Tensor, whole: Tensor, group: Group, op: str = "sum", *, label: str = "") -> None:
-    """Leaves in `out` this rank's range of the reduced `whole` (flat, size x out)."""
-    _run(_reduce_scatter(out, whole, group, op, label), group)
+def reduce_scatter(out: Tensor, full: Tensor, group: Group, op: str = "sum", *, label: str = "") -> None:
+    """Write to `out` this rank's range of the reduced `full` (flat, size x out)."""
+    _run(_reduce_scatter(out, full, group, op, label), group)
 
 
 def start_reduce_scatter(
-    out: Tensor, whole: Tensor, group: Group, op: str = "sum", *, label: str = ""
+    out: Tensor, full: Tensor, group: Group, op: str = "sum", *, label: str = ""
 ) -> Work:
-    return _start(_reduce_scatter(out, whole, group, op, label), group)
+    return _start(_reduce_scatter(out, full, group, op, label), group)
 
 
-def _reduce_scatter(out: Tensor, whole: Tensor, group: Group, op: str, label: str) -> Call:
-    check_op(op, whole)
-    _check_ranges(OpType.REDUCE_SCATTER, whole, out, group)
-    return Call(OpType.REDUCE_SCATTER, whole, out, op, label=label)
+def _reduce_scatter(out: Tensor, full: Tensor, group: Group, op: str, label: str) -> Call:
+    check_op(op, full)
+    _check_ranges(OpType.REDUCE_SCATTER, full, out, group)
+    return Call(OpType.REDUCE_SCATTER, full, out, op, label=label)
 
 
 def start_broadcast(tensor: Tensor, group: Group, source: int = 0, *, label: str = "") -> Work:
-    """Overwrites `tensor` with that of the group's rank number `source`."""
-    return _start(_rooted(OpType.BROADCAST, tensor, tensor, group, source, label=label), group)
+    """Overwrite `tensor` with that of group rank `source`."""
+    return _start(_root_call(OpType.BROADCAST, tensor, tensor, group, source, label=label), group)
 
 
 def broadcast(tensor: Tensor, group: Group, source: int = 0, *, label: str = "") -> None:
-    """`start_broadcast`, to its end."""
-    _run(_rooted(OpType.BROADCAST, tensor, tensor, group, source, label=label), group)
+    """Run `start_broadcast` to completion."""
+    _run(_root_call(OpType.BROADCAST, tensor, tensor, group, source, label=label), group)
 
 
 def start_reduce(tensor: Tensor, group: Group, root: int = 0, op: str = "sum", *, label: str = "") -> Work:
-    """Reduces into the root's `tensor`; the others' keep their values."""
+    """Reduce into the root's `tensor`; those of the other ranks keep their values."""
     return _start(_reduce(tensor, group, root, op, label), group)
 
 
 def reduce(tensor: Tensor, group: Group, root: int = 0, op: str = "sum", *, label: str = "") -> None:
-    """`start_reduce`, to its end."""
+    """Run `start_reduce` to completion."""
     _run(_reduce(tensor, group, root, op, label), group)
 
 
 def _reduce(tensor: Tensor, group: Group, root: int, op: str, label: str) -> Call:
     check_op(op, tensor)
     out = tensor if group.rank == root else None
-    return _rooted(OpType.REDUCE, tensor, out, group, root, op, label)
+    return _root_call(OpType.REDUCE, tensor, out, group, root, op, label)
 
 
 def start_scatter(
-    out: Tensor, whole: Tensor | None, group: Group, source: int = 0, *, label: str = ""
+    out: Tensor, full: Tensor | None, group: Group, source: int = 0, *, label: str = ""
 ) -> Work:
-    """Deals the ranges of the source's `whole` (flat, size x out) to the ranks; others give None."""
-    return _start(_scatter(out, whole, group, source, label), group)
+    """Distribute the ranges of the source's `full` (flat, size x out) to the ranks; the others pass None."""
+    return _start(_scatter(out, full, group, source, label), group)
 
 
-def scatter(out: Tensor, whole: Tensor | None, group: Group, source: int = 0, *, label: str = "") -> None:
-    """`start_scatter`, to its end."""
-    _run(_scatter(out, whole, group, source, label), group)
+def scatter(out: Tensor, full: Tensor | None, group: Group, source: int = 0, *, label: str = "") -> None:
+    """Run `start_scatter` to completion."""
+    _run(_scatter(out, full, group, source, label), group)
 
 
-def _scatter(out: Tensor, whole: Tensor | None, group: Group, source: int, label: str) -> Call:
+def _scatter(out: Tensor, full: Tensor | None, group: Group, source: int, label: str) -> Call:
     if group.rank == source:
-        _check_ranges(OpType.SCATTER, whole, out, group)
-    return _rooted(OpType.SCATTER, whole if group.rank == source else None, out, group, source, label=label)
+        _check_ranges(OpType.SCATTER, full, out, group)
+    return _root_call(OpType.SCATTER, full if group.rank == source else None, out, group, source, label=label)
 
 
-def start_gather(out: Tensor | None, piece: Tensor, group: Group, root: int = 0, *, label: str = "") -> Work:
-    """Collects the ranks' pieces in the root's `out` (flat, size x piece); others give None."""
-    return _start(_gather(out, piece, group, root, label), group)
+def start_gather(out: Tensor | None, shard: Tensor, group: Group, root: int = 0, *, label: str = "") -> Work:
+    """Collect the ranks' shards in the root's `out` (flat, size x shard); the others pass None."""
+    return _start(_gather(out, shard, group, root, label), group)
 
 
-def gather(out: Tensor | None, piece: Tensor, group: Group, root: int = 0, *, label: str = "") -> None:
-    """`start_gather`, to its end."""
-    _run(_gather(out, piece, group, root, label), group)
+def gather(out: Tensor | None, shard: Tensor, group: Group, root: int = 0, *, label: str = "") -> None:
+    """Run `start_gather` to completion."""
+    _run(_gather(out, shard, group, root, label), group)
 
 
-def _gather(out: Tensor | None, piece: Tensor, group: Group, root: int, label: str) -> Call:
+def _gather(out: Tensor | None, shard: Tensor, group: Group, root: int, label: str) -> Call:
     if group.rank == root:
-        _check_ranges(OpType.GATHER, out, piece, group)
-    return _rooted(OpType.GATHER, piece, out if group.rank == root else None, group, root, label=label)
+        _check_ranges(OpType.GATHER, out, shard, group)
+    return _root_call(OpType.GATHER, shard, out if group.rank == root else None, group, root, label=label)
 
 
-def start_all_to_all(out: Tensor, whole: Tensor, group: Group, *, label: str = "") -> Work:
-    """Sends the i-th of `size` equal ranges of `whole` to rank i; `out` gets a range from each, in order."""
-    return _start(_all_to_all(out, whole, group, label), group)
+def start_all_to_all(out: Tensor, full: Tensor, group: Group, *, label: str = "") -> Work:
+    """Send the i-th of `size` equal ranges of `full` to rank i; `out` receives one from each, in order."""
+    return _start(_all_to_all(out, full, group, label), group)
 
 
-def all_to_all(out: Tensor, whole: Tensor, group: Group, *, label: str = "") -> None:
-    """`start_all_to_all`, to its end."""
-    _run(_all_to_all(out, whole, group, label), group)
+def all_to_all(out: Tensor, full: Tensor, group: Group, *, label: str = "") -> None:
+    """Run `start_all_to_all` to completion."""
+    _run(_all_to_all(out, full, group, label), group)
 
 
-def _all_to_all(out: Tensor, whole: Tensor, group: Group, label: str) -> Call:
-    if out.numel() != whole.numel() or out.numel() % group.size or out.dtype != whole.dtype:
-        raise _unfit(OpType.ALL_TO_ALL, out, whole, group)
-    return Call(OpType.ALL_TO_ALL, whole, out, label=label)
+def _all_to_all(out: Tensor, full: Tensor, group: Group, label: str) -> Call:
+    if out.numel() != full.numel() or out.numel() % group.size or out.dtype != full.dtype:
+        raise _size_error(OpType.ALL_TO_ALL, out, full, group)
+    return Call(OpType.ALL_TO_ALL, full, out, label=label)
 
 
 def barrier(group: Group, *, label: str = "") -> None:
-    """Returns when every rank of the group has come here."""
+    """Block until every rank of the group has reached the barrier."""
     if group.size > 1:
-        group.note(OpType.BARRIER.value, None)
+        group.record(OpType.BARRIER.value, None)
         call = Call(OpType.BARRIER, label=label)
         with group.clock.during(call):
             group.transport.run(call)
@@ -184,110 +186,109 @@ def barrier(group: Group, *, label: str = "") -> None:
 def start_barrier(group: Group, *, label: str = "") -> Work:
     if group.size == 1:
         return Work()
-    group.note(OpType.BARRIER.value, None)
+    group.record(OpType.BARRIER.value, None)
     call = Call(OpType.BARRIER, label=label)
-    return group.transport.start(call).by(group.clock, call)
+    return group.transport.start(call).timed_by(group.clock, call)
 
 
 def start_send(tensor: Tensor, group: Group, to: int, *, label: str = "") -> Work:
-    """Sends to the group's rank number `to`. Messages between two ranks arrive in the order they start in."""
-    return _start(_rooted(OpType.SEND, tensor, None, group, to, label=label), group)
+    """Send to group rank `to`. Messages between two ranks are matched in the order they are started."""
+    return _start(_root_call(OpType.SEND, tensor, None, group, to, label=label), group)
 
 
 def start_receive(tensor: Tensor, group: Group, source: int, *, label: str = "") -> Work:
-    """Fills `tensor` with what the group's rank number `source` sends: as many bytes."""
-    return _start(_rooted(OpType.RECEIVE, None, tensor, group, source, label=label), group)
+    """Fill `tensor` with what group rank `source` sends: as many bytes."""
+    return _start(_root_call(OpType.RECEIVE, None, tensor, group, source, label=label), group)
 
 
 def send(tensor: Tensor, group: Group, to: int, *, label: str = "") -> None:
-    """`start_send`, to its end."""
+    """Run `start_send` to completion."""
     start_send(tensor, group, to, label=label).wait()
 
 
 def receive(tensor: Tensor, group: Group, source: int, *, label: str = "") -> None:
-    """`start_receive`, to its end."""
+    """Run `start_receive` to completion."""
     start_receive(tensor, group, source, label=label).wait()
 
 
-# --- sums of contributions: what gradients travel by
+# --- reductions that are consumed chunk by chunk: gradients
 
 
-def start_scattered_sum(whole: Tensor, group: Group, *, label: str = "") -> ReduceWork:
-    """Sums the ranks' flat `whole`, of which each keeps its own range: the group.rank-th of `size`.
+def start_scattered_sum(full: Tensor, group: Group, *, label: str = "") -> ReduceWork:
+    """Sum the ranks' flat `full`; each rank keeps its own range: the group.rank-th of `size`.
 
-    `whole` is in use, and may be overwritten, until `into` is through.
+    `full` is in use, and may be overwritten, until `into` is exhausted.
     """
     if group.size == 1:
-        return PartialReduceWork([whole], Work())
-    assert whole.numel() % group.size == 0, f"{whole.numel()} elements in {group.size} ranges"
-    group.note(OpType.REDUCE_SCATTER.value, whole)
-    summing = group.transport.start_sum(whole, scatter=True, label=label)
-    return CountedWork(summing, group.clock, f"sum of {label}")
+        return PartialReduceWork([full], Work())
+    assert full.numel() % group.size == 0, f"{full.numel()} elements in {group.size} ranges"
+    group.record(OpType.REDUCE_SCATTER.value, full)
+    work = group.transport.start_sum(full, scatter=True, label=label)
+    return CountedWork(work, group.clock, f"sum of {label}")
 
 
-def start_exchange(mine: Tensor, group: Group, *, label: str = "") -> ReduceWork:
-    """Sums the ranks' flat tensors on every rank, contributions travelling as they are.
+def start_exchange(tensor: Tensor, group: Group, *, label: str = "") -> ReduceWork:
+    """Sum the ranks' flat tensors on every rank, by sending the contributions unreduced.
 
-    `mine` is in use until `into` is through. Where `sends_narrow` says so.
+    `tensor` is in use until `into` is exhausted. Use it where `sends_narrow` is true.
     """
     if group.size == 1:
-        return PartialReduceWork([mine], Work())
-    group.note("exchange", mine)
-    summing = group.transport.start_sum(mine, scatter=False, label=label)
-    return CountedWork(summing, group.clock, f"sum of {label}")
+        return PartialReduceWork([tensor], Work())
+    group.record("exchange", tensor)
+    work = group.transport.start_sum(tensor, scatter=False, label=label)
+    return CountedWork(work, group.clock, f"sum of {label}")
 
 
 def is_direct(group: Group) -> bool:
-    """Whether contributions to a sum travel as they are and are added up wide, by their owners."""
-    return group.link is not None and group.link.is_direct
+    """Return whether contributions to a sum are sent unreduced; the owners add them in a wide dtype."""
+    return group.transport_or_none is not None and group.transport_or_none.is_direct
 
 
 def sends_narrow(group: Group, narrow: torch.dtype, wide: torch.dtype) -> bool:
-    """Whether `start_exchange` beats widening contributions and all-reducing."""
-    return group.link is not None and group.link.sends_narrow(narrow, wide)
+    """Return whether `start_exchange` beats widening contributions and all-reducing."""
+    return group.transport_or_none is not None and group.transport_or_none.sends_narrow(narrow, wide)
 
 
 def shares_memory(group: Group) -> bool:
-    """Whether the ranks read and write each other's memory, if it is of `empty` or `share`."""
-    return group.link is not None and group.link.shares
+    """Return whether the ranks access each other's memory, if allocated by `empty` or `share`."""
+    return group.transport_or_none is not None and group.transport_or_none.shares_memory
 
 
 def empty(numel: int, dtype: torch.dtype, device: torch.device, group: Group) -> Tensor:
-    """A flat tensor which the group's verbs read and write where it lies, if they can; of undefined
-    values."""
+    """Return an uninitialized flat tensor, which the group's collectives access in place if they can."""
     if shares_memory(group):
         return group.transport.empty(numel, dtype)
     return torch.empty(numel, dtype=dtype, device=device)
 
 
 def share(numel: int, dtype: torch.dtype, group: Group) -> Tensor:
-    """One flat tensor of zeros, the same memory on all ranks of a group that shares memory. All must ask."""
+    """Return one flat tensor of zeros, the same memory on all ranks. Collective. Needs `shares_memory`."""
     return group.transport.share(numel, dtype)
 
 
-# --- what all verbs share
+# --- shared by all collectives
 
 
 def _start(call: Call, group: Group) -> Work:
     if group.size == 1:
-        return _alone(call)
-    if _is_of_shapes(call, group):
+        return _run_alone(call)
+    if _is_meta_only(call, group):
         return Work()
-    _note(call, group)
+    _record(call, group)
     call, copies = _contiguous(call)
-    pending = group.transport.start(call)
+    work = group.transport.start(call)
     if copies:
-        pending = Work(pending.wait, *(_copier(*copy) for copy in copies), is_done=pending.is_done)
-    return pending.by(group.clock, call)
+        work = Work(work.wait, *(_copy_back(*copy) for copy in copies), is_done=work.is_done)
+    return work.timed_by(group.clock, call)
 
 
 def _run(call: Call, group: Group) -> None:
     if group.size == 1:
-        _alone(call)
+        _run_alone(call)
         return
-    if _is_of_shapes(call, group):
+    if _is_meta_only(call, group):
         return
-    _note(call, group)
+    _record(call, group)
     call, copies = _contiguous(call)
     with group.clock.during(call):
         group.transport.run(call)
@@ -295,44 +296,46 @@ def _run(call: Call, group: Group) -> None:
         into.copy_(result)
 
 
-def _is_of_shapes(call: Call, group: Group) -> bool:
-    """Whether a program that runs for its shapes alone calls it, in a world of ranks that are there."""
-    given = call.out if call.source is None else call.source
-    return given is not None and given.is_meta and not group.is_dry
+def _is_meta_only(call: Call, group: Group) -> bool:
+    """Return whether a call is on meta tensors outside of a dry run: then nothing is communicated."""
+    tensor = call.out if call.source is None else call.source
+    return tensor is not None and tensor.is_meta and not group.is_dry_run
 
 
-def _note(call: Call, group: Group) -> None:
-    wholes = call.out if call.verb is OpType.ALL_GATHER else call.source
-    group.note(call.verb.value, call.out if wholes is None else wholes)
+def _record(call: Call, group: Group) -> None:
+    full = call.out if call.op_type is OpType.ALL_GATHER else call.source
+    group.record(call.op_type.value, call.out if full is None else full)
 
 
-def _copier(into: Tensor, result: Tensor) -> Callable[[], object]:
+def _copy_back(into: Tensor, result: Tensor) -> Callable[[], object]:
     return lambda: into.copy_(result)
 
 
 def _contiguous(call: Call) -> tuple[Call, list[tuple[Tensor, Tensor]]]:
-    """The call with contiguous tensors, and what has to be copied (where to, from) after it."""
+    """Return the call with contiguous tensors, and the copies (to, from) to make after it."""
     source, out = call.source, call.out
     if (source is None or source.is_contiguous()) and (out is None or out.is_contiguous()):
         return call, []
-    given = None if source is None else source.contiguous()
+    dense_source = None if source is None else source.contiguous()
     if out is None or out.is_contiguous():
-        return replace(call, source=given), []
-    taken = given if out is source else torch.empty_like(out, memory_format=torch.contiguous_format)
-    assert taken is not None
-    return replace(call, source=given, out=taken), [(out, taken)]
+        return replace(call, source=dense_source), []
+    dense_out = (
+        dense_source if out is source else torch.empty_like(out, memory_format=torch.contiguous_format)
+    )
+    assert dense_out is not None
+    return replace(call, source=dense_source, out=dense_out), [(out, dense_out)]
 
 
-def _alone(call: Call) -> Work:
-    if call.verb in (OpType.SEND, OpType.RECEIVE):
-        raise CommError(f"{call.verb.value} to oneself", given="a group of one rank")
+def _run_alone(call: Call) -> Work:
+    if call.op_type in (OpType.SEND, OpType.RECEIVE):
+        raise CommError(f"{call.op_type.value} to the same rank", given="a group of one rank")
     if call.out is not None and call.source is not None and call.out is not call.source:
         call.out.copy_(call.source.reshape(call.out.shape))
     return Work()
 
 
-def _rooted(
-    verb: OpType,
+def _root_call(
+    op_type: OpType,
     source: Tensor | None,
     out: Tensor | None,
     group: Group,
@@ -342,32 +345,32 @@ def _rooted(
 ) -> Call:
     if not 0 <= root < group.size:
         raise CommError(
-            f"{verb.value} with a rank that the group does not have",
-            given=f"rank number {root}",
-            expected=f"0 to {group.size - 1}, a place in the group of ranks {list(group.ranks)}",
+            f"{op_type.value} with a rank outside the group",
+            given=f"group rank {root}",
+            expected=f"0 to {group.size - 1}, an index into the ranks {list(group.ranks)}",
         )
-    return Call(verb, source, out, op, root, label)
+    return Call(op_type, source, out, op, root, label)
 
 
 def check_op(op: str, tensor: Tensor) -> None:
     if op not in OPS:
-        raise CommError("ranks cannot reduce by that", given=f"op={op!r}", expected=" or ".join(OPS))
+        raise CommError("unknown reduction", given=f"op={op!r}", expected=" or ".join(OPS))
     if op == "mean" and not tensor.is_floating_point():
-        raise CommError("a mean is of floating-point numbers", given=tensor.dtype, hint="op='sum'")
+        raise CommError("a mean needs a floating-point dtype", given=tensor.dtype, hint="op='sum'")
 
 
-def _check_ranges(verb: OpType, whole: Tensor | None, piece: Tensor, group: Group) -> None:
-    fits = whole is not None and whole.numel() == group.size * piece.numel() and whole.dtype == piece.dtype
+def _check_ranges(op_type: OpType, full: Tensor | None, shard: Tensor, group: Group) -> None:
+    fits = full is not None and full.numel() == group.size * shard.numel() and full.dtype == shard.dtype
     if not fits:
-        raise _unfit(verb, whole, piece, group)
+        raise _size_error(op_type, full, shard, group)
 
 
-def _unfit(verb: OpType, whole: Tensor | None, piece: Tensor, group: Group) -> CommError:
-    def shown(tensor: Tensor | None) -> str:
+def _size_error(op_type: OpType, full: Tensor | None, shard: Tensor, group: Group) -> CommError:
+    def size_text(tensor: Tensor | None) -> str:
         return "None" if tensor is None else f"{tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')}"
 
     return CommError(
-        f"the tensors of {verb.value} do not fit each other",
-        given=f"{shown(whole)} and {shown(piece)} in a group of {group.size}",
-        expected=f"a whole of {group.size} times the piece's elements, of one dtype",
+        f"the tensors of {op_type.value} have mismatched sizes",
+        given=f"{size_text(full)} and {size_text(shard)} in a group of {group.size}",
+        expected=f"a full tensor of {group.size} times the shard's elements, of one dtype",
     )

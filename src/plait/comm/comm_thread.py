@@ -1,12 +1,12 @@
-"""Communications that depend on one another, run beside the computation.
+"""Dependent communications, run concurrently with computation.
 
-[Note: whose turn it is]
-A sum that takes several dependent messages cannot be started and left to the transport: somebody has to wait
-for the first before he can make the second. On the CPU that is a thread (torch lets go of the interpreter
-while it computes and while it waits), on CUDA a stream, where waiting is queued as well. Functions run in the
-order in which they were given, one at a time: ranks that give them in one order call the verbs of a group in
-one order. Whoever gives functions to a group's background calls the group's verbs himself only when all of
-them have been waited for.
+[Note: order of submitted functions]
+A reduction made of several dependent messages cannot be started and left to the transport: something has to
+wait for the first message before it can send the second. On the CPU that is a thread (torch releases the GIL
+while it computes and while it waits), on CUDA a stream, where waits are queued as well. Functions run one at
+a time in submission order: ranks that submit in one order issue a group's collectives in one order. A caller
+that submits functions to a group's thread may issue collectives on that group itself only after it has waited
+for all of them.
 """
 
 import threading
@@ -19,15 +19,15 @@ from plait.comm.stats import WaitClock
 from plait.comm.transport import Work
 from plait.errors import CommError
 
-_END_S = 2.0  # what a function that is running when the world closes gets to end: its peers may be gone
+_JOIN_S = 2.0  # limit for a function that runs when the world closes: its peers may be gone
 
 
 class _Task:
-    """A function that was given, and what came of it."""
+    """A submitted function and its outcome."""
 
-    def __init__(self, run: Callable[[], None], failed: Callable[[BaseException], object] | None) -> None:
+    def __init__(self, run: Callable[[], None], on_error: Callable[[BaseException], object] | None) -> None:
         self.run: Callable[[], None] | None = run
-        self.failed = failed
+        self.on_error = on_error
         self.error: BaseException | None = None
         self.done = threading.Event()
 
@@ -38,64 +38,64 @@ class _Task:
 
 
 class CommThread:
-    """Runs functions one after the other. See [Note: whose turn it is].
+    """Runs functions one after the other. See [Note: order of submitted functions].
 
-    One that raises is the last to run: its peers' next message would meet another one of ours. Whoever waits
-    for it, or for a later one, gets its exception.
+    After one raises, no later one runs: its peers' next message would be matched with a different one of
+    ours. Waiting for it, or for a later one, raises its exception.
     """
 
     def __init__(self, device: torch.device, clock: WaitClock | None = None) -> None:
-        """`clock`: counts how long its functions are waited for."""
+        """`clock`: counts how long callers wait for functions."""
         self._device = device
         self._clock = clock
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None  # from the first function on
+        self._thread: threading.Thread | None = None  # created with the first function
         self._stream: torch.cuda.Stream | None = None
         self._error: BaseException | None = None
 
     def submit(
-        self, run: Callable[[], None], failed: Callable[[BaseException], object] | None = None
+        self, run: Callable[[], None], on_error: Callable[[BaseException], object] | None = None
     ) -> Work:
-        """Has `run` called soon. What it reads is ready by then if it is, or is queued, now. `failed`: called
-        with the exception, for those who do not wait here, if `run` raises it or is not run because of it.
+        """Run `run` soon. Its inputs must be ready, or queued, now. `on_error` is called with the exception
+        if `run` raises, or is skipped because of an earlier error: for callers that do not `wait`.
 
-        On CUDA `wait` makes the current stream wait; memory that `run` takes must not outlive it.
+        On CUDA `wait` makes the current stream wait; memory that `run` allocates must not outlive it.
         """
         if self._device.type == "cuda":
-            return self._queue(run)
+            return self._submit_on_stream(run)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="plait-background", daemon=True)
+            self._thread = threading.Thread(target=self._run_tasks, name="plait-comm", daemon=True)
             self._thread.start()
-        task = _Task(run, failed)
+        task = _Task(run, on_error)
         self._tasks.put(task)
-        pending = Work(task.wait, is_done=task.done.is_set)
-        return pending.by(self._clock, "a communication in the background")
+        work = Work(task.wait, is_done=task.done.is_set)
+        return work.timed_by(self._clock, "a communication on the comm thread")
 
     def close(self) -> None:
-        """Drops what has not begun. Nothing may be given afterwards."""
-        self._error = self._error or CommError("the world was closed under a communication")
+        """Drop what has not begun. Nothing may be submitted afterwards."""
+        self._error = self._error or CommError("the world was closed during a communication")
         if self._thread is not None:
             self._tasks.put(None)
-            if self._thread is not threading.current_thread():  # which may have held the last of a group
-                self._thread.join(_END_S)
+            if self._thread is not threading.current_thread():  # it may free the last group
+                self._thread.join(_JOIN_S)
 
-    def _work(self) -> None:
+    def _run_tasks(self) -> None:
         with torch.no_grad():
             while (task := self._tasks.get()) is not None:
                 try:
                     if self._error is not None:
                         raise self._error
-                    assert task.run is not None, "a function that has run already"
+                    assert task.run is not None, "this function has already run"
                     task.run()
-                except BaseException as error:  # whatever it is, it is for the one who waits
+                except BaseException as error:  # any exception is raised by `wait`
                     self._error = task.error = error
-                    if task.failed is not None:
-                        task.failed(error)
-                task.run = task.failed = None  # and what they hold
+                    if task.on_error is not None:
+                        task.on_error(error)
+                task.run = task.on_error = None  # and what they reference
                 task.done.set()
-                del task  # it may be long until the next
+                del task  # the next one may be long in coming
 
-    def _queue(self, run: Callable[[], None]) -> Work:
+    def _submit_on_stream(self, run: Callable[[], None]) -> Work:
         if self._error is not None:
             raise self._error
         if self._stream is None:

@@ -1,20 +1,19 @@
-"""Sums of gradients that travel in a code: fewer bytes, added up in float32.
+"""Compressed gradient reductions: fewer bytes on the wire, sums in float32.
 
-[Note: codes to the owners and back]
-Each rank owns a range of what is summed. Every rank sends every owner its range, in code; the owner reads
-the codes and adds them up in float32, in rank order, its own numbers as they are: an all-to-all, (p-1)/p of
-the codes. Where everybody needs everything the owner writes the sum in code and an all-gather brings it to
-all, as much again: everyone, the owner too, reads the same codes, so all ranks end with the same bits.
+[Note: reduction of compressed ranges]
+Each rank owns a range of the sum. Every rank sends every owner its range, encoded; the owner decodes and adds
+in float32, in rank order, its own numbers uncompressed: an all-to-all, (p-1)/p of the codes. Where all ranks
+need the sum, the owner encodes it and an all-gather distributes it, as many bytes again: all ranks, the owner
+too, decode the same codes and so get the same bits.
 
-[Note: what a code loses comes back]
-Rounding to 8 bits is biased against whatever is small in its block. What a rank's codes lost is added to its
-next contribution (error feedback: Seide et al. 2014; Karimireddy et al. 1901.09847), so it arrives later
-instead of never. Ranges for others lose when contributions are written; the own range loses only when the
-owner writes the sum, and adding that to its own next contribution adds it to the next sum. So one tensor of
-residuals has room for both. A step that is skipped throws its gradient away: `forget` throws away what is
-left of it (which may be NaN) too.
+[Note: error feedback]
+Rounding to 8 bits is biased against small elements of a block. What a rank's codes lost is added to its next
+contribution (error feedback: Seide et al. 2014; Karimireddy et al. 1901.09847), so it arrives later instead
+of never. Ranges of other owners lose when contributions are encoded; the own range loses only when the owner
+encodes the sum, and adding that to its own next contribution adds it to the next sum. So one residual tensor
+serves both. A skipped step discards its gradient: `discard` clears its residual (which may be NaN) too.
 
-Codes that numbers travel in: float32 blocks to bytes and back. B blocks, K = BLOCK elements.
+Codecs: float32 blocks to bytes and back. B blocks, K = BLOCK elements.
 """
 
 from collections.abc import Sequence
@@ -28,73 +27,73 @@ from plait.comm.collectives import Group, all_gather, all_to_all, empty, start_e
 from plait.comm.transport import PartialReduceWork, ReduceWork
 from plait.plan.compression import BLOCK, BLOCK_BYTES, blocks_each
 
-_LARGEST_HALF = 65504.0
-_LEVELS = 127.0  # of an 8-bit code, to either side of zero
-_LEAST_SCALE = torch.finfo(torch.float32).tiny  # a smaller one has too few bits to divide by
+_MAX_FP16 = 65504.0
+_LEVELS = 127.0  # of an 8-bit code, on either side of zero
+_MIN_SCALE = torch.finfo(torch.float32).tiny  # smaller ones are denormal
 
 
 class Codec(Protocol):
-    """How blocks of float32 are written and read. A block with NaN or infinity is read as one with some."""
+    """Encodes and decodes blocks of float32. A block with NaN or infinity decodes to one with some."""
 
     block_bytes: int
-    error_feedback: bool  # what is lost is worth keeping for the next time
+    error_feedback: bool  # the error of the encoding is added to the next contribution
 
-    def write(self, values_BK: Tensor, codes: Tensor) -> None:
-        """`codes`: bytes, (B, block_bytes)."""
+    def encode(self, values_BK: Tensor, codes: Tensor) -> None:
+        """Encode. `codes`: bytes, (B, block_bytes)."""
 
-    def read(self, codes: Tensor, out_BK: Tensor) -> None: ...
+    def decode(self, codes: Tensor, out_BK: Tensor) -> None: ...
 
 
 class Fp16Codec:
-    """float16. What is too large for it becomes its largest number; infinity and NaN stay what they are.
+    """float16, clamped to its largest finite number; infinity and NaN are preserved.
 
     So an element of one rank's gradient counts as 65504 at most, and the step is taken; a gradient that is
-    not finite where it comes from still has its step skipped. What is below 6e-8 counts as zero or as that.
+    not finite on a rank still skips the step. Magnitudes below 6e-8 become zero or 6e-8.
     """
 
     block_bytes = BLOCK_BYTES["fp16"]
     error_feedback = False
 
-    def write(self, values_BK: Tensor, codes: Tensor) -> None:
-        clamped = values_BK.clamp(-_LARGEST_HALF, _LARGEST_HALF)
+    def encode(self, values_BK: Tensor, codes: Tensor) -> None:
+        clamped = values_BK.clamp(-_MAX_FP16, _MAX_FP16)
         codes.view(torch.float16).copy_(torch.where(values_BK.isinf(), values_BK, clamped))
 
-    def read(self, codes: Tensor, out_BK: Tensor) -> None:
+    def decode(self, codes: Tensor, out_BK: Tensor) -> None:
         out_BK.copy_(codes.view(torch.float16))
 
 
 class Bf16Codec:
-    """bfloat16: 8 bits of every number, whatever its size."""
+    """bfloat16: 8 significant bits, whatever the magnitude."""
 
     block_bytes = BLOCK_BYTES["bf16"]
     error_feedback = False
 
-    def write(self, values_BK: Tensor, codes: Tensor) -> None:
+    def encode(self, values_BK: Tensor, codes: Tensor) -> None:
         codes.view(torch.bfloat16).copy_(values_BK)
 
-    def read(self, codes: Tensor, out_BK: Tensor) -> None:
+    def decode(self, codes: Tensor, out_BK: Tensor) -> None:
         out_BK.copy_(codes.view(torch.bfloat16))
 
 
 class Int8Codec:
-    """8-bit codes under one float32 scale per block, its largest absolute value / 127 (1-bit and 8-bit block
-    schemes as in Dettmers 1511.04561 and ZeRO++ 2306.10209): off by absmax / 254 at most.
+    """8-bit codes with one float32 scale per block, its largest absolute value / 127 (1-bit and 8-bit block
+    schemes as in Dettmers 1511.04561 and ZeRO++ 2306.10209): error of absmax / 254 at most.
 
-    A block with NaN or infinity is NaN in all of its elements. What exceeds 3.4e38 may be read as infinite.
+    A block with NaN or infinity decodes to all NaN. Magnitudes above 3.4e38 may decode as infinite.
     """
 
     block_bytes = BLOCK_BYTES["int8"]
     error_feedback = True
 
-    def write(self, values_BK: Tensor, codes: Tensor) -> None:
+    def encode(self, values_BK: Tensor, codes: Tensor) -> None:
         absmax_B1 = values_BK.abs().amax(1, keepdim=True)
         absmax_B1.masked_fill_(absmax_B1.isinf(), torch.nan)
-        scales_B1 = absmax_B1.div_(_LEVELS).clamp_(min=_LEAST_SCALE)
+        scales_B1 = absmax_B1.div_(_LEVELS).clamp_(min=_MIN_SCALE)
         codes[:, BLOCK:].view(torch.float32).copy_(scales_B1)
         rounded_BK = values_BK.div(scales_B1).round_().nan_to_num_(0.0, 0.0, 0.0)
         codes[:, :BLOCK].view(torch.int8).copy_(rounded_BK)
 
-    def read(self, codes: Tensor, out_BK: Tensor) -> None:
+    def decode(self, codes: Tensor, out_BK: Tensor) -> None:
         out_BK.copy_(codes[:, :BLOCK].view(torch.int8))
         out_BK.mul_(codes[:, BLOCK:].view(torch.float32))
 
@@ -102,126 +101,131 @@ class Int8Codec:
 CODECS: dict[str, Codec] = {"bf16": Bf16Codec(), "fp16": Fp16Codec(), "int8": Int8Codec()}
 
 
-_RUN = 512  # blocks that are worked on at a time: half a megabyte of float32 stays in a core's cache
+_CHUNK_BLOCKS = 512  # blocks per chunk: half a megabyte of float32 stays in a core's cache
 
 
 class Compressor(Protocol):
-    """How one unit's gradient is summed over the ranks of a group; one per unit, used on all of them in one
-    order. `kept`: what lives from sum to sum; first, element by element, what was lost on the way, if it is
-    kept."""
+    """Sums one unit's gradient over the ranks of a group; one per unit, used on all ranks in one order.
+    `state`: tensors that persist from sum to sum; the first is the residual by element, if there is error
+    feedback."""
 
     @property
-    def kept(self) -> Sequence[Tensor]: ...
+    def state(self) -> Sequence[Tensor]: ...
 
-    def start(self, given: Tensor, own: tuple[int, int], *, label: str = "") -> ReduceWork:
-        """Sums the ranks' flat float32 `given`, of which this rank gets [start, stop) `own`.
+    def start(self, tensor: Tensor, own: tuple[int, int], *, label: str = "") -> ReduceWork:
+        """Sum the ranks' flat float32 `tensor`; this rank gets the range [start, stop) `own`.
 
-        `given` is in use, and is overwritten, until `ReduceWork.into` is through. Errors come up in `into`.
+        `tensor` is in use, and is overwritten, until `ReduceWork.into` is exhausted. Errors are raised by
+        `into`.
         """
 
-    def forget(self) -> None:
-        """Begins anew: what was kept belongs to a gradient that was thrown away. Nothing may be under way."""
+    def discard(self) -> None:
+        """Reset the state: its gradient was discarded. No sum may be in progress."""
 
     def scale(self, factor: float) -> None:
-        """From now on contributions are `factor` times what they were."""
+        """Multiply the state by `factor`, as all further contributions are."""
 
 
 class CompressedReduce:
-    """See [Note: codes to the owners and back]."""
+    """See [Note: reduction of compressed ranges]."""
 
-    def __init__(self, numel: int, group: Group, code: Codec, room: Tensor) -> None:
-        """`room`: bytes for messages (`plan/wire.py: code_bytes`), shared with the group's other sums."""
+    def __init__(self, numel: int, group: Group, codec: Codec, scratch: Tensor) -> None:
+        """`scratch`: bytes for messages (`plan/compression.py: code_bytes`), shared by the group's sums."""
         assert numel % BLOCK == 0, f"{numel} elements in blocks of {BLOCK}"
         self._group = group
-        self._code = code
+        self._codec = codec
         self._residual = torch.zeros(
-            numel if code.error_feedback else 0, dtype=torch.float32, device=room.device
+            numel if codec.error_feedback else 0, dtype=torch.float32, device=scratch.device
         )
-        each = blocks_each(numel, group.size)
+        blocks_per_rank = blocks_each(numel, group.size)
         self._ranges = [
-            slice(min(numel, place * each * BLOCK), min(numel, (place + 1) * each * BLOCK))
-            for place in range(group.size)
+            slice(
+                min(numel, rank * blocks_per_rank * BLOCK), min(numel, (rank + 1) * blocks_per_rank * BLOCK)
+            )
+            for rank in range(group.size)
         ]
-        shape = (2, group.size, each, code.block_bytes)
-        mine, theirs = room[: 2 * group.size * each * code.block_bytes].view(shape)
-        self._mine, self._theirs = mine, theirs  # by place in the group
+        shape = (2, group.size, blocks_per_rank, codec.block_bytes)
+        send_codes, recv_codes = scratch[: 2 * group.size * blocks_per_rank * codec.block_bytes].view(shape)
+        self._send_codes, self._recv_codes = send_codes, recv_codes  # by group rank
 
     @property
-    def kept(self) -> Sequence[Tensor]:
+    def state(self) -> Sequence[Tensor]:
         return [self._residual]
 
-    def start(self, given: Tensor, own: tuple[int, int], *, label: str = "") -> ReduceWork:
-        scattered = own[1] - own[0] < given.numel()
-        background = self._group.background
-        assert background is not None, "a group of one has nothing to compress"
-        pending = background.submit(lambda: self._sum(given, scattered, label))
-        return PartialReduceWork([given[own[0] : own[1]]], pending)
+    def start(self, tensor: Tensor, own: tuple[int, int], *, label: str = "") -> ReduceWork:
+        scattered = own[1] - own[0] < tensor.numel()
+        comm_thread = self._group.comm_thread
+        assert comm_thread is not None, "a group of one has nothing to compress"
+        work = comm_thread.submit(lambda: self._sum(tensor, scattered, label))
+        return PartialReduceWork([tensor[own[0] : own[1]]], work)
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         self._residual.zero_()
 
     def scale(self, factor: float) -> None:
         self._residual.mul_(factor)
 
-    def _sum(self, given: Tensor, scattered: bool, label: str) -> None:
-        place = self._group.rank
-        if self._code.error_feedback:
-            given.add_(self._residual)
-        for other, part in enumerate(self._ranges):
-            if other != place:
-                self._write(given[part], self._mine[other], self._lost(part))
-        all_to_all(self._theirs.flatten(), self._mine.flatten(), self._group, label=label)
-        own = self._ranges[place]
-        self._add_up(given[own])
+    def _sum(self, tensor: Tensor, scattered: bool, label: str) -> None:
+        rank = self._group.rank
+        if self._codec.error_feedback:
+            tensor.add_(self._residual)
+        for other, range_ in enumerate(self._ranges):
+            if other != rank:
+                self._encode(tensor[range_], self._send_codes[other], self._residual_of(range_))
+        all_to_all(self._recv_codes.flatten(), self._send_codes.flatten(), self._group, label=label)
+        own = self._ranges[rank]
+        self._add_all(tensor[own])
         if scattered:
             return
-        self._write(given[own], self._mine[place], self._lost(own))
-        all_gather(self._mine.flatten(), self._mine[place].flatten(), self._group, label=label)
-        for other, part in enumerate(self._ranges):
-            for run, codes in self._runs(given[part], self._mine[other]):
-                self._code.read(codes, run)
+        self._encode(tensor[own], self._send_codes[rank], self._residual_of(own))
+        all_gather(self._send_codes.flatten(), self._send_codes[rank].flatten(), self._group, label=label)
+        for other, range_ in enumerate(self._ranges):
+            for chunk, codes in self._chunks(tensor[range_], self._send_codes[other]):
+                self._codec.decode(codes, chunk)
 
-    def _lost(self, part: slice) -> Tensor | None:
-        return self._residual[part] if self._code.error_feedback else None
+    def _residual_of(self, range_: slice) -> Tensor | None:
+        return self._residual[range_] if self._codec.error_feedback else None
 
-    def _write(self, values: Tensor, codes: Tensor, lost: Tensor | None) -> None:
-        """`lost`: where what the code cannot say goes."""
-        runs = self._runs(values, codes)
-        lost_runs = repeat(None) if lost is None else (left for left, _ in self._runs(lost, codes))
-        for (run, run_codes), left in zip(runs, lost_runs, strict=False):
-            self._code.write(run, run_codes)
-            if left is not None:
-                self._code.read(run_codes, left)
-                torch.sub(run, left, out=left)
+    def _encode(self, values: Tensor, codes: Tensor, lost: Tensor | None) -> None:
+        """`lost`: receives the error of the encoding."""
+        chunks = self._chunks(values, codes)
+        lost_chunks = (
+            repeat(None) if lost is None else (chunk_lost for chunk_lost, _ in self._chunks(lost, codes))
+        )
+        for (chunk, chunk_codes), chunk_lost in zip(chunks, lost_chunks, strict=False):
+            self._codec.encode(chunk, chunk_codes)
+            if chunk_lost is not None:
+                self._codec.decode(chunk_codes, chunk_lost)
+                torch.sub(chunk, chunk_lost, out=chunk_lost)
 
-    def _add_up(self, own: Tensor) -> None:
-        """Leaves in `own`, this rank's contribution, the sum of all, in rank order."""
-        runs = [self._runs(own, codes) for codes in self._theirs]
-        scratch = torch.empty(2, *runs[0][0][0].shape, dtype=torch.float32, device=own.device)
-        for parts in zip(*runs, strict=True):
-            mine = parts[0][0]
-            total, term = scratch[:, : len(mine)]
-            for other, (_, codes) in enumerate(parts):
+    def _add_all(self, own: Tensor) -> None:
+        """Replace `own`, this rank's contribution, by the sum of all, in rank order."""
+        chunks = [self._chunks(own, codes) for codes in self._recv_codes]
+        scratch = torch.empty(2, *chunks[0][0][0].shape, dtype=torch.float32, device=own.device)
+        for terms in zip(*chunks, strict=True):
+            own_chunk = terms[0][0]
+            total, term = scratch[:, : len(own_chunk)]
+            for other, (_, codes) in enumerate(terms):
                 into = term if other else total
                 if other == self._group.rank:
-                    into.copy_(mine)
+                    into.copy_(own_chunk)
                 else:
-                    self._code.read(codes, into)
+                    self._codec.decode(codes, into)
                 if other:
                     total.add_(term)
-            mine.copy_(total)
+            own_chunk.copy_(total)
 
-    def _runs(self, values: Tensor, codes: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Blocks of numbers with their codes, in runs that stay in cache."""
+    def _chunks(self, values: Tensor, codes: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Blocks of numbers with their codes, in chunks that stay in cache."""
         values_BK = values.view(-1, BLOCK)
-        length = max(1, len(values_BK)) if values.is_cuda else _RUN
+        length = max(1, len(values_BK)) if values.is_cuda else _CHUNK_BLOCKS
         return list(zip(values_BK.split(length), codes[: len(values_BK)].split(length), strict=True))
 
 
 class NarrowReduce:
-    """Contributions travel whole, in a narrower dtype, and every rank adds all of them up in float32.
+    """Sends full contributions in a narrower dtype; every rank adds all of them in float32.
 
-    Where `sends_narrow` says so: see [Note: narrow tensors on the wire, wide sums] in `torch_link.py`.
+    Used where `sends_narrow` is true: see [Note: narrow messages, wide sums] in `torch_transport.py`.
     """
 
     def __init__(self, numel: int, group: Group, narrow: torch.dtype, device: torch.device) -> None:
@@ -229,24 +233,24 @@ class NarrowReduce:
         self._narrow = empty(numel, narrow, device, group)
 
     @property
-    def kept(self) -> Sequence[Tensor]:
+    def state(self) -> Sequence[Tensor]:
         return []
 
-    def start(self, given: Tensor, own: tuple[int, int], *, label: str = "") -> ReduceWork:
-        background = self._group.background
-        assert background is not None, "a group of one has nothing to compress"
-        pending = background.submit(lambda: self._sum(given, label))
-        return PartialReduceWork([given[own[0] : own[1]]], pending)
+    def start(self, tensor: Tensor, own: tuple[int, int], *, label: str = "") -> ReduceWork:
+        comm_thread = self._group.comm_thread
+        assert comm_thread is not None, "a group of one has nothing to compress"
+        work = comm_thread.submit(lambda: self._sum(tensor, label))
+        return PartialReduceWork([tensor[own[0] : own[1]]], work)
 
-    def forget(self) -> None:
-        """Nothing is kept."""
+    def discard(self) -> None:
+        """Do nothing: there is no state."""
 
     def scale(self, factor: float) -> None:
-        """Nothing is kept."""
+        """Do nothing: there is no state."""
 
-    def _sum(self, given: Tensor, label: str) -> None:
-        self._narrow.copy_(given)
-        summing = start_exchange(self._narrow, self._group, label=label)
-        for _ in summing.into(given):
+    def _sum(self, tensor: Tensor, label: str) -> None:
+        self._narrow.copy_(tensor)
+        work = start_exchange(self._narrow, self._group, label=label)
+        for _ in work.into(tensor):
             pass
-        summing.release()
+        work.release()

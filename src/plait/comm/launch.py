@@ -1,21 +1,21 @@
-"""Starts a command on several local ranks, and ends them all together.
+"""Local launcher: start a command on several ranks of this host, and end them together.
 
-Note: why torch's agent is extended and not called through `launch_agent`
-    The ranks are started and reaped by torch's elastic agent, the one under `torchrun`. Alone it does three
-    things that a training run cannot have: it sends a signal to a rank's whole process group, which kills
-    the DataLoader's workers under the rank that is about to save; once signalled it forgets how the ranks
-    ended; and after a rank's death it waits 30 s, a constant, for peers stuck in a collective. Its documented
-    place for other wishes is `_monitor_workers`, called in its loop. Ours watches and ends the ranks, and
-    lets torch's look, and reap, when all have ended: until then every pid is still the rank's own.
+[Note: extension of torch's agent]
+The ranks are started and reaped by torch's elastic agent, the one under `torchrun`. By itself it does three
+things that a training run cannot have: it sends signals to a rank's whole process group, which kills the
+DataLoader's workers under a rank that is about to save; once signalled it forgets how the ranks ended; and
+after a rank's death it waits 30 s, a constant, for peers stuck in a collective. Its documented extension
+point is `_monitor_workers`, called in its loop. Ours polls and ends the ranks, and lets torch's poll and reap
+them when all have ended: until then every pid is still the rank's own.
 
-Note: why nothing listens
-    Agent and ranks meet in files in a private directory (mode 0700, removed at the end), because torch's
-    TCPStore listens on every interface, without a password, whatever address it is given. Gloo and NCCL
-    open sockets of their own: on the interface named in their environment, which we set to loopback.
+[Note: no listening sockets]
+Agent and ranks rendezvous through files in a private directory (mode 0700, removed at the end), because
+torch's TCPStore listens on every interface, without a password, whatever address it is given. Gloo and NCCL
+open sockets of their own, on the interface named in their environment, which we set to loopback.
 
-Note: why ranks begin with SIGUSR1 blocked
-    It asks for a save, and kills whoever has no handler for it: a rank, while it still imports torch. A mask
-    outlives exec as no handler does. Blocked, the signal waits for the rank that unblocks it.
+[Note: SIGUSR1 is blocked at start]
+It requests a save, and would kill a rank without a handler, e.g. one still importing torch. A signal mask
+survives exec, unlike a handler: while blocked, the signal is pending until the rank unblocks it.
 """
 
 import contextlib
@@ -45,51 +45,50 @@ from plait.errors import CommError
 _LAUNCHER_PID = "PLAIT_LAUNCHER_PID"
 
 _MONITOR_S = 0.05
-_ASK_AFTER_DEATH_S = 2.0  # from a rank's death to SIGTERM: peers mostly see it themselves, and say so
-_KILL_AFTER_DEATH_S = 5.0  # ... to SIGKILL: stuck in a collective they answer to nothing else
-_ABANDON_S = 3.0  # from SIGKILL to giving up on a rank that the kernel does not let go
-_IMPATIENT_S = 1.0  # a second Ctrl-C this long after the first means now
+_TERM_AFTER_DEATH_S = 2.0  # from a rank's death to SIGTERM: most peers detect it and report it themselves
+_KILL_AFTER_DEATH_S = 5.0  # ... to SIGKILL: ranks stuck in a collective ignore anything else
+_ABANDON_S = 3.0  # from SIGKILL to abandoning an unkillable rank
+_SECOND_CTRL_C_S = 1.0  # a second Ctrl-C this long after the first ends the ranks at once
 
-_USER_MISTAKE = 2  # the command line's exit code for a PlaitError
-_PASSED_ON = {signal.SIGTERM: signal.SIGTERM, signal.SIGINT: signal.SIGINT, signal.SIGHUP: signal.SIGTERM}
+_USER_ERROR = 2  # exit code of the command line for a PlaitError
+_FORWARDED = {signal.SIGTERM: signal.SIGTERM, signal.SIGINT: signal.SIGINT, signal.SIGHUP: signal.SIGTERM}
 
 
 def launch_local(
     num_ranks: int, argv: list[str], *, command: Sequence[str] | None = None, save_s: float = 60.0
 ) -> int:
-    """Runs `command *argv` (by default `python -m plait *argv`) on `num_ranks` ranks of this host.
+    """Run `command *argv` (by default `python -m plait *argv`) on `num_ranks` ranks of this host.
 
-    Each rank finds RANK, WORLD_SIZE, LOCAL_RANK as under `torchrun`, and in PLAIT_RENDEZVOUS_FILE the file
-    to meet in. Nothing listens but on loopback. The first rank that ends with another code than 0 takes
-    the others down: within seconds, also when they are stuck.
+    Each rank gets RANK, WORLD_SIZE, LOCAL_RANK as under `torchrun`, and in PLAIT_RENDEZVOUS_FILE the file for
+    the rendezvous. Sockets listen on loopback only. When a rank ends with another code than 0, the others are
+    ended within seconds, even if they are stuck.
 
-    SIGTERM, SIGINT (Ctrl-C) and SIGHUP (as SIGTERM) are passed on once to every rank, which then has
-    `save_s` seconds to save and end by itself; a second Ctrl-C ends it at once. SIGUSR1 is passed on each
-    time it comes, and waits for ranks that have not unblocked it yet. This needs the main thread: called in
-    another one, signals are left as they are.
+    SIGTERM, SIGINT (Ctrl-C) and SIGHUP (as SIGTERM) are forwarded once to every rank, which then has `save_s`
+    seconds to save and exit; a second Ctrl-C ends it at once. SIGUSR1 is forwarded each time, and stays
+    pending for ranks that have not unblocked it yet. Signals are handled only if called in the main thread.
 
-    Returns the exit code: 0 when all ranks ended with 0; else 2 when any ended with 2 (a user's mistake);
-    else that of the rank that failed first, 128 + n for one killed by signal n. After a SIGINT that all
-    ranks obeyed: 130. TORCH_DISTRIBUTED_DEBUG=INFO shows the log of torch's agent.
+    Returns the exit code: 0 when all ranks ended with 0; else 2 when any ended with 2 (a user error); else
+    that of the rank that failed first, 128 + n for one killed by signal n. After a SIGINT that all ranks
+    obeyed: 130. TORCH_DISTRIBUTED_DEBUG=INFO shows the log of torch's agent.
 
     Raises CommError for less than one rank, and OSError when the command cannot be started.
     """
     if num_ranks < 1:
-        raise CommError("a job needs ranks", given=f"{num_ranks} ranks", expected="1 or more")
+        raise CommError("a job needs at least one rank", given=f"{num_ranks} ranks", expected="1 or more")
     entry = [*(command or (sys.executable, "-u", "-m", "plait")), *argv]
-    with tempfile.TemporaryDirectory(prefix="plait-", ignore_cleanup_errors=True) as meeting:
-        watch = _Watch(save_s)
+    with tempfile.TemporaryDirectory(prefix="plait-", ignore_cleanup_errors=True) as rendezvous_dir:
+        monitor = _RankMonitor(save_s)
         with (
-            _environment(_environment_of_ranks(num_ranks, Path(meeting))),
-            _torch_quiet(),
-            _signals_to(watch.on_signal),
+            _patched_environment(_rank_environment(num_ranks, Path(rendezvous_dir))),
+            _silence_torch(),
+            _forward_signals(monitor.on_signal),
         ):
-            _run_agent(num_ranks, entry, Path(meeting), watch)
-    return watch.exit_code()
+            _run_agent(num_ranks, entry, Path(rendezvous_dir), monitor)
+    return monitor.exit_code()
 
 
 def end_with_parent() -> None:
-    """Makes this rank end (SIGKILL) when its launcher dies, however it dies. Call it first thing.
+    """Kill this rank (SIGKILL) when its launcher dies, however it dies. Call it first.
 
     Does nothing in a process that `launch_local` did not start.
     """
@@ -101,7 +100,7 @@ def end_with_parent() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, int(signal.SIGKILL), 0, 0, 0)
     else:
         threading.Thread(target=_watch_parent, args=(int(launcher),), daemon=True).start()
-    if os.getppid() != int(launcher):  # it died before we asked
+    if os.getppid() != int(launcher):  # it died before the call
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -111,75 +110,75 @@ def _watch_parent(launcher: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-class _Watch:
-    """How the ranks live and end. It looks at the dead without reaping them: torch does that."""
+class _RankMonitor:
+    """State of the ranks and of signals to them. Detects dead ranks without reaping them: torch does that."""
 
     def __init__(self, save_s: float) -> None:
         self._save_s = save_s  # from a signal to SIGKILL: time to write a checkpoint
         self._pids: Mapping[int, int] = {}
-        self._codes: dict[int, int] = {}  # in the order of death; negative: killed by that signal
-        self._arrived: list[tuple[float, signal.Signals]] = []  # signals to us, not yet passed on
-        self._asked: signal.Signals | None = None  # the first that was
-        self._asked_s = 0.0
-        self._due: list[tuple[float, signal.Signals]] = []  # when the ranks get which signal
+        self._codes: dict[int, int] = {}  # in order of death; negative: killed by that signal
+        self._received: list[tuple[float, signal.Signals]] = []  # signals to us, not yet forwarded
+        self._forwarded: signal.Signals | None = None  # the first forwarded signal
+        self._forwarded_s = 0.0
+        self._pending: list[tuple[float, signal.Signals]] = []  # times and signals to send
         self._abandon_s = float("inf")
 
     def on_signal(self, signum: int, _frame: FrameType | None) -> None:
-        self._arrived.append((time.monotonic(), signal.Signals(signum)))
+        self._received.append((time.monotonic(), signal.Signals(signum)))
 
-    def look(self, pids: Mapping[int, int]) -> bool:
-        """Notes who died and sends the signals that are due. True while a rank lives."""
+    def poll(self, pids: Mapping[int, int]) -> bool:
+        """Record ranks that died and send the signals that are due. Return True while a rank lives."""
         self._pids = pids
         now = time.monotonic()
-        self._note_arrived_signals()
+        self._schedule_signals()
         dead = {
             rank: code
             for rank in pids
-            if rank not in self._codes and (code := _ended(pids[rank])) is not None
+            if rank not in self._codes and (code := _poll_exit_code(pids[rank])) is not None
         }
-        # Of ranks that died between two looks, one that was killed is the likelier cause.
+        # Of ranks that died between two polls, one that was killed is the more likely cause.
         for rank, code in sorted(dead.items(), key=lambda item: (item[1] >= 0, item[0])):
-            first = not any(map(self._is_failure, self._codes.values()))
+            is_first = not any(map(self._is_failure, self._codes.values()))
             self._codes[rank] = code
             if self._is_failure(code):
-                self._send(rank, signal.SIGKILL)  # what the dead rank left running
-                if first:
-                    self._due.append((now + _ASK_AFTER_DEATH_S, signal.SIGTERM))
-                    self._due.append((now + _KILL_AFTER_DEATH_S, signal.SIGKILL))
+                self._send(rank, signal.SIGKILL)  # processes that the dead rank left running
+                if is_first:
+                    self._pending.append((now + _TERM_AFTER_DEATH_S, signal.SIGTERM))
+                    self._pending.append((now + _KILL_AFTER_DEATH_S, signal.SIGKILL))
         self._send_due(now)
         return len(self._codes) < len(pids) and now < self._abandon_s
 
     def exit_code(self) -> int:
         failures = [code for code in self._codes.values() if self._is_failure(code)]
-        if _USER_MISTAKE in failures:
-            return _USER_MISTAKE
+        if _USER_ERROR in failures:
+            return _USER_ERROR
         if failures:
             return failures[0] if failures[0] > 0 else 128 - failures[0]
         if len(self._codes) < len(self._pids):
             return 128 + signal.SIGKILL  # abandoned
-        obeyed_by_dying = any(self._codes.values())
-        if self._asked is not None and (self._asked is signal.SIGINT or obeyed_by_dying):
-            return 128 + self._asked
+        killed_by_signal = any(self._codes.values())
+        if self._forwarded is not None and (self._forwarded is signal.SIGINT or killed_by_signal):
+            return 128 + self._forwarded
         return 0
 
     def _is_failure(self, code: int) -> bool:
-        as_asked = () if self._asked is None else (-self._asked, 128 + self._asked)
-        return code != 0 and code not in as_asked
+        as_requested = () if self._forwarded is None else (-self._forwarded, 128 + self._forwarded)
+        return code != 0 and code not in as_requested
 
-    def _note_arrived_signals(self) -> None:
-        while self._arrived:
-            at_s, signum = self._arrived.pop(0)
+    def _schedule_signals(self) -> None:
+        while self._received:
+            at_s, signum = self._received.pop(0)
             if signum is signal.SIGUSR1:
-                self._due.append((at_s, signum))
-            elif self._asked is None:
-                self._asked, self._asked_s = _PASSED_ON[signum], at_s
-                self._due += [(at_s, self._asked), (at_s + self._save_s, signal.SIGKILL)]
-            elif signum is signal.SIGINT and at_s > self._asked_s + _IMPATIENT_S:
-                self._due.append((at_s, signal.SIGKILL))
+                self._pending.append((at_s, signum))
+            elif self._forwarded is None:
+                self._forwarded, self._forwarded_s = _FORWARDED[signum], at_s
+                self._pending += [(at_s, self._forwarded), (at_s + self._save_s, signal.SIGKILL)]
+            elif signum is signal.SIGINT and at_s > self._forwarded_s + _SECOND_CTRL_C_S:
+                self._pending.append((at_s, signal.SIGKILL))
 
     def _send_due(self, now: float) -> None:
-        due = [signum for at_s, signum in self._due if at_s <= now]
-        self._due = [entry for entry in self._due if entry[0] > now]
+        due = [signum for at_s, signum in self._pending if at_s <= now]
+        self._pending = [entry for entry in self._pending if entry[0] > now]
         for signum in due:
             for rank in self._pids.keys() - self._codes.keys():
                 self._send(rank, signum)
@@ -187,26 +186,26 @@ class _Watch:
             self._abandon_s = min(self._abandon_s, now + _ABANDON_S)
 
     def _send(self, rank: int, signum: signal.Signals) -> None:
-        # SIGKILL goes to the whole group that every rank leads: to what it started too.
+        # Every rank leads a process group: SIGKILL goes to its children too.
         send = os.killpg if signum is signal.SIGKILL else os.kill
         with contextlib.suppress(ProcessLookupError, PermissionError):
             send(self._pids[rank], signum)
 
 
-def _ended(pid: int) -> int | None:
-    """The exit code of a child that has ended and is not reaped yet, negative for a signal; else None."""
-    end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    if end is None:
+def _poll_exit_code(pid: int) -> int | None:
+    """Return the exit code of an unreaped child that has ended, negative for a signal; else None."""
+    status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if status is None:
         return None
-    return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+    return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
 
 
 class _Agent(LocalElasticAgent):
-    """torch's agent, which asks our watch before it looks at the ranks itself. See the note on top."""
+    """torch's agent, which polls our monitor before its own. See [Note: extension of torch's agent]."""
 
-    def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs, watch: _Watch) -> None:
+    def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs, monitor: _RankMonitor) -> None:
         super().__init__(spec, logs)
-        self._watch = watch
+        self._monitor = monitor
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
@@ -216,23 +215,23 @@ class _Agent(LocalElasticAgent):
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        if self._watch.look({worker.global_rank: worker.id for worker in worker_group.workers}):
+        if self._monitor.poll({worker.global_rank: worker.id for worker in worker_group.workers}):
             return RunResult(state=WorkerState.HEALTHY)
         result: RunResult = super()._monitor_workers(worker_group)
         return result
 
 
-def _run_agent(num_ranks: int, entry: Sequence[str], meeting: Path, watch: _Watch) -> None:
+def _run_agent(num_ranks: int, entry: Sequence[str], rendezvous_dir: Path, monitor: _RankMonitor) -> None:
     rendezvous = rendezvous_registry.get_rendezvous_handler(
         RendezvousParameters(
             backend="c10d",
-            endpoint=str(meeting / "agent"),
-            run_id=meeting.name,
+            endpoint=str(rendezvous_dir / "agent"),
+            run_id=rendezvous_dir.name,
             min_nodes=1,
             max_nodes=1,
             local_addr="127.0.0.1",
             store_type="file",
-            keep_alive_interval=3600,  # a sign of life for other hosts' agents; each makes the file grow
+            keep_alive_interval=3600,  # keep-alives are for other hosts' agents, and each makes the file grow
         )
     )
     spec = WorkerSpec(
@@ -246,47 +245,47 @@ def _run_agent(num_ranks: int, entry: Sequence[str], meeting: Path, watch: _Watc
         local_addr="127.0.0.1",
     )
     try:
-        _Agent(spec, DefaultLogsSpecs(log_dir=str(meeting / "logs")), watch).run()
+        _Agent(spec, DefaultLogsSpecs(log_dir=str(rendezvous_dir / "logs")), monitor).run()
     finally:
         rendezvous.shutdown()
 
 
-def _environment_of_ranks(num_ranks: int, meeting: Path) -> dict[str, str]:
+def _rank_environment(num_ranks: int, rendezvous_dir: Path) -> dict[str, str]:
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "lo")
-    unless_set = {
+    defaults = {
         "GLOO_SOCKET_IFNAME": loopback,
         "NCCL_SOCKET_IFNAME": loopback,
         "OMP_NUM_THREADS": str(max(1, _num_cpus() // num_ranks)),
-        # glibc gives blocks of some MB back to the kernel after each use; a training step uses the same
-        # ones again, and pays for every page. Kept, a step on CPU takes a tenth less time.
+        # glibc returns blocks of some MB to the kernel after each use; a training step needs the same
+        # ones again, and pays for every page. Keeping them makes a step on CPU a tenth faster.
         "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
         "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
     }
     return {
-        **{name: value for name, value in unless_set.items() if name not in os.environ},
-        RENDEZVOUS_FILE: str(meeting / "ranks"),
+        **{name: value for name, value in defaults.items() if name not in os.environ},
+        RENDEZVOUS_FILE: str(rendezvous_dir / "ranks"),
         _LAUNCHER_PID: str(os.getpid()),
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # else the agent opens a TCPStore beside the file
-        "TORCHELASTIC_SIGNALS_TO_HANDLE": "",  # they are ours
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # else the agent opens a TCPStore too
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "",  # handled here
     }
 
 
 def _num_cpus() -> int:
-    """The processors that this process may use."""
+    """Return the number of processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 @contextlib.contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Sets environment variables for the children started meanwhile: torch's agent passes on all of ours."""
-    before = {name: os.environ.get(name) for name in values}
+def _patched_environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables for the children started meanwhile: torch's agent passes on all of ours."""
+    previous = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in previous.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
@@ -294,32 +293,31 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _torch_quiet() -> Iterator[None]:
-    """Keeps the log of torch's agent off the terminal, unless TORCH_DISTRIBUTED_DEBUG asks: ranks speak."""
-    log = logging.getLogger("torch.distributed.elastic")
-    silence = logging.NullHandler()  # without any handler, logging prints warnings to stderr
-    propagate = log.propagate
+def _silence_torch() -> Iterator[None]:
+    """Keep the log of torch's agent off the terminal, unless TORCH_DISTRIBUTED_DEBUG is set."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    null_handler = logging.NullHandler()  # without any handler, logging prints warnings to stderr
+    propagate = logger.propagate
     if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "OFF").upper() == "OFF":
-        log.propagate = False
-        log.addHandler(silence)
+        logger.propagate = False
+        logger.addHandler(null_handler)
     try:
         yield
     finally:
-        log.propagate = propagate
-        log.removeHandler(silence)
+        logger.propagate = propagate
+        logger.removeHandler(null_handler)
 
 
 @contextlib.contextmanager
-def _signals_to(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
-    """Hands the signals that are for the ranks to `handler`, but for those that the caller's shell has turned
-    off."""
-    before = {}
+def _forward_signals(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
+    """Route the signals for the ranks to `handler`, except those that the caller's shell ignores."""
+    previous = {}
     if threading.current_thread() is threading.main_thread():
-        for signum in (*_PASSED_ON, signal.SIGUSR1):
+        for signum in (*_FORWARDED, signal.SIGUSR1):
             if signal.getsignal(signum) is not signal.SIG_IGN:
-                before[signum] = signal.signal(signum, handler)
+                previous[signum] = signal.signal(signum, handler)
     try:
         yield
     finally:
-        for signum, previous in before.items():
-            signal.signal(signum, previous)
+        for signum, old in previous.items():
+            signal.signal(signum, old)

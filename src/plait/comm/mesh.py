@@ -1,4 +1,4 @@
-"""The mesh: process groups along the grid's axes, made when first asked for."""
+"""Process groups along the grid's axes, created on first use."""
 
 from collections.abc import Sequence
 
@@ -8,10 +8,10 @@ from plait.plan import AXES, Grid
 
 
 class Mesh:
-    """This rank's place on the grid, and its groups.
+    """This rank's coordinates on the grid, and its groups.
 
-    Groups are made on first use, and only by their own members: all of them must ask for a group at
-    the same point of the program.
+    Groups are created on first use, and only by their own members: all of them must request a group at the
+    same point of the program.
     """
 
     def __init__(self, world: World, grid: Grid) -> None:
@@ -21,22 +21,22 @@ class Mesh:
         self.coord = grid.coord(world.rank)
         self._groups: dict[tuple[tuple[int, ...], str], Group] = {}
 
-    def group(self, *axes: str, lane: str = "") -> Group:
-        """The ranks that differ from this one along `axes` only.
+    def group(self, *axes: str, channel: str = "") -> Group:
+        """Return the group of the ranks that differ from this one along `axes` only.
 
-        Groups of the same ranks in different lanes have connections (NCCL: a stream) of their own: what is
-        started in one neither waits for what is under way in the other, nor has to be in one order with it.
+        Groups of the same ranks on different channels have separate connections (NCCL: streams): what is
+        started on one neither waits for work in flight on another, nor must be in one order with it.
         """
-        return self._group_of(self.grid.group(self.world.rank, *axes), lane, axes)
+        return self._cached_group(self.grid.group(self.world.rank, *axes), channel, axes)
 
-    def part(self, axis: str, coords: Sequence[int], *, lane: str = "") -> Group:
-        """Of the ranks along one axis those at these coordinates, this one among them."""
-        along = self.grid.group(self.world.rank, axis)
-        return self._group_of(tuple(along[coord] for coord in coords), lane, (axis,))
+    def subgroup(self, axis: str, coords: Sequence[int], *, channel: str = "") -> Group:
+        """Return the group of the ranks at these coordinates of one axis, which include this rank."""
+        axis_ranks = self.grid.group(self.world.rank, axis)
+        return self._cached_group(tuple(axis_ranks[coord] for coord in coords), channel, (axis,))
 
-    def _group_of(self, ranks: tuple[int, ...], lane: str, axes: Sequence[str]) -> Group:
-        key = (ranks, lane if len(ranks) > 1 else "")
+    def _cached_group(self, ranks: tuple[int, ...], channel: str, axes: Sequence[str]) -> Group:
+        key = (ranks, channel if len(ranks) > 1 else "")
         if key not in self._groups:
             used = tuple(axis for axis in AXES if axis in axes and self.grid.degree(axis) > 1)
-            self._groups[key] = self.world.group_of(*key, used)
+            self._groups[key] = self.world.new_group(*key, used)
         return self._groups[key]

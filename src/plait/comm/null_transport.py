@@ -1,7 +1,7 @@
-"""A transport with nobody at its other end: calls are counted by their ledger and move nothing.
+"""A fake transport for dry runs: calls are logged by the group and move nothing.
 
-What a rank would say can then be found out by the program that says it, on meta tensors and without any other
-rank, whatever the number of ranks.
+It shows what a rank would communicate, by running the program on meta tensors in one process, for any number
+of ranks.
 """
 
 import torch
@@ -12,45 +12,45 @@ from plait.comm.transport import (
     PartialReduceWork,
     ReduceWork,
     Work,
-    narrow_is_less_to_read,
-    narrow_is_less_to_send,
+    narrow_reads_less,
+    narrow_sends_less,
 )
 
 
 class NullTransport:
-    """Answers what is asked of a transport as the one of that name would."""
+    """A transport with the properties of the named one, and no peers."""
 
     def __init__(self, name: str, num_ranks: int) -> None:
         """`name`: host, gloo or nccl."""
         self.name = name
         self.is_direct = name != "nccl"
-        self.shares = name == "host"
+        self.shares_memory = name == "host"
         self._num_ranks = num_ranks
 
     def start(self, call: Call) -> Work:  # noqa: ARG002
-        """Nobody hears it: it is over at once."""
+        """Send nothing; complete immediately."""
         return Work()
 
     def run(self, call: Call) -> None:
-        """Nobody hears it."""
+        """Send nothing."""
 
-    def start_sum(self, given: Tensor, *, scatter: bool, label: str) -> ReduceWork:  # noqa: ARG002
-        """The sum is what was given, or as much of it as one rank's range has."""
-        return PartialReduceWork([given[: given.numel() // self._num_ranks] if scatter else given], Work())
+    def start_sum(self, tensor: Tensor, *, scatter: bool, label: str) -> ReduceWork:  # noqa: ARG002
+        """Return the input as the sum, or one rank's range of it."""
+        return PartialReduceWork([tensor[: tensor.numel() // self._num_ranks] if scatter else tensor], Work())
 
     def sends_narrow(self, narrow: torch.dtype, wide: torch.dtype) -> bool:
-        """By the rule of the transport of that name."""
-        if self.shares:
-            return narrow_is_less_to_read(self._num_ranks, narrow, wide)
-        return self.is_direct and narrow_is_less_to_send(self._num_ranks, narrow, wide)
+        """Apply the rule of the named transport."""
+        if self.shares_memory:
+            return narrow_reads_less(self._num_ranks, narrow, wide)
+        return self.is_direct and narrow_sends_less(self._num_ranks, narrow, wide)
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """On meta, as all tensors of a dry world are."""
+        """Return a tensor on meta."""
         return torch.empty(numel, dtype=dtype, device="meta")
 
     def share(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """On meta, where there is nothing to share."""
+        """Return a tensor on meta."""
         return torch.zeros(numel, dtype=dtype, device="meta")
 
-    def cut(self) -> None:
-        """There is nothing to let go of."""
+    def close(self) -> None:
+        """Do nothing."""

@@ -1,16 +1,14 @@
-"""How long a rank has been in communications, and in which one it is.
+"""Counts of communications, and the time a rank spends in them.
 
-[Note: whose time is counted]
-A step of a synchronous job takes the same time on all ranks: who is late makes the others wait. What tells
-them apart is the time outside of communications. It is the training thread's that counts: a sum that a
-thread of ours ends beside backward delays nobody until the training thread waits for it, and that wait is
-counted. A communication within another (a sum whose parts are messages) is part of it. Moving bytes counts
-as waiting: a rank with a slow network is not told from those that wait for it.
+[Note: wait time]
+A step of a synchronous job takes the same time on all ranks: a late one makes the others wait. The time
+outside of communications tells them apart. Only the training thread's time counts: a reduction that another
+thread finishes during backward delays nothing until the training thread waits for it, and that wait is
+counted. A communication nested in another (a sum made of messages) is part of the outer one. Moving bytes
+counts as waiting: a rank with a slow network looks like the ranks that wait for it.
 
-On a CUDA device the host goes on while the device waits, and the clock counts what the host spends on
-starting communications: nothing that could be compared.
-
-The ledger: what a rank has said to others, by axis, lane and verb.
+On a CUDA device the host runs ahead of the device, and the clock counts the host time spent on starting
+communications, which is not comparable between ranks.
 """
 
 import threading
@@ -21,60 +19,60 @@ from plait.plan.comm_log import CommCount, CommKey, Traffic
 
 
 class CommLog:
-    """Counts calls of the verbs. One per world; any thread may write into it."""
+    """Counts of calls and bytes, by axes, channel and collective. One per world; thread-safe."""
 
     def __init__(self) -> None:
-        self._tallies: dict[CommKey, list[int]] = {}
-        self._lock = threading.Lock()  # sums are ended by threads of their own
+        self._counts: dict[CommKey, list[int]] = {}
+        self._lock = threading.Lock()  # reductions complete on other threads
 
-    def note(self, line: CommKey, num_bytes: int) -> None:
-        """Adds one call, of a tensor of so many bytes."""
+    def record(self, key: CommKey, num_bytes: int) -> None:
+        """Add one call, on a tensor of `num_bytes`."""
         with self._lock:
-            tally = self._tallies.setdefault(line, [0, 0])
-            tally[0] += 1
-            tally[1] += num_bytes
+            count = self._counts.setdefault(key, [0, 0])
+            count[0] += 1
+            count[1] += num_bytes
 
     def read(self) -> Traffic:
-        """All so far; `plan.traffic.between` tells what came between two readings."""
+        """Return all counts so far; `plan.comm_log.between` subtracts two of them."""
         with self._lock:
-            return {line: CommCount(*tally) for line, tally in self._tallies.items()}
+            return {key: CommCount(*count) for key, count in self._counts.items()}
 
 
 class WaitClock:
-    """Counts the seconds that the thread which made it is in communications. See the note on top."""
+    """Seconds that the thread which created it spends in communications. See [Note: wait time]."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self.what: object | None = None  # under way: `str` tells what; other threads may look
+        self.current: object | None = None  # in progress; `str` names it; other threads may read it
         self._thread = threading.get_ident()
         self._since_s = 0.0
 
-    def during(self, what: object) -> "_Waiting":
-        """`with clock.during(call)`: what happens within is the communication `what`."""
-        return _Waiting(self, what)
+    def during(self, operation: object) -> "_TimedWait":
+        """Return a context manager that times its body as the communication `operation`."""
+        return _TimedWait(self, operation)
 
-    def begin(self, what: object) -> bool:
-        """Whether it counts, and has to `end`."""
-        if self.what is not None or threading.get_ident() != self._thread:
+    def begin(self, operation: object) -> bool:
+        """Start timing. Returns False, and needs no `end`, if nested or on another thread."""
+        if self.current is not None or threading.get_ident() != self._thread:
             return False
-        self.what = what
+        self.current = operation
         self._since_s = time.perf_counter()
         return True
 
     def end(self) -> None:
         self.seconds += time.perf_counter() - self._since_s
-        self.what = None
+        self.current = None
 
 
-class _Waiting:
-    __slots__ = ("_clock", "_counts", "_what")
+class _TimedWait:
+    __slots__ = ("_clock", "_counts", "_operation")
 
-    def __init__(self, clock: WaitClock, what: object) -> None:
+    def __init__(self, clock: WaitClock, operation: object) -> None:
         self._clock = clock
-        self._what = what
+        self._operation = operation
 
     def __enter__(self) -> None:
-        self._counts = self._clock.begin(self._what)
+        self._counts = self._clock.begin(self._operation)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -1,16 +1,16 @@
-"""Communications under way, as torch wants them: a Work with a future that completes by itself.
+"""Communications in progress as torch needs them: a Work with a future that completes by itself.
 
-[Note: who waits for a communication]
-A Pending ends when somebody waits for it, while torch's own C++ waits for futures: DDP's reducer would wait
-forever. So whoever comes first waits: the caller, in `wait`, or a background thread of the group, which
-takes collectives in the order in which they were started. One of both at a time has the turn.
+[Note: completion of futures]
+A plait Work completes when something waits for it, while torch's own C++ waits for futures: DDP's reducer
+would wait forever. So the first of two waits: the caller, in `wait`, or a background thread of the group,
+which completes collectives in the order in which they were started. Only the holder of the wait lock waits.
 
 Completing a future runs its callbacks, which may start another communication and wait for its future
-(PowerSGD's hook does). A thread therefore gives up the turn before it completes a future, and there is
-always one thread that is not busy with callbacks while there are communications to wait for.
+(PowerSGD's hook does). A thread therefore releases the wait lock before it completes a future, and while
+communications are in progress there is always one thread that is not running callbacks.
 
-Messages have no such order: which of two arrives first is the peers' business. They are waited for by who
-asks, and by a thread of their own only where a future or a time limit is asked for.
+Messages have no such order: which of two arrives first depends on the peers. The caller waits for them, and a
+separate thread does so only if a future or a time limit is requested.
 """
 
 import threading
@@ -26,18 +26,18 @@ from torch import Tensor
 from plait.comm.transport import Work
 from plait.errors import CommError
 
-CLOSE_S = 5.0  # what a communication under way gets to end when its group is destroyed
+CLOSE_S = 5.0  # limit for a communication in progress when its group is destroyed
 
 
 class GroupWork(dist.Work):
-    """A communication: over already, or waited for by `queue` (collectives) or by who asks (messages)."""
+    """A communication: complete, or waited for by `queue` (collectives) or by the caller (messages)."""
 
     def __init__(
         self,
         label: str,
         results: Sequence[Tensor],
         pending: Work | None = None,
-        queue: "Queue | None" = None,
+        queue: "WorkQueue | None" = None,
         source: int = -1,
     ) -> None:
         super().__init__()
@@ -47,21 +47,21 @@ class GroupWork(dist.Work):
         self._queue = queue
         self._source = source
         self._error: BaseException | None = None
-        self._over = threading.Event()
-        self._ending = threading.Lock()  # held by who waits for the pending
-        self._lock = threading.Lock()  # held for moments: the future is made and completed once
+        self._done = threading.Event()
+        self._end_lock = threading.Lock()  # held while waiting for the pending work
+        self._lock = threading.Lock()  # held briefly: the future is created and completed once
         self._future: Any = None
         self._completion: Any = None  # what completes the future
-        self._asked = False
+        self._has_thread = False
         if pending is None:
-            self._over.set()
+            self._done.set()
 
-    # --- what torch calls
+    # --- called by torch
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Blocks until over, for at most `timeout` if one is given. Raises CommError."""
+        """Block until done, for at most `timeout` if given. Raises CommError."""
         limit_s = 0.0 if timeout is None else timeout.total_seconds()
-        if not self._over.is_set():
+        if not self._done.is_set():
             if limit_s > 0:
                 self._wait_within(limit_s)
             elif self._queue is not None:
@@ -74,25 +74,25 @@ class GroupWork(dist.Work):
         return True
 
     def get_future(self) -> Any:
-        """Completes with the list of results by itself; with the error's text if there is one."""
+        """Return a future that completes by itself, with the list of results or the error's text."""
         with self._lock:
             if self._future is None:
                 self._completion = torch.futures.Future()
-                # An exception set on a future is, for C++, a value like any other. One that a callback raises
-                # is an error for C++ too.
+                # For C++, an exception set on a future is a value like any other; one raised by a callback is
+                # an error.
                 self._future = self._completion.then(self._outcome)
-        if self._over.is_set():
+        if self._done.is_set():
             self.complete()
         else:
-            self._ask()
+            self._ensure_thread()
         return self._future
 
     def is_completed(self) -> bool:
-        self._ask()
-        return self._over.is_set()
+        self._ensure_thread()
+        return self._done.is_set()
 
     def is_success(self) -> bool:
-        return self._over.is_set() and self._error is None
+        return self._done.is_set() and self._error is None
 
     def exception(self) -> BaseException | None:
         return self._error
@@ -112,24 +112,24 @@ class GroupWork(dist.Work):
 
     _source_rank = source_rank
 
-    # --- what ends it
+    # --- completion
 
     @property
-    def is_over(self) -> bool:
-        return self._over.is_set()
+    def has_ended(self) -> bool:
+        return self._done.is_set()
 
     @property
     def has_callbacks(self) -> bool:
         return self._completion is not None
 
     def end(self) -> None:
-        """Waits for the communication, unless somebody has. Errors are kept for those who ask."""
-        with self._ending:
-            if self._over.is_set():
+        """Wait for the communication, unless that has been done. Errors are kept for `wait`."""
+        with self._end_lock:
+            if self._done.is_set():
                 return
             assert self._pending is not None
             try:
-                with torch.inference_mode():  # the tensors may be of that mode, a thread never is
+                with torch.inference_mode():  # the tensors may be inference tensors; the mode is per thread
                     self._pending.wait()
             except Exception as error:
                 self._error = error
@@ -138,21 +138,21 @@ class GroupWork(dist.Work):
                 raise
             finally:
                 self._pending = None
-                self._over.set()
+                self._done.set()
 
     def drop(self) -> None:
-        """Its group is gone before anybody waited for it."""
-        with self._ending:
-            if not self._over.is_set():
+        """Fail it: its group was destroyed before anything waited for it."""
+        with self._end_lock:
+            if not self._done.is_set():
                 self._pending = None
                 self._error = CommError(
-                    f"the process group was destroyed before {self._label} was over",
-                    hint="wait for what was started with async_op=True first",
+                    f"the process group was destroyed before {self._label} completed",
+                    hint="wait for communications started with async_op=True first",
                 )
-                self._over.set()
+                self._done.set()
 
     def complete(self) -> None:
-        """Completes the future if there is one. Runs its callbacks."""
+        """Complete the future if there is one. Runs its callbacks."""
         with self._lock:
             completion, self._completion = self._completion, None
         if completion is not None:
@@ -164,19 +164,19 @@ class GroupWork(dist.Work):
         return self._results
 
     def _wait_within(self, limit_s: float) -> None:
-        self._ask()
-        if not self._over.wait(limit_s):
+        self._ensure_thread()
+        if not self._done.wait(limit_s):
             raise CommError(
-                f"{self._label} is not over in time",
+                f"{self._label} timed out",
                 given=f"a time limit of {limit_s:g} s",
-                hint="look for the rank that is late, or a longer timeout",
+                hint="look for the late rank, or raise the timeout",
             )
 
-    def _ask(self) -> None:
-        """A message is nobody's task until its future or state is asked for."""
-        if self._queue is not None or self._asked or self._over.is_set():
+    def _ensure_thread(self) -> None:
+        """Start a thread for a message when its future or state is requested."""
+        if self._queue is not None or self._has_thread or self._done.is_set():
             return
-        self._asked = True
+        self._has_thread = True
         threading.Thread(target=self._end_and_complete, name="plait-message", daemon=True).start()
 
     def _end_and_complete(self) -> None:
@@ -184,66 +184,66 @@ class GroupWork(dist.Work):
         self.complete()
 
 
-class Queue:
-    """A group's collectives under way, and the threads that end them.
+class WorkQueue:
+    """A group's collectives in progress, and the threads that complete them.
 
-    See [Note: who waits for a communication].
+    See [Note: completion of futures].
     """
 
-    def __init__(self, cut: Callable[[], None]) -> None:
-        """`cut`: what lets go of the transport once nothing is under way any more."""
-        self._cut: Callable[[], None] | None = cut
+    def __init__(self, close_transport: Callable[[], None]) -> None:
+        """`close_transport`: called once nothing is in progress any more."""
+        self._close_transport: Callable[[], None] | None = close_transport
         self._works: deque[GroupWork] = deque()
-        self._turn = threading.Lock()  # held while one is waited for
+        self._wait_lock = threading.Lock()  # held while waiting for one
         self._added = threading.Semaphore(0)
         self._lock = threading.Lock()
-        self._num_free = 0  # threads that are not at callbacks
+        self._num_free = 0  # threads that are not running callbacks
         self._closed = False
 
     def add(self, work: GroupWork) -> None:
         self._works.append(work)
-        self._have_a_thread()
+        self._ensure_thread()
         self._added.release()
 
     def advance(self, until: GroupWork) -> None:
-        """Ends communications in their order, up to this one."""
-        while not until.is_over:
+        """Complete communications in order, up to and including this one."""
+        while not until.has_ended:
             work = self._end_next(until)
             if work is not None:
                 work.complete()
 
     def close(self) -> None:
-        """Drops what is under way. One that is just being waited for keeps the transport until it ends."""
+        """Drop what is in progress. A communication being waited for keeps the transport until it ends."""
         self._closed = True
-        self._added.release()  # one thread ends, and wakes the next
-        if self._turn.acquire(timeout=CLOSE_S):
+        self._added.release()  # ends one thread, which wakes the next
+        if self._wait_lock.acquire(timeout=CLOSE_S):
             try:
-                self._let_go()
+                self._drop_all()
             finally:
-                self._turn.release()
+                self._wait_lock.release()
 
     def _end_next(self, until: GroupWork | None = None) -> GroupWork | None:
-        """The one that it has ended, to be completed without the turn."""
-        with self._turn:
-            if self._works and (until is None or not until.is_over):
+        """Return the communication that it has ended, to be completed without the wait lock."""
+        with self._wait_lock:
+            if self._works and (until is None or not until.has_ended):
                 work = self._works.popleft()
                 work.end()
             else:
                 work = None
             if self._closed:
-                self._let_go()
+                self._drop_all()
         return work
 
-    def _let_go(self) -> None:
+    def _drop_all(self) -> None:
         while self._works:
             work = self._works.popleft()
             work.drop()
             work.complete()
-        cut, self._cut = self._cut, None
-        if cut is not None:
-            cut()
+        close_transport, self._close_transport = self._close_transport, None
+        if close_transport is not None:
+            close_transport()
 
-    def _have_a_thread(self) -> None:
+    def _ensure_thread(self) -> None:
         with self._lock:
             if self._num_free == 0:
                 self._num_free = 1
@@ -262,11 +262,11 @@ class Queue:
             self._added.release()
 
     def _complete(self, work: GroupWork) -> bool:
-        """Whether the thread is still needed afterwards: not where another has taken over."""
+        """Return whether the thread is still needed afterwards: False if another has taken over."""
         with self._lock:
             self._num_free -= 1
         if self._works:
-            self._have_a_thread()
+            self._ensure_thread()
         work.complete()
         with self._lock:
             is_needed = self._num_free == 0

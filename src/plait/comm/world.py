@@ -1,4 +1,4 @@
-"""Joining the ranks that this process was started with: by torchrun, by our launcher, or alone."""
+"""The ranks of the job: started by torchrun, by our launcher, or a single process."""
 
 import atexit
 import datetime
@@ -12,22 +12,22 @@ import torch.distributed as dist
 from plait.comm.collectives import Group, all_reduce, barrier
 from plait.comm.comm_thread import CommThread
 from plait.comm.null_transport import NullTransport
-from plait.comm.shm import HostPeers, Mailbox, meet, open_group
+from plait.comm.shm import HostPeers, Mailbox, connect_host_peers, open_group
 from plait.comm.stats import CommLog, WaitClock
 from plait.comm.store import JobStore
-from plait.comm.torch_transport import TorchTransport, among
+from plait.comm.torch_transport import TorchTransport, new_torch_group
 from plait.comm.transport import Transport
 from plait.errors import CommError, unknown_key_hint
 
 TRANSPORTS = ("auto", "host", "gloo", "nccl")
 
-# Where our launcher puts the file through which its ranks meet: a FileStore listens on no port, while
-# torch's TCPStore listens on every interface even for a loopback address.
+# Path of the launcher's FileStore, which listens on no port; torch's TCPStore listens on every interface
+# even for a loopback address.
 RENDEZVOUS_FILE = "PLAIT_RENDEZVOUS_FILE"
 
 
 class World:
-    """All ranks of the job. Made by `connect`; ended by `close`."""
+    """All ranks of the job. Created by `connect`; ended by `close`."""
 
     def __init__(
         self,
@@ -40,208 +40,216 @@ class World:
         owned: bool = False,
         timeout: datetime.timedelta = datetime.timedelta(minutes=10),
         transport: str = "auto",
-        dry_host_size: int | None = None,
+        dry_run_host_size: int | None = None,
     ) -> None:
-        """Use `connect`. `dry_host_size`: of a world of nobody, see `dry`. Raises CommError."""
+        """Use `connect`. `dry_run_host_size`: see `dry_run`. Raises CommError."""
         self.rank = rank
         self.size = size
         self.local_rank = local_rank
         self.device = device
-        self.timeout = timeout  # how long a communication may wait for a rank
-        self.ledger = CommLog()
-        self.clock = WaitClock()  # of the thread that makes the world: the one that trains
-        self._dry = None if dry_host_size is None else (transport, dry_host_size)
+        self.timeout = timeout  # limit of a communication's wait for a rank
+        self.comm_log = CommLog()
+        self.clock = WaitClock()  # of the creating thread: the training thread
+        self._dry_run = None if dry_run_host_size is None else (transport, dry_run_host_size)
         self._pid = os.getpid()
         self._store = store
-        self._told = JobStore(store, rank, timeout.total_seconds())
-        self._owned = owned  # the process group is ours to destroy: the program had made none
-        self._links: list[Transport] = []
-        self._backgrounds: list[CommThread] = []
-        self._handle = dist.group.WORLD if size > 1 else None
-        self._neighbours: HostPeers | None = None
-        self._opened: Counter[tuple[tuple[int, ...], str]] = Counter()
+        self._job_store = JobStore(store, rank, timeout.total_seconds())
+        self._owned = owned  # we created the process group, and destroy it
+        self._transports: list[Transport] = []
+        self._comm_threads: list[CommThread] = []
+        self._process_group = dist.group.WORLD if size > 1 else None
+        self._host_peers: HostPeers | None = None
+        self._num_opened: Counter[tuple[tuple[int, ...], str]] = Counter()
         if size > 1 and device.type == "cpu":
-            self._meet(transport)
-        self.group = self.group_of(tuple(range(size)))
+            self._connect_host(transport)
+        self.group = self.new_group(tuple(range(size)))
 
     @classmethod
     def alone(cls, device: torch.device) -> "World":
-        """One rank that communicates with nobody, whatever else this process takes part in."""
+        """Return a world of one rank, independent of any other this process belongs to."""
         return cls(0, 1, 0, device)
 
     @classmethod
-    def dry(cls, rank: int, size: int, transport: str, host_size: int | None = None) -> "World":
-        """A rank of a job that there is not, on meta: its ledger counts what it would say, and nothing else
-        comes of it. `transport`: host, gloo or nccl. `host_size`: how many ranks there are to a host; None:
-        one host has them all."""
-        meta, each = torch.device("meta"), size if host_size is None else host_size
-        return cls(rank, size, rank, meta, transport=transport, dry_host_size=each)
+    def dry_run(cls, rank: int, size: int, transport: str, host_size: int | None = None) -> "World":
+        """Return one rank of a simulated job, on meta: `comm_log` counts what it would communicate, and
+        nothing is sent. `transport`: host, gloo or nccl. `host_size`: ranks per host; None: all on one host.
+        """
+        meta, ranks_per_host = torch.device("meta"), size if host_size is None else host_size
+        return cls(rank, size, rank, meta, transport=transport, dry_run_host_size=ranks_per_host)
 
     @property
     def transport(self) -> str:
-        """What carries the group of all ranks: host, gloo or nccl; "none" for a lone rank."""
-        return self.group.link.name if self.group.link is not None else "none"
+        """The transport of the group of all ranks: host, gloo or nccl; "none" for a single rank."""
+        return self.group.transport_or_none.name if self.group.transport_or_none is not None else "none"
 
     def barrier(self) -> None:
-        """Returns when every rank has come here."""
+        """Block until every rank has reached the barrier."""
         barrier(self.group)
 
     def any_flag(self, flag: bool) -> bool:
-        """True on all ranks when it is true on one. Every rank must call it."""
+        """Return True on all ranks if `flag` is true on one. Collective."""
         return self.any_flags(flag)[0]
 
     def any_flags(self, *flags: bool) -> tuple[bool, ...]:
-        """`any_flag` of each, in one exchange. Every rank must call it, with as many."""
+        """Return `any_flag` of each, in one all-reduce. Collective, with the same number of flags."""
         votes = torch.tensor([float(flag) for flag in flags], device=self.device)
         all_reduce(votes, self.group, "max")
         return tuple(vote > 0 for vote in votes.tolist())
 
-    def tell(self, key: str, text: str) -> None:
-        """Lets every rank know, also those that do not ask yet. As the four below, raises CommError when the
-        job's store does not answer."""
-        self._told.tell(key, text)
+    def set_value(self, key: str, text: str) -> None:
+        """Set a key of the job's store for all ranks. Like the four methods below, raises CommError when the
+        store does not reply."""
+        self._job_store.set(key, text)
 
-    def heard(self, key: str) -> str | None:
-        """What a rank has told under the key, if one has."""
-        return self._told.heard(key)
+    def get_value(self, key: str) -> str | None:
+        """Return the value of a key, or None if no rank has set it."""
+        return self._job_store.get(key)
 
     def announce(self, key: str) -> None:
-        """Lets the ranks go on that `wait_for` the key."""
-        self._told.tell(key, "")
+        """Release the ranks that `wait_for` the key."""
+        self._job_store.set(key, "")
 
     def wait_for(self, key: str) -> str:
-        """What a rank has told under `key`, when it has. No time limit: the launcher ends us if that rank
-        dies."""
-        return self._told.wait_for(key)
+        """Block, without a time limit, until a rank sets `key`; return its value. The launcher ends us if
+        that rank dies."""
+        return self._job_store.wait_for(key)
 
     def claim(self, key: str) -> bool:
-        """True for exactly one of the ranks that ask: the first."""
-        return self._told.claim(key)
+        """Return True on exactly one of the calling ranks: the first."""
+        return self._job_store.claim(key)
 
     def is_alive(self) -> bool:
-        """Whether the process group that it was made for is still the process's."""
+        """Return whether the process group that it was created for is still the default one."""
         if self.size == 1:
             return not dist.is_initialized() or dist.get_world_size() == 1
-        return dist.is_initialized() and self._handle is dist.group.WORLD
+        return dist.is_initialized() and self._process_group is dist.group.WORLD
 
-    def group_of(self, ranks: tuple[int, ...], lane: str = "", axes: tuple[str, ...] = ()) -> Group:
-        """A group of these ranks, this one among them. All of them must ask for it at the same point of the
-        program; see `Mesh.group` for lanes. `axes`: what the ledger calls it."""
+    def new_group(self, ranks: tuple[int, ...], channel: str = "", axes: tuple[str, ...] = ()) -> Group:
+        """Create a group of these ranks, which include this one. All of them must call it at the same point
+        of the program; see `Mesh.group` for channels. `axes`: its name in `comm_log`."""
         if self.rank not in ranks:
             raise CommError(
-                "a rank asks for a group that it is not in",
+                "a rank cannot create a group without itself",
                 given=f"rank {self.rank}, ranks {list(ranks)}",
-                hint="only the ranks of a group ask for it",
+                hint="call new_group on the ranks of the group only",
             )
-        link = self._link(ranks, lane) if len(ranks) > 1 else None
-        if link is None:
+        transport = self._make_transport(ranks, channel) if len(ranks) > 1 else None
+        if transport is None:
             return Group(ranks, ranks.index(self.rank), None)
-        background = CommThread(self.device, self.clock)
-        self._links.append(link)
-        self._backgrounds.append(background)
-        return Group(ranks, ranks.index(self.rank), link, background, axes, lane, self.ledger, self.clock)
+        comm_thread = CommThread(self.device, self.clock)
+        self._transports.append(transport)
+        self._comm_threads.append(comm_thread)
+        return Group(
+            ranks, ranks.index(self.rank), transport, comm_thread, axes, channel, self.comm_log, self.clock
+        )
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A flat tensor where transports read and write it in place; what is in it is undefined."""
-        if self._neighbours is not None:
-            return self._neighbours.arena.empty(numel, dtype)
+        """Return an uninitialized flat tensor that transports access in place."""
+        if self._host_peers is not None:
+            return self._host_peers.arena.empty(numel, dtype)
         return torch.empty(numel, dtype=dtype, device=self.device)
 
-    def _meet(self, transport: str) -> None:
-        base = TorchTransport(self._handle, tuple(range(self.size)), self.rank)
+    def _connect_host(self, transport: str) -> None:
+        base = TorchTransport(self._process_group, tuple(range(self.size)), self.rank)
         wanted = transport in ("auto", "host")
-        self._neighbours, hosts, why_not = meet(self.rank, self.size, base, wanted=wanted)
-        base.cut()
-        if why_not and transport == "host":
+        self._host_peers, hosts, reason = connect_host_peers(self.rank, self.size, base, wanted=wanted)
+        base.close()
+        if reason and transport == "host":
             raise CommError(
-                "ranks of one host cannot share memory", given=why_not, hint="transport=auto or gloo"
+                "ranks of one host cannot share memory", given=reason, hint="transport=auto or gloo"
             )
-        if why_not and hosts.index(hosts[self.rank]) == self.rank:  # once per host
-            warnings.warn(f"ranks of one host talk through Gloo, which is slower: {why_not}", stacklevel=4)
+        if reason and hosts.index(hosts[self.rank]) == self.rank:  # once per host
+            warnings.warn(
+                f"ranks of one host communicate through Gloo, which is slower: {reason}", stacklevel=4
+            )
 
-    def _link(self, ranks: tuple[int, ...], lane: str) -> Transport:
-        if self._dry is not None:
-            return self._dry_link(ranks, *self._dry)
-        if self._neighbours is not None and set(ranks) <= set(self._neighbours.ranks):
-            return self._host_link(self._neighbours, ranks, lane)
-        handle = self._handle
-        if len(ranks) < self.size or lane:
-            handle = among(ranks, self.rank, f"plait/{self._name_of(ranks, lane)}", self.timeout)
-        assert handle is not None, "a world that was left"
-        return TorchTransport(handle, ranks, ranks.index(self.rank))
+    def _make_transport(self, ranks: tuple[int, ...], channel: str) -> Transport:
+        if self._dry_run is not None:
+            return self._null_transport(ranks, *self._dry_run)
+        if self._host_peers is not None and set(ranks) <= set(self._host_peers.ranks):
+            return self._shm_transport(self._host_peers, ranks, channel)
+        process_group = self._process_group
+        if len(ranks) < self.size or channel:
+            process_group = new_torch_group(
+                ranks, self.rank, f"plait/{self._group_name(ranks, channel)}", self.timeout
+            )
+        assert process_group is not None, "the world is closed"
+        return TorchTransport(process_group, ranks, ranks.index(self.rank))
 
     @staticmethod
-    def _dry_link(ranks: tuple[int, ...], transport: str, host_size: int) -> Transport:
+    def _null_transport(ranks: tuple[int, ...], transport: str, host_size: int) -> Transport:
         is_one_host = len({rank // host_size for rank in ranks}) == 1
         return NullTransport("gloo" if transport == "host" and not is_one_host else transport, len(ranks))
 
-    def _host_link(self, neighbours: HostPeers, ranks: tuple[int, ...], lane: str) -> Transport:
+    def _shm_transport(self, peers: HostPeers, ranks: tuple[int, ...], channel: str) -> Transport:
         assert self._store is not None, "ranks without a store"
-        key = f"plait/{neighbours.key}/{self._name_of(ranks, lane)}"
-        place, board = ranks.index(self.rank), Mailbox.of(self._store)
-        return open_group(neighbours, ranks, place, board, key, self.timeout)
+        key = f"plait/{peers.key}/{self._group_name(ranks, channel)}"
+        group_rank, mailbox = ranks.index(self.rank), Mailbox.over_store(self._store)
+        return open_group(peers, ranks, group_rank, mailbox, key, self.timeout)
 
-    def _name_of(self, ranks: tuple[int, ...], lane: str) -> str:
-        """Of the next group of these ranks, the same on all of them."""
-        self._opened[ranks, lane] += 1
-        return f"{','.join(map(str, ranks))}/{lane}/{self._opened[ranks, lane]}"
+    def _group_name(self, ranks: tuple[int, ...], channel: str) -> str:
+        """Name of the next group of these ranks, the same on all of them."""
+        self._num_opened[ranks, channel] += 1
+        return f"{','.join(map(str, ranks))}/{channel}/{self._num_opened[ranks, channel]}"
 
     def close(self) -> None:
-        """Leaves the job; `connect` would join anew. Groups of this world can be used no more."""
+        """Leave the job; the next `connect` joins again. Groups of this world cannot be used any more."""
         global _world
-        if os.getpid() != self._pid:  # a fork that ends: what it has inherited is not its to end
+        if os.getpid() != self._pid:  # a fork: its inherited resources belong to the parent
             return
-        for background in self._backgrounds:
-            background.close()
-        for link in self._links:
-            link.cut()
-        if self._neighbours is not None:
-            self._neighbours.close()
-        self._neighbours = self._handle = None
+        for comm_thread in self._comm_threads:
+            comm_thread.close()
+        for transport in self._transports:
+            transport.close()
+        if self._host_peers is not None:
+            self._host_peers.close()
+        self._host_peers = self._process_group = None
         if self._owned and dist.is_initialized():
             dist.destroy_process_group()
         self._store = None
-        self._told.close()
+        self._job_store.close()
         if _world is self:
             _world = None
             atexit.unregister(self.close)
 
 
-# torch's default process group is one per process, so the world that owns it is too.
+# torch has one default process group per process, so there is one world that owns it.
 _world: World | None = None
 
 
 def connect(*, timeout_s: float = 600.0, device: str | None = None, transport: str = "auto") -> World:
-    """Joins the ranks that torchrun or our launcher announced in the environment; alone without one.
+    """Join the ranks that torchrun or our launcher announced in the environment; without one, run alone.
 
-    Takes one GPU per rank and NCCL where CUDA is available (or `device="cuda"`), else CPU and Gloo.
-    A second call returns the same world, whatever its arguments, as long as its process group lives. A
-    process group that the program has made already is used, and the GPU that it has chosen.
-    `timeout_s`: how long a communication may wait for a rank. `transport` of CPU ranks: `host`, shared memory
-    between the ranks of one host and Gloo between hosts; `gloo` everywhere; `auto` is `host` where that is
-    possible. GPUs have `nccl`, which is their `auto`. Raises CommError.
+    Uses one GPU per rank and NCCL if CUDA is available (or `device="cuda"`), else CPU and Gloo. A second call
+    returns the same world, whatever its arguments, as long as its process group lives. An existing process
+    group of the program is used, with the GPU that it has selected. `timeout_s`: limit of a communication's
+    wait for a rank. `transport` of CPU ranks: `host`, shared memory between the ranks of one host and Gloo
+    between hosts; `gloo` everywhere; `auto` is `host` where possible. GPUs use `nccl`, which is their `auto`.
+    Raises CommError.
     """
     global _world
-    device = _device_of(transport, device)
+    device = _transport_device(transport, device)
     if _world is not None and _world.is_alive():
         return _world
     rank, size, local_rank = (_env_int(name, value) for name, value in _RANK_VARIABLES)
     timeout = datetime.timedelta(seconds=timeout_s)
-    store, found = None, dist.is_initialized()
-    if found:
+    store, has_process_group = None, dist.is_initialized()
+    if has_process_group:
         rank, size = dist.get_rank(), dist.get_world_size()
-        store = dist.distributed_c10d._get_default_store()  # torch offers no public way to it
+        store = dist.distributed_c10d._get_default_store()  # no public API
         if "LOCAL_RANK" not in os.environ and torch.cuda.is_available():
             local_rank = torch.cuda.current_device()
-    chosen = _device(device, local_rank)
-    if size > 1 and not found:
+    torch_device = _select_device(device, local_rank)
+    if size > 1 and not has_process_group:
         store = _store(rank, size, timeout)
-        _join(store, rank, size, chosen, timeout)
-    owned = store is not None and not found
+        _join(store, rank, size, torch_device, timeout)
+    owned = store is not None and not has_process_group
     _world = World(
-        rank, size, local_rank, chosen, store=store, owned=owned, timeout=timeout, transport=transport
+        rank, size, local_rank, torch_device, store=store, owned=owned, timeout=timeout, transport=transport
     )
-    if chosen.type == "cpu":  # see Link. NCCL needs no such care, and waits for its peers when destroyed
+    if (
+        torch_device.type == "cpu"
+    ):  # see TorchTransport. NCCL does not need it, and waits for peers when destroyed
         atexit.register(_world.close)
     return _world
 
@@ -256,25 +264,25 @@ def _env_int(name: str, default: int) -> int:
     return int(text)
 
 
-def _device_of(transport: str, device: str | None) -> str | None:
-    """The device asked for, or the one that the transport is between."""
+def _transport_device(transport: str, device: str | None) -> str | None:
+    """Return the requested device, or the one that the transport requires."""
     if transport not in TRANSPORTS:
         raise CommError(
-            "there is no such transport", given=repr(transport), hint=unknown_key_hint(transport, TRANSPORTS)
+            "unknown transport", given=repr(transport), hint=unknown_key_hint(transport, TRANSPORTS)
         )
-    between = {"host": "cpu", "gloo": "cpu", "nccl": "cuda"}.get(transport)
-    if between is not None and device not in (None, between):
+    required = {"host": "cpu", "gloo": "cpu", "nccl": "cuda"}.get(transport)
+    if required is not None and device not in (None, required):
         raise CommError(
-            f"{transport} is not for ranks on that device",
+            f"{transport} does not support that device",
             given=f"transport={transport!r} device={device!r}",
-            expected=f"device={between!r}",
+            expected=f"device={required!r}",
             hint="transport='auto'",
         )
-    return device or between
+    return device or required
 
 
-def _device(asked: str | None, local_rank: int) -> torch.device:
-    if asked == "cpu" or (asked is None and not torch.cuda.is_available()):
+def _select_device(requested: str | None, local_rank: int) -> torch.device:
+    if requested == "cpu" or (requested is None and not torch.cuda.is_available()):
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
         raise CommError(
@@ -296,14 +304,14 @@ def _store(rank: int, size: int, timeout: datetime.timedelta) -> dist.Store:
         store, _, _ = next(iter(dist.rendezvous("env://", rank, size, timeout=timeout)))
     except (RuntimeError, ValueError) as error:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        taken = "EADDRINUSE" in str(error) or "address already in use" in str(error)
+        port_in_use = "EADDRINUSE" in str(error) or "address already in use" in str(error)
         raise CommError(
-            "the port where the ranks meet is taken" if taken else "the ranks cannot meet",
+            "the rendezvous port is in use" if port_in_use else "rendezvous of the ranks failed",
             given=f"rank {rank} of {size} at {address}: {str(error).splitlines()[0][:160]}",
-            expected="a free port" if taken else "MASTER_ADDR and MASTER_PORT of the host of rank 0",
-            hint="another --master-port" if taken else "start with torchrun",
+            expected="a free port" if port_in_use else "MASTER_ADDR and MASTER_PORT of the host of rank 0",
+            hint="another --master-port" if port_in_use else "start with torchrun",
         ) from error
-    # torchrun may start the ranks again, on the store of the ones before: what these have said is not for us.
+    # torchrun may restart the ranks on the same store: ignore the keys of the attempts before.
     return dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
@@ -320,5 +328,6 @@ def _join(store: dist.Store, rank: int, size: int, device: torch.device, timeout
         )
     except (RuntimeError, ValueError) as error:
         raise CommError(
-            "the ranks cannot form a group", given=f"rank {rank} of {size}: {str(error).splitlines()[0]}"
+            "the process group cannot be created",
+            given=f"rank {rank} of {size}: {str(error).splitlines()[0]}",
         ) from error

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from plait.comm import Group, hosts_of, receive, send
+from plait.comm import Group, ranks_by_host, receive, send
 from plait.errors import RunError
 from plait.plan.schedule import Schedule, Span, Timeline
 from plait.plan.schedule.trace import write_trace
@@ -54,7 +54,7 @@ class Trace:
 
     def timelines(self) -> Mapping[int, Timeline]:
         """By step, on the first rank of the pipeline; elsewhere nothing. Every rank calls it."""
-        hosts = hosts_of(self._pipeline, self._device)
+        hosts = ranks_by_host(self._pipeline, self._device)
         leader = {rank: ranks[0] for ranks in hosts for rank in ranks}
         found = {step: self._collected(of_step, leader) for step, of_step in self._steps.items()}
         return {step: timeline for step, timeline in found.items() if timeline is not None}

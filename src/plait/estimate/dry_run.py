@@ -52,7 +52,7 @@ class Cluster:
 
     def mesh(self, grid: Grid, rank: int) -> Mesh:
         """A rank's place, in groups of nobody."""
-        return Mesh(World.dry(rank, grid.num_ranks, self.transport, self.host_size), grid)
+        return Mesh(World.dry_run(rank, grid.num_ranks, self.transport, self.host_size), grid)
 
 
 @dataclass(frozen=True)
@@ -205,10 +205,10 @@ class _Run:
     def _listening(self, stage: int) -> Iterator[None]:
         """What is said inside is the stage's: of that, what goes along the axes that cut layers. Gradients
         have lanes of their own."""
-        ledger = self.mesh.world.ledger
-        before = ledger.read()
+        comm_log = self.mesh.world.comm_log
+        before = comm_log.read()
         yield
-        said = between(before, ledger.read())
+        said = between(before, comm_log.read())
         own = {line: tally for line, tally in said.items() if line.axes and not line.lane}
         self.said[stage].append({line: t for line, t in own.items() if {*line.axes} <= {"row", "col"}})
 

@@ -79,12 +79,12 @@ class TrafficRecorder:
 
     def step(self, batch: dict[str, Tensor]) -> StepResult:
         """`engine.step`."""
-        ledger = self._engine.world.ledger
-        before = ledger.read()
+        comm_log = self._engine.world.comm_log
+        before = comm_log.read()
         result = self._engine.step(batch)
         self._done += 1
         if self._done > 1 and not self.number and not result.skipped:
-            said = between(before, ledger.read())
+            said = between(before, comm_log.read())
             self.said = {line: tally for line, tally in said.items() if line != _MEETING}
             self.number = self._engine.num_steps
         return result

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from plait.checkpoint import Checkpoint, is_damaged, open_checkpoint, open_together, step_of, steps
-from plait.comm import World, raise_on_all, text_of
+from plait.comm import World, broadcast_text, raise_on_all
 from plait.engine.engine import Engine
 from plait.errors import CheckpointError, RunError
 from plait.fileio import sync_folder, sync_tree
@@ -48,7 +48,7 @@ def load_newest(engine: Engine, folder: Path, check: Check) -> tuple[Checkpoint 
     world = engine.world
     names = [path.name for path in reversed(steps(folder))] if world.rank == 0 else []
     damaged: list[CheckpointError] = []
-    for name in json.loads(text_of(0, json.dumps(names), world.group, world.device)):
+    for name in json.loads(broadcast_text(0, json.dumps(names), world.group, world.device)):
         try:
             found = open_together(folder / name, world)
             check(found)

@@ -177,10 +177,10 @@ def _train(job: Case, subject: ModelSpec, engine: Engine, judge: Comparator | No
     said: Traffic = {}
     for step in range(job.steps):
         batch = _batch(job, subject, step, engine.model)
-        before = engine.world.ledger.read()
+        before = engine.world.comm_log.read()
         share = {key: value.chunk(engine.data_ranks)[engine.data_rank] for key, value in batch.items()}
         result = engine.step(share)
-        said = between(before, engine.world.ledger.read())
+        said = between(before, engine.world.comm_log.read())
         done = Step(result.loss, result.grad_norm)
         gradients = {name: g.cpu() / done.clip_factor for name, g in engine.whole_gradients().items()}
         is_right = judge is None or judge.is_right(done, gradients)

@@ -1,7 +1,7 @@
-"""The host transport: verbs between the ranks of one host through memory that they share."""
+"""The host transport: collectives between the ranks of one host through shared memory."""
 
 from plait.comm.shm.arena import Arena
-from plait.comm.shm.rendezvous import HostPeers, meet
+from plait.comm.shm.rendezvous import HostPeers, connect_host_peers
 from plait.comm.shm.transport import Mailbox, ShmTransport, open_group
 
-__all__ = ["Arena", "HostPeers", "Mailbox", "ShmTransport", "meet", "open_group"]
+__all__ = ["Arena", "HostPeers", "Mailbox", "ShmTransport", "connect_host_peers", "open_group"]

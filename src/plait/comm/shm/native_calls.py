@@ -1,6 +1,6 @@
-"""Calls as C reads them, and what C says of them in words.
+"""Calls in the form that the C code reads, and the text of its call descriptions.
 
-Sums of squares by the kernel that also takes them while it adds up gradients: the same ones everywhere.
+Sums of squares use the kernel that also computes them while adding up gradients: the same bits everywhere.
 """
 
 import ctypes
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from plait.comm.shm import native_lib
-from plait.comm.shm.native_lib import NativeCall, NativeSaid
+from plait.comm.shm.native_lib import NativeCall, NativeCallInfo
 from plait.comm.transport import Call, OpType
 from plait.errors import CommError
 
@@ -25,9 +25,9 @@ DTYPES = {
     torch.uint8: 8,
     torch.bool: 8,
 }
-_BITS = {8: 4, 4: 5, 2: 6, 1: 7}  # what is only copied travels as integers of its size
+_BITS = {8: 4, 4: 5, 2: 6, 1: 7}  # data that is only copied is sent as integers of its size
 _OPS = {"sum": 0, "mean": 0, "max": 1, "min": 2}
-_VERBS = {
+_OP_TYPES = {
     OpType.ALL_REDUCE: 0,
     OpType.REDUCE_SCATTER: 1,
     OpType.ALL_GATHER: 2,
@@ -39,36 +39,36 @@ _VERBS = {
     OpType.BARRIER: 8,
 }
 _SUM = 9
-_NAMES = {number: verb.value for verb, number in _VERBS.items()} | {_SUM: "sum"}
+_OP_NAMES = {number: op_type.value for op_type, number in _OP_TYPES.items()} | {_SUM: "sum"}
 _REDUCTIONS = (OpType.ALL_REDUCE, OpType.REDUCE_SCATTER, OpType.REDUCE)
-_SPREAD = (
+_SHARD_COUNTED = (
     OpType.REDUCE_SCATTER,
     OpType.SCATTER,
     OpType.ALL_TO_ALL,
-)  # `out` is a piece, or as large as all pieces
+)  # the count is of a shard
 
 
-def described(call: Call, num_ranks: int) -> NativeCall:
-    """A call of any verb but messages. Raises CommError for tensors that it cannot be of."""
+def to_native_call(call: Call, num_ranks: int) -> NativeCall:
+    """Convert a call of any collective (messages excepted). Raises CommError for unsupported tensors."""
     label = call.label.encode()[:47]
     tensor = call.out if call.source is None else call.source
     if tensor is None:
-        return NativeCall(_VERBS[call.verb], 5, 0, 0, 0, None, None, 1.0, label)
-    for given in (call.source, call.out):
-        if given is not None:
-            check_device(call, given)
+        return NativeCall(_OP_TYPES[call.op_type], 5, 0, 0, 0, None, None, 1.0, label)
+    for each in (call.source, call.out):
+        if each is not None:
+            check_device(call, each)
     dtype, parts = tensor.dtype, 1
     count = tensor.numel()
-    if call.verb in _SPREAD:
-        count = call.taken.numel() // (num_ranks if call.verb is OpType.ALL_TO_ALL else 1)
-    if call.verb in _REDUCTIONS:
-        code = reducible(call.op, dtype)
+    if call.op_type in _SHARD_COUNTED:
+        count = call.output.numel() // (num_ranks if call.op_type is OpType.ALL_TO_ALL else 1)
+    if call.op_type in _REDUCTIONS:
+        dtype_code = reduce_dtype_code(call.op, dtype)
     else:
         parts = 2 if dtype.itemsize == 16 else 1
-        code = _BITS[dtype.itemsize // parts]
+        dtype_code = _BITS[dtype.itemsize // parts]
     return NativeCall(
-        _VERBS[call.verb],
-        code,
+        _OP_TYPES[call.op_type],
+        dtype_code,
         _OPS[call.op],
         call.root,
         count * parts,
@@ -79,49 +79,51 @@ def described(call: Call, num_ranks: int) -> NativeCall:
     )
 
 
-def described_sum(given: Tensor, label: str) -> NativeCall:
-    """A sum in two halves."""
-    code = reducible("sum", given.dtype)
-    return NativeCall(_SUM, code, 0, 0, given.numel(), given.data_ptr(), None, 1.0, label.encode()[:47])
+def to_native_sum(tensor: Tensor, label: str) -> NativeCall:
+    """Convert the input of a split-phase sum."""
+    dtype_code = reduce_dtype_code("sum", tensor.dtype)
+    return NativeCall(
+        _SUM, dtype_code, 0, 0, tensor.numel(), tensor.data_ptr(), None, 1.0, label.encode()[:47]
+    )
 
 
 def check_device(call: Call, tensor: Tensor) -> None:
     if tensor.device.type != "cpu":
         raise CommError(
-            f"{call} of a tensor that is not in this host's memory",
+            f"{call} of a tensor that is not in host memory",
             given=f"a tensor on {tensor.device}",
-            expected="on cpu: the ranks of this world compute there",
+            expected="cpu, the device of this world's ranks",
         )
 
 
-def reducible(op: str, dtype: torch.dtype) -> int:
-    """The code of a dtype that ranks can reduce."""
+def reduce_dtype_code(op: str, dtype: torch.dtype) -> int:
+    """Return the C code of a dtype that ranks can reduce."""
     if dtype not in DTYPES or (dtype is torch.bool and op == "sum"):
         raise CommError(
             "ranks cannot reduce tensors of this dtype",
             given=f"{op} of {dtype}",
-            expected="floating-point numbers or integers; of bool max (or) and min (and)",
+            expected="floating-point or integer; bool with max (or) and min (and)",
         )
     return DTYPES[dtype]
 
 
-def in_words(said: NativeSaid, ranks: tuple[int, ...]) -> str:
-    """What a rank says of a call, without the rank. Of what is only copied C knows the bytes."""
-    name = _NAMES[said.verb]
-    dtype = next(dtype for dtype, code in DTYPES.items() if code == said.dtype)
-    what = f" of {said.label.decode(errors='replace')}" if said.label else ""
-    root = f" with root {ranks[said.root]}" if name in ("broadcast", "reduce", "scatter", "gather") else ""
+def call_text(info: NativeCallInfo, ranks: tuple[int, ...]) -> str:
+    """Format a rank's description of its call. For calls that only copy, C knows the bytes alone."""
+    name = _OP_NAMES[info.op_type]
+    dtype = next(dtype for dtype, dtype_code in DTYPES.items() if dtype_code == info.dtype)
+    data = f" of {info.label.decode(errors='replace')}" if info.label else ""
+    root = f" with root {ranks[info.root]}" if name in ("broadcast", "reduce", "scatter", "gather") else ""
     if name == "barrier":
-        return name + what
+        return name + data
     if name not in ("all-reduce", "reduce-scatter", "reduce", "sum"):
-        return f"{name}{what}{root}, {said.count * dtype.itemsize} bytes"
-    op = "mean" if said.op >> 8 else ("sum", "max", "min")[said.op]
+        return f"{name}{data}{root}, {info.count * dtype.itemsize} bytes"
+    op = "mean" if info.op >> 8 else ("sum", "max", "min")[info.op]
     op = "" if name == "sum" else f" ({op})"
-    return f"{name}{op}{what}{root}, {said.count} x {str(dtype).removeprefix('torch.')}"
+    return f"{name}{op}{data}{root}, {info.count} x {str(dtype).removeprefix('torch.')}"
 
 
 def sum_of_squares(flat: Tensor) -> Tensor | None:
-    """Of a flat CPU tensor of floats, as a float64 scalar; None where there is no kernel for it."""
+    """Return the sum of squares of a flat CPU tensor of floats, in float64; None if there is no kernel."""
     clib = native_lib.load() if flat.device.type == "cpu" else None
     if clib is None or not flat.is_floating_point() or flat.dtype not in DTYPES or not flat.is_contiguous():
         return None

@@ -1,8 +1,8 @@
-"""The compiled part of the host transport: where it is found and how it is called.
+"""The compiled part of the host transport: loading and signatures.
 
-`native/` holds plain C that knows nothing of Python. Installing plait compiles it, where there is a compiler,
-into a library beside this file, which ctypes calls without holding the interpreter's lock. It is optional: a
-program that gets None talks through torch's own backends.
+`native/` holds plain C, independent of Python. Installing plait compiles it, if there is a compiler, into a
+library next to this file, which ctypes calls without the GIL. It is optional: without it, torch's own
+backends are used.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ class NativeCall(ctypes.Structure):
     """pl_call of native/group.h."""
 
     _fields_ = (
-        *((name, c_int32) for name in ("verb", "dtype", "op", "root")),
+        *((name, c_int32) for name in ("op_type", "dtype", "op", "root")),
         ("count", c_uint64),
         ("source", c_void_p),
         ("out", c_void_p),
@@ -26,11 +26,11 @@ class NativeCall(ctypes.Structure):
     )
 
 
-class NativeSaid(ctypes.Structure):
+class NativeCallInfo(ctypes.Structure):
     """pl_said of native/group.h."""
 
     _fields_ = (
-        *((name, c_int32) for name in ("verb", "dtype", "op", "root")),
+        *((name, c_int32) for name in ("op_type", "dtype", "op", "root")),
         *((name, c_uint64) for name in ("count", "source", "out")),
         ("label", c_char * 48),
     )
@@ -68,7 +68,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "pl_close": (None, [c_void_p]),
     "pl_run": (c_int, [c_void_p, POINTER(NativeCall)]),
     "pl_failure_of": (None, [c_void_p, POINTER(NativeFailure)]),
-    "pl_last_said": (None, [c_void_p, c_int, POINTER(NativeSaid)]),
+    "pl_last_said": (None, [c_void_p, c_int, POINTER(NativeCallInfo)]),
     "pl_start": (c_uint64, [c_void_p, POINTER(NativeCall)]),
     "pl_wait": (c_int, [c_void_p, c_uint64, c_uint64]),
     "pl_sum_start": (c_int, [c_void_p, POINTER(NativeCall), POINTER(c_uint32)]),
@@ -88,12 +88,12 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
 
 
 def load() -> ctypes.CDLL | None:
-    """The library with the signatures of its functions declared, or None: `why_not` has the reason."""
+    """Return the library with its function signatures declared, or None: see `unavailable_reason`."""
     return _find(Path(__file__).parent)[0]
 
 
-def why_not() -> str:
-    """Why `load` returns None, in words for a user; empty when it does not."""
+def unavailable_reason() -> str:
+    """Return why `load` returns None, as text for a user; empty if it does not."""
     return _find(Path(__file__).parent)[1]
 
 
@@ -111,6 +111,6 @@ def _find(folder: Path) -> tuple[ctypes.CDLL | None, str]:
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
-    except (OSError, AttributeError) as error:  # built for another machine, or from older sources
-        return None, f"{path} does not fit this installation, which installing again mends: {error}"
+    except (OSError, AttributeError) as error:  # built for another machine or from older sources
+        return None, f"{path} does not match this installation; reinstall plait: {error}"
     return library, ""

@@ -106,14 +106,14 @@ class Compression:
         ranks, between two steps."""
         self._last.wait()
         for each in self._sums:
-            each.compressor.forget()
+            each.compressor.discard()
 
     def _begin(self) -> None:
         """A backward's first bucket: what an earlier one has left under way is waited for."""
         self._last.wait()
         reducer = self._reducer()
         assert reducer is not None, "a hook of a reducer that is gone"
-        group = reducer.carrier.behind.group_with_background
+        group = reducer.carrier.behind.group_with_comm_thread
         if group is not self._group or reducer.buckets is not self._buckets:
             before = self._lost() if group is self._group else {}
             self._group, self._buckets = group, reducer.buckets
@@ -152,7 +152,7 @@ class Compression:
         found: dict[int, Tensor] = {}
         for bucket, each in zip(self._buckets or [], self._sums, strict=False):
             if each.keeps and isinstance(bucket, Bucket):
-                lost = each.compressor.kept[0][: sum(bucket.sizes)]
+                lost = each.compressor.state[0][: sum(bucket.sizes)]
                 found.update(zip(bucket.numbers, lost.split(bucket.sizes), strict=True))
         return found
 
@@ -172,19 +172,19 @@ class _BucketSum:
     device: torch.device
 
     def __post_init__(self) -> None:
-        self.keeps = any(tensor.numel() for tensor in self.compressor.kept)
+        self.keeps = any(tensor.numel() for tensor in self.compressor.state)
         self.is_finite = torch.ones((), dtype=torch.bool, device=self.device)  # the last sum
         self._padded: Tensor | None = None
 
     @torch.no_grad()
     def start(self, buffer: Tensor, label: str) -> "tuple[torch.futures.Future[Tensor], Work]":
         """Also returns what ends with the future."""
-        given, background = self._given(buffer), self.group.background
+        given, background = self._given(buffer), self.group.comm_thread
         assert background is not None, "a group of one has nothing to compress"
         future = _future(buffer.device)
         summing = self.compressor.start(given, (0, self.numel), label=label)
         finish = partial(self._finish, summing, given, buffer, future)
-        return future, background.submit(finish, failed=partial(_fail, future))
+        return future, background.submit(finish, on_error=partial(_fail, future))
 
     def _given(self, buffer: Tensor) -> Tensor:
         """The buffer itself, if it is as long as its compressor wants it; else a copy."""

@@ -20,10 +20,10 @@ from plait.comm.attach import (
     AttachedGroup,
     builtin_hook,
     check_attachable,
+    debug_names_enabled,
     first_bucket_bytes,
-    names_are_told,
-    shapes_of,
-    take_optimizers_over,
+    mismatched_param_index,
+    remove_optimizer_hooks,
 )
 from plait.comm.collectives import broadcast, shares_memory
 from plait.parallel.ddp.bucket import GradBucket
@@ -57,7 +57,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         try:
             super().__init__(module, *args, **kwargs)
         except RuntimeError as error:
-            index = shapes_of(error)
+            index = mismatched_param_index(error)
             if index is None:
                 raise
             raise mismatch(str(error), _name_of(module, index)) from error
@@ -89,7 +89,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             skips_unused=getattr(self, "skip_all_reduce_unused_params", False),
         )
         self._behind = AttachedGroup(self.process_group, self.device, self._transport)
-        names = param_to_name_mapping if names_are_told() else {}
+        names = param_to_name_mapping if debug_names_enabled() else {}
         self.reducer = TorchReducer(parameters, expect_sparse_gradient, names, options, self._behind)
         self.logger = Logger(self.reducer, self._behind)
         self.reducer.error_log = weakref.ref(self.logger)
@@ -142,7 +142,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     def _setup_in_backward_optimizers(self) -> None:
         """Optimizers that run in backward (`apply_optimizer_in_backward`) run behind the reduction."""
         if any(hasattr(parameter, "_in_backward_optimizers") for parameter in self._module_parameters):
-            take_optimizers_over(self._module_parameters)
+            remove_optimizer_hooks(self._module_parameters)
             self.reducer._set_optimizer_in_backward()
 
     def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> Any:

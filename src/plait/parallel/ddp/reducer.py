@@ -449,13 +449,13 @@ class TorchReducer(Reducer):
         """Which rows ranks have is found out anyway."""
 
     def _update_process_group(self, new_process_group: Any) -> None:
-        self.carrier.behind.move(new_process_group)
+        self.carrier.behind.set_process_group(new_process_group)
         for bucket in self.buckets:
             bucket.drop()  # their memory is the former one's
 
     def _run_allreduce_hook(self, seen: GradBucket) -> "torch.futures.Future[list[Tensor]]":
         """For torch's own hooks: the sum over the process group, nothing divided."""
-        return self.carrier.behind.future_sum(seen.buffer())
+        return self.carrier.behind.all_reduce_future(seen.buffer())
 
     def get_backward_stats(self) -> list[int]:
         """When each parameter's gradient came is not written down."""

@@ -130,7 +130,7 @@ class Pipeline:
         for what, source, target in sorted(self._lines()):
             if self._rank in (source, target):
                 label = f"{what} from stage rank {source} to {target}"
-                group = mesh.part("pp", sorted((source, target)), lane=label)
+                group = mesh.subgroup("pp", sorted((source, target)), channel=label)
                 if self._rank == source:
                     self._outboxes[what, target] = Outbox(group, device=self.device, label=label)
                 else:

@@ -57,7 +57,7 @@ class DataGroups:
             mesh.group("pp", "row", "col"),
             mesh.group("replicate", "shard", "row", "col"),
             mesh.group("pp"),
-            mesh.group("pp", "shard", "row", "col", lane="reductions"),
+            mesh.group("pp", "shard", "row", "col", channel="reductions"),
         )
 
 

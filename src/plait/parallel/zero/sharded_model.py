@@ -469,7 +469,7 @@ class TiedGradReduce:
         self._groups: dict[str, Group] = {}
         for name, stages in self._stages.items():
             coords = sorted({rank_of[stage] for stage in stages})
-            self._groups[name] = mesh.part("pp", coords, lane="shared")
+            self._groups[name] = mesh.subgroup("pp", coords, channel="shared")
 
     def reduce(self, stages: Mapping[int, ShardedStage]) -> None:
         """Sum the gradients; all stages' reductions over data ranks have completed."""

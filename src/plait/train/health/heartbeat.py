@@ -214,7 +214,7 @@ class Heartbeat:
 
     def _write_beat(self, age_s: float) -> None:
         """Closed each time, which is what makes other hosts see it."""
-        (step, phase, _), what = self._now, self._world.clock.what
+        (step, phase, _), what = self._now, self._world.clock.current
         within = "" if what is None else str(what)
         with contextlib.suppress(OSError):
             path = stacks_file(self._folder, self._world.rank).with_suffix(".json")

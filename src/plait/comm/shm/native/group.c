@@ -61,7 +61,7 @@ pl_group *pl_open(void *control, int size, int place, void *const *arenas, uint6
 }
 
 void pl_close(pl_group *group) {
-    if (getpid() != group->process) return; /* its threads are not here, and its failure would be the rank's */
+    if (getpid() != group->process) return; /* a fork: it has no threads, and its failure would be the rank's */
     if (atomic_load(&group->waiting)) pl_fail(group->watch.failure, PL_GONE, group->place);
     while (atomic_load(&group->waiting)) nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
     if (group->helper) pl_helper_end(group->helper);
@@ -91,19 +91,19 @@ uint64_t pl_offset_of(const pl_group *group, const void *address) {
 }
 
 void pl_describe(pl_group *group, const pl_call *call, uint32_t number) {
-    pl_said *said = pl_said_by(group, group->place, number);
-    said->verb = call->verb;
-    said->dtype = call->dtype;
-    said->op = call->op | (call->scale != 1.0) << 8; /* a mean is no sum */
-    said->root = call->root;
-    said->count = call->count;
-    said->source = call->source ? pl_offset_of(group, call->source) : PL_FOREIGN;
-    said->out = call->out ? pl_offset_of(group, call->out) : PL_FOREIGN;
-    memcpy(said->label, call->label, PL_LABEL);
+    pl_said *info = pl_said_by(group, group->place, number);
+    info->verb = call->verb;
+    info->dtype = call->dtype;
+    info->op = call->op | (call->scale != 1.0) << 8; /* marks a mean */
+    info->root = call->root;
+    info->count = call->count;
+    info->source = call->source ? pl_offset_of(group, call->source) : PL_FOREIGN;
+    info->out = call->out ? pl_offset_of(group, call->out) : PL_FOREIGN;
+    memcpy(info->label, call->label, PL_LABEL);
 }
 
 int pl_await_all(pl_group *group, size_t counter, uint32_t target, uint64_t spin_ns) {
-    for (int step = 1; step < group->size; step++) { /* the next one first: not all look at the same */
+    for (int step = 1; step < group->size; step++) { /* the next one first, so that not all read the same */
         int peer = (group->place + step) % group->size;
         pl_counter *wanted = (pl_counter *)((uint8_t *)&group->desks[peer] + counter);
         int code = pl_await(&group->watch, wanted, target, peer, spin_ns);
@@ -119,21 +119,21 @@ static int differ(pl_group *group, uint32_t number, int peer) {
 }
 
 int pl_check_same(pl_group *group, uint32_t number) {
-    const pl_said *mine = pl_said_by(group, group->place, number);
+    const pl_said *own = pl_said_by(group, group->place, number);
     for (int peer = 0; peer < group->size; peer++) {
         const pl_said *other = pl_said_by(group, peer, number);
-        if (other->verb != mine->verb || other->dtype != mine->dtype || other->op != mine->op ||
-            other->root != mine->root || other->count != mine->count)
+        if (other->verb != own->verb || other->dtype != own->dtype || other->op != own->op ||
+            other->root != own->root || other->count != own->count)
             return differ(group, number, peer);
     }
     return PL_OK;
 }
 
-/* --- sums in two halves */
+/* --- split-phase sums */
 
 static void note_start(pl_group *group, uint32_t number) {
     pthread_mutex_lock(&group->sums);
-    if (!group->open_sums++) { /* fresh for who asks about this one: calls of other kinds do not count it up */
+    if (!group->open_sums++) { /* other calls do not advance it: reset it for this sum */
         group->ended = number - 1;
         pl_post(&group->desks[group->place].summed, group->ended);
     }
@@ -159,7 +159,7 @@ int pl_sum_start(pl_group *group, const pl_call *call, uint32_t *number) {
     pl_helper_drain(group->helper);
     pthread_mutex_lock(&group->turn);
     int code = pl_failed(group->watch.failure).code;
-    if (code == PL_OK) /* descriptions that a slow peer may still read are not overwritten */
+    if (code == PL_OK) /* do not overwrite descriptions that a slow peer may still read */
         code = AWAIT_ALL(group, entered, group->calls + 1 - PL_SUMS, group->spin_ns);
     if (code == PL_OK) {
         *number = ++group->calls;
@@ -183,11 +183,11 @@ int pl_sum_into(pl_group *group, uint32_t number, void *out, int out_dtype, uint
     int code = AWAIT_ALL(group, entered, number, group->spin_ns);
     if (code == PL_OK) code = pl_check_same(group, number);
     if (code != PL_OK) return pl_leave(group, code);
-    const pl_said *mine = pl_said_by(group, group->place, number);
+    const pl_said *own = pl_said_by(group, group->place, number);
     const void *ins[group->size];
     for (int place = 0; place < group->size; place++)
-        ins[place] = group->arenas[place] + pl_said_by(group, place, number)->source + begin * pl_itemsize(mine->dtype);
-    pl_reduce(mine->dtype, out_dtype, PL_SUM, ins, group->size, &out, 1, n, scale, add, squares);
+        ins[place] = group->arenas[place] + pl_said_by(group, place, number)->source + begin * pl_itemsize(own->dtype);
+    pl_reduce(own->dtype, out_dtype, PL_SUM, ins, group->size, &out, 1, n, scale, add, squares);
     return pl_leave(group, PL_OK);
 }
 

@@ -2,31 +2,31 @@
 
 [Note: arenas]
 Every rank has an arena, a file in memory from which the tensors that plait owns are allocated; every rank of the
-host maps all of them. A tensor in its rank's arena is *owned*: peers read and write it where it lies. All others
-are *foreign*: they pass through the rank's slots in the control segment, chunk by chunk, each small enough to
+host maps all of them. A tensor in its rank's arena is *owned*: peers read and write it in place. All others are
+*foreign*: they are copied through the rank's slots in the control segment, chunk by chunk, each small enough to
 stay in a core's cache.
 
-[Note: a call, round by round]
-A rank enters a call: it publishes a description (which verb, how much, where its tensors lie) and waits for
-everybody's. So all know who is owned and who foreign, and whether they mean the same call. Then come rounds, one when no
-tensor is foreign, else one per chunk, of three parts each:
+[Note: rounds of a call]
+A rank enters a call: it publishes a description (operation, size, addresses of its tensors) and waits for the
+descriptions of all ranks. So each rank can tell which tensors are owned and which foreign, and whether all make the same
+call. Then come rounds, one when no tensor is foreign, else one per chunk, of three parts each:
 
-  fill   a rank whose source is foreign copies the chunk into its slot            posts `filled`
-  act    when all have filled: reduces its share of the chunk, in the order of the ranks, and writes the
-         result to wherever it belongs; or copies what it wants from others       posts `reduced`
-  take   when all have acted: copies results that could not be written in place   posts `taken`
+  fill   a rank whose source is foreign copies the chunk into its slot               posts `filled`
+  act    when all have filled: reduces its share of the chunk, in rank order, and writes the result to its
+         destinations; or copies its output from the other ranks                     posts `reduced`
+  take   when all have acted: copies results that could not be written in place      posts `taken`
 
-The parts of three rounds are interleaved, so that ranks seldom wait for each other. A slot is filled again when all have
-acted on what was in it, SLOTS rounds before. Round numbers go on from call to call.
-Small calls are filled before they are entered, and every rank acts for itself: one wait in all. A rank that has
-finished a call knows that all have entered it, hence finished the call before: descriptions and slots of two
-calls ago are free.
+The parts of three rounds are interleaved, so that ranks seldom wait for each other. A slot is filled again when all
+have acted on its content, SLOTS rounds before. Round numbers continue from call to call.
+Small calls are filled before they are entered, and every rank reduces for itself: one wait in all. A rank that has
+finished a call knows that all have entered it, hence finished the call before: descriptions and slots of two calls
+ago are free.
 
-[Note: sums in two halves]
-A sum is entered by `pl_sum_start`, which waits for nobody. Whoever wants results adds them up himself with
-`pl_sum_into`, straight from the peers' arenas, when they have entered too; `pl_sum_done` tells the peers that their
-memory is no longer read. Sums may end in any order; peers learn of the end when all that began before are over,
-and at most PL_CALLS - PL_SUMS may be open. Nothing may be called in the group between the start of a sum and its end but other sums. */
+[Note: split-phase sums]
+A sum is entered by `pl_sum_start`, which does not wait. Each rank adds up its results with `pl_sum_into`, directly
+from the peers' arenas, when they have entered too; `pl_sum_done` signals to the peers that their memory is no longer
+read. Sums may end in any order; peers see the end when all that began before have ended, and at most
+PL_CALLS - PL_SUMS may be open. Between the start of a sum and its end, no call but other sums may be made in the group. */
 #ifndef PLAIT_GROUP_H
 #define PLAIT_GROUP_H
 
@@ -40,7 +40,7 @@ and at most PL_CALLS - PL_SUMS may be open. Nothing may be called in the group b
 
 enum { PL_LABEL = 48, PL_CALLS = 1024, PL_SUMS = 256, PL_SLOTS = 4, PL_RANKS = 1024 };
 #define PL_CHUNK ((size_t)256 << 10) /* of a slot; L2 is 1 to 2 MiB today */
-#define PL_SMALL ((size_t)32 << 10)  /* whole tensors up to this go through slots and are reduced by everyone */
+#define PL_SMALL ((size_t)32 << 10)  /* tensors up to this size go through slots and are reduced by every rank */
 #define PL_FOREIGN UINT64_MAX
 
 typedef enum {
@@ -53,13 +53,13 @@ typedef enum {
     PL_GATHER,
     PL_ALL_TO_ALL,
     PL_BARRIER,
-    PL_HALVES, /* a sum in two halves */
+    PL_HALVES, /* a split-phase sum */
 } pl_verb;
 
-/* What a rank says of its part of a call. */
+/* A rank's description of its part of a call. */
 typedef struct {
     int32_t verb, dtype, op, root;
-    uint64_t count;       /* elements of a piece; of all-reduce, broadcast, reduce and sum: of the tensor */
+    uint64_t count;       /* elements of a shard; for all-reduce, broadcast, reduce and sum: of the tensor */
     uint64_t source, out; /* offsets in its arena, or PL_FOREIGN */
     char label[PL_LABEL];
 } pl_said;
@@ -73,20 +73,20 @@ typedef struct {
     char label[PL_LABEL];
 } pl_call;
 
-/* What one rank writes and the others read. */
+/* Written by one rank and read by the others. */
 typedef struct {
     pl_counter entered; /* calls */
     pl_counter filled;  /* rounds */
     pl_counter reduced;
     pl_counter taken;
-    pl_counter summed; /* this rank is through with all sums up to this number of a call */
-    pl_counter bell;   /* rung by everybody who has a message, or room for one, for this rank */
+    pl_counter summed; /* this rank has ended all sums up to this call number */
+    pl_counter bell;   /* incremented by peers that have a message, or buffer space, for this rank */
     pl_said said[PL_CALLS];
 } pl_desk;
 
 typedef struct {
     _Alignas(64) _Atomic uint64_t failure;
-    _Atomic uint32_t different; /* the call that ranks mean differently, once somebody has noticed */
+    _Atomic uint32_t different; /* the mismatched call, once detected */
 } pl_head;
 
 typedef struct pl_helper pl_helper;
@@ -96,18 +96,18 @@ typedef struct {
     int size, place;
     pl_head *head;
     pl_desk *desks;
-    uint8_t *slots;    /* per rank: SLOTS of what it fills, SLOTS of what it reduces */
+    uint8_t *slots;    /* per rank: SLOTS that it fills, SLOTS that it reduces into */
     uint8_t *channels; /* see messages.h */
     uint8_t **arenas;
     uint64_t arena_bytes;
     pl_watch watch;
     uint64_t spin_ns, helper_spin_ns;
-    pid_t process;        /* a fork of it has no part in the group */
-    _Atomic int waiting;  /* threads in a call that may wait */
+    pid_t process;        /* a fork of it must not use the group */
+    _Atomic int waiting;  /* threads in a call that may block */
     pthread_mutex_t turn; /* one thread at a time executes calls */
     uint32_t calls, rounds; /* entered, used */
-    pthread_mutex_t sums;   /* of what follows */
-    uint32_t last_sum, ended; /* the last one's number; all sums up to this are over here */
+    pthread_mutex_t sums;   /* protects the fields below */
+    uint32_t last_sum, ended; /* number of the last one; all sums up to this have ended here */
     uint32_t open_sums;
     uint8_t is_open[PL_CALLS]; /* by number */
     pl_helper *helper;
@@ -117,19 +117,19 @@ typedef struct {
 PL_API uint64_t pl_control_bytes(int size);
 PL_API void *pl_map(int fd, uint64_t num_bytes);
 PL_API int pl_unmap(void *address, uint64_t num_bytes);
-/* `control` is of pl_control_bytes, zero at first; `files`, per place, are locked by their ranks (NULL: nobody watches
- * who is alive) and stay the caller's, as `arenas` do. NULL: no memory. */
+/* `control` has pl_control_bytes, zeroed; `files`, by place, are locked by their ranks (NULL: no liveness checks) and
+ * belong to the caller, as `arenas` do. Returns NULL without memory. */
 PL_API pl_group *pl_open(void *control, int size, int place, void *const *arenas, uint64_t arena_bytes,
                          const int *files, uint64_t timeout_ns, uint64_t spin_ns, uint64_t helper_spin_ns);
-/* Ends the group's threads. Calls under way fail, also those that other threads wait for. Does nothing in a
- * process that was forked from the rank's. */
+/* Ends the group's threads. Calls in progress fail, also those that other threads wait for. Does nothing in a
+ * fork of the rank's process. */
 PL_API void pl_close(pl_group *group);
 PL_API int pl_lock(int fd);
 
-/* Runs a call to its end: PL_OK or the group's failure. */
+/* Runs a call to completion: PL_OK or the group's failure. */
 PL_API int pl_run(pl_group *group, const pl_call *call);
 PL_API void pl_failure_of(pl_group *group, pl_failure *out);
-/* What the rank at `place` said of the call that ranks mean differently, else of this rank's last one. */
+/* The description that the rank at `place` gave of the mismatched call, else of this rank's last one. */
 PL_API void pl_last_said(pl_group *group, int place, pl_said *out);
 
 PL_API int pl_sum_start(pl_group *group, const pl_call *call, uint32_t *number);
@@ -141,26 +141,26 @@ PL_API void pl_sum_done(pl_group *group, uint32_t number);
 PL_API int pl_sum_is_released(pl_group *group, uint32_t number);
 PL_API int pl_sum_release(pl_group *group, uint32_t number);
 
-/* --- what the parts of a group need of each other */
+/* --- internal to the group */
 
-/* Around what may wait: the group is not freed meanwhile. */
+/* Around calls that may block: the group is not freed meanwhile. */
 static inline void pl_enter(pl_group *group) { atomic_fetch_add(&group->waiting, 1); }
 static inline int pl_leave(pl_group *group, int code) {
     atomic_fetch_sub(&group->waiting, 1);
     return code;
 }
 
-/* For the helper: executes a call; the turn is the caller's. */
+/* For the helper: executes a call; the caller holds `turn`. */
 int pl_execute(pl_group *group, const pl_call *call, uint64_t spin_ns);
-/* In this rank's arena, or PL_FOREIGN. */
+/* Offset in this rank's arena, or PL_FOREIGN. */
 uint64_t pl_offset_of(const pl_group *group, const void *address);
-/* What a rank says of a call. */
+/* A rank's description of a call. */
 pl_said *pl_said_by(const pl_group *group, int place, uint32_t call);
-/* This rank says what it does in its next call. */
+/* Publishes this rank's description of its next call. */
 void pl_describe(pl_group *group, const pl_call *call, uint32_t number);
-/* Whether all ranks, who have entered it, are in the same call. */
+/* Whether all ranks have described the same call; all have entered it. */
 int pl_check_same(pl_group *group, uint32_t number);
-/* Waits until a counter of every peer, at this offset of its desk, has reached `target`. */
+/* Waits until the counter at this offset of every peer's desk has reached `target`. */
 int pl_await_all(pl_group *group, size_t counter, uint32_t target, uint64_t spin_ns);
 #define AWAIT_ALL(group, counter, target, spin_ns) pl_await_all(group, offsetof(pl_desk, counter), target, spin_ns)
 

@@ -13,7 +13,7 @@ struct pl_helper {
     int runs, ends;
     pthread_mutex_t lock;
     pthread_cond_t changed;
-    uint64_t started, finished; /* calls; a call's ticket is what `started` is after it */
+    uint64_t started, finished; /* calls; a call's ticket is `started` after it */
     int code;                   /* of the first that failed */
     uint64_t failed;            /* its ticket */
     pl_call queue[QUEUE];
@@ -59,7 +59,7 @@ static void *work(void *argument) {
     return NULL;
 }
 
-/* Signals are for the program's own threads. */
+/* The program's own threads handle signals. */
 static int begin(pl_helper *helper) {
     sigset_t all, before;
     sigfillset(&all);
@@ -74,7 +74,7 @@ uint64_t pl_start(pl_group *group, const pl_call *call) {
     pl_helper *helper = group->helper;
     pl_enter(group);
     pthread_mutex_lock(&helper->lock);
-    if (!helper->runs && begin(helper)) { /* no thread to be had: done before we return, in the same order */
+    if (!helper->runs && begin(helper)) { /* no thread available: run before returning, in the same order */
         pthread_mutex_lock(&group->turn);
         int code = pl_execute(group, call, group->spin_ns);
         pthread_mutex_unlock(&group->turn);
@@ -123,7 +123,7 @@ int pl_run(pl_group *group, const pl_call *call) {
 
 void pl_helper_end(pl_helper *helper) {
     pthread_mutex_lock(&helper->lock);
-    if (helper->finished < helper->started) /* a call under way would wait for peers, and they for us */
+    if (helper->finished < helper->started) /* a call in progress would deadlock with peers */
         pl_fail(helper->group->watch.failure, PL_GONE, helper->group->place);
     helper->ends = 1;
     pthread_cond_broadcast(&helper->changed);

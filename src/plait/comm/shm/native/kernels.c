@@ -1,6 +1,6 @@
 // Reductions go block by block: a block's inputs are reduced into a buffer that stays in the first-level cache,
-// finished there, and copied to the outputs. So the outputs may be inputs, the loops are few, and what is written
-// past the caches is written by one loop for all dtypes.
+// finished there, and copied to the outputs. So the outputs may be inputs, the loops are few, and one loop
+// for all dtypes does the non-temporal stores.
 #include "kernels.h"
 
 #include "loops.h"
@@ -13,8 +13,8 @@
 #include <emmintrin.h>
 #endif
 
-#define BLOCK_ITEMS 1024                // 512 and 2048 lose up to a fifth, 4096 a third
-#define STREAM_FROM ((size_t)1 << 20)  // bytes of an output, see [Note: writes past the caches]
+#define BLOCK_ITEMS 1024                // 512 and 2048 are up to a fifth slower, 4096 a third
+#define STREAM_FROM ((size_t)1 << 20)  // bytes of an output, see [Note: non-temporal stores]
 #define LINE 64                        // bytes of a cache line
 
 static const size_t item_sizes[PL_NUM_DTYPES] = {8, 4, 2, 2, 8, 4, 2, 1, 1};
@@ -32,17 +32,17 @@ static const struct pl_loops *loops_of(int dtype) {
 
 static int is_half(int dtype) { return dtype == PL_BF16 || dtype == PL_F16; }
 
-// [Note: writes past the caches] A plain store first reads its line from memory. A non-temporal one does not, and
-// leaves the caches to others: an output that no one reads soon is written 1.5 times as fast, of any size. But an
-// output that was still in a cache, or is read at once, is up to twice as fast with plain stores, and that is the
-// rule for small ones: so it begins about where a core's own cache ends. Lines must be written whole, so an array is
-// streamed only from the first line's boundary on; sfence orders such stores before the flag by which another rank
-// learns of them. (Measured on 2 cores that share 32 MiB, both at once: 35 against 22 GB/s for 1 to 128 MiB unread,
+// [Note: non-temporal stores] A plain store first reads its line from memory. A non-temporal one does not, and
+// leaves the caches to others: an output that is not read soon is written 1.5 times as fast, at any size. But an
+// output that was still in a cache, or is read at once, is up to twice as fast with plain stores, the usual
+// case for small ones: so the threshold is about the size of a core's own cache. Full lines must be written, so an array is
+// streamed only from the first line's boundary on; sfence orders such stores before the flag that another
+// rank waits for. (Measured on 2 cores that share 32 MiB, both at once: 35 against 22 GB/s for 1 to 128 MiB unread,
 // 9 against 10 for 512 KiB and 8.7 against 7.3 for 1 MiB read back.)
 
 static size_t bytes_to_boundary(const void *address) { return -(uintptr_t)address % LINE; }
 
-// dst lies on a line's boundary.
+// dst is aligned to a cache line.
 static void stream_lines(char *dst, const char *src, size_t num_bytes) {
     size_t i = 0;
 #if defined(__x86_64__)
@@ -77,7 +77,7 @@ void pl_copy(void *dst, const void *src, size_t num_bytes) {
     end_streams();
 }
 
-// One call of pl_reduce, as its blocks need it.
+// The arguments of a pl_reduce, shared by its blocks.
 struct reduction {
     const struct pl_loops *in, *out;
     size_t in_size, out_size;
@@ -87,13 +87,13 @@ struct reduction {
     double scale;
     double *lanes;      // of the squares, or NULL
     size_t head;        // items of a first, short block, after which outs[0] is on a line's boundary
-    uint64_t streamed;  // bit d: outs[d] is written past the caches. Outputs beyond 64 are not
+    uint64_t streamed;  // bit d: outs[d] is written with non-temporal stores. Outputs beyond 64 are not
 };
 
 static int is_read(const struct reduction *r, const void *out) {
-    int found = r->add && out == r->outs[0];
-    for (int s = 0; s < r->num_ins; s++) found |= out == r->ins[s];
-    return found;
+    int aliases = r->add && out == r->outs[0];
+    for (int s = 0; s < r->num_ins; s++) aliases |= out == r->ins[s];
+    return aliases;
 }
 
 static uint64_t choose_streams(const struct reduction *r, size_t n) {

@@ -1,4 +1,4 @@
-// Sums, maxima, minima and copies of arrays: what a host transport does with the memory that its ranks share.
+// Sums, maxima, minima and copies of arrays, for the host transport's shared memory.
 #ifndef PLAIT_KERNELS_H
 #define PLAIT_KERNELS_H
 
@@ -15,11 +15,11 @@ size_t pl_itemsize(int dtype);
 //
 // in_dtype equals out_dtype, or one is PL_F32 and the other PL_BF16 or PL_F16.
 // The reduction runs strictly in the order of `ins`: f32, bf16 and f16 in f32, f64 in f64, integers in their own
-// width, where sums wrap around. A maximum or minimum with a NaN is a NaN; of two equal values it is the later one
-// (so of two zeros).
+// width, where sums wrap around. A maximum or minimum with a NaN is a NaN; of two equal values it
+// is the later one (also for zeros of both signs).
 // scale is for floats: 1.0 leaves the values alone, any other is rounded to the type of the accumulation and
-// multiplied there. Results are rounded once, to nearest even; a NaN stays one (its payload is not specified), and
-// what is too large for f16 is infinite.
+// multiplied there. Results are rounded once, to nearest even; a NaN stays a NaN (its payload is unspecified), and
+// values too large for f16 become infinite.
 // squares, if not NULL, grows by the sum in double of the squares of the values written, as they are rounded; the
 // order of that sum depends on n alone.
 // An out may be an in, or another out; other overlaps are not allowed. Pointers are aligned to their items.

@@ -1,8 +1,8 @@
-// The inner loops, compiled for each kind of processor from the same lines.
+// The inner loops, compiled for each kind of processor from one source.
 //
-// [Note: one source for every processor] loops_target.h holds plain C that compilers vectorise; it is included
-// once per instruction set, with the compiler told what that set is. Function multi-versioning (target_clones)
-// would do the same with less, but needs ifunc, which musl and the sanitizers do not have. The bits are the same in
+// [Note: one source for all instruction sets] loops_target.h holds plain C that compilers vectorise; it is included
+// once per instruction set, with that set enabled in the compiler. Function multi-versioning (target_clones)
+// would be simpler, but needs ifunc, which musl and the sanitizers do not have. The bits are the same in
 // every version because each item's arithmetic is: no contraction to fused multiply-add (the build passes
 // -ffp-contract=off), no reordering, and half precision converted with integers rather than by instructions.
 #include "loops.h"

@@ -1,4 +1,4 @@
-// The table of inner loops: one per dtype, in as many versions as there are kinds of processors.
+// The table of inner loops: one entry per dtype, in a version per kind of processor.
 #ifndef PLAIT_LOOPS_H
 #define PLAIT_LOOPS_H
 
@@ -14,7 +14,7 @@ struct pl_loops {
     void (*pair[PL_NUM_OPS])(void *acc, const void *a, const void *b, size_t n);    // acc = a op b
     void (*fold[PL_NUM_OPS])(void *acc, const void *a, size_t n);                   // acc = acc op a
     void (*scale)(void *acc, double scale, size_t n);                               // acc = acc * scale; NULL: integers
-    void (*round)(void *out, const void *acc, size_t n);                            // NULL: the type is acc's own
+    void (*round)(void *out, const void *acc, size_t n);                            // NULL: same type as acc
     void (*squares)(double *lanes, size_t first, const void *values, size_t n);     // see squares() in loops_dtype.h
 };
 

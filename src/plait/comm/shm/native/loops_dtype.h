@@ -1,7 +1,7 @@
-// The loops of one dtype: ITEM as it lies in memory, ACC as it is accumulated, WIDEN from the one to the other and
+// The loops of one dtype: ITEM is the type in memory, ACC that of the accumulation, WIDEN converts to ACC and
 // NARROW back, where they differ. Included by loops_target.h once per dtype.
 
-// Of two equal values the later one, as x86's own instruction has it; `now != now` is a NaN that stays.
+// Of two equal values the later one, as in x86's instruction; `now != now` keeps a NaN.
 #define LARGER(now, next) ((now) > (next) || (now) != (now) ? (now) : (next))
 #define SMALLER(now, next) ((now) < (next) || (now) != (now) ? (now) : (next))
 
@@ -41,7 +41,7 @@ static void NAMED(round)(void *out_, const void *acc_, size_t n) {
 }
 #endif
 
-// Item k of the whole array adds its square to lane k % PL_LANES; these values are items first, first + 1, ...
+// Item k of the full array adds its square to lane k % PL_LANES; `values` are items first, first + 1, ...
 static void NAMED(squares)(double *sums, size_t first, const void *values_, size_t n) {
     const ITEM *values = values_;
     double lanes[PL_LANES];

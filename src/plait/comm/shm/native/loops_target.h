@@ -3,7 +3,7 @@
 #define NAMED(name) PASTE(name, ITEM_NAME, TARGET)
 #define HELPER(name) PASTE(name, of, TARGET)
 
-// A float's bits and back; both are moves that compilers remove.
+// A float's bits and back; compilers remove the copies.
 static inline uint32_t HELPER(bits)(float value) {
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);
@@ -21,12 +21,12 @@ static inline float HELPER(widen_bf16)(uint16_t half) { return HELPER(value)((ui
 static inline uint16_t HELPER(narrow_bf16)(float wide) {
     uint32_t bits = HELPER(bits)(wide);
     uint32_t rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
-    uint32_t quiet = bits | 0x400000u;  // rounding could carry a NaN's payload away and leave an infinity
+    uint32_t quiet = bits | 0x400000u;  // rounding could turn a NaN into an infinity
     return (uint16_t)(((bits & 0x7fffffffu) > 0x7f800000u ? quiet : rounded) >> 16);
 }
 
-// Half precision after F. Giesen, "Half to float done quick" and "float->half variants". The arithmetic on floats is
-// exact where it is used and meets no denormal, so a thread that flushes denormals converts alike.
+// Half precision after F. Giesen, "Half to float done quick" and "float->half variants". The float arithmetic used
+// is exact and free of denormals, so the result does not depend on the thread's denormal mode.
 static inline float HELPER(widen_f16)(uint16_t half) {
     uint32_t shifted = (uint32_t)(half & 0x7fffu) << 13;
     uint32_t exponent = shifted & 0x0f800000u;
@@ -85,7 +85,7 @@ static inline uint16_t HELPER(narrow_f16)(float wide) {
 #define IS_FLOAT 1
 #include "loops_dtype.h"
 
-// Integers are added as unsigned ones, which wrap around.
+// Integers are added as unsigned, which wraps around.
 #define ITEM_NAME i64
 #define ITEM int64_t
 #define ACC int64_t

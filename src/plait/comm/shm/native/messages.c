@@ -12,7 +12,7 @@ enum { BLOCKS = 4 };
 #define BLOCK ((uint64_t)64 << 10)
 
 typedef struct {
-    uint64_t total;  /* bytes of the whole message */
+    uint64_t total;  /* bytes of the full message */
     uint64_t source; /* offset in the sender's arena, or PL_FOREIGN: the bytes are in the block */
 } label;
 
@@ -25,8 +25,8 @@ typedef struct {
 struct pl_message {
     int sends, peer, code;
     uint8_t *at;
-    uint64_t num_bytes, moved, found; /* found: bytes that the sender speaks of */
-    uint32_t last;                    /* of an owned send: `taken` when it is over */
+    uint64_t num_bytes, moved, found; /* found: size of the sender's message */
+    uint32_t last;                    /* of an owned send: `taken` at its completion */
     int posted, over;
     uint64_t since_ns; /* when it last moved */
     pl_message *next;  /* of the same channel */
@@ -111,13 +111,13 @@ static void check_peer(pl_group *group, pl_message *m, uint64_t now) {
     if (now - m->since_ns >= group->watch.timeout_ns)
         pl_fail(group->watch.failure, PL_LATE, m->peer);
     else if (!pl_is_alive(&group->watch, m->peer)) {
-        int moved = m->sends ? move_out(group, m) : move_in(group, m); /* its last words */
+        int moved = m->sends ? move_out(group, m) : move_in(group, m); /* a last attempt after a failure */
         if (!moved && !m->over) pl_fail(group->watch.failure, PL_GONE, m->peer);
     }
 }
 
-/* Moves what can be moved, the lock being the caller's. True when something was. */
-static int move_all(pl_mail *mail, int asks) {
+/* Advances all messages that can be; the caller holds the lock. True if any advanced. */
+static int move_all(pl_mail *mail, int check) {
     int moved = 0;
     uint64_t now = pl_now_ns();
     for (int i = 0; i < 2 * mail->group->size; i++) {
@@ -127,7 +127,7 @@ static int move_all(pl_mail *mail, int asks) {
             int step = m->sends ? move_out(mail->group, m) : move_in(mail->group, m);
             if (step) m->since_ns = now;
             moved |= step;
-            if (asks && !step && !m->over) check_peer(mail->group, m, now);
+            if (check && !step && !m->over) check_peer(mail->group, m, now);
             int code = pl_failed(mail->group->watch.failure).code;
             if (!m->over && code == PL_OK) break;
             if (!m->over) m->code = code, m->over = 1;
@@ -141,19 +141,19 @@ static int move_all(pl_mail *mail, int asks) {
     return moved;
 }
 
-static void *carry(void *argument) {
+static void *run_messages(void *argument) {
     pl_mail *mail = argument;
     pl_counter *bell = &mail->group->desks[mail->group->place].bell;
-    uint64_t asked = pl_now_ns();
+    uint64_t checked_ns = pl_now_ns();
     while (!atomic_load(&mail->ends)) {
         uint32_t seen = pl_read(bell);
         uint64_t now = pl_now_ns();
-        int asks = now - asked > 20000000ull;
-        if (asks) asked = now;
+        int check = now - checked_ns > 20000000ull;
+        if (check) checked_ns = now;
         pthread_mutex_lock(&mail->lock);
-        int moved = move_all(mail, asks), open = mail->num_open;
+        int moved = move_all(mail, check), open = mail->num_open;
         pthread_mutex_unlock(&mail->lock);
-        if (moved) ring(mail->group, mail->group->place); /* for those who wait for what is over now */
+        if (moved) ring(mail->group, mail->group->place); /* wakes threads that wait for a completed message */
         if (!moved) pl_sleep(bell, seen, open ? 20000000ull : 1000000000ull);
     }
     return NULL;
@@ -174,7 +174,7 @@ static void begin(pl_mail *mail) {
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    mail->runs = !pthread_create(&mail->thread, NULL, carry, mail); /* else those who wait do it alone */
+    mail->runs = !pthread_create(&mail->thread, NULL, run_messages, mail); /* else only waiting threads advance messages */
     pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
@@ -208,15 +208,15 @@ pl_message *pl_receive(pl_group *group, int from, void *out, uint64_t num_bytes)
 int pl_message_wait(pl_group *group, pl_message *message, uint64_t most_ns, uint64_t *bytes_sent) {
     pl_mail *mail = group->mail;
     pl_counter *bell = &group->desks[group->place].bell;
-    uint64_t begin_ns = pl_now_ns(), asked = begin_ns;
+    uint64_t begin_ns = pl_now_ns(), checked_ns = begin_ns;
     pl_enter(group);
     for (;;) {
         uint32_t seen = pl_read(bell);
         uint64_t now = pl_now_ns();
-        int asks = now - asked > 20000000ull;
-        if (asks) asked = now;
+        int check = now - checked_ns > 20000000ull;
+        if (check) checked_ns = now;
         pthread_mutex_lock(&mail->lock);
-        int moved = message->over ? 0 : move_all(mail, asks), over = message->over, code = message->code;
+        int moved = message->over ? 0 : move_all(mail, check), over = message->over, code = message->code;
         int others = moved && mail->runs;
         pthread_mutex_unlock(&mail->lock);
         if (others) ring(group, group->place);
@@ -233,11 +233,11 @@ int pl_message_wait(pl_group *group, pl_message *message, uint64_t most_ns, uint
 
 void pl_message_free(pl_group *group, pl_message *message) {
     line *l = &group->mail->lines[2 * message->peer + message->sends];
-    if (getpid() != group->process) return; /* a thread that is not here may have had the lock */
+    if (getpid() != group->process) return; /* in a fork, a thread that is gone may hold the lock */
     pthread_mutex_lock(&group->mail->lock);
     for (pl_message **at = &l->first, *before = NULL; *at && !message->over; before = *at, at = &before->next) {
         if (*at != message) continue;
-        *at = message->next; /* given up: nobody moves it any more */
+        *at = message->next; /* abandoned */
         if (l->last == message) l->last = before;
         group->mail->num_open--;
         break;

@@ -1,4 +1,4 @@
-/* A call, round by round: see the note in group.h. */
+/* The rounds of a call: see [Note: rounds of a call] in group.h. */
 #include "group.h"
 #include "kernels.h"
 
@@ -8,8 +8,8 @@ typedef struct {
     uint32_t number;   /* of the call */
     uint32_t base;     /* the first round's number */
     size_t item;       /* bytes */
-    int spreads;       /* sources, or outs, are a range for every rank */
-    uint64_t step;     /* elements of a piece per round */
+    int spreads;       /* sources, or outs, have a range per rank */
+    uint64_t step;     /* elements of a shard per round */
     uint32_t rounds;
     int is_small;
     uint64_t spin_ns;
@@ -17,12 +17,12 @@ typedef struct {
 
 static int is_reduction(int verb) { return verb == PL_ALL_REDUCE || verb == PL_REDUCE; }
 
-static int gives(const run *r, int place) {
+static int has_input(const run *r, int place) {
     int verb = r->call->verb;
     return verb == PL_BROADCAST || verb == PL_SCATTER ? place == r->call->root : verb != PL_BARRIER;
 }
 
-static int gets(const run *r, int place) {
+static int has_output(const run *r, int place) {
     int verb = r->call->verb;
     if (verb == PL_REDUCE || verb == PL_GATHER) return place == r->call->root;
     return verb == PL_BROADCAST ? place != r->call->root : verb != PL_BARRIER;
@@ -37,7 +37,7 @@ static uint8_t *slot_of(const pl_group *group, int place, int kind, uint32_t rou
     return group->slots + number * PL_CHUNK;
 }
 
-/* Where `range` of what `place` gives in this round is read. */
+/* Address of `range` of the source of `place` in this round. */
 static const void *source_of(const run *r, int place, int range, uint32_t k) {
     if (is_staged(r, place) && (r->is_small || place != r->group->place))
         return slot_of(r->group, place, 0, r->base + k) + (r->spreads ? (uint64_t)range * r->step * r->item : 0);
@@ -62,7 +62,7 @@ static void share_of(const run *r, int place, uint64_t length, uint64_t *low, ui
     if (*high > length) *high = length;
 }
 
-/* What peers read: not this rank's own share, or range, unless everybody reads everything. */
+/* Copies the data that peers read: all but this rank's own share or range, unless every rank reads everything. */
 static void fill(const run *r, uint32_t k) {
     const pl_group *group = r->group;
     uint64_t length = length_of(r, k), low = 0, high = 0;
@@ -87,7 +87,7 @@ static void sum_up(const run *r, int range, uint32_t k, uint64_t low, uint64_t n
     pl_reduce(r->call->dtype, r->call->dtype, r->call->op, ins, size, outs, num_outs, n, r->call->scale, 0, NULL);
 }
 
-/* All-reduce and reduce: this rank's share of the chunk, to everybody who wants it. */
+/* All-reduce and reduce: this rank's share of the chunk, to all ranks that need it. */
 static int act_by_shares(const run *r, uint32_t k) {
     const pl_group *group = r->group;
     uint64_t at = (uint64_t)k * r->step, low, high;
@@ -96,7 +96,7 @@ static int act_by_shares(const run *r, uint32_t k) {
     share_of(r, group->place, length_of(r, k), &low, &high);
     for (int place = 0; place < group->size; place++) {
         uint64_t out = pl_said_by(group, place, r->number)->out;
-        if (!gets(r, place)) continue;
+        if (!has_output(r, place)) continue;
         if (place == group->place)
             outs[num_outs++] = (uint8_t *)r->call->out + (at + low) * r->item;
         else if (out != PL_FOREIGN)
@@ -113,7 +113,7 @@ static int act_by_shares(const run *r, uint32_t k) {
     return PL_OK;
 }
 
-/* What everybody does for himself: reduces everything that he wants. */
+/* Small calls: every rank reduces all of its own output. */
 static void act_alone(const run *r, uint32_t k) {
     uint64_t length = length_of(r, k);
     void *out = (uint8_t *)r->call->out + (uint64_t)k * r->step * r->item;
@@ -126,7 +126,7 @@ static void act_by_copies(const run *r, uint32_t k) {
     uint64_t at = (uint64_t)k * r->step, length = length_of(r, k);
     for (int step = 0; step < group->size; step++) {
         int from = (group->place + step) % group->size;
-        if (!gives(r, from)) continue;
+        if (!has_input(r, from)) continue;
         uint64_t first = (many ? (uint64_t)from * r->call->count : 0) + at;
         uint8_t *out = (uint8_t *)r->call->out + first * r->item;
         if (from == group->place && !r->spreads && out == (const uint8_t *)r->call->source + at * r->item) continue;
@@ -136,7 +136,7 @@ static void act_by_copies(const run *r, uint32_t k) {
 
 static int act(const run *r, uint32_t k) {
     if (is_reduction(r->call->verb) && !r->is_small) return act_by_shares(r, k);
-    if (!gets(r, r->group->place)) return PL_OK;
+    if (!has_output(r, r->group->place)) return PL_OK;
     if (is_reduction(r->call->verb) || r->call->verb == PL_REDUCE_SCATTER)
         act_alone(r, k);
     else
@@ -157,40 +157,40 @@ static void take(const run *r, uint32_t k) {
 
 static int do_rounds(const run *r) {
     pl_group *group = r->group;
-    pl_desk *mine = &group->desks[group->place];
+    pl_desk *desk = &group->desks[group->place];
     const pl_said *said = pl_said_by(group, group->place, r->number);
-    int fills = gives(r, group->place) && is_staged(r, group->place) && !r->is_small;
-    int takes = is_reduction(r->call->verb) && !r->is_small && gets(r, group->place) && said->out == PL_FOREIGN;
+    int fills = has_input(r, group->place) && is_staged(r, group->place) && !r->is_small;
+    int takes = is_reduction(r->call->verb) && !r->is_small && has_output(r, group->place) && said->out == PL_FOREIGN;
     int code = PL_OK;
-    for (uint32_t k = 0; k < r->rounds + 2; k++) { /* who fails posts nothing: what he owes would be believed */
+    for (uint32_t k = 0; k < r->rounds + 2; k++) { /* after a failure nothing is posted: peers would read invalid data */
         if (k < r->rounds && !r->is_small) {
             if (fills) code = AWAIT_ALL(group, reduced, r->base + k + 1 - PL_SLOTS, r->spin_ns);
             if (code != PL_OK) return code;
             if (fills) fill(r, k);
-            pl_post(&mine->filled, r->base + k + 1);
+            pl_post(&desk->filled, r->base + k + 1);
         }
         if (k >= 1 && k <= r->rounds) {
             if (!r->is_small) code = AWAIT_ALL(group, filled, r->base + k, r->spin_ns);
             if (code == PL_OK) code = act(r, k - 1);
             if (code != PL_OK) return code;
-            pl_post(&mine->reduced, r->base + k);
+            pl_post(&desk->reduced, r->base + k);
         }
         if (k >= 2) {
             if (takes) code = AWAIT_ALL(group, reduced, r->base + k - 1, r->spin_ns);
             if (code != PL_OK) return code;
             if (takes) take(r, k - 2);
-            pl_post(&mine->taken, r->base + k - 1);
+            pl_post(&desk->taken, r->base + k - 1);
         }
     }
     return PL_OK;
 }
 
-/* Whether peers read or write a tensor of this rank where it lies. */
+/* Whether peers read or write a tensor of this rank in place. */
 static int is_touched(const run *r) {
     const pl_said *said = pl_said_by(r->group, r->group->place, r->number);
     if (r->is_small) return 0;
-    return (gives(r, r->group->place) && said->source != PL_FOREIGN) ||
-           (is_reduction(r->call->verb) && gets(r, r->group->place) && said->out != PL_FOREIGN);
+    return (has_input(r, r->group->place) && said->source != PL_FOREIGN) ||
+           (is_reduction(r->call->verb) && has_output(r, r->group->place) && said->out != PL_FOREIGN);
 }
 
 static void size_up(run *r) {
@@ -207,7 +207,7 @@ static void size_up(run *r) {
 }
 
 int pl_execute(pl_group *group, const pl_call *call, uint64_t spin_ns) {
-    pl_desk *mine = &group->desks[group->place];
+    pl_desk *desk = &group->desks[group->place];
     run r = {.group = group, .call = call, .number = group->calls + 1, .base = group->rounds, .spin_ns = spin_ns};
     if (pl_failed(group->watch.failure).code != PL_OK) return pl_failed(group->watch.failure).code;
     size_up(&r);
@@ -216,17 +216,17 @@ int pl_execute(pl_group *group, const pl_call *call, uint64_t spin_ns) {
     if (r.is_small && call->verb != PL_BARRIER) {
         int code = AWAIT_ALL(group, reduced, r.base + 1 - PL_SLOTS, spin_ns);
         if (code != PL_OK) return code;
-        if (gives(&r, group->place)) fill(&r, 0);
+        if (has_input(&r, group->place)) fill(&r, 0);
     }
-    pl_post(&mine->entered, r.number);
+    pl_post(&desk->entered, r.number);
     int code = AWAIT_ALL(group, entered, r.number, spin_ns);
     if (code == PL_OK) code = pl_check_same(group, r.number);
     if (code != PL_OK || call->verb == PL_BARRIER) return code;
     if (!r.is_small) {
         int staged = 0;
         for (int place = 0; place < group->size; place++) {
-            staged |= gives(&r, place) && is_staged(&r, place);
-            staged |= is_reduction(call->verb) && gets(&r, place) &&
+            staged |= has_input(&r, place) && is_staged(&r, place);
+            staged |= is_reduction(call->verb) && has_output(&r, place) &&
                       pl_said_by(group, place, r.number)->out == PL_FOREIGN;
         }
         if (staged)
@@ -236,7 +236,7 @@ int pl_execute(pl_group *group, const pl_call *call, uint64_t spin_ns) {
     }
     code = do_rounds(&r);
     group->rounds = r.base + r.rounds;
-    if (r.is_small) atomic_store_explicit(&mine->filled.value, group->rounds, memory_order_release);
+    if (r.is_small) atomic_store_explicit(&desk->filled.value, group->rounds, memory_order_release);
     if (code == PL_OK && is_touched(&r)) code = AWAIT_ALL(group, reduced, group->rounds, spin_ns);
     return code;
 }

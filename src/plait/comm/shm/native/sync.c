@@ -10,7 +10,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#define WATCH_NS 20000000ull /* how often a sleeper asks who is alive: 20 ms */
+#define WATCH_NS 20000000ull /* interval of a sleeper's liveness checks: 20 ms */
 
 uint64_t pl_now_ns(void) {
     struct timespec now;
@@ -62,16 +62,16 @@ static int spin(pl_counter *counter, uint32_t target, uint64_t spin_ns) {
 
 int pl_await(pl_watch *watch, pl_counter *counter, uint32_t target, int peer, uint64_t spin_ns) {
     if (spin(counter, target, spin_ns)) return PL_OK;
-    uint64_t begin = pl_now_ns(), asked = begin;
+    uint64_t begin = pl_now_ns(), checked_ns = begin;
     for (;;) {
         uint32_t seen = pl_read(counter);
         if (pl_reached(seen, target)) return PL_OK;
         uint64_t now = pl_now_ns();
         int code = pl_failed(watch->failure).code;
         if (code != PL_OK) return code;
-        if (now - asked >= WATCH_NS) {
-            asked = now;
-            /* It may have come and gone since we looked. */
+        if (now - checked_ns >= WATCH_NS) {
+            checked_ns = now;
+            /* It may have posted and ended since the last check. */
             if (!pl_is_alive(watch, peer) && !pl_reached(pl_read(counter), target))
                 return pl_fail(watch->failure, PL_GONE, peer);
         }
@@ -93,13 +93,13 @@ int pl_is_locked(int fd) {
 int pl_is_alive(const pl_watch *watch, int place) { return !watch->files || pl_is_locked(watch->files[place]); }
 
 int pl_fail(_Atomic uint64_t *failure, int code, int peer) {
-    uint64_t none = 0, ours = (uint64_t)(uint32_t)code | (uint64_t)(uint32_t)peer << 32;
-    atomic_compare_exchange_strong(failure, &none, ours);
+    uint64_t none = 0, packed = (uint64_t)(uint32_t)code | (uint64_t)(uint32_t)peer << 32;
+    atomic_compare_exchange_strong(failure, &none, packed);
     return pl_failed(failure).code;
 }
 
 pl_failure pl_failed(_Atomic uint64_t *failure) {
-    uint64_t found = atomic_load_explicit(failure, memory_order_acquire);
-    pl_failure result = {(int32_t)(uint32_t)found, (int32_t)(uint32_t)(found >> 32)};
+    uint64_t packed = atomic_load_explicit(failure, memory_order_acquire);
+    pl_failure result = {(int32_t)(uint32_t)packed, (int32_t)(uint32_t)(packed >> 32)};
     return result;
 }
