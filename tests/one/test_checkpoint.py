@@ -15,7 +15,7 @@ import torch
 
 from plait import checkpoint
 from plait.checkpoint import Keep
-from plait.checkpoint.directory import saving_alone
+from plait.checkpoint.directory import save_lock
 from plait.errors import CheckpointError
 from support import checkpoints
 from support.checkpoints import FACTS, flip_a_byte, names, read_newest, some_tensors
@@ -208,7 +208,7 @@ def test_a_save_of_the_same_step_that_is_killed_between_its_renames_loses_nothin
 
 def test_two_jobs_do_not_save_into_one_folder_at_a_time(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    with saving_alone(tmp_path), pytest.raises(CheckpointError, match="another job"):
+    with save_lock(tmp_path), pytest.raises(CheckpointError, match="another job"):
         save(tmp_path, 2)
     assert names(tmp_path) == ["step-00000001"]
     save(tmp_path, 2)

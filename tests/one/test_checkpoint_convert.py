@@ -13,14 +13,20 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from plait.api import parallelize
-from plait.checkpoint import Checkpoint, HuggingFaceFiles, Reader, Saver, open_checkpoint, places
+from plait.checkpoint import Checkpoint, HuggingFaceFiles, Reader, Saver, find_checkpoints, open_checkpoint
 from plait.comm import World, connect
 from plait.errors import CheckpointError, ModelError, RunError
-from plait.models import StateNames, causal_lm_on_meta, initialise, read_config, weights_alone
+from plait.models import (
+    StateNames,
+    causal_lm_on_meta,
+    initialize_weights,
+    parameter_only_modules,
+    read_config,
+)
 from plait.parallel import StateShard
 from plait.train.config import ModelConfig
 from plait.train.export import convert
-from plait.train.model import starting_model
+from plait.train.model import initial_model
 from plait.verify import parse_source
 
 SMALL = {
@@ -128,7 +134,7 @@ def test_every_architecture_is_written_as_save_pretrained_writes_it(
     names = StateNames.of(model)
     whole = [StateShard.from_tensor(names.key_of(name), t) for name, t in names.tensors.items() if t.numel()]
     Saver(tmp_path / "saved", world).save(1, whole, {"model": {"config": config}, "plan": "dp=1"})
-    convert(open_checkpoint(places(tmp_path / "saved")[-1]), tmp_path / "ours")
+    convert(open_checkpoint(find_checkpoints(tmp_path / "saved")[-1]), tmp_path / "ours")
     model.save_pretrained(tmp_path / "theirs")
     ours, theirs = (load_file(tmp_path / folder / "model.safetensors") for folder in ("ours", "theirs"))
     assert ours.keys() == theirs.keys()
@@ -200,7 +206,9 @@ def test_an_engine_begins_with_the_weights_of_a_directory(
 
 def test_nothing_is_drawn_that_files_have() -> None:
     model, drawn = causal_lm_on_meta(MODELS["llama"]), []
-    initialise(model, 0, torch.device("cpu"), lambda name, _: drawn.append(name), skip=weights_alone(model))
+    initialize_weights(
+        model, 0, torch.device("cpu"), lambda name, _: drawn.append(name), skip=parameter_only_modules(model)
+    )
     assert drawn == []
     assert all(not buffer.is_meta for buffer in model.buffers())
 
@@ -213,7 +221,7 @@ def test_what_is_converted_on_loading_is_left_to_transformers(
     with pytest.raises(CheckpointError, match="cannot be read piece by piece") as caught:
         parallelize(causal_lm_on_meta(tmp_path / "out"), "dp=1", weights=tmp_path / "out", world=world)
     assert "converted as it is loaded" in str(caught.value.given)
-    model, weights = starting_model(ModelConfig(path=tmp_path / "out", pretrained=True))
+    model, weights = initial_model(ModelConfig(path=tmp_path / "out", pretrained=True))
     assert weights is None
     assert all(torch.equal(tensor, expected[key]) for key, tensor in model.state_dict().items())
 

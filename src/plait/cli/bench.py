@@ -9,7 +9,6 @@ import typer
 
 from plait.bench.ddp_request import (
     CAPS,
-    CARRIERS,
     MODELS,
     PRECISIONS,
     DdpRequest,
@@ -26,8 +25,8 @@ from plait.bench.request import (
     check_memory,
     check_num_ranks,
     device_for,
+    parse_collectives,
     parse_sizes,
-    parse_verbs,
 )
 from plait.cli.common import Debug, Json, Png, check_outputs, report_errors, write_json_output, write_output
 from plait.cli.multirank import check_ranks, first_rank_first, report_once
@@ -86,7 +85,7 @@ def collectives(
     outputs = {"--json": json, "--png": png}
     with first_rank_first():
         request = Request(
-            parse_verbs(collective or []), parse_sizes(sizes), transport, dtype, storage, rounds, budget
+            parse_collectives(collective or []), parse_sizes(sizes), transport, dtype, storage, rounds, budget
         )
         num_ranks, local_ranks = _num_ranks(ranks)
         check_num_ranks(num_ranks)
@@ -252,7 +251,6 @@ def _show_breakdown(breakdown: "Breakdown", *, json: Path | None, png: Path | No
 
 
 def _save(measurement: "Measurement", profile: Path | None) -> None:
-    from plait.bench.report import profile_of
 
     if measurement.num_hosts > 1:
         print("not saved: a profile describes one host")

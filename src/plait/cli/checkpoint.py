@@ -54,13 +54,13 @@ def verify(
 ) -> None:
     """Read every byte. If one differs from what was written, print where, and exit with code 2."""
     from plait.checkpoint.checkpoint import open_checkpoint
-    from plait.checkpoint.diff import places, verified
+    from plait.checkpoint.diff import find_checkpoints, verify_checkpoint
 
-    paths = places(location)
+    paths = find_checkpoints(location)
     is_complete = True
     for path in paths if every else paths[-1:]:
         try:
-            seen = verified(open_checkpoint(path))
+            seen = verify_checkpoint(open_checkpoint(path))
         except CheckpointError as error:  # and go on with the others
             show_error(error, debug=debug)
             is_complete = False
@@ -160,9 +160,9 @@ def convert(
 
 def _newest(location: Path) -> "Checkpoint":
     from plait.checkpoint.checkpoint import open_checkpoint
-    from plait.checkpoint.diff import places
+    from plait.checkpoint.diff import find_checkpoints
 
-    return open_checkpoint(places(location)[-1])
+    return open_checkpoint(find_checkpoints(location)[-1])
 
 
 def _bytes_of(text: str) -> int:

@@ -69,10 +69,10 @@ def explain(
 
     import rich
 
-    from plait.train.explain import check_rank, show, to_json
+    from plait.train.explain import check_rank, print_explanation, to_json
 
     check_rank(explanation, rank)
-    show(explanation, measured, rich.get_console(), rank=rank)
+    print_explanation(explanation, measured, rich.get_console(), rank=rank)
     if json is not None:
         write_json_output(json, to_json(explanation, measured))
 
@@ -86,9 +86,9 @@ def _explain_recipe(
 
     recipe = read_recipe(path, sets or (), plan)
 
-    from plait.train.explain import cluster_of, explain_recipe
+    from plait.train.explain import cluster_from_recipe, explain_recipe
 
-    return explain_recipe(recipe, cluster_of(recipe.run.device, recipe.run.transport, host_size))
+    return explain_recipe(recipe, cluster_from_recipe(recipe.run.device, recipe.run.transport, host_size))
 
 
 def _explain_model(
@@ -109,9 +109,9 @@ def _explain_model(
     from plait.plan import Plan
 
     parsed = Plan.parse(plan)
-    from plait.train.explain import cluster_of, explain_model
+    from plait.train.explain import cluster_from_recipe, explain_model
 
-    return explain_model(model, parsed, batch, sequence, cluster_of("auto", "auto", host_size))
+    return explain_model(model, parsed, batch, sequence, cluster_from_recipe("auto", "auto", host_size))
 
 
 def _explain_run(
@@ -125,7 +125,7 @@ def _explain_run(
             given=f"--run {path} with {' and '.join(given)}",
             hint=f"plait explain --run {path}, or a recipe without --run",
         )
-    from plait.train.explain import cluster_of_run, explain_recipe
+    from plait.train.explain import cluster_from_run, explain_recipe
     from plait.train.measurements import read_measured
     from plait.train.run import RunDir
 
@@ -133,4 +133,4 @@ def _explain_run(
     recipe = directory.read_recipe()
     measured = read_measured(directory.measured)
     recipe = recipe.model_copy(update={"plan": measured.plan})
-    return explain_recipe(recipe, cluster_of_run(measured, host_size)), measured
+    return explain_recipe(recipe, cluster_from_run(measured, host_size)), measured

@@ -84,7 +84,7 @@ def verify(
     from rich.console import Console
 
     from plait.verify.model_spec import parse_source
-    from plait.verify.report import matrix, tables
+    from plait.verify.report import print_verdict, verdict_matrix
     from plait.verify.runner import WorkerOptions
     from plait.verify.runner import verify as verify_on_ranks
     from plait.verify.worker import Case, check
@@ -100,9 +100,9 @@ def verify(
         options = WorkerOptions(on, transport, blame=plan is not None)
         verdicts = verify_on_ranks(cases, Path(folder), options)
     if plan is not None:
-        tables(verdicts[0], console)
+        print_verdict(verdicts[0], console)
     else:
-        console.print(matrix(verdicts))
+        console.print(verdict_matrix(verdicts))
     if json is not None:
         write_json_output(json, [verdict.to_values() for verdict in verdicts])
     raise typer.Exit(_exit_code(verdicts))
@@ -116,13 +116,13 @@ def verify_rank(work_dir: Path) -> None:
     end_with_parent()
     from transformers.utils import logging
 
-    from plait.verify.report import line
+    from plait.verify.report import summary_line
     from plait.verify.runner import serve
 
     logging.set_verbosity(logging.CRITICAL)
     are_several = len(json.loads((work_dir / "jobs.json").read_text(encoding="utf-8"))["jobs"]) > 1
     try:
-        serve(work_dir, (lambda verdict: print(line(verdict), flush=True)) if are_several else None)
+        serve(work_dir, (lambda verdict: print(summary_line(verdict), flush=True)) if are_several else None)
     except PlaitError:
         raise typer.Exit(LOST_RANK) from None
 

@@ -17,7 +17,7 @@ from plait.comm import broadcast
 from plait.engine.build import EngineParts
 from plait.engine.stage import StageRunner
 from plait.errors import ModelError, PlanError
-from plait.models import BlockOutputs, seeded
+from plait.models import BlockOutputs, seeded_rng
 from plait.parallel import ShardedStage
 from plait.parallel.pipeline import PackedOutput, pack, unpack
 from plait.plan.schedule import Schedule, Span, forwards_only, most_kept, one_micro
@@ -67,7 +67,7 @@ class MicrobatchRunner:
 
         def seeds(stage: int, micro: int) -> Any:
             more = (stage,) if stage else ()
-            return seeded(self._device, *seed, micro, data_rank, *more)
+            return seeded_rng(self._device, *seed, micro, data_rank, *more)
 
         return self._run(self._schedule, micros, take, seeds, records=records)
 
@@ -176,11 +176,11 @@ class MicrobatchRunner:
 
     def activation_bytes(self) -> int | None:
         """The most that is kept for backward at a time."""
-        rest_bytes = self._parts.pipeline.rest_bytes
+        deferred_bytes = self._parts.pipeline.deferred_bytes
         kept = {
             number: None
             if stage.activation_bytes is None
-            else (stage.activation_bytes, rest_bytes.get(number, 0))
+            else (stage.activation_bytes, deferred_bytes.get(number, 0))
             for number, stage in self._parts.stages.items()
         }
         return self._peak(kept)

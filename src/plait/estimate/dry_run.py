@@ -21,7 +21,7 @@ from plait.comm import Mesh, World
 from plait.engine.build import StageBuilder, TrainingSpec
 from plait.engine.stage import StageRunner
 from plait.errors import ModelError, PlaitError
-from plait.models import AsOnDevice, BlockOutputs, copy_to_meta, running_on_meta
+from plait.models import BlockOutputs, DeviceKernelsOnMeta, copy_to_meta, running_on_meta
 from plait.parallel import (
     DataGroups,
     FlatParam,
@@ -119,7 +119,7 @@ def _recompute_as_on(device: torch.device, stages: Iterable[StageRunner]) -> Non
     for stage in stages:
         for _, block in stage.part.blocks:
             if isinstance(block.forward, RecomputedForward):
-                block.forward.add_context(partial(AsOnDevice, device))
+                block.forward.add_context(partial(DeviceKernelsOnMeta, device))
 
 
 def _without_memory(plan: Plan) -> Plan:
@@ -185,7 +185,7 @@ class _Run:
                 output = stage.outputs(self.micro, received)
             parcel, tensors = pack(output, of=f"stage {number}")
             self.parcels[number] = parcel
-            roots = parcel.with_grad(tensors)
+            roots = parcel.tensors_with_grad(tensors)
             self._roots[number] = [torch.autograd.graph.get_gradient_edge(t) for t in roots]
             tensors = [tensor.detach() for tensor in tensors]
 
@@ -194,7 +194,7 @@ class _Run:
         for number in reversed(self.stages):
             zero, half = self.stages[number].zero, number in self.split
             with self._listening(number):
-                with self.halves.collecting() if half else nullcontext() as queued:
+                with self.halves.deferring() if half else nullcontext() as queued:
                     zero.backward(self._roots.pop(number), gradients, last=True, deferred=queued)
                 if queued is not None:
                     zero.backward_weight(queued, last=True)

@@ -18,7 +18,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from plait.checkpoint import Checkpoint, is_damaged, open_checkpoint, open_together, step_of, steps
+from plait.checkpoint import Checkpoint, is_damaged, open_checkpoint, open_on_all_ranks, step_of, steps
 from plait.comm import World, broadcast_text, raise_on_all
 from plait.engine.engine import Engine
 from plait.errors import CheckpointError, RunError
@@ -27,7 +27,7 @@ from plait.fileio import sync_folder, sync_tree
 Check = Callable[[Checkpoint], None]  # raises CheckpointError unless it is one of this run
 
 
-def newest_that_opens(folder: Path) -> Checkpoint | None:
+def find_newest(folder: Path) -> Checkpoint | None:
     """The newest checkpoint with a manifest and files as it says; None where there is none at all. No tensor
     is read. Raises CheckpointError when all are damaged."""
     damaged = []
@@ -50,7 +50,7 @@ def load_newest(engine: Engine, folder: Path, check: Check) -> tuple[Checkpoint 
     damaged: list[CheckpointError] = []
     for name in json.loads(broadcast_text(0, json.dumps(names), world.group, world.device)):
         try:
-            found = open_together(folder / name, world)
+            found = open_on_all_ranks(folder / name, world)
             check(found)
             with found.reader() as reader:
                 engine.load_from(reader)
@@ -66,7 +66,7 @@ def load_newest(engine: Engine, folder: Path, check: Check) -> tuple[Checkpoint 
     return None, []
 
 
-def go_back(folder: Path, to: Path, check: Check) -> None:
+def rewind(folder: Path, to: Path, check: Check) -> None:
     """Makes `to` the newest checkpoint in its run's folder. Raises CheckpointError and RunError, and has then
     changed nothing."""
     found = _whole(to, check)
@@ -83,7 +83,7 @@ def go_back(folder: Path, to: Path, check: Check) -> None:
         raise RunError("later checkpoints cannot be renamed", given=f"{folder}: {error}") from error
 
 
-def begin_with(folder: Path, start: Path, check: Check) -> None:
+def start_from(folder: Path, start: Path, check: Check) -> None:
     """Makes a folder of checkpoints with one in it, that of another run; on disk when it returns. Raises
     CheckpointError and OSError."""
     found = _whole(start, check)

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from plait.errors import ModelError, PlanError
-from plait.models.sharding.styles import StyleSpec, left_replicated
+from plait.models.sharding.styles import StyleSpec, replicate_hint
 from plait.plan.sharding import (
     ArgumentSharding,
     DimSharding,
@@ -55,7 +55,9 @@ class TPPlanBuilder:
         own = self.modules[module].named_parameters(recurse=False)
         return {key: self._names[id(parameter)] for key, parameter in own}
 
-    def cut_parameter(self, name: str, dims: Sequence[DimSharding | None], *, partial: bool = False) -> None:
+    def shard_parameter(
+        self, name: str, dims: Sequence[DimSharding | None], *, partial: bool = False
+    ) -> None:
         cut = ParamSharding(name, tuple(dims), partial)
         if self.parameters.setdefault(name, cut) != cut:
             raise ModelError(
@@ -66,7 +68,7 @@ class TPPlanBuilder:
 
     def over_row(self, size: int, of: str) -> DimSharding:
         """Of the residual stream's features, or of a width like it."""
-        return one_each("row", split_width(size, self.rows, of=f"the features of {of}"))
+        return one_range_each("row", split_width(size, self.rows, of=f"the features of {of}"))
 
     def ancestors(self, name: str) -> list[str]:
         """The modules around this one, nearest first, without the model."""
@@ -96,12 +98,12 @@ class TPPlanBuilder:
         return "norm" in type(self.modules[name]).__name__.lower()
 
 
-def one_each(axis: str, ranges: Sequence[Range]) -> DimSharding:
+def one_range_each(axis: str, ranges: Sequence[Range]) -> DimSharding:
     """One range for each coordinate."""
     return DimSharding(axis, tuple((found,) for found in ranges))
 
 
-def in_parts(cut: DimSharding, width: int, parts: int) -> DimSharding:
+def repeat_per_part(cut: DimSharding, width: int, parts: int) -> DimSharding:
     """The same cut of each of `parts` that lie one behind the other, `width` apart."""
     return DimSharding(
         cut.axis,
@@ -147,14 +149,14 @@ def add_linear(
     own = draft.own_parameters(name)
     for key, full in own.items():
         if key == "weight":
-            draft.cut_parameter(full, (inp_cut, out_cut) if transposed else (out_cut, inp_cut))
+            draft.shard_parameter(full, (inp_cut, out_cut) if transposed else (out_cut, inp_cut))
         elif key == "bias":
-            draft.cut_parameter(full, (out_cut,))
+            draft.shard_parameter(full, (out_cut,))
         else:
             raise ModelError(
                 f"{name} has a parameter that a linear layer has not",
                 given=key,
-                hint=left_replicated(name),
+                hint=replicate_hint(name),
             )
 
 

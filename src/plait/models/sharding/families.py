@@ -130,7 +130,7 @@ LINEAR_FORWARDS = (nn.Linear.forward, FalconLinear.forward)
 _HEAD_ARGUMENTS = {"bloom": (("alibi", -3),), "falcon": (("alibi", -3), ("attention_mask", -3))}
 
 
-def built_in(model: nn.Module, cols: int) -> Patterns:
+def family_plan(model: nn.Module, cols: int) -> Patterns:
     """What this house says of a transformers model, over what the model says itself."""
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if not isinstance(model, PreTrainedModel) or kind not in FAMILIES:
@@ -139,7 +139,7 @@ def built_in(model: nn.Module, cols: int) -> Patterns:
     return family if isinstance(family, dict) else family(model.config, cols)
 
 
-def add_arguments(draft: TPPlanBuilder, heads: Heads) -> None:
+def add_head_arguments(draft: TPPlanBuilder, heads: Heads) -> None:
     """What an attention module, whose layers are cut at heads, is handed for all of them."""
     kind = getattr(draft.config, "model_type", None)
     for argument, dim in _HEAD_ARGUMENTS.get(kind or "", ()):

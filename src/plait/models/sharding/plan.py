@@ -28,30 +28,30 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from plait.errors import ModelError
-from plait.models.sharding.builder import TPPlanBuilder, add_linear, one_each, part_width
-from plait.models.sharding.families import add_arguments, built_in
+from plait.models.sharding.builder import TPPlanBuilder, add_linear, one_range_each, part_width
+from plait.models.sharding.families import add_head_arguments, family_plan
 from plait.models.sharding.heads import (
     add_activations,
-    add_attributes,
+    add_head_attributes,
     add_head_norm,
-    add_unsaid_head_norms,
+    add_undeclared_head_norms,
     check_heads,
-    heads_of,
-    over_col,
+    find_heads,
+    shard_over_col,
 )
 from plait.models.sharding.residual import (
-    add_stream,
+    add_residual_layers,
     check_rows,
     check_sequence,
-    mark_parts,
+    find_regions,
+    mark_partial_grads,
     pure_regions,
-    regions_of,
 )
-from plait.models.sharding.styles import StyleSpec, left_replicated, numberless, styles_of
+from plait.models.sharding.styles import StyleSpec, layer_pattern, replicate_hint, resolve_styles
 from plait.plan.sharding import DimSharding, LayerSharding, Style, TPPlan, split_width
 
 
-def tensor_plan(
+def build_tp_plan(
     model: nn.Module,
     rows: int,
     cols: int,
@@ -67,32 +67,32 @@ def tensor_plan(
     its own plan, or override it. Raises ModelError for what cannot be cut, PlanError for a grid that does not
     fit.
     """
-    words = styles_of(model, built_in(model, cols), given)
+    words = resolve_styles(model, family_plan(model, cols), given)
     draft = TPPlanBuilder(model, rows, cols, tuple(name for name, _ in blocks), words)
-    _say_embedding_and_head(draft)
+    _declare_embedding_and_head(draft)
     for name, word in words.items():
         if name in draft.modules:
             _add_module(draft, name, word)
         else:
             _add_parameter(draft, name, word)
     _add_experts(draft)
-    _add_numbers(draft)
-    add_unsaid_head_norms(draft)
+    _add_head_numbers(draft)
+    add_undeclared_head_norms(draft)
     add_activations(draft)
     if not draft.layers or (given is None and not any(draft.block_of(name) for name in draft.layers)):
         raise ModelError(
             "there is no tensor plan for this model",
             given=type(model).__name__,
             expected="a transformers model with a plan, or tensor_plan = {path: style}",
-            hint=_example(draft),
+            hint=_example_plan(draft),
         )
-    regions = regions_of(draft)
+    regions = find_regions(draft)
     if rows > 1:
-        add_stream(draft, regions)
+        add_residual_layers(draft, regions)
         check_rows(draft, regions)
     if sequence and cols > 1:
         check_sequence(draft, regions)
-    mark_parts(draft, regions, sequence=sequence)
+    mark_partial_grads(draft, regions, sequence=sequence)
     return TPPlan(
         rows,
         cols,
@@ -105,18 +105,18 @@ def tensor_plan(
     )
 
 
-def _example(draft: TPPlanBuilder) -> str:
+def _example_plan(draft: TPPlanBuilder) -> str:
     """How words for two layers of the model's blocks would look that follow on each other."""
     block = draft.blocks[0] if draft.blocks else ""
     inside = [name for name in draft.modules if name.startswith(f"{block}.")] if block else []
     layers = [name for name in inside if isinstance(draft.modules[name], nn.Linear | Conv1D)][-2:]
     if len(layers) < 2:
         return "tp=1"
-    up, down = (numberless(block) + name[len(block) :] for name in layers)
+    up, down = (layer_pattern(block) + name[len(block) :] for name in layers)
     return f"tensor_plan={{'{up}': 'colwise', '{down}': 'rowwise', ...}}, or tp=1"
 
 
-def _say_embedding_and_head(draft: TPPlanBuilder) -> None:
+def _declare_embedding_and_head(draft: TPPlanBuilder) -> None:
     """What every transformers model's embedding and head become, tied or not."""
     if not isinstance(draft.model, PreTrainedModel) or not draft.words:
         return
@@ -124,13 +124,13 @@ def _say_embedding_and_head(draft: TPPlanBuilder) -> None:
     embedding, head = draft.model.get_input_embeddings(), draft.model.get_output_embeddings()
     is_head_cut = False
     if isinstance(head, nn.Linear) and id(head) in names:
-        is_head_cut = _say(draft, names[id(head)], StyleSpec(Style.COLUMN, head=True), always=False)
+        is_head_cut = _declare(draft, names[id(head)], StyleSpec(Style.COLUMN, head=True), always=False)
     if isinstance(embedding, nn.Embedding) and id(embedding) in names:
         is_tied = is_head_cut and isinstance(head, nn.Linear) and head.weight is embedding.weight
-        _say(draft, names[id(embedding)], StyleSpec(Style.VOCABULARY), always=is_tied)
+        _declare(draft, names[id(embedding)], StyleSpec(Style.VOCABULARY), always=is_tied)
 
 
-def _say(draft: TPPlanBuilder, name: str, word: StyleSpec, *, always: bool) -> bool:
+def _declare(draft: TPPlanBuilder, name: str, word: StyleSpec, *, always: bool) -> bool:
     """Says it over what is said, unless that is to leave the module whole; whether it did."""
     said = draft.words.get(name)
     if not always and said is not None and said.style is Style.REPLICATE:
@@ -142,7 +142,7 @@ def _say(draft: TPPlanBuilder, name: str, word: StyleSpec, *, always: bool) -> b
 def _add_module(draft: TPPlanBuilder, name: str, word: StyleSpec) -> None:
     if word.style in (Style.COLUMN, Style.ROW):
         check_heads(draft, name, word)
-        add_linear(draft, name, word, lambda size: over_col(draft, name, word, size))
+        add_linear(draft, name, word, lambda size: shard_over_col(draft, name, word, size))
     elif word.style is Style.VOCABULARY:
         _add_vocabulary(draft, name)
     elif word.style is Style.PER_HEAD_NORM:
@@ -154,7 +154,7 @@ def _add_module(draft: TPPlanBuilder, name: str, word: StyleSpec) -> None:
             raise ModelError(
                 f"{name} gives a rotary part of unknown width",
                 given=f"{type(around).__name__} without qk_rope_head_dim",
-                hint=left_replicated(f"{path}.*" if path else "*"),
+                hint=replicate_hint(f"{path}.*" if path else "*"),
             )
         draft.layers[name] = LayerSharding(name, Style.MLA_LATENT)
     elif word.style is Style.EXPERTS:
@@ -168,12 +168,12 @@ def _add_vocabulary(draft: TPPlanBuilder, name: str) -> None:
             f"{name} is not an embedding",
             given=type(module).__name__,
             expected="nn.Embedding",
-            hint=left_replicated(name),
+            hint=replicate_hint(name),
         )
     vocabulary = split_width(module.num_embeddings, draft.cols, of=f"the vocabulary of {name}")
-    inp, out = one_each("col", vocabulary), draft.over_row(module.embedding_dim, name)
+    inp, out = one_range_each("col", vocabulary), draft.over_row(module.embedding_dim, name)
     draft.layers[name] = LayerSharding(name, Style.VOCABULARY, out, inp)
-    draft.cut_parameter(draft.own_parameters(name)["weight"], (inp, out))
+    draft.shard_parameter(draft.own_parameters(name)["weight"], (inp, out))
 
 
 def _add_parameter(draft: TPPlanBuilder, name: str, word: StyleSpec) -> None:
@@ -195,13 +195,13 @@ def _add_parameter(draft: TPPlanBuilder, name: str, word: StyleSpec) -> None:
     else:
         return  # what is added after the sum over columns
     if len(shape) == 3:
-        cut = _expert_cut(draft, owner, shape[dim], word, name)
+        cut = _shard_expert_dim(draft, owner, shape[dim], word, name)
     else:
-        cut = over_col(draft, name, word, shape[dim])
-    draft.cut_parameter(name, [cut if index == dim else None for index in range(len(shape))])
+        cut = shard_over_col(draft, name, word, shape[dim])
+    draft.shard_parameter(name, [cut if index == dim else None for index in range(len(shape))])
 
 
-def _expert_cut(draft: TPPlanBuilder, owner: str, size: int, word: StyleSpec, name: str) -> DimSharding:
+def _shard_expert_dim(draft: TPPlanBuilder, owner: str, size: int, word: StyleSpec, name: str) -> DimSharding:
     """Of experts' features. A dim that interleaves several of each (gate, up, ...) is cut between them, and
     has to be said to: what is told by widths alone may as well lie one after the other."""
     width = part_width(size, word.parts, name)
@@ -257,17 +257,17 @@ def _add_experts(draft: TPPlanBuilder) -> None:
             )
 
 
-def _add_numbers(draft: TPPlanBuilder) -> None:
+def _add_head_numbers(draft: TPPlanBuilder) -> None:
     """Attributes and arguments of the modules whose layers are cut at heads."""
     seen: set[str] = set()
     for name, cut in draft.layers.items():
         if cut.style is not Style.COLUMN or cut.gathers or cut.head:
             continue
-        heads = heads_of(draft, name)
+        heads = find_heads(draft, name)
         if heads is not None and heads.module not in seen:
             seen.add(heads.module)
-            add_attributes(draft, heads)
-            add_arguments(draft, heads)
+            add_head_attributes(draft, heads)
+            add_head_arguments(draft, heads)
     for name, word in draft.words.items():
         if word.attributes and name not in seen:
             raise ModelError(

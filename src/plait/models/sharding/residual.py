@@ -10,15 +10,15 @@ from plait.models.sharding.builder import TPPlanBuilder, linear_features
 from plait.models.sharding.heads import is_head_norm
 from plait.plan.sharding import DimSharding, LayerSharding, ParamSharding, Style
 
-_CUT = (Style.COLUMN, Style.ROW, Style.EXPERTS)
+_SHARDED = (Style.COLUMN, Style.ROW, Style.EXPERTS)
 
 
-def regions_of(draft: TPPlanBuilder) -> tuple[str, ...]:
+def find_regions(draft: TPPlanBuilder) -> tuple[str, ...]:
     """The modules in which features are cut over `col`; see `TensorPlan.regions`."""
     found: dict[str, None] = {}
     for name, cut in draft.layers.items():
         region = draft.region_of(name)
-        if cut.style in _CUT and region is not None and not (region == name and cut.style is Style.ROW):
+        if cut.style in _SHARDED and region is not None and not (region == name and cut.style is Style.ROW):
             found[region] = None
     for name in draft.parameters:
         owner = draft.region_of(name)
@@ -54,7 +54,7 @@ def _is_in_any(draft: TPPlanBuilder, name: str, regions: frozenset[str]) -> bool
 # Features of the stream over `row`
 
 
-def add_stream(draft: TPPlanBuilder, regions: Sequence[str]) -> None:
+def add_residual_layers(draft: TPPlanBuilder, regions: Sequence[str]) -> None:
     """What is in the stream and of which nothing is said, where its features are cut.
 
     Norms take their statistics over the rows, tables are cut; a linear layer from the stream to the stream,
@@ -63,9 +63,9 @@ def add_stream(draft: TPPlanBuilder, regions: Sequence[str]) -> None:
     """
     for name, cut in draft.layers.items():
         if cut.style in (Style.EXPERTS, Style.MLA_LATENT):
-            raise _uncut(draft, name, f"style {cut.style.value}")
+            raise _row_error(draft, name, f"style {cut.style.value}")
     around = frozenset(regions)
-    widths = {stream_width(draft)} | {
+    widths = {residual_width(draft)} | {
         draft.modules[name].embedding_dim
         for name, cut in draft.layers.items()
         if cut.style is Style.VOCABULARY
@@ -77,7 +77,7 @@ def add_stream(draft: TPPlanBuilder, regions: Sequence[str]) -> None:
         if isinstance(module, nn.Embedding):
             out = draft.over_row(module.embedding_dim, name)
             draft.layers[name] = LayerSharding(name, Style.FEATURE_EMBEDDING, out)
-            draft.cut_parameter(own["weight"], (None, out))
+            draft.shard_parameter(own["weight"], (None, out))
         elif draft.is_norm(name) and (own or not list(module.children())):
             _add_norm(draft, name, own)
         elif not own:
@@ -86,7 +86,7 @@ def add_stream(draft: TPPlanBuilder, regions: Sequence[str]) -> None:
             out, inp = draft.over_row(module.out_features, name), draft.over_row(module.in_features, name)
             draft.layers[name] = LayerSharding(name, Style.REPLICATE, out, inp)
         else:
-            raise _uncut(
+            raise _row_error(
                 draft, name or type(module).__name__, f"{type(module).__name__} with {', '.join(own)}"
             )
 
@@ -94,15 +94,15 @@ def add_stream(draft: TPPlanBuilder, regions: Sequence[str]) -> None:
 def _add_norm(draft: TPPlanBuilder, name: str, own: dict[str, str]) -> None:
     shapes = {draft.shapes[full] for full in own.values()}
     if len(shapes) > 1 or any(len(shape) != 1 for shape in shapes):
-        raise _uncut(draft, name, f"parameters of shapes {sorted(shapes)}")
-    size = next(iter(shapes))[0] if shapes else stream_width(draft)
+        raise _row_error(draft, name, f"parameters of shapes {sorted(shapes)}")
+    size = next(iter(shapes))[0] if shapes else residual_width(draft)
     out = draft.over_row(size, name)
     draft.layers[name] = LayerSharding(name, Style.NORM, out)
     for full in own.values():
-        draft.cut_parameter(full, (out,))
+        draft.shard_parameter(full, (out,))
 
 
-def stream_width(draft: TPPlanBuilder) -> int:
+def residual_width(draft: TPPlanBuilder) -> int:
     """The features that layers inside of blocks read and give; a ModelError where they differ."""
     widths: dict[int, str] = {}
     for name, cut in draft.layers.items():
@@ -114,29 +114,31 @@ def stream_width(draft: TPPlanBuilder) -> int:
         ):
             widths.setdefault(features[1] if cut.style is Style.COLUMN else features[0], name)
     if not widths:
-        raise _uncut(draft, "the model", "no block has a colwise or rowwise layer")
+        raise _row_error(draft, "the model", "no block has a colwise or rowwise layer")
     if len(widths) != 1:
-        raise _uncut(draft, next(iter(widths.values())), f"streams of widths {sorted(widths)}")
+        raise _row_error(draft, next(iter(widths.values())), f"streams of widths {sorted(widths)}")
     return next(iter(widths))
 
 
 def check_rows(draft: TPPlanBuilder, regions: Sequence[str]) -> None:
     """Raises ModelError where something in a region would need features that are on other rows."""
-    stream_width(draft)
+    residual_width(draft)
     for region in regions:
         columns = [draft.layers[name] for name in draft.inside(region) if name in draft.layers]
         if not any(cut.style is Style.ROW for cut in columns) and region not in draft.layers:
-            raise _uncut(draft, region, "a region that gives the stream all its features")
+            raise _row_error(draft, region, "a region that gives the stream all its features")
         is_gathered = any(cut.gathers for cut in columns)
         for name in draft.inside(region):
             if name in draft.layers or (is_gathered and draft.is_norm(name)):
                 continue
             unsaid = [key for key, full in draft.own_parameters(name).items() if full not in draft.parameters]
             if unsaid:
-                raise _uncut(draft, name, f"{type(draft.modules[name]).__name__} with {', '.join(unsaid)}")
+                raise _row_error(
+                    draft, name, f"{type(draft.modules[name]).__name__} with {', '.join(unsaid)}"
+                )
 
 
-def _uncut(draft: TPPlanBuilder, name: str, given: str) -> ModelError:
+def _row_error(draft: TPPlanBuilder, name: str, given: str) -> ModelError:
     return ModelError(
         f"{name} cannot be part of a model whose hidden features are cut over rows",
         given=f"{given}, tp={draft.rows}x{draft.cols}",
@@ -161,33 +163,33 @@ def check_sequence(draft: TPPlanBuilder, regions: Sequence[str]) -> None:
         if block is None or name == block or _is_in_any(draft, name, around):
             continue
         if not _has_style(draft, name, Style.ROW) and not draft.is_norm(name) and draft.own_parameters(name):
-            raise _mixing(draft, name, f"{type(module).__name__}, which is not cut")
+            raise _sequence_error(draft, name, f"{type(module).__name__}, which is not cut")
     for name, cut in draft.layers.items():
-        if cut.style in _CUT and not cut.head and draft.block_of(name) is None:
-            raise _mixing(draft, name, "cut, and in none of the blocks that are known")
+        if cut.style in _SHARDED and not cut.head and draft.block_of(name) is None:
+            raise _sequence_error(draft, name, "cut, and in none of the blocks that are known")
     for region in regions:
         styles = [draft.layers[name].style for name in draft.inside(region) if name in draft.layers]
         if Style.EXPERTS in styles:
-            raise _mixing(draft, region, "a mixture of experts")
+            raise _sequence_error(draft, region, "a mixture of experts")
         for name in draft.inside(region):
-            if draft.config is None and draft.is_norm(name) and _is_of_stream(draft, name):
-                raise _mixing(draft, region, f"{name}, a norm of the stream, inside of what is cut")
+            if draft.config is None and draft.is_norm(name) and _is_residual_norm(draft, name):
+                raise _sequence_error(draft, region, f"{name}, a norm of the stream, inside of what is cut")
         if region not in draft.layers and Style.ROW not in styles:
-            raise _mixing(draft, region, "a region that does not end in a rowwise layer")
+            raise _sequence_error(draft, region, "a region that does not end in a rowwise layer")
         beside = region.rpartition(".")[0]
         ends = (f"{beside}.{child}" for child, _ in draft.modules[beside].named_children())
         if region in draft.layers and not any(_has_style(draft, end, Style.ROW) for end in ends):
-            raise _mixing(draft, region, f"a lone layer, with no rowwise one in {beside}")
+            raise _sequence_error(draft, region, f"a lone layer, with no rowwise one in {beside}")
 
 
-def _is_of_stream(draft: TPPlanBuilder, name: str) -> bool:
+def _is_residual_norm(draft: TPPlanBuilder, name: str) -> bool:
     """Whether a norm of a user's own has the stream's width, and is of no head."""
     own = draft.own_parameters(name).values()
     whole = [full for full in own if full not in draft.parameters]
-    return name not in draft.layers and any(draft.shapes[full] == (stream_width(draft),) for full in whole)
+    return name not in draft.layers and any(draft.shapes[full] == (residual_width(draft),) for full in whole)
 
 
-def _mixing(draft: TPPlanBuilder, name: str, given: str) -> ModelError:
+def _sequence_error(draft: TPPlanBuilder, name: str, given: str) -> ModelError:
     return ModelError(
         f"{name} may need all tokens, which sequence parallelism deals out to columns",
         given=f"{given}, tp={draft.rows}x{draft.cols} sp=true",
@@ -196,7 +198,7 @@ def _mixing(draft: TPPlanBuilder, name: str, given: str) -> ModelError:
     )
 
 
-def mark_parts(draft: TPPlanBuilder, regions: Sequence[str], *, sequence: bool) -> None:
+def mark_partial_grads(draft: TPPlanBuilder, regions: Sequence[str], *, sequence: bool) -> None:
     """Marks what sees only its column's tokens. See `models/tensor.py` [Note: which gradients are parts]."""
     if not sequence:
         return
@@ -212,8 +214,8 @@ def mark_parts(draft: TPPlanBuilder, regions: Sequence[str], *, sequence: bool) 
         is_between = draft.block_of(full) is not None and not _is_in_any(draft, full, around)
         if full in biases or is_between:
             cut = draft.parameters.get(full, ParamSharding(full, (None,) * len(shape)))
-            draft.parameters[full] = replace(cut, partial=not _is_over_col(cut.dims))
+            draft.parameters[full] = replace(cut, partial=not _is_sharded_over_col(cut.dims))
 
 
-def _is_over_col(dims: Sequence[DimSharding | None]) -> bool:
+def _is_sharded_over_col(dims: Sequence[DimSharding | None]) -> bool:
     return any(cut is not None and cut.axis == "col" for cut in dims)

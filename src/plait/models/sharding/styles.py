@@ -39,7 +39,7 @@ class StyleSpec:
 
 _GATHERS = StyleSpec(Style.COLUMN, gathers=True)
 _SPLITS = StyleSpec(Style.ROW, splits=True)
-_WHOLE = StyleSpec(Style.REPLICATE)
+_REPLICATE = StyleSpec(Style.REPLICATE)
 
 STYLES: Mapping[str, StyleSpec] = {
     "colwise": StyleSpec(Style.COLUMN),
@@ -51,13 +51,13 @@ STYLES: Mapping[str, StyleSpec] = {
     "grouped_colwise": StyleSpec(Style.COLUMN, grouped=True),
     "head": StyleSpec(Style.COLUMN, head=True),
     "embedding_rowwise": StyleSpec(Style.VOCABULARY),
-    "embedding_colwise": _WHOLE,
+    "embedding_colwise": _REPLICATE,
     "replicated_with_grad_allreduce": StyleSpec(Style.PER_HEAD_NORM),
     "mla_kv_a_proj": StyleSpec(Style.MLA_LATENT),
     "moe_tp_experts": StyleSpec(Style.EXPERTS),
     # What is whole is right without a word, and sequences are cut by plans of ours.
-    "replicate": _WHOLE,
-    "sequence_parallel": _WHOLE,
+    "replicate": _REPLICATE,
+    "sequence_parallel": _REPLICATE,
     # Marks of modules whose parameters are cut by words of their own.
     "local_params": StyleSpec(),
     "local": StyleSpec(),
@@ -72,7 +72,7 @@ STYLES: Mapping[str, StyleSpec] = {
 }
 
 # Words of transformers that cannot be honoured, with the reason.
-REFUSED: Mapping[str, str] = {
+UNSUPPORTED: Mapping[str, str] = {
     "all_reduce": "a sum over ranks of what a module gives, of whose input nothing is known",
     "moe_identity_expert": "experts that give what they get, beside experts that are cut",
     "ep_router": "experts dealt out to ranks",
@@ -85,7 +85,7 @@ def parse_style(text: str, where: str) -> StyleSpec:
     """`style[:parts][/multiple]`, or `local:attribute,attribute`. Raises ModelError."""
     body, _, multiple = text.partition("/")
     key, _, detail = body.partition(":")
-    if key in REFUSED:
+    if key in UNSUPPORTED:
         raise ModelError(
             f"tensor parallelism cannot do what the plan says of {where}",
             given=f"{key}: {REFUSED[key]}",
@@ -99,11 +99,11 @@ def parse_style(text: str, where: str) -> StyleSpec:
     if key == "local" and detail:
         word = replace(word, attributes=tuple(name.strip() for name in detail.split(",")))
     elif detail:
-        word = replace(word, parts=_number(detail, text, where))
-    return replace(word, multiple=_number(multiple, text, where)) if multiple else word
+        word = replace(word, parts=_parse_number(detail, text, where))
+    return replace(word, multiple=_parse_number(multiple, text, where)) if multiple else word
 
 
-def _number(digits: str, text: str, where: str) -> int:
+def _parse_number(digits: str, text: str, where: str) -> int:
     if not digits.isdecimal() or int(digits) == 0:
         raise ModelError(
             f"the tensor plan says no number of {where}",
@@ -113,7 +113,7 @@ def _number(digits: str, text: str, where: str) -> int:
     return int(digits)
 
 
-def styles_of(
+def resolve_styles(
     model: nn.Module, built_in: Mapping[str, str], given: Mapping[str, str] | None
 ) -> dict[str, StyleSpec]:
     """What is said of every module and parameter, by its name.
@@ -124,12 +124,12 @@ def styles_of(
     names = [name for name, _ in model.named_modules() if name]
     names += [name for name, _ in model.named_parameters()]
     prefix = base_prefix(model)
-    own = {**own_plan(model), **{f"{prefix}{pattern}": text for pattern, text in built_in.items()}}
+    own = {**shipped_plan(model), **{f"{prefix}{pattern}": text for pattern, text in built_in.items()}}
     found = {name: text for pattern, text in own.items() for name in _matches(pattern, names)}
     for pattern, text in (given or {}).items():
         matched = _matches(pattern, names)
         if not matched:
-            close = nearest(pattern, {numberless(name) for name in names})
+            close = nearest(pattern, {layer_pattern(name) for name in names})
             raise ModelError(
                 "the tensor plan names nothing that the model has",
                 given=pattern,
@@ -140,7 +140,7 @@ def styles_of(
     return {name: parse_style(text, name) for name, text in found.items()}
 
 
-def own_plan(model: nn.Module) -> dict[str, str]:
+def shipped_plan(model: nn.Module) -> dict[str, str]:
     """The tensor plan that a transformers model ships, by paths from the model; {} where it ships none."""
     if not isinstance(model, PreTrainedModel):
         return {}
@@ -159,18 +159,18 @@ def base_prefix(model: nn.Module) -> str:
 
 def _matches(pattern: str, names: Iterable[str]) -> list[str]:
     wanted = pattern.split(".")
-    return [name for name in names if _fits(name.split("."), wanted)]
+    return [name for name in names if _path_matches(name.split("."), wanted)]
 
 
-def _fits(parts: list[str], wanted: list[str]) -> bool:
+def _path_matches(parts: list[str], wanted: list[str]) -> bool:
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
-def left_replicated(name: str) -> str:
+def replicate_hint(name: str) -> str:
     """What to try where a module or a parameter cannot be cut."""
     return f"tensor_plan={{'{numberless(name)}': 'replicate'}}, or tp=1"
 
 
-def numberless(name: str) -> str:
+def layer_pattern(name: str) -> str:
     """The pattern of its like in all blocks."""
     return ".".join("*" if part.isdecimal() else part for part in name.split("."))

@@ -79,13 +79,15 @@ class DefaultReduction:
 
     scratch_bytes = 0
 
-    def __init__(self, groups: DataGroups, device: torch.device, *, exchanges: bool, rounds: bool) -> None:
-        """`exchanges`: replicas send each other their gradients as they are. `rounds`: gradients are sent in
+    def __init__(
+        self, groups: DataGroups, device: torch.device, *, exchanges_contributions: bool, rounds_to_bf16: bool
+    ) -> None:
+        """`exchanges_contributions`: replicas send each other their gradients as they are. `rounds_to_bf16`: gradients are sent in
         bf16, whatever their dtype."""
-        self.is_single = exchanges
+        self.is_single = exchanges_contributions
         self._groups = groups
         self._device = device
-        self._rounds = rounds
+        self._rounds = rounds_to_bf16
 
     @property
     def residual_bytes(self) -> int:
@@ -282,6 +284,6 @@ def reduction_of_plan(
     return DefaultReduction(
         groups,
         device,
-        exchanges=exchanges_contributions(plan, groups),
-        rounds=rounds_to_bf16(plan, groups),
+        exchanges_contributions=exchanges_contributions(plan, groups),
+        rounds_to_bf16=rounds_to_bf16(plan, groups),
     )
