@@ -140,7 +140,7 @@ def _constant(kind: str, transport: str, forgets: bool) -> tuple[float, float]:
         loss32(ddp, dist.get_rank()).backward()
         found.append(torch.cat([p.grad.flatten() for p in ddp.module.parameters()]))
         if forgets:
-            state.forget()
+            state.reset()
     once, mean = ((it - expected).norm() / expected.norm() for it in (found[0], torch.stack(found).mean(0)))
     return float(once), float(mean)
 
