@@ -244,8 +244,7 @@ def _listing_hash(shards: Sequence[Shard]) -> str:
 
 
 def _print_changed_sources(store: TokenStore, data: DataConfig, console: Console) -> None:
-    """Print a note if the sources have changed. No error: built tokens stay valid. Missing sources are
-    ignored."""
+    """Print a note if the sources have changed; built tokens stay valid. Missing sources are ignored."""
     if any(source.startswith("hf:") for source in data.sources):
         return  # listing them may download data
     with contextlib.suppress(DataError):

@@ -49,9 +49,7 @@ class TokenStream:
         if windows.size == 0:
             return windows
         assert starts.min() >= 0, f"window starts at {starts.min()}"
-        assert starts.max() + length <= self.num_tokens, (
-            f"window beyond the last of {self.num_tokens} tokens"
-        )
+        assert starts.max() + length <= self.num_tokens, f"window beyond the last of {self.num_tokens} tokens"
         part_indices = np.searchsorted(self._stops, starts, side="right").tolist()
         ends = self._stops.tolist()
         for window, part_index, start in zip(windows, part_indices, starts.tolist(), strict=True):
@@ -110,8 +108,7 @@ class TokenStore:
         return self.dir / TOKENIZER
 
     def check_model(self, *, vocab_size: int, max_sequence: int | None, sequence: int) -> None:
-        """Check the tokens against a model. Raises DataError if ids or sequences exceed its vocabulary or
-        positions."""
+        """Check that a model can train on these tokens. Raises DataError: ids or sequences too large."""
         if self.max_token >= vocab_size:
             raise DataError(
                 f"the tokens in {self.dir} do not fit the model's vocabulary",

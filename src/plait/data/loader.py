@@ -56,8 +56,7 @@ class Windows(Dataset[dict[str, Tensor]]):
 
 
 def count_samples(num_tokens: int, sequence: int) -> int:
-    """Number of windows of `sequence` tokens in a stream; each starts with the last token of the previous
-    one."""
+    """Number of windows of `sequence` tokens, each starting with the last token of the previous one."""
     return max(0, (num_tokens - 1) // (sequence - 1))
 
 

@@ -32,8 +32,7 @@ ROWS_PER_READ = 64
 
 @dataclass(frozen=True, slots=True)
 class TextChunk:
-    """A chunk of a document; `last` is true for its last one. `num_bytes`: bytes read from the source for
-    it."""
+    """A chunk of a document; `last`: its last one. `num_bytes`: bytes read from the source for it."""
 
     text: str
     draw: int
@@ -56,8 +55,7 @@ class ReadOptions:
 
 
 def read_chunks(shard: Shard, options: ReadOptions) -> Iterator[TextChunk]:
-    """Yield the shard's documents in order, in chunks; empty ones are skipped. Raises DataError with the
-    location."""
+    """Yield the shard's non-empty documents in order, in chunks. Raises DataError with the location."""
     for item in shard.slices:
         read = _dataset_chunks if item.kind == "hf" else _file_chunks
         yield from read(item, options)

@@ -22,8 +22,10 @@ Int64s = NDArray[np.int64]
 
 
 class Permutation:
-    """Bijection of [0, n) drawn by (seed, epoch), for 1 <= n < 2**62. See [Note: shuffling without a
-    table]."""
+    """Bijection of [0, n) drawn by (seed, epoch), for 1 <= n < 2**62.
+
+    See [Note: shuffling without a table].
+    """
 
     def __init__(self, n: int, *, seed: int, epoch: int) -> None:
         assert 1 <= n < 2**62, f"permutation of {n} samples"

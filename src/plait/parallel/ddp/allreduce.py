@@ -54,8 +54,7 @@ class BucketReducer:
         self._is_in_join = True
 
     def expect_active(self, work: Any, *, is_static: bool) -> None:
-        """Set the work that counts the ranks with data in `join()`. `is_static`: always divide by all
-        ranks."""
+        """Set the work that counts ranks with data in `join()`. `is_static`: divide by all ranks instead."""
         self._active = None if is_static else work
 
     def factor(self) -> float | None:
@@ -98,8 +97,7 @@ class BucketReducer:
         return _PendingSum(work, buffer)
 
     def start_zeros(self, bucket: AnyBucket, zeros: Tensor) -> Callable[[], Tensor]:
-        """Start a reduction with zeros on a rank that has joined; its peers do not divide in the
-        transport."""
+        """Start a reduction with zeros on a rank that has joined, without division in the transport."""
         if isinstance(bucket, SparseBucket):
             return self._start_sparse_sum(bucket, zeros, 1)
         return _PendingSum(self._start_sum(zeros, "sum", bucket.index), zeros)

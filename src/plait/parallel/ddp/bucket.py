@@ -156,8 +156,7 @@ class Bucket:
         *,
         as_views: bool,
     ) -> None:
-        """`param_indices`: of its parameters in the model. `names`: for messages. `allocate`: called on first
-        use."""
+        """`param_indices`: in the model. `names`: for messages. `allocate`: called on first use."""
         self.index = index
         self.param_indices = tuple(param_indices)
         self.parameters = list(parameters)
@@ -268,8 +267,10 @@ class Bucket:
         return int(torch._C._storage_Use_Count(self.buffer.untyped_storage()._cdata))
 
     def _is_referenced_elsewhere(self) -> bool:
-        """True if tensors other than the parameters' `.grad` use the storage. See [Note: storage of
-        gradients]."""
+        """True if other tensors than the parameters' `.grad` use the storage.
+
+        See [Note: storage of gradients].
+        """
         num_others = self._num_storage_refs() - self._num_own_refs
         if num_others > 0:
             gradients = [parameter.grad for parameter in self.parameters]
@@ -278,8 +279,7 @@ class Bucket:
         return num_others > 0
 
     def _install_all_views(self) -> None:
-        """Copy in gradients that exist already, from `no_sync` or from former buckets, and replace them by
-        views."""
+        """Copy in existing gradients, from `no_sync` or former buckets, and replace them by views."""
         for position, (parameter, view) in enumerate(
             zip(self.parameters, self.grad_buffer.views, strict=True)
         ):
@@ -300,8 +300,10 @@ class Bucket:
         self._gradients.clear()
 
     def alias_grads(self, min_bytes: int = 0) -> None:
-        """Point `.grad` of copied gradients of at least `min_bytes` at the buffer. See [Note: gradients that
-        are not aliased]."""
+        """Point `.grad` of copied gradients of at least `min_bytes` at the buffer.
+
+        See [Note: gradients that are not aliased].
+        """
         if not self.is_exclusive:
             return
         views, parameters, grad_bytes, dtype = (
@@ -346,8 +348,7 @@ class Bucket:
         return position in self._unreached
 
     def mark_unreached(self, position: int) -> None:
-        """Mark a parameter that this backward does not reach. If no rank reaches it, its gradient stays as it
-        is."""
+        """Mark a parameter that this backward does not reach. If no rank reaches it, `.grad` is unchanged."""
         self._unreached.add(position)
         parameter, views = self.parameters[position], self.grad_buffer.views
         if (
@@ -366,8 +367,7 @@ class Bucket:
     # --- results
 
     def write_grads(self, result: Tensor, is_unused: Callable[[int], bool]) -> None:
-        """Write the result to `.grad`, except for parameters that no rank has used. Call it after
-        `alias_grads`."""
+        """Write the result to `.grad`, except for globally unused parameters. Call it after `alias_grads`."""
         self.grad_buffer.move(GradientState.EMPTY)
         if result.data_ptr() != self.buffer.data_ptr():
             with torch.no_grad():
@@ -428,8 +428,7 @@ def _new_view(view: Tensor) -> Tensor:
 
 
 class GradBucket:
-    """One bucket as communication hooks see it: torch's `dist.GradBucket`, method by method. Not divided
-    yet."""
+    """One bucket, undivided, as communication hooks see it: torch's `dist.GradBucket`, method by method."""
 
     def __init__(
         self,

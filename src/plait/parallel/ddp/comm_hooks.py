@@ -83,8 +83,7 @@ class Compression:
         self._last = Work()
 
     def start(self, bucket: GradBucket) -> "torch.futures.Future[Tensor]":
-        """Start averaging a bucket over the ranks. The result is in the bucket's buffer when the future is
-        done."""
+        """Start averaging a bucket over the ranks. The result is written to the bucket's buffer."""
         buffer = bucket.buffer()
         _check_dtype(buffer.dtype, f"bucket {bucket.index()}")
         if bucket.index() == 0:
@@ -128,8 +127,7 @@ class Compression:
             self.reset()  # see [Note: error feedback]
 
     def _build_reductions(self, group: Group, buckets: list[Bucket]) -> "list[_BucketReduction]":
-        """Build a compressor for each bucket. They share one scratch buffer: their messages are built one
-        after another."""
+        """Build a compressor for each bucket. They share one scratch buffer, because they run one by one."""
         if group.size == 1:
             return []
         device = buckets[0].device
@@ -170,8 +168,7 @@ def compression_hook(state: Compression, bucket: GradBucket) -> torch.futures.Fu
 
 @dataclass
 class _BucketReduction:
-    """Compressed reduction of one bucket. `numel`: elements of the compressor's input, gradients and
-    padding."""
+    """Compressed reduction of one bucket. `numel`: size of the compressor's input, with padding."""
 
     compressor: Compressor
     numel: int

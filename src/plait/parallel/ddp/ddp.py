@@ -77,8 +77,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         param_to_name_mapping: dict[int, str],
         static_graph: bool,
     ) -> None:
-        """Build the reducer and the logger. torch calls it once arguments are checked and parameters are
-        equal."""
+        """Build the reducer and the logger. Called by torch after it has checked arguments and parameters."""
         if self.mixed_precision is not None:
             for number, parameter in enumerate(parameters):
                 parameter._idx = number  # type: ignore[attr-defined]

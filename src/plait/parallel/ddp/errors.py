@@ -37,8 +37,7 @@ _UNFINISHED = "Expected to have finished reduction in the prior iteration before
 def unfinished_reduction(
     missing: Sequence[int], names: Mapping[int, str], rank: int, *, find_unused: bool, static: bool
 ) -> DDPError:
-    """Some gradients are missing. `missing`: parameter indices. `names`: empty unless torch's debug level is
-    set."""
+    """Some gradients are missing. `missing`: parameter indices. `names`: may be empty."""
     outputs = "making sure all `forward` function outputs participate in calculating loss"
     hint = f"{outputs} (outputs are searched for in lists, tuples, dicts and dataclasses)"
     if static:

@@ -23,8 +23,7 @@ _NCCL_VARIABLES = ("NCCL_SOCKET_IFNAME", "NCCL_DEBUG", "NCCL_NTHREADS", "NCCL_IB
 
 
 class Logger:
-    """Data about construction and measured iterations. `strs_map` and `ints_map` have torch's keys; times are
-    in nanoseconds."""
+    """Data about construction and measured iterations, with torch's keys; times are in nanoseconds."""
 
     def __init__(self, reducer: Reducer, attached: AttachedGroup) -> None:
         self.strs_map: dict[str, str] = {"backend_name": attached.backend}

@@ -169,8 +169,7 @@ class Reducer:
 
     @torch.compiler.disable
     def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
-        """Arm the hooks. `outputs`: all tensors that forward returned, if unused parameters are to be
-        found."""
+        """Arm the hooks. `outputs`: forward's tensors, in which unused parameters are searched."""
         with self._lock:
             self.timings.mark_backward_start()
             self._abandon_backward()
@@ -185,8 +184,7 @@ class Reducer:
                 self.static_graph.begin()
 
     def _abandon_backward(self) -> None:
-        """Drop the state of an unfinished backward. Its reductions in flight are waited for in the next
-        one."""
+        """Drop the state of an unfinished backward. The next one waits for its reductions."""
         for index, wait in self._in_flight.items():
             if not isinstance(self.buckets[index], SparseBucket):  # nothing of it is in flight
                 self._abandoned.append(wait)
@@ -277,7 +275,7 @@ class Reducer:
             Variable._execution_engine.queue_callback(self._finalize_backward)
 
     def _start_used_map(self) -> None:
-        """Start the used-map reduction, after the last bucket. Sparse reductions only start when waited
+        """Start the used-map reduction after the last bucket's; sparse reductions only start when waited
         for."""
         if self._used_map is not None and self.static_graph is None and not self.options.skips_unused:
             self._used_map.start(self.bucket_reducer.group)
