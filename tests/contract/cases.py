@@ -10,14 +10,14 @@ CLASS = "DistributedDataParallel"
 UNITS = "TestBucketCapacityConfig"  # classes of torch's that begin so test what the constructor computes
 
 
-def of_ranks(module: ModuleType) -> list[str]:
+def rank_cases(module: ModuleType) -> list[str]:
     """Cases that run on every rank: those whose code, or a helper that it calls, names the class."""
     suite = module.DistributedTest._DistTestBase
     names = (name for name in dir(suite) if name.startswith("test"))
     return sorted(name for name in names if CLASS in _reached(getattr(suite, name), module))
 
 
-def of_units(module: ModuleType) -> list[str]:
+def unit_cases(module: ModuleType) -> list[str]:
     """Cases of the classes about bucket capacities, as `Class.test_name`. They need no rank."""
     classes = [it for name, it in vars(module).items() if name.startswith(UNITS)]
     loader = unittest.TestLoader()

@@ -51,7 +51,7 @@ class Outcome:
 
 def list_cases() -> list[str]:
     module, _ = _torch_cases()
-    return cases.of_ranks(module) + cases.of_units(module)
+    return cases.rank_cases(module) + cases.unit_cases(module)
 
 
 def run_case(name: str, variant: Variant, folder: Path) -> Outcome:

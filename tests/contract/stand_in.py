@@ -105,8 +105,8 @@ def cpu_for_gpus(gates: Gates, num_gpus: int) -> Iterator[None]:
             current_device=lambda: "cpu",
         ),
         mock.patch.multiple(module, cuda=_module_cuda, to=_module_to(module.to)),
-        mock.patch.object(torch.accelerator, "current_stream", Done),
-        mock.patch.object(torch, "Event", Done),
+        mock.patch.object(torch.accelerator, "current_stream", CompletedEvent),
+        mock.patch.object(torch, "Event", CompletedEvent),
     )
     gates.open = True
     try:
@@ -122,7 +122,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     pass
 
 
-class Done:
+class CompletedEvent:
     """A stream or an event of a CPU: what it would wait for has happened already."""
 
     def __init__(self, *_args: Any) -> None:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from plait.errors import ModelError, PlaitError
 from plait.plan.sharding import DimSharding, ParamSharding, Style, TPPlan
-from support.tensor_models import FAMILIES, LENGTH, loss_of, piece, places, plan_of, real, small
-from support.threaded_ranks import stays_whole, trained
+from support.tensor_models import FAMILIES, LENGTH, coordinates, loss_of, plan_of, real, shard_of, small
+from support.threaded_ranks import replicated_ids, trained
 
 EXPERTS = {"mixtral", "deepseek_v2", "deepseek_v3"}  # no sequence parallelism
 ONE_ROW = {*EXPERTS, "deepseek_v2 dense"}
@@ -49,8 +49,8 @@ def assert_covers(cut: ParamSharding, shape: torch.Size, plan: TPPlan) -> None:
     number = torch.arange(shape.numel()).reshape(shape)
     is_cut = {axis: any(d is not None and d.axis == axis for d in cut.dims) for axis in ("row", "col")}
     expected = torch.zeros(shape)
-    for row, col in places(plan):
-        mine = piece(number, cut, row, col).flatten()
+    for row, col in coordinates(plan):
+        mine = shard_of(number, cut, row, col).flatten()
         assert len(mine) > 0
         assert len(set(mine.tolist())) == len(mine), cut.name
         held.flatten()[mine] += 1
@@ -93,7 +93,7 @@ def differences(model: nn.Module, plan: TPPlan, *, sequence: bool = False) -> di
     ranks = trained(model, plan, TOKENS, sequence=sequence)
     furthest = max(abs(loss - whole.item()) for loss, _ in ranks.values())
     found = {"loss": furthest} if furthest > 1e-6 else {}
-    cuts, stays = {cut.name: cut for cut in plan.parameters}, stays_whole(model, plan)
+    cuts, stays = {cut.name: cut for cut in plan.parameters}, replicated_ids(model, plan)
     grads = {
         name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
     }
@@ -105,7 +105,7 @@ def differences(model: nn.Module, plan: TPPlan, *, sequence: bool = False) -> di
             mine = sum(ranks[row, c][1][name] for c in cut.sharers(plan.cols, col) or (col,))
             # Norms and rotary tables compute in float32; a bias of keys alone has no gradient.
             scale = max(float(grad.abs().max()), least)
-            error = float((mine - piece(grad, cut, row, col)).abs().max()) / scale
+            error = float((mine - shard_of(grad, cut, row, col)).abs().max()) / scale
             if not error < 1e-4:
                 found[name] = error
     return found

@@ -14,7 +14,7 @@ from support.ddp import (
     Layers,
     assert_gradients,
     assert_same,
-    joined,
+    init_gloo,
     loss_of,
     mean_gradients,
     over_both,
@@ -42,7 +42,7 @@ def of_steps(steps: list[int]) -> Callable[[nn.Module, int], Tensor]:
 
 
 def _without_sync(transport: str, arguments: dict[str, Any]) -> None:
-    joined()
+    init_gloo()
     ddp = wrapped(Layers(), transport, **arguments)
     rank = dist.get_rank()
     for first in (0, 10, 20):
@@ -67,7 +67,7 @@ def test_gradients_stay_local_under_no_sync_and_the_next_backward_averages_their
 
 
 def _sync_is_of_the_forward() -> None:
-    joined()
+    init_gloo()
     ddp = wrapped(Layers())
     expected, rank = mean_gradients(ddp.module), dist.get_rank()
     loss = loss_of(ddp, rank)
@@ -97,7 +97,7 @@ def test_it_is_the_forward_that_decides_whether_a_backward_synchronises(pool: Po
 
 def _forwards(transport: str, arguments: dict[str, Any]) -> None:
     """Two forwards, whose losses have one backward."""
-    joined()
+    init_gloo()
     ddp = wrapped(Layers(), transport, **arguments)
     for step in range(3):
         ddp.zero_grad()
@@ -114,7 +114,7 @@ def test_two_forwards_have_one_backward(pool: Pool, way: str, transport: str) ->
 
 def _backwards(transport: str, arguments: dict[str, Any]) -> None:
     """The same graph twice. The forward's reduction is over after the first backward; the second is local."""
-    joined()
+    init_gloo()
     ddp = wrapped(Layers(), transport, **arguments)
     expected = mean_gradients(ddp.module)
     local = mean_gradients(ddp.module, lambda it, _: loss_of(it, dist.get_rank()), 1)
@@ -152,7 +152,7 @@ def _losses(model: nn.Module, rank: int, step: int = 0) -> tuple[Tensor, Tensor]
 
 
 def _by_halves(transport: str, arguments: dict[str, Any]) -> None:
-    joined()
+    init_gloo()
     ddp = wrapped(Halves(), transport, **arguments)
     for step in range(4):
         ddp.zero_grad()
@@ -170,7 +170,7 @@ def test_a_reduction_may_take_several_backwards(pool: Pool, way: str, transport:
 
 
 def _backward_left_out(transport: str, arguments: dict[str, Any]) -> None:
-    joined()
+    init_gloo()
     ddp = wrapped(Layers(), transport, **arguments)
     for step in range(4):
         ddp.zero_grad()
@@ -194,7 +194,7 @@ MODES = {"no_grad": torch.no_grad, "inference": torch.inference_mode}
 
 def _evaluated(transport: str, mode: str, arguments: dict[str, Any]) -> None:
     """Ranks evaluate different numbers of batches between steps: nothing is communicated."""
-    joined()
+    init_gloo()
     ddp = wrapped(nn.Sequential(Layers(), nn.Dropout(0.5)), transport, **arguments)
     for step in range(3):
         ddp.eval()
@@ -229,7 +229,7 @@ def _penalty(model: nn.Module, rank: int) -> Tensor:
 
 
 def _double_backward(transport: str, arguments: dict[str, Any]) -> None:
-    joined()
+    init_gloo()
     ddp = wrapped(Layers(), transport, **arguments)
     expected = mean_gradients(ddp.module, _penalty)
     for _ in range(3):
@@ -246,7 +246,7 @@ def test_a_penalty_on_the_input_gradient_is_averaged_too(pool: Pool, way: str, t
 
 def _create_graph(transport: str, model: nn.Module, arguments: dict[str, Any]) -> None:
     """backward(create_graph=True): gradients are means, with a graph of this rank's own computation."""
-    joined()
+    init_gloo()
     ddp = wrapped(model, transport, **arguments)
     expected = mean_gradients(ddp.module)
     with warnings.catch_warnings():
@@ -304,7 +304,7 @@ class Careless(nn.Module):
 
 def _recovered(transport: str, arguments: dict[str, Any]) -> None:
     """An error in a forward does no harm. After one in a backward the module is wrapped anew."""
-    joined()
+    init_gloo()
     model = Careless()
     ddp = wrapped(model, transport, **arguments)
     for step in range(2):
@@ -332,7 +332,7 @@ def test_a_module_is_wrapped_anew_after_a_backward_that_failed(pool: Pool, way: 
 
 def _several_wrappers(transport: str) -> None:
     """Two models with a wrapper each, whose steps are interleaved, and one that both wrappers are around."""
-    joined()
+    init_gloo()
     first, second = (wrapped(Layers(), transport) for _ in range(2))
     for step in range(3):
         for ddp in (first, second):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
 
-from support.ddp import OURS_ALONE, assert_gradients, joined, mean_gradients, over_both, rows, wrapped
+from support.ddp import OURS_ALONE, assert_gradients, init_gloo, mean_gradients, over_both, rows, wrapped
 from support.pool import Pool
 
 Layout = list[list[int]]  # by bucket, the places of its parameters in the module
@@ -124,7 +124,7 @@ CASES: dict[str, Case] = {
 
 
 def _dealt(transport: str, name: str) -> None:
-    joined()
+    init_gloo()
     case = CASES[name]
     sizes = [round(256 * size) for size in case.kibibytes]
     arguments = case.arguments | {"transport": transport}
@@ -142,7 +142,7 @@ def test_buckets_follow_the_parameters_at_first_and_then_the_order_of_their_grad
 
 def _rank_0s_order() -> None:
     """Ranks use the parameters in different orders."""
-    joined()
+    init_gloo()
     order = [[2, 0, 3, 1], [0, 1, 2, 3]][dist.get_rank()]
     found = _layouts(Scales([256] * 4, order), 3, {}, 2)
     assert found == [PAIRS, [[1, 3], [0, 2]], [[1, 3], [0, 2]]], found
@@ -155,7 +155,7 @@ def test_all_ranks_take_the_order_of_rank_0(pool: Pool) -> None:
 
 def _other_orders(transport: str, arguments: dict[str, Any]) -> None:
     """Gradients come in another order on each rank and in each step: buckets start in theirs."""
-    joined()
+    init_gloo()
     orders = [[0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1]]
     ddp = wrapped(Scales([256] * 4, dtypes="d" * 4), transport, bucket_cap_mb=0.001, **arguments)
     for step in range(5):
@@ -180,7 +180,7 @@ def test_gradients_may_come_in_any_order(pool: Pool, arguments: dict[str, Any], 
 
 def _when_rebuilt() -> None:
     """Not after a step under no_sync, nor after a forward without backward; and only once."""
-    joined()
+    init_gloo()
     ddp = wrapped(Scales([256] * 4), bucket_cap_mb=1 / 1024)
     assert not ddp._has_rebuilt_buckets
     with ddp.no_sync():
@@ -214,7 +214,7 @@ def test_buckets_are_rebuilt_once_before_the_forward_that_follows_a_synchronised
 
 def _grown(transport: str, arguments: dict[str, Any]) -> None:
     """Gradients that lie in the first buckets are used until the new buckets are there, and after."""
-    joined()
+    init_gloo()
     ddp = wrapped(Scales([300, 200, 1, 500], dtypes="dddd"), transport, bucket_cap_mb=0.001, **arguments)
     sums = [torch.zeros_like(parameter) for parameter in ddp.parameters()]
     for step in range(4):  # never zeroed

@@ -14,7 +14,7 @@ from support.ddp import (
     Layers,
     assert_gradients,
     assert_same,
-    joined,
+    init_gloo,
     loss_of,
     mean_gradients,
     over_both,
@@ -54,7 +54,7 @@ def _step(ddp: nn.Module, step: int = 0) -> None:
 
 
 def _broadcast(transport: str) -> None:
-    joined()
+    init_gloo()
     ddp = wrapped(Counting(), transport)
     model = ddp.module
     for _ in range(3):
@@ -82,7 +82,7 @@ def test_buffers_are_rank_0s_in_a_forward_that_follows_one_that_synchronises(
 
 
 def _not_under_no_sync(transport: str) -> None:
-    joined()
+    init_gloo()
     ddp = wrapped(Counting(), transport)
     model, rank = ddp.module, dist.get_rank()
     _step(ddp)
@@ -110,7 +110,7 @@ def test_buffers_are_not_broadcast_under_no_sync(pool: Pool, transport: str) -> 
 
 def _version_kept(transport: str) -> None:
     """BatchNorm's buffers are saved for backward: two forwards before one backward must not spoil them."""
-    joined()
+    init_gloo()
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))
     ddp = wrapped(model, transport)
     _step(ddp)
@@ -136,7 +136,7 @@ def test_a_broadcast_leaves_the_version_counters_of_buffers(pool: Pool, transpor
 
 
 def _batch_norm(transport: str, arguments: dict[str, Any]) -> None:
-    joined()
+    init_gloo()
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     ddp = wrapped(model, transport, **arguments)
     for step in range(4):
@@ -157,7 +157,7 @@ def test_batch_norm_trains_with_each_rank_s_own_statistics(
 
 
 def _reassigned() -> None:
-    joined()
+    init_gloo()
     ddp = wrapped(Counting())
     _step(ddp)
     ddp.module.mean = torch.full((4,), 100.0 + dist.get_rank())
@@ -171,7 +171,7 @@ def test_a_buffer_that_was_replaced_is_broadcast_all_the_same(pool: Pool) -> Non
 
 
 def _ignored() -> None:
-    joined()
+    init_gloo()
     model = Counting()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["count"])
     ddp = wrapped(model)
@@ -188,7 +188,7 @@ def test_an_ignored_buffer_is_each_rank_s_own(pool: Pool) -> None:
 
 def _left_alone() -> None:
     """forward_sync_buffers=False: at the start. The deprecated broadcast_buffers=False: not even then."""
-    joined()
+    init_gloo()
     rank = dist.get_rank()
     ddp = wrapped(Counting(), forward_sync_buffers=False)
     assert not ddp.broadcast_buffers
@@ -228,7 +228,7 @@ def _summed_at_once(calls: list[str], buffers: dict[str, Tensor]) -> None:
 
 
 def _hooked(before: bool) -> None:
-    joined()
+    init_gloo()
     ddp = wrapped(Counting())
     calls: list[str] = []
     if before:
@@ -266,7 +266,7 @@ def test_a_hook_combines_buffers_before_or_after_the_forward(pool: Pool, before:
 
 def _large() -> None:
     """Buffers of more than one message, none of them trained."""
-    joined()
+    init_gloo()
     model = Layers()
     for number in range(3):
         model.register_buffer(f"table_{number}", torch.randn(300_000) + dist.get_rank())

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from support.ddp import (
     assert_gradients,
     assert_steps,
-    joined,
+    init_gloo,
     loss_of,
     mean_gradients,
     over_both,
@@ -48,7 +48,7 @@ class Model(nn.Module):
 
 
 def _parity(transport: str, model: Model, arguments: dict[str, Any]) -> None:
-    joined()
+    init_gloo()
     ddp = wrapped(model, transport, **arguments)
     assert_steps(ddp, 4)
 
@@ -98,7 +98,7 @@ def test_checkpoints_in_small_buckets(pool: Pool, reentrant: bool, transport: st
 
 
 def _sharing_refused(model: Model, arguments: dict[str, Any]) -> None:
-    joined()
+    init_gloo()
     ddp = wrapped(model, **arguments)
     with pytest.raises(RuntimeError, match="Expected to mark a variable ready only once"):
         loss_of(ddp, dist.get_rank()).backward()
@@ -128,7 +128,7 @@ class Dynamic(nn.Module):
 
 
 def _dynamic(transport: str, shared: bool) -> None:
-    joined()
+    init_gloo()
     ddp = wrapped(Dynamic(shared), transport, find_unused_parameters=True)
     for step in range(5):
         ddp.zero_grad()
@@ -148,7 +148,7 @@ def test_checkpoints_that_change_from_step_to_step(pool: Pool, shared: bool, tra
 
 
 def _accumulated(transport: str, model: Model) -> None:
-    joined()
+    init_gloo()
     ddp = wrapped(model, transport, static_graph=model.reentrant)
     for step in range(3):
         ddp.zero_grad()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import plait
 from plait.parallel.ddp import Compression, compression_hook
-from support.ddp import joined, over_both, rows
+from support.ddp import init_gloo, over_both, rows
 from support.ddp_compression import KINDS, compressed, loss32, mean_by_one, model_of_blocks, worst_error
 from support.pool import Pool
 
@@ -22,7 +22,7 @@ of_ranks = pytest.mark.parametrize("ranks", [2, 3])
 
 def _near(kind: str, transport: str, low: float, high: float) -> None:
     """In the first buckets, and in those that are dealt anew."""
-    joined()
+    init_gloo()
     for arguments in ({}, {"bucket_cap_mb": 0.0004}):
         ddp = compressed(model_of_blocks(), kind, transport, **arguments)
         for step in range(4):
@@ -54,7 +54,7 @@ def test_bf16_is_near_where_contributions_are_not_sent_to_all(pool: Pool, transp
 
 def _added_wide(transport: str) -> None:
     """1 and 2^-9 are bfloat16; their sum is not."""
-    joined()
+    init_gloo()
     ddp = compressed(nn.Linear(4, 4, bias=False).float(), "bf16", transport)
     x = torch.full((1, 4), 1.0 if dist.get_rank() == 0 else 2.0**-9).float()
     ddp(x).sum().backward()
@@ -68,7 +68,7 @@ def test_bf16_contributions_are_added_up_in_float32(pool: Pool, transport: str) 
 
 def _exact(transport: str, arguments: dict[str, Any]) -> None:
     """A rank's gradient of a linear layer has as many directions as rows: 4 here, 12 on 3 ranks."""
-    joined()
+    init_gloo()
     ddp = compressed(nn.Linear(40, 30).float(), "powersgd:12", transport, **arguments)
 
     def loss(model: nn.Module, rank: int, step: int) -> Tensor:
@@ -106,7 +106,7 @@ class Transposed(nn.Module):
 
 
 def _strided(transport: str) -> None:
-    joined()
+    init_gloo()
     ddp = compressed(Transposed().float(), "powersgd:2", transport)
     generator = torch.Generator().manual_seed(dist.get_rank())
     x = torch.randn(1, 8, 5, 5, generator=generator, dtype=torch.float32)
@@ -129,7 +129,7 @@ def test_a_matrix_is_factored_as_it_lies_in_memory(pool: Pool, transport: str) -
 
 def _constant(kind: str, transport: str, forgets: bool) -> tuple[float, float]:
     """Many steps of one gradient: the errors of the first one, and of the mean of all."""
-    joined()
+    init_gloo()
     ddp = plait.DistributedDataParallel(model_of_blocks(), transport=transport, bucket_cap_mb=0.0004)
     state = Compression(ddp, kind)
     ddp.register_comm_hook(state, compression_hook)
@@ -167,17 +167,17 @@ def test_buckets_that_are_dealt_anew_take_along_what_is_lost(pool: Pool, kind: s
 
 
 def _taken_along(kind: str, transport: str) -> None:
-    joined()
+    init_gloo()
     ddp = plait.DistributedDataParallel(model_of_blocks(), transport=transport, bucket_cap_mb=0.0004)
     state = Compression(ddp, kind)
     ddp.register_comm_hook(state, compression_hook)
     loss32(ddp, dist.get_rank()).backward()
-    before = {number: lost.clone() for number, lost in state._lost().items()}
-    first = [bucket.numbers for bucket in ddp.reducer.buckets]
+    before = {number: lost.clone() for number, lost in state._errors_by_param().items()}
+    first = [bucket.param_indices for bucket in ddp.reducer.buckets]
     ddp(rows(dist.get_rank()).float())  # buckets are dealt anew
-    assert [bucket.numbers for bucket in ddp.reducer.buckets] != first
+    assert [bucket.param_indices for bucket in ddp.reducer.buckets] != first
     state._begin()
-    after = state._lost()
+    after = state._errors_by_param()
     assert before.keys() == after.keys() == {*range(6)}
     assert sum(bool(lost.any()) for lost in before.values()) >= 3
     assert all(torch.equal(lost, after[number]) for number, lost in before.items())
@@ -185,7 +185,7 @@ def _taken_along(kind: str, transport: str) -> None:
 
 def _overflowed(kind: str, transport: str) -> None:
     """One rank's gradient of one step is not finite: all see it, and nothing of it is left in the next."""
-    joined()
+    init_gloo()
     ddp = compressed(model_of_blocks(), kind, transport, bucket_cap_mb=0.0004)
     for step in range(4):
         ddp.zero_grad()

@@ -13,7 +13,7 @@ from plait.comm import CompressedReduce
 from plait.errors import CommError, DDPError
 from plait.parallel.ddp import Compression, compression_hook
 from plait.parallel.ddp.bucket import GradBucket
-from support.ddp import Layers, assert_same, joined, over_both, rows
+from support.ddp import Layers, assert_same, init_gloo, over_both, rows
 from support.ddp_compression import KINDS, compressed, loss32, mean_by_one, model_of_blocks, worst_error
 from support.pool import Pool
 
@@ -21,7 +21,7 @@ from support.pool import Pool
 
 
 def _trained(kind: str, transport: str, arguments: dict[str, Any]) -> None:
-    joined()
+    init_gloo()
     torch.manual_seed(0)
     teacher, model = model_of_blocks(), model_of_blocks()
     ddp = compressed(model, kind, transport, bucket_cap_mb=0.0004, **arguments)
@@ -57,7 +57,7 @@ def test_a_model_learns_and_stays_the_same_on_all_ranks(
 
 
 def _accumulated(kind: str, transport: str) -> None:
-    joined()
+    init_gloo()
     ddp = compressed(model_of_blocks(), kind, transport)
     for _ in range(3):
         ddp.zero_grad()
@@ -76,7 +76,7 @@ def test_what_has_accumulated_is_compressed(pool: Pool, kind: str, transport: st
 
 def _uneven(kind: str, transport: str) -> None:
     """Rank 1 has one batch less, and takes part with zeros: the mean is over all ranks."""
-    joined()
+    init_gloo()
     ddp = compressed(model_of_blocks(), kind, transport, bucket_cap_mb=0.0004)
     with ddp.join():
         for step in range(3 - dist.get_rank()):
@@ -97,7 +97,7 @@ def test_a_rank_that_has_joined_takes_part(pool: Pool, kind: str, transport: str
 
 def _two_models(kind: str, transport: str) -> None:
     """In one backward, over one process group."""
-    joined()
+    init_gloo()
     models = [compressed(model_of_blocks(), kind, transport, bucket_cap_mb=0.0004) for _ in range(2)]
     first, second = (ddp._attached.group_with_background.background for ddp in models)
     assert first is second  # or the two would talk at the same time, in an order of their own on each rank
@@ -118,7 +118,7 @@ def test_two_models_share_a_backward(pool: Pool, kind: str, transport: str) -> N
 
 def _given_up(kind: str, transport: str) -> None:
     """A backward that fails behind its first bucket does not disturb the next one."""
-    joined()
+    init_gloo()
     ddp = compressed(model_of_blocks(), kind, transport, bucket_cap_mb=0.0004)
     for step in range(4):
         ddp.zero_grad()
@@ -150,7 +150,7 @@ def _wrapped_in_another(state: Compression, bucket: GradBucket) -> Future[Tensor
 
 
 def _chained(transport: str) -> None:
-    joined()
+    init_gloo()
     ddp = plait.DistributedDataParallel(model_of_blocks(), transport=transport)
     ddp.register_comm_hook(Compression(ddp, "fp16"), _wrapped_in_another)
     expected = {name: 2.0 * gradient for name, gradient in mean_by_one(ddp.module).items()}
@@ -164,7 +164,7 @@ def test_the_hook_s_future_can_be_gone_on_from(pool: Pool, transport: str) -> No
 
 
 def _alone(kind: str) -> None:
-    joined()
+    init_gloo()
     ddp = compressed(model_of_blocks(), kind, "auto")
     for step in range(3):
         ddp.zero_grad()
@@ -188,7 +188,7 @@ class Embedded(nn.Module):
 
 
 def _refused() -> None:
-    joined()
+    init_gloo()
     ddp = plait.DistributedDataParallel(Layers().float())
     for kind in ("int9", "fp32", "powersgd:0", "INT8", 8):
         with pytest.raises(DDPError, match="unknown compression of gradients"):
@@ -210,14 +210,14 @@ def test_what_cannot_be_compressed_is_refused_before_anything_starts(pool: Pool)
 
 def _failed(transport: str) -> None:
     """A sum in the background that cannot be begun, on all ranks."""
-    joined()
+    init_gloo()
     ddp = plait.DistributedDataParallel(model_of_blocks(), transport=transport)
     state = Compression(ddp, "int8")
     ddp.register_comm_hook(state, compression_hook)
     loss32(ddp, dist.get_rank()).backward()
     out = ddp(rows(dist.get_rank()).float())  # buckets are dealt anew
     state._begin()
-    compressor = state._sums[0].compressor
+    compressor = state._reductions[0].compressor
     assert isinstance(compressor, CompressedReduce)
     compressor._theirs = compressor._theirs[:1]
     with pytest.raises(CommError, match="the tensors of all-to-all do not fit each other"):

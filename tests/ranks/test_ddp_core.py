@@ -17,7 +17,7 @@ from support.ddp import (
     assert_gradients,
     assert_same,
     assert_steps,
-    joined,
+    init_gloo,
     loss_of,
     mean_gradients,
     over_both,
@@ -28,7 +28,7 @@ from support.pool import Pool
 
 
 def _trained(transport: str, arguments: dict[str, Any]) -> None:
-    joined()
+    init_gloo()
     ddp = wrapped(Layers(), transport, **arguments)
     alone = copy.deepcopy(ddp.module)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (ddp, alone)]
@@ -72,7 +72,7 @@ def test_options_do_not_change_what_is_trained(pool: Pool, name: str, transport:
 
 
 def _broadcast_at_the_start(transport: str) -> None:
-    joined()
+    init_gloo()
     model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7))
     with torch.no_grad():
         model[1].running_mean += dist.get_rank() + 1
@@ -95,7 +95,7 @@ def test_parameters_and_buffers_are_rank_0s_at_the_start_unless_told_otherwise(
 
 
 def _attributes() -> None:
-    group = joined()
+    group = init_gloo()
     model = nn.Sequential(Layers(), nn.BatchNorm1d(3))
     ddp = wrapped(model)
     assert isinstance(ddp, DistributedDataParallel)
@@ -139,7 +139,7 @@ def test_the_attributes_that_libraries_read(pool: Pool) -> None:
 
 
 def _mode_and_state() -> None:
-    joined()
+    init_gloo()
     ddp = wrapped(Layers())
     assert [*ddp.state_dict()] == [f"module.{name}" for name in ddp.module.state_dict()]
     assert [name for name, _ in ddp.named_parameters()] == [f"module.{n}" for n in ddp.module.state_dict()]
@@ -176,7 +176,7 @@ class Tied(nn.Module):
 
 
 def _tied(transport: str) -> None:
-    joined()
+    init_gloo()
     model = Tied()
     ignored = [f"ignored.{name}" for name in ("weight", "bias")] + ["own"]
     kept = {name: tensor.clone() for name, tensor in model.state_dict().items() if name in ignored}
@@ -222,7 +222,7 @@ class Mixed(nn.Module):
 
 
 def _mixed(transport: str) -> None:
-    joined()
+    init_gloo()
     ddp = wrapped(Mixed(), transport, gradient_as_bucket_view=True)
     for step in range(3):
         ddp.zero_grad()
@@ -252,7 +252,7 @@ class Phases(nn.Module):
 
 
 def _phases(transport: str) -> None:
-    joined()
+    init_gloo()
     ddp = wrapped(Phases(), transport)
     assert_steps(ddp)
 
@@ -268,7 +268,7 @@ def _image_loss(model: nn.Module, rank: int) -> Tensor:
 
 
 def _strides(transport: str, arguments: dict[str, Any]) -> None:
-    joined()
+    init_gloo()
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3)).to(
         memory_format=torch.channels_last
     )
@@ -304,7 +304,7 @@ class Turned(nn.Module):
 
 
 def _turned(transport: str, arguments: dict[str, Any]) -> None:
-    joined()
+    init_gloo()
     ddp = wrapped(Turned(), transport, **arguments)
     expected = mean_gradients(ddp.module)
     for _ in range(3):
@@ -321,7 +321,7 @@ def test_gradients_lie_as_their_parameters_lie(pool: Pool, arguments: dict[str, 
 
 
 def _meshes() -> None:
-    joined()
+    init_gloo()
     whole = init_device_mesh("cpu", (2,))
     ddp = wrapped(Layers(), device_mesh=whole)
     assert ddp.process_group is whole.get_group()
@@ -340,7 +340,7 @@ def test_a_mesh_of_one_dimension_names_the_group(pool: Pool) -> None:
 
 def _part_of_the_world(transport: str) -> None:
     """Ranks 0 and 2 have a model of their own, and so has rank 1."""
-    joined()
+    init_gloo()
     groups = [dist.new_group(ranks) for ranks in ([0, 2], [1])]
     members = [1] if dist.get_rank() == 1 else [0, 2]
     ddp = wrapped(Layers(), transport, process_group=groups[dist.get_rank() == 1])

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.ddp import Layers, assert_gradients, joined, loss_of, mean_gradients, over_both, wrapped
+from support.ddp import Layers, assert_gradients, init_gloo, loss_of, mean_gradients, over_both, wrapped
 from support.pool import Pool
 
 ARGUMENTS: dict[str, dict[str, Any]] = {
@@ -21,7 +21,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 
 def _let_go(transport: str, arguments: dict[str, Any]) -> None:
     """Its module goes on by itself: rank 0 takes a step that the others do not."""
-    joined()
+    init_gloo()
     model = Layers()
     ddp = wrapped(model, transport, **arguments)
     for step in range(3):
@@ -45,7 +45,7 @@ def test_a_module_is_free_again_when_its_wrapper_is_let_go(pool: Pool, way: str,
 
 def _many(transport: str) -> None:
     """Wrapper after wrapper around one module: of those before, nothing is left to wait for."""
-    joined()
+    init_gloo()
     model = Layers()
     for step in range(12):
         ddp = wrapped(model, transport)
@@ -63,7 +63,7 @@ def test_one_module_has_many_wrappers_one_after_another(pool: Pool, transport: s
 
 
 def _without_hooks(transport: str) -> None:
-    joined()
+    init_gloo()
     ddp = wrapped(Layers(), transport)
     loss_of(ddp, dist.get_rank()).backward()
     ddp._remove_autograd_hooks()
@@ -79,7 +79,7 @@ def test_hooks_are_removed_on_request(pool: Pool, transport: str) -> None:
 
 
 def _profiled() -> None:
-    joined()
+    init_gloo()
     ddp = wrapped(Layers())
     with torch.autograd.profiler.profile() as profile:
         loss_of(ddp, dist.get_rank()).backward()

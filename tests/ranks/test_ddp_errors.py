@@ -12,12 +12,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from support.ddp import OURS_ALONE, Layers, assert_gradients, joined, loss_of, mean_gradients, rows, wrapped
+from support.ddp import (
+    OURS_ALONE,
+    Layers,
+    assert_gradients,
+    init_gloo,
+    loss_of,
+    mean_gradients,
+    rows,
+    wrapped,
+)
 from support.pool import Pool
 
 
 def _refused() -> None:
-    joined()
+    init_gloo()
     frozen = Layers().requires_grad_(False)
     with pytest.raises(RuntimeError, match="DistributedDataParallel is not needed when a module doesn't"):
         wrapped(frozen)
@@ -46,7 +55,7 @@ def test_what_the_constructor_refuses(pool: Pool) -> None:
 
 
 def _initialised() -> None:
-    joined()
+    init_gloo()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Lazy modules are a new feature")
         lazy = nn.Sequential(nn.LazyLinear(3))
@@ -69,7 +78,7 @@ class Sized(nn.Module):
 
 
 def _mismatched(kind: str) -> None:
-    joined()
+    init_gloo()
     rank = dist.get_rank()
     if kind == "sizes":
         model: nn.Module = Sized(2 + rank)
@@ -112,7 +121,7 @@ def debugging(level: dist.DebugLevel) -> Iterator[None]:
 
 
 def _unfinished() -> None:
-    joined()
+    init_gloo()
     rank = dist.get_rank()
     ddp = wrapped(Heads())
     ddp._check_reducer_finalized()
@@ -135,7 +144,7 @@ def test_the_forward_after_an_unfinished_reduction_names_the_parameters(pool: Po
 
 
 def _unfinished_by_name() -> None:
-    joined()
+    init_gloo()
     with debugging(dist.DebugLevel.INFO):
         ddp = wrapped(Heads())
         ddp(rows(dist.get_rank())).sum().backward()
@@ -149,7 +158,7 @@ def test_names_are_in_the_letter_when_debugging(pool: Pool) -> None:
 
 def _all_reduced_again() -> None:
     """The reduction that lacked parameters is finished by a later backward of the same forward."""
-    joined()
+    init_gloo()
     ddp = wrapped(Heads())
 
     def losses(model: Any, rank: int) -> list[Tensor]:
@@ -182,7 +191,7 @@ class Twice(nn.Module):
 
 
 def _ready_twice(arguments: dict[str, Any]) -> None:
-    joined()
+    init_gloo()
     ddp = wrapped(Twice(), **arguments)
     text = r"Expected to mark a variable ready only once(.|\n)*[Pp]arameter at index [23]"
     with pytest.raises(RuntimeError, match=text):
@@ -195,7 +204,7 @@ def test_a_gradient_that_comes_twice_is_refused(pool: Pool, arguments: dict[str,
 
 
 def _ready_twice_by_name() -> None:
-    joined()
+    init_gloo()
     with debugging(dist.DebugLevel.INFO):
         ddp = wrapped(Twice())
         with pytest.raises(RuntimeError, match=r"ready only once(.|\n)*layer\.(weight|bias)"):
@@ -207,7 +216,7 @@ def test_a_gradient_that_comes_twice_is_named_when_debugging(pool: Pool) -> None
 
 
 def _changed_graph(more: bool) -> None:
-    joined()
+    init_gloo()
     ddp = wrapped(Heads(), static_graph=True)
     rank = dist.get_rank()
     ddp(rows(rank), both=not more).sum().backward()
@@ -241,14 +250,14 @@ def test_an_unknown_transport_is_refused(pool: Pool) -> None:
 
 
 def _unknown_transport() -> None:
-    joined()
+    init_gloo()
     with pytest.raises(Exception, match="pigeon"):
         wrapped(Layers(), "pigeon")
 
 
 def _logged() -> None:
     """An error of the constructor raises as it is; one of a step is in the logging data."""
-    joined()
+    init_gloo()
     ddp = wrapped(Heads())
     assert not ddp._get_ddp_logging_data().get("has_error")
     with pytest.raises(ValueError, match="sample rate should be equal or greater than 1"):

@@ -13,7 +13,7 @@ from support.ddp import (
     assert_same,
     assert_steps,
     gradients,
-    joined,
+    init_gloo,
     loss_of,
     mean_gradients,
     over_both,
@@ -31,7 +31,7 @@ in_all_ways = pytest.mark.parametrize("way", VIEWS)
 
 
 def _views(transport: str) -> None:
-    joined()
+    init_gloo()
     ddp = wrapped(Layers(), transport, gradient_as_bucket_view=True)
     expected = mean_gradients(ddp.module)
     parameters = [*ddp.parameters()]
@@ -59,7 +59,7 @@ def test_a_gradient_is_a_view_of_the_bucket_and_becomes_one_again_after_none(
 
 
 def _detached(transport: str, views: bool) -> None:
-    joined()
+    init_gloo()
     ddp = wrapped(Layers(), transport, gradient_as_bucket_view=views)
     for _ in range(3):
         loss_of(ddp, dist.get_rank()).backward()
@@ -80,7 +80,7 @@ def test_only_views_refuse_to_be_detached(pool: Pool, views: bool, transport: st
 
 
 def _kept(transport: str, arguments: dict[str, Any]) -> None:
-    joined()
+    init_gloo()
     ddp = wrapped(Layers(), transport, **arguments)
     held: list[tuple[list[Tensor], dict[str, Tensor | None]]] = []
     for step in range(4):
@@ -104,7 +104,7 @@ def test_a_gradient_that_the_user_keeps_is_not_written_to_by_later_steps(
 
 def _preset(transport: str, arguments: dict[str, Any]) -> None:
     """Gradients that the user has put there are added to, where they lie."""
-    joined()
+    init_gloo()
     ddp = wrapped(Layers(), transport, **arguments)
     expected = mean_gradients(ddp.module)
     for _ in range(3):
@@ -126,7 +126,7 @@ def test_a_gradient_that_the_user_has_set_is_added_to(pool: Pool, way: str, tran
 
 def _different_presets(transport: str, arguments: dict[str, Any]) -> None:
     """What lies in .grad is averaged with the rest: it is this rank's part of the sum."""
-    joined()
+    init_gloo()
     ddp = wrapped(Layers(), transport, **arguments)
     expected = mean_gradients(ddp.module)
     for parameter in ddp.parameters():
@@ -144,7 +144,7 @@ def test_what_is_in_a_gradient_before_backward_is_averaged_with_it(
 
 
 def _zeroed(transport: str, arguments: dict[str, Any]) -> None:
-    joined()
+    init_gloo()
     ddp = wrapped(Layers(), transport, **arguments)
     sums = [torch.zeros_like(parameter) for parameter in ddp.parameters()]
     identities: list[int] = []
@@ -173,7 +173,7 @@ def test_gradients_accumulate_until_they_are_zeroed_in_place_or_let_go(
 
 def _replaced(transport: str, arguments: dict[str, Any]) -> None:
     """Between steps the user scales, replaces and drops gradients."""
-    joined()
+    init_gloo()
     ddp = wrapped(Layers(), transport, **arguments)
     expected = mean_gradients(ddp.module)
     weight = ddp.module.first.weight
@@ -220,7 +220,7 @@ def _ids(rank: int, step: int) -> Tensor:
 
 
 def _sparse(transport: str, arguments: dict[str, Any]) -> None:
-    joined()
+    init_gloo()
     ddp = wrapped(Words(), transport, **arguments)
     for step in range(4):
         ddp.zero_grad()
@@ -246,7 +246,7 @@ def test_gradients_of_sparse_embeddings_stay_sparse(
 
 
 def _sparse_optimizer(transport: str) -> None:
-    joined()
+    init_gloo()
     ddp = wrapped(nn.Embedding(20, 5, sparse=True), transport)
     alone = nn.Embedding(20, 5, sparse=True)
     alone.load_state_dict(ddp.module.state_dict())
@@ -269,7 +269,7 @@ def test_sparse_adam_trains_the_same(pool: Pool, transport: str) -> None:
 
 def _large(arguments: dict[str, Any]) -> None:
     """Parameters of 3 MB in several buckets: copies and sums of more than one round."""
-    joined()
+    init_gloo()
     ddp = wrapped(nn.Sequential(*(nn.Linear(350, 350) for _ in range(4))), bucket_cap_mb=1, **arguments)
 
     def loss(model: nn.Module, rank: int, step: int = 0) -> Tensor:

@@ -14,7 +14,7 @@ from support.ddp import (
     Layers,
     assert_gradients,
     assert_same,
-    joined,
+    init_gloo,
     loss_of,
     mean_gradients,
     over_both,
@@ -93,7 +93,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 
 def _hooked(transport: str, name: str, arguments: dict[str, Any]) -> None:
     """In one bucket: a callback that communicates beside another's would leave the order to chance."""
-    group = joined()
+    group = init_gloo()
     ddp = wrapped(Layers(), transport, **arguments)
     ddp.register_comm_hook(group, HOOKS[name])
     for step in range(4):
@@ -141,7 +141,7 @@ class Recorded:
 
 
 def _given(arguments: dict[str, Any]) -> None:
-    joined()
+    init_gloo()
     ddp = wrapped(Layers(), bucket_cap_mb=0.0001, **arguments)  # 104 bytes
     recorded = Recorded()
     ddp.register_comm_hook("state", recorded.hook)
@@ -164,7 +164,7 @@ def test_a_hook_is_given_undivided_buckets_in_order(pool: Pool, arguments: dict[
 
 def _identities() -> None:
     """The parameters of a bucket are those of the module; under no_sync no hook is called."""
-    joined()
+    init_gloo()
     ddp = wrapped(Layers())
     seen: list[int] = []
 
@@ -199,7 +199,7 @@ class Towers(nn.Module):
 
 def _unused_with_hook(transport: str) -> None:
     """Rank 0 uses the first tower and rank 1 the second; nobody the third."""
-    group = joined()
+    group = init_gloo()
     ddp = wrapped(Towers(), transport, find_unused_parameters=True)
     ddp.register_comm_hook(group, default_hooks.allreduce_hook)
 
@@ -221,7 +221,7 @@ def test_a_hook_leaves_the_gradients_of_unused_parameters_none(pool: Pool, trans
 
 
 def _accumulated(transport: str) -> None:
-    group = joined()
+    group = init_gloo()
     ddp = wrapped(Layers(), transport)
     ddp.register_comm_hook(group, in_place)
     for _ in range(3):
@@ -259,7 +259,7 @@ def _bare(state, bucket):  # type: ignore[no-untyped-def]
 
 
 def _registered() -> None:
-    joined()
+    init_gloo()
     ddp = wrapped(Layers())
     with pytest.raises(TypeError, match=r"Communication hook must be callable\."):
         ddp.register_comm_hook(None, 3)
@@ -305,7 +305,7 @@ def _failing_future(state: Any, bucket: dist.GradBucket) -> Future[Tensor]:
 
 
 def _failed() -> None:
-    joined()
+    init_gloo()
     for hook, text in (
         (_no_future, r"callback must return a torch\.futures\.Future"),
         (_raising, "in the hook"),
@@ -322,7 +322,7 @@ def test_errors_of_a_hook_come_out_of_backward(pool: Pool) -> None:
 
 
 def _built_in(transport: str) -> None:
-    joined()
+    init_gloo()
     for kind, near in (
         (dist.BuiltinCommHookType.ALLREDUCE, 1e-9),
         (dist.BuiltinCommHookType.FP16_COMPRESS, 1e-2),
@@ -345,7 +345,7 @@ def test_the_built_in_hooks(pool: Pool, transport: str) -> None:
 
 
 def _logged() -> None:
-    joined()
+    init_gloo()
     ddp = wrapped(Layers())
     assert ddp._get_ddp_logging_data().get("comm_hook") is None
     ddp.register_comm_hook(None, default_hooks.allreduce_hook)

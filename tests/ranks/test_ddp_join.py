@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
 
-from support.ddp import Layers, assert_same, joined, loss_of, over_both, rows, wrapped
+from support.ddp import Layers, assert_same, init_gloo, loss_of, over_both, rows, wrapped
 from support.ddp_optim import ZeroRedundancyOptimizer
 from support.pool import Pool
 
@@ -36,7 +36,7 @@ def _close(model: nn.Module, expected: list[Tensor]) -> None:
 
 
 def _uneven(transport: str, by_initial: bool, arguments: dict[str, Any], hooked: bool = False) -> None:
-    joined()
+    init_gloo()
     ddp = wrapped(Layers(), transport, **arguments)
     if hooked:  # which has the initial number of ranks in it
         ddp.register_comm_hook(None, default_hooks.allreduce_hook)
@@ -75,7 +75,7 @@ def test_a_hook_communicates_for_ranks_that_have_joined(pool: Pool, transport: s
 
 def _static(transport: str) -> None:
     """A static graph, whose first steps all ranks have."""
-    joined()
+    init_gloo()
     ddp = wrapped(Layers(), transport, static_graph=True)
     expected = _alone(copy.deepcopy(ddp.module), True, 2)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
@@ -94,7 +94,7 @@ def test_a_static_graph_joins(pool: Pool, transport: str) -> None:
 
 def _accumulating(transport: str) -> None:
     """Pairs of batches, the first of each under no_sync."""
-    joined()
+    init_gloo()
     rank = dist.get_rank()
     ddp = wrapped(Layers(), transport)
     alone = copy.deepcopy(ddp.module)
@@ -124,7 +124,7 @@ def test_no_sync_inside_join(pool: Pool, transport: str) -> None:
 
 
 def _early(transport: str) -> None:
-    joined()
+    init_gloo()
     rank = dist.get_rank()
     ddp = wrapped(Layers(), transport)
     steps = 0
@@ -149,7 +149,7 @@ def test_all_ranks_end_when_one_has_no_more_data_if_so_asked(pool: Pool, transpo
 
 
 def _disabled() -> None:
-    joined()
+    init_gloo()
     ddp = wrapped(Layers())
     expected = _even(copy.deepcopy(ddp.module))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
@@ -189,7 +189,7 @@ class Counting(nn.Module):
 
 def _with_buffers(transport: str) -> None:
     """Buffers come from the last rank that has data; in the end all have its model."""
-    joined()
+    init_gloo()
     ddp = wrapped(Counting(), transport)
     with ddp.join():
         for step in range(BATCHES[dist.get_rank()]):
@@ -221,7 +221,7 @@ def _owned(model: nn.Module, owners: list[int]) -> list[Tensor]:
 
 def _several(transport: str, arguments: dict[str, Any]) -> None:
     """DDP and a ZeroRedundancyOptimizer join together."""
-    joined()
+    init_gloo()
     ddp = wrapped(Layers(), transport, **arguments)
     optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
     owners = [optimizer._param_to_rank[parameter] for parameter in ddp.parameters()]
@@ -244,7 +244,7 @@ def test_a_zero_optimizer_joins_together_with_it(
 
 
 def _two_models(transport: str) -> None:
-    joined()
+    init_gloo()
     models = [wrapped(Layers(), transport) for _ in range(2)]
     expected = [_alone(copy.deepcopy(ddp.module), True, 2) for ddp in models]
     optimizers = [torch.optim.SGD(ddp.parameters(), lr=0.1) for ddp in models]
@@ -277,7 +277,7 @@ class Branches(nn.Module):
 
 
 def _unused(transport: str) -> None:
-    joined()
+    init_gloo()
     rank = dist.get_rank()
     ddp = wrapped(Branches(), transport, find_unused_parameters=True)
     alone = copy.deepcopy(ddp.module)
@@ -303,7 +303,7 @@ def test_unused_parameters_inside_join(pool: Pool, transport: str) -> None:
 
 def _again(transport: str) -> None:
     """Evaluation and steps outside follow a join, and another join follows them."""
-    joined()
+    init_gloo()
     rank = dist.get_rank()
     ddp = wrapped(Layers(), transport)
     for _ in range(2):

@@ -17,7 +17,7 @@ from support.ddp import (
     assert_gradients,
     assert_same,
     assert_steps,
-    joined,
+    init_gloo,
     loss_of,
     mean_gradients,
     over_both,
@@ -35,7 +35,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 
 
 def _pickled(transport: str, arguments: dict[str, Any]) -> None:
-    joined()
+    init_gloo()
     ddp = wrapped(Layers(), transport, **arguments)
     assert_steps(ddp, 2)
     loaded = pickle.loads(pickle.dumps(ddp))
@@ -61,7 +61,7 @@ def test_it_is_pickled_and_copied(pool: Pool, way: str, transport: str) -> None:
 
 
 def _not_pickled() -> None:
-    joined()
+    init_gloo()
     ddp = wrapped(Layers(), process_group=dist.new_group([0, 1]))
     text = "DDP Pickling/Unpickling are only supported when using DDP with the default process group"
     with pytest.raises(RuntimeError, match=text):
@@ -76,7 +76,7 @@ def test_it_is_not_pickled_with_a_group_of_its_own(pool: Pool) -> None:
 
 def _loaded(transport: str) -> None:
     """A checkpoint of rank 0, loaded by a plain module, by another wrapper, and with the prefix taken off."""
-    joined()
+    init_gloo()
     ddp = wrapped(Layers(), transport)
     state = copy.deepcopy(ddp.state_dict())
     other = wrapped(Layers(), transport)
@@ -97,7 +97,7 @@ def test_a_state_dict_goes_from_one_to_another_and_to_a_plain_module(pool: Pool,
 
 def _compiled(transport: str, inside: bool, arguments: dict[str, Any]) -> None:
     """In buckets of a MiB, at which the compiler cuts what it is told lies in a wrapper."""
-    joined()
+    init_gloo()
     torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(5, 400), nn.Tanh(), nn.Linear(400, 400), nn.Tanh(), nn.Linear(400, 3))
     ddp = wrapped(
@@ -130,7 +130,7 @@ def test_it_is_compiled_inside_or_outside(pool: Pool, way: str, inside: bool, tr
 
 def _halves(transport: str, arguments: dict[str, Any]) -> None:
     """autocast: bf16 inside, fp32 gradients, the same on all ranks and near the fp32 mean."""
-    joined()
+    init_gloo()
     ddp = wrapped(Layers().float(), transport, **arguments)
 
     def loss(model: nn.Module, rank: int, step: int = 0) -> Tensor:
@@ -157,7 +157,7 @@ def test_it_trains_under_autocast(pool: Pool, way: str, transport: str) -> None:
 
 def _scaled(transport: str, arguments: dict[str, Any]) -> None:
     """GradScaler: one rank's infinity makes all ranks leave out the step."""
-    joined()
+    init_gloo()
     ddp = wrapped(Layers(), transport, **arguments)
     alone = copy.deepcopy(ddp.module)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (ddp, alone)]
@@ -188,7 +188,7 @@ def test_a_scaler_skips_the_same_steps_on_all_ranks(pool: Pool, way: str, transp
 
 def _other_group(transport: str, arguments: dict[str, Any]) -> None:
     """The third rank leaves and comes back."""
-    joined()
+    init_gloo()
     pair = dist.new_group([0, 1])
     ddp = wrapped(Layers(), transport, **arguments)
     rank = dist.get_rank()
@@ -213,7 +213,7 @@ def test_its_group_may_shrink_and_grow(pool: Pool, way: str, transport: str) -> 
 
 def _functional(transport: str) -> None:
     """Called with parameters from elsewhere, whose gradients it knows nothing of."""
-    joined()
+    init_gloo()
     ddp = wrapped(Layers(), transport)
     other = {name: torch.zeros_like(tensor, requires_grad=True) for name, tensor in ddp.named_parameters()}
     x = rows(dist.get_rank())
@@ -247,7 +247,7 @@ RUN_KEYS = {
 
 
 def _logged() -> None:
-    joined()
+    init_gloo()
     os.environ["TORCH_DISTRIBUTED_DEBUG"] = "INFO"
     ddp = wrapped(Layers(), bucket_cap_mb=2)
     logged = ddp._get_ddp_logging_data()
@@ -285,7 +285,7 @@ def test_the_logging_data(pool: Pool) -> None:
 
 
 def _static_found() -> None:
-    joined()
+    init_gloo()
     for model, is_static in ((Layers(), True), (Changing(), False)):
         ddp = wrapped(model, find_unused_parameters=True)
         for step in range(4):

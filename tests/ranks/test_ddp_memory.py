@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
 
-from support.ddp import OURS_ALONE, assert_gradients, joined, mean_gradients, over_both, rows, wrapped
+from support.ddp import OURS_ALONE, assert_gradients, init_gloo, mean_gradients, over_both, rows, wrapped
 from support.pool import Pool
 
 WIDE = 200  # a weight of 320 KB: large enough to change hands early
@@ -34,7 +34,7 @@ def _loss(model: nn.Module, rank: int, step: int = 0) -> Tensor:
 
 def _kept(transport: str) -> None:
     """A program holds on to gradients, to a part of one and to a detached one, and goes on."""
-    joined()
+    init_gloo()
     ddp = wrapped(Mixed(), transport)
     kept: list[tuple[Tensor, Tensor]] = []
     for step in range(4):
@@ -55,7 +55,7 @@ def test_a_gradient_that_the_program_keeps_is_not_written_again(pool: Pool, tran
 
 
 def _in_place(transport: str, to_none: bool) -> None:
-    joined()
+    init_gloo()
     ddp = wrapped(Mixed(), transport)
     before: set[int] = set()
     for step in range(5):
@@ -79,7 +79,7 @@ def test_large_gradients_lie_in_the_same_memory_step_after_step(
 
 
 def _let_go(transport: str) -> None:
-    joined()
+    init_gloo()
     gc.collect()
     gc.disable()
     try:
@@ -102,7 +102,7 @@ def test_the_memory_of_buckets_is_free_as_soon_as_the_wrapper_is(pool: Pool, tra
 
 
 def _first_step(transport: str) -> None:
-    joined()
+    init_gloo()
     ddp = wrapped(Mixed(), transport, bucket_cap_mb=0.001)
     events: list[str] = []
 
@@ -126,7 +126,7 @@ def test_buckets_are_reduced_while_the_first_backward_runs(pool: Pool, transport
 
 def _looked_at(transport: str) -> None:
     """Optimizers and hooks that look at `.grad` behind backward find the mean, wherever it lies."""
-    joined()
+    init_gloo()
     ddp = wrapped(Mixed(), transport)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     for step in range(3):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from support.ddp import assert_gradients, joined, loss_of, mean_gradients, rows, wrapped
+from support.ddp import assert_gradients, init_gloo, loss_of, mean_gradients, rows, wrapped
 from support.pool import Pool
 
 
@@ -54,7 +54,7 @@ def _nested_loss(model: nn.Module, rank: int, step: int = 0) -> Tensor:
 
 
 def _nested(arguments: dict[str, Any]) -> None:
-    joined()
+    init_gloo()
     # A static graph's outputs pass through torch's pytree, which does not look into dataclasses.
     for kind in NESTS if "find_unused_parameters" in arguments else [*NESTS][:-1]:
         ddp = wrapped(Nested(kind), **arguments)
@@ -87,7 +87,7 @@ class Heads(nn.Module):
 
 
 def _left_out(arguments: dict[str, Any]) -> None:
-    joined()
+    init_gloo()
     ddp = wrapped(Heads(), **arguments)
 
     def left_alone(model: nn.Module, rank: int) -> Tensor:
@@ -113,7 +113,7 @@ def test_the_gradients_of_an_output_that_the_loss_leaves_out_stay_none(
 
 
 def _constants() -> None:
-    joined()
+    init_gloo()
     for arguments in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
         ddp = wrapped(Heads(), **arguments)
         _, right, constant, zeros = ddp(rows(dist.get_rank()))
@@ -139,7 +139,7 @@ class Empty(nn.Module):
 
 
 def _empty() -> None:
-    joined()
+    init_gloo()
     ddp = wrapped(Empty())
     expected = mean_gradients(ddp.module)
     for _ in range(3):
@@ -155,7 +155,7 @@ def test_a_parameter_without_elements_is_no_obstacle(pool: Pool) -> None:
 
 def _changed_in_place() -> None:
     """The sink clones outputs, so a loss may change them in place; told not to, it hands on the tensor."""
-    joined()
+    init_gloo()
     ddp = wrapped(Heads(), find_unused_parameters=True)
 
     def loss(model: nn.Module, rank: int) -> Tensor:
@@ -187,7 +187,7 @@ def both_heads(model: nn.Module, rank: int) -> Tensor:
 
 def _hooked() -> None:
     """Hooks on the wrapper and on what it wraps, in forward and in backward."""
-    joined()
+    init_gloo()
     seen: list[str] = []
     ddp = wrapped(Heads())
     expected = mean_gradients(ddp.module, both_heads)

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from support.ddp import assert_gradients, joined, mean_gradients, over_both, rows, wrapped
+from support.ddp import assert_gradients, init_gloo, mean_gradients, over_both, rows, wrapped
 from support.pool import Pool
 
 WIDE = 150  # a weight of 180 KB
@@ -21,7 +21,7 @@ def _loss(model: nn.Module, rank: int, step: int = 0) -> Tensor:
 
 def _nested(transport: str) -> None:
     """A wrapped module in a wrapped module; gradients are made anew, and then kept in place."""
-    joined()
+    init_gloo()
     plain = nn.Sequential(_layers(3), nn.Linear(WIDE, 3))
     inner = wrapped(plain[0], transport)
     outer = wrapped(nn.Sequential(inner, plain[1]), transport)
@@ -50,7 +50,7 @@ class Sparse(nn.Module):
 
 def _joined_sparse(transport: str) -> None:
     """A rank that has joined takes part in sums of rows and in the map of unused parameters."""
-    joined()
+    init_gloo()
     rank = dist.get_rank()
     ddp = wrapped(Sparse(), transport, find_unused_parameters=True)
     with ddp.join():
@@ -82,7 +82,7 @@ class Branches(nn.Module):
 
 def _preset(transport: str) -> None:
     """The program's own tensors are gradients; one rank does not use some of the parameters."""
-    joined()
+    init_gloo()
     ddp = wrapped(Branches(), transport, find_unused_parameters=True)
     expected = mean_gradients(ddp.module, lambda it, rank: it(rows(rank), rank == 0).square().mean())
     own = [torch.zeros_like(parameter) for parameter in ddp.parameters()]
@@ -101,7 +101,7 @@ def test_a_tensor_that_the_program_has_put_there_gets_the_mean(pool: Pool, trans
 
 
 def _seen_by_hooks(transport: str) -> None:
-    joined()
+    init_gloo()
     ddp = wrapped(_layers(1), transport)
     seen: dict[int, Tensor] = {}
     for parameter in ddp.parameters():

@@ -22,7 +22,7 @@ from support.ddp import (
     Layers,
     assert_gradients,
     assert_same,
-    joined,
+    init_gloo,
     loss_of,
     mean_gradients,
     over_both,
@@ -61,7 +61,7 @@ HOOKS: dict[str, tuple[Callable[..., Any], float]] = {
 
 
 def _compressed(transport: str, name: str, arguments: dict[str, Any]) -> None:
-    group = joined()
+    group = init_gloo()
     hook, near = HOOKS[name]
     ddp = wrapped(Layers(), transport, **arguments)
     ddp.register_comm_hook(group, hook)
@@ -84,7 +84,7 @@ def test_compressing_hooks_give_the_mean_as_far_as_their_bits_go(
 
 
 def _nothing(arguments: dict[str, Any]) -> None:
-    joined()
+    init_gloo()
     ddp = wrapped(Layers(), **arguments)
     ddp.register_comm_hook(None, debugging_hooks.noop_hook)
     for _ in range(3):
@@ -109,7 +109,7 @@ POWER: dict[str, tuple[Callable[..., Any], int]] = {
 
 def _power(transport: str, name: str) -> None:
     """At full rank the factors lose nothing; before they begin, it is an all-reduce."""
-    group = joined()
+    group = init_gloo()
     ddp = wrapped(nn.Linear(6, 6, bias=False), transport)
     hook, start = POWER[name]
     state = powerSGD_hook.PowerSGDState(
@@ -157,7 +157,7 @@ def _train_alone(model: nn.Module, optimizer: torch.optim.Optimizer, steps: rang
 
 def _local_sgd(transport: str) -> None:
     """Two steps of means, then steps of each rank by itself with weights averaged every second step."""
-    group = joined()
+    group = init_gloo()
     ddp = wrapped(Layers(), transport)
     copies = [copy.deepcopy(ddp.module) for _ in range(2)]
     state = post_localSGD_hook.PostLocalSGDState(
@@ -225,7 +225,7 @@ def test_a_zero_optimizer_steps_in_a_hook(pool: Pool, name: str, sharded: bool, 
 
 
 def _zero(transport: str, arguments: dict[str, Any]) -> None:
-    joined()
+    init_gloo()
     ddp = wrapped(Layers(), transport, **arguments)
     alone = copy.deepcopy(ddp.module)
     optimizer = ZeroRedundancyOptimizer(
@@ -249,7 +249,7 @@ def test_a_zero_optimizer_beside_it(pool: Pool, arguments: dict[str, Any], trans
 
 
 def _in_backward(transport: str, views: bool, before: bool) -> None:
-    joined()
+    init_gloo()
     model = Layers()
     alone = Layers()
     if before:
@@ -275,7 +275,7 @@ def test_an_optimizer_applied_in_backward(pool: Pool, before: bool, views: bool,
 
 
 def _fused(transport: str) -> None:
-    joined()
+    init_gloo()
     ddp = wrapped(Layers(), transport)
     alone = copy.deepcopy(ddp.module)
     ddp._register_fused_optim(torch.optim.SGD, 0.1)
@@ -296,7 +296,7 @@ def _delayed(transport: str) -> None:
 
     Nobody waits for that message.
     """
-    joined()
+    init_gloo()
     model = Layers()
     names = [(name, parameter) for name, parameter in model.named_parameters() if name.startswith("last")]
     ddp = wrapped(

@@ -12,7 +12,7 @@ from support.ddp import (
     Layers,
     assert_gradients,
     assert_steps,
-    joined,
+    init_gloo,
     loss_of,
     mean_gradients,
     over_both,
@@ -62,7 +62,7 @@ STEPS = [
 
 
 def _branches(transport: str, arguments: dict[str, Any]) -> None:
-    joined()
+    init_gloo()
     ddp = wrapped(Branches(), transport, find_unused_parameters=True, **arguments)
     for step, used in enumerate(STEPS):
         ddp.zero_grad()
@@ -85,7 +85,7 @@ def test_what_no_rank_uses_has_no_gradient_and_what_one_uses_has_the_mean(
 
 def _left_untouched(transport: str, arguments: dict[str, Any]) -> None:
     """A gradient that lies there already is kept where no rank uses the parameter, and else averaged."""
-    joined()
+    init_gloo()
     rank = dist.get_rank()
     ddp = wrapped(Branches(), transport, find_unused_parameters=True, **arguments)
     expected = mean_gradients(ddp.module, lambda it, r: of_branches(it, r, ((0,), (1,))[r]))
@@ -107,7 +107,7 @@ def test_a_gradient_that_no_rank_adds_to_is_left_as_it_was(pool: Pool, way: str,
 
 def _accumulated(transport: str, arguments: dict[str, Any]) -> None:
     """What was used under no_sync alone counts as used in the step that synchronises."""
-    joined()
+    init_gloo()
     rank = dist.get_rank()
     ddp = wrapped(Branches(), transport, find_unused_parameters=True, **arguments)
     steps = [((0,), (1,)), ((2,), (2,))]
@@ -144,7 +144,7 @@ class Shared(nn.Module):
 
 
 def _shared(transport: str) -> None:
-    joined()
+    init_gloo()
     for arguments in ({"find_unused_parameters": True}, {"static_graph": True}):
         ddp = wrapped(Shared(), transport, **arguments)
         for step in range(3):
@@ -164,7 +164,7 @@ def test_a_shared_weight_is_used_where_any_of_its_layers_is(pool: Pool, transpor
 
 
 def _static(transport: str, arguments: dict[str, Any], used: list[tuple[int, ...]]) -> None:
-    joined()
+    init_gloo()
     ddp = wrapped(Branches(), transport, static_graph=True, **arguments)
     own = used[dist.get_rank()]
     for step in range(5):
@@ -202,7 +202,7 @@ class Repeated(nn.Module):
 
 
 def _outside(transport: str) -> None:
-    joined()
+    init_gloo()
 
     def loss(model: nn.Module, rank: int, step: int) -> Tensor:
         out = model(rows(rank, step))
@@ -219,7 +219,7 @@ def test_a_static_graph_may_use_parameters_outside_of_the_forward(pool: Pool, tr
 
 def _static_accumulation(transport: str) -> None:
     """no_sync from the second step on, and several forwards for one backward."""
-    joined()
+    init_gloo()
     rank = dist.get_rank()
     ddp = wrapped(Layers(), transport, static_graph=True)
     for step in range(4):
@@ -246,7 +246,7 @@ def test_a_static_graph_accumulates(pool: Pool, transport: str) -> None:
 
 
 def _told_later() -> None:
-    joined()
+    init_gloo()
     ddp = wrapped(Branches())
     ddp._set_static_graph()
     assert ddp.static_graph
@@ -270,7 +270,7 @@ def test_a_graph_may_be_declared_static_after_construction(pool: Pool) -> None:
 
 def _all_used() -> None:
     """Nothing is unused although it is looked for: a line on stderr at most, and the means."""
-    joined()
+    init_gloo()
     ddp = wrapped(Layers(), find_unused_parameters=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -283,7 +283,7 @@ def test_looking_for_unused_parameters_where_there_are_none_is_no_error(pool: Po
 
 def _skipped(transport: str) -> None:
     """Ranks agree on what is unused: its buckets are not reduced."""
-    joined()
+    init_gloo()
     num_reduced = []
     for skips in (False, True):
         ddp = wrapped(

@@ -132,10 +132,10 @@ def test_a_step_without_targets_is_skipped_on_every_stage(pool: Pool) -> None:
 # --- probes
 
 
-def _probed(words: str, deaf_to: str = "") -> Any:
+def _probed(words: str, muted_ops: str = "") -> Any:
     """What a probe says; the first step's loss."""
     model = pipeline_models.tied_llama(layers=LAYERS)
-    with pipeline_faults.deaf_to(deaf_to) if deaf_to else nullcontext():
+    with pipeline_faults.muted(muted_ops) if muted_ops else nullcontext():
         engine = plait.parallelize(model, f"{words} micro=3", probe=True, seed=3)
     assert engine.probed is not None
     found = engine.probed.difference, engine.probed.allowed

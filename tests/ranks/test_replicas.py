@@ -62,7 +62,7 @@ def _one_bit_off(
         flat[at - 1 : at].view({2: torch.int16, 4: torch.int32}[flat.itemsize]).bitwise_xor_(1)
     engine.world.barrier()  # memory may be shared
     try:
-        with programs.deaf("all_reduce") if is_deaf else nullcontext():
+        with programs.muted("all_reduce") if is_deaf else nullcontext():
             engine.check_replicas()
     except RunError as error:
         return str(error)
@@ -119,7 +119,7 @@ def test_without_its_message_no_rank_finds_anything(pool: Pool) -> None:
 def _drifted(plan: str, silenced: str) -> str:
     """After steps in which ranks did not hear each other's gradients, of parameters that many have."""
     engine = programs.engine_of(programs.Task(programs.llama), plan)
-    with programs.deaf(silenced):
+    with programs.muted(silenced):
         for batch in programs.batches(2):
             engine.step(programs.share_of(batch, engine))
     with pytest.raises(RunError) as found:

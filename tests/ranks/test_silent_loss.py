@@ -23,12 +23,12 @@ grids = pytest.mark.parametrize(("plan", "ranks"), GRIDS)
 
 def model_of(family: str, **more: Any) -> torch.nn.Module:
     """The same weights in every process."""
-    return silent_error_models.loud(family, **more).double()
+    return silent_error_models.with_random_weights(family, **more).double()
 
 
 def engine_of(family: str, plan: str, **how: Any) -> plait.Engine:
     options = {"optimizer": torch.optim.SGD, "optimizer_args": {"lr": 0.5}} | how
-    words = silent_error_models.words_of(family)
+    words = silent_error_models.tensor_plan_of(family)
     return plait.parallelize(model_of(family), f"{plan} precision=fp64", tensor_plan=words, **options)
 
 

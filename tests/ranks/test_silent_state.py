@@ -70,7 +70,7 @@ def _after_two_steps(task: programs.Task, plan: str, is_deaf: bool) -> str:
     """What a look at replicas says."""
     engine = programs.engine_of(task, plan)
     for batch in programs.batches(2):
-        with pipeline_faults.deaf_to("shared") if is_deaf else nullcontext():
+        with pipeline_faults.muted("shared") if is_deaf else nullcontext():
             engine.step(programs.share_of(batch, engine))
     try:
         engine.check_replicas()
@@ -90,14 +90,16 @@ def test_tied_weights_on_two_stages_stay_equal_bit_for_bit(pool: Pool, plan: str
 
 def _held_rows(plan: str, loads: bool) -> dict[str, Tensor]:
     """What this rank computes with, of weights that came with the model, or that were loaded."""
-    model = silent_error_models.loud("llama")
+    model = silent_error_models.with_random_weights("llama")
     if loads:  # into others
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
     engine = plait.parallelize(model, plan, optimizer_args={"lr": 0.0}, loss=programs.summed_loss)
     if loads:
-        state = plait.parallelize(silent_error_models.loud("llama"), plan, optimizer_args={"lr": 0.0}).state()
+        state = plait.parallelize(
+            silent_error_models.with_random_weights("llama"), plan, optimizer_args={"lr": 0.0}
+        ).state()
         engine.load_state(_on_all(engine, state))
     units = engine._held.units
     assert all(unit.storage.numel() == unit.layout.numel for unit in units)
@@ -130,7 +132,7 @@ def test_every_rank_of_a_grid_has_its_own_rows_of_loaded_weights(
     pool: Pool, plan: str, ranks: int, loads: bool
 ) -> None:
     """picotron: queries, keys and values were loaded from the first rows on every rank."""
-    whole = dict(silent_error_models.loud("llama").named_parameters())
+    whole = dict(silent_error_models.with_random_weights("llama").named_parameters())
     seen: dict[str, set[int]] = {}
     for held in pool.run(_held_rows, ranks, f"{plan} precision=fp64", loads):
         assert held
@@ -190,7 +192,7 @@ def test_engines_of_one_process_do_not_hear_each_other(pool: Pool) -> None:
 
 def _overflow_on_one(plan: str, culprit: int) -> tuple[list[bool], list[float | None]]:
     """What each step was, and the loss scale after it; in the second one rank's gradient is infinite."""
-    model = silent_error_models.loud("llama").float()
+    model = silent_error_models.with_random_weights("llama").float()
     engine = plait.parallelize(model, f"{plan} precision=fp16", optimizer_args={"lr": 1e-3}, clip_norm=1.0)
     skipped, scales = [], []
     for number, batch in enumerate(programs.batches(3)):

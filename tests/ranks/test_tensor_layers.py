@@ -10,7 +10,16 @@ from transformers.pytorch_utils import Conv1D
 from plait.errors import ModelError
 from plait.plan.sharding import LayerSharding, Style
 from support.pool import Pool, RankError
-from support.tensor_shards import GRIDS, Case, DimSharding, even, gaps, groups_of, packed, silent
+from support.tensor_shards import (
+    GRIDS,
+    Case,
+    DimSharding,
+    even,
+    groups_of,
+    max_differences,
+    muted_groups,
+    packed,
+)
 
 TINY = 1e-10
 
@@ -101,16 +110,16 @@ def _linear_cases(rows: int, cols: int) -> Iterator[tuple[str, Case]]:
 
 def _linear_gaps(rows: int, cols: int) -> dict[str, dict[str, float]]:
     groups = groups_of(rows, cols)
-    return {name: gaps(case, groups) for name, case in _linear_cases(rows, cols)}
+    return {name: max_differences(case, groups) for name, case in _linear_cases(rows, cols)}
 
 
 def _far(results: list[dict[str, dict[str, float]]]) -> list[tuple[int, str, dict[str, float]]]:
     """What is not the same number, by rank and case."""
     return [
-        (rank, name, gaps)
+        (rank, name, max_differences)
         for rank, cases in enumerate(results)
-        for name, gaps in cases.items()
-        if not max(gaps.values()) < TINY
+        for name, max_differences in cases.items()
+        if not max(max_differences.values()) < TINY
     ]
 
 
@@ -154,9 +163,9 @@ def _embedding_gaps(rows: int, cols: int) -> dict[str, dict[str, float]]:
         for v in (12, 7, 2):
             for padding in (None, 0, v - 1):
                 case = _embedding(rows, cols, kind, v, padding)
-                found[f"{kind.__name__} {v} {padding}"] = gaps(case, groups)
+                found[f"{kind.__name__} {v} {padding}"] = max_differences(case, groups)
     table = _embedding(rows, 1, nn.Embedding, 7, None)  # the whole vocabulary on every column
-    found["table"] = gaps(
+    found["table"] = max_differences(
         Case(
             table.module,
             table.x,
@@ -196,7 +205,7 @@ def _without_messages(rows: int, cols: int) -> dict[str, dict[str, float]]:
     """Every rank by itself: as if all sums and gathers had been forgotten."""
     groups = groups_of(rows, cols)
     case = _pair(rows, cols, 12, 24, bias=True, transposed=False)
-    return {axis: gaps(case, silent(groups, axis), steps=1) for axis in ("row", "col")}
+    return {axis: max_differences(case, muted_groups(groups, axis), steps=1) for axis in ("row", "col")}
 
 
 def test_without_its_messages_a_cut_layer_gives_other_numbers(pool: Pool) -> None:

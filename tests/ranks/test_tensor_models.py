@@ -14,7 +14,7 @@ from plait.parallel import recompute_blocks
 from plait.parallel.tensor import apply_tp_plan
 from plait.plan.sharding import LayerSharding, Style, TPPlan
 from support.pool import Pool
-from support.tensor_shards import Cuts, DimSharding, even, gap, groups_of, localise, own
+from support.tensor_shards import Cuts, DimSharding, even, groups_of, max_difference, own, shard_parameters
 
 TINY = 1e-10
 H, F, V, HEADS = 16, 20, 37, 4
@@ -100,7 +100,7 @@ def _gaps(rows: int, cols: int, sequence: bool, how: str) -> dict[str, float]:
     whole = _llama()
     model = copy.deepcopy(whole)
     plan, cuts = _plan(rows, cols)
-    localise(model, groups, cuts)
+    shard_parameters(model, groups, cuts)
     blocks = [(f"model.layers.{i}", model.model.layers[i]) for i in range(2)]
     apply_tp_plan(model, plan, groups, blocks, sequence=sequence)
     modules = [block for _, block in blocks]
@@ -117,11 +117,11 @@ def _gaps(rows: int, cols: int, sequence: bool, how: str) -> dict[str, float]:
         expected, loss = _loss(whole, tokens), _loss(model, tokens)
         expected.backward()
         loss.backward()
-        found[f"loss {step}"] = gap(loss.detach(), expected.detach())
+        found[f"loss {step}"] = max_difference(loss.detach(), expected.detach())
         theirs = dict(whole.named_parameters())
         for name, parameter in model.named_parameters():
             grad = _complete(name, parameter, sequence, plan, groups)
-            found[f"{name} {step}"] = gap(grad, own(theirs[name].grad, groups, cuts[name]))
+            found[f"{name} {step}"] = max_difference(grad, own(theirs[name].grad, groups, cuts[name]))
     return found
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from plait.parallel.tensor import TensorGroups
 from plait.plan.sharding import LayerSharding, Style
 from support.pool import Pool, RankError
-from support.tensor_shards import GRIDS, Case, DimSharding, even, gaps, groups_of, silent
+from support.tensor_shards import GRIDS, Case, DimSharding, even, groups_of, max_differences, muted_groups
 
 TINY = 1e-10
 
@@ -99,7 +99,7 @@ def _norm_gaps(rows: int, cols: int) -> dict[str, dict[str, float]]:
     for axis, ranks in (("row", rows), ("col", cols)):
         for size in (24, 13):
             for name, norm in _norms(size).items():
-                found[f"{name} {size} {axis}"] = gaps(
+                found[f"{name} {size} {axis}"] = max_differences(
                     _case(norm, even(axis, size, ranks), size), groups, steps=1
                 )
     return found
@@ -109,25 +109,31 @@ def _norm_gaps(rows: int, cols: int) -> dict[str, dict[str, float]]:
 def test_a_norm_of_any_class_takes_its_statistics_over_all_features(pool: Pool, rows: int, cols: int) -> None:
     results = pool.run(_norm_gaps, rows * cols, rows, cols)
     assert len(results[0]) == 68
-    assert all("0.weight" in gaps for name, gaps in results[0].items() if "bare" not in name)
+    assert all(
+        "0.weight" in max_differences for name, max_differences in results[0].items() if "bare" not in name
+    )
     for rank, cases in enumerate(results):
-        assert [(rank, name, gaps) for name, gaps in cases.items() if not max(gaps.values()) < TINY] == []
+        assert [
+            (rank, name, max_differences)
+            for name, max_differences in cases.items()
+            if not max(max_differences.values()) < TINY
+        ] == []
 
 
 def _alone(rows: int) -> dict[str, dict[str, float]]:
     """With the messages left out."""
-    groups = silent(groups_of(rows, 1), "row")
+    groups = muted_groups(groups_of(rows, 1), "row")
     found = {}
     for name, norm in _norms(24).items():
         case = _case(norm, even("row", 24, rows), 24)
-        found[name] = gaps(case, groups, steps=1)
+        found[name] = max_differences(case, groups, steps=1)
     return found
 
 
 def test_without_its_messages_a_norm_gives_other_numbers(pool: Pool) -> None:
     for found in pool.run(_alone, 2, 2):
         assert found.pop("of tokens")["y"] == 0
-        assert all(gaps["y"] > 1e-3 for gaps in found.values())
+        assert all(max_differences["y"] > 1e-3 for max_differences in found.values())
 
 
 def _shared() -> dict[str, tuple[Tensor, Tensor]]:

@@ -13,7 +13,17 @@ from plait.parallel import compile_blocks, recompute_blocks
 from plait.parallel.tensor import apply_tp_plan
 from plait.plan.sharding import LayerSharding, Style, TPPlan
 from support.pool import Pool
-from support.tensor_shards import Case, Products, even, gap, gaps, groups_of, localise, recorded, run
+from support.tensor_shards import (
+    Case,
+    MatmulLog,
+    even,
+    groups_of,
+    max_difference,
+    max_differences,
+    recorded,
+    run,
+    shard_parameters,
+)
 
 TINY = 1e-10
 H, F = 6, 8
@@ -76,7 +86,7 @@ def _log(rows: int, cols: int, steps: int) -> tuple[list[str], list[str]]:
         y = module(x)
         forward = [*log]
         log.clear()
-        with Products(log):
+        with MatmulLog(log):
             y.sum().backward()
     return forward, log
 
@@ -129,7 +139,7 @@ def _gaps(rows: int, cols: int, how: str) -> dict[str, float]:
             case.module.get_submodule(name).weight.requires_grad_(False)
     if how == "recomputed":
         case = _Recomputed.of(case)
-    return gaps(case, groups, steps=3)
+    return max_differences(case, groups, steps=3)
 
 
 class _Recomputed(nn.Module):
@@ -187,7 +197,7 @@ def _odd(cols: int) -> dict[str, float]:
         {"up.weight": (wide, None), "up.bias": (wide,), "gate.weight": (wide, None), "gate.bias": (wide,)}
         | {"down.weight": (None, wide)},
     )
-    return gaps(case, groups_of(1, cols), steps=5)
+    return max_differences(case, groups_of(1, cols), steps=5)
 
 
 def test_layers_that_read_twice_or_now_and_then_give_the_same_gradients(pool: Pool) -> None:
@@ -219,20 +229,20 @@ def _reached() -> dict[str, Any]:
         (module(x).square().sum() + weight.square().sum()).backward()
         found.append(
             {
-                "grad": gap(grad, once),
-                "retained": gap(twice, 2 * once),
-                "elsewhere": gap(weight.grad, once + 2 * weight.detach()),
+                "grad": max_difference(grad, once),
+                "retained": max_difference(twice, 2 * once),
+                "elsewhere": max_difference(weight.grad, once + 2 * weight.detach()),
                 "hooks": 0.0 if all(hooked) else 1.0,
             }
         )
-    return {"gaps": found, "size": float(once.abs().max())}
+    return {"max_differences": found, "size": float(once.abs().max())}
 
 
 def test_weight_gradients_arrive_as_all_gradients_do(pool: Pool) -> None:
     """Through hooks, `autograd.grad`, graphs that are kept, and beside other uses of the weight."""
     for got in pool.run(_reached, 2):
         assert got["size"] > 0.1
-        for found in got["gaps"]:
+        for found in got["max_differences"]:
             assert max(found.values()) < TINY, found
 
 
@@ -269,7 +279,11 @@ def _on_meta() -> tuple[tuple[int, ...], tuple[int, ...], float]:
     assert grad.is_meta
     assert twin.attn.q.forward.__self__ is twin.attn.q
     c = torch.ones_like(case.x)
-    return tuple(y.shape), tuple(grad.shape), gap(run(module, case.x, c)["y"], case.module(case.x).detach())
+    return (
+        tuple(y.shape),
+        tuple(grad.shape),
+        max_difference(run(module, case.x, c)["y"], case.module(case.x).detach()),
+    )
 
 
 def test_a_copy_on_meta_does_its_shapes_alone(pool: Pool) -> None:
@@ -294,7 +308,7 @@ def _kept(sequence: bool) -> tuple[float, list[str], list[str]]:
         log.clear()
         grads.append(run(module, case.x, c))
         said.append([line for line in log if not line.startswith("end")])
-    return max(gap(grads[0][name], grads[1][name]) for name in grads[0]), said[0], said[1]
+    return max(max_difference(grads[0][name], grads[1][name]) for name in grads[0]), said[0], said[1]
 
 
 @pytest.mark.parametrize("sequence", [False, True])
@@ -313,7 +327,7 @@ def _compiled() -> float:
     plain = run(module, case.x, c)
     compile_blocks([module], torch.device("cpu"))
     again = run(module, case.x, c)
-    return max(gap(again[name], plain[name]) for name in plain)
+    return max(max_difference(again[name], plain[name]) for name in plain)
 
 
 def test_a_compiled_block_gives_the_same_numbers(pool: Pool) -> None:
@@ -328,7 +342,7 @@ def _heads(cols: int) -> dict[str, Any]:
     model = nn.Sequential(nn.Linear(H, 7, dtype=torch.float64))
     x = torch.randn(4, H, dtype=torch.float64)
     expected = model(x).detach()
-    localise(model, groups, {"0.weight": (words, None), "0.bias": (words,)})
+    shard_parameters(model, groups, {"0.weight": (words, None), "0.bias": (words,)})
     plan = TPPlan(
         1, cols, (LayerSharding("0", Style.COLUMN, words, head=True),), attributes=(("0", "heads", (3, 4)),)
     )
@@ -337,8 +351,8 @@ def _heads(cols: int) -> dict[str, Any]:
         piece = model(x).detach()
     start, stop = words.ranges[groups.col.rank][0]
     return {
-        "whole": gap(model(x).detach(), expected),
-        "piece": gap(piece, expected[..., start:stop]),
+        "whole": max_difference(model(x).detach(), expected),
+        "piece": max_difference(piece, expected[..., start:stop]),
         "attribute": model[0].heads,
     }
 

@@ -15,7 +15,16 @@ from plait.models import watch_activations
 from plait.parallel import recompute_blocks
 from plait.plan.sharding import LayerSharding, Style
 from support.pool import Pool
-from support.tensor_shards import Case, Products, even, gap, gaps, groups_of, recorded, run
+from support.tensor_shards import (
+    Case,
+    MatmulLog,
+    even,
+    groups_of,
+    max_difference,
+    max_differences,
+    recorded,
+    run,
+)
 
 TINY = 1e-10
 H, F = 6, 8
@@ -109,7 +118,7 @@ def _gaps(kind: str, rows: int, cols: int, frozen: str) -> dict[str, dict[str, f
         for how in ("none", "full", "selective"):
             case = _case(kind, rows, cols, shape, frozen)
             case.__class__, case.how = _Recomputed, how
-            found[f"{shape} {how}"] = gaps(case, groups, steps=3)
+            found[f"{shape} {how}"] = max_differences(case, groups, steps=3)
     return found
 
 
@@ -133,7 +142,7 @@ def _log(kind: str, steps: int, frozen: str = "") -> list[str]:
     for _ in range(steps):
         y = module(case.x.clone().requires_grad_())
         log.clear()
-        with Products(log):
+        with MatmulLog(log):
             y.sum().backward()
     return log
 
@@ -223,14 +232,14 @@ def _walked(kind: str) -> dict[str, float]:
         names = ["0.mlp.0.bias", "0.attn.k.weight", "0.attn.q.bias", "0.mlp.0.weight"]
         for name in names:
             (grad,) = torch.autograd.grad(loss, [module.get_parameter(name)], retain_graph=True)
-            found[f"{step} {name} alone"] = gap(grad, expected[name])
+            found[f"{step} {name} alone"] = max_difference(grad, expected[name])
         loss.backward(retain_graph=True)
         for name in names:
-            found[f"{step} {name}"] = gap(module.get_parameter(name).grad, expected[name])
+            found[f"{step} {name}"] = max_difference(module.get_parameter(name).grad, expected[name])
         loss.backward()
         for name, parameter in module.named_parameters():
             if parameter.grad is not None:
-                found[f"{step} {name} twice"] = gap(parameter.grad, 2 * expected[name])
+                found[f"{step} {name} twice"] = max_difference(parameter.grad, 2 * expected[name])
     return found
 
 

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from plait.comm import all_reduce
 from plait.plan.sharding import LayerSharding, Style
 from support.pool import Pool, RankError
-from support.tensor_shards import Case, DimSharding, even, gaps, groups_of, recorded, silent
+from support.tensor_shards import Case, DimSharding, even, groups_of, max_differences, muted_groups, recorded
 
 TINY = 1e-10
 H, F, HEADS = 8, 12, 4
@@ -201,8 +201,8 @@ def _sequence_gaps(cols: int, kind: str) -> dict[str, dict[str, float]]:
     for shape in (*_SHAPES, *([(6,)] if kind in ("plain", "mixed") else [])):
         for recompute in (False, True):
             case = _case(kind, cols, shape, recompute=recompute)
-            found[f"{shape} {recompute=}"] = gaps(case, groups)
-    found["without sp"] = gaps(_case(kind, cols, (2, 7), sequence=False), groups)
+            found[f"{shape} {recompute=}"] = max_differences(case, groups)
+    found["without sp"] = max_differences(_case(kind, cols, (2, 7), sequence=False), groups)
     return found
 
 
@@ -213,7 +213,10 @@ def test_tokens_cut_over_col_give_the_same_numbers(pool: Pool, cols: int, kind: 
     assert len(results[0]) >= 11
     assert len(results[0]["without sp"]) >= 27
     for rank, cases in enumerate(results):
-        far = [(rank, name, {n: g for n, g in gaps.items() if not g < TINY}) for name, gaps in cases.items()]
+        far = [
+            (rank, name, {n: g for n, g in max_differences.items() if not g < TINY})
+            for name, max_differences in cases.items()
+        ]
         assert [found for found in far if found[2]] == []
 
 
@@ -248,7 +251,7 @@ def test_a_region_gathers_once_and_scatters_once(pool: Pool) -> None:
 
 
 def _local() -> dict[str, float]:
-    return gaps(_case("plain", 2, (2, 8)), silent(groups_of(1, 2), "col"), steps=1)
+    return max_differences(_case("plain", 2, (2, 8)), muted_groups(groups_of(1, 2), "col"), steps=1)
 
 
 def test_without_its_messages_a_block_gives_other_numbers(pool: Pool) -> None:
@@ -331,7 +334,7 @@ def _latent(rows: int, cols: int) -> dict[str, float]:
         (hidden,),
         (hidden,),
     )
-    return gaps(case, groups_of(rows, cols))
+    return max_differences(case, groups_of(rows, cols))
 
 
 def test_a_latent_that_all_heads_share_gets_their_gradients(pool: Pool) -> None:
@@ -353,7 +356,7 @@ def _whole(rows: int) -> dict[str, float]:
         (hidden,),
         (hidden,),
     )
-    return gaps(case, groups_of(rows, 1))
+    return max_differences(case, groups_of(rows, 1))
 
 
 def test_a_whole_layer_gathers_what_it_reads_and_gives_a_piece(pool: Pool) -> None:

@@ -49,7 +49,7 @@ def test_narrow_numbers_may_differ_by_their_rounding_and_no_more(pool: Pool, dty
 
 
 def is_of_the_deaf_block(verdict: Verdict) -> bool:
-    return verdict.worst[0].name.startswith(verify_models.DEAF_LAYER)
+    return verdict.worst[0].name.startswith(verify_models.MUTED_LAYER)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_ranks_are_named_by_the_axis_on_which_they_are_off(pool: Pool) -> None:
     verdict = verdict_of(pool, 4, verify_models.LLAMA, "dp=2 tp=2 zero=1", "one column")
     assert verdict.outcome is Outcome.DIFFERS
     cut = next(off for off in verdict.worst if off.name.endswith("proj.weight"))
-    assert cut.name.startswith(verify_models.DEAF_LAYER)
+    assert cut.name.startswith(verify_models.MUTED_LAYER)
     assert cut.where == "col=1"
 
 

@@ -161,7 +161,7 @@ def test_without_its_communication_parity_fails(pool: Pool, plan: str, verb: str
         pytest.skip("nothing is gathered where memory is shared: see the next test")
     task = programs.Task(programs.llama)
     ranks, words = int(plan[3]), f"{plan} precision=fp64"
-    ours = pool.over(transport).run(programs.train_task, ranks, task, words, deaf_to=(verb,))[0]
+    ours = pool.over(transport).run(programs.train_task, ranks, task, words, muted_ops=(verb,))[0]
     oracle = programs.one_process_task(task, ours.first_weights, micros=2)
     with pytest.raises(AssertionError, match="differs by"):
         programs.assert_same(ours, oracle)
@@ -204,7 +204,7 @@ def test_what_stays_for_a_step_is_gathered_once_a_step(pool: Pool, prefetch: int
 
 
 def test_a_verb_that_nobody_uses_cannot_be_silenced() -> None:
-    with pytest.raises(AssertionError, match="no module of"), programs.deaf("launch_local"):
+    with pytest.raises(AssertionError, match="no module of"), programs.muted("launch_local"):
         pass
 
 

@@ -25,7 +25,7 @@ OURS_ALONE = pytest.mark.skipif(
 Loss = Callable[[nn.Module, int], Tensor]  # of a model on a rank's rows
 
 
-def joined() -> dist.ProcessGroup:
+def init_gloo() -> dist.ProcessGroup:
     """The default process group, over Gloo. From here on numbers are float64, and models differ by rank."""
     torch.set_default_dtype(torch.float64)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

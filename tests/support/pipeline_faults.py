@@ -14,17 +14,17 @@ SHARED = "gradients of"  # how the label of a sum over stages begins; that of th
 
 
 @contextmanager
-def deaf_to(what: str) -> Iterator[None]:
+def muted(what: str) -> Iterator[None]:
     """`what`: activations or gradients (zeros arrive), shared (the gradients that stages add up) or norm."""
     if what in ("activations", "gradients"):
-        patch = mock.patch.object(executor.Inbox, "post", _silent_inbox(what))
+        patch = mock.patch.object(executor.Inbox, "post", _muted_inbox(what))
     else:
-        patch = mock.patch.object(sharded_model, "all_reduce", _silent_sum(shared=what == "shared"))
+        patch = mock.patch.object(sharded_model, "all_reduce", _muted_all_reduce(shared=what == "shared"))
     with patch:
         yield
 
 
-def _silent_inbox(what: str) -> Any:
+def _muted_inbox(what: str) -> Any:
     post = executor.Inbox.post
 
     def silent(self: executor.Inbox, specs: Any) -> Any:
@@ -37,7 +37,7 @@ def _silent_inbox(what: str) -> Any:
     return silent
 
 
-def _silent_sum(*, shared: bool) -> Any:
+def _muted_all_reduce(*, shared: bool) -> Any:
     """Each rank keeps what it gave."""
     all_reduce = sharded_model.all_reduce
 

@@ -171,14 +171,14 @@ def train(build: Callable[[], nn.Module], plan: str, optimizer: str = "AdamW") -
     return train_task(_plain_task(build, optimizer), plan)
 
 
-def train_task(task: Task, plan: str, deaf_to: tuple[str, ...] = ()) -> Trace:
-    """The parallel program of a task. `deaf_to`: verbs that fail to communicate during steps."""
+def train_task(task: Task, plan: str, muted_ops: tuple[str, ...] = ()) -> Trace:
+    """The parallel program of a task. `muted_ops`: verbs that fail to communicate during steps."""
     engine = engine_of(task, plan)
     trace = Trace(first_weights=engine.whole_parameters())
     if task.prepare is not None:
         task.prepare(engine.model)
     for batch in task.data(task.steps):
-        with deaf(*deaf_to):
+        with muted(*muted_ops):
             result = engine.step(share_of(batch, engine))
         assert not result.skipped
         trace.losses.append(result.loss)
@@ -218,7 +218,7 @@ def _plain_task(build: Callable[..., nn.Module], optimizer: str) -> Task:
 
 
 @contextmanager
-def deaf(*verbs: str) -> Iterator[None]:
+def muted(*verbs: str) -> Iterator[None]:
     """Inside, these verbs of `plait.comm` do this rank's own part and hear no other, wherever parallel
     modules use them. A verb that none of them uses is an error."""
     with ExitStack() as patches:
@@ -231,33 +231,33 @@ def deaf(*verbs: str) -> Iterator[None]:
             ]
             assert users, f"no module of plait.parallel uses {verb}"
             for module in users:
-                patches.enter_context(mock.patch.object(module, verb, DEAF[verb]))
+                patches.enter_context(mock.patch.object(module, verb, MUTED[verb]))
         yield
 
 
-def _reduce_deaf(tensor: Tensor, group: Group, *_: Any, **__: Any) -> Work:
+def _muted_reduce(tensor: Tensor, group: Group, *_: Any, **__: Any) -> Work:
     return Work()
 
 
-def _gather_deaf(out: Tensor, piece: Tensor, group: Group, *_: Any, **__: Any) -> Work:
+def _muted_all_gather(out: Tensor, piece: Tensor, group: Group, *_: Any, **__: Any) -> Work:
     mine = piece.clone()  # it may be a view of `out`
     out.zero_().view(group.size, -1)[group.rank].copy_(mine)
     return Work()
 
 
-def _scatter_deaf(whole: Tensor, group: Group, *_: Any, **__: Any) -> PartialReduceWork:
+def _muted_reduce_scatter(whole: Tensor, group: Group, *_: Any, **__: Any) -> PartialReduceWork:
     return PartialReduceWork([whole.view(group.size, -1)[group.rank]], Work())
 
 
-def _all_reduce_deaf(*_: Any, **__: Any) -> None:
+def _muted_all_reduce(*_: Any, **__: Any) -> None:
     return None
 
 
-DEAF = {
-    "all_reduce": _all_reduce_deaf,
-    "start_all_reduce": _reduce_deaf,
-    "start_all_gather": _gather_deaf,
-    "start_scattered_sum": _scatter_deaf,
+MUTED = {
+    "all_reduce": _muted_all_reduce,
+    "start_all_reduce": _muted_reduce,
+    "start_all_gather": _muted_all_gather,
+    "start_scattered_sum": _muted_reduce_scatter,
 }
 
 

@@ -18,7 +18,7 @@ _LAYERS = {
 _SINKS = {f"model.layers.*.self_attn.{name}": word for name, word in _LAYERS.items()}
 
 
-def loud(family: str, on_meta: bool = False, **more: Any) -> nn.Module:
+def with_random_weights(family: str, on_meta: bool = False, **more: Any) -> nn.Module:
     """With weights. Libraries begin with biases of zero and norms of one, under which a bias that is added
     twice, or a norm that is left out, changes nothing."""
     torch.manual_seed(1)  # sinks have random first values
@@ -34,15 +34,15 @@ def loud(family: str, on_meta: bool = False, **more: Any) -> nn.Module:
     return model
 
 
-def words_of(family: str) -> dict[str, str] | None:
+def tensor_plan_of(family: str) -> dict[str, str] | None:
     """How layers are cut of which the model does not say it."""
     return _SINKS if family == "gpt_oss" else None
 
 
 def task(family: str, **how: Any) -> programs.Task:
     """Of its training. `how`: as `programs.Task` has it."""
-    options = {"steps": 2, "own_loss": True, "tensor_plan": words_of(family)} | how
-    return programs.Task(functools.partial(loud, family), **options)
+    options = {"steps": 2, "own_loss": True, "tensor_plan": tensor_plan_of(family)} | how
+    return programs.Task(functools.partial(with_random_weights, family), **options)
 
 
 def assert_each_same(ours: dict[str, Tensor], oracle: dict[str, Tensor], tolerance: float = 1e-9) -> None:

@@ -87,7 +87,7 @@ def _take_gradients(model: nn.Module) -> dict[str, Tensor | None]:
     return found
 
 
-def farthest(found: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None]) -> float:
+def max_difference(found: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None]) -> float:
     """The largest difference of two sets of gradients, relative to each one's largest element."""
     assert found.keys() == expected.keys()
     worst = 0.0

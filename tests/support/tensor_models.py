@@ -74,11 +74,11 @@ def plan_of(
     return tensor_plan(model, rows, cols, sequence=sequence, blocks=blocks_of(model), given=given)
 
 
-def places(plan: TPPlan) -> Iterator[tuple[int, int]]:
+def coordinates(plan: TPPlan) -> Iterator[tuple[int, int]]:
     return itertools.product(range(plan.rows), range(plan.cols))
 
 
-def piece(whole: Tensor, cut: ParamSharding, row: int, col: int) -> Tensor:
+def shard_of(whole: Tensor, cut: ParamSharding, row: int, col: int) -> Tensor:
     """What the rank at this place holds of a parameter."""
     for dim, ranges in enumerate(cut.ranges(whole.shape, row, col)):
         whole = torch.cat([whole.narrow(dim, start, stop - start) for start, stop in ranges], dim)

@@ -40,14 +40,14 @@ def groups_of(rows: int, cols: int) -> TensorGroups:
     return TensorGroups(mesh.group("row"), mesh.group("col"))
 
 
-def silent(groups: TensorGroups, *axes: str) -> TensorGroups:
+def muted_groups(groups: TensorGroups, *axes: str) -> TensorGroups:
     """The same groups, of which those along `axes` say nothing to each other."""
     old = {axis: groups.along(axis) for axis in axes}
-    new = {axis: replace(group, link=_Silent(group.rank)) for axis, group in old.items()}  # type: ignore[arg-type]
+    new = {axis: replace(group, link=_MutedTransport(group.rank)) for axis, group in old.items()}  # type: ignore[arg-type]
     return replace(groups, **new)
 
 
-class _Silent:
+class _MutedTransport:
     """A transport on which nothing is sent: each rank gets what it gave itself, and zeros of the others."""
 
     def __init__(self, place: int) -> None:
@@ -93,7 +93,7 @@ class _Recorder:
         )
 
 
-class Products(TorchDispatchMode):
+class MatmulLog(TorchDispatchMode):
     """Writes down products: `mm` and the shape of what comes out."""
 
     def __init__(self, log: list[str]) -> None:
@@ -116,7 +116,7 @@ def own(tensor: Tensor, groups: TensorGroups, cuts: Cuts) -> Tensor:
     return tensor.clone()
 
 
-def localise(module: nn.Module, groups: TensorGroups, cuts: dict[str, Cuts]) -> None:
+def shard_parameters(module: nn.Module, groups: TensorGroups, cuts: dict[str, Cuts]) -> None:
     """Replaces the named parameters by this rank's pieces."""
     for name, dims in cuts.items():
         parent, _, leaf = name.rpartition(".")
@@ -149,14 +149,14 @@ class Case:
 
     def cut(self, groups: TensorGroups) -> nn.Module:
         module = copy.deepcopy(self.module)
-        localise(module, groups, self.parameters)
+        shard_parameters(module, groups, self.parameters)
         plan = TPPlan(groups.row.size, groups.col.size, tuple(self.layers), **self.plan)
         blocks = [(name, module.get_submodule(name)) for name in self.blocks]
         apply_tp_plan(module, plan, groups, blocks, sequence=self.sequence)
         return module
 
 
-def gaps(case: Case, groups: TensorGroups, *, steps: int = 2) -> dict[str, float]:
+def max_differences(case: Case, groups: TensorGroups, *, steps: int = 2) -> dict[str, float]:
     """How far the cut module is from the whole one: its output and every gradient, the worst of the steps."""
     module = case.cut(groups)
     found: dict[str, float] = {}
@@ -171,11 +171,11 @@ def gaps(case: Case, groups: TensorGroups, *, steps: int = 2) -> dict[str, float
         for name, tensor in expected.items():
             cuts = {"x": case.inp, "y": case.out, **case.parameters}.get(name, ())
             piece = None if tensor is None else own(tensor, groups, cuts)
-            found[name] = max(found.get(name, 0.0), gap(got[name], piece))
+            found[name] = max(found.get(name, 0.0), max_difference(got[name], piece))
     return found
 
 
-def gap(mine: Tensor | None, expected: Tensor | None) -> float:
+def max_difference(mine: Tensor | None, expected: Tensor | None) -> float:
     if mine is None or expected is None:
         return 0.0 if mine is expected else float("inf")
     if mine.shape != expected.shape:

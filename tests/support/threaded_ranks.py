@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from plait.models import blocks_of
 from plait.parallel.tensor import take_own_heads
 from plait.plan.sharding import DimSharding, LayerSharding, Range, Style, TPPlan, split
-from support.tensor_models import LENGTH, loss_of, piece, places
+from support.tensor_models import LENGTH, coordinates, loss_of, shard_of
 
 Gradients = dict[str, Tensor]
 
@@ -42,7 +42,7 @@ class Exchange:
 
 
 @dataclass(frozen=True)
-class Line:
+class AxisPeers:
     """The ranks along an axis, and this one's place among them."""
 
     exchange: Exchange
@@ -56,7 +56,7 @@ class _Sum(torch.autograd.Function):
     """Summed over columns forward, or backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, line: Line, is_forward: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, line: AxisPeers, is_forward: bool) -> Tensor:
         ctx.backward_sum = None if is_forward else line
         return sum(line.all(x)) if is_forward else x.view_as(x)
 
@@ -75,16 +75,16 @@ class _Gather(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         ranges: tuple[tuple[Range, ...], ...],
-        line: Line,
+        line: AxisPeers,
         gathers: bool,
     ) -> Tensor:
         ctx.rest = (ranges, line, gathers)
-        return _whole(line.all(x), ranges) if gathers else _own(x, ranges[line.place])
+        return _unshard(line.all(x), ranges) if gathers else _shard(x, ranges[line.place])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         ranges, line, gathers = ctx.rest
-        grad = _own(grad, ranges[line.place]) if gathers else _whole(line.all(grad), ranges)
+        grad = _shard(grad, ranges[line.place]) if gathers else _unshard(line.all(grad), ranges)
         return grad, None, None, None
 
 
@@ -95,7 +95,7 @@ class _Tokens(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, line: Line, gathers: bool, sums: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, line: AxisPeers, gathers: bool, sums: bool) -> Tensor:
         ctx.rest = (line, gathers, sums)
         return _Tokens._move(x, line, gathers, sums)
 
@@ -105,7 +105,7 @@ class _Tokens(torch.autograd.Function):
         return _Tokens._move(grad, line, not gathers, sums), None, None, None
 
     @staticmethod
-    def _move(x: Tensor, line: Line, gathers: bool, sums: bool) -> Tensor:
+    def _move(x: Tensor, line: AxisPeers, gathers: bool, sums: bool) -> Tensor:
         dim = 0 if x.ndim == 2 else 1
         if gathers:
             return torch.cat(line.all(x), dim)
@@ -121,7 +121,7 @@ class Stream:
     or of its output."""
 
     inner: Callable[..., Any]
-    line: Line
+    line: AxisPeers
     gathers: bool
     sums: bool = False
     at_end: bool = False
@@ -138,11 +138,11 @@ class Stream:
         return self.inner(move(args[0]), *args[1:], **kwargs)
 
 
-def _own(x: Tensor, ranges: tuple[Range, ...]) -> Tensor:
+def _shard(x: Tensor, ranges: tuple[Range, ...]) -> Tensor:
     return torch.cat([x[..., start:stop] for start, stop in ranges], -1)
 
 
-def _whole(pieces: list[Tensor], ranges: tuple[tuple[Range, ...], ...]) -> Tensor:
+def _unshard(pieces: list[Tensor], ranges: tuple[tuple[Range, ...], ...]) -> Tensor:
     """The pieces of a last dim at their places."""
     size = max(stop for found in ranges for _, stop in found)
     whole = pieces[0].new_full((*pieces[0].shape[:-1], size), float("nan"))
@@ -164,8 +164,8 @@ class Layer:
     cut: LayerSharding
     module: nn.Module
     parent: nn.Module
-    rows: Line
-    cols: Line
+    rows: AxisPeers
+    cols: AxisPeers
     tokens: str
 
     def __post_init__(self) -> None:
@@ -206,23 +206,23 @@ class Layer:
         return x if self.module.bias is None else x + self.module.bias
 
 
-def _gather(x: Tensor, along: DimSharding | None, line: Line, gathers: bool) -> Tensor:
+def _gather(x: Tensor, along: DimSharding | None, line: AxisPeers, gathers: bool) -> Tensor:
     return x if along is None else _Gather.apply(x, along.ranges, line, gathers)
 
 
-def stays_whole(model: nn.Module, plan: TPPlan) -> set[int]:
+def replicated_ids(model: nn.Module, plan: TPPlan) -> set[int]:
     """The ids of the parameters that keep whole weights here."""
     kept = [cut.module for cut in plan.layers if cut.head or cut.style in (Style.VOCABULARY, Style.NORM)]
     return {id(p) for name in kept for p in model.get_submodule(name).parameters()}
 
 
-def rank_of(model: nn.Module, plan: TPPlan, rows: Line, cols: Line, *, sequence: bool) -> nn.Module:
+def rank_of(model: nn.Module, plan: TPPlan, rows: AxisPeers, cols: AxisPeers, *, sequence: bool) -> nn.Module:
     """The model as a rank holds it."""
     local = copy.deepcopy(model)
-    kept, cuts = stays_whole(local, plan), {cut.name: cut for cut in plan.parameters}
+    kept, cuts = replicated_ids(local, plan), {cut.name: cut for cut in plan.parameters}
     for name, parameter in local.named_parameters():
         if name in cuts and id(parameter) not in kept:
-            parameter.data = piece(parameter.data, cuts[name], rows.place, cols.place).clone()
+            parameter.data = shard_of(parameter.data, cuts[name], rows.place, cols.place).clone()
     for module, key, values in plan.attributes:
         assert isinstance(getattr(local.get_submodule(module), key), int)
         setattr(local.get_submodule(module), key, values[cols.place])
@@ -235,11 +235,11 @@ def rank_of(model: nn.Module, plan: TPPlan, rows: Line, cols: Line, *, sequence:
             tokens = "whole" if not sequence else "pure" if region in plan.pure else "cut"
             layer.forward = Layer(cut, layer, around, rows, cols, tokens)
     if sequence:
-        _cut_tokens(local, plan, cols)
+        _shard_tokens(local, plan, cols)
     return local
 
 
-def _cut_tokens(local: nn.Module, plan: TPPlan, cols: Line) -> None:
+def _shard_tokens(local: nn.Module, plan: TPPlan, cols: AxisPeers) -> None:
     for name in plan.regions:
         region = local.get_submodule(name)
         region.forward = Stream(region.forward, cols, True, sums=name in plan.pure)
@@ -257,7 +257,7 @@ def trained(
 
     def run(row: int, col: int) -> tuple[float, Gradients]:
         try:
-            rows, cols = Line(over_rows[col], row), Line(over_cols[row], col)
+            rows, cols = AxisPeers(over_rows[col], row), AxisPeers(over_cols[row], col)
             local = rank_of(model, plan, rows, cols, sequence=sequence)
             loss = loss_of(local, tokens)
             loss.backward()
@@ -268,7 +268,7 @@ def trained(
             raise
 
     with ThreadPoolExecutor(plan.rows * plan.cols) as threads:
-        futures = {(row, col): threads.submit(run, row, col) for row, col in places(plan)}
+        futures = {(row, col): threads.submit(run, row, col) for row, col in coordinates(plan)}
     for future in futures.values():
         error = future.exception()
         if error is not None and not isinstance(error, threading.BrokenBarrierError):

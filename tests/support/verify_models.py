@@ -23,8 +23,8 @@ from plait.verify.tiny_config import shrunk
 from plait.verify.worker import Verifier
 from support import pipeline_models, programs
 
-DEAF_BLOCK = 1
-DEAF_LAYER = f"model.layers.{DEAF_BLOCK}."
+MUTED_BLOCK = 1
+MUTED_LAYER = f"model.layers.{MUTED_BLOCK}."
 LLAMA = ModelSource(config=shrunk({"model_type": "llama"}, 3))
 TIED_LLAMA = ModelSource(config=shrunk({"model_type": "llama", "tie_word_embeddings": True}, 4))
 
@@ -98,28 +98,28 @@ def dying_in_pipelines() -> nn.Module:
     return llama()
 
 
-def deaf_between_columns() -> nn.Module:
-    _put_in_place(no_sum_of_parts())
+def muted_between_columns() -> nn.Module:
+    _apply_on_ranks(no_sum_of_partial_gradients())
     return causal_lm_on_meta(LLAMA.config)
 
 
-def deaf_between_replicas() -> nn.Module:
-    _put_in_place(no_sum_over_replicas())
+def muted_between_replicas() -> nn.Module:
+    _apply_on_ranks(no_sum_over_replicas())
     return causal_lm_on_meta(LLAMA.config)
 
 
-def deaf_between_stages() -> nn.Module:
-    _put_in_place(no_sum_of_tied_weights())
+def muted_between_stages() -> nn.Module:
+    _apply_on_ranks(no_sum_of_tied_weights())
     return causal_lm_on_meta(TIED_LLAMA.config)
 
 
-def _put_in_place(mutation: Any) -> None:
+def _apply_on_ranks(mutation: Any) -> None:
     """For good, on ranks."""
     if "RANK" in os.environ:
-        _STANDING.enter_context(mutation)
+        _MUTATIONS_OF_RANK.enter_context(mutation)
 
 
-_STANDING = ExitStack()
+_MUTATIONS_OF_RANK = ExitStack()
 
 
 def _seeded() -> nn.Module:
@@ -135,37 +135,37 @@ def _tokens(step: int, samples: int) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _deaf(module: str, verb: str, is_deaf: Callable[[str], bool]) -> Iterator[None]:
+def _muted(module: str, verb: str, is_muted: Callable[[str], bool]) -> Iterator[None]:
     """Inside, a module's `verb` says and hears nothing where the label of what it is about tells it to."""
-    owner, instead = sys.modules[module], programs.DEAF.get(verb, lambda tensor, *_, **__: tensor)
+    owner, instead = sys.modules[module], programs.MUTED.get(verb, lambda tensor, *_, **__: tensor)
     real = getattr(owner, verb)
 
     def call(*args: Any, label: str = "", **kwargs: Any) -> Any:
-        return (instead if is_deaf(label) else real)(*args, label=label, **kwargs)
+        return (instead if is_muted(label) else real)(*args, label=label, **kwargs)
 
     with mock.patch.object(owner, verb, call):
         yield
 
 
 def _in_the_block(label: str) -> bool:
-    return DEAF_LAYER in f"{label}."
+    return MUTED_LAYER in f"{label}."
 
 
 def no_sum_over_replicas() -> Any:
-    return _deaf("plait.parallel.zero.reduce_ops", "start_scattered_sum", _in_the_block)
+    return _muted("plait.parallel.zero.reduce_ops", "start_scattered_sum", _in_the_block)
 
 
 def no_gather_of_parameters() -> Any:
-    return _deaf("plait.parallel.zero.unshard", "start_all_gather", _in_the_block)
+    return _muted("plait.parallel.zero.unshard", "start_all_gather", _in_the_block)
 
 
-def no_sum_of_parts() -> Any:
+def no_sum_of_partial_gradients() -> Any:
     """Of gradients of which columns see a part each."""
-    return _deaf("plait.parallel.zero.groups", "all_reduce", _in_the_block)
+    return _muted("plait.parallel.zero.groups", "all_reduce", _in_the_block)
 
 
 def no_sum_of_tied_weights() -> Any:
-    return _deaf(
+    return _muted(
         "plait.parallel.zero.sharded_model", "all_reduce", lambda label: label.startswith("gradients of")
     )
 
@@ -188,7 +188,7 @@ def one_column_adds_too_much() -> Iterator[None]:
 MUTATIONS: dict[str, Callable[[], Any]] = {
     "replicas": no_sum_over_replicas,
     "parameters": no_gather_of_parameters,
-    "parts": no_sum_of_parts,
+    "parts": no_sum_of_partial_gradients,
     "one column": one_column_adds_too_much,
     "tied": no_sum_of_tied_weights,
 }

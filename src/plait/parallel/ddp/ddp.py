@@ -60,12 +60,12 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             if index is None:
                 raise
             raise model_mismatch(str(error), _parameter_name(module, index)) from error
-        if _bind_arguments(module, *args, **kwargs).get("init_sync", True) and hasattr(self, "_behind"):
+        if _bind_arguments(module, *args, **kwargs).get("init_sync", True) and hasattr(self, "_attached"):
             self._attached.open()
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
-        state.pop("_behind", None)
+        state.pop("_attached", None)
         return state
 
     # --- gradients
