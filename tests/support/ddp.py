@@ -1,7 +1,7 @@
 """What the tests of DistributedDataParallel share: the class under test, ranks over Gloo, data, the oracle.
 
 DDP_UNDER_TEST=torch puts torch's own class under test: what these files claim is torch's contract, so all of
-them pass on it, but for those marked OURS_ALONE.
+them pass on it, but for those marked PLAIT_ONLY.
 """
 
 import copy
@@ -18,7 +18,7 @@ import plait
 
 TRANSPORTS = ("auto", "group")
 over_both = pytest.mark.parametrize("transport", TRANSPORTS)
-OURS_ALONE = pytest.mark.skipif(
+PLAIT_ONLY = pytest.mark.skipif(
     os.environ.get("DDP_UNDER_TEST") == "torch", reason="torch's class does not do that"
 )
 

@@ -60,13 +60,13 @@ def _counts(leaf: object) -> bool:
 
 
 @contextmanager
-def after_actions(told: Callable[[Action, Any], object]) -> Iterator[None]:
-    """Inside, `told(action, run)` is called whenever this rank has done an action of its schedule."""
+def after_actions(on_action: Callable[[Action, Any], object]) -> Iterator[None]:
+    """Inside, `on_action(action, run)` is called whenever this rank has done an action of its schedule."""
     do = executor._Run.do
 
     def do_and_tell(run: Any, action: Action, timed: Any) -> None:
         do(run, action, timed)
-        told(action, run)
+        on_action(action, run)
 
     with mock.patch.object(executor._Run, "do", do_and_tell):
         yield

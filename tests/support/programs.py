@@ -218,20 +218,20 @@ def _plain_task(build: Callable[..., nn.Module], optimizer: str) -> Task:
 
 
 @contextmanager
-def muted(*verbs: str) -> Iterator[None]:
+def muted(*operations: str) -> Iterator[None]:
     """Inside, these verbs of `plait.comm` do this rank's own part and hear no other, wherever parallel
     modules use them. A verb that none of them uses is an error."""
     with ExitStack() as patches:
-        for verb in verbs:
-            original = getattr(plait.comm, verb)
+        for operation in operations:
+            original = getattr(plait.comm, operation)
             users = [
                 module
                 for name, module in sys.modules.items()
-                if name.startswith("plait.parallel") and getattr(module, verb, None) is original
+                if name.startswith("plait.parallel") and getattr(module, operation, None) is original
             ]
-            assert users, f"no module of plait.parallel uses {verb}"
+            assert users, f"no module of plait.parallel uses {operation}"
             for module in users:
-                patches.enter_context(mock.patch.object(module, verb, MUTED[verb]))
+                patches.enter_context(mock.patch.object(module, operation, MUTED[operation]))
         yield
 
 
@@ -239,14 +239,14 @@ def _muted_reduce(tensor: Tensor, group: Group, *_: Any, **__: Any) -> Work:
     return Work()
 
 
-def _muted_all_gather(out: Tensor, piece: Tensor, group: Group, *_: Any, **__: Any) -> Work:
-    mine = piece.clone()  # it may be a view of `out`
-    out.zero_().view(group.size, -1)[group.rank].copy_(mine)
+def _muted_all_gather(out: Tensor, shard: Tensor, group: Group, *_: Any, **__: Any) -> Work:
+    local = shard.clone()  # it may be a view of `out`
+    out.zero_().view(group.size, -1)[group.rank].copy_(local)
     return Work()
 
 
-def _muted_reduce_scatter(whole: Tensor, group: Group, *_: Any, **__: Any) -> PartialReduceWork:
-    return PartialReduceWork([whole.view(group.size, -1)[group.rank]], Work())
+def _muted_reduce_scatter(full: Tensor, group: Group, *_: Any, **__: Any) -> PartialReduceWork:
+    return PartialReduceWork([full.view(group.size, -1)[group.rank]], Work())
 
 
 def _muted_all_reduce(*_: Any, **__: Any) -> None:
@@ -312,7 +312,7 @@ def one_process_task(task: Task, first_weights: dict[str, Tensor], micros: int) 
 def _mean_loss(model: nn.Module, batch: Batch, micros: int) -> Tensor:
     if not isinstance(batch, list):
         chunks = {key: value.chunk(micros) for key, value in batch.items()}
-        batch = [{key: found[piece] for key, found in chunks.items()} for piece in range(micros)]
+        batch = [{key: parts[micro] for key, parts in chunks.items()} for micro in range(micros)]
     num_targets = sum((micro["labels"][:, 1:] != -100).sum() for micro in batch)
     loss = torch.zeros((), dtype=torch.float64)
     for micro in batch:
@@ -342,10 +342,10 @@ def largest_difference(ours: dict[str, Tensor], oracle: dict[str, Tensor]) -> tu
 
 
 def assert_same(ours: Trace, oracle: Trace, tolerance: float = 1e-9) -> None:
-    for step, (mine, theirs) in enumerate(zip(ours.gradients, oracle.gradients, strict=True)):
-        difference, name = largest_difference(mine, theirs)
+    for step, (local, theirs) in enumerate(zip(ours.gradients, oracle.gradients, strict=True)):
+        difference, name = largest_difference(local, theirs)
         assert difference <= tolerance, f"step {step}: gradient of {name} differs by {difference:.1e}"
     difference, name = largest_difference(ours.weights, oracle.weights)
     assert difference <= tolerance, f"weight {name} differs by {difference:.1e}"
-    for mine, theirs in zip(ours.losses + ours.norms, oracle.losses + oracle.norms, strict=True):
-        assert abs(mine - theirs) <= tolerance * abs(theirs), f"loss or norm {mine} against {theirs}"
+    for local, theirs in zip(ours.losses + ours.norms, oracle.losses + oracle.norms, strict=True):
+        assert abs(local - theirs) <= tolerance * abs(theirs), f"loss or norm {local} against {theirs}"

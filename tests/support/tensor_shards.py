@@ -50,15 +50,15 @@ def muted_groups(groups: TensorGroups, *axes: str) -> TensorGroups:
 class _MutedTransport:
     """A transport on which nothing is sent: each rank gets what it gave itself, and zeros of the others."""
 
-    def __init__(self, place: int) -> None:
-        self._place = place
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
 
     def run(self, call: Call) -> None:
         if call.verb is OpType.ALL_GATHER:
             own = call.given.clone()
-            call.taken.zero_()[self._place * own.numel() :][: own.numel()] = own
+            call.taken.zero_()[self._rank * own.numel() :][: own.numel()] = own
         elif call.verb is OpType.REDUCE_SCATTER:
-            call.taken.copy_(call.given[self._place * call.taken.numel() :][: call.taken.numel()])
+            call.taken.copy_(call.given[self._rank * call.taken.numel() :][: call.taken.numel()])
 
     def start(self, call: Call) -> Work:
         self.run(call)
@@ -67,11 +67,11 @@ class _MutedTransport:
 
 def recorded(groups: TensorGroups, log: list[str]) -> TensorGroups:
     """The same groups, which write down what they do: `all-reduce col`, `start ...`, `end ...`."""
-    told = {
+    recorded_groups = {
         axis: replace(groups.along(axis), link=_Recorder(groups.along(axis).link, axis, log))  # type: ignore[arg-type]
         for axis in ("row", "col")
     }
-    return replace(groups, **told)
+    return replace(groups, **recorded_groups)
 
 
 class _Recorder:
@@ -123,8 +123,8 @@ def shard_parameters(module: nn.Module, groups: TensorGroups, cuts: dict[str, Cu
         owner = module.get_submodule(parent)
         parameter = getattr(owner, leaf)
         if parameter is not None:
-            piece = own(parameter.detach(), groups, dims)
-            setattr(owner, leaf, nn.Parameter(piece, requires_grad=parameter.requires_grad))
+            shard = own(parameter.detach(), groups, dims)
+            setattr(owner, leaf, nn.Parameter(shard, requires_grad=parameter.requires_grad))
 
 
 @dataclass
@@ -170,8 +170,8 @@ def max_differences(case: Case, groups: TensorGroups, *, steps: int = 2) -> dict
             all_reduce(got[name], groups.col)
         for name, tensor in expected.items():
             cuts = {"x": case.inp, "y": case.out, **case.parameters}.get(name, ())
-            piece = None if tensor is None else own(tensor, groups, cuts)
-            found[name] = max(found.get(name, 0.0), max_difference(got[name], piece))
+            shard = None if tensor is None else own(tensor, groups, cuts)
+            found[name] = max(found.get(name, 0.0), max_difference(got[name], shard))
     return found
 
 

@@ -30,8 +30,8 @@ class Exchange:
         self._slots: list[Tensor | None] = [None] * size
         self._barrier = threading.Barrier(size, timeout=60)
 
-    def all(self, place: int, mine: Tensor) -> list[Tensor]:
-        self._slots[place] = mine.detach()
+    def all(self, rank: int, local: Tensor) -> list[Tensor]:
+        self._slots[rank] = local.detach()
         self._barrier.wait()
         found = [tensor for tensor in self._slots if tensor is not None]
         self._barrier.wait()
@@ -46,19 +46,19 @@ class AxisPeers:
     """The ranks along an axis, and this one's place among them."""
 
     exchange: Exchange
-    place: int
+    rank: int
 
-    def all(self, mine: Tensor) -> list[Tensor]:
-        return self.exchange.all(self.place, mine)
+    def all(self, local: Tensor) -> list[Tensor]:
+        return self.exchange.all(self.rank, local)
 
 
 class _Sum(torch.autograd.Function):
     """Summed over columns forward, or backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, line: AxisPeers, is_forward: bool) -> Tensor:
-        ctx.backward_sum = None if is_forward else line
-        return sum(line.all(x)) if is_forward else x.view_as(x)
+    def forward(ctx: Any, x: Tensor, peers: AxisPeers, is_forward: bool) -> Tensor:
+        ctx.backward_sum = None if is_forward else peers
+        return sum(peers.all(x)) if is_forward else x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -75,16 +75,16 @@ class _Gather(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         ranges: tuple[tuple[Range, ...], ...],
-        line: AxisPeers,
+        peers: AxisPeers,
         gathers: bool,
     ) -> Tensor:
-        ctx.rest = (ranges, line, gathers)
-        return _unshard(line.all(x), ranges) if gathers else _shard(x, ranges[line.place])
+        ctx.rest = (ranges, peers, gathers)
+        return _unshard(peers.all(x), ranges) if gathers else _shard(x, ranges[peers.rank])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        ranges, line, gathers = ctx.rest
-        grad = _shard(grad, ranges[line.place]) if gathers else _unshard(line.all(grad), ranges)
+        ranges, peers, gathers = ctx.rest
+        grad = _shard(grad, ranges[peers.rank]) if gathers else _unshard(peers.all(grad), ranges)
         return grad, None, None, None
 
 
@@ -95,24 +95,24 @@ class _Tokens(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, line: AxisPeers, gathers: bool, sums: bool) -> Tensor:
-        ctx.rest = (line, gathers, sums)
-        return _Tokens._move(x, line, gathers, sums)
+    def forward(ctx: Any, x: Tensor, peers: AxisPeers, gathers: bool, sums: bool) -> Tensor:
+        ctx.rest = (peers, gathers, sums)
+        return _Tokens._move(x, peers, gathers, sums)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        line, gathers, sums = ctx.rest
-        return _Tokens._move(grad, line, not gathers, sums), None, None, None
+        peers, gathers, sums = ctx.rest
+        return _Tokens._move(grad, peers, not gathers, sums), None, None, None
 
     @staticmethod
-    def _move(x: Tensor, line: AxisPeers, gathers: bool, sums: bool) -> Tensor:
+    def _move(x: Tensor, peers: AxisPeers, gathers: bool, sums: bool) -> Tensor:
         dim = 0 if x.ndim == 2 else 1
         if gathers:
-            return torch.cat(line.all(x), dim)
-        whole = sum(line.all(x)) if sums else x
+            return torch.cat(peers.all(x), dim)
+        full = sum(peers.all(x)) if sums else x
         batch = x.shape[0] // LENGTH if x.ndim == 2 else 1  # blocks that fold the batch into the tokens
-        sizes = [batch * (stop - start) for start, stop in split(LENGTH, line.exchange.size)]
-        return whole.split(sizes, dim)[line.place].clone()  # falcon adds to it in place
+        sizes = [batch * (stop - start) for start, stop in split(LENGTH, peers.exchange.size)]
+        return full.split(sizes, dim)[peers.rank].clone()  # falcon adds to it in place
 
 
 @dataclass
@@ -121,14 +121,14 @@ class Stream:
     or of its output."""
 
     inner: Callable[..., Any]
-    line: AxisPeers
+    peers: AxisPeers
     gathers: bool
     sums: bool = False
     at_end: bool = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         def move(x: Tensor) -> Tensor:
-            return _Tokens.apply(x, self.line, self.gathers, self.sums)
+            return _Tokens.apply(x, self.peers, self.gathers, self.sums)
 
         if self.at_end:
             found = self.inner(*args, **kwargs)
@@ -142,16 +142,16 @@ def _shard(x: Tensor, ranges: tuple[Range, ...]) -> Tensor:
     return torch.cat([x[..., start:stop] for start, stop in ranges], -1)
 
 
-def _unshard(pieces: list[Tensor], ranges: tuple[tuple[Range, ...], ...]) -> Tensor:
+def _unshard(shards: list[Tensor], ranges: tuple[tuple[Range, ...], ...]) -> Tensor:
     """The pieces of a last dim at their places."""
     size = max(stop for found in ranges for _, stop in found)
-    whole = pieces[0].new_full((*pieces[0].shape[:-1], size), float("nan"))
-    for mine, found in zip(pieces, ranges, strict=True):
+    full = shards[0].new_full((*shards[0].shape[:-1], size), float("nan"))
+    for local, found in zip(shards, ranges, strict=True):
         at = 0
         for start, stop in found:
-            whole[..., start:stop] = mine[..., at : at + stop - start]
+            full[..., start:stop] = local[..., at : at + stop - start]
             at += stop - start
-    return whole
+    return full
 
 
 @dataclass
@@ -206,8 +206,8 @@ class Layer:
         return x if self.module.bias is None else x + self.module.bias
 
 
-def _gather(x: Tensor, along: DimSharding | None, line: AxisPeers, gathers: bool) -> Tensor:
-    return x if along is None else _Gather.apply(x, along.ranges, line, gathers)
+def _gather(x: Tensor, along: DimSharding | None, peers: AxisPeers, gathers: bool) -> Tensor:
+    return x if along is None else _Gather.apply(x, along.ranges, peers, gathers)
 
 
 def replicated_ids(model: nn.Module, plan: TPPlan) -> set[int]:
@@ -222,11 +222,11 @@ def rank_of(model: nn.Module, plan: TPPlan, rows: AxisPeers, cols: AxisPeers, *,
     kept, cuts = replicated_ids(local, plan), {cut.name: cut for cut in plan.parameters}
     for name, parameter in local.named_parameters():
         if name in cuts and id(parameter) not in kept:
-            parameter.data = shard_of(parameter.data, cuts[name], rows.place, cols.place).clone()
+            parameter.data = shard_of(parameter.data, cuts[name], rows.rank, cols.rank).clone()
     for module, key, values in plan.attributes:
         assert isinstance(getattr(local.get_submodule(module), key), int)
-        setattr(local.get_submodule(module), key, values[cols.place])
-    take_own_heads(local, plan, cols.place)
+        setattr(local.get_submodule(module), key, values[cols.rank])
+    take_own_heads(local, plan, cols.rank)
     for cut in plan.layers:
         if cut.style not in (Style.FEATURE_EMBEDDING, Style.PER_HEAD_NORM):
             layer = local.get_submodule(cut.module)
@@ -273,4 +273,4 @@ def trained(
         error = future.exception()
         if error is not None and not isinstance(error, threading.BrokenBarrierError):
             raise error
-    return {place: future.result() for place, future in futures.items()}
+    return {rank: future.result() for rank, future in futures.items()}

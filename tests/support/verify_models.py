@@ -135,15 +135,15 @@ def _tokens(step: int, samples: int) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _muted(module: str, verb: str, is_muted: Callable[[str], bool]) -> Iterator[None]:
-    """Inside, a module's `verb` says and hears nothing where the label of what it is about tells it to."""
-    owner, instead = sys.modules[module], programs.MUTED.get(verb, lambda tensor, *_, **__: tensor)
-    real = getattr(owner, verb)
+def _muted(module: str, name: str, is_muted: Callable[[str], bool]) -> Iterator[None]:
+    """Inside, a module's `name` says and hears nothing where the label of what it is about tells it to."""
+    owner, replacement = sys.modules[module], programs.MUTED.get(name, lambda tensor, *_, **__: tensor)
+    real = getattr(owner, name)
 
     def call(*args: Any, label: str = "", **kwargs: Any) -> Any:
-        return (instead if is_muted(label) else real)(*args, label=label, **kwargs)
+        return (replacement if is_muted(label) else real)(*args, label=label, **kwargs)
 
-    with mock.patch.object(owner, verb, call):
+    with mock.patch.object(owner, name, call):
         yield
 
 
