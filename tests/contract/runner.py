@@ -82,7 +82,7 @@ def start_runner(world_size: int, limit_s: float = LIMIT_S) -> Iterator[Runner]:
 def run_all(
     runner: Runner, names: Sequence[str], variant: Variant, report: Callable[[Result], None] | None = None
 ) -> list[Result]:
-    """The cases one after the other. `report` hears of each as it ends."""
+    """Run the cases one after the other. `report` is called with each result."""
     results = []
     for name in names:
         results.append(runner.run(name, variant))

@@ -1,4 +1,4 @@
-"""Pipelines in which something is sent and not heard: without it, numbers have to be others."""
+"""Pipelines with dropped messages: their results must be wrong."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,12 +10,13 @@ from torch import Tensor
 from plait.parallel.pipeline import executor as executor
 from plait.parallel.zero import sharded_model
 
-SHARED = "gradients of"  # how the label of a sum over stages begins; that of the norm has none
+SHARED = "gradients of"  # label prefix of a sum over stages; that of the norm has none
 
 
 @contextmanager
 def muted(what: str) -> Iterator[None]:
-    """`what`: activations or gradients (zeros arrive), shared (the gradients that stages add up) or norm."""
+    """Drop messages. `what`: activations or gradients (received as zeros), shared (gradients summed over
+    stages) or norm."""
     if what in ("activations", "gradients"):
         patch = mock.patch.object(executor.Inbox, "post", _muted_inbox(what))
     else:
@@ -38,7 +39,7 @@ def _muted_inbox(what: str) -> Any:
 
 
 def _muted_all_reduce(*, shared: bool) -> Any:
-    """Each rank keeps what it gave."""
+    """Replace the all-reduce: each rank keeps its own values."""
     all_reduce = sharded_model.all_reduce
 
     def silent(tensor: Tensor, group: Any, *args: Any, label: str = "") -> None:

@@ -1,6 +1,6 @@
-"""The ranks of a row x col grid as threads of one process: what a tensor plan means, once more and slowly.
+"""Ranks of a row x col grid as threads of one process: a second, slow implementation of tensor plans.
 
-The embedding, the head and norms over rows are given whole features here, and keep whole weights.
+The embedding, the head and norms over rows get full features here, and keep full weights.
 """
 
 import copy
@@ -23,7 +23,7 @@ Gradients = dict[str, Tensor]
 
 
 class Exchange:
-    """Where the ranks of a line meet: each gives a tensor and gets all of them, in their order."""
+    """All-gather between threads: each passes a tensor and receives all of them in rank order."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -43,7 +43,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class AxisPeers:
-    """The ranks along an axis, and this one's place among them."""
+    """The ranks along an axis, and this one's index."""
 
     exchange: Exchange
     rank: int
@@ -53,7 +53,7 @@ class AxisPeers:
 
 
 class _Sum(torch.autograd.Function):
-    """Summed over columns forward, or backward."""
+    """Sum over columns in forward, or in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, peers: AxisPeers, is_forward: bool) -> Tensor:
@@ -68,7 +68,8 @@ class _Sum(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Pieces of the last dim put together forward, and its own of the gradient backward; or reversed."""
+    """Gather shards of the last dim in forward and take the own shard of the gradient in backward; or
+    reversed."""
 
     @staticmethod
     def forward(
@@ -89,9 +90,9 @@ class _Gather(torch.autograd.Function):
 
 
 class _Tokens(torch.autograd.Function):
-    """Every column's tokens put together forward, and its own of the gradient backward; or reversed.
+    """Gather the columns' tokens in forward and take the own shard of the gradient in backward; or reversed.
 
-    `sums`: where it takes its own, of the sum over columns.
+    `sums`: shards are taken of the sum over columns.
     """
 
     @staticmethod
@@ -110,15 +111,14 @@ class _Tokens(torch.autograd.Function):
         if gathers:
             return torch.cat(peers.all(x), dim)
         full = sum(peers.all(x)) if sums else x
-        batch = x.shape[0] // LENGTH if x.ndim == 2 else 1  # blocks that fold the batch into the tokens
+        batch = x.shape[0] // LENGTH if x.ndim == 2 else 1  # for blocks that fold the batch into the tokens
         sizes = [batch * (stop - start) for start, stop in split(LENGTH, peers.exchange.size)]
         return full.split(sizes, dim)[peers.rank].clone()  # falcon adds to it in place
 
 
 @dataclass
 class Stream:
-    """A block or a region where the stream's tokens are cut: gathers them or takes its own, of its input
-    or of its output."""
+    """A block or region with sharded tokens: gathers or shards its input, or its output."""
 
     inner: Callable[..., Any]
     peers: AxisPeers
@@ -143,7 +143,7 @@ def _shard(x: Tensor, ranges: tuple[Range, ...]) -> Tensor:
 
 
 def _unshard(shards: list[Tensor], ranges: tuple[tuple[Range, ...], ...]) -> Tensor:
-    """The pieces of a last dim at their places."""
+    """Join shards of the last dim at their ranges."""
     size = max(stop for found in ranges for _, stop in found)
     full = shards[0].new_full((*shards[0].shape[:-1], size), float("nan"))
     for local, found in zip(shards, ranges, strict=True):
@@ -158,7 +158,7 @@ def _unshard(shards: list[Tensor], ranges: tuple[tuple[Range, ...], ...]) -> Ten
 class Layer:
     """A layer's forward on one rank.
 
-    tokens: whole; cut; or pure: cut, and its region sums the gradient of its input
+    tokens: whole; cut (sharded); or pure: sharded, and its region sums the gradient of its input
     """
 
     cut: LayerSharding
@@ -211,13 +211,13 @@ def _gather(x: Tensor, along: DimSharding | None, peers: AxisPeers, gathers: boo
 
 
 def replicated_ids(model: nn.Module, plan: TPPlan) -> set[int]:
-    """The ids of the parameters that keep whole weights here."""
+    """Ids of the parameters that keep full weights here."""
     kept = [cut.module for cut in plan.layers if cut.head or cut.style in (Style.VOCABULARY, Style.NORM)]
     return {id(p) for name in kept for p in model.get_submodule(name).parameters()}
 
 
 def rank_of(model: nn.Module, plan: TPPlan, rows: AxisPeers, cols: AxisPeers, *, sequence: bool) -> nn.Module:
-    """The model as a rank holds it."""
+    """Build a rank's model."""
     local = copy.deepcopy(model)
     kept, cuts = replicated_ids(local, plan), {cut.name: cut for cut in plan.parameters}
     for name, parameter in local.named_parameters():
@@ -251,7 +251,7 @@ def _shard_tokens(local: nn.Module, plan: TPPlan, cols: AxisPeers) -> None:
 def trained(
     model: nn.Module, plan: TPPlan, tokens: Tensor, *, sequence: bool = False
 ) -> dict[tuple[int, int], tuple[float, Gradients]]:
-    """Loss and gradients by parameter of every rank, parts not yet summed."""
+    """Loss and gradients by parameter of every rank; partial gradients are not summed."""
     over_cols = [Exchange(plan.cols) for _ in range(plan.rows)]
     over_rows = [Exchange(plan.rows) for _ in range(plan.cols)]
 
@@ -263,7 +263,7 @@ def trained(
             loss.backward()
             return loss.item(), {name: p.grad for name, p in local.named_parameters() if p.grad is not None}
         except BaseException:
-            for exchange in (*over_cols, *over_rows):  # nobody waits for a rank that failed
+            for exchange in (*over_cols, *over_rows):  # no rank waits for one that failed
                 exchange.abort()
             raise
 
