@@ -30,8 +30,8 @@ def some_tensors(seed: int = 0) -> dict[str, Tensor]:
     }
 
 
-def save(directory: Path, step: int, tensors: Mapping[str, Tensor], **how: Any) -> Path:
-    saver = Saver(directory, World.alone(torch.device("cpu")), **how)
+def save(directory: Path, step: int, tensors: Mapping[str, Tensor], **options: Any) -> Path:
+    saver = Saver(directory, World.alone(torch.device("cpu")), **options)
     saver.save(step, [StateShard.whole(*each) for each in tensors.items()], FACTS)
     saver.finish()
     return place_of(directory, step)

@@ -83,7 +83,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 OTHERS: dict[str, dict[str, Any]] = {  # outside of the covering sets
-    "gpt_oss": {  # experts with biases, and learned sinks beside the keys
+    "gpt_oss": {  # experts with biases, and learned sinks next to the keys
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
         "head_dim": 12,

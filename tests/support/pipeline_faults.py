@@ -14,23 +14,23 @@ SHARED = "gradients of"  # label prefix of a sum over stages; that of the norm h
 
 
 @contextmanager
-def muted(what: str) -> Iterator[None]:
-    """Drop messages. `what`: activations or gradients (received as zeros), shared (gradients summed over
+def muted(kind: str) -> Iterator[None]:
+    """Drop messages. `kind`: activations or gradients (received as zeros), shared (gradients summed over
     stages) or norm."""
-    if what in ("activations", "gradients"):
-        patch = mock.patch.object(executor.Inbox, "post", _muted_inbox(what))
+    if kind in ("activations", "gradients"):
+        patch = mock.patch.object(executor.Inbox, "post", _muted_inbox(kind))
     else:
-        patch = mock.patch.object(sharded_model, "all_reduce", _muted_all_reduce(shared=what == "shared"))
+        patch = mock.patch.object(sharded_model, "all_reduce", _muted_all_reduce(shared=kind == "shared"))
     with patch:
         yield
 
 
-def _muted_inbox(what: str) -> Any:
+def _muted_inbox(kind: str) -> Any:
     post = executor.Inbox.post
 
     def silent(self: executor.Inbox, specs: Any) -> Any:
         posted = post(self, specs)
-        if self._line.label.startswith(what):
+        if self._line.label.startswith(kind):
             wait = posted.wait
             posted.wait = lambda: [t.zero_() if t.is_floating_point() else t for t in wait()]  # type: ignore[method-assign]
         return posted

@@ -333,19 +333,19 @@ def _decays(name: str, parameter: Tensor) -> bool:
     return parameter.ndim >= 2 and not name.endswith("bias")
 
 
-def largest_difference(ours: dict[str, Tensor], oracle: dict[str, Tensor]) -> tuple[float, str]:
+def largest_difference(ours: dict[str, Tensor], reference: dict[str, Tensor]) -> tuple[float, str]:
     """Largest difference of any tensor, relative to the largest element of all, and the tensor's name."""
-    assert ours.keys() == oracle.keys(), ours.keys() ^ oracle.keys()
-    scale = max(float(t.abs().max()) for t in oracle.values())
-    found = {n: float((ours[n] - oracle[n]).abs().max()) / scale for n in oracle}
+    assert ours.keys() == reference.keys(), ours.keys() ^ reference.keys()
+    scale = max(float(t.abs().max()) for t in reference.values())
+    found = {n: float((ours[n] - reference[n]).abs().max()) / scale for n in reference}
     return max((math.inf if math.isnan(d) else d, n) for n, d in found.items())  # max() would drop a NaN
 
 
-def assert_same(ours: Trace, oracle: Trace, tolerance: float = 1e-9) -> None:
-    for step, (local, theirs) in enumerate(zip(ours.gradients, oracle.gradients, strict=True)):
+def assert_same(ours: Trace, reference: Trace, tolerance: float = 1e-9) -> None:
+    for step, (local, theirs) in enumerate(zip(ours.gradients, reference.gradients, strict=True)):
         difference, name = largest_difference(local, theirs)
         assert difference <= tolerance, f"step {step}: gradient of {name} differs by {difference:.1e}"
-    difference, name = largest_difference(ours.weights, oracle.weights)
+    difference, name = largest_difference(ours.weights, reference.weights)
     assert difference <= tolerance, f"weight {name} differs by {difference:.1e}"
-    for local, theirs in zip(ours.losses + ours.norms, oracle.losses + oracle.norms, strict=True):
+    for local, theirs in zip(ours.losses + ours.norms, reference.losses + reference.norms, strict=True):
         assert abs(local - theirs) <= tolerance * abs(theirs), f"loss or norm {local} against {theirs}"

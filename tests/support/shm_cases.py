@@ -109,39 +109,39 @@ def run_case(case: Case, world: World, group: Group) -> Tensor:
     """Run a case, check all of this rank's tensors against torch, and return its result."""
     memory = Memory(world, group, case)
     root = case.numel % group.size
-    size, me = group.size, group.rank
-    pieces = [values(rank, case.numel, case.dtype) for rank in group.ranks]
+    size, rank = group.size, group.rank
+    inputs = [values(rank, case.numel, case.dtype) for rank in group.ranks]
     if case.verb in ("all_reduce", "reduce", "broadcast"):
-        tensor = memory.holding(pieces[me])
+        tensor = memory.holding(inputs[rank])
         if case.verb == "broadcast":
             do = start_broadcast if case.starts else broadcast
             _done(do(tensor, group, root))
-            return _checked(case, tensor, pieces[root])
+            return _checked(case, tensor, inputs[root])
         if case.verb == "reduce":
             do = start_reduce if case.starts else reduce
             _done(do(tensor, group, root, case.op))
-            return _checked(case, tensor, reduced(pieces, case.op) if me == root else pieces[me])
+            return _checked(case, tensor, reduced(inputs, case.op) if rank == root else inputs[rank])
         do = start_all_reduce if case.starts else all_reduce
         _done(do(tensor, group, case.op))
-        return _checked(case, tensor, reduced(pieces, case.op))
+        return _checked(case, tensor, reduced(inputs, case.op))
     if case.verb in ("all_gather", "gather"):
-        piece = memory.holding(pieces[me])
-        out = memory.blank(size * case.numel) if case.verb == "all_gather" or me == root else None
+        shard = memory.holding(inputs[rank])
+        out = memory.blank(size * case.numel) if case.verb == "all_gather" or rank == root else None
         if case.verb == "all_gather":
-            _done((start_all_gather if case.starts else all_gather)(out, piece, group))
+            _done((start_all_gather if case.starts else all_gather)(out, shard, group))
         else:
-            _done((start_gather if case.starts else gather)(out, piece, group, root))
-        _checked(case, piece, pieces[me])
-        return piece if out is None else _checked(case, out, torch.cat(pieces))
+            _done((start_gather if case.starts else gather)(out, shard, group, root))
+        _checked(case, shard, inputs[rank])
+        return shard if out is None else _checked(case, out, torch.cat(inputs))
     return _spread(case, memory, group, root)
 
 
 def _spread(case: Case, memory: Memory, group: Group, root: int) -> Tensor:
     """Run a collective whose input has a range for every rank."""
-    size, me = group.size, group.rank
+    size, rank = group.size, group.rank
     wholes = [values(rank, size * case.numel, case.dtype) for rank in group.ranks]
-    mine = slice(me * case.numel, (me + 1) * case.numel)
-    whole = memory.holding(wholes[me])
+    mine = slice(rank * case.numel, (rank + 1) * case.numel)
+    whole = memory.holding(wholes[rank])
     if case.verb == "all_to_all":
         out = memory.blank(size * case.numel)
         _done((start_all_to_all if case.starts else all_to_all)(out, whole, group))
@@ -150,13 +150,13 @@ def _spread(case: Case, memory: Memory, group: Group, root: int) -> Tensor:
         out = memory.blank(case.numel)
         if case.verb == "scatter":
             do = start_scatter if case.starts else scatter
-            _done(do(out, whole if me == root else None, group, root))
+            _done(do(out, whole if rank == root else None, group, root))
             expected = wholes[root][mine]
         else:
             do = start_reduce_scatter if case.starts else reduce_scatter
             _done(do(out, whole, group, case.op))
             expected = reduced([other[mine] for other in wholes], case.op)
-    _checked(case, whole, wholes[me])
+    _checked(case, whole, wholes[rank])
     return _checked(case, out, expected)
 
 

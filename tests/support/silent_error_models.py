@@ -40,17 +40,17 @@ def tensor_plan_of(family: str) -> dict[str, str] | None:
     return _SINKS if family == "gpt_oss" else None
 
 
-def task(family: str, **how: Any) -> programs.Task:
-    """Training task of a model. `how`: options of `programs.Task`."""
-    options = {"steps": 2, "own_loss": True, "tensor_plan": tensor_plan_of(family)} | how
+def task(family: str, **overrides: Any) -> programs.Task:
+    """Training task of a model. `overrides`: options of `programs.Task`."""
+    options = {"steps": 2, "own_loss": True, "tensor_plan": tensor_plan_of(family)} | overrides
     return programs.Task(functools.partial(with_random_weights, family), **options)
 
 
-def assert_each_same(ours: dict[str, Tensor], oracle: dict[str, Tensor], tolerance: float = 1e-9) -> None:
+def assert_each_same(ours: dict[str, Tensor], reference: dict[str, Tensor], tolerance: float = 1e-9) -> None:
     """Compare every tensor relative to its own largest element, so that small ones count like large ones,
     except those that are nearly zero."""
-    assert ours.keys() == oracle.keys(), ours.keys() ^ oracle.keys()
-    floor = 1e-6 * max(float(tensor.abs().max()) for tensor in oracle.values())
-    for name, theirs in oracle.items():
+    assert ours.keys() == reference.keys(), ours.keys() ^ reference.keys()
+    floor = 1e-6 * max(float(tensor.abs().max()) for tensor in reference.values())
+    for name, theirs in reference.items():
         difference = float((ours[name] - theirs).abs().max()) / max(float(theirs.abs().max()), floor)
         assert difference <= tolerance, f"{name} differs by {difference:.1e}"

@@ -15,10 +15,10 @@ CPU = torch.device("cpu")
 Batches = Sequence[Mapping[str, Tensor]]
 
 
-def stages_of(model: nn.Module, num_stages: int, **how: Any) -> tuple[StageAssignment, list[StageModule]]:
-    """Split a model into stages. `how`: `blocks` and `given`, to override the model's own."""
-    blocks = blocks_of(model, how.pop("blocks", None))
-    cut = plan_stages(model, blocks, num_stages, **how)
+def stages_of(model: nn.Module, num_stages: int, **options: Any) -> tuple[StageAssignment, list[StageModule]]:
+    """Split a model into stages. `options`: `blocks` and `given`, to override the model's own."""
+    blocks = blocks_of(model, options.pop("blocks", None))
+    cut = plan_stages(model, blocks, num_stages, **options)
     return cut, [split_stage(model, blocks, cut, stage, device=CPU) for stage in range(num_stages)]
 
 

@@ -136,7 +136,7 @@ def _tokens(step: int, samples: int) -> dict[str, Tensor]:
 
 @contextmanager
 def _muted(module: str, name: str, is_muted: Callable[[str], bool]) -> Iterator[None]:
-    """Inside, a module's `name` says and hears nothing where the label of what it is about tells it to."""
+    """Replace a module's operation by one that does not communicate for labels that `is_muted` selects."""
     owner, replacement = sys.modules[module], programs.MUTED.get(name, lambda tensor, *_, **__: tensor)
     real = getattr(owner, name)
 

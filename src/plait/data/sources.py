@@ -133,8 +133,8 @@ def _split(item: Slice, limit: int) -> Iterator[Slice]:
     if item.kind == "jsonl.gz" or _num_bytes(item) <= limit:
         yield item
         return
-    pieces = -(-_num_bytes(item) // limit)
-    bounds = [item.size * number // pieces for number in range(pieces + 1)]
+    num_slices = -(-_num_bytes(item) // limit)
+    bounds = [item.size * index // num_slices for index in range(num_slices + 1)]
     for start, stop in itertools.pairwise(bounds):
         if start < stop:
             yield replace(item, start=start, stop=stop)

@@ -270,11 +270,11 @@ def _check(bucket: AnyBucket) -> Bucket:
     return bucket
 
 
-def _check_dtype(dtype: torch.dtype, what: str) -> None:
+def _check_dtype(dtype: torch.dtype, owner: str) -> None:
     if dtype != torch.float32:
         raise DDPError(
             "cannot compress gradients that are not float32",
-            given=f"{what}, in {str(dtype).removeprefix('torch.')}",
+            given=f"{owner}, in {str(dtype).removeprefix('torch.')}",
             expected="parameters in float32",
             hint="model.float(), with torch.autocast for lower-precision compute",
         )

@@ -106,8 +106,10 @@ class Reducer:
             self._hooks.append(node.register_hook(hook))
 
     def _detect_shared_parameters(self) -> None:
-        """Disable aliasing in reducers that share parameters. See [Note: storage of gradients] in
-        `bucket.py`."""
+        """Disable aliasing in reducers that share parameters.
+
+        See [Note: gradients that are not aliased] in `bucket.py`.
+        """
         parameter_ids = {id(parameter) for parameter in self.parameters}
         for other in list(_live_reducers):
             if other._hooks and not parameter_ids.isdisjoint(id(parameter) for parameter in other.parameters):
