@@ -1,1 +1,1 @@
-"""torch's own cases of DistributedDataParallel, run on any class that takes its place. See README.md."""
+"""torch's own test cases of DistributedDataParallel, run on any drop-in class. See README.md."""

@@ -1,21 +1,21 @@
-"""Where the outcome of a case is not the one to hope for, each with its reason. One place."""
+"""All cases with an undesired outcome, each with its reason."""
 
-# Fails with plait's class. Empty is the aim.
+# Fail with plait's class. The aim is an empty dict.
 _EXCEPTIONS = {
     "test_compute_bucket_assignment_by_size_sparse_error_with_logger": (
-        "hands the module's logger to a private function in C++, which takes torch's alone"
+        "passes the module's logger to a private C++ function, which accepts only torch's"
     ),
 }
-# The same, where gradients do not travel over the process group.
-_EXCEPTIONS_BESIDE = {
-    "test_ddp_profiling_torch_profiler": "looks for Gloo's events, and Gloo is not asked",
+# Also fail if gradients do not use the process group.
+_SHARED_MEMORY_EXCEPTIONS = {
+    "test_ddp_profiling_torch_profiler": "expects Gloo's events, but Gloo is not used",
 }
 
 _NO_SYNC_BN = "SyncBatchNorm has kernels for GPUs only"
-_NO_GPU = "looks at the GPU's number, and there is none"
-_ROUNDING = "compares two runs that diverge, to 1.3e-6: a third is not exact"
+_NO_GPU = "reads a GPU index, and there is none"
+_ROUNDING = "compares two diverging runs to 1.3e-6: 1/3 is not exact"
 
-# Fails with torch's own class where the CPU stands in for GPUs, so it says nothing of ours.
+# Fail with torch's own class with the CPU in place of GPUs.
 _TORCH_FAILS = {
     "test_DistributedDataParallel_SyncBatchNorm": _NO_SYNC_BN,
     "test_DistributedDataParallel_SyncBatchNorm_2D_Input": _NO_SYNC_BN,
@@ -25,7 +25,7 @@ _TORCH_FAILS = {
     "test_DistributedDataParallel_SyncBatchNorm_No_Affine": _NO_SYNC_BN,
     "test_DistributedDataParallel_SyncBatchNorm_Single_Input_Per_Process": _NO_SYNC_BN,
     "test_DistributedDataParallel_SyncBatchNorm_half": _NO_SYNC_BN,
-    "test_DistributedDataParallel_non_default_stream": "makes a stream of a GPU",
+    "test_DistributedDataParallel_non_default_stream": "creates a GPU stream",
     "test_ddp_device": _NO_GPU,
     "test_ddp_inference": _NO_SYNC_BN,
     "test_ddp_logging_data_gpu": _NO_GPU,
@@ -38,15 +38,15 @@ _TORCH_FAILS_AT = {
         "test_ddp_apply_optim_in_backward_grad_as_bucket_view_false": _ROUNDING,
     },
 }
-# Fails now and then with any class, because the case itself has a race. Run again, up to three times.
-RACES = {"test_post_localSGD_optimizer_step_reload": "rank 0 removes a file that the others still read"}
+# Flaky with any class, because the case itself has a race. Retried up to three times.
+RACES = {"test_post_localSGD_optimizer_step_reload": "rank 0 removes a file that other ranks still read"}
 
 
 def exceptions(transport: str) -> dict[str, str]:
-    """The cases that plait's class fails over a transport, and why."""
-    return _EXCEPTIONS if transport == "group" else _EXCEPTIONS | _EXCEPTIONS_BESIDE
+    """Cases that plait's class fails over a transport, with reasons."""
+    return _EXCEPTIONS if transport == "group" else _EXCEPTIONS | _SHARED_MEMORY_EXCEPTIONS
 
 
 def torch_fails(world_size: int) -> dict[str, str]:
-    """The cases that torch's class fails with so many ranks, and why."""
+    """Cases that torch's class fails with this number of ranks, with reasons."""
     return _TORCH_FAILS | _TORCH_FAILS_AT.get(world_size, {})

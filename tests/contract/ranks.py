@@ -1,4 +1,4 @@
-"""A rank's half: one case of torch's, with one class in DistributedDataParallel's place.
+"""Rank side: run one of torch's cases with a replacement for DistributedDataParallel.
 
 torch's module of cases reads BACKEND and WORLD_SIZE when it is imported, so it is imported here, in a rank.
 """
@@ -29,7 +29,7 @@ CASES = "torch.testing._internal.distributed.distributed_test"
 
 @dataclass(frozen=True)
 class Variant:
-    """A class to put in DistributedDataParallel's place: torch's own, or plait's with a transport."""
+    """Class under test: torch's own, or plait's with a transport."""
 
     which: str  # torch, plait or unsynced
     transport: str = "auto"
@@ -40,11 +40,11 @@ class Variant:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a case went on a rank that it did not fail on."""
+    """Outcome of a case on a rank where it did not fail."""
 
     status: str  # passed or skipped
-    reason: str = ""  # torch's, for a skip
-    on: str = "cpu"  # or "stand-in": GPUs were asked for, and the CPU stood in for them
+    reason: str = ""  # torch's reason for a skip
+    ran_on: str = "cpu"  # or "stand-in": the CPU in place of requested GPUs
     num_built: int = 0  # instances of the class under test
     elapsed_s: float = 0.0
 
@@ -55,13 +55,13 @@ def list_cases() -> list[str]:
 
 
 def run_case(name: str, variant: Variant, folder: Path) -> Outcome:
-    """The case, as torch's own test runs it in a rank. Raises what the case raises."""
+    """Run a case as torch's own test does on a rank. Raises what the case raises."""
     begin_s = time.monotonic()
     module, gates = _torch_cases()
-    for part in ("barrier", "test_dir", "init_dir"):
-        (folder / part).mkdir(parents=True, exist_ok=True)
+    for subfolder in ("barrier", "test_dir", "init_dir"):
+        (folder / subfolder).mkdir(parents=True, exist_ok=True)
     os.environ.update(BACKEND="gloo", TEMP_DIR=str(folder), GLOO_SOCKET_IFNAME="lo", MASTER_ADDR="127.0.0.1")
-    dist.set_debug_level_from_env()  # a case may have left another
+    dist.set_debug_level_from_env()  # an earlier case may have changed it
     torch._dynamo.reset()
     if cases.is_unit(name):
         outcome = _run_unit(module, name)
@@ -70,7 +70,7 @@ def run_case(name: str, variant: Variant, folder: Path) -> Outcome:
     return replace(outcome, elapsed_s=time.monotonic() - begin_s)
 
 
-@functools.cache  # a second import would be of other decorators
+@functools.cache  # a second import would see other decorators
 def _torch_cases() -> tuple[ModuleType, Gates]:
     os.environ["BACKEND"] = "gloo"
     gates = Gates()
@@ -100,43 +100,43 @@ def _run_on_ranks(module: ModuleType, gates: Gates, name: str, variant: Variant,
     dist.init_process_group(
         "gloo", case.init_method, timedelta(seconds=timeout_s), world_size=world_size, rank=case.rank
     )
-    outcome = _call(module, method, _under_test(variant, keep_devices=True))
-    if outcome.status == "skipped" and gates.lets_in(outcome.reason):
+    outcome = _call(module, method, _class_under_test(variant, keep_devices=True))
+    if outcome.status == "skipped" and gates.can_open(outcome.reason):
         with cpu_for_gpus(gates, num_gpus=world_size):
-            again = _call(module, method, _under_test(variant, keep_devices=False))
-        outcome = replace(again, on="stand-in")
+            retried = _call(module, method, _class_under_test(variant, keep_devices=False))
+        outcome = replace(retried, ran_on="stand-in")
     return outcome
 
 
-def _call(module: ModuleType, method: Any, placed: type) -> Outcome:
+def _call(module: ModuleType, method: Any, replacement: type) -> Outcome:
     importlib.import_module("torch.testing._internal.common_utils").set_rng_seed()
     module.Barrier.barrier_id = 0
     try:
-        with _in_place(module, placed):
+        with _patched_class(module, replacement):
             method()
     except unittest.SkipTest as skip:
         return Outcome("skipped", str(skip))
     except SystemExit as end:
         reasons = {skip.exit_code: skip.message for skip in module.TEST_SKIPS.values()}
         return Outcome("skipped", reasons[end.code])
-    return Outcome("passed", num_built=placed.num_built)  # type: ignore[attr-defined]
+    return Outcome("passed", num_built=replacement.num_built)  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
-def _in_place(module: ModuleType, placed: type) -> Iterator[None]:
-    """The class under the names by which a user, and the cases, find it.
+def _patched_class(module: ModuleType, replacement: type) -> Iterator[None]:
+    """Install the class under the names that users and cases import.
 
-    torch's own parts keep theirs: they have to take the class for DistributedDataParallel, as they are.
+    torch's own modules keep theirs: they must treat the class as a DistributedDataParallel.
     """
     with (
-        mock.patch.object(torch.nn.parallel, cases.CLASS, placed),
-        mock.patch.object(module, cases.CLASS, placed),
+        mock.patch.object(torch.nn.parallel, cases.CLASS, replacement),
+        mock.patch.object(module, cases.CLASS, replacement),
     ):
         yield
 
 
-def _under_test(variant: Variant, keep_devices: bool) -> type:
-    """A subclass that counts its instances, chooses the transport and, on a stand-in, drops devices."""
+def _class_under_test(variant: Variant, keep_devices: bool) -> type:
+    """Subclass that counts its instances, selects the transport and, on the stand-in, drops devices."""
     base, options = _class_of(variant)
     on_cpu = {} if keep_devices else {"device_ids": None, "output_device": None}
 
@@ -147,9 +147,7 @@ def _under_test(variant: Variant, keep_devices: bool) -> type:
             type(self).num_built += 1
             super().__init__(module, *args, **(kwargs | on_cpu | options))
 
-    DistributedDataParallel.__module__ = (
-        torch.nn.parallel.__name__
-    )  # where it will be, and pickle looks for it
+    DistributedDataParallel.__module__ = torch.nn.parallel.__name__  # pickle looks it up there
     DistributedDataParallel.__qualname__ = cases.CLASS
     return DistributedDataParallel
 
@@ -163,7 +161,7 @@ def _class_of(variant: Variant) -> tuple[type, dict[str, Any]]:
 
 
 class Unsynced(torch.nn.parallel.DistributedDataParallel):
-    """torch's class, but for its purpose: no gradient is ever averaged."""
+    """torch's class without synchronization: no gradient is ever averaged."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with self.no_sync():

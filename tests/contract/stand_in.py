@@ -1,8 +1,8 @@
-"""CPU in the place of GPUs, for cases that are about ranks and ask for GPUs by habit.
+"""Run cases that request GPUs on the CPU.
 
-Most of torch's cases say `skip_if_lt_x_gpu` and `.cuda(rank)`, and then test what any device has. They run
-here with each mention of a GPU led to the CPU. So do those that torch switched off for trouble in its own CI.
-What needs a real GPU fails with torch's class, too, and is named in expected.py.
+Most of torch's cases say `skip_if_lt_x_gpu` and `.cuda(rank)`, and then test device-independent behaviour.
+They run here with each GPU replaced by the CPU, and so do those that torch disabled for problems in its own
+CI. Cases that need a real GPU also fail with torch's class, and are listed in expected.py.
 """
 
 import contextlib
@@ -16,9 +16,9 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 
-GATES = ("skip_if_lt_x_gpu", "nccl_skip_if_lt_x_gpu")  # they are called with a number
+GATES = ("skip_if_lt_x_gpu", "nccl_skip_if_lt_x_gpu")  # called with a number
 PLAIN_GATES = ("skip_if_no_gpu",)
-ISSUES = "https://github.com/pytorch/pytorch/issues/"  # of cases that torch has switched off
+ISSUES = "https://github.com/pytorch/pytorch/issues/"  # in skip reasons of cases that torch has disabled
 IMAGE = (
     40  # a side: on 1000 x 1000, as torch's case of uneven inputs has it, a CPU convolves for half an hour
 )
@@ -27,14 +27,14 @@ Function = Callable[..., Any]
 
 
 class Gates:
-    """Opens what torch's cases skip themselves by: for want of GPUs, or of peace in torch's own CI."""
+    """Overrides the skip decorators of torch's cases: missing GPUs, and problems in torch's CI."""
 
     def __init__(self) -> None:
         self.open = False
 
     @contextlib.contextmanager
     def installed(self, common: ModuleType) -> Iterator[None]:
-        """Within it, where the cases are imported, decorators that can be opened are in torch's place."""
+        """Replace the skip decorators by ones that can be opened, while the cases are imported."""
         gates = [(common, name, self._with_arguments(getattr(common, name))) for name in GATES]
         gates += [(common, name, self._gate(getattr(common, name))) for name in PLAIN_GATES]
         gates += [(unittest, "skipIf", self._skip_if)]
@@ -43,8 +43,8 @@ class Gates:
                 stack.enter_context(mock.patch.object(*gate))
             yield
 
-    def lets_in(self, reason: str) -> bool:
-        """Whether a case that was skipped for this reason is not, with the gates open."""
+    def can_open(self, reason: str) -> bool:
+        """True if a case skipped for this reason runs once the gates are open."""
         return "CUDA" in reason or reason.startswith(ISSUES)
 
     def _skip_if(self, condition: object, reason: str) -> Function:
@@ -68,7 +68,7 @@ class Gates:
 
 
 class OnCpu(TorchFunctionMode):
-    """Devices that are GPUs, in any way that torch lets one write them, are the CPU."""
+    """Replaces GPU devices, in every spelling that torch allows, by the CPU."""
 
     def __torch_function__(
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -93,11 +93,11 @@ def _cpu(device: Any) -> Any:
 
 @contextlib.contextmanager
 def cpu_for_gpus(gates: Gates, num_gpus: int) -> Iterator[None]:
-    """Within it, `num_gpus` GPUs are there to be asked for, and all of them are the CPU."""
+    """Pretend that there are `num_gpus` GPUs; all of them are the CPU."""
     module = torch.nn.Module
-    replaced = (
+    patches = (
         mock.patch.multiple(
-            torch.cuda,  # by functions of their own: torch.compile has rules for each
+            torch.cuda,  # separate functions: torch.compile has rules for each
             set_device=lambda *_: None,
             synchronize=lambda *_, **__: None,
             manual_seed=torch.manual_seed,
@@ -111,8 +111,8 @@ def cpu_for_gpus(gates: Gates, num_gpus: int) -> Iterator[None]:
     gates.open = True
     try:
         with contextlib.ExitStack() as stack:
-            for replacement in (*replaced, OnCpu()):
-                stack.enter_context(replacement)
+            for patch in (*patches, OnCpu()):
+                stack.enter_context(patch)
             yield
     finally:
         gates.open = False
@@ -123,7 +123,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 class CompletedEvent:
-    """A stream or an event of a CPU: what it would wait for has happened already."""
+    """CPU stream or event: already complete."""
 
     def __init__(self, *_args: Any) -> None:
         self.wait = self.record = self.wait_stream = _nothing

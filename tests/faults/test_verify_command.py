@@ -32,11 +32,11 @@ def test_a_plan_that_is_right_ends_with_zero_and_says_all_in_json(tmp_path: Path
     ("build", "plan", "name", "suspect"),
     [
         pytest.param(
-            *("deaf_between_columns", "dp=2 tp=2 sp=true", verify_models.MUTED_LAYER, "tp or sp"),
+            *("muted_between_columns", "dp=2 tp=2 sp=true", verify_models.MUTED_LAYER, "tp or sp"),
             marks=pytest.mark.sweep,  # the rank pool has it too
         ),
-        ("deaf_between_replicas", "dp=2 tp=2 zero=2", verify_models.MUTED_LAYER, "dp or zero"),
-        ("deaf_between_stages", "pp=2 micro=2", "model.embed_tokens.weight", "pp"),
+        ("muted_between_replicas", "dp=2 tp=2 zero=2", verify_models.MUTED_LAYER, "dp or zero"),
+        ("muted_between_stages", "pp=2 micro=2", "model.embed_tokens.weight", "pp"),
     ],
 )
 def test_without_a_collective_it_ends_with_one_and_names_layer_and_axis(

@@ -150,7 +150,7 @@ def test_an_existing_tokenizer_is_taken_over_with_its_own_end(tmp_path: Path) ->
     assert (second.train.read(0, 20) == first.train.read(0, 20)).all()
     bare = config(tmp_path, "a.jsonl", dir=tmp_path / "bare")
     file = first.tokenizer_dir / "tokenizer.json"
-    with pytest.raises(DataError, match="no token to end a document with"):
+    with pytest.raises(DataError, match="no end-of-document token"):
         build(bare, TokenizerConfig(path=file), progress=False)
     assert not bare.dir.exists()
     third = build(bare, TokenizerConfig(path=file, end_of_document="</s>"), progress=False)
@@ -185,7 +185,7 @@ def test_a_directory_with_something_else_is_left_alone(tmp_path: Path) -> None:
     data = config(tmp_path, "a.jsonl")
     data.dir.mkdir()
     (data.dir / "thesis.tex").write_text("precious")
-    with pytest.raises(DataError, match="holds something else than tokens"):
+    with pytest.raises(DataError, match="contains something other than tokens"):
         build(data, TRAINED, progress=False, force=True)
     assert [path.name for path in data.dir.iterdir()] == ["thesis.tex"]
 
@@ -255,7 +255,7 @@ def test_a_killed_build_goes_on_and_makes_the_same_tokens(
     while any(map(is_running, helpers)):
         assert time.monotonic() < deadline, "its processes outlive it"
         time.sleep(0.01)
-    with pytest.raises(DataError, match="holds no tokens"):
+    with pytest.raises(DataError, match="contains no tokens"):
         open_store(config(tmp_path, "*.jsonl"))
     records = {path.stem: path.stat().st_mtime_ns for path in unfinished.glob("part-*.json")}
     parts = {

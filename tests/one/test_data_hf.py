@@ -52,8 +52,8 @@ def test_a_split_is_chosen_by_name(tmp_path: Path, rows: Any) -> None:
     [
         ("?split=dev", {}, "has no split dev"),
         ("?spilt=test", {}, "has an unknown option"),
-        ("", {"text_key": "body"}, "holds a row without 'body'"),
-        ("", {"text_key": "id"}, "holds a row whose 'id' is no text"),
+        ("", {"text_key": "body"}, "contains a row without 'body'"),
+        ("", {"text_key": "id"}, "contains a row whose 'id' is not text"),
     ],
 )
 def test_what_is_wrong_is_a_letter(

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.data import readers, sources
-from plait.data.readers import TextStream, read_pieces
+from plait.data.readers import ReadOptions, read_chunks
 from plait.data.sources import Shard, Slice, list_shards, list_source
 from plait.errors import DataError
 
@@ -22,7 +22,7 @@ def documents(shards: list[Shard], text_key: str = "text") -> list[str]:
     """What is read of shards, joined into documents; asserts that the last one has ended."""
     found, open_piece = [], ""
     for shard in shards:
-        for piece in read_pieces(shard, TextStream(text_key, 0, lambda _: None)):
+        for piece in read_chunks(shard, ReadOptions(text_key, 0, lambda _: None)):
             open_piece += piece.text
             if piece.last:
                 found.append(open_piece)
@@ -46,7 +46,7 @@ def test_a_text_file_cut_anywhere_is_read_once_and_ends_once(
     path = tmp_path_factory.getbasetemp() / "cut.txt"
     path.write_bytes(text.encode())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(readers, "PIECE_BYTES", piece)
+        patch.setattr(readers, "CHUNK_BYTES", piece)
         assert documents(cut(path, "text", bounds)) == [text]
 
 
@@ -68,7 +68,7 @@ def test_rows_cut_anywhere_are_read_once_each_and_empty_ones_left_out(
     lines = "\n".join(json.dumps({"id": 1, "text": text}, ensure_ascii=False) for text in texts)
     path.write_bytes((lines + "\n" * final_newline).encode())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(readers, "PIECE_BYTES", piece)
+        patch.setattr(readers, "CHUNK_BYTES", piece)
         assert documents(cut(path, "jsonl", bounds)) == [text for text in texts if text]
 
 
@@ -101,8 +101,8 @@ def test_a_draw_depends_on_seed_and_text_only(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("the same")
     (tmp_path / "b.jsonl").write_text('{"text": "the same"}\n{"text": "another"}')
     shards = list_shards([str(tmp_path / "*")])
-    draws = [piece.draw for shard in shards for piece in read_pieces(shard, TextStream("text", 3, len))]
-    others = [piece.draw for shard in shards for piece in read_pieces(shard, TextStream("text", 4, len))]
+    draws = [piece.draw for shard in shards for piece in read_chunks(shard, ReadOptions("text", 3, len))]
+    others = [piece.draw for shard in shards for piece in read_chunks(shard, ReadOptions("text", 4, len))]
     assert draws[0] == draws[1] != draws[2]
     assert set(draws).isdisjoint(others)
 
@@ -159,12 +159,12 @@ def test_a_character_cut_off_at_the_end_of_a_file_is_not_utf8(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("line", "fact", "given"),
     [
-        (b'{"text": "a"', "holds a line that is no JSON", "the line at byte 15"),
-        (b"[" * 100_000, "holds a line that is no JSON", "the line at byte 15"),
-        (b'["a"]', "holds a row that is no object", "the line at byte 15: a list"),
-        (b'{"txet": "a"}', "holds a row without 'text'", "the line at byte 15: 'txet'"),
-        (b'{"text": null}', "holds a row whose 'text' is no text", "the line at byte 15: a NoneType"),
-        (b'{"text": "\\ud800"}', "holds a row with half of a surrogate pair", "the line at byte 15"),
+        (b'{"text": "a"', "contains a line that is not JSON", "the line at byte 15"),
+        (b"[" * 100_000, "contains a line that is not JSON", "the line at byte 15"),
+        (b'["a"]', "contains a row that is not an object", "the line at byte 15: a list"),
+        (b'{"txet": "a"}', "contains a row without 'text'", "the line at byte 15: 'txet'"),
+        (b'{"text": null}', "contains a row whose 'text' is not text", "the line at byte 15: a NoneType"),
+        (b'{"text": "\\ud800"}', "contains a row with an unpaired surrogate", "the line at byte 15"),
         (b'{"text": "\xff"}', "is not UTF-8", "byte 25 (0xff)"),
     ],
 )
@@ -198,7 +198,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_a_letter(tmp_path: Path) -> Non
     (tmp_path / "a.txt").write_text("long enough")
     shards = list_shards([str(tmp_path / "a.txt")])
     (tmp_path / "a.txt").write_text("short")
-    with pytest.raises(DataError, match="has changed while it was read"):
+    with pytest.raises(DataError, match="changed while being read"):
         documents(shards)
 
 

@@ -66,7 +66,7 @@ def test_a_token_file_cut_short_is_named(store: TokenStore, tmp_path: Path) -> N
     path = store.dir / store.index.train[1].name
     path.write_bytes(path.read_bytes()[:-2])
     error = message(tmp_path, verify=False)
-    assert error.fact == f"the token file {path} is cut short"
+    assert error.fact == f"the token file {path} is truncated"
     assert error.expected == f"{store.index.train[1].tokens * 2} bytes"
 
 
@@ -79,7 +79,7 @@ def test_a_link_in_a_token_files_place_is_refused(store: TokenStore, tmp_path: P
     path = store.dir / store.index.train[0].name
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
-    assert "is no plain file" in message(tmp_path).fact
+    assert "is not a regular file" in message(tmp_path).fact
 
 
 def test_a_flipped_byte_is_found_where_hashes_are_asked_for(store: TokenStore, tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_how_samples_are_drawn_is_no_matter_of_the_tokens(store: TokenStore, tmp
 
 def test_a_directory_without_tokens_says_how_to_make_them(tmp_path: Path) -> None:
     error = message(tmp_path)
-    assert error.fact == f"{tmp_path / 'tokens'} holds no tokens"
+    assert error.fact == f"{tmp_path / 'tokens'} contains no tokens"
     assert error.hint == "plait data build"
 
 

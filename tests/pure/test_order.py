@@ -82,19 +82,19 @@ def test_samples_roll_over_into_the_next_epochs_permutation(
     n: int, seed: int, first: int, count: int
 ) -> None:
     order = SampleOrder(n, seed)
-    order.places(5, 1)  # what was asked before must not matter
+    order.indices(5, 1)  # what was asked before must not matter
     numbers = np.arange(first, first + count)
     expected = np.empty(count, dtype=np.int64)
     for epoch in np.unique(numbers // n):
         of_epoch = numbers // n == epoch
         expected[of_epoch] = Permutation(n, seed=seed, epoch=int(epoch))(numbers[of_epoch] % n)
-    assert np.array_equal(order.places(first, count), expected)
+    assert np.array_equal(order.indices(first, count), expected)
 
 
 @LAW
 @given(n=st.integers(1, 1000), first=st.integers(0, 5000), count=st.integers(0, 300))
 def test_sequential_order_is_the_text_again_and_again(n: int, first: int, count: int) -> None:
-    places = SampleOrder(n, 0, "sequential").places(first, count)
+    places = SampleOrder(n, 0, "sequential").indices(first, count)
     assert places.tolist() == [number % n for number in range(first, first + count)]
 
 
@@ -119,7 +119,7 @@ def test_global_batches_are_the_same_on_any_ranks_and_after_a_resume(
             [
                 place
                 for rank, order in enumerate(orders)
-                for place in order.places(step * batch + rank * b, b).tolist()
+                for place in order.indices(step * batch + rank * b, b).tolist()
             ]
             for step in range(first, last)
         ]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from support.ddp import (
-    OURS_ALONE,
+    PLAIT_ONLY,
     Layers,
     assert_gradients,
     assert_same,
@@ -270,7 +270,7 @@ def test_a_backward_may_create_a_graph(pool: Pool, transport: str) -> None:
     pool.run(_create_graph, 2, transport, nn.Linear(5, 3, bias=False, dtype=torch.float64), {})
 
 
-@OURS_ALONE  # torch's class writes several gradients into one bucket in place, and fails
+@PLAIT_ONLY  # torch's class writes several gradients into one bucket in place, and fails
 @over_both
 @pytest.mark.parametrize("way", ["plain", "small buckets"])
 def test_a_backward_of_several_parameters_may_create_a_graph(pool: Pool, way: str, transport: str) -> None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
 
-from support.ddp import OURS_ALONE, assert_gradients, init_gloo, mean_gradients, over_both, rows, wrapped
+from support.ddp import PLAIT_ONLY, assert_gradients, init_gloo, mean_gradients, over_both, rows, wrapped
 from support.pool import Pool
 
 Layout = list[list[int]]  # by bucket, the places of its parameters in the module
@@ -132,7 +132,7 @@ def _dealt(transport: str, name: str) -> None:
     assert found == [*case.layouts, case.layouts[-1]], found
 
 
-@OURS_ALONE
+@PLAIT_ONLY
 @pytest.mark.parametrize("name", CASES)
 def test_buckets_follow_the_parameters_at_first_and_then_the_order_of_their_gradients(
     pool: Pool, name: str
@@ -148,7 +148,7 @@ def _rank_0s_order() -> None:
     assert found == [PAIRS, [[1, 3], [0, 2]], [[1, 3], [0, 2]]], found
 
 
-@OURS_ALONE
+@PLAIT_ONLY
 def test_all_ranks_take_the_order_of_rank_0(pool: Pool) -> None:
     pool.run(_rank_0s_order, 2)
 
@@ -205,7 +205,7 @@ def _when_rebuilt() -> None:
     assert logged["num_buckets_reduced"] == 4
 
 
-@OURS_ALONE
+@PLAIT_ONLY
 def test_buckets_are_rebuilt_once_before_the_forward_that_follows_a_synchronised_backward(
     pool: Pool,
 ) -> None:

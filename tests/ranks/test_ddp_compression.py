@@ -140,7 +140,7 @@ def _constant(kind: str, transport: str, forgets: bool) -> tuple[float, float]:
         loss32(ddp, dist.get_rank()).backward()
         found.append(torch.cat([p.grad.flatten() for p in ddp.module.parameters()]))
         if forgets:
-            state.forget()
+            state.reset()
     once, mean = ((it - expected).norm() / expected.norm() for it in (found[0], torch.stack(found).mean(0)))
     return float(once), float(mean)
 
@@ -172,12 +172,12 @@ def _taken_along(kind: str, transport: str) -> None:
     state = Compression(ddp, kind)
     ddp.register_comm_hook(state, compression_hook)
     loss32(ddp, dist.get_rank()).backward()
-    before = {number: lost.clone() for number, lost in state._lost().items()}
-    first = [bucket.numbers for bucket in ddp.reducer.buckets]
+    before = {number: lost.clone() for number, lost in state._errors_by_param().items()}
+    first = [bucket.param_indices for bucket in ddp.reducer.buckets]
     ddp(rows(dist.get_rank()).float())  # buckets are dealt anew
-    assert [bucket.numbers for bucket in ddp.reducer.buckets] != first
+    assert [bucket.param_indices for bucket in ddp.reducer.buckets] != first
     state._begin()
-    after = state._lost()
+    after = state._errors_by_param()
     assert before.keys() == after.keys() == {*range(6)}
     assert sum(bool(lost.any()) for lost in before.values()) >= 3
     assert all(torch.equal(lost, after[number]) for number, lost in before.items())

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from support.ddp import (
-    OURS_ALONE,
+    PLAIT_ONLY,
     Layers,
     assert_gradients,
     assert_same,
@@ -358,7 +358,7 @@ def test_a_group_may_be_a_part_of_the_world(pool: Pool, transport: str) -> None:
     pool.run(_part_of_the_world, 3, transport)
 
 
-@OURS_ALONE
+@PLAIT_ONLY
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_replicas_train_through_shared_memory(pool: Pool, ranks: int) -> None:
     pool.run(_trained, ranks, "host", {})
@@ -375,6 +375,6 @@ def _unnamed() -> None:
     assert ddp._get_ddp_logging_data()["gloo_num_threads"] == 2
 
 
-@OURS_ALONE
+@PLAIT_ONLY
 def test_ranks_share_memory_where_no_backend_is_named(pool: Pool) -> None:
     pool.run(_unnamed, 2)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from support.ddp import (
-    OURS_ALONE,
+    PLAIT_ONLY,
     Layers,
     assert_gradients,
     init_gloo,
@@ -244,7 +244,7 @@ def test_a_static_graph_that_changes_is_refused(pool: Pool, more: bool) -> None:
     pool.run(_changed_graph, 2, more)
 
 
-@OURS_ALONE
+@PLAIT_ONLY
 def test_an_unknown_transport_is_refused(pool: Pool) -> None:
     pool.run(_unknown_transport, 2)
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
 
-from support.ddp import OURS_ALONE, assert_gradients, init_gloo, mean_gradients, over_both, rows, wrapped
+from support.ddp import PLAIT_ONLY, assert_gradients, init_gloo, mean_gradients, over_both, rows, wrapped
 from support.pool import Pool
 
 WIDE = 200  # a weight of 320 KB: large enough to change hands early
@@ -69,7 +69,7 @@ def _in_place(transport: str, to_none: bool) -> None:
         before = places
 
 
-@OURS_ALONE
+@PLAIT_ONLY
 @over_both
 @pytest.mark.parametrize("to_none", [True, False])
 def test_large_gradients_lie_in_the_same_memory_step_after_step(
@@ -95,7 +95,7 @@ def _let_go(transport: str) -> None:
         gc.enable()
 
 
-@OURS_ALONE
+@PLAIT_ONLY
 @over_both
 def test_the_memory_of_buckets_is_free_as_soon_as_the_wrapper_is(pool: Pool, transport: str) -> None:
     pool.run(_let_go, 2, transport)
@@ -118,7 +118,7 @@ def _first_step(transport: str) -> None:
     assert events.index("bucket 0") < events.index("the first layer")
 
 
-@OURS_ALONE
+@PLAIT_ONLY
 @over_both
 def test_buckets_are_reduced_while_the_first_backward_runs(pool: Pool, transport: str) -> None:
     pool.run(_first_step, 2, transport)

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from support import torch_backend
 from support.ddp import (
-    OURS_ALONE,
+    PLAIT_ONLY,
     Layers,
     assert_gradients,
     assert_same,
@@ -266,7 +266,7 @@ def _in_backward(transport: str, views: bool, before: bool) -> None:
     _close(model, alone)
 
 
-@OURS_ALONE  # torch's hook for it asks for an accelerator's stream
+@PLAIT_ONLY  # torch's hook for it asks for an accelerator's stream
 @over_both
 @pytest.mark.parametrize("views", [False, True], ids=["copied", "views"])
 @pytest.mark.parametrize("before", [False, True], ids=["wrapped before", "wrapped after"])

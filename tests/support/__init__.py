@@ -1,1 +1,1 @@
-"""Helpers of the tests: the worker pool, small models, plans, the one-process reference."""
+"""Test helpers: worker pool, small models, plans, the one-process reference."""

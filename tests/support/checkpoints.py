@@ -1,4 +1,4 @@
-"""Small checkpoints of one rank, and what may happen to them."""
+"""Small checkpoints of one rank, and ways to damage them."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ FILE = "rank-00000.0.safetensors"
 
 
 def some_tensors(seed: int = 0) -> dict[str, Tensor]:
-    """As an engine has them: views into flat storage, a scalar, several types."""
+    """Tensors like an engine's: views into flat storage, a scalar, several dtypes."""
     flat = torch.randn(24, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return {
         "weights/a": flat[:12].view(3, 4),
@@ -30,9 +30,9 @@ def some_tensors(seed: int = 0) -> dict[str, Tensor]:
     }
 
 
-def save(directory: Path, step: int, tensors: Mapping[str, Tensor], **how: Any) -> Path:
-    saver = Saver(directory, World.alone(torch.device("cpu")), **how)
-    saver.save(step, [StateShard.from_tensor(*each) for each in tensors.items()], FACTS)
+def save(directory: Path, step: int, tensors: Mapping[str, Tensor], **options: Any) -> Path:
+    saver = Saver(directory, World.alone(torch.device("cpu")), **options)
+    saver.save(step, [StateShard.whole(*each) for each in tensors.items()], FACTS)
     saver.finish()
     return step_path(directory, step)
 
@@ -54,14 +54,14 @@ def flip_a_byte(path: Path) -> None:
 
 
 def values_of(path: Path) -> dict[str, Any]:
-    """What a manifest says, but for its hash."""
+    """Contents of a manifest, without its hash."""
     values: dict[str, Any] = json.loads(path.read_text())
     del values["sha256"]
     return values
 
 
 def seal(path: Path, values: dict[str, Any] | str) -> None:
-    """Writes a manifest whose hash is right, whatever it says."""
+    """Write a manifest with a valid hash for any contents."""
     body = values if isinstance(values, str) else json.dumps(values)
     body = body.removesuffix("}")
     path.write_text(f'{body},\n"sha256": "{hashlib.sha256(body.encode()).hexdigest()}"\n}}\n')

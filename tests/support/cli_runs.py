@@ -1,4 +1,4 @@
-"""What the tests of whole runs share: a small recipe, commands as real processes, what they leave."""
+"""Helpers of command line tests: a small recipe, commands as real processes, their results."""
 
 import os
 import re
@@ -57,7 +57,7 @@ tokens = 8
 
 
 def write_recipe(here: Path) -> Path:
-    """A recipe and its text, all under `here`."""
+    """Write a recipe and its text under `here`."""
     (here / "text").mkdir()
     for number in range(40):
         lines = [f"The ship {number} sails {count} miles to harbour {number * count}." for count in range(40)]
@@ -68,7 +68,7 @@ def write_recipe(here: Path) -> Path:
 
 
 def environment() -> dict[str, str]:
-    """Of a command typed on a terminal: no rank of anything."""
+    """Environment of a command typed in a terminal: without rank variables."""
     return {
         **{
             key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -83,7 +83,7 @@ PLAIT = (sys.executable, "-m", "plait")
 
 
 def start(*words: object, entry: Sequence[str] = PLAIT) -> subprocess.Popen[str]:
-    """`plait words...` as a process that leads its own group, as a shell would start it."""
+    """Start `plait words...` as the leader of its own process group, like a shell."""
     return subprocess.Popen(
         [*entry, *map(str, words)],
         stdout=subprocess.PIPE,
@@ -96,7 +96,7 @@ def start(*words: object, entry: Sequence[str] = PLAIT) -> subprocess.Popen[str]
 
 @contextmanager
 def two_ranks(program: str, meet: Path, *words: str) -> Iterator[list[subprocess.Popen[str]]]:
-    """Two processes that run a program as the ranks of one world, which meet in a file; killed at the end."""
+    """Run a program in two processes as the ranks of one world, with a rendezvous file; killed at the end."""
     shared = {"WORLD_SIZE": "2", "PLAIT_RENDEZVOUS_FILE": str(meet)}
     ranks = [
         subprocess.Popen(
@@ -117,7 +117,7 @@ def two_ranks(program: str, meet: Path, *words: str) -> Iterator[list[subprocess
 
 
 def finish(process: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:
-    """stdout and stderr of a process that has to end with `code`."""
+    """Wait for a process, check its exit code, and return its stdout and stderr."""
     out, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == code, f"exit code {process.returncode}\n{out}\n{err}"
     assert "Traceback" not in err, err
@@ -125,7 +125,7 @@ def finish(process: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:
 
 
 def wait_for_step(process: subprocess.Popen[str], step: int) -> None:
-    """Returns when the run shows this step or a later one."""
+    """Wait until the run prints this step or a later one."""
     assert process.stdout is not None
     for line in process.stdout:
         words = line.split()
@@ -135,7 +135,7 @@ def wait_for_step(process: subprocess.Popen[str], step: int) -> None:
 
 
 def wait_for(process: subprocess.Popen[str], pattern: str) -> re.Match[str]:
-    """Returns when the run shows a line that the pattern is found in."""
+    """Wait until the run prints a line that matches the pattern."""
     assert process.stdout is not None
     for line in process.stdout:
         if found := re.search(pattern, line):
@@ -144,7 +144,7 @@ def wait_for(process: subprocess.Popen[str], pattern: str) -> re.Match[str]:
 
 
 def last_state(run: Path) -> dict[str, Tensor]:
-    """The tensors of the run's newest checkpoint: weights and optimizer state."""
+    """Tensors of the run's newest checkpoint: weights and optimizer state."""
     found = checkpoint.newest(run / "checkpoints")
     assert found is not None
     return found.read()
@@ -156,7 +156,7 @@ def last_step(run: Path) -> int:
 
 
 def listening(pid: int) -> list[str]:
-    """The local addresses, in hexadecimal, on which a process listens."""
+    """Local addresses, in hexadecimal, on which a process listens."""
     links = [str(fd.readlink()) for fd in Path(f"/proc/{pid}/fd").iterdir()]
     inodes = {link[len("socket:[") : -1] for link in links if link.startswith("socket:")}
     rows = [
@@ -170,7 +170,7 @@ def listening(pid: int) -> list[str]:
 
 
 def family(pid: int) -> list[int]:
-    """A process and all that it has started, and those have."""
+    """A process and all its descendants."""
     found = [pid]
     for task in Path(f"/proc/{pid}/task").iterdir():
         for child in (task / "children").read_text().split():

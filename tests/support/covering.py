@@ -1,24 +1,24 @@
-"""Covering sets: few cases of a large product of options in which every pair of options still meets."""
+"""Covering sets: a few cases of a large product of options that still cover every pair of options."""
 
 import random
 from collections.abc import Callable, Mapping, Sequence, Set
 from itertools import combinations
 
-Case = Mapping[str, str]  # a factor's name -> the option taken; a factor that does not apply is left out
+Case = Mapping[str, str]  # factor -> option; without factors that do not apply
 Pair = frozenset[tuple[str, str]]  # two options, or more
-Draw = Callable[[random.Random, Case], Case | None]  # a random case with the options given, if there is one
+Draw = Callable[[random.Random, Case], Case | None]  # a random case with the given options, or None
 
-DRAWN_AT_ONCE = 12  # cases of which the best is taken
+DRAWN_AT_ONCE = 12  # candidates per choice
 
 
 def covering(
     cases: Sequence[Case], *, seed: int, least: int = 0, known: Set[Pair] = frozenset()
 ) -> list[Case]:
-    """A selection of `cases` with every pair of options that any of them has, in the order of choice. Pairs
-    that are `known` are shown elsewhere.
+    """Select `cases` that cover every pair of options of any of them, in the order of choice. `known` pairs
+    are covered elsewhere.
 
-    Greedy: always the case with the most pairs that are still missing, among equals the first of a seeded
-    shuffle. When no pair is missing, goes on with triples until `least` cases are chosen.
+    Greedy: always the case with the most missing pairs, ties by a seeded shuffle. Once no pair is missing,
+    continues with triples until `least` cases are chosen.
     """
     left = [*cases]
     random.Random(seed).shuffle(left)
@@ -35,9 +35,9 @@ def covering(
 
 
 def covering_drawn(factors: Mapping[str, Sequence[str]], draw: Draw, *, seed: int, least: int) -> list[Case]:
-    """As `covering`, of a product too large to be listed: cases are drawn for pairs that are still missing.
+    """Like `covering`, for a product too large to list: cases are drawn for missing pairs.
 
-    A pair for which nothing can be drawn is one that no case has.
+    A pair without a drawn case is considered impossible.
     """
     rng = random.Random(seed)
     options = [(factor, option) for factor, found in factors.items() for option in found]

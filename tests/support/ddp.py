@@ -1,7 +1,7 @@
-"""What the tests of DistributedDataParallel share: the class under test, ranks over Gloo, data, the oracle.
+"""Helpers of the DistributedDataParallel tests: the class under test, ranks over Gloo, data, the reference.
 
-DDP_UNDER_TEST=torch puts torch's own class under test: what these files claim is torch's contract, so all of
-them pass on it, but for those marked OURS_ALONE.
+DDP_UNDER_TEST=torch tests torch's own class: the tests state torch's contract, so all of them pass on it,
+except those marked PLAIT_ONLY.
 """
 
 import copy
@@ -18,15 +18,13 @@ import plait
 
 TRANSPORTS = ("auto", "group")
 over_both = pytest.mark.parametrize("transport", TRANSPORTS)
-OURS_ALONE = pytest.mark.skipif(
-    os.environ.get("DDP_UNDER_TEST") == "torch", reason="torch's class does not do that"
-)
+PLAIT_ONLY = pytest.mark.skipif(os.environ.get("DDP_UNDER_TEST") == "torch", reason="torch's class differs")
 
 Loss = Callable[[nn.Module, int], Tensor]  # of a model on a rank's rows
 
 
 def init_gloo() -> dist.ProcessGroup:
-    """The default process group, over Gloo. From here on numbers are float64, and models differ by rank."""
+    """Initialize the default process group over Gloo, set float64, and seed by rank."""
     torch.set_default_dtype(torch.float64)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.FileStore(f"{os.environ['PLAIT_RENDEZVOUS_FILE']}-ddp", size)
@@ -37,7 +35,7 @@ def init_gloo() -> dist.ProcessGroup:
 
 
 def wrapped(module: nn.Module, transport: str = "auto", **arguments: object) -> DistributedDataParallel:
-    """The module in the class under test."""
+    """Wrap a module in the class under test."""
     if os.environ.get("DDP_UNDER_TEST") == "torch":
         return DistributedDataParallel(module, **arguments)
     return plait.DistributedDataParallel(module, transport=transport, **arguments)
@@ -56,7 +54,7 @@ class Layers(nn.Module):
 
 
 def rows(rank: int, step: int = 0, shape: tuple[int, ...] = (4, 5)) -> Tensor:
-    """A rank's rows of a step: others for every rank and step."""
+    """A rank's rows of a step, different for every rank and step."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
@@ -67,7 +65,7 @@ def loss_of(model: nn.Module, rank: int, step: int = 0) -> Tensor:
 
 
 def gradients(module: nn.Module) -> dict[str, Tensor | None]:
-    """Copies of the gradients of the parameters, or None."""
+    """Copies of the parameters' gradients, or None."""
     return {
         name: None if parameter.grad is None else parameter.grad.detach().clone()
         for name, parameter in module.named_parameters()
@@ -77,7 +75,7 @@ def gradients(module: nn.Module) -> dict[str, Tensor | None]:
 def mean_gradients(
     module: nn.Module, loss: Loss = loss_of, ranks: int | None = None
 ) -> dict[str, Tensor | None]:
-    """By one process, on a copy of the module: the gradients of the mean over ranks of their losses."""
+    """Gradients of the mean over ranks of their losses, computed on a copy of the module."""
     copied = copy.deepcopy(module)
     copied.zero_grad()
     ranks = ranks or dist.get_world_size()
@@ -86,7 +84,7 @@ def mean_gradients(
 
 
 def assert_gradients(module: nn.Module, expected: dict[str, Tensor | None]) -> None:
-    """The gradients of the module are the expected ones; None where None is expected."""
+    """Check the module's gradients; None where None is expected."""
     found = gradients(module)
     assert [*found] == [*expected]
     for name, gradient in expected.items():
@@ -99,7 +97,7 @@ def assert_gradients(module: nn.Module, expected: dict[str, Tensor | None]) -> N
 def assert_steps(
     ddp: DistributedDataParallel, steps: int = 3, loss: Callable[[nn.Module, int, int], Tensor] = loss_of
 ) -> None:
-    """In each step the gradients are those of one process. `loss`: of a model, a rank and a step."""
+    """Check gradients against one process in each step. `loss`: of a model, a rank and a step."""
     for step in range(steps):
         ddp.zero_grad()
         expected = mean_gradients(ddp.module, lambda it, rank, step=step: loss(it, rank, step))
@@ -112,7 +110,7 @@ def _named(name: str) -> Callable[[str], str]:
 
 
 def assert_same(tensor: Tensor) -> None:
-    """The tensor has the same bits on all ranks."""
+    """Check that a tensor has the same bits on all ranks."""
     gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, tensor.detach().contiguous())
     assert all(torch.equal(other, tensor) for other in gathered), "ranks differ"

@@ -1,4 +1,4 @@
-"""What the tests of compressed gradients share: a model in float32, its wrapper, the oracle."""
+"""Helpers of the gradient compression tests: a model in float32, its wrapper, the reference."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +23,7 @@ def compressed(
 
 
 def model_of_blocks() -> nn.Module:
-    """Larger than a block of codes, of sizes that are no multiple of one; in float32."""
+    """Larger than a compression block, with sizes that are not multiples of it; in float32."""
     return nn.Sequential(nn.Linear(5, 67), nn.Tanh(), nn.Linear(67, 33), nn.Tanh(), nn.Linear(33, 3)).float()
 
 
@@ -33,7 +33,7 @@ def loss32(model: nn.Module, rank: int, step: int = 0) -> Tensor:
 
 
 def mean_by_one(module: nn.Module, step: int = 0, loss: Callable[..., Tensor] = loss32) -> dict[str, Tensor]:
-    """The gradients of the mean over ranks of their losses, by one process."""
+    """Gradients of the mean over ranks of their losses, computed on one process."""
     parameters = dict(module.named_parameters())
     ranks = dist.get_world_size()
     total = torch.stack([loss(module, rank, step) for rank in range(ranks)]).mean()
@@ -41,7 +41,8 @@ def mean_by_one(module: nn.Module, step: int = 0, loss: Callable[..., Tensor] = 
 
 
 def worst_error(module: nn.Module, expected: dict[str, Tensor]) -> float:
-    """The largest error of a gradient, by the largest number in any; all ranks have the same bits."""
+    """Largest error of any gradient, relative to the largest element; checks that ranks have the same
+    bits."""
     found = gradients(module)
     for gradient in found.values():
         assert gradient is not None

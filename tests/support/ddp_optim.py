@@ -1,9 +1,9 @@
-"""torch's distributed optimizers and what belongs to them, whose import warns."""
+"""torch's distributed optimizers and related helpers, whose import warns."""
 
 import warnings
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # it scripts functions that no test calls
+    warnings.simplefilter("ignore", DeprecationWarning)  # the import scripts functions that no test calls
     from torch.distributed.algorithms._optimizer_overlap import optimizer_overlap
     from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook
     from torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook import (

@@ -1,4 +1,4 @@
-"""Small plain modules, each with one thing that makes it hard to cut parameters or gradients over ranks."""
+"""Small plain modules, each with one obstacle to sharding parameters or gradients."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -41,7 +41,7 @@ class Stack(nn.Module):
 
 
 def built(make: Callable[[], nn.Module], on_meta: bool) -> nn.Module:
-    """The module with weights that differ between ranks: the engine must take rank 0's."""
+    """Build a module with weights that differ between ranks: the engine must broadcast rank 0's."""
     assert not on_meta, "plain modules come with their weights"
     torch.manual_seed(5 + connect().rank)
     return make()
@@ -53,7 +53,7 @@ def uneven(on_meta: bool = False) -> nn.Module:
 
 
 class Scale(nn.Module):
-    """A whole block of one element."""
+    """A block with one element."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Scale(nn.Module):
 
 
 class Shift(nn.Module):
-    """A whole block of three elements."""
+    """A block with three elements."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def tiny(on_meta: bool = False) -> nn.Module:
 
 
 def frozen_blocks(on_meta: bool = False) -> nn.Module:
-    """Nothing trains before the second block, and the third does not either."""
+    """Only the second and fourth block, the norm and the head are trained."""
 
     def make() -> nn.Module:
         model = Stack([Block(16) for _ in range(4)])
@@ -92,7 +92,7 @@ def frozen_blocks(on_meta: bool = False) -> nn.Module:
 
 
 class Adapted(Block):
-    """A frozen block with a trained correction of low rank, as LoRA has it."""
+    """A frozen block with a trained low-rank correction (LoRA)."""
 
     def __init__(self, inner: int, rank: int = 2) -> None:
         super().__init__(inner)
@@ -106,7 +106,7 @@ class Adapted(Block):
 
 
 def adapted(on_meta: bool = False, inner: int = 96) -> nn.Module:
-    """All is frozen but the corrections."""
+    """Everything is frozen except the corrections."""
 
     def make() -> nn.Module:
         model = Stack([Adapted(inner) for _ in range(3)])
@@ -118,7 +118,7 @@ def adapted(on_meta: bool = False, inner: int = 96) -> nn.Module:
 
 
 def wide_adapted(on_meta: bool = False) -> nn.Module:
-    """Wide enough for the padding of its units to be under 2 % of it."""
+    """So wide that the padding of its units is below 2 %."""
     return adapted(on_meta, inner=2048)
 
 
@@ -137,7 +137,7 @@ def many_dtypes(on_meta: bool = False) -> nn.Module:
 
 
 class Borrowed(Stack):
-    """nanoGPT's tying: the embedding's weight is also the head, used outside of its own module."""
+    """nanoGPT's weight tying: the embedding's weight is also the head, used outside of its module."""
 
     def __init__(self) -> None:
         super().__init__([Block(16) for _ in range(2)])
@@ -169,7 +169,7 @@ def reached(on_meta: bool = False) -> nn.Module:
 
 
 class Disordered(nn.Module):
-    """Registered in another order than it runs: head first, blocks backwards, embedding last."""
+    """Registered in a different order from execution: head first, blocks reversed, embedding last."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ def disordered(on_meta: bool = False) -> nn.Module:
 
 
 class Separate(nn.Module):
-    """Blocks that no list holds: they are found by what parallelize is told."""
+    """Blocks outside of any list: only parallelize's `blocks` identifies them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,7 +218,7 @@ def by_list(model: Any) -> list[nn.Module]:
 
 
 class Skipping(Stack):
-    """Every other step leaves the second block out, on all ranks."""
+    """The second block is skipped in every other step, on all ranks."""
 
     def forward(self, input_ids: Tensor, number: Tensor) -> Tensor:
         x = self.embedding(input_ids)
@@ -233,13 +233,13 @@ def skipping(on_meta: bool = False) -> nn.Module:
 
 
 def numbered_batches(steps: int) -> list[dict[str, Tensor]]:
-    """The batches with the step's number, for every sequence."""
+    """Batches with the step's number for every sequence."""
     numbers = (torch.full((programs.SEQUENCES,), step) for step in range(steps))
     return [{**b, "number": n} for b, n in zip(programs.batches(steps), numbers, strict=True)]
 
 
 class Choosing(Stack):
-    """The second block is for some sequences only, which not every rank has."""
+    """The second block only runs for some sequences, which not every rank has."""
 
     def forward(self, input_ids: Tensor) -> Tensor:
         x = self.embedding(input_ids)
@@ -258,7 +258,7 @@ def bare_linear(on_meta: bool = False) -> nn.Module:
 
 
 def float_batches(steps: int) -> list[dict[str, Tensor]]:
-    """The batches' labels, to be told from random vectors."""
+    """The batches' labels, with random vectors as inputs."""
     generator = torch.Generator().manual_seed(13)
     shape = (programs.SEQUENCES, programs.LENGTH, WIDTH)
     return [
@@ -268,7 +268,7 @@ def float_batches(steps: int) -> list[dict[str, Tensor]]:
 
 
 def two_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Options of torch's own form: the blocks learn slower and decay less than all else."""
+    """Param groups in torch's format: blocks have a lower learning rate and no weight decay."""
     inside = {
         name for name, _ in model.named_parameters() if ".layers." in name or name.startswith("blocks.")
     }
@@ -280,7 +280,7 @@ def two_groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def interleaved_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Every third parameter in a group: no unit has a group of its own, no group is a run of it."""
+    """Every third parameter in a group: no group is a whole unit or a contiguous part of one."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     rates = (1e-3, 3e-3, 2e-3)
     return [
@@ -290,14 +290,14 @@ def interleaved_groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def hook_gradients(model: nn.Module) -> None:
-    """The user's own tensor hooks: they see whole gradients, and what they return counts."""
+    """Register user tensor hooks: they receive full gradients, and their results are used."""
     for index, (_, parameter) in enumerate(model.named_parameters()):
         if parameter.requires_grad and index % 2:
             parameter.register_hook(_GradientHook(index))
 
 
 class _GradientHook:
-    """Scales rows unlike each other: on a piece of the gradient this would be another function."""
+    """Scales rows differently: on a shard of the gradient the result would differ."""
 
     def __init__(self, index: int) -> None:
         self._factor = 1.0 + index / 8

@@ -83,7 +83,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 OTHERS: dict[str, dict[str, Any]] = {  # outside of the covering sets
-    "gpt_oss": {  # experts with biases, and learned sinks beside the keys
+    "gpt_oss": {  # experts with biases, and learned sinks next to the keys
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
         "head_dim": 12,
@@ -104,7 +104,7 @@ def config_of(family: str, **more: Any) -> Any:
 
 
 def model_of(family: str, *, on_meta: bool = True, exact: bool = True, **more: Any) -> nn.Module:
-    """The family's causal language model. `more`: of its configuration."""
+    """Build the family's causal language model. `more`: configuration options."""
     config = config_of(family, **more)
     attention = "sdpa" if _has_sdpa(config) else "eager"
     before = torch.get_default_dtype()
@@ -123,7 +123,7 @@ def model_of(family: str, *, on_meta: bool = True, exact: bool = True, **more: A
 
 
 def builder(family: str) -> Any:
-    """What a `programs.Task` takes."""
+    """`build` of a `programs.Task`."""
     return functools.partial(model_of, family)
 
 

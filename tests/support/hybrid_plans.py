@@ -1,4 +1,4 @@
-"""The plans that mix all strands: a product of options far too large to list, and covering sets of it."""
+"""Plans that combine all parallelisms: a product of options too large to list, and covering sets of it."""
 
 import functools
 import random
@@ -22,7 +22,7 @@ FACTORS = {
         "schedule": "gpipe 1f1b interleaved bfs zb-h1 zbv dualpipev file",
         "chunks": "1 2",
         "zero": "0 1 2 3",
-        "shard": "all half one",  # of dp: one copy over all data ranks, two copies, or one on each
+        "shard": "all half one",  # one copy over all data ranks, two copies, or one per rank
         "accumulate": "unsharded sharded",
         "prefetch": "0 1 2",
         "reshard": "use step",
@@ -41,33 +41,33 @@ OF_THE_PLAN = (
 )
 LEAST_RANKS, MOST_RANKS = 2, 8
 SEED, NUM_COVERING, NUM_SAMPLED = 41, 200, 600
-_MORE_OFTEN = 8  # are shapes of all three strands drawn
-_TRIES = 150  # of a draw, until a pair of options is taken for one that cannot be
+_MORE_OFTEN = 8  # weight of shapes with pp, dp and tp > 1 in random draws
+_TRIES = 150  # random draws until a pair of options is considered impossible
 
 
 @functools.cache
 def few_cases() -> tuple[Case, ...]:
-    """In which every pair of options meets."""
+    """Cases that cover every pair of options."""
     return tuple(covering_drawn(FACTORS, draw, seed=SEED, least=NUM_COVERING))
 
 
 @functools.cache
 def many_cases() -> tuple[Case, ...]:
-    """Others, of a seed of their own."""
+    """Other cases, from another seed."""
     few = {name_of(case) for case in few_cases()}
     drawn = covering_drawn(FACTORS, draw, seed=SEED + 1, least=NUM_SAMPLED)
     return tuple(case for case in drawn if name_of(case) not in few)
 
 
 def pairs_in(factors: Mapping[str, str], seen: Callable[[Case], Case] = dict) -> frozenset[Pair]:
-    """The pairs of another product's options that the few cases have: `seen` says what a case is there."""
+    """Pairs of another product's options in the few cases; `seen` maps a case to that product."""
     options = {factor: text.split() for factor, text in factors.items()}
     views = [{k: v for k, v in seen(case).items() if v in options.get(k, ())} for case in few_cases()]
     return frozenset().union(*(combined(view, 2) for view in views))
 
 
 def draw(rng: random.Random, wanted: Case) -> Case | None:
-    """A random case that has the options `wanted`; None if none was found that can be."""
+    """Draw a random case with the options `wanted`; None if none is found."""
     shapes = [shape for shape in _shapes() if wanted.items() <= {**wanted, **shape}.items()]
     for _ in range(_TRIES if shapes else 0):
         drawn = {factor: rng.choice(options) for factor, options in FACTORS.items()}
@@ -88,7 +88,7 @@ def _shapes() -> list[Case]:
 
 
 def _applying(case: Case) -> Case | None:
-    """With the factors that apply; None where the others exclude each other."""
+    """Drop factors that do not apply; None if options exclude each other."""
     zero, dp = int(case["zero"]), int(case["dp"])
     if case["schedule"] != "file":
         try:
@@ -114,7 +114,7 @@ def num_ranks(case: Case) -> int:
 
 
 def plan_of(case: Case, folder: Path) -> str:
-    """The plan's text. A random schedule is written into the folder."""
+    """Text of the plan. A random schedule is written into the folder."""
     schedule = pipeline_plans.schedule_words(case, folder)
     words = " ".join(f"{key}={case[key]}" for key in OF_THE_PLAN if key in case)
     shard = {"half": " shard=2", "one": " shard=1"}.get(case.get("shard", "all"), "")
@@ -129,7 +129,7 @@ def task_of(case: Case, folder: Path) -> programs.Task:
 
 
 def num_layers(case: Case) -> int:
-    """A block more than the pipeline has stages, so that stages are of unlike depth."""
+    """One block more than stages, so that stages differ in depth."""
     return int(case["pp"]) * int(case["chunks"]) + 1
 
 

@@ -1,11 +1,11 @@
-"""Ranks of a run, killed again and again: a program that has imported all, of which ranks are forks.
+"""Kill the ranks of a run repeatedly. The ranks are forks of this process, which has imported everything.
 
     python kill_ranks.py RUN REFERENCE KILLS SEED
 
-REFERENCE is the folder of checkpoints of the same run, undisturbed, one of every step. Each time the ranks go
-on from what the killed ones have left; one of them, or all, die at a random instant. Then the newest
-checkpoint must verify and hold, bit for bit, what the undisturbed run held after that step. A run that comes
-to its end, which has to be the undisturbed one's, begins anew. Prints a line of JSON per kill.
+REFERENCE is the checkpoint folder of the same run without kills, with a checkpoint of every step. Each time
+the ranks resume from the newest checkpoint; one of them, or all, are killed at a random time. Then the newest
+checkpoint must verify and be bit-identical to REFERENCE's of that step. A run that ends must end like the
+reference, and starts again from scratch. Prints a line of JSON per kill.
 """
 
 import json
@@ -30,7 +30,7 @@ LIMIT_S = 60.0
 
 
 def rank(number: int, size: int, run: RunDir, meeting: Path) -> int:
-    """What a forked process does."""
+    """Run a rank in a forked process. Return its exit code."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for descriptor in (1, 2):
         os.dup2(nowhere, descriptor)
@@ -52,7 +52,7 @@ def rank(number: int, size: int, run: RunDir, meeting: Path) -> int:
 
 
 def start(size: int, run: RunDir, meeting: Path) -> list[int]:
-    """The ranks' processes."""
+    """Fork the ranks. Return their process ids."""
     found = []
     for number in range(size):
         child = os.fork()
@@ -67,7 +67,7 @@ def start(size: int, run: RunDir, meeting: Path) -> list[int]:
 
 
 def wait(children: list[int], seconds: float) -> dict[int, int]:
-    """Exit codes of those that have ended within so many seconds."""
+    """Wait up to `seconds`. Return the exit codes of ended processes."""
     ended: dict[int, int] = {}
     limit_s = time.monotonic() + seconds
     while len(ended) < len(children):
@@ -83,7 +83,7 @@ def wait(children: list[int], seconds: float) -> dict[int, int]:
 
 
 def episode(run: RunDir, rng: random.Random, longest_s: float, meeting: Path) -> dict[str, object]:
-    """Some of a run, and its end: of one rank, of all, or its own."""
+    """Run until one rank is killed, all are, or the run ends."""
     began_s = time.monotonic()
     children = start(2, run, meeting)
     after_s, all_of_them = rng.uniform(0.0, longest_s), rng.random() < 0.5
@@ -100,14 +100,14 @@ def episode(run: RunDir, rng: random.Random, longest_s: float, meeting: Path) ->
     killed_s = time.monotonic()
     gone = wait(alive, LIMIT_S if not left else 10.0)
     for child in alive:
-        if child not in gone:  # in a shell: what the launcher does to ranks that wait for a dead one
+        if child not in gone:  # like the launcher, which kills ranks that wait for a dead one
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
     return {"killed": len(doomed), "after_s": after_s, "peers_s": time.monotonic() - killed_s}
 
 
 def check(found: Checkpoint, reference: Path) -> None:
-    """It is what the undisturbed run saved at that step."""
+    """Check that a checkpoint equals the reference's of that step."""
     found.verify()
     expected = open_checkpoint(step_path(reference, found.step)).read()
     ours = found.read()

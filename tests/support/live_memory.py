@@ -1,4 +1,4 @@
-"""What is alive: the bytes of all memory that operations take, while it is held by anybody."""
+"""Live memory: bytes of all storages that operations allocate and that are still referenced."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,9 +15,9 @@ from plait.plan.schedule import Action
 
 
 class LiveBytes(TorchDispatchMode):
-    """Inside, every storage that an operation of this thread makes, off meta, is watched until it is freed:
-    what Python holds, what autograd saved, what a Function's context keeps. Each counts once, and what was
-    there before does not."""
+    """Tracks every storage that an operation of this thread allocates, except on meta, until it is freed,
+    whether referenced by Python, by autograd or by a Function's context. Each counts once; earlier storages
+    do not count."""
 
     def __init__(self, before: Sequence[Tensor] = ()) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class LiveBytes(TorchDispatchMode):
         return self.bytes
 
     def part(self, tensors: Iterable[Tensor]) -> int:
-        """How much of that is these tensors': memory that a transport lends is no operation's."""
+        """Tracked bytes of these tensors: memory from a transport is not allocated by operations."""
         storages = (tensor.untyped_storage() for tensor in tensors)
         return sum({s._cdata: s.nbytes() for s in storages if s._cdata in self._alive}.values())
 
@@ -60,13 +60,13 @@ def _counts(leaf: object) -> bool:
 
 
 @contextmanager
-def after_actions(told: Callable[[Action, Any], object]) -> Iterator[None]:
-    """Inside, `told(action, run)` is called whenever this rank has done an action of its schedule."""
+def after_actions(on_action: Callable[[Action, Any], object]) -> Iterator[None]:
+    """Call `on_action(action, run)` after each action of this rank's schedule."""
     do = executor._Run.do
 
     def do_and_tell(run: Any, action: Action, timed: Any) -> None:
         do(run, action, timed)
-        told(action, run)
+        on_action(action, run)
 
     with mock.patch.object(executor._Run, "do", do_and_tell):
         yield

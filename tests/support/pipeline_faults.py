@@ -1,4 +1,4 @@
-"""Pipelines in which something is sent and not heard: without it, numbers have to be others."""
+"""Pipelines with dropped messages: their results must be wrong."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,26 +10,27 @@ from torch import Tensor
 from plait.parallel.pipeline import executor as executor
 from plait.parallel.zero import sharded_model
 
-SHARED = "gradients of"  # how the label of a sum over stages begins; that of the norm has none
+SHARED = "gradients of"  # label prefix of a sum over stages; that of the norm has none
 
 
 @contextmanager
-def muted(what: str) -> Iterator[None]:
-    """`what`: activations or gradients (zeros arrive), shared (the gradients that stages add up) or norm."""
-    if what in ("activations", "gradients"):
-        patch = mock.patch.object(executor.Inbox, "post", _muted_inbox(what))
+def muted(kind: str) -> Iterator[None]:
+    """Drop messages. `kind`: activations or gradients (received as zeros), shared (gradients summed over
+    stages) or norm."""
+    if kind in ("activations", "gradients"):
+        patch = mock.patch.object(executor.Inbox, "post", _muted_inbox(kind))
     else:
-        patch = mock.patch.object(sharded_model, "all_reduce", _muted_all_reduce(shared=what == "shared"))
+        patch = mock.patch.object(sharded_model, "all_reduce", _muted_all_reduce(shared=kind == "shared"))
     with patch:
         yield
 
 
-def _muted_inbox(what: str) -> Any:
+def _muted_inbox(kind: str) -> Any:
     post = executor.Inbox.post
 
     def silent(self: executor.Inbox, specs: Any) -> Any:
         posted = post(self, specs)
-        if self._line.label.startswith(what):
+        if self._line.label.startswith(kind):
             wait = posted.wait
             posted.wait = lambda: [t.zero_() if t.is_floating_point() else t for t in wait()]  # type: ignore[method-assign]
         return posted
@@ -38,7 +39,7 @@ def _muted_inbox(what: str) -> Any:
 
 
 def _muted_all_reduce(*, shared: bool) -> Any:
-    """Each rank keeps what it gave."""
+    """Replace the all-reduce: each rank keeps its own values."""
     all_reduce = sharded_model.all_reduce
 
     def silent(tensor: Tensor, group: Any, *args: Any, label: str = "") -> None:

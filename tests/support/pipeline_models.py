@@ -1,4 +1,4 @@
-"""Small models of any depth, to be cut into stages."""
+"""Small models of any depth, to split into stages."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def tied_llama(*, layers: int, on_meta: bool = True) -> nn.Module:
 
 
 def gpt2(*, layers: int, on_meta: bool = True) -> nn.Module:
-    """Tied, with learned positions; its linear layers are Conv1D. It computes in its weights' dtype."""
+    """Tied, with learned positions; linear layers are Conv1D. Computes in its weights' dtype."""
     model: Any = causal_lm_on_meta(
         {
             "model_type": "gpt2",
@@ -41,7 +41,7 @@ def gpt2(*, layers: int, on_meta: bool = True) -> nn.Module:
 
 
 class PairBlock(nn.Module):
-    """Takes and returns two tensors, of different widths: what is said, and what is remembered."""
+    """Takes and returns two tensors of different widths: hidden states and a memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class PairBlock(nn.Module):
 
 
 class Pair(nn.Module):
-    """Blocks that pass two tensors. The head reads both, and the embedding's own weight."""
+    """Blocks that pass two tensors. The head reads both, and the embedding's weight."""
 
     def __init__(self, layers: int) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def pair(*, layers: int, on_meta: bool = True) -> nn.Module:
 
 
 def frozen(*, layers: int, on_meta: bool = True) -> nn.Module:
-    """The head trains, and the second half of the blocks; stages before that have nothing to train. The
+    """The head and the second half of the blocks are trained; earlier stages have no trained parameters. The
     embedding is also part of the head."""
     model = pair(layers=layers, on_meta=on_meta)
     for module in (model.embedding, *list(model.blocks)[: layers // 2]):  # type: ignore[arg-type]
@@ -87,7 +87,7 @@ def frozen(*, layers: int, on_meta: bool = True) -> nn.Module:
 
 
 def frozen_tied_llama(*, layers: int, on_meta: bool = True) -> nn.Module:
-    """The embedding that is the head too does not train, nor does the last block."""
+    """The embedding, which is also the head, and the last block are frozen."""
     model: Any = tied_llama(layers=layers, on_meta=on_meta)
     model.model.embed_tokens.requires_grad_(False)
     model.model.layers[-1].requires_grad_(False)
@@ -95,7 +95,7 @@ def frozen_tied_llama(*, layers: int, on_meta: bool = True) -> nn.Module:
 
 
 class Turn(nn.Module):
-    """A block. Its layer and its buffer may be other blocks' too."""
+    """A block. Its layer and its buffer may be shared with other blocks."""
 
     def __init__(self, linear: nn.Linear | None = None, gain: Tensor | None = None) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class Turns(nn.Module):
 
 
 def half_frozen(on_meta: bool = True) -> nn.Module:
-    """Nothing trains up to the second block of four."""
+    """The embedding and the first two of four blocks are frozen."""
     with torch.device("meta" if on_meta else "cpu"):
         model = Turns([Turn() for _ in range(4)])
     for module in (model.embedding, *list(model.blocks)[:2]):
@@ -134,21 +134,21 @@ def half_frozen(on_meta: bool = True) -> nn.Module:
 
 
 def one_layer(on_meta: bool = True) -> nn.Module:
-    """All blocks compute with the same linear layer."""
+    """All blocks share one linear layer."""
     with torch.device("meta" if on_meta else "cpu"):
         linear = nn.Linear(WIDTH, WIDTH)
         return Turns([Turn(linear) for _ in range(4)])
 
 
 def one_buffer(on_meta: bool = False) -> nn.Module:
-    """One persistent tensor under a name in every block."""
+    """All blocks share one persistent buffer."""
     torch.manual_seed(7)
-    gain = torch.arange(WIDTH) / WIDTH + 0.5  # the same numbers in any dtype
+    gain = torch.arange(WIDTH) / WIDTH + 0.5  # exact in any dtype
     return Turns([Turn(gain=gain) for _ in range(4)])
 
 
 class _Within(nn.Module):
-    """Encloses blocks, and holds a parameter itself."""
+    """Contains the blocks, and a parameter of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ class _Within(nn.Module):
 
 
 class Enclosed(nn.Module):
-    """What has the blocks is not the model itself."""
+    """The blocks belong to a submodule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ def enclosed(on_meta: bool = False) -> nn.Module:
 
 
 class _Advised(Turn):
-    """Returns something beside its result, which it computes in training only."""
+    """Returns an auxiliary output, which it only computes in training."""
 
     def forward(self, x: Any) -> Any:
         x = super().forward(x[0] if isinstance(x, tuple) else x)

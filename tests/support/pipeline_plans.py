@@ -1,6 +1,6 @@
-"""The pipelines that are compared with one process: products of their options, and covering sets.
+"""Pipeline plans that are compared with one process: products of their options, and covering sets.
 
-A model has a block more than its pipeline has stages, so that stages are of unlike depth.
+A model has one block more than stages, so that stages differ in depth.
 """
 
 import functools
@@ -28,7 +28,7 @@ SEED = 29
 DATA_FACTORS = {
     "schedule": "gpipe 1f1b interleaved bfs zb-h1 zbv dualpipev",
     "zero": "0 1 2 3",
-    "shard": "all one",  # of two data ranks: one copy over both, or one on each
+    "shard": "all one",  # one copy over both data ranks, or one on each
     "accumulate": "unsharded sharded",
     "offload": "none cpu",
     "recompute": "none full",
@@ -48,12 +48,12 @@ def all_cases() -> list[Case]:
 
 
 def few_cases(known: Set[Pair]) -> list[Case]:
-    """In which every pair of options meets that is not known."""
+    """Cases that cover every pair of options that is not `known`."""
     return covering(all_cases(), seed=SEED, known=known)
 
 
 def all_data_cases() -> list[Case]:
-    """Over two data ranks and two pipeline ranks, with the factors that apply."""
+    """Cases on two data ranks and two pipeline ranks, with the factors that apply."""
     found = {}
     for options in product(*map(str.split, DATA_FACTORS.values())):
         case = dict(zip(DATA_FACTORS, options, strict=True))
@@ -70,7 +70,7 @@ def few_data_cases(known: Set[Pair]) -> list[Case]:
 
 
 def many_data_cases() -> list[Case]:
-    """A sample: all of them would take an hour more."""
+    """A sample: all cases would take an hour more."""
     return random.Random(SEED).sample(all_data_cases(), NUM_DATA_SAMPLED)
 
 
@@ -82,13 +82,13 @@ def data_plan_of(case: Case) -> str:
 
 
 def plan_of(case: Case, folder: Path) -> str:
-    """The plan's text; see `schedule_words`."""
+    """Text of the plan; see `schedule_words`."""
     words = " ".join(f"{key}={case[key]}" for key in ("pp", "micro", "recompute"))
     return f"{words} {schedule_words(case, folder)} precision=fp64"
 
 
 def schedule_words(case: Case, folder: Path) -> str:
-    """A plan's words for the schedule. A random one is written into the folder."""
+    """A plan's keys for the schedule. A random one is written into the folder."""
     if case["schedule"] != "file":
         return f"schedule={case['schedule']} chunks={case['chunks']}"
     numbers = [int(case[key]) for key in ("pp", "micro", "chunks")]
@@ -103,7 +103,7 @@ def task_of(case: Case) -> programs.Task:
 
 
 def task(model: str, layers: int, sequences: int, steps: int = STEPS) -> programs.Task:
-    """A model of so many blocks, trained on global batches of so many sequences."""
+    """Task of a model with `layers` blocks and global batches of `sequences`."""
     return programs.Task(
         build_of(model, layers),
         functools.partial(programs.batches, sequences=sequences, length=LENGTH),

@@ -1,8 +1,9 @@
-"""A pool of long-lived worker processes: a function on n ranks, without process start or import of torch.
+"""Pool of long-lived worker processes: run a function on n ranks without starting processes or importing
+torch.
 
-`pool.run(fn, n, *args)` calls a top-level function on n workers at the same time. Each finds the environment
-of a rank (RANK, WORLD_SIZE, LOCAL_RANK, PLAIT_RENDEZVOUS_FILE), so `plait.comm.connect()` joins a fresh
-process group; the worker leaves it afterwards. The workers' half is pool_worker.py.
+`pool.run(fn, n, *args)` calls a top-level function on n workers at the same time. Each has the environment of
+a rank (RANK, WORLD_SIZE, LOCAL_RANK, PLAIT_RENDEZVOUS_FILE), so `plait.comm.connect()` joins a fresh process
+group; the worker leaves it afterwards. The worker side is pool_worker.py.
 """
 
 import contextlib
@@ -25,11 +26,11 @@ from typing import Any
 TESTS = Path(__file__).resolve().parents[1]
 WORKER = TESTS / "support" / "pool_worker.py"
 MAX_RANKS = 16
-AFTER_FAILURE_S = 5.0  # what the other ranks get to end by themselves, once one has failed
-STACK_S = 2.0  # what a stuck worker gets to write its stack; only a stopped process needs it all
-OUTPUT_CHARS = 4000  # of what a rank printed, in the error
+AFTER_FAILURE_S = 5.0  # time for the other ranks to end by themselves after a failure
+STACK_S = 2.0  # time for a stuck worker to write its stack; only stopped processes need all of it
+OUTPUT_CHARS = 4000  # part of a rank's output in error messages
 
-# What gloo says on a rank whose peer went away: a consequence, shown after the causes.
+# Gloo's errors on a rank whose peer is gone: consequences, shown after the causes.
 _ECHO = re.compile(
     r"connection (was )?(closed|reset)|broken pipe|socket closed|wait timeout|timed out|rank \d+ is gone",
     re.I,
@@ -38,14 +39,14 @@ _ECHO = re.compile(
 
 @dataclass(frozen=True)
 class RankFailure:
-    """How one rank failed. `text`: its traceback or stack; `exception`: where it survives pickling."""
+    """Failure of one rank. `text`: its traceback or stack; `exception`: None if it cannot be pickled."""
 
     rank: int
     fact: str
     text: str
     exception: BaseException | None
     at_s: float
-    is_consequence: bool = False  # of another rank's failure
+    is_consequence: bool = False  # caused by another rank's failure
     is_late: bool = False
 
     def __str__(self) -> str:
@@ -53,7 +54,7 @@ class RankFailure:
 
 
 class RankError(Exception):
-    """At least one rank failed. `failures`: what failed by itself first, in the order of time."""
+    """At least one rank failed. `failures`: causes before consequences, each in order of time."""
 
     def __init__(self, failures: Sequence[RankFailure]) -> None:
         self.failures = sorted(failures, key=lambda it: (it.is_late, it.is_consequence, it.at_s))
@@ -61,11 +62,11 @@ class RankError(Exception):
 
 
 class RankTimeout(RankError):
-    """Not all ranks ended within the time limit. The text has the stack of each that had not."""
+    """Some ranks did not end within the time limit. The text contains their stacks."""
 
 
 class Worker:
-    """One process of the pool, our end of its connection, and the files it writes to."""
+    """Process of the pool, with the pool's end of its connection and its output files."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -86,7 +87,7 @@ class Worker:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C is for pytest, which then ends us in order
+                start_new_session=True,  # pytest handles Ctrl-C, and ends the workers
                 env=os.environ
                 | {
                     "OMP_NUM_THREADS": "1",
@@ -98,7 +99,7 @@ class Worker:
         self._output_seen = 0
 
     def send(self, message: object) -> None:
-        with contextlib.suppress(OSError):  # a dead worker is noticed where its answer is awaited
+        with contextlib.suppress(OSError):  # a dead worker is detected when its answer is read
             self.connection.send(message)
 
     def begin(self, job: dict[str, Any]) -> None:
@@ -106,7 +107,7 @@ class Worker:
         self.send(job)
 
     def printed(self) -> str:
-        """What it has written to stdout and stderr since `begin`, the end of it."""
+        """Tail of its stdout and stderr since `begin`."""
         with self.output.open("rb") as file:
             file.seek(self._output_seen)
             text = file.read().decode(errors="replace").strip()
@@ -117,7 +118,7 @@ class Worker:
         self.process.send_signal(signal.SIGUSR1)
 
     def stack(self, until_s: float) -> str:
-        """The Python stack of every thread, or why there is none. Waits until monotonic time `until_s`."""
+        """Python stacks of all threads, or a reason for none. Waits until monotonic time `until_s`."""
         text = ""
         while time.monotonic() < until_s:
             before, text = text, self.stacks.read_text(errors="replace")
@@ -134,7 +135,7 @@ class Worker:
 
 
 class Pool:
-    """Worker processes that functions are run on. `close` ends them."""
+    """Runs functions on worker processes. `close` ends them."""
 
     def __init__(self, warning_filters: Sequence[tuple[Any, ...]] = (("error", "", Warning, "", 0),)) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="plait-pool-", ignore_cleanup_errors=True)
@@ -142,18 +143,18 @@ class Pool:
         self._num_started = 0
         self._num_runs = 0
         self._filters = [*warning_filters]
-        self.transport = "auto"  # of the next run
+        self.transport = "auto"  # for the next run
 
     def run(
         self, fn: Callable[..., Any], n: int, /, *args: Any, timeout_s: float = 60.0, **kwargs: Any
     ) -> list[Any]:
-        """`fn(*args, **kwargs)` on n ranks at the same time; their results, by rank.
+        """Run `fn(*args, **kwargs)` on n ranks at the same time. Return their results by rank.
 
         `fn` is a top-level function of an importable module; arguments and results are pickled. Raises
         RankError when a rank raises or dies, RankTimeout (with stacks) after `timeout_s` seconds.
         """
         if not 1 <= n <= MAX_RANKS:
-            raise ValueError(f"{n} ranks asked for; the pool has 1 to {MAX_RANKS}")
+            raise ValueError(f"{n} ranks requested; the pool has 1 to {MAX_RANKS}")
         job = {
             "function": _address(fn),
             "arguments": pickle.dumps((args, kwargs)),
@@ -165,7 +166,7 @@ class Pool:
         workers = self._take(n)
         try:
             results, failures = self._supervise(workers, job, timeout_s)
-        except BaseException:  # Ctrl-C, a result that cannot be read: who knows what the ranks are at
+        except BaseException:  # Ctrl-C, or an unreadable result: the ranks' state is unknown
             self._replace(workers)
             raise
         if failures:
@@ -175,7 +176,7 @@ class Pool:
         return [results[rank] for rank in range(n)]
 
     def over(self, transport: str) -> "PoolOver":
-        """The same pool, its ranks connected by this transport and not by the one that plait chooses."""
+        """The same pool with another transport than plait's default."""
         return PoolOver(self, transport)
 
     def close(self) -> None:
@@ -202,7 +203,7 @@ class Pool:
         return self._workers[:n]
 
     def _replace(self, workers: Sequence[Worker]) -> None:
-        """Ends them. The next run that needs as many starts others."""
+        """End workers. The next run that needs more starts new ones."""
         for worker in [*workers]:
             worker.end()
             self._workers.remove(worker)
@@ -228,7 +229,7 @@ class Pool:
                     results[rank] = outcome
         failures += self._end_stuck(waiting, time.monotonic() - begin_s)
         for worker in workers:
-            worker.send("leave")  # nobody closes a connection under a peer that still reads from it
+            worker.send("leave")  # no rank closes a connection that a peer still reads
         return results, failures
 
     def _end_stuck(self, stuck: dict[int, Worker], after_s: float) -> list[RankFailure]:
@@ -245,7 +246,7 @@ class Pool:
 
 
 class PoolOver:
-    """A pool whose ranks are connected by a given transport."""
+    """A pool with a given transport."""
 
     def __init__(self, pool: Pool, transport: str) -> None:
         self.pool = pool
@@ -254,7 +255,7 @@ class PoolOver:
     def run(
         self, fn: Callable[..., Any], n: int, /, *args: Any, timeout_s: float = 60.0, **kwargs: Any
     ) -> list[Any]:
-        """As `Pool.run`."""
+        """Like `Pool.run`."""
         self.pool.transport = self.transport
         try:
             return self.pool.run(fn, n, *args, timeout_s=timeout_s, **kwargs)
@@ -269,10 +270,10 @@ Ranks = Pool | PoolOver
 
 
 def _answers(waiting: dict[int, Worker]) -> list[tuple[int, Any]]:
-    """What ranks have sent within a moment: (rank, result or RankFailure)."""
+    """Answers of ranks within 50 ms: (rank, result or RankFailure)."""
     by_connection = {worker.connection: rank for rank, worker in waiting.items()}
     ready = {by_connection[ready] for ready in connection.wait([*by_connection], timeout=0.05)}
-    # A dead worker's connection can be kept open by a process that it has started.
+    # A child of a dead worker may keep its connection open.
     ready |= {rank for rank, worker in waiting.items() if worker.process.poll() is not None}
     return [(rank, _answer(rank, waiting[rank])) for rank in sorted(ready)]
 
@@ -288,7 +289,7 @@ def _answer(rank: int, worker: Worker) -> Any:
     if "result" in answer:
         return pickle.loads(answer["result"])
     exception = None
-    with contextlib.suppress(Exception):  # of a class that only the rank can import
+    with contextlib.suppress(Exception):  # its class may be importable only on the rank
         exception = pickle.loads(answer["exception"]) if answer["exception"] else None
     is_echo = bool(_ECHO.search(answer["message"]))
     text = f"{answer['traceback']}\n{worker.printed()}"
@@ -304,7 +305,7 @@ def _how_died(process: subprocess.Popen[bytes]) -> str:
 
 
 def _address(fn: Callable[..., Any]) -> tuple[str, str | None, str]:
-    """Module, its file when that is under tests/, qualified name. pytest may import it under another name."""
+    """Module, its file if under tests/, and qualified name. pytest may import it under another name."""
     module: ModuleType = sys.modules[fn.__module__]
     found: Any = module
     for name in fn.__qualname__.split("."):

@@ -1,4 +1,4 @@
-"""A worker of the pool: imports torch once, then runs what it is told to, as the rank it is told to be."""
+"""Pool worker: imports torch once, then runs functions as the requested rank."""
 
 import faulthandler
 import gc
@@ -26,17 +26,17 @@ from plait.comm.launch import end_with_parent
 
 
 def serve(pool: connection.Connection, stacks: Path) -> None:
-    """Runs jobs until the pool closes the connection."""
+    """Run jobs until the pool closes the connection."""
     end_with_parent()
     faulthandler.enable()
-    # A stuck rank answers no request: its stack comes from a signal handler in C. The pool empties the file.
+    # A stuck rank cannot answer requests: a signal handler in C writes its stack. The pool empties the file.
     faulthandler.register(signal.SIGUSR1, file=stacks.open("a"), all_threads=True)
     while True:
         try:
             job = pool.recv()
         except EOFError:
             return
-        if job == "leave":  # of a run that failed here and was left at once
+        if job == "leave":  # after a run that failed here and was left immediately
             continue
         before = dict(os.environ), Path.cwd()
         answer = _answer(job)
@@ -67,7 +67,7 @@ def _answer(job: dict[str, Any]) -> dict[str, Any]:
             "at_s": time.monotonic(),
             "exception": _pickled(error),
         }
-        # Its frames hold tensors and groups; the group has to go now, for peers to see it.
+        # Its frames hold tensors and groups; the group must be destroyed now for peers to see it.
         traceback.clear_frames(error.__traceback__)
         return answer
 
@@ -85,7 +85,7 @@ def _find(module: str, file: str | None, qualname: str) -> Callable[..., Any]:
 
 
 def _pickled(error: BaseException) -> bytes | None:
-    """The exception for the test's `__cause__`, where it survives pickling: many classes do not."""
+    """Pickle the exception for the test's `__cause__`; None for the many classes that cannot be pickled."""
     try:
         data = pickle.dumps(error)
         pickle.loads(data)
@@ -95,13 +95,13 @@ def _pickled(error: BaseException) -> bytes | None:
 
 
 def _leave(environ: dict[str, str], cwd: Path) -> None:
-    """Leaves the process group and puts back what a function may have changed."""
+    """Leave the process group and restore what the function may have changed."""
     connect_module: ModuleType = sys.modules["plait.comm.world"]
     if connect_module._world is not None:
         connect_module._world.close()
     if dist.is_initialized():
         dist.destroy_process_group()
-    # Of the names of process groups: ranks that counted differently would wait for one another.
+    # Counter in process group names: ranks with different counts would wait for one another.
     dist.distributed_c10d._world.group_count = 0
     gc.collect()
     os.environ.clear()
@@ -111,7 +111,7 @@ def _leave(environ: dict[str, str], cwd: Path) -> None:
 
 
 def _keep_modules() -> None:
-    """Takes what the imports have made out of every later collection: it costs 0.2 s each time."""
+    """Exclude imported objects from garbage collection, which would cost 0.2 s each time."""
     gc.collect()
     gc.freeze()
 

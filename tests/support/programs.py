@@ -1,4 +1,4 @@
-"""Programs that tests run on ranks, and the one-process program that they are compared with."""
+"""Programs that tests run on ranks, and the one-process reference."""
 
 import math
 import sys
@@ -18,17 +18,17 @@ from plait.comm import Group, PartialReduceWork, Work, connect
 from plait.models import causal_lm_on_meta
 
 SEQUENCES, LENGTH, VOCABULARY, STEPS = 12, 16, 61, 4
-CLIP = 0.05  # well under the norms that occur, so that clipping is active in every step
+CLIP = 0.05  # well below actual norms: every step is clipped
 ADAMW = {"lr": 3e-3, "weight_decay": 0.1, "betas": (0.9, 0.95)}
 
 
-# Of a step, over all data ranks: all samples, or the micro-batches, those of the first rank first.
+# Batch of a step over all data ranks: all samples, or all micro-batches, those of the first rank first.
 Batch = dict[str, Tensor] | list[dict[str, Tensor]]
 
 
 @dataclass
 class Trace:
-    """What a run computed: per step its loss, norm and gradients, and the weights at both ends."""
+    """Results of a run: loss, norm and gradients of each step, and the first and last weights."""
 
     first_weights: dict[str, Tensor] = field(default_factory=dict)
     weights: dict[str, Tensor] = field(default_factory=dict)
@@ -46,7 +46,7 @@ def llama(
     ffn: int = 56,
     layers: int = 2,
 ) -> nn.Module:
-    """A small unmodified Llama; with `exact`, its norms compute in the dtype of their input."""
+    """Build a small unmodified Llama; with `exact`, its norms compute in their input's dtype."""
     model: Any = causal_lm_on_meta(
         {
             "model_type": "llama",
@@ -73,7 +73,7 @@ def with_exact_norms(model: Any) -> Any:
 
 
 def _exact_rms_norm(self: Any, x: Tensor) -> Tensor:
-    """transformers computes this in float32 whatever the model's dtype, which 1e-9 cannot see through."""
+    """RMSNorm in the input's dtype: transformers uses float32, too coarse for tolerances of 1e-9."""
     return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
 
 
@@ -86,13 +86,13 @@ def rough_llama(on_meta: bool = True) -> nn.Module:
 
 
 def wide_llama(on_meta: bool = True) -> nn.Module:
-    """Wide enough for the padding of its units to be under 1 % of it."""
+    """Llama so wide that the padding of its units is below 1 %."""
     return llama(on_meta=on_meta, exact=False, hidden=128, ffn=352)
 
 
 class Branches(nn.Module):
-    """A plain module with what makes data parallelism hard: a branch that only some samples take, a
-    module used twice, a parameter that is never used, a scalar and a frozen one."""
+    """Plain module that is hard for data parallelism: a branch that only some samples take, a module used
+    twice, an unused parameter, a scalar and a frozen one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,12 +115,12 @@ class Branches(nn.Module):
 
 def branches(on_meta: bool = False) -> nn.Module:
     assert not on_meta, "plain modules come with their weights"
-    torch.manual_seed(5 + connect().rank)  # ranks disagree: the engine must take rank 0's
+    torch.manual_seed(5 + connect().rank)  # weights differ by rank: the engine must broadcast rank 0's
     return Branches()
 
 
 def summed_loss(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
-    """Next-token cross entropy of logits or of an output that holds them: sum and count, computed plainly."""
+    """Next-token cross entropy of logits or of an output with logits: sum and count, in plain torch."""
     logits = outputs if isinstance(outputs, Tensor) else outputs.logits
     targets = batch["labels"][:, 1:].reshape(-1)
     total = F.cross_entropy(logits[:, :-1].flatten(0, 1), targets, ignore_index=-100, reduction="sum")
@@ -130,7 +130,7 @@ def summed_loss(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
 def batches(
     steps: int = STEPS, *, sequences: int = SEQUENCES, length: int = LENGTH
 ) -> list[dict[str, Tensor]]:
-    """Global batches whose labels are masked unevenly: from all of a sequence to nothing of it."""
+    """Global batches with unevenly masked labels: from none to all of a sequence."""
     generator = torch.Generator().manual_seed(11)
     found = []
     for _ in range(steps):
@@ -143,11 +143,11 @@ def batches(
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained, on what and how: the parallel program and the oracle read the same one.
+    """A training task, shared by the parallel program and the reference.
 
-    The functions are top-level ones, so that ranks can import them. `blocks` and `groups` are given the
-    model and return parallelize's `blocks` and `param_groups`; `prepare` is done to the model before the
-    first step, in both programs.
+    Functions are top-level, so that ranks can import them. `blocks` and `groups` take the model and return
+    parallelize's `blocks` and `param_groups`; `prepare` modifies the model before the first step, in both
+    programs.
     """
 
     build: Callable[..., nn.Module]
@@ -162,17 +162,17 @@ class Task:
     steps: int = STEPS
     probe: Batch | None = None
     offload_dir: str | None = None
-    own_loss: bool = False  # plait's own loss of causal language models; else `summed_loss` is given
+    own_loss: bool = False  # plait's own causal language model loss; else `summed_loss`
     tensor_plan: dict[str, str] | None = None
 
 
 def train(build: Callable[[], nn.Module], plan: str, optimizer: str = "AdamW") -> Trace:
-    """The parallel program: runs on every rank of the plan; rank 0's trace is whole."""
+    """Train the parallel program on every rank of the plan; rank 0's trace is complete."""
     return train_task(_plain_task(build, optimizer), plan)
 
 
 def train_task(task: Task, plan: str, muted_ops: tuple[str, ...] = ()) -> Trace:
-    """The parallel program of a task. `muted_ops`: verbs that fail to communicate during steps."""
+    """Train a task's parallel program. `muted_ops`: operations that do not communicate during steps."""
     engine = engine_of(task, plan)
     trace = Trace(first_weights=engine.whole_parameters())
     if task.prepare is not None:
@@ -189,8 +189,8 @@ def train_task(task: Task, plan: str, muted_ops: tuple[str, ...] = ()) -> Trace:
 
 
 def engine_of(task: Task, plan: str, seed: int = 3) -> plait.Engine:
-    """The task's model under a plan, by this rank."""
-    torch.set_default_dtype(torch.float64)  # plain modules are built in it; meta models are cast
+    """Build the engine of a task under a plan, on this rank."""
+    torch.set_default_dtype(torch.float64)  # dtype of plain modules; meta models are cast
     try:
         model = task.build()
         options: dict[str, Any] = {} if task.blocks is None else {"blocks": task.blocks(model)}
@@ -218,20 +218,20 @@ def _plain_task(build: Callable[..., nn.Module], optimizer: str) -> Task:
 
 
 @contextmanager
-def muted(*verbs: str) -> Iterator[None]:
-    """Inside, these verbs of `plait.comm` do this rank's own part and hear no other, wherever parallel
-    modules use them. A verb that none of them uses is an error."""
+def muted(*operations: str) -> Iterator[None]:
+    """Replace operations of `plait.comm` in all parallel modules: they do their local part and do not
+    communicate. Fails for an operation that no module uses."""
     with ExitStack() as patches:
-        for verb in verbs:
-            original = getattr(plait.comm, verb)
+        for operation in operations:
+            original = getattr(plait.comm, operation)
             users = [
                 module
                 for name, module in sys.modules.items()
-                if name.startswith("plait.parallel") and getattr(module, verb, None) is original
+                if name.startswith("plait.parallel") and getattr(module, operation, None) is original
             ]
-            assert users, f"no module of plait.parallel uses {verb}"
+            assert users, f"no module of plait.parallel uses {operation}"
             for module in users:
-                patches.enter_context(mock.patch.object(module, verb, MUTED[verb]))
+                patches.enter_context(mock.patch.object(module, operation, MUTED[operation]))
         yield
 
 
@@ -239,14 +239,14 @@ def _muted_reduce(tensor: Tensor, group: Group, *_: Any, **__: Any) -> Work:
     return Work()
 
 
-def _muted_all_gather(out: Tensor, piece: Tensor, group: Group, *_: Any, **__: Any) -> Work:
-    mine = piece.clone()  # it may be a view of `out`
-    out.zero_().view(group.size, -1)[group.rank].copy_(mine)
+def _muted_all_gather(out: Tensor, shard: Tensor, group: Group, *_: Any, **__: Any) -> Work:
+    local = shard.clone()  # the shard may be a view of `out`
+    out.zero_().view(group.size, -1)[group.rank].copy_(local)
     return Work()
 
 
-def _muted_reduce_scatter(whole: Tensor, group: Group, *_: Any, **__: Any) -> PartialReduceWork:
-    return PartialReduceWork([whole.view(group.size, -1)[group.rank]], Work())
+def _muted_reduce_scatter(full: Tensor, group: Group, *_: Any, **__: Any) -> PartialReduceWork:
+    return PartialReduceWork([full.view(group.size, -1)[group.rank]], Work())
 
 
 def _muted_all_reduce(*_: Any, **__: Any) -> None:
@@ -271,15 +271,15 @@ def share_of(batch: Batch, engine: plait.Engine) -> Any:
 def one_process(
     build: Callable[..., nn.Module], first_weights: dict[str, Tensor], micros: int, optimizer: str = "AdamW"
 ) -> Trace:
-    """The oracle: plain torch, whole batch, one model, no plait code in the training loop.
+    """Train the reference: plain torch, full batch, one model, no plait code in the training loop.
 
-    `micros`: into how many pieces the batch is cut for forward; only branches that look at values see it.
+    `micros`: number of micro-batches per forward; it only matters to branches that depend on values.
     """
     return one_process_task(_plain_task(build, optimizer), first_weights, micros)
 
 
 def one_process_task(task: Task, first_weights: dict[str, Tensor], micros: int) -> Trace:
-    """The oracle of a task; see `one_process`."""
+    """Train the reference of a task; see `one_process`."""
     model = task.build(on_meta=False).double()
     model.load_state_dict(first_weights, strict=False)
     named = dict(model.named_parameters())
@@ -295,7 +295,7 @@ def one_process_task(task: Task, first_weights: dict[str, Tensor], micros: int) 
         stepper.zero_grad()
         loss = _mean_loss(model, batch, micros)
         loss.backward()
-        for parameter in trainable.values():  # plait updates what a step does not use as with a zero gradient
+        for parameter in trainable.values():  # plait updates unused parameters with a zero gradient
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         limit = float("inf") if task.clip_norm is None else task.clip_norm
         norm = nn.utils.clip_grad_norm_(trainable.values(), limit, foreach=False)
@@ -312,7 +312,7 @@ def one_process_task(task: Task, first_weights: dict[str, Tensor], micros: int) 
 def _mean_loss(model: nn.Module, batch: Batch, micros: int) -> Tensor:
     if not isinstance(batch, list):
         chunks = {key: value.chunk(micros) for key, value in batch.items()}
-        batch = [{key: found[piece] for key, found in chunks.items()} for piece in range(micros)]
+        batch = [{key: parts[micro] for key, parts in chunks.items()} for micro in range(micros)]
     num_targets = sum((micro["labels"][:, 1:] != -100).sum() for micro in batch)
     loss = torch.zeros((), dtype=torch.float64)
     for micro in batch:
@@ -333,19 +333,19 @@ def _decays(name: str, parameter: Tensor) -> bool:
     return parameter.ndim >= 2 and not name.endswith("bias")
 
 
-def largest_difference(ours: dict[str, Tensor], oracle: dict[str, Tensor]) -> tuple[float, str]:
-    """The largest difference of any tensor, relative to the largest element of all, and its name."""
-    assert ours.keys() == oracle.keys(), ours.keys() ^ oracle.keys()
-    scale = max(float(t.abs().max()) for t in oracle.values())
-    found = {n: float((ours[n] - oracle[n]).abs().max()) / scale for n in oracle}
-    return max((math.inf if math.isnan(d) else d, n) for n, d in found.items())  # max() would lose a NaN
+def largest_difference(ours: dict[str, Tensor], reference: dict[str, Tensor]) -> tuple[float, str]:
+    """Largest difference of any tensor, relative to the largest element of all, and the tensor's name."""
+    assert ours.keys() == reference.keys(), ours.keys() ^ reference.keys()
+    scale = max(float(t.abs().max()) for t in reference.values())
+    found = {n: float((ours[n] - reference[n]).abs().max()) / scale for n in reference}
+    return max((math.inf if math.isnan(d) else d, n) for n, d in found.items())  # max() would drop a NaN
 
 
-def assert_same(ours: Trace, oracle: Trace, tolerance: float = 1e-9) -> None:
-    for step, (mine, theirs) in enumerate(zip(ours.gradients, oracle.gradients, strict=True)):
-        difference, name = largest_difference(mine, theirs)
+def assert_same(ours: Trace, reference: Trace, tolerance: float = 1e-9) -> None:
+    for step, (local, theirs) in enumerate(zip(ours.gradients, reference.gradients, strict=True)):
+        difference, name = largest_difference(local, theirs)
         assert difference <= tolerance, f"step {step}: gradient of {name} differs by {difference:.1e}"
-    difference, name = largest_difference(ours.weights, oracle.weights)
+    difference, name = largest_difference(ours.weights, reference.weights)
     assert difference <= tolerance, f"weight {name} differs by {difference:.1e}"
-    for mine, theirs in zip(ours.losses + ours.norms, oracle.losses + oracle.norms, strict=True):
-        assert abs(mine - theirs) <= tolerance * abs(theirs), f"loss or norm {mine} against {theirs}"
+    for local, theirs in zip(ours.losses + ours.norms, reference.losses + reference.norms, strict=True):
+        assert abs(local - theirs) <= tolerance * abs(theirs), f"loss or norm {local} against {theirs}"

@@ -1,4 +1,4 @@
-"""Schedules for tests: random ones that can run, and what a schedule does when it is executed naively."""
+"""Random valid schedules, and a naive executor for schedules."""
 
 import random
 from collections import deque
@@ -9,14 +9,14 @@ from plait.plan.schedule import Action, B, F, Kind, Schedule, W
 def random_schedule(
     rng: random.Random, ranks: int, micros: int, chunks: int = 1, splits: float = 0.5
 ) -> Schedule:
-    """A random order that can run, of `chunks` stages on each rank, dealt at random.
+    """Build a random valid schedule with `chunks` randomly assigned stages on each rank.
 
-    splits    the chance that a backward is two halves; 0 for none, 1 for all
+    splits    probability that a backward is split in two; 0 for none, 1 for all
     """
     stages = list(range(ranks * chunks))
     rng.shuffle(stages)
     rank_of = {stage: place % ranks for place, stage in enumerate(stages)}
-    after = {}  # what can run once an action has ended
+    after = {}  # actions that become possible after an action
     for stage in stages:
         for micro in range(micros):
             forward, backward = F(stage, micro), B(stage, micro)
@@ -34,11 +34,11 @@ def random_schedule(
 
 
 class Executor:
-    """Runs a schedule with real channels, as slowly as it is simple.
+    """Executes a schedule with real channels, as simply as possible.
 
     A rank posts a receive when its next action needs it, after those of all earlier messages of the channel;
-    a message is delivered when it is posted; sends wait in their channel and hold nobody up. What it counts
-    is `Checked`'s.
+    a message is delivered when its receive is posted; sends wait in their channel and never block. The
+    counters are those of `Checked`.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -47,19 +47,19 @@ class Executor:
         self.in_flight = [0] * schedule.num_ranks
         self.buffers = [0] * schedule.num_ranks
         self._done: set[Action] = set()
-        self._sent: dict[tuple[int, int, Kind], deque[Action]] = {}  # not delivered yet, by who uses it
+        self._sent: dict[tuple[int, int, Kind], deque[Action]] = {}  # not delivered yet, by receiver
         self._received: list[list[Action]] = [[] for _ in schedule.ranks]  # not used yet
         self._held: list[set[tuple[int, int]]] = [set() for _ in schedule.ranks]
 
     def run(self) -> "Executor":
-        """Until no rank can go on."""
+        """Run until no rank can continue."""
         while any(self._step(rank) for rank in range(self.schedule.num_ranks)):
             pass
         return self
 
     @property
     def stuck(self) -> dict[int, int]:
-        """By rank, the position that it does not get past."""
+        """Position of each stuck rank."""
         lengths = map(len, self.schedule.ranks)
         return {rank: self.at[rank] for rank, length in enumerate(lengths) if self.at[rank] < length}
 

@@ -1,6 +1,6 @@
-"""Cases of the host transport's tests: every rank runs the same list and checks its own part.
+"""Cases of the host transport's tests: every rank runs the same list and checks its own results.
 
-What a verb should leave behind is computed by torch from all ranks' inputs, which are seeded by rank.
+Expected results are computed by torch from all ranks' inputs, which are seeded by rank.
 """
 
 import random
@@ -36,20 +36,20 @@ FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
 REDUCTIONS = ["all_reduce", "reduce_scatter", "reduce"]
 COPIES = ["all_gather", "broadcast", "scatter", "gather", "all_to_all"]
-# Where this rank's tensors lie. "mixed": owned on every other rank, another half with every root.
+# Memory of this rank's tensors. "mixed": owned on every other rank, another half for each root.
 PLACES = ["owned", "foreign", "mixed", "strided"]
 
 
 @dataclass(frozen=True)
 class Case:
-    """`numel`: elements of a piece; of all_reduce, reduce and broadcast: of the tensor."""
+    """`numel`: elements of a shard; for all_reduce, reduce and broadcast: of the tensor."""
 
     verb: str
     dtype: torch.dtype
     op: str
     numel: int
     place: str
-    starts: bool = False  # the start_ form, and its wait
+    starts: bool = False  # use the start_ form, then wait
 
     def __str__(self) -> str:
         return f"{self.verb} {self.op} {self.numel} x {self.dtype}, {self.place}, starts={self.starts}"
@@ -64,7 +64,7 @@ def ops_of(verb: str, dtype: torch.dtype) -> list[str]:
 
 
 def values(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
-    """Whatever a rank gives: the same wherever it is computed."""
+    """A rank's input, the same on every rank that computes it."""
     generator = torch.Generator().manual_seed(1000 * rank + numel % 997)
     if dtype.is_floating_point:
         return (torch.randn(numel, generator=generator) * 3).to(dtype)
@@ -72,7 +72,7 @@ def values(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def reduced(parts: list[Tensor], op: str) -> Tensor:
-    """In the order of ranks; bf16 and fp16 in float32, rounded once."""
+    """Reduce in rank order; bf16 and fp16 in float32, rounded once."""
     dtype = parts[0].dtype
     wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
     total = parts[0].to(wide)
@@ -88,7 +88,7 @@ def reduced(parts: list[Tensor], op: str) -> Tensor:
 
 
 class Memory:
-    """Tensors of one rank in one case: copies of values, where the case wants them."""
+    """Allocates a rank's tensors in the memory that the case selects."""
 
     def __init__(self, world: World, group: Group, case: Case) -> None:
         self._world, self._case = world, case
@@ -106,42 +106,42 @@ class Memory:
 
 
 def run_case(case: Case, world: World, group: Group) -> Tensor:
-    """Runs it, checks every tensor of this rank against torch, and returns what the rank got."""
+    """Run a case, check all of this rank's tensors against torch, and return its result."""
     memory = Memory(world, group, case)
     root = case.numel % group.size
-    size, me = group.size, group.rank
-    pieces = [values(rank, case.numel, case.dtype) for rank in group.ranks]
+    size, rank = group.size, group.rank
+    inputs = [values(rank, case.numel, case.dtype) for rank in group.ranks]
     if case.verb in ("all_reduce", "reduce", "broadcast"):
-        tensor = memory.holding(pieces[me])
+        tensor = memory.holding(inputs[rank])
         if case.verb == "broadcast":
             do = start_broadcast if case.starts else broadcast
             _done(do(tensor, group, root))
-            return _checked(case, tensor, pieces[root])
+            return _checked(case, tensor, inputs[root])
         if case.verb == "reduce":
             do = start_reduce if case.starts else reduce
             _done(do(tensor, group, root, case.op))
-            return _checked(case, tensor, reduced(pieces, case.op) if me == root else pieces[me])
+            return _checked(case, tensor, reduced(inputs, case.op) if rank == root else inputs[rank])
         do = start_all_reduce if case.starts else all_reduce
         _done(do(tensor, group, case.op))
-        return _checked(case, tensor, reduced(pieces, case.op))
+        return _checked(case, tensor, reduced(inputs, case.op))
     if case.verb in ("all_gather", "gather"):
-        piece = memory.holding(pieces[me])
-        out = memory.blank(size * case.numel) if case.verb == "all_gather" or me == root else None
+        shard = memory.holding(inputs[rank])
+        out = memory.blank(size * case.numel) if case.verb == "all_gather" or rank == root else None
         if case.verb == "all_gather":
-            _done((start_all_gather if case.starts else all_gather)(out, piece, group))
+            _done((start_all_gather if case.starts else all_gather)(out, shard, group))
         else:
-            _done((start_gather if case.starts else gather)(out, piece, group, root))
-        _checked(case, piece, pieces[me])
-        return piece if out is None else _checked(case, out, torch.cat(pieces))
+            _done((start_gather if case.starts else gather)(out, shard, group, root))
+        _checked(case, shard, inputs[rank])
+        return shard if out is None else _checked(case, out, torch.cat(inputs))
     return _spread(case, memory, group, root)
 
 
 def _spread(case: Case, memory: Memory, group: Group, root: int) -> Tensor:
-    """Verbs whose sources are a range for every rank."""
-    size, me = group.size, group.rank
+    """Run a collective whose input has a range for every rank."""
+    size, rank = group.size, group.rank
     wholes = [values(rank, size * case.numel, case.dtype) for rank in group.ranks]
-    mine = slice(me * case.numel, (me + 1) * case.numel)
-    whole = memory.holding(wholes[me])
+    mine = slice(rank * case.numel, (rank + 1) * case.numel)
+    whole = memory.holding(wholes[rank])
     if case.verb == "all_to_all":
         out = memory.blank(size * case.numel)
         _done((start_all_to_all if case.starts else all_to_all)(out, whole, group))
@@ -150,13 +150,13 @@ def _spread(case: Case, memory: Memory, group: Group, root: int) -> Tensor:
         out = memory.blank(case.numel)
         if case.verb == "scatter":
             do = start_scatter if case.starts else scatter
-            _done(do(out, whole if me == root else None, group, root))
+            _done(do(out, whole if rank == root else None, group, root))
             expected = wholes[root][mine]
         else:
             do = start_reduce_scatter if case.starts else reduce_scatter
             _done(do(out, whole, group, case.op))
             expected = reduced([other[mine] for other in wholes], case.op)
-    _checked(case, whole, wholes[me])
+    _checked(case, whole, wholes[rank])
     return _checked(case, out, expected)
 
 
@@ -180,7 +180,7 @@ def assert_bits(found: Tensor, expected: Tensor, what: str) -> None:
 
 
 def product(ranks: int) -> list[Case]:
-    """All there is: every verb, dtype, op, size, place and form."""
+    """All combinations of collective, dtype, op, size, memory and form."""
     return [
         Case(verb, dtype, op, numel, place, starts)
         for verb in REDUCTIONS + COPIES
@@ -193,7 +193,7 @@ def product(ranks: int) -> list[Case]:
 
 
 def sizes(verb: str, dtype: torch.dtype, ranks: int) -> list[int]:
-    """Around what native/group.h treats differently: small calls, chunks, and more chunks than slots."""
+    """Sizes around the thresholds of native/group.h: small calls, chunks, and more chunks than slots."""
     ranges = ranks if verb in ("reduce_scatter", "scatter", "all_to_all") else 1
     small, chunk = (most // dtype.itemsize // ranges for most in (SMALL_BYTES, CHUNK_BYTES))
     edges = [edge + step for edge in (small, chunk) for step in (-1, 0, 1)]
@@ -201,7 +201,7 @@ def sizes(verb: str, dtype: torch.dtype, ranks: int) -> list[int]:
 
 
 def in_pairs(ranks: int, seed: int) -> list[Case]:
-    """Few cases of the product, in which every pair of its options meets."""
+    """A few cases that cover every pair of options."""
     cases = product(ranks)
     random.Random(seed).shuffle(cases)
     seen: set[frozenset[tuple[str, str]]] = set()

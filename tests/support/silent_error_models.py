@@ -1,4 +1,5 @@
-"""Models in which what tends to be forgotten counts: biases, norms and sinks far from their first values."""
+"""Models in which commonly forgotten parameters matter: biases, norms and sinks far from their initial
+values."""
 
 import functools
 from typing import Any
@@ -19,8 +20,8 @@ _SINKS = {f"model.layers.*.self_attn.{name}": word for name, word in _LAYERS.ite
 
 
 def with_random_weights(family: str, on_meta: bool = False, **more: Any) -> nn.Module:
-    """With weights. Libraries begin with biases of zero and norms of one, under which a bias that is added
-    twice, or a norm that is left out, changes nothing."""
+    """Build a model with random weights. By default biases are zero and norms one, so that a bias added
+    twice, or a missing norm, would change nothing."""
     torch.manual_seed(1)  # sinks have random first values
     model = hf_models.model_of(family, on_meta=on_meta, **more)
     generator = torch.Generator().manual_seed(1)
@@ -35,21 +36,21 @@ def with_random_weights(family: str, on_meta: bool = False, **more: Any) -> nn.M
 
 
 def tensor_plan_of(family: str) -> dict[str, str] | None:
-    """How layers are cut of which the model does not say it."""
+    """Tensor plan of a model without one of its own."""
     return _SINKS if family == "gpt_oss" else None
 
 
-def task(family: str, **how: Any) -> programs.Task:
-    """Of its training. `how`: as `programs.Task` has it."""
-    options = {"steps": 2, "own_loss": True, "tensor_plan": tensor_plan_of(family)} | how
+def task(family: str, **overrides: Any) -> programs.Task:
+    """Training task of a model. `overrides`: options of `programs.Task`."""
+    options = {"steps": 2, "own_loss": True, "tensor_plan": tensor_plan_of(family)} | overrides
     return programs.Task(functools.partial(with_random_weights, family), **options)
 
 
-def assert_each_same(ours: dict[str, Tensor], oracle: dict[str, Tensor], tolerance: float = 1e-9) -> None:
-    """Every tensor relative to its own largest element, so that small ones count like large ones; but for
-    those that are as good as zero."""
-    assert ours.keys() == oracle.keys(), ours.keys() ^ oracle.keys()
-    floor = 1e-6 * max(float(tensor.abs().max()) for tensor in oracle.values())
-    for name, theirs in oracle.items():
+def assert_each_same(ours: dict[str, Tensor], reference: dict[str, Tensor], tolerance: float = 1e-9) -> None:
+    """Compare every tensor relative to its own largest element, so that small ones count like large ones,
+    except those that are nearly zero."""
+    assert ours.keys() == reference.keys(), ours.keys() ^ reference.keys()
+    floor = 1e-6 * max(float(tensor.abs().max()) for tensor in reference.values())
+    for name, theirs in reference.items():
         difference = float((ours[name] - theirs).abs().max()) / max(float(theirs.abs().max()), floor)
         assert difference <= tolerance, f"{name} differs by {difference:.1e}"

@@ -1,4 +1,4 @@
-"""Stages of a model one after the other in one process: what travels is handed over, gradients by hand."""
+"""Run a model's stages one after the other in one process, passing activations and gradients by hand."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,15 +15,15 @@ CPU = torch.device("cpu")
 Batches = Sequence[Mapping[str, Tensor]]
 
 
-def stages_of(model: nn.Module, num_stages: int, **how: Any) -> tuple[StageAssignment, list[StageModule]]:
-    """`how`: `blocks` and `given`, where they are not the model's own."""
-    blocks = blocks_of(model, how.pop("blocks", None))
-    cut = plan_stages(model, blocks, num_stages, **how)
+def stages_of(model: nn.Module, num_stages: int, **options: Any) -> tuple[StageAssignment, list[StageModule]]:
+    """Split a model into stages. `options`: `blocks` and `given`, to override the model's own."""
+    blocks = blocks_of(model, options.pop("blocks", None))
+    cut = plan_stages(model, blocks, num_stages, **options)
     return cut, [split_stage(model, blocks, cut, stage, device=CPU) for stage in range(num_stages)]
 
 
 def whole(model: nn.Module, batches: Batches, loss: Any) -> tuple[Tensor, dict[str, Tensor | None]]:
-    """The loss summed over batches, and the gradients that it leaves."""
+    """Loss summed over batches, and its gradients."""
     model.zero_grad()
     total = torch.zeros((), dtype=torch.float64)
     for batch in batches:
@@ -36,7 +36,7 @@ def whole(model: nn.Module, batches: Batches, loss: Any) -> tuple[Tensor, dict[s
 def in_stages(
     model: nn.Module, stages: Sequence[StageModule], batches: Batches, loss: Any
 ) -> tuple[Tensor, dict[str, Tensor | None]]:
-    """The same of its stages; parameters of several stages are one object here, so gradients add up."""
+    """The same for its stages. Parameters shared by stages are one object here, so gradients add up."""
     model.zero_grad()
     total = torch.zeros((), dtype=torch.float64)
     for batch in batches:
@@ -53,7 +53,7 @@ def in_stages(
 def forward(
     model: nn.Module, stages: Sequence[StageModule], batch: Mapping[str, Tensor]
 ) -> tuple[list[Any], list[Any]]:
-    """What every stage returned, and what all but the first were given."""
+    """Outputs of all stages, and inputs of all but the first."""
     inputs = forward_inputs(model, batch)
     sent = [stages[0].module(**inputs)]
     stages[0].check_taint(sent[0])
@@ -67,7 +67,7 @@ def forward(
 
 
 def backward(output: Any, arrived: Any) -> None:
-    """From the gradients of what the next stage received; from the loss when that is None."""
+    """Run backward from the gradients of the next stage's inputs; from the loss if `arrived` is None."""
     if arrived is None:
         output.backward()
         return
@@ -88,7 +88,7 @@ def _take_gradients(model: nn.Module) -> dict[str, Tensor | None]:
 
 
 def max_difference(found: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None]) -> float:
-    """The largest difference of two sets of gradients, relative to each one's largest element."""
+    """Largest difference of two sets of gradients, relative to each one's largest element."""
     assert found.keys() == expected.keys()
     worst = 0.0
     for name, want in expected.items():

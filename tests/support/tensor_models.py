@@ -1,4 +1,4 @@
-"""Small models of every family that tensor parallelism cuts."""
+"""Small models of every family with tensor parallelism."""
 
 import itertools
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_si
 EXPERTS |= {"topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1}
 ALIBI = {"alibi": True, "multi_query": False, "new_decoder_architecture": False, "num_kv_heads": 6}
 
-# By a name of ours: the model type, and what its configuration has of its own.
+# By test name: the model type, and its configuration.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "mistral": ("mistral", {"head_dim": 4}),
@@ -63,7 +63,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def small(name: str, **more: Any) -> PreTrainedModel:
-    """On meta."""
+    """Build a family's model on meta."""
     kind, own = FAMILIES[name]
     return causal_lm_on_meta({"model_type": kind, **COMMON, **own, **more})
 
@@ -79,14 +79,14 @@ def coordinates(plan: TPPlan) -> Iterator[tuple[int, int]]:
 
 
 def shard_of(whole: Tensor, cut: ParamSharding, row: int, col: int) -> Tensor:
-    """What the rank at this place holds of a parameter."""
+    """Shard of a parameter on the rank at (row, col)."""
     for dim, ranges in enumerate(cut.ranges(whole.shape, row, col)):
         whole = torch.cat([whole.narrow(dim, start, stop - start) for start, stop in ranges], dim)
     return whole
 
 
 def real(model: PreTrainedModel) -> PreTrainedModel:
-    """The same model with random weights, in float64, in training mode without dropout."""
+    """Build the same model with random weights, in float64, in evaluation mode."""
     made = AutoModelForCausalLM.from_config(model.config, experts_implementation="eager").double()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The plans that whole models are tested under on grids: the product of its options, and a covering set."""
+"""Plans of the tensor parallelism tests on full models: the product of options, and a covering set."""
 
 import random
 from collections.abc import Set
@@ -11,7 +11,7 @@ FACTORS = {
     "family": " ".join(hf_models.CONFIGS),
     "tp": "2 3 4 2x1 2x2",
     "sp": "false true",
-    "data": "alone zero0 zero1 zero2 zero3",  # over dp=2, but for alone
+    "data": "alone zero0 zero1 zero2 zero3",  # with dp=2, except alone
     "loss": "own given",
     "recompute": "none full",
 }
@@ -33,18 +33,18 @@ def all_cases() -> list[Case]:
 
 
 def few_cases(known: Set[Pair]) -> list[Case]:
-    """In which every pair of options meets that is not known."""
+    """Cases that cover every pair of options that is not `known`."""
     return covering(all_cases(), seed=SEED, known=known)
 
 
 def seen_in(hybrid: Case) -> Case:
-    """What of a plan that mixes all strands is a case here."""
+    """Map a case of the hybrid plans to the factors used here."""
     data = "alone" if hybrid["dp"] == "1" else f"zero{hybrid['zero']}"
     return {**hybrid, "family": hybrid["model"], "data": data}
 
 
 def many_cases() -> list[Case]:
-    """A sample: all of them would take hours."""
+    """A sample: all cases would take hours."""
     return random.Random(SEED).sample(all_cases(), NUM_SAMPLED)
 
 

@@ -1,4 +1,4 @@
-"""Pieces of whole tensors, and a cut module beside the whole one on the same numbers."""
+"""Shards of tensors, and a sharded module compared with the full one on the same inputs."""
 
 import copy
 from dataclasses import dataclass, field, replace
@@ -18,12 +18,12 @@ Cuts = tuple[DimSharding | None, ...]
 
 
 def even(axis: str, size: int, ranks: int) -> DimSharding:
-    """Consecutive pieces, the first ones longer where `size` does not divide."""
+    """Consecutive shards, the first ones longer if `size` does not divide."""
     return packed(axis, size, 1, ranks)
 
 
 def packed(axis: str, part: int, parts: int, ranks: int) -> DimSharding:
-    """Every rank has a piece of each of `parts` parts that lie one after the other."""
+    """Every rank has a shard of each of `parts` consecutive parts."""
     lengths = [part // ranks + (rank < part % ranks) for rank in range(ranks)]
     starts = [sum(lengths[:rank]) for rank in range(ranks)]
     return DimSharding(
@@ -41,24 +41,24 @@ def groups_of(rows: int, cols: int) -> TensorGroups:
 
 
 def muted_groups(groups: TensorGroups, *axes: str) -> TensorGroups:
-    """The same groups, of which those along `axes` say nothing to each other."""
+    """The same groups; those along `axes` do not communicate."""
     old = {axis: groups.along(axis) for axis in axes}
-    new = {axis: replace(group, transport_or_none=_MutedTransport(group.rank)) for axis, group in old.items()}  # type: ignore[arg-type]
+    new = {axis: replace(group, link=_MutedTransport(group.rank)) for axis, group in old.items()}  # type: ignore[arg-type]
     return replace(groups, **new)
 
 
 class _MutedTransport:
-    """A transport on which nothing is sent: each rank gets what it gave itself, and zeros of the others."""
+    """Transport that sends nothing: each rank receives its own data, and zeros from the others."""
 
-    def __init__(self, place: int) -> None:
-        self._place = place
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
 
     def run(self, call: Call) -> None:
-        if call.op_type is OpType.ALL_GATHER:
-            own = call.input.clone()
-            call.output.zero_()[self._place * own.numel() :][: own.numel()] = own
-        elif call.op_type is OpType.REDUCE_SCATTER:
-            call.output.copy_(call.input[self._place * call.output.numel() :][: call.output.numel()])
+        if call.verb is OpType.ALL_GATHER:
+            own = call.given.clone()
+            call.taken.zero_()[self._rank * own.numel() :][: own.numel()] = own
+        elif call.verb is OpType.REDUCE_SCATTER:
+            call.taken.copy_(call.given[self._rank * call.taken.numel() :][: call.taken.numel()])
 
     def start(self, call: Call) -> Work:
         self.run(call)
@@ -66,18 +66,16 @@ class _MutedTransport:
 
 
 def recorded(groups: TensorGroups, log: list[str]) -> TensorGroups:
-    """The same groups, which write down what they do: `all-reduce col`, `start ...`, `end ...`."""
-    told = {
-        axis: replace(
-            groups.along(axis), transport_or_none=_Recorder(groups.along(axis).transport_or_none, axis, log)
-        )  # type: ignore[arg-type]
+    """The same groups with a log of their operations: `all-reduce col`, `start ...`, `end ...`."""
+    recorded_groups = {
+        axis: replace(groups.along(axis), link=_Recorder(groups.along(axis).link, axis, log))  # type: ignore[arg-type]
         for axis in ("row", "col")
     }
-    return replace(groups, **told)
+    return replace(groups, **recorded_groups)
 
 
 class _Recorder:
-    """A transport in front of another."""
+    """Transport that logs calls and forwards them to another."""
 
     def __init__(self, link: Transport | None, axis: str, log: list[str]) -> None:
         self._link, self._axis, self._log = link, axis, log
@@ -96,7 +94,7 @@ class _Recorder:
 
 
 class MatmulLog(TorchDispatchMode):
-    """Writes down products: `mm` and the shape of what comes out."""
+    """Logs matrix products: `mm` and the shape of the result."""
 
     def __init__(self, log: list[str]) -> None:
         super().__init__()
@@ -110,7 +108,7 @@ class MatmulLog(TorchDispatchMode):
 
 
 def own(tensor: Tensor, groups: TensorGroups, cuts: Cuts) -> Tensor:
-    """This rank's box of a whole tensor; `cuts` are of its last dims."""
+    """This rank's shard of a full tensor; `cuts` are of its last dims."""
     for back, cut in enumerate(reversed(cuts), start=1):
         if cut is not None:
             ranges = cut.ranges[groups.along(cut.axis).rank]
@@ -119,23 +117,23 @@ def own(tensor: Tensor, groups: TensorGroups, cuts: Cuts) -> Tensor:
 
 
 def shard_parameters(module: nn.Module, groups: TensorGroups, cuts: dict[str, Cuts]) -> None:
-    """Replaces the named parameters by this rank's pieces."""
+    """Replace the named parameters by this rank's shards."""
     for name, dims in cuts.items():
         parent, _, leaf = name.rpartition(".")
         owner = module.get_submodule(parent)
         parameter = getattr(owner, leaf)
         if parameter is not None:
-            piece = own(parameter.detach(), groups, dims)
-            setattr(owner, leaf, nn.Parameter(piece, requires_grad=parameter.requires_grad))
+            shard = own(parameter.detach(), groups, dims)
+            setattr(owner, leaf, nn.Parameter(shard, requires_grad=parameter.requires_grad))
 
 
 @dataclass
 class Case:
-    """A module, and how it is cut. Every rank makes the same one.
+    """A module and its sharding. Every rank builds the same one.
 
-    parameters  the cut of each parameter that is not whole
-    inp, out    of the input and of the output, which is a tensor
-    partial     parameters whose gradients are parts of a sum over col
+    parameters  sharding of each sharded parameter
+    inp, out    sharding of the input and of the output, which is a tensor
+    partial     parameters whose gradients are partial sums over col
     """
 
     module: nn.Module
@@ -159,7 +157,8 @@ class Case:
 
 
 def max_differences(case: Case, groups: TensorGroups, *, steps: int = 2) -> dict[str, float]:
-    """How far the cut module is from the whole one: its output and every gradient, the worst of the steps."""
+    """Largest differences of the sharded module from the full one: output and every gradient, over all
+    steps."""
     module = case.cut(groups)
     found: dict[str, float] = {}
     for step in range(steps):
@@ -172,8 +171,8 @@ def max_differences(case: Case, groups: TensorGroups, *, steps: int = 2) -> dict
             all_reduce(got[name], groups.col)
         for name, tensor in expected.items():
             cuts = {"x": case.inp, "y": case.out, **case.parameters}.get(name, ())
-            piece = None if tensor is None else own(tensor, groups, cuts)
-            found[name] = max(found.get(name, 0.0), max_difference(got[name], piece))
+            shard = None if tensor is None else own(tensor, groups, cuts)
+            found[name] = max(found.get(name, 0.0), max_difference(got[name], shard))
     return found
 
 
@@ -186,7 +185,7 @@ def max_difference(mine: Tensor | None, expected: Tensor | None) -> float:
 
 
 def run(module: nn.Module, x: Tensor, c: Tensor) -> dict[str, Tensor | None]:
-    """The output y, and the gradients of sum(y * c): of x and of every parameter that needs one."""
+    """Output y, and the gradients of sum(y * c) for x and every trained parameter."""
     module.zero_grad()
     x = x.clone().requires_grad_(x.is_floating_point())
     y = module(x)

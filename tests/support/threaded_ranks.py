@@ -1,6 +1,6 @@
-"""The ranks of a row x col grid as threads of one process: what a tensor plan means, once more and slowly.
+"""Ranks of a row x col grid as threads of one process: a second, slow implementation of tensor plans.
 
-The embedding, the head and norms over rows are given whole features here, and keep whole weights.
+The embedding, the head and norms over rows get full features here, and keep full weights.
 """
 
 import copy
@@ -23,15 +23,15 @@ Gradients = dict[str, Tensor]
 
 
 class Exchange:
-    """Where the ranks of a line meet: each gives a tensor and gets all of them, in their order."""
+    """All-gather between threads: each passes a tensor and receives all of them in rank order."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._slots: list[Tensor | None] = [None] * size
         self._barrier = threading.Barrier(size, timeout=60)
 
-    def all(self, place: int, mine: Tensor) -> list[Tensor]:
-        self._slots[place] = mine.detach()
+    def all(self, rank: int, local: Tensor) -> list[Tensor]:
+        self._slots[rank] = local.detach()
         self._barrier.wait()
         found = [tensor for tensor in self._slots if tensor is not None]
         self._barrier.wait()
@@ -43,22 +43,22 @@ class Exchange:
 
 @dataclass(frozen=True)
 class AxisPeers:
-    """The ranks along an axis, and this one's place among them."""
+    """The ranks along an axis, and this one's index."""
 
     exchange: Exchange
-    place: int
+    rank: int
 
-    def all(self, mine: Tensor) -> list[Tensor]:
-        return self.exchange.all(self.place, mine)
+    def all(self, local: Tensor) -> list[Tensor]:
+        return self.exchange.all(self.rank, local)
 
 
 class _Sum(torch.autograd.Function):
-    """Summed over columns forward, or backward."""
+    """Sum over columns in forward, or in backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, line: AxisPeers, is_forward: bool) -> Tensor:
-        ctx.backward_sum = None if is_forward else line
-        return sum(line.all(x)) if is_forward else x.view_as(x)
+    def forward(ctx: Any, x: Tensor, peers: AxisPeers, is_forward: bool) -> Tensor:
+        ctx.backward_sum = None if is_forward else peers
+        return sum(peers.all(x)) if is_forward else x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -68,67 +68,67 @@ class _Sum(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Pieces of the last dim put together forward, and its own of the gradient backward; or reversed."""
+    """Gather shards of the last dim in forward and take the own shard of the gradient in backward; or
+    reversed."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
         ranges: tuple[tuple[Range, ...], ...],
-        line: AxisPeers,
+        peers: AxisPeers,
         gathers: bool,
     ) -> Tensor:
-        ctx.rest = (ranges, line, gathers)
-        return _unshard(line.all(x), ranges) if gathers else _shard(x, ranges[line.place])
+        ctx.rest = (ranges, peers, gathers)
+        return _unshard(peers.all(x), ranges) if gathers else _shard(x, ranges[peers.rank])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        ranges, line, gathers = ctx.rest
-        grad = _shard(grad, ranges[line.place]) if gathers else _unshard(line.all(grad), ranges)
+        ranges, peers, gathers = ctx.rest
+        grad = _shard(grad, ranges[peers.rank]) if gathers else _unshard(peers.all(grad), ranges)
         return grad, None, None, None
 
 
 class _Tokens(torch.autograd.Function):
-    """Every column's tokens put together forward, and its own of the gradient backward; or reversed.
+    """Gather the columns' tokens in forward and take the own shard of the gradient in backward; or reversed.
 
-    `sums`: where it takes its own, of the sum over columns.
+    `sums`: shards are taken of the sum over columns.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, line: AxisPeers, gathers: bool, sums: bool) -> Tensor:
-        ctx.rest = (line, gathers, sums)
-        return _Tokens._move(x, line, gathers, sums)
+    def forward(ctx: Any, x: Tensor, peers: AxisPeers, gathers: bool, sums: bool) -> Tensor:
+        ctx.rest = (peers, gathers, sums)
+        return _Tokens._move(x, peers, gathers, sums)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        line, gathers, sums = ctx.rest
-        return _Tokens._move(grad, line, not gathers, sums), None, None, None
+        peers, gathers, sums = ctx.rest
+        return _Tokens._move(grad, peers, not gathers, sums), None, None, None
 
     @staticmethod
-    def _move(x: Tensor, line: AxisPeers, gathers: bool, sums: bool) -> Tensor:
+    def _move(x: Tensor, peers: AxisPeers, gathers: bool, sums: bool) -> Tensor:
         dim = 0 if x.ndim == 2 else 1
         if gathers:
-            return torch.cat(line.all(x), dim)
-        whole = sum(line.all(x)) if sums else x
-        batch = x.shape[0] // LENGTH if x.ndim == 2 else 1  # blocks that fold the batch into the tokens
-        sizes = [batch * (stop - start) for start, stop in split(LENGTH, line.exchange.size)]
-        return whole.split(sizes, dim)[line.place].clone()  # falcon adds to it in place
+            return torch.cat(peers.all(x), dim)
+        full = sum(peers.all(x)) if sums else x
+        batch = x.shape[0] // LENGTH if x.ndim == 2 else 1  # for blocks that fold the batch into the tokens
+        sizes = [batch * (stop - start) for start, stop in split(LENGTH, peers.exchange.size)]
+        return full.split(sizes, dim)[peers.rank].clone()  # falcon adds to it in place
 
 
 @dataclass
 class Stream:
-    """A block or a region where the stream's tokens are cut: gathers them or takes its own, of its input
-    or of its output."""
+    """A block or region with sharded tokens: gathers or shards its input, or its output."""
 
     inner: Callable[..., Any]
-    line: AxisPeers
+    peers: AxisPeers
     gathers: bool
     sums: bool = False
     at_end: bool = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         def move(x: Tensor) -> Tensor:
-            return _Tokens.apply(x, self.line, self.gathers, self.sums)
+            return _Tokens.apply(x, self.peers, self.gathers, self.sums)
 
         if self.at_end:
             found = self.inner(*args, **kwargs)
@@ -142,23 +142,23 @@ def _shard(x: Tensor, ranges: tuple[Range, ...]) -> Tensor:
     return torch.cat([x[..., start:stop] for start, stop in ranges], -1)
 
 
-def _unshard(pieces: list[Tensor], ranges: tuple[tuple[Range, ...], ...]) -> Tensor:
-    """The pieces of a last dim at their places."""
+def _unshard(shards: list[Tensor], ranges: tuple[tuple[Range, ...], ...]) -> Tensor:
+    """Join shards of the last dim at their ranges."""
     size = max(stop for found in ranges for _, stop in found)
-    whole = pieces[0].new_full((*pieces[0].shape[:-1], size), float("nan"))
-    for mine, found in zip(pieces, ranges, strict=True):
+    full = shards[0].new_full((*shards[0].shape[:-1], size), float("nan"))
+    for local, found in zip(shards, ranges, strict=True):
         at = 0
         for start, stop in found:
-            whole[..., start:stop] = mine[..., at : at + stop - start]
+            full[..., start:stop] = local[..., at : at + stop - start]
             at += stop - start
-    return whole
+    return full
 
 
 @dataclass
 class Layer:
     """A layer's forward on one rank.
 
-    tokens: whole; cut; or pure: cut, and its region sums the gradient of its input
+    tokens: whole; cut (sharded); or pure: sharded, and its region sums the gradient of its input
     """
 
     cut: LayerSharding
@@ -206,27 +206,27 @@ class Layer:
         return x if self.module.bias is None else x + self.module.bias
 
 
-def _gather(x: Tensor, along: DimSharding | None, line: AxisPeers, gathers: bool) -> Tensor:
-    return x if along is None else _Gather.apply(x, along.ranges, line, gathers)
+def _gather(x: Tensor, along: DimSharding | None, peers: AxisPeers, gathers: bool) -> Tensor:
+    return x if along is None else _Gather.apply(x, along.ranges, peers, gathers)
 
 
 def replicated_ids(model: nn.Module, plan: TPPlan) -> set[int]:
-    """The ids of the parameters that keep whole weights here."""
+    """Ids of the parameters that keep full weights here."""
     kept = [cut.module for cut in plan.layers if cut.head or cut.style in (Style.VOCABULARY, Style.NORM)]
     return {id(p) for name in kept for p in model.get_submodule(name).parameters()}
 
 
 def rank_of(model: nn.Module, plan: TPPlan, rows: AxisPeers, cols: AxisPeers, *, sequence: bool) -> nn.Module:
-    """The model as a rank holds it."""
+    """Build a rank's model."""
     local = copy.deepcopy(model)
     kept, cuts = replicated_ids(local, plan), {cut.name: cut for cut in plan.parameters}
     for name, parameter in local.named_parameters():
         if name in cuts and id(parameter) not in kept:
-            parameter.data = shard_of(parameter.data, cuts[name], rows.place, cols.place).clone()
+            parameter.data = shard_of(parameter.data, cuts[name], rows.rank, cols.rank).clone()
     for module, key, values in plan.attributes:
         assert isinstance(getattr(local.get_submodule(module), key), int)
-        setattr(local.get_submodule(module), key, values[cols.place])
-    slice_head_arguments(local, plan, cols.place)
+        setattr(local.get_submodule(module), key, values[cols.rank])
+    take_own_heads(local, plan, cols.rank)
     for cut in plan.layers:
         if cut.style not in (Style.FEATURE_EMBEDDING, Style.PER_HEAD_NORM):
             layer = local.get_submodule(cut.module)
@@ -251,7 +251,7 @@ def _shard_tokens(local: nn.Module, plan: TPPlan, cols: AxisPeers) -> None:
 def trained(
     model: nn.Module, plan: TPPlan, tokens: Tensor, *, sequence: bool = False
 ) -> dict[tuple[int, int], tuple[float, Gradients]]:
-    """Loss and gradients by parameter of every rank, parts not yet summed."""
+    """Loss and gradients by parameter of every rank; partial gradients are not summed."""
     over_cols = [Exchange(plan.cols) for _ in range(plan.rows)]
     over_rows = [Exchange(plan.rows) for _ in range(plan.cols)]
 
@@ -263,7 +263,7 @@ def trained(
             loss.backward()
             return loss.item(), {name: p.grad for name, p in local.named_parameters() if p.grad is not None}
         except BaseException:
-            for exchange in (*over_cols, *over_rows):  # nobody waits for a rank that failed
+            for exchange in (*over_cols, *over_rows):  # no rank waits for one that failed
                 exchange.abort()
             raise
 
@@ -273,4 +273,4 @@ def trained(
         error = future.exception()
         if error is not None and not isinstance(error, threading.BrokenBarrierError):
             raise error
-    return {place: future.result() for place, future in futures.items()}
+    return {rank: future.result() for rank, future in futures.items()}

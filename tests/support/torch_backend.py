@@ -1,4 +1,4 @@
-"""How tests on ranks join a process group over plait's backend."""
+"""Joining a process group over plait's backend, on ranks."""
 
 import os
 
@@ -8,7 +8,7 @@ from plait.comm import register_backend
 
 
 def join(times: int = 1) -> dist.ProcessGroup:
-    """The default process group. `times`: how often this run has joined one."""
+    """Join the default process group. `times`: how often this run has joined one."""
     register_backend()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.FileStore(f"{os.environ['PLAIT_RENDEZVOUS_FILE']}-{times}", size)

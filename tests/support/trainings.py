@@ -1,4 +1,4 @@
-"""Short trainings of a small model, what they compute, and how far that is from another's."""
+"""Short trainings of a small model, and distances between their results."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
 
 
 def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor], start: dict[str, Tensor]) -> float:
-    """Of two trainings' weights, relative to how far the second has come."""
+    """Distance of two trainings' weights, relative to the second one's distance from the start."""
     apart = sum((ours[key] - theirs[key]).double().square().sum() for key in theirs)
     come = sum((theirs[key] - start[key]).double().square().sum() for key in theirs)
     return float((apart / come).sqrt())
@@ -49,7 +49,7 @@ def first_weights(plan: str) -> dict[str, Tensor]:
 
 
 def assert_near(found: Any, wide: Any, start: dict[str, Tensor], *, weights: float, losses: float) -> None:
-    """Bounds are two to three times what was found."""
+    """Check weights and losses. Bounds are two to three times the measured distances."""
     assert 0 < distance(found[1], wide[1], start) < weights
     for mine, theirs in zip(found[0], wide[0], strict=True):
         assert not mine.skipped

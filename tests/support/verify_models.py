@@ -1,5 +1,5 @@
-"""Models for `plait verify` (`support.verify_models:pair`), and mutations that each drop one kind of
-message of one block."""
+"""Models for `plait verify` (`support.verify_models:pair`), and mutations that each drop one kind of message
+of one block."""
 
 import functools
 import os
@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # for ranks that `plait verify` starts
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for ranks started by `plait verify`
 
 from plait.comm import connect
 from plait.models import causal_lm_on_meta
@@ -24,22 +24,22 @@ from plait.verify.worker import Verifier
 from support import pipeline_models, programs
 
 MUTED_BLOCK = 1
-MUTED_LAYER = f"model.layers.{DEAF_BLOCK}."
-LLAMA = ModelSource(config=shrink_config({"model_type": "llama"}, 3))
-TIED_LLAMA = ModelSource(config=shrink_config({"model_type": "llama", "tie_word_embeddings": True}, 4))
+MUTED_LAYER = f"model.layers.{MUTED_BLOCK}."
+LLAMA = ModelSource(config=shrunk({"model_type": "llama"}, 3))
+TIED_LLAMA = ModelSource(config=shrunk({"model_type": "llama", "tie_word_embeddings": True}, 4))
 
 
 def verify_on_ranks(
     source: ModelSource, plan: str, mutation: str = "", dtype: str = "float64", samples: int = 8
 ) -> Verdict | None:
-    """On every rank of the plan; the verdict is the first one's."""
+    """Verify on every rank of the plan; rank 0 returns the verdict."""
     job = Case(source, f"{plan} precision={_PRECISION[dtype]}", dtype, 3, samples, 12, 0)
     with MUTATIONS[mutation]() if mutation else nullcontext(), tempfile.TemporaryDirectory() as folder:
         return Verifier().run(job, connect(), Path(folder))
 
 
 def verify_twice(source: ModelSource, plan: str) -> None:
-    """By one verifier, which keeps what it knows of the first time."""
+    """Verify twice with one verifier, which caches results of the first time."""
     job, verifier = Case(source, f"{plan} precision=fp64", "float64", 1, 4, 8, 0), Verifier()
     for _ in range(2):
         verifier.run(job, connect(), Path())
@@ -52,7 +52,7 @@ _PRECISION = {"float64": "fp64", "float32": "fp32", "bf16": "bf16"}
 
 
 def pair() -> ModelSpec:
-    """A plain module, on meta, whose blocks pass two tensors."""
+    """Plain module on meta; its blocks pass two tensors."""
     return ModelSpec(functools.partial(pipeline_models.pair, layers=4), _tokens, programs.summed_loss)
 
 
@@ -66,12 +66,12 @@ def of_every_build_another() -> ModelSpec:
 
 
 def llama() -> nn.Module:
-    """A model alone, which says itself what it takes. Its dropout has to be turned off."""
+    """A bare model, from which the inputs are inferred. Its dropout has to be disabled."""
     return causal_lm_on_meta({**LLAMA.config, "attention_dropout": 0.5})
 
 
 def of_numbers() -> ModelSpec:
-    """What it is given are numbers in float32."""
+    """Inputs are float32 numbers instead of tokens."""
 
     def batch(step: int, samples: int) -> dict[str, Tensor]:
         x = torch.randn(samples, 8, generator=torch.Generator().manual_seed(step))
@@ -92,7 +92,7 @@ def failing() -> nn.Module:
 
 
 def dying_in_pipelines() -> nn.Module:
-    """One rank of four ends."""
+    """One rank of four exits."""
     if (os.environ.get("RANK"), os.environ.get("WORLD_SIZE")) == ("3", "4"):
         sys.exit(7)
     return llama()
@@ -114,7 +114,7 @@ def muted_between_stages() -> nn.Module:
 
 
 def _apply_on_ranks(mutation: Any) -> None:
-    """For good, on ranks."""
+    """Apply a mutation until the process ends, on ranks only."""
     if "RANK" in os.environ:
         _MUTATIONS_OF_RANK.enter_context(mutation)
 
@@ -131,19 +131,19 @@ def _tokens(step: int, samples: int) -> dict[str, Tensor]:
     return programs.batches(step + 1, sequences=samples, length=8)[step]
 
 
-# --- ranks that do not hear each other
+# --- muted operations
 
 
 @contextmanager
-def _muted(module: str, verb: str, is_deaf: Callable[[str], bool]) -> Iterator[None]:
-    """Inside, a module's `verb` says and hears nothing where the label of what it is about tells it to."""
-    owner, instead = sys.modules[module], programs.MUTED.get(verb, lambda tensor, *_, **__: tensor)
-    real = getattr(owner, verb)
+def _muted(module: str, name: str, is_muted: Callable[[str], bool]) -> Iterator[None]:
+    """Replace a module's operation by one that does not communicate for labels that `is_muted` selects."""
+    owner, replacement = sys.modules[module], programs.MUTED.get(name, lambda tensor, *_, **__: tensor)
+    real = getattr(owner, name)
 
     def call(*args: Any, label: str = "", **kwargs: Any) -> Any:
-        return (instead if is_deaf(label) else real)(*args, label=label, **kwargs)
+        return (replacement if is_muted(label) else real)(*args, label=label, **kwargs)
 
-    with mock.patch.object(owner, verb, call):
+    with mock.patch.object(owner, name, call):
         yield
 
 
@@ -160,7 +160,7 @@ def no_gather_of_parameters() -> Any:
 
 
 def no_sum_of_partial_gradients() -> Any:
-    """Of gradients of which columns see a part each."""
+    """Drop the sum of gradients of which each column has a partial sum."""
     return _muted("plait.parallel.zero.groups", "all_reduce", _in_the_block)
 
 
@@ -172,7 +172,7 @@ def no_sum_of_tied_weights() -> Any:
 
 @contextmanager
 def one_column_adds_too_much() -> Iterator[None]:
-    """What the second of two columns has of the block's gradients is twice what it should be."""
+    """Double the second column's gradients of the block."""
     owner: Any = sys.modules["plait.parallel.zero.reduce_ops"]
     real = owner.start_scattered_sum
 

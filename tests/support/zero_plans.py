@@ -1,4 +1,4 @@
-"""The plans that ZeRO is tested under: the whole product of its options, and a covering set of it."""
+"""Plans of the ZeRO tests: the full product of options, and a covering set of it."""
 
 from collections.abc import Set
 from itertools import product
@@ -20,13 +20,13 @@ FACTORS = {
     "build": "llama tied_llama branches",
 }
 NOT_OF_THE_PLAN = ("build", "shard", "transport")
-MANY = {1: 3, 2: 3, 3: 4, 4: 3}  # micro-batches by dp, so that dp x micro divides the sequences of a step
+MANY = {1: 3, 2: 3, 3: 4, 4: 3}  # micro-batches by dp: dp x micro divides the sequences of a step
 STAGE_3_ONLY = ("prefetch", "reshard")
 SEED = 17
 
 
 def all_cases() -> list[Case]:
-    """Every case whose plan can be, with the factors that apply to it."""
+    """All valid cases, with the factors that apply."""
     found = {}
     for options in product(*(text.split() for text in FACTORS.values())):
         case = dict(zip(FACTORS, options, strict=True))
@@ -47,12 +47,12 @@ def all_cases() -> list[Case]:
 
 
 def few_cases(known: Set[Pair] = frozenset()) -> list[Case]:
-    """In which every pair of options meets that is not known."""
+    """Cases that cover every pair of options that is not `known`."""
     return covering(all_cases(), seed=SEED, known=known)
 
 
 def seen_in(hybrid: Case) -> Case:
-    """What of a plan that mixes all strands is a case here."""
+    """Map a case of the hybrid plans to the factors used here."""
     found = {**hybrid, "build": hybrid["model"], "micro": "1" if hybrid["micro"] == "1" else "many"}
     if "shard" in found:
         copies = "2" if found["shard"] == "half" else found["dp"] if found["shard"] == "one" else "1"
@@ -61,7 +61,7 @@ def seen_in(hybrid: Case) -> Case:
 
 
 def plan_of(case: Case) -> str:
-    """The plan's text, in float64."""
+    """Text of the plan, in float64."""
     words = {key: option for key, option in case.items() if key not in NOT_OF_THE_PLAN}
     words["micro"] = str(_micro(case))
     if case.get("shard") == "half":
@@ -74,7 +74,7 @@ def name_of(case: Case) -> str:
 
 
 def micros_of(case: Case) -> int:
-    """Into how many pieces the plan cuts a step's batch."""
+    """Number of micro-batches in a step, over all data ranks."""
     return int(case["dp"]) * _micro(case)
 
 

@@ -1,14 +1,15 @@
-"""Text in, batches out: sources, tokenizer, token files, sample order, loader.
+"""Training data: sources, tokenizer, token files, sample order, loader.
 
-sources.py    what a recipe's `sources` mean: files, and the shards they are cut into
-reading.py    a shard as documents, streamed in pieces of about a megabyte
-tokenizer.py  train, take over, save and load a tokenizer
-index.py      what stands in index.json, and how it is written and read
-parts.py      one shard -> one pair of token files and a record
-processes.py  many shards, in this process or in several
+config.py     the recipe's [data] and [tokenizer]
+sources.py    a recipe's `sources`: files, and the shards they are split into
+readers.py    documents of a shard, streamed in chunks of about a megabyte
+tokenizer.py  train, import, save and load a tokenizer
+index.py      index.json: contents, writing and reading
+shards.py     one shard -> one pair of token files and a record
+workers.py    many shards, in this process or in several
 build.py      all shards -> a directory of tokens; restartable
-store.py      a directory of tokens, checked, as two streams
-order.py      which sample comes when: a pure function of (seed, epoch, sample number)
+dataset.py    a checked directory of tokens, as two streams
+sampler.py    sample order: a pure function of (seed, epoch, sample number)
 loader.py     a stream and an order as a torch DataLoader
 """
 

@@ -1,4 +1,4 @@
-"""What a recipe says about data: `[data]` and `[tokenizer]`."""
+"""Recipe sections `[data]` and `[tokenizer]`."""
 
 from pathlib import Path
 from typing import Literal, Self
@@ -6,14 +6,14 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 END_OF_DOCUMENT = "<|end|>"
-BYTES_AND_END = 257  # a byte-level vocabulary has every byte, and the end of a document
+BYTES_AND_END = 257  # a byte-level vocabulary: all bytes, and the end of a document
 
 
 class TokenizerConfig(BaseModel):
-    """Either an existing tokenizer (`path`) or the size of one to be trained (`vocab_size`).
+    """An existing tokenizer (`path`) or the size of one to train (`vocab_size`).
 
-    `path` is a Hugging Face tokenizer's directory, or a tokenizer.json. `end_of_document` is the token
-    that ends every document: `<|end|>` in a trained tokenizer, an existing one's own eos token.
+    `path` is a Hugging Face tokenizer's directory, or a tokenizer.json. `end_of_document` is the token that
+    ends every document; default: `<|end|>` in a trained tokenizer, the eos token of an existing one.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -25,17 +25,19 @@ class TokenizerConfig(BaseModel):
     @model_validator(mode="after")
     def _one_of_two(self) -> Self:
         if (self.path is None) == (self.vocab_size is None):
-            raise ValueError("a tokenizer has either path (an existing one) or vocab_size (one to train)")
+            raise ValueError(
+                "a tokenizer needs exactly one of path (an existing one) and vocab_size (to train one)"
+            )
         return self
 
 
 class DataConfig(BaseModel):
-    """Where text comes from, where its tokens live, and how samples are drawn from them.
+    """Sources of text, the directory of tokens, and the sampling of sequences.
 
-    `sources`: paths or globs of text files (one document each), of .jsonl or .jsonl.gz (one per line,
-    under `text_key`), `hf:NAME_OR_DIR[?config=..&split=..]`, or `python-stdlib`. `sequence` is in tokens.
-    `validation` is a share of the documents. `workers` load batches; `build_workers` tokenize (0: this
-    process; None: one per core where the corpus is worth it). `verify` hashes the token files at start.
+    `sources`: paths or globs of text files (one document each), of .jsonl or .jsonl.gz (one per line, under
+    `text_key`), `hf:NAME_OR_DIR[?config=..&split=..]`, or `python-stdlib`. `sequence` is in tokens.
+    `validation` is a fraction of the documents. `workers` load batches; `build_workers` tokenize (0: this
+    process; None: one per core if the corpus is large enough). `verify` hashes the token files at start.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

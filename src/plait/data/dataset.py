@@ -1,4 +1,4 @@
-"""A directory of tokens, checked, as two streams."""
+"""A checked directory of tokens, as two streams."""
 
 import hashlib
 import os
@@ -20,57 +20,57 @@ HASH_THREADS = 8
 
 
 class TokenStream:
-    """The tokens of one split: part files, memory-mapped, one after another.
+    """Tokens of one split: part files, memory-mapped and concatenated.
 
-    It pickles as names and sizes: another process maps the files anew.
+    Pickles as names and sizes: another process maps the files itself.
     """
 
     def __init__(self, name: str, files: Sequence[tuple[Path, int]], dtype: str) -> None:
-        """`files`: paths and numbers of tokens. Raises nothing; cutting a mapped file kills its readers."""
+        """`files`: paths and numbers of tokens. Truncating a mapped file kills the processes that read it."""
         self.name = name
         self.files = tuple(files)
         self._dtype = dtype
         counts = np.array([count for _, count in self.files], dtype=np.int64)
         self._stops = np.cumsum(counts)
-        self._parts = [_mapped(path, count, dtype) for path, count in self.files]
+        self._parts = [_memory_map(path, count, dtype) for path, count in self.files]
         self.num_tokens = int(counts.sum())
 
     def __reduce__(self) -> tuple[type["TokenStream"], tuple[str, tuple[tuple[Path, int], ...], str]]:
         return TokenStream, (self.name, self.files, self._dtype)
 
     def read(self, start: int, length: int) -> NDArray[np.int64]:
-        """(length,) token ids from `start` on."""
+        """Token ids from `start` on, (length,) int64."""
         windows = self.read_windows(np.array([start], dtype=np.int64), length)
         return windows.reshape(length)
 
     def read_windows(self, starts: NDArray[np.int64], length: int) -> NDArray[np.int64]:
-        """(len(starts), length) token ids: row i is tokens [starts[i], starts[i] + length)."""
+        """Token ids, (len(starts), length) int64: row i is tokens [starts[i], starts[i] + length)."""
         windows = np.empty((len(starts), length), dtype=np.int64)
         if windows.size == 0:
             return windows
-        assert starts.min() >= 0, f"a window that begins at {starts.min()}"
-        assert starts.max() + length <= self.num_tokens, f"a window beyond the {self.num_tokens} tokens"
-        numbers = np.searchsorted(self._stops, starts, side="right").tolist()
+        assert starts.min() >= 0, f"window starts at {starts.min()}"
+        assert starts.max() + length <= self.num_tokens, f"window beyond the last of {self.num_tokens} tokens"
+        part_indices = np.searchsorted(self._stops, starts, side="right").tolist()
         ends = self._stops.tolist()
-        for window, number, start in zip(windows, numbers, starts.tolist(), strict=True):
-            part = self._parts[number]
-            place = start - ends[number] + len(part)
-            if place + length <= len(part):
-                window[:] = part[place : place + length]
+        for window, part_index, start in zip(windows, part_indices, starts.tolist(), strict=True):
+            part = self._parts[part_index]
+            offset = start - ends[part_index] + len(part)
+            if offset + length <= len(part):
+                window[:] = part[offset : offset + length]
             else:
-                self._read_across(window, number, place)
+                self._read_across(window, part_index, offset)
         return windows
 
-    def _read_across(self, window: NDArray[np.int64], number: int, place: int) -> None:
+    def _read_across(self, window: NDArray[np.int64], part_index: int, offset: int) -> None:
         filled = 0
         while filled < len(window):
-            piece = self._parts[number][place : place + len(window) - filled]
-            window[filled : filled + len(piece)] = piece
-            filled += len(piece)
-            number, place = number + 1, 0
+            chunk = self._parts[part_index][offset : offset + len(window) - filled]
+            window[filled : filled + len(chunk)] = chunk
+            filled += len(chunk)
+            part_index, offset = part_index + 1, 0
 
 
-def _mapped(path: Path, count: int, dtype: str) -> NDArray[np.generic]:
+def _memory_map(path: Path, count: int, dtype: str) -> NDArray[np.generic]:
     little_endian = np.dtype(dtype).newbyteorder("<")
     # A plain array over the map: slicing np.memmap itself costs a microsecond more each time.
     return np.memmap(path, dtype=little_endian, mode="r", shape=(count,)).view(np.ndarray)
@@ -81,7 +81,8 @@ class TokenStore:
     """A checked directory of tokens.
 
     `vocab_size` is the tokenizer's; `max_token` the largest id that occurs; `end_of_document` the id after
-    each document. `digest` (hex) stands for the tokens, their order and the tokenizer: a checkpoint keeps it.
+    each document. `digest` (hex) identifies the tokens, their order and the tokenizer; checkpoints contain
+    it.
     """
 
     dir: Path
@@ -107,7 +108,7 @@ class TokenStore:
         return self.dir / TOKENIZER
 
     def check_model(self, *, vocab_size: int, max_sequence: int | None, sequence: int) -> None:
-        """Raises DataError where a model cannot take these tokens: ids or sequences beyond what it has."""
+        """Check that a model can train on these tokens. Raises DataError: ids or sequences too large."""
         if self.max_token >= vocab_size:
             raise DataError(
                 f"the tokens in {self.dir} do not fit the model's vocabulary",
@@ -119,26 +120,26 @@ class TokenStore:
 
 
 def check_sequence(sequence: int, longest: int | None) -> None:
-    """Raises DataError for samples of more tokens than the model has positions."""
+    """Check the sequence length. Raises DataError if it exceeds the model's positions."""
     if longest is not None and sequence > longest:
         raise DataError(
             "the sequence is longer than the model allows",
-            given=f"data.sequence = {sequence}, a model of {longest} positions",
+            given=f"data.sequence = {sequence}, model with {longest} positions",
             expected=f"at most {longest}",
-            hint=f"data.sequence = {longest}, or a model of more positions (max_position_embeddings)",
+            hint=f"data.sequence = {longest}, or a model with more positions (max_position_embeddings)",
         )
 
 
 def open_store(
     data: DataConfig, tokenizer: TokenizerConfig | None = None, *, verify: bool | None = None
 ) -> TokenStore:
-    """Opens and checks what `build` made. `verify` (data.verify) reads every byte once to hash it.
+    """Open and check a directory that `build` wrote. `verify` (data.verify) reads every byte once to hash it.
 
-    Raises DataError: missing, cut short, another hash, another tokenizer, made from another recipe.
+    Raises DataError: missing or truncated files, another hash, another tokenizer, another recipe.
     """
     index = read_index(data.dir)
     if tokenizer is not None:
-        _check_spec(data.dir, index.spec, DatasetSpec.of(data, tokenizer))
+        _check_spec(data.dir, index.spec, DatasetSpec.from_config(data, tokenizer))
     _check_tokenizer(data.dir, index)
     for file in (*index.train, *index.validation):
         _check_size(data.dir / file.name, file.tokens * index.item_bytes)
@@ -151,21 +152,21 @@ def open_store(
     return TokenStore(data.dir, index, train, validation, index.digest())
 
 
-def _again(folder: Path) -> str:
+def _rebuild_hint(folder: Path) -> str:
     return f"remove {folder} and build the tokens again"
 
 
 def _check_spec(folder: Path, built: DatasetSpec, wanted: DatasetSpec) -> None:
-    for key, was in built.model_dump().items():
-        want = getattr(wanted, key)
-        if was == want:
+    for key, built_value in built.model_dump().items():
+        wanted_value = getattr(wanted, key)
+        if built_value == wanted_value:
             continue
-        what = "with another tokenizer" if key == "tokenizer" else f"with other {key}"
+        difference = "with another tokenizer" if key == "tokenizer" else f"with other {key}"
         raise DataError(
-            f"the tokens in {folder} were built {what}",
-            given=f"{key} = {_short(was)}",
-            expected=f"{key} = {_short(want)}, as the recipe says",
-            hint=f"another dir, or {_again(folder)}",
+            f"the tokens in {folder} were built {difference}",
+            given=f"{key} = {_short(built_value)}",
+            expected=f"{key} = {_short(wanted_value)}, from the recipe",
+            hint=f"another dir, or {_rebuild_hint(folder)}",
         )
 
 
@@ -186,8 +187,8 @@ def _check_tokenizer(folder: Path, index: Index) -> None:
     raise DataError(
         f"the tokens in {folder} were built with another tokenizer",
         given=f"{folder / TOKENIZER}: {', '.join(changed)} {'differs' if found else 'missing'}",
-        expected="the tokenizer that made the tokens",
-        hint=f"put it back, or {_again(folder)}",
+        expected="the tokenizer that the tokens were built with",
+        hint=f"restore it, or {_rebuild_hint(folder)}",
     )
 
 
@@ -196,30 +197,32 @@ def _check_size(path: Path, expected: int) -> None:
         size = plain_file_bytes(path)
     except OSError as error:
         raise DataError(
-            f"the token file {path} is missing", given=error.strerror, hint=_again(path.parent)
+            f"the token file {path} is missing", given=error.strerror, hint=_rebuild_hint(path.parent)
         ) from error
     if size is None:
-        raise DataError(f"the token file {path} is no plain file", expected="a file, not a link or a folder")
+        raise DataError(
+            f"the token file {path} is not a regular file", expected="a file, not a link or directory"
+        )
     if size != expected:
         raise DataError(
-            f"the token file {path} {'is cut short' if size < expected else 'is too long'}",
+            f"the token file {path} {'is truncated' if size < expected else 'is too long'}",
             given=f"{size} bytes",
             expected=f"{expected} bytes",
-            hint=_again(path.parent),
+            hint=_rebuild_hint(path.parent),
         )
 
 
 def _check_hashes(folder: Path, files: Sequence[PartFile]) -> None:
-    """In threads: hashing lets go of the interpreter's lock, so this is as fast as the disk or the cores."""
+    """Check the files' hashes in threads: hashing releases the GIL, so disk or cores are the limit."""
     threads = min(HASH_THREADS, len(os.sched_getaffinity(0)))
     with ThreadPoolExecutor(threads) as pool:
-        for message in pool.map(lambda file: _hash_letter(folder / file.name, file.sha256), files):
+        for message in pool.map(lambda file: _check_hash(folder / file.name, file.sha256), files):
             if message is not None:
                 pool.shutdown(cancel_futures=True)
                 raise message
 
 
-def _hash_letter(path: Path, expected: str) -> PlaitError | None:
+def _check_hash(path: Path, expected: str) -> PlaitError | None:
     try:
         with path.open("rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
@@ -231,5 +234,5 @@ def _hash_letter(path: Path, expected: str) -> PlaitError | None:
         f"the token file {path} is damaged",
         given=f"sha256 {found}",
         expected=f"sha256 {expected}",
-        hint=_again(path.parent),
+        hint=_rebuild_hint(path.parent),
     )

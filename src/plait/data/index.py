@@ -1,10 +1,10 @@
-"""What stands in a directory of tokens: index.json, its parts, and how the index is written and read.
+"""Layout of a directory of tokens, and index.json: contents, writing and reading.
 
-tokenizer/                      as AutoTokenizer.from_pretrained reads it
-part-00000.train.bin            token ids, little-endian uint16 or uint32, documents one after another,
-part-00000.validation.bin       each with its end; a part without documents of a kind has no such file
+tokenizer/                      for AutoTokenizer.from_pretrained
+part-00000.train.bin            token ids, little-endian uint16 or uint32, documents concatenated,
+part-00000.validation.bin       each with its end token; no file if a part has no such documents
 index.json                      written last: without it the directory is an unfinished build
-unfinished/                     records of the parts that are done, while building
+unfinished/                     records of finished parts, during a build
 """
 
 import hashlib
@@ -33,15 +33,15 @@ class Strict(BaseModel):
 
 
 class PartFile(Strict):
-    """One file of token ids. The name is a plain one: an index cannot point out of its directory."""
+    """One file of token ids. The name is a plain file name: an index cannot point out of its directory."""
 
     name: str = Field(pattern=r"^part-[0-9]{5,9}\.(train|validation)\.bin$")
     tokens: int = Field(ge=1, lt=2**48)
     sha256: Sha256
 
 
-class SourceFacts(Strict):
-    """What was read of one source. `sha256` is over the hashes of its shards, in order."""
+class SourceStats(Strict):
+    """Statistics of one source. `sha256` is over the hashes of its shards, in order."""
 
     name: str
     bytes: Count
@@ -51,7 +51,7 @@ class SourceFacts(Strict):
 
 
 class DatasetSpec(Strict):
-    """What the tokens depend on, of a recipe."""
+    """The part of a recipe that determines the tokens."""
 
     sources: list[str]
     text_key: str
@@ -60,19 +60,19 @@ class DatasetSpec(Strict):
     tokenizer: dict[str, Any]
 
     @classmethod
-    def of(cls, data: DataConfig, tokenizer: TokenizerConfig) -> Self:
-        """Raises DataError where the recipe's tokenizer is missing."""
+    def from_config(cls, data: DataConfig, tokenizer: TokenizerConfig) -> Self:
+        """Build the spec of a recipe. Raises DataError if its tokenizer is missing."""
         return cls(
             sources=list(data.sources),
             text_key=data.text_key,
             validation=float(data.validation),
             seed=data.seed,
-            tokenizer=tokenizers.settings(tokenizer),
+            tokenizer=tokenizers.tokenizer_spec(tokenizer),
         )
 
 
 class Index(Strict):
-    """All that is known of a directory of tokens."""
+    """Contents of index.json."""
 
     format: Literal["plait tokens 1"] = "plait tokens 1"
     spec: DatasetSpec
@@ -82,14 +82,14 @@ class Index(Strict):
     end_of_document: int = Field(ge=0, lt=2**32)
     tokenizer_files: dict[str, Sha256]
     listing: Sha256
-    sources: list[SourceFacts]
+    sources: list[SourceStats]
     train: list[PartFile]
     validation: list[PartFile]
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.max_token >= self.vocab_size:
-            raise ValueError(f"max_token={self.max_token} is beyond vocab_size={self.vocab_size}")
+            raise ValueError(f"max_token={self.max_token} is not below vocab_size={self.vocab_size}")
         names = [part.name for part in (*self.train, *self.validation)]
         if len(set(names)) != len(names):
             raise ValueError("a part is listed twice")
@@ -100,42 +100,40 @@ class Index(Strict):
         return 2 if self.dtype == "uint16" else 4
 
     def digest(self) -> str:
-        """A hash of the tokens, their order and their tokenizer; not of where they came from."""
+        """Hash of the tokens, their order and their tokenizer, independent of sources and recipe."""
         content = self.model_dump(mode="json", include={"dtype", "tokenizer_files", "train", "validation"})
         return json_hash(content)
 
 
 def json_hash(value: Any) -> str:
-    """sha256 of a JSON value in its one canonical spelling."""
+    """sha256 of a JSON value in canonical form."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def write_index(folder: Path, index: Index) -> None:
-    """Atomic, and on disk when it returns."""
+    """Write the index atomically; it is on disk on return."""
     content = index.model_dump(mode="json")
     write_json(folder / INDEX, {"sha256": json_hash(content), "index": content})
 
 
 def read_index(folder: Path) -> Index:
-    """Raises DataError: missing, damaged, or not an index."""
+    """Read and validate the index. Raises DataError: missing, damaged, or not an index."""
     path = folder / INDEX
     if not path.is_file():
         unfinished = folder.is_dir() and any(folder.iterdir())
         raise DataError(
-            f"{folder} holds no tokens",
-            given="a build that was not finished, or something else"
-            if unfinished
-            else "an empty or missing directory",
-            expected=f"{INDEX} and the parts that it names",
+            f"{folder} contains no tokens",
+            given="an unfinished build, or something else" if unfinished else "an empty or missing directory",
+            expected=f"{INDEX} and the parts listed in it",
             hint="plait data build",
         )
     try:
         if path.stat().st_size > MAX_INDEX_BYTES:
             raise ValueError(f"{path.stat().st_size} bytes, more than {MAX_INDEX_BYTES}")
-        whole = json.loads(path.read_bytes())
-        if not isinstance(whole, dict) or json_hash(whole.get("index")) != whole.get("sha256"):
-            raise ValueError("its content does not have the hash that it states")
-        return Index.model_validate(whole["index"])
+        document = json.loads(path.read_bytes())
+        if not isinstance(document, dict) or json_hash(document.get("index")) != document.get("sha256"):
+            raise ValueError("its contents do not match its hash")
+        return Index.model_validate(document["index"])
     except (ValueError, RecursionError) as error:  # pydantic's and json's errors are ValueErrors
         given = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
         raise DataError(

@@ -1,4 +1,4 @@
-"""A stream of tokens and an order as a torch DataLoader: no state but the step."""
+"""A stream of tokens and a sample order as a torch DataLoader, with no state except the step."""
 
 from typing import Literal
 
@@ -8,18 +8,18 @@ from torch.utils.data import DataLoader, Dataset
 
 from plait.data.dataset import TokenStream
 from plait.data.sampler import SampleOrder
-from plait.data.workers import deaf_worker, worker_context
+from plait.data.workers import init_loader_worker, worker_context
 from plait.errors import DataError
 
-PREFETCH = 4  # batches that a worker has ready; a batch is a few hundred kilobytes
+PREFETCH = 4  # batches per worker; a batch is a few hundred kilobytes
 
 
 class Windows(Dataset[dict[str, Tensor]]):
-    """This data rank's share of each step: item `step` is a whole batch.
+    """This data rank's share of each step: item `step` is one batch.
 
-    Sample i covers tokens [i * (S - 1), i * (S - 1) + S): each token is predicted once an epoch, but for the
-    stream's first and for those at its end that fill no window: fewer than S - 1. Sample j of a step is
-    number c = step * global_batch + j of the order; rank r of R takes the r-th of R equal runs of them.
+    Sample i covers tokens [i * (S - 1), i * (S - 1) + S): each token is predicted once an epoch, except for
+    the stream's first and up to S - 2 at its end that fill no window. Sample j of a step is number c = step *
+    global_batch + j of the order; rank r of R takes the r-th of R equal runs of them.
     """
 
     def __init__(
@@ -33,9 +33,9 @@ class Windows(Dataset[dict[str, Tensor]]):
         seed: int,
         order: Literal["random", "sequential"],
     ) -> None:
-        """Raises DataError for a stream that is too short."""
+        """Raises DataError if the stream is too short."""
         assert 0 <= data_rank < data_ranks, f"data rank {data_rank} of {data_ranks}"
-        assert global_batch % data_ranks == 0, "Plan.check_batch has let this pass"
+        assert global_batch % data_ranks == 0, f"batch {global_batch} over {data_ranks} data ranks"
         check_samples(stream, sequence=sequence, global_batch=global_batch)
         self.stream = stream
         self.sequence = sequence
@@ -45,23 +45,23 @@ class Windows(Dataset[dict[str, Tensor]]):
         self.order = SampleOrder(count_samples(stream.num_tokens, sequence), seed, order)
 
     def __len__(self) -> int:
-        """Whole batches of one epoch. Steps beyond it go on with the next epoch's order."""
+        """Number of full batches per epoch. Later steps continue with the next epoch's order."""
         return self.order.num_samples // self.global_batch
 
     def __getitem__(self, step: int) -> dict[str, Tensor]:
-        """{"input_ids", "labels"}: (b, S) int64, one tensor under two names: models shift labels inside."""
-        places = self.order.places(step * self.global_batch + self.first, self.share)
-        tokens = torch.from_numpy(self.stream.read_windows(places * (self.sequence - 1), self.sequence))
+        """Batch {"input_ids", "labels"}: (b, S) int64, the same tensor twice: models shift labels inside."""
+        indices = self.order.indices(step * self.global_batch + self.first, self.share)
+        tokens = torch.from_numpy(self.stream.read_windows(indices * (self.sequence - 1), self.sequence))
         return {"input_ids": tokens, "labels": tokens}
 
 
 def count_samples(num_tokens: int, sequence: int) -> int:
-    """Windows of `sequence` tokens in a stream, each beginning with the last token of the one before."""
+    """Number of windows of `sequence` tokens, each starting with the last token of the previous one."""
     return max(0, (num_tokens - 1) // (sequence - 1))
 
 
 def check_samples(stream: TokenStream, *, sequence: int, global_batch: int) -> None:
-    """Raises DataError for a stream shorter than one batch."""
+    """Check the stream's length. Raises DataError if it is shorter than one batch."""
     num_samples = count_samples(stream.num_tokens, sequence)
     if num_samples < 1:
         raise DataError(
@@ -94,7 +94,7 @@ def loader(
     workers: int = 0,
     pin_memory: bool = False,
 ) -> "DataLoader[dict[str, Tensor]]":
-    """Yields this rank's share of each step from first_step to last_step - 1, as Windows gives it.
+    """DataLoader of this rank's share of steps first_step to last_step - 1, as items of `Windows`.
 
     `workers` processes read ahead; 0 reads in this process. `global_batch` is a multiple of `data_ranks`.
     Raises DataError for a stream shorter than one sequence or one batch.
@@ -115,7 +115,7 @@ def loader(
         num_workers=workers,
         multiprocessing_context=worker_context() if workers else None,
         prefetch_factor=PREFETCH if workers else None,
-        worker_init_fn=deaf_worker if workers else None,
+        worker_init_fn=init_loader_worker if workers else None,
         pin_memory=pin_memory,
-        generator=torch.Generator().manual_seed(seed % 2**63),  # its own: not a draw from torch's global one
+        generator=torch.Generator().manual_seed(seed % 2**63),  # its own: leaves torch's global RNG untouched
     )

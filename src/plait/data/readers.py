@@ -1,14 +1,15 @@
-"""A shard as documents, streamed in pieces. No text file is whole in memory, however large; a JSON line or a
-dataset's row is.
+"""Stream the documents of a shard in chunks.
 
-[Note: pieces]  A text file is read in pieces of about a megabyte that end at line ends (or, in a line
-longer than that, anywhere between two characters). A piece is tokenized for itself. Byte-level BPE never
-joins a word across a line end; it may tokenize a run of blank lines at a cut in two instead of one. The
-text that comes back is the same to the byte.
+No text file is in memory as a whole, however large; a JSON line or a dataset's row is.
 
-[Note: draw]  Whether a document is for validation is decided by its draw: 64 bits of a hash of the seed
-and its text (a file's: its first piece). So the split does not depend on paths, on order or on how many
-processes read, and a document that occurs twice is never on both sides.
+[Note: chunks]  A text file is read in chunks of about a megabyte that end at line ends (or, in a longer line,
+between any two characters). Each chunk is tokenized separately. Byte-level BPE never joins a word across a
+line end; at a chunk boundary it may tokenize a run of blank lines in two instead of one. The decoded text is
+identical.
+
+[Note: draw]  A document's draw decides whether it is for validation: 64 bits of a hash of the seed and its
+text (for a file: its first chunk). So the split is independent of paths, order and number of processes, and a
+document that occurs twice is always on one side.
 """
 
 import codecs
@@ -25,13 +26,13 @@ from typing import Any, BinaryIO
 from plait.data.sources import HF_ROW_BYTES, Shard, Slice, dataset_fingerprint, open_dataset
 from plait.errors import DataError, unknown_key_hint
 
-PIECE_BYTES = 1 << 20
-ROWS_AT_ONCE = 64
+CHUNK_BYTES = 1 << 20
+ROWS_PER_READ = 64
 
 
 @dataclass(frozen=True, slots=True)
-class TextPiece:
-    """Some text of one document; `last` ends it. `num_bytes` is how much of the source was read for it."""
+class TextChunk:
+    """A chunk of a document; `last`: its last one. `num_bytes`: bytes read from the source for it."""
 
     text: str
     draw: int
@@ -40,114 +41,117 @@ class TextPiece:
 
 
 @dataclass(frozen=True, slots=True)
-class TextStream:
-    """How to read: the recipe's key and seed, and what takes every byte of the source (a hash's update)."""
+class ReadOptions:
+    """Recipe's key and seed; `digest` is called with every byte of the source (a hash's update)."""
 
     text_key: str
     seed: int
     digest: Callable[[bytes], None]
 
     def draw(self, content: bytes) -> int:
-        """See [Note: draw]. In [0, 2**64)."""
+        """Draw of a document, in [0, 2**64). See [Note: draw]."""
         key = self.seed.to_bytes(8, "little")
         return int.from_bytes(hashlib.blake2b(content, digest_size=8, key=key).digest(), "little")
 
 
-def read_pieces(shard: Shard, how: TextStream) -> Iterator[TextPiece]:
-    """The shard's documents in order, in pieces; empty ones are left out. Raises DataError with the place."""
+def read_chunks(shard: Shard, options: ReadOptions) -> Iterator[TextChunk]:
+    """Yield the shard's non-empty documents in order, in chunks. Raises DataError with the location."""
     for item in shard.slices:
-        read = _dataset_pieces if item.kind == "hf" else _file_pieces
-        yield from read(item, how)
+        read = _dataset_chunks if item.kind == "hf" else _file_chunks
+        yield from read(item, options)
 
 
-def _file_pieces(item: Slice, how: TextStream) -> Iterator[TextPiece]:
+def _file_chunks(item: Slice, options: ReadOptions) -> Iterator[TextChunk]:
     try:
         if item.kind == "jsonl.gz":
-            with Path(item.name).open("rb") as packed, gzip.GzipFile(fileobj=packed) as file:
-                yield from _row_pieces(_packed_lines(file, packed), item, how)
+            with Path(item.name).open("rb") as compressed, gzip.GzipFile(fileobj=compressed) as file:
+                yield from _row_chunks(_gzip_lines(file, compressed), item, options)
             return
         with Path(item.name).open("rb") as file:
-            begin = _line_start(file, item.start, item.size)
-            end = _line_start(file, item.stop, item.size)
+            start = _line_start(file, item.start, item.size)
+            stop = _line_start(file, item.stop, item.size)
             if item.kind == "jsonl":
-                yield from _row_pieces(_lines(file, begin, end), item, how)
+                yield from _row_chunks(_lines(file, start, stop), item, options)
             else:
-                yield from _text_pieces(file, begin, end, item, how)
+                yield from _text_chunks(file, start, stop, item, options)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(f"{item.name} is not a whole gzip file", given=error) from error
+        raise DataError(f"{item.name} is not a complete gzip file", given=error) from error
     except OSError as error:
         raise DataError(f"cannot read {item.name}", given=error.strerror or error) from error
 
 
-def _line_start(file: BinaryIO, place: int, size: int) -> int:
-    """The first byte at or after `place` that begins a line; `size` when none does."""
-    if place == 0 or place >= size:
-        return min(place, size)
-    file.seek(place - 1)
-    while (line := file.readline(PIECE_BYTES)) and not line.endswith(b"\n"):
+def _line_start(file: BinaryIO, offset: int, size: int) -> int:
+    """First byte at or after `offset` that begins a line; `size` if there is none."""
+    if offset == 0 or offset >= size:
+        return min(offset, size)
+    file.seek(offset - 1)
+    while (line := file.readline(CHUNK_BYTES)) and not line.endswith(b"\n"):
         pass
     return file.tell()
 
 
-def _text_pieces(file: BinaryIO, begin: int, end: int, item: Slice, how: TextStream) -> Iterator[TextPiece]:
+def _text_chunks(
+    file: BinaryIO, start: int, stop: int, item: Slice, options: ReadOptions
+) -> Iterator[TextChunk]:
     file.seek(0)
-    draw = how.draw(_read_piece(file, item.size, item))
-    file.seek(begin)
+    draw = options.draw(_read_chunk(file, item.size, item))
+    file.seek(start)
     ends_file = item.stop == item.size
     decoder = codecs.getincrementaldecoder("utf-8")()
-    place = begin
-    while place < end:
-        raw = _read_piece(file, end - place, item)
+    offset = start
+    while offset < stop:
+        raw = _read_chunk(file, stop - offset, item)
         pending = len(decoder.getstate()[0])
         try:
-            text = decoder.decode(raw, final=place + len(raw) >= end)
+            text = decoder.decode(raw, final=offset + len(raw) >= stop)
         except UnicodeDecodeError as error:
-            raise _not_utf8(item.name, place - pending + error.start, error) from error
-        place += len(raw)
-        how.digest(raw)
-        yield TextPiece(text, draw, last=place >= end and ends_file, num_bytes=len(raw))
-    if begin >= end and ends_file and item.size:
-        # The file's last line began in a slice before this one, which left the end to the last slice.
-        yield TextPiece("", draw, last=True, num_bytes=0)
+            raise _not_utf8(item.name, offset - pending + error.start, error) from error
+        offset += len(raw)
+        options.digest(raw)
+        yield TextChunk(text, draw, last=offset >= stop and ends_file, num_bytes=len(raw))
+    if start >= stop and ends_file and item.size:
+        # The file's last line began in an earlier slice, which left the end of the document to the last
+        # slice.
+        yield TextChunk("", draw, last=True, num_bytes=0)
 
 
-def _read_piece(file: BinaryIO, limit: int, item: Slice) -> bytes:
-    """At most `limit` bytes: a piece, up to a line's end."""
-    raw = file.read(min(PIECE_BYTES, limit))
+def _read_chunk(file: BinaryIO, limit: int, item: Slice) -> bytes:
+    """Read a chunk up to a line end, at most `limit` bytes."""
+    raw = file.read(min(CHUNK_BYTES, limit))
     if not raw and limit:
-        raise DataError(f"{item.name} has changed while it was read", expected=f"{item.size} bytes")
+        raise DataError(f"{item.name} changed while being read", expected=f"{item.size} bytes")
     if len(raw) < limit and not raw.endswith(b"\n"):
-        raw += file.readline(min(PIECE_BYTES, limit - len(raw)))
+        raw += file.readline(min(CHUNK_BYTES, limit - len(raw)))
     return raw
 
 
 @dataclass(frozen=True, slots=True)
 class _Line:
     raw: bytes
-    place: str  # for letters
+    location: str  # for error messages
     offset: int
     num_bytes: int
 
 
-def _lines(file: BinaryIO, begin: int, end: int) -> Iterator[_Line]:
-    file.seek(begin)
-    place = begin
-    while place < end and (raw := file.readline()):
-        yield _Line(raw, f"the line at byte {place}", place, len(raw))
-        place += len(raw)
+def _lines(file: BinaryIO, start: int, stop: int) -> Iterator[_Line]:
+    file.seek(start)
+    offset = start
+    while offset < stop and (raw := file.readline()):
+        yield _Line(raw, f"the line at byte {offset}", offset, len(raw))
+        offset += len(raw)
 
 
-def _packed_lines(file: gzip.GzipFile, packed: BinaryIO) -> Iterator[_Line]:
+def _gzip_lines(file: gzip.GzipFile, compressed: BinaryIO) -> Iterator[_Line]:
     done = offset = 0
     for number, raw in enumerate(file, start=1):
-        before, done = done, packed.tell()
+        before, done = done, compressed.tell()
         yield _Line(raw, f"line {number}", offset, done - before)
         offset += len(raw)
 
 
-def _row_pieces(lines: Iterator[_Line], item: Slice, how: TextStream) -> Iterator[TextPiece]:
+def _row_chunks(lines: Iterator[_Line], item: Slice, options: ReadOptions) -> Iterator[TextChunk]:
     for line in lines:
-        how.digest(line.raw)
+        options.digest(line.raw)
         if not line.raw.strip():
             continue
         try:
@@ -156,74 +160,77 @@ def _row_pieces(lines: Iterator[_Line], item: Slice, how: TextStream) -> Iterato
             raise _not_utf8(item.name, line.offset + error.start, error) from error
         except (ValueError, RecursionError) as error:
             raise DataError(
-                f"{item.name} holds a line that is no JSON", given=f"{line.place}: {error}"
+                f"{item.name} contains a line that is not JSON", given=f"{line.location}: {error}"
             ) from error
-        text = _text_of(row, item.name, line.place, how.text_key)
-        yield from _cut_text(text, how, line.num_bytes)
+        text = _text_of(row, item.name, line.location, options.text_key)
+        yield from _chunk_text(text, options, line.num_bytes)
 
 
-def _text_of(row: Any, name: str, place: str, text_key: str) -> str:
+def _text_of(row: Any, name: str, location: str, text_key: str) -> str:
     if not isinstance(row, dict):
-        raise DataError(f"{name} holds a row that is no object", given=f"{place}: a {type(row).__name__}")
+        raise DataError(
+            f"{name} contains a row that is not an object", given=f"{location}: a {type(row).__name__}"
+        )
     if text_key not in row:
         raise DataError(
-            f"{name} holds a row without {text_key!r}",
-            given=f"{place}: {', '.join(map(repr, row)) or 'no keys'}",
+            f"{name} contains a row without {text_key!r}",
+            given=f"{location}: {', '.join(map(repr, row)) or 'no keys'}",
             expected="text under text_key",
             hint=f"data.text_key = {unknown_key_hint(text_key, map(str, row))}" if row else None,
         )
     text = row[text_key]
     if not isinstance(text, str):
         raise DataError(
-            f"{name} holds a row whose {text_key!r} is no text", given=f"{place}: a {type(text).__name__}"
+            f"{name} contains a row whose {text_key!r} is not text",
+            given=f"{location}: a {type(text).__name__}",
         )
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{name} holds a row with half of a surrogate pair", given=f"{place}: {error.reason}"
+            f"{name} contains a row with an unpaired surrogate", given=f"{location}: {error.reason}"
         ) from error
     return text
 
 
-def _cut_text(text: str, how: TextStream, num_bytes: int) -> Iterator[TextPiece]:
-    """A row's text in pieces; see [Note: pieces]."""
-    draw = how.draw(text.encode())
-    place = 0
-    while place < len(text):
-        stop = min(place + PIECE_BYTES, len(text))
+def _chunk_text(text: str, options: ReadOptions, num_bytes: int) -> Iterator[TextChunk]:
+    """Yield a row's text in chunks. See [Note: chunks]."""
+    draw = options.draw(text.encode())
+    offset = 0
+    while offset < len(text):
+        stop = min(offset + CHUNK_BYTES, len(text))
         if stop < len(text):
-            stop = text.rfind("\n", place, stop) + 1 or stop
-        yield TextPiece(text[place:stop], draw, last=stop == len(text), num_bytes=num_bytes)
-        place, num_bytes = stop, 0
+            stop = text.rfind("\n", offset, stop) + 1 or stop
+        yield TextChunk(text[offset:stop], draw, last=stop == len(text), num_bytes=num_bytes)
+        offset, num_bytes = stop, 0
 
 
 @lru_cache(maxsize=4)
 def _rows(name: str, fingerprint: str) -> Any:
-    """One opening for all shards of a dataset: by name it takes a second."""
+    """Open a dataset once for all its shards: opening takes a second."""
     rows = open_dataset(name)
     if dataset_fingerprint(rows) != fingerprint:
-        raise DataError(f"hf:{name} has changed while it was read")
+        raise DataError(f"hf:{name} changed while being read")
     return rows
 
 
-def _dataset_pieces(item: Slice, how: TextStream) -> Iterator[TextPiece]:
+def _dataset_chunks(item: Slice, options: ReadOptions) -> Iterator[TextChunk]:
     rows = _rows(item.name, item.version)
-    if how.text_key in rows.column_names:
-        rows = rows.select_columns([how.text_key])  # the others need not be read
-    for first in range(item.start, item.stop, ROWS_AT_ONCE):
-        columns = rows[first : min(first + ROWS_AT_ONCE, item.stop)]
+    if options.text_key in rows.column_names:
+        rows = rows.select_columns([options.text_key])  # other columns need not be read
+    for first in range(item.start, item.stop, ROWS_PER_READ):
+        columns = rows[first : min(first + ROWS_PER_READ, item.stop)]
         for number, values in enumerate(zip(*columns.values(), strict=True), start=first):
             row = dict(zip(columns, values, strict=True))
-            text = _text_of(row, f"hf:{item.name}", f"row {number}", how.text_key)
-            how.digest(text.encode() + b"\0")
-            yield from _cut_text(text, how, HF_ROW_BYTES)
+            text = _text_of(row, f"hf:{item.name}", f"row {number}", options.text_key)
+            options.digest(text.encode() + b"\0")
+            yield from _chunk_text(text, options, HF_ROW_BYTES)
 
 
-def _not_utf8(name: str, place: int, error: UnicodeDecodeError) -> DataError:
+def _not_utf8(name: str, offset: int, error: UnicodeDecodeError) -> DataError:
     return DataError(
         f"{Path(name)} is not UTF-8",
-        given=f"byte {place} (0x{error.object[error.start]:02x}): {error.reason}",
+        given=f"byte {offset} (0x{error.object[error.start]:02x}): {error.reason}",
         expected="text in UTF-8",
         hint=f"iconv -t utf-8 {name}, or leave the file out",
     )

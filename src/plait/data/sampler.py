@@ -1,11 +1,11 @@
-"""Which sample comes when: a pure function of (seed, epoch, sample number).
+"""Sample order: a pure function of (seed, epoch, sample number).
 
-[Note: a shuffle without a table]  A Feistel network is a bijection of [0, 2**bits) whatever its round
-function is: each round changes one half of the number by a function of the other half, which can be
-undone. Numbers that fall outside [0, n) are sent through again until they fall inside (cycle walking;
-Black and Rogaway, "Ciphers with arbitrary finite domains", 2002): a bijection of [0, n). The domain is
-less than twice n, so a number walks two rounds of the network on average. There is no state: sample i of
-epoch e is known in O(1), for any number of ranks, from any step on.
+[Note: shuffling without a table]  A Feistel network is a bijection of [0, 2**bits) for any round function:
+each round changes one half of the number by a function of the other half, which can be undone. Numbers
+outside [0, n) are mapped again until they fall inside (cycle walking; Black and Rogaway, "Ciphers with
+arbitrary finite domains", 2002): a bijection of [0, n). The domain is less than twice n, so a number takes
+fewer than two passes on average. There is no state: sample i of epoch e is computed in O(1), for any number
+of ranks, from any step on.
 """
 
 import hashlib
@@ -16,16 +16,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 ROUNDS = 8  # four are pseudorandom for large halves (Luby and Rackoff); small halves need more
-BLOCK = 4096  # samples whose order is worked out at once: NumPy's fixed costs are paid once for many steps
+BLOCK = 4096  # samples per cached block: NumPy's fixed costs are paid once for many steps
 
 Int64s = NDArray[np.int64]
 
 
 class Permutation:
-    """A bijection of [0, n) drawn by (seed, epoch). Raises nothing for n >= 1, n < 2**62."""
+    """Bijection of [0, n) drawn by (seed, epoch), for 1 <= n < 2**62.
+
+    See [Note: shuffling without a table].
+    """
 
     def __init__(self, n: int, *, seed: int, epoch: int) -> None:
-        assert 1 <= n < 2**62, f"a permutation of {n} samples"
+        assert 1 <= n < 2**62, f"permutation of {n} samples"
         bits = max(2, (n - 1).bit_length())
         self._n = np.uint64(n)
         self._low_bits = np.uint64(bits - bits // 2)
@@ -35,7 +38,7 @@ class Permutation:
         self._keys = [np.uint64(key) for key in np.frombuffer(words, dtype="<u8")]
 
     def __call__(self, numbers: Int64s) -> Int64s:
-        """Places in [0, n) of sample numbers in [0, n); any shape."""
+        """Permuted indices in [0, n) of sample numbers in [0, n); any shape."""
         flat = np.asarray(numbers).astype(np.uint64).ravel()
         flat = self._network(flat)
         outside = np.flatnonzero(flat >= self._n)
@@ -48,13 +51,13 @@ class Permutation:
         high = numbers >> self._low_bits
         low = numbers & self._low_mask
         for even, odd in zip(self._keys[::2], self._keys[1::2], strict=True):
-            high ^= _mixed(low, even) & self._high_mask
-            low ^= _mixed(high, odd) & self._low_mask
+            high ^= _mix(low, even) & self._high_mask
+            low ^= _mix(high, odd) & self._low_mask
         return (high << self._low_bits) | low
 
 
-def _mixed(numbers: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:
-    """splitmix64's finaliser (Steele, Lea, Flood 2014), keyed."""
+def _mix(numbers: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:
+    """splitmix64's finalizer (Steele, Lea, Flood 2014), keyed."""
     x = numbers + key
     x ^= x >> np.uint64(30)
     x *= np.uint64(0xBF58476D1CE4E5B9)
@@ -66,9 +69,9 @@ def _mixed(numbers: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:
 
 @dataclass
 class SampleOrder:
-    """The places of samples number c = 0, 1, 2, ...: epoch c // n, and there the place of c % n.
+    """Indices of samples number c = 0, 1, 2, ...: the c % n-th of epoch c // n.
 
-    `_block` keeps the order last worked out, a cache and no state: any call gives what a fresh one would.
+    `_block` caches the last block of the order; results do not depend on it.
     """
 
     num_samples: int
@@ -76,20 +79,20 @@ class SampleOrder:
     order: Literal["random", "sequential"] = "random"
     _block: tuple[tuple[int, int], Int64s] | None = field(default=None, repr=False, compare=False)
 
-    def places(self, first: int, count: int) -> Int64s:
-        """(count,) places in [0, num_samples) of samples number first, first + 1, ..."""
+    def indices(self, first: int, count: int) -> Int64s:
+        """Indices in [0, num_samples) of samples number first, first + 1, ...: (count,) int64."""
         if self.order == "sequential":
             return np.arange(first, first + count, dtype=np.int64) % self.num_samples
-        found: list[Int64s] = []
+        blocks: list[Int64s] = []
         while count > 0:
             epoch, number = divmod(first, self.num_samples)
             block, offset = divmod(number, BLOCK)
-            part = self._places_of_block(epoch, block)[offset : offset + count]
-            found.append(part)
+            part = self._block_indices(epoch, block)[offset : offset + count]
+            blocks.append(part)
             first, count = first + len(part), count - len(part)
-        return np.concatenate(found) if found else np.empty(0, dtype=np.int64)
+        return np.concatenate(blocks) if blocks else np.empty(0, dtype=np.int64)
 
-    def _places_of_block(self, epoch: int, block: int) -> Int64s:
+    def _block_indices(self, epoch: int, block: int) -> Int64s:
         if self._block is None or self._block[0] != (epoch, block):
             numbers = np.arange(block * BLOCK, min((block + 1) * BLOCK, self.num_samples), dtype=np.int64)
             self._block = (epoch, block), Permutation(self.num_samples, seed=self.seed, epoch=epoch)(numbers)

@@ -1,4 +1,4 @@
-"""One shard of text -> one part: a file of training tokens, one of validation tokens, and a record."""
+"""Tokenize one shard of text into one part: a file of training tokens, one of validation tokens, a record."""
 
 import hashlib
 import os
@@ -19,16 +19,16 @@ from plait.data.index import (
     Strict,
     json_hash,
 )
-from plait.data.readers import TextPiece, TextStream, read_pieces
+from plait.data.readers import ReadOptions, TextChunk, read_chunks
 from plait.data.sources import Shard
 from plait.fileio import fresh_name, write_json
 
-BATCH_BYTES = 1 << 20  # of text, tokenized at once: some 100 MB of encodings
+BATCH_BYTES = 1 << 20  # text tokenized at once: some 100 MB of encodings
 UNFINISHED = "unfinished"
 
 
 class PartRecord(Strict):
-    """What is known of a finished part. `key` says of what it was made; `lowest` and `highest` are draws."""
+    """Record of a finished part. `key` hashes its inputs; `lowest` and `highest` are draws."""
 
     key: Sha256
     threshold: int = Field(ge=0, le=2**64)
@@ -44,11 +44,11 @@ class PartRecord(Strict):
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What all parts of a build share. A document whose draw is under `threshold` is for validation.
+class BuildSettings:
+    """Settings shared by all parts of a build. A document with a draw below `threshold` is for validation.
 
-    `share` is the threshold that the recipe asks for; `threshold` differs from it where that would leave
-    one of the two splits empty.
+    `share` is the threshold that the recipe requests; `threshold` differs from it where that would leave one
+    of the two splits empty.
     """
 
     folder: Path
@@ -66,8 +66,8 @@ class Setting:
         return "uint16" if self.vocab_size <= MAX_UINT16_VOCAB else "uint32"
 
     def key(self, shard: Shard) -> str:
-        """A part made under the same key and threshold is the same part."""
-        facts = [
+        """Hash of a part's inputs: the same key and threshold give the same part."""
+        parameters = [
             self.tokenizer_sha256,
             self.text_key,
             self.seed,
@@ -75,18 +75,18 @@ class Setting:
             self.end_of_document,
             self.share,
         ]
-        return json_hash([1, *facts, asdict(shard)])
+        return json_hash([1, *parameters, asdict(shard)])
 
 
 class _TokenFile:
-    """Token ids on their way into a file. It gets its name when it is whole and on disk."""
+    """Writer of token ids. The file is renamed into place once it is complete and on disk."""
 
     def __init__(self, path: Path, dtype: str) -> None:
         self._path = path
-        self._fresh = fresh_name(path)
+        self._temporary = fresh_name(path)
         self._dtype = np.dtype(dtype).newbyteorder("<")
         self._hash = hashlib.sha256()
-        self._file = self._fresh.open("wb")
+        self._file = self._temporary.open("wb")
         self.tokens = 0
         self.max_token = 0
 
@@ -95,7 +95,7 @@ class _TokenFile:
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
-        self._fresh.unlink(missing_ok=True)
+        self._temporary.unlink(missing_ok=True)
 
     def add(self, ids: list[int]) -> None:
         if not ids:
@@ -113,80 +113,80 @@ class _TokenFile:
             return None
         self._file.flush()
         os.fsync(self._file.fileno())
-        self._fresh.replace(self._path)
+        self._temporary.replace(self._path)
         return PartFile(name=self._path.name, tokens=self.tokens, sha256=self._hash.hexdigest())
 
 
-class _Content:
-    """What was read of the source, unpacked: its size and its hash."""
+class _SourceDigest:
+    """Size and hash of the decompressed source."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
         self.sha256 = hashlib.sha256()
 
-    def take(self, raw: bytes) -> None:
+    def update(self, raw: bytes) -> None:
         self.num_bytes += len(raw)
         self.sha256.update(raw)
 
 
 def write_part(
-    number: int, shard: Shard, setting: Setting, tokenizer: Tokenizer, report: Callable[[int], None]
+    number: int, shard: Shard, settings: BuildSettings, tokenizer: Tokenizer, report: Callable[[int], None]
 ) -> PartRecord:
-    """Tokenizes a shard, puts its files and then its record in place. Raises DataError for bad text.
+    """Tokenize a shard; write its files, then its record. Raises DataError for bad text.
 
-    `report` is called with bytes of the source as they are done; what it raises ends the work.
+    `report` is called with the number of source bytes done since the last call; if it raises, the work ends.
     """
-    content = _Content()
-    pieces = read_pieces(shard, TextStream(setting.text_key, setting.seed, content.take))
-    stem = setting.folder / f"part-{number:05d}"
+    source_digest = _SourceDigest()
+    chunks = read_chunks(shard, ReadOptions(settings.text_key, settings.seed, source_digest.update))
+    stem = settings.folder / f"part-{number:05d}"
     documents = 0
     draws: set[int] = set()
     with (
-        _TokenFile(stem.with_suffix(".train.bin"), setting.dtype) as train,
-        _TokenFile(stem.with_suffix(".validation.bin"), setting.dtype) as validation,
+        _TokenFile(stem.with_suffix(".train.bin"), settings.dtype) as train,
+        _TokenFile(stem.with_suffix(".validation.bin"), settings.dtype) as validation,
     ):
-        for batch in _batches(pieces):
-            encoded = tokenizer.encode_batch_fast([piece.text for piece in batch], add_special_tokens=False)
+        for batch in _batches(chunks):
+            encoded = tokenizer.encode_batch_fast([chunk.text for chunk in batch], add_special_tokens=False)
             ids: dict[bool, list[int]] = {True: [], False: []}
-            for piece, encoding in zip(batch, encoded, strict=True):
-                target = ids[piece.draw < setting.threshold]
+            for chunk, encoding in zip(batch, encoded, strict=True):
+                target = ids[chunk.draw < settings.threshold]
                 target += encoding.ids
-                if piece.last:
-                    target.append(setting.end_of_document)
+                if chunk.last:
+                    target.append(settings.end_of_document)
             validation.add(ids[True])
             train.add(ids[False])
             draws = _extremes(draws, batch)
-            documents += sum(piece.last for piece in batch)
-            report(sum(piece.num_bytes for piece in batch))
-        record_path(setting.folder, number).unlink(missing_ok=True)  # of other files than these
+            documents += sum(chunk.last for chunk in batch)
+            report(sum(chunk.num_bytes for chunk in batch))
+        record_path(settings.folder, number).unlink(missing_ok=True)  # it describes the previous files
         record = PartRecord(
-            key=setting.key(shard),
-            threshold=setting.threshold,
+            key=settings.key(shard),
+            threshold=settings.threshold,
             source=shard.source,
             documents=documents,
-            bytes=content.num_bytes,
+            bytes=source_digest.num_bytes,
             lowest=min(draws, default=2**64 - 1),
             highest=max(draws, default=0),
             max_token=max(train.max_token, validation.max_token),
-            source_sha256=content.sha256.hexdigest(),
+            source_sha256=source_digest.sha256.hexdigest(),
             train=train.finish(),
             validation=validation.finish(),
         )
-    write_json(record_path(setting.folder, number), record.model_dump(mode="json"))
+    write_json(record_path(settings.folder, number), record.model_dump(mode="json"))
     return record
 
 
-def _extremes(draws: set[int], batch: list[TextPiece]) -> set[int]:
-    draws = draws | {piece.draw for piece in batch}
+def _extremes(draws: set[int], batch: list[TextChunk]) -> set[int]:
+    draws = draws | {chunk.draw for chunk in batch}
     return {min(draws), max(draws)}
 
 
-def _batches(pieces: Iterator[TextPiece]) -> Iterator[list[TextPiece]]:
-    batch: list[TextPiece] = []
+def _batches(chunks: Iterator[TextChunk]) -> Iterator[list[TextChunk]]:
+    batch: list[TextChunk] = []
     size = 0
-    for piece in pieces:
-        batch.append(piece)
-        size += len(piece.text)
+    for chunk in chunks:
+        batch.append(chunk)
+        size += len(chunk.text)
         if size >= BATCH_BYTES:
             yield batch
             batch, size = [], 0
@@ -198,16 +198,16 @@ def record_path(folder: Path, number: int) -> Path:
     return folder / UNFINISHED / f"part-{number:05d}.json"
 
 
-def finished_part(number: int, shard: Shard, setting: Setting) -> PartRecord | None:
-    """The record of a part that an earlier build of the same finished, if its files are whole."""
+def finished_part(number: int, shard: Shard, settings: BuildSettings) -> PartRecord | None:
+    """Record of a part that an earlier build with the same key finished; None if its files are incomplete."""
     try:
-        record = PartRecord.model_validate_json(record_path(setting.folder, number).read_bytes())
+        record = PartRecord.model_validate_json(record_path(settings.folder, number).read_bytes())
     except (OSError, ValidationError):
         return None
-    item_bytes = np.dtype(setting.dtype).itemsize
+    item_bytes = np.dtype(settings.dtype).itemsize
     files: list[Any] = [file for file in (record.train, record.validation) if file is not None]
     for file in files:
-        path = setting.folder / file.name
+        path = settings.folder / file.name
         if not path.is_file() or path.stat().st_size != file.tokens * item_bytes:
             return None
-    return record if record.key == setting.key(shard) else None
+    return record if record.key == settings.key(shard) else None

@@ -1,7 +1,7 @@
-"""What a recipe's `sources` mean: files in a fixed order, cut into shards of bounded size.
+"""A recipe's `sources`: files in a fixed order, split into shards of bounded size.
 
-A shard becomes one part of the token files. Where the cuts fall depends on the sources alone, never on
-how many processes tokenize, so the tokens are the same on every machine.
+A shard becomes one part of the token files. Shard boundaries depend only on the sources, never on the number
+of processes, so the tokens are the same on every machine.
 """
 
 import glob
@@ -18,19 +18,19 @@ from plait.errors import DataError
 
 Kind = Literal["text", "jsonl", "jsonl.gz", "hf"]
 
-SHARDS = 64  # aimed at: enough for many cores and for restarts, few enough for one directory
+SHARDS = 64  # target number: enough for many cores and for restarts, few enough for one directory
 MIN_SHARD_BYTES = 1 << 20
 MAX_SHARD_BYTES = 1 << 28
-HF_ROW_BYTES = 2048  # a guess, for progress and for the size of shards: a row's size is known when read
-NOT_LIBRARY = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
+HF_ROW_BYTES = 2048  # estimate for progress and shard sizes: the size is unknown until a row is read
+STDLIB_EXCLUDED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 
 
 @dataclass(frozen=True)
 class Slice:
-    """A stretch of a file: it owns the lines that begin in bytes [start, stop). For `hf` it is rows.
+    """A range of a file: the lines that begin in bytes [start, stop). For `hf`, rows.
 
-    `size` and `version` are the whole file's when it was listed (its time of change, a dataset's
-    fingerprint): a part made of other ones is made again. `name` is the path, or the dataset's name.
+    `size` and `version` are those of the full file when it was listed (modification time, a dataset's
+    fingerprint): if they change, the part is rebuilt. `name` is the path, or the dataset's name.
     """
 
     kind: Kind
@@ -43,7 +43,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class Shard:
-    """Slices of one source (its number in the recipe) that become one part. `num_bytes` is for progress."""
+    """Slices of one source (its index in the recipe) that become one part. `num_bytes` is for progress."""
 
     source: int
     slices: tuple[Slice, ...]
@@ -51,22 +51,22 @@ class Shard:
 
 
 def list_shards(sources: Sequence[str]) -> list[Shard]:
-    """All shards of all sources, in the recipe's order. Raises DataError: missing, empty, unreadable."""
-    listed = [list_source(name) for name in sources]
-    total = sum(_num_bytes(item) for items in listed for item in items)
+    """List all shards of all sources, in the recipe's order. Raises DataError: missing, empty, unreadable."""
+    slices_by_source = [list_source(name) for name in sources]
+    total = sum(_num_bytes(item) for items in slices_by_source for item in items)
     limit = max(MIN_SHARD_BYTES, min(MAX_SHARD_BYTES, total // SHARDS))
     return [
         Shard(source, slices, sum(map(_num_bytes, slices)))
-        for source, items in enumerate(listed)
-        for slices in _grouped((part for item in items for part in _cut(item, limit)), limit)
+        for source, items in enumerate(slices_by_source)
+        for slices in _pack((split for item in items for split in _split(item, limit)), limit)
     ]
 
 
 def list_source(source: str) -> list[Slice]:
-    """The files of one source, each whole, sorted by path. Raises DataError: missing or empty."""
+    """List the files of one source, unsplit and sorted by path. Raises DataError: missing or empty."""
     if source.startswith("hf:"):
         return [_dataset_slice(source.removeprefix("hf:"))]
-    paths = _stdlib() if source == "python-stdlib" else _matches(source)
+    paths = _stdlib() if source == "python-stdlib" else _glob_files(source)
     slices = [_file_slice(path) for path in paths]
     if not any(item.size for item in slices):
         raise DataError(
@@ -77,7 +77,7 @@ def list_source(source: str) -> list[Slice]:
     return slices
 
 
-def _matches(source: str) -> list[Path]:
+def _glob_files(source: str) -> list[Path]:
     path = Path(source).expanduser()
     if path.is_dir():
         raise DataError(
@@ -91,21 +91,23 @@ def _matches(source: str) -> list[Path]:
     if not paths:
         raise DataError(
             f"the source {source} is missing",
-            given=f"no such file, looked for from {Path.cwd()}",
+            given=f"no such file, relative to {Path.cwd()}",
             expected="a path or a glob of text, .jsonl or .jsonl.gz files, hf:NAME, or python-stdlib",
         )
     return paths
 
 
 def _stdlib() -> list[Path]:
-    """The sources of Python's standard library, without its tests."""
+    """Source files of Python's standard library, without its tests."""
     root = sysconfig.get_path("stdlib")
     found = []
     for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if name not in NOT_LIBRARY]
+        folders[:] = [name for name in folders if name not in STDLIB_EXCLUDED]
         found += [Path(folder, name) for name in names if name.endswith(".py")]
     if not found:
-        raise DataError("Python's standard library has no sources here", given=f"no .py file under {root}")
+        raise DataError(
+            "Python's standard library is installed without sources", given=f"no .py file under {root}"
+        )
     return sorted(found)
 
 
@@ -116,7 +118,9 @@ def _file_slice(path: Path) -> Slice:
     elif path.suffix == ".jsonl":
         kind = "jsonl"
     elif path.suffix == ".gz":
-        raise DataError(f"{path} is compressed", expected="text, .jsonl or .jsonl.gz", hint="unpack it first")
+        raise DataError(
+            f"{path} is compressed", expected="text, .jsonl or .jsonl.gz", hint="decompress it first"
+        )
     try:
         status = path.stat()
     except OSError as error:
@@ -124,19 +128,19 @@ def _file_slice(path: Path) -> Slice:
     return Slice(kind, str(path), 0, status.st_size, status.st_size, str(status.st_mtime_ns))
 
 
-def _cut(item: Slice, limit: int) -> Iterator[Slice]:
-    """Pieces of about `limit` bytes. A compressed file cannot be entered in its middle: it stays whole."""
+def _split(item: Slice, limit: int) -> Iterator[Slice]:
+    """Split a slice into ranges of about `limit` bytes. Compressed files cannot be split."""
     if item.kind == "jsonl.gz" or _num_bytes(item) <= limit:
         yield item
         return
-    pieces = -(-_num_bytes(item) // limit)
-    bounds = [item.size * number // pieces for number in range(pieces + 1)]
+    num_slices = -(-_num_bytes(item) // limit)
+    bounds = [item.size * index // num_slices for index in range(num_slices + 1)]
     for start, stop in itertools.pairwise(bounds):
         if start < stop:
             yield replace(item, start=start, stop=stop)
 
 
-def _grouped(items: Iterable[Slice], limit: int) -> Iterator[tuple[Slice, ...]]:
+def _pack(items: Iterable[Slice], limit: int) -> Iterator[tuple[Slice, ...]]:
     group: list[Slice] = []
     filled = 0
     for item in items:
@@ -163,14 +167,15 @@ def _dataset_slice(name: str) -> Slice:
 
 
 def dataset_fingerprint(rows: Any) -> str:
-    """What `datasets` itself tells contents apart by."""
+    """Fingerprint by which `datasets` identifies contents."""
     return str(rows._fingerprint)
 
 
 def open_dataset(name: str) -> Any:
-    """The rows of a Hugging Face dataset: a directory by save_to_disk, one of data files, or a name.
+    """Open the rows of a Hugging Face dataset: a save_to_disk directory, a directory of data files, or a
+    name.
 
-    `name` may end in `?config=..&split=..`; the split is `train` unless said. Raises DataError.
+    `name` may end in `?config=..&split=..`; the default split is `train`. Raises DataError.
     """
     try:
         import datasets  # noqa: PLC0415  optional: only a recipe that names hf: needs it
@@ -179,22 +184,22 @@ def open_dataset(name: str) -> Any:
             f"the source hf:{name} needs the package `datasets`, which is not installed",
             hint="pip install 'plait[datasets]'",
         ) from error
-    place, _, query = name.partition("?")
+    path, _, query = name.partition("?")
     options = {key: values[-1] for key, values in parse_qs(query).items()}
     if options.keys() - {"config", "split"}:
         raise DataError(f"hf:{name} has an unknown option", expected="config and split after the ?")
     try:
-        if any((Path(place) / name).is_file() for name in ("state.json", "dataset_dict.json")):
-            found = datasets.load_from_disk(place)
+        if any((Path(path) / name).is_file() for name in ("state.json", "dataset_dict.json")):
+            found = datasets.load_from_disk(path)
         else:
-            found = datasets.load_dataset(place, options.get("config"))
-    except Exception as error:  # its errors have no common class: network, name, format, disk
+            found = datasets.load_dataset(path, options.get("config"))
+    except Exception as error:  # errors without a common class: network, name, format, disk
         raise DataError(f"cannot load hf:{name}", given=f"{type(error).__name__}: {error}") from error
     if isinstance(found, dict):
         split = options.get("split", "train")
         if split not in found:
             raise DataError(
-                f"hf:{name} has no split {split}", expected=", ".join(found), hint=f"hf:{place}?split=.."
+                f"hf:{name} has no split {split}", expected=", ".join(found), hint=f"hf:{path}?split=.."
             )
         found = found[split]
     return found

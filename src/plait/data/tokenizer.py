@@ -1,4 +1,4 @@
-"""A tokenizer: trained on the corpus or taken over, and kept beside the tokens it made."""
+"""The tokenizer: trained on the corpus or imported, and saved with its tokens."""
 
 import hashlib
 import os
@@ -28,7 +28,7 @@ FILES = (
 def train_tokenizer(
     texts: Iterator[str], vocab_size: int, end_of_document: str | None
 ) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of at most `vocab_size` tokens: any text in, the same text out."""
+    """Train a byte-level BPE of at most `vocab_size` tokens; decoding restores any text exactly."""
     end = end_of_document or END_OF_DOCUMENT
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -48,7 +48,7 @@ def _fast(**arguments: Any) -> PreTrainedTokenizerFast:
 
 
 def read_tokenizer(path: Path, end_of_document: str | None) -> PreTrainedTokenizerFast:
-    """An existing tokenizer, with the end of a document as its eos token. Raises DataError."""
+    """Load an existing tokenizer, with the end of a document as its eos token. Raises DataError."""
     if not path.exists():
         raise DataError(f"the tokenizer {path} is missing", expected="its directory, or a tokenizer.json")
     try:
@@ -56,7 +56,7 @@ def read_tokenizer(path: Path, end_of_document: str | None) -> PreTrainedTokeniz
             found: Any = _fast(tokenizer_file=str(path))
         else:
             found = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # from the Rust side come bare Exceptions
+    except Exception as error:  # Rust raises bare Exceptions
         raise DataError(
             f"cannot read the tokenizer {path}", given=f"{type(error).__name__}: {error}"
         ) from error
@@ -65,9 +65,9 @@ def read_tokenizer(path: Path, end_of_document: str | None) -> PreTrainedTokeniz
     end = end_of_document or found.eos_token
     if end is None or end not in found.get_vocab():
         raise DataError(
-            f"the tokenizer {path} has no token to end a document with",
-            given="no eos token" if end is None else f"end_of_document={end!r}, which is not in it",
-            expected="end_of_document, a token of its vocabulary",
+            f"the tokenizer {path} has no end-of-document token",
+            given="no eos token" if end is None else f"end_of_document={end!r}, not in the vocabulary",
+            expected="end_of_document, a token in its vocabulary",
         )
     if end != found.eos_token:
         found.eos_token = end
@@ -75,7 +75,7 @@ def read_tokenizer(path: Path, end_of_document: str | None) -> PreTrainedTokeniz
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Writes a directory that AutoTokenizer.from_pretrained reads; it appears whole or not at all."""
+    """Write a directory for AutoTokenizer.from_pretrained, atomically."""
     fresh = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
     try:
         tokenizer.save_pretrained(str(fresh))
@@ -89,12 +89,12 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer in a directory, as saved. Raises DataError: missing or damaged."""
+    """Load a saved tokenizer. Raises DataError: missing or damaged."""
     return read_tokenizer(Path(folder), None)
 
 
 def encoder(folder: Path) -> Tokenizer:
-    """The bare, fast tokenizer for a corpus: text that spells a special token stays text."""
+    """Load the fast tokenizer for a corpus: text that spells a special token is encoded as text."""
     bare: Tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     bare.encode_special_tokens = True
     bare.no_truncation()
@@ -103,13 +103,13 @@ def encoder(folder: Path) -> Tokenizer:
 
 
 def file_hashes(path: Path) -> dict[str, str]:
-    """sha256 of each file that makes a tokenizer, by name: of a directory, or of one tokenizer.json."""
+    """sha256 of each file of a tokenizer, by name: of a directory, or of one tokenizer.json."""
     files = [path] if path.is_file() else [path / name for name in FILES if (path / name).is_file()]
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
-def settings(config: TokenizerConfig) -> dict[str, object]:
-    """What a store remembers of the recipe's tokenizer: what it was, not where it lay. Raises DataError."""
+def tokenizer_spec(config: TokenizerConfig) -> dict[str, object]:
+    """Index entry for the recipe's tokenizer: its contents, not its path. Raises DataError."""
     if config.path is None:
         return {"vocab_size": config.vocab_size, "end_of_document": config.end_of_document}
     files = file_hashes(config.path)

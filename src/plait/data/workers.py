@@ -1,14 +1,13 @@
-"""Processes that read and tokenize for this one.
+"""Worker processes that read and tokenize.
 
-[Note: worker processes]  They come from a fork server, not from a fork of this process: it has the
-threads of torch, of the process group and perhaps of CUDA, whose locks a fork would copy locked. The
-server imports this package once; each worker is a cheap fork of it. All end when this process does,
-however it ends.
+[Note: worker processes]  Workers are forked by a fork server, not by this process: it has the threads of
+torch, of the process group and perhaps of CUDA, whose locks a fork would copy locked. The server imports this
+package once; each worker is a cheap fork of it. All end when this process does, in any way.
 
-[Note: signals to a whole process group]  torchrun, a terminal and job queues send SIGTERM or SIGINT to all
-processes of a rank. The rank then saves, for which it needs those that read for it, the fork server too: it
-is started with SIGTERM blocked, which a process hands on to its children, and ignores SIGINT by itself. What
-remains is that multiprocessing, when Python ends, asks by SIGTERM and waits: we kill before that.
+[Note: signals to a process group]  torchrun, a terminal and job queues send SIGTERM or SIGINT to all
+processes of a rank. The rank then saves, which needs its workers and the fork server: the server is started
+with SIGTERM blocked, which children inherit, and ignores SIGINT itself. At exit, multiprocessing would send
+SIGTERM and wait, so the workers are killed before that.
 """
 
 import atexit
@@ -27,22 +26,22 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
-from plait.data.shards import PartRecord, Setting, write_part
+from plait.data.shards import BuildSettings, PartRecord, write_part
 from plait.data.sources import Shard
 from plait.data.tokenizer import encoder
 from plait.errors import DataError
 
-POLL_S = 0.2  # how often the progress bar moves
+POLL_S = 0.2  # update interval of the progress bar
 
 Job = tuple[int, Shard]
 Report = Callable[[int], None]
 
 
 def worker_context() -> ForkServerContext:
-    """See [Note: worker processes] and [Note: signals to a whole process group]."""
+    """Context of the fork server. See [Note: worker processes] and [Note: signals to a process group]."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["plait.data"])
-    resource_tracker.ensure_running()  # first: the server starts it, and that would unblock SIGTERM
+    resource_tracker.ensure_running()  # first: else the server starts it, which would unblock SIGTERM
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         forkserver.ensure_running()
@@ -59,61 +58,61 @@ def _kill_workers() -> None:
             process.kill()
 
 
-def deaf_worker(_number: int) -> None:
-    """A DataLoader's worker_init_fn. See [Note: signals to a whole process group]."""
+def init_loader_worker(_number: int) -> None:
+    """Ignore signals in a DataLoader worker: its worker_init_fn. See [Note: signals to a process group]."""
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 
 def write_parts(
-    jobs: Sequence[Job], setting: Setting, workers: int, report: Report
+    jobs: Sequence[Job], settings: BuildSettings, workers: int, report: Report
 ) -> Iterator[tuple[int, PartRecord]]:
-    """Tokenizes shards, in this process or in `workers` others; gives records as parts are finished.
+    """Tokenize shards, in this process or in `workers` others; yield records as parts are finished.
 
-    Raises DataError for the first shard whose text is bad; the others are stopped within a second.
+    Raises DataError for the first shard with bad text; the others are stopped within a second.
     """
     if workers == 0:
-        tokenizer = encoder(setting.tokenizer)
+        tokenizer = encoder(settings.tokenizer)
         for number, shard in jobs:
-            yield number, write_part(number, shard, setting, tokenizer, report)
+            yield number, write_part(number, shard, settings, tokenizer, report)
         return
     context = worker_context()
     done_bytes = context.Value("q", 0)
     stop = context.Event()
     pool = ProcessPoolExecutor(
-        workers, mp_context=context, initializer=_start, initargs=(setting, done_bytes, stop)
+        workers, mp_context=context, initializer=_init_worker, initargs=(settings, done_bytes, stop)
     )
     try:
-        yield from _gathered([pool.submit(_work, job) for job in jobs], done_bytes, report)
+        yield from _as_completed([pool.submit(_write_part, job) for job in jobs], done_bytes, report)
     except BrokenProcessPool as error:
         raise DataError(
-            "a process that tokenizes was killed",
+            "a tokenizing process was killed",
             given=f"build_workers={workers}",
             expected="enough memory: about 0.5 GB for each",
-            hint="fewer build_workers; the parts that are finished are kept",
+            hint="fewer build_workers; finished parts are kept",
         ) from error
     finally:
         stop.set()
         pool.shutdown(cancel_futures=True)
 
 
-def _gathered(
+def _as_completed(
     futures: Sequence[Future[tuple[int, PartRecord]]], done_bytes: "Synchronized[int]", report: Report
 ) -> Iterator[tuple[int, PartRecord]]:
     pending = set(futures)
-    seen = 0
+    reported = 0
     while pending:
         done, pending = wait(pending, timeout=POLL_S, return_when=FIRST_COMPLETED)
-        report(done_bytes.value - seen)
-        seen = done_bytes.value
+        report(done_bytes.value - reported)
+        reported = done_bytes.value
         for future in done:
             yield future.result()
 
 
 @dataclass
 class _Worker:
-    setting: Setting
+    settings: BuildSettings
     tokenizer: Any
     done_bytes: "Synchronized[int]"
     stop: Event
@@ -122,28 +121,28 @@ class _Worker:
         with self.done_bytes.get_lock():
             self.done_bytes.value += num_bytes
         if self.stop.is_set():
-            raise DataError("another shard failed")  # seen by nobody: the first letter is on its way
+            raise DataError("another shard failed")  # never shown: the first error is being raised already
 
 
-_worker: list[_Worker] = []  # in a worker process, its one: an executor has no other place for it
+_worker: list[_Worker] = []  # of a worker process, one element: executors have no other storage for it
 
 
-def _start(setting: Setting, done_bytes: "Synchronized[int]", stop: Event) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which then sets `stop`
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # by it the executor ends them
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process per core already
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    _worker[:] = [_Worker(setting, encoder(Path(setting.tokenizer)), done_bytes, stop)]
+def _init_worker(settings: BuildSettings, done_bytes: "Synchronized[int]", stop: Event) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C, and sets `stop`
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # the executor terminates workers with it
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process per core already
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    _worker[:] = [_Worker(settings, encoder(Path(settings.tokenizer)), done_bytes, stop)]
 
 
-def _end_with_parent() -> None:
+def _exit_with_parent() -> None:
     parent = multiprocessing.parent_process()
-    assert parent is not None, "a worker without a parent"
+    assert parent is not None, "worker has no parent process"
     connection.wait([parent.sentinel])
-    os._exit(1)  # nobody is left to hear of it; what is unfinished has no name yet
+    os._exit(1)  # no process is left to report to; unfinished files have temporary names
 
 
-def _work(job: Job) -> tuple[int, PartRecord]:
+def _write_part(job: Job) -> tuple[int, PartRecord]:
     number, shard = job
     worker = _worker[0]
-    return number, write_part(number, shard, worker.setting, worker.tokenizer, worker.report)
+    return number, write_part(number, shard, worker.settings, worker.tokenizer, worker.report)

@@ -1,13 +1,11 @@
-"""How a bucket is summed over the ranks: by all-reduce, or by the program's communication hook.
+"""Reduction of a bucket: an all-reduce, or the user's communication hook.
 
-[Note: where gradients are divided]
-The mean of p ranks is taken where it costs least: by the transport that has the numbers in its hands anyway
-(shared memory), else while gradients are copied into the bucket, which also keeps float16 sums from
-overflowing. Inside `join()` the divisor is the number of ranks that still have data, which each rank learns
-behind its forward; those that have joined contribute zeros, and must not divide. A hook gets gradients that
-nobody has divided.
-
-Sums come in, and gradients become what the ranks agree on.
+[Note: gradient division]
+The mean over p ranks is taken where it is cheapest: in the transport if that reads every element anyway
+(shared memory), else while gradients are copied into the bucket, which also avoids overflow in float16 sums.
+Inside `join()` the divisor is the number of ranks that still have data, which each rank receives after its
+forward; ranks that have joined contribute zeros, and do not divide. Hooks receive gradients before any
+division.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,47 +18,47 @@ from plait.comm.attach import AttachedGroup
 from plait.comm.collectives import Group, shares_memory, start_all_reduce
 from plait.comm.transport import Work
 from plait.errors import DDPError
-from plait.parallel.ddp.bucket import Bucket, GradBucket, SparseBucket, sum_of_rows
-from plait.parallel.ddp.errors import NO_FUTURE, TWICE, not_the_gradients
+from plait.parallel.ddp.bucket import Bucket, GradBucket, SparseBucket, all_reduce_sparse
+from plait.parallel.ddp.errors import HOOK_REGISTERED_TWICE, HOOK_WITHOUT_FUTURE, invalid_hook_result
 
 AnyBucket = Bucket | SparseBucket
 Hook = Callable[..., "torch.futures.Future[Tensor]"]
 
 
 class BucketReducer:
-    """Starts the sums of buckets, in one order, and ends them in the same."""
+    """Starts the reductions of buckets, and waits for them in the same order."""
 
-    def __init__(self, behind: AttachedGroup) -> None:
-        self.behind = behind
+    def __init__(self, attached: AttachedGroup) -> None:
+        self.attached = attached
         self._hook: Hook | None = None
         self._state: object = None
-        # By bucket, until its next one comes: a thread of the process group may still be in a callback of the
-        # future, though its result is there, and is not to be the one that frees it.
+        # By bucket, until its next future: a thread of the process group may still run a callback of a
+        # completed future, and must not be the one that frees it.
         self._futures: dict[int, Any] = {}
-        self._divisor: float | None = None  # in this backward, when it is known
-        self._active: Any = None  # work whose result is the number of ranks that have data
+        self._divisor: float | None = None  # of this backward, once known
+        self._active: Any = None  # work whose result is the number of ranks with data
         self._is_in_join = False
 
     @property
     def group(self) -> Group:
-        return self.behind.group
+        return self.attached.group
 
-    # --- the divisor: see [Note: where gradients are divided]
+    # --- the divisor: see [Note: gradient division]
 
     def reset(self) -> None:
-        """A backward is over."""
+        """Clear the divisor after a backward."""
         self._divisor = None
 
     def enter_join(self) -> None:
-        """Some ranks may have joined, and contribute zeros."""
+        """Enter `join()`: some ranks may contribute zeros."""
         self._is_in_join = True
 
     def expect_active(self, work: Any, *, is_static: bool) -> None:
-        """In `join()`: `work` counts the ranks that have data. `is_static`: the divisor stays that of all."""
+        """Set the work that counts ranks with data in `join()`. `is_static`: divide by all ranks instead."""
         self._active = None if is_static else work
 
     def factor(self) -> float | None:
-        """What gradients are multiplied with on their way into buckets; None: nothing."""
+        """Factor applied to gradients when they are copied into buckets; None for 1."""
         if self._hook is not None or self._takes_mean:
             return None
         if self._divisor is None:
@@ -74,110 +72,111 @@ class BucketReducer:
         return not self._is_in_join and shares_memory(self.group)
 
     def leave_join(self) -> None:
-        """What comes is not in `join()`, unless `expect_active` says so."""
+        """Leave `join()`, until `expect_active` is called."""
         self._is_in_join, self._active = False, None
 
-    # --- sums
+    # --- reductions
 
     def register(self, hook: Hook, state: object) -> None:
-        """From now on `hook` communicates. Raises DDPError if there is one."""
+        """Set the communication hook. Raises DDPError if there already is one."""
         if self._hook is not None:
-            raise DDPError(TWICE, hint="one hook that does both")
+            raise DDPError(HOOK_REGISTERED_TWICE, hint="one hook that does both")
         self._hook, self._state = hook, state
 
     @property
     def has_hook(self) -> bool:
         return self._hook is not None
 
-    def start(self, bucket: AnyBucket, given: Tensor, *, is_last: bool) -> Callable[[], Tensor]:
-        """Starts to sum what is given. Returns what waits for the result."""
+    def start(self, bucket: AnyBucket, buffer: Tensor, *, is_last: bool) -> Callable[[], Tensor]:
+        """Start the reduction of `buffer`. Return a function that waits for the result."""
         if self._hook is not None:
-            return self.run_hook(seen_by_hook(bucket, given, is_last=is_last))
+            return self.run_hook(as_grad_bucket(bucket, buffer, is_last=is_last))
         if isinstance(bucket, SparseBucket):
-            return self._sum_of_rows(bucket, given, self.group.size if self._takes_mean else 1)
-        pending = self._start_sum(given, "mean" if self._takes_mean else "sum", bucket.index)
-        return _Landing(pending, given)
+            return self._start_sparse_sum(bucket, buffer, self.group.size if self._takes_mean else 1)
+        work = self._start_sum(buffer, "mean" if self._takes_mean else "sum", bucket.index)
+        return _PendingSum(work, buffer)
 
     def start_zeros(self, bucket: AnyBucket, zeros: Tensor) -> Callable[[], Tensor]:
-        """What a rank that has joined takes part with: its peers do not let the transport divide."""
+        """Start a reduction with zeros on a rank that has joined, without division in the transport."""
         if isinstance(bucket, SparseBucket):
-            return self._sum_of_rows(bucket, zeros, 1)
-        return _Landing(self._start_sum(zeros, "sum", bucket.index), zeros)
+            return self._start_sparse_sum(bucket, zeros, 1)
+        return _PendingSum(self._start_sum(zeros, "sum", bucket.index), zeros)
 
-    def _sum_of_rows(self, bucket: SparseBucket, given: Tensor, divisor: int) -> Callable[[], Tensor]:
-        return lambda: sum_of_rows(given, self.group, f"bucket {bucket.index}") / divisor
+    def _start_sparse_sum(self, bucket: SparseBucket, buffer: Tensor, divisor: int) -> Callable[[], Tensor]:
+        return lambda: all_reduce_sparse(buffer, self.group, f"bucket {bucket.index}") / divisor
 
-    def _start_sum(self, given: Tensor, op: str, index: int) -> Work:
-        real = torch.view_as_real(given).view(-1) if given.is_complex() else given
+    def _start_sum(self, buffer: Tensor, op: str, index: int) -> Work:
+        real = torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
         return start_all_reduce(real, self.group, op, label=f"bucket {index} of gradients")
 
-    def run_hook(self, seen: GradBucket) -> Callable[[], Tensor]:
-        """Has the hook communicate a bucket. Returns what waits for the new gradients."""
+    def run_hook(self, bucket: GradBucket) -> Callable[[], Tensor]:
+        """Run the hook on a bucket. Return a function that waits for the new gradients."""
         assert self._hook is not None, "no hook"
-        future = self._hook(self._state, seen)
+        future = self._hook(self._state, bucket)
         if not isinstance(future, torch._C.Future):
             raise DDPError(
-                f"{NO_FUTURE} {type(future)}", expected="what a hook returns has the new gradients as result"
+                f"{HOOK_WITHOUT_FUTURE} {type(future)}",
+                expected="a future whose result is the new gradients",
             )
-        self._futures[seen.index()] = future
-        return lambda: _gradients_of(future.wait(), seen)
+        self._futures[bucket.index()] = future
+        return lambda: _hook_result(future.wait(), bucket)
 
 
-class _Landing:
-    def __init__(self, pending: Work, given: Tensor) -> None:
-        self._pending = pending
-        self._given = given
+class _PendingSum:
+    def __init__(self, work: Work, buffer: Tensor) -> None:
+        self._work = work
+        self._buffer = buffer
 
     def __call__(self) -> Tensor:
-        self._pending.wait()
-        return self._given
+        self._work.wait()
+        return self._buffer
 
 
-def seen_by_hook(bucket: AnyBucket, given: Tensor, *, is_last: bool) -> GradBucket:
-    return GradBucket(bucket.index, given, bucket.parameters, bucket.views_of, is_last=is_last)
+def as_grad_bucket(bucket: AnyBucket, buffer: Tensor, *, is_last: bool) -> GradBucket:
+    return GradBucket(bucket.index, buffer, bucket.parameters, bucket.views_of, is_last=is_last)
 
 
-def _gradients_of(result: object, seen: GradBucket) -> Tensor:
-    """Of a future: a tensor, or a list of one as process groups give it."""
+def _hook_result(result: object, bucket: GradBucket) -> Tensor:
+    """Check a future's result: a tensor, or a list of one as process groups return it."""
     if isinstance(result, list | tuple) and len(result) == 1:
         result = result[0]
-    numel = seen.buffer().numel()
+    numel = bucket.buffer().numel()
     if not isinstance(result, Tensor) or result.numel() != numel:
-        raise not_the_gradients(result, numel, seen.index())
+        raise invalid_hook_result(result, numel, bucket.index())
     return result
 
 
-Landings = dict[int, Callable[[], Tensor]]  # by bucket: waits for its sum
+InFlight = dict[int, Callable[[], Tensor]]  # by bucket: waits for its result
 
 
 def finish_all(
     buckets: Sequence[AnyBucket],
-    landings: Landings,
-    between: Callable[[], None] | None,
+    in_flight: InFlight,
+    after_wait: Callable[[], None] | None,
     is_unused: Callable[[int], bool],
     runs_optimizers: bool,
 ) -> None:
-    """Waits for the sums, in their order, and hands them out. Empties `landings`.
+    """Wait for the reductions in order and write the results to `.grad`. Empties `in_flight`.
 
-    `between`: to be done when all sums are there and none is handed out: a rank that has joined takes part in
-    what its peers do in this order. None: a bucket is handed out while later ones are under way.
+    `after_wait`: called once all results have arrived and none is written; ranks that have joined communicate
+    in this order too. None: a bucket is written while later ones are in flight.
     """
-    for index in landings:
-        buckets[index].hand_over()
+    for index in in_flight:
+        buckets[index].alias_grads()
     results: dict[int, Tensor] = {}
-    if between is not None:
-        results = {index: landing() for index, landing in landings.items()}
-        between()
-    for index in [*landings]:
-        result = landings[index]() if between is None else results[index]
-        del landings[index]
-        buckets[index].land(result, is_unused)
+    if after_wait is not None:
+        results = {index: wait() for index, wait in in_flight.items()}
+        after_wait()
+    for index in [*in_flight]:
+        result = in_flight[index]() if after_wait is None else results[index]
+        del in_flight[index]
+        buckets[index].write_grads(result, is_unused)
         if runs_optimizers:
             _run_optimizers(buckets[index].parameters)
 
 
 def _run_optimizers(parameters: Sequence[nn.Parameter]) -> None:
-    """Those that `apply_optimizer_in_backward` has put on parameters; their gradients are used up."""
+    """Step the optimizers of `apply_optimizer_in_backward`, and clear their gradients."""
     for parameter in parameters:
         optimizers: Sequence[torch.optim.Optimizer] = getattr(parameter, "_in_backward_optimizers", ())
         for optimizer in optimizers:

@@ -1,4 +1,4 @@
-"""Parameters are dealt to buckets."""
+"""Assign parameters to buckets."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from plait.plan.ddp_buckets import GradSpec, assign_buckets
 
 @dataclass(frozen=True)
 class Options:
-    """Of the constructor, as far as they concern gradients. `limits`: of buckets, see `plan/buckets.py`."""
+    """Constructor options about gradients. `limits`: bucket sizes in bytes, see `plan/ddp_buckets.py`."""
 
     limits: Sequence[int]
     find_unused: bool = False
@@ -29,40 +29,47 @@ def build_buckets(
     are_sparse: Sequence[bool],
     names: Mapping[int, str],
     options: Options,
-    behind: AttachedGroup,
+    attached: AttachedGroup,
     order: Sequence[int],
     is_reverse: bool,
 ) -> list[AnyBucket]:
-    """Buckets of all parameters, filled in `order`. `is_reverse`: the last bucket of it comes first."""
-    travellers = [
+    """Build the buckets of all parameters, filled in `order`. `is_reverse`: reverse their order."""
+    specs = [
         GradSpec(p.numel() * p.dtype.itemsize, (p.dtype, p.device), alone)
         for p, alone in zip(parameters, are_sparse, strict=True)
     ]
-    hands = assign_buckets(travellers, options.limits, order)
+    assignment = assign_buckets(specs, options.limits, order)
     if is_reverse:
-        hands.sort(key=min, reverse=True)
+        assignment.sort(key=min, reverse=True)
     buckets: list[AnyBucket] = []
-    for index, numbers in enumerate(hands):
-        told = [names.get(number, f"parameter {number}") for number in numbers]
-        own = [parameters[number] for number in numbers]
-        if are_sparse[numbers[0]]:
-            buckets.append(SparseBucket(index, numbers[0], own[0], told[0]))
+    for index, param_indices in enumerate(assignment):
+        bucket_names = [names.get(param_index, f"parameter {param_index}") for param_index in param_indices]
+        bucket_params = [parameters[param_index] for param_index in param_indices]
+        if are_sparse[param_indices[0]]:
+            buckets.append(SparseBucket(index, param_indices[0], bucket_params[0], bucket_names[0]))
         else:
             buckets.append(
-                Bucket(index, numbers, own, told, partial(_lend, behind), as_views=options.as_views)
+                Bucket(
+                    index,
+                    param_indices,
+                    bucket_params,
+                    bucket_names,
+                    partial(_allocate, attached),
+                    as_views=options.as_views,
+                )
             )
     return buckets
 
 
-def slots_of(buckets: Sequence[AnyBucket]) -> list[ParamSlot]:
-    """By number of the parameter."""
+def build_slots(buckets: Sequence[AnyBucket]) -> list[ParamSlot]:
+    """Slots by parameter index."""
     slots = {
-        number: ParamSlot(bucket, place, bucket.bytes_of[place], bucket.waiting)
+        param_index: ParamSlot(bucket, position, bucket.grad_bytes[position], bucket.pending)
         for bucket in buckets
-        for place, number in enumerate(bucket.numbers)
+        for position, param_index in enumerate(bucket.param_indices)
     }
-    return [slots[number] for number in range(len(slots))]
+    return [slots[param_index] for param_index in range(len(slots))]
 
 
-def _lend(behind: AttachedGroup, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return empty(numel, dtype, device, behind.group)
+def _allocate(attached: AttachedGroup, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return empty(numel, dtype, device, attached.group)

@@ -1,18 +1,18 @@
-"""Compression of gradients as a communication hook.
+"""Gradient compression as a communication hook.
 
     ddp.register_comm_hook(Compression(ddp, "int8"), compression_hook)
 
-[Note: whose turn the group's calls are]
-A compressed sum takes several messages, so on the CPU a thread says them while backward goes on; that thread
-has the process group to itself until the last bucket is through, for which that bucket's hook waits. A model
-whose own backward communicates over the same process group, or another one whose uncompressed gradients
-travel over it in the same backward, needs a process group of its own.
+[Note: order of collectives on the process group]
+A compressed sum takes several messages, so on the CPU a thread sends them during backward; it has the process
+group to itself until the last bucket is done, which that bucket's hook waits for. A model whose own backward
+communicates over the same process group, or another model whose uncompressed gradients are reduced over it in
+the same backward, needs a process group of its own.
 
-[Note: what is lost and whose it is]
-What codes and factors lost is part of the next step's contribution, parameter by parameter; buckets that are
-dealt anew take it along. Where a sum is not finite (a loss scale was too large) the step is not taken, and
-what was lost belongs to nobody: on all ranks, which have all seen the same sum, it is forgotten before the
-next one.
+[Note: error feedback]
+Compression errors of int8 and PowerSGD are added to the next step's contribution, parameter by parameter;
+they are kept when buckets are rebuilt. If a sum is not finite (the loss scale was too large), the step is
+skipped and its errors are meaningless: all ranks have seen the same sum, and all of them discard the errors
+before the next one.
 """
 
 import weakref
@@ -48,19 +48,19 @@ KINDS = ("bf16", "fp16", "int8", "powersgd")
 
 
 class Compression:
-    """How a model's gradients are compressed: the state of `compression_hook`. One for each model.
+    """Gradient compression of one model: the state of `compression_hook`.
 
-    kind      messages hold                                          what they lose
+    kind      messages hold                                          compression error
     bf16      bfloat16, added up in float32                          is lost
     fp16      float16, added up in float32                           is lost
-    int8      8-bit codes and a scale for every 256 elements         is part of the next step's contribution
-    powersgd  two thin factors of each matrix, of rank 4, or of      is part of the next step's contribution
-              rank r of "powersgd:r"; what is no matrix as it is
+    int8      8-bit codes and a scale for every 256 elements         is added to the next contribution
+    powersgd  two thin factors of each matrix, of rank 4, or of      is added to the next contribution
+              rank r of "powersgd:r"; other tensors uncompressed
 
-    The sum travels as contributions do. Where every rank gets all bfloat16 contributions (up to 3 ranks over
-    Gloo, up to 4 that share memory) it travels nowhere, and is float32. Gradients are float32 and dense, or a
-    DDPError says which is not. All ranks end with the same bits. The ideas: `comm/compress.py`,
-    `comm/factors.py`.
+    The sum is sent in the same format as the contributions. If every rank receives all bfloat16 contributions
+    (up to 3 ranks over Gloo, up to 4 in shared memory), no sum is sent and the result is float32. Gradients
+    must be float32 and dense, else DDPError. All ranks end with the same bits. Algorithms:
+    `comm/compression.py`, `comm/powersgd.py`.
     """
 
     def __init__(self, ddp: nn.Module, kind: str) -> None:
@@ -68,7 +68,7 @@ class Compression:
         reducer = getattr(ddp, "reducer", None)
         if not isinstance(reducer, Reducer):
             raise DDPError(
-                "plait compresses the gradients of its own DistributedDataParallel",
+                "cannot compress the gradients of another DistributedDataParallel",
                 given=f"a {type(ddp).__module__}.{type(ddp).__qualname__}",
                 expected="plait.DistributedDataParallel",
             )
@@ -76,95 +76,99 @@ class Compression:
         self._factor_rank = _factor_rank(kind)
         for bucket in reducer.buckets:
             _check(bucket)
-        self._reducer = weakref.ref(reducer)  # which holds this
+        self._reducer = weakref.ref(reducer)  # which holds a reference to this object
         self._group: Group | None = None
-        self._buckets: list[AnyBucket] | None = None  # the reducer's, when `_sums` were made
-        self._sums: list[_BucketSum] = []
+        self._buckets: list[AnyBucket] | None = None  # the reducer's buckets when `_reductions` were built
+        self._reductions: list[_BucketReduction] = []
         self._last = Work()
 
     def start(self, bucket: GradBucket) -> "torch.futures.Future[Tensor]":
-        """Starts the mean of a bucket over the ranks: in the bucket's buffer when the future is done."""
+        """Start averaging a bucket over the ranks. The result is written to the bucket's buffer."""
         buffer = bucket.buffer()
         _check_dtype(buffer.dtype, f"bucket {bucket.index()}")
         if bucket.index() == 0:
             self._begin()
         group = self._group
-        assert group is not None, "the first bucket did not come first"
+        assert group is not None, "bucket 0 must be reduced first"
         if group.size == 1 or not buffer.numel():
             future = _future(buffer.device)
             future.set_result(buffer)
             return future
         label = f"bucket {bucket.index()} of gradients"
-        future, self._last = self._sums[bucket.index()].start(buffer, label)
+        future, self._last = self._reductions[bucket.index()].start(buffer, label)
         if bucket.is_last():
-            with suppress(Exception):  # which the future raises, when backward asks it
-                self._last.wait()  # see [Note: whose turn the group's calls are]
+            with suppress(Exception):  # the future raises it in backward
+                self._last.wait()  # see [Note: order of collectives on the process group]
         return future
 
-    def forget(self) -> None:
-        """Begins anew: what was kept is of other weights, or of a gradient that was thrown away. On all
-        ranks, between two steps."""
+    def reset(self) -> None:
+        """Discard the error feedback: weights were replaced, or a gradient was dropped. Call it on all ranks
+        between two steps."""
         self._last.wait()
-        for each in self._sums:
-            each.compressor.discard()
+        for reduction in self._reductions:
+            reduction.compressor.forget()
 
     def _begin(self) -> None:
-        """A backward's first bucket: what an earlier one has left under way is waited for."""
+        """Start a backward, in its first bucket: wait for the previous one, rebuild after new buckets."""
         self._last.wait()
         reducer = self._reducer()
-        assert reducer is not None, "a hook of a reducer that is gone"
-        group = reducer.carrier.behind.group_with_comm_thread
+        assert reducer is not None, "the reducer was deleted"
+        group = reducer.bucket_reducer.attached.group_with_background
         if group is not self._group or reducer.buckets is not self._buckets:
-            before = self._lost() if group is self._group else {}
+            previous = self._errors_by_param() if group is self._group else {}
             self._group, self._buckets = group, reducer.buckets
-            self._sums = self._deal(group, [_check(bucket) for bucket in reducer.buckets])
-            for number, lost in self._lost().items():
-                if number in before:
-                    lost.copy_(before[number])
-        elif not all(bool(each.is_finite) for each in self._sums if each.keeps):
-            self.forget()  # see [Note: what is lost and whose it is]
+            self._reductions = self._build_reductions(group, [_check(bucket) for bucket in reducer.buckets])
+            for param_index, error in self._errors_by_param().items():
+                if param_index in previous:
+                    error.copy_(previous[param_index])
+        elif not all(
+            bool(reduction.is_finite) for reduction in self._reductions if reduction.has_error_feedback
+        ):
+            self.reset()  # see [Note: error feedback]
 
-    def _deal(self, group: Group, buckets: list[Bucket]) -> "list[_BucketSum]":
-        """A compressor for each bucket. They share one room for messages, made one after another."""
+    def _build_reductions(self, group: Group, buckets: list[Bucket]) -> "list[_BucketReduction]":
+        """Build a compressor for each bucket. They share one scratch buffer, because they run one by one."""
         if group.size == 1:
             return []
         device = buckets[0].device
         rank, code = self._factor_rank, self.kind
         if rank is not None:
             layouts = [_layout(bucket) for bucket in buckets]
-            room = _room(max(factor_bytes(layout, rank) for layout in layouts), device)
+            scratch = _scratch(max(factor_bytes(layout, rank) for layout in layouts), device)
             return [
-                _BucketSum(PowerSGDReduce(it, rank, group, room), it.numel, group, device) for it in layouts
+                _BucketReduction(PowerSGDReduce(layout, rank, group, scratch), layout.numel, group, device)
+                for layout in layouts
             ]
         numels = [-(-sum(bucket.sizes) // BLOCK) * BLOCK for bucket in buckets]
         if code == "bf16" and sends_narrow(group, torch.bfloat16, torch.float32):
             return [
-                _BucketSum(NarrowReduce(it, group, torch.bfloat16, device), it, group, device)
-                for it in numels
+                _BucketReduction(NarrowReduce(numel, group, torch.bfloat16, device), numel, group, device)
+                for numel in numels
             ]
-        room = _room(max(code_bytes(numel, group.size, code) for numel in numels), device)
+        scratch = _scratch(max(code_bytes(numel, group.size, code) for numel in numels), device)
         return [
-            _BucketSum(CompressedReduce(it, group, CODECS[code], room), it, group, device) for it in numels
+            _BucketReduction(CompressedReduce(numel, group, CODECS[code], scratch), numel, group, device)
+            for numel in numels
         ]
 
-    def _lost(self) -> dict[int, Tensor]:
-        """By the parameter's number."""
-        found: dict[int, Tensor] = {}
-        for bucket, each in zip(self._buckets or [], self._sums, strict=False):
-            if each.keeps and isinstance(bucket, Bucket):
-                lost = each.compressor.state[0][: sum(bucket.sizes)]
-                found.update(zip(bucket.numbers, lost.split(bucket.sizes), strict=True))
-        return found
+    def _errors_by_param(self) -> dict[int, Tensor]:
+        """Views of the compression errors, by parameter index."""
+        errors: dict[int, Tensor] = {}
+        for bucket, reduction in zip(self._buckets or [], self._reductions, strict=False):
+            if reduction.has_error_feedback and isinstance(bucket, Bucket):
+                error = reduction.compressor.kept[0][: sum(bucket.sizes)]
+                errors.update(zip(bucket.param_indices, error.split(bucket.sizes), strict=True))
+        return errors
 
 
 def compression_hook(state: Compression, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """For `register_comm_hook`: the mean of compressed gradients. See `Compression`."""
+    """Average compressed gradients: the hook for `register_comm_hook`. See `Compression`."""
     return state.start(bucket)
 
 
 @dataclass
-class _BucketSum:
-    """How one bucket is compressed. `numel`: of what its compressor sums, gradients and zeros behind them."""
+class _BucketReduction:
+    """Compressed reduction of one bucket. `numel`: size of the compressor's input, with padding."""
 
     compressor: Compressor
     numel: int
@@ -172,44 +176,44 @@ class _BucketSum:
     device: torch.device
 
     def __post_init__(self) -> None:
-        self.keeps = any(tensor.numel() for tensor in self.compressor.state)
-        self.is_finite = torch.ones((), dtype=torch.bool, device=self.device)  # the last sum
+        self.has_error_feedback = any(tensor.numel() for tensor in self.compressor.kept)
+        self.is_finite = torch.ones((), dtype=torch.bool, device=self.device)  # of the last sum
         self._padded: Tensor | None = None
 
     @torch.no_grad()
     def start(self, buffer: Tensor, label: str) -> "tuple[torch.futures.Future[Tensor], Work]":
-        """Also returns what ends with the future."""
-        given, background = self._given(buffer), self.group.comm_thread
-        assert background is not None, "a group of one has nothing to compress"
+        """Start the reduction. Return its future, and work that completes with it."""
+        contribution, background = self._padded_contribution(buffer), self.group.background
+        assert background is not None, "no communication thread"
         future = _future(buffer.device)
-        summing = self.compressor.start(given, (0, self.numel), label=label)
-        finish = partial(self._finish, summing, given, buffer, future)
-        return future, background.submit(finish, on_error=partial(_fail, future))
+        work = self.compressor.start(contribution, (0, self.numel), label=label)
+        finish = partial(self._finish, work, contribution, buffer, future)
+        return future, background.submit(finish, failed=partial(_fail, future))
 
-    def _given(self, buffer: Tensor) -> Tensor:
-        """The buffer itself, if it is as long as its compressor wants it; else a copy."""
+    def _padded_contribution(self, buffer: Tensor) -> Tensor:
+        """The buffer itself if it has `numel` elements, else a padded copy."""
         if buffer.numel() == self.numel:
             return buffer
         if self._padded is None:
             self._padded = torch.zeros(self.numel, dtype=buffer.dtype, device=buffer.device)
-        self._padded[buffer.numel() :].zero_()  # the last sum may have left NaN there
+        self._padded[buffer.numel() :].zero_()  # the last sum may have written NaN
         self._padded[: buffer.numel()].copy_(buffer)
         return self._padded
 
     def _finish(
-        self, summing: ReduceWork, given: Tensor, buffer: Tensor, future: "torch.futures.Future[Tensor]"
+        self, work: ReduceWork, contribution: Tensor, buffer: Tensor, future: "torch.futures.Future[Tensor]"
     ) -> None:
-        for _ in summing.into(given):
+        for _ in work.into(contribution):
             pass
-        torch.div(given[: buffer.numel()], self.group.size, out=buffer)
-        if self.keeps:
-            low, high = buffer.aminmax()  # NaN if one is
+        torch.div(contribution[: buffer.numel()], self.group.size, out=buffer)
+        if self.has_error_feedback:
+            low, high = buffer.aminmax()  # NaN if any element is
             self.is_finite.copy_(low.isfinite() & high.isfinite())
         future.set_result(buffer)
 
 
 def _layout(bucket: Bucket) -> UnitLayout:
-    """The bucket's gradients as they lie in it."""
+    """Layout of the bucket's gradients."""
     pieces, start = [], 0
     for name, parameter, size in zip(bucket.names, bucket.parameters, bucket.sizes, strict=True):
         shape = _shape_in_memory(parameter)
@@ -220,7 +224,7 @@ def _layout(bucket: Bucket) -> UnitLayout:
 
 
 def _shape_in_memory(parameter: Tensor) -> tuple[int, ...]:
-    """The dims in the order in which they lie in a bucket: of a transposed matrix its transpose."""
+    """Shape in memory order: for a transposed matrix, that of its transpose."""
     dims = list(range(parameter.ndim))
     if torch.ops.aten.is_non_overlapping_and_dense(parameter):
         strides = parameter.stride()
@@ -228,7 +232,7 @@ def _shape_in_memory(parameter: Tensor) -> tuple[int, ...]:
     return tuple(parameter.shape[dim] for dim in dims)
 
 
-def _room(num_bytes: int, device: torch.device) -> Tensor:
+def _scratch(num_bytes: int, device: torch.device) -> Tensor:
     return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
 
 
@@ -237,27 +241,27 @@ def _future(device: torch.device) -> "torch.futures.Future[Tensor]":
 
 
 def _fail(future: "torch.futures.Future[Tensor]", error: BaseException) -> None:
-    future.set_exception(error)  # type: ignore[arg-type]  # torch's T is not what a future holds
+    future.set_exception(error)  # type: ignore[arg-type]  # torch annotates the value type
 
 
 def _factor_rank(kind: str) -> int | None:
-    """None of what is no "powersgd". Raises DDPError for what is no kind."""
-    found = REDUCE.fullmatch(kind) if isinstance(kind, str) else None
-    if found is None or kind == "fp32":
+    """Rank of a "powersgd" kind, else None. Raises DDPError for an unknown kind."""
+    errors = REDUCE.fullmatch(kind) if isinstance(kind, str) else None
+    if errors is None or kind == "fp32":
         raise DDPError(
-            "gradients cannot be compressed like that",
+            "unknown compression of gradients",
             given=f"{kind!r}",
-            expected='"bf16", "fp16", "int8", "powersgd" or "powersgd:r" with a rank r from 1',
+            expected='"bf16", "fp16", "int8", "powersgd" or "powersgd:r" with rank r >= 1',
             hint="no hook at all" if kind == "fp32" else unknown_key_hint(str(kind), KINDS),
         )
-    return int(found[1] or FACTOR_RANK) if kind.startswith("powersgd") else None
+    return int(errors[1] or FACTOR_RANK) if kind.startswith("powersgd") else None
 
 
 def _check(bucket: AnyBucket) -> Bucket:
-    """Raises DDPError for gradients that are not compressed."""
+    """Check that a bucket can be compressed. Raises DDPError if it is sparse or not float32."""
     if not isinstance(bucket, Bucket):
         raise DDPError(
-            "sparse gradients are not compressed",
+            "cannot compress sparse gradients",
             given=f"the gradient of {bucket.name}",
             expected="dense gradients in float32",
             hint="torch.nn.Embedding(..., sparse=False), or no compression",
@@ -266,11 +270,11 @@ def _check(bucket: AnyBucket) -> Bucket:
     return bucket
 
 
-def _check_dtype(dtype: torch.dtype, what: str) -> None:
+def _check_dtype(dtype: torch.dtype, owner: str) -> None:
     if dtype != torch.float32:
         raise DDPError(
-            "plait compresses gradients in float32",
-            given=f"{what}, in {str(dtype).removeprefix('torch.')}",
+            "cannot compress gradients that are not float32",
+            given=f"{owner}, in {str(dtype).removeprefix('torch.')}",
             expected="parameters in float32",
-            hint="model.float(), with torch.autocast for what computes in less",
+            hint="model.float(), with torch.autocast for lower-precision compute",
         )

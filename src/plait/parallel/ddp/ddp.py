@@ -1,11 +1,10 @@
-"""The module that averages gradients: torch's class, over plait's reducer.
+"""DistributedDataParallel: torch's class on plait's reducer.
 
-[Note: why a subclass of torch's]
-What torch's class does in Python (arguments, forward, buffers, join, pickling) is its contract; programs
-and libraries reach into it, and ask `isinstance(model, torch.nn.parallel.DistributedDataParallel)` to know
-that `.module` is there and that gradients are averaged. All that is kept. What it does in C++ (buckets,
-hooks, reductions and their log) is replaced: the methods below are the places where torch's class meets its
-reducer.
+[Note: subclass of torch's class]
+The Python part of torch's class (arguments, forward, buffers, join, pickling) is its contract: programs and
+libraries use it, and check `isinstance(model, torch.nn.parallel.DistributedDataParallel)` to find out that
+`.module` exists and that gradients are averaged. All of it is kept. The C++ part (buckets, hooks, reductions
+and their log) is replaced: the methods below are the places where torch's class calls its reducer.
 """
 
 import inspect
@@ -28,27 +27,27 @@ from plait.comm.attach import (
 from plait.comm.collectives import broadcast, shares_memory
 from plait.parallel.ddp.bucket import GradBucket
 from plait.parallel.ddp.build_buckets import Options
-from plait.parallel.ddp.errors import mismatch
+from plait.parallel.ddp.errors import model_mismatch
 from plait.parallel.ddp.logger import Logger
 from plait.parallel.ddp.reducer import TorchReducer
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
-    """Averages a module's gradients over ranks, while backward runs; parameters stay equal on all of them.
+    """Average a module's gradients over ranks during backward; parameters stay equal on all ranks.
 
-    Takes the arguments of `torch.nn.parallel.DistributedDataParallel`, in the same order, and behaves as
-    its documentation says (Li et al., 2006.15704); `state_dict`, `no_sync`, `join`, `register_comm_hook` and
-    the rest are the same. Gradients travel faster: CPU ranks of one host sum them in memory that they share,
-    buckets are reduced while they fill from the first iteration on, and large results are not copied back.
+    Takes the arguments of `torch.nn.parallel.DistributedDataParallel` in the same order, and behaves as its
+    documentation says (Li et al., 2006.15704); `state_dict`, `no_sync`, `join`, `register_comm_hook` and the
+    rest are the same. Communication is faster: CPU ranks of one host sum gradients in shared memory, buckets
+    are reduced while they fill from the first iteration on, and large results are not copied back.
 
-    `transport`: "auto": shared memory where all ranks are on one host and tensors on the CPU, else the
-    process group; "host" or "group": that one. Raises CommError where it cannot be had.
+    `transport`: "auto": shared memory if all ranks are on one host and tensors on the CPU, else the process
+    group; "host" or "group": that one. Raises CommError if it is unavailable.
 
-    Raises DDPError, which is a RuntimeError too, where training leaves the contract; the first sentence is
+    Raises DDPError, which is also a RuntimeError, if training violates the contract; the first sentence is
     torch's.
     """
 
-    reducer: Any  # a `TorchReducer` and a `Logger`: torch declares those in C++
+    reducer: Any  # a `TorchReducer` and a `Logger`; torch declares its C++ types
     logger: Any
 
     def __init__(self, module: nn.Module, *args: Any, transport: str = "auto", **kwargs: Any) -> None:
@@ -60,13 +59,13 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             index = mismatched_param_index(error)
             if index is None:
                 raise
-            raise mismatch(str(error), _name_of(module, index)) from error
-        if _bind(module, *args, **kwargs).get("init_sync", True) and hasattr(self, "_behind"):
-            self._behind.open()
+            raise model_mismatch(str(error), _parameter_name(module, index)) from error
+        if _bind_arguments(module, *args, **kwargs).get("init_sync", True) and hasattr(self, "_attached"):
+            self._attached.open()
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
-        state.pop("_behind", None)
+        state.pop("_attached", None)
         return state
 
     # --- gradients
@@ -78,20 +77,20 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         param_to_name_mapping: dict[int, str],
         static_graph: bool,
     ) -> None:
-        """Makes the reducer and the log. torch calls it when arguments are checked and parameters equal."""
+        """Build the reducer and the logger. Called by torch after it has checked arguments and parameters."""
         if self.mixed_precision is not None:
             for number, parameter in enumerate(parameters):
                 parameter._idx = number  # type: ignore[attr-defined]
         options = Options(
-            limits=self._limits(),
+            limits=self._bucket_limits(),
             find_unused=self.find_unused_parameters,
             as_views=self.gradient_as_bucket_view,
             skips_unused=getattr(self, "skip_all_reduce_unused_params", False),
         )
-        self._behind = AttachedGroup(self.process_group, self.device, self._transport)
-        names = param_to_name_mapping if debug_names_enabled() else {}
-        self.reducer = TorchReducer(parameters, expect_sparse_gradient, names, options, self._behind)
-        self.logger = Logger(self.reducer, self._behind)
+        self._attached = AttachedGroup(self.process_group, self.device, self._transport)
+        names = param_to_name_mapping if names_are_told() else {}
+        self.reducer = TorchReducer(parameters, expect_sparse_gradient, names, options, self._attached)
+        self.logger = Logger(self.reducer, self._attached)
         self.reducer.error_log = weakref.ref(self.logger)
         self.logger.set_construction_data_and_log(
             type(self.module).__name__,
@@ -104,8 +103,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         )
         self._passing_sync_batchnorm_handle(self.module)
 
-    def _limits(self) -> list[int]:
-        """Bytes of buckets, in the order of reduction; the last one repeats."""
+    def _bucket_limits(self) -> list[int]:
+        """Bucket limits in bytes, in reduction order; the last one repeats."""
         caps: Sequence[int] = getattr(self, "bucket_bytes_cap_list", ())  # from torch 2.13 on
         if caps:
             return list(caps)
@@ -116,9 +115,10 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         )
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Has `hook(state, bucket)` communicate each bucket, and return a future with its new gradients.
+        """Make `hook(state, bucket)` communicate each bucket; it returns a future of the new gradients.
 
-        `bucket`: a `GradBucket`; its gradients are not divided by the number of ranks. Once, before backward.
+        `bucket`: a `GradBucket`, whose gradients are not divided by the number of ranks. Call it once, before
+        backward.
         """
         self._check_comm_hook(hook)
         self.logger._set_comm_hook_name(hook.__qualname__)
@@ -130,27 +130,27 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self.reducer.register_comm_hook(builtin_hook(comm_hook_type), self.process_group)
 
     def _check_comm_hook(self, hook: Callable[..., Any]) -> None:
-        is_torchs = str(getattr(hook, "__module__", "")).startswith("torch.distributed.algorithms.")
-        if self.device_type == "cpu" and is_torchs and hook.__name__ in _OF_BFLOAT16:
-            return  # torch asks for NCCL whatever the device is; Gloo can add bfloat16 up
+        is_torch_hook = str(getattr(hook, "__module__", "")).startswith("torch.distributed.algorithms.")
+        if self.device_type == "cpu" and is_torch_hook and hook.__name__ in _BF16_HOOKS:
+            return  # torch requires NCCL on any device; Gloo can sum bfloat16
         if callable(hook):
             bucket = inspect.signature(hook).parameters.get("bucket")
             if bucket is not None and bucket.annotation is GradBucket:
-                return  # torch knows its own alone
+                return  # torch accepts only its own class
         super()._check_comm_hook(hook)
 
     def _setup_in_backward_optimizers(self) -> None:
-        """Optimizers that run in backward (`apply_optimizer_in_backward`) run behind the reduction."""
+        """Make optimizers that run in backward (`apply_optimizer_in_backward`) run after the reduction."""
         if any(hasattr(parameter, "_in_backward_optimizers") for parameter in self._module_parameters):
             remove_optimizer_hooks(self._module_parameters)
             self.reducer._set_optimizer_in_backward()
 
     def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> Any:
         if not is_joined_rank:
-            self.reducer.carrier.enter_join()
+            self.reducer.bucket_reducer.enter_join()
         return super()._check_global_requires_backward_grad_sync(is_joined_rank)
 
-    # --- what else travels
+    # --- other communication
 
     def _match_unused_params_allreduce(self) -> None:
         self.reducer.match_used_map()
@@ -158,30 +158,30 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     def _distributed_broadcast_coalesced(
         self, tensors: Sequence[Tensor], buffer_size: int, authoritative_rank: int = 0
     ) -> None:
-        """Buffers, from one rank."""
-        group = self._behind.group
+        """Broadcast buffers from one rank."""
+        group = self._attached.group
         if not shares_memory(group):
             super()._distributed_broadcast_coalesced(tensors, buffer_size, authoritative_rank)
         elif tensors:
             message = torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors])
             broadcast(message, group, authoritative_rank, label="buffers")
             if group.rank != authoritative_rank:
-                parts = message.split([tensor.nbytes for tensor in tensors])
-                for tensor, part in zip(tensors, parts, strict=True):
-                    tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+                chunks = message.split([tensor.nbytes for tensor in tensors])
+                for tensor, chunk in zip(tensors, chunks, strict=True):
+                    tensor.copy_(chunk.clone().view(tensor.dtype).view(tensor.shape))
 
 
-def _name_of(module: nn.Module, index: int) -> str:
-    """Of a parameter, as torch numbers them: those that are trained."""
+def _parameter_name(module: nn.Module, index: int) -> str:
+    """Name of a parameter by its index among trained parameters, which is torch's numbering."""
     ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
     names = [n for n, p in module.named_parameters() if p.requires_grad and n not in ignored]
     return names[index] if index < len(names) else f"parameter {index}"
 
 
-def _bind(*args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Arguments of the constructor, by name."""
+def _bind_arguments(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Constructor arguments by name."""
     return dict(_SIGNATURE.bind(None, *args, **kwargs).arguments)
 
 
 _SIGNATURE = inspect.signature(nn.parallel.DistributedDataParallel.__init__)
-_OF_BFLOAT16 = ("bf16_compress_hook", "bf16_compress_wrapper_hook")
+_BF16_HOOKS = ("bf16_compress_hook", "bf16_compress_wrapper_hook")

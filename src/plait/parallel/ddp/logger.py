@@ -1,4 +1,4 @@
-"""What `_get_ddp_logging_data` tells of a wrapped module: torch's keys."""
+"""The data of `_get_ddp_logging_data`, with torch's keys."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -17,23 +17,22 @@ _DTYPES = {
     "complex64": "c10::complex<float>",
     "complex128": "c10::complex<double>",
 }
-_ENVIRONMENT = ("MASTER_PORT", "MASTER_ADDR", "TORCH_DISTRIBUTED_DEBUG", "CUDA_VISIBLE_DEVICES")
-_OF_GLOO = ("GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT")
-_OF_NCCL = ("NCCL_SOCKET_IFNAME", "NCCL_DEBUG", "NCCL_NTHREADS", "NCCL_IB_TIMEOUT")
+_VARIABLES = ("MASTER_PORT", "MASTER_ADDR", "TORCH_DISTRIBUTED_DEBUG", "CUDA_VISIBLE_DEVICES")
+_GLOO_VARIABLES = ("GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT")
+_NCCL_VARIABLES = ("NCCL_SOCKET_IFNAME", "NCCL_DEBUG", "NCCL_NTHREADS", "NCCL_IB_TIMEOUT")
 
 
 class Logger:
-    """Facts of the construction, and of iterations that were measured. `strs_map` and `ints_map`: by torch's
-    keys; times in nanoseconds."""
+    """Data about construction and measured iterations, with torch's keys; times are in nanoseconds."""
 
-    def __init__(self, reducer: Reducer, behind: AttachedGroup) -> None:
-        self.strs_map: dict[str, str] = {"backend_name": behind.backend}
-        self.ints_map: dict[str, int] = {"rank": behind.rank, "world_size": behind.size}
+    def __init__(self, reducer: Reducer, attached: AttachedGroup) -> None:
+        self.strs_map: dict[str, str] = {"backend_name": attached.backend}
+        self.ints_map: dict[str, int] = {"rank": attached.rank, "world_size": attached.size}
         self._reducer = reducer
-        self._sums = [0] * 4
+        self._total_ns = [0] * 4
         self._num_measured = 0
-        if behind.num_threads is not None:
-            self.ints_map["gloo_num_threads"] = behind.num_threads
+        if attached.num_threads is not None:
+            self.ints_map["gloo_num_threads"] = attached.num_threads
 
     def _get_ddp_logging_data(self) -> "Logger":
         return self
@@ -52,12 +51,12 @@ class Logger:
         parameters = reducer.parameters
         self.strs_map |= {
             "module_name": module_name,
-            "device_ids": _listed(device_ids),
-            "dtypes": _listed(sorted({_dtype_name(str(p.dtype)) for p in parameters})),
-            "bucket_sizes": _sizes(reducer.buckets),
+            "device_ids": _join(device_ids),
+            "dtypes": _join(sorted({_dtype_name(str(p.dtype)) for p in parameters})),
+            "bucket_sizes": _bucket_sizes(reducer.buckets),
         }
-        names = _ENVIRONMENT + (_OF_GLOO if "gloo_num_threads" in self.ints_map else ())
-        names += _OF_NCCL if self.strs_map["backend_name"] == "nccl" else ()
+        names = _VARIABLES + (_GLOO_VARIABLES if "gloo_num_threads" in self.ints_map else ())
+        names += _NCCL_VARIABLES if self.strs_map["backend_name"] == "nccl" else ()
         self.strs_map |= {name.lower(): os.environ.get(name, "N/A") for name in names}
         self.ints_map |= {
             "output_device": output_device,
@@ -76,48 +75,48 @@ class Logger:
 
     @torch.compiler.disable
     def set_runtime_stats_and_log(self) -> None:
-        """At the beginning of a forward: of the iteration before it, if that was measured."""
-        reducer, times = self._reducer, self._reducer.times
-        if not times.is_sampled:
+        """Record the previous iteration, if it was measured. Called at the beginning of a forward."""
+        reducer, timings = self._reducer, self._reducer.timings
+        if not timings.is_sampled:
             return
-        self.ints_map["iteration"] = times.iteration
+        self.ints_map["iteration"] = timings.iteration
         self.ints_map["can_set_static_graph"] = int(reducer.is_static)
         self.ints_map["num_buckets_reduced"] = reducer.num_reduced
         self.ints_map["unused_parameter_size"] = reducer.unused_bytes
         if reducer.has_rebuilt:
             self.ints_map["has_rebuilt_buckets"] = 1
-            self.strs_map["rebuilt_bucket_sizes"] = _sizes(reducer.buckets)
-            self.strs_map["rebuilt_per_bucket_param_indices"] = _listed(
-                " ".join(str(number) for number in bucket.numbers) for bucket in reducer.buckets
+            self.strs_map["rebuilt_bucket_sizes"] = _bucket_sizes(reducer.buckets)
+            self.strs_map["rebuilt_per_bucket_param_indices"] = _join(
+                " ".join(str(number) for number in bucket.param_indices) for bucket in reducer.buckets
             )
-        self.strs_map["prev_iteration_grad_ready_order_indices"] = _listed(reducer.order_of_arrival)
-        if times.comm_end >= times.backward_start:
-            self._note_times()
+        self.strs_map["prev_iteration_grad_ready_order_indices"] = _join(reducer.grad_ready_order)
+        if timings.comm_end >= timings.backward_start:
+            self._record_times()
 
-    def _note_times(self) -> None:
-        times = self._reducer.times
+    def _record_times(self) -> None:
+        timings = self._reducer.timings
         spans = {
-            "forward_compute_time": times.backward_start - times.forward_start,
-            "backward_compute_time": times.backward_end - times.backward_start,
-            "backward_comm_time": times.comm_end - times.comm_start,
-            "backward_compute_comm_overlap_time": times.backward_end - times.comm_start,
+            "forward_compute_time": timings.backward_start - timings.forward_start,
+            "backward_compute_time": timings.backward_end - timings.backward_start,
+            "backward_comm_time": timings.comm_end - timings.comm_start,
+            "backward_compute_comm_overlap_time": timings.backward_end - timings.comm_start,
         }
         self._num_measured += 1
-        for place, (name, span) in enumerate(spans.items()):
-            self._sums[place] += span
+        for position, (name, span) in enumerate(spans.items()):
+            self._total_ns[position] += span
             self.ints_map[name] = span
-            self.ints_map[f"avg_{name}"] = self._sums[place] // self._num_measured
+            self.ints_map[f"avg_{name}"] = self._total_ns[position] // self._num_measured
         self.ints_map |= {
-            "forward_compute_time_start": times.forward_start,
-            "backward_compute_time_start": times.backward_start,
-            "backward_compute_time_end": times.backward_end,
-            "backward_comm_time_start": times.comm_start,
-            "backward_comm_time_end": times.comm_end,
+            "forward_compute_time_start": timings.forward_start,
+            "backward_compute_time_start": timings.backward_start,
+            "backward_compute_time_end": timings.backward_end,
+            "backward_comm_time_start": timings.comm_start,
+            "backward_comm_time_end": timings.comm_end,
         }
 
     def set_error_and_log(self, text: str) -> None:
         self.ints_map["has_error"] = 1
-        self.ints_map["iteration"] = self._reducer.times.iteration
+        self.ints_map["iteration"] = self._reducer.timings.iteration
         self.strs_map["error"] = text
 
     def _set_comm_hook_name(self, name: str) -> None:
@@ -135,9 +134,9 @@ def _dtype_name(name: str) -> str:
     return _DTYPES.get(name, name)
 
 
-def _listed(items: Iterable[object]) -> str:
+def _join(items: Iterable[object]) -> str:
     return ", ".join(str(item) for item in items)
 
 
-def _sizes(buckets: Sequence[AnyBucket]) -> str:
-    return _listed(bucket.nbytes for bucket in buckets)
+def _bucket_sizes(buckets: Sequence[AnyBucket]) -> str:
+    return _join(bucket.nbytes for bucket in buckets)

@@ -1,20 +1,19 @@
-"""From autograd's hooks to averaged gradients: what one backward of DistributedDataParallel comes to.
+"""DDP's reducer: from autograd hooks to averaged gradients.
 
 [Note: one backward]
-`prepare_for_backward` (at the end of forward) begins it: hooks are expected. Each parameter's hook puts its
-gradient into its bucket; a bucket that is complete starts, in the order of buckets
-(`parallel/in_order.py`), while autograd goes on. With the last one a callback of the engine is queued,
-which waits for the sums and hands them out when autograd is through. If buckets are left over when the next
-forward begins, a gradient has not come. Hooks outside of this (in `no_sync`, in a second backward of the
-same forward) leave gradients to autograd.
+`prepare_for_backward` (at the end of forward) arms the hooks. Each parameter's hook copies its gradient into
+a bucket; a complete bucket is reduced, in bucket order (`parallel/ordered_launch.py`), while autograd
+continues. The last bucket queues an engine callback, which waits for the reductions and writes the gradients
+once autograd is done. Buckets left over when the next forward begins mean that a gradient is missing. Hooks
+outside of this (in `no_sync`, in a second backward of the same forward) leave gradients to autograd.
 
-[Note: buckets of the first backward and of the others]
-Nobody knows in which order gradients come before they have come. The first buckets follow the parameters,
-the last one comes first; they are reduced as they fill. From the second forward on buckets follow the order
-in which rank 0's gradients came, on all ranks. With find_unused_parameters the parameters that a graph
-leaves out may change, and the first buckets stay, but under static_graph, which rules changes out.
+[Note: bucket order in the first and later backwards]
+The order in which gradients become ready is unknown before the first backward. The first buckets follow the
+parameters, in reverse; they are reduced as they fill. From the second forward on, buckets follow rank 0's
+ready order on all ranks. With find_unused_parameters the set of parameters that a graph omits may change, so
+the first buckets stay, except under static_graph, which excludes such changes.
 
-The rest of what torch's module asks its reducer for: joining, hooks, settings. The names are torch's.
+The rest implements what torch's module calls: join, hooks, settings. Those names are torch's.
 """
 
 import weakref
@@ -31,16 +30,23 @@ from plait.comm.attach import AttachedGroup
 from plait.comm.collectives import broadcast
 from plait.comm.transport import Work
 from plait.errors import DDPError
-from plait.parallel.ddp.allreduce import AnyBucket, BucketReducer, Hook, finish_all, seen_by_hook
-from plait.parallel.ddp.bucket import Arrivals, GradBucket, SparseBucket, hook_of, node_of
-from plait.parallel.ddp.build_buckets import Options, build_buckets, slots_of
-from plait.parallel.ddp.errors import CREATE_GRAPH, STATIC_LATE, changed, twice, unfinished, warn_once
+from plait.parallel.ddp.allreduce import AnyBucket, BucketReducer, Hook, as_grad_bucket, finish_all
+from plait.parallel.ddp.bucket import GradBucket, GradReadiness, SparseBucket, accumulate_grad_node, make_hook
+from plait.parallel.ddp.build_buckets import Options, build_buckets, build_slots
+from plait.parallel.ddp.errors import (
+    CREATE_GRAPH,
+    STATIC_LATE,
+    graph_changed,
+    marked_ready_twice,
+    unfinished_reduction,
+    warn_once,
+)
 from plait.parallel.ddp.timings import Timings
 from plait.parallel.ddp.unused_params import StaticGraph, UsedMap, unused_in_backward
 from plait.parallel.ordered_launch import OrderedLauncher
 
-# Of this process: parameters do not tell who listens to their gradients.
-_living: "weakref.WeakSet[Reducer]" = weakref.WeakSet()
+# All live reducers of this process: a parameter does not record which reducers hook it.
+_live_reducers: "weakref.WeakSet[Reducer]" = weakref.WeakSet()
 
 
 class ErrorLog(Protocol):
@@ -48,7 +54,7 @@ class ErrorLog(Protocol):
 
 
 class Reducer:
-    """Averages gradients over ranks. What has one of torch's names is what torch's module calls."""
+    """Averages gradients over ranks. torch's module calls the methods that have torch's names."""
 
     def __init__(
         self,
@@ -56,305 +62,319 @@ class Reducer:
         are_sparse: Sequence[bool],
         names: Mapping[int, str],
         options: Options,
-        behind: AttachedGroup,
+        attached: AttachedGroup,
     ) -> None:
-        """`names`: to be told in messages, by number."""
+        """`names`: parameter names for error messages, by index."""
         self.parameters = list(parameters)
         self.options = options
-        self.times = Timings()
-        self.carrier = BucketReducer(behind)
-        self.static: StaticGraph | None = None
-        self.is_static_so_far = True  # the set of unused parameters has not changed yet
+        self.timings = Timings()
+        self.bucket_reducer = BucketReducer(attached)
+        self.static_graph: StaticGraph | None = None
+        self.is_static_so_far = True  # the set of unused parameters has not changed so far
         self._names = dict(names)
         self._has_sparse = any(are_sparse)
-        self._deal = partial(build_buckets, self.parameters, are_sparse, self._names, options, behind)
+        self._build_buckets = partial(
+            build_buckets, self.parameters, are_sparse, self._names, options, attached
+        )
         self._device = self.parameters[0].device
-        self._arrivals = Arrivals(len(self.parameters))
-        self._lock = self._arrivals.lock
-        self._futures: list[Any] = []  # of buffers, waited for when backward ends
+        self._readiness = GradReadiness(len(self.parameters))
+        self._lock = self._readiness.lock
+        self._futures: list[Any] = []  # buffer broadcasts; waited for when backward ends
         self._may_rebuild = not options.find_unused
-        self._used = UsedMap(len(self.parameters), self._device) if options.find_unused else None
-        self._outputs: list[Any] = []  # nodes of forward's outputs
+        self._used_map = UsedMap(len(self.parameters), self._device) if options.find_unused else None
+        self._output_nodes: list[Any] = []  # grad_fn of forward's outputs
         self._unused: list[int] = []
         self._optimizers_run_in_backward = False
-        self._landings: dict[int, Callable[[], Tensor]] = {}
-        self._left_over: list[Callable[[], Tensor]] = []
-        self._expects_hooks = self._has_begun = self._is_unfinished = False
+        self._in_flight: dict[int, Callable[[], Tensor]] = {}
+        self._abandoned: list[Callable[[], Tensor]] = []
+        self._expects_hooks = self._backward_started = self._is_unfinished = False
         self.has_rebuilt = False
         self.num_reduced = 0
         self.error_log: weakref.ref[ErrorLog] | None = None
-        self._is_alone = True
+        self._is_exclusive = True
         self._set_buckets(range(len(self.parameters)), is_reverse=True)
-        self._nodes = [node_of(parameter) for parameter in self.parameters]
+        self._nodes = [accumulate_grad_node(parameter) for parameter in self.parameters]
         self._hooks: list[Any] = []
         self._register_hooks()
-        self._look_for_others()
+        self._detect_shared_parameters()
 
     def _register_hooks(self) -> None:
-        me = weakref.ref(self)  # autograd, which holds on to hooks, is not to hold on to all of this
-        fill, otherwise = partial(_fill, me), partial(_otherwise, me)
+        self_ref = weakref.ref(self)  # autograd keeps the hooks alive; they must not keep the reducer alive
+        flush, slow_path = partial(_flush_bucket, self_ref), partial(_hook_slow_path, self_ref)
         for index, node in enumerate(self._nodes):
-            hook = hook_of(self._arrivals, index, fill, otherwise)
+            hook = make_hook(self._readiness, index, flush, slow_path)
             self._hooks.append(node.register_hook(hook))
 
-    def _look_for_others(self) -> None:
-        """Reducers that take gradients of the same parameters. See `bucket.py`."""
-        mine = {id(parameter) for parameter in self.parameters}
-        for other in list(_living):
-            if other._hooks and not mine.isdisjoint(id(parameter) for parameter in other.parameters):
+    def _detect_shared_parameters(self) -> None:
+        """Disable aliasing in reducers that share parameters.
+
+        See [Note: gradients that are not aliased] in `bucket.py`.
+        """
+        parameter_ids = {id(parameter) for parameter in self.parameters}
+        for other in list(_live_reducers):
+            if other._hooks and not parameter_ids.isdisjoint(id(parameter) for parameter in other.parameters):
                 for reducer in (self, other):
-                    reducer._is_alone = False
+                    reducer._is_exclusive = False
                     for bucket in reducer.buckets:
-                        bucket.part()
-        _living.add(self)
+                        bucket.disable_aliasing()
+        _live_reducers.add(self)
 
     # --- buckets
 
     def _set_buckets(self, order: Sequence[int], *, is_reverse: bool = False) -> None:
-        """`order`: of the parameters. `is_reverse`: the last bucket of it comes first."""
-        self.buckets = self._deal(order, is_reverse)
-        for bucket in self.buckets if not self._is_alone else ():
-            bucket.part()
-        self._arrivals.slots[:] = slots_of(self.buckets)
-        self._queue = OrderedLauncher(range(len(self.buckets)), partial(_start, weakref.ref(self)))
+        """Build buckets from parameters in `order`. `is_reverse`: reverse the order of the buckets."""
+        self.buckets = self._build_buckets(order, is_reverse)
+        for bucket in self.buckets if not self._is_exclusive else ():
+            bucket.disable_aliasing()
+        self._readiness.slots[:] = build_slots(self.buckets)
+        self._launcher = OrderedLauncher(
+            range(len(self.buckets)), partial(_start_reduction, weakref.ref(self))
+        )
 
     @property
     def unused_bytes(self) -> int:
-        """Of parameters that the last backward has not reached."""
-        return sum(self.parameters[number].nbytes for number in self._unused)
+        """Bytes of the parameters that the last backward did not reach."""
+        return sum(self.parameters[index].nbytes for index in self._unused)
 
     @torch.compiler.disable
     def _rebuild_buckets(self) -> bool:
-        """Before a forward. Whether buckets have been dealt anew. See [Note: buckets of the first ...]."""
+        """Rebuild buckets before a forward. Return True if they were rebuilt.
+
+        See [Note: bucket order in the first and later backwards].
+        """
         with self._lock:
             self._check_reducer_finalized()
-            if not self._may_rebuild or not self._arrivals.order:
+            if not self._may_rebuild or not self._readiness.order:
                 return False
-            order = torch.tensor(self._arrivals.order, dtype=torch.int64, device=self._device)
-            if self.carrier.group.size > 1:
-                broadcast(order, self.carrier.group, label="the order of gradients")
+            order = torch.tensor(self._readiness.order, dtype=torch.int64, device=self._device)
+            if self.bucket_reducer.group.size > 1:
+                broadcast(order, self.bucket_reducer.group, label="the order of gradients")
             self._may_rebuild = False
             self._set_buckets(order.tolist())
             self.has_rebuilt = True
             return True
 
     @property
-    def order_of_arrival(self) -> list[int]:
-        """Of the gradients of the last backward, by number."""
-        return self._arrivals.order
+    def grad_ready_order(self) -> list[int]:
+        """Indices of the last backward's gradients, in the order in which they became ready."""
+        return self._readiness.order
 
     # --- forward
 
     @torch.compiler.disable
     def prepare_for_forward(self) -> None:
-        """A forward is about to run."""
+        """Start a forward: clear the state of the last one."""
         with self._lock:
-            self._outputs.clear()
-            self.carrier.leave_join()
-            self.times.forward_begins()
+            self._output_nodes.clear()
+            self.bucket_reducer.leave_join()
+            self.timings.mark_forward_start()
 
     @torch.compiler.disable
     def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
-        """`outputs`: all tensors that forward returned, if parameters without gradient are to be found."""
+        """Arm the hooks. `outputs`: forward's tensors, in which unused parameters are searched."""
         with self._lock:
-            self.times.backward_begins()
-            self._abandon()
+            self.timings.mark_backward_start()
+            self._abandon_backward()
             self._expects_hooks = True
-            self._has_begun = False
-            self._arrivals.begin()
-            self._outputs = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+            self._backward_started = False
+            self._readiness.begin()
+            self._output_nodes = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
             for bucket in self.buckets:
                 bucket.begin()
-            self._queue.begin(starts=True)
-            if self.static is not None:
-                self.static.begin()
+            self._launcher.begin(starts=True)
+            if self.static_graph is not None:
+                self.static_graph.begin()
 
-    def _abandon(self) -> None:
-        """Whatever an unfinished backward has left. Sums that are under way are waited for behind it."""
-        for index, landing in self._landings.items():
-            if not isinstance(self.buckets[index], SparseBucket):  # of which nothing is under way
-                self._left_over.append(landing)
-        self.carrier.reset()
-        if self._landings or self._is_unfinished:
+    def _abandon_backward(self) -> None:
+        """Drop the state of an unfinished backward. The next one waits for its reductions."""
+        for index, wait in self._in_flight.items():
+            if not isinstance(self.buckets[index], SparseBucket):  # nothing of it is in flight
+                self._abandoned.append(wait)
+        self.bucket_reducer.reset()
+        if self._in_flight or self._is_unfinished:
             for bucket in self.buckets:
-                bucket.drop()
-        self._landings.clear()
+                bucket.reset()
+        self._in_flight.clear()
         self._is_unfinished = False
 
     # --- backward
 
     def _autograd_hook(self, index: int) -> None:
-        """A parameter's gradient has been accumulated."""
+        """Handle one run of a parameter's AccumulateGrad hook."""
         with self._lock:
-            static = self.static
-            if static is not None and not static.is_known:
-                static.count(index)
-            if not self._expects_hooks or (static is not None and not static.is_known):
-                if self._used is not None and self.parameters[index].grad is not None:
-                    self._used.mark(index)  # in `no_sync` too
+            static = self.static_graph
+            if static is not None and not static.is_recorded:
+                static.record_hook(index)
+            if not self._expects_hooks or (static is not None and not static.is_recorded):
+                if self._used_map is not None and self.parameters[index].grad is not None:
+                    self._used_map.mark(index)  # in `no_sync` too
                 return
-            if not self._has_begun:
-                self._begin()
+            if not self._backward_started:
+                self._start_backward()
             if static is not None:
-                if static.has_changed(index):
-                    raise self._logged(changed(index, self._names))
-                if not static.is_last_of(index):
+                if static.is_extra_hook(index):
+                    raise self._logged(graph_changed(index, self._names))
+                if not static.count_down(index):
                     return
-            self._arrivals.order.append(index)
-            self._mark(index)
+            self._readiness.order.append(index)
+            self._mark_ready(index)
 
-    def _begin(self) -> None:
-        """The first hook of a backward."""
-        self._has_begun = True
+    def _start_backward(self) -> None:
+        """Start a backward, in its first hook."""
+        self._backward_started = True
         if torch.is_grad_enabled():
             warn_once(CREATE_GRAPH)
         self._set_factor()
-        if self.static is None and self.options.find_unused:
+        if self.static_graph is None and self.options.find_unused:
             self._find_unused()
         self._is_unfinished = True
-        for number in self._unused:
-            slot = self._arrivals.slots[number]
-            slot.bucket.keep_apart(slot.place)
-            self._mark(number)
-        self._arrivals.is_usual = self.static is None
+        for index in self._unused:
+            slot = self._readiness.slots[index]
+            slot.bucket.mark_unreached(slot.position)
+            self._mark_ready(index)
+        self._readiness.is_fast_path = self.static_graph is None
 
     def _set_factor(self) -> None:
-        factor = self.carrier.factor()
+        factor = self.bucket_reducer.factor()
         for bucket in self.buckets:
             bucket.factor = factor
 
     def _find_unused(self) -> None:
         with record_function("torch.distributed.ddp.reducer::search_unused_parameters"):
-            before, self._unused = self._unused, unused_in_backward(self._nodes, self._outputs)
-        self._outputs.clear()
-        if self.times.iteration > 1 and before != self._unused:
+            before, self._unused = self._unused, unused_in_backward(self._nodes, self._output_nodes)
+        self._output_nodes.clear()
+        if self.timings.iteration > 1 and before != self._unused:
             self.is_static_so_far = False
 
-    def _mark(self, index: int) -> None:
-        """The parameter's gradient goes into its bucket."""
-        if self._arrivals.ready[index]:
-            raise self._logged(twice(index, self._names))
-        self._arrivals.ready[index] = 1
-        slot = self._arrivals.slots[index]
-        slot.waiting.places.append(slot.place)
-        slot.waiting.nbytes += slot.nbytes
-        slot.waiting.missing -= 1
-        if not slot.waiting.missing or slot.waiting.nbytes >= slot.waiting.together_bytes:
-            self._fill(index)
+    def _mark_ready(self, index: int) -> None:
+        """Mark a gradient as ready and queue it for its bucket."""
+        if self._readiness.ready[index]:
+            raise self._logged(marked_ready_twice(index, self._names))
+        self._readiness.ready[index] = 1
+        slot = self._readiness.slots[index]
+        slot.pending.positions.append(slot.position)
+        slot.pending.nbytes += slot.nbytes
+        slot.pending.num_missing -= 1
+        if not slot.pending.num_missing or slot.pending.nbytes >= slot.pending.flush_bytes:
+            self._flush_bucket(index)
 
-    def _fill(self, index: int) -> None:
-        """The bucket of a parameter has enough to copy, or is complete."""
-        bucket: AnyBucket = self._arrivals.slots[index].bucket
-        if not bucket.waiting.places:
-            return  # another thread's hook has filled it meanwhile
-        if self._used is not None and self.static is None:
-            for place in bucket.waiting.places:
-                if bucket.parameters[place].grad is not None and not bucket.is_unreached(place):
-                    self._used.mark(bucket.numbers[place])
+    def _flush_bucket(self, index: int) -> None:
+        """Copy a bucket's queued gradients; start its reduction if it is complete."""
+        bucket: AnyBucket = self._readiness.slots[index].bucket
+        if not bucket.pending.positions:
+            return  # another thread's hook has flushed it meanwhile
+        if self._used_map is not None and self.static_graph is None:
+            for position in bucket.pending.positions:
+                if bucket.parameters[position].grad is not None and not bucket.is_unreached(position):
+                    self._used_map.mark(bucket.param_indices[position])
         bucket.flush()
-        if bucket.waiting.missing:
+        if bucket.pending.num_missing:
             return
-        self._queue.complete(bucket.index)
-        if self._queue.all_started:
+        self._launcher.complete(bucket.index)
+        if self._launcher.is_over:
             if not self._has_sparse:
-                self._start_used()
-            Variable._execution_engine.queue_callback(self._finish)
+                self._start_used_map()
+            Variable._execution_engine.queue_callback(self._finalize_backward)
 
-    def _start_used(self) -> None:
-        """Behind the last sum. Sums of sparse gradients are started where they are waited for."""
-        if self._used is not None and self.static is None and not self.options.skips_unused:
-            self._used.start(self.carrier.group)
+    def _start_used_map(self) -> None:
+        """Start the used-map reduction after the last bucket's; sparse reductions only start when waited
+        for."""
+        if self._used_map is not None and self.static_graph is None and not self.options.skips_unused:
+            self._used_map.start(self.bucket_reducer.group)
 
-    def _start(self, index: int) -> None:
-        self.times.communication_begins(index)
+    def _start_reduction(self, index: int) -> None:
+        self.timings.mark_comm_start(index)
         bucket = self.buckets[index]
-        if self.options.skips_unused and set(bucket.numbers) <= set(self._unused):
-            bucket.drop()
+        if self.options.skips_unused and set(bucket.param_indices) <= set(self._unused):
+            bucket.reset()
             return
-        given = bucket.seal()
+        buffer = bucket.finalize()
         is_last = index == len(self.buckets) - 1
-        self._landings[index] = self.carrier.start(bucket, given, is_last=is_last)
+        self._in_flight[index] = self.bucket_reducer.start(bucket, buffer, is_last=is_last)
 
-    def _finish(self) -> None:
-        """All sums are under way and autograd is through: gradients become what the ranks agree on."""
+    def _finalize_backward(self) -> None:
+        """Wait for the reductions and write averaged gradients to `.grad`. Runs when autograd is done."""
         with self._lock:
-            self.times.backward_computed()
-            self._expects_hooks = self._has_begun = self._is_unfinished = self._arrivals.is_usual = False
-            self._outputs.clear()
+            self.timings.mark_backward_end()
+            self._expects_hooks = self._backward_started = self._is_unfinished = False
+            self._readiness.is_fast_path = False
+            self._output_nodes.clear()
             try:
-                self._land()
+                self._write_results()
             finally:
                 self._futures.clear()
-                self.carrier.reset()
-                if self._used is not None and self.static is None:
-                    self._used.reset()
-            if self.static is not None and self._arrivals.order:
-                self._arrivals.order += self._unused
-            self.times.communicated()
+                self.bucket_reducer.reset()
+                if self._used_map is not None and self.static_graph is None:
+                    self._used_map.reset()
+            if self.static_graph is not None and self._readiness.order:
+                self._readiness.order += self._unused
+            self.timings.mark_comm_end()
 
-    def _land(self) -> None:
-        while self._left_over:
-            self._left_over.pop(0)()
-        self.num_reduced = len(self._landings)
-        is_unused = self._used.is_unused if self._used is not None else lambda _: False
-        between = self._start_used if self._has_sparse else None
-        finish_all(self.buckets, self._landings, between, is_unused, self._optimizers_run_in_backward)
+    def _write_results(self) -> None:
+        while self._abandoned:
+            self._abandoned.pop(0)()
+        self.num_reduced = len(self._in_flight)
+        is_unused = self._used_map.is_unused if self._used_map is not None else lambda _: False
+        after_wait = self._start_used_map if self._has_sparse else None
+        finish_all(self.buckets, self._in_flight, after_wait, is_unused, self._optimizers_run_in_backward)
         for future in self._futures:
             future.wait()
-        if self._used is not None:
-            self._used.land()
+        if self._used_map is not None:
+            self._used_map.wait()
 
     # --- a static graph
 
     def _set_static_graph(self) -> None:
         with self._lock:
-            if self.times.iteration > 0:
+            if self.timings.iteration > 0:
                 raise self._logged(DDPError(STATIC_LATE))
-            self.static = StaticGraph(len(self.parameters))
+            self.static_graph = StaticGraph(len(self.parameters))
             self._may_rebuild = True
-            self._used = UsedMap(len(self.parameters), self._device)
+            self._used_map = UsedMap(len(self.parameters), self._device)
 
     @property
     def is_static(self) -> bool:
-        """Whether it is known to be, or has been so far."""
-        return self.static is not None or (self.options.find_unused and self.is_static_so_far)
+        """True if the graph was declared static, or has not changed so far."""
+        return self.static_graph is not None or (self.options.find_unused and self.is_static_so_far)
 
     def _ddp_graph_static(self) -> bool:
         return self.is_static_so_far
 
     def _delay_all_reduce(self) -> None:
-        """The end of a static graph's first backward, in which gradients only come. Then all are known."""
+        """End a static graph's first backward: flush and reduce all buckets at once."""
         with self._lock:
-            assert self.static is not None, "no static graph"
-            assert self._used is not None, "a static graph's first backward marks what it uses"
+            assert self.static_graph is not None, "no static graph"
+            assert self._used_map is not None, "no used map"
             self._expects_hooks = True
-            self._unused = self.static.learn()
-            # Before hooks, whose futures may start what they like when they like.
-            self._used.start(self.carrier.group)
+            self._unused = self.static_graph.finish_recording()
+            # Before communication hooks: they may start collectives at any time.
+            self._used_map.start(self.bucket_reducer.group)
             self._set_factor()
             self._is_unfinished = True
-            for slot in self._arrivals.slots:
-                slot.waiting.places.append(slot.place)
-            for number in self._unused:
-                slot = self._arrivals.slots[number]
-                slot.bucket.keep_apart(slot.place)
+            for slot in self._readiness.slots:
+                slot.pending.positions.append(slot.position)
+            for index in self._unused:
+                slot = self._readiness.slots[index]
+                slot.bucket.mark_unreached(slot.position)
             for bucket in self.buckets:
                 bucket.flush()
-            self._queue.start_remaining()
-            self._finish()
+            self._launcher.start_rest()
+            self._finalize_backward()
 
-    # --- what torch's module asks for
+    # --- called by torch's module
 
     @torch.compiler.disable
     def _check_reducer_finalized(self) -> None:
-        """Raises DDPError if gradients of the last backward have not come."""
+        """Check that the last backward has finished. Raises DDPError if gradients are missing."""
         if not self._is_unfinished:
             return
-        missing = self._arrivals.missing
-        is_static = self.static is not None
+        missing = self._readiness.missing
+        is_static = self.static_graph is not None
         find_unused = self.options.find_unused
-        rank = self.carrier.behind.rank
-        raise self._logged(unfinished(missing, self._names, rank, find_unused=find_unused, static=is_static))
+        rank = self.bucket_reducer.attached.rank
+        raise self._logged(
+            unfinished_reduction(missing, self._names, rank, find_unused=find_unused, static=is_static)
+        )
 
     def _remove_autograd_hooks(self) -> None:
         for hook in self._hooks:
@@ -368,70 +388,70 @@ class Reducer:
         return error
 
     def _reset_state(self) -> None:
-        """Forgets what was under way. Buckets will be dealt anew."""
+        """Discard the state of the current backward. Buckets will be rebuilt."""
         with self._lock:
-            self._abandon()
-            self._left_over.clear()
-            self._expects_hooks = self._has_begun = False
-            self._may_rebuild = self.static is not None or not self.options.find_unused
-            self._arrivals.begin()
-            if self._used is not None and self.static is None:
-                self._used.reset()
+            self._abandon_backward()
+            self._abandoned.clear()
+            self._expects_hooks = self._backward_started = False
+            self._may_rebuild = self.static_graph is not None or not self.options.find_unused
+            self._readiness.begin()
+            if self._used_map is not None and self.static_graph is None:
+                self._used_map.reset()
 
 
-def _start(reducer: "weakref.ref[Reducer]", index: int) -> None:
-    found = reducer()
-    assert found is not None, "a backward without its reducer"
-    found._start(index)
+def _start_reduction(reducer_ref: "weakref.ref[Reducer]", index: int) -> None:
+    reducer = reducer_ref()
+    assert reducer is not None, "the reducer was deleted during backward"
+    reducer._start_reduction(index)
 
 
-def _fill(reducer: "weakref.ref[Reducer]", index: int) -> None:
-    found = reducer()
-    if found is not None:
-        with found._lock:
-            found._fill(index)
+def _flush_bucket(reducer_ref: "weakref.ref[Reducer]", index: int) -> None:
+    reducer = reducer_ref()
+    if reducer is not None:
+        with reducer._lock:
+            reducer._flush_bucket(index)
 
 
-def _otherwise(reducer: "weakref.ref[Reducer]", index: int) -> None:
-    found = reducer()
-    if found is not None:
-        found._autograd_hook(index)
+def _hook_slow_path(reducer_ref: "weakref.ref[Reducer]", index: int) -> None:
+    reducer = reducer_ref()
+    if reducer is not None:
+        reducer._autograd_hook(index)
 
 
 class TorchReducer(Reducer):
-    """`Reducer`, as torch's module takes it."""
+    """`Reducer` with the rest of the interface that torch's module calls."""
 
     def register_comm_hook(self, hook: Hook, state: object) -> None:
-        self.carrier.register(hook, state)
+        self.bucket_reducer.register(hook, state)
 
     @torch.compiler.disable
     def _set_forward_pass_work_handle(self, work: Any, use_static_world_size: bool) -> None:
-        self.carrier.expect_active(work, is_static=use_static_world_size)
+        self.bucket_reducer.expect_active(work, is_static=use_static_world_size)
 
     def _get_zeros_like_grad_buckets(self) -> list[GradBucket]:
         last = len(self.buckets) - 1
-        return [seen_by_hook(b, b.zeros(), is_last=b.index == last) for b in self.buckets]
+        return [as_grad_bucket(b, b.zeros(), is_last=b.index == last) for b in self.buckets]
 
-    def _run_comm_hook(self, seen: GradBucket) -> Any:
-        """A rank that has joined takes part in the sum of a bucket. Returns what can be waited for."""
-        if self.carrier.has_hook:
-            return Work(self.carrier.run_hook(seen))
-        return Work(self.carrier.start_zeros(self.buckets[seen.index()], seen.buffer()))
+    def _run_comm_hook(self, bucket: GradBucket) -> Any:
+        """Reduce a bucket on a rank that has joined. Return an object with `wait`."""
+        if self.bucket_reducer.has_hook:
+            return Work(self.bucket_reducer.run_hook(bucket))
+        return Work(self.bucket_reducer.start_zeros(self.buckets[bucket.index()], bucket.buffer()))
 
     def _push_all_rebuilt_params(self) -> None:
-        """A rank that has joined has no order of its own: rank 0's, or any, will do."""
-        if self._may_rebuild and not self._arrivals.order:
-            self._arrivals.order += range(len(self.parameters))
+        """Set any ready order on a rank that has joined: rank 0's order is used."""
+        if self._may_rebuild and not self._readiness.order:
+            self._readiness.order += range(len(self.parameters))
 
     def match_used_map(self) -> None:
-        """A rank that has joined has used nothing."""
+        """Join the used-map reduction on a rank that has joined: it has used nothing."""
         used = UsedMap(len(self.parameters), self._device)
-        used.start(self.carrier.group)
-        used.land()
+        used.start(self.bucket_reducer.group)
+        used.wait()
 
     def _get_local_used_map(self) -> Tensor:
-        assert self._used is not None, "nobody looks for unused parameters"
-        return self._used.tensor
+        assert self._used_map is not None, "find_unused_parameters and static_graph are off"
+        return self._used_map.tensor
 
     def _install_post_backward_futures(self, futures: Any) -> None:
         self._futures += futures if isinstance(futures, list | tuple) else [futures]
@@ -440,23 +460,23 @@ class TorchReducer(Reducer):
         self._optimizers_run_in_backward = True
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        self.times.sample_rate = sample_rate
+        self.timings.sample_rate = sample_rate
 
     def _set_mixed_precision_param_dtype(self, dtype: torch.dtype) -> None:
-        """Gradients come in it, and are cast on their way into buckets and back."""
+        """Do nothing: gradients of this dtype are cast when copied into and out of buckets."""
 
     def _set_sparse_metadata(self, global_unique_ids: Mapping[str, Tensor]) -> None:
-        """Which rows ranks have is found out anyway."""
+        """Do nothing: row indices are gathered in every reduction."""
 
     def _update_process_group(self, new_process_group: Any) -> None:
-        self.carrier.behind.set_process_group(new_process_group)
+        self.bucket_reducer.attached.move(new_process_group)
         for bucket in self.buckets:
-            bucket.drop()  # their memory is the former one's
+            bucket.reset()  # their memory belongs to the previous group
 
-    def _run_allreduce_hook(self, seen: GradBucket) -> "torch.futures.Future[list[Tensor]]":
-        """For torch's own hooks: the sum over the process group, nothing divided."""
-        return self.carrier.behind.all_reduce_future(seen.buffer())
+    def _run_allreduce_hook(self, bucket: GradBucket) -> "torch.futures.Future[list[Tensor]]":
+        """Sum over the process group without dividing, for torch's own hooks."""
+        return self.bucket_reducer.attached.future_sum(bucket.buffer())
 
     def get_backward_stats(self) -> list[int]:
-        """When each parameter's gradient came is not written down."""
+        """Zeros: ready times of gradients are not recorded."""
         return [0] * len(self.parameters)

@@ -1,21 +1,20 @@
-"""static_graph=True: the first backward tells how often each parameter's hook runs in every later one.
+"""Which parameters a backward uses, on this rank and on any, and hook counts of a static graph.
 
-A parameter's gradient is complete with the last of its hooks: with reentrant checkpoints around one layer
-several times, or parameters used outside of forward, it has more than one.
+With static_graph=True the first backward records how often each parameter's hook runs in every later one. A
+gradient is complete with the last run: with reentrant checkpoints around one layer several times, or
+parameters used outside of forward, there is more than one.
 
-Which parameters a backward uses, on this rank and on any.
-
-[Note: who is unused]
-A rank whose backward does not reach a parameter has to say so, or the others wait for its gradient. What
-this backward reaches, autograd knows before it starts, and tells for every node; that costs a tenth of a
-microsecond for each parameter. Those it does not reach are unused if no later backward of the same forward
-can reach them either: the graph is walked from forward's outputs, and only then. torch walks it in every
+[Note: detection of unused parameters]
+A rank whose backward does not reach a parameter must mark it as ready, or the other ranks wait for its
+gradient. Before a backward starts, autograd knows which nodes it will run; a query takes a tenth of a
+microsecond for each parameter. Parameters that it does not reach are unused if no later backward of the same
+forward can reach them either: only then is the graph walked from forward's outputs. torch walks it in every
 forward.
 
-[Note: unused here, used elsewhere]
-A parameter that no rank has used keeps its gradient as it is, None or not; one that some rank has used gets
-the mean, to which the others contributed zeros (or what they have had before). One number for each
-parameter tells them apart, summed over the ranks behind the last bucket; only a rank that has not used a
+[Note: globally unused parameters]
+A parameter that no rank has used keeps its `.grad` as it is, None or not; one that some rank has used gets
+the mean, to which the others contributed zeros (or their previous gradient). The two cases differ in one
+count per parameter, which is summed over the ranks after the last bucket; only a rank that has not used a
 parameter waits for it.
 """
 
@@ -28,56 +27,60 @@ from torch import Tensor
 from plait.comm.collectives import Group, start_all_reduce
 from plait.comm.transport import Work
 
-# Of a node of the graph, in the hook of another one: whether the backward that is running will run it.
+# Called in a node's hook: True if the running backward will run the given node.
 _will_run = torch._C._will_engine_execute_node
 
 
 class UsedMap:
-    """One int32 for each parameter: this rank has used it; after the sum, how many ranks have."""
+    """One int32 per parameter: 1 if this rank used it; after the sum, the number of ranks that did."""
 
-    def __init__(self, count: int, device: torch.device) -> None:
-        self._here = [False] * count
+    def __init__(self, num_params: int, device: torch.device) -> None:
+        self._used_here = [False] * num_params
         self._device = device
-        self._sum: Tensor | None = None
-        self.tensor = torch.zeros(count, dtype=torch.int32, device=device)  # the last one that was summed
-        self._pending = Work()
-        self._counts: list[int] | None = None  # of ranks, when they are known
+        self._summed: Tensor | None = None
+        self.tensor = torch.zeros(num_params, dtype=torch.int32, device=device)  # last map that was summed
+        self._work = Work()
+        self._counts: list[int] | None = None  # number of ranks that used each; None until received
 
     def mark(self, index: int) -> None:
-        """This rank has used it."""
-        self._here[index] = True
+        """Mark a parameter as used on this rank."""
+        self._used_here[index] = True
 
     def start(self, group: Group) -> None:
-        """Sums over the ranks, behind the last bucket."""
-        # From pinned memory: the host does not wait until the GPU is through with backward.
-        here = torch.tensor(self._here, dtype=torch.int32, pin_memory=self._device.type == "cuda")
-        self._sum = self.tensor = here.to(self._device, non_blocking=True)
-        self._pending = start_all_reduce(self._sum, group, label="which parameters are used")
+        """Start the sum over the ranks, after the last bucket."""
+        # From pinned memory, so that the host does not wait for the GPU's backward.
+        used_here = torch.tensor(self._used_here, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        self._summed = self.tensor = used_here.to(self._device, non_blocking=True)
+        self._work = start_all_reduce(self._summed, group, label="which parameters are used")
 
-    def land(self) -> None:
-        """The sum is through, whether anybody has asked for it or not."""
-        self._pending.wait()
+    def wait(self) -> None:
+        """Wait for the sum."""
+        self._work.wait()
 
     def is_unused(self, index: int) -> bool:
-        """By any rank; by this one, if nothing was summed. See [Note: unused here, used elsewhere]."""
-        if self._here[index] or self._sum is None:
-            return not self._here[index]
+        """True if no rank used the parameter; without a sum, if this rank did not.
+
+        See [Note: globally unused parameters].
+        """
+        if self._used_here[index] or self._summed is None:
+            return not self._used_here[index]
         if self._counts is None:
-            self._pending.wait()
-            self._counts = self._sum.tolist()
+            self._work.wait()
+            self._counts = self._summed.tolist()
         return self._counts[index] == 0
 
     def reset(self) -> None:
-        """A backward is over: nothing is used yet in the next."""
-        self._here = [False] * len(self._here)
-        self._sum = self._counts = None
-        self._pending = Work()
+        """Clear the map for the next backward."""
+        self._used_here = [False] * len(self._used_here)
+        self._summed = self._counts = None
+        self._work = Work()
 
 
 def unused_in_backward(nodes: Sequence[Any], outputs: Sequence[Any]) -> list[int]:
-    """Indices of those parameters' `nodes` that no backward from `outputs` reaches, nor the running one.
+    """Indices of the `nodes` that neither the running backward nor any other from `outputs` reaches.
 
-    To be called in a hook of autograd's. `outputs`: nodes. See [Note: who is unused].
+    Call it in an autograd hook. `nodes`: the parameters' AccumulateGrad nodes. `outputs`: grad_fn of
+    forward's outputs. See [Note: detection of unused parameters].
     """
     candidates = [index for index, node in enumerate(nodes) if not _will_run(node)]
     if not candidates or not outputs:
@@ -93,30 +96,30 @@ def unused_in_backward(nodes: Sequence[Any], outputs: Sequence[Any]) -> list[int
 
 
 class StaticGraph:
-    """Counts hooks."""
+    """Hook runs per parameter."""
 
-    def __init__(self, count: int) -> None:
-        self._counts = [0] * count
-        self._left = [0] * count
-        self.is_known = False
+    def __init__(self, num_params: int) -> None:
+        self._counts = [0] * num_params
+        self._remaining = [0] * num_params
+        self.is_recorded = False
 
-    def count(self, index: int) -> None:
-        """A hook of the first backward (or of one in `no_sync` before it)."""
+    def record_hook(self, index: int) -> None:
+        """Count a hook run of the first backward (or of one in `no_sync` before it)."""
         self._counts[index] += 1
 
-    def learn(self) -> list[int]:
-        """The first backward is over. Returns the parameters that have no part in it."""
-        self.is_known = True
+    def finish_recording(self) -> list[int]:
+        """Finish the first backward. Return the indices of parameters that it did not use."""
+        self.is_recorded = True
         return [index for index, number in enumerate(self._counts) if number == 0]
 
     def begin(self) -> None:
-        self._left = list(self._counts)
+        self._remaining = list(self._counts)
 
-    def has_changed(self, index: int) -> bool:
-        """A hook runs: whether it is one more than in the first backward."""
-        return self._left[index] == 0
+    def is_extra_hook(self, index: int) -> bool:
+        """True if the hook has already run as often as in the first backward."""
+        return self._remaining[index] == 0
 
-    def is_last_of(self, index: int) -> bool:
-        """A hook runs: whether the gradient is complete."""
-        self._left[index] -= 1
-        return self._left[index] == 0
+    def count_down(self, index: int) -> bool:
+        """Count one hook run. Return True if the gradient is now complete."""
+        self._remaining[index] -= 1
+        return self._remaining[index] == 0
