@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plait.models import blocks_of
-from plait.parallel.tensor import slice_head_arguments
 from plait.plan.sharding import DimSharding, LayerSharding, Range, Style, TPPlan, split
 from support.tensor_models import LENGTH, coordinates, loss_of, shard_of
 

@@ -19,7 +19,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # for ranks started by `plai
 from plait.comm import connect
 from plait.models import causal_lm_on_meta
 from plait.verify import Case, ModelSource, ModelSpec, Verdict
-from plait.verify.tiny_config import shrink_config
 from plait.verify.worker import Verifier
 from support import pipeline_models, programs
 

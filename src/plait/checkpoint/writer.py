@@ -72,7 +72,7 @@ def write_rank_files(
                 if held is None or held[0] is not chunk.kept:
                     held = (chunk.kept, source(chunk.kept))
                 sums.append(_write(file, bytes_of(chunk.view(held[1]))))
-                flushed = _start_flush(file, flushed)
+                flushed = _sync_file_range(file, flushed)
             file.flush()
             os.fsync(file.fileno())
         size = len(header) + sum(chunk.num_bytes for chunk in chunks)
@@ -95,7 +95,7 @@ def _sync_file_range() -> Any:
     return getattr(ctypes.CDLL(None), "sync_file_range", None)
 
 
-def _start_flush(file: BinaryIO, flushed: int) -> int:
+def _sync_file_range(file: BinaryIO, flushed: int) -> int:
     """The disk begins with what has come since `flushed`, once that is much, while we go on: `fsync` then has
     less to wait for. Where the C library has no such call, all is left to it. Up to where it has begun."""
     written = file.tell()

@@ -113,7 +113,7 @@ class Compression:
         self._last.wait()
         reducer = self._reducer()
         assert reducer is not None, "the reducer was deleted"
-        group = reducer.bucket_reducer.attached.group_with_background
+        group = reducer.bucket_reducer.attached.group_with_comm_thread
         if group is not self._group or reducer.buckets is not self._buckets:
             previous = self._errors_by_param() if group is self._group else {}
             self._group, self._buckets = group, reducer.buckets

@@ -19,7 +19,6 @@ from plait.comm.attach import (
     AttachedGroup,
     builtin_hook,
     check_attachable,
-    debug_names_enabled,
     first_bucket_bytes,
     mismatched_param_index,
     remove_optimizer_hooks,

@@ -358,7 +358,7 @@ class Reducer:
                 slot.bucket.mark_unreached(slot.position)
             for bucket in self.buckets:
                 bucket.flush()
-            self._launcher.start_rest()
+            self._launcher.start_remaining()
             self._finalize_backward()
 
     # --- called by torch's module
@@ -475,7 +475,7 @@ class TorchReducer(Reducer):
 
     def _run_allreduce_hook(self, bucket: GradBucket) -> "torch.futures.Future[list[Tensor]]":
         """Sum over the process group without dividing, for torch's own hooks."""
-        return self.bucket_reducer.attached.future_sum(bucket.buffer())
+        return self.bucket_reducer.attached.all_reduce_future(bucket.buffer())
 
     def get_backward_stats(self) -> list[int]:
         """Zeros: ready times of gradients are not recorded."""
