@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from plait.errors import ModelError
 from plait.parallel.tensor import cross_entropy as module
-from plait.parallel.tensor.cross_entropy import ALONE, cross_entropy
+from plait.parallel.tensor.cross_entropy import SINGLE_RANK, cross_entropy
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -36,7 +36,7 @@ def by_torch(logits: Tensor, targets: Tensor, **options: Any) -> Tensor:
 
 
 def ours(logits: Tensor, targets: Tensor, **options: Any) -> Tensor:
-    return cross_entropy(logits, targets, ALONE, [(0, logits.shape[1])], **options)
+    return cross_entropy(logits, targets, SINGLE_RANK, [(0, logits.shape[1])], **options)
 
 
 def drawn(tokens: int, vocabulary: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:

@@ -44,7 +44,7 @@ def _add(parameter: Tensor, gradient: Tensor) -> None:
 
 
 def _in_halves(loss: Tensor, halves: BackwardSplitter) -> DeferredWeightGrads:
-    with halves.collecting() as queued:
+    with halves.deferring() as queued:
         torch.autograd.backward(loss)
     return queued
 
@@ -345,9 +345,9 @@ def test_nothing_is_recorded_where_no_gradients_are() -> None:
 def test_a_backward_that_fails_leaves_the_next_one_whole() -> None:
     halves, layer = BackwardSplitter(), _layer("linear", True, torch.float64)
     split_linears([layer], halves)
-    with pytest.raises(ZeroDivisionError), halves.collecting():
+    with pytest.raises(ZeroDivisionError), halves.deferring():
         raise ZeroDivisionError
-    with halves.collecting(), pytest.raises(AssertionError, match="within another"), halves.collecting():
+    with halves.deferring(), pytest.raises(AssertionError, match="within another"), halves.deferring():
         pass
     layer(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
     assert layer.weight.grad is not None

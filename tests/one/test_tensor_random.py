@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from plait.models import blocks_of, causal_lm_on_meta
 from plait.parallel import recompute_blocks
-from plait.parallel.tensor.rng import zone_randomness
+from plait.parallel.tensor.rng import install_rng_streams
 from plait.plan.sharding import DimSharding, LayerSharding, Style, TPPlan
 
 CPU = torch.device("cpu")
@@ -125,7 +125,7 @@ def played(
     """The masks of one rank, the common stream's state afterwards, the model."""
     model = _Model(sizes["row"][row], sizes["col"][col])
     blocks = list(model.blocks)
-    zone_randomness(model, blocks, plan_of(2, cols), row=row, col=col, sequence=sequence, device=CPU)
+    install_rng_streams(model, blocks, plan_of(2, cols), row=row, col=col, sequence=sequence, device=CPU)
     recompute_blocks(blocks, how)
     return (*masks_of(model, row, col, cols, sizes, sequence=sequence), model)
 
@@ -260,7 +260,7 @@ def test_whole_features_have_one_mask_on_all_ranks_that_have_the_tokens(sequence
     for place in itertools.product(range(2), range(2)):
         model = nn.Sequential(_Wholes())
         plan = TPPlan(2, 2, layers)
-        zone_randomness(model, list(model), plan, row=place[0], col=place[1], sequence=sequence, device=CPU)
+        install_rng_streams(model, list(model), plan, row=place[0], col=place[1], sequence=sequence, device=CPU)
         torch.manual_seed(5)
         with watched() as masks:
             model(torch.ones(4, 16, 8))
@@ -288,7 +288,7 @@ def test_behind_experts_a_region_still_has_whole_sequences() -> None:
     for col in range(2):
         model = nn.Sequential(_Experts())
         plan = TPPlan(1, 2, (LayerSharding("0.moe.0", Style.EXPERTS),), regions=("0.moe",))
-        zone_randomness(model, list(model), plan, row=0, col=col, sequence=True, device=CPU)
+        install_rng_streams(model, list(model), plan, row=0, col=col, sequence=True, device=CPU)
         torch.manual_seed(5)
         with watched() as masks:
             model(torch.ones(4, 16, 8))
@@ -352,7 +352,7 @@ def test_hf_models_drop_alike_in_the_stream_and_apart_in_the_heads(config: dict[
     for col in range(2):
         model = living({**config, "hidden_dropout": 0.1, "attn_implementation": "eager"})
         plan, blocks = plan_of_hf(model, config["model_type"]), [block for _, block in blocks_of(model)]
-        zone_randomness(model, blocks, plan, row=0, col=col, sequence=False, device=CPU)
+        install_rng_streams(model, blocks, plan, row=0, col=col, sequence=False, device=CPU)
         recompute_blocks(blocks, how)
         torch.manual_seed(2)
         with watched() as found:
@@ -375,11 +375,11 @@ def test_hf_models_drop_alike_in_the_stream_and_apart_in_the_heads(config: dict[
 def test_what_drops_nothing_is_left_as_it_is(changes: dict[str, float], is_wrapped: bool) -> None:
     model = living({**GPT2, **changes})
     blocks = [block for _, block in blocks_of(model)]
-    zone_randomness(model, blocks, plan_of_hf(model, "gpt2"), row=0, col=1, sequence=False, device=CPU)
+    install_rng_streams(model, blocks, plan_of_hf(model, "gpt2"), row=0, col=1, sequence=False, device=CPU)
     assert any("forward" in vars(module) for module in model.modules()) == is_wrapped
 
 
 def test_a_lone_rank_drops_as_without_tensor_parallelism() -> None:
     model = _Model(8, 8)
-    zone_randomness(model, list(model.blocks), plan_of(1, 1), row=0, col=0, sequence=False, device=CPU)
+    install_rng_streams(model, list(model.blocks), plan_of(1, 1), row=0, col=0, sequence=False, device=CPU)
     assert not any("forward" in vars(module) for module in model.modules())

@@ -217,7 +217,7 @@ def _round_trip() -> list[tuple[int, int]]:
             for turn in range(3):
                 outbox.send(name, parcel, tensors)
                 gradients = inbox.post(parcel.grad_specs).wait()
-                for gradient, tensor in zip(gradients, parcel.with_grad(tensors), strict=True):
+                for gradient, tensor in zip(gradients, parcel.tensors_with_grad(tensors), strict=True):
                     assert torch.equal(gradient, tensor.detach() * (turn + 1))
             continue
         num_new = 0
@@ -227,7 +227,7 @@ def _round_trip() -> list[tuple[int, int]]:
             assert found == parcel
             arrival = StageInput(found, inbox.post(found.specs).wait())
             _same(unpack(found, arrival.tensors), output)
-            for tensor in found.with_grad(arrival.tensors):
+            for tensor in found.tensors_with_grad(arrival.tensors):
                 torch.autograd.backward(tensor, tensor.detach() * (turn + 1))
             gradients = arrival.take_gradients()
             outbox.send_tensors(gradients)

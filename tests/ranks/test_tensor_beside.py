@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import plait
 from plait.errors import ModelError
 from plait.parallel.tensor import apply_tp_plan
-from plait.parallel.tensor.sequence_forward import with_output
+from plait.parallel.tensor.sequence_forward import map_hidden_output
 from plait.plan.sharding import TPPlan
 from support.pool import Pool
 from support.tensor_shards import groups_of
@@ -256,6 +256,6 @@ Pair = namedtuple("Pair", "states rest")
 
 def test_an_output_with_names_keeps_them() -> None:
     for output in (Pair(torch.ones(1), 3), (torch.ones(1), 3), [torch.ones(1), 3]):
-        found = with_output(lambda x: 2 * x, "a block", output)
+        found = map_hidden_output(lambda x: 2 * x, "a block", output)
         assert type(found) is type(output)
         assert [*found] == [torch.full((1,), 2.0), 3]

@@ -333,7 +333,7 @@ def _heads(cols: int) -> dict[str, Any]:
         1, cols, (LayerSharding("0", Style.COLUMN, words, head=True),), attributes=(("0", "heads", (3, 4)),)
     )
     cut = apply_tp_plan(model, plan, groups, [], sequence=False)
-    with cut.logits_stay_cut():
+    with cut.keep_logits_sharded():
         piece = model(x).detach()
     start, stop = words.ranges[groups.col.rank][0]
     return {

@@ -37,7 +37,7 @@ from plait.parallel import (
     release_unused,
 )
 from plait.parallel.pipeline import BackwardSplitter, Pipeline, split_linears
-from plait.parallel.tensor import TensorGroups, apply_tp_plan, zone_randomness
+from plait.parallel.tensor import TensorGroups, apply_tp_plan, install_rng_streams
 from plait.parallel.zero.flat_param import FlatParamConfig
 from plait.plan import Layout, MemoryUse, Plan, StageAssignment, TPCoord, TPPlan
 from plait.plan.schedule import Schedule
@@ -116,7 +116,7 @@ class StageBuilder:
         tensor = part.tensor_plan(self.how.tensor)
         part.shard_placeholders(self.how.tensor, grid.row.rank, grid.col.rank)
         cut = apply_tp_plan(part.module, tensor, grid, part.blocks, sequence=plan.sp)
-        zone_randomness(
+        install_rng_streams(
             part.module,
             found,
             tensor,

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from plait.comm import Group
 from plait.errors import ModelError
-from plait.parallel.tensor.cross_entropy import ALONE, cross_entropy
+from plait.parallel.tensor.cross_entropy import SINGLE_RANK, cross_entropy
 
 # (outputs of the model, micro-batch) -> (loss summed over its targets, number of targets)
 Loss = Callable[[Any, Mapping[str, Tensor]], tuple[Tensor, int | Tensor]]
@@ -25,7 +25,7 @@ def choose_loss(
     model: nn.Module,
     loss: Loss | None,
     *,
-    group: Group = ALONE,
+    group: Group = SINGLE_RANK,
     columns: Sequence[tuple[int, int]] | None = None,
 ) -> Loss:
     """The user's loss, else that of a causal language model. Raises ModelError where neither fits.
@@ -55,7 +55,7 @@ def causal_lm_loss(
     outputs: Any,
     batch: Mapping[str, Tensor],
     *,
-    group: Group = ALONE,
+    group: Group = SINGLE_RANK,
     columns: Sequence[tuple[int, int]] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Cross entropy of the next token, summed. `labels` (B, S) are shifted here; -100 is ignored.

@@ -176,11 +176,11 @@ class MicrobatchRunner:
 
     def activation_bytes(self) -> int | None:
         """The most that is kept for backward at a time."""
-        rest_bytes = self._parts.pipeline.rest_bytes
+        deferred_bytes = self._parts.pipeline.deferred_bytes
         kept = {
             number: None
             if stage.activation_bytes is None
-            else (stage.activation_bytes, rest_bytes.get(number, 0))
+            else (stage.activation_bytes, deferred_bytes.get(number, 0))
             for number, stage in self._parts.stages.items()
         }
         return self._peak(kept)

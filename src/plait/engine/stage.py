@@ -25,7 +25,7 @@ from plait.models import (
 from plait.parallel import ShardedStage
 from plait.parallel.pipeline import DeferredBytes
 from plait.parallel.tensor import ParallelLayers
-from plait.parallel.tensor.cross_entropy import ALONE
+from plait.parallel.tensor.cross_entropy import SINGLE_RANK
 from plait.plan import TPPlan
 
 
@@ -55,7 +55,7 @@ class StageRunner:
         self._cut = cut
         self._given = loss
         self._columns = plan.logit_columns
-        self._col = ALONE if self._columns is None else col
+        self._col = SINGLE_RANK if self._columns is None else col
 
     def outputs(self, micro: Mapping[str, Tensor], received: Any = None) -> Any:
         """What the stage returns: the last one what the model does."""
@@ -100,7 +100,7 @@ class StageRunner:
 
     def logits(self) -> contextlib.AbstractContextManager[None]:
         """Our own loss takes the logits that this rank has; a user's takes all."""
-        return self._cut.logits_stay_cut() if self._given is None else contextlib.nullcontext()
+        return self._cut.keep_logits_sharded() if self._given is None else contextlib.nullcontext()
 
     def estimated_bytes(
         self, batch_shape: tuple[int, int], device: torch.device, whole: BlockOutputs | None

@@ -185,7 +185,7 @@ class _Run:
                 output = stage.outputs(self.micro, received)
             parcel, tensors = pack(output, of=f"stage {number}")
             self.parcels[number] = parcel
-            roots = parcel.with_grad(tensors)
+            roots = parcel.tensors_with_grad(tensors)
             self._roots[number] = [torch.autograd.graph.get_gradient_edge(t) for t in roots]
             tensors = [tensor.detach() for tensor in tensors]
 
@@ -194,7 +194,7 @@ class _Run:
         for number in reversed(self.stages):
             zero, half = self.stages[number].zero, number in self.split
             with self._listening(number):
-                with self.halves.collecting() if half else nullcontext() as queued:
+                with self.halves.deferring() if half else nullcontext() as queued:
                     zero.backward(self._roots.pop(number), gradients, last=True, rest=queued)
                 if queued is not None:
                     zero.backward_weight(queued, last=True)

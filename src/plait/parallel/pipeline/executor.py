@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from plait.comm import Mesh
-from plait.parallel.pipeline.p2p import Inbox, Outbox, Posted
+from plait.parallel.pipeline.p2p import Inbox, Outbox, PostedReceive
 from plait.parallel.pipeline.serialize import PackedOutput, TensorSpec, pack, unpack
 from plait.parallel.pipeline.split_backward import BackwardSplitter, DeferredWeightGrads
 from plait.parallel.zero.sharded_model import Root, ShardedStage
@@ -58,7 +58,7 @@ class StageInput:
         number = 0
         for place, spec in enumerate(parcel.specs):
             if spec.needs_grad:
-                self.tensors[place] = _Arrive.apply(token, self._kept, number, tensors[place])
+                self.tensors[place] = _ReceiveFunction.apply(token, self._kept, number, tensors[place])
                 number += 1
 
     def let_go(self) -> None:
@@ -76,7 +76,7 @@ class StageInput:
         return found
 
 
-class _Arrive(torch.autograd.Function):
+class _ReceiveFunction(torch.autograd.Function):
     """See [Note: arrivals are no leaves]."""
 
     @staticmethod
@@ -91,7 +91,7 @@ class _Arrive(torch.autograd.Function):
         return None, None, None, None
 
 
-_AHEAD = 2  # actions whose messages are received beside the one that computes
+_RECEIVE_AHEAD = 2  # actions whose messages are received beside the one that computes
 
 
 class Stage(Protocol):
@@ -122,7 +122,7 @@ class Pipeline:
         self._rank = mesh.coord["pp"]
         self._rank_of = rank_of
         self.halves = halves
-        self.rest_bytes: dict[int, int] = {}  # by stage: what the first backward in halves left for later
+        self.deferred_bytes: dict[int, int] = {}  # by stage: what the first backward in halves left for later
         self._last_stage = max(rank_of)
         self.device = mesh.world.device
         self._outboxes: dict[tuple[str, int], Outbox] = {}  # by what is sent, and to whom
@@ -163,7 +163,7 @@ class Pipeline:
             for outbox in self._outboxes.values():
                 outbox.sweep()  # after a rank's last forward nothing else would, for all of its backwards
             run.post(action)
-            for coming in actions[place + 1 : place + 1 + _AHEAD]:
+            for coming in actions[place + 1 : place + 1 + _RECEIVE_AHEAD]:
                 run.post_if_known(coming)
             run.do(action, nullcontext() if clock is None else clock.around(action))
         run.check_over()
@@ -186,7 +186,7 @@ class _Run:
         self._here: dict[
             Action, tuple[PackedOutput, list[Tensor]] | list[Tensor]
         ] = {}  # between our own stages
-        self._posted: dict[Action, Posted] = {}
+        self._posted: dict[Action, PostedReceive] = {}
         self._parcels: dict[Action, PackedOutput] = {}
         # Of every channel, what is still to be posted.
         self._queues = {line: self._sent_by(*line) for line in pipeline._inboxes}
@@ -216,7 +216,7 @@ class _Run:
             flight.roots = [] if output is None else [output]
         else:
             parcel, tensors = pack(output, of=f"stage {stage}")
-            flight.roots = [torch.autograd.graph.get_gradient_edge(t) for t in parcel.with_grad(tensors)]
+            flight.roots = [torch.autograd.graph.get_gradient_edge(t) for t in parcel.tensors_with_grad(tensors)]
             flight.parcel = parcel
             self._pass_on(action, parcel, tensors)
         if not self._schedule.trains:
@@ -230,7 +230,7 @@ class _Run:
             gradients = self._gradients_for(Action(Kind.B, stage + 1, micro))
         roots, flight.roots = flight.roots, []
         is_final = self._final[stage] == action
-        with timed, self._p.halves.collecting() if half else nullcontext() as queued:
+        with timed, self._p.halves.deferring() if half else nullcontext() as queued:
             self._stages[stage].zero.backward(roots, gradients, last=is_final, rest=queued)
             del roots, gradients
         if flight.arrival is not None:
@@ -238,8 +238,8 @@ class _Run:
             flight.arrival = None
         if queued is not None:
             flight.queued = queued
-            if stage not in self._p.rest_bytes:
-                self._p.rest_bytes[stage] = queued.num_bytes()
+            if stage not in self._p.deferred_bytes:
+                self._p.deferred_bytes[stage] = queued.num_bytes()
         else:
             del self._flights[stage, micro]
 

@@ -29,7 +29,7 @@ from plait.errors import ModelError
 from plait.parallel.pipeline.serialize import PackedOutput, TensorSpec
 
 _LENGTH = torch.int64  # of the message before a description: its bytes
-_ASK_AGAIN_S = 50e-6
+_POLL_INTERVAL_S = 50e-6
 
 
 class Outbox:
@@ -38,11 +38,11 @@ class Outbox:
     def __init__(self, group: Group, *, device: torch.device, label: str = "") -> None:
         """`group`: of two ranks, which nobody else talks on; both make their ends at the same point of the
         program. `label`: what travels here, for errors."""
-        self._line = _Line(group, device, label)
+        self._line = _Channel(group, device, label)
         self._held: deque[tuple[Work, Tensor]] = deque()  # the transport reads them
         self._known: dict[Hashable, PackedOutput] = {}
         if device.type == "cuda":
-            self._send(_greeting(device))
+            self._send(_handshake(device))
 
     def send(self, key: Hashable, parcel: PackedOutput, tensors: Sequence[Tensor]) -> None:
         """Sends a stage's output, and what it is like if the receiver does not know yet.
@@ -79,7 +79,7 @@ class Outbox:
         """Returns when all is gone: the receiver has it."""
         while self._held:
             if self._line.device.type == "cuda" and not self._held[0][0].is_done():
-                time.sleep(_ASK_AGAIN_S)  # a wait would be the stream's
+                time.sleep(_POLL_INTERVAL_S)  # a wait would be the stream's
             else:
                 self._let_go()
 
@@ -108,9 +108,9 @@ class Inbox:
 
     def __init__(self, group: Group, *, device: torch.device, label: str = "") -> None:
         """As of `Outbox`. `device`: where what arrives is."""
-        self._line = _Line(group, device, label)
+        self._line = _Channel(group, device, label)
         self._known: dict[Hashable, PackedOutput] = {}
-        self._greeted = self._post(_greeting(device)) if device.type == "cuda" else None
+        self._greeted = self._post(_handshake(device)) if device.type == "cuda" else None
 
     def knows(self, key: Hashable) -> bool:
         """Whether `parcel` answers at once."""
@@ -125,17 +125,17 @@ class Inbox:
             self._known[key] = PackedOutput.from_json(text.cpu().numpy().tobytes().decode())
         return self._known[key]
 
-    def post(self, specs: Sequence[TensorSpec]) -> "Posted":
+    def post(self, specs: Sequence[TensorSpec]) -> "PostedReceive":
         """Takes memory for the next tensors that are sent, which are those, and lets them come."""
         tensors = [torch.empty(spec.shape, dtype=spec.dtype, device=self._line.device) for spec in specs]
-        return Posted(tensors, [self._post(tensor) for tensor in tensors if tensor.numel()])
+        return PostedReceive(tensors, [self._post(tensor) for tensor in tensors if tensor.numel()])
 
     def _post(self, tensor: Tensor) -> Work:
         line = self._line
         return start_receive(_bytes_of(tensor), line.group, line.peer, label=line.label)
 
 
-class Posted:
+class PostedReceive:
     """Tensors that are on their way."""
 
     def __init__(self, tensors: list[Tensor], pendings: list[Work]) -> None:
@@ -154,7 +154,7 @@ class Posted:
 
 
 @dataclass(frozen=True)
-class _Line:
+class _Channel:
     group: Group
     device: torch.device
     label: str
@@ -167,7 +167,7 @@ class _Line:
         return 1 - self.group.rank
 
 
-def _greeting(device: torch.device) -> Tensor:
+def _handshake(device: torch.device) -> Tensor:
     """NCCL connects two ranks at their first message, and waits for both."""
     return torch.zeros(1, dtype=torch.uint8, device=device)
 

@@ -68,7 +68,7 @@ class PackedOutput:
         """What the gradients that come back look like."""
         return tuple(TensorSpec(spec.shape, spec.dtype) for spec in self.specs if spec.needs_grad)
 
-    def with_grad(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def tensors_with_grad(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Of its tensors those that need a gradient."""
         return [tensor for tensor, spec in zip(tensors, self.specs, strict=True) if spec.needs_grad]
 

@@ -41,7 +41,7 @@ from transformers.pytorch_utils import Conv1D
 from plait.models import LINEAR_FORWARDS
 from plait.parallel.linear_ops import flat, input_gradient, product, weight_gradient
 
-Deliver = Callable[[Tensor, Tensor], object]
+AccumulateGrad = Callable[[Tensor, Tensor], object]
 
 
 class BackwardSplitter:
@@ -51,7 +51,7 @@ class BackwardSplitter:
         self.queued: DeferredWeightGrads | None = None
 
     @contextmanager
-    def collecting(self) -> Iterator["DeferredWeightGrads"]:
+    def deferring(self) -> Iterator["DeferredWeightGrads"]:
         """Inside, backwards compute no gradients of split layers' weights and biases, but queue them."""
         assert self.queued is None, "a backward in halves within another"
         self.queued = DeferredWeightGrads()
@@ -65,17 +65,17 @@ class DeferredWeightGrads:
     """What one backward has left to compute, in its order."""
 
     def __init__(self) -> None:
-        self._uses: deque[_Use | _Early] = deque()
+        self._uses: deque[_LinearUse | _ComputedGrad] = deque()
 
     def __len__(self) -> int:
         return len(self._uses)
 
-    def add(self, use: "_Use") -> None:
+    def add(self, use: "_LinearUse") -> None:
         self._uses.append(use)
 
     def keep(self, parameter: Tensor, gradient: Tensor) -> None:
         """One that is computed already, to be delivered in its turn."""
-        self._uses.append(_Early(parameter, gradient))
+        self._uses.append(_ComputedGrad(parameter, gradient))
 
     def parameters(self) -> list[Tensor]:
         """Those whose gradients are to come, as often as they will."""
@@ -88,7 +88,7 @@ class DeferredWeightGrads:
         return sum(storages.values())
 
     @torch.no_grad()
-    def run(self, deliver: Deliver) -> None:
+    def run(self, deliver: AccumulateGrad) -> None:
         """Computes the gradients, each in its parameter's shape and dtype, and hands them over. A parameter
         that was used twice comes twice. What a product needs is let go when it is done."""
         while self._uses:
@@ -186,7 +186,7 @@ class _Linear(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         transposed, queued = ctx.layer.transposed, ctx.layer.halves.queued
-        use = _Use(dy, x, ctx.weight, ctx.bias, transposed)
+        use = _LinearUse(dy, x, ctx.weight, ctx.bias, transposed)
         dx = None
         if weight is not None:
             dx = input_gradient(dy, ctx.cast(weight), transposed).to(ctx.x_dtype)
@@ -218,7 +218,7 @@ class _Cast:
 
 
 @dataclass(frozen=True)
-class _Use:
+class _LinearUse:
     """One use of a layer in one forward, as far as its parameters' gradients need it."""
 
     dy: Tensor
@@ -247,7 +247,7 @@ class _Use:
     def bias_gradient(self) -> Tensor | None:
         return None if self.bias is None else flat(self.dy).sum(0).to(self.bias.dtype)
 
-    def finish(self, deliver: Deliver) -> None:
+    def finish(self, deliver: AccumulateGrad) -> None:
         for parameter, gradient in ((self.bias, self.bias_gradient), (self.weight, self.weight_gradient)):
             if parameter is not None:
                 found = gradient()
@@ -256,7 +256,7 @@ class _Use:
 
 
 @dataclass(frozen=True)
-class _Early:
+class _ComputedGrad:
     """A gradient of no split layer."""
 
     parameter: Tensor
@@ -268,5 +268,5 @@ class _Early:
     def held(self) -> list[Tensor]:
         return [self.gradient]
 
-    def finish(self, deliver: Deliver) -> None:
+    def finish(self, deliver: AccumulateGrad) -> None:
         deliver(self.parameter, self.gradient)

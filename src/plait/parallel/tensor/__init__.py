@@ -2,7 +2,7 @@
 
 from plait.parallel.tensor.apply import ParallelLayers, apply_tp_plan
 from plait.parallel.tensor.groups import TensorGroups
-from plait.parallel.tensor.replicated import take_own_heads
-from plait.parallel.tensor.rng import zone_randomness
+from plait.parallel.tensor.replicated import slice_head_arguments
+from plait.parallel.tensor.rng import install_rng_streams
 
-__all__ = ["ParallelLayers", "TensorGroups", "apply_tp_plan", "take_own_heads", "zone_randomness"]
+__all__ = ["ParallelLayers", "TensorGroups", "apply_tp_plan", "slice_head_arguments", "install_rng_streams"]

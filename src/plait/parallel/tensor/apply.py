@@ -16,17 +16,17 @@ from torch import nn
 
 from plait.errors import ModelError
 from plait.models import LINEAR_FORWARDS
-from plait.parallel.tensor.embedding import VocabParallelEmbedding, check_embedding, own_padding
+from plait.parallel.tensor.embedding import VocabParallelEmbedding, check_embedding, local_padding_idx
 from plait.parallel.tensor.groups import ShardedDim, TensorGroups
-from plait.parallel.tensor.linear import Head, ParallelLinear
+from plait.parallel.tensor.linear import HeadOutput, ParallelLinear
 from plait.parallel.tensor.norm import ParallelNorm
-from plait.parallel.tensor.replicated import ParallelExperts, ReplicatedLayer, take_own_heads
+from plait.parallel.tensor.replicated import ParallelExperts, ReplicatedLayer, slice_head_arguments
 from plait.parallel.tensor.sequence import SequenceShard
 from plait.parallel.tensor.sequence_forward import (
     GatherTracker,
     SequenceParallelBlock,
     SequenceParallelRegion,
-    watch_outside,
+    check_outer_modules,
 )
 from plait.parallel.tensor.shared_input import SharedInputs
 from plait.parallel.tensor.side_inputs import SideInputs
@@ -39,10 +39,10 @@ _LINEAR = (Style.COLUMN, Style.ROW)
 class ParallelLayers:
     """A model whose layers have been cut."""
 
-    head: Head
+    head: HeadOutput
 
     @contextmanager
-    def logits_stay_cut(self) -> Iterator[None]:
+    def keep_logits_sharded(self) -> Iterator[None]:
         """Inside, the head gives this rank's logits of its vocabulary; outside, all of them."""
         before, self.head.stays_cut = self.head.stays_cut, True
         try:
@@ -72,7 +72,7 @@ def apply_tp_plan(
         cutting.cut(layer)
     if cutting.sequence:
         cutting.cut_tokens(blocks)
-    take_own_heads(model, plan, groups.col.rank)
+    slice_head_arguments(model, plan, groups.col.rank)
     for name, attribute, values in plan.attributes:
         setattr(model.get_submodule(name), attribute, values[groups.col.rank])
     return ParallelLayers(cutting.head)
@@ -87,7 +87,7 @@ class _Application:
     groups: TensorGroups
     blocks: list[str]
     sequence: bool
-    head: Head = field(default_factory=Head)
+    head: HeadOutput = field(default_factory=HeadOutput)
 
     def __post_init__(self) -> None:
         self.readers = {"row": SharedInputs(self.groups.row), "col": SharedInputs(self.groups.col)}
@@ -151,7 +151,7 @@ class _Application:
                     name, forward, self.tokens, self.gathers, self.beside, number == 0, is_last
                 ),
             )
-        watch_outside(self.model, [name for name, _ in blocks], self.tokens)
+        check_outer_modules(self.model, [name for name, _ in blocks], self.tokens)
 
     # --- layers
 
@@ -178,7 +178,7 @@ class _Application:
         if vocabulary is None or vocabulary.group.size == 1:
             return
         if isinstance(module, nn.Embedding):
-            padding = own_padding(module.padding_idx, vocabulary)
+            padding = local_padding_idx(module.padding_idx, vocabulary)
             module.padding_idx = padding
         _set(module, VocabParallelEmbedding(forward, vocabulary))
 

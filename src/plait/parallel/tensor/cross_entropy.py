@@ -30,7 +30,7 @@ from torch import Tensor
 from plait.comm import Group, all_reduce
 from plait.errors import ModelError
 
-ALONE = Group((0,), 0, None)  # has all columns
+SINGLE_RANK = Group((0,), 0, None)  # has all columns
 
 _CPU_CHUNK = 1 << 17  # logits, for each thread: one float32 copy fills half a core's cache
 _GPU_CHUNK = 1 << 23  # logits: 32 MB in float32
@@ -92,11 +92,11 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits_Tv: Tensor, targets_T: Tensor, how: _Options) -> Tensor:
         ctx.how = how
         if logits_Tv.is_meta:
-            for message in _messages(logits_Tv, how):
+            for message in _empty_messages(logits_Tv, how):
                 all_reduce(message, how.group)
             ctx.save_for_backward(logits_Tv, targets_T, _new(logits_Tv, len(logits_Tv)))
             return _new(logits_Tv)
-        total, factor_T = _total(logits_Tv, targets_T, how)
+        total, factor_T = _loss_sum(logits_Tv, targets_T, how)
         ctx.save_for_backward(logits_Tv, targets_T, factor_T)
         return total
 
@@ -111,12 +111,12 @@ class _CrossEntropy(torch.autograd.Function):
         logits_Tv, targets_T, factor_T = ctx.saved_tensors
         if logits_Tv.is_meta:
             return torch.empty_like(logits_Tv), None, None
-        return _gradient(logits_Tv, targets_T, factor_T, gradients[0], ctx.how), None, None
+        return _logit_gradient(logits_Tv, targets_T, factor_T, gradients[0], ctx.how), None, None
 
 
-def _total(logits_Tv: Tensor, targets_T: Tensor, how: _Options) -> tuple[Tensor, Tensor]:
+def _loss_sum(logits_Tv: Tensor, targets_T: Tensor, how: _Options) -> tuple[Tensor, Tensor]:
     """The summed loss, and each token's factor of the softmax in the gradient."""
-    most_T, message = _own_terms(logits_Tv, how)
+    most_T, message = _local_terms(logits_Tv, how)
     top_T = most_T.clone()
     all_reduce(top_T, how.group, "max", label="loss: largest logits")
     sums_T = message[0].mul_((most_T - top_T).exp_())
@@ -138,11 +138,11 @@ def _total(logits_Tv: Tensor, targets_T: Tensor, how: _Options) -> tuple[Tensor,
     return losses_T.masked_fill_(ignored_T, 0).sum(), factor_T.masked_fill_(ignored_T, 0)
 
 
-def _own_terms(logits_Tv: Tensor, how: _Options) -> tuple[Tensor, Tensor]:
+def _local_terms(logits_Tv: Tensor, how: _Options) -> tuple[Tensor, Tensor]:
     """Of this rank's columns: the largest logit, and the message of sums relative to it: of exponentials, a
     place for the target's logit, and for label smoothing that of logits."""
     num_tokens, num_columns = logits_Tv.shape
-    most_T, message = _messages(logits_Tv, how)
+    most_T, message = _empty_messages(logits_Tv, how)
     most_T.fill_(-torch.inf)
     message.zero_()
     if not num_columns:
@@ -157,7 +157,7 @@ def _own_terms(logits_Tv: Tensor, how: _Options) -> tuple[Tensor, Tensor]:
     return most_T, message
 
 
-def _messages(logits_Tv: Tensor, how: _Options) -> tuple[Tensor, Tensor]:
+def _empty_messages(logits_Tv: Tensor, how: _Options) -> tuple[Tensor, Tensor]:
     """What ranks tell each other, of undefined values: for each token its largest logit, and its sums."""
     num_tokens = len(logits_Tv)
     return _new(logits_Tv, num_tokens), _new(logits_Tv, 3 if how.smoothing else 2, num_tokens)
@@ -174,7 +174,7 @@ def _target_logits(logits_Tv: Tensor, targets_T: Tensor, top_T: Tensor, how: _Op
     return (found_T - top_T).masked_fill_(~owned_T, 0)
 
 
-def _gradient(
+def _logit_gradient(
     logits_Tv: Tensor, targets_T: Tensor, factor_T: Tensor, upstream: Tensor, how: _Options
 ) -> Tensor:
     gradient_Tv = torch.empty_like(logits_Tv, memory_format=torch.contiguous_format)

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from plait.comm import Group
 from plait.errors import ModelError
-from plait.parallel.tensor.functional import sum_in_place
+from plait.parallel.tensor.functional import all_reduce_in_place
 from plait.parallel.tensor.groups import ShardedDim
 from plait.parallel.tensor.shared_input import weight_of
 from plait.plan.sharding import Range
@@ -32,15 +32,15 @@ class VocabParallelEmbedding:
     @torch.compiler.disable
     def __call__(self, module: nn.Module, indices: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         ranges = self.vocabulary.dim.ranges[self.vocabulary.place]
-        local, foreign = _localised(indices, ranges)
+        local, foreign = _to_local(indices, ranges)
         if not self.vocabulary.is_first:
             foreign = torch.ones_like(foreign)  # a copy of a piece: the first that has it gives its rows
         if not sum(stop - start for start, stop in ranges):
             weight = weight_of(module)
             # In the graph like other ranks' rows: what reads them sums gradients on every rank or on none.
             rows = weight.new_zeros(*indices.shape, weight.shape[-1]) + weight.sum()
-            return _Parts.apply(rows, foreign, self.vocabulary.group)
-        return _Parts.apply(self.forward(module, local, *args, **kwargs), foreign, self.vocabulary.group)
+            return _MaskAndReduce.apply(rows, foreign, self.vocabulary.group)
+        return _MaskAndReduce.apply(self.forward(module, local, *args, **kwargs), foreign, self.vocabulary.group)
 
 
 def check_embedding(name: str, module: nn.Module) -> None:
@@ -56,7 +56,7 @@ def check_embedding(name: str, module: nn.Module) -> None:
             )
 
 
-def own_padding(index: int | None, cut: ShardedDim) -> int | None:
+def local_padding_idx(index: int | None, cut: ShardedDim) -> int | None:
     """Where this rank's piece has the row of the whole's `padding_idx`, which gets no gradient."""
     begin = 0
     for start, stop in cut.dim.ranges[cut.place]:
@@ -66,7 +66,7 @@ def own_padding(index: int | None, cut: ShardedDim) -> int | None:
     return None
 
 
-def _localised(indices: Tensor, ranges: tuple[Range, ...]) -> tuple[Tensor, Tensor]:
+def _to_local(indices: Tensor, ranges: tuple[Range, ...]) -> tuple[Tensor, Tensor]:
     """Indices into the rank's piece, 0 for foreign ones; and which ones are foreign."""
     local, foreign = torch.zeros_like(indices), torch.ones_like(indices, dtype=torch.bool)
     begin = 0
@@ -78,14 +78,14 @@ def _localised(indices: Tensor, ranges: tuple[Range, ...]) -> tuple[Tensor, Tens
     return local, foreign
 
 
-class _Parts(Function):
+class _MaskAndReduce(Function):
     """Foreign rows become zero, and the ranks' rows are summed: both in the tensor that the lookup gave."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, foreign: Tensor, group: Group) -> Tensor:
         ctx.save_for_backward(foreign)
         ctx.mark_dirty(rows)
-        return sum_in_place(rows.masked_fill_(foreign.unsqueeze(-1), 0), group, "rows of an embedding")
+        return all_reduce_in_place(rows.masked_fill_(foreign.unsqueeze(-1), 0), group, "rows of an embedding")
 
     @staticmethod
     @once_differentiable

@@ -29,7 +29,7 @@ from plait.comm import Group, Work, all_gather, all_reduce, start_all_reduce
 from plait.parallel.tensor.groups import ShardedDim
 
 
-def sum_in_place(tensor: Tensor, group: Group, label: str = "") -> Tensor:
+def all_reduce_in_place(tensor: Tensor, group: Group, label: str = "") -> Tensor:
     """Sums a tensor that nobody else has over the group."""
     if group.size > 1:
         all_reduce(tensor, group, label=label)
@@ -37,28 +37,28 @@ def sum_in_place(tensor: Tensor, group: Group, label: str = "") -> Tensor:
     return tensor
 
 
-def start_sum_in_place(tensor: Tensor, group: Group, label: str = "") -> Work:
+def start_all_reduce_in_place(tensor: Tensor, group: Group, label: str = "") -> Work:
     """The same, begun: for gradients, which are not kept."""
     if group.size == 1:
         return Work()
     return start_all_reduce(tensor, group, label=label)
 
 
-def spread(x: Tensor, group: Group) -> Tensor:
-    return _Spread.apply(x, group) if group.size > 1 else x
+def copy_to_group(x: Tensor, group: Group) -> Tensor:
+    return _CopyToGroup.apply(x, group) if group.size > 1 else x
 
 
-def total(x: Tensor, group: Group) -> Tensor:
-    return _Total.apply(x, group) if group.size > 1 else x
+def reduce_from_group(x: Tensor, group: Group) -> Tensor:
+    return _ReduceFromGroup.apply(x, group) if group.size > 1 else x
 
 
-def total_of_parts(x: Tensor, group: Group) -> Tensor:
-    return _TotalOfParts.apply(x, group) if group.size > 1 else x
+def differentiable_all_reduce(x: Tensor, group: Group) -> Tensor:
+    return _DifferentiableAllReduce.apply(x, group) if group.size > 1 else x
 
 
-def spread_tail(x: Tensor, width: int, group: Group) -> Tensor:
-    """`spread` of the last `width` features alone."""
-    return _SpreadTail.apply(x, width, group) if group.size > 1 and width else x
+def copy_tail_to_group(x: Tensor, width: int, group: Group) -> Tensor:
+    """`copy_to_group` of the last `width` features alone."""
+    return _CopyTailToGroup.apply(x, width, group) if group.size > 1 and width else x
 
 
 def gather_features(piece: Tensor, cut: ShardedDim) -> Tensor:
@@ -71,7 +71,7 @@ def split_features(whole: Tensor, cut: ShardedDim) -> Tensor:
     return _SplitFeatures.apply(whole, cut) if cut.group.size > 1 else whole
 
 
-def gathered(piece: Tensor, cut: ShardedDim) -> Tensor:
+def all_gather_features(piece: Tensor, cut: ShardedDim) -> Tensor:
     """The whole of which every rank has its features. Uneven pieces travel padded."""
     group, sizes = cut.group, cut.dim.sizes
     whole = piece.new_empty(*piece.shape[:-1], cut.whole)
@@ -86,7 +86,7 @@ def gathered(piece: Tensor, cut: ShardedDim) -> Tensor:
     return whole
 
 
-class _Spread(Function):
+class _CopyToGroup(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
@@ -95,10 +95,10 @@ class _Spread(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return sum_in_place(_own_copy(grad), ctx.group), None
+        return all_reduce_in_place(_own_copy(grad), ctx.group), None
 
 
-class _SpreadTail(Function):
+class _CopyTailToGroup(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, width: int, group: Group) -> Tensor:
         ctx.width, ctx.group = width, group
@@ -109,14 +109,14 @@ class _SpreadTail(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         summed = _own_copy(grad)
         tail = _own_copy(summed[..., -ctx.width :])
-        summed[..., -ctx.width :] = sum_in_place(tail, ctx.group)
+        summed[..., -ctx.width :] = all_reduce_in_place(tail, ctx.group)
         return summed, None, None
 
 
-class _Total(Function):
+class _ReduceFromGroup(Function):
     @staticmethod
     def forward(_: Any, x: Tensor, group: Group) -> Tensor:
-        return sum_in_place(_own_copy(x), group)
+        return all_reduce_in_place(_own_copy(x), group)
 
     @staticmethod
     @once_differentiable
@@ -124,23 +124,23 @@ class _Total(Function):
         return grad, None
 
 
-class _TotalOfParts(Function):
+class _DifferentiableAllReduce(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        return sum_in_place(_own_copy(x), group)
+        return all_reduce_in_place(_own_copy(x), group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return sum_in_place(_own_copy(grad), ctx.group), None
+        return all_reduce_in_place(_own_copy(grad), ctx.group), None
 
 
 class _GatherFeatures(Function):
     @staticmethod
     def forward(ctx: Any, piece: Tensor, cut: ShardedDim) -> Tensor:
         ctx.cut = cut
-        return gathered(piece, cut)
+        return all_gather_features(piece, cut)
 
     @staticmethod
     @once_differentiable
@@ -158,7 +158,7 @@ class _SplitFeatures(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return gathered(grad, ctx.cut), None
+        return all_gather_features(grad, ctx.cut), None
 
 
 def _own_copy(tensor: Tensor) -> Tensor:

@@ -26,14 +26,14 @@ from torch.autograd.function import once_differentiable
 
 from plait.comm import Group
 from plait.parallel.linear_ops import flat, input_gradient, product, weight_gradient
-from plait.parallel.tensor.functional import gather_features, split_features, sum_in_place
+from plait.parallel.tensor.functional import gather_features, split_features, all_reduce_in_place
 from plait.parallel.tensor.groups import ShardedDim
-from plait.parallel.tensor.sequence import SequenceShard, gathered_tokens, summed_tokens
+from plait.parallel.tensor.sequence import SequenceShard, all_gather_tokens, reduce_scatter_tokens
 from plait.parallel.tensor.shared_input import SharedInput, SharedInputs, weight_of
 
 
 @dataclass
-class Head:
+class HeadOutput:
     """Whether logits stay cut over the vocabulary just now."""
 
     stays_cut: bool = False
@@ -60,7 +60,7 @@ class ParallelLinear:
     transposed: bool = False
     splits: ShardedDim | None = None
     gathers: ShardedDim | None = None
-    head: Head | None = None
+    head: HeadOutput | None = None
     tokens: SequenceShard | None = None
 
     @torch.compiler.disable
@@ -87,15 +87,15 @@ class ParallelLinear:
         read = self.readers.find if self.is_given else self.readers.read
         source = read(x, module, self.scope)
         sizes = None if self.tokens is None else self.tokens.sizes_within(x)
-        job = _Job(self.parts, self.transposed, source.reading, weight, self.tokens, sizes)
+        job = _LinearCall(self.parts, self.transposed, source.reading, weight, self.tokens, sizes)
         x = x if source.tensor is None else source.tensor
         if job.is_expected:
-            return _Product.apply(x, None, bias, source.piece, job)
-        return _Product.apply(x, weight, bias, None, job)
+            return _LinearFunction.apply(x, None, bias, source.piece, job)
+        return _LinearFunction.apply(x, weight, bias, None, job)
 
 
 @dataclass(frozen=True)
-class _Job:
+class _LinearCall:
     parts: Group
     transposed: bool
     reading: SharedInput | None
@@ -125,18 +125,18 @@ class _Job:
     def sum(self, part: Tensor) -> Tensor:
         """Of all ranks' parts, in the part that is given; or this rank's tokens of it."""
         if self.tokens is None:
-            return sum_in_place(part, self.parts, "parts of a product")
+            return all_reduce_in_place(part, self.parts, "parts of a product")
         assert self.sizes is not None
-        return summed_tokens(part, self.tokens.group, self.sizes)
+        return reduce_scatter_tokens(part, self.tokens.group, self.sizes)
 
 
-class _Product(Function):
+class _LinearFunction(Function):
     """The product, the sum of the parts, the bias once. See readers.py for who computes the weight's
     gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, _: Tensor | None, bias: Tensor | None, piece: Tensor | None, job: _Job
+        ctx: Any, x: Tensor, _: Tensor | None, bias: Tensor | None, piece: Tensor | None, job: _LinearCall
     ) -> Tensor:
         given = job.weight
         needs_x = ctx.needs_input_grad[0]
@@ -146,7 +146,7 @@ class _Product(Function):
         added = bias if job.parts.rank == 0 else None
         if job.parts.size == 1:
             return product(x, given, added, job.transposed)
-        return _summed(x, given, added, job)
+        return _product_then_reduce(x, given, added, job)
 
     @staticmethod
     @once_differentiable
@@ -156,7 +156,7 @@ class _Product(Function):
         x = None if kept is None else job.read_again(kept, ctx.next_functions[0][0])
         db = flat(dy).sum(0) if needs[2] else None  # of this rank's tokens
         if job.tokens is not None:
-            dy = gathered_tokens(dy, job.tokens.group, job.sizes)
+            dy = all_gather_tokens(dy, job.tokens.group, job.sizes)
         dx = input_gradient(dy, given, job.transposed) if needs[0] else None
         if x is not None:
             job.reading.leave(job.weight, lambda: weight_gradient(dy, x(), job.transposed))
@@ -164,24 +164,24 @@ class _Product(Function):
         return dx, dw, db, None, None
 
 
-def _summed(x: Tensor, weight: Tensor, bias: Tensor | None, job: "_Job") -> Tensor:
+def _product_then_reduce(x: Tensor, weight: Tensor, bias: Tensor | None, job: "_LinearCall") -> Tensor:
     """See [Note: a product and its sum are one operator]."""
-    number = next(_numbers)
-    _waiting[number] = job.sum
+    number = next(_call_ids)
+    _reductions[number] = job.sum
     try:
         out: Tensor = torch.ops.plait.summed_product(x, weight, bias, job.transposed, number)
     finally:
-        _waiting.pop(number)
+        _reductions.pop(number)
     return out
 
 
 def _summed_product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, number: int) -> Tensor:
-    return _waiting[number](product(x, weight, bias, transposed))
+    return _reductions[number](product(x, weight, bias, transposed))
 
 
 # Operators take numbers and tensors only: a sum is here from just before its operator's call to just after.
-_numbers = itertools.count()
-_waiting: dict[int, Callable[[Tensor], Tensor]] = {}
+_call_ids = itertools.count()
+_reductions: dict[int, Callable[[Tensor], Tensor]] = {}
 _operators = torch.library.Library("plait", "FRAGMENT")
 _operators.define(
     "summed_product(Tensor x, Tensor weight, Tensor? bias, bool transposed, int number) -> Tensor"

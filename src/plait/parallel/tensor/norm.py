@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from plait.comm import all_gather
 from plait.errors import ModelError
-from plait.parallel.tensor.functional import sum_in_place, total_of_parts
+from plait.parallel.tensor.functional import all_reduce_in_place, differentiable_all_reduce
 from plait.parallel.tensor.groups import ShardedDim
 
 # Look along features and leave their number as it is: not to be told from the shape of what comes out.
@@ -61,11 +61,11 @@ class ParallelNorm:
 
     @torch.compiler.disable
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with _OverAllRanks(self.name, self.features):
+        with _ReduceOverRanks(self.name, self.features):
             return self.forward(module, *args, **kwargs)
 
 
-class _OverAllRanks(TorchFunctionMode):
+class _ReduceOverRanks(TorchFunctionMode):
     """Answers what looks along the features over all ranks that have some of them."""
 
     def __init__(self, name: str, features: ShardedDim) -> None:
@@ -82,9 +82,9 @@ class _OverAllRanks(TorchFunctionMode):
         if not self._is_cut(x):
             return func(*args, **kwargs)
         asked = getattr(func, "__name__", "").removeprefix("linalg_")
-        answer = _ANSWERS.get(asked)
+        answer = _IMPLEMENTATIONS.get(asked)
         if answer is not None:
-            call = _read(asked, x, args[1:], {k: v for k, v in kwargs.items() if k != "input"})
+            call = _parse_call(asked, x, args[1:], {k: v for k, v in kwargs.items() if k != "input"})
             if call is None:
                 return func(*args, **kwargs)
             if call.is_understood(x):
@@ -148,7 +148,7 @@ _SIGNATURES = {
 }
 
 
-def _read(asked: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | None:
+def _parse_call(asked: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | None:
     """The call in one form; None if it does not look along the last dim."""
     given = {**dict(zip(_SIGNATURES[asked], args, strict=False)), **kwargs}
     last = x.dim() - 1
@@ -184,7 +184,7 @@ def _sum(x: Tensor, call: _Call, features: ShardedDim) -> Tensor:
     part = x.sum(-1, keepdim=call.keepdim, dtype=call.dtype)
     if not features.is_first:  # see [Note: shared pieces count once] in ops.py
         part = part * 0  # in the graph: all ranks take part in backward's sum
-    return total_of_parts(part, features.group)
+    return differentiable_all_reduce(part, features.group)
 
 
 def _mean(x: Tensor, call: _Call, features: ShardedDim) -> Tensor:
@@ -236,7 +236,7 @@ def _scaled(normed: Tensor, x: Tensor, call: _Call) -> Tensor:
     return normed.to(x.dtype)
 
 
-_ANSWERS: dict[str, Callable[[Tensor, _Call, ShardedDim], Any]] = {
+_IMPLEMENTATIONS: dict[str, Callable[[Tensor, _Call, ShardedDim], Any]] = {
     "mean": _mean,
     "sum": _sum,
     "var": _var,
@@ -247,7 +247,7 @@ _ANSWERS: dict[str, Callable[[Tensor, _Call, ShardedDim], Any]] = {
     F.layer_norm.__name__: _layer_norm,
     F.rms_norm.__name__: _rms_norm,
 }
-assert _ANSWERS.keys() == _SIGNATURES.keys()
+assert _IMPLEMENTATIONS.keys() == _SIGNATURES.keys()
 
 
 class _Moments(Function):
@@ -280,6 +280,6 @@ class _Moments(Function):
     @once_differentiable
     def backward(ctx: Any, dmean: Tensor, dvar: Tensor) -> tuple[Tensor | None, ...]:
         x, mean = ctx.saved_tensors
-        both = sum_in_place(torch.stack((dmean, dvar)), ctx.features.group, "gradient of moments")
+        both = all_reduce_in_place(torch.stack((dmean, dvar)), ctx.features.group, "gradient of moments")
         dx = (both[0] + 2 * both[1] * (x - mean)) / ctx.features.whole
         return dx if ctx.features.is_first else torch.zeros_like(dx), None

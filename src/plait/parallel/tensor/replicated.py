@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from plait.comm import Group
-from plait.parallel.tensor.functional import gather_features, split_features, spread, spread_tail, total
+from plait.parallel.tensor.functional import gather_features, split_features, copy_to_group, copy_tail_to_group, reduce_from_group
 from plait.parallel.tensor.groups import ShardedDim
-from plait.parallel.tensor.sequence_forward import with_input, with_output
+from plait.parallel.tensor.sequence_forward import map_hidden_input, map_hidden_output
 from plait.plan.sharding import ArgumentSharding, TPPlan
 
 
-class OwnHeads:
+class HeadSlicer:
     """A forward pre-hook that leaves a module this column's heads of an argument. See `ArgumentSharding`."""
 
     def __init__(self, cut: ArgumentSharding, col: int) -> None:
@@ -35,10 +35,10 @@ class OwnHeads:
         return args, {**kwargs, self._argument: mine.flatten(self._dim - 1, self._dim)}
 
 
-def take_own_heads(model: nn.Module, plan: TPPlan, col: int) -> None:
+def slice_head_arguments(model: nn.Module, plan: TPPlan, col: int) -> None:
     """Sees to `plan.arguments` on a model: each module gets this column's heads of them."""
     for cut in plan.arguments:
-        hook = OwnHeads(cut, col)
+        hook = HeadSlicer(cut, col)
         model.get_submodule(cut.module).register_forward_pre_hook(hook, with_kwargs=True)
 
 
@@ -63,11 +63,11 @@ class ReplicatedLayer:
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         inp, out = self.inp, self.out
         if inp is not None:
-            args, kwargs = with_input(lambda x: gather_features(x, inp), self.name, args, kwargs)
+            args, kwargs = map_hidden_input(lambda x: gather_features(x, inp), self.name, args, kwargs)
         output = self.forward(module, *args, **kwargs)
         if self.tail:
-            output = spread_tail(output, self.tail, self.col)
-        return output if out is None else with_output(lambda y: split_features(y, out), self.name, output)
+            output = copy_tail_to_group(output, self.tail, self.col)
+        return output if out is None else map_hidden_output(lambda y: split_features(y, out), self.name, output)
 
 
 @dataclass(frozen=True)
@@ -88,9 +88,9 @@ class ParallelExperts:
         spread_args = tuple(self._spread(value) for value in args)
         spread_kwargs = {key: self._spread(value) for key, value in kwargs.items()}
         output = self.forward(module, *spread_args, **spread_kwargs)
-        return with_output(lambda y: total(y, self.col), self.name, output)
+        return map_hidden_output(lambda y: reduce_from_group(y, self.col), self.name, output)
 
     def _spread(self, value: Any) -> Any:
         if isinstance(value, Tensor) and value.is_floating_point() and value.requires_grad:
-            return spread(value, self.col)
+            return copy_to_group(value, self.col)
         return value

@@ -41,10 +41,10 @@ from plait.plan.sharding import LayerSharding, Style, TPPlan
 
 Axes = tuple[str, ...]  # that an activation is cut over, in this order:
 _ORDER = ("row", "col")
-Zone = Callable[[], AbstractContextManager[None]]
+StreamScope = Callable[[], AbstractContextManager[None]]
 
 
-def zone_randomness(
+def install_rng_streams(
     model: nn.Module,
     blocks: Sequence[nn.Module],
     plan: TPPlan,
@@ -60,14 +60,14 @@ def zone_randomness(
     `col`. After the layers are installed and before `recompute_blocks`. Nothing is installed on a grid of
     one, or where a Hugging Face model has no dropout; in eval mode and on meta nothing is done.
     """
-    if plan.rows * plan.cols == 1 or not _may_be_random(model):
+    if plan.rows * plan.cols == 1 or not _may_use_rng(model):
         return
-    zones = _Zones({"row": row, "col": col}, sequence, device)
+    zones = _RngStreams({"row": row, "col": col}, sequence, device)
     in_blocks = {inner for block in blocks for inner in block.modules()}
     for layer in plan.layers:
         module = model.get_submodule(layer.module)
         if module in in_blocks:
-            _wrap(module, _zone_of(layer, plan, zones))
+            _wrap(module, _stream_scope(layer, plan, zones))
     for name in plan.regions:
         _wrap(model.get_submodule(name), zones.region)
     for block in blocks:
@@ -77,14 +77,14 @@ def zone_randomness(
             _wrap(module, zones.outside, begins=True)
 
 
-def _zone_of(layer: LayerSharding, plan: TPPlan, zones: "_Zones") -> "Zone":
+def _stream_scope(layer: LayerSharding, plan: TPPlan, zones: "_RngStreams") -> "StreamScope":
     """What a layer in a block says of the activation behind it."""
     if layer.style in (Style.REPLICATE, Style.MLA_LATENT):
         inp, out = (None if cut is None else cut.axis for cut in (layer.inp, layer.out))
         return partial(zones.whole, inp, out)
     region = next((name for name in plan.regions if layer.module.startswith(f"{name}.")), None)
     stream = zones.residual
-    if region is not None and _keeps_sequence(region, plan):
+    if region is not None and _runs_on_full_sequence(region, plan):
         stream = ("row",)
     if layer.style is Style.COLUMN and layer.gathers:
         return partial(zones.then, () if region is not None else _without(zones.residual, "row"))
@@ -95,7 +95,7 @@ def _zone_of(layer: LayerSharding, plan: TPPlan, zones: "_Zones") -> "Zone":
     return nullcontext
 
 
-def _keeps_sequence(region: str, plan: TPPlan) -> bool:
+def _runs_on_full_sequence(region: str, plan: TPPlan) -> bool:
     """Whether all of a region works on whole sequences: no ROW layer cuts them, or experts need them."""
     styles = {layer.style for layer in plan.layers if layer.module.startswith(f"{region}.")}
     return Style.ROW not in styles or Style.EXPERTS in styles
@@ -110,7 +110,7 @@ class _BlockCall:
     left_at: dict[Axes, Tensor] = field(default_factory=dict)  # the generator's state, of the other streams
 
 
-class _Zones:
+class _RngStreams:
     """A rank's place, and the block that runs. One for a model and its copies, which do not run at one
     time."""
 
@@ -213,10 +213,10 @@ def _without(axes: Axes, axis: str | None) -> Axes:
     return tuple(each for each in axes if each != axis)
 
 
-def _wrap(module: nn.Module, zone: Zone, *, begins: bool = False) -> None:
+def _wrap(module: nn.Module, zone: StreamScope, *, begins: bool = False) -> None:
     forward = module.forward
     if isinstance(forward, MethodType) and forward.__self__ is module:
-        module.forward = MethodType(_ZonedForward(forward.__func__, zone, begins), module)
+        module.forward = MethodType(_StreamForward(forward.__func__, zone, begins), module)
         return
     raise ModelError(
         "a forward that is not its module's method cannot be given random numbers of its own",
@@ -225,10 +225,10 @@ def _wrap(module: nn.Module, zone: Zone, *, begins: bool = False) -> None:
     )
 
 
-class _ZonedForward:
+class _StreamForward:
     """Is made a method of its module, and in a copy of the copy: so it knows a function, and no module."""
 
-    def __init__(self, forward: Callable[..., Any], zone: Zone, begins: bool) -> None:
+    def __init__(self, forward: Callable[..., Any], zone: StreamScope, begins: bool) -> None:
         self._forward = forward
         self._zone = zone
         self._begins = begins  # it is not in a block: whether numbers are drawn is decided here
@@ -246,18 +246,18 @@ def _has_values(args: Any, kwargs: Any) -> bool:
     return not any(isinstance(value, Tensor) and value.is_meta for value in tree_leaves((args, kwargs)))
 
 
-def _may_be_random(model: nn.Module) -> bool:
+def _may_use_rng(model: nn.Module) -> bool:
     """A Hugging Face model says so, in its configuration or its modules. Of others nothing is known."""
     if not isinstance(model, PreTrainedModel):
         return True
     named = [model.config.to_dict(), *(vars(module) for module in model.modules())]
     dropouts = (module.p for module in model.modules() if isinstance(module, _DropoutNd))
-    return any(p > 0 for p in dropouts) or any(map(_names_randomness, named))
+    return any(p > 0 for p in dropouts) or any(map(_sets_dropout, named))
 
 
-def _names_randomness(values: Mapping[str, Any]) -> bool:
+def _sets_dropout(values: Mapping[str, Any]) -> bool:
     for key, value in values.items():
-        if isinstance(value, dict) and not str(key).startswith("_") and _names_randomness(value):
+        if isinstance(value, dict) and not str(key).startswith("_") and _sets_dropout(value):
             return True
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if is_number and value > 0 and any(word in str(key) for word in ("drop", "jitter")):

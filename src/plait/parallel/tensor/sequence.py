@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from plait.comm import Group, Work, all_gather, start_all_gather, start_reduce_scatter
 from plait.errors import ModelError
-from plait.parallel.tensor.shared_input import ByTensor
+from plait.parallel.tensor.shared_input import WeakTensorMap
 
 _MARK = "plait: tokens of the whole sequence"
 
@@ -43,13 +43,13 @@ class SequenceShard:
     sequences: int = 1  # that lie one after the other where a block flattens them
     dims: int = 3  # of what the running region was given
     is_cut: bool = False  # the stream of the forward that is running
-    _graphless: ByTensor[tuple[int, int]] = field(default_factory=ByTensor)  # marks
+    _graphless: WeakTensorMap[tuple[int, int]] = field(default_factory=WeakTensorMap)  # marks
 
     def enter(self, name: str, x: Tensor, *, is_whole: bool) -> None:
         """A block begins with `x`, its piece or (the first one) the whole."""
         self.sequences = x.shape[0] if x.dim() > 2 else 1
         if is_whole:
-            self.length, self.begun = x.shape[dim_of(x)], torch.autograd._get_sequence_nr()
+            self.length, self.begun = x.shape[token_dim(x)], torch.autograd._get_sequence_nr()
             self.is_cut = not _is_backward()
             return
         node: Any = x.grad_fn
@@ -92,18 +92,18 @@ class SequenceShard:
 
     @property
     def pieces(self) -> tuple[int, ...]:
-        return pieces_of(self.length, self.group.size)
+        return shard_lengths(self.length, self.group.size)
 
     def sizes_around(self, piece: Tensor) -> tuple[int, ...]:
         """Of what `piece` is this rank's part of, every rank's tokens."""
-        own, tokens = self.own, piece.shape[dim_of(piece)]
+        own, tokens = self.own, piece.shape[token_dim(piece)]
         if not own:  # nothing to tell it from
             return self._times(self.sequences if piece.dim() == 2 else 1)
         return self._runs(tokens, own, "a rank's piece")
 
     def sizes_within(self, whole: Tensor) -> tuple[int, ...]:
         """Of `whole`, every rank's tokens."""
-        return self._runs(whole.shape[dim_of(whole)], self.length, "the whole sequence")
+        return self._runs(whole.shape[token_dim(whole)], self.length, "the whole sequence")
 
     def _runs(self, tokens: int, expected: int, what: str) -> tuple[int, ...]:
         runs, rest = divmod(tokens, expected) if expected else (1, tokens)
@@ -119,7 +119,7 @@ class SequenceShard:
         return tuple(runs * piece for piece in self.pieces)
 
 
-def is_of_stream(x: Tensor) -> bool:
+def depends_on_block_input(x: Tensor) -> bool:
     """Whether autograd's graph leads from `x` to what a block was given."""
     seen: set[Any] = set()
     left: list[Any] = [x.grad_fn]
@@ -138,41 +138,41 @@ def _is_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def pieces_of(length: int, ranks: int) -> tuple[int, ...]:
+def shard_lengths(length: int, ranks: int) -> tuple[int, ...]:
     return tuple(length // ranks + (rank < length % ranks) for rank in range(ranks))
 
 
-def dim_of(x: Tensor) -> int:
+def token_dim(x: Tensor) -> int:
     return 1 if x.dim() > 2 else 0
 
 
 def split_tokens(whole: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
     """This rank's tokens; backward gathers."""
-    return _Split.apply(whole, group, sizes) if group.size > 1 else whole
+    return _SplitTokens.apply(whole, group, sizes) if group.size > 1 else whole
 
 
 def gather_tokens(piece: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
     """All tokens; backward takes this rank's, as what follows is the same on every rank."""
-    return _Gather.apply(piece, group, sizes) if group.size > 1 else piece
+    return _GatherTokens.apply(piece, group, sizes) if group.size > 1 else piece
 
 
-def gathered_tokens(piece: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
+def all_gather_tokens(piece: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
     """(B, t, H) of every rank to (B, T, H), without a graph. One pass beyond the message where B > 1 or
     pieces are uneven."""
     if group.size == 1:
         return piece
-    room = _Room.of(piece, group, sizes)
+    room = _GatherBuffer.of(piece, group, sizes)
     all_gather(room.there.view(-1), room.own.view(-1), group, label="tokens")
     return room.whole(piece)
 
 
-def start_gathered_tokens(
+def start_all_gather_tokens(
     piece: Tensor, group: Group, sizes: tuple[int, ...], label: str = "tokens"
 ) -> Callable[[], Tensor]:
     """The same, begun; what is returned waits for the whole."""
     if group.size == 1:
         return lambda: piece
-    room = _Room.of(piece, group, sizes)
+    room = _GatherBuffer.of(piece, group, sizes)
     pending = start_all_gather(room.there.view(-1), room.own.view(-1), group, label=label)
 
     def end() -> Tensor:
@@ -183,7 +183,7 @@ def start_gathered_tokens(
 
 
 @dataclass(frozen=True)
-class _Room:
+class _GatherBuffer:
     """Where ranks' tokens arrive: in the whole; or padded to equal lengths, one rank's after the other's."""
 
     there: Tensor
@@ -191,40 +191,40 @@ class _Room:
     sizes: tuple[int, ...]
 
     @classmethod
-    def of(cls, piece: Tensor, group: Group, sizes: tuple[int, ...]) -> "_Room":
-        dim, longest, own = dim_of(piece), max(sizes), sizes[group.rank]
-        if _lies_in_order(piece, sizes):
-            return cls(piece.new_empty(_longer(piece, sum(sizes))), piece.contiguous(), sizes)
-        buffer = piece.new_empty(group.size, *_longer(piece, longest))
+    def of(cls, piece: Tensor, group: Group, sizes: tuple[int, ...]) -> "_GatherBuffer":
+        dim, longest, own = token_dim(piece), max(sizes), sizes[group.rank]
+        if _is_rank_major(piece, sizes):
+            return cls(piece.new_empty(_with_tokens(piece, sum(sizes))), piece.contiguous(), sizes)
+        buffer = piece.new_empty(group.size, *_with_tokens(piece, longest))
         given = buffer[group.rank]
         given.narrow(dim, 0, own).copy_(piece)
         given.narrow(dim, own, longest - own).zero_()
         return cls(buffer, given, sizes)
 
     def whole(self, piece: Tensor) -> Tensor:
-        if _lies_in_order(piece, self.sizes):
+        if _is_rank_major(piece, self.sizes):
             return self.there
-        dim, whole = dim_of(piece), piece.new_empty(_longer(piece, sum(self.sizes)))
+        dim, whole = token_dim(piece), piece.new_empty(_with_tokens(piece, sum(self.sizes)))
         for part, got in zip(whole.split(self.sizes, dim), self.there, strict=True):
             part.copy_(got.narrow(dim, 0, part.shape[dim]))
         return whole
 
 
-def _longer(piece: Tensor, tokens: int) -> tuple[int, ...]:
-    dim = dim_of(piece)
+def _with_tokens(piece: Tensor, tokens: int) -> tuple[int, ...]:
+    dim = token_dim(piece)
     return (*piece.shape[:dim], tokens, *piece.shape[dim + 1 :])
 
 
-def start_summed_tokens(
+def start_reduce_scatter_tokens(
     whole: Tensor, group: Group, sizes: tuple[int, ...], label: str = "tokens"
 ) -> tuple[Tensor, Work]:
     """The sum over ranks of (B, T, H), of which this rank gets its tokens once the Pending is over."""
-    dim, longest = dim_of(whole), max(sizes)
+    dim, longest = token_dim(whole), max(sizes)
     if group.size == 1:
         return whole, Work()
     shape = (*whole.shape[:dim], longest, *whole.shape[dim + 1 :])
     piece = whole.new_empty(shape)
-    if _lies_in_order(whole, sizes):
+    if _is_rank_major(whole, sizes):
         buffer = whole.contiguous()
     else:
         buffer = whole.new_empty(group.size, *shape)
@@ -236,41 +236,41 @@ def start_summed_tokens(
     return piece if own == longest else piece.narrow(dim, 0, own), pending
 
 
-def summed_tokens(whole: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
-    """`start_summed_tokens`, to its end. No view: a model's own code may write into it."""
-    piece, pending = start_summed_tokens(whole, group, sizes)
+def reduce_scatter_tokens(whole: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
+    """`start_reduce_scatter_tokens`, to its end. No view: a model's own code may write into it."""
+    piece, pending = start_reduce_scatter_tokens(whole, group, sizes)
     pending.wait()
     return piece.clone(memory_format=torch.contiguous_format) if piece._is_view() else piece
 
 
-def _lies_in_order(x: Tensor, sizes: tuple[int, ...]) -> bool:
+def _is_rank_major(x: Tensor, sizes: tuple[int, ...]) -> bool:
     """Whether ranks' tokens lie one after the other in the whole, and are equally many."""
-    return len(set(sizes)) == 1 and (dim_of(x) == 0 or x.shape[0] == 1)
+    return len(set(sizes)) == 1 and (token_dim(x) == 0 or x.shape[0] == 1)
 
 
-def _own(whole: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
-    return whole.narrow(dim_of(whole), sum(sizes[: group.rank]), sizes[group.rank])
+def _own_shard(whole: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
+    return whole.narrow(token_dim(whole), sum(sizes[: group.rank]), sizes[group.rank])
 
 
-class _Split(Function):
+class _SplitTokens(Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
         ctx.group, ctx.sizes = group, sizes
-        return _own(whole, group, sizes).clone(memory_format=torch.contiguous_format)
+        return _own_shard(whole, group, sizes).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return gathered_tokens(grad, ctx.group, ctx.sizes), None, None
+        return all_gather_tokens(grad, ctx.group, ctx.sizes), None, None
 
 
-class _Gather(Function):
+class _GatherTokens(Function):
     @staticmethod
     def forward(ctx: Any, piece: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
         ctx.group, ctx.sizes = group, sizes
-        return gathered_tokens(piece, group, sizes)
+        return all_gather_tokens(piece, group, sizes)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _own(grad, ctx.group, ctx.sizes), None, None
+        return _own_shard(grad, ctx.group, ctx.sizes), None, None

@@ -31,28 +31,28 @@ from torch import Tensor, nn
 from plait.errors import ModelError
 from plait.parallel.tensor.sequence import (
     SequenceShard,
-    dim_of,
+    token_dim,
     gather_tokens,
-    gathered_tokens,
-    pieces_of,
+    all_gather_tokens,
+    shard_lengths,
     split_tokens,
-    start_gathered_tokens,
-    start_summed_tokens,
+    start_all_gather_tokens,
+    start_reduce_scatter_tokens,
 )
-from plait.parallel.tensor.shared_input import ByTensor, Regather, SharedInput, SharedInputs, weight_of
-from plait.parallel.tensor.side_inputs import SideInputs, with_others
+from plait.parallel.tensor.shared_input import WeakTensorMap, Regather, SharedInput, SharedInputs, weight_of
+from plait.parallel.tensor.side_inputs import SideInputs, map_side_inputs
 
 
-def watch_outside(model: nn.Module, blocks: Sequence[str], tokens: SequenceShard) -> None:
+def check_outer_modules(model: nn.Module, blocks: Sequence[str], tokens: SequenceShard) -> None:
     """Hooks, also of copies: a function is not copied, so theirs knows the same tokens."""
     model.register_forward_pre_hook(lambda *_: tokens.leave())  # a forward that failed may have left them cut
     for name, module in model.named_modules():
         is_inside = any(not block or name == block or name.startswith(f"{block}.") for block in blocks)
         if name and not is_inside and any(True for _ in module.parameters(recurse=False)):
-            _watch(name, module, tokens)
+            _check_not_sharded(name, module, tokens)
 
 
-def _watch(name: str, module: nn.Module, tokens: SequenceShard) -> None:
+def _check_not_sharded(name: str, module: nn.Module, tokens: SequenceShard) -> None:
     def check(*_: Any) -> None:
         if tokens.is_cut:
             raise ModelError(
@@ -72,8 +72,8 @@ Forward = Callable[..., Any]
 class GatherTracker:
     """Tokens that have been gathered in the block that is running: one message per tensor and kind."""
 
-    pure: ByTensor[Tensor] = field(default_factory=ByTensor)
-    whole: ByTensor[Tensor] = field(default_factory=ByTensor)
+    pure: WeakTensorMap[Tensor] = field(default_factory=WeakTensorMap)
+    whole: WeakTensorMap[Tensor] = field(default_factory=WeakTensorMap)
 
     def forget(self) -> None:
         self.pure.clear()
@@ -104,14 +104,14 @@ class SequenceParallelBlock:
                 return x
             self.beside.forget()
             group = self.tokens.group
-            piece = split_tokens(x, group, pieces_of(x.shape[dim_of(x)], group.size))
+            piece = split_tokens(x, group, shard_lengths(x.shape[token_dim(x)], group.size))
             self.tokens.mark(piece)
             return piece
 
         def other(x: Tensor) -> Tensor:
             return self.beside.for_block(self.name, x, is_first=self.is_first)
 
-        return with_others(other, *with_input(enter, self.name, args, kwargs))
+        return map_side_inputs(other, *map_hidden_input(enter, self.name, args, kwargs))
 
     @torch.compiler.disable
     def _leave(self, output: Any) -> Any:
@@ -125,7 +125,7 @@ class SequenceParallelBlock:
             self.tokens.mark(x)
             return x
 
-        return with_output(leave, self.name, output)
+        return map_hidden_output(leave, self.name, output)
 
 
 @dataclass(frozen=True)
@@ -155,10 +155,10 @@ class SequenceParallelRegion:
     def _enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        args, kwargs = with_input(lambda x: self._read(module, x), self.name, args, kwargs)
+        args, kwargs = map_hidden_input(lambda x: self._read(module, x), self.name, args, kwargs)
         if self.is_pure:
             return args, kwargs
-        return with_others(lambda x: self.beside.for_region(self.name, x), args, kwargs)
+        return map_side_inputs(lambda x: self.beside.for_region(self.name, x), args, kwargs)
 
     def _read(self, module: nn.Module, x: Tensor) -> Tensor:
         given = self.beside.given(x)
@@ -178,9 +178,9 @@ class SequenceParallelRegion:
                 module,
                 self.scope,
                 self.readers.expected(module, self._weights(module)),
-                lambda dz: start_summed_tokens(dz, group, sizes, "gradient of a region's tokens"),
-                lambda piece: gathered_tokens(piece, group, sizes),
-                Regather(lambda piece: start_gathered_tokens(piece, group, sizes, "a region's tokens")),
+                lambda dz: start_reduce_scatter_tokens(dz, group, sizes, "gradient of a region's tokens"),
+                lambda piece: all_gather_tokens(piece, group, sizes),
+                Regather(lambda piece: start_all_gather_tokens(piece, group, sizes, "a region's tokens")),
             )
             whole = reading.of(x)
             self.readers.make_known(whole, reading, x.detach())
@@ -195,10 +195,10 @@ class SequenceParallelRegion:
     @torch.compiler.disable
     def _leave(self, output: Any) -> Any:
         group = self.tokens.group
-        return with_output(lambda x: split_tokens(x, group, self.tokens.sizes_within(x)), self.name, output)
+        return map_hidden_output(lambda x: split_tokens(x, group, self.tokens.sizes_within(x)), self.name, output)
 
 
-def with_input(
+def map_hidden_input(
     change: Callable[[Tensor], Tensor], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with hidden states changed: the first positional one, or the keyword of that name."""
@@ -214,7 +214,7 @@ def with_input(
     )
 
 
-def with_output(change: Callable[[Tensor], Tensor], name: str, output: Any) -> Any:
+def map_hidden_output(change: Callable[[Tensor], Tensor], name: str, output: Any) -> Any:
     """The output with hidden states changed: the tensor it is, or its first entry."""
     if isinstance(output, Tensor):
         return change(output)

@@ -54,12 +54,12 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from plait.comm import Group, Work
-from plait.parallel.tensor.functional import start_sum_in_place
+from plait.parallel.tensor.functional import start_all_reduce_in_place
 
 V = TypeVar("V")
 
 
-class ByTensor(Generic[V]):
+class WeakTensorMap(Generic[V]):
     """What is known of tensors, each as long as it lives and is not changed in place."""
 
     def __init__(self) -> None:
@@ -88,14 +88,14 @@ def _version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-Sum = Callable[[Tensor], tuple[Tensor, Work]]
-Gather = Callable[[Tensor], Callable[[], Tensor]]  # begins; what it returns waits for the whole
+StartReduce = Callable[[Tensor], tuple[Tensor, Work]]
+StartGather = Callable[[Tensor], Callable[[], Tensor]]  # begins; what it returns waits for the whole
 
 
 class Regather:
     """What is read, during a backward. See [Note: what is gathered is not kept]."""
 
-    def __init__(self, gather: Gather) -> None:
+    def __init__(self, gather: StartGather) -> None:
         self._gather = gather
         self._end: Callable[[], Tensor] | None = None
 
@@ -122,7 +122,7 @@ class SharedInput:
         first: nn.Module | None,
         scope: str,
         weights: list[Tensor],
-        start: Sum,
+        start: StartReduce,
         take: Callable[[Tensor], Tensor],
         again: Regather | None = None,
     ) -> None:
@@ -160,7 +160,7 @@ class SharedInput:
 
     def of(self, x: Tensor) -> Tensor:
         """What is to be read for `x`."""
-        z: Tensor = _Read.apply(x, self, *self._weights)
+        z: Tensor = _SharedInputFunction.apply(x, self, *self._weights)
         return z
 
 
@@ -168,18 +168,18 @@ class JoinedInput(SharedInput):
     """How a further region reads `z`, which `reading` gives: weights that this one does not expect."""
 
     def __init__(self, reading: SharedInput, weights: list[Tensor]) -> None:
-        super().__init__(None, reading.scope, weights, _as_it_is, Tensor.detach, reading.again)
+        super().__init__(None, reading.scope, weights, _no_reduce, Tensor.detach, reading.again)
         self.first = reading.first  # which learns of these too
 
     def end(self) -> None:
         """The reading needs it yet."""
 
 
-def _as_it_is(dz: Tensor) -> tuple[Tensor, Work]:
+def _no_reduce(dz: Tensor) -> tuple[Tensor, Work]:
     return dz, Work()
 
 
-class _Read(Function):
+class _SharedInputFunction(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, reading: SharedInput, *_: Tensor) -> Tensor:
         ctx.reading = reading
@@ -222,7 +222,7 @@ class SharedInputs:
 
     def __init__(self, group: Group) -> None:
         self._group = group  # that sums gradients
-        self._sources: ByTensor[InputView] = ByTensor()
+        self._sources: WeakTensorMap[InputView] = WeakTensorMap()
         self._together: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[nn.Module]]] = (
             weakref.WeakKeyDictionary()
         )
@@ -248,9 +248,9 @@ class SharedInputs:
         """What a further region is to read for `z`, which a reading of another one's has given."""
         source = self._sources.get(z) or InputView()
         reading = source.reading
-        if reading is None or all(reading.expects(weight) for weight in distinct(weights)):
+        if reading is None or all(reading.expects(weight) for weight in unique_trainable(weights)):
             return z
-        joined = JoinedInput(reading, distinct(weights))
+        joined = JoinedInput(reading, unique_trainable(weights))
         own = joined.of(z)
         self.make_known(own, joined, source.piece)
         return own
@@ -262,7 +262,7 @@ class SharedInputs:
     def expected(self, first: nn.Module, weights: list[Tensor]) -> list[Tensor]:
         """`weights`, and those that were read along with `first` the last time."""
         others = [other() for other in self._together.get(first, ())]
-        return distinct([*weights, *(weight_of(module) for module in others if module is not None)])
+        return unique_trainable([*weights, *(weight_of(module) for module in others if module is not None)])
 
     def _note(self, reading: SharedInput, module: nn.Module) -> None:
         first = reading.first()
@@ -275,7 +275,7 @@ class SharedInputs:
     def _start_sum(self, dz: Tensor) -> tuple[Tensor, Work]:
         """Nobody else has `dz`: products alone read z, and each gave a tensor of its own."""
         dz = dz.contiguous()
-        return dz, start_sum_in_place(dz, self._group, "gradient of features")
+        return dz, start_all_reduce_in_place(dz, self._group, "gradient of features")
 
 
 def weight_of(module: nn.Module) -> Tensor:
@@ -284,6 +284,6 @@ def weight_of(module: nn.Module) -> Tensor:
     return weight
 
 
-def distinct(weights: list[Tensor]) -> list[Tensor]:
+def unique_trainable(weights: list[Tensor]) -> list[Tensor]:
     """Those that need a gradient, each once."""
     return list({id(weight): weight for weight in weights if weight.requires_grad}.values())

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from plait.errors import ModelError
-from plait.parallel.tensor.functional import spread
-from plait.parallel.tensor.sequence import SequenceShard, dim_of, is_of_stream
-from plait.parallel.tensor.shared_input import ByTensor
+from plait.parallel.tensor.functional import copy_to_group
+from plait.parallel.tensor.sequence import SequenceShard, token_dim, depends_on_block_input
+from plait.parallel.tensor.shared_input import WeakTensorMap
 
 
 class SideInputs:
@@ -28,8 +28,8 @@ class SideInputs:
 
     def __init__(self, tokens: SequenceShard) -> None:
         self._tokens = tokens
-        self._spread: ByTensor[Tensor] = ByTensor()
-        self._given: ByTensor[weakref.ref[Tensor]] = ByTensor()  # what was spread
+        self._spread: WeakTensorMap[Tensor] = WeakTensorMap()
+        self._given: WeakTensorMap[weakref.ref[Tensor]] = WeakTensorMap()  # what was spread
 
     def forget(self) -> None:
         self._spread.clear()
@@ -46,29 +46,29 @@ class SideInputs:
             return x
         if is_first or x.grad_fn is None or x.grad_fn._sequence_nr() < self._tokens.begun:
             return self._spread_of(x)
-        if is_of_stream(x) and x.dim() > 1 and x.shape[dim_of(x)] == self._tokens.own:
+        if depends_on_block_input(x) and x.dim() > 1 and x.shape[token_dim(x)] == self._tokens.own:
             return x
-        raise _unknown(name, x)
+        raise _undecidable(name, x)
 
     def for_region(self, name: str, x: Tensor) -> Tensor:
         """What a region that is not pure is to be handed for `x`."""
         if not _has_gradient(x):
             return x
         given = self.given(x)
-        if given is None and not is_of_stream(x):
-            raise _unknown(name, x)
+        if given is None and not depends_on_block_input(x):
+            raise _undecidable(name, x)
         return x if given is None else given
 
     def _spread_of(self, x: Tensor) -> Tensor:
         known = self._spread.get(x)
         if known is None:
-            known = spread(x, self._tokens.group)
+            known = copy_to_group(x, self._tokens.group)
             self._spread.put(x, known)
             self._given.put(known, weakref.ref(x))
         return known
 
 
-def with_others(
+def map_side_inputs(
     change: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments, all tensors of them changed but the hidden states; see `with_input`."""
@@ -88,7 +88,7 @@ def _has_gradient(x: Tensor) -> bool:
     return torch.is_grad_enabled() and x.requires_grad
 
 
-def _unknown(name: str, x: Tensor) -> ModelError:
+def _undecidable(name: str, x: Tensor) -> ModelError:
     return ModelError(
         f"{name} is handed a tensor of which it cannot be told whether every rank has the same",
         given=f"shape {tuple(x.shape)}, beside the tokens that sequence parallelism deals out",
