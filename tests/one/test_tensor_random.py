@@ -260,7 +260,9 @@ def test_whole_features_have_one_mask_on_all_ranks_that_have_the_tokens(sequence
     for place in itertools.product(range(2), range(2)):
         model = nn.Sequential(_Wholes())
         plan = TPPlan(2, 2, layers)
-        install_rng_streams(model, list(model), plan, row=place[0], col=place[1], sequence=sequence, device=CPU)
+        install_rng_streams(
+            model, list(model), plan, row=place[0], col=place[1], sequence=sequence, device=CPU
+        )
         torch.manual_seed(5)
         with watched() as masks:
             model(torch.ones(4, 16, 8))

@@ -216,7 +216,9 @@ class _Run:
             flight.roots = [] if output is None else [output]
         else:
             parcel, tensors = pack(output, of=f"stage {stage}")
-            flight.roots = [torch.autograd.graph.get_gradient_edge(t) for t in parcel.tensors_with_grad(tensors)]
+            flight.roots = [
+                torch.autograd.graph.get_gradient_edge(t) for t in parcel.tensors_with_grad(tensors)
+            ]
             flight.parcel = parcel
             self._pass_on(action, parcel, tensors)
         if not self._schedule.trains:
