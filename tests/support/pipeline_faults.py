@@ -29,7 +29,7 @@ def _silent_inbox(what: str) -> Any:
 
     def silent(self: executor.Inbox, specs: Any) -> Any:
         posted = post(self, specs)
-        if self._line.label.startswith(what):
+        if self._channel.label.startswith(what):
             wait = posted.wait
             posted.wait = lambda: [t.zero_() if t.is_floating_point() else t for t in wait()]  # type: ignore[method-assign]
         return posted
