@@ -3,19 +3,19 @@
 [Note: deadlock freedom]
 Actions are computed in list order. A send never blocks (see p2p.py), whatever the receiver does. Messages of
 one kind from one rank to another arrive in the order in which they were sent; the receiver knows the order,
-because it has the full schedule. Before an action waits for a message, all earlier messages of that channel have
-been posted, so the message arrives as soon as its sender has computed it. Now suppose that all unfinished ranks
-wait, and take, of the actions that they wait in, the one that comes first in a valid order of the full schedule
-(the checker has proved that one exists): everything that it needs has been computed and sent, and is being
-received into a posted buffer. So its rank does not wait: a contradiction. The capacity of the transport does not
-matter. Data-parallel ranks run the same list: the collectives of an action are between ranks that have all
-finished what precedes it, so every participant arrives.
+because it has the full schedule. Before an action waits for a message, all earlier messages of that channel
+have been posted, so the message arrives as soon as its sender has computed it. Now suppose that all
+unfinished ranks wait, and take, of the actions that they wait in, the one that comes first in a valid order
+of the full schedule (the checker has proved that one exists): everything that it needs has been computed and
+sent, and is being received into a posted buffer. So its rank does not wait: a contradiction. The capacity of
+the transport does not matter. Data-parallel ranks run the same list: the collectives of an action are between
+ranks that have all finished what precedes it, so every participant arrives.
 
 [Note: lifetime of a micro-batch's tensors]
 From its forward to its backward a stage keeps what autograd saved, and the gradient edges where backward
-starts. The output tensors are released when they have been sent (the outbox holds them until then), the received
-input when the forward has finished: only autograd may keep either alive longer. Between the two halves of a split
-backward, the inputs and output gradients of the linear layers are held.
+starts. The output tensors are released when they have been sent (the outbox holds them until then), the
+received input when the forward has finished: only autograd may keep either alive longer. Between the two
+halves of a split backward, the inputs and output gradients of the linear layers are held.
 """
 
 import time
@@ -100,7 +100,7 @@ class Stage(Protocol):
     zero: ShardedStage
 
     def forward(self, micro: int, received: Any) -> Any:
-        """Return the output for the next stage; the last stage returns the loss, None if no backward follows."""
+        """Return the output for the next stage; the last stage returns the loss, None without a backward."""
 
 
 @dataclass
@@ -153,8 +153,8 @@ class Pipeline:
         *,
         records: bool = False,
     ) -> list[Span]:
-        """Run this rank's actions on its stages. `keys`: one per micro-batch, equal if the outputs of a stage have
-        equal shapes. With `records`, return the time span of each action, in seconds of this process's
+        """Run this rank's actions on its stages. `keys`: one per micro-batch, equal if the outputs of a stage
+        have equal shapes. With `records`, return the time span of each action, in seconds of this process's
         clock."""
         run = _Run(self, schedule, stages, keys)
         clock = _Clock(self.device) if records else None

@@ -8,13 +8,13 @@
 [Note: sends never block]
 A rank that blocks until its message has been received may wait for a receiver that waits for it: valid
 schedules would deadlock. So a send returns at once, whatever the transport, and the outbox keeps the tensors
-alive. Every later call polls, without blocking, which sends have completed (`Work.is_done`), and releases their
-tensors. It polls on CUDA too: a wait would block the stream, which is no better than blocking the rank.
+alive. Every later call polls, without blocking, which sends have completed (`Work.is_done`), and releases
+their tensors. It polls on CUDA too: a wait would block the stream, which is no better than blocking the rank.
 
 [Note: cached descriptions]
-Outputs of a stage have the same structure for all micro-batches with the same key (names, shapes and dtypes of
-the entries, and whether gradients are recorded). Both ranks know the key. The first time that a channel is used
-with a key, the sender sends a description of the output first, and both ranks cache it.
+Outputs of a stage have the same structure for all micro-batches with the same key (names, shapes and dtypes
+of the entries, and whether gradients are recorded). Both ranks know the key. The first time that a channel is
+used with a key, the sender sends a description of the output first, and both ranks cache it.
 """
 
 import time
@@ -96,7 +96,7 @@ class Outbox:
             if shares_memory(channel.group):  # the receiver reads the copy directly; the tensor can be freed
                 buffer = empty(buffer.numel(), buffer.dtype, channel.device, channel.group).copy_(buffer)
             work = start_send(buffer, channel.group, channel.peer, label=channel.label)
-            work.is_done()  # with Gloo the first poll starts a waiting thread, so that later ones have an answer
+            work.is_done()  # with Gloo the first poll starts a thread that waits; later ones read its result
             self._in_flight.append((work, buffer))
 
     def _release_first(self) -> None:
@@ -118,8 +118,8 @@ class Inbox:
         return key in self._descriptions
 
     def describe(self, key: Hashable) -> PackedOutput:
-        """Return the description of outputs of that key. If it is not cached, receive it: everything sent earlier
-        must have been posted. Raises CommError if the sender has failed."""
+        """Return the description of outputs of that key. If it is not cached, receive it: everything sent
+        earlier must have been posted. Raises CommError if the sender has failed."""
         if key not in self._descriptions:
             length = int(self.post([TensorSpec((1,), _LENGTH)]).wait()[0])
             [encoded] = self.post([TensorSpec((length,), torch.uint8)]).wait()
@@ -127,7 +127,7 @@ class Inbox:
         return self._descriptions[key]
 
     def post(self, specs: Sequence[TensorSpec]) -> "PostedReceive":
-        """Allocate buffers for the next tensors on the channel, which have these specs, and start the receives."""
+        """Allocate buffers for the next tensors on the channel, of these specs, and start to receive them."""
         tensors = [torch.empty(spec.shape, dtype=spec.dtype, device=self._channel.device) for spec in specs]
         return PostedReceive(tensors, [self._post(tensor) for tensor in tensors if tensor.numel()])
 
@@ -169,7 +169,7 @@ class _Channel:
 
 
 def _handshake(device: torch.device) -> Tensor:
-    """Return a first message: NCCL connects two ranks at their first message, which blocks until both join."""
+    """Return a first message: NCCL connects two ranks at their first one, which blocks until both join."""
     return torch.zeros(1, dtype=torch.uint8, device=device)
 
 

@@ -4,8 +4,8 @@
     output = unpack(packed, tensors)
 
 A stage's output is a tensor, or nested tuples, lists, dicts and transformers' ModelOutputs of tensors, None,
-numbers and strings. A tensor that appears twice is one tensor on both sides. The description is JSON. It holds
-class names, which the receiver looks up in modules that it has imported already: it imports nothing.
+numbers and strings. A tensor that appears twice is one tensor on both sides. The description is JSON. It
+holds class names, which the receiver looks up in modules that it has imported already: it imports nothing.
 """
 
 import json
@@ -46,7 +46,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class PackedOutput:
-    """Structure of an output, without the tensors' values. Equal for outputs that differ in these values only."""
+    """Structure of an output, and the specs of its tensors; independent of the tensors' values."""
 
     structure: str  # JSON: see _Packer
     specs: tuple[TensorSpec, ...]
@@ -93,8 +93,8 @@ def unpack(packed: PackedOutput, tensors: Sequence[Tensor]) -> Any:
 
 
 class _Packer:
-    """Builds a tree of [kind, content]: a value, a tensor's index, children, or [key, child] pairs; a ModelOutput
-    also has its class."""
+    """Builds a tree of [kind, content]: a value, a tensor's index, children, or [key, child] pairs; a
+    ModelOutput also has its class."""
 
     def __init__(self, source: str) -> None:
         self.tensors: list[Tensor] = []

@@ -5,24 +5,25 @@
     ...
     with splitter.deferring() as deferred:      # B: the gradient that the previous stage waits for
         torch.autograd.backward(outputs, gradients)
-    deferred.run(accumulate_grad)               # W: accumulate_grad(parameter, gradient), per use of a parameter
+    deferred.run(accumulate_grad)               # W: calls accumulate_grad(parameter, gradient)
 
 # T tokens (of any leading dims)  I in_features  O out_features
 #
 #   y_TO = x_TI w_OI^T + b_O    dx_TI = dy_TO w_OI    dw_OI = dy_TO^T x_TI    db_O = sum over T of dy_TO
 
-Between B and W a layer's x and dy are held, but no weight: dw does not need it. All other gradients are computed
-in B: those of norms and embeddings, and of products outside of a linear layer's own forward.
+Between B and W a layer's x and dy are held, but no weight: dw does not need it. All other gradients are
+computed in B: those of norms and embeddings, and of products outside of a linear layer's own forward.
 
 [Note: hooks and deferred gradients]
-The graph does not know in forward whether its backward will be split. If it is, autograd gets no gradient for the
-parameter: `grad` is left unchanged, and hooks still run: a tensor's with None, post-accumulate ones with the
-former `grad`, which may be None. Deferred gradients pass no hook.
+The graph does not know in forward whether its backward will be split. If it is, autograd gets no gradient for
+the parameter: `grad` is left unchanged, and hooks still run: a tensor's with None, post-accumulate ones with
+the former `grad`, which may be None. Deferred gradients pass no hook.
 
 [Note: autocast]
-The layer computes in the dtype that autocast would cast to, and saves its input in it. It saves the weight in its
-own dtype and casts it again in backward: a cast copy would survive when ZeRO frees the weight. The casts bypass
-autocast's cache, which would hand the weight's copy, made without a graph, to other users of the weight.
+The layer computes in the dtype that autocast would cast to, and saves its input in it. It saves the weight in
+its own dtype and casts it again in backward: a cast copy would survive when ZeRO frees the weight. The casts
+bypass autocast's cache, which would hand the weight's copy, made without a graph, to other users of the
+weight.
 """
 
 from collections import deque
@@ -89,18 +90,17 @@ class DeferredWeightGrads:
 
     @torch.no_grad()
     def run(self, accumulate_grad: AccumulateGrad) -> None:
-        """Compute the gradients, each in its parameter's shape and dtype, and pass them on. A parameter that was
-        used twice gets two. Inputs of each product are freed after it."""
+        """Compute the gradients, each in its parameter's shape and dtype, and pass them on. A parameter that
+        was used twice gets two. Inputs of each product are freed after it."""
         while self._uses:
             self._uses.popleft().run(accumulate_grad)
 
 
 def split_linears(modules: Iterable[nn.Module], splitter: BackwardSplitter) -> int:
-    """Give linear layers in (and among) the modules a forward whose backward `splitter` can split; return their
-    number.
+    """Give linear layers in (and among) the modules a forward whose backward `splitter` can split.
 
-    Covers layers whose forward is nn.Linear's or that of transformers' Conv1D; layers with other forwards are
-    unchanged. Under torch.compile nothing is split.
+    Returns their number. Covers layers whose forward is nn.Linear's or that of transformers' Conv1D; layers
+    with other forwards are unchanged. Under torch.compile nothing is split.
     """
     num_split = 0
     for module in modules:
