@@ -114,7 +114,7 @@ class MicrobatchState:
 
 
 class Pipeline:
-    """Runs schedules over this rank's stages, with channels to the ranks of adjacent stages."""
+    """Executor of schedules over this rank's stages, with channels to the ranks of adjacent stages."""
 
     def __init__(self, rank_of: Mapping[int, int], mesh: Mesh, splitter: BackwardSplitter) -> None:
         """`rank_of`: the `pp` coordinate of every stage. `splitter`: that of the stages' linear layers. All

@@ -114,7 +114,7 @@ class Inbox:
         self._handshake = self._post(_handshake(device)) if device.type == "cuda" else None
 
     def has_description(self, key: Hashable) -> bool:
-        """Whether `describe` returns without communication."""
+        """Return whether `describe` returns without communication."""
         return key in self._descriptions
 
     def describe(self, key: Hashable) -> PackedOutput:

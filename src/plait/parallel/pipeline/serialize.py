@@ -93,7 +93,7 @@ def unpack(packed: PackedOutput, tensors: Sequence[Tensor]) -> Any:
 
 
 class _Packer:
-    """Builds a tree of [kind, content]: a value, a tensor's index, children, or [key, child] pairs; a
+    """Builder of a tree of [kind, content]: a value, a tensor's index, children, or [key, child] pairs; a
     ModelOutput also has its class."""
 
     def __init__(self, source: str) -> None:

@@ -46,14 +46,14 @@ AccumulateGrad = Callable[[Tensor, Tensor], object]  # (parameter, gradient)
 
 
 class BackwardSplitter:
-    """Switch that makes backwards of split layers defer weight gradients, and where to."""
+    """Switch between full backwards of split layers and ones that defer weight gradients to `deferred`."""
 
     def __init__(self) -> None:
         self.deferred: DeferredWeightGrads | None = None
 
     @contextmanager
     def deferring(self) -> Iterator["DeferredWeightGrads"]:
-        """Inside, backwards defer the gradients of split layers' weights and biases."""
+        """Defer the gradients of split layers' weights and biases in backwards inside the context."""
         assert self.deferred is None, "a split backward within another"
         self.deferred = DeferredWeightGrads()
         try:
@@ -126,6 +126,7 @@ class DeferredBytes:
 
     @contextmanager
     def recording(self, module: nn.Module) -> Iterator[None]:
+        """Record the split layers that run inside the context."""
         handles = [
             layer.register_forward_hook(self._record, with_kwargs=True)
             for layer in module.modules()
@@ -230,7 +231,7 @@ class _LinearUse:
 
     @property
     def has_leaf_parameters(self) -> bool:
-        """Whether weight and bias are leaves. If computed from parameters, they need their gradients now."""
+        """True if weight and bias are leaves. If computed from parameters, they need their gradients now."""
         return all(tensor is None or tensor.is_leaf for tensor in (self.weight, self.bias))
 
     def parameters(self) -> list[Tensor]:

@@ -37,13 +37,13 @@ _LINEAR = (Style.COLUMN, Style.ROW)
 
 @dataclass(frozen=True)
 class ParallelLayers:
-    """A model with parallel layers."""
+    """Handle to the parallel layers of a model."""
 
     head: HeadOutput
 
     @contextmanager
     def keep_logits_sharded(self) -> Iterator[None]:
-        """Inside, the head returns this rank's columns of the logits; outside, all of them."""
+        """Make the head return only this rank's columns of the logits, inside the context."""
         before, self.head.keep_sharded = self.head.keep_sharded, True
         try:
             yield
@@ -251,7 +251,7 @@ class _Region:
 
 
 def _is_in(name: str, ancestor: str) -> bool:
-    """Whether the names are equal, or `name` is inside `ancestor`; "" is the model."""
+    """Return whether `name` is `ancestor` or a module inside it; "" is the model."""
     return not ancestor or name == ancestor or name.startswith(ancestor + ".")
 
 

@@ -80,7 +80,7 @@ class _Options:
     softcap: float | None
 
     def local_targets(self, logits_Tv: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (whether each target is one of this rank's columns, its local index or 0)."""
+        """Return the mask of targets that are this rank's columns, and their local indices (0 elsewhere)."""
         local_T = targets_T - self.start
         is_local_T = (local_T >= 0) & (local_T < logits_Tv.shape[1]) & (targets_T != self.ignore_index)
         return is_local_T, local_T.masked_fill_(~is_local_T, 0)
@@ -227,7 +227,7 @@ def _new(logits: Tensor, *shape: int) -> Tensor:
 
 
 def _check_targets(targets_T: Tensor, options: _Options) -> None:
-    """Does not synchronize a GPU: there the device asserts, as in torch's cross entropy."""
+    """Raise for invalid targets; a GPU is not synchronized, but asserts as in torch's cross entropy."""
     if targets_T.is_meta or not len(targets_T):
         return
     is_valid_T = ((targets_T >= 0) & (targets_T < options.vocab_size)) | (targets_T == options.ignore_index)

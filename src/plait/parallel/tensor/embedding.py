@@ -48,7 +48,7 @@ class VocabParallelEmbedding:
 
 
 def check_embedding(name: str, module: nn.Module) -> None:
-    """Raise ModelError for an embedding that cannot be sharded over the vocabulary."""
+    """Raise ModelError if the embedding cannot be sharded over the vocabulary."""
     for option, default in (("max_norm", None), ("sparse", False), ("scale_grad_by_freq", False)):
         value = getattr(module, option, default)
         if value != default:

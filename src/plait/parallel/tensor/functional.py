@@ -46,14 +46,17 @@ def start_all_reduce_in_place(tensor: Tensor, group: Group, label: str = "") -> 
 
 
 def copy_to_group(x: Tensor, group: Group) -> Tensor:
+    """Return `x`; backward all-reduces the gradient."""
     return _CopyToGroup.apply(x, group) if group.size > 1 else x
 
 
 def reduce_from_group(x: Tensor, group: Group) -> Tensor:
+    """Return the sum of `x` over the group; backward is the identity."""
     return _ReduceFromGroup.apply(x, group) if group.size > 1 else x
 
 
 def differentiable_all_reduce(x: Tensor, group: Group) -> Tensor:
+    """Return the sum of `x` over the group; backward all-reduces the gradient."""
     return _DifferentiableAllReduce.apply(x, group) if group.size > 1 else x
 
 
@@ -63,12 +66,12 @@ def copy_tail_to_group(x: Tensor, width: int, group: Group) -> Tensor:
 
 
 def gather_features(shard_f: Tensor, dim: ShardedDim) -> Tensor:
-    """(..., f) to (..., F). See [Note: shared shards count once]."""
+    """All-gather (..., f) to (..., F); backward takes the shard. See [Note: shared shards count once]."""
     return _GatherFeatures.apply(shard_f, dim) if dim.group.size > 1 else shard_f
 
 
 def split_features(full_F: Tensor, dim: ShardedDim) -> Tensor:
-    """(..., F) to (..., f)."""
+    """Take the shard (..., f) of (..., F); backward all-gathers."""
     return _SplitFeatures.apply(full_F, dim) if dim.group.size > 1 else full_F
 
 

@@ -19,6 +19,7 @@ class TensorGroups:
     col: Group
 
     def along(self, axis: str) -> Group:
+        """Return the group of an axis, "row" or "col"."""
         return {"row": self.row, "col": self.col}[axis]
 
 
@@ -40,7 +41,7 @@ class ShardedDim:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank is the first that holds its shard."""
+        """True on the first of the ranks that hold this shard."""
         return self.sharding.sharers(self.coord)[0] == self.coord
 
     def shard(self, full_F: Tensor) -> Tensor:

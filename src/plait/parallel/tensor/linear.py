@@ -35,7 +35,7 @@ from plait.parallel.tensor.shared_input import SharedInput, SharedInputs, weight
 
 @dataclass
 class HeadOutput:
-    """Whether the head currently returns logits sharded over the vocabulary."""
+    """Output mode of the head: logits sharded over the vocabulary, or all of them."""
 
     keep_sharded: bool = False
 
@@ -110,7 +110,7 @@ class _LinearCall:
 
     @property
     def defers_weight_grad(self) -> bool:
-        """Whether the shared input's node computes the weight's gradient."""
+        """True if the shared input's node computes the weight's gradient."""
         return self.shared_input is not None and self.shared_input.defers(self.weight)
 
     def deferred_input(self, saved: Tensor, input_node: Any) -> Callable[[], Tensor] | None:

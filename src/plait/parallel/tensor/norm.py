@@ -68,7 +68,7 @@ class ParallelNorm:
 
 
 class _ReduceOverRanks(TorchFunctionMode):
-    """Compute reductions over the features over all ranks that hold some of them."""
+    """Mode in which reductions over the features cover all ranks that hold some of them."""
 
     def __init__(self, name: str, features: ShardedDim) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class _ReduceOverRanks(TorchFunctionMode):
 
 
 def _reduced_features(x: Tensor, result: Tensor) -> bool:
-    """Whether `result` has one number per token, where `x` has features."""
+    """Return whether `result` has one number per token, where `x` has features."""
     is_kept_dim = result.shape[:-1] == x.shape[:-1] and result.shape[-1] == 1 if result.dim() else True
     return is_kept_dim or result.shape == x.shape[:-1]
 
@@ -253,8 +253,8 @@ assert _IMPLEMENTATIONS.keys() == _SIGNATURES.keys()
 
 
 class _Moments(Function):
-    """Mean and (biased) variance of all features, (..., 1) each, from those of each rank's: Chan's formula,
-    which avoids cancellation."""
+    """Mean and (biased) variance of all features, (..., 1) each, from those of the ranks' features, by Chan's
+    formula, which avoids cancellation."""
 
     @staticmethod
     def forward(ctx: Any, x_f: Tensor, features: ShardedDim) -> tuple[Tensor, Tensor]:

@@ -97,7 +97,7 @@ def _stream_scope(layer: LayerSharding, plan: TPPlan, streams: "_RngStreams") ->
 
 
 def _runs_on_full_sequence(region: str, plan: TPPlan) -> bool:
-    """Whether a region's output has full sequences: it has no ROW layer to scatter tokens, or has experts."""
+    """Return whether a region's output has full sequences: without a ROW layer, or with experts."""
     styles = {layer.style for layer in plan.layers if layer.module.startswith(f"{region}.")}
     return Style.ROW not in styles or Style.EXPERTS in styles
 
@@ -244,12 +244,12 @@ class _StreamForward:
 
 
 def _has_values(args: Any, kwargs: Any) -> bool:
-    """Whether no tensor is on meta: a meta copy must not consume random numbers."""
+    """Return whether no tensor is on meta: a meta copy must not consume random numbers."""
     return not any(isinstance(value, Tensor) and value.is_meta for value in tree_leaves((args, kwargs)))
 
 
 def _may_use_rng(model: nn.Module) -> bool:
-    """Whether the configuration or modules of a Hugging Face model set a dropout; True for other models."""
+    """Return whether a Hugging Face model sets a dropout, in its config or modules; True for other models."""
     if not isinstance(model, PreTrainedModel):
         return True
     settings = [model.config.to_dict(), *(vars(module) for module in model.modules())]

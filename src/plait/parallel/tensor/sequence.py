@@ -33,12 +33,12 @@ from plait.comm import Group, Work, all_gather, start_all_gather, start_reduce_s
 from plait.errors import ModelError
 from plait.parallel.tensor.shared_input import WeakTensorMap
 
-_MARK = "plait: tokens of the whole sequence"
+_MARK = "plait: length of the full sequence"
 
 
 @dataclass
 class SequenceShard:
-    """How the tokens of the running block are sharded. See [Note: token shards]."""
+    """Sharding of the running block's tokens. See [Note: token shards]."""
 
     group: Group
     full_length: int = 0  # T; this and the next three are set by the running block
@@ -124,7 +124,7 @@ class SequenceShard:
 
 
 def depends_on_block_input(x: Tensor) -> bool:
-    """Whether autograd's graph leads from `x` to a marked tensor: the input or output of a block."""
+    """Return whether autograd's graph leads from `x` to a marked tensor: a block's input or output."""
     seen: set[Any] = set()
     pending: list[Any] = [x.grad_fn]
     while pending:
@@ -250,7 +250,7 @@ def reduce_scatter_tokens(x_BTH: Tensor, group: Group, sizes: tuple[int, ...]) -
 
 
 def _is_rank_major(x: Tensor, sizes: tuple[int, ...]) -> bool:
-    """Whether the full tensor is the ranks' shards one after another in memory, all of one size."""
+    """Return whether the full tensor is the ranks' shards one after another in memory, of equal sizes."""
     return len(set(sizes)) == 1 and (token_dim(x) == 0 or x.shape[0] == 1)
 
 

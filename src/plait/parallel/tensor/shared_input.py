@@ -143,7 +143,7 @@ class SharedInput:
         self._deferred: list[list[Callable[[], Tensor]]] = [[] for _ in weights]
 
     def defers(self, weight: Tensor) -> bool:
-        """Whether this node computes the gradient of `weight`."""
+        """Return whether this node computes the gradient of `weight`."""
         return id(weight) in self._indices
 
     def defer_weight_grad(self, weight: Tensor, compute: Callable[[], Tensor]) -> None:
@@ -156,6 +156,7 @@ class SharedInput:
             self.regather.discard()
 
     def compute_weight_grad(self, index: int) -> Tensor | None:
+        """Compute and sum the deferred parts of one weight's gradient; None if there are none."""
         deferred, self._deferred[index] = self._deferred[index], []
         if not deferred:
             return None
@@ -171,7 +172,7 @@ class SharedInput:
 
 
 class JoinedInput(SharedInput):
-    """A further region's node on `z`, the output of `shared`: for weights whose gradients that one does not
+    """A further region's node on the output of `shared`, for weights whose gradients `shared` does not
     compute."""
 
     def __init__(self, shared: SharedInput, weights: list[Tensor]) -> None:
@@ -210,9 +211,9 @@ class _SharedInputFunction(Function):
 
 @dataclass(frozen=True)
 class InputView:
-    """What layers use for a tensor that they are given.
+    """Substitute that layers use for an input tensor.
 
-    tensor        z; None for the given tensor itself, which this record must not keep alive
+    tensor        z; None for the input itself, which this record must not keep alive
     shared_input  the node that reduces its gradient
     shard         x_t, saved for backward in place of z_T, if z_T is gathered again
     """
@@ -283,7 +284,7 @@ class SharedInputs:
             sharing.append(weakref.ref(module))
 
     def _start_reduce(self, dz: Tensor) -> tuple[Tensor, Work]:
-        """Nothing else refers to `dz`: only products use z, and each returned a tensor of its own."""
+        """Reduce in place: only products use z, so nothing else refers to `dz`."""
         dz = dz.contiguous()
         return dz, start_all_reduce_in_place(dz, self._group, "gradient of features")
 

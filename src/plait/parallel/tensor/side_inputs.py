@@ -25,7 +25,7 @@ from plait.parallel.tensor.shared_input import WeakTensorMap
 
 
 class SideInputs:
-    """See [Note: gradients of side inputs]."""
+    """Copies of tensors from outside of the blocks. See [Note: gradients of side inputs]."""
 
     def __init__(self, sequence_shard: SequenceShard) -> None:
         self._sequence_shard = sequence_shard
