@@ -114,11 +114,10 @@ class _LinearCall:
         return self.shared_input is not None and self.shared_input.defers(self.weight)
 
     def deferred_input(self, saved: Tensor, input_node: Any) -> Callable[[], Tensor] | None:
-        """In backward, return a function that returns the layer's input, for the deferred weight gradient;
-        None if the gradient is not deferred.
+        """In backward, return a function that returns the layer's input, for the deferred weight gradient.
 
-        Starts the all-gather of the input if only this rank's tokens were saved. `input_node`: the shared
-        input's autograd node, which this backward need not reach.
+        None if no gradient is deferred, or if this backward does not run `input_node`, the shared input's
+        autograd node. Starts the all-gather of the input if only this rank's tokens were saved.
         """
         shared = self.shared_input
         if (
