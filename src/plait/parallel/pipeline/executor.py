@@ -122,7 +122,7 @@ class Pipeline:
         self._rank = mesh.coord["pp"]
         self._rank_of = rank_of
         self.splitter = splitter
-        self.deferred_bytes: dict[int, int] = {}  # by stage: held by the first split backward
+        self.deferred_bytes: dict[int, int] = {}  # by stage: held after its first split backward
         self._last_stage = max(rank_of)
         self.device = mesh.world.device
         self._outboxes: dict[tuple[str, int], Outbox] = {}  # by (kind, receiver)
@@ -161,7 +161,7 @@ class Pipeline:
         actions = schedule.ranks[self._rank]
         for index, action in enumerate(actions):
             for outbox in self._outboxes.values():
-                outbox.release_sent()  # needed in the backwards after a rank's last forward, which send less
+                outbox.release_sent()  # also of those that send no more: activations after the last forward
             run.post(action)
             for upcoming in actions[index + 1 : index + 1 + _RECEIVE_AHEAD]:
                 run.post_if_described(upcoming)
