@@ -18,7 +18,7 @@ if world.rank == 1:
 else:
     outbox = Outbox(lane, device=world.device)
     outbox.send_tensors([torch.ones(1_000_000)] * 3)
-    assert outbox.allocated_bytes == 12_000_000
+    assert outbox.in_flight_bytes == 12_000_000
     if sys.argv[1] == "fails":
         raise ValueError("of its own")
 """

@@ -85,11 +85,11 @@ def _burst() -> tuple[float, int]:
             outbox.send_tensors([message])
         took_s = time.monotonic() - begin_s
         assert bool((messages[0] @ messages[1] == 0).item())
-        allocated_bytes = outbox.allocated_bytes
+        allocated_bytes = outbox.in_flight_bytes
         barrier(world.group)
-        _until(outbox._held[-1][0].is_done)
-        outbox.sweep()  # once, and all is let go
-        assert outbox.allocated_bytes == 0
+        _until(outbox._in_flight[-1][0].is_done)
+        outbox.release_sent()  # once, and all is let go
+        assert outbox.in_flight_bytes == 0
         return took_s, allocated_bytes
     inbox = Inbox(lane, device=CPU)
     barrier(world.group)
@@ -134,15 +134,15 @@ def _memory() -> None:
         memory = weakref.ref(array)
         outbox.send_tensors([torch.from_numpy(array)])
         del array
-        outbox.sweep()
+        outbox.release_sent()
         # What the transport reads: a copy in memory that ranks share, else the tensor itself.
         assert (memory() is None) == shares_memory(lane)
-        assert outbox.allocated_bytes == 8 * MB
+        assert outbox.in_flight_bytes == 8 * MB
         barrier(world.group)
 
         def is_gone() -> bool:
-            outbox.sweep()
-            return outbox.allocated_bytes == 0
+            outbox.release_sent()
+            return outbox.in_flight_bytes == 0
 
         _until(is_gone)
         _until(lambda: memory() is None)
@@ -222,8 +222,8 @@ def _round_trip() -> list[tuple[int, int]]:
             continue
         num_new = 0
         for turn in range(3):
-            num_new += not inbox.knows(name)
-            found = inbox.parcel(name)
+            num_new += not inbox.has_description(name)
+            found = inbox.describe(name)
             assert found == parcel
             arrival = StageInput(found, inbox.post(found.specs).wait())
             _same(unpack(found, arrival.tensors), output)
@@ -254,7 +254,7 @@ def _varying() -> list[float]:
         outbox.drain()
         return []
     inbox = Inbox(lane, device=CPU)
-    posted = [inbox.post(inbox.parcel(("ids", length)).specs) for length in lengths]
+    posted = [inbox.post(inbox.describe(("ids", length)).specs) for length in lengths]
     received = [message.wait() for message in posted]
     assert [tuple(one.shape) for one, _ in received] == [(2, length) for length in lengths]
     return [one.mean().item() for one, _ in received]
@@ -291,7 +291,7 @@ class _Unknown:
 
 def test_what_cannot_travel_is_named_with_its_place() -> None:
     with pytest.raises(ModelError, match="h3 returns something that cannot be sent") as caught:
-        pack((torch.ones(1), {"cache": [_Unknown()]}), of="h3")
+        pack((torch.ones(1), {"cache": [_Unknown()]}), source="h3")
     assert "output[1]['cache'][0] is a test_pipeline_channels._Unknown" in str(caught.value)
     with pytest.raises(ModelError, match=r"output\[0\] is a tensor with layout torch.sparse_coo"):
         pack([torch.ones(2).to_sparse()])
@@ -303,7 +303,7 @@ def _of_another_shape() -> str:
     outbox = Outbox(lane, device=CPU) if world.rank == 0 else None
     if outbox is None:
         inbox = Inbox(lane, device=CPU)
-        inbox.post(inbox.parcel("key").specs).wait()
+        inbox.post(inbox.describe("key").specs).wait()
         return ""
     outbox.send("key", *pack(torch.ones(2, 3)))
     outbox.drain()
@@ -338,7 +338,7 @@ def _peer_dies(sends: bool) -> None:
     outbox.send_tensors([torch.ones(MB)])
     while True:  # it computes on
         time.sleep(0.01)
-        outbox.sweep()
+        outbox.release_sent()
 
 
 @pytest.mark.parametrize("sends", [True, False], ids=["sender", "receiver"])

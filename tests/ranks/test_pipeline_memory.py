@@ -118,13 +118,13 @@ def counted(build: Any, plan: str) -> Counted:
             actions.append(action)
             live.append(watch.now())
             here = [
-                t for given in run._here.values() for t in (given[1] if isinstance(given, tuple) else given)
+                t for given in run._local.values() for t in (given[1] if isinstance(given, tuple) else given)
             ]
-            outboxes = run._p._outboxes.values()
-            wires = [wire for outbox in outboxes for _, wire in outbox._held]
+            outboxes = run._pipeline._outboxes.values()
+            wires = [wire for outbox in outboxes for _, wire in outbox._in_flight]
             sent.append(watch.part([*here, *wires]))
             received.append(watch.part(t for posted in run._posted.values() for t in posted._tensors))
-            unsent.append(sum(outbox.allocated_bytes for outbox in outboxes))
+            unsent.append(sum(outbox.in_flight_bytes for outbox in outboxes))
 
         with after_actions(tell):
             engine.step(batch)

@@ -229,7 +229,7 @@ def _lengths(how: str) -> None:
     model = Chain(how)
     blocks = [(f"blocks.{i}", block) for i, block in enumerate(model.blocks)]
     apply_tp_plan(model, TPPlan(1, 2), groups_of(1, 2), blocks, sequence=True)
-    with pytest.raises(ModelError, match=r"blocks\.1 runs on tokens .* not known") as caught:
+    with pytest.raises(ModelError, match=r"blocks\.1 gets tokens .* of unknown length") as caught:
         _two(model)
     assert ("in backward" if how == "lost" else "first block has not run") in str(caught.value)
 

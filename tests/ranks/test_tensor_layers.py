@@ -196,7 +196,7 @@ def _refused(words: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("words", [{"max_norm": 1.0}, {"sparse": True}, {"scale_grad_by_freq": True}])
 def test_an_embedding_that_looks_at_other_ranks_rows_is_refused(pool: Pool, words: dict[str, object]) -> None:
-    with pytest.raises(RankError, match="the embedding 0 cannot be cut") as caught:
+    with pytest.raises(RankError, match="cannot shard the embedding 0") as caught:
         pool.run(_refused, 2, words)
     assert isinstance(caught.value.__cause__, ModelError | None)
 
@@ -262,5 +262,5 @@ def _own_forward() -> None:
 
 
 def test_a_linear_layer_with_a_forward_of_its_own_is_refused(pool: Pool) -> None:
-    with pytest.raises(RankError, match="0 cannot be cut as a linear layer"):
+    with pytest.raises(RankError, match="cannot shard 0 as a linear layer"):
         pool.run(_own_forward, 2)

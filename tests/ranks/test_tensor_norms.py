@@ -190,7 +190,7 @@ def _ask(case: Case, groups: TensorGroups) -> None:
 
 @pytest.mark.parametrize("what", sorted(_UNKNOWN))
 def test_what_looks_along_features_in_another_way_is_refused(pool: Pool, what: str) -> None:
-    words = rf"(?s)ModelError: the norm 0 cannot be cut over row.*it calls {what} "
+    words = rf"(?s)ModelError: cannot shard the norm 0 over row.*it calls {what} "
     with pytest.raises(RankError, match=words):
         pool.run(_refusal, 2, what)
 

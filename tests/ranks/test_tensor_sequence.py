@@ -291,7 +291,7 @@ def _nameless() -> None:
 
 
 def test_a_region_whose_input_cannot_be_told_is_refused(pool: Pool) -> None:
-    with pytest.raises(RankError, match=r"cannot be told which input of blocks\.0\.attn"):
+    with pytest.raises(RankError, match=r"cannot tell which input of blocks\.0\.attn"):
         pool.run(_nameless, 2)
 
 

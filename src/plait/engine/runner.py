@@ -150,7 +150,7 @@ class MicrobatchRunner:
         text, failure = b"", None
         if group.rank == root:
             try:
-                parcel, tensors = pack(make(), of="the model")
+                parcel, tensors = pack(make(), source="the model")
                 text = parcel.to_json().encode()
             except Exception as error:
                 failure = error

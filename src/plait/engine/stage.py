@@ -127,6 +127,6 @@ class StageRunner:
                     self.loss()(outputs, batch)
 
             rest = DeferredBytes()
-            with received, rest.watching(twin):
+            with received, rest.recording(twin):
                 return activation_bytes(twin, run, device), rest.total
         return None

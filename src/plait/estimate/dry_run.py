@@ -177,13 +177,13 @@ class _Run:
             if number:
                 arrival = StageInput(self.parcels[number - 1], tensors)
                 received, self._arrivals[number] = unpack(self.parcels[number - 1], arrival.tensors), arrival
-                arrival.let_go()
+                arrival.release_tensors()
             with self._listening(number):
                 if stage.is_last:
                     self._roots[number] = [stage.summed_loss(self.micro, received)[0]]
                     return
                 output = stage.outputs(self.micro, received)
-            parcel, tensors = pack(output, of=f"stage {number}")
+            parcel, tensors = pack(output, source=f"stage {number}")
             self.parcels[number] = parcel
             roots = parcel.tensors_with_grad(tensors)
             self._roots[number] = [torch.autograd.graph.get_gradient_edge(t) for t in roots]

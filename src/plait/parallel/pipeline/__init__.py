@@ -1,4 +1,4 @@
-"""Pipelines: what travels between stages, backwards in halves, and the executor of schedules."""
+"""Pipeline parallelism: the executor of schedules, point-to-point channels, and split backwards."""
 
 from plait.parallel.pipeline.executor import Pipeline, StageInput
 from plait.parallel.pipeline.serialize import PackedOutput, pack, unpack

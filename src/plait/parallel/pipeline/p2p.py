@@ -1,19 +1,20 @@
-"""Channels: tensors from one rank to another, in order, one direction and one kind (activations, gradients).
+"""Point-to-point channels: tensors from one rank to another, in order, in one direction and of one kind
+(activations or gradients).
 
-    outbox.send(key, parcel, tensors)           # returns at once
-    posted = inbox.post(inbox.parcel(key))      # buffers are here, the message is on its way
+    outbox.send(key, packed, tensors)           # returns at once
+    posted = inbox.post(inbox.describe(key))    # allocates buffers and starts the receives
     tensors = posted.wait()
 
-[Note: nobody waits to send]
-A rank that waits until what it has sent is gone waits for a receiver who may be waiting for it: schedules
-that are right would hang. So a send returns at once, whatever the transport, and the outbox holds the
-tensors. At every later call it asks, without waiting, which of them are gone (`Work.is_done`) and lets go
-of them. On CUDA it asks likewise: a stream would wait for the receiver just as a rank would.
+[Note: sends never block]
+A rank that blocks until its message has been received may wait for a receiver that waits for it: valid
+schedules would deadlock. So a send returns at once, whatever the transport, and the outbox keeps the tensors
+alive. Every later call polls, without blocking, which sends have completed (`Work.is_done`), and releases
+their tensors. It polls on CUDA too: a wait would block the stream, which is no better than blocking the rank.
 
-[Note: descriptions travel once]
-What a stage returns looks the same for all micro-batches that look the same. Both sides know a micro-batch's
-key (the names, shapes and dtypes of its entries, and whether gradients are recorded); the first time that a
-key comes to a channel, the sender says what the output is like before it sends it, and both remember.
+[Note: cached descriptions]
+Outputs of a stage have the same structure for all micro-batches with the same key (names, shapes and dtypes
+of the entries, and whether gradients are recorded). Both ranks know the key. The first time that a channel is
+used with a key, the sender sends a description of the output first, and both ranks cache it.
 """
 
 import time
@@ -33,122 +34,122 @@ _POLL_INTERVAL_S = 50e-6
 
 
 class Outbox:
-    """The sender's end. See [Note: nobody waits to send]."""
+    """The sender's end of a channel. See [Note: sends never block]."""
 
     def __init__(self, group: Group, *, device: torch.device, label: str = "") -> None:
-        """`group`: of two ranks, which nobody else talks on; both make their ends at the same point of the
-        program. `label`: what travels here, for errors."""
-        self._line = _Channel(group, device, label)
-        self._held: deque[tuple[Work, Tensor]] = deque()  # the transport reads them
-        self._known: dict[Hashable, PackedOutput] = {}
+        """`group`: of two ranks, used by this channel only; both create their ends at the same point of the
+        program. `label`: the channel's name in errors."""
+        self._channel = _Channel(group, device, label)
+        self._in_flight: deque[tuple[Work, Tensor]] = deque()  # the transport reads these tensors
+        self._descriptions: dict[Hashable, PackedOutput] = {}
         if device.type == "cuda":
             self._send(_handshake(device))
 
-    def send(self, key: Hashable, parcel: PackedOutput, tensors: Sequence[Tensor]) -> None:
-        """Sends a stage's output, and what it is like if the receiver does not know yet.
+    def send(self, key: Hashable, packed: PackedOutput, tensors: Sequence[Tensor]) -> None:
+        """Send a stage's output, after its description if the key is new.
 
-        Tensors must not be changed afterwards. Raises ModelError if outputs of that key were different ones
-        (see [Note: descriptions travel once]), CommError, as all of this class, if the receiver is lost.
+        Tensors must not be modified afterwards. Raises ModelError if earlier outputs of that key had another
+        description (see [Note: cached descriptions]). All methods raise CommError if the receiver has failed.
         """
-        known = self._known.get(key)
+        known = self._descriptions.get(key)
         if known is None:
-            self._known[key] = parcel
-            text = torch.frombuffer(bytearray(parcel.to_json().encode()), dtype=torch.uint8)
-            self.send_tensors([torch.tensor([text.numel()], dtype=_LENGTH), text])
-        elif known != parcel:
+            self._descriptions[key] = packed
+            encoded = torch.frombuffer(bytearray(packed.to_json().encode()), dtype=torch.uint8)
+            self.send_tensors([torch.tensor([encoded.numel()], dtype=_LENGTH), encoded])
+        elif known != packed:
             raise ModelError(
                 "a stage's output depends on more than the shapes of its micro-batch",
-                given=f"{parcel}{_structures(parcel, known)}",
-                expected=f"{known}, as for the micro-batches of the same shapes before it",
-                hint="blocks whose outputs have shapes that follow from their inputs' shapes",
+                given=f"{packed}{_structure_difference(packed, known)}",
+                expected=f"{known}, as for earlier micro-batches of the same shapes",
+                hint="blocks whose output shapes follow from their input shapes",
             )
         self.send_tensors(tensors)
 
     def send_tensors(self, tensors: Sequence[Tensor]) -> None:
-        """Sends tensors that the receiver knows how to post: gradients, whose specs are the outputs'."""
-        self.sweep()
+        """Send tensors whose specs the receiver knows: gradients have those of the outputs."""
+        self.release_sent()
         for tensor in tensors:
-            self._send(tensor.detach().to(self._line.device))
+            self._send(tensor.detach().to(self._channel.device))
 
-    def sweep(self) -> None:
-        """Lets go of what is gone. Never waits."""
-        while self._held and self._held[0][0].is_done():
-            self._let_go()
+    def release_sent(self) -> None:
+        """Release the tensors of completed sends. Never blocks."""
+        while self._in_flight and self._in_flight[0][0].is_done():
+            self._release_first()
 
     def drain(self) -> None:
-        """Returns when all is gone: the receiver has it."""
-        while self._held:
-            if self._line.device.type == "cuda" and not self._held[0][0].is_done():
-                time.sleep(_POLL_INTERVAL_S)  # a wait would be the stream's
+        """Block until all sends have completed."""
+        while self._in_flight:
+            if self._channel.device.type == "cuda" and not self._in_flight[0][0].is_done():
+                time.sleep(_POLL_INTERVAL_S)  # wait() would block the stream only
             else:
-                self._let_go()
+                self._release_first()
 
     @property
-    def allocated_bytes(self) -> int:
-        """Of what was not gone yet when it was last asked."""
-        return sum(tensor.nbytes for _, tensor in self._held)
+    def in_flight_bytes(self) -> int:
+        """Bytes of sends that had not completed at the last poll."""
+        return sum(tensor.nbytes for _, tensor in self._in_flight)
 
     def _send(self, tensor: Tensor) -> None:
         if tensor.numel():
-            line = self._line
-            wire = _bytes_of(tensor.contiguous())
-            if shares_memory(line.group):  # the receiver takes it from there at once, and the tensor is free
-                wire = empty(wire.numel(), wire.dtype, line.device, line.group).copy_(wire)
-            pending = start_send(wire, line.group, line.peer, label=line.label)
-            pending.is_done()  # who is asked early (Gloo: a thread that waits) knows when `sweep` asks
-            self._held.append((pending, wire))
+            channel = self._channel
+            buffer = _as_bytes(tensor.contiguous())
+            if shares_memory(channel.group):  # the receiver reads the copy directly; the tensor can be freed
+                buffer = empty(buffer.numel(), buffer.dtype, channel.device, channel.group).copy_(buffer)
+            work = start_send(buffer, channel.group, channel.peer, label=channel.label)
+            work.is_done()  # with Gloo the first poll starts a thread that waits; later ones read its result
+            self._in_flight.append((work, buffer))
 
-    def _let_go(self) -> None:
-        self._held[0][0].wait()
-        self._held.popleft()
+    def _release_first(self) -> None:
+        self._in_flight[0][0].wait()
+        self._in_flight.popleft()
 
 
 class Inbox:
-    """The receiver's end."""
+    """The receiver's end of a channel."""
 
     def __init__(self, group: Group, *, device: torch.device, label: str = "") -> None:
-        """As of `Outbox`. `device`: where what arrives is."""
-        self._line = _Channel(group, device, label)
-        self._known: dict[Hashable, PackedOutput] = {}
-        self._greeted = self._post(_handshake(device)) if device.type == "cuda" else None
+        """Arguments as of `Outbox`. `device`: where received tensors are allocated."""
+        self._channel = _Channel(group, device, label)
+        self._descriptions: dict[Hashable, PackedOutput] = {}
+        self._handshake = self._post(_handshake(device)) if device.type == "cuda" else None
 
-    def knows(self, key: Hashable) -> bool:
-        """Whether `parcel` answers at once."""
-        return key in self._known
+    def has_description(self, key: Hashable) -> bool:
+        """Return whether `describe` returns without communication."""
+        return key in self._descriptions
 
-    def parcel(self, key: Hashable) -> PackedOutput:
-        """What outputs of that key are like. Waits for the sender's word if it is the first: all that was
-        sent before it must have been posted. Raises CommError if the sender is lost."""
-        if key not in self._known:
+    def describe(self, key: Hashable) -> PackedOutput:
+        """Return the description of outputs of that key. If it is not cached, receive it: everything sent
+        earlier must have been posted. Raises CommError if the sender has failed."""
+        if key not in self._descriptions:
             length = int(self.post([TensorSpec((1,), _LENGTH)]).wait()[0])
-            [text] = self.post([TensorSpec((length,), torch.uint8)]).wait()
-            self._known[key] = PackedOutput.from_json(text.cpu().numpy().tobytes().decode())
-        return self._known[key]
+            [encoded] = self.post([TensorSpec((length,), torch.uint8)]).wait()
+            self._descriptions[key] = PackedOutput.from_json(encoded.cpu().numpy().tobytes().decode())
+        return self._descriptions[key]
 
     def post(self, specs: Sequence[TensorSpec]) -> "PostedReceive":
-        """Takes memory for the next tensors that are sent, which are those, and lets them come."""
-        tensors = [torch.empty(spec.shape, dtype=spec.dtype, device=self._line.device) for spec in specs]
+        """Allocate buffers for the next tensors on the channel, of these specs, and start to receive them."""
+        tensors = [torch.empty(spec.shape, dtype=spec.dtype, device=self._channel.device) for spec in specs]
         return PostedReceive(tensors, [self._post(tensor) for tensor in tensors if tensor.numel()])
 
     def _post(self, tensor: Tensor) -> Work:
-        line = self._line
-        return start_receive(_bytes_of(tensor), line.group, line.peer, label=line.label)
+        channel = self._channel
+        return start_receive(_as_bytes(tensor), channel.group, channel.peer, label=channel.label)
 
 
 class PostedReceive:
-    """Tensors that are on their way."""
+    """Tensors being received."""
 
-    def __init__(self, tensors: list[Tensor], pendings: list[Work]) -> None:
+    def __init__(self, tensors: list[Tensor], works: list[Work]) -> None:
         self._tensors: list[Tensor] | None = tensors
-        self._pendings = pendings
+        self._works = works
 
     def wait(self) -> list[Tensor]:
-        """Hands over the tensors, once, when they have arrived (on CUDA: the current stream waits). Raises
-        CommError if the sender is lost."""
-        assert self._tensors is not None, "what has arrived is handed over once"
-        while self._pendings:
-            self._pendings[0].wait()
-            del self._pendings[:1]
+        """Return the tensors when they have arrived (on CUDA: the current stream waits). May be called once.
+        Raises CommError if the sender has failed."""
+        assert self._tensors is not None, "wait() was called twice"
+        while self._works:
+            self._works[0].wait()
+            del self._works[:1]
         tensors, self._tensors = self._tensors, None
         return tensors
 
@@ -168,14 +169,14 @@ class _Channel:
 
 
 def _handshake(device: torch.device) -> Tensor:
-    """NCCL connects two ranks at their first message, and waits for both."""
+    """Return a first message: NCCL connects two ranks at their first one, which blocks until both join."""
     return torch.zeros(1, dtype=torch.uint8, device=device)
 
 
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """The same memory; NCCL has no name for some dtypes."""
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """Return a view as bytes; NCCL does not support all dtypes."""
     return tensor.view(-1).view(torch.uint8)
 
 
-def _structures(parcel: PackedOutput, known: PackedOutput) -> str:
-    return "" if parcel.specs != known.specs else f", as {parcel.structure} and not {known.structure}"
+def _structure_difference(packed: PackedOutput, known: PackedOutput) -> str:
+    return "" if packed.specs != known.specs else f", as {packed.structure} and not {known.structure}"

@@ -1,28 +1,29 @@
-"""Backward in halves for linear layers: the input's gradient at once, the weight's later (2401.10241, 2.1).
+"""Split backward of linear layers: the input's gradient first, the weight's later (2401.10241, section 2.1).
 
-    halves = Halves()
-    split_linears(blocks, halves)
+    splitter = BackwardSplitter()
+    split_linears(blocks, splitter)
     ...
-    with halves.collecting() as queued:         # B: what the stage before waits for
+    with splitter.deferring() as deferred:      # B: the gradient that the previous stage waits for
         torch.autograd.backward(outputs, gradients)
-    queued.run(deliver)                         # W: deliver(parameter, gradient), for each use of a parameter
+    deferred.run(accumulate_grad)               # W: calls accumulate_grad(parameter, gradient)
 
-  T tokens, of whatever leading dims  I in_features  O out_features
+# T tokens (of any leading dims)  I in_features  O out_features
+#
+#   y_TO = x_TI w_OI^T + b_O    dx_TI = dy_TO w_OI    dw_OI = dy_TO^T x_TI    db_O = sum over T of dy_TO
 
-  y_TO = x_TI w_OI^T + b_O    dx_TI = dy_TO w_OI    dw_OI = dy_TO^T x_TI    db_O = sum over T of dy_TO
+Between B and W a layer's x and dy are held, but no weight: dw does not need it. All other gradients are
+computed in B: those of norms and embeddings, and of products outside of a linear layer's own forward.
 
-Between the two halves a layer's x and dy are held, and no weight: dw does not need it. All other gradients
-are computed in B: norms', embeddings', those of products that are not of a linear layer's own forward.
-
-[Note: what hooks hear of a queued gradient]
-The graph does not know in forward whether its backward will be in halves. If it is, autograd finds that
-there is no gradient for the parameter: `grad` is left alone, and hooks run all the same: a tensor's with
-None, post-accumulate ones with what `grad` was, which may be None. What is delivered has passed no hook.
+[Note: hooks and deferred gradients]
+The graph does not know in forward whether its backward will be split. If it is, autograd gets no gradient for
+the parameter: `grad` is left unchanged, and hooks still run: a tensor's with None, post-accumulate ones with
+the former `grad`, which may be None. Deferred gradients pass no hook.
 
 [Note: autocast]
-The layer computes in the dtype that autocast would cast to, and keeps its input in it. The weight is kept as
-it is, and cast again in backward: a cast copy would be memory behind the back of whoever frees weights. The
-casts are not autocast's, which would remember the weight's, made without a graph, for its other readers.
+The layer computes in the dtype that autocast would cast to, and saves its input in it. It saves the weight in
+its own dtype and casts it again in backward: a cast copy would survive when ZeRO frees the weight. The casts
+bypass autocast's cache, which would hand the weight's copy, made without a graph, to other users of the
+weight.
 """
 
 from collections import deque
@@ -41,28 +42,28 @@ from transformers.pytorch_utils import Conv1D
 from plait.models import LINEAR_FORWARDS
 from plait.parallel.linear_ops import flat, input_gradient, product, weight_gradient
 
-AccumulateGrad = Callable[[Tensor, Tensor], object]
+AccumulateGrad = Callable[[Tensor, Tensor], object]  # (parameter, gradient)
 
 
 class BackwardSplitter:
-    """Whether a backward is to leave the gradients of weights for later, and to whom."""
+    """Switch between full backwards of split layers and ones that defer weight gradients to `deferred`."""
 
     def __init__(self) -> None:
-        self.queued: DeferredWeightGrads | None = None
+        self.deferred: DeferredWeightGrads | None = None
 
     @contextmanager
     def deferring(self) -> Iterator["DeferredWeightGrads"]:
-        """Inside, backwards compute no gradients of split layers' weights and biases, but queue them."""
-        assert self.queued is None, "a backward in halves within another"
-        self.queued = DeferredWeightGrads()
+        """Defer the gradients of split layers' weights and biases in backwards inside the context."""
+        assert self.deferred is None, "a split backward within another"
+        self.deferred = DeferredWeightGrads()
         try:
-            yield self.queued
+            yield self.deferred
         finally:
-            self.queued = None
+            self.deferred = None
 
 
 class DeferredWeightGrads:
-    """What one backward has left to compute, in its order."""
+    """Weight gradients that one backward has deferred, in its order."""
 
     def __init__(self) -> None:
         self._uses: deque[_LinearUse | _ComputedGrad] = deque()
@@ -74,46 +75,46 @@ class DeferredWeightGrads:
         self._uses.append(use)
 
     def keep(self, parameter: Tensor, gradient: Tensor) -> None:
-        """One that is computed already, to be delivered in its turn."""
+        """Queue a gradient that is computed already."""
         self._uses.append(_ComputedGrad(parameter, gradient))
 
     def parameters(self) -> list[Tensor]:
-        """Those whose gradients are to come, as often as they will."""
+        """Return the parameters in order, once for each gradient."""
         return [parameter for use in self._uses for parameter in use.parameters()]
 
     def num_bytes(self) -> int:
-        """Of what is held until then, each storage once."""
-        held = (tensor for use in self._uses for tensor in use.held())
-        storages = {s._cdata: s.nbytes() for s in (tensor.untyped_storage() for tensor in held)}
+        """Return the bytes held until `run`, each storage once."""
+        tensors = (tensor for use in self._uses for tensor in use.held_tensors())
+        storages = {s._cdata: s.nbytes() for s in (tensor.untyped_storage() for tensor in tensors)}
         return sum(storages.values())
 
     @torch.no_grad()
-    def run(self, deliver: AccumulateGrad) -> None:
-        """Computes the gradients, each in its parameter's shape and dtype, and hands them over. A parameter
-        that was used twice comes twice. What a product needs is let go when it is done."""
+    def run(self, accumulate_grad: AccumulateGrad) -> None:
+        """Compute the gradients, each in its parameter's shape and dtype, and pass them on. A parameter that
+        was used twice gets two. Inputs of each product are freed after it."""
         while self._uses:
-            self._uses.popleft().finish(deliver)
+            self._uses.popleft().run(accumulate_grad)
 
 
-def split_linears(modules: Iterable[nn.Module], halves: BackwardSplitter) -> int:
-    """Gives linear layers in (and among) the modules a forward whose backward `halves` can split; how many.
+def split_linears(modules: Iterable[nn.Module], splitter: BackwardSplitter) -> int:
+    """Give linear layers in (and among) the modules a forward whose backward `splitter` can split.
 
-    Those whose forward is nn.Linear's or Conv1D's of transformers; layers with a forward of their own stay
-    as they are. Under torch.compile nothing is split.
+    Returns their number. Covers layers whose forward is nn.Linear's or that of transformers' Conv1D; layers
+    with other forwards are unchanged. Under torch.compile nothing is split.
     """
     num_split = 0
     for module in modules:
         for layer in module.modules():
             original = _own_forward(layer)
             if isinstance(original, FunctionType) and original in _FORWARDS:
-                layer.forward = MethodType(SplitLinear(halves, original, _FORWARDS[original]), layer)
+                layer.forward = MethodType(SplitLinear(splitter, original, _FORWARDS[original]), layer)
                 num_split += 1
     return num_split
 
 
 class DeferredBytes:
-    """What the second halves of backwards will hold, seen on a forward of the modules: each input's storage
-    once, and a gradient for each output."""
+    """Estimate of the bytes that deferred weight gradients will hold, from one forward of the modules: each
+    input's storage once, and a gradient for each output."""
 
     def __init__(self) -> None:
         self._inputs: dict[int, Tensor] = {}  # by storage
@@ -124,9 +125,10 @@ class DeferredBytes:
         return self._output_bytes + sum(x.untyped_storage().nbytes() for x in self._inputs.values())
 
     @contextmanager
-    def watching(self, module: nn.Module) -> Iterator[None]:
+    def recording(self, module: nn.Module) -> Iterator[None]:
+        """Record the split layers that run inside the context."""
         handles = [
-            layer.register_forward_hook(self._called, with_kwargs=True)
+            layer.register_forward_hook(self._record, with_kwargs=True)
             for layer in module.modules()
             if isinstance(getattr(layer.forward, "__func__", None), SplitLinear)
         ]
@@ -136,14 +138,14 @@ class DeferredBytes:
             for handle in handles:
                 handle.remove()
 
-    def _called(self, _: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
-        given: list[Tensor] = [*args, *kwargs.values()]
-        [x] = given
-        self._inputs[x.untyped_storage()._cdata] = x  # which keeps it, so that no address comes twice
+    def _record(self, _: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
+        inputs: list[Tensor] = [*args, *kwargs.values()]
+        [x] = inputs
+        self._inputs[x.untyped_storage()._cdata] = x  # keeps it alive, so that no address is used twice
         self._output_bytes += output.nbytes
 
 
-# Whether the weight is transposed.
+# Forwards that can be split, and whether their weights are transposed.
 _FORWARDS: dict[Any, bool] = {**dict.fromkeys(LINEAR_FORWARDS, False), Conv1D.forward: True}
 
 
@@ -155,9 +157,9 @@ def _own_forward(module: nn.Module) -> Any:
 
 @dataclass(frozen=True)
 class SplitLinear:
-    """The forward of a split layer, for `types.MethodType`: copies of the module share it."""
+    """Forward of a split layer, for `types.MethodType`: copies of the module share it."""
 
-    halves: BackwardSplitter
+    splitter: BackwardSplitter
     original: Callable[..., Tensor]
     transposed: bool
 
@@ -171,93 +173,93 @@ class SplitLinear:
 
 class _Linear(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: SplitLinear) -> Tensor:
+    def forward(ctx: Any, x_TI: Tensor, w_OI: Tensor, b_O: Tensor | None, layer: SplitLinear) -> Tensor:
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        ctx.layer, ctx.x_dtype = layer, x.dtype
-        ctx.cast = cast = _Cast.of(x.device.type)
-        x = cast(x)
-        ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
-        ctx.weight, ctx.bias = weight if needs_weight else None, bias if needs_bias else None
-        with cast.off():
-            return product(x, cast(weight), None if bias is None else cast(bias), layer.transposed)
+        ctx.layer, ctx.x_dtype = layer, x_TI.dtype
+        ctx.cast = cast = _Autocast.current(x_TI.device.type)
+        x_TI = cast(x_TI)
+        ctx.save_for_backward(x_TI if needs_weight else None, w_OI if needs_x else None)
+        ctx.weight, ctx.bias = w_OI if needs_weight else None, b_O if needs_bias else None
+        with cast.disabled():
+            return product(x_TI, cast(w_OI), None if b_O is None else cast(b_O), layer.transposed)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        transposed, queued = ctx.layer.transposed, ctx.layer.halves.queued
-        use = _LinearUse(dy, x, ctx.weight, ctx.bias, transposed)
-        dx = None
-        if weight is not None:
-            dx = input_gradient(dy, ctx.cast(weight), transposed).to(ctx.x_dtype)
-        if queued is None or not use.is_of_leaves:
-            return dx, use.weight_gradient(), use.bias_gradient(), None
+    def backward(ctx: Any, dy_TO: Tensor) -> tuple[Tensor | None, ...]:
+        x_TI, w_OI = ctx.saved_tensors
+        transposed, deferred = ctx.layer.transposed, ctx.layer.splitter.deferred
+        use = _LinearUse(dy_TO, x_TI, ctx.weight, ctx.bias, transposed)
+        dx_TI = None
+        if w_OI is not None:
+            dx_TI = input_gradient(dy_TO, ctx.cast(w_OI), transposed).to(ctx.x_dtype)
+        if deferred is None or not use.has_leaf_parameters:
+            return dx_TI, use.weight_gradient(), use.bias_gradient(), None
         if ctx.weight is not None or ctx.bias is not None:
-            queued.add(use)
-        return dx, None, None, None
+            deferred.add(use)
+        return dx_TI, None, None, None
 
 
 @dataclass(frozen=True)
-class _Cast:
-    """What autocast does to a product's operands. See [Note: autocast]."""
+class _Autocast:
+    """The casts that autocast applies to a product's operands. See [Note: autocast]."""
 
-    kind: str  # of device
+    device_type: str
     dtype: torch.dtype | None
 
     @classmethod
-    def of(cls, kind: str) -> "_Cast":
-        is_on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-        return cls(kind, torch.get_autocast_dtype(kind) if is_on else None)
+    def current(cls, device_type: str) -> "_Autocast":
+        is_on = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+        return cls(device_type, torch.get_autocast_dtype(device_type) if is_on else None)
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """Autocast leaves float64 alone."""
+        """Cast a tensor, unless it is float64, which autocast does not cast."""
         return tensor if self.dtype is None or tensor.dtype is torch.float64 else tensor.to(self.dtype)
 
-    def off(self) -> Any:
-        return torch.autocast(self.kind, enabled=False) if self.dtype is not None else nullcontext()
+    def disabled(self) -> Any:
+        return torch.autocast(self.device_type, enabled=False) if self.dtype is not None else nullcontext()
 
 
 @dataclass(frozen=True)
 class _LinearUse:
-    """One use of a layer in one forward, as far as its parameters' gradients need it."""
+    """One call of a layer: the tensors that its parameters' gradients need."""
 
     dy: Tensor
     x: Tensor | None
-    weight: Tensor | None  # those that need a gradient
+    weight: Tensor | None  # None if it needs no gradient
     bias: Tensor | None
     transposed: bool
 
     @property
-    def is_of_leaves(self) -> bool:
-        """What was computed from parameters needs its gradient now: theirs follow from it."""
-        return all(given is None or given.is_leaf for given in (self.weight, self.bias))
+    def has_leaf_parameters(self) -> bool:
+        """True if weight and bias are leaves. If computed from parameters, they need their gradients now."""
+        return all(tensor is None or tensor.is_leaf for tensor in (self.weight, self.bias))
 
     def parameters(self) -> list[Tensor]:
         return [parameter for parameter in (self.bias, self.weight) if parameter is not None]
 
-    def held(self) -> list[Tensor]:
+    def held_tensors(self) -> list[Tensor]:
         return [self.dy] if self.x is None else [self.dy, self.x]
 
     def weight_gradient(self) -> Tensor | None:
         if self.weight is None:
             return None
-        assert self.x is not None, "an input that was not kept"
+        assert self.x is not None, "an input that was not saved"
         return weight_gradient(self.dy, self.x, self.transposed).to(self.weight.dtype)
 
     def bias_gradient(self) -> Tensor | None:
         return None if self.bias is None else flat(self.dy).sum(0).to(self.bias.dtype)
 
-    def finish(self, deliver: AccumulateGrad) -> None:
-        for parameter, gradient in ((self.bias, self.bias_gradient), (self.weight, self.weight_gradient)):
+    def run(self, accumulate_grad: AccumulateGrad) -> None:
+        for parameter, compute in ((self.bias, self.bias_gradient), (self.weight, self.weight_gradient)):
             if parameter is not None:
-                found = gradient()
-                assert found is not None
-                deliver(parameter, found)
+                gradient = compute()
+                assert gradient is not None
+                accumulate_grad(parameter, gradient)
 
 
 @dataclass(frozen=True)
 class _ComputedGrad:
-    """A gradient of no split layer."""
+    """A gradient of a parameter outside of split layers."""
 
     parameter: Tensor
     gradient: Tensor
@@ -265,8 +267,8 @@ class _ComputedGrad:
     def parameters(self) -> list[Tensor]:
         return [self.parameter]
 
-    def held(self) -> list[Tensor]:
+    def held_tensors(self) -> list[Tensor]:
         return [self.gradient]
 
-    def finish(self, deliver: AccumulateGrad) -> None:
-        deliver(self.parameter, self.gradient)
+    def run(self, accumulate_grad: AccumulateGrad) -> None:
+        accumulate_grad(self.parameter, self.gradient)

@@ -1,4 +1,4 @@
-"""Tensor parallelism on the grid's row x col axes: cut layers, norms, embeddings; sequence parallelism."""
+"""Tensor parallelism on the grid's row x col axes (layers, norms, embeddings), and sequence parallelism."""
 
 from plait.parallel.tensor.apply import ParallelLayers, apply_tp_plan
 from plait.parallel.tensor.groups import TensorGroups

@@ -1,23 +1,22 @@
-"""Cross entropy of logits that are cut over the vocabulary (Shoeybi et al. 1909.08053, section 3).
+"""Cross entropy of logits sharded over the vocabulary (Shoeybi et al. 1909.08053, section 3).
 
-# T tokens  V vocabulary  v this rank's columns of it
+# T tokens  V vocabulary  v this rank's columns of it;  t tokens of a chunk
 
-[Note: what a rank knows by itself]
+[Note: vocabulary-parallel cross entropy]
 A rank's columns of a token have a largest logit m and, relative to it, a sum of exponentials s. Over all
-ranks these are M = max m and S = sum of s exp(m - M). With t the target's logit and a the mean of all V
+ranks these are M = max m and S = sum of s exp(m - M). With z the target's logit and a the mean of all V
 logits:
 
-  loss      log S - (1 - eps) (t - M) - eps (a - M) + z_loss (log S + M)^2
-  gradient  softmax here x share x (1 + 2 z_loss (log S + M)) - (1 - eps) onehot - eps / V
+  loss      log S - (1 - eps) (z - M) - eps (a - M) + z_loss (log S + M)^2
+  gradient  local softmax x share x (1 + 2 z_loss (log S + M)) - (1 - eps) onehot - eps / V
 
-where share = s exp(m - M) / S is the part of a token's probability that lies in the rank's columns. So two
-messages of a few numbers per token are exchanged in forward, none in backward, and what is kept is the logits
-as they are and two numbers per token: its target and the factor of the softmax. Everything is relative to M:
-logits far from zero lose no digits.
+where share = s exp(m - M) / S is the probability of the rank's columns. So there are two all-reduces of a few
+numbers per token in forward, none in backward; saved for backward are the logits as they are and two numbers
+per token: its target and the factor of the softmax. Everything is relative to M: logits far from zero lose no
+digits.
 
 torch's softmax is one pass over memory with a fast exponential; the largest probability in it is 1 / s.
-Chunks of tokens are small enough that what is done to them stays in the cache, and no others are ever held in
-float32.
+Tokens are processed in chunks small enough to stay in the cache; only chunks are ever held in float32.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,9 +29,9 @@ from torch import Tensor
 from plait.comm import Group, all_reduce
 from plait.errors import ModelError
 
-SINGLE_RANK = Group((0,), 0, None)  # has all columns
+SINGLE_RANK = Group((0,), 0, None)  # holds all columns
 
-_CPU_CHUNK = 1 << 17  # logits, for each thread: one float32 copy fills half a core's cache
+_CPU_CHUNK = 1 << 17  # logits, per thread: one float32 copy fills half a core's cache
 _GPU_CHUNK = 1 << 23  # logits: 32 MB in float32
 
 
@@ -47,194 +46,196 @@ def cross_entropy(
     z_loss: float = 0.0,
     softcap: float | None = None,
 ) -> Tensor:
-    """The loss summed over tokens, the same bits on every rank of `group`; in float32 at least.
+    """Return the loss summed over tokens, bitwise equal on every rank of `group`; in float32 at least.
 
-    `columns` says which of the vocabulary's columns (start and stop) each of the ranks has, in their order:
-    of any number, or none. `targets_T` are places in the whole vocabulary, the same on every rank; tokens
-    whose target is `ignore_index` count nothing. `label_smoothing` spreads that part of a target over the
-    whole vocabulary, `z_loss` weighs the square of the log of the summed exponentials, `softcap` c makes c
-    tanh(z / c) of every logit first.
+    `columns`: (start, stop) of each rank's columns of the vocabulary, in rank order; any number of them, or
+    none. `targets_T` are indices into the full vocabulary, the same on every rank; tokens whose target is
+    `ignore_index` contribute nothing. `label_smoothing` is the fraction of a target that is distributed over
+    the full vocabulary, `z_loss` the weight of the squared log of the partition function; `softcap` c first
+    replaces every logit z by c tanh(z / c).
 
-    Gradients have the logits' dtype. Raises ModelError for a target outside of the vocabulary (on a GPU the
-    device does, when it gets there), and for a second derivative.
+    Gradients have the logits' dtype. Raises ModelError for a target outside of the vocabulary (on a GPU a
+    device-side assert fails instead), and for a second derivative.
     """
     start, stop = columns[group.rank]
     assert logits_Tv.shape == (len(targets_T), stop - start), (
         f"logits {tuple(logits_Tv.shape)} for {len(targets_T)} targets, columns {start} to {stop}"
     )
-    how = _Options(group, start, max(e for _, e in columns), ignore_index, label_smoothing, z_loss, softcap)
-    _check_targets(targets_T, how)
-    total: Tensor = _CrossEntropy.apply(logits_Tv, targets_T, how)
-    return total
+    options = _Options(
+        group, start, max(e for _, e in columns), ignore_index, label_smoothing, z_loss, softcap
+    )
+    _check_targets(targets_T, options)
+    loss_sum: Tensor = _CrossEntropy.apply(logits_Tv, targets_T, options)
+    return loss_sum
 
 
 @dataclass(frozen=True)
 class _Options:
     group: Group
     start: int  # of this rank's columns
-    vocabulary: int
-    ignored: int
-    smoothing: float
+    vocab_size: int
+    ignore_index: int
+    label_smoothing: float
     z_loss: float
     softcap: float | None
 
-    def owned(self, logits_Tv: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Whether a token's target is one of these columns, and which (0 where it is not)."""
+    def local_targets(self, logits_Tv: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the mask of targets that are this rank's columns, and their local indices (0 elsewhere)."""
         local_T = targets_T - self.start
-        owned_T = (local_T >= 0) & (local_T < logits_Tv.shape[1]) & (targets_T != self.ignored)
-        return owned_T, local_T.masked_fill_(~owned_T, 0)
+        is_local_T = (local_T >= 0) & (local_T < logits_Tv.shape[1]) & (targets_T != self.ignore_index)
+        return is_local_T, local_T.masked_fill_(~is_local_T, 0)
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """See [Note: what a rank knows by itself]."""
+    """See [Note: vocabulary-parallel cross entropy]."""
 
     @staticmethod
-    def forward(ctx: Any, logits_Tv: Tensor, targets_T: Tensor, how: _Options) -> Tensor:
-        ctx.how = how
+    def forward(ctx: Any, logits_Tv: Tensor, targets_T: Tensor, options: _Options) -> Tensor:
+        ctx.options = options
         if logits_Tv.is_meta:
-            for message in _empty_messages(logits_Tv, how):
-                all_reduce(message, how.group)
+            for message in _empty_messages(logits_Tv, options):
+                all_reduce(message, options.group)
             ctx.save_for_backward(logits_Tv, targets_T, _new(logits_Tv, len(logits_Tv)))
             return _new(logits_Tv)
-        total, factor_T = _loss_sum(logits_Tv, targets_T, how)
+        loss_sum, factor_T = _loss_sum(logits_Tv, targets_T, options)
         ctx.save_for_backward(logits_Tv, targets_T, factor_T)
-        return total
+        return loss_sum
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
+    def backward(ctx: Any, *grads: Any) -> Any:
         if torch.is_grad_enabled():
             raise ModelError(
-                "the loss over the vocabulary has no second derivative",
+                "the vocabulary-parallel loss has no second derivative",
                 given="backward with create_graph=True",
-                hint="loss= with torch's own cross entropy, without tensor parallelism",
+                hint="loss= with torch's cross entropy, without tensor parallelism",
             )
         logits_Tv, targets_T, factor_T = ctx.saved_tensors
         if logits_Tv.is_meta:
             return torch.empty_like(logits_Tv), None, None
-        return _logit_gradient(logits_Tv, targets_T, factor_T, gradients[0], ctx.how), None, None
+        return _logit_gradient(logits_Tv, targets_T, factor_T, grads[0], ctx.options), None, None
 
 
-def _loss_sum(logits_Tv: Tensor, targets_T: Tensor, how: _Options) -> tuple[Tensor, Tensor]:
-    """The summed loss, and each token's factor of the softmax in the gradient."""
-    most_T, message = _local_terms(logits_Tv, how)
-    top_T = most_T.clone()
-    all_reduce(top_T, how.group, "max", label="loss: largest logits")
-    sums_T = message[0].mul_((most_T - top_T).exp_())
-    own_T = sums_T.clone()
-    message[1] = _target_logits(logits_Tv, targets_T, top_T, how)
-    if how.smoothing and logits_Tv.shape[1]:
-        message[2] += (most_T - top_T) * logits_Tv.shape[1]
-    all_reduce(message, how.group, label="loss: sums over the vocabulary")
-    log_T = sums_T.log()
-    losses_T = log_T - message[1] * (1 - how.smoothing)
-    if how.smoothing:
-        losses_T -= message[2] * (how.smoothing / how.vocabulary)
-    factor_T = own_T.div_(sums_T)
-    if how.z_loss:
-        z_T = log_T + top_T
-        losses_T += how.z_loss * z_T.square()
-        factor_T *= 1 + 2 * how.z_loss * z_T
-    ignored_T = targets_T == how.ignored
+def _loss_sum(logits_Tv: Tensor, targets_T: Tensor, options: _Options) -> tuple[Tensor, Tensor]:
+    """Return the summed loss, and each token's factor of the softmax in the gradient."""
+    local_max_T, message = _local_terms(logits_Tv, options)
+    max_T = local_max_T.clone()
+    all_reduce(max_T, options.group, "max", label="loss: largest logits")
+    sum_exp_T = message[0].mul_((local_max_T - max_T).exp_())
+    local_sum_exp_T = sum_exp_T.clone()
+    message[1] = _target_logits(logits_Tv, targets_T, max_T, options)
+    if options.label_smoothing and logits_Tv.shape[1]:
+        message[2] += (local_max_T - max_T) * logits_Tv.shape[1]
+    all_reduce(message, options.group, label="loss: sums over the vocabulary")
+    log_sum_exp_T = sum_exp_T.log()
+    losses_T = log_sum_exp_T - message[1] * (1 - options.label_smoothing)
+    if options.label_smoothing:
+        losses_T -= message[2] * (options.label_smoothing / options.vocab_size)
+    factor_T = local_sum_exp_T.div_(sum_exp_T)
+    if options.z_loss:
+        log_z_T = log_sum_exp_T + max_T
+        losses_T += options.z_loss * log_z_T.square()
+        factor_T *= 1 + 2 * options.z_loss * log_z_T
+    ignored_T = targets_T == options.ignore_index
     return losses_T.masked_fill_(ignored_T, 0).sum(), factor_T.masked_fill_(ignored_T, 0)
 
 
-def _local_terms(logits_Tv: Tensor, how: _Options) -> tuple[Tensor, Tensor]:
-    """Of this rank's columns: the largest logit, and the message of sums relative to it: of exponentials, a
-    place for the target's logit, and for label smoothing that of logits."""
+def _local_terms(logits_Tv: Tensor, options: _Options) -> tuple[Tensor, Tensor]:
+    """Return, for this rank's columns, each token's largest logit, and the message to be all-reduced: sums
+    relative to it of exponentials, space for the target's logit and, for label smoothing, sums of logits."""
     num_tokens, num_columns = logits_Tv.shape
-    most_T, message = _empty_messages(logits_Tv, how)
-    most_T.fill_(-torch.inf)
+    local_max_T, message = _empty_messages(logits_Tv, options)
+    local_max_T.fill_(-torch.inf)
     message.zero_()
     if not num_columns:
-        return most_T, message
+        return local_max_T, message
     peak_T = _new(logits_Tv, num_tokens)
-    for rows, z_tv, spare_tv in _chunks(logits_Tv, how):
-        most_t = torch.amax(z_tv, 1, out=most_T[rows])
-        torch.amax(torch.softmax(z_tv, 1, out=spare_tv), 1, out=peak_T[rows])
-        if how.smoothing:
-            torch.sum(torch.sub(z_tv, most_t[:, None], out=spare_tv), 1, out=message[2, rows])
-    torch.reciprocal(peak_T, out=message[0]).masked_fill_(most_T == -torch.inf, 0)
-    return most_T, message
+    for rows, z_tv, scratch_tv in _chunks(logits_Tv, options):
+        max_t = torch.amax(z_tv, 1, out=local_max_T[rows])
+        torch.amax(torch.softmax(z_tv, 1, out=scratch_tv), 1, out=peak_T[rows])
+        if options.label_smoothing:
+            torch.sum(torch.sub(z_tv, max_t[:, None], out=scratch_tv), 1, out=message[2, rows])
+    torch.reciprocal(peak_T, out=message[0]).masked_fill_(local_max_T == -torch.inf, 0)
+    return local_max_T, message
 
 
-def _empty_messages(logits_Tv: Tensor, how: _Options) -> tuple[Tensor, Tensor]:
-    """What ranks tell each other, of undefined values: for each token its largest logit, and its sums."""
+def _empty_messages(logits_Tv: Tensor, options: _Options) -> tuple[Tensor, Tensor]:
+    """Return the two uninitialized tensors that are all-reduced: each token's largest logit, and its sums."""
     num_tokens = len(logits_Tv)
-    return _new(logits_Tv, num_tokens), _new(logits_Tv, 3 if how.smoothing else 2, num_tokens)
+    return _new(logits_Tv, num_tokens), _new(logits_Tv, 3 if options.label_smoothing else 2, num_tokens)
 
 
-def _target_logits(logits_Tv: Tensor, targets_T: Tensor, top_T: Tensor, how: _Options) -> Tensor:
-    """Relative to `top_T`; 0 where another rank has the target, or there is none."""
+def _target_logits(logits_Tv: Tensor, targets_T: Tensor, max_T: Tensor, options: _Options) -> Tensor:
+    """Return the targets' logits relative to `max_T`; 0 where the target is another rank's or ignored."""
     if not logits_Tv.shape[1]:
-        return torch.zeros_like(top_T)
-    owned_T, local_T = how.owned(logits_Tv, targets_T)
-    found_T = logits_Tv.gather(1, local_T[:, None])[:, 0].to(top_T.dtype)
-    if how.softcap is not None:
-        found_T = (found_T / how.softcap).tanh_() * how.softcap
-    return (found_T - top_T).masked_fill_(~owned_T, 0)
+        return torch.zeros_like(max_T)
+    is_local_T, local_T = options.local_targets(logits_Tv, targets_T)
+    target_T = logits_Tv.gather(1, local_T[:, None])[:, 0].to(max_T.dtype)
+    if options.softcap is not None:
+        target_T = (target_T / options.softcap).tanh_() * options.softcap
+    return (target_T - max_T).masked_fill_(~is_local_T, 0)
 
 
 def _logit_gradient(
-    logits_Tv: Tensor, targets_T: Tensor, factor_T: Tensor, upstream: Tensor, how: _Options
+    logits_Tv: Tensor, targets_T: Tensor, factor_T: Tensor, upstream: Tensor, options: _Options
 ) -> Tensor:
-    gradient_Tv = torch.empty_like(logits_Tv, memory_format=torch.contiguous_format)
-    if not gradient_Tv.numel():
-        return gradient_Tv
-    owned_T, local_T = how.owned(logits_Tv, targets_T)
-    weight_T = upstream.to(factor_T.dtype) * (targets_T != how.ignored)
-    hot_T1 = (weight_T * owned_T).mul_(how.smoothing - 1)[:, None]
-    even_T1 = (weight_T * (-how.smoothing / how.vocabulary))[:, None]
-    scale_T1, local_T1 = (factor_T * weight_T)[:, None], local_T[:, None]
-    blank_T1 = scale_T1 == 0  # the softmax of columns which are all -inf is none
-    has_blank = gradient_Tv.device.type != "cpu" or bool(blank_T1.any())
-    for rows, z_tv, spare_tv in _chunks(logits_Tv, how):
-        out_tv = gradient_Tv[rows]
-        wide_tv = spare_tv if spare_tv.dtype != out_tv.dtype else out_tv
-        torch.softmax(z_tv, 1, out=wide_tv).mul_(scale_T1[rows])
-        if has_blank:
-            wide_tv.masked_fill_(blank_T1[rows], 0)
-        if how.smoothing:
-            wide_tv.add_(even_T1[rows])
-        wide_tv.scatter_add_(1, local_T1[rows], hot_T1[rows])
-        if how.softcap is not None:  # 1 - tanh^2
-            wide_tv.mul_(z_tv.div_(how.softcap).square_().neg_().add_(1))
-        if wide_tv is not out_tv:
-            out_tv.copy_(wide_tv)
-    return gradient_Tv
+    grad_Tv = torch.empty_like(logits_Tv, memory_format=torch.contiguous_format)
+    if not grad_Tv.numel():
+        return grad_Tv
+    is_local_T, local_T = options.local_targets(logits_Tv, targets_T)
+    token_grad_T = upstream.to(factor_T.dtype) * (targets_T != options.ignore_index)
+    onehot_grad_T1 = (token_grad_T * is_local_T).mul_(options.label_smoothing - 1)[:, None]
+    smoothing_grad_T1 = (token_grad_T * (-options.label_smoothing / options.vocab_size))[:, None]
+    scale_T1, local_T1 = (factor_T * token_grad_T)[:, None], local_T[:, None]
+    unused_T1 = scale_T1 == 0  # the softmax of columns that are all -inf is NaN
+    has_unused = grad_Tv.device.type != "cpu" or bool(unused_T1.any())
+    for rows, z_tv, scratch_tv in _chunks(logits_Tv, options):
+        out_tv = grad_Tv[rows]
+        buffer_tv = scratch_tv if scratch_tv.dtype != out_tv.dtype else out_tv
+        torch.softmax(z_tv, 1, out=buffer_tv).mul_(scale_T1[rows])
+        if has_unused:
+            buffer_tv.masked_fill_(unused_T1[rows], 0)
+        if options.label_smoothing:
+            buffer_tv.add_(smoothing_grad_T1[rows])
+        buffer_tv.scatter_add_(1, local_T1[rows], onehot_grad_T1[rows])
+        if options.softcap is not None:  # 1 - tanh^2
+            buffer_tv.mul_(z_tv.div_(options.softcap).square_().neg_().add_(1))
+        if buffer_tv is not out_tv:
+            out_tv.copy_(buffer_tv)
+    return grad_Tv
 
 
-def _chunks(logits_Tv: Tensor, how: _Options) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Of some tokens at a time: which, their logits, wide and capped, and as much memory besides."""
+def _chunks(logits_Tv: Tensor, options: _Options) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Yield (slice of tokens, their logits in float32 with the softcap applied, scratch of that shape)."""
     num_tokens, num_columns = logits_Tv.shape
     numel = _CPU_CHUNK * torch.get_num_threads() if logits_Tv.device.type == "cpu" else _GPU_CHUNK
-    most = max(1, min(num_tokens, numel // num_columns))
-    buffer, spare = _new(logits_Tv, 2, most, num_columns)
-    as_is = how.softcap is None and logits_Tv.dtype == buffer.dtype
-    for start in range(0, num_tokens, most):
-        rows = slice(start, min(start + most, num_tokens))
+    chunk_size = max(1, min(num_tokens, numel // num_columns))
+    buffer, scratch = _new(logits_Tv, 2, chunk_size, num_columns)
+    needs_no_copy = options.softcap is None and logits_Tv.dtype == buffer.dtype
+    for start in range(0, num_tokens, chunk_size):
+        rows = slice(start, min(start + chunk_size, num_tokens))
         z_tv = logits_Tv[rows]
-        if not as_is:
+        if not needs_no_copy:
             z_tv = buffer[: len(z_tv)].copy_(z_tv)
-        if how.softcap is not None:
-            z_tv.div_(how.softcap).tanh_().mul_(how.softcap)
-        yield rows, z_tv, spare[: len(z_tv)]
+        if options.softcap is not None:
+            z_tv.div_(options.softcap).tanh_().mul_(options.softcap)
+        yield rows, z_tv, scratch[: len(z_tv)]
 
 
 def _new(logits: Tensor, *shape: int) -> Tensor:
-    """Of undefined values, where the logits are, in float32 at least."""
+    """Return an uninitialized tensor on the logits' device, in float32 at least."""
     return logits.new_empty(shape, dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
-def _check_targets(targets_T: Tensor, how: _Options) -> None:
-    """Costs a GPU no wait: there the device asserts, as it does in torch's cross entropy."""
+def _check_targets(targets_T: Tensor, options: _Options) -> None:
+    """Raise for invalid targets; a GPU is not synchronized, but asserts as in torch's cross entropy."""
     if targets_T.is_meta or not len(targets_T):
         return
-    good_T = ((targets_T >= 0) & (targets_T < how.vocabulary)) | (targets_T == how.ignored)
+    is_valid_T = ((targets_T >= 0) & (targets_T < options.vocab_size)) | (targets_T == options.ignore_index)
     if targets_T.device.type != "cpu":
-        torch._assert_async(good_T.all())
-    elif not good_T.all():
+        torch._assert_async(is_valid_T.all())
+    elif not is_valid_T.all():
         raise ModelError(
             "a target is not in the vocabulary",
-            given=int(targets_T[~good_T][0]),
-            expected=f"0 to {how.vocabulary - 1}, or {how.ignored} for a token that has none",
+            given=int(targets_T[~is_valid_T][0]),
+            expected=f"0 to {options.vocab_size - 1}, or {options.ignore_index} for a token without one",
         )

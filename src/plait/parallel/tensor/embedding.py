@@ -1,8 +1,10 @@
-"""An embedding cut over the vocabulary (`col`) and over features (`row`).
+"""Embeddings sharded over the vocabulary (`col`) and over features (`row`).
 
-Every rank looks up the indices that it has; rows of foreign ones are zero; the sum over `col` has each row
-once. The module's own forward does the lookup, with indices into the rank's piece, so what a subclass adds
-to it (Gemma's scale) is kept.
+Every rank looks up the indices in its vocabulary range and sets the rows of all others to zero; the sum over
+`col` then contains each row once. The module's own forward does the lookup, with indices into the rank's
+shard, so what a subclass adds to it (Gemma's scale) is preserved.
+
+# B batch  S sequence  H hidden;  h = this rank's features
 """
 
 from collections.abc import Callable
@@ -24,44 +26,44 @@ from plait.plan.sharding import Range
 
 @dataclass(frozen=True)
 class VocabParallelEmbedding:
-    """The forward of an embedding of which this rank has some of the vocabulary."""
+    """Forward of an embedding whose vocabulary is sharded; for `types.MethodType`."""
 
     forward: Callable[..., Tensor]
     vocabulary: ShardedDim
 
     @torch.compiler.disable
-    def __call__(self, module: nn.Module, indices: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        ranges = self.vocabulary.dim.ranges[self.vocabulary.place]
-        local, foreign = _to_local(indices, ranges)
+    def __call__(self, module: nn.Module, indices_BS: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        ranges = self.vocabulary.sharding.ranges[self.vocabulary.coord]
+        local_BS, mask_BS = _to_local(indices_BS, ranges)
         if not self.vocabulary.is_first:
-            foreign = torch.ones_like(foreign)  # a copy of a piece: the first that has it gives its rows
+            mask_BS = torch.ones_like(mask_BS)  # a copy of a shard: the first holder provides its rows
         if not sum(stop - start for start, stop in ranges):
             weight = weight_of(module)
-            # In the graph like other ranks' rows: what reads them sums gradients on every rank or on none.
-            rows = weight.new_zeros(*indices.shape, weight.shape[-1]) + weight.sum()
-            return _MaskAndReduce.apply(rows, foreign, self.vocabulary.group)
+            # In the graph, as on other ranks: a consumer reduces gradients on every rank or on none.
+            rows = weight.new_zeros(*indices_BS.shape, weight.shape[-1]) + weight.sum()
+            return _MaskAndReduce.apply(rows, mask_BS, self.vocabulary.group)
         return _MaskAndReduce.apply(
-            self.forward(module, local, *args, **kwargs), foreign, self.vocabulary.group
+            self.forward(module, local_BS, *args, **kwargs), mask_BS, self.vocabulary.group
         )
 
 
 def check_embedding(name: str, module: nn.Module) -> None:
-    """Raises ModelError for what cannot be cut over the vocabulary."""
-    for option, off in (("max_norm", None), ("sparse", False), ("scale_grad_by_freq", False)):
-        value = getattr(module, option, off)
-        if value != off:
+    """Raise ModelError if the embedding cannot be sharded over the vocabulary."""
+    for option, default in (("max_norm", None), ("sparse", False), ("scale_grad_by_freq", False)):
+        value = getattr(module, option, default)
+        if value != default:
             raise ModelError(
-                f"the embedding {name} cannot be cut over its vocabulary",
-                given=f"{option}={value}, which is about rows that other ranks have",
-                expected=f"{option}={off}",
+                f"cannot shard the embedding {name} over its vocabulary",
+                given=f"{option}={value}, which needs the rows of all ranks",
+                expected=f"{option}={default}",
                 hint="tp=1",
             )
 
 
-def local_padding_idx(index: int | None, cut: ShardedDim) -> int | None:
-    """Where this rank's piece has the row of the whole's `padding_idx`, which gets no gradient."""
+def local_padding_idx(index: int | None, vocabulary: ShardedDim) -> int | None:
+    """Return the row of `padding_idx`, which gets no gradient, in this rank's shard; None if not in it."""
     begin = 0
-    for start, stop in cut.dim.ranges[cut.place]:
+    for start, stop in vocabulary.sharding.ranges[vocabulary.coord]:
         if index is not None and start <= index < stop:
             return begin + index - start
         begin += stop - start
@@ -69,28 +71,30 @@ def local_padding_idx(index: int | None, cut: ShardedDim) -> int | None:
 
 
 def _to_local(indices: Tensor, ranges: tuple[Range, ...]) -> tuple[Tensor, Tensor]:
-    """Indices into the rank's piece, 0 for foreign ones; and which ones are foreign."""
-    local, foreign = torch.zeros_like(indices), torch.ones_like(indices, dtype=torch.bool)
+    """Return indices into the rank's shard, 0 for those of other ranks, and the mask of the latter."""
+    local, mask = torch.zeros_like(indices), torch.ones_like(indices, dtype=torch.bool)
     begin = 0
     for start, stop in ranges:
-        here = (indices >= start) & (indices < stop)
-        local = torch.where(here, indices - (start - begin), local)
-        foreign = foreign & ~here
+        is_local = (indices >= start) & (indices < stop)
+        local = torch.where(is_local, indices - (start - begin), local)
+        mask = mask & ~is_local
         begin += stop - start
-    return local, foreign
+    return local, mask
 
 
 class _MaskAndReduce(Function):
-    """Foreign rows become zero, and the ranks' rows are summed: both in the tensor that the lookup gave."""
+    """Set masked rows to zero and all-reduce, both in the lookup's output."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, foreign: Tensor, group: Group) -> Tensor:
-        ctx.save_for_backward(foreign)
-        ctx.mark_dirty(rows)
-        return all_reduce_in_place(rows.masked_fill_(foreign.unsqueeze(-1), 0), group, "rows of an embedding")
+    def forward(ctx: Any, rows_BSh: Tensor, mask_BS: Tensor, group: Group) -> Tensor:
+        ctx.save_for_backward(mask_BS)
+        ctx.mark_dirty(rows_BSh)
+        return all_reduce_in_place(
+            rows_BSh.masked_fill_(mask_BS.unsqueeze(-1), 0), group, "rows of an embedding"
+        )
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (foreign,) = ctx.saved_tensors
-        return grad.masked_fill(foreign.unsqueeze(-1), 0), None, None
+    def backward(ctx: Any, grad_BSh: Tensor) -> tuple[Tensor | None, ...]:
+        (mask_BS,) = ctx.saved_tensors
+        return grad_BSh.masked_fill(mask_BS.unsqueeze(-1), 0), None, None

@@ -1,20 +1,21 @@
-"""What communicates inside a cut model's forward and backward, as functions that autograd knows.
+"""Differentiable collectives of tensor parallelism.
 
-  function         forward              backward             where
-  spread           identity             sum over the group   what all ranks have is read by each for itself
-  total            sum over the group   identity             parts of a tensor become one
-  total_of_parts   sum                  sum                  a statistic that all ranks add to and use
-  gather_features  pieces to the whole  own piece            what follows is the same on every rank
-  split_features   own piece            pieces to the whole  what came before is the same on every rank
+# F features of the full tensor;  f = this rank's
 
-Spread and total are f and g of Megatron-LM (Shoeybi et al. 1909.08053, section 3). A group of one
-communicates with nobody. On meta tensors only shapes come about. None of them can be differentiated twice:
-torch says so.
+  function                   forward     backward    use
+  copy_to_group              identity    all-reduce  a replicated tensor, used differently on each rank
+  reduce_from_group          all-reduce  identity    partial sums become the full value
+  differentiable_all_reduce  all-reduce  all-reduce  a statistic that all ranks add to and use
+  gather_features            all-gather  own shard   what follows is the same on every rank
+  split_features             own shard   all-gather  what precedes is the same on every rank
 
-[Note: shared pieces count once]
-Ranks that have the same piece (kv heads fewer than columns) hold copies, whose gradients are parts of a sum
-that somebody else takes. What is the same on every rank must therefore reach one copy only, the first: the
-gradient of a gathered whole, and a copy's part in a statistic.
+The first two are f and g of Megatron-LM (Shoeybi et al. 1909.08053, section 3). A group of one rank does not
+communicate. On meta tensors only shapes are computed. A second derivative raises an error (torch's).
+
+[Note: shared shards count once]
+Ranks that hold the same shard (kv heads fewer than columns) hold copies of a parameter, whose gradients are
+summed elsewhere. A value that is the same on every rank must therefore reach only the first copy: the
+gradient of a gathered tensor, and a copy's contribution to a statistic.
 """
 
 from typing import Any
@@ -30,60 +31,63 @@ from plait.parallel.tensor.groups import ShardedDim
 
 
 def all_reduce_in_place(tensor: Tensor, group: Group, label: str = "") -> Tensor:
-    """Sums a tensor that nobody else has over the group."""
+    """Sum a tensor over the group, in place. The caller holds the only reference to its values."""
     if group.size > 1:
         all_reduce(tensor, group, label=label)
-        increment_version(tensor)  # whoever kept it before the sum can tell
+        increment_version(tensor)  # autograd detects if the unreduced value was saved
     return tensor
 
 
 def start_all_reduce_in_place(tensor: Tensor, group: Group, label: str = "") -> Work:
-    """The same, begun: for gradients, which are not kept."""
+    """Start the all-reduce of a gradient, which autograd does not save."""
     if group.size == 1:
         return Work()
     return start_all_reduce(tensor, group, label=label)
 
 
 def copy_to_group(x: Tensor, group: Group) -> Tensor:
+    """Return `x`; backward all-reduces the gradient."""
     return _CopyToGroup.apply(x, group) if group.size > 1 else x
 
 
 def reduce_from_group(x: Tensor, group: Group) -> Tensor:
+    """Return the sum of `x` over the group; backward is the identity."""
     return _ReduceFromGroup.apply(x, group) if group.size > 1 else x
 
 
 def differentiable_all_reduce(x: Tensor, group: Group) -> Tensor:
+    """Return the sum of `x` over the group; backward all-reduces the gradient."""
     return _DifferentiableAllReduce.apply(x, group) if group.size > 1 else x
 
 
 def copy_tail_to_group(x: Tensor, width: int, group: Group) -> Tensor:
-    """`copy_to_group` of the last `width` features alone."""
+    """`copy_to_group` for the last `width` features only."""
     return _CopyTailToGroup.apply(x, width, group) if group.size > 1 and width else x
 
 
-def gather_features(piece: Tensor, cut: ShardedDim) -> Tensor:
-    """(..., piece) to (..., whole). See [Note: shared pieces count once]."""
-    return _GatherFeatures.apply(piece, cut) if cut.group.size > 1 else piece
+def gather_features(shard_f: Tensor, dim: ShardedDim) -> Tensor:
+    """All-gather (..., f) to (..., F); backward takes the shard. See [Note: shared shards count once]."""
+    return _GatherFeatures.apply(shard_f, dim) if dim.group.size > 1 else shard_f
 
 
-def split_features(whole: Tensor, cut: ShardedDim) -> Tensor:
-    """(..., whole) to (..., piece)."""
-    return _SplitFeatures.apply(whole, cut) if cut.group.size > 1 else whole
+def split_features(full_F: Tensor, dim: ShardedDim) -> Tensor:
+    """Take the shard (..., f) of (..., F); backward all-gathers."""
+    return _SplitFeatures.apply(full_F, dim) if dim.group.size > 1 else full_F
 
 
-def all_gather_features(piece: Tensor, cut: ShardedDim) -> Tensor:
-    """The whole of which every rank has its features. Uneven pieces travel padded."""
-    group, sizes = cut.group, cut.dim.sizes
-    whole = piece.new_empty(*piece.shape[:-1], cut.whole)
+def all_gather_features(shard_f: Tensor, dim: ShardedDim) -> Tensor:
+    """All-gather (..., f) of every rank to (..., F), without a graph. Uneven shards are padded."""
+    group, sizes = dim.group, dim.sharding.sizes
+    full_F = shard_f.new_empty(*shard_f.shape[:-1], dim.full_size)
     longest = max(sizes)
-    buffer = piece.new_empty(group.size, *piece.shape[:-1], longest)
-    buffer[cut.place, ..., : piece.shape[-1]] = piece
-    if piece.shape[-1] < longest:
-        buffer[cut.place, ..., piece.shape[-1] :] = 0
-    all_gather(buffer.view(-1), buffer[cut.place].view(-1), group, label="features")
-    for place, size in enumerate(sizes):
-        cut.put(whole, buffer[place, ..., :size], place)
-    return whole
+    buffer = shard_f.new_empty(group.size, *shard_f.shape[:-1], longest)
+    buffer[dim.coord, ..., : shard_f.shape[-1]] = shard_f
+    if shard_f.shape[-1] < longest:
+        buffer[dim.coord, ..., shard_f.shape[-1] :] = 0
+    all_gather(buffer.view(-1), buffer[dim.coord].view(-1), group, label="features")
+    for coord, size in enumerate(sizes):
+        dim.write(full_F, buffer[coord, ..., :size], coord)
+    return full_F
 
 
 class _CopyToGroup(Function):
@@ -95,7 +99,7 @@ class _CopyToGroup(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return all_reduce_in_place(_own_copy(grad), ctx.group), None
+        return all_reduce_in_place(_contiguous_copy(grad), ctx.group), None
 
 
 class _CopyTailToGroup(Function):
@@ -107,16 +111,16 @@ class _CopyTailToGroup(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        summed = _own_copy(grad)
-        tail = _own_copy(summed[..., -ctx.width :])
-        summed[..., -ctx.width :] = all_reduce_in_place(tail, ctx.group)
-        return summed, None, None
+        dx = _contiguous_copy(grad)
+        tail = _contiguous_copy(dx[..., -ctx.width :])
+        dx[..., -ctx.width :] = all_reduce_in_place(tail, ctx.group)
+        return dx, None, None
 
 
 class _ReduceFromGroup(Function):
     @staticmethod
     def forward(_: Any, x: Tensor, group: Group) -> Tensor:
-        return all_reduce_in_place(_own_copy(x), group)
+        return all_reduce_in_place(_contiguous_copy(x), group)
 
     @staticmethod
     @once_differentiable
@@ -128,38 +132,38 @@ class _DifferentiableAllReduce(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        return all_reduce_in_place(_own_copy(x), group)
+        return all_reduce_in_place(_contiguous_copy(x), group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return all_reduce_in_place(_own_copy(grad), ctx.group), None
+        return all_reduce_in_place(_contiguous_copy(grad), ctx.group), None
 
 
 class _GatherFeatures(Function):
     @staticmethod
-    def forward(ctx: Any, piece: Tensor, cut: ShardedDim) -> Tensor:
-        ctx.cut = cut
-        return all_gather_features(piece, cut)
+    def forward(ctx: Any, shard_f: Tensor, dim: ShardedDim) -> Tensor:
+        ctx.dim = dim
+        return all_gather_features(shard_f, dim)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        own = ctx.cut.own(grad)
-        return own if ctx.cut.is_first else torch.zeros_like(own), None
+    def backward(ctx: Any, grad_F: Tensor) -> tuple[Tensor | None, ...]:
+        grad_f = ctx.dim.shard(grad_F)
+        return grad_f if ctx.dim.is_first else torch.zeros_like(grad_f), None
 
 
 class _SplitFeatures(Function):
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, cut: ShardedDim) -> Tensor:
-        ctx.cut = cut
-        return cut.own(whole).contiguous()
+    def forward(ctx: Any, full_F: Tensor, dim: ShardedDim) -> Tensor:
+        ctx.dim = dim
+        return dim.shard(full_F).contiguous()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return all_gather_features(grad, ctx.cut), None
+    def backward(ctx: Any, grad_f: Tensor) -> tuple[Tensor | None, ...]:
+        return all_gather_features(grad_f, ctx.dim), None
 
 
-def _own_copy(tensor: Tensor) -> Tensor:
+def _contiguous_copy(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)

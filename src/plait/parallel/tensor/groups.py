@@ -1,4 +1,7 @@
-"""The groups of the grid's `row` and `col` axes, and which piece of a tensor's features a rank has."""
+"""The process groups of the grid's `row` and `col` axes, and this rank's shard of a feature dim.
+
+# F features of the full tensor;  f = this rank's
+"""
 
 from dataclasses import dataclass
 
@@ -10,54 +13,55 @@ from plait.plan.sharding import DimSharding
 
 @dataclass(frozen=True)
 class TensorGroups:
-    """This rank's neighbours along `row` and along `col`."""
+    """This rank's process groups along `row` and `col`."""
 
     row: Group
     col: Group
 
     def along(self, axis: str) -> Group:
+        """Return the group of an axis, "row" or "col"."""
         return {"row": self.row, "col": self.col}[axis]
 
 
 @dataclass(frozen=True)
 class ShardedDim:
-    """The features of a whole, their cut along an axis, and the ranks that have the pieces."""
+    """A feature dim sharded along an axis, and the group of the ranks that hold the shards."""
 
-    dim: DimSharding
+    sharding: DimSharding
     group: Group
 
     @property
-    def place(self) -> int:
+    def coord(self) -> int:
         return self.group.rank
 
     @property
-    def whole(self) -> int:
-        """Features of the whole; those that several coordinates have are counted once."""
-        return max((stop for ranges in self.dim.ranges for _, stop in ranges), default=0)
+    def full_size(self) -> int:
+        """Features of the full tensor; those that several coordinates hold count once."""
+        return max((stop for ranges in self.sharding.ranges for _, stop in ranges), default=0)
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank is the first that has its piece."""
-        return self.dim.sharers(self.place)[0] == self.place
+        """True on the first of the ranks that hold this shard."""
+        return self.sharding.sharers(self.coord)[0] == self.coord
 
-    def own(self, whole: Tensor) -> Tensor:
-        """This rank's features of (..., whole): a view where they lie side by side."""
-        ranges = self.dim.ranges[self.place]
-        parts = [whole[..., start:stop] for start, stop in ranges]
-        return parts[0] if len(parts) == 1 else _joined(parts, whole)
+    def shard(self, full_F: Tensor) -> Tensor:
+        """Return this rank's features of (..., F), shape (..., f): a view where they are one range."""
+        ranges = self.sharding.ranges[self.coord]
+        slices = [full_F[..., start:stop] for start, stop in ranges]
+        return slices[0] if len(slices) == 1 else _concatenated(slices, full_F)
 
-    def put(self, whole: Tensor, piece: Tensor, place: int) -> None:
-        """Writes the features that the coordinate `place` has into (..., whole)."""
+    def write(self, full_F: Tensor, shard_f: Tensor, coord: int) -> None:
+        """Copy the shard of coordinate `coord` to its features of (..., F)."""
         begin = 0
-        for start, stop in self.dim.ranges[place]:
-            whole[..., start:stop] = piece[..., begin : begin + stop - start]
+        for start, stop in self.sharding.ranges[coord]:
+            full_F[..., start:stop] = shard_f[..., begin : begin + stop - start]
             begin += stop - start
 
 
-def _joined(parts: list[Tensor], whole: Tensor) -> Tensor:
-    joined = whole.new_empty(*whole.shape[:-1], sum(part.shape[-1] for part in parts))
+def _concatenated(slices: list[Tensor], full_F: Tensor) -> Tensor:
+    out_f = full_F.new_empty(*full_F.shape[:-1], sum(part.shape[-1] for part in slices))
     begin = 0
-    for part in parts:
-        joined[..., begin : begin + part.shape[-1]] = part
+    for part in slices:
+        out_f[..., begin : begin + part.shape[-1]] = part
         begin += part.shape[-1]
-    return joined
+    return out_f

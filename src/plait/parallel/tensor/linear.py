@@ -1,17 +1,18 @@
-"""A linear layer cut over both axes: each rank multiplies with its piece of the weight, and parts are summed.
+"""Linear layers sharded over both axes: each rank multiplies with its shard of the weight, then partial sums
+are reduced.
 
-  B batch  T tokens  I in_features  O out_features;  lower case = this rank's piece
+# T tokens (of any leading dims)  I in_features  O out_features;  lower case = this rank's shard
+#
+#   COLUMN  y_To = sum over row (x_Ti w_oi^T) + b_o     dx_Ti = sum over col (dy_To w_oi)
+#   ROW     the same with row and col swapped
 
-  COLUMN  y_To = sum over row (x_Ti w_oi^T) + b_o     dx_Ti = sum over col (dy_To w_oi)
-  ROW     the same with row and col swapped
+The gradients of the weight shard, dw_oi = dy_To^T x_Ti, and of the bias need no reduction.
 
-The weight's gradient is whole on this rank: dw_oi = dy_To^T x_Ti. So is the bias's.
-
-[Note: a product and its sum are one operator]
-Selective recompute keeps what products give. A part that is kept, and then summed in place, would have to
-be computed and summed again. So a product with its sum is one operator to torch, and what is kept is the
-sum. An operator's arguments are tensors and numbers; what else it needs waits for it under a number, from
-its call to its end.
+[Note: product and reduction in one operator]
+Selective recompute saves the outputs of matrix products. If a partial product were saved and then summed in
+place, recompute would have to multiply and reduce again. So torch sees product and reduction as one operator,
+and the sum is saved. Operators take tensors and numbers only: the reduction is looked up by the number of the
+call, in a table that holds it for the duration of the call.
 """
 
 import itertools
@@ -34,154 +35,171 @@ from plait.parallel.tensor.shared_input import SharedInput, SharedInputs, weight
 
 @dataclass
 class HeadOutput:
-    """Whether logits stay cut over the vocabulary just now."""
+    """Output mode of the head: logits sharded over the vocabulary, or all of them."""
 
-    stays_cut: bool = False
+    keep_sharded: bool = False
 
 
 @dataclass(frozen=True)
 class ParallelLinear:
-    """The forward of a cut linear layer, for `types.MethodType`: it is given the module.
+    """Forward of a sharded linear layer, for `types.MethodType`: its first argument is the module.
 
-    parts       the ranks whose products are summed
-    readers     of its input, whose gradient they sum
-    scope       the block it is in; see Readers
-    is_given    whoever gives the input sums its gradient (sequence parallel)
-    transposed  the weight is (in, out)
-    splits      the input is whole, this rank takes its features of it
-    gathers     the output is gathered, unless the `head` says otherwise
-    tokens      the sum leaves this rank's tokens only (sequence parallel)
+    reduce_group        ranks whose partial outputs are summed
+    shared_inputs       tracks the layers that share an input; reduces the input's gradient over its group
+    scope               the block that contains the layer; see SharedInputs
+    input_is_gathered   a sequence-parallel region made the input and reduces its gradient
+    transposed          the weight is stored as (in, out)
+    split_input         the input is full: this rank takes its features of it
+    gather_output       the output is all-gathered, unless `head` keeps it sharded
+    sequence_shard      the output is reduce-scattered over tokens instead of all-reduced (sequence parallel)
     """
 
-    parts: Group
-    readers: SharedInputs
+    reduce_group: Group
+    shared_inputs: SharedInputs
     scope: str = ""
-    is_given: bool = False
+    input_is_gathered: bool = False
     transposed: bool = False
-    splits: ShardedDim | None = None
-    gathers: ShardedDim | None = None
+    split_input: ShardedDim | None = None
+    gather_output: ShardedDim | None = None
     head: HeadOutput | None = None
-    tokens: SequenceShard | None = None
+    sequence_shard: SequenceShard | None = None
 
     @torch.compiler.disable
     def __call__(self, module: nn.Module, x: Tensor) -> Tensor:
-        sequences = None if self.tokens is None else self.tokens.sequences_of(x)
-        if sequences is None:
-            y = self.product(module, x)
+        num_sequences = None if self.sequence_shard is None else self.sequence_shard.num_flattened(x)
+        if num_sequences is None:
+            y = self.sharded_output(module, x)
         else:
-            y = self.product(module, x.unflatten(0, (sequences, -1))).flatten(0, 1)
-        if self.gathers is None or (self.head is not None and self.head.stays_cut):
+            y = self.sharded_output(module, x.unflatten(0, (num_sequences, -1))).flatten(0, 1)
+        if self.gather_output is None or (self.head is not None and self.head.keep_sharded):
             return y
-        return gather_features(y, self.gathers)
+        return gather_features(y, self.gather_output)
 
-    def product(self, module: nn.Module, x: Tensor) -> Tensor:
-        """This rank's features of the output."""
-        if self.splits is not None:
-            x = split_features(x, self.splits)
+    def sharded_output(self, module: nn.Module, x: Tensor) -> Tensor:
+        """Return this rank's features of the output, (..., o)."""
+        if self.split_input is not None:
+            x = split_features(x, self.split_input)
         weight, bias = weight_of(module), getattr(module, "bias", None)
-        kind = x.device.type
-        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
+        device_type = x.device.type
+        if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+            dtype = torch.get_autocast_dtype(device_type)
             x, weight = x.to(dtype), weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
-        read = self.readers.find if self.is_given else self.readers.read
-        source = read(x, module, self.scope)
-        sizes = None if self.tokens is None else self.tokens.sizes_within(x)
-        job = _LinearCall(self.parts, self.transposed, source.reading, weight, self.tokens, sizes)
-        x = x if source.tensor is None else source.tensor
-        if job.is_expected:
-            return _LinearFunction.apply(x, None, bias, source.piece, job)
-        return _LinearFunction.apply(x, weight, bias, None, job)
+        lookup = self.shared_inputs.lookup if self.input_is_gathered else self.shared_inputs.share
+        view = lookup(x, module, self.scope)
+        sizes = None if self.sequence_shard is None else self.sequence_shard.sizes_of_full(x)
+        call = _LinearCall(
+            self.reduce_group, self.transposed, view.shared_input, weight, self.sequence_shard, sizes
+        )
+        x = x if view.tensor is None else view.tensor
+        if call.defers_weight_grad:
+            return _LinearFunction.apply(x, None, bias, view.shard, call)
+        return _LinearFunction.apply(x, weight, bias, None, call)
 
 
 @dataclass(frozen=True)
 class _LinearCall:
-    parts: Group
+    """The arguments of one call that are not differentiated. `sizes`: each rank's tokens of the output."""
+
+    reduce_group: Group
     transposed: bool
-    reading: SharedInput | None
+    shared_input: SharedInput | None
     weight: Tensor
-    tokens: SequenceShard | None
+    sequence_shard: SequenceShard | None
     sizes: tuple[int, ...] | None
 
     @property
-    def is_expected(self) -> bool:
-        """Whether the reading computes the weight's gradient."""
-        return self.reading is not None and self.reading.expects(self.weight)
+    def defers_weight_grad(self) -> bool:
+        """True if the shared input's node computes the weight's gradient."""
+        return self.shared_input is not None and self.shared_input.defers(self.weight)
 
-    def read_again(self, kept: Tensor, reader: Any) -> Callable[[], Tensor] | None:
-        """In backward: what was read, for the reading to compute with; None where it does not compute.
+    def deferred_input(self, saved: Tensor, input_node: Any) -> Callable[[], Tensor] | None:
+        """In backward, return a function that returns the layer's input, for the deferred weight gradient.
 
-        `reader`: the reading's node, which this backward may end above.
+        None if no gradient is deferred, or if this backward does not run `input_node`, the shared input's
+        autograd node. Starts the all-gather of the input if only this rank's tokens were saved.
         """
-        reading = self.reading
-        if reading is None or not self.is_expected or not torch._C._will_engine_execute_node(reader):
+        shared = self.shared_input
+        if (
+            shared is None
+            or not self.defers_weight_grad
+            or not torch._C._will_engine_execute_node(input_node)
+        ):
             return None
-        if reading.again is None:
-            kept = kept.detach()  # its graph is the reading's own
-            return lambda: kept
-        reading.again.begin(kept)
-        return reading.again.whole
+        if shared.regather is None:
+            saved = saved.detach()  # its graph contains the shared input's node
+            return lambda: saved
+        shared.regather.start(saved)
+        return shared.regather.wait
 
-    def sum(self, part: Tensor) -> Tensor:
-        """Of all ranks' parts, in the part that is given; or this rank's tokens of it."""
-        if self.tokens is None:
-            return all_reduce_in_place(part, self.parts, "parts of a product")
+    def reduce(self, partial_To: Tensor) -> Tensor:
+        """Sum over the ranks, in place; or return this rank's tokens of the sum."""
+        if self.sequence_shard is None:
+            return all_reduce_in_place(partial_To, self.reduce_group, "parts of a product")
         assert self.sizes is not None
-        return reduce_scatter_tokens(part, self.tokens.group, self.sizes)
+        return reduce_scatter_tokens(partial_To, self.sequence_shard.group, self.sizes)
 
 
 class _LinearFunction(Function):
-    """The product, the sum of the parts, the bias once. See readers.py for who computes the weight's
-    gradient."""
+    """Multiply, reduce the partial sums, add the bias once. The weight's gradient is computed here or
+    deferred to the shared input: see shared_input.py."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, _: Tensor | None, bias: Tensor | None, piece: Tensor | None, job: _LinearCall
+        ctx: Any,
+        x_Ti: Tensor,
+        _: Tensor | None,
+        bias_o: Tensor | None,
+        x_ti: Tensor | None,
+        call: _LinearCall,
     ) -> Tensor:
-        given = job.weight
+        weight_oi = call.weight
         needs_x = ctx.needs_input_grad[0]
-        ctx.job = job
-        kept = x if piece is None else piece  # see [Note: what is gathered is not kept] in readers.py
-        ctx.save_for_backward(kept if given.requires_grad else None, given if needs_x else None)
-        added = bias if job.parts.rank == 0 else None
-        if job.parts.size == 1:
-            return product(x, given, added, job.transposed)
-        return _product_then_reduce(x, given, added, job)
+        ctx.call = call
+        saved = x_Ti if x_ti is None else x_ti  # see [Note: re-gathered inputs] in shared_input.py
+        ctx.save_for_backward(saved if weight_oi.requires_grad else None, weight_oi if needs_x else None)
+        bias_once_o = bias_o if call.reduce_group.rank == 0 else None
+        if call.reduce_group.size == 1:
+            return product(x_Ti, weight_oi, bias_once_o, call.transposed)
+        return _product_then_reduce(x_Ti, weight_oi, bias_once_o, call)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        kept, given = ctx.saved_tensors
-        job, needs = ctx.job, ctx.needs_input_grad
-        x = None if kept is None else job.read_again(kept, ctx.next_functions[0][0])
-        db = flat(dy).sum(0) if needs[2] else None  # of this rank's tokens
-        if job.tokens is not None:
-            dy = all_gather_tokens(dy, job.tokens.group, job.sizes)
-        dx = input_gradient(dy, given, job.transposed) if needs[0] else None
-        if x is not None:
-            job.reading.leave(job.weight, lambda: weight_gradient(dy, x(), job.transposed))
-        dw = weight_gradient(dy, kept, job.transposed) if needs[1] else None
-        return dx, dw, db, None, None
+        saved, weight_oi = ctx.saved_tensors
+        call, needs = ctx.call, ctx.needs_input_grad
+        x_Ti = None if saved is None else call.deferred_input(saved, ctx.next_functions[0][0])
+        db_o = flat(dy).sum(0) if needs[2] else None  # over this rank's tokens
+        if call.sequence_shard is not None:
+            dy = all_gather_tokens(dy, call.sequence_shard.group, call.sizes)
+        dx_Ti = input_gradient(dy, weight_oi, call.transposed) if needs[0] else None
+        if x_Ti is not None:
+            call.shared_input.defer_weight_grad(
+                call.weight, lambda: weight_gradient(dy, x_Ti(), call.transposed)
+            )
+        dw_oi = weight_gradient(dy, saved, call.transposed) if needs[1] else None
+        return dx_Ti, dw_oi, db_o, None, None
 
 
-def _product_then_reduce(x: Tensor, weight: Tensor, bias: Tensor | None, job: "_LinearCall") -> Tensor:
-    """See [Note: a product and its sum are one operator]."""
-    number = next(_call_ids)
-    _reductions[number] = job.sum
+def _product_then_reduce(x_Ti: Tensor, weight_oi: Tensor, bias_o: Tensor | None, call: _LinearCall) -> Tensor:
+    """See [Note: product and reduction in one operator]."""
+    call_id = next(_call_ids)
+    _reductions[call_id] = call.reduce
     try:
-        out: Tensor = torch.ops.plait.summed_product(x, weight, bias, job.transposed, number)
+        out: Tensor = torch.ops.plait.summed_product(x_Ti, weight_oi, bias_o, call.transposed, call_id)
     finally:
-        _reductions.pop(number)
+        _reductions.pop(call_id)
     return out
 
 
-def _summed_product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, number: int) -> Tensor:
-    return _reductions[number](product(x, weight, bias, transposed))
+def _summed_product(
+    x_Ti: Tensor, weight_oi: Tensor, bias_o: Tensor | None, transposed: bool, call_id: int
+) -> Tensor:
+    return _reductions[call_id](product(x_Ti, weight_oi, bias_o, transposed))
 
 
-# Operators take numbers and tensors only: a sum is here from just before its operator's call to just after.
 _call_ids = itertools.count()
-_reductions: dict[int, Callable[[Tensor], Tensor]] = {}
+_reductions: dict[int, Callable[[Tensor], Tensor]] = {}  # by call id, during the call
 _operators = torch.library.Library("plait", "FRAGMENT")
 _operators.define(
     "summed_product(Tensor x, Tensor weight, Tensor? bias, bool transposed, int number) -> Tensor"

@@ -1,14 +1,16 @@
-"""A norm over features that are cut: its statistics are taken over all of them.
+"""Norms over sharded features: statistics are taken over the features of all ranks.
 
-[Note: whose code computes a norm]
-The module's own forward runs, on this rank's features and its piece of the weight. What it asks torch for
-on the way that looks along the features (a mean, a variance, a norm, a whole layer norm) is answered over
-all ranks of the axis; everything else is between one feature and its like. So a class of norm need not be
-known to be right. What looks along the features in a way that is not known here is refused: it would
-compute another function.
+# F features;  f = this rank's
 
-A statistic's gradient is a sum over the ranks too, as each used it for its features. Layer and rms norm
-take one message in forward and one in backward.
+[Note: interception of reductions]
+The module's own forward runs, on this rank's features and its shard of the weight. Calls to torch that reduce
+over the features (a mean, a variance, a norm, a complete layer norm) are intercepted and computed over all
+ranks of the axis; everything else is elementwise. So norm classes need not be known to be computed correctly.
+A reduction over the features that is not implemented here is an error: on a shard it would compute another
+function.
+
+A statistic's gradient is a sum over the ranks too, since each used it for its features. Layer and RMS norm
+take one collective in forward and one in backward.
 """
 
 from collections.abc import Callable
@@ -27,7 +29,7 @@ from plait.errors import ModelError
 from plait.parallel.tensor.functional import all_reduce_in_place, differentiable_all_reduce
 from plait.parallel.tensor.groups import ShardedDim
 
-# Look along features and leave their number as it is: not to be told from the shape of what comes out.
+# Reduce over features without changing the shape: not detectable from the output.
 _KEEP_SHAPE = frozenset(
     (
         "softmax",
@@ -53,7 +55,7 @@ _KEEP_SHAPE = frozenset(
 
 @dataclass(frozen=True)
 class ParallelNorm:
-    """The forward of a norm whose features are cut. See [Note: whose code computes a norm]."""
+    """Forward of a norm over sharded features. See [Note: interception of reductions]."""
 
     name: str
     forward: Callable[..., Any]
@@ -66,61 +68,61 @@ class ParallelNorm:
 
 
 class _ReduceOverRanks(TorchFunctionMode):
-    """Answers what looks along the features over all ranks that have some of them."""
+    """Mode in which reductions over the features cover all ranks that hold some of them."""
 
     def __init__(self, name: str, features: ShardedDim) -> None:
         super().__init__()
         self._name = name
         self._features = features
-        self._local = features.dim.sizes[features.place]
+        self._local_size = features.sharding.sizes[features.coord]
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         x = args[0] if args else kwargs.get("input")
-        if not self._is_cut(x):
+        if not self._is_sharded(x):
             return func(*args, **kwargs)
-        asked = getattr(func, "__name__", "").removeprefix("linalg_")
-        answer = _IMPLEMENTATIONS.get(asked)
-        if answer is not None:
-            call = _parse_call(asked, x, args[1:], {k: v for k, v in kwargs.items() if k != "input"})
+        op_name = getattr(func, "__name__", "").removeprefix("linalg_")
+        implementation = _IMPLEMENTATIONS.get(op_name)
+        if implementation is not None:
+            call = _parse_call(op_name, x, args[1:], {k: v for k, v in kwargs.items() if k != "input"})
             if call is None:
                 return func(*args, **kwargs)
-            if call.is_understood(x):
-                return answer(x, call, self._features)
-            raise self._refused(asked)
-        if asked in _KEEP_SHAPE:
-            raise self._refused(asked)
+            if call.is_supported(x):
+                return implementation(x, call, self._features)
+            raise self._unsupported(op_name)
+        if op_name in _KEEP_SHAPE:
+            raise self._unsupported(op_name)
         result = func(*args, **kwargs)
-        if isinstance(result, Tensor) and self._local > 1 and _lost_features(x, result):
-            raise self._refused(asked)
+        if isinstance(result, Tensor) and self._local_size > 1 and _reduced_features(x, result):
+            raise self._unsupported(op_name)
         return result
 
-    def _is_cut(self, x: object) -> bool:
-        return isinstance(x, Tensor) and x.dim() > 0 and x.shape[-1] == self._local
+    def _is_sharded(self, x: object) -> bool:
+        return isinstance(x, Tensor) and x.dim() > 0 and x.shape[-1] == self._local_size
 
-    def _refused(self, asked: str) -> ModelError:
+    def _unsupported(self, op_name: str) -> ModelError:
         return ModelError(
-            f"the norm {self._name} cannot be cut over {self._features.dim.axis}",
-            given=f"it calls {asked} along the features, of which a rank has a part",
+            f"cannot shard the norm {self._name} over {self._features.sharding.axis}",
+            given=f"it calls {op_name} over the features, of which each rank holds a shard",
             expected="means, sums, variances, 2-norms over the last dim; layer_norm; rms_norm",
-            hint=f"a tensor_plan that leaves {self._name} whole, or tp=C with one row",
+            hint=f"a tensor_plan that replicates {self._name}, or tp=C with one row",
         )
 
 
-def _lost_features(x: Tensor, result: Tensor) -> bool:
-    """Whether one number of all features came out."""
-    kept = result.shape[:-1] == x.shape[:-1] and result.shape[-1] == 1 if result.dim() else True
-    return kept or result.shape == x.shape[:-1]
+def _reduced_features(x: Tensor, result: Tensor) -> bool:
+    """Return whether `result` has one number per token, where `x` has features."""
+    is_kept_dim = result.shape[:-1] == x.shape[:-1] and result.shape[-1] == 1 if result.dim() else True
+    return is_kept_dim or result.shape == x.shape[:-1]
 
 
-# --- what is asked
+# --- intercepted calls
 
 
 @dataclass(frozen=True)
 class _Call:
-    """A reduction, or a whole norm. `dims` from the left; None: all."""
+    """Arguments of a reduction or norm. `dims` from the left; None: all."""
 
     dims: tuple[int, ...] | None = None
     keepdim: bool = False
@@ -131,7 +133,7 @@ class _Call:
     bias: Tensor | None = None
     eps: float | None = None
 
-    def is_understood(self, x: Tensor) -> bool:
+    def is_supported(self, x: Tensor) -> bool:
         return self.dims == (x.dim() - 1,) and self.order in (None, 2, 2.0, "fro")
 
 
@@ -148,53 +150,53 @@ _SIGNATURES = {
 }
 
 
-def _parse_call(asked: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | None:
-    """The call in one form; None if it does not look along the last dim."""
-    given = {**dict(zip(_SIGNATURES[asked], args, strict=False)), **kwargs}
+def _parse_call(op_name: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | None:
+    """Return the call's arguments; None if it does not reduce over the last dim."""
+    arguments = {**dict(zip(_SIGNATURES[op_name], args, strict=False)), **kwargs}
     last = x.dim() - 1
-    if "normalized_shape" in given:
-        dims: tuple[int, ...] | None = tuple(range(x.dim() - len(given["normalized_shape"]), x.dim()))
+    if "normalized_shape" in arguments:
+        dims: tuple[int, ...] | None = tuple(range(x.dim() - len(arguments["normalized_shape"]), x.dim()))
     else:
-        dim = given.get("dim", given.get("axis"))
+        dim = arguments.get("dim", arguments.get("axis"))
         if isinstance(dim, bool):  # var(unbiased)
-            given["unbiased"], dim = dim, None
-        found = (dim,) if isinstance(dim, int) else None if dim is None else tuple(dim)
-        dims = None if not found else tuple(d % x.dim() for d in found)
+            arguments["unbiased"], dim = dim, None
+        signed_dims = (dim,) if isinstance(dim, int) else None if dim is None else tuple(dim)
+        dims = None if not signed_dims else tuple(d % x.dim() for d in signed_dims)
     if dims is not None and last not in dims:
         return None
-    correction = given.get("correction")
+    correction = arguments.get("correction")
     if correction is None:
-        correction = 1 if given.get("unbiased", True) else 0
+        correction = 1 if arguments.get("unbiased", True) else 0
     return _Call(
         dims,
-        bool(given.get("keepdim", False)),
+        bool(arguments.get("keepdim", False)),
         correction,
-        given.get("p", given.get("ord", 2)),
-        given.get("dtype"),
-        given.get("weight"),
-        given.get("bias"),
-        given.get("eps"),
+        arguments.get("p", arguments.get("ord", 2)),
+        arguments.get("dtype"),
+        arguments.get("weight"),
+        arguments.get("bias"),
+        arguments.get("eps"),
     )
 
 
-# --- what is answered
+# --- their implementation over all ranks
 
 
 def _sum(x: Tensor, call: _Call, features: ShardedDim) -> Tensor:
-    part = x.sum(-1, keepdim=call.keepdim, dtype=call.dtype)
-    if not features.is_first:  # see [Note: shared pieces count once] in ops.py
-        part = part * 0  # in the graph: all ranks take part in backward's sum
-    return differentiable_all_reduce(part, features.group)
+    partial = x.sum(-1, keepdim=call.keepdim, dtype=call.dtype)
+    if not features.is_first:  # see [Note: shared shards count once] in functional.py
+        partial = partial * 0  # in the graph: all ranks take part in backward's all-reduce
+    return differentiable_all_reduce(partial, features.group)
 
 
 def _mean(x: Tensor, call: _Call, features: ShardedDim) -> Tensor:
-    return _sum(x, call, features) / features.whole
+    return _sum(x, call, features) / features.full_size
 
 
 def _var_mean(x: Tensor, call: _Call, features: ShardedDim) -> tuple[Tensor, Tensor]:
     mean, var = _Moments.apply(x, features)
     if call.correction:
-        var = var * (features.whole / (features.whole - call.correction))
+        var = var * (features.full_size / (features.full_size - call.correction))
     return (var, mean) if call.keepdim else (var.squeeze(-1), mean.squeeze(-1))
 
 
@@ -208,7 +210,7 @@ def _std(x: Tensor, call: _Call, features: ShardedDim) -> Tensor:
 
 def _norm(x: Tensor, call: _Call, features: ShardedDim) -> Tensor:
     wide = x if call.dtype is None else x.to(call.dtype)
-    tiny = torch.finfo(wide.dtype).tiny  # the gradient of a zero's root is not a number
+    tiny = torch.finfo(wide.dtype).tiny  # the gradient of sqrt at 0 is NaN
     return _sum(wide * wide, call, features).clamp_min(tiny).sqrt()
 
 
@@ -251,35 +253,37 @@ assert _IMPLEMENTATIONS.keys() == _SIGNATURES.keys()
 
 
 class _Moments(Function):
-    """Mean and (biased) variance of all features, (..., 1) each, from the ranks' own: Chan's formula, which
-    does not subtract large numbers from each other."""
+    """Mean and (biased) variance of all features, (..., 1) each, from those of the ranks' features, by Chan's
+    formula, which avoids cancellation."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, features: ShardedDim) -> tuple[Tensor, Tensor]:
-        cut, group = features.dim, features.group
-        counts = [size if cut.sharers(c)[0] == c else 0 for c, size in enumerate(cut.sizes)]
-        ranks = x.new_zeros(group.size, 2, *x.shape[:-1])
-        own = ranks[group.rank]
-        if x.shape[-1]:
-            own[0] = x.mean(-1)
-            own[1] = (x - own[0].unsqueeze(-1)).square_().sum(-1)
+    def forward(ctx: Any, x_f: Tensor, features: ShardedDim) -> tuple[Tensor, Tensor]:
+        sharding, group = features.sharding, features.group
+        counts = [size if sharding.sharers(c)[0] == c else 0 for c, size in enumerate(sharding.sizes)]
+        moments = x_f.new_zeros(
+            group.size, 2, *x_f.shape[:-1]
+        )  # of each rank: mean, sum of squared deviations
+        own = moments[group.rank]
+        if x_f.shape[-1]:
+            own[0] = x_f.mean(-1)
+            own[1] = (x_f - own[0].unsqueeze(-1)).square_().sum(-1)
         if group.size > 1:
-            all_gather(ranks.view(-1), own.view(-1), group, label="moments of features")
+            all_gather(moments.view(-1), own.view(-1), group, label="moments of features")
         mean, squares = torch.zeros_like(own[0]), torch.zeros_like(own[1])
-        for count, rank in zip(counts, ranks, strict=True):
-            mean += rank[0] * (count / features.whole)
-        for count, rank in zip(counts, ranks, strict=True):
+        for count, rank_moments in zip(counts, moments, strict=True):
+            mean += rank_moments[0] * (count / features.full_size)
+        for count, rank_moments in zip(counts, moments, strict=True):
             if count:
-                squares += rank[1] + count * (rank[0] - mean) ** 2
-        mean, var = mean.unsqueeze(-1), squares.unsqueeze(-1) / features.whole
+                squares += rank_moments[1] + count * (rank_moments[0] - mean) ** 2
+        mean, var = mean.unsqueeze(-1), squares.unsqueeze(-1) / features.full_size
         ctx.features = features
-        ctx.save_for_backward(x, mean)
+        ctx.save_for_backward(x_f, mean)
         return mean, var
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dmean: Tensor, dvar: Tensor) -> tuple[Tensor | None, ...]:
-        x, mean = ctx.saved_tensors
-        both = all_reduce_in_place(torch.stack((dmean, dvar)), ctx.features.group, "gradient of moments")
-        dx = (both[0] + 2 * both[1] * (x - mean)) / ctx.features.whole
-        return dx if ctx.features.is_first else torch.zeros_like(dx), None
+        x_f, mean = ctx.saved_tensors
+        grads = all_reduce_in_place(torch.stack((dmean, dvar)), ctx.features.group, "gradient of moments")
+        dx_f = (grads[0] + 2 * grads[1] * (x_f - mean)) / ctx.features.full_size
+        return dx_f if ctx.features.is_first else torch.zeros_like(dx_f), None

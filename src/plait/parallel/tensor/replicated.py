@@ -1,7 +1,4 @@
-"""Layers that keep whole weights among cut ones, and modules of experts.
-
-Modules that are handed something of all heads take this column's of it: ALiBi's slopes.
-"""
+"""Replicated layers between parallel ones, modules of experts, and per-head arguments (ALiBi slopes)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,38 +21,38 @@ from plait.plan.sharding import ArgumentSharding, TPPlan
 
 
 class HeadSlicer:
-    """A forward pre-hook that leaves a module this column's heads of an argument. See `ArgumentSharding`."""
+    """Forward pre-hook that slices an argument to this column's heads. See `ArgumentSharding`."""
 
-    def __init__(self, cut: ArgumentSharding, col: int) -> None:
-        self._argument, self._dim, self._heads = cut.argument, cut.dim, cut.heads
-        ((self._start, self._stop),) = cut.cut.ranges[col]
+    def __init__(self, sharding: ArgumentSharding, col: int) -> None:
+        self._argument, self._dim, self._heads = sharding.argument, sharding.dim, sharding.heads
+        ((self._start, self._stop),) = sharding.cut.ranges[col]
 
     def __call__(
         self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        whole = kwargs.get(self._argument)
-        if not isinstance(whole, Tensor) or whole.shape[self._dim] % self._heads:
+        all_heads = kwargs.get(self._argument)
+        if not isinstance(all_heads, Tensor) or all_heads.shape[self._dim] % self._heads:
             return args, kwargs
-        by_head = whole.unflatten(self._dim, (-1, self._heads))
-        mine = by_head.narrow(self._dim, self._start, self._stop - self._start)
-        return args, {**kwargs, self._argument: mine.flatten(self._dim - 1, self._dim)}
+        by_head = all_heads.unflatten(self._dim, (-1, self._heads))
+        own_heads = by_head.narrow(self._dim, self._start, self._stop - self._start)
+        return args, {**kwargs, self._argument: own_heads.flatten(self._dim - 1, self._dim)}
 
 
 def slice_head_arguments(model: nn.Module, plan: TPPlan, col: int) -> None:
-    """Sees to `plan.arguments` on a model: each module gets this column's heads of them."""
-    for cut in plan.arguments:
-        hook = HeadSlicer(cut, col)
-        model.get_submodule(cut.module).register_forward_pre_hook(hook, with_kwargs=True)
+    """Register a hook for each of `plan.arguments`: the module gets this column's heads of it."""
+    for sharding in plan.arguments:
+        hook = HeadSlicer(sharding, col)
+        model.get_submodule(sharding.module).register_forward_pre_hook(hook, with_kwargs=True)
 
 
 @dataclass(frozen=True)
 class ReplicatedLayer:
-    """The forward of a layer with a whole weight, given and giving what its neighbours have.
+    """Forward of a layer with full weights, between layers with sharded features.
 
-    inp   its input is this cut of what it reads: it is gathered
-    out   its neighbours want this cut of its output
-    tail  of its output so many last features are read by every rank of `col` for itself: DeepSeek's rotary
-          key, which all heads share, behind the latent that COLUMN layers read
+    inp   its input's features are sharded like this: they are all-gathered
+    out   the layers that follow take this shard of its output
+    tail  number of last output features that each rank of `col` uses independently: DeepSeek's rotary key,
+          which all heads share, after the latent that COLUMN layers take
     """
 
     name: str
@@ -80,11 +77,10 @@ class ReplicatedLayer:
 
 @dataclass(frozen=True)
 class ParallelExperts:
-    """The forward of a module of expert tensors that are cut over `col`: what it reads is whole, what it
-    gives a part.
+    """Forward of a module whose expert tensors are sharded over `col`: full input, partial output.
 
-    The gradients of its hidden states and of the weights that mix its experts (its floating arguments) are
-    parts.
+    The gradients of its floating-point arguments (hidden states and the weights that mix the experts) are
+    partial sums too.
     """
 
     name: str
@@ -93,12 +89,12 @@ class ParallelExperts:
 
     @torch.compiler.disable
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        spread_args = tuple(self._spread(value) for value in args)
-        spread_kwargs = {key: self._spread(value) for key, value in kwargs.items()}
-        output = self.forward(module, *spread_args, **spread_kwargs)
+        args_copy = tuple(self._copy_to_group(value) for value in args)
+        kwargs_copy = {key: self._copy_to_group(value) for key, value in kwargs.items()}
+        output = self.forward(module, *args_copy, **kwargs_copy)
         return map_hidden_output(lambda y: reduce_from_group(y, self.col), self.name, output)
 
-    def _spread(self, value: Any) -> Any:
+    def _copy_to_group(self, value: Any) -> Any:
         if isinstance(value, Tensor) and value.is_floating_point() and value.requires_grad:
             return copy_to_group(value, self.col)
         return value

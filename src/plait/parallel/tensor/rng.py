@@ -1,25 +1,25 @@
-"""Random numbers under tensor parallelism: one mask for an activation, whoever holds it; another for another.
+"""Random numbers under tensor parallelism: ranks with the same shard of an activation drop the same elements,
+ranks with different shards drop different ones.
 
-[Note: a stream for every way to be cut]
-Ranks that hold the same piece of an activation must drop the same elements of it, and those with different
-pieces should not. All ranks of a tensor group come to a block with the same state of the generator. There a
-number is drawn, the same on all; and while the block runs, the generator follows one of several streams, each
-seeded with that number and with the rank's coordinates along the axes that the activation at hand is cut
-over:
+[Note: RNG streams]
+All ranks of a tensor-parallel group enter a block with the same generator state. There they draw a seed, the
+same on all ranks; while the block runs, the generator switches between streams, each seeded with that number
+and with the rank's coordinates along the axes that the current activation is sharded over:
 
-  the residual stream                  row; and col, if its sequence is cut
+  residual stream                      row; and col under sequence parallelism
   a region's input                     row
   after a COLUMN layer                 col: heads, features of the feed-forward
   after a ROW layer                    as the residual stream, also within the region (gpt2, bloom drop there)
-  where features are whole             none of them; col, if the sequence is cut
+  features are full                    none; col under sequence parallelism
 
-Layers say what comes after them, so what a model's own code drops between two layers needs no names. Each
-stream goes on where it was left. When the block ends, the generator is as it was after the draw: pieces of
-different sizes take different amounts of random numbers, but never of the common ones. A drawn number is all
-that recompute has to repeat: it restores the common state, and the forward that it runs again is ours.
+Layers set the stream for what follows them, so dropout in the model's own code between two layers is covered,
+whatever it is called. Each stream continues where it was left. When the block ends, the generator gets the
+state that it had after the draw: shards of different sizes consume different amounts of random numbers, but
+none of the common stream. Recompute restores the common state and runs the same forward again, which draws
+the same seed.
 
-Outside of blocks dropout modules are wrapped likewise. Dropout by a function there takes common numbers: rows
-have the same mask for different pieces.
+Outside of blocks, dropout modules are wrapped in the same way. Functional dropout there uses the common
+stream: rows get the same mask for different shards.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,7 +39,7 @@ from plait.errors import ModelError
 from plait.models.init_weights import derive_seed
 from plait.plan.sharding import LayerSharding, Style, TPPlan
 
-Axes = tuple[str, ...]  # that an activation is cut over, in this order:
+Axes = tuple[str, ...]  # over which an activation is sharded, in this order:
 _ORDER = ("row", "col")
 StreamScope = Callable[[], AbstractContextManager[None]]
 
@@ -54,49 +54,50 @@ def install_rng_streams(
     sequence: bool,
     device: torch.device,
 ) -> None:
-    """Wraps forwards so that dropout is as in [Note: a stream for every way to be cut].
+    """Wrap forwards so that dropout follows [Note: RNG streams].
 
-    `row` and `col` are this rank's place; `sequence`: the residual stream between blocks is also cut over
-    `col`. After the layers are installed and before `recompute_blocks`. Nothing is installed on a grid of
-    one, or where a Hugging Face model has no dropout; in eval mode and on meta nothing is done.
+    `row` and `col` are this rank's coordinates; `sequence`: the residual stream between blocks is also
+    sharded over `col`. Call it after `apply_tp_plan` and before `recompute_blocks`. Wraps nothing on a grid
+    of one rank, or if a Hugging Face model has no dropout. Wrapped forwards change nothing in eval mode and
+    on meta.
     """
     if plan.rows * plan.cols == 1 or not _may_use_rng(model):
         return
-    zones = _RngStreams({"row": row, "col": col}, sequence, device)
+    streams = _RngStreams({"row": row, "col": col}, sequence, device)
     in_blocks = {inner for block in blocks for inner in block.modules()}
     for layer in plan.layers:
         module = model.get_submodule(layer.module)
         if module in in_blocks:
-            _wrap(module, _stream_scope(layer, plan, zones))
+            _wrap(module, _stream_scope(layer, plan, streams))
     for name in plan.regions:
-        _wrap(model.get_submodule(name), zones.region)
+        _wrap(model.get_submodule(name), streams.region)
     for block in blocks:
-        _wrap(block, zones.block, begins=True)
+        _wrap(block, streams.block, is_outermost=True)
     for module in model.modules():
         if isinstance(module, _DropoutNd) and module not in in_blocks:
-            _wrap(module, zones.outside, begins=True)
+            _wrap(module, streams.outside, is_outermost=True)
 
 
-def _stream_scope(layer: LayerSharding, plan: TPPlan, zones: "_RngStreams") -> "StreamScope":
-    """What a layer in a block says of the activation behind it."""
+def _stream_scope(layer: LayerSharding, plan: TPPlan, streams: "_RngStreams") -> "StreamScope":
+    """Return the scope of a layer in a block: it sets the stream for the layer's output."""
     if layer.style in (Style.REPLICATE, Style.MLA_LATENT):
-        inp, out = (None if cut is None else cut.axis for cut in (layer.inp, layer.out))
-        return partial(zones.whole, inp, out)
+        inp, out = (None if dim is None else dim.axis for dim in (layer.inp, layer.out))
+        return partial(streams.full_features, inp, out)
     region = next((name for name in plan.regions if layer.module.startswith(f"{name}.")), None)
-    stream = zones.residual
+    after_row = streams.residual
     if region is not None and _runs_on_full_sequence(region, plan):
-        stream = ("row",)
+        after_row = ("row",)
     if layer.style is Style.COLUMN and layer.gathers:
-        return partial(zones.then, () if region is not None else _without(zones.residual, "row"))
+        return partial(streams.switch_after, () if region is not None else _without(streams.residual, "row"))
     if layer.style is Style.COLUMN:
-        return partial(zones.then, ("col",))
+        return partial(streams.switch_after, ("col",))
     if layer.style in (Style.ROW, Style.EXPERTS):
-        return partial(zones.then, stream)
+        return partial(streams.switch_after, after_row)
     return nullcontext
 
 
 def _runs_on_full_sequence(region: str, plan: TPPlan) -> bool:
-    """Whether all of a region works on whole sequences: no ROW layer cuts them, or experts need them."""
+    """Return whether a region's output has full sequences: without a ROW layer, or with experts."""
     styles = {layer.style for layer in plan.layers if layer.module.startswith(f"{region}.")}
     return Style.ROW not in styles or Style.EXPERTS in styles
 
@@ -106,16 +107,16 @@ class _BlockCall:
     """One run of a block."""
 
     seed: int  # the same on all ranks
-    now: Axes = ()  # whose stream the generator follows
-    left_at: dict[Axes, Tensor] = field(default_factory=dict)  # the generator's state, of the other streams
+    current: Axes = ()  # the stream in use
+    states: dict[Axes, Tensor] = field(default_factory=dict)  # the generator's state, of the other streams
 
 
 class _RngStreams:
-    """A rank's place, and the block that runs. One for a model and its copies, which do not run at one
-    time."""
+    """A rank's coordinates, and the running block. Shared by a model and its copies, which do not run
+    concurrently."""
 
-    def __init__(self, place: Mapping[str, int], sequence: bool, device: torch.device) -> None:
-        self._place = place
+    def __init__(self, coords: Mapping[str, int], sequence: bool, device: torch.device) -> None:
+        self._coords = coords
         self.residual: Axes = ("row", "col") if sequence else ("row",)
         self._device = device
         self._call: _BlockCall | None = None
@@ -125,12 +126,12 @@ class _RngStreams:
         if self._call is not None:  # a block within a block
             yield
             return
-        seed, generator = self._draw(), self._generator
+        seed, generator = self._draw_seed(), self._generator
         common = generator.get_state()
         self._call = _BlockCall(seed)
         try:
-            self._begin(seed, self.residual)
-            self._call.now = self.residual
+            self._start_stream(seed, self.residual)
+            self._call.current = self.residual
             yield
         finally:
             self._call = None
@@ -138,66 +139,66 @@ class _RngStreams:
 
     @contextmanager
     def outside(self) -> Iterator[None]:
-        """A module that drops elements of the residual stream, outside of blocks: its sequence is whole."""
-        seed, generator = self._draw(), self._generator
+        """Scope of a dropout of the residual stream outside of blocks, where sequences are full."""
+        seed, generator = self._draw_seed(), self._generator
         common = generator.get_state()
         try:
-            self._begin(seed, ("row",))
+            self._start_stream(seed, ("row",))
             yield
         finally:
             generator.set_state(common)
 
     @contextmanager
     def region(self) -> Iterator[None]:
-        """Its input's sequence is whole. Layers in it say what its output is."""
-        before = self._now()
+        """Scope of a region: its input has full sequences. Layers in it set the stream of its output."""
+        before = self._current()
         if before != self.residual:
             yield
             return
-        self._follow(("row",))
+        self._switch(("row",))
         yield
-        if self._now() == ("row",):
-            self._follow(before)
+        if self._current() == ("row",):
+            self._switch(before)
 
     @contextmanager
-    def whole(self, inp: str | None, out: str | None) -> Iterator[None]:
-        """A layer that is given features whole which are cut over `inp`, and leaves them cut over `out`."""
-        inside = _without(self._now(), inp)
-        self._follow(inside)
+    def full_features(self, inp: str | None, out: str | None) -> Iterator[None]:
+        """Scope of a layer that gathers features sharded over `inp`, and returns them sharded over `out`."""
+        inside = _without(self._current(), inp)
+        self._switch(inside)
         yield
-        self._follow(inside if out is None else tuple(axis for axis in _ORDER if axis in (*inside, out)))
+        self._switch(inside if out is None else tuple(axis for axis in _ORDER if axis in (*inside, out)))
 
     @contextmanager
-    def then(self, axes: Axes) -> Iterator[None]:
-        """A layer that leaves an activation which is cut over these."""
+    def switch_after(self, axes: Axes) -> Iterator[None]:
+        """Scope of a layer whose output is sharded over `axes`."""
         yield
-        self._follow(axes)
+        self._switch(axes)
 
-    def _now(self) -> Axes:
-        return () if self._call is None else self._call.now
+    def _current(self) -> Axes:
+        return () if self._call is None else self._call.current
 
     @torch.compiler.disable
-    def _follow(self, axes: Axes) -> None:
-        """Outside of a block, nothing."""
+    def _switch(self, axes: Axes) -> None:
+        """Continue or start the stream of `axes`; outside of a block, do nothing."""
         call, generator = self._call, self._generator
-        if call is None or call.now == axes:
+        if call is None or call.current == axes:
             return
-        call.left_at[call.now] = generator.get_state()
-        if axes in call.left_at:
-            generator.set_state(call.left_at[axes])
+        call.states[call.current] = generator.get_state()
+        if axes in call.states:
+            generator.set_state(call.states[axes])
         else:
-            self._begin(call.seed, axes)
-        call.now = axes
+            self._start_stream(call.seed, axes)
+        call.current = axes
 
     @torch.compiler.disable
-    def _begin(self, seed: int, axes: Axes) -> None:
-        place = (f"{axis}={self._place[axis]}" for axis in axes)
-        self._generator.manual_seed(derive_seed("zone", seed, *place))
+    def _start_stream(self, seed: int, axes: Axes) -> None:
+        coords = (f"{axis}={self._coords[axis]}" for axis in axes)
+        self._generator.manual_seed(derive_seed("zone", seed, *coords))
 
     @staticmethod
     @torch.compiler.disable
-    def _draw() -> int:
-        """A number of the common stream: the CPU's, which no GPU has to be waited for."""
+    def _draw_seed() -> int:
+        """Draw from the common stream; the CPU's, so that a GPU need not synchronize."""
         drawn = torch.empty((), dtype=torch.int64, device="cpu")
         return int(drawn.random_(generator=torch.default_generator))
 
@@ -213,46 +214,47 @@ def _without(axes: Axes, axis: str | None) -> Axes:
     return tuple(each for each in axes if each != axis)
 
 
-def _wrap(module: nn.Module, zone: StreamScope, *, begins: bool = False) -> None:
+def _wrap(module: nn.Module, scope: StreamScope, *, is_outermost: bool = False) -> None:
     forward = module.forward
     if isinstance(forward, MethodType) and forward.__self__ is module:
-        module.forward = MethodType(_StreamForward(forward.__func__, zone, begins), module)
+        module.forward = MethodType(_StreamForward(forward.__func__, scope, is_outermost), module)
         return
     raise ModelError(
-        "a forward that is not its module's method cannot be given random numbers of its own",
+        "cannot set the RNG stream of a module whose forward is not its method",
         given=f"{type(module).__name__}.forward is a {type(forward).__name__}",
         expected="types.MethodType(function, module)",
     )
 
 
 class _StreamForward:
-    """Is made a method of its module, and in a copy of the copy: so it knows a function, and no module."""
+    """A forward within a scope. Bound as a method to the module, and in a copy to the copy: so it holds a
+    function, and no module."""
 
-    def __init__(self, forward: Callable[..., Any], zone: StreamScope, begins: bool) -> None:
+    def __init__(self, forward: Callable[..., Any], scope: StreamScope, is_outermost: bool) -> None:
         self._forward = forward
-        self._zone = zone
-        self._begins = begins  # it is not in a block: whether numbers are drawn is decided here
+        self._scope = scope
+        self._is_outermost = is_outermost  # in no other scope: decides whether streams are used
 
     @torch.compiler.disable(recursive=False)  # the module's own forward may be compiled
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if self._begins and not (module.training and _has_values(args, kwargs)):
+        if self._is_outermost and not (module.training and _has_values(args, kwargs)):
             return self._forward(module, *args, **kwargs)
-        with self._zone():
+        with self._scope():
             return self._forward(module, *args, **kwargs)
 
 
 def _has_values(args: Any, kwargs: Any) -> bool:
-    """Rather than a twin's tensors, which are on meta: it shall use up no random numbers."""
+    """Return whether no tensor is on meta: a meta copy must not consume random numbers."""
     return not any(isinstance(value, Tensor) and value.is_meta for value in tree_leaves((args, kwargs)))
 
 
 def _may_use_rng(model: nn.Module) -> bool:
-    """A Hugging Face model says so, in its configuration or its modules. Of others nothing is known."""
+    """Return whether a Hugging Face model sets a dropout, in its config or modules; True for other models."""
     if not isinstance(model, PreTrainedModel):
         return True
-    named = [model.config.to_dict(), *(vars(module) for module in model.modules())]
+    settings = [model.config.to_dict(), *(vars(module) for module in model.modules())]
     dropouts = (module.p for module in model.modules() if isinstance(module, _DropoutNd))
-    return any(p > 0 for p in dropouts) or any(map(_sets_dropout, named))
+    return any(p > 0 for p in dropouts) or any(map(_sets_dropout, settings))
 
 
 def _sets_dropout(values: Mapping[str, Any]) -> bool:

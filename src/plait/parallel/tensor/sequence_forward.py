@@ -1,24 +1,23 @@
-"""Sequence parallelism: between the first block's input and the last block's output a rank has its tokens
-only.
+"""Forwards of blocks and regions under sequence parallelism.
 
-After Korthikanti et al. (2205.05198, section 4.2.2): norms and what else lies between regions work on a
-piece of the tokens; a region (attention, mlp) gathers them, and the sum after its ROW layers leaves each
-rank its own.
+After Korthikanti et al. (2205.05198, section 4.2.2): norms and everything else between regions compute with
+this rank's tokens; a region (attention, mlp) all-gathers them, and the reduction after its ROW layers is a
+reduce-scatter over tokens.
 
-[Note: the gradient of a region's input]
-  pure    every weight that reads the input is cut, so each rank has a part of its gradient: backward sums
-          the parts and leaves each rank its tokens, one reduce-scatter. COLUMN layers inside do not sum.
-          What they read is gathered again for their weights; see readers.py.
-  else    COLUMN layers inside sum, as without sp; the gradient is whole on every rank, which takes its
-          tokens.
-  closed  nothing inside leaves a rank its own tokens: it holds experts, which look at tokens one by one and
-          in an order of their own, or has no ROW layer. It works as without sp, and every rank takes its
-          tokens of what comes out. A closed region is not pure, but for a lone layer.
+[Note: input gradients of regions]
+  pure      every weight that multiplies the region's input is sharded, so each rank has a partial gradient of
+            the input: backward reduces it to this rank's tokens, one reduce-scatter. COLUMN layers inside do
+            not reduce. Their input is gathered again for their weight gradients; see shared_input.py.
+  not pure  COLUMN layers inside all-reduce, as without sp; the gradient is full on every rank, which takes
+            its tokens.
+  closed    nothing inside scatters tokens: the region holds experts, which treat tokens independently and in
+            an order of their own, or has no ROW layer. It works as without sp, and every rank takes its
+            tokens of the output. A closed region is not pure, except for a lone layer.
 
-Modules outside of the blocks must not run between them while a rank has its tokens only.
-
-A norm that lies beside the blocks sees a part of the tokens there, and its gradients are parts that nobody
-knows of. A module without parameters of its own may run.
+[Note: layers outside of the blocks]
+A module with parameters that is in no block must not run between blocks. It would compute with this rank's
+tokens only, and its gradients would be partial sums that nothing reduces. A module without parameters of its
+own may run.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,26 +38,35 @@ from plait.parallel.tensor.sequence import (
     start_reduce_scatter_tokens,
     token_dim,
 )
-from plait.parallel.tensor.shared_input import Regather, SharedInput, SharedInputs, WeakTensorMap, weight_of
+from plait.parallel.tensor.shared_input import (
+    Regather,
+    SharedInput,
+    SharedInputs,
+    WeakTensorMap,
+    weight_of,
+)
 from plait.parallel.tensor.side_inputs import SideInputs, map_side_inputs
 
 
-def check_outer_modules(model: nn.Module, blocks: Sequence[str], tokens: SequenceShard) -> None:
-    """Hooks, also of copies: a function is not copied, so theirs knows the same tokens."""
-    model.register_forward_pre_hook(lambda *_: tokens.leave())  # a forward that failed may have left them cut
+def check_outer_modules(model: nn.Module, blocks: Sequence[str], sequence_shard: SequenceShard) -> None:
+    """Register hooks that raise if a module outside of the blocks runs between them.
+
+    See [Note: layers outside of the blocks]. Copies of the model keep the hooks and share `sequence_shard`.
+    """
+    model.register_forward_pre_hook(lambda *_: sequence_shard.exit())  # the last forward may have failed
     for name, module in model.named_modules():
         is_inside = any(not block or name == block or name.startswith(f"{block}.") for block in blocks)
         if name and not is_inside and any(True for _ in module.parameters(recurse=False)):
-            _check_not_sharded(name, module, tokens)
+            _check_not_sharded(name, module, sequence_shard)
 
 
-def _check_not_sharded(name: str, module: nn.Module, tokens: SequenceShard) -> None:
+def _check_not_sharded(name: str, module: nn.Module, sequence_shard: SequenceShard) -> None:
     def check(*_: Any) -> None:
-        if tokens.is_cut:
+        if sequence_shard.is_sharded:
             raise ModelError(
-                f"{name} is outside of the blocks and runs between them, on tokens of one rank alone",
+                f"{name} is outside of the blocks and runs between them, on the tokens of one rank only",
                 given=f"{type(module).__name__} with parameters of its own, sp=true",
-                expected="between blocks nothing that has parameters",
+                expected="only modules without parameters between blocks",
                 hint="sp=false",
             )
 
@@ -70,77 +78,78 @@ Forward = Callable[..., Any]
 
 @dataclass(frozen=True)
 class GatherTracker:
-    """Tokens that have been gathered in the block that is running: one message per tensor and kind."""
+    """Tokens already all-gathered in the running block, by input: one all-gather per tensor and kind of
+    region."""
 
     pure: WeakTensorMap[Tensor] = field(default_factory=WeakTensorMap)
-    whole: WeakTensorMap[Tensor] = field(default_factory=WeakTensorMap)
+    not_pure: WeakTensorMap[Tensor] = field(default_factory=WeakTensorMap)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         self.pure.clear()
-        self.whole.clear()
+        self.not_pure.clear()
 
 
 @dataclass(frozen=True)
 class SequenceParallelBlock:
-    """The forward of a block whose stream has this rank's tokens."""
+    """Forward of a block whose input and output hold this rank's tokens."""
 
     name: str
     forward: Forward
-    tokens: SequenceShard
+    sequence_shard: SequenceShard
     gathers: GatherTracker
-    beside: SideInputs
+    side_inputs: SideInputs
     is_first: bool
     is_last: bool
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self._enter(args, kwargs)
-        return self._leave(self.forward(module, *args, **kwargs))
+        return self._exit(self.forward(module, *args, **kwargs))
 
     @torch.compiler.disable
     def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         def enter(x: Tensor) -> Tensor:
-            self.tokens.enter(self.name, x, is_whole=self.is_first)
+            self.sequence_shard.enter(self.name, x, is_full=self.is_first)
             if not self.is_first:
                 return x
-            self.beside.forget()
-            group = self.tokens.group
-            piece = split_tokens(x, group, shard_lengths(x.shape[token_dim(x)], group.size))
-            self.tokens.mark(piece)
-            return piece
+            self.side_inputs.clear()
+            group = self.sequence_shard.group
+            x_BtH = split_tokens(x, group, shard_lengths(x.shape[token_dim(x)], group.size))
+            self.sequence_shard.mark(x_BtH)
+            return x_BtH
 
-        def other(x: Tensor) -> Tensor:
-            return self.beside.for_block(self.name, x, is_first=self.is_first)
+        def side_input(x: Tensor) -> Tensor:
+            return self.side_inputs.for_block(self.name, x, is_first=self.is_first)
 
-        return map_side_inputs(other, *map_hidden_input(enter, self.name, args, kwargs))
+        return map_side_inputs(side_input, *map_hidden_input(enter, self.name, args, kwargs))
 
     @torch.compiler.disable
-    def _leave(self, output: Any) -> Any:
-        self.gathers.forget()
+    def _exit(self, output: Any) -> Any:
+        self.gathers.clear()
         if self.is_last:
-            self.tokens.leave()
+            self.sequence_shard.exit()
 
-        def leave(x: Tensor) -> Tensor:
+        def exit_block(x: Tensor) -> Tensor:
             if self.is_last:
-                return gather_tokens(x, self.tokens.group, self.tokens.sizes_around(x))
-            self.tokens.mark(x)
+                return gather_tokens(x, self.sequence_shard.group, self.sequence_shard.sizes_from_shard(x))
+            self.sequence_shard.mark(x)
             return x
 
-        return map_hidden_output(leave, self.name, output)
+        return map_hidden_output(exit_block, self.name, output)
 
 
 @dataclass(frozen=True)
 class SequenceParallelRegion:
-    """The forward of a region. See [Note: the gradient of a region's input].
+    """Forward of a region. See [Note: input gradients of regions].
 
-    columns   of a pure region, the layers that read its input, by their names in it
+    columns   of a pure region: names, relative to it, of the layers that multiply its input
     """
 
     name: str
     forward: Forward
-    tokens: SequenceShard
+    sequence_shard: SequenceShard
     gathers: GatherTracker
-    beside: SideInputs
-    readers: SharedInputs  # along col
+    side_inputs: SideInputs
+    shared_inputs: SharedInputs  # along col
     scope: str
     columns: tuple[str, ...]
     is_pure: bool
@@ -149,67 +158,68 @@ class SequenceParallelRegion:
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self._enter(module, args, kwargs)
         output = self.forward(module, *args, **kwargs)
-        return self._leave(output) if self.is_closed else output
+        return self._exit(output) if self.is_closed else output
 
     @torch.compiler.disable
     def _enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        args, kwargs = map_hidden_input(lambda x: self._read(module, x), self.name, args, kwargs)
+        args, kwargs = map_hidden_input(lambda x: self._full_input(module, x), self.name, args, kwargs)
         if self.is_pure:
             return args, kwargs
-        return map_side_inputs(lambda x: self.beside.for_region(self.name, x), args, kwargs)
+        return map_side_inputs(lambda x: self.side_inputs.for_region(self.name, x), args, kwargs)
 
-    def _read(self, module: nn.Module, x: Tensor) -> Tensor:
-        given = self.beside.given(x)
-        if given is None:
-            return self._gathered(module, x)
-        return x if self.is_pure else given  # all tokens already
+    def _full_input(self, module: nn.Module, x: Tensor) -> Tensor:
+        original = self.side_inputs.original(x)
+        if original is None:
+            return self._gather(module, x)
+        return x if self.is_pure else original  # a side input: has all tokens already
 
-    def _gathered(self, module: nn.Module, x: Tensor) -> Tensor:
-        self.tokens.dims = x.dim()
-        known = self.gathers.pure if self.is_pure else self.gathers.whole
-        found = known.get(x)
-        if found is not None:
-            return self.readers.join(found, self._weights(module)) if self.is_pure else found
-        group, sizes = self.tokens.group, self.tokens.sizes_around(x)
-        if self.is_pure and torch.is_grad_enabled() and x.requires_grad:
-            reading = SharedInput(
+    def _gather(self, module: nn.Module, x_BtH: Tensor) -> Tensor:
+        self.sequence_shard.region_input_dims = x_BtH.dim()
+        gathered = self.gathers.pure if self.is_pure else self.gathers.not_pure
+        known = gathered.get(x_BtH)
+        if known is not None:
+            return self.shared_inputs.join(known, self._weights(module)) if self.is_pure else known
+        group, sizes = self.sequence_shard.group, self.sequence_shard.sizes_from_shard(x_BtH)
+        if self.is_pure and torch.is_grad_enabled() and x_BtH.requires_grad:
+            shared = SharedInput(
                 module,
                 self.scope,
-                self.readers.expected(module, self._weights(module)),
+                self.shared_inputs.predict_weights(module, self._weights(module)),
                 lambda dz: start_reduce_scatter_tokens(dz, group, sizes, "gradient of a region's tokens"),
-                lambda piece: all_gather_tokens(piece, group, sizes),
-                Regather(lambda piece: start_all_gather_tokens(piece, group, sizes, "a region's tokens")),
+                lambda x_t: all_gather_tokens(x_t, group, sizes),
+                Regather(lambda x_t: start_all_gather_tokens(x_t, group, sizes, "a region's tokens")),
             )
-            whole = reading.of(x)
-            self.readers.make_known(whole, reading, x.detach())
+            x_BTH = shared.apply(x_BtH)
+            self.shared_inputs.register(x_BTH, shared, x_BtH.detach())
         else:
-            whole = gather_tokens(x, group, sizes)
-        known.put(x, whole)
-        return whole
+            x_BTH = gather_tokens(x_BtH, group, sizes)
+        gathered.put(x_BtH, x_BTH)
+        return x_BTH
 
     def _weights(self, module: nn.Module) -> list[Tensor]:
         return [weight_of(module.get_submodule(name)) for name in self.columns]
 
     @torch.compiler.disable
-    def _leave(self, output: Any) -> Any:
-        group = self.tokens.group
+    def _exit(self, output: Any) -> Any:
+        group = self.sequence_shard.group
         return map_hidden_output(
-            lambda x: split_tokens(x, group, self.tokens.sizes_within(x)), self.name, output
+            lambda x: split_tokens(x, group, self.sequence_shard.sizes_of_full(x)), self.name, output
         )
 
 
 def map_hidden_input(
     change: Callable[[Tensor], Tensor], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with hidden states changed: the first positional one, or the keyword of that name."""
+    """Return the arguments with hidden states changed: the first positional one, or the keyword
+    `hidden_states`."""
     if args and isinstance(args[0], Tensor):
         return (change(args[0]), *args[1:]), kwargs
     if isinstance(kwargs.get("hidden_states"), Tensor):
         return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
     raise ModelError(
-        f"it cannot be told which input of {name} the hidden states are",
+        f"cannot tell which input of {name} the hidden states are",
         given=f"{len(args)} positional arguments and the keywords {', '.join(kwargs) or '(none)'}",
         expected="a tensor as the first positional argument, or as the keyword hidden_states",
         hint="sp=false",
@@ -217,7 +227,7 @@ def map_hidden_input(
 
 
 def map_hidden_output(change: Callable[[Tensor], Tensor], name: str, output: Any) -> Any:
-    """The output with hidden states changed: the tensor it is, or its first entry."""
+    """Return the output with hidden states changed: the tensor itself, or the output's first entry."""
     if isinstance(output, Tensor):
         return change(output)
     if isinstance(output, tuple | list) and output and isinstance(output[0], Tensor):
@@ -227,7 +237,7 @@ def map_hidden_output(change: Callable[[Tensor], Tensor], name: str, output: Any
         output[next(iter(output))] = change(first)  # transformers' ModelOutput
         return output
     raise ModelError(
-        f"it cannot be told which output of {name} the hidden states are",
+        f"cannot tell which output of {name} the hidden states are",
         given=type(output).__name__,
         expected="a tensor, or a tuple or ModelOutput that begins with it",
         hint="sp=false",

@@ -1,46 +1,48 @@
-"""One tensor, many readers: one sum of their gradients, beside which their weights' gradients are computed.
+"""Input gradients of parallel linear layers: one reduction per shared input, overlapped with weight
+gradients; and re-gathering of sequence-parallel inputs in backward.
 
-[Note: weight gradients beside the sum]
-q, k and v read one tensor x. In backward each gives a part of x's gradient dx; the parts are added up here
-and then over the group; and each has a weight's gradient dW to compute, which nobody waits for. So dW is
-not computed where dx is, but by the node through which all of them read x, between the start and the end of
-the sum:
+# T tokens  i this rank's input features  o this rank's output features;  t = this rank's tokens
 
-  forward    z = reading(x, w_q, w_k, w_v)     the identity on x; its inputs are x and the readers' weights
-             q = product(z, w_q) ...           of the weights only their values: autograd sees z alone
-  backward   product: gives dz = dq w_q, leaves (dq, z) with the reading
-             reading: starts the sum of dz; computes every dW from what was left with it; ends the sum
+[Note: overlap of the input-gradient reduction]
+q, k and v multiply one tensor x. In backward each gives a partial gradient dx; autograd adds them, and the
+sum is reduced over the group (for COLUMN layers of Megatron: over the tensor-parallel ranks). Each layer also
+has a weight gradient dw to compute, which nothing waits for. Megatron overlaps the reduction with dw in the
+backward of one linear layer; here one autograd node, through which all layers get x, does so for all of them:
 
-Autograd runs the reading when all products that read z have run: every one leaves its pair before it is
-asked for. That it computes dW there is right whatever order autograd has for other nodes, since all of it
-is inside one node. The weights are inputs of the reading, so their gradients reach them as all gradients
-do: hooks run, `torch.autograd.grad` works, and a weight that is used elsewhere too gets the sum. A weight
-that needs no gradient is no input. A layer that reads z twice leaves two pairs.
+  forward    z = node(x, w_q, w_k, w_v)        the identity on x; inputs: x and the layers' weights
+             q = product(z, w_q) ...           autograd sees z alone; the weights are plain values here
+  backward   product: returns dz = dq w_q; defers dw, by leaving (dq, z) with the node
+             node: starts the reduction of dz; computes every deferred dw; waits for the reduction
 
-The reading has to know its weights before the first reader has read. It takes those that read along with
-that first one the last time. A reader that comes unexpected (in the first step all but the first), or whose
-weight is not the tensor that was expected, computes dW in its product: the same numbers, without the
-overlap. One that was expected and does not come has left nothing and gets no gradient from here. Neither
-keeps other tensors for backward than it otherwise would, so a step may differ from its recomputation in
-this.
+Autograd runs the node after all products that use z, so all have deferred their dw by then. This is correct
+in any order of autograd's other nodes, since the overlap happens inside one node. The weights are inputs of
+the node, so their gradients reach them in the usual way: hooks run, `torch.autograd.grad` works, and a weight
+that is also used elsewhere gets the sum. A frozen weight is no input. A layer that uses z twice defers twice.
 
-A group of one sums nothing; there is no reading, and products do as a linear layer does.
+The node needs the weights before the first layer runs. It takes those of the layers that shared the input
+with this first layer last time. A layer that was not predicted (in the first step all but the first), or
+whose weight is another tensor by now, computes dw in its own backward: the same values, without overlap. A
+predicted layer that does not run defers nothing and gets no gradient here. Neither case saves other tensors
+than the usual one, so recomputation need not repeat the prediction.
 
-[Note: what is gathered is not kept]
-Under sequence parallelism z is the tokens of all ranks, and x this rank's. Products keep x, and z is gathered
-again in backward (Korthikanti et al. 2205.05198, section 4.2.2), once for all who read it:
+With a group of one there is nothing to reduce: no node is made, and layers compute dw themselves.
 
-  backward   the first product: starts the gather of z, computes dz beside it
-             reading: starts the sum of dz; awaits z; computes every dW; ends the sum; lets go of z
+[Note: re-gathered inputs]
+Under sequence parallelism z_T holds the tokens of all ranks, x_t those of this rank. Layers save x_t, and z_T
+is gathered again in backward (Korthikanti et al. 2205.05198, section 4.2.2), once for all layers that use it:
 
-Whoever keeps x depends on the reading for z and for its dW, also in the first step and in a copy that has
-learned nothing: a region names its readers. A second region that is handed the same tensor (attention and
-mlp side by side) reads z through a node of its own, which computes what the first region's reading did not
-expect, before the sum instead of beside it. From the second step on the reading expects all. A step and its
-recomputation may differ in these nodes, not in what is kept. A layer that reads a view of z knows no reading,
-and z is kept for it.
+  backward   first product: starts the all-gather of z, computes dz meanwhile
+             node: starts the reduction of dz; waits for z; computes every dw; waits for dx; frees z
 
-Gathers and sums are made on one group, in an order that is that of autograd's nodes: every rank has the same.
+A layer that saved x_t depends on the node for z and for dw, also in the first step and in a copy of the model
+without records of earlier steps: so regions name their layers in advance. A second region with the same input
+(parallel attention and mlp) gets z through a node of its own, which computes the weight gradients that the
+first node does not, before the reduction instead of overlapped with it. From the second step on the first
+node computes all of them. A step and its recomputation may differ in these nodes, not in what is saved. A
+layer that uses a view of z is unknown to the node, and z is saved for it.
+
+All-gathers and reductions of one group are issued in the order of autograd's nodes, which is the same on
+every rank.
 """
 
 import weakref
@@ -60,119 +62,125 @@ V = TypeVar("V")
 
 
 class WeakTensorMap(Generic[V]):
-    """What is known of tensors, each as long as it lives and is not changed in place."""
+    """Values by tensor, each valid while its tensor is alive and not modified in place."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[Tensor], int, V]] = {}
+        self._entries: dict[int, tuple[weakref.ref[Tensor], int, V]] = {}
 
     def get(self, tensor: Tensor) -> V | None:
-        found = self._known.get(id(tensor))
-        if found is None or found[0]() is not tensor or found[1] != _version(tensor):
+        entry = self._entries.get(id(tensor))
+        if entry is None or entry[0]() is not tensor or entry[1] != _version(tensor):
             return None
-        return found[2]
+        return entry[2]
 
     def put(self, tensor: Tensor, value: V) -> None:
-        key, known = id(tensor), self._known
+        key, entries = id(tensor), self._entries
 
-        def forget(dead: weakref.ref[Tensor]) -> None:
-            if key in known and known[key][0] is dead:
-                del known[key]
+        def discard(dead: weakref.ref[Tensor]) -> None:
+            if key in entries and entries[key][0] is dead:
+                del entries[key]
 
-        known[key] = (weakref.ref(tensor, forget), _version(tensor), value)
+        entries[key] = (weakref.ref(tensor, discard), _version(tensor), value)
 
     def clear(self) -> None:
-        self._known.clear()
+        self._entries.clear()
 
 
 def _version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-StartReduce = Callable[[Tensor], tuple[Tensor, Work]]
-StartGather = Callable[[Tensor], Callable[[], Tensor]]  # begins; what it returns waits for the whole
+StartReduce = Callable[
+    [Tensor], tuple[Tensor, Work]
+]  # of a gradient: (the result once the Work is done, Work)
+StartGather = Callable[[Tensor], Callable[[], Tensor]]  # of this rank's tokens: a function that waits for all
 
 
 class Regather:
-    """What is read, during a backward. See [Note: what is gathered is not kept]."""
+    """All-gather of a sequence-parallel input during backward. See [Note: re-gathered inputs]."""
 
-    def __init__(self, gather: StartGather) -> None:
-        self._gather = gather
-        self._end: Callable[[], Tensor] | None = None
+    def __init__(self, start_gather: StartGather) -> None:
+        self._start_gather = start_gather
+        self._wait: Callable[[], Tensor] | None = None
 
-    def begin(self, piece: Tensor) -> None:
-        """By whoever is first."""
-        if self._end is None:
-            self._end = self._gather(piece)
+    def start(self, x_t: Tensor) -> None:
+        """Start the all-gather, unless another layer has."""
+        if self._wait is None:
+            self._wait = self._start_gather(x_t)
 
-    def whole(self) -> Tensor:
-        assert self._end is not None, "a gather that nobody has begun"
-        whole = self._end()
-        self._end = lambda: whole
-        return whole
+    def wait(self) -> Tensor:
+        """Return z_T; the first call waits."""
+        assert self._wait is not None, "wait() before start()"
+        z_T = self._wait()
+        self._wait = lambda: z_T
+        return z_T
 
-    def forget(self) -> None:
-        self._end = None
+    def discard(self) -> None:
+        self._wait = None
 
 
 class SharedInput:
-    """How a tensor is read. See [Note: weight gradients beside the sum]."""
+    """The state of one shared input's autograd node. See [Note: overlap of the input-gradient reduction]."""
 
     def __init__(
         self,
-        first: nn.Module | None,
+        first_layer: nn.Module | None,
         scope: str,
         weights: list[Tensor],
-        start: StartReduce,
-        take: Callable[[Tensor], Tensor],
-        again: Regather | None = None,
+        start_reduce: StartReduce,
+        forward: Callable[[Tensor], Tensor],
+        regather: Regather | None = None,
     ) -> None:
-        """`start`: begins the sum of a gradient; what it returns holds it when the Pending is over. `take`:
-        what is read, without a graph. `scope`: see Readers. `again`: where what is read is not kept."""
-        self.first = (lambda: None) if first is None else weakref.ref(first)
+        """`forward` computes z from x, without a graph; `start_reduce` starts the reduction of dz to dx.
+        `scope`: see SharedInputs. `regather`: set if layers save x_t instead of z_T."""
+        self.first_layer = (lambda: None) if first_layer is None else weakref.ref(first_layer)
         self.scope = scope
-        self.start = start
-        self.take = take
-        self.again = again
-        self._weights = weights  # alive, so that their identities are theirs
-        self._places = {id(weight): place for place, weight in enumerate(weights)}
-        self._left: list[list[Callable[[], Tensor]]] = [[] for _ in weights]
+        self.start_reduce = start_reduce
+        self.forward = forward
+        self.regather = regather
+        self._weights = weights  # kept alive, so that their ids stay theirs
+        self._indices = {id(weight): index for index, weight in enumerate(weights)}
+        self._deferred: list[list[Callable[[], Tensor]]] = [[] for _ in weights]
 
-    def expects(self, weight: Tensor) -> bool:
-        return id(weight) in self._places
+    def defers(self, weight: Tensor) -> bool:
+        """Return whether this node computes the gradient of `weight`."""
+        return id(weight) in self._indices
 
-    def leave(self, weight: Tensor, compute: Callable[[], Tensor]) -> None:
-        """In backward: `compute` gives a part of the gradient of `weight`."""
-        self._left[self._places[id(weight)]].append(compute)
+    def defer_weight_grad(self, weight: Tensor, compute: Callable[[], Tensor]) -> None:
+        """In backward, leave one summand of the gradient of `weight` to be computed by the node."""
+        self._deferred[self._indices[id(weight)]].append(compute)
 
-    def end(self) -> None:
-        """In backward: all that was left has been computed."""
-        if self.again is not None:
-            self.again.forget()
+    def end_backward(self) -> None:
+        """Free the re-gathered input, after all deferred gradients have been computed."""
+        if self.regather is not None:
+            self.regather.discard()
 
-    def weight_gradient(self, place: int) -> Tensor | None:
-        left, self._left[place] = self._left[place], []
-        if not left:
+    def compute_weight_grad(self, index: int) -> Tensor | None:
+        """Compute and sum the deferred parts of one weight's gradient; None if there are none."""
+        deferred, self._deferred[index] = self._deferred[index], []
+        if not deferred:
             return None
-        grad = left[0]()
-        for compute in left[1:]:
+        grad = deferred[0]()
+        for compute in deferred[1:]:
             grad += compute()
         return grad
 
-    def of(self, x: Tensor) -> Tensor:
-        """What is to be read for `x`."""
+    def apply(self, x: Tensor) -> Tensor:
+        """Return z, which layers use in place of `x`."""
         z: Tensor = _SharedInputFunction.apply(x, self, *self._weights)
         return z
 
 
 class JoinedInput(SharedInput):
-    """How a further region reads `z`, which `reading` gives: weights that this one does not expect."""
+    """A further region's node on the output of `shared`, for weights whose gradients `shared` does not
+    compute."""
 
-    def __init__(self, reading: SharedInput, weights: list[Tensor]) -> None:
-        super().__init__(None, reading.scope, weights, _no_reduce, Tensor.detach, reading.again)
-        self.first = reading.first  # which learns of these too
+    def __init__(self, shared: SharedInput, weights: list[Tensor]) -> None:
+        super().__init__(None, shared.scope, weights, _no_reduce, Tensor.detach, shared.regather)
+        self.first_layer = shared.first_layer  # so that `shared` predicts these layers next time
 
-    def end(self) -> None:
-        """The reading needs it yet."""
+    def end_backward(self) -> None:
+        """Keep the re-gathered input, which `shared` still needs."""
 
 
 def _no_reduce(dz: Tensor) -> tuple[Tensor, Work]:
@@ -181,10 +189,10 @@ def _no_reduce(dz: Tensor) -> tuple[Tensor, Work]:
 
 class _SharedInputFunction(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, reading: SharedInput, *_: Tensor) -> Tensor:
-        ctx.reading = reading
+    def forward(ctx: Any, x: Tensor, shared: SharedInput, *_: Tensor) -> Tensor:
+        ctx.shared = shared
         ctx.set_materialize_grads(False)
-        return reading.take(x)
+        return shared.forward(x)
 
     @staticmethod
     @once_differentiable
@@ -192,88 +200,91 @@ class _SharedInputFunction(Function):
         needs = ctx.needs_input_grad
         if dz is None:
             return (None,) * len(needs)
-        dx, pending = ctx.reading.start(dz) if needs[0] else (None, Work())
-        grads = [ctx.reading.weight_gradient(place) if need else None for place, need in enumerate(needs[2:])]
-        pending.wait()
-        ctx.reading.end()
-        return dx, None, *grads
+        dx, work = ctx.shared.start_reduce(dz) if needs[0] else (None, Work())
+        dws = [
+            ctx.shared.compute_weight_grad(index) if need else None for index, need in enumerate(needs[2:])
+        ]
+        work.wait()
+        ctx.shared.end_backward()
+        return dx, None, *dws
 
 
 @dataclass(frozen=True)
 class InputView:
-    """What is known of a tensor that layers are given.
+    """Substitute that layers use for an input tensor.
 
-    tensor    what they read for it; None: itself, which nothing that is known of it may keep alive
-    reading   sums the gradient
-    piece     of what they read, if that is gathered again: what is kept
+    tensor        z; None for the input itself, which this record must not keep alive
+    shared_input  the node that reduces its gradient
+    shard         x_t, saved for backward in place of z_T, if z_T is gathered again
     """
 
     tensor: Tensor | None = None
-    reading: SharedInput | None = None
-    piece: Tensor | None = None
+    shared_input: SharedInput | None = None
+    shard: Tensor | None = None
 
 
 class SharedInputs:
-    """The tensors that layers read, and which layers read together.
+    """The inputs that parallel linear layers share, and which layers shared one last time.
 
-    What it knows is about tensors and modules, so copies of a model may share it. Layers wait for one another
-    within a `scope` only (a block): a tensor that many blocks read would keep their gradients until the last.
+    Keyed by tensors and modules, so copies of a model may use the same object. Layers share a node within a
+    `scope` (a block) only: for a tensor that many blocks use, one node would keep all their gradients until
+    the last.
     """
 
     def __init__(self, group: Group) -> None:
-        self._group = group  # that sums gradients
-        self._sources: WeakTensorMap[InputView] = WeakTensorMap()
-        self._together: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[nn.Module]]] = (
+        self._group = group  # over which input gradients are reduced
+        self._views: WeakTensorMap[InputView] = WeakTensorMap()
+        self._sharing: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[nn.Module]]] = (
             weakref.WeakKeyDictionary()
-        )
+        )  # by first layer
 
-    def read(self, x: Tensor, module: nn.Module, scope: str) -> InputView:
-        """What `module` is to read for `x`; in the backward of that, gradients are summed over the group."""
+    def share(self, x: Tensor, module: nn.Module, scope: str) -> InputView:
+        """Return the view of `x` that `module` uses, whose gradient is reduced over the group in backward."""
         if self._group.size == 1 or not (torch.is_grad_enabled() and x.requires_grad):
             return InputView()
-        if self._sources.get(x) is None:
-            weights = self.expected(module, [weight_of(module)])
-            reading = SharedInput(module, scope, weights, self._start_sum, Tensor.detach)
-            self._sources.put(x, InputView(reading.of(x), reading))
-        return self.find(x, module, scope)
+        if self._views.get(x) is None:
+            weights = self.predict_weights(module, [weight_of(module)])
+            shared = SharedInput(module, scope, weights, self._start_reduce, Tensor.detach)
+            self._views.put(x, InputView(shared.apply(x), shared))
+        return self.lookup(x, module, scope)
 
-    def find(self, x: Tensor, module: nn.Module, scope: str) -> InputView:
-        """The same where who gave `x` made it known."""
-        source = self._sources.get(x) or InputView()
-        if source.reading is not None and source.reading.scope == scope:
-            self._note(source.reading, module)
-        return source
+    def lookup(self, x: Tensor, module: nn.Module, scope: str) -> InputView:
+        """Return the registered view of `x`, or an empty one; record that `module` uses it."""
+        view = self._views.get(x) or InputView()
+        if view.shared_input is not None and view.shared_input.scope == scope:
+            self._record(view.shared_input, module)
+        return view
 
     def join(self, z: Tensor, weights: list[Tensor]) -> Tensor:
-        """What a further region is to read for `z`, which a reading of another one's has given."""
-        source = self._sources.get(z) or InputView()
-        reading = source.reading
-        if reading is None or all(reading.expects(weight) for weight in unique_trainable(weights)):
+        """Return the tensor that a further region uses for `z`, another region's output of a shared input."""
+        view = self._views.get(z) or InputView()
+        shared = view.shared_input
+        if shared is None or all(shared.defers(weight) for weight in unique_trainable(weights)):
             return z
-        joined = JoinedInput(reading, unique_trainable(weights))
-        own = joined.of(z)
-        self.make_known(own, joined, source.piece)
-        return own
+        joined = JoinedInput(shared, unique_trainable(weights))
+        joined_z = joined.apply(z)
+        self.register(joined_z, joined, view.shard)
+        return joined_z
 
-    def make_known(self, z: Tensor, reading: SharedInput, piece: Tensor | None) -> None:
-        """`z` is what `reading` gives, for `piece`."""
-        self._sources.put(z, InputView(None, reading, piece))
+    def register(self, z: Tensor, shared: SharedInput, shard: Tensor | None) -> None:
+        """Record that `z` is the output of `shared`, and `shard` this rank's tokens of it."""
+        self._views.put(z, InputView(None, shared, shard))
 
-    def expected(self, first: nn.Module, weights: list[Tensor]) -> list[Tensor]:
-        """`weights`, and those that were read along with `first` the last time."""
-        others = [other() for other in self._together.get(first, ())]
+    def predict_weights(self, first_layer: nn.Module, weights: list[Tensor]) -> list[Tensor]:
+        """Return `weights` and those of the layers that shared an input with `first_layer` last time."""
+        others = [other() for other in self._sharing.get(first_layer, ())]
         return unique_trainable([*weights, *(weight_of(module) for module in others if module is not None)])
 
-    def _note(self, reading: SharedInput, module: nn.Module) -> None:
-        first = reading.first()
-        if first is None:
+    def _record(self, shared: SharedInput, module: nn.Module) -> None:
+        first_layer = shared.first_layer()
+        if first_layer is None:
             return
-        together = self._together.setdefault(first, [])
-        if all(other() is not module for other in together):
-            together.append(weakref.ref(module))
+        sharing = self._sharing.setdefault(first_layer, [])
+        if all(other() is not module for other in sharing):
+            sharing.append(weakref.ref(module))
 
-    def _start_sum(self, dz: Tensor) -> tuple[Tensor, Work]:
-        """Nobody else has `dz`: products alone read z, and each gave a tensor of its own."""
+    def _start_reduce(self, dz: Tensor) -> tuple[Tensor, Work]:
+        """Reduce in place: only products use z, so nothing else refers to `dz`."""
         dz = dz.contiguous()
         return dz, start_all_reduce_in_place(dz, self._group, "gradient of features")
 
@@ -285,5 +296,5 @@ def weight_of(module: nn.Module) -> Tensor:
 
 
 def unique_trainable(weights: list[Tensor]) -> list[Tensor]:
-    """Those that need a gradient, each once."""
+    """Return those that require a gradient, each once."""
     return list({id(weight): weight for weight in weights if weight.requires_grad}.values())

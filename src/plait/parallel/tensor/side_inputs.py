@@ -1,13 +1,14 @@
-"""What blocks are handed beside their tokens, where tokens are cut over `col`: an encoder's output.
+"""Inputs of blocks other than hidden states, under sequence parallelism: an encoder's output, for example.
 
-[Note: what comes from outside is read by every column]
-A block computes with this column's tokens and heads, so of a whole tensor that comes from outside of the
-blocks every column has a part of the gradient. Blocks are handed it spread: backward sums the parts, once for
-all blocks. A region that is not pure sums by itself; it is handed the tensor as it was.
+[Note: gradients of side inputs]
+A block computes with this column's tokens and heads, so the gradient of a full tensor from outside of the
+blocks is a partial sum on every column. Blocks get a copy of it whose backward all-reduces the gradient, once
+for all blocks. A region that is not pure reduces by itself, and gets the original.
 
-From outside is what the first block is handed, and what autograd knew before it began. Of what has been made
-since, that which comes of the stream and is as long as this rank's piece has this rank's tokens, and is left
-as it is. Of the rest it cannot be told whether columns have the same or each its own.
+A tensor is from outside if it is an argument of the first block, or if autograd recorded it before that block
+began. Of tensors made later, one that depends on a block's input and is as long as this rank's shard holds
+this rank's tokens, and is passed unchanged. For all others it is undecidable whether columns hold equal
+values.
 """
 
 import weakref
@@ -24,64 +25,72 @@ from plait.parallel.tensor.shared_input import WeakTensorMap
 
 
 class SideInputs:
-    """See [Note: what comes from outside is read by every column]."""
+    """Copies of tensors from outside of the blocks. See [Note: gradients of side inputs]."""
 
-    def __init__(self, tokens: SequenceShard) -> None:
-        self._tokens = tokens
-        self._spread: WeakTensorMap[Tensor] = WeakTensorMap()
-        self._given: WeakTensorMap[weakref.ref[Tensor]] = WeakTensorMap()  # what was spread
+    def __init__(self, sequence_shard: SequenceShard) -> None:
+        self._sequence_shard = sequence_shard
+        self._copies: WeakTensorMap[Tensor] = WeakTensorMap()  # by original
+        self._originals: WeakTensorMap[weakref.ref[Tensor]] = WeakTensorMap()  # by copy
 
-    def forget(self) -> None:
-        self._spread.clear()
-        self._given.clear()
+    def clear(self) -> None:
+        self._copies.clear()
+        self._originals.clear()
 
-    def given(self, x: Tensor) -> Tensor | None:
-        """What came from outside, if `x` is that spread."""
-        found = self._given.get(x)
-        return None if found is None else found()
+    def original(self, x: Tensor) -> Tensor | None:
+        """Return the tensor from outside that `x` is a copy of, if any."""
+        original = self._originals.get(x)
+        return None if original is None else original()
 
     def for_block(self, name: str, x: Tensor, *, is_first: bool) -> Tensor:
-        """What a block is to be handed for `x`."""
-        if not _has_gradient(x) or self.given(x) is not None:
+        """Return the tensor that a block gets for `x`."""
+        if not _has_gradient(x) or self.original(x) is not None:
             return x
-        if is_first or x.grad_fn is None or x.grad_fn._sequence_nr() < self._tokens.begun:
-            return self._spread_of(x)
-        if depends_on_block_input(x) and x.dim() > 1 and x.shape[token_dim(x)] == self._tokens.own:
+        if is_first or x.grad_fn is None or x.grad_fn._sequence_nr() < self._sequence_shard.begin_seq_nr:
+            return self._copy_of(x)
+        if (
+            depends_on_block_input(x)
+            and x.dim() > 1
+            and x.shape[token_dim(x)] == self._sequence_shard.own_length
+        ):
             return x
         raise _undecidable(name, x)
 
     def for_region(self, name: str, x: Tensor) -> Tensor:
-        """What a region that is not pure is to be handed for `x`."""
+        """Return the tensor that a region that is not pure gets for `x`."""
         if not _has_gradient(x):
             return x
-        given = self.given(x)
-        if given is None and not depends_on_block_input(x):
+        original = self.original(x)
+        if original is None and not depends_on_block_input(x):
             raise _undecidable(name, x)
-        return x if given is None else given
+        return x if original is None else original
 
-    def _spread_of(self, x: Tensor) -> Tensor:
-        known = self._spread.get(x)
-        if known is None:
-            known = copy_to_group(x, self._tokens.group)
-            self._spread.put(x, known)
-            self._given.put(known, weakref.ref(x))
-        return known
+    def _copy_of(self, x: Tensor) -> Tensor:
+        copy = self._copies.get(x)
+        if copy is None:
+            copy = copy_to_group(x, self._sequence_shard.group)
+            self._copies.put(x, copy)
+            self._originals.put(copy, weakref.ref(x))
+        return copy
 
 
 def map_side_inputs(
     change: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments, all tensors of them changed but the hidden states; see `with_input`."""
+    """Return the arguments with all tensors changed except the hidden states; see `map_hidden_input`."""
 
-    def other(value: Any) -> Any:
+    def change_tensors(value: Any) -> Any:
         if isinstance(value, Tensor):
             return change(value)
-        return tuple(map(other, value)) if type(value) is tuple else value
+        return tuple(map(change_tensors, value)) if type(value) is tuple else value
 
     is_first = bool(args) and isinstance(args[0], Tensor)
-    states = () if is_first else ("hidden_states",)
-    others = tuple(value if is_first and not place else other(value) for place, value in enumerate(args))
-    return others, {key: value if key in states else other(value) for key, value in kwargs.items()}
+    hidden_keys = () if is_first else ("hidden_states",)
+    new_args = tuple(
+        value if is_first and not index else change_tensors(value) for index, value in enumerate(args)
+    )
+    return new_args, {
+        key: value if key in hidden_keys else change_tensors(value) for key, value in kwargs.items()
+    }
 
 
 def _has_gradient(x: Tensor) -> bool:
@@ -90,8 +99,8 @@ def _has_gradient(x: Tensor) -> bool:
 
 def _undecidable(name: str, x: Tensor) -> ModelError:
     return ModelError(
-        f"{name} is handed a tensor of which it cannot be told whether every rank has the same",
-        given=f"shape {tuple(x.shape)}, beside the tokens that sequence parallelism deals out",
-        expected="what was made before the first block, or has this rank's tokens",
+        f"{name} gets a tensor of which it is unknown whether every rank has the same values",
+        given=f"shape {tuple(x.shape)}, in addition to the tokens that sequence parallelism shards",
+        expected="a tensor made before the first block, or one with this rank's tokens",
         hint="sp=false",
     )
