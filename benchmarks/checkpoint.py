@@ -34,7 +34,7 @@ import plait
 from data_parallel import LLAMA, a_batch, on_ranks
 from peers import ADAMW
 from plait.bench import machine
-from plait.checkpoint import Saver, open_checkpoint, place_of
+from plait.checkpoint import Saver, open_checkpoint, step_path
 from plait.comm import World, all_reduce, connect
 from plait.models import causal_lm_on_meta
 
@@ -106,7 +106,7 @@ class Case:
 
     def loads(self) -> Mapping[str, Callable[[], object]]:
         step, rank = self.round, self.world.rank
-        path = place_of(self.folder / "front", step)
+        path = step_path(self.folder / "front", step)
         return {
             COPY: lambda: copied(self.bytes_file, self.folder / f"copy-{step}-{rank}-again", sync=False),
             "plait": lambda: self.engine.load(path),
@@ -166,7 +166,7 @@ def worker(arguments: argparse.Namespace) -> None:
                 times["pause"].setdefault(name, []).append(seconds)
         if number < arguments.rounds:
             case.clean()
-    read = open_checkpoint(place_of(case.folder / "front", case.round))
+    read = open_checkpoint(step_path(case.folder / "front", case.round))
     with read.reader() as reader:
         case.other.load_from(reader)
         amounts = torch.tensor([float(reader.bytes_read), sum(each.num_bytes for each in case.other.kept())])

@@ -229,7 +229,7 @@ def _tensor_plan(
     """A lone rank cuts nothing, so any model will do; what a user says of it is checked all the same."""
     if plan.rows == plan.cols == 1 and given is None:
         return TPPlan(1, 1)
-    return models.tensor_plan(model, plan.rows, plan.cols, sequence=plan.sp, blocks=blocks, given=given)
+    return models.build_tp_plan(model, plan.rows, plan.cols, sequence=plan.sp, blocks=blocks, given=given)
 
 
 def check_device(plan: Plan, device: torch.device) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from plait import checkpoint
 from plait.checkpoint import Keep
-from plait.checkpoint.directory import saving_alone
+from plait.checkpoint.directory import save_lock
 from plait.errors import CheckpointError
 from support import checkpoints
 from support.checkpoints import FACTS, flip_a_byte, names, read_newest, some_tensors
@@ -91,7 +91,7 @@ def test_space_is_checked_before_anything_is_written(tmp_path: Path, monkeypatch
     save(tmp_path, 1)
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
-    monkeypatch.setattr("plait.checkpoint.saver.write_part", lambda *_: pytest.fail("written"))
+    monkeypatch.setattr("plait.checkpoint.saver.write_rank_files", lambda *_: pytest.fail("written"))
     with pytest.raises(CheckpointError, match="not enough disk"):
         save(tmp_path, 2)
     assert names(tmp_path) == ["step-00000001"]
@@ -103,7 +103,7 @@ from pathlib import Path
 from plait import checkpoint
 from plait.checkpoint import Keep, Saver
 from plait.comm import World
-from plait.parallel import Kept
+from plait.parallel import StateShard
 
 directory = Path(sys.argv[1])
 saver = Saver(directory, World.alone(torch.device("cpu")), keep=Keep(1))
@@ -114,7 +114,7 @@ for kill in range(6):
         for step in range(first, first + 10_000):
             weights, moments = torch.full((300, 1000), float(step)), torch.full((9,), float(step))
             tensors = {"weights/a": weights, "moments/a": moments}
-            saver.save(step, [Kept.whole(*each) for each in tensors.items()], {})
+            saver.save(step, [StateShard.whole(*each) for each in tensors.items()], {})
     while not any(int(path.name[5:]) > first for path in checkpoint.steps(directory)):
         time.sleep(0.001)
     time.sleep(0.004 * kill)
@@ -208,7 +208,7 @@ def test_a_save_of_the_same_step_that_is_killed_between_its_renames_loses_nothin
 
 def test_two_jobs_do_not_save_into_one_folder_at_a_time(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    with saving_alone(tmp_path), pytest.raises(CheckpointError, match="another job"):
+    with save_lock(tmp_path), pytest.raises(CheckpointError, match="another job"):
         save(tmp_path, 2)
     assert names(tmp_path) == ["step-00000001"]
     save(tmp_path, 2)

@@ -56,7 +56,7 @@ def save(
     whole = [StateShard.whole(key, tensor) for key, tensor in values.items()]
     cut = [kept.share(n, parts) for kept in whole for n in range(parts)]
     Saver(folder, world).save(step, [kept for kept in cut if kept.num_bytes], FACTS | facts)
-    return checkpoint.place_of(folder, step)
+    return checkpoint.step_path(folder, step)
 
 
 def run(*words: object) -> Result:
@@ -146,7 +146,7 @@ def test_verify_says_what_it_read_or_where_the_damage_is(world: World, tmp_path:
         assert result.exit_code == 0
         assert result.stdout.startswith(f"{path}: whole, 1 file, 4 tensors, ")
         assert "GB/s" in result.stdout
-    flip(checkpoint.place_of(folder, 2))
+    flip(checkpoint.step_path(folder, 2))
     assert run("verify", tmp_path / "run").exit_code == 0
     result = run("verify", tmp_path / "run", "--all")
     assert result.exit_code == 2

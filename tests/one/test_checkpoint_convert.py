@@ -13,10 +13,16 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from plait.api import parallelize
-from plait.checkpoint import Checkpoint, HuggingFaceFiles, Reader, Saver, open_checkpoint, places
+from plait.checkpoint import Checkpoint, HuggingFaceFiles, Reader, Saver, find_checkpoints, open_checkpoint
 from plait.comm import World, connect
 from plait.errors import CheckpointError, ModelError, RunError
-from plait.models import StateNames, causal_lm_on_meta, initialise, read_config, weights_alone
+from plait.models import (
+    StateNames,
+    causal_lm_on_meta,
+    initialize_weights,
+    parameter_only_modules,
+    read_config,
+)
 from plait.parallel import StateShard
 from plait.train.config import ModelConfig
 from plait.train.export import convert
@@ -126,16 +132,18 @@ def test_every_architecture_is_written_as_save_pretrained_writes_it(
     except Exception as error:
         pytest.skip(f"does not build small: {error}")
     names = StateNames.of(model)
-    whole = [StateShard.whole(names.key_of(name), t) for name, t in names.tensors.items() if t.numel()]
+    whole = [
+        StateShard.whole(names.checkpoint_key(name), t) for name, t in names.tensors.items() if t.numel()
+    ]
     Saver(tmp_path / "saved", world).save(1, whole, {"model": {"config": config}, "plan": "dp=1"})
-    convert(open_checkpoint(places(tmp_path / "saved")[-1]), tmp_path / "ours")
+    convert(open_checkpoint(find_checkpoints(tmp_path / "saved")[-1]), tmp_path / "ours")
     model.save_pretrained(tmp_path / "theirs")
     ours, theirs = (load_file(tmp_path / folder / "model.safetensors") for folder in ("ours", "theirs"))
     assert ours.keys() == theirs.keys()
     for key, tensor in theirs.items():
         assert torch.equal(ours[key].nan_to_num(), tensor.nan_to_num()), key
     loaded(tmp_path / "ours")
-    HuggingFaceFiles.open(tmp_path / "ours").misfit(causal_lm_on_meta(tmp_path / "ours"))
+    HuggingFaceFiles.open(tmp_path / "ours").direct_read_problem(causal_lm_on_meta(tmp_path / "ours"))
 
 
 def test_infinity_in_a_configuration_is_read_as_transformers_writes_it(tmp_path: Path, world: World) -> None:
@@ -200,7 +208,9 @@ def test_an_engine_begins_with_the_weights_of_a_directory(
 
 def test_nothing_is_drawn_that_files_have() -> None:
     model, drawn = causal_lm_on_meta(MODELS["llama"]), []
-    initialise(model, 0, torch.device("cpu"), lambda name, _: drawn.append(name), skip=weights_alone(model))
+    initialize_weights(
+        model, 0, torch.device("cpu"), lambda name, _: drawn.append(name), skip=parameter_only_modules(model)
+    )
     assert drawn == []
     assert all(not buffer.is_meta for buffer in model.buffers())
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from plait.errors import ModelError
-from plait.models import causal_lm_on_meta, initialise, seeded
+from plait.models import causal_lm_on_meta, initialize_weights, seeded_rng
 
 CPU = torch.device("cpu")
 SEED = 7
@@ -48,14 +48,14 @@ def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def drawn(model: nn.Module) -> dict[str, Tensor]:
-    """What `initialise` hands over; the last call for a name wins, and the tensors handed over are reused."""
+    """What `initialize_weights` hands over; the last call for a name wins, and the tensors are reused."""
     values: dict[str, Tensor] = {}
 
     def store(name: str, whole: Tensor) -> None:
         values[name] = whole.clone()
         whole.fill_(float("nan"))
 
-    initialise(model, SEED, CPU, store)
+    initialize_weights(model, SEED, CPU, store)
     return values
 
 
@@ -81,7 +81,7 @@ def _fill(module: nn.Module, name: str, way: Callable[[Any], None] | None = None
     way = module._init_weights if isinstance(module, PreTrainedModel) else way
     for key, child in module.named_children():
         _fill(child, f"{name}.{key}" if name else key, way)
-    with seeded(CPU, "initial weights", SEED, name):
+    with seeded_rng(CPU, "initial weights", SEED, name):
         if way is not None:
             way(module)
         elif hasattr(module, "reset_parameters"):
@@ -150,7 +150,7 @@ def forget(name: str, whole: Tensor) -> None:
 
 def peak_bytes(model: nn.Module) -> int:
     with LiveBytes() as live:
-        initialise(model, SEED, CPU, forget)
+        initialize_weights(model, SEED, CPU, forget)
     return live.peak
 
 
@@ -378,7 +378,7 @@ def test_whatever_goes_wrong_is_said_and_leaves_the_parameters_as_they_were(
     model = on_meta(lambda: nn.Sequential(Above(nn.Linear(2, 2), way), nn.Linear(2, 2)))
     before = [dict(module._parameters) for module in model.modules()]
     with pytest.raises(error, match=words) as caught:
-        initialise(model, SEED, CPU, store)
+        initialize_weights(model, SEED, CPU, store)
     assert getattr(caught.value, "given", None) == given
     for module, held in zip(model.modules(), before, strict=True):
         assert list(module._parameters) == list(held)
@@ -391,6 +391,6 @@ def test_a_parameter_without_a_value_is_named_and_never_handed_over(way: Any) ->
     gates = nn.ParameterDict({"gate": nn.Parameter(torch.ones(2, device="meta"))})
     model = nn.Sequential(Above(gates, way), nn.Linear(2, 2, device="meta"))
     with pytest.raises(ModelError, match="without an initial value") as caught:
-        initialise(model, SEED, CPU, lambda name, _: names.append(name))
+        initialize_weights(model, SEED, CPU, lambda name, _: names.append(name))
     assert caught.value.given == "0.inner.gate"
     assert names == ["1.bias", "1.weight"]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.errors import ModelError
-from plait.models import blocks_of, foreign_modules, initialise, plan_stages, receiving, split_stage
+from plait.models import blocks_of, foreign_modules, initialize_weights, plan_stages, receiving, split_stage
 from support import hf_models
 
 CPU = torch.device("cpu")
@@ -19,7 +19,7 @@ SEED = 5
 
 def drawn(model: nn.Module, skip: Set[nn.Module] = frozenset()) -> dict[str, Tensor]:
     values: dict[str, Tensor] = {}
-    initialise(model, SEED, CPU, lambda name, whole: values.update({name: whole.clone()}), skip=skip)
+    initialize_weights(model, SEED, CPU, lambda name, whole: values.update({name: whole.clone()}), skip=skip)
     return values
 
 

@@ -181,4 +181,4 @@ def test_each_stage_is_told_why_the_whole_models_forward_failed() -> None:
     outputs = BlockOutputs(copy_to_meta(Failing()), torch.device("cpu"))
     for block in ("blocks.0", "blocks.1"):
         with pytest.raises(ValueError, match="no more can be made"):
-            outputs.of(block, {"x": torch.ones(2, 4, device="meta")})
+            outputs.output_of(block, {"x": torch.ones(2, 4, device="meta")})

@@ -12,13 +12,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from plait.errors import PlaitError
 from plait.models.sharding.families import FAMILIES as BUILT_IN
-from plait.models.sharding.styles import REFUSED, STYLES
+from plait.models.sharding.styles import STYLES, UNSUPPORTED
 from plait.plan.sharding import TPPlan
 from support.tensor_models import plan_of
 
 
 def test_every_word_of_transformers_is_known_or_refused() -> None:
-    known = set(STYLES) | set(REFUSED)
+    known = set(STYLES) | set(UNSUPPORTED)
     assert set(ALL_PARALLEL_STYLES.keys()) - known <= {
         "free_full_weight",
         "keep_full_weight",

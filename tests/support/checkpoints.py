@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from plait import checkpoint
-from plait.checkpoint import Saver, place_of
+from plait.checkpoint import Saver, step_path
 from plait.comm import World
 from plait.parallel import StateShard
 
@@ -34,7 +34,7 @@ def save(directory: Path, step: int, tensors: Mapping[str, Tensor], **how: Any) 
     saver = Saver(directory, World.alone(torch.device("cpu")), **how)
     saver.save(step, [StateShard.whole(*each) for each in tensors.items()], FACTS)
     saver.finish()
-    return place_of(directory, step)
+    return step_path(directory, step)
 
 
 def names(directory: Path) -> list[str]:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from plait.checkpoint import Checkpoint, newest, open_checkpoint, place_of, steps
+from plait.checkpoint import Checkpoint, newest, open_checkpoint, step_path, steps
 from plait.comm import connect
 from plait.errors import PlaitError
 from plait.train.run import RunDir
@@ -109,7 +109,7 @@ def episode(run: RunDir, rng: random.Random, longest_s: float, meeting: Path) ->
 def check(found: Checkpoint, reference: Path) -> None:
     """It is what the undisturbed run saved at that step."""
     found.verify()
-    expected = open_checkpoint(place_of(reference, found.step)).read()
+    expected = open_checkpoint(step_path(reference, found.step)).read()
     ours = found.read()
     assert ours.keys() == expected.keys()
     different = [key for key, tensor in expected.items() if not torch.equal(ours[key], tensor)]

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from plait.models import blocks_of, causal_lm_on_meta, tensor_plan
+from plait.models import blocks_of, build_tp_plan, causal_lm_on_meta
 from plait.plan.sharding import ParamSharding, TPPlan
 
 LENGTH = 7  # tokens of a sequence
@@ -71,7 +71,7 @@ def small(name: str, **more: Any) -> PreTrainedModel:
 def plan_of(
     model: nn.Module, rows: int, cols: int, *, sequence: bool = False, given: dict[str, str] | None = None
 ) -> TPPlan:
-    return tensor_plan(model, rows, cols, sequence=sequence, blocks=blocks_of(model), given=given)
+    return build_tp_plan(model, rows, cols, sequence=sequence, blocks=blocks_of(model), given=given)
 
 
 def places(plan: TPPlan) -> Iterator[tuple[int, int]]:

@@ -33,7 +33,7 @@ from plait.bench.collectives import num_hosts, slowest
 from plait.bench.ddp_request import MODELS, ONE, PRECISIONS, Cap, DdpRequest, label_of
 from plait.comm import World, all_reduce, barrier
 from plait.errors import CommError
-from plait.models import causal_lm_on_meta, initialise
+from plait.models import causal_lm_on_meta, initialize_weights
 from plait.parallel.ddp import DistributedDataParallel
 
 T = TypeVar("T")
@@ -220,7 +220,9 @@ def _steps(found: Sequence[Phases], without: Sequence[Phases] | None) -> tuple[f
 def _llama(name: str) -> nn.Module:
     model = causal_lm_on_meta(MODELS[name])
     values: dict[str, Tensor] = {}
-    initialise(model, 0, torch.device("cpu"), lambda name, value: values.update({name: value.clone()}))
+    initialize_weights(
+        model, 0, torch.device("cpu"), lambda name, value: values.update({name: value.clone()})
+    )
     model.load_state_dict(values, assign=True)
     return model.train()
 

@@ -9,11 +9,18 @@ comparison.py what is in one, and what two differ in
 header.py     of a safetensors file, ours or not           hugging_face.py   their directories, in and out
 """
 
-from plait.checkpoint.checkpoint import Checkpoint, is_damaged, newest, open_checkpoint, open_together
-from plait.checkpoint.diff import Comparison, Contents, Verified, compare, places, verified
-from plait.checkpoint.directory import Keep, best, place_of, remove_after, remove_partial, step_of, steps
+from plait.checkpoint.checkpoint import Checkpoint, is_damaged, newest, open_checkpoint, open_on_all_ranks
+from plait.checkpoint.diff import (
+    Comparison,
+    Contents,
+    VerifyResult,
+    compare,
+    find_checkpoints,
+    verify_checkpoint,
+)
+from plait.checkpoint.directory import Keep, best, remove_after, remove_partial, step_of, step_path, steps
 from plait.checkpoint.huggingface import SHARD_BYTES, HuggingFaceFiles, write_hugging_face
-from plait.checkpoint.manifest import MANIFEST, Chunk, FileFacts, Manifest, Part, TensorFacts
+from plait.checkpoint.manifest import MANIFEST, Chunk, FileFacts, Manifest, RankFiles, TensorFacts
 from plait.checkpoint.reader import Reader
 from plait.checkpoint.saver import Saver, staged_bytes
 
@@ -28,24 +35,24 @@ __all__ = [
     "HuggingFaceFiles",
     "Keep",
     "Manifest",
-    "Part",
+    "RankFiles",
     "Reader",
     "Saver",
     "TensorFacts",
-    "Verified",
+    "VerifyResult",
     "best",
     "compare",
+    "find_checkpoints",
     "is_damaged",
     "newest",
     "open_checkpoint",
-    "open_together",
-    "place_of",
-    "places",
+    "open_on_all_ranks",
     "remove_after",
     "remove_partial",
     "staged_bytes",
     "step_of",
+    "step_path",
     "steps",
-    "verified",
+    "verify_checkpoint",
     "write_hugging_face",
 ]

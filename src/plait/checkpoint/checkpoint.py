@@ -15,14 +15,14 @@ from plait.checkpoint.manifest import (
     MANIFEST,
     Damage,
     Manifest,
-    cannot_be_read,
+    read_error,
     read_manifest,
 )
 from plait.checkpoint.reader import Reader
 from plait.comm import World, raise_on_all
 from plait.errors import CheckpointError
 
-_NONE = "not a checkpoint"
+_NOT_A_CHECKPOINT = "not a checkpoint"
 
 
 @dataclass(frozen=True)
@@ -88,11 +88,13 @@ def open_checkpoint(path: Path) -> Checkpoint:
         is_there, is_folder = path.exists(), path.is_dir() and not path.is_symlink()
         inside = steps(path) if is_folder and not (path / MANIFEST).exists() else []
     except OSError as error:
-        raise cannot_be_read(path, error) from error
+        raise read_error(path, error) from error
     if not is_folder or inside:
         given = path if is_folder else f"{path}, {'no directory' if is_there else 'which is not there'}"
         hint = inside[-1] if inside else None
-        raise CheckpointError(_NONE, given=given, expected="a directory such as step-00000120", hint=hint)
+        raise CheckpointError(
+            _NOT_A_CHECKPOINT, given=given, expected="a directory such as step-00000120", hint=hint
+        )
     manifest, step = read_manifest(path), step_of(path)
     if step is not None and manifest.step != step:  # one with a name of its own may be of any
         raise Damage(path / MANIFEST, f"of step {manifest.step}, in a directory of step {step}").error()
@@ -101,10 +103,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 def is_damaged(error: CheckpointError) -> bool:
     """Whether the checkpoint itself is at fault, and not what is asked of it."""
-    return error.fact in (DAMAGED, _NONE)
+    return error.fact in (DAMAGED, _NOT_A_CHECKPOINT)
 
 
-def open_together(path: Path, world: World) -> Checkpoint:
+def open_on_all_ranks(path: Path, world: World) -> Checkpoint:
     """`open_checkpoint` on every rank. What one of them finds wrong, all raise."""
     found, problem = None, None
     try:

@@ -32,20 +32,20 @@ class Remainder:
     def add(self, at: int, data: "bytes | bytearray | memoryview") -> None:
         """`data` stands `at` bytes from the message's beginning, behind everything that was added before."""
         assert at >= self._at, f"byte {at} after byte {self._at}"
-        self._value = zlib.crc32(data, _shifted(self._value, at - self._at) ^ _ONES) ^ _ONES
+        self._value = zlib.crc32(data, _multiply_by_x8n(self._value, at - self._at) ^ _ONES) ^ _ONES
         self._at = at + len(data)
 
     def of(self, num_bytes: int) -> int:
         """In a message of so many bytes."""
-        return _shifted(self._value, num_bytes - self._at)
+        return _multiply_by_x8n(self._value, num_bytes - self._at)
 
 
 def crc_of_remainder(remainder: int, num_bytes: int) -> int:
     """The CRC-32 of a message of which this is the sum of its parts' remainders."""
-    return remainder ^ _shifted(_ONES, num_bytes) ^ _ONES
+    return remainder ^ _multiply_by_x8n(_ONES, num_bytes) ^ _ONES
 
 
-def _shifted(value: int, num_bytes: int) -> int:
+def _multiply_by_x8n(value: int, num_bytes: int) -> int:
     """Multiplied by x^(8 num_bytes)."""
     if not (value and num_bytes):
         return value
@@ -57,9 +57,9 @@ def _shifted(value: int, num_bytes: int) -> int:
 def _table(num_bytes: int) -> tuple[list[int], list[int], list[int], list[int]]:
     factor, power, left = 1 << 31, 1 << 23, num_bytes  # x^0, x^8
     while left:
-        factor = _product(factor, power) if left & 1 else factor
-        power, left = _product(power, power), left >> 1
-    bits = [_product(1 << bit, factor) for bit in range(32)]
+        factor = _multiply(factor, power) if left & 1 else factor
+        power, left = _multiply(power, power), left >> 1
+    bits = [_multiply(1 << bit, factor) for bit in range(32)]
     first, second, third, fourth = ([0] * 256 for _ in range(4))
     for byte, table in enumerate((first, second, third, fourth)):
         for value in range(1, 256):
@@ -68,7 +68,7 @@ def _table(num_bytes: int) -> tuple[list[int], list[int], list[int], list[int]]:
     return first, second, third, fourth
 
 
-def _product(one: int, other: int) -> int:
+def _multiply(one: int, other: int) -> int:
     found = 0
     for bit in range(31, -1, -1):
         if one >> bit & 1:

@@ -17,10 +17,10 @@ from plait.checkpoint.reader import Reader
 from plait.errors import CheckpointError
 from plait.plan import Boxes
 
-_ELEMENTS = 2**20
+_CHUNK_ELEMENTS = 2**20
 
 
-def places(path: Path) -> list[Path]:
+def find_checkpoints(path: Path) -> list[Path]:
     """The checkpoints of a run, of its folder, or the one that is named; oldest first. Raises
     CheckpointError where there is none."""
     for folder in (path / "checkpoints", path):
@@ -72,7 +72,7 @@ class Contents:
             rank = name.partition(".")[0]
             written[rank] = written.get(rank, 0) + size
         at = datetime.fromtimestamp((found.path / MANIFEST).stat().st_mtime).astimezone()
-        kinds = tuple(_kind(found, name, keys) for name, keys in groups.items())
+        kinds = tuple(_tensor_group(found, name, keys) for name, keys in groups.items())
         return cls(
             found.path,
             found.step,
@@ -85,7 +85,7 @@ class Contents:
         )
 
 
-def _kind(found: Checkpoint, name: str, keys: list[str]) -> TensorGroup:
+def _tensor_group(found: Checkpoint, name: str, keys: list[str]) -> TensorGroup:
     tensors = [found.manifest.tensors[key] for key in keys]
     elements = [math.prod(facts.shape) for facts in tensors]
     return TensorGroup(
@@ -99,7 +99,7 @@ def _kind(found: Checkpoint, name: str, keys: list[str]) -> TensorGroup:
 
 
 @dataclass(frozen=True)
-class Verified:
+class VerifyResult:
     """What was read of a checkpoint that is whole."""
 
     path: Path
@@ -109,19 +109,19 @@ class Verified:
     seconds: float
 
 
-def verified(found: Checkpoint) -> Verified:
+def verify_checkpoint(found: Checkpoint) -> VerifyResult:
     """Reads every byte. Raises CheckpointError, which names what is damaged."""
     began_s = time.perf_counter()
     found.verify()
     manifest, seconds = found.manifest, time.perf_counter() - began_s
-    return Verified(found.path, len(manifest.files), len(manifest.tensors), manifest.num_bytes, seconds)
+    return VerifyResult(found.path, len(manifest.files), len(manifest.tensors), manifest.num_bytes, seconds)
 
 
 # --- two
 
 
 @dataclass(frozen=True)
-class Difference:
+class TensorDifference:
     """Of a tensor that both have. Where only `given` differs, it is what: shapes or dtypes.
 
     largest   of any element's absolute differences; NaN where one is NaN and the other is not
@@ -141,7 +141,7 @@ class Comparison:
 
     facts: tuple[tuple[str, Any, Any], ...]
     only: tuple[tuple[str, ...], tuple[str, ...]]
-    differ: tuple[Difference, ...]
+    differ: tuple[TensorDifference, ...]
     same: int  # tensors
 
     @property
@@ -150,7 +150,7 @@ class Comparison:
         return not (self.differ or any(self.only))
 
 
-def compare(one: Checkpoint, other: Checkpoint, *, at_a_time: int = _ELEMENTS) -> Comparison:
+def compare(one: Checkpoint, other: Checkpoint, *, at_a_time: int = _CHUNK_ELEMENTS) -> Comparison:
     """Whole tensors, however either was cut; of each `at_a_time` elements in memory. Raises CheckpointError
     for what is damaged."""
     shared = [key for key in one.shapes if key in other.shapes]
@@ -165,16 +165,16 @@ def compare(one: Checkpoint, other: Checkpoint, *, at_a_time: int = _ELEMENTS) -
         tuple(key for key in mine.shapes if key not in its.shapes)
         for mine, its in ((one, other), (other, one))
     )
-    facts = tuple(_facts("", one.facts, other.facts))
+    facts = tuple(_fact_differences("", one.facts, other.facts))
     return Comparison(facts, (only[0], only[1]), differ, len(shared) - len(differ))
 
 
 def _difference(
     key: str, one: Checkpoint, other: Checkpoint, left: Reader, right: Reader, at_a_time: int
-) -> Difference | None:
+) -> TensorDifference | None:
     mine, its = one.manifest.tensors[key], other.manifest.tensors[key]
     if mine.shape != its.shape:
-        return Difference(key, f"shapes {list(mine.shape)} and {list(its.shape)}")
+        return TensorDifference(key, f"shapes {list(mine.shape)} and {list(its.shape)}")
     boxes, numel = Boxes.whole(mine.shape), math.prod(mine.shape)
     largest, elements, squares, norm = 0.0, 0, 0.0, 0.0
     for start in range(0, numel, at_a_time):
@@ -199,12 +199,12 @@ def _difference(
     if not elements and dtypes is None:
         return None
     relative = math.sqrt(squares / norm) if norm else (math.inf if squares else 0.0)
-    return Difference(key, dtypes, largest, relative, elements)
+    return TensorDifference(key, dtypes, largest, relative, elements)
 
 
-def _facts(name: str, one: object, other: object) -> Iterator[tuple[str, Any, Any]]:
+def _fact_differences(name: str, one: object, other: object) -> Iterator[tuple[str, Any, Any]]:
     if isinstance(one, dict) and isinstance(other, dict):
         for key in [*one, *(key for key in other if key not in one)]:
-            yield from _facts(f"{name}.{key}" if name else key, one.get(key), other.get(key))
+            yield from _fact_differences(f"{name}.{key}" if name else key, one.get(key), other.get(key))
     elif one != other:
         yield name, one, other

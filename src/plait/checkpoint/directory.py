@@ -72,12 +72,12 @@ def step_of(checkpoint: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-def place_of(folder: Path, step: int) -> Path:
+def step_path(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}"
 
 
 @contextlib.contextmanager
-def saving_alone(folder: Path) -> Iterator[None]:
+def save_lock(folder: Path) -> Iterator[None]:
     """While entered, nobody else saves into the folder. Raises CheckpointError when somebody does,
     OSError."""
     try:
@@ -92,7 +92,7 @@ def saving_alone(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def put_in_place(partial: Path, final: Path) -> None:
+def commit(partial: Path, final: Path) -> None:
     """Gives a complete checkpoint its name; what had it before goes. Raises OSError."""
     old = final.with_name(f"{final.name}.before-{secrets.token_hex(6)}") if final.exists() else None
     try:
@@ -125,10 +125,10 @@ def best(folder: Path) -> tuple[int, float] | None:
         return None
 
 
-def note_score(folder: Path, step: int, score: float) -> None:
+def record_score(folder: Path, step: int, score: float) -> None:
     """Remembers the checkpoint if it is the best so far, or the one that was is no more. Raises OSError."""
     known = best(folder)
-    if known is None or score < known[1] or known[0] == step or not place_of(folder, known[0]).exists():
+    if known is None or score < known[1] or known[0] == step or not step_path(folder, known[0]).exists():
         write_json(folder / _BEST, {"step": step, "score": score})
 
 

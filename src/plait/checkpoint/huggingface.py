@@ -21,17 +21,17 @@ from transformers import PreTrainedModel
 from plait.checkpoint.checkpoint import Checkpoint
 from plait.checkpoint.manifest import FORMAT, Chunk, FileFacts, Manifest, TensorFacts
 from plait.checkpoint.reader import Reader
-from plait.checkpoint.safetensors_format import DTYPES, Entry, Header, header_text, read_header
+from plait.checkpoint.safetensors_format import DTYPES, Entry, Header, encode_header, read_header
 from plait.checkpoint.writer import bytes_of
 from plait.errors import CheckpointError, RunError
 from plait.fileio import sync_folder, sync_tree
-from plait.models import Saved, SavedForm, StateNames, read_directly
+from plait.models import SavedGroup, SaveFormat, StateNames, map_file_keys
 
 ONE_FILE = "model.safetensors"
 INDEX = f"{ONE_FILE}.index.json"
 SHARD_BYTES = 5 * 10**9
 _INDEX_LIMIT_BYTES = 2**28
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}\.safetensors")
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}\.safetensors")
 
 
 # --- in
@@ -72,7 +72,7 @@ class HuggingFaceFiles:
                 raise CheckpointError("a weight is not where the index says", given=f"{absent[0]} in {path}")
         return cls(folder, headers, entries)
 
-    def misfit(self, model: nn.Module) -> str | None:
+    def direct_read_problem(self, model: nn.Module) -> str | None:
         """Why ranks cannot read their parts of the model where they lie; None: they can."""
         found = self._manifest(model)
         return found if isinstance(found, str) else None
@@ -94,7 +94,7 @@ class HuggingFaceFiles:
         config = getattr(model, "config", None)
         if getattr(config, "quantization_config", None) is not None:
             return "the weights are quantized"
-        keys, names = read_directly(model, self.entries), StateNames.of(model)
+        keys, names = map_file_keys(model, self.entries), StateNames.of(model)
         if isinstance(keys, str):
             return keys
         number = {path: place for place, path in enumerate(self.headers)}
@@ -108,7 +108,9 @@ class HuggingFaceFiles:
                 return f"{key} is of dtype {entry.dtype}, in the model {ours.dtype}"
             start, offset = (0,) * len(entry.shape), self.headers[path].num_bytes + entry.start
             chunks = (Chunk(number[path], offset, start, entry.shape, 0),) if ours.numel() else ()
-            tensors[names.key_of(name)] = TensorFacts(shape=entry.shape, dtype=entry.dtype, chunks=chunks)
+            tensors[names.checkpoint_key(name)] = TensorFacts(
+                shape=entry.shape, dtype=entry.dtype, chunks=chunks
+            )
         files = {
             str(path): FileFacts(
                 bytes=header.file_bytes, header_bytes=header.num_bytes, header_crc32=header.crc32
@@ -126,7 +128,7 @@ def _read_index(path: Path) -> Iterator[tuple[str, set[str]]]:
         places = json.loads(path.read_text(encoding="utf-8"))["weight_map"].items()
         found: dict[str, set[str]] = {}
         for key, name in places:
-            if not _PLAIN_NAME.fullmatch(name):
+            if not _FILE_NAME.fullmatch(name):
                 raise ValueError(f"{name!r:.100} is not the name of a file in this directory")
             found.setdefault(name, set()).add(key)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -140,7 +142,7 @@ def _read_index(path: Path) -> Iterator[tuple[str, set[str]]]:
 @dataclass(frozen=True)
 class _Shard:
     name: str
-    groups: Sequence[Saved]
+    groups: Sequence[SavedGroup]
 
     @property
     def entries(self) -> dict[str, Entry]:
@@ -173,7 +175,7 @@ def write_hugging_face(
         raise RunError("the export's directory exists", given=out, hint="another directory")
     names = StateNames.of(model)
     _check_same(found, names)
-    form = SavedForm(model, dtype)
+    form = SaveFormat(model, dtype)
     shards = _shards(form.groups(), shard_bytes)
     partial = out.with_name(f"{out.name}.tmp-{secrets.token_hex(4)}")
     try:
@@ -198,7 +200,7 @@ def write_hugging_face(
 
 def _check_same(found: Checkpoint, names: StateNames) -> None:
     theirs = {key: shape for key, shape in found.shapes.items() if key.startswith(("weights/", "buffers/"))}
-    ours = {names.key_of(name): tuple(tensor.shape) for name, tensor in names.tensors.items()}
+    ours = {names.checkpoint_key(name): tuple(tensor.shape) for name, tensor in names.tensors.items()}
     for key in [*ours, *theirs]:
         if ours.get(key) != theirs.get(key) and 0 not in ours.get(key, ()):
             raise CheckpointError(
@@ -208,10 +210,10 @@ def _check_same(found: Checkpoint, names: StateNames) -> None:
             )
 
 
-def _shards(groups: Sequence[Saved], limit: int) -> list[_Shard]:
+def _shards(groups: Sequence[SavedGroup], limit: int) -> list[_Shard]:
     """Files that hold as many groups as they may."""
     number, used = 0, 0
-    placed: list[tuple[int, Saved]] = []
+    placed: list[tuple[int, SavedGroup]] = []
     for group in groups:
         size = sum(tensor.numel() * tensor.dtype.itemsize for tensor in group.tensors.values())
         if used and used + size > limit:
@@ -236,30 +238,30 @@ def _write_configuration(model: PreTrainedModel, dtype: torch.dtype, folder: Pat
         model.generation_config.save_pretrained(folder)
 
 
-def _write_shard(folder: Path, shard: _Shard, form: SavedForm, names: StateNames, reader: Reader) -> None:
+def _write_shard(folder: Path, shard: _Shard, form: SaveFormat, names: StateNames, reader: Reader) -> None:
     entries = shard.entries
     with (folder / shard.name).open("xb") as file:
-        file.write(header_text(entries, {"format": "pt"}))
+        file.write(encode_header(entries, {"format": "pt"}))
         for group in shard.groups:
-            for name, data in _converted(group, form, names, reader):
+            for name, data in _convert_group(group, form, names, reader):
                 assert len(data) == entries[name].stop - entries[name].start, f"{name} is of another size"
                 file.write(data)
                 del data  # the next one is not read beside it
 
 
-def _converted(
-    group: Saved, form: SavedForm, names: StateNames, reader: Reader
+def _convert_group(
+    group: SavedGroup, form: SaveFormat, names: StateNames, reader: Reader
 ) -> Iterator[tuple[str, memoryview]]:
     """Of tensors that are saved together, the bytes of each. They are gone before others are read."""
-    found = form.convert({name: _whole(reader, names, first) for name, first in group.names.items()})
+    found = form.convert({name: _read_full(reader, names, first) for name, first in group.names.items()})
     for name in group.tensors:
         yield name, bytes_of(found.pop(name))
 
 
-def _whole(reader: Reader, names: StateNames, first: str) -> Tensor:
+def _read_full(reader: Reader, names: StateNames, first: str) -> Tensor:
     if 0 in names.tensors[first].shape:  # a checkpoint has no place for it
         return torch.empty(names.tensors[first].shape)
-    return reader.whole(names.key_of(first))
+    return reader.whole(names.checkpoint_key(first))
 
 
 def _write_index(path: Path, shards: Sequence[_Shard], model: PreTrainedModel) -> None:

@@ -27,7 +27,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from plait.checkpoint.safetensors_format import DTYPES, HEADER_LIMIT_BYTES, is_shape
+from plait.checkpoint.safetensors_format import DTYPES, HEADER_LIMIT_BYTES, is_valid_shape
 from plait.errors import CheckpointError
 from plait.fileio import plain_file_bytes
 from plait.plan import Box
@@ -35,7 +35,7 @@ from plait.plan import Box
 MANIFEST = "manifest.json"
 FORMAT: Literal["plait checkpoint 2"] = "plait checkpoint 2"
 MANIFEST_LIMIT_BYTES = 2**30
-_MOST_COMPARISONS = 10**6  # of boxes that no cut through all of them separates: ours are always separated
+_MAX_COMPARISONS = 10**6  # of boxes that no cut through all of them separates: ours are always separated
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 
 
@@ -73,7 +73,7 @@ class TensorFacts(_Strict):
         return DTYPES[self.dtype]
 
 
-class Part(_Strict):
+class RankFiles(_Strict):
     """What one rank has written. Chunks count its own files."""
 
     files: dict[str, FileFacts]
@@ -90,7 +90,7 @@ class Manifest(_Strict):
     tensors: dict[str, TensorFacts]
 
     @classmethod
-    def of(cls, step: int, facts: Mapping[str, Any], parts: Iterable[Part]) -> "Manifest":
+    def of(cls, step: int, facts: Mapping[str, Any], parts: Iterable[RankFiles]) -> "Manifest":
         """Of what all ranks have written."""
         files: dict[str, FileFacts] = {}
         tensors: dict[str, TensorFacts] = {}
@@ -163,7 +163,7 @@ def read_manifest(folder: Path) -> Manifest:
         try:
             text = file.read(size + 1)
         except OSError as error:
-            raise cannot_be_read(path, error) from error
+            raise read_error(path, error) from error
     said = _HASH.fullmatch(text[-_HASH_BYTES:])
     if said is None or _sha256(text[:-_HASH_BYTES]) != said[1].decode():
         raise Damage(path, "its content does not have the hash that it says").error()
@@ -186,7 +186,7 @@ def plain_size(path: Path) -> int:
     try:
         size = plain_file_bytes(path)
     except OSError as error:
-        raise cannot_be_read(path, error) from error
+        raise read_error(path, error) from error
     if size is None:
         raise Damage(path, "not a plain file").error()
     return size
@@ -198,14 +198,14 @@ def open_plain(path: Path) -> int:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        raise cannot_be_read(path, error) from error
+        raise read_error(path, error) from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise Damage(path, "not a plain file").error()
     return descriptor
 
 
-def cannot_be_read(path: Path, error: OSError) -> CheckpointError:
+def read_error(path: Path, error: OSError) -> CheckpointError:
     """A missing file is damage. Another error says nothing of what is in it: that may be whole."""
     if error.errno == errno.ENOENT:
         return Damage(path, "missing").error()
@@ -223,7 +223,7 @@ def _problems(manifest: Manifest) -> Iterator[str]:
             yield f"{name} has a header of {facts.header_bytes} of {facts.bytes} bytes"
     filled: list[list[tuple[int, int]]] = [[] for _ in manifest.files]
     for key, tensor in manifest.tensors.items():
-        yield from _problems_of(key, tensor, len(manifest.files))
+        yield from _tensor_problems(key, tensor, len(manifest.files))
         size = tensor.torch_dtype.itemsize
         for chunk in tensor.chunks:
             filled[chunk.file].append((chunk.offset, chunk.offset + chunk.box.numel * size))
@@ -233,11 +233,11 @@ def _problems(manifest: Manifest) -> Iterator[str]:
             yield f"{name} is not filled by what is in it"
 
 
-def _problems_of(key: str, tensor: TensorFacts, num_files: int) -> Iterator[str]:
+def _tensor_problems(key: str, tensor: TensorFacts, num_files: int) -> Iterator[str]:
     if tensor.dtype not in DTYPES:
         yield f"{key} is of dtype {tensor.dtype!r:.40}"
         return
-    if not is_shape(tensor.shape):
+    if not is_valid_shape(tensor.shape):
         yield f"{key} is of a shape that no tensor has"
         return
     for chunk in tensor.chunks:
@@ -252,11 +252,11 @@ def _problems_of(key: str, tensor: TensorFacts, num_files: int) -> Iterator[str]
     numel = sum(chunk.box.numel for chunk in tensor.chunks)
     if numel != math.prod(tensor.shape):
         yield f"{key} has chunks of {numel} elements, not of {math.prod(tensor.shape)}"
-    elif not _are_apart([chunk.box for chunk in tensor.chunks]):
+    elif not _are_disjoint([chunk.box for chunk in tensor.chunks]):
         yield f"{key} has chunks that overlap"
 
 
-def _are_apart(boxes: Sequence[Box]) -> bool:
+def _are_disjoint(boxes: Sequence[Box]) -> bool:
     """Whether no two boxes share an element; False also where that would be long to find out."""
     todo, comparisons = [list(boxes)], 0
     while todo:
@@ -264,20 +264,20 @@ def _are_apart(boxes: Sequence[Box]) -> bool:
         if len(group) < 2:
             continue
         parts = next(
-            (parts for dim in range(len(group[0].start)) if len(parts := _cut(group, dim)) > 1), None
+            (parts for dim in range(len(group[0].start)) if len(parts := _separate(group, dim)) > 1), None
         )
         if parts is not None:
             todo += parts
             continue
         comparisons += len(group) ** 2
-        if comparisons > _MOST_COMPARISONS:
+        if comparisons > _MAX_COMPARISONS:
             return False
         if any((one & other).numel for n, one in enumerate(group) for other in group[:n]):
             return False
     return True
 
 
-def _cut(boxes: Sequence[Box], dim: int) -> list[list[Box]]:
+def _separate(boxes: Sequence[Box], dim: int) -> list[list[Box]]:
     """The boxes in groups, between which lies a place of the dim that none of them spans."""
     found: list[list[Box]] = []
     end = 0

@@ -26,8 +26,8 @@ from plait.checkpoint.manifest import (
     Damage,
     Manifest,
     TensorFacts,
-    cannot_be_read,
     open_plain,
+    read_error,
 )
 from plait.checkpoint.writer import BLOCK_BYTES, bytes_of
 from plait.comm import Group, all_reduce, raise_on_all
@@ -37,13 +37,13 @@ from plait.plan import Box, Boxes
 
 # A CRC's bits are counted, by up to 2^20 ranks, in fields of integers.
 _FIELDS, _FIELD_BITS, _NUM_FIELDS = 3, 21, 11
-_MOST_OPEN = 64  # files
+_MAX_OPEN_FILES = 64  # files
 ALONE = Group((0,), 0, None)
 CPU = torch.device("cpu")
 
 
 @dataclass
-class _Seen:
+class _PartialRead:
     """Of a chunk that was not read wholly, what this rank has read so far."""
 
     numel: int = 0
@@ -51,7 +51,7 @@ class _Seen:
 
 
 @dataclass
-class _Rows:
+class _ChunkIndex:
     """The chunks of a tensor in the order of their first rows."""
 
     chunks: list[Chunk]
@@ -59,7 +59,7 @@ class _Rows:
     stops: list[int] = field(default_factory=list)  # the furthest of those up to here
 
     @classmethod
-    def of(cls, facts: TensorFacts) -> "_Rows":
+    def of(cls, facts: TensorFacts) -> "_ChunkIndex":
         found = sorted(facts.chunks, key=lambda chunk: chunk.start)
         if not facts.shape:
             return cls(found, [0] * len(found), [1] * len(found))
@@ -90,9 +90,9 @@ class Reader:
         self._has_sums = has_sums
         self._names = list(manifest.files)
         self._open: dict[int, int] = {}
-        self._rows: dict[str, _Rows] = {}
-        self._right_headers: set[int] = set()
-        self._seen: dict[tuple[int, int], _Seen] = {}
+        self._rows: dict[str, _ChunkIndex] = {}
+        self._valid_headers: set[int] = set()
+        self._seen: dict[tuple[int, int], _PartialRead] = {}
         self.bytes_read = 0
 
     def __enter__(self) -> "Reader":
@@ -145,7 +145,7 @@ class Reader:
     def _fill(self, key: str, box: Box, view: Tensor, counted: bool) -> None:
         facts = self._manifest.tensors[key]
         if key not in self._rows:
-            self._rows[key] = _Rows.of(facts)
+            self._rows[key] = _ChunkIndex.of(facts)
         for chunk in self._rows[key].meeting(box):
             shared = chunk.box & box
             to = view_of(view, shared.within(box))
@@ -160,7 +160,7 @@ class Reader:
     ) -> None:
         """A box of a chunk, of which the rows lie one behind the other in `into`."""
         remainder, at = Remainder(), 0
-        descriptor, add = self._descriptor(chunk.file), remainder.add if self._has_sums else _nothing
+        descriptor, add = self._descriptor(chunk.file), remainder.add if self._has_sums else _ignore
         for first, length in _segments(part, chunk.box.shape):
             for begin in range(first * itemsize, (first + length) * itemsize, BLOCK_BYTES):
                 row = into[at : at + min(BLOCK_BYTES, (first + length) * itemsize - begin)]
@@ -174,7 +174,7 @@ class Reader:
             if crc_of_remainder(found, chunk.box.numel * itemsize) != chunk.crc32:
                 raise self._wrong(key, chunk)
         elif counted:
-            seen = self._seen.setdefault((chunk.file, chunk.offset), _Seen())
+            seen = self._seen.setdefault((chunk.file, chunk.offset), _PartialRead())
             seen.numel += part.numel
             seen.remainder ^= found
             assert seen.numel <= chunk.box.numel, f"elements of {key} were read twice"
@@ -184,7 +184,7 @@ class Reader:
             try:
                 count = os.preadv(descriptor, [into], offset)
             except OSError as error:
-                raise cannot_be_read(self._path / self._names[file], error) from error
+                raise read_error(self._path / self._names[file], error) from error
             if count == 0:
                 raise self._damage(file, f"ends at byte {offset}")
             self.bytes_read += count
@@ -193,7 +193,7 @@ class Reader:
     def _descriptor(self, file: int) -> int:
         """Of a file whose header is as it was written. Some are open at a time."""
         if file not in self._open:
-            while len(self._open) >= _MOST_OPEN:
+            while len(self._open) >= _MAX_OPEN_FILES:
                 os.close(self._open.pop(next(iter(self._open))))
             self._open[file] = self._opened(file)
         return self._open[file]
@@ -204,12 +204,12 @@ class Reader:
         try:
             if (size := os.fstat(descriptor).st_size) != facts.bytes:
                 raise self._damage(file, f"{size} bytes instead of {facts.bytes}")
-            if file not in self._right_headers:
+            if file not in self._valid_headers:
                 header = bytearray(facts.header_bytes)
                 self._read_from(descriptor, file, 0, memoryview(header))
                 if crc32(header) != facts.header_crc32:
                     raise self._damage(file, "its header is not the one that was written")
-                self._right_headers.add(file)
+                self._valid_headers.add(file)
         except BaseException:
             os.close(descriptor)
             raise
@@ -241,7 +241,7 @@ class Reader:
         for line, (_, chunk) in enumerate(chunks):
             seen = self._seen.get((chunk.file, chunk.offset))
             if seen is not None:
-                table[line] = torch.tensor([seen.numel, *_spread(seen.remainder)])
+                table[line] = torch.tensor([seen.numel, *_bits_to_fields(seen.remainder)])
         table = table.to(device)
         all_reduce(table, group, label="remainders of chunks")
         for (key, chunk), (numel, *fields) in zip(chunks, table.tolist(), strict=True):
@@ -250,7 +250,7 @@ class Reader:
                     f"{numel} elements read of a chunk of {chunk.box.numel}: {key}"
                 )
                 num_bytes = numel * self._manifest.tensors[key].torch_dtype.itemsize
-                if crc_of_remainder(_gathered(fields), num_bytes) != chunk.crc32:
+                if crc_of_remainder(_parity_of_fields(fields), num_bytes) != chunk.crc32:
                     return self._wrong(key, chunk)
         return None
 
@@ -262,7 +262,7 @@ class Reader:
         return self._damage(chunk.file, reason)
 
 
-def _nothing(at: int, data: memoryview) -> None:
+def _ignore(at: int, data: memoryview) -> None:
     """What is not verified."""
 
 
@@ -284,7 +284,7 @@ def _segments(part: Box, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
         yield first + low * inner, (high - low) * inner
 
 
-def _spread(value: int) -> list[int]:
+def _bits_to_fields(value: int) -> list[int]:
     """A CRC's bits, each in a field of its own, so that sums over ranks count them."""
     fields = []
     for first in range(0, _FIELDS * _NUM_FIELDS, _FIELDS):
@@ -293,8 +293,8 @@ def _spread(value: int) -> list[int]:
     return fields
 
 
-def _gathered(fields: list[int]) -> int:
-    """The sum modulo 2 of what `_spread` gave."""
+def _parity_of_fields(fields: list[int]) -> int:
+    """The sum modulo 2 of what `_bits_to_fields` gave."""
     found = 0
     for number, counts in enumerate(fields):
         for bit in range(_FIELDS):

@@ -21,7 +21,7 @@ import torch
 from plait.checkpoint.crc32 import crc32
 from plait.errors import CheckpointError
 
-_MOST_DIMS, _MOST_ELEMENTS = 64, 2**60
+_MAX_DIMS, _MAX_ELEMENTS = 64, 2**60
 
 # safetensors' names of the dtypes that torch has.
 DTYPES: dict[str, torch.dtype] = {
@@ -30,14 +30,14 @@ DTYPES: dict[str, torch.dtype] = {
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
 }  # fmt: skip
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def is_shape(shape: Sequence[object]) -> bool:
+def is_valid_shape(shape: Sequence[object]) -> bool:
     """Whether a tensor can have it."""
     sizes = [size for size in shape if type(size) is int and size >= 0]
-    is_size = len(sizes) == len(shape) <= _MOST_DIMS
-    return is_size and math.prod(max(1, size) for size in sizes) < _MOST_ELEMENTS
+    is_size = len(sizes) == len(shape) <= _MAX_DIMS
+    return is_size and math.prod(max(1, size) for size in sizes) < _MAX_ELEMENTS
 
 
 _ALIGNMENT = 64  # of a file's first tensor
@@ -56,7 +56,7 @@ class Entry(NamedTuple):
     @classmethod
     def of(cls, dtype: torch.dtype, shape: tuple[int, ...], start: int) -> "Entry":
         """Of a tensor that begins with byte `start`."""
-        return cls(NAMES[dtype], shape, start, start + math.prod(shape) * dtype.itemsize)
+        return cls(DTYPE_NAMES[dtype], shape, start, start + math.prod(shape) * dtype.itemsize)
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Header:
     file_bytes: int
 
 
-def header_text(entries: Mapping[str, Entry], metadata: Mapping[str, str] | None = None) -> bytes:
+def encode_header(entries: Mapping[str, Entry], metadata: Mapping[str, str] | None = None) -> bytes:
     """What a file begins with: behind it come the tensors, in their order."""
     values: dict[str, Any] = {} if metadata is None else {_METADATA: dict(metadata)}
     for name, entry in entries.items():
@@ -97,7 +97,7 @@ def read_header(path: Path) -> Header:
     if len(text) < num_bytes:
         raise _not_safetensors(path, f"it ends at byte {8 + len(text)}")
     try:
-        values = json.loads(text, object_pairs_hook=_once)
+        values = json.loads(text, object_pairs_hook=_without_duplicates)
         entries = {name: _entry(name, value) for name, value in values.items() if name != _METADATA}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise _not_safetensors(path, f"its header: {str(error)[:200]}") from error
@@ -108,7 +108,7 @@ def read_header(path: Path) -> Header:
     return Header(entries, 8 + num_bytes, crc32(length + text), size)
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         raise ValueError("a name that is there twice")
@@ -120,7 +120,7 @@ def _entry(name: str, value: Any) -> Entry:
     dtype, shape, (start, stop) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
     if dtype not in DTYPES:
         raise ValueError(f"{name} is of dtype {dtype!r:.40}")
-    if not is_shape(shape) or not all(type(byte) is int for byte in (start, stop)):
+    if not is_valid_shape(shape) or not all(type(byte) is int for byte in (start, stop)):
         raise ValueError(f"{name} is of a shape that no tensor has")
     if not 0 <= start <= stop or stop - start != math.prod(shape) * DTYPES[dtype].itemsize:
         raise ValueError(f"{name} has not the bytes that its shape needs")

@@ -28,23 +28,23 @@ from torch import Tensor
 
 from plait.checkpoint.directory import (
     Keep,
-    note_score,
-    place_of,
+    commit,
     prune,
-    put_in_place,
+    record_score,
     remove_partial,
-    saving_alone,
+    save_lock,
+    step_path,
 )
-from plait.checkpoint.manifest import MANIFEST, Manifest, Part
-from plait.checkpoint.writer import write_part
+from plait.checkpoint.manifest import MANIFEST, Manifest, RankFiles
+from plait.checkpoint.writer import write_rank_files
 from plait.comm import World, broadcast, packed, raise_on_all, unpacked
 from plait.errors import CheckpointError
 from plait.fileio import sync_folder, write_text
 from plait.parallel import StateShard
 
 _ALIGNMENT = 64
-_LOOK_S = 0.005
-_APPEARS_S = 60.0  # until another host sees a directory of a shared file system
+_POLL_S = 0.005
+_VISIBLE_TIMEOUT_S = 60.0  # until another host sees a directory of a shared file system
 _Source = Callable[[StateShard], Tensor]
 
 
@@ -166,7 +166,7 @@ class Saver:
         if not self._folder.is_dir():
             self._folder.mkdir(parents=True)
             sync_folder(self._folder.parent)
-        self._lock.enter_context(saving_alone(self._folder))
+        self._lock.enter_context(save_lock(self._folder))
         remove_partial(self._folder)
         _check_space(self._folder, about_bytes)
         number = secrets.randbits(48)
@@ -174,7 +174,7 @@ class Saver:
         return number
 
     def _partial(self, step: int, number: int) -> Path:
-        return self._folder / f"{place_of(self._folder, step).name}.tmp-{number:012x}"
+        return self._folder / f"{step_path(self._folder, step).name}.tmp-{number:012x}"
 
     def _copied(self, kept: Sequence[StateShard]) -> _Source:
         """Copies of what is kept, in memory of our own."""
@@ -205,8 +205,8 @@ class Saver:
         problem: CheckpointError | None = None
         try:
             self._await(save.partial)
-            part = write_part(save.partial, self._world.rank, save.kept, save.source)
-            write_text(_said(save.partial, self._world.rank), part.model_dump_json())
+            part = write_rank_files(save.partial, self._world.rank, save.kept, save.source)
+            write_text(_rank_manifest_path(save.partial, self._world.rank), part.model_dump_json())
         except OSError as error:
             problem = write_error(error, self._folder, save.step)
         except CheckpointError as error:
@@ -219,7 +219,7 @@ class Saver:
 
     def _await(self, partial: Path) -> None:
         """Until this host sees what the first rank has made."""
-        limit_s = time.monotonic() + _APPEARS_S
+        limit_s = time.monotonic() + _VISIBLE_TIMEOUT_S
         while not partial.is_dir():
             is_over = self._world.heard(f"{partial.name} ended") is not None
             if is_over or time.monotonic() > limit_s:
@@ -228,7 +228,7 @@ class Saver:
                     given=f"{partial}, which rank 0 has made, is not there for rank {self._world.rank}",
                     expected="a file system that all hosts share",
                 )
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
 
     def _conclude(self, save: _Save) -> None:
         """The first rank makes a checkpoint of what all have written, and tells what came of it."""
@@ -250,18 +250,18 @@ class Saver:
             self._lock.close()
         self._world.tell(f"{save.partial.name} ended", verdict)
 
-    def _parts(self, partial: Path) -> list[Part] | None:
+    def _parts(self, partial: Path) -> list[RankFiles] | None:
         """What each rank has written, when all have; None when one has failed."""
-        found: list[Part] = []
+        found: list[RankFiles] = []
         while len(found) < self._world.size:
-            said = _said(partial, len(found))
+            said = _rank_manifest_path(partial, len(found))
             if said.exists():
                 with contextlib.suppress(ValidationError):  # another host may see a name before the content
-                    found.append(Part.model_validate_json(said.read_bytes()))
+                    found.append(RankFiles.model_validate_json(said.read_bytes()))
                     continue
             if self._world.heard(f"{partial.name} failed") is not None:
                 return None
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         return found
 
     def _complete(self, save: _Save, manifest: Manifest) -> None:
@@ -269,14 +269,14 @@ class Saver:
         problem = manifest.problem()
         assert problem is None, f"ranks do not own what a checkpoint needs: {problem}"
         for rank in range(self._world.size):
-            _said(save.partial, rank).unlink()
+            _rank_manifest_path(save.partial, rank).unlink()
         write_text(save.partial / MANIFEST, manifest.text())
         sync_folder(save.partial)
-        put_in_place(save.partial, place_of(self._folder, save.step))
+        commit(save.partial, step_path(self._folder, save.step))
         if self._keep is not None:
             try:
                 if self._keep.best and save.score is not None:
-                    note_score(self._folder, save.step, save.score)
+                    record_score(self._folder, save.step, save.score)
                 prune(self._folder, self._keep)
             except OSError as error:  # it is saved all the same
                 warnings.warn(f"older checkpoints cannot be looked after: {error}", stacklevel=2)
@@ -291,7 +291,7 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _said(partial: Path, rank: int) -> Path:
+def _rank_manifest_path(partial: Path, rank: int) -> Path:
     """Where a rank says what it has written."""
     return partial / f"rank-{rank:05d}.json"
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.crc32 import crc32
-from plait.checkpoint.manifest import Chunk, FileFacts, Part, TensorFacts
-from plait.checkpoint.safetensors_format import NAMES, Entry, header_text
+from plait.checkpoint.manifest import Chunk, FileFacts, RankFiles, TensorFacts
+from plait.checkpoint.safetensors_format import DTYPE_NAMES, Entry, encode_header
 from plait.parallel import StateShard, view_of
 from plait.plan import Box, runs
 
@@ -24,12 +24,12 @@ FILE_BYTES = 4 * 2**30  # about; a chunk lies in one file
 _FILE_CHUNKS = 100_000  # at most: what safetensors reads of a header is bounded
 BLOCK_BYTES = 2**18  # at a time to or from a file
 _FLUSH_BYTES = 32 * 2**20
-_START_ONLY = 2  # SYNC_FILE_RANGE_WRITE
+_SYNC_FILE_RANGE_WRITE = 2  # SYNC_FILE_RANGE_WRITE
 _BUFFER_BYTES = 2**18  # norms and biases go to the file together
 
 
 @dataclass(frozen=True)
-class _Placed:
+class _PlacedChunk:
     """A chunk to be: box `at` of rows of what is kept, which begin with element `row`."""
 
     kept: StateShard
@@ -49,15 +49,15 @@ class _Placed:
         return view_of(flat[self.row : self.row + self.rows.numel].view(self.rows.shape), self.at)
 
 
-def write_part(
+def write_rank_files(
     folder: Path,
     rank: int,
     kept: Sequence[StateShard],
     source: Callable[[StateShard], Tensor] = StateShard.cpu,
-) -> Part:
+) -> RankFiles:
     """Writes what is kept into `rank-00003.0.safetensors`, and .1 and so on, on the disk when it returns.
     `source` gives what is in it, on the CPU. Raises OSError."""
-    placed = list(_place(kept))
+    placed = list(_place_chunks(kept))
     files = [list(chunks) for _, chunks in groupby(placed, lambda chunk: chunk.file)]
     headers = [_header(chunks) for chunks in files]
     facts: dict[str, FileFacts] = {}
@@ -72,12 +72,12 @@ def write_part(
                 if held is None or held[0] is not chunk.kept:
                     held = (chunk.kept, source(chunk.kept))
                 sums.append(_write(file, bytes_of(chunk.view(held[1]))))
-                flushed = _begin_to_flush(file, flushed)
+                flushed = _start_flush(file, flushed)
             file.flush()
             os.fsync(file.fileno())
         size = len(header) + sum(chunk.num_bytes for chunk in chunks)
         facts[name] = FileFacts(bytes=size, header_bytes=len(header), header_crc32=crc32(header))
-    return Part(files=facts, tensors=_tensors(kept, placed, headers, sums))
+    return RankFiles(files=facts, tensors=_tensors(kept, placed, headers, sums))
 
 
 def _write(file: BinaryIO, data: memoryview) -> int:
@@ -91,17 +91,17 @@ def _write(file: BinaryIO, data: memoryview) -> int:
 
 
 @functools.cache
-def _start_flush() -> Any:
+def _sync_file_range() -> Any:
     return getattr(ctypes.CDLL(None), "sync_file_range", None)
 
 
-def _begin_to_flush(file: BinaryIO, flushed: int) -> int:
+def _start_flush(file: BinaryIO, flushed: int) -> int:
     """The disk begins with what has come since `flushed`, once that is much, while we go on: `fsync` then has
     less to wait for. Where the C library has no such call, all is left to it. Up to where it has begun."""
     written = file.tell()
-    if written - flushed < _FLUSH_BYTES or (start := _start_flush()) is None:
+    if written - flushed < _FLUSH_BYTES or (start := _sync_file_range()) is None:
         return flushed
-    start(file.fileno(), ctypes.c_int64(flushed), ctypes.c_int64(written - flushed), _START_ONLY)
+    start(file.fileno(), ctypes.c_int64(flushed), ctypes.c_int64(written - flushed), _SYNC_FILE_RANGE_WRITE)
     return written
 
 
@@ -112,16 +112,16 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(array)
 
 
-def _place(kept: Iterable[StateShard]) -> Iterator[_Placed]:
+def _place_chunks(kept: Iterable[StateShard]) -> Iterator[_PlacedChunk]:
     """Where every chunk comes to lie; of the shapes alone."""
     file = offset = number = 0
     for each in kept:
         row = 0
         for rows in runs(each.boxes.shape, each.start, each.stop):
             for box, at in each.boxes.parts(rows):
-                for low, high in _small(box.shape, each.dtype.itemsize):
-                    chunk = _Placed(
-                        each, row, rows, _rows(at, low, high), _rows(box, low, high), file, offset
+                for low, high in _row_ranges(box.shape, each.dtype.itemsize):
+                    chunk = _PlacedChunk(
+                        each, row, rows, _slice_rows(at, low, high), _slice_rows(box, low, high), file, offset
                     )
                     if number == _FILE_CHUNKS or (offset and offset + chunk.num_bytes > FILE_BYTES):
                         file, offset, number = file + 1, 0, 0
@@ -131,7 +131,7 @@ def _place(kept: Iterable[StateShard]) -> Iterator[_Placed]:
             row += rows.numel
 
 
-def _small(shape: Sequence[int], itemsize: int) -> Iterator[tuple[int, int]]:
+def _row_ranges(shape: Sequence[int], itemsize: int) -> Iterator[tuple[int, int]]:
     """A box in runs of rows of at most CHUNK_BYTES."""
     if not shape:
         yield 0, 1
@@ -141,25 +141,25 @@ def _small(shape: Sequence[int], itemsize: int) -> Iterator[tuple[int, int]]:
         yield low, min(shape[0], low + step)
 
 
-def _rows(box: Box, low: int, high: int) -> Box:
+def _slice_rows(box: Box, low: int, high: int) -> Box:
     if not box.start:
         return box
     first = box.start[0]
     return Box((first + low, *box.start[1:]), (first + high, *box.stop[1:]))
 
 
-def _header(chunks: Sequence[_Placed]) -> bytes:
+def _header(chunks: Sequence[_PlacedChunk]) -> bytes:
     entries = {
         f"{chunk.kept.key}[{','.join(f'{low}:{high}' for low, high in chunk.box.edges)}]": Entry.of(
             chunk.kept.dtype, chunk.box.shape, chunk.offset
         )
         for chunk in chunks
     }
-    return header_text(entries)
+    return encode_header(entries)
 
 
 def _tensors(
-    kept: Iterable[StateShard], placed: Sequence[_Placed], headers: Sequence[bytes], sums: Sequence[int]
+    kept: Iterable[StateShard], placed: Sequence[_PlacedChunk], headers: Sequence[bytes], sums: Sequence[int]
 ) -> dict[str, TensorFacts]:
     chunks: dict[str, list[Chunk]] = {each.key: [] for each in kept}
     for chunk, crc in zip(placed, sums, strict=True):
@@ -167,6 +167,8 @@ def _tensors(
         found = Chunk(chunk.file, offset, chunk.box.start, chunk.box.stop, crc)
         chunks[chunk.kept.key].append(found)
     return {
-        each.key: TensorFacts(shape=each.whole_shape, dtype=NAMES[each.dtype], chunks=tuple(chunks[each.key]))
+        each.key: TensorFacts(
+            shape=each.whole_shape, dtype=DTYPE_NAMES[each.dtype], chunks=tuple(chunks[each.key])
+        )
         for each in kept
     }

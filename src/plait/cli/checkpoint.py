@@ -18,9 +18,9 @@ from plait.checkpoint import (
     Comparison,
     Contents,
     compare,
+    find_checkpoints,
     open_checkpoint,
-    places,
-    verified,
+    verify_checkpoint,
 )
 from plait.cli.common import USER_MISTAKE, Debug, report_errors, show_error
 from plait.errors import CheckpointError, ConfigError
@@ -51,11 +51,11 @@ def verify(
     debug: Debug = False,
 ) -> None:
     """Read every byte. Exit code 2, and where the damage is, unless all is as it was written."""
-    found = places(place)
+    found = find_checkpoints(place)
     is_whole = True
     for path in found if every else found[-1:]:
         try:
-            seen = verified(open_checkpoint(path))
+            seen = verify_checkpoint(open_checkpoint(path))
         except CheckpointError as error:  # the others are looked at all the same
             show_error(error, debug=debug)
             is_whole = False
@@ -77,7 +77,7 @@ def show(
 ) -> None:
     """What a checkpoint is of, what is in it, and who wrote it. Reads the manifest alone."""
     found = _newest(place)
-    contents = Contents.of(found)
+    contents = Contents.from_checkpoint(found)
     if as_json:
         values: dict[str, Any] = asdict(contents) | {"path": str(found.path)}
         if tensors:
@@ -141,7 +141,7 @@ def convert(
 
 
 def _newest(place: Path) -> Checkpoint:
-    return open_checkpoint(places(place)[-1])
+    return open_checkpoint(find_checkpoints(place)[-1])
 
 
 def _bytes_of(text: str) -> int:

@@ -12,7 +12,14 @@ from plait.comm import Mesh
 from plait.engine.loss import Loss
 from plait.engine.stage import StageRunner
 from plait.errors import ModelError
-from plait.models import StageModule, copy_to_meta, foreign_modules, split_stage, unit_facts, weights_alone
+from plait.models import (
+    StageModule,
+    copy_to_meta,
+    foreign_modules,
+    parameter_only_modules,
+    split_stage,
+    unit_facts,
+)
 from plait.optim import LossScaling
 from plait.parallel import (
     DataGroups,
@@ -113,7 +120,7 @@ class StageBuilder:
         """Gives the stage's blocks the forwards that the plan asks for."""
         found, plan, mesh = [block for _, block in part.blocks], self.plan, self.mesh
         grid = TensorGroups(mesh.group("row"), mesh.group("col"))
-        tensor = part.tensor_plan(self.how.tensor)
+        tensor = part.tp_plan(self.how.tensor)
         part.shard_placeholders(self.how.tensor, grid.row.rank, grid.col.rank)
         cut = apply_tp_plan(part.module, tensor, grid, part.blocks, sequence=plan.sp)
         zone_randomness(
@@ -163,7 +170,7 @@ class EngineParts:
         units = {stage: [FlatParam(unit, cut) for unit in found.units] for stage, found in layouts.items()}
         twin = copy_to_meta(model).to(cut.compute) if how.stages.num_stages > 1 else None
         foreign = [foreign_modules(model, blocks, how.stages, stage) for stage in layouts]
-        elsewhere = set.intersection(*foreign) | (set() if how.draws else weights_alone(model))
+        elsewhere = set.intersection(*foreign) | (set() if how.draws else parameter_only_modules(model))
         loose = init_flat_params(model, units, groups, plan, device, how.seed, elsewhere)
         halves = BackwardSplitter()
         stages = making.stages(units, loose, groups, ReplicatedGradReduce(mesh, layout), cut, halves)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.checkpoint import Saver, open_together, place_of
+from plait.checkpoint import Saver, open_on_all_ranks, step_path
 from plait.comm import Mesh, all_reduce, broadcast, start_all_reduce
 from plait.engine.batch import Batch, BatchPreparer, EvalResult, Probed, StepResult, check_loss
 from plait.engine.build import EngineParts, TrainingSpec
@@ -29,7 +29,7 @@ from plait.engine.loss_scale import SumScale
 from plait.engine.runner import MicrobatchRunner
 from plait.engine.trace import Trace
 from plait.errors import CheckpointError, ModelError, PlanError, RunError
-from plait.models import FlopFacts, seeded
+from plait.models import FlopFacts, seeded_rng
 from plait.optim import clip_factor, clip_values
 from plait.parallel import (
     FlatParam,
@@ -64,7 +64,7 @@ class Engine:
         self.num_steps = 0
         self.probed: Probed | None = None
         self._how = how
-        self._flops = FlopFacts.of(model)
+        self._flops = FlopFacts.from_model(model)
         self._parts = EngineParts.of(model, plan, how, mesh, blocks)
         self._groups = self._parts.groups
         self._held = self._parts.held
@@ -127,7 +127,7 @@ class Engine:
         stage = self._passes.only_stage("engine.loss")
         batch = self._intake.checked(micro)
         with (
-            seeded(self.device, self.seed, self.num_steps, self._micros_done, self.data_rank),
+            seeded_rng(self.device, self.seed, self.num_steps, self._micros_done, self.data_rank),
             stage.measured(),
         ):
             return stage.summed_loss(batch)
@@ -368,12 +368,12 @@ class Engine:
         self.check_replicas()
         said = {**(facts or {}), "plan": str(self.plan), "seed": self.seed}
         Saver(Path(folder), self.world).save(self.num_steps, self.kept(), said)
-        return place_of(Path(folder), self.num_steps)
+        return step_path(Path(folder), self.num_steps)
 
     def load(self, path: str | Path, *, weights_only: bool = False) -> dict[str, Any]:
         """Goes on from a checkpoint, saved under whatever plan, each rank reading what it needs; its facts.
         See `load_from`."""
-        found = open_together(Path(path), self.world)
+        found = open_on_all_ranks(Path(path), self.world)
         with found.reader() as reader:
             self.load_from(reader, weights_only=weights_only)
         return found.facts

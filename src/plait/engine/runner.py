@@ -17,7 +17,7 @@ from plait.comm import broadcast
 from plait.engine.build import EngineParts
 from plait.engine.stage import StageRunner
 from plait.errors import ModelError, PlanError
-from plait.models import BlockOutputs, seeded
+from plait.models import BlockOutputs, seeded_rng
 from plait.parallel import ShardedStage
 from plait.parallel.pipeline import PackedOutput, pack, unpack
 from plait.plan.schedule import Schedule, Span, forwards_only, most_kept, one_micro
@@ -67,7 +67,7 @@ class MicrobatchRunner:
 
         def seeds(stage: int, micro: int) -> Any:
             more = (stage,) if stage else ()
-            return seeded(self._device, *seed, micro, data_rank, *more)
+            return seeded_rng(self._device, *seed, micro, data_rank, *more)
 
         return self._run(self._schedule, micros, take, seeds, records=records)
 

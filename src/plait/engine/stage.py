@@ -60,7 +60,7 @@ class StageRunner:
     def outputs(self, micro: Mapping[str, Tensor], received: Any = None) -> Any:
         """What the stage returns: the last one what the model does."""
         inputs = forward_inputs(self.part.module, micro)
-        is_first = self.part.before is None
+        is_first = self.part.previous_block is None
         with self.zero.watching(), contextlib.nullcontext() if is_first else self.part.receiving(received):
             found = self.part.module(**inputs)
         if not self._is_trusted:
@@ -114,9 +114,9 @@ class StageRunner:
             twin = copy_to_meta(self.part.module)
             inputs = forward_inputs(twin, batch)
             received: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-            if self.part.before is not None:
+            if self.part.previous_block is not None:
                 assert whole is not None, "a stage without a twin of its model"
-                received = receiving(twin, whole.of(self.part.before, inputs))
+                received = receiving(twin, whole.output_of(self.part.previous_block, inputs))
 
             def run() -> None:
                 outputs = twin(**inputs)

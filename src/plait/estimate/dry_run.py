@@ -21,7 +21,7 @@ from plait.comm import Mesh, World
 from plait.engine.build import StageBuilder, TrainingSpec
 from plait.engine.stage import StageRunner
 from plait.errors import ModelError, PlaitError
-from plait.models import AsOnDevice, BlockOutputs, copy_to_meta, running_on_meta
+from plait.models import BlockOutputs, DeviceKernelsOnMeta, copy_to_meta, running_on_meta
 from plait.parallel import (
     DataGroups,
     FlatParam,
@@ -119,7 +119,7 @@ def _recompute_as_on(device: torch.device, stages: Iterable[StageRunner]) -> Non
     for stage in stages:
         for _, block in stage.part.blocks:
             if isinstance(block.forward, RecomputedForward):
-                block.forward.run_within(partial(AsOnDevice, device))
+                block.forward.run_within(partial(DeviceKernelsOnMeta, device))
 
 
 def _without_memory(plan: Plan) -> Plan:

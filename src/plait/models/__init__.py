@@ -1,8 +1,8 @@
 """What a model tells about itself: its units, its initial weights, its loss, its stages, what it saves."""
 
 from plait.models.activation_memory import (
-    AsOnDevice,
     BlockOutputs,
+    DeviceKernelsOnMeta,
     activation_bytes,
     copy_to_meta,
     running_on_meta,
@@ -10,41 +10,41 @@ from plait.models.activation_memory import (
 )
 from plait.models.blocks import Blocks, Chain, FlopFacts, blocks_of, forward_inputs, unit_facts
 from plait.models.huggingface import causal_lm_on_meta, pretrained_causal_lm, read_config
-from plait.models.huggingface_names import Saved, SavedForm, StateNames, read_directly
-from plait.models.init_weights import initialise, seeded, weights_alone
+from plait.models.huggingface_names import SavedGroup, SaveFormat, StateNames, map_file_keys
+from plait.models.init_weights import initialize_weights, parameter_only_modules, seeded_rng
 from plait.models.sharding.families import LINEAR_FORWARDS
-from plait.models.sharding.plan import tensor_plan
+from plait.models.sharding.plan import build_tp_plan
 from plait.models.stages.assign import plan_stages
 from plait.models.stages.split import StageModule, foreign_modules, receiving, split_stage
 
 __all__ = [
     "LINEAR_FORWARDS",
-    "AsOnDevice",
     "BlockOutputs",
     "Blocks",
     "Chain",
+    "DeviceKernelsOnMeta",
     "FlopFacts",
-    "Saved",
-    "SavedForm",
+    "SaveFormat",
+    "SavedGroup",
     "StageModule",
     "StateNames",
     "activation_bytes",
     "blocks_of",
+    "build_tp_plan",
     "causal_lm_on_meta",
     "copy_to_meta",
     "foreign_modules",
     "forward_inputs",
-    "initialise",
+    "initialize_weights",
+    "map_file_keys",
+    "parameter_only_modules",
     "plan_stages",
     "pretrained_causal_lm",
     "read_config",
-    "read_directly",
     "receiving",
     "running_on_meta",
-    "seeded",
+    "seeded_rng",
     "split_stage",
-    "tensor_plan",
     "unit_facts",
     "watch_activations",
-    "weights_alone",
 ]

@@ -18,7 +18,7 @@ from plait.models.placeholder import placeholders
 
 
 @runtime_checkable
-class HoldsTensors(Protocol):
+class ReportsSavedTensors(Protocol):
     """A module's forward that keeps tensors for backward without autograd's knowledge, as recompute does."""
 
     on_hold: Callable[[Tensor], object] | None  # told of each
@@ -45,7 +45,7 @@ class ActivationBytes:
         self._alive.clear()
 
 
-class _YesToQuestions(TorchDispatchMode):
+class _ScalarReadsOnMeta(TorchDispatchMode):
     """Answers 1 where the program looks at a value: meta tensors have none.
 
     Hugging Face models ask "is no sequence packed?" and "does every position attend?", to leave out the
@@ -60,7 +60,7 @@ class _YesToQuestions(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class AsOnDevice(TorchFunctionMode):
+class DeviceKernelsOnMeta(TorchFunctionMode):
     """Keeps on meta what the device's kernels would keep.
 
     Attention: on meta torch takes the unfused one, which saves scores; devices take a fused one (none where
@@ -96,7 +96,7 @@ def watch_activations(model: nn.Module) -> Iterator[ActivationBytes]:
     """Counts what is kept for backward inside; parameters and buffers do not count."""
     watch = ActivationBytes(model)
     forwards = [module.__dict__.get("forward") for module in model.modules()]
-    holders = [forward for forward in forwards if isinstance(forward, HoldsTensors)]
+    holders = [forward for forward in forwards if isinstance(forward, ReportsSavedTensors)]
     for holder in holders:
         holder.on_hold = watch.pack
     try:
@@ -111,7 +111,7 @@ def watch_activations(model: nn.Module) -> Iterator[ActivationBytes]:
 @contextmanager
 def running_on_meta(device: torch.device) -> Iterator[None]:
     """A twin's forward runs inside, as it would on `device`."""
-    with _YesToQuestions(), AsOnDevice(device):
+    with _ScalarReadsOnMeta(), DeviceKernelsOnMeta(device):
         yield
 
 
@@ -157,7 +157,7 @@ class BlockOutputs:
         """What each module returned last."""
         found: dict[str, Any] = {}
         handles = [
-            module.register_forward_hook(functools.partial(_note, found, name))
+            module.register_forward_hook(functools.partial(_record_output, found, name))
             for name, module in self._twin.named_modules()
         ]
         try:
@@ -169,5 +169,5 @@ class BlockOutputs:
         return found
 
 
-def _note(found: dict[str, Any], name: str, *call: Any) -> None:
+def _record_output(found: dict[str, Any], name: str, *call: Any) -> None:
     found[name] = call[-1]

@@ -66,7 +66,7 @@ def blocks_of(model: nn.Module, given: Blocks | None = None) -> list[tuple[str, 
     that the model does not have.
     """
     if given is not None:
-        return _given_blocks(model, given)
+        return _named_blocks(model, given)
     containers: list[tuple[int, str, nn.Module]] = []
     inside: list[str] = []
     for name, module in model.named_modules():
@@ -83,7 +83,7 @@ def blocks_of(model: nn.Module, given: Blocks | None = None) -> list[tuple[str, 
     return [(f"{prefix}{key}", block) for key, block in found.named_children()]
 
 
-def _given_blocks(model: nn.Module, given: Blocks) -> list[tuple[str, nn.Module]]:
+def _named_blocks(model: nn.Module, given: Blocks) -> list[tuple[str, nn.Module]]:
     wanted = [given] if isinstance(given, type) else list(given)
     found: list[tuple[str, nn.Module]] = []
     for name, module in model.named_modules():
@@ -156,7 +156,7 @@ class FlopFacts:
             tables.pop(id(head.weight), None)
         total = sum(p.numel() for p in model.parameters())
         config = getattr(model, "config", None)
-        layers = _first(config, ("num_hidden_layers", "n_layer"))
+        layers = _first_config_value(config, ("num_hidden_layers", "n_layer"))
         return cls(total - sum(tables.values()), layers, _attention_width(config))
 
     def per_token(self, sequence: int) -> float:
@@ -170,17 +170,17 @@ class FlopFacts:
 
 
 def _attention_width(config: Any) -> int:
-    heads = _first(config, ("num_attention_heads", "n_head"))
-    head_dim = _first(config, ("head_dim",))
-    return heads * head_dim if heads and head_dim else _first(config, ("hidden_size", "n_embd"))
+    heads = _first_config_value(config, ("num_attention_heads", "n_head"))
+    head_dim = _first_config_value(config, ("head_dim",))
+    return heads * head_dim if heads and head_dim else _first_config_value(config, ("hidden_size", "n_embd"))
 
 
-def _first(config: Any, names: Sequence[str]) -> int:
+def _first_config_value(config: Any, names: Sequence[str]) -> int:
     """The first of these attributes that the configuration has; 0 when it has none of them."""
-    return next((int(value) for name in names if (value := _said(config, name)) is not None), 0)
+    return next((int(value) for name in names if (value := _config_value(config, name)) is not None), 0)
 
 
-def _said(config: Any, name: str) -> Any:
+def _config_value(config: Any, name: str) -> Any:
     try:
         return getattr(config, name, None)
     except RuntimeError:  # transformers' way to say that layers differ in it

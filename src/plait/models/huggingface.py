@@ -46,7 +46,7 @@ def pretrained_causal_lm(path: str) -> PreTrainedModel:
 
 
 def _hf_config(config: Mapping[str, Any] | Path) -> PretrainedConfig:
-    values = _with_numbers(read_config(config) if isinstance(config, Path) else config)
+    values = _decode_floats(read_config(config) if isinstance(config, Path) else config)
     for name in ("dtype", "torch_dtype"):  # of files; the plan decides what is computed in
         values.pop(name, None)
     kind = values.pop("model_type", None)
@@ -87,11 +87,11 @@ def read_config(path: Path) -> dict[str, Any]:
     return values
 
 
-def _with_numbers(value: Any) -> Any:
+def _decode_floats(value: Any) -> Any:
     """JSON has no infinity; transformers writes {"__float__": "Infinity"}."""
     if isinstance(value, Mapping):
         said = value.get("__float__") if len(value) == 1 else None
         if said in ("NaN", "Infinity", "-Infinity"):
             return float(said)
-        return {key: _with_numbers(inner) for key, inner in value.items()}
-    return [_with_numbers(inner) for inner in value] if isinstance(value, list) else value
+        return {key: _decode_floats(inner) for key, inner in value.items()}
+    return [_decode_floats(inner) for inner in value] if isinstance(value, list) else value

@@ -27,7 +27,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-_OLD = r"rotary_emb\.inv_freq"  # in files of old; computed since
+_LEGACY_KEYS = r"rotary_emb\.inv_freq"  # in files of old; computed since
 
 
 @dataclass(frozen=True)
@@ -50,16 +50,16 @@ class StateNames:
             frozenset(name for name, _ in model.named_buffers()),
         )
 
-    def key_of(self, first: str) -> str:
+    def checkpoint_key(self, first: str) -> str:
         """In a checkpoint."""
         return f"{'buffers' if first in self.buffers else 'weights'}/{first}"
 
 
-def read_directly(model: nn.Module, keys: Iterable[str]) -> dict[str, str] | str:
+def map_file_keys(model: nn.Module, keys: Iterable[str]) -> dict[str, str] | str:
     """The key of a file for every one of the model's tensors, by its first name; or why it is not so simple.
     See [Note: names in files]."""
     names = StateNames.of(model)
-    inside, ignored = _inside(model), _ignored(model)
+    inside, ignored = _file_key_to_name(model), _ignored_keys(model)
     found: dict[str, str] = {}
     for key in keys:
         name = inside(key)
@@ -76,7 +76,7 @@ def read_directly(model: nn.Module, keys: Iterable[str]) -> dict[str, str] | str
     return f"{missing[0]} is not there" if missing else found
 
 
-def _inside(model: nn.Module) -> Callable[[str], str | None]:
+def _file_key_to_name(model: nn.Module) -> Callable[[str], str | None]:
     """The name in the model of a key in a file; None where more than the name is another."""
     if not isinstance(model, PreTrainedModel):
         return lambda key: key
@@ -95,22 +95,22 @@ def _inside(model: nn.Module) -> Callable[[str], str | None]:
     return name_of
 
 
-def _ignored(model: nn.Module) -> re.Pattern[str] | None:
+def _ignored_keys(model: nn.Module) -> re.Pattern[str] | None:
     """Of what files have in excess."""
     if not isinstance(model, PreTrainedModel):
         return None
-    return re.compile("|".join([*sorted(model._keys_to_ignore_on_load_unexpected or ()), _OLD]))
+    return re.compile("|".join([*sorted(model._keys_to_ignore_on_load_unexpected or ()), _LEGACY_KEYS]))
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedGroup:
     """What is saved together: some of the model's tensors, by first name, and as what."""
 
     names: Mapping[str, str]  # of a state dict's: the first
     tensors: Mapping[str, Tensor]  # on meta, by the names that they have in the file
 
 
-class SavedForm:
+class SaveFormat:
     """How a model's tensors are saved, each once. See [Note: names in files]."""
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -127,7 +127,7 @@ class SavedForm:
         ]
         self._is_plain = not found
 
-    def groups(self) -> list[Saved]:
+    def groups(self) -> list[SavedGroup]:
         """Everything that is saved, in the model's order."""
         names, state = StateNames.of(self._model), self._model.state_dict()
         together: dict[str, dict[str, str]] = {}
@@ -135,7 +135,8 @@ class SavedForm:
             converted, pattern = apply_converters(name, self._converters)
             together.setdefault(name if pattern is None else converted, {})[name] = names.first[name]
         return [
-            Saved(group, self.convert({name: state[name] for name in group})) for group in together.values()
+            SavedGroup(group, self.convert({name: state[name] for name in group}))
+            for group in together.values()
         ]
 
     def convert(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

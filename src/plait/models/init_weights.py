@@ -49,14 +49,14 @@ def derive_seed(*parts: object) -> int:
 
 
 @contextmanager
-def seeded(device: torch.device, *parts: object) -> Iterator[None]:
+def seeded_rng(device: torch.device, *parts: object) -> Iterator[None]:
     """Random numbers inside depend on `parts` alone; afterwards the generators are as they were."""
     with torch.random.fork_rng(_cuda_devices(device)):
         _seed(device, *parts)
         yield
 
 
-def initialise(
+def initialize_weights(
     model: nn.Module,
     seed: int,
     device: torch.device,
@@ -80,10 +80,10 @@ def initialise(
     buffer that the model's own code leaves without a value, or a parameter that it replaces.
     """
     assert all(p.is_meta for p in model.parameters()), "only a model on meta is given first weights"
-    visit = _Visit(model, seed, device, store, skip)
+    visit = _ModelInitializer(model, seed, device, store, skip)
     with torch.no_grad(), torch.random.fork_rng(_cuda_devices(device)):
         try:
-            visit.down(model, "", _initialiser_of(model))
+            visit.down(model, "", _init_fn_of(model))
         finally:
             visit.bind(visit.parameters)
     buffers = [name for name, b in model.named_buffers() if b in visit.own_buffers and _is_poisoned(b)]
@@ -95,7 +95,7 @@ def initialise(
         )
 
 
-def weights_alone(model: nn.Module) -> set[nn.Module]:
+def parameter_only_modules(model: nn.Module) -> set[nn.Module]:
     """The modules in which there is nothing but floating parameters: with `skip`, nothing of them has to be
     drawn if their weights come from elsewhere. Buffers, most of which are in no file, have to be made."""
     return {
@@ -107,7 +107,7 @@ def weights_alone(model: nn.Module) -> set[nn.Module]:
 
 
 @dataclass(frozen=True)
-class _Initialisation:
+class _InitStep:
     """What gives one module's parameters their values, and perhaps others'."""
 
     module: nn.Module
@@ -119,7 +119,7 @@ class _Initialisation:
         self.apply(self.module)
 
 
-class _Visit:
+class _ModelInitializer:
     """One way through a model, children first. See [Note: modules that touch what is not their own].
 
     Parameters go by their first name. Between initialisations all of them are on meta.
@@ -146,10 +146,10 @@ class _Visit:
                     self._slots[self._name_of[held]].append((module, key))
         self._first_marks = self._marks_of(self.parameters)
         self._buffers: set[Tensor] = set()  # those allocated here
-        self._log: list[tuple[_Initialisation, Set[str]]] = []  # what ran, with all that it touched
+        self._log: list[tuple[_InitStep, Set[str]]] = []  # what ran, with all that it touched
         self._touches: dict[str, list[int]] = {name: [] for name in self.parameters}  # places in the log
         self._has_value: set[str] = set()
-        self._modules = list(_without(model, skip))
+        self._modules = list(_modules_without(model, skip))
         own = {p for module in self._modules for p in module._parameters.values() if p is not None}
         self._own = {self._name_of[parameter] for parameter in own}
         self._skip = {module for module in skip if own.isdisjoint(module.parameters())}
@@ -163,7 +163,7 @@ class _Visit:
     def down(self, module: nn.Module, name: str, apply: Callable[[Any], None]) -> None:
         """Gives values to all that lies below a module, then to its own parameters and buffers."""
         for key, child in module.named_children():
-            inner = _initialiser_of(child) if isinstance(child, PreTrainedModel) else apply
+            inner = _init_fn_of(child) if isinstance(child, PreTrainedModel) else apply
             full = f"{name}.{key}" if name else key
             if child in self._skip:
                 self._put_off[full] = child, inner
@@ -173,7 +173,7 @@ class _Visit:
             if buffer is not None and buffer.is_meta:
                 module._buffers[key] = allocated = _poisoned(torch.empty_like(buffer, device=self.device))
                 self._buffers.add(allocated)
-        self._initialise(_Initialisation(module, name, apply))
+        self._initialise(_InitStep(module, name, apply))
 
     def bind(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """The model's modules hold these under their names."""
@@ -185,7 +185,7 @@ class _Visit:
         """Parameters that nothing gave a value."""
         return [name for name in self.parameters if name in self._own and name not in self._has_value]
 
-    def _initialise(self, this: _Initialisation) -> None:
+    def _initialise(self, this: _InitStep) -> None:
         """Runs it, again and again, until all that it touches is real; hands that over."""
         below = {self._name_of[p] for p in this.module.parameters()}
         touched = {self._name_of[p] for p in this.module.parameters(recurse=False)}
@@ -199,7 +199,7 @@ class _Visit:
             touched |= missing
             _restore(buffers)
             for name in marks:
-                _mark(self.parameters[name], marks[name])
+                _set_attributes(self.parameters[name], marks[name])
             self._draw_put_off(missing)
             marks, buffers = self._marks_of(below), self._copies_of_buffers([this.module])
         if real:
@@ -212,9 +212,9 @@ class _Visit:
                 del self._put_off[name]
                 self.down(module, name, apply)
 
-    def _attempt(self, this: _Initialisation, real: Mapping[str, nn.Parameter], below: Set[str]) -> Set[str]:
+    def _attempt(self, this: _InitStep, real: Mapping[str, nn.Parameter], below: Set[str]) -> Set[str]:
         """Runs it with these parameters real. Returns those that it touches besides; then it was in vain."""
-        watch = _Watch(self._stored_at)
+        watch = _MetaAccessRecorder(self._stored_at)
         with self._bound(real):
             try:
                 with watch:
@@ -227,12 +227,12 @@ class _Visit:
             self._refuse_new_parameters(this, real)
         return watch.seen - real.keys()
 
-    def _hand_over(self, this: _Initialisation, real: dict[str, nn.Parameter]) -> None:
+    def _hand_over(self, this: _InitStep, real: dict[str, nn.Parameter]) -> None:
         self._log.append((this, frozenset(real)))
         for name in list(real):
             parameter = real.pop(name)
             self._touches[name].append(len(self._log) - 1)
-            _mark(self.parameters[name], parameter.__dict__)
+            _set_attributes(self.parameters[name], parameter.__dict__)
             if _is_poisoned(parameter):  # may get its value later
                 self._has_value.discard(name)
             else:
@@ -250,10 +250,10 @@ class _Visit:
                 past.run(self.seed, self.device)
         _restore(buffers)
         for name in names:
-            _mark(real[name], marks.get(name, self.parameters[name].__dict__))
+            _set_attributes(real[name], marks.get(name, self.parameters[name].__dict__))
         return {name: real[name] for name in sorted(names)}
 
-    def _history_of(self, names: Set[str]) -> tuple[list[_Initialisation], Set[str]]:
+    def _history_of(self, names: Set[str]) -> tuple[list[_InitStep], Set[str]]:
         """The initialisations that made these parameters' values, in order, and all that they touched."""
         needed = set(names)
         places = {place for name in names for place in self._touches[name]}
@@ -283,10 +283,10 @@ class _Visit:
         dtype = torch.float32 if meta.is_floating_point() else meta.dtype
         values = _poisoned(torch.empty(meta.shape, dtype=dtype, device=self.device))
         real = nn.Parameter(values, requires_grad=meta.requires_grad)
-        _mark(real, self._first_marks[name])
+        _set_attributes(real, self._first_marks[name])
         return real
 
-    def _refuse_new_parameters(self, this: _Initialisation, real: Mapping[str, nn.Parameter]) -> None:
+    def _refuse_new_parameters(self, this: _InitStep, real: Mapping[str, nn.Parameter]) -> None:
         known = set(real.values())
         for name, parameter in this.module.named_parameters(this.name):
             if parameter not in known and parameter not in self._name_of:
@@ -305,7 +305,7 @@ class _Visit:
         return [(buffer, buffer.clone()) for buffer in buffers]
 
 
-class _Watch(TorchDispatchMode):
+class _MetaAccessRecorder(TorchDispatchMode):
     """Collects the names of the parameters on meta that operations read or write, views of them included."""
 
     def __init__(self, stored_at: Mapping[int, Set[str]]) -> None:
@@ -322,12 +322,12 @@ class _Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _without(module: nn.Module, skip: Set[nn.Module]) -> Iterator[nn.Module]:
+def _modules_without(module: nn.Module, skip: Set[nn.Module]) -> Iterator[nn.Module]:
     """The module and what is in it, but for what is skipped."""
     yield module
     for child in module.children():
         if child not in skip:
-            yield from _without(child, skip)
+            yield from _modules_without(child, skip)
 
 
 def _restore(copies: list[tuple[Tensor, Tensor]]) -> None:
@@ -335,21 +335,21 @@ def _restore(copies: list[tuple[Tensor, Tensor]]) -> None:
         tensor.copy_(copy)
 
 
-def _mark(parameter: nn.Parameter, marks: Mapping[str, Any]) -> None:
+def _set_attributes(parameter: nn.Parameter, marks: Mapping[str, Any]) -> None:
     """The parameter has these attributes and no others."""
     marks = dict(marks)
     parameter.__dict__.clear()
     parameter.__dict__.update(marks)
 
 
-def _initialiser_of(model: nn.Module) -> Callable[[Any], None]:
+def _init_fn_of(model: nn.Module) -> Callable[[Any], None]:
     """What gives a module its values: the Hugging Face model's own way, else `reset_parameters`."""
     if isinstance(model, PreTrainedModel):
         return model._init_weights
-    return _reset
+    return _reset_parameters
 
 
-def _reset(module: nn.Module) -> None:
+def _reset_parameters(module: nn.Module) -> None:
     reset = getattr(module, "reset_parameters", None)
     if callable(reset):
         reset()

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-_NAMES = "_hollow"  # a module's attribute: the keys of its hollow parameters
+_KEYS_ATTRIBUTE = "_hollow"  # a module's attribute: the keys of its hollow parameters
 
 
 def placeholder_like(parameter: Tensor, device: torch.device, dtype: torch.dtype | None) -> Tensor:
@@ -24,12 +24,12 @@ def make_placeholder(module: nn.Module, key: str, hollow: Tensor) -> None:
     """The module's parameter becomes a plain attribute, which no one trains, counts or saves."""
     del module._parameters[key]
     module.__dict__[key] = hollow
-    module.__dict__[_NAMES] = (*module.__dict__.get(_NAMES, ()), key)
+    module.__dict__[_KEYS_ATTRIBUTE] = (*module.__dict__.get(_KEYS_ATTRIBUTE, ()), key)
 
 
 def placeholder_keys(module: nn.Module) -> tuple[str, ...]:
     """Of the module's own parameters, those that are another stage's."""
-    keys: tuple[str, ...] = module.__dict__.get(_NAMES, ())
+    keys: tuple[str, ...] = module.__dict__.get(_KEYS_ATTRIBUTE, ())
     return keys
 
 

@@ -65,13 +65,13 @@ def recompute_blocks(blocks: Sequence[nn.Module], how: str) -> None:
 class RecomputedForward:
     """A block's forward that runs again in backward. A copy of the block gets one of its own.
 
-    `on_hold` is told of every tensor that is kept without autograd's knowledge; see `models/saved.py`.
+    `on_save` is told of every tensor that is kept without autograd's knowledge; see `models/saved.py`.
     """
 
     def __init__(self, forward: Callable[..., Any], *, selective: bool) -> None:
         self.forward = forward
         self.selective = selective
-        self.on_hold: Callable[[Tensor], object] | None = None
+        self.on_save: Callable[[Tensor], object] | None = None
 
     def run_within(self, context: Callable[[], AbstractContextManager[Any]]) -> None:
         """From here on the block runs inside of `context()`, both times."""
@@ -79,10 +79,10 @@ class RecomputedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         traced = torch.compiler.is_compiling()
-        if self.on_hold is not None and not traced:
+        if self.on_save is not None and not traced:
             for value in tree_leaves((args, kwargs)):
                 if isinstance(value, Tensor):
-                    self.on_hold(value)
+                    self.on_save(value)
         contexts: Callable[[], Any] = noop_context_fn
         if self.selective:
             contexts = _TRACED_CONTEXTS if traced else self._contexts
@@ -90,7 +90,7 @@ class RecomputedForward:
 
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         kept: list[_Kept | None] = []
-        return _Keep(kept, self.on_hold), _Replay(kept)
+        return _Keep(kept, self.on_save), _Replay(kept)
 
 
 def _within(
@@ -110,10 +110,10 @@ class _Kept:
 class _Keep(TorchDispatchMode):
     """In forward: keeps the outputs of products, in order."""
 
-    def __init__(self, kept: list[_Kept | None], on_hold: Callable[[Tensor], object] | None) -> None:
+    def __init__(self, kept: list[_Kept | None], on_save: Callable[[Tensor], object] | None) -> None:
         super().__init__()
         self._kept = kept
-        self._on_hold = on_hold
+        self._on_save = on_save
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -122,8 +122,8 @@ class _Keep(TorchDispatchMode):
         if _is_product(func):
             alias = _without_graph(output)
             self._kept.append(_Kept(func, alias, alias._version))
-            if self._on_hold is not None:
-                self._on_hold(alias)
+            if self._on_save is not None:
+                self._on_save(alias)
         return output
 
 

@@ -18,7 +18,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from plait.checkpoint import Checkpoint, is_damaged, open_checkpoint, open_together, step_of, steps
+from plait.checkpoint import Checkpoint, is_damaged, open_checkpoint, open_on_all_ranks, step_of, steps
 from plait.comm import World, raise_on_all, text_of
 from plait.engine.engine import Engine
 from plait.errors import CheckpointError, RunError
@@ -50,7 +50,7 @@ def load_newest(engine: Engine, folder: Path, check: Check) -> tuple[Checkpoint 
     damaged: list[CheckpointError] = []
     for name in json.loads(text_of(0, json.dumps(names), world.group, world.device)):
         try:
-            found = open_together(folder / name, world)
+            found = open_on_all_ranks(folder / name, world)
             check(found)
             with found.reader() as reader:
                 engine.load_from(reader)

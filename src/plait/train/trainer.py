@@ -27,7 +27,7 @@ from torch import Tensor
 import plait
 from plait import checkpoint
 from plait.api import parallelize
-from plait.checkpoint import Checkpoint, Saver, open_together
+from plait.checkpoint import Checkpoint, Saver, open_on_all_ranks
 from plait.comm import World, all_reduce
 from plait.data import TokenStore, TokenStream, loader, open_store
 from plait.engine.engine import Engine, StepResult
@@ -282,7 +282,7 @@ def _restore_progress(job: TrainState, saved: Checkpoint) -> None:
 
 def _rollback(job: TrainState, path: Path) -> None:
     """To a checkpoint from before a spike, which from now on knows what is skipped."""
-    saved = open_together(path, job.engine.world)
+    saved = open_on_all_ranks(path, job.engine.world)
     with saved.reader() as reader:
         job.engine.load_from(reader)
     _restore_progress(job, saved)

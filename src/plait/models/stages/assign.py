@@ -33,26 +33,26 @@ def plan_stages(
     """
     _check(model, len(blocks), num_stages, given)
     flow = trace_dataflow(model, blocks)
-    uses = _Uses.of(model, blocks, flow)
-    numbers = given or _dealt(model, blocks, uses, num_stages, ranks)
+    uses = _Usage.of(model, blocks, flow)
+    numbers = given or _balance(model, blocks, uses, num_stages, ranks)
     stops = [sum(numbers[: stage + 1]) for stage in range(num_stages)]
     ranges = tuple((stop - number, stop) for stop, number in zip(stops, numbers, strict=True))
     stage_of = [stage for stage, number in enumerate(numbers) for _ in range(number)]
     stage_of.append(num_stages - 1)  # of the last gap
-    _refuse_skips(flow, ranges, len(blocks))
+    _check_skips(flow, ranges, len(blocks))
     stages = {name: sorted({stage_of[gap] for gap in gaps}) for name, gaps in uses.parameters.items()}
     homes = {name: found[0] for name, found in stages.items()}
-    homes |= _homes_of_buffers(model, blocks, uses, stage_of)
+    homes |= _buffer_homes(model, blocks, uses, stage_of)
     return StageAssignment(
         ranges, homes, {name: tuple(found) for name, found in stages.items() if len(found) > 1}
     )
 
 
-def _homes_of_buffers(
-    model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], uses: "_Uses", stage_of: Sequence[int]
+def _buffer_homes(
+    model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], uses: "_Usage", stage_of: Sequence[int]
 ) -> dict[str, int]:
     """Under each of its names: of a block's the block's stage."""
-    places, first_names, homes = _places(model, blocks), dict[int, str](), dict[str, int]()
+    places, first_names, homes = _block_indices(model, blocks), dict[int, str](), dict[str, int]()
     for name, buffer in model.named_buffers(remove_duplicate=False):
         first = first_names.setdefault(id(buffer), name)
         place = places[name.rpartition(".")[0]]
@@ -75,7 +75,7 @@ def _check(model: nn.Module, num_blocks: int, num_stages: int, given: tuple[int,
             "the blocks of the stages do not add up to the model's",
             given=f"stages={listed}: {len(given)} stages with {sum(given)} blocks",
             expected=f"{num_stages} numbers of at least 1 with the sum {num_blocks}",
-            hint=_even(num_blocks, num_stages) if num_stages <= num_blocks else None,
+            hint=_even_hint(num_blocks, num_stages) if num_stages <= num_blocks else None,
         )
     if num_stages > num_blocks:
         fitting = [n for n in range(2, num_blocks + 1) if num_blocks % n == 0]
@@ -87,11 +87,11 @@ def _check(model: nn.Module, num_blocks: int, num_stages: int, given: tuple[int,
         )
 
 
-def _even(num_blocks: int, num_stages: int) -> str:
+def _even_hint(num_blocks: int, num_stages: int) -> str:
     return f"stages={','.join(map(str, balance_blocks([1.0] * num_blocks, num_stages)))}"
 
 
-def _refuse_skips(flow: Dataflow, ranges: Sequence[tuple[int, int]], num_blocks: int) -> None:
+def _check_skips(flow: Dataflow, ranges: Sequence[tuple[int, int]], num_blocks: int) -> None:
     """Raises ModelError where a block needs of an earlier stage more than what its last block returned."""
     for earlier, later in sorted(flow.skips):
         reader = f"block {later}" if later < num_blocks else "the model's result"
@@ -106,7 +106,7 @@ def _refuse_skips(flow: Dataflow, ranges: Sequence[tuple[int, int]], num_blocks:
 
 
 @dataclass(frozen=True)
-class _Uses:
+class _Usage:
     """In which gaps (a block counts to the one before it) parameters and buffers are used, by first names."""
 
     parameters: Mapping[str, set[int]]
@@ -114,17 +114,17 @@ class _Uses:
     tables: frozenset[str]  # parameters of embeddings alone, or looked up before they are multiplied with
 
     @classmethod
-    def of(cls, model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], flow: Dataflow) -> "_Uses":
-        places = _places(model, blocks)
+    def of(cls, model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], flow: Dataflow) -> "_Usage":
+        places = _block_indices(model, blocks)
         embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
         return cls(
-            _gaps(model.named_parameters(remove_duplicate=False), places, len(blocks), flow),
-            _gaps(model.named_buffers(remove_duplicate=False), places, len(blocks), flow),
+            _gaps_by_tensor(model.named_parameters(remove_duplicate=False), places, len(blocks), flow),
+            _gaps_by_tensor(model.named_buffers(remove_duplicate=False), places, len(blocks), flow),
             frozenset(name for name, p in model.named_parameters() if id(p) in embeddings),
         )
 
 
-def _places(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> dict[str, int]:
+def _block_indices(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> dict[str, int]:
     """Of each module, by name: the number of its block; before the first registered one -1, after it L."""
     places: dict[str, int] = {}
     outside = -1
@@ -136,7 +136,7 @@ def _places(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> dict[s
     return places
 
 
-def _gaps(
+def _gaps_by_tensor(
     occurrences: Iterable[tuple[str, Tensor]], places: Mapping[str, int], num_blocks: int, flow: Dataflow
 ) -> dict[str, set[int]]:
     """Where each tensor is used: in its blocks, and where it flows to; by its place if that is not known."""
@@ -157,15 +157,15 @@ def _gaps(
     return found
 
 
-def _dealt(
+def _balance(
     model: nn.Module,
     blocks: Sequence[tuple[str, nn.Module]],
-    uses: _Uses,
+    uses: _Usage,
     num_stages: int,
     ranks: Sequence[int] | None,
 ) -> tuple[int, ...]:
     """By the parameters that each token is multiplied with."""
-    share = _share_of_experts(getattr(model, "config", None))
+    share = _active_expert_fraction(getattr(model, "config", None))
     costs = [0.0] * (len(blocks) + 1)
     for name, parameter in model.named_parameters():
         if parameter.ndim < 2:
@@ -183,13 +183,13 @@ def _cost_of_loss(model: nn.Module) -> float:
     return float(_LOSS_AS_HIDDEN_UNITS * vocabulary) if isinstance(vocabulary, int) else 0.0
 
 
-def _share_of_experts(config: Any) -> float:
+def _active_expert_fraction(config: Any) -> float:
     """Of a block's experts, the share that a token meets, where the configuration says it."""
-    used = _number(config, ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk"))
-    held = _number(config, ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts"))
+    used = _config_int(config, ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk"))
+    held = _config_int(config, ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts"))
     return min(1.0, used / held) if used and held else 1.0
 
 
-def _number(config: Any, names: Sequence[str]) -> int:
+def _config_int(config: Any, names: Sequence[str]) -> int:
     values = (getattr(config, name, None) for name in names)
     return next((value for value in values if isinstance(value, int)), 0)

@@ -53,7 +53,7 @@ def trace_dataflow(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) ->
         twin = copy_to_meta(model)
         tracer = _Tracer(twin, flow)
         for number, (name, _) in enumerate(blocks):
-            watch = _BlockWatch(tracer, number)
+            watch = _BlockHooks(tracer, number)
             block = twin.get_submodule(name)
             block.register_forward_pre_hook(watch.before, prepend=True)
             block.register_forward_hook(watch.after)
@@ -66,7 +66,7 @@ def trace_dataflow(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) ->
     return flow
 
 
-class _BlockWatch:
+class _BlockHooks:
     def __init__(self, tracer: "_Tracer", number: int) -> None:
         self._tracer, self._number = tracer, number
 

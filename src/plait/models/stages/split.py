@@ -101,7 +101,7 @@ class StageModule:
         Looks at all numbers; waits for the device.
         """
         if _has_nan(outputs) and not _has_nan(received) and isinstance(self.module.forward, StageForward):
-            raise _leak(self.number, self.module, self.module.forward.inbox)
+            raise _leak_error(self.number, self.module, self.module.forward.inbox)
 
 
 @contextmanager
@@ -136,7 +136,7 @@ def split_stage(
         return StageModule(0, model, list(blocks))
     start, stop = cut.blocks[stage]
     inbox = StageInbox(stage)
-    memo = _kept(model, blocks, cut, stage)
+    memo = _modules_not_copied(model, blocks, cut, stage)
     for name, parameter in model.named_parameters():
         is_own = stage in cut.stages_with(name)
         memo[id(parameter)] = parameter if is_own else placeholder_like(parameter, device, dtype)
@@ -144,14 +144,14 @@ def split_stage(
     earlier = {module for _, block in blocks[:start] for module in block.modules()}
     for number, (name, block) in enumerate(blocks):
         if start <= number < stop:
-            mine = _apart(block, earlier, memo)
+            mine = _unshare_modules(block, earlier, memo)
             is_end = number == stop - 1 and stage < cut.num_stages - 1
-            own.append((name, _ending(mine) if is_end else mine))
+            own.append((name, _end_stage_after(mine) if is_end else mine))
             memo[id(block)] = own[-1][1]
         else:
             memo[id(block)] = PassThrough(name, block, inbox, feeds=number == start - 1)
     shell = copy.deepcopy(model, memo)
-    _empty(shell, inbox)
+    _install_placeholders(shell, inbox)
     shell.forward = StageForward(shell.forward, inbox, ends=stage < cut.num_stages - 1)
     return StageModule(stage, shell, own, blocks[start - 1][0] if stage else None)
 
@@ -172,7 +172,7 @@ def foreign_modules(
     return found
 
 
-def _kept(
+def _modules_not_copied(
     model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], cut: StageAssignment, stage: int
 ) -> dict[int, Any]:
     """What is not copied: configurations, and modules outside of blocks that are this stage's alone."""
@@ -190,7 +190,7 @@ def _kept(
     return memo
 
 
-def _apart(block: nn.Module, earlier: Set[nn.Module], memo: dict[int, Any]) -> nn.Module:
+def _unshare_modules(block: nn.Module, earlier: Set[nn.Module], memo: dict[int, Any]) -> nn.Module:
     """The block; a copy with the same parameters and buffers where it shares modules with `earlier` ones."""
     if block in earlier or earlier.isdisjoint(block.modules()):
         return block
@@ -207,14 +207,14 @@ def _configs(module: nn.Module) -> dict[int, Any]:
     return {id(value): value for value in vars(module).values() if isinstance(value, PreTrainedConfig)}
 
 
-def _empty(shell: nn.Module, inbox: "StageInbox") -> None:
+def _install_placeholders(shell: nn.Module, inbox: "StageInbox") -> None:
     """Foreign parameters leave the shell's lists of parameters; who runs with them is noted."""
     for name, module in shell.named_modules():
         for key, held in list(module._parameters.items()):
             if held is not None and not isinstance(held, nn.Parameter):
                 make_placeholder(module, key, held)
         if placeholder_keys(module):
-            module.register_forward_pre_hook(_Ran(name, inbox))
+            module.register_forward_pre_hook(_RunRecorder(name, inbox))
 
 
 class StageInbox:
@@ -253,7 +253,7 @@ class PassThrough(nn.Module):
         """`feeds`: it is the one before the stage's first block."""
         super().__init__()
         for key, value in vars(block).items():
-            if not key.startswith("_") and isinstance(value, _PLAIN):
+            if not key.startswith("_") and isinstance(value, _PLAIN_TYPES):
                 setattr(self, key, value)
         self.__dict__["_stage_inbox"] = inbox
         self.__dict__["_stage_block"] = name
@@ -266,7 +266,7 @@ class PassThrough(nn.Module):
         return inbox.take() if self.__dict__["_stage_feeds"] else inbox.nans()
 
 
-_PLAIN = (bool, int, float, str, tuple, type(None), torch.dtype, PreTrainedConfig)
+_PLAIN_TYPES = (bool, int, float, str, tuple, type(None), torch.dtype, PreTrainedConfig)
 
 
 class _EndOfStage(Exception):
@@ -277,7 +277,7 @@ class _EndOfStage(Exception):
         self.output = output
 
 
-def _ending(block: nn.Module) -> nn.Module:
+def _end_stage_after(block: nn.Module) -> nn.Module:
     """The block, hooks and all, but that the stage ends when a call of it is over.
 
     A twin of a class of its own that shares the block's attributes: no hook could do it, as hooks that come
@@ -334,7 +334,7 @@ def _out_of_order(stage: int, what: str) -> ModelError:
     )
 
 
-class _Ran:
+class _RunRecorder:
     """A forward pre-hook that notes that a module with hollow parameters ran."""
 
     def __init__(self, name: str, inbox: StageInbox) -> None:
@@ -349,7 +349,7 @@ def _has_nan(values: Any) -> bool:
     return any(bool(torch.isnan(t).any()) for t in tensors if t.is_floating_point() or t.is_complex())
 
 
-def _leak(stage: int, shell: nn.Module, inbox: StageInbox) -> ModelError:
+def _leak_error(stage: int, shell: nn.Module, inbox: StageInbox) -> ModelError:
     names = dict.fromkeys(name for name, _ in placeholders(shell))
     ran = [name for name in names if name.rpartition(".")[0] in inbox.ran]
     return ModelError(

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from plait.comm import broadcast
 from plait.errors import ModelError
-from plait.models import initialise
+from plait.models import initialize_weights
 from plait.parallel.zero.exec_order import ParamGroup
 from plait.parallel.zero.flat_param import FlatParam, FlatParamConfig
 from plait.parallel.zero.grad_reduce import InFlightReductions
@@ -49,7 +49,7 @@ def init_flat_params(
             others[name] = nn.Parameter(values.detach().to(device, copy=True), requires_grad=False)
 
     if on_meta == {True}:
-        initialise(model, seed, device, store, skip=elsewhere)
+        initialize_weights(model, seed, device, store, skip=elsewhere)
     move_buffers(model, plan, device)
     if on_meta == {False}:
         _store_first_ranks(model, store, groups, device)

@@ -118,4 +118,4 @@ class LossSpikeGuard:
         chosen = torch.tensor([step_of(good[0]) if good else -1], device=world.device)
         broadcast(chosen, world.group)
         number = int(chosen.item())
-        return None if number < 0 else checkpoint.place_of(folder, number)
+        return None if number < 0 else checkpoint.step_path(folder, number)
