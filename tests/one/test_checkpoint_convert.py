@@ -131,7 +131,7 @@ def test_every_architecture_is_written_as_save_pretrained_writes_it(
         model = type(on_meta)(on_meta.config)
     except Exception as error:
         pytest.skip(f"does not build small: {error}")
-    names = StateNames.of(model)
+    names = StateNames.from_model(model)
     whole = [
         StateShard.whole(names.checkpoint_key(name), t) for name, t in names.tensors.items() if t.numel()
     ]
@@ -259,7 +259,7 @@ def test_a_model_with_weights_of_its_own_is_given_no_others(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda tensors: tensors.pop("model.norm.weight"), "model.norm.weight is not there"),
+        (lambda tensors: tensors.pop("model.norm.weight"), "model.norm.weight is missing"),
         (lambda tensors: tensors.update(surplus=torch.ones(2)), "the model has no surplus"),
         (
             lambda tensors: tensors.update({"model.norm.weight": torch.ones(31)}),
@@ -271,7 +271,7 @@ def test_a_model_with_weights_of_its_own_is_given_no_others(
         ),
         (
             lambda tensors: tensors.update({"lm_head.weight": torch.ones(61, 32)}),
-            r"lm_head\.weight and model\.embed_tokens\.weight, which the model ties, are both there",
+            r"lm_head\.weight and model\.embed_tokens\.weight are both in the files, but tied in the model",
         ),
     ],
 )

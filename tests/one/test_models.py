@@ -176,9 +176,9 @@ def test_a_configuration_is_read_from_a_directory_and_weights_are_loaded(tmp_pat
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"hidden_size": 8}, "names no model_type"),
+        ({"hidden_size": 8}, "has no model_type"),
         ({"model_type": "lama"}, "no such model type"),
-        ({"model_type": "vit"}, "does not make a causal language model"),
+        ({"model_type": "vit"}, "is not of a causal language model"),
         ({"model_type": "llama", "hidden_size": "wide"}, "not valid"),
         (Path("nowhere.json"), "cannot be read"),
     ],

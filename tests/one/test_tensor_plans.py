@@ -343,7 +343,10 @@ def test_a_parameter_in_the_stream_that_nobody_knows_is_refused_over_rows_alone(
             r"heads of blocks\.0\.attn cannot be cut over 4 columns",
         ),
         ({"blocks.*.fc1": "mla_kv_a_proj"}, "rotary part of blocks.0.fc1's output has unknown width"),
-        ({"blocks.*.fc1.weight": "embedding_rowwise"}, "the parameter blocks.0.fc1.weight a style for modules"),
+        (
+            {"blocks.*.fc1.weight": "embedding_rowwise"},
+            "the parameter blocks.0.fc1.weight a style for modules",
+        ),
         ({"blocks.*.fc1": "moe_tp_experts"}, "the experts of blocks.0.fc1 have parameters"),
     ],
 )

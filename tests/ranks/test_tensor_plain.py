@@ -170,7 +170,11 @@ def _letter(build: Any, plan: str, words: dict[str, str] | None) -> str:
             gpt,
             "tp=2",
             CUTS | {"blocks.*.atention.qkv": "colwise"},
-            ["ModelError: the tensor plan has a pattern that matches nothing", "blocks.*.atention.qkv", "blocks.*.attention.qkv"],
+            [
+                "ModelError: the tensor plan has a pattern that matches nothing",
+                "blocks.*.atention.qkv",
+                "blocks.*.attention.qkv",
+            ],
         ),
         (
             gpt,

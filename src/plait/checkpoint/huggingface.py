@@ -94,7 +94,7 @@ class HuggingFaceFiles:
         config = getattr(model, "config", None)
         if getattr(config, "quantization_config", None) is not None:
             return "the weights are quantized"
-        keys, names = map_file_keys(model, self.entries), StateNames.of(model)
+        keys, names = map_file_keys(model, self.entries), StateNames.from_model(model)
         if isinstance(keys, str):
             return keys
         number = {path: place for place, path in enumerate(self.headers)}
@@ -173,7 +173,7 @@ def write_hugging_face(
     """
     if out.exists():
         raise RunError("the export's directory exists", given=out, hint="another directory")
-    names = StateNames.of(model)
+    names = StateNames.from_model(model)
     _check_same(found, names)
     form = SaveFormat(model, dtype)
     shards = _shards(form.groups(), shard_bytes)

@@ -16,7 +16,7 @@ from plait.plan.cost_model import training_flops_per_token
 
 
 class Chain(nn.Module):
-    """A sequence of modules, called one after the other; they are its children "0", "1", ... and its blocks.
+    """A sequence of modules, called in order; they are its children "0", "1", ... and its blocks.
 
     The first is called with the batch's entries by name, each next one with the previous one's result: a
     tuple or list becomes its positional arguments, a dict its keywords, anything else a single argument. The

@@ -142,9 +142,9 @@ class _ModelInitializer:
             self._names_at.setdefault(parameter.untyped_storage()._cdata, set()).add(name)
         self._slots: dict[str, list[tuple[nn.Module, str]]] = {name: [] for name in self.parameters}
         for module in model.modules():
-            for key, parameter in module._parameters.items():
-                if parameter is not None:
-                    self._slots[self._name_of[parameter]].append((module, key))
+            for key, owned in module._parameters.items():
+                if owned is not None:
+                    self._slots[self._name_of[owned]].append((module, key))
         self._original_attributes = self._attributes_of(self.parameters)
         self._buffers: set[Tensor] = set()  # allocated here
         self._log: list[tuple[_InitStep, Set[str]]] = []  # with the parameters that each accessed
@@ -214,7 +214,7 @@ class _ModelInitializer:
                 self.init_subtree(module, name, apply)
 
     def _attempt(self, init: _InitStep, real: Mapping[str, nn.Parameter], below: Set[str]) -> Set[str]:
-        """Run it with these parameters materialized. Return the others it accessed: if any, it has to rerun."""
+        """Run it with these parameters materialized. Return the others accessed: if any, it has to rerun."""
         recorder = _MetaAccessRecorder(self._names_at)
         with self._bound(real):
             try:
