@@ -87,7 +87,7 @@ class HuggingFaceFiles:
                 expected="every tensor of the model, in the form that the model has it in",
                 hint="AutoModelForCausalLM.from_pretrained, and parallelize what it returns",
             )
-        return Reader(self.folder, found, has_sums=False)
+        return Reader(self.folder, found, has_checksums=False)
 
     def _manifest(self, model: nn.Module) -> Manifest | str:
         """What the files hold of the model, as if it were a checkpoint; or why it is not so simple."""
