@@ -220,7 +220,7 @@ def test_what_is_converted_on_loading_is_left_to_transformers(
 ) -> None:
     found, expected = checkpoints("mixtral")
     convert(found, tmp_path / "out")
-    with pytest.raises(CheckpointError, match="cannot be read piece by piece") as caught:
+    with pytest.raises(CheckpointError, match="cannot be read in shards") as caught:
         parallelize(causal_lm_on_meta(tmp_path / "out"), "dp=1", weights=tmp_path / "out", world=world)
     assert "converted as it is loaded" in str(caught.value.given)
     model, weights = starting_model(ModelConfig(path=tmp_path / "out", pretrained=True))
@@ -325,7 +325,7 @@ def entry(shape: Any = (2,), start: Any = 0, stop: Any = 8, dtype: Any = "F32") 
 )
 def test_a_header_that_does_not_fit_itself_and_its_file_is_a_letter(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(CheckpointError, match="not a whole safetensors file"):
+    with pytest.raises(CheckpointError, match="not a complete safetensors file"):
         HuggingFaceFiles.open(tmp_path)
 
 
@@ -336,8 +336,8 @@ def test_a_header_that_does_not_fit_itself_and_its_file_is_a_letter(tmp_path: Pa
         ('{"weight_map": {"a": "../x.safetensors"}}', "is not the name of a file in this directory"),
         ('{"weight_map": {"a": "/etc/passwd"}}', "is not the name of a file in this directory"),
         ('{"weight_map": {"a": 3}}', "cannot be read"),
-        ('{"weight_map": {"a": "x.safetensors"}}', "not a whole safetensors file"),
-        ('{"weight_map": {"a": "y.safetensors"}}', "not where the index says"),
+        ('{"weight_map": {"a": "x.safetensors"}}', "not a complete safetensors file"),
+        ('{"weight_map": {"a": "y.safetensors"}}', "not in the file that the index lists"),
     ],
 )
 def test_an_index_that_leads_nowhere_is_a_letter(tmp_path: Path, index: str, words: str) -> None:
