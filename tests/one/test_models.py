@@ -158,7 +158,7 @@ def test_flops_of_a_llama_token_follow_the_formula() -> None:
 
 def test_a_tied_head_counts_as_the_product_that_it_is() -> None:
     tied = causal_lm_on_meta({**small("llama").config.to_dict(), "tie_word_embeddings": True})
-    assert FlopFacts.from_model(tied) == FlopFacts.of(small("llama"))
+    assert FlopFacts.from_model(tied) == FlopFacts.from_model(small("llama"))
 
 
 def test_a_configuration_is_read_from_a_directory_and_weights_are_loaded(tmp_path: Path) -> None:
