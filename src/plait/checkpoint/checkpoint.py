@@ -102,7 +102,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def is_damaged(error: CheckpointError) -> bool:
-    """Whether the checkpoint itself is at fault, and not the request."""
+    """Return whether the checkpoint itself is at fault, and not the request."""
     return error.fact in (DAMAGED, _NOT_A_CHECKPOINT)
 
 

@@ -155,7 +155,7 @@ class Comparison:
 
     @property
     def is_same(self) -> bool:
-        """Whether all tensors are equal, element by element. Facts, such as the plan, may differ."""
+        """Return whether all tensors are equal, element by element. Facts, such as the plan, may differ."""
         return not (self.differ or any(self.only))
 
 

@@ -258,7 +258,7 @@ def _tensor_problems(key: str, tensor: TensorFacts, num_files: int) -> Iterator[
 
 
 def _are_disjoint(boxes: Sequence[Box]) -> bool:
-    """Whether no two boxes share an element; False also if that would take too many comparisons."""
+    """Return whether no two boxes share an element; False also if that would take too many comparisons."""
     todo, comparisons = [list(boxes)], 0
     while todo:
         group = todo.pop()

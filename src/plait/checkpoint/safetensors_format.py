@@ -34,7 +34,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def is_valid_shape(shape: Sequence[object]) -> bool:
-    """Whether a tensor can have this shape."""
+    """Return whether a tensor can have this shape."""
     sizes = [size for size in shape if type(size) is int and size >= 0]
     is_size = len(sizes) == len(shape) <= _MAX_DIMS
     return is_size and math.prod(max(1, size) for size in sizes) < _MAX_ELEMENTS

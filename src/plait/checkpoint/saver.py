@@ -119,7 +119,7 @@ class Saver:
 
     @property
     def has_ended(self) -> bool:
-        """Whether a background save has succeeded or failed, so that `finish` would not block. False on all
+        """True once a background save has succeeded or failed, so that `finish` would not block. False on all
         ranks but rank 0."""
         is_done = self._thread is not None and not self._thread.is_alive()
         return self._world.rank == 0 and self._in_flight is not None and is_done
@@ -141,7 +141,7 @@ class Saver:
     # --- one save
 
     def _begin(self, step: int, num_bytes: int) -> Path:
-        """The directory to write into, which rank 0 creates; the others wait for it before they write."""
+        """Create the directory on rank 0 and return its path; the others wait for it before they write."""
         group, device = self._world.group, self._world.device
         random = torch.zeros(1, dtype=torch.int64, device=device)
         problem: CheckpointError | None = None

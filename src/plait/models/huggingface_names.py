@@ -86,7 +86,7 @@ def _file_key_to_name(model: nn.Module) -> Callable[[str], str | None]:
     state, prefix = model.state_dict(), model.base_model_prefix
 
     def name_of(key: str) -> str | None:
-        """As in transformers' convert_and_load_state_dict_in_model."""
+        """Rename as transformers' convert_and_load_state_dict_in_model."""
         name, pattern = rename_source_key(key, renamings, converters, prefix, state)
         if name not in state and key in state:
             name, pattern = rename_source_key(key, [], [], prefix, state)

@@ -363,7 +363,8 @@ def _poisoned(tensor: Tensor) -> Tensor:
 
 
 def _is_poisoned(tensor: Tensor) -> bool:
-    """Whether it has any NaN, or only integers that were never written. For bools this is unknown: False."""
+    """Return whether it has any NaN, or only integers that were never written. For bools this is unknown:
+    False."""
     if tensor.is_floating_point() or tensor.is_complex():
         return bool(torch.isnan(tensor).any())
     if tensor.dtype == torch.bool or tensor.numel() == 0:

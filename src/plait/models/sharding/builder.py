@@ -94,7 +94,7 @@ class TPPlanBuilder:
         return [name for name in self.modules if name == region or name.startswith(f"{region}.")]
 
     def is_norm(self, name: str) -> bool:
-        """Whether the module is a norm, by its class name."""
+        """Return whether the module is a norm, by its class name."""
         return "norm" in type(self.modules[name]).__name__.lower()
 
 

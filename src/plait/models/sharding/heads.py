@@ -1,6 +1,6 @@
 """Sharding by heads: how many an attention module has, and which features of its layers belong to which.
 
-[Note: finding the heads of a layer]
+[Note: heads of a layer]
 A layer's heads are those of the nearest module that contains it and
 
 1. is declared to have numbers of its own, `local:num_heads,width` (a user's plan), or
@@ -62,8 +62,8 @@ class Heads:
 
 
 def find_heads(builder: TPPlanBuilder, name: str) -> Heads | None:
-    """Return the heads of the attention that contains a layer or a parameter. See [Note: finding the heads of
-    a layer]."""
+    """Return the heads of the attention that contains a layer or a parameter. See [Note: heads of a
+    layer]."""
     block = builder.block_of(name)
     for path in builder.ancestors(name):
         spec = builder.specs.get(path)
@@ -87,10 +87,8 @@ def head_counts(builder: TPPlanBuilder, attention: str) -> tuple[int, int] | Non
     )
     if heads is None:
         return None
-    groups, keys = (
-        _first_positive_int(module, NUM_GROUPS_NAMES),
-        _first_positive_int(module, NUM_KV_HEADS_NAMES),
-    )
+    groups = _first_positive_int(module, NUM_GROUPS_NAMES)
+    keys = _first_positive_int(module, NUM_KV_HEADS_NAMES)
     if groups and heads % groups == 0:
         return heads, heads // groups
     if keys is None and _has_narrow_keys(builder, attention):
@@ -99,7 +97,8 @@ def head_counts(builder: TPPlanBuilder, attention: str) -> tuple[int, int] | Non
 
 
 def _has_narrow_keys(builder: TPPlanBuilder, attention: str) -> bool:
-    """Whether its key layer is narrower than another: a configuration's number of key heads may be unused."""
+    """Return whether its key layer is narrower than another: a configuration's number of key heads may be
+    unused."""
     widths = {
         name: features[0]
         for name in builder.inside(attention)
@@ -271,7 +270,7 @@ def add_head_norm(builder: TPPlanBuilder, name: str) -> None:
 
 
 def is_head_norm(builder: TPPlanBuilder, name: str) -> bool:
-    """Whether it is a norm of queries or keys, by its name: it reads the outputs of projections."""
+    """Return whether it is a norm of queries or keys, by its name: it reads the outputs of projections."""
     return _QK_NORM.match(name.rpartition(".")[2]) is not None and builder.is_norm(name)
 
 
@@ -283,11 +282,8 @@ def add_undeclared_head_norms(builder: TPPlanBuilder) -> None:
     for name in builder.modules:
         if name in builder.specs or not is_head_norm(builder, name):
             continue
-        columns, heads, own = (
-            _sibling_column_layers(builder, name),
-            find_heads(builder, name),
-            builder.own_parameters(name),
-        )
+        columns = _sibling_column_layers(builder, name)
+        heads, own = find_heads(builder, name), builder.own_parameters(name)
         if not columns or heads is None or not own:
             continue
         shape = builder.shapes[next(iter(own.values()))]

@@ -187,7 +187,7 @@ def check_sequence(builder: TPPlanBuilder, regions: Sequence[str]) -> None:
 
 
 def _is_residual_norm(builder: TPPlanBuilder, name: str) -> bool:
-    """Whether a norm of a user's model has the residual stream's width, and is not a norm of heads."""
+    """Return whether a norm of a user's model has the residual stream's width, and is not a norm of heads."""
     own = builder.own_parameters(name).values()
     unsharded = [full_name for full_name in own if full_name not in builder.parameters]
     return name not in builder.layers and any(

@@ -53,7 +53,8 @@ class StageModule:
     previous_block: str | None = None
 
     def has(self, name: str, *, include_placeholders: bool = False) -> bool:
-        """Whether the stage has the model's module of that name, with its values or with placeholders too."""
+        """Return whether the stage has the model's module of that name, with its values or with placeholders
+        too."""
         try:
             module = self.module.get_submodule(name)
         except AttributeError:  # it is inside another stage's block
@@ -87,7 +88,8 @@ class StageModule:
         resize_placeholders(self.module, shapes)
 
     def _has_sharded_embedding(self, plan: TPPlan) -> bool:
-        """Whether features before the first block are sharded over rows, by an embedding of this stage."""
+        """Return whether features before the first block are sharded over rows, by an embedding of this
+        stage."""
         own = plan.within(self.has).layers
         is_embedding = any(layer.style in (Style.VOCABULARY, Style.FEATURE_EMBEDDING) for layer in own)
         return self.previous_block is not None and plan.rows > 1 and is_embedding
