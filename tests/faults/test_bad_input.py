@@ -119,14 +119,14 @@ MIXTRAL = (
             ["--plan", "tp=2", *sets('model.tensor_plan={"model.layers.*.mlp.upp_proj"="colwise"}')],
             [
                 "ModelError",
-                "names nothing",
+                "matches nothing",
                 "model.layers.*.mlp.upp_proj",
                 "try     : model.layers.*.mlp.up_proj",
             ],
         ),
         (
             sets('model.tensor_plan={"model.layers.*.mlp.up_proj"="colwize"}'),
-            ["ModelError", "unknown word of model.layers.0.mlp.up_proj", "colwize", "try     : colwise"],
+            ["ModelError", "unknown style for model.layers.0.mlp.up_proj", "colwize", "try     : colwise"],
         ),
         (
             ["--plan", "tp=2", *sets('model.config={model_type="mamba", hidden_size=32}')],

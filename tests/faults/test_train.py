@@ -227,7 +227,7 @@ import plait.train.trainer
 from plait.checkpoint import saver
 from plait.cli.main import main
 
-write, export = saver.write_part, plait.train.trainer.export
+write, export = saver.write_rank_files, plait.train.trainer.export
 
 def slow_write(partial, rank, *args):
     if rank == 1:
@@ -239,7 +239,7 @@ def told_to_stop(run, out):
     os.kill(os.getpid(), signal.SIGTERM)
     export(run, out)
 
-saver.write_part, plait.train.trainer.export = slow_write, told_to_stop
+saver.write_rank_files, plait.train.trainer.export = slow_write, told_to_stop
 main()
 """
 

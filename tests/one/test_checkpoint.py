@@ -91,7 +91,7 @@ def test_space_is_checked_before_anything_is_written(tmp_path: Path, monkeypatch
     save(tmp_path, 1)
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
-    monkeypatch.setattr("plait.checkpoint.saver.write_part", lambda *_: pytest.fail("written"))
+    monkeypatch.setattr("plait.checkpoint.saver.write_rank_files", lambda *_: pytest.fail("written"))
     with pytest.raises(CheckpointError, match="not enough disk"):
         save(tmp_path, 2)
     assert names(tmp_path) == ["step-00000001"]
@@ -114,7 +114,7 @@ for kill in range(6):
         for step in range(first, first + 10_000):
             weights, moments = torch.full((300, 1000), float(step)), torch.full((9,), float(step))
             tensors = {"weights/a": weights, "moments/a": moments}
-            saver.save(step, [StateShard.from_tensor(*each) for each in tensors.items()], {})
+            saver.save(step, [StateShard.whole(*each) for each in tensors.items()], {})
     while not any(int(path.name[5:]) > first for path in checkpoint.steps(directory)):
         time.sleep(0.001)
     time.sleep(0.004 * kill)

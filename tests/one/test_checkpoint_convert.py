@@ -131,8 +131,10 @@ def test_every_architecture_is_written_as_save_pretrained_writes_it(
         model = type(on_meta)(on_meta.config)
     except Exception as error:
         pytest.skip(f"does not build small: {error}")
-    names = StateNames.of(model)
-    whole = [StateShard.from_tensor(names.key_of(name), t) for name, t in names.tensors.items() if t.numel()]
+    names = StateNames.from_model(model)
+    whole = [
+        StateShard.whole(names.checkpoint_key(name), t) for name, t in names.tensors.items() if t.numel()
+    ]
     Saver(tmp_path / "saved", world).save(1, whole, {"model": {"config": config}, "plan": "dp=1"})
     convert(open_checkpoint(find_checkpoints(tmp_path / "saved")[-1]), tmp_path / "ours")
     model.save_pretrained(tmp_path / "theirs")
@@ -141,7 +143,7 @@ def test_every_architecture_is_written_as_save_pretrained_writes_it(
     for key, tensor in theirs.items():
         assert torch.equal(ours[key].nan_to_num(), tensor.nan_to_num()), key
     loaded(tmp_path / "ours")
-    HuggingFaceFiles.open(tmp_path / "ours").misfit(causal_lm_on_meta(tmp_path / "ours"))
+    HuggingFaceFiles.open(tmp_path / "ours").direct_read_problem(causal_lm_on_meta(tmp_path / "ours"))
 
 
 def test_infinity_in_a_configuration_is_read_as_transformers_writes_it(tmp_path: Path, world: World) -> None:
@@ -218,7 +220,7 @@ def test_what_is_converted_on_loading_is_left_to_transformers(
 ) -> None:
     found, expected = checkpoints("mixtral")
     convert(found, tmp_path / "out")
-    with pytest.raises(CheckpointError, match="cannot be read piece by piece") as caught:
+    with pytest.raises(CheckpointError, match="cannot be read in shards") as caught:
         parallelize(causal_lm_on_meta(tmp_path / "out"), "dp=1", weights=tmp_path / "out", world=world)
     assert "converted as it is loaded" in str(caught.value.given)
     model, weights = initial_model(ModelConfig(path=tmp_path / "out", pretrained=True))
@@ -257,7 +259,7 @@ def test_a_model_with_weights_of_its_own_is_given_no_others(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda tensors: tensors.pop("model.norm.weight"), "model.norm.weight is not there"),
+        (lambda tensors: tensors.pop("model.norm.weight"), "model.norm.weight is missing"),
         (lambda tensors: tensors.update(surplus=torch.ones(2)), "the model has no surplus"),
         (
             lambda tensors: tensors.update({"model.norm.weight": torch.ones(31)}),
@@ -269,7 +271,7 @@ def test_a_model_with_weights_of_its_own_is_given_no_others(
         ),
         (
             lambda tensors: tensors.update({"lm_head.weight": torch.ones(61, 32)}),
-            r"lm_head\.weight and model\.embed_tokens\.weight, which the model ties, are both there",
+            r"lm_head\.weight and model\.embed_tokens\.weight are both in the files, but tied in the model",
         ),
     ],
 )
@@ -323,7 +325,7 @@ def entry(shape: Any = (2,), start: Any = 0, stop: Any = 8, dtype: Any = "F32") 
 )
 def test_a_header_that_does_not_fit_itself_and_its_file_is_a_letter(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(CheckpointError, match="not a whole safetensors file"):
+    with pytest.raises(CheckpointError, match="not a complete safetensors file"):
         HuggingFaceFiles.open(tmp_path)
 
 
@@ -334,8 +336,8 @@ def test_a_header_that_does_not_fit_itself_and_its_file_is_a_letter(tmp_path: Pa
         ('{"weight_map": {"a": "../x.safetensors"}}', "is not the name of a file in this directory"),
         ('{"weight_map": {"a": "/etc/passwd"}}', "is not the name of a file in this directory"),
         ('{"weight_map": {"a": 3}}', "cannot be read"),
-        ('{"weight_map": {"a": "x.safetensors"}}', "not a whole safetensors file"),
-        ('{"weight_map": {"a": "y.safetensors"}}', "not where the index says"),
+        ('{"weight_map": {"a": "x.safetensors"}}', "not a complete safetensors file"),
+        ('{"weight_map": {"a": "y.safetensors"}}', "not in the file that the index lists"),
     ],
 )
 def test_an_index_that_leads_nowhere_is_a_letter(tmp_path: Path, index: str, words: str) -> None:

@@ -48,7 +48,7 @@ def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def drawn(model: nn.Module) -> dict[str, Tensor]:
-    """What `initialize_weights` hands over; the last call for a name wins, and the tensors handed over are reused."""
+    """What `initialize_weights` hands over; the last call for a name wins, and the tensors are reused."""
     values: dict[str, Tensor] = {}
 
     def store(name: str, whole: Tensor) -> None:
@@ -367,7 +367,7 @@ def refuse(name: str, whole: Tensor) -> None:
     ("way", "store", "error", "words", "given"),
     [
         (_spoils, forget, ModelError, "without an initial value", "0.inner.weight"),
-        (_replaces, forget, ModelError, "in the place of", "0.inner.weight"),
+        (_replaces, forget, ModelError, "replaces a parameter", "0.inner.weight"),
         (_fails, forget, RuntimeError, "it cannot", None),
         (_not_at_all, refuse, OSError, "the disk is full", None),
     ],

@@ -145,7 +145,7 @@ def test_flops_of_a_model_whose_layers_differ_go_by_its_hidden_size() -> None:
     model = causal_lm_on_meta({"model_type": "gemma4_unified_text", **config, "num_attention_heads": 4})
     with pytest.raises(RuntimeError, match="may vary across layers"):
         _ = model.config.head_dim
-    assert FlopFacts.of(model).attention_width == 32
+    assert FlopFacts.from_model(model).attention_width == 32
 
 
 def test_flops_of_a_llama_token_follow_the_formula() -> None:
@@ -153,12 +153,12 @@ def test_flops_of_a_llama_token_follow_the_formula() -> None:
     attention, ffn, head = 2 * 32 * 32 + 2 * 32 * 16, 3 * 32 * 64, 61 * 32
     norms = 5 * 32
     matmul = 2 * (attention + ffn) + head + norms
-    assert FlopFacts.of(model).per_token(16) == 6 * matmul + 6 * 2 * 32 * 16
+    assert FlopFacts.from_model(model).per_token(16) == 6 * matmul + 6 * 2 * 32 * 16
 
 
 def test_a_tied_head_counts_as_the_product_that_it_is() -> None:
     tied = causal_lm_on_meta({**small("llama").config.to_dict(), "tie_word_embeddings": True})
-    assert FlopFacts.of(tied) == FlopFacts.of(small("llama"))
+    assert FlopFacts.from_model(tied) == FlopFacts.from_model(small("llama"))
 
 
 def test_a_configuration_is_read_from_a_directory_and_weights_are_loaded(tmp_path: Path) -> None:
@@ -176,9 +176,9 @@ def test_a_configuration_is_read_from_a_directory_and_weights_are_loaded(tmp_pat
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"hidden_size": 8}, "names no model_type"),
+        ({"hidden_size": 8}, "has no model_type"),
         ({"model_type": "lama"}, "no such model type"),
-        ({"model_type": "vit"}, "does not make a causal language model"),
+        ({"model_type": "vit"}, "is not of a causal language model"),
         ({"model_type": "llama", "hidden_size": "wide"}, "not valid"),
         (Path("nowhere.json"), "cannot be read"),
     ],

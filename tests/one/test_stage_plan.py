@@ -119,7 +119,7 @@ def test_stages_that_do_not_add_up_are_refused_by_a_letter(given: tuple[int, ...
 
 
 def test_a_model_without_blocks_is_refused_by_a_letter() -> None:
-    with pytest.raises(ModelError, match="no repeated blocks to cut it between") as message:
+    with pytest.raises(ModelError, match="no repeated blocks to split it between") as message:
         planned(nn.Bilinear(2, 2, 2), 2)
     assert "Bilinear without an nn.ModuleList, nn.Sequential or plait.Chain" in str(message.value)
     assert "blocks=BlockClass, or blocks=[module, ...] in forward order" in str(message.value)
@@ -139,7 +139,9 @@ def test_keys_that_layers_share_keep_their_layers_on_one_stage() -> None:
     sizes |= {"num_key_value_heads": 2, "num_hidden_layers": 6, "num_kv_shared_layers": 2}
     types = ["sliding_attention", "full_attention"] * 3
     model = causal_lm_on_meta({"model_type": "gemma3n_text", **common, **sizes, "layer_types": types})
-    with pytest.raises(ModelError, match=r"block 4 takes what block 2 computed, past the blocks") as message:
+    with pytest.raises(
+        ModelError, match=r"block 4 uses a result of block 2, bypassing the blocks"
+    ) as message:
         planned(model, 2, given=(3, 3))
     assert "blocks 2 to 4 on one stage" in str(message.value)
     cut = planned(model, 2, given=(2, 4))

@@ -148,14 +148,14 @@ def test_an_error_in_a_stage_says_whose_it_is() -> None:
     model, parts = stages()
     with pytest.raises(IndexError) as error:
         parts[0].module(input_ids=torch.full((1, 3), 1000), use_cache=False)
-    assert error.value.__notes__ == ["(this was stage 0 of a model; it has no other stage's blocks)"]
+    assert error.value.__notes__ == ["(raised in stage 0 of a model, which has no other stage's blocks)"]
     sent, _ = stages_by_hand.forward(model, parts, tokens())  # and the stage works on
     assert sent[-1].logits.isfinite().all()
 
 
 def test_a_stage_knows_what_it_has_not_received() -> None:
     model, parts = stages()
-    with pytest.raises(AssertionError, match="stage 1 runs with what it has received"):
+    with pytest.raises(AssertionError, match="stage 1 runs with its received input"):
         parts[1].module(**forward_inputs(model, tokens()))
 
 
@@ -181,4 +181,4 @@ def test_each_stage_is_told_why_the_whole_models_forward_failed() -> None:
     outputs = BlockOutputs(copy_to_meta(Failing()), torch.device("cpu"))
     for block in ("blocks.0", "blocks.1"):
         with pytest.raises(ValueError, match="no more can be made"):
-            outputs.of(block, {"x": torch.ones(2, 4, device="meta")})
+            outputs.output_of(block, {"x": torch.ones(2, 4, device="meta")})

@@ -16,7 +16,7 @@ def test_a_mixture_of_experts_is_refused_with_sequence_parallelism(name: str) ->
 def test_experts_of_which_it_is_not_said_how_they_hold_gate_and_up_are_refused() -> None:
     model, path = small("mixtral"), "model.layers.*.mlp.experts.gate_up_proj"
     with pytest.raises(
-        ModelError, match=r"does not say how model\.layers\.0\.mlp\.experts\.gate_up"
+        ModelError, match=r"does not declare how the parts of model\.layers\.0\.mlp\.experts\.gate_up"
     ) as found:
         plan_of(model, 1, 2, given={path: "colwise"})
     assert "80 features, experts of 40" in str(found.value)
@@ -30,7 +30,7 @@ def test_experts_of_which_it_is_not_said_how_they_hold_gate_and_up_are_refused()
 
 def test_a_layer_that_gives_a_number_for_every_head_is_refused_where_heads_are_cut() -> None:
     model = causal_lm_on_meta({"model_type": "doge", **COMMON})
-    with pytest.raises(ModelError, match=r"self_attn\.dt_proj gives a number for every head") as found:
+    with pytest.raises(ModelError, match=r"self_attn\.dt_proj outputs one number per head") as found:
         plan_of(model, 1, 2)
     words = {"model.layers.*.self_attn.*": "replicate"}
     assert f"tensor_plan={words}" in str(found.value)
@@ -57,10 +57,10 @@ def test_a_users_word_overrides_one_of_the_models_that_cannot_be_honoured() -> N
     sizes = {**COMMON, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
     model = causal_lm_on_meta({"model_type": "inkling_text", **sizes})
     with pytest.raises(
-        ModelError, match=r"says of model\.layers\.0\.mlp\.shared_experts\n.*all_reduce"
+        ModelError, match=r"style for model\.layers\.0\.mlp\.shared_experts\n.*all_reduce"
     ) as raised:
         plan_of(model, 1, 2)
     path = "model.layers.*.mlp.shared_experts"
-    assert f"'replicate' for {path} and all that is in it" in str(raised.value)
+    assert f"'replicate' for {path} and everything in it" in str(raised.value)
     plan = plan_of(model, 1, 2, given={path: "replicate", f"{path}.*": "replicate"})
     assert not any("shared_experts" in cut.name for cut in plan.parameters)

@@ -34,7 +34,7 @@ def test_the_pieces_of_all_ranks_cover_every_parameter(name: str) -> None:
     shapes = {key: parameter.shape for key, parameter in model.named_parameters()}
     for rows, cols in GRIDS:
         if rows > 1 and name in ONE_ROW:
-            with pytest.raises(ModelError, match="cut over rows"):
+            with pytest.raises(ModelError, match="sharded over rows"):
                 plan_of(model, rows, cols)
             continue
         plan = plan_of(model, rows, cols)
@@ -295,7 +295,7 @@ def test_over_rows_a_module_of_ones_own_has_its_norms_and_tables_cut() -> None:
 
 
 def test_a_layer_that_leaves_the_stream_is_refused_over_rows_unless_it_is_said_to_be_the_head() -> None:
-    with pytest.raises(ModelError, match="head cannot be part of a model whose hidden features are cut"):
+    with pytest.raises(ModelError, match="head does not support hidden features that are sharded"):
         plan_of(Plain(), 2, 2, given={key: word for key, word in GIVEN.items() if key != "head"})
 
 
@@ -318,32 +318,35 @@ def test_a_parameter_in_the_stream_that_nobody_knows_is_refused_over_rows_alone(
     [
         (
             {"blocks.*.atn.qkv": "colwise"},
-            r"names nothing that the model has[\s\S]*try     : blocks\.\*\.attn\.qkv",
+            r"matches nothing in the model[\s\S]*try     : blocks\.\*\.attn\.qkv",
         ),
-        ({"blocks.*.fc1": "colwize"}, r"unknown word of blocks\.0\.fc1[\s\S]*try     : .*colwise"),
-        ({"blocks.*.fc1": "packed_colwise:x"}, "no number of blocks.0.fc1"),
-        ({"blocks.*.fc1": "packed_colwise:5"}, "does not hold 5 parts of equal width"),
-        ({"blocks.*.fc1": "all_reduce"}, "cannot do what the plan says of blocks.0.fc1"),
+        ({"blocks.*.fc1": "colwize"}, r"unknown style for blocks\.0\.fc1[\s\S]*try     : .*colwise"),
+        ({"blocks.*.fc1": "packed_colwise:x"}, "style for blocks.0.fc1 has an invalid number"),
+        ({"blocks.*.fc1": "packed_colwise:5"}, "does not pack 5 parts of equal width"),
+        ({"blocks.*.fc1": "all_reduce"}, "does not support the plan's style for blocks.0.fc1"),
         ({"blocks.*.norm": "colwise"}, "blocks.0.norm is not a linear layer"),
         ({"blocks.*.fc1": "embedding_rowwise"}, "blocks.0.fc1 is not an embedding"),
         (
             {"blocks.*.attn": "local:heads"},
-            r"attribute of blocks\.0\.attn that is no number[\s\S]*heads=None",
+            r"attribute of blocks\.0\.attn that is not a positive integer[\s\S]*heads=None",
         ),
         (
             {"blocks.*.attn.qkv": "packed_colwise:3/2"},
-            r"number of blocks\.0\.attn does not divide[\s\S]*num_heads=6, heads=12",
+            r"attribute of blocks\.0\.attn cannot be divided[\s\S]*num_heads=6, heads=12",
         ),
         (
             {"blocks.*.attn.qkv": "packed_colwise:3/7"},
-            r"blocks\.0\.attn\.qkv cannot be cut at heads[\s\S]*24 features, heads of 7",
+            r"cannot shard blocks\.0\.attn\.qkv by heads[\s\S]*24 features, heads of 7",
         ),
         (
             {"blocks.*.attn.qkv": "packed_colwise:3/12"},
             r"heads of blocks\.0\.attn cannot be cut over 4 columns",
         ),
-        ({"blocks.*.fc1": "mla_kv_a_proj"}, "rotary part of unknown width"),
-        ({"blocks.*.fc1.weight": "embedding_rowwise"}, "of the parameter blocks.0.fc1.weight"),
+        ({"blocks.*.fc1": "mla_kv_a_proj"}, "rotary part of blocks.0.fc1's output has unknown width"),
+        (
+            {"blocks.*.fc1.weight": "embedding_rowwise"},
+            "the parameter blocks.0.fc1.weight a style for modules",
+        ),
         ({"blocks.*.fc1": "moe_tp_experts"}, "the experts of blocks.0.fc1 have parameters"),
     ],
 )
@@ -381,7 +384,7 @@ def test_a_layer_shared_with_a_layer_that_is_cut_otherwise_is_refused() -> None:
     model.blocks[0].fc2.weight = nn.Parameter(torch.zeros(24, 72, dtype=torch.float64))
     model.blocks[1].fc2.weight = model.blocks[0].fc2.weight
     assert plan_of(model, 1, 2, given=GIVEN).layers  # cut alike
-    with pytest.raises(ModelError, match="cuts in two ways"):
+    with pytest.raises(ModelError, match="shards in two ways"):
         plan_of(model, 1, 2, given=GIVEN | {"blocks.1.fc2": "colwise"})
 
 

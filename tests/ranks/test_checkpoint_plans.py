@@ -287,7 +287,7 @@ def _saves_apart(model: str, root: Path) -> str:
     folder = root / f"of-rank-{engine.world.rank}"
     folder.mkdir()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("plait.checkpoint.saver._APPEARS_S", 0.3)
+        patch.setattr("plait.checkpoint.saver._VISIBLE_TIMEOUT_S", 0.3)
         with pytest.raises(CheckpointError) as caught:
             engine.save(folder)
     return str(caught.value)

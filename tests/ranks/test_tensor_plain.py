@@ -170,13 +170,17 @@ def _letter(build: Any, plan: str, words: dict[str, str] | None) -> str:
             gpt,
             "tp=2",
             CUTS | {"blocks.*.atention.qkv": "colwise"},
-            ["ModelError: the tensor plan names nothing", "blocks.*.atention.qkv", "blocks.*.attention.qkv"],
+            [
+                "ModelError: the tensor plan has a pattern that matches nothing",
+                "blocks.*.atention.qkv",
+                "blocks.*.attention.qkv",
+            ],
         ),
         (
             gpt,
             "tp=2",
             CUTS | {"head": "heda"},
-            ["ModelError: the tensor plan says an unknown", "of head", "heda"],
+            ["ModelError: the tensor plan has an unknown style", "for head", "heda"],
         ),
         (
             gpt,
@@ -188,7 +192,7 @@ def _letter(build: Any, plan: str, words: dict[str, str] | None) -> str:
             gpt,
             "tp=2x1",
             {key: word for key, word in CUTS.items() if key != "head"},
-            ["ModelError: head cannot be part of a model whose hidden features are cut", "tp=1x2"],
+            ["ModelError: head does not support hidden features that are sharded", "tp=1x2"],
         ),
     ],
 )

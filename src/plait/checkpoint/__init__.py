@@ -1,12 +1,15 @@
-"""Checkpoints: boxes of whole tensors in safetensors beside a JSON manifest; complete, verified, or ignored.
+"""Checkpoints: boxes of full tensors in safetensors files with a JSON manifest; complete, or ignored.
 
-manifest.py   what a checkpoint holds and where, and what of that is believed
-write.py      a rank's files
-read.py       under any plan, each byte once     crc.py   checksums that are sums of readers' parts
-saver.py      all ranks together, at once or behind the next steps
-folder.py     how one becomes complete; which are kept     opened.py   one that is there
-comparison.py what is in one, and what two differ in
-header.py     of a safetensors file, ours or not           hugging_face.py   their directories, in and out
+manifest.py            the contents of a checkpoint, and their validation
+saver.py               saving by all ranks, in the foreground or in the background
+writer.py              a rank's files
+reader.py              reading under any plan, each byte once
+crc32.py               checksums of data of which several ranks each read a part
+checkpoint.py          opening a checkpoint
+directory.py           atomic completion, and which checkpoints are retained
+diff.py                the contents of a checkpoint, and the differences between two
+safetensors_format.py  the header of a safetensors file
+huggingface.py         Hugging Face directories: reading and writing
 """
 
 from plait.checkpoint.checkpoint import Checkpoint, is_damaged, newest, open_checkpoint, open_on_all_ranks

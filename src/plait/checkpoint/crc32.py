@@ -1,12 +1,12 @@
-"""CRC-32 of bytes of which everybody reads some.
+"""CRC-32 of data of which several readers each read a part.
 
-[Note: sums of parts]
-But for what it starts and ends with, CRC-32 is linear over GF(2): the remainder of a message, taken for a
+[Note: CRC of parts]
+Apart from its initial and final XOR, CRC-32 is linear over GF(2): it is the remainder of the message, as a
 polynomial, modulo one of degree 32 (W. W. Peterson, D. T. Brown, "Cyclic Codes for Error Detection", 1961,
-section II). A message is the sum, which is XOR, of its parts each standing among zeros, and so is its
-remainder; a zero byte behind a message multiplies the remainder by x^8. So readers of disjoint parts compute
-their parts' remainders, and these add up to the one that tells whether the whole is as it was written. Nobody
-has to read a byte that he has no use for.
+section II). A message is the sum (XOR) of its parts, each padded with zeros, and so is its remainder;
+appending a zero byte to a message multiplies the remainder by x^8. So readers of disjoint parts compute the
+remainders of their parts, and the sum of these verifies the complete message. No reader has to read a byte
+that it does not need.
 """
 
 import functools
@@ -17,43 +17,43 @@ _ONES = 0xFFFFFFFF
 
 
 def crc32(data: "bytes | bytearray | memoryview", before: int = 0) -> int:
-    """zlib's, of what has the CRC-32 `before` and then `data`. A change of one byte, or of any 32 bits that
-    follow each other, changes it for certain."""
+    """Return zlib's CRC-32 of data with the CRC-32 `before`, followed by `data`. It detects every change of
+    one byte, or of up to 32 consecutive bits."""
     return zlib.crc32(data, before)
 
 
 class Remainder:
-    """Of one part of a message, or of several that come in their order, among zeros."""
+    """The remainder of one part of a message, or of several added in order, padded with zeros."""
 
     def __init__(self) -> None:
         self._at = 0
         self._value = 0
 
     def add(self, at: int, data: "bytes | bytearray | memoryview") -> None:
-        """`data` stands `at` bytes from the message's beginning, behind everything that was added before."""
+        """Add `data`, which starts `at` bytes into the message, after everything added before."""
         assert at >= self._at, f"byte {at} after byte {self._at}"
         self._value = zlib.crc32(data, _multiply_by_x8n(self._value, at - self._at) ^ _ONES) ^ _ONES
         self._at = at + len(data)
 
-    def of(self, num_bytes: int) -> int:
-        """In a message of so many bytes."""
+    def in_message_of(self, num_bytes: int) -> int:
+        """Return the remainder, padded to a message of `num_bytes`."""
         return _multiply_by_x8n(self._value, num_bytes - self._at)
 
 
 def crc_of_remainder(remainder: int, num_bytes: int) -> int:
-    """The CRC-32 of a message of which this is the sum of its parts' remainders."""
+    """Return the CRC-32 of a message from the XOR of its parts' remainders."""
     return remainder ^ _multiply_by_x8n(_ONES, num_bytes) ^ _ONES
 
 
 def _multiply_by_x8n(value: int, num_bytes: int) -> int:
-    """Multiplied by x^(8 num_bytes)."""
+    """Multiply by x^(8 num_bytes)."""
     if not (value and num_bytes):
         return value
     first, second, third, fourth = _table(num_bytes)
     return first[value & 255] ^ second[value >> 8 & 255] ^ third[value >> 16 & 255] ^ fourth[value >> 24]
 
 
-@functools.lru_cache(maxsize=1024)  # 1024 numbers each; rows of a box are equally far apart
+@functools.lru_cache(maxsize=1024)  # 1024 numbers each; the rows of a box have equal distances
 def _table(num_bytes: int) -> tuple[list[int], list[int], list[int], list[int]]:
     factor, power, left = 1 << 31, 1 << 23, num_bytes  # x^0, x^8
     while left:
@@ -69,9 +69,9 @@ def _table(num_bytes: int) -> tuple[list[int], list[int], list[int], list[int]]:
 
 
 def _multiply(one: int, other: int) -> int:
-    found = 0
+    result = 0
     for bit in range(31, -1, -1):
         if one >> bit & 1:
-            found ^= other
+            result ^= other
         other = other >> 1 ^ (_POLYNOMIAL if other & 1 else 0)
-    return found
+    return result

@@ -1,4 +1,4 @@
-"""What is in a checkpoint, and what two differ in."""
+"""The contents of a checkpoint, and the differences between two."""
 
 import math
 import time
@@ -21,11 +21,11 @@ _CHUNK_ELEMENTS = 2**20
 
 
 def find_checkpoints(path: Path) -> list[Path]:
-    """The checkpoints of a run, of its folder, or the one that is named; oldest first. Raises
-    CheckpointError where there is none."""
+    """The checkpoints of a run or of a folder, or the single one at `path`; oldest first. Raises
+    CheckpointError if there is none."""
     for folder in (path / "checkpoints", path):
-        if found := steps(folder):
-            return found
+        if checkpoints := steps(folder):
+            return checkpoints
     if (path / MANIFEST).exists() or not path.is_dir():
         return [path]
     raise CheckpointError(
@@ -38,7 +38,7 @@ def find_checkpoints(path: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """Tensors with keys `name/...`."""
+    """The tensors with keys `name/...`."""
 
     name: str
     dtypes: tuple[str, ...]
@@ -50,7 +50,7 @@ class TensorGroup:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint holds, by its manifest. `written`: bytes by rank. `at`: when it was complete."""
+    """The contents of a checkpoint, by its manifest. `written`: bytes by rank. `at`: time of completion."""
 
     path: Path
     step: int
@@ -62,31 +62,31 @@ class Contents:
     files: Mapping[str, int]
 
     @classmethod
-    def of(cls, found: Checkpoint) -> "Contents":
+    def from_checkpoint(cls, checkpoint: Checkpoint) -> "Contents":
         groups: dict[str, list[str]] = {}
-        for key in found.manifest.tensors:
+        for key in checkpoint.manifest.tensors:
             groups.setdefault(key.partition("/")[0], []).append(key)
         written: dict[str, int] = {}
-        files = {name: facts.bytes for name, facts in found.manifest.files.items()}
+        files = {name: facts.bytes for name, facts in checkpoint.manifest.files.items()}
         for name, size in files.items():
             rank = name.partition(".")[0]
             written[rank] = written.get(rank, 0) + size
-        at = datetime.fromtimestamp((found.path / MANIFEST).stat().st_mtime).astimezone()
-        kinds = tuple(_tensor_group(found, name, keys) for name, keys in groups.items())
+        at = datetime.fromtimestamp((checkpoint.path / MANIFEST).stat().st_mtime).astimezone()
+        kinds = tuple(_tensor_group(checkpoint, name, keys) for name, keys in groups.items())
         return cls(
-            found.path,
-            found.step,
+            checkpoint.path,
+            checkpoint.step,
             at.isoformat(timespec="seconds"),
-            found.manifest.num_bytes,
-            found.facts,
+            checkpoint.manifest.num_bytes,
+            checkpoint.facts,
             kinds,
             written,
             files,
         )
 
 
-def _tensor_group(found: Checkpoint, name: str, keys: list[str]) -> TensorGroup:
-    tensors = [found.manifest.tensors[key] for key in keys]
+def _tensor_group(checkpoint: Checkpoint, name: str, keys: list[str]) -> TensorGroup:
+    tensors = [checkpoint.manifest.tensors[key] for key in keys]
     elements = [math.prod(facts.shape) for facts in tensors]
     return TensorGroup(
         name,
@@ -100,7 +100,7 @@ def _tensor_group(found: Checkpoint, name: str, keys: list[str]) -> TensorGroup:
 
 @dataclass(frozen=True)
 class VerifyResult:
-    """What was read of a checkpoint that is whole."""
+    """The amount of data read from an undamaged checkpoint."""
 
     path: Path
     files: int
@@ -109,12 +109,14 @@ class VerifyResult:
     seconds: float
 
 
-def verify_checkpoint(found: Checkpoint) -> VerifyResult:
-    """Reads every byte. Raises CheckpointError, which names what is damaged."""
-    began_s = time.perf_counter()
-    found.verify()
-    manifest, seconds = found.manifest, time.perf_counter() - began_s
-    return VerifyResult(found.path, len(manifest.files), len(manifest.tensors), manifest.num_bytes, seconds)
+def verify_checkpoint(checkpoint: Checkpoint) -> VerifyResult:
+    """Read every byte. Raises CheckpointError, which names the damaged file."""
+    start_s = time.perf_counter()
+    checkpoint.verify()
+    manifest, seconds = checkpoint.manifest, time.perf_counter() - start_s
+    return VerifyResult(
+        checkpoint.path, len(manifest.files), len(manifest.tensors), manifest.num_bytes, seconds
+    )
 
 
 # --- two
@@ -122,48 +124,55 @@ def verify_checkpoint(found: Checkpoint) -> VerifyResult:
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """Of a tensor that both have. Where only `given` differs, it is what: shapes or dtypes.
+    """The difference of a tensor that both have.
 
-    largest   of any element's absolute differences; NaN where one is NaN and the other is not
-    relative  the 2-norm of the difference to that of the first one's tensor
+    given     differing shapes or dtypes, if any
+    largest   largest absolute difference of an element; NaN if one element is NaN and the other is not
+    relative  2-norm of the difference, relative to that of the first checkpoint's tensor
+    elements  number of elements that differ
     """
 
     key: str
     given: str | None = None
     largest: float = 0.0
     relative: float = 0.0
-    elements: int = 0  # that differ
+    elements: int = 0
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """facts: (name, of one, of the other), by their dotted names; only: the keys that one alone has"""
+    """The differences of two checkpoints.
+
+    facts   (dotted name, value in the first, value in the second)
+    only    the keys that only the first has, and only the second
+    same    number of equal tensors
+    """
 
     facts: tuple[tuple[str, Any, Any], ...]
     only: tuple[tuple[str, ...], tuple[str, ...]]
     differ: tuple[TensorDifference, ...]
-    same: int  # tensors
+    same: int
 
     @property
     def is_same(self) -> bool:
-        """All tensors, element by element. Facts may differ: the plan, for one."""
+        """Return whether all tensors are equal, element by element. Facts, such as the plan, may differ."""
         return not (self.differ or any(self.only))
 
 
 def compare(one: Checkpoint, other: Checkpoint, *, at_a_time: int = _CHUNK_ELEMENTS) -> Comparison:
-    """Whole tensors, however either was cut; of each `at_a_time` elements in memory. Raises CheckpointError
-    for what is damaged."""
+    """Compare full tensors, however either was sharded, with `at_a_time` elements of each in memory. Raises
+    CheckpointError if one is damaged."""
     shared = [key for key in one.shapes if key in other.shapes]
-    found = []
+    compared = []
     with one.reader() as left, other.reader() as right:
         for key in shared:
-            found.append(_difference(key, one, other, left, right, at_a_time))
+            compared.append(_difference(key, one, other, left, right, at_a_time))
         left.finish()
         right.finish()
-    differ = tuple(each for each in found if each is not None)
+    differ = tuple(difference for difference in compared if difference is not None)
     only = tuple(
-        tuple(key for key in mine.shapes if key not in its.shapes)
-        for mine, its in ((one, other), (other, one))
+        tuple(key for key in first.shapes if key not in second.shapes)
+        for first, second in ((one, other), (other, one))
     )
     facts = tuple(_fact_differences("", one.facts, other.facts))
     return Comparison(facts, (only[0], only[1]), differ, len(shared) - len(differ))
@@ -172,14 +181,14 @@ def compare(one: Checkpoint, other: Checkpoint, *, at_a_time: int = _CHUNK_ELEME
 def _difference(
     key: str, one: Checkpoint, other: Checkpoint, left: Reader, right: Reader, at_a_time: int
 ) -> TensorDifference | None:
-    mine, its = one.manifest.tensors[key], other.manifest.tensors[key]
-    if mine.shape != its.shape:
-        return TensorDifference(key, f"shapes {list(mine.shape)} and {list(its.shape)}")
-    boxes, numel = Boxes.whole(mine.shape), math.prod(mine.shape)
+    one_facts, other_facts = one.manifest.tensors[key], other.manifest.tensors[key]
+    if one_facts.shape != other_facts.shape:
+        return TensorDifference(key, f"shapes {list(one_facts.shape)} and {list(other_facts.shape)}")
+    boxes, numel = Boxes.whole(one_facts.shape), math.prod(one_facts.shape)
     largest, elements, squares, norm = 0.0, 0, 0.0, 0.0
     for start in range(0, numel, at_a_time):
         count = min(at_a_time, numel - start)
-        a, b = (torch.empty(count, dtype=facts.torch_dtype) for facts in (mine, its))
+        a, b = (torch.empty(count, dtype=facts.torch_dtype) for facts in (one_facts, other_facts))
         left.read(key, boxes, start, a)
         right.read(key, boxes, start, b)
         wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
@@ -191,11 +200,13 @@ def _difference(
         b = b.to(wide)
         unequal = ~((a == b) | (a.isnan() & b.isnan()))
         if unequal.any():
-            off = (a - b)[unequal].abs()
-            largest = max(largest, float(off.max())) if not off.isnan().any() else math.nan
+            difference = (a - b)[unequal].abs()
+            largest = max(largest, float(difference.max())) if not difference.isnan().any() else math.nan
             elements += int(unequal.sum())
-            squares += float(off.square().sum())
-    dtypes = None if mine.dtype == its.dtype else f"dtypes {mine.dtype} and {its.dtype}"
+            squares += float(difference.square().sum())
+    dtypes = (
+        None if one_facts.dtype == other_facts.dtype else f"dtypes {one_facts.dtype} and {other_facts.dtype}"
+    )
     if not elements and dtypes is None:
         return None
     relative = math.sqrt(squares / norm) if norm else (math.inf if squares else 0.0)

@@ -1,19 +1,19 @@
-"""A folder of checkpoints: which there are, how one becomes complete, which are kept.
+"""A folder of checkpoints: listing, atomic completion and retention.
 
-    step-00000120                  a checkpoint, whole
-    step-00000140.tmp-5d1f...      one that is being written, or what a killed save has left
-    step-00000120.before-5d1f...   the one that a save of the same step is about to replace
-    step-00000120.damaged, .aside  what a run has gone back behind; nobody reads or removes it
-    .lock                          held by whoever saves into the folder
-    best.json                      which was best by validation, where that is asked for
+    step-00000120                  a complete checkpoint
+    step-00000140.tmp-5d1f...      one that is being written, or left by a killed save
+    step-00000120.before-5d1f...   one that a save of the same step is about to replace
+    step-00000120.damaged, .aside  one that a run has rolled back past; never read or removed
+    .lock                          held by the process that saves into the folder
+    best.json                      the best checkpoint by validation, if requested
 
-[Note: how a checkpoint becomes complete]
-All ranks write into `step-00000120.tmp-<random>` and sync their files to the disk; when each has said what it
-has written, the first rank writes the manifest and syncs it and the directory; only then is this renamed,
-which the file system does wholly or not at all, and its parent synced. A process killed at any instant leaves
-the earlier checkpoints as they were, and at most a `.tmp-` directory that nobody reads and the next save
-removes. A step that is saved again is renamed to `.before-` first, as a directory cannot replace one: whoever
-next looks into the folder and finds no such step gives that its name back.
+[Note: atomic completion of a checkpoint]
+All ranks write into `step-00000120.tmp-<random>` and sync their files to the disk; once each has listed what
+it has written, rank 0 writes the manifest and syncs it and the directory; only then is the directory renamed,
+which is atomic, and its parent synced. A process killed at any time leaves the earlier checkpoints unchanged,
+and at most a `.tmp-` directory that is never read and that the next save removes. A step that is saved again
+is renamed to `.before-` first, as a directory cannot replace another: the next process that lists the folder
+and finds no such step restores its name.
 """
 
 import contextlib
@@ -38,8 +38,8 @@ _LOCK = ".lock"
 
 @dataclass(frozen=True)
 class Keep:
-    """Which checkpoints stay: the newest `last`; with `every`, those of steps that it divides; with `best`,
-    the one with the lowest score. Raises CheckpointError where nothing would stay."""
+    """The checkpoints to retain: the newest `last`; with `every`, those of steps that it divides; with
+    `best`, the one with the lowest score. Raises CheckpointError if none would be retained."""
 
     last: int = 2
     every: int = 0
@@ -48,26 +48,26 @@ class Keep:
     def __post_init__(self) -> None:
         if self.last < 1 or self.every < 0:
             raise CheckpointError(
-                "what has been saved would not be kept",
+                "saved checkpoints would not be kept",
                 given=f"Keep(last={self.last}, every={self.every})",
-                expected="last from 1, every from 0",
+                expected="last >= 1, every >= 0",
             )
 
 
 def steps(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, oldest first. Half-written ones are not among them."""
-    found = list(folder.iterdir()) if folder.is_dir() else []
-    for path in found:
+    """The complete checkpoints in a folder, oldest first."""
+    paths = list(folder.iterdir()) if folder.is_dir() else []
+    for path in paths:
         if (match := _BEFORE.fullmatch(path.name)) and not (final := folder / match[1]).exists():
             with contextlib.suppress(OSError):  # another rank was faster
                 path.rename(final)
-                found.append(final)
-    numbered = [(step, path) for path in found if (step := step_of(path)) is not None]
+                paths.append(final)
+    numbered = [(step, path) for path in paths if (step := step_of(path)) is not None]
     return [path for _, path in sorted(numbered)]
 
 
 def step_of(checkpoint: Path) -> int | None:
-    """By its name."""
+    """The step in the checkpoint's name, None if there is none."""
     match = _STEP.fullmatch(checkpoint.name)
     return int(match[1]) if match else None
 
@@ -78,7 +78,7 @@ def step_path(folder: Path, step: int) -> Path:
 
 @contextlib.contextmanager
 def save_lock(folder: Path) -> Iterator[None]:
-    """While entered, nobody else saves into the folder. Raises CheckpointError when somebody does,
+    """Lock the folder against other jobs' saves. Raises CheckpointError if another job holds the lock,
     OSError."""
     try:
         with locked(folder / _LOCK):
@@ -88,12 +88,12 @@ def save_lock(folder: Path) -> Iterator[None]:
             "another job saves into this folder",
             given=folder,
             expected="one job to a run",
-            hint="end the other one; it may have lost its network and not know it yet",
+            hint="end the other one; it may have lost its network without having noticed",
         ) from error
 
 
 def commit(partial: Path, final: Path) -> None:
-    """Gives a complete checkpoint its name; what had it before goes. Raises OSError."""
+    """Give a complete checkpoint its final name, and remove the one that had it. Raises OSError."""
     old = final.with_name(f"{final.name}.before-{secrets.token_hex(6)}") if final.exists() else None
     try:
         if old is not None:
@@ -109,31 +109,31 @@ def commit(partial: Path, final: Path) -> None:
 
 
 def remove_partial(folder: Path) -> None:
-    """Removes what saves that were killed have left."""
-    steps(folder)  # what was to be replaced, and was not, has its name back
+    """Remove the directories that killed saves have left."""
+    steps(folder)  # restores the names of checkpoints that were not replaced
     for path in folder.iterdir() if folder.is_dir() else ():
         if _TEMPORARY.fullmatch(path.name) or _BEFORE.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)
 
 
 def best(folder: Path) -> tuple[int, float] | None:
-    """(step, score) of the best checkpoint in a folder, where one was noted."""
+    """(step, score) of the best checkpoint in a folder, None if none is recorded."""
     try:
-        found = json.loads((folder / _BEST).read_text(encoding="utf-8"))
-        return int(found["step"]), float(found["score"])
+        record = json.loads((folder / _BEST).read_text(encoding="utf-8"))
+        return int(record["step"]), float(record["score"])
     except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None
 
 
 def record_score(folder: Path, step: int, score: float) -> None:
-    """Remembers the checkpoint if it is the best so far, or the one that was is no more. Raises OSError."""
+    """Record the checkpoint if it is the best so far, or the best one was removed. Raises OSError."""
     known = best(folder)
     if known is None or score < known[1] or known[0] == step or not step_path(folder, known[0]).exists():
         write_json(folder / _BEST, {"step": step, "score": score})
 
 
 def prune(folder: Path, keep: Keep) -> None:
-    """Removes all but those that are kept."""
+    """Remove all checkpoints except those to retain."""
     known = best(folder) if keep.best else None
     for path in steps(folder)[: -keep.last]:
         step = step_of(path)
@@ -144,16 +144,16 @@ def prune(folder: Path, keep: Keep) -> None:
 
 
 def remove_after(folder: Path, step: int) -> None:
-    """Removes the checkpoints of later steps, the last one first."""
+    """Remove the checkpoints of later steps, the last one first."""
     for path in reversed(steps(folder)):
         if (step_of(path) or 0) > step:
             _remove(path)
 
 
 def _remove(checkpoint: Path) -> None:
-    """Renamed first: a removal that is killed half-way leaves no half of a checkpoint under its name.
+    """Rename, then remove, so that a killed removal leaves no partial checkpoint under its name.
 
-    One that stays costs disk and nothing else: no reason to end a run.
+    A failure only costs disk space, so it is a warning.
     """
     doomed = checkpoint.with_name(f"{checkpoint.name}.tmp-{secrets.token_hex(6)}")
     try:

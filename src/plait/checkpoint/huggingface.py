@@ -1,8 +1,9 @@
-"""Hugging Face directories: into an engine, each rank its part, and out of a checkpoint, piece by piece.
+"""Hugging Face directories: reading each rank's shards, and writing from a checkpoint.
 
-[Note: what is in memory]
-Reading, a rank's own part of one tensor at a time. Writing, what belongs together in the files' form: one
-tensor, or what transformers makes several of. Headers are made of shapes alone, before a byte is read.
+[Note: peak memory]
+Reading holds a rank's own shard of one tensor at a time. Writing holds one group of tensors that are saved
+together: one tensor, or the several that transformers makes of one. Headers are computed from shapes alone,
+before any data is read.
 """
 
 import json
@@ -34,12 +35,12 @@ _INDEX_LIMIT_BYTES = 2**28
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}\.safetensors")
 
 
-# --- in
+# --- reading
 
 
 @dataclass(frozen=True)
 class HuggingFaceFiles:
-    """The safetensors of a directory, whose headers are valid. `entries`: (file, tensor) by key."""
+    """The safetensors files of a directory, with valid headers. `entries`: (file, tensor) by key."""
 
     folder: Path
     headers: Mapping[Path, Header]
@@ -47,9 +48,9 @@ class HuggingFaceFiles:
 
     @classmethod
     def open(cls, folder: Path) -> "HuggingFaceFiles":
-        """One file, or several with their index. Raises CheckpointError."""
+        """Open one file, or several with their index. Raises CheckpointError."""
         if not folder.exists():
-            raise CheckpointError("no weights to start from", given=f"{folder}, which is not there")
+            raise CheckpointError("no weights to start from", given=f"{folder}, which does not exist")
         folder = folder if folder.is_dir() else folder.parent  # a recipe may name the config.json
         if (folder / ONE_FILE).exists():
             shards: dict[str, set[str] | None] = {ONE_FILE: None}
@@ -60,55 +61,59 @@ class HuggingFaceFiles:
                 "no safetensors to start from", given=folder, expected=f"{ONE_FILE}, or {INDEX} and its files"
             )
         headers, entries = {}, {}
-        for name, said in shards.items():
-            # A hub's cache is a folder of links: they lead where its owner has let them lead.
+        for name, listed in shards.items():
+            # The hub's cache is a folder of symbolic links: follow them, they are its owner's.
             path = (folder / name).resolve()
             headers[path] = read_header(path)
             for key, entry in headers[path].entries.items():
-                if said is None or key in said:
+                if listed is None or key in listed:
                     entries[key] = path, entry
-            absent = sorted((said or set()) - headers[path].entries.keys())
-            if absent:
-                raise CheckpointError("a weight is not where the index says", given=f"{absent[0]} in {path}")
+            missing = sorted((listed or set()) - headers[path].entries.keys())
+            if missing:
+                raise CheckpointError(
+                    "a weight is not in the file that the index lists", given=f"{missing[0]} in {path}"
+                )
         return cls(folder, headers, entries)
 
-    def misfit(self, model: nn.Module) -> str | None:
-        """Why ranks cannot read their parts of the model where they lie; None: they can."""
-        found = self._manifest(model)
-        return found if isinstance(found, str) else None
+    def direct_read_problem(self, model: nn.Module) -> str | None:
+        """The reason why ranks cannot read their shards directly from the files; None if they can."""
+        manifest = self._manifest(model)
+        return manifest if isinstance(manifest, str) else None
 
     def reader(self, model: nn.Module) -> Reader:
-        """A source of the model's weights and buffers. Raises CheckpointError."""
-        found = self._manifest(model)
-        if isinstance(found, str):
+        """Return a reader of the model's weights and buffers. Raises CheckpointError."""
+        manifest = self._manifest(model)
+        if isinstance(manifest, str):
             raise CheckpointError(
-                "these weights cannot be read piece by piece",
-                given=f"{self.folder}: {found}",
-                expected="every tensor of the model, in the form that the model has it in",
-                hint="AutoModelForCausalLM.from_pretrained, and parallelize what it returns",
+                "these weights cannot be read in shards",
+                given=f"{self.folder}: {manifest}",
+                expected="every tensor of the model, in the model's form",
+                hint="AutoModelForCausalLM.from_pretrained, then parallelize the model",
             )
-        return Reader(self.folder, found, has_sums=False)
+        return Reader(self.folder, manifest, has_checksums=False)
 
     def _manifest(self, model: nn.Module) -> Manifest | str:
-        """What the files hold of the model, as if it were a checkpoint; or why it is not so simple."""
+        """Return the model's tensors in the files as a checkpoint's manifest, or why that is not possible."""
         config = getattr(model, "config", None)
         if getattr(config, "quantization_config", None) is not None:
             return "the weights are quantized"
-        keys, names = map_file_keys(model, self.entries), StateNames.of(model)
+        keys, names = map_file_keys(model, self.entries), StateNames.from_model(model)
         if isinstance(keys, str):
             return keys
-        number = {path: place for place, path in enumerate(self.headers)}
+        file_index = {path: index for index, path in enumerate(self.headers)}
         tensors = {}
         for name, key in keys.items():
             path, entry = self.entries[key]
-            ours = names.tensors[name]
-            if entry.shape != tuple(ours.shape):
-                return f"{key} has the shape {entry.shape}, in the model {tuple(ours.shape)}"
-            if DTYPES[entry.dtype].is_floating_point != ours.is_floating_point():
-                return f"{key} is of dtype {entry.dtype}, in the model {ours.dtype}"
+            tensor = names.tensors[name]
+            if entry.shape != tuple(tensor.shape):
+                return f"{key} has the shape {entry.shape}, in the model {tuple(tensor.shape)}"
+            if DTYPES[entry.dtype].is_floating_point != tensor.is_floating_point():
+                return f"{key} is of dtype {entry.dtype}, in the model {tensor.dtype}"
             start, offset = (0,) * len(entry.shape), self.headers[path].num_bytes + entry.start
-            chunks = (Chunk(number[path], offset, start, entry.shape, 0),) if ours.numel() else ()
-            tensors[names.key_of(name)] = TensorFacts(shape=entry.shape, dtype=entry.dtype, chunks=chunks)
+            chunks = (Chunk(file_index[path], offset, start, entry.shape, 0),) if tensor.numel() else ()
+            tensors[names.checkpoint_key(name)] = TensorFacts(
+                shape=entry.shape, dtype=entry.dtype, chunks=chunks
+            )
         files = {
             str(path): FileFacts(
                 bytes=header.file_bytes, header_bytes=header.num_bytes, header_crc32=header.crc32
@@ -119,22 +124,22 @@ class HuggingFaceFiles:
 
 
 def _read_index(path: Path) -> Iterator[tuple[str, set[str]]]:
-    """The files that an index names, each with its keys."""
+    """Yield the files in an index, each with its keys."""
     try:
         if path.stat().st_size > _INDEX_LIMIT_BYTES:
-            raise CheckpointError("an index of that size is none", given=path)
-        places = json.loads(path.read_text(encoding="utf-8"))["weight_map"].items()
-        found: dict[str, set[str]] = {}
-        for key, name in places:
+            raise CheckpointError("the index of weights is too large", given=path)
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"].items()
+        keys: dict[str, set[str]] = {}
+        for key, name in weight_map:
             if not _FILE_NAME.fullmatch(name):
                 raise ValueError(f"{name!r:.100} is not the name of a file in this directory")
-            found.setdefault(name, set()).add(key)
+            keys.setdefault(name, set()).add(key)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError("the index of weights cannot be read", given=f"{path}: {error}") from error
-    yield from found.items()
+    yield from keys.items()
 
 
-# --- out
+# --- writing
 
 
 @dataclass(frozen=True)
@@ -144,17 +149,17 @@ class _Shard:
 
     @property
     def entries(self) -> dict[str, Entry]:
-        found: dict[str, Entry] = {}
-        at = 0
+        entries: dict[str, Entry] = {}
+        offset = 0
         for group in self.groups:
             for name, tensor in group.tensors.items():
-                found[name] = entry = Entry.of(tensor.dtype, tuple(tensor.shape), at)
-                at = entry.stop
-        return found
+                entries[name] = entry = Entry.from_start(tensor.dtype, tuple(tensor.shape), offset)
+                offset = entry.stop
+        return entries
 
 
 def write_hugging_face(
-    found: Checkpoint,
+    checkpoint: Checkpoint,
     model: PreTrainedModel,
     out: Path,
     *,
@@ -162,17 +167,17 @@ def write_hugging_face(
     shard_bytes: int = SHARD_BYTES,
     tokenizer: Path | None = None,
 ) -> None:
-    """Writes a directory from which `AutoModelForCausalLM.from_pretrained` loads the checkpoint's weights.
+    """Write a directory from which `AutoModelForCausalLM.from_pretrained` loads the checkpoint's weights.
 
-    `model`: the checkpoint's, on meta. `dtype`: of what is floating, but for what the model keeps in
-    float32. `tokenizer`: a directory that is copied into it. Files are of at most `shard_bytes`, or of what
-    cannot be divided. All of it or nothing. Raises CheckpointError for another model's checkpoint or a
-    damaged one, RunError when `out` exists or cannot be written.
+    `model`: the checkpoint's, on meta. `dtype`: of floating-point tensors, except those that the model keeps
+    in float32. `tokenizer`: a directory that is copied into it. Files have at most `shard_bytes`, or one
+    group of tensors. The directory is created complete or not at all. Raises CheckpointError for another
+    model's checkpoint or a damaged one, RunError if `out` exists or cannot be written.
     """
     if out.exists():
         raise RunError("the export's directory exists", given=out, hint="another directory")
-    names = StateNames.of(model)
-    _check_same(found, names)
+    names = StateNames.from_model(model)
+    _check_same(checkpoint, names)
     form = SaveFormat(model, dtype)
     shards = _shards(form.groups(), shard_bytes)
     partial = out.with_name(f"{out.name}.tmp-{secrets.token_hex(4)}")
@@ -181,7 +186,7 @@ def write_hugging_face(
         if tokenizer is not None:
             shutil.copytree(tokenizer, partial, dirs_exist_ok=True)
         _write_configuration(model, dtype, partial)
-        with found.reader() as reader:
+        with checkpoint.reader() as reader:
             for shard in shards:
                 _write_shard(partial, shard, form, names, reader)
             reader.finish()
@@ -196,20 +201,22 @@ def write_hugging_face(
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _check_same(found: Checkpoint, names: StateNames) -> None:
-    theirs = {key: shape for key, shape in found.shapes.items() if key.startswith(("weights/", "buffers/"))}
-    ours = {names.key_of(name): tuple(tensor.shape) for name, tensor in names.tensors.items()}
-    for key in [*ours, *theirs]:
-        if ours.get(key) != theirs.get(key) and 0 not in ours.get(key, ()):
+def _check_same(checkpoint: Checkpoint, names: StateNames) -> None:
+    saved = {
+        key: shape for key, shape in checkpoint.shapes.items() if key.startswith(("weights/", "buffers/"))
+    }
+    expected = {names.checkpoint_key(name): tuple(tensor.shape) for name, tensor in names.tensors.items()}
+    for key in [*expected, *saved]:
+        if expected.get(key) != saved.get(key) and 0 not in expected.get(key, ()):
             raise CheckpointError(
                 "the checkpoint is of another model",
-                given=f"{found.path}: {key} {theirs.get(key, 'missing')}",
-                expected=f"{key} {ours.get(key, 'missing')}",
+                given=f"{checkpoint.path}: {key} {saved.get(key, 'missing')}",
+                expected=f"{key} {expected.get(key, 'missing')}",
             )
 
 
 def _shards(groups: Sequence[SavedGroup], limit: int) -> list[_Shard]:
-    """Files that hold as many groups as they may."""
+    """Fill files with groups up to the limit."""
     number, used = 0, 0
     placed: list[tuple[int, SavedGroup]] = []
     for group in groups:
@@ -223,12 +230,12 @@ def _shards(groups: Sequence[SavedGroup], limit: int) -> list[_Shard]:
         return [_Shard(ONE_FILE, groups)]
     return [
         _Shard(f"model-{number + 1:05d}-of-{count:05d}.safetensors", [group for _, group in members])
-        for number, members in groupby(placed, lambda each: each[0])
+        for number, members in groupby(placed, lambda numbered: numbered[0])
     ]
 
 
 def _write_configuration(model: PreTrainedModel, dtype: torch.dtype, folder: Path) -> None:
-    """As save_pretrained does it."""
+    """Write the configuration files as `save_pretrained` does."""
     model.config.dtype = str(dtype).removeprefix("torch.")
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
@@ -242,24 +249,24 @@ def _write_shard(folder: Path, shard: _Shard, form: SaveFormat, names: StateName
         file.write(encode_header(entries, {"format": "pt"}))
         for group in shard.groups:
             for name, data in _convert_group(group, form, names, reader):
-                assert len(data) == entries[name].stop - entries[name].start, f"{name} is of another size"
+                assert len(data) == entries[name].stop - entries[name].start, f"{name} has another size"
                 file.write(data)
-                del data  # the next one is not read beside it
+                del data  # free it before the next one is read
 
 
 def _convert_group(
     group: SavedGroup, form: SaveFormat, names: StateNames, reader: Reader
 ) -> Iterator[tuple[str, memoryview]]:
-    """Of tensors that are saved together, the bytes of each. They are gone before others are read."""
-    found = form.convert({name: _read_full(reader, names, first) for name, first in group.names.items()})
+    """Yield the bytes of each tensor of a group, and free them before the next group is read."""
+    tensors = form.convert({name: _read_full(reader, names, first) for name, first in group.names.items()})
     for name in group.tensors:
-        yield name, bytes_of(found.pop(name))
+        yield name, bytes_of(tensors.pop(name))
 
 
 def _read_full(reader: Reader, names: StateNames, first: str) -> Tensor:
-    if 0 in names.tensors[first].shape:  # a checkpoint has no place for it
+    if 0 in names.tensors[first].shape:  # not in the checkpoint
         return torch.empty(names.tensors[first].shape)
-    return reader.read_full(names.key_of(first))
+    return reader.whole(names.checkpoint_key(first))
 
 
 def _write_index(path: Path, shards: Sequence[_Shard], model: PreTrainedModel) -> None:

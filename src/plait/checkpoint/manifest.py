@@ -1,14 +1,14 @@
-"""The manifest: what a checkpoint holds, and where every element of it lies.
+"""The manifest: the contents of a checkpoint, and the location of every element.
 
-    manifest.json               all below; its own hash is part of it
-    rank-00000.0.safetensors    the boxes that rank 0 has written, one tensor each; a large one goes on in .1
+    manifest.json               everything below, and its own hash
+    rank-00000.0.safetensors    the boxes that rank 0 has written, one tensor each; large ranks continue in .1
 
-[Note: what a manifest is believed]
-Nothing before its hash is right and it fits itself: known dtypes, file names without a way out of the
-directory, chunks that are inside their tensors, do not overlap and leave nothing out, files that chunks fill
-without a gap. Every number has a bound before it is used, and nothing is allocated by what a number says
-alone: what is allocated is the model's own. A file must be a plain one, of the size that is said; what is
-read from it has to have its checksum.
+[Note: manifest validation]
+No value is used before the hash is verified and the manifest is consistent: known dtypes, file names that do
+not leave the directory, chunks that are inside their tensors, do not overlap and cover them, files that
+chunks fill without a gap. Every number is bounded before it is used, and memory is allocated for the model's
+own tensors, never by a manifest's numbers alone. A file must be a regular file of the recorded size; data
+read from it must have its checksum.
 """
 
 import errno
@@ -35,7 +35,7 @@ from plait.plan import Box
 MANIFEST = "manifest.json"
 FORMAT: Literal["plait checkpoint 2"] = "plait checkpoint 2"
 MANIFEST_LIMIT_BYTES = 2**30
-_MAX_COMPARISONS = 10**6  # of boxes that no cut through all of them separates: ours are always separated
+_MAX_COMPARISONS = 10**6  # of boxes that no plane separates; those that plait writes always are
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 
 
@@ -50,10 +50,10 @@ class FileFacts(_Strict):
 
 
 class Chunk(NamedTuple):
-    """A box of a whole tensor, row by row in one file."""
+    """A box of a full tensor, in row-major order in one file."""
 
-    file: int  # in the manifest's order
-    offset: int  # bytes from the file's beginning
+    file: int  # index in the manifest's order
+    offset: int  # bytes from the start of the file
     start: tuple[int, ...]
     stop: tuple[int, ...]
     crc32: int
@@ -74,14 +74,14 @@ class TensorFacts(_Strict):
 
 
 class RankFiles(_Strict):
-    """What one rank has written. Chunks count its own files."""
+    """The files that one rank has written. Chunks index these files."""
 
     files: dict[str, FileFacts]
     tensors: dict[str, TensorFacts]
 
 
 class Manifest(_Strict):
-    """What stands in manifest.json. `facts` are the writer's own: plan, seed, model, data..."""
+    """The contents of manifest.json. `facts` are the writer's: plan, seed, model, data..."""
 
     format: Literal["plait checkpoint 2"]
     step: int
@@ -90,21 +90,21 @@ class Manifest(_Strict):
     tensors: dict[str, TensorFacts]
 
     @classmethod
-    def of(cls, step: int, facts: Mapping[str, Any], parts: Iterable[RankFiles]) -> "Manifest":
-        """Of what all ranks have written."""
+    def from_ranks(cls, step: int, facts: Mapping[str, Any], ranks: Iterable[RankFiles]) -> "Manifest":
+        """Merge the files of all ranks into one manifest."""
         files: dict[str, FileFacts] = {}
         tensors: dict[str, TensorFacts] = {}
-        for part in parts:
+        for rank in ranks:
             first = len(files)
-            files |= part.files
-            for key, facts_of in part.tensors.items():
-                chunks = tuple(chunk._replace(file=first + chunk.file) for chunk in facts_of.chunks)
-                known = tensors[key].chunks if key in tensors else ()
-                tensors[key] = facts_of.model_copy(update={"chunks": (*known, *chunks)})
+            files |= rank.files
+            for key, tensor in rank.tensors.items():
+                chunks = tuple(chunk._replace(file=first + chunk.file) for chunk in tensor.chunks)
+                earlier = tensors[key].chunks if key in tensors else ()
+                tensors[key] = tensor.model_copy(update={"chunks": (*earlier, *chunks)})
         return cls(format=FORMAT, step=step, facts=dict(facts), files=files, tensors=tensors)
 
-    def text(self) -> str:
-        """JSON, a line per tensor and file, the hash of all that comes before it in the last."""
+    def to_json(self) -> str:
+        """Encode as JSON, a line per tensor and file; the last line has the hash of everything before it."""
         values = self.model_dump(mode="json")
         tables = [_table(name, values.pop(name)) for name in ("files", "tensors")]
         head = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in values.items()]
@@ -112,12 +112,12 @@ class Manifest(_Strict):
         return f'{body},\n"sha256": "{_sha256(body.encode())}"\n}}\n'
 
     def problem(self) -> str | None:
-        """What does not fit in it; None for a manifest that can be believed."""
+        """The first inconsistency; None if it is valid."""
         return next(_problems(self), None)
 
     @property
     def num_bytes(self) -> int:
-        """Of all files but the manifest."""
+        """Total size of all files except the manifest."""
         return sum(facts.bytes for facts in self.files.values())
 
 
@@ -141,7 +141,7 @@ DAMAGED = "the checkpoint is damaged"
 
 @dataclass(frozen=True)
 class Damage:
-    """Where a checkpoint is not what it should be, and why."""
+    """The location of damage in a checkpoint, and the reason."""
 
     path: Path
     reason: str
@@ -151,7 +151,7 @@ class Damage:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """What the folder holds, as its manifest says. See [Note: what a manifest is believed].
+    """Read and validate the manifest of a folder. See [Note: manifest validation].
 
     Raises CheckpointError, which names the file and the reason.
     """
@@ -164,9 +164,9 @@ def read_manifest(folder: Path) -> Manifest:
             text = file.read(size + 1)
         except OSError as error:
             raise read_error(path, error) from error
-    said = _HASH.fullmatch(text[-_HASH_BYTES:])
-    if said is None or _sha256(text[:-_HASH_BYTES]) != said[1].decode():
-        raise Damage(path, "its content does not have the hash that it says").error()
+    recorded = _HASH.fullmatch(text[-_HASH_BYTES:])
+    if recorded is None or _sha256(text[:-_HASH_BYTES]) != recorded[1].decode():
+        raise Damage(path, "its content does not have the hash in its last line").error()
     try:
         manifest = Manifest.model_validate_json(text[:-_HASH_BYTES] + b"}")
     except ValidationError as error:
@@ -176,24 +176,25 @@ def read_manifest(folder: Path) -> Manifest:
     if (reason := manifest.problem()) is not None:
         raise Damage(path, reason).error()
     for name, facts in manifest.files.items():
-        if (found := plain_size(folder / name)) != facts.bytes:
-            raise Damage(folder / name, f"{found} bytes instead of {facts.bytes}").error()
+        if (size := plain_size(folder / name)) != facts.bytes:
+            raise Damage(folder / name, f"{size} bytes instead of {facts.bytes}").error()
     return manifest
 
 
 def plain_size(path: Path) -> int:
-    """Of a plain file. Raises CheckpointError for what is none."""
+    """The size of a regular file in bytes. Raises CheckpointError for anything else."""
     try:
         size = plain_file_bytes(path)
     except OSError as error:
         raise read_error(path, error) from error
     if size is None:
-        raise Damage(path, "not a plain file").error()
+        raise Damage(path, "not a regular file").error()
     return size
 
 
 def open_plain(path: Path) -> int:
-    """A descriptor of a plain file. Raises CheckpointError for what is none; it never waits for a pipe."""
+    """Open a regular file and return its descriptor. Raises CheckpointError for anything else; never blocks
+    on a pipe."""
     plain_size(path)
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -201,19 +202,19 @@ def open_plain(path: Path) -> int:
         raise read_error(path, error) from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise Damage(path, "not a plain file").error()
+        raise Damage(path, "not a regular file").error()
     return descriptor
 
 
 def read_error(path: Path, error: OSError) -> CheckpointError:
-    """A missing file is damage. Another error says nothing of what is in it: that may be whole."""
+    """A missing file is damage. Another error does not mean that the contents are damaged."""
     if error.errno == errno.ENOENT:
         return Damage(path, "missing").error()
     return CheckpointError("a checkpoint cannot be read", given=f"{path}: {error.strerror or error}")
 
 
 def _problems(manifest: Manifest) -> Iterator[str]:
-    """What does not fit in a manifest whose hash is right."""
+    """Yield the inconsistencies of a manifest whose hash is correct."""
     if manifest.step < 0:
         yield f"step {manifest.step}"
     for name, facts in manifest.files.items():
@@ -230,7 +231,7 @@ def _problems(manifest: Manifest) -> Iterator[str]:
     for (name, facts), ranges in zip(manifest.files.items(), filled, strict=True):
         edges = [(0, facts.header_bytes), *sorted(ranges), (facts.bytes, facts.bytes)]
         if any(one[1] != other[0] for one, other in pairwise(edges)):
-            yield f"{name} is not filled by what is in it"
+            yield f"{name} is not filled by its chunks"
 
 
 def _tensor_problems(key: str, tensor: TensorFacts, num_files: int) -> Iterator[str]:
@@ -238,36 +239,36 @@ def _tensor_problems(key: str, tensor: TensorFacts, num_files: int) -> Iterator[
         yield f"{key} is of dtype {tensor.dtype!r:.40}"
         return
     if not is_valid_shape(tensor.shape):
-        yield f"{key} is of a shape that no tensor has"
+        yield f"{key} has an invalid shape"
         return
     for chunk in tensor.chunks:
         edges = zip(chunk.start, chunk.stop, tensor.shape, strict=False)
         inside = all(0 <= start < stop <= size for start, stop, size in edges)
         if not (len(chunk.start) == len(chunk.stop) == len(tensor.shape) and inside):
-            yield f"{key} has a chunk that is not in it"
+            yield f"{key} has a chunk outside of it"
             return
         if not (0 <= chunk.file < num_files and chunk.offset >= 0):
-            yield f"{key} has a chunk in no file"
+            yield f"{key} has a chunk outside of the files"
             return
     numel = sum(chunk.box.numel for chunk in tensor.chunks)
     if numel != math.prod(tensor.shape):
-        yield f"{key} has chunks of {numel} elements, not of {math.prod(tensor.shape)}"
+        yield f"{key} has chunks of {numel} elements instead of {math.prod(tensor.shape)}"
     elif not _are_disjoint([chunk.box for chunk in tensor.chunks]):
         yield f"{key} has chunks that overlap"
 
 
 def _are_disjoint(boxes: Sequence[Box]) -> bool:
-    """Whether no two boxes share an element; False also where that would be long to find out."""
+    """Return whether no two boxes share an element; False also if that would take too many comparisons."""
     todo, comparisons = [list(boxes)], 0
     while todo:
         group = todo.pop()
         if len(group) < 2:
             continue
-        parts = next(
-            (parts for dim in range(len(group[0].start)) if len(parts := _separate(group, dim)) > 1), None
+        groups = next(
+            (groups for dim in range(len(group[0].start)) if len(groups := _separate(group, dim)) > 1), None
         )
-        if parts is not None:
-            todo += parts
+        if groups is not None:
+            todo += groups
             continue
         comparisons += len(group) ** 2
         if comparisons > _MAX_COMPARISONS:
@@ -278,12 +279,12 @@ def _are_disjoint(boxes: Sequence[Box]) -> bool:
 
 
 def _separate(boxes: Sequence[Box], dim: int) -> list[list[Box]]:
-    """The boxes in groups, between which lies a place of the dim that none of them spans."""
-    found: list[list[Box]] = []
+    """Split the boxes into groups that do not overlap along the dim."""
+    groups: list[list[Box]] = []
     end = 0
     for box in sorted(boxes, key=lambda box: box.start[dim]):
-        if not found or box.start[dim] >= end:
-            found.append([])
-        found[-1].append(box)
+        if not groups or box.start[dim] >= end:
+            groups.append([])
+        groups[-1].append(box)
         end = max(end, box.stop[dim])
-    return found
+    return groups

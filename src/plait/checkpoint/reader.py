@@ -1,12 +1,12 @@
-"""Reading under any plan: of every chunk the rows that are asked for, and each of them once.
+"""Read a checkpoint under any plan: from every chunk the requested rows, each of them once.
 
-[Note: how what is read is verified]
-A chunk that a reader reads wholly has to have its CRC-32. Of one that several share, each adds up its part's
-remainder (see [Note: sums of parts] in `crc.py`), and together these give the CRC-32 of the whole: the ranks
-that hold one copy of the training state read every element of it, and of those that several of them hold, one
-rank's reading is counted. So no byte is read for the sake of being verified, and every byte that is used has
-been found right in the file by somebody. That is known at the end, when all lies where it belongs: whoever
-reads must not use it before `finish` has let it pass.
+[Note: verification of data read]
+A chunk that one rank reads completely must have its CRC-32. Of a chunk that several ranks share, each
+computes the remainder of its part (see [Note: CRC of parts] in `crc32.py`), and the XOR of these gives the
+CRC-32 of the chunk: the ranks that hold one copy of the training state together read every element of it, and
+of elements that several of them hold, one rank's read is counted. So no byte is read only to be verified, and
+every byte that is used has been verified in the file by some rank. The result is known only at the end, after
+the data has been written to its destination: callers must not use it before `finish` returns.
 """
 
 import bisect
@@ -35,16 +35,16 @@ from plait.errors import CheckpointError
 from plait.parallel import boxes_of, view_of
 from plait.plan import Box, Boxes
 
-# A CRC's bits are counted, by up to 2^20 ranks, in fields of integers.
+# The bits of a CRC are counted, over up to 2^20 ranks, in bit fields of integers.
 _FIELDS, _FIELD_BITS, _NUM_FIELDS = 3, 21, 11
-_MAX_OPEN_FILES = 64  # files
+_MAX_OPEN_FILES = 64
 ALONE = Group((0,), 0, None)
 CPU = torch.device("cpu")
 
 
 @dataclass
 class _PartialRead:
-    """Of a chunk that was not read wholly, what this rank has read so far."""
+    """The elements of a partly read chunk that this rank has read so far."""
 
     numel: int = 0
     remainder: int = 0
@@ -52,24 +52,24 @@ class _PartialRead:
 
 @dataclass
 class _ChunkIndex:
-    """The chunks of a tensor in the order of their first rows."""
+    """The chunks of a tensor, sorted by first row."""
 
     chunks: list[Chunk]
     starts: list[int]
-    stops: list[int] = field(default_factory=list)  # the furthest of those up to here
+    stops: list[int] = field(default_factory=list)  # running maximum
 
     @classmethod
-    def of(cls, facts: TensorFacts) -> "_ChunkIndex":
-        found = sorted(facts.chunks, key=lambda chunk: chunk.start)
+    def from_facts(cls, facts: TensorFacts) -> "_ChunkIndex":
+        chunks = sorted(facts.chunks, key=lambda chunk: chunk.start)
         if not facts.shape:
-            return cls(found, [0] * len(found), [1] * len(found))
-        rows = cls(found, [chunk.start[0] for chunk in found])
-        for chunk in found:
-            rows.stops.append(max(chunk.stop[0], rows.stops[-1] if rows.stops else 0))
-        return rows
+            return cls(chunks, [0] * len(chunks), [1] * len(chunks))
+        index = cls(chunks, [chunk.start[0] for chunk in chunks])
+        for chunk in chunks:
+            index.stops.append(max(chunk.stop[0], index.stops[-1] if index.stops else 0))
+        return index
 
-    def meeting(self, box: Box) -> Iterator[Chunk]:
-        """Those that share elements with the box."""
+    def overlapping(self, box: Box) -> Iterator[Chunk]:
+        """Yield the chunks that share elements with the box."""
         low, high = box.edges[0] if box.start else (0, 1)
         for chunk in self.chunks[
             bisect.bisect_right(self.stops, low) : bisect.bisect_left(self.starts, high)
@@ -79,20 +79,20 @@ class _ChunkIndex:
 
 
 class Reader:
-    """Of one checkpoint's files. A context: it holds them open. Raises CheckpointError.
+    """Reader of one checkpoint's files, and a context that keeps them open. Raises CheckpointError.
 
-    `has_sums`: chunks have their checksums; somebody else's files have none.
+    `has_checksums`: chunks have checksums; files of other programs have none.
     """
 
-    def __init__(self, path: Path, manifest: Manifest, *, has_sums: bool = True) -> None:
+    def __init__(self, path: Path, manifest: Manifest, *, has_checksums: bool = True) -> None:
         self._path = path
         self._manifest = manifest
-        self._has_sums = has_sums
+        self._has_checksums = has_checksums
         self._names = list(manifest.files)
         self._open: dict[int, int] = {}
-        self._rows: dict[str, _ChunkIndex] = {}
-        self._right_headers: set[int] = set()
-        self._seen: dict[tuple[int, int], _PartialRead] = {}
+        self._indices: dict[str, _ChunkIndex] = {}
+        self._valid_headers: set[int] = set()
+        self._partial_reads: dict[tuple[int, int], _PartialRead] = {}
         self.bytes_read = 0
 
     def __enter__(self) -> "Reader":
@@ -107,77 +107,79 @@ class Reader:
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Of every whole tensor, by key."""
+        """The full shape of every tensor, by key."""
         return {key: facts.shape for key, facts in self._manifest.tensors.items()}
 
     def read(self, key: str, boxes: Boxes, start: int, into: Tensor, *, counted: bool = True) -> None:
-        """Fills `into`, flat, with what lies from element `start` on in the tensor that holds the boxes of
-        tensor `key`. `counted`: of the ranks that `finish` meets, only this one reads it."""
+        """Fill flat `into` from element `start` on of the tensor that holds the boxes of tensor `key`.
+        `counted`: of the ranks in `finish`, only this one reads these elements."""
         for box, view in boxes_of(into, boxes, start):
             self._fill(key, box, view, counted)
 
-    def read_full(self, key: str) -> Tensor:
-        """All of a tensor, on the CPU; every rank by itself."""
+    def whole(self, key: str) -> Tensor:
+        """Read a full tensor on the CPU, on each rank separately."""
         facts = self._manifest.tensors[key]
-        found = torch.empty(facts.shape, dtype=facts.torch_dtype)
-        self.read(key, Boxes.whole(facts.shape), 0, found.view(-1), counted=False)
-        return found
+        full = torch.empty(facts.shape, dtype=facts.torch_dtype)
+        self.read(key, Boxes.whole(facts.shape), 0, full.view(-1), counted=False)
+        return full
 
     def check_header(self, file: int) -> None:
-        """Reads it, to see that it is as it was written. As `check`, also in several threads."""
-        os.close(self._opened(file))
+        """Read and verify a file's header. Thread-safe, like `check`."""
+        os.close(self._open_verified(file))
 
     def check(self, key: str, chunk: Chunk) -> None:
-        """Reads one chunk, to see that it is as it was written."""
+        """Read and verify one chunk."""
         num_bytes = chunk.box.numel * self._manifest.tensors[key].torch_dtype.itemsize
-        block, crc = memoryview(bytearray(min(num_bytes, BLOCK_BYTES))), 0
+        buffer, crc = memoryview(bytearray(min(num_bytes, BLOCK_BYTES))), 0
         descriptor = open_plain(self._path / self._names[chunk.file])
         try:
             for at in range(0, num_bytes, BLOCK_BYTES):
-                part = block[: num_bytes - at]
-                self._read_from(descriptor, chunk.file, chunk.offset + at, part)
-                crc = crc32(part, crc)
+                block = buffer[: num_bytes - at]
+                self._read_from(descriptor, chunk.file, chunk.offset + at, block)
+                crc = crc32(block, crc)
         finally:
             os.close(descriptor)
         if crc != chunk.crc32:
-            raise self._wrong(key, chunk)
+            raise self._checksum_error(key, chunk)
 
     def _fill(self, key: str, box: Box, view: Tensor, counted: bool) -> None:
         facts = self._manifest.tensors[key]
-        if key not in self._rows:
-            self._rows[key] = _ChunkIndex.of(facts)
-        for chunk in self._rows[key].meeting(box):
+        if key not in self._indices:
+            self._indices[key] = _ChunkIndex.from_facts(facts)
+        for chunk in self._indices[key].overlapping(box):
             shared = chunk.box & box
-            to = view_of(view, shared.within(box))
-            direct = to.is_contiguous() and to.dtype == facts.torch_dtype and to.device.type == "cpu"
-            buffer = to if direct else torch.empty(shared.shape, dtype=facts.torch_dtype)
+            target = view_of(view, shared.within(box))
+            is_direct = (
+                target.is_contiguous() and target.dtype == facts.torch_dtype and target.device.type == "cpu"
+            )
+            buffer = target if is_direct else torch.empty(shared.shape, dtype=facts.torch_dtype)
             self._read(key, chunk, shared.within(chunk.box), bytes_of(buffer), buffer.element_size(), counted)
-            if not direct:
-                to.copy_(buffer)
+            if not is_direct:
+                target.copy_(buffer)
 
     def _read(
         self, key: str, chunk: Chunk, part: Box, into: memoryview, itemsize: int, counted: bool
     ) -> None:
-        """A box of a chunk, of which the rows lie one behind the other in `into`."""
+        """Read a box of a chunk into contiguous `into`."""
         remainder, at = Remainder(), 0
-        descriptor, add = self._descriptor(chunk.file), remainder.add if self._has_sums else _ignore
+        descriptor, add = self._descriptor(chunk.file), remainder.add if self._has_checksums else _ignore
         for first, length in _segments(part, chunk.box.shape):
             for begin in range(first * itemsize, (first + length) * itemsize, BLOCK_BYTES):
                 row = into[at : at + min(BLOCK_BYTES, (first + length) * itemsize - begin)]
                 self._read_from(descriptor, chunk.file, chunk.offset + begin, row)
                 add(begin, row)
                 at += len(row)
-        if not self._has_sums:
+        if not self._has_checksums:
             return
-        found = remainder.of(chunk.box.numel * itemsize)
+        value = remainder.in_message_of(chunk.box.numel * itemsize)
         if part.numel == chunk.box.numel:
-            if crc_of_remainder(found, chunk.box.numel * itemsize) != chunk.crc32:
-                raise self._wrong(key, chunk)
+            if crc_of_remainder(value, chunk.box.numel * itemsize) != chunk.crc32:
+                raise self._checksum_error(key, chunk)
         elif counted:
-            seen = self._seen.setdefault((chunk.file, chunk.offset), _PartialRead())
-            seen.numel += part.numel
-            seen.remainder ^= found
-            assert seen.numel <= chunk.box.numel, f"elements of {key} were read twice"
+            read = self._partial_reads.setdefault((chunk.file, chunk.offset), _PartialRead())
+            read.numel += part.numel
+            read.remainder ^= value
+            assert read.numel <= chunk.box.numel, f"elements of {key} were read twice"
 
     def _read_from(self, descriptor: int, file: int, offset: int, into: memoryview) -> None:
         while into:
@@ -191,25 +193,25 @@ class Reader:
             into, offset = into[count:], offset + count
 
     def _descriptor(self, file: int) -> int:
-        """Of a file whose header is as it was written. Some are open at a time."""
+        """The descriptor of a file with a verified header. A limited number of files is open at a time."""
         if file not in self._open:
             while len(self._open) >= _MAX_OPEN_FILES:
                 os.close(self._open.pop(next(iter(self._open))))
-            self._open[file] = self._opened(file)
+            self._open[file] = self._open_verified(file)
         return self._open[file]
 
-    def _opened(self, file: int) -> int:
+    def _open_verified(self, file: int) -> int:
         facts = self._manifest.files[self._names[file]]
         descriptor = open_plain(self._path / self._names[file])
         try:
             if (size := os.fstat(descriptor).st_size) != facts.bytes:
                 raise self._damage(file, f"{size} bytes instead of {facts.bytes}")
-            if file not in self._right_headers:
+            if file not in self._valid_headers:
                 header = bytearray(facts.header_bytes)
                 self._read_from(descriptor, file, 0, memoryview(header))
                 if crc32(header) != facts.header_crc32:
-                    raise self._damage(file, "its header is not the one that was written")
-                self._right_headers.add(file)
+                    raise self._damage(file, "its header does not have its checksum")
+                self._valid_headers.add(file)
         except BaseException:
             os.close(descriptor)
             raise
@@ -227,21 +229,21 @@ class Reader:
         device: torch.device = CPU,
         error: CheckpointError | None = None,
     ) -> None:
-        """Raises CheckpointError, on every rank, for what was read and is not what was written: see [Note:
-        how what is read is verified]. `copy`: the ranks that together read one copy of the state. `error`:
-        what has kept this rank from reading all."""
+        """Raise CheckpointError on every rank if any data read is damaged: see [Note: verification of data
+        read]. `copy`: the ranks that together read one copy of the state. `error`: this rank's error, if it
+        could not read everything."""
         raise_on_all(error, everyone, device)
-        if self._has_sums:
+        if self._has_checksums:
             raise_on_all(self._check_shared(copy, device), everyone, device)
 
     def _check_shared(self, group: Group, device: torch.device) -> CheckpointError | None:
-        """One sum over the ranks, of all chunks' counts and remainders: all of them see the same."""
+        """All-reduce the counts and remainders of all chunks, so that all ranks get the same result."""
         chunks = [(key, chunk) for key, facts in self._manifest.tensors.items() for chunk in facts.chunks]
         table = torch.zeros(len(chunks), 1 + _NUM_FIELDS, dtype=torch.int64)
-        for line, (_, chunk) in enumerate(chunks):
-            seen = self._seen.get((chunk.file, chunk.offset))
-            if seen is not None:
-                table[line] = torch.tensor([seen.numel, *_bits_to_fields(seen.remainder)])
+        for row, (_, chunk) in enumerate(chunks):
+            read = self._partial_reads.get((chunk.file, chunk.offset))
+            if read is not None:
+                table[row] = torch.tensor([read.numel, *_bits_to_fields(read.remainder)])
         table = table.to(device)
         all_reduce(table, group, label="remainders of chunks")
         for (key, chunk), (numel, *fields) in zip(chunks, table.tolist(), strict=True):
@@ -251,23 +253,21 @@ class Reader:
                 )
                 num_bytes = numel * self._manifest.tensors[key].torch_dtype.itemsize
                 if crc_of_remainder(_parity_of_fields(fields), num_bytes) != chunk.crc32:
-                    return self._wrong(key, chunk)
+                    return self._checksum_error(key, chunk)
         return None
 
-    def _wrong(self, key: str, chunk: Chunk) -> CheckpointError:
+    def _checksum_error(self, key: str, chunk: Chunk) -> CheckpointError:
         edges = ", ".join(f"{low}:{high}" for low, high in chunk.box.edges)
-        reason = (
-            f"{key}[{edges}], from byte {chunk.offset} on, does not have the checksum that it should have"
-        )
+        reason = f"{key}[{edges}], from byte {chunk.offset} on, does not have the checksum of the manifest"
         return self._damage(chunk.file, reason)
 
 
 def _ignore(at: int, data: memoryview) -> None:
-    """What is not verified."""
+    """Used instead of `Remainder.add` where there are no checksums."""
 
 
 def _segments(part: Box, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """(first element, length) of the runs that a box of a tensor is, in its memory."""
+    """Yield (first element, length) of the contiguous runs of a box in its tensor's memory."""
     dims = len(shape)
     while dims and part.edges[dims - 1] == (0, shape[dims - 1]):
         dims -= 1
@@ -285,7 +285,7 @@ def _segments(part: Box, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
 
 
 def _bits_to_fields(value: int) -> list[int]:
-    """A CRC's bits, each in a field of its own, so that sums over ranks count them."""
+    """Put each bit of a CRC in a separate field, so that sums over ranks count them."""
     fields = []
     for first in range(0, _FIELDS * _NUM_FIELDS, _FIELDS):
         bits = (value >> first & 1, value >> first + 1 & 1, value >> first + 2 & 1)
@@ -294,9 +294,9 @@ def _bits_to_fields(value: int) -> list[int]:
 
 
 def _parity_of_fields(fields: list[int]) -> int:
-    """The sum modulo 2 of what `_bits_to_fields` gave."""
-    found = 0
+    """Return the sum modulo 2 of the bits in fields from `_bits_to_fields`."""
+    value = 0
     for number, counts in enumerate(fields):
         for bit in range(_FIELDS):
-            found |= (counts >> bit * _FIELD_BITS & 1) << number * _FIELDS + bit
-    return found
+            value |= (counts >> bit * _FIELD_BITS & 1) << number * _FIELDS + bit
+    return value

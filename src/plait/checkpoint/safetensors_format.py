@@ -1,11 +1,11 @@
-"""The header of a safetensors file: the length of a JSON text, the text, and behind it the tensors' bytes.
+"""The header of a safetensors file: the length of a JSON text and the text; the tensors' bytes follow.
 
-[Note: what a header is believed]
-Nothing before it fits itself and its file. Its length has a bound; a tensor's bytes are as many as its shape
-and dtype need; tensors fill the file without a gap and without an overlap, as the format asks. What is
-allocated is the model's own, never what a header says alone.
+[Note: header validation]
+No value of a header is used before it is consistent with the others and with the file. Its length is bounded;
+a tensor's number of bytes matches its shape and dtype; tensors fill the file without gap or overlap, as the
+format requires. Memory is allocated for the model's own tensors, never by a header's numbers alone.
 
-Types and shapes of tensors in files.
+Also dtypes and shapes of tensors in files.
 """
 
 import json
@@ -23,7 +23,7 @@ from plait.errors import CheckpointError
 
 _MAX_DIMS, _MAX_ELEMENTS = 64, 2**60
 
-# safetensors' names of the dtypes that torch has.
+# safetensors' names of torch dtypes.
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
@@ -34,14 +34,14 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def is_valid_shape(shape: Sequence[object]) -> bool:
-    """Whether a tensor can have it."""
+    """Return whether a tensor can have this shape."""
     sizes = [size for size in shape if type(size) is int and size >= 0]
     is_size = len(sizes) == len(shape) <= _MAX_DIMS
     return is_size and math.prod(max(1, size) for size in sizes) < _MAX_ELEMENTS
 
 
 _ALIGNMENT = 64  # of a file's first tensor
-HEADER_LIMIT_BYTES = 100_000_000  # as the safetensors library has it
+HEADER_LIMIT_BYTES = 100_000_000  # as in the safetensors library
 _METADATA = "__metadata__"
 
 
@@ -54,14 +54,14 @@ class Entry(NamedTuple):
     stop: int
 
     @classmethod
-    def of(cls, dtype: torch.dtype, shape: tuple[int, ...], start: int) -> "Entry":
-        """Of a tensor that begins with byte `start`."""
+    def from_start(cls, dtype: torch.dtype, shape: tuple[int, ...], start: int) -> "Entry":
+        """The entry of a tensor that starts at byte `start`."""
         return cls(DTYPE_NAMES[dtype], shape, start, start + math.prod(shape) * dtype.itemsize)
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a file says of itself. `num_bytes`: its own, up to the first tensor's first byte."""
+    """A file's header. `num_bytes`: of the header, up to the first tensor's first byte."""
 
     entries: Mapping[str, Entry]
     num_bytes: int
@@ -70,7 +70,7 @@ class Header:
 
 
 def encode_header(entries: Mapping[str, Entry], metadata: Mapping[str, str] | None = None) -> bytes:
-    """What a file begins with: behind it come the tensors, in their order."""
+    """Encode the header; the tensors follow it, in their order."""
     values: dict[str, Any] = {} if metadata is None else {_METADATA: dict(metadata)}
     for name, entry in entries.items():
         offsets = [entry.start, entry.stop]
@@ -81,8 +81,7 @@ def encode_header(entries: Mapping[str, Entry], metadata: Mapping[str, str] | No
 
 
 def read_header(path: Path) -> Header:
-    """Of a file that somebody else has written. See [Note: what a header is believed]. Raises
-    CheckpointError."""
+    """Read the header of a file of any program. See [Note: header validation]. Raises CheckpointError."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)
@@ -109,23 +108,23 @@ def read_header(path: Path) -> Header:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a name that is there twice")
-    return found
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ValueError("a duplicate name")
+    return values
 
 
 def _entry(name: str, value: Any) -> Entry:
-    """Raises ValueError, TypeError or KeyError for what describes no tensor."""
+    """Parse an entry. Raises ValueError, TypeError or KeyError if it does not describe a tensor."""
     dtype, shape, (start, stop) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
     if dtype not in DTYPES:
         raise ValueError(f"{name} is of dtype {dtype!r:.40}")
     if not is_valid_shape(shape) or not all(type(byte) is int for byte in (start, stop)):
-        raise ValueError(f"{name} is of a shape that no tensor has")
+        raise ValueError(f"{name} has an invalid shape")
     if not 0 <= start <= stop or stop - start != math.prod(shape) * DTYPES[dtype].itemsize:
-        raise ValueError(f"{name} has not the bytes that its shape needs")
+        raise ValueError(f"{name} does not have the number of bytes of its shape")
     return Entry(dtype, shape, start, stop)
 
 
 def _not_safetensors(path: Path, reason: str) -> CheckpointError:
-    return CheckpointError("not a whole safetensors file", given=f"{path}: {reason}")
+    return CheckpointError("not a complete safetensors file", given=f"{path}: {reason}")

@@ -1,11 +1,11 @@
-"""Saving: every rank writes what it owns, the first one makes a checkpoint of it.
+"""Save checkpoints: every rank writes the shards it owns, and rank 0 completes the checkpoint.
 
-[Note: saving behind a step]
-With `background`, a save takes as long as a copy of what the rank owns, into memory that stays for the
-next one (pinned where there is a GPU); a thread writes it from there while training goes on. It talks to
-nobody but through files, and through the job's store, where it says that it has failed: communication belongs
-to the thread that trains, in one order on all ranks. The next save waits for the last one. Whether that came
-to be is known to all ranks by `finish`; that it has ended, to the first rank before that: `has_ended`.
+[Note: saving in the background]
+With `background`, a save blocks only for a copy of the rank's shards, into staging memory that is reused by
+the next save (pinned if there is a GPU); a thread writes it to files during the next steps. The thread
+communicates only through files, and through the job's store, where it records failures: collectives belong to
+the training thread, in one order on all ranks. The next save waits for the last one. `finish` raises on all
+ranks if it failed; rank 0 knows before that whether it has ended: `has_ended`.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ from plait.checkpoint.directory import (
 )
 from plait.checkpoint.manifest import MANIFEST, Manifest, RankFiles
 from plait.checkpoint.writer import write_rank_files
-from plait.comm import World, broadcast, decode_error, encode_error, raise_on_all
+from plait.comm import World, broadcast, packed, raise_on_all, unpacked
 from plait.errors import CheckpointError
 from plait.fileio import sync_folder, write_text
 from plait.parallel import StateShard
@@ -45,23 +45,23 @@ from plait.parallel import StateShard
 _ALIGNMENT = 64
 _POLL_S = 0.005
 _VISIBLE_TIMEOUT_S = 60.0  # until another host sees a directory of a shared file system
-_Source = Callable[[StateShard], Tensor]
+_Source = Callable[[StateShard], Tensor]  # a shard's elements, on the CPU
 
 
 @dataclass(frozen=True)
 class _Save:
-    """One of them, on one rank."""
+    """One save, on one rank."""
 
     partial: Path
     step: int
-    kept: Sequence[StateShard]
+    shards: Sequence[StateShard]
     source: _Source
     facts: dict[str, Any]
     score: float | None
 
 
 class Saver:
-    """Saves one job's checkpoints into a folder. Every rank has one and calls it alike.
+    """Saves one job's checkpoints into a folder. Every rank makes the same calls.
 
     [Note: lifetimes] A save's thread reads the staging memory until it ends, and `finish` joins it before
     that memory is written again.
@@ -70,35 +70,35 @@ class Saver:
     def __init__(
         self, folder: str | Path, world: World, *, keep: Keep | None = None, background: bool = False
     ) -> None:
-        """`folder` is the same one on all hosts. `keep`: which checkpoints stay, None for all."""
+        """`folder`: the same on all hosts. `keep`: the checkpoints to retain, None for all."""
         self._folder = Path(folder)
         self._world = world
         self._keep = keep
         self._background = background
         self._staging = torch.empty(0, dtype=torch.uint8)
         self._thread: threading.Thread | None = None
-        self._under_way: str | None = None  # the name of the directory that is being written
-        self._bug: BaseException | None = None
-        self._lock = contextlib.ExitStack()  # from a save's beginning to its end, on the first rank
+        self._in_flight: str | None = None  # the name of the directory that is being written
+        self._unexpected_error: BaseException | None = None
+        self._lock = contextlib.ExitStack()  # held during a save, on rank 0
 
     def save(
-        self, step: int, kept: Sequence[StateShard], facts: Mapping[str, Any], *, score: float | None = None
+        self, step: int, shards: Sequence[StateShard], facts: Mapping[str, Any], *, score: float | None = None
     ) -> None:
-        """Saves what the ranks keep as the checkpoint of `step`; see [Note: saving behind a step].
+        """Save the ranks' shards as the checkpoint of `step`; see [Note: saving in the background].
 
-        `facts` is JSON. `score`: lower is better, for `Keep.best`. Raises CheckpointError, on all ranks, when
-        this one (or, in the background, the last one) cannot be written: the earlier ones then stand as they
-        stood.
+        `facts` is JSON. `score`: lower is better, for `Keep.best`. Raises CheckpointError on all ranks if
+        this checkpoint (or, in the background, the last one) cannot be written: earlier ones are then
+        unchanged.
         """
         try:
             json.dumps(facts)
         except (TypeError, ValueError) as error:
-            raise CheckpointError("a checkpoint's facts are JSON", given=error) from error
+            raise CheckpointError("a checkpoint's facts must be JSON", given=error) from error
         self.finish()
-        partial = self._begin(step, sum(each.num_bytes for each in kept))
-        source = self._copied(kept) if self._background else StateShard.cpu
-        save = _Save(partial, step, kept, source, dict(facts), score)
-        self._under_way = partial.name
+        partial = self._begin(step, sum(shard.num_bytes for shard in shards))
+        source = self._copy(shards) if self._background else StateShard.cpu
+        save = _Save(partial, step, shards, source, dict(facts), score)
+        self._in_flight = partial.name
         if self._background:
             self._thread = threading.Thread(target=self._run, args=(save,), name="plait-save", daemon=True)
             self._thread.start()
@@ -106,48 +106,48 @@ class Saver:
         self._run(save)
         self.finish()
 
-    def reserve(self, num_bytes: int) -> None:
-        """For saves in the background: takes the memory for a copy of so many bytes, behind the next steps.
-        The first save's pause is then no longer than the others'."""
+    def preallocate(self, num_bytes: int) -> None:
+        """Allocate staging memory for background saves in a thread, during the next steps. The first save's
+        pause is then no longer than the others'."""
         if self._background and self._thread is None and self._staging.numel() < num_bytes:
-            self._thread = threading.Thread(target=self._take, args=(num_bytes,), daemon=True)
+            self._thread = threading.Thread(target=self._allocate, args=(num_bytes,), daemon=True)
             self._thread.start()
 
-    def _take(self, num_bytes: int) -> None:
-        taken = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-        self._staging = taken.zero_()  # the kernel gives memory out when it is written
+    def _allocate(self, num_bytes: int) -> None:
+        staging = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        self._staging = staging.zero_()  # the kernel allocates pages when they are first written
 
     @property
     def has_ended(self) -> bool:
-        """Whether a save in the background has, whichever way: `finish` would not wait. Known on the first
-        rank, and False on the others."""
-        is_over = self._thread is not None and not self._thread.is_alive()
-        return self._world.rank == 0 and self._under_way is not None and is_over
+        """True once a background save has succeeded or failed, so that `finish` would not block. False on all
+        ranks but rank 0."""
+        is_done = self._thread is not None and not self._thread.is_alive()
+        return self._world.rank == 0 and self._in_flight is not None and is_done
 
     def finish(self) -> None:
-        """Waits for the save under way. Raises CheckpointError on all ranks when it has failed."""
+        """Wait for the save in flight. Raises CheckpointError on all ranks if it has failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        if self._under_way is None:
+        if self._in_flight is None:
             return
-        name, self._under_way = self._under_way, None
-        bug, self._bug = self._bug, None
-        if bug is not None:
-            raise bug
-        if verdict := self._world.wait_for(f"{name} ended"):
-            raise decode_error(verdict)
+        name, self._in_flight = self._in_flight, None
+        error, self._unexpected_error = self._unexpected_error, None
+        if error is not None:
+            raise error
+        if failure := self._world.wait_for(f"{name} ended"):
+            raise unpacked(failure)
 
     # --- one save
 
     def _begin(self, step: int, num_bytes: int) -> Path:
-        """The directory to write into, which the first rank makes; the others wait for it as they write."""
+        """Create the directory on rank 0 and return its path; the others wait for it before they write."""
         group, device = self._world.group, self._world.device
         random = torch.zeros(1, dtype=torch.int64, device=device)
         problem: CheckpointError | None = None
         if group.rank == 0:
             try:
-                random.fill_(self._make(step, num_bytes * group.size))
+                random.fill_(self._create_partial(step, num_bytes * group.size))
             except OSError as error:
                 problem = write_error(error, self._folder, step)
             except CheckpointError as error:
@@ -161,116 +161,116 @@ class Saver:
             raise_on_all(problem, group, device)
         return self._partial(step, number)
 
-    def _make(self, step: int, about_bytes: int) -> int:
-        """Makes the directory, of a random number, which it returns. Raises CheckpointError, OSError."""
+    def _create_partial(self, step: int, estimated_bytes: int) -> int:
+        """Create the directory and return the random number in its name. Raises CheckpointError, OSError."""
         if not self._folder.is_dir():
             self._folder.mkdir(parents=True)
             sync_folder(self._folder.parent)
         self._lock.enter_context(save_lock(self._folder))
         remove_partial(self._folder)
-        _check_space(self._folder, about_bytes)
+        _check_space(self._folder, estimated_bytes)
         number = secrets.randbits(48)
         self._partial(step, number).mkdir()
         return number
 
     def _partial(self, step: int, number: int) -> Path:
-        return self._folder / f"{place_of(self._folder, step).name}.tmp-{number:012x}"
+        return self._folder / f"{step_path(self._folder, step).name}.tmp-{number:012x}"
 
-    def _copied(self, kept: Sequence[StateShard]) -> _Source:
-        """Copies of what is kept, in memory of our own."""
-        ends = list(accumulate((_aligned(each.num_bytes) for each in kept), initial=0))
-        if self._staging.numel() < ends[-1]:
-            self._take(ends[-1])
+    def _copy(self, shards: Sequence[StateShard]) -> _Source:
+        """Copy the shards into staging memory."""
+        offsets = list(accumulate((_aligned(shard.num_bytes) for shard in shards), initial=0))
+        if self._staging.numel() < offsets[-1]:
+            self._allocate(offsets[-1])
         copies = {}
-        for each, place in zip(kept, ends, strict=False):
-            copy = self._staging[place : place + each.num_bytes].view(each.dtype)
-            copies[each] = copy.copy_(each.read(), non_blocking=True)
+        for shard, offset in zip(shards, offsets, strict=False):
+            copy = self._staging[offset : offset + shard.num_bytes].view(shard.dtype)
+            copies[shard] = copy.copy_(shard.read(), non_blocking=True)
         if self._world.device.type == "cuda":
             torch.cuda.current_stream(self._world.device).synchronize()
         return copies.__getitem__
 
     def _run(self, save: _Save) -> None:
-        """In the background, or not. Whatever becomes of it, `finish` learns it."""
+        """Run a save, in the background or not. `finish` raises its error, if any."""
         try:
             try:
                 self._write(save)
             finally:
                 if self._world.rank == 0:
-                    self._conclude(save)
+                    self._complete_or_remove(save)
         except BaseException as error:  # the store is gone
-            self._bug = self._bug or error
+            self._unexpected_error = self._unexpected_error or error
 
     def _write(self, save: _Save) -> None:
-        """This rank's files."""
+        """Write this rank's files."""
         problem: CheckpointError | None = None
         try:
-            self._await(save.partial)
-            part = write_rank_files(save.partial, self._world.rank, save.kept, save.source)
-            write_text(_rank_manifest_path(save.partial, self._world.rank), part.model_dump_json())
+            self._wait_for_directory(save.partial)
+            written = write_rank_files(save.partial, self._world.rank, save.shards, save.source)
+            write_text(_rank_manifest_path(save.partial, self._world.rank), written.model_dump_json())
         except OSError as error:
             problem = write_error(error, self._folder, save.step)
         except CheckpointError as error:
             problem = error
-        except BaseException as error:  # an error of ours, or Ctrl-C: all ranks end with it
-            self._bug = error
+        except BaseException as error:  # an internal error, or Ctrl-C: raised on all ranks
+            self._unexpected_error = error
             problem = CheckpointError("a checkpoint cannot be written", given=repr(error))
         if problem is not None:
             self._world.set_value(f"{save.partial.name} failed", encode_error(problem))
 
-    def _await(self, partial: Path) -> None:
-        """Until this host sees what the first rank has made."""
-        limit_s = time.monotonic() + _VISIBLE_TIMEOUT_S
+    def _wait_for_directory(self, partial: Path) -> None:
+        """Wait until the directory that rank 0 has created is visible on this host."""
+        deadline_s = time.monotonic() + _VISIBLE_TIMEOUT_S
         while not partial.is_dir():
-            is_over = self._world.get_value(f"{partial.name} ended") is not None
-            if is_over or time.monotonic() > limit_s:
+            has_ended = self._world.heard(f"{partial.name} ended") is not None
+            if has_ended or time.monotonic() > deadline_s:
                 raise CheckpointError(
                     "the folder of checkpoints is not the same one on all hosts",
-                    given=f"{partial}, which rank 0 has made, is not there for rank {self._world.rank}",
+                    given=f"{partial}, created by rank 0, is missing on rank {self._world.rank}",
                     expected="a file system that all hosts share",
                 )
             time.sleep(_POLL_S)
 
-    def _conclude(self, save: _Save) -> None:
-        """The first rank makes a checkpoint of what all have written, and tells what came of it."""
-        verdict = ""
+    def _complete_or_remove(self, save: _Save) -> None:
+        """On rank 0: complete the checkpoint once all ranks have written, and publish the result."""
+        failure = ""
         try:
-            parts = self._parts(save.partial)
-            if parts is None:
-                verdict = self._world.get_value(f"{save.partial.name} failed") or ""
+            ranks = self._rank_manifests(save.partial)
+            if ranks is None:
+                failure = self._world.heard(f"{save.partial.name} failed") or ""
             else:
-                self._complete(save, Manifest.of(save.step, save.facts, parts))
+                self._complete(save, Manifest.from_ranks(save.step, save.facts, ranks))
         except OSError as error:
-            verdict = encode_error(write_error(error, self._folder, save.step))
+            failure = packed(write_error(error, self._folder, save.step))
         except BaseException as error:
-            self._bug = error
-            verdict = encode_error(CheckpointError("a checkpoint cannot be written", given=repr(error)))
+            self._unexpected_error = error
+            failure = packed(CheckpointError("a checkpoint cannot be written", given=repr(error)))
         finally:
-            if verdict:
+            if failure:
                 shutil.rmtree(save.partial, ignore_errors=True)
             self._lock.close()
-        self._world.set_value(f"{save.partial.name} ended", verdict)
+        self._world.tell(f"{save.partial.name} ended", failure)
 
-    def _parts(self, partial: Path) -> list[RankFiles] | None:
-        """What each rank has written, when all have; None when one has failed."""
-        found: list[RankFiles] = []
-        while len(found) < self._world.size:
-            said = _rank_manifest_path(partial, len(found))
-            if said.exists():
+    def _rank_manifests(self, partial: Path) -> list[RankFiles] | None:
+        """Wait for all ranks and return what each has written; None if one has failed."""
+        ranks: list[RankFiles] = []
+        while len(ranks) < self._world.size:
+            path = _rank_manifest_path(partial, len(ranks))
+            if path.exists():
                 with contextlib.suppress(ValidationError):  # another host may see a name before the content
-                    found.append(RankFiles.model_validate_json(said.read_bytes()))
+                    ranks.append(RankFiles.model_validate_json(path.read_bytes()))
                     continue
             if self._world.get_value(f"{partial.name} failed") is not None:
                 return None
             time.sleep(_POLL_S)
-        return found
+        return ranks
 
     def _complete(self, save: _Save, manifest: Manifest) -> None:
-        """See [Note: how a checkpoint becomes complete]."""
+        """See [Note: atomic completion of a checkpoint] in `directory.py`."""
         problem = manifest.problem()
-        assert problem is None, f"ranks do not own what a checkpoint needs: {problem}"
+        assert problem is None, f"the ranks' shards do not form a checkpoint: {problem}"
         for rank in range(self._world.size):
             _rank_manifest_path(save.partial, rank).unlink()
-        write_text(save.partial / MANIFEST, manifest.text())
+        write_text(save.partial / MANIFEST, manifest.to_json())
         sync_folder(save.partial)
         commit(save.partial, step_path(self._folder, save.step))
         if self._keep is not None:
@@ -278,13 +278,13 @@ class Saver:
                 if self._keep.best and save.score is not None:
                     record_score(self._folder, save.step, save.score)
                 prune(self._folder, self._keep)
-            except OSError as error:  # it is saved all the same
-                warnings.warn(f"older checkpoints cannot be looked after: {error}", stacklevel=2)
+            except OSError as error:  # the new one is saved
+                warnings.warn(f"older checkpoints cannot be pruned: {error}", stacklevel=2)
 
 
-def staged_bytes(kept: Iterable[StateShard]) -> int:
-    """What a copy of it takes."""
-    return sum(_aligned(each.num_bytes) for each in kept)
+def staged_bytes(shards: Iterable[StateShard]) -> int:
+    """The staging memory for a copy of the shards."""
+    return sum(_aligned(shard.num_bytes) for shard in shards)
 
 
 def _aligned(num_bytes: int) -> int:
@@ -292,7 +292,7 @@ def _aligned(num_bytes: int) -> int:
 
 
 def _rank_manifest_path(partial: Path, rank: int) -> Path:
-    """Where a rank says what it has written."""
+    """The file in which a rank lists what it has written."""
     return partial / f"rank-{rank:05d}.json"
 
 
@@ -304,16 +304,18 @@ def _check_space(folder: Path, num_bytes: int) -> None:
             "not enough disk for a checkpoint",
             given=f"{free_bytes / 2**20:.1f} MiB free at {folder}",
             expected=f"{need_bytes / 2**20:.1f} MiB",
-            hint="free some space: older checkpoints go when a new one is whole, or by hand; then --resume",
+            hint="free some space, then --resume: old checkpoints are removed after a new one is complete",
         )
 
 
 def write_error(error: Exception, folder: Path, step: int) -> CheckpointError:
-    """What the user is told of an error of the file system."""
-    full = any(text in str(error) for text in ("No space left", "File too large", "Disk quota"))
-    full = full or getattr(error, "errno", None) in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
+    """Return the user's error for an error of the file system."""
+    is_full = any(text in str(error) for text in ("No space left", "File too large", "Disk quota"))
+    is_full = is_full or getattr(error, "errno", None) in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
     return CheckpointError(
-        "not enough disk for a checkpoint" if full else "a checkpoint cannot be written",
+        "not enough disk for a checkpoint" if is_full else "a checkpoint cannot be written",
         given=f"step {step} in {folder}: {error}",
-        hint="free some space, then --resume: the checkpoints before this one are whole" if full else None,
+        hint="free some space, then --resume: the checkpoints before this one are complete"
+        if is_full
+        else None,
     )

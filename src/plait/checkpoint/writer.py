@@ -1,4 +1,4 @@
-"""A rank's files: the boxes that it owns, one behind the other."""
+"""Write a rank's files: the boxes that it owns, contiguously."""
 
 import ctypes
 import functools
@@ -20,68 +20,69 @@ from plait.parallel import StateShard, view_of
 from plait.plan import Box, runs
 
 CHUNK_BYTES = 16 * 2**20  # at most, and of at least one row
-FILE_BYTES = 4 * 2**30  # about; a chunk lies in one file
-_FILE_CHUNKS = 100_000  # at most: what safetensors reads of a header is bounded
-BLOCK_BYTES = 2**18  # at a time to or from a file
+FILE_BYTES = 4 * 2**30  # about; a chunk is in one file
+_FILE_CHUNKS = 100_000  # at most: safetensors limits the size of a header
+BLOCK_BYTES = 2**18  # per read or write
 _FLUSH_BYTES = 32 * 2**20
-_SYNC_FILE_RANGE_WRITE = 2  # SYNC_FILE_RANGE_WRITE
-_BUFFER_BYTES = 2**18  # norms and biases go to the file together
+_SYNC_FILE_RANGE_WRITE = 2  # of linux/fs.h
+_BUFFER_BYTES = 2**18  # norms and biases are written together
 
 
 @dataclass(frozen=True)
 class _PlacedChunk:
-    """A chunk to be: box `at` of rows of what is kept, which begin with element `row`."""
+    """A chunk and its place in the files. The shard's elements are runs of boxes; the chunk is in one run."""
 
-    kept: StateShard
-    row: int  # counted from the first that is kept
-    rows: Box
-    at: Box
-    box: Box  # of the whole tensor
+    shard: StateShard
+    run_start: int  # the run's first element, counted from the shard's
+    run: Box
+    box_in_run: Box
+    box: Box  # of the full tensor
     file: int
     offset: int  # bytes from the end of its file's header
 
     @property
     def num_bytes(self) -> int:
-        return self.box.numel * self.kept.dtype.itemsize
+        return self.box.numel * self.shard.dtype.itemsize
 
     def view(self, flat: Tensor) -> Tensor:
-        """Of what is kept."""
-        return view_of(flat[self.row : self.row + self.rows.numel].view(self.rows.shape), self.at)
+        """The chunk as a view of the shard's flat tensor."""
+        run = flat[self.run_start : self.run_start + self.run.numel].view(self.run.shape)
+        return view_of(run, self.box_in_run)
 
 
 def write_rank_files(
     folder: Path,
     rank: int,
-    kept: Sequence[StateShard],
+    shards: Sequence[StateShard],
     source: Callable[[StateShard], Tensor] = StateShard.cpu,
 ) -> RankFiles:
-    """Writes what is kept into `rank-00003.0.safetensors`, and .1 and so on, on the disk when it returns.
-    `source` gives what is in it, on the CPU. Raises OSError."""
-    placed = list(_place_chunks(kept))
+    """Write the shards to `rank-00003.0.safetensors`, .1 and so on, and sync them to the disk. `source`
+    returns a shard's elements on the CPU. Raises OSError."""
+    placed = list(_place_chunks(shards))
     files = [list(chunks) for _, chunks in groupby(placed, lambda chunk: chunk.file)]
     headers = [_header(chunks) for chunks in files]
     facts: dict[str, FileFacts] = {}
-    sums: list[int] = []
-    held: tuple[StateShard, Tensor] | None = None
+    crcs: list[int] = []
+    current: tuple[StateShard, Tensor] | None = None
     for number, (chunks, header) in enumerate(zip(files, headers, strict=True)):
         name = f"rank-{rank:05d}.{number}.safetensors"
         with (folder / name).open("xb", buffering=_BUFFER_BYTES) as file:
             file.write(header)
             flushed = 0
             for chunk in chunks:
-                if held is None or held[0] is not chunk.kept:
-                    held = (chunk.kept, source(chunk.kept))
-                sums.append(_write(file, bytes_of(chunk.view(held[1]))))
-                flushed = _sync_file_range(file, flushed)
+                if current is None or current[0] is not chunk.shard:
+                    current = (chunk.shard, source(chunk.shard))
+                crcs.append(_write(file, bytes_of(chunk.view(current[1]))))
+                flushed = _start_flush(file, flushed)
             file.flush()
             os.fsync(file.fileno())
         size = len(header) + sum(chunk.num_bytes for chunk in chunks)
         facts[name] = FileFacts(bytes=size, header_bytes=len(header), header_crc32=crc32(header))
-    return RankFiles(files=facts, tensors=_tensors(kept, placed, headers, sums))
+    return RankFiles(files=facts, tensors=_tensors(shards, placed, headers, crcs))
 
 
 def _write(file: BinaryIO, data: memoryview) -> int:
-    """The CRC-32 of what is written: both read a block at a time, while it is in cache."""
+    """Write `data` and return its CRC-32, block by block, so that both read it from cache."""
     crc = 0
     for at in range(0, len(data), BLOCK_BYTES):
         block = data[at : at + BLOCK_BYTES]
@@ -95,9 +96,10 @@ def _sync_file_range() -> Any:
     return getattr(ctypes.CDLL(None), "sync_file_range", None)
 
 
-def _sync_file_range(file: BinaryIO, flushed: int) -> int:
-    """The disk begins with what has come since `flushed`, once that is much, while we go on: `fsync` then has
-    less to wait for. Where the C library has no such call, all is left to it. Up to where it has begun."""
+def _start_flush(file: BinaryIO, flushed: int) -> int:
+    """Start writing back the data since `flushed` once there is enough of it, so that `fsync` takes less
+    time. Without this call in the C library, `fsync` does it all. Return the offset up to which it has
+    started."""
     written = file.tell()
     if written - flushed < _FLUSH_BYTES or (start := _sync_file_range()) is None:
         return flushed
@@ -106,39 +108,45 @@ def _sync_file_range(file: BinaryIO, flushed: int) -> int:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """A CPU tensor's elements, row by row: its own memory where they lie so."""
+    """Return a CPU tensor's elements in row-major order: its own memory if it is contiguous."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     array: Any = flat.numpy()
     return memoryview(array)
 
 
-def _place_chunks(kept: Iterable[StateShard]) -> Iterator[_PlacedChunk]:
-    """Where every chunk comes to lie; of the shapes alone."""
+def _place_chunks(shards: Iterable[StateShard]) -> Iterator[_PlacedChunk]:
+    """Yield every chunk with its place in the files, computed from shapes alone."""
     file = offset = number = 0
-    for each in kept:
-        row = 0
-        for rows in runs(each.boxes.shape, each.start, each.stop):
-            for box, at in each.boxes.parts(rows):
-                for low, high in _row_ranges(box.shape, each.dtype.itemsize):
+    for shard in shards:
+        run_start = 0
+        for run in runs(shard.boxes.shape, shard.start, shard.stop):
+            for box, box_in_run in shard.boxes.parts(run):
+                for low, high in _row_ranges(box.shape, shard.dtype.itemsize):
                     chunk = _PlacedChunk(
-                        each, row, rows, _slice_rows(at, low, high), _slice_rows(box, low, high), file, offset
+                        shard,
+                        run_start,
+                        run,
+                        _slice_rows(box_in_run, low, high),
+                        _slice_rows(box, low, high),
+                        file,
+                        offset,
                     )
                     if number == _FILE_CHUNKS or (offset and offset + chunk.num_bytes > FILE_BYTES):
                         file, offset, number = file + 1, 0, 0
                         chunk = replace(chunk, file=file, offset=offset)
                     yield chunk
                     offset, number = offset + chunk.num_bytes, number + 1
-            row += rows.numel
+            run_start += run.numel
 
 
 def _row_ranges(shape: Sequence[int], itemsize: int) -> Iterator[tuple[int, int]]:
-    """A box in runs of rows of at most CHUNK_BYTES."""
+    """Split a box into ranges of rows of at most CHUNK_BYTES."""
     if not shape:
         yield 0, 1
         return
-    step = max(1, CHUNK_BYTES // (itemsize * math.prod(shape[1:])))
-    for low in range(0, shape[0], step):
-        yield low, min(shape[0], low + step)
+    num_rows = max(1, CHUNK_BYTES // (itemsize * math.prod(shape[1:])))
+    for low in range(0, shape[0], num_rows):
+        yield low, min(shape[0], low + num_rows)
 
 
 def _slice_rows(box: Box, low: int, high: int) -> Box:
@@ -150,8 +158,8 @@ def _slice_rows(box: Box, low: int, high: int) -> Box:
 
 def _header(chunks: Sequence[_PlacedChunk]) -> bytes:
     entries = {
-        f"{chunk.kept.key}[{','.join(f'{low}:{high}' for low, high in chunk.box.edges)}]": Entry.of(
-            chunk.kept.dtype, chunk.box.shape, chunk.offset
+        f"{chunk.shard.key}[{','.join(f'{low}:{high}' for low, high in chunk.box.edges)}]": Entry.from_start(
+            chunk.shard.dtype, chunk.box.shape, chunk.offset
         )
         for chunk in chunks
     }
@@ -159,16 +167,18 @@ def _header(chunks: Sequence[_PlacedChunk]) -> bytes:
 
 
 def _tensors(
-    kept: Iterable[StateShard], placed: Sequence[_PlacedChunk], headers: Sequence[bytes], sums: Sequence[int]
+    shards: Iterable[StateShard],
+    placed: Sequence[_PlacedChunk],
+    headers: Sequence[bytes],
+    crcs: Sequence[int],
 ) -> dict[str, TensorFacts]:
-    chunks: dict[str, list[Chunk]] = {each.key: [] for each in kept}
-    for chunk, crc in zip(placed, sums, strict=True):
+    chunks: dict[str, list[Chunk]] = {shard.key: [] for shard in shards}
+    for chunk, crc in zip(placed, crcs, strict=True):
         offset = len(headers[chunk.file]) + chunk.offset
-        found = Chunk(chunk.file, offset, chunk.box.start, chunk.box.stop, crc)
-        chunks[chunk.kept.key].append(found)
+        chunks[chunk.shard.key].append(Chunk(chunk.file, offset, chunk.box.start, chunk.box.stop, crc))
     return {
-        each.key: TensorFacts(
-            shape=each.full_shape, dtype=DTYPE_NAMES[each.dtype], chunks=tuple(chunks[each.key])
+        shard.key: TensorFacts(
+            shape=shard.whole_shape, dtype=DTYPE_NAMES[shard.dtype], chunks=tuple(chunks[shard.key])
         )
-        for each in kept
+        for shard in shards
     }

@@ -120,7 +120,7 @@ class StageBuilder:
         """Gives the stage's blocks the forwards that the plan asks for."""
         found, plan, mesh = [block for _, block in part.blocks], self.plan, self.mesh
         grid = TensorGroups(mesh.group("row"), mesh.group("col"))
-        tensor = part.tensor_plan(self.how.tensor)
+        tensor = part.tp_plan(self.how.tensor)
         part.shard_placeholders(self.how.tensor, grid.row.rank, grid.col.rank)
         cut = apply_tp_plan(part.module, tensor, grid, part.blocks, sequence=plan.sp)
         install_rng_streams(

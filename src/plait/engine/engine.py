@@ -64,7 +64,7 @@ class Engine:
         self.num_steps = 0
         self.probed: Probed | None = None
         self._how = how
-        self._flops = FlopFacts.of(model)
+        self._flops = FlopFacts.from_model(model)
         self._parts = EngineParts.of(model, plan, how, mesh, blocks)
         self._groups = self._parts.groups
         self._held = self._parts.held

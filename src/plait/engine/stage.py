@@ -117,9 +117,9 @@ class StageRunner:
             twin = copy_to_meta(self.part.module)
             inputs = forward_inputs(twin, batch)
             received: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-            if self.part.before is not None:
+            if self.part.previous_block is not None:
                 assert whole is not None, "a stage without a twin of its model"
-                received = receiving(twin, whole.of(self.part.before, inputs))
+                received = receiving(twin, whole.output_of(self.part.previous_block, inputs))
 
             def run() -> None:
                 outputs = twin(**inputs)

@@ -1,4 +1,4 @@
-"""What a model tells about itself: its units, its initial weights, its loss, its stages, what it saves."""
+"""Facts and forms of a model: its blocks, initial weights, sharding, stages, activations and file names."""
 
 from plait.models.activation_memory import (
     BlockOutputs,

@@ -1,4 +1,4 @@
-"""How many bytes a forward pass keeps for backward: measured on a real pass, or seen before on meta."""
+"""Bytes that a forward pass saves for backward: measured on a real pass, or estimated on meta."""
 
 import copy
 import functools
@@ -19,18 +19,18 @@ from plait.models.placeholder import placeholders
 
 @runtime_checkable
 class ReportsSavedTensors(Protocol):
-    """A module's forward that keeps tensors for backward without autograd's knowledge, as recompute does."""
+    """A module's forward that saves tensors for backward outside of autograd, as recompute does."""
 
-    on_save: Callable[[Tensor], object] | None  # told of each
+    on_save: Callable[[Tensor], object] | None  # called with each
 
 
 class ActivationBytes:
-    """Bytes of the storages that autograd holds on to, each counted once."""
+    """Counter of the bytes of storages that autograd saves, each counted once."""
 
     def __init__(self, model: nn.Module) -> None:
         self._known = {p.untyped_storage()._cdata for p in model.parameters()}
         self._known |= {b.untyped_storage()._cdata for b in model.buffers()}
-        self._alive: list[Tensor] = []  # keeps storages alive, so that no address is counted twice
+        self._alive: list[Tensor] = []  # keeps storages alive, so that no address is reused
         self.total = 0
 
     def pack(self, tensor: Tensor) -> Tensor:
@@ -46,10 +46,10 @@ class ActivationBytes:
 
 
 class _ScalarReadsOnMeta(TorchDispatchMode):
-    """Answers 1 where the program looks at a value: meta tensors have none.
+    """Return 1 where the program reads a value: meta tensors have none.
 
-    Hugging Face models ask "is no sequence packed?" and "does every position attend?", to leave out the
-    mask; plain batches answer yes.
+    Hugging Face models check "is no sequence packed?" and "does every position attend?", to leave out the
+    mask; both hold for plain batches.
     """
 
     def __torch_dispatch__(
@@ -61,11 +61,11 @@ class _ScalarReadsOnMeta(TorchDispatchMode):
 
 
 class DeviceKernelsOnMeta(TorchFunctionMode):
-    """Keeps on meta what the device's kernels would keep.
+    """Save on meta the tensors that the device's kernels would save.
 
-    Attention: on meta torch takes the unfused one, which saves scores; devices take a fused one (none where
-    one key head is broadcast, as in Falcon; the CPU's knows no dropout). Grouped products of experts: on meta
-    they exist for bf16 only; one expert's product with all tokens saves the same.
+    Attention: on meta torch uses the unfused kernel, which saves scores; devices use a fused one (none if one
+    key head is broadcast, as in Falcon; the CPU's does not support dropout). Grouped matrix products of
+    experts: on meta they exist for bf16 only; one expert's product with all tokens saves the same.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -81,7 +81,7 @@ class DeviceKernelsOnMeta(TorchFunctionMode):
         if func is not F.scaled_dot_product_attention or not args[0].is_meta:
             return func(*args, **kwargs)
         named = dict(zip(_ATTENTION_ARGUMENTS, args, strict=False)) | kwargs
-        grouped = named.pop("enable_gqa", False)  # the fused kernel reads fewer kv heads by itself
+        grouped = named.pop("enable_gqa", False)  # the fused kernel supports fewer kv heads itself
         is_broadcast = not grouped and named["query"].shape[:-2] != named["key"].shape[:-2]
         if is_broadcast or (named.get("dropout_p", 0.0) and not self._fused_dropout):
             return func(*args, **kwargs)
@@ -93,81 +93,81 @@ _ATTENTION_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_c
 
 @contextmanager
 def watch_activations(model: nn.Module) -> Iterator[ActivationBytes]:
-    """Counts what is kept for backward inside; parameters and buffers do not count."""
-    watch = ActivationBytes(model)
+    """Count the bytes saved for backward inside the context, without parameters and buffers."""
+    counter = ActivationBytes(model)
     forwards = [module.__dict__.get("forward") for module in model.modules()]
-    holders = [forward for forward in forwards if isinstance(forward, ReportsSavedTensors)]
-    for holder in holders:
-        holder.on_save = watch.pack
+    reporters = [forward for forward in forwards if isinstance(forward, ReportsSavedTensors)]
+    for reporter in reporters:
+        reporter.on_save = counter.pack
     try:
-        with saved_tensors_hooks(watch.pack, lambda tensor: tensor):
-            yield watch
+        with saved_tensors_hooks(counter.pack, lambda tensor: tensor):
+            yield counter
     finally:
-        watch.release()
-        for holder in holders:
-            holder.on_save = None
+        counter.release()
+        for reporter in reporters:
+            reporter.on_save = None
 
 
 @contextmanager
 def running_on_meta(device: torch.device) -> Iterator[None]:
-    """A twin's forward runs inside, as it would on `device`."""
+    """Run the forward of a meta copy inside the context, as it would run on `device`."""
     with _ScalarReadsOnMeta(), DeviceKernelsOnMeta(device):
         yield
 
 
 def copy_to_meta(model: nn.Module) -> nn.Module:
-    """A copy of the model without its bytes: parameters and buffers are on meta, in the same dtypes."""
+    """Return a copy of the model with parameters and buffers on meta, in the same dtypes."""
     memo: dict[int, Any] = {}
-    for tensor in (*model.parameters(), *model.buffers(), *(hollow for _, hollow in placeholders(model))):
+    for tensor in (*model.parameters(), *model.buffers(), *(tensor for _, tensor in placeholders(model))):
         empty = torch.empty_like(tensor, device="meta")
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
     return copy.deepcopy(model, memo)
 
 
-def activation_bytes(twin: nn.Module, run: Callable[[], object], device: torch.device) -> int:
-    """Bytes that a forward of `twin`, which is on meta, will keep for backward on `device`: costs nothing.
+def activation_bytes(meta_model: nn.Module, run: Callable[[], object], device: torch.device) -> int:
+    """Return the bytes that a forward of `meta_model` would save for backward on `device`, without computing.
 
-    `run` is the forward, of meta tensors of a micro-batch's shapes. What torch.compile will keep is not known
-    before it has compiled. A twin runs uncompiled: exact where blocks keep their inputs only, else commonly
-    more than what the compiler's partitioner leaves.
+    `run` is the forward, on meta tensors of a micro-batch's shapes. It runs uncompiled, as the tensors that
+    torch.compile saves are unknown before compilation: exact where blocks save only their inputs, otherwise
+    commonly more than the compiler's partitioner saves.
     """
-    with running_on_meta(device), watch_activations(twin) as watch:
+    with running_on_meta(device), watch_activations(meta_model) as counter:
         run()
-    return watch.total
+    return counter.total
 
 
 class BlockOutputs:
-    """What blocks of a whole model's twin return, on meta: of one forward, which the first question takes."""
+    """Outputs of the blocks of a full model on meta, from one forward, which the first call runs."""
 
-    def __init__(self, twin: nn.Module, device: torch.device) -> None:
-        self._twin = twin
+    def __init__(self, meta_model: nn.Module, device: torch.device) -> None:
+        self._meta_model = meta_model
         self._device = device
-        self._found: dict[str, Any] = {}  # of a forward that came to its end
+        self._outputs: dict[str, Any] = {}  # of a forward that has completed
 
-    def of(self, block: str, inputs: dict[str, Any]) -> Any:
-        """As if its numbers needed gradients. `inputs`: the same each time."""
-        if not self._found:
-            self._found = self._run(inputs)
+    def output_of(self, block: str, inputs: dict[str, Any]) -> Any:
+        """Return the block's output, with `requires_grad` set. `inputs`: the same at each call."""
+        if not self._outputs:
+            self._outputs = self._run(inputs)
         return tree_map_only(
-            Tensor, lambda t: t.detach().requires_grad_(t.is_floating_point()), self._found[block]
+            Tensor, lambda t: t.detach().requires_grad_(t.is_floating_point()), self._outputs[block]
         )
 
     def _run(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """What each module returned last."""
-        found: dict[str, Any] = {}
+        """Return each module's last output."""
+        outputs: dict[str, Any] = {}
         handles = [
-            module.register_forward_hook(functools.partial(_record_output, found, name))
-            for name, module in self._twin.named_modules()
+            module.register_forward_hook(functools.partial(_record_output, outputs, name))
+            for name, module in self._meta_model.named_modules()
         ]
         try:
             with running_on_meta(self._device), torch.no_grad():
-                self._twin(**inputs)
+                self._meta_model(**inputs)
         finally:
             for handle in handles:
                 handle.remove()
-        return found
+        return outputs
 
 
-def _record_output(found: dict[str, Any], name: str, *call: Any) -> None:
-    found[name] = call[-1]
+def _record_output(outputs: dict[str, Any], name: str, *call: Any) -> None:
+    outputs[name] = call[-1]

@@ -1,6 +1,6 @@
-"""Where a model's blocks, embedding and head are found, and what a plan needs to know of them.
+"""Find a model's blocks, and collect the facts about it that a plan needs.
 
-A model as a list of modules, one after the other: for stages that pass more than one tensor.
+Also `Chain`: a model as a list of modules, for pipeline stages that pass more than one tensor.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,11 +16,11 @@ from plait.plan.cost_model import training_flops_per_token
 
 
 class Chain(nn.Module):
-    """Calls modules one after the other; they are its children "0", "1", ... and its blocks.
+    """A sequence of modules, called in order; they are its children "0", "1", ... and its blocks.
 
-    The first is called with the batch's entries by name, each next one with what the one before returned: a
-    tuple or list is spread over its positional arguments, a dict over its keywords, all else is one argument.
-    The last one's result is the chain's.
+    The first is called with the batch's entries by name, each next one with the previous one's result: a
+    tuple or list becomes its positional arguments, a dict its keywords, anything else a single argument. The
+    chain returns the last one's result.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -28,10 +28,10 @@ class Chain(nn.Module):
         modules = list(modules)
         if len({id(module) for module in modules}) < len(modules):
             raise ModelError(
-                "a module stands twice in a list of modules",
+                "a module occurs twice in a list of modules",
                 given=", ".join(type(module).__name__ for module in modules),
-                expected="modules of their own, which may share parameters",
-                hint="copy.copy(module): another module with the same parameters",
+                expected="distinct modules, which may share parameters",
+                hint="copy.copy(module), a distinct module with the same parameters",
             )
         for number, module in enumerate(modules):
             self.add_module(str(number), module)
@@ -45,7 +45,7 @@ class Chain(nn.Module):
 
 
 def _call_with(module: Any, result: Any) -> Any:
-    """Calls a module with what another one returned."""
+    """Call a module with another one's result."""
     if isinstance(result, Mapping):
         return module(**result)
     if isinstance(result, tuple | list):
@@ -53,17 +53,17 @@ def _call_with(module: Any, result: Any) -> Any:
     return module(result)
 
 
-# Classes or modules that a user names as the model's blocks.
+# Classes or modules that a user declares as the model's blocks.
 Blocks = type[nn.Module] | Sequence[type[nn.Module]] | Sequence[nn.Module]
 
 
 def blocks_of(model: nn.Module, given: Blocks | None = None) -> list[tuple[str, nn.Module]]:
-    """The model's repeated blocks with their names, in forward order.
+    """Return the model's repeated blocks with their names, in forward order.
 
     `given`: their class or classes, or the modules themselves. Without it they are the children of the
-    `ModuleList` or `Sequential` that holds the most parameters and is not itself inside such a one; of a
-    bare `Sequential` or `Chain` its own children. Empty when there is none. Raises ModelError for a block
-    that the model does not have.
+    `ModuleList` or `Sequential` with the most parameters that is not nested in another one; for a bare
+    `Sequential` or `Chain`, its own children. Empty if there are none. Raises ModelError for a block that the
+    model does not have.
     """
     if given is not None:
         return _named_blocks(model, given)
@@ -78,26 +78,26 @@ def blocks_of(model: nn.Module, given: Blocks | None = None) -> list[tuple[str, 
         containers.append((sum(p.numel() for p in module.parameters()), name, module))
     if not containers:
         return []
-    _, name, found = max(containers, key=lambda entry: entry[0])
+    _, name, largest = max(containers, key=lambda entry: entry[0])
     prefix = f"{name}." if name else ""
-    return [(f"{prefix}{key}", block) for key, block in found.named_children()]
+    return [(f"{prefix}{key}", block) for key, block in largest.named_children()]
 
 
 def _named_blocks(model: nn.Module, given: Blocks) -> list[tuple[str, nn.Module]]:
     wanted = [given] if isinstance(given, type) else list(given)
-    found: list[tuple[str, nn.Module]] = []
+    blocks: list[tuple[str, nn.Module]] = []
     for name, module in model.named_modules():
         is_wanted = any(isinstance(module, w) if isinstance(w, type) else module is w for w in wanted)
-        if is_wanted and name and not any(name.startswith(f"{outer}.") for outer, _ in found):
-            found.append((name, module))
+        if is_wanted and name and not any(name.startswith(f"{outer}.") for outer, _ in blocks):
+            blocks.append((name, module))
     for w in wanted:
-        if not any(isinstance(m, w) if isinstance(w, type) else m is w for _, m in found):
+        if not any(isinstance(m, w) if isinstance(w, type) else m is w for _, m in blocks):
             raise ModelError(
-                "the model has no such block, or only inside another block",
+                "the model has no such block, or only nested in another block",
                 given=w.__name__ if isinstance(w, type) else f"a {type(w).__name__}",
-                expected="blocks: module classes of the model, or modules of it",
+                expected="blocks: classes of modules in the model, or its modules themselves",
             )
-    return found
+    return blocks
 
 
 def unit_facts(
@@ -105,12 +105,12 @@ def unit_facts(
     blocks: Sequence[tuple[str, nn.Module]],
     groups: Mapping[str, int] | None = None,
 ) -> tuple[UnitFact, ...]:
-    """The model's floating parameters by unit, in forward order.
+    """Return the model's floating-point parameters by unit, in forward order.
 
-    A block is a unit; what is registered before the blocks is the unit `embedding`, what comes after
-    them `head`. A tied parameter belongs to the first unit that registers it. `groups`: the optimizer's
-    group of each parameter that trains; without it 0 is for those that weight decay applies to, 1 for
-    norms, biases and other vectors.
+    A block is a unit; parameters registered before the blocks are the unit `embedding`, those after them
+    `head`. A tied parameter belongs to the first unit that registers it. `groups`: the optimizer's group of
+    each trainable parameter; without it, group 0 has weight decay and group 1 (norms, biases and other
+    vectors) has none.
     """
     names = [name for name, _ in blocks]
     tensors: dict[str, list[TensorFact]] = {"embedding": [], **{name: [] for name in names}, "head": []}
@@ -126,11 +126,11 @@ def unit_facts(
             group = int(not decays) if groups is None else groups[name]
         if parameter.is_floating_point() or parameter.requires_grad:
             tensors[unit].append(TensorFact(name, tuple(parameter.shape), group))
-    return tuple(UnitFact(name, tuple(found)) for name, found in tensors.items() if found)
+    return tuple(UnitFact(name, tuple(facts)) for name, facts in tensors.items() if facts)
 
 
 def _norm_parameters(model: nn.Module) -> set[str]:
-    """Names of the parameters of normalisation layers, by their class's name as everywhere."""
+    """Names of the parameters of normalization layers, recognized by their class name."""
     return {
         f"{name}.{key}" if name else key
         for name, module in model.named_modules()
@@ -141,15 +141,15 @@ def _norm_parameters(model: nn.Module) -> set[str]:
 
 @dataclass(frozen=True)
 class FlopFacts:
-    """What a model's FLOPs follow from. Taken while it is whole."""
+    """The sizes that determine a model's FLOPs. Taken before it is sharded."""
 
     matmul_parameters: int
     num_layers: int
     attention_width: int
 
     @classmethod
-    def of(cls, model: nn.Module) -> "FlopFacts":
-        """Looked-up tables (embedding, positions) take part in no product, unless tied to the head."""
+    def from_model(cls, model: nn.Module) -> "FlopFacts":
+        """Embedding tables (tokens, positions) take part in no matrix product, unless tied to the head."""
         tables = {id(m.weight): m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding)}
         head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
         if head is not None:
@@ -160,7 +160,7 @@ class FlopFacts:
         return cls(total - sum(tables.values()), layers, _attention_width(config))
 
     def per_token(self, sequence: int) -> float:
-        """FLOPs of forward and backward for one token; see `plan/cost.py` for what is counted."""
+        """FLOPs of forward and backward for one token; counted as in `plan/cost_model.py`."""
         return training_flops_per_token(
             matmul_parameters=self.matmul_parameters,
             num_layers=self.num_layers,
@@ -176,19 +176,19 @@ def _attention_width(config: Any) -> int:
 
 
 def _first_config_value(config: Any, names: Sequence[str]) -> int:
-    """The first of these attributes that the configuration has; 0 when it has none of them."""
+    """The first of these attributes that the configuration has; 0 if it has none."""
     return next((int(value) for name in names if (value := _config_value(config, name)) is not None), 0)
 
 
 def _config_value(config: Any, name: str) -> Any:
     try:
         return getattr(config, name, None)
-    except RuntimeError:  # transformers' way to say that layers differ in it
+    except RuntimeError:  # raised by transformers if layers differ in it
         return None
 
 
 def forward_inputs(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What the model's forward is called with: the batch without its labels, and no cache of keys."""
+    """Return the arguments of the model's forward: the batch without its labels, and no KV cache."""
     inputs: dict[str, Any] = {key: value for key, value in batch.items() if key != "labels"}
     if isinstance(model, PreTrainedModel):
         inputs["use_cache"] = False

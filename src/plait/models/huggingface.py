@@ -1,4 +1,4 @@
-"""Building Hugging Face causal language models: on meta from a configuration, or with their weights."""
+"""Build Hugging Face causal language models: on meta from a configuration, or with their weights."""
 
 import json
 from collections.abc import Mapping
@@ -12,10 +12,10 @@ from plait.errors import ModelError, unknown_key_hint
 
 
 def causal_lm_on_meta(config: Mapping[str, Any] | Path) -> PreTrainedModel:
-    """The unmodified Hugging Face model of a configuration, on the meta device: no bytes yet.
+    """Build the unmodified Hugging Face model of a configuration on the meta device.
 
-    `config`: keys as in a `config.json`, `model_type` among them, or the path of such a file or its
-    directory. Raises ModelError.
+    `config`: keys as in a `config.json`, including `model_type`, or the path of such a file or its directory.
+    Raises ModelError.
     """
     hf_config = _hf_config(config)
     try:
@@ -23,15 +23,15 @@ def causal_lm_on_meta(config: Mapping[str, Any] | Path) -> PreTrainedModel:
             return AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False)
     except (ValueError, TypeError, AttributeError, RuntimeError) as error:
         raise ModelError(
-            "the configuration does not make a causal language model",
+            "the configuration is not of a causal language model",
             given=f"model_type={hf_config.model_type}: {str(error).splitlines()[0][:200]}",
         ) from error
 
 
 def pretrained_causal_lm(path: str) -> PreTrainedModel:
-    """A model with its weights, from a directory (or a hub's name) in Hugging Face form, in float32.
+    """Load a model with its weights in float32 from a Hugging Face directory or the name of one on the hub.
 
-    Runs no code that comes with the weights. Raises ModelError.
+    No code that comes with the weights is run. Raises ModelError.
     """
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, trust_remote_code=False)
@@ -47,36 +47,36 @@ def pretrained_causal_lm(path: str) -> PreTrainedModel:
 
 def _hf_config(config: Mapping[str, Any] | Path) -> PretrainedConfig:
     values = _decode_floats(read_config(config) if isinstance(config, Path) else config)
-    for name in ("dtype", "torch_dtype"):  # of files; the plan decides what is computed in
+    for name in ("dtype", "torch_dtype"):  # of the files; the plan decides the compute dtype
         values.pop(name, None)
-    kind = values.pop("model_type", None)
-    if kind is None:
+    model_type = values.pop("model_type", None)
+    if model_type is None:
         raise ModelError(
-            "the model's configuration names no model_type", given=config, hint='model_type = "llama"'
+            "the model's configuration has no model_type", given=config, hint='model_type = "llama"'
         )
     try:
-        return AutoConfig.for_model(kind, **values)
+        return AutoConfig.for_model(model_type, **values)
     except ValueError as error:
-        # transformers lists every type that it knows at the end of its message
+        # transformers lists all known types at the end of its message
         known = [word.strip() for word in str(error).split(":")[-1].split(",")]
         if "nrecognized" not in str(error):
             raise ModelError(
                 "the model's configuration contradicts itself", given=str(error)[:300]
             ) from error
         raise ModelError(
-            "transformers knows no such model type",
-            given=f"model_type={kind}",
-            hint=unknown_key_hint(kind, known) if len(known) > 1 else None,
+            "transformers has no such model type",
+            given=f"model_type={model_type}",
+            hint=unknown_key_hint(model_type, known) if len(known) > 1 else None,
         ) from error
-    except Exception as error:  # huggingface_hub's strict dataclasses raise classes of their own
+    except Exception as error:  # huggingface_hub's strict dataclasses raise their own exceptions
         raise ModelError(
             "the model's configuration is not valid",
-            given=f"model_type={kind}: {' '.join(str(error).split())[:300]}",
+            given=f"model_type={model_type}: {' '.join(str(error).split())[:300]}",
         ) from error
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The JSON object of a `config.json`, or of the one in a directory. Raises ModelError."""
+    """Read the JSON object of a `config.json`, or of the one in a directory. Raises ModelError."""
     file = path / "config.json" if path.is_dir() else path
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
@@ -88,10 +88,10 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def _decode_floats(value: Any) -> Any:
-    """JSON has no infinity; transformers writes {"__float__": "Infinity"}."""
+    """Decode infinities and NaN, which transformers writes as {"__float__": "Infinity"}."""
     if isinstance(value, Mapping):
-        said = value.get("__float__") if len(value) == 1 else None
-        if said in ("NaN", "Infinity", "-Infinity"):
-            return float(said)
+        text = value.get("__float__") if len(value) == 1 else None
+        if text in ("NaN", "Infinity", "-Infinity"):
+            return float(text)
         return {key: _decode_floats(inner) for key, inner in value.items()}
     return [_decode_floats(inner) for inner in value] if isinstance(value, list) else value

@@ -57,7 +57,7 @@ class Checkpointing:
     def expect(self, kept: Sequence[StateShard]) -> None:
         """Takes the memory for saves of as much in the background, so that the first one waits no longer."""
         if self._how.save_in_background:
-            self._saver.reserve(staged_bytes(kept))
+            self._saver.preallocate(staged_bytes(kept))
 
     @property
     def is_late(self) -> bool:

@@ -1,1 +1,1 @@
-"""How tensor parallelism shards a model's layers: plans by architecture, by rules and by hand."""
+"""Tensor-parallel sharding of a model's layers: plans by architecture, by rules and by hand."""

@@ -1,4 +1,4 @@
-"""A tensor plan in the making: what has been decided of a model's layers and parameters so far."""
+"""The state of a tensor plan while it is built: the shardings of layers and parameters decided so far."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,13 +25,13 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList)  # hold modules, a
 
 @dataclass
 class TPPlanBuilder:
-    """See `TensorPlan` for what is collected. `words`: what is said, by name; `blocks`: their names."""
+    """See `TPPlan` for what is collected. `specs`: declared styles, by name; `blocks`: the blocks' names."""
 
     model: nn.Module
     rows: int
     cols: int
     blocks: tuple[str, ...]
-    words: dict[str, StyleSpec]
+    specs: dict[str, StyleSpec]
     layers: dict[str, LayerSharding] = field(default_factory=dict)
     parameters: dict[str, ParamSharding] = field(default_factory=dict)
     attributes: dict[tuple[str, str], tuple[int, ...]] = field(default_factory=dict)
@@ -47,31 +47,31 @@ class TPPlanBuilder:
 
     @property
     def config(self) -> Any:
-        """Of a transformers model's text part; None for another model."""
+        """The text configuration of a transformers model; None for another model."""
         return self.model.config.get_text_config() if isinstance(self.model, PreTrainedModel) else None
 
     def own_parameters(self, module: str) -> dict[str, str]:
-        """A module's own parameters: the name that the model gives to each, by the module's."""
+        """Map the module's direct parameters, by their name in it, to their full names in the model."""
         own = self.modules[module].named_parameters(recurse=False)
         return {key: self._names[id(parameter)] for key, parameter in own}
 
     def shard_parameter(
         self, name: str, dims: Sequence[DimSharding | None], *, partial: bool = False
     ) -> None:
-        cut = ParamSharding(name, tuple(dims), partial)
-        if self.parameters.setdefault(name, cut) != cut:
+        sharding = ParamSharding(name, tuple(dims), partial)
+        if self.parameters.setdefault(name, sharding) != sharding:
             raise ModelError(
-                f"two layers share the parameter {name}, which the tensor plan cuts in two ways",
+                f"two layers share the parameter {name}, which the tensor plan shards in two ways",
                 given=f"shape {self.shapes[name]}",
                 hint="tensor_plan= with one style for both, or 'replicate', or tp=1",
             )
 
-    def over_row(self, size: int, of: str) -> DimSharding:
-        """Of the residual stream's features, or of a width like it."""
+    def shard_over_row(self, size: int, of: str) -> DimSharding:
+        """Shard the residual stream's features, or a like width, over `row`."""
         return one_range_each("row", split_width(size, self.rows, of=f"the features of {of}"))
 
     def ancestors(self, name: str) -> list[str]:
-        """The modules around this one, nearest first, without the model."""
+        """The modules that contain this one, nearest first, without the model."""
         parts = name.split(".")
         return [".".join(parts[:count]) for count in range(len(parts) - 1, 0, -1)]
 
@@ -79,7 +79,7 @@ class TPPlanBuilder:
         return next((block for block in self.blocks if name == block or name.startswith(f"{block}.")), None)
 
     def region_of(self, name: str) -> str | None:
-        """The module right below the block that this module or parameter is, or is in; None outside."""
+        """The child of a block that is, or contains, this module or parameter; None outside of blocks."""
         block = self.block_of(name)
         if block is None:
             return None
@@ -94,24 +94,24 @@ class TPPlanBuilder:
         return [name for name in self.modules if name == region or name.startswith(f"{region}.")]
 
     def is_norm(self, name: str) -> bool:
-        """By its class's name, as everywhere."""
+        """Return whether the module is a norm, by its class name."""
         return "norm" in type(self.modules[name]).__name__.lower()
 
 
 def one_range_each(axis: str, ranges: Sequence[Range]) -> DimSharding:
-    """One range for each coordinate."""
-    return DimSharding(axis, tuple((found,) for found in ranges))
+    """Return a sharding with one range for each coordinate."""
+    return DimSharding(axis, tuple((coord_range,) for coord_range in ranges))
 
 
-def repeat_per_part(cut: DimSharding, width: int, parts: int) -> DimSharding:
-    """The same cut of each of `parts` that lie one behind the other, `width` apart."""
+def repeat_per_part(sharding: DimSharding, width: int, parts: int) -> DimSharding:
+    """Apply the same sharding to each of `parts` concatenated parts, each `width` wide."""
     return DimSharding(
-        cut.axis,
+        sharding.axis,
         tuple(
             tuple(
                 (part * width + start, part * width + stop) for part in range(parts) for start, stop in ranges
             )
-            for ranges in cut.ranges
+            for ranges in sharding.ranges
         ),
     )
 
@@ -127,43 +127,44 @@ def linear_features(module: nn.Module) -> tuple[int, int, bool] | None:
 
 
 def add_linear(
-    draft: TPPlanBuilder, name: str, word: StyleSpec, over_col: Callable[[int], DimSharding]
+    builder: TPPlanBuilder, name: str, spec: StyleSpec, over_col: Callable[[int], DimSharding]
 ) -> None:
-    """A COLUMN or a ROW layer; `over_col` cuts the features that heads or the feed-forward have."""
-    features = linear_features(draft.modules[name])
+    """Add a COLUMN or a ROW layer; `over_col` shards the features of heads or of the feed-forward."""
+    features = linear_features(builder.modules[name])
     if features is None:
-        kind = type(draft.modules[name]).__name__
+        kind = type(builder.modules[name]).__name__
         raise ModelError(
-            f"{name} is not a linear layer, and cannot be cut like one",
-            given=f"{kind}, style {word.style.value if word.style else None}",
+            f"{name} is not a linear layer, and cannot be sharded like one",
+            given=f"{kind}, style {spec.style.value if spec.style else None}",
             expected="nn.Linear or transformers' Conv1D",
         )
-    out, inp, transposed = features
-    assert word.style in (Style.COLUMN, Style.ROW)
-    is_column = word.style is Style.COLUMN
-    out_cut = over_col(out) if is_column else draft.over_row(out, name)
-    inp_cut = draft.over_row(inp, name) if is_column else over_col(inp)
-    draft.layers[name] = LayerSharding(
-        name, word.style, out_cut, inp_cut, transposed, word.gathers, word.splits, word.head
+    out_features, in_features, transposed = features
+    assert spec.style in (Style.COLUMN, Style.ROW)
+    is_column = spec.style is Style.COLUMN
+    out = over_col(out_features) if is_column else builder.shard_over_row(out_features, name)
+    inp = builder.shard_over_row(in_features, name) if is_column else over_col(in_features)
+    builder.layers[name] = LayerSharding(
+        name, spec.style, out, inp, transposed, spec.gathers, spec.splits, spec.head
     )
-    own = draft.own_parameters(name)
-    for key, full in own.items():
+    own = builder.own_parameters(name)
+    for key, full_name in own.items():
         if key == "weight":
-            draft.shard_parameter(full, (inp_cut, out_cut) if transposed else (out_cut, inp_cut))
+            builder.shard_parameter(full_name, (inp, out) if transposed else (out, inp))
         elif key == "bias":
-            draft.shard_parameter(full, (out_cut,))
+            builder.shard_parameter(full_name, (out,))
         else:
             raise ModelError(
-                f"{name} has a parameter that a linear layer has not",
+                f"{name} has a parameter that linear layers do not have",
                 given=key,
                 hint=replicate_hint(name),
             )
 
 
 def part_width(size: int, parts: int, name: str) -> int:
+    """The width of each part of a packed dim. Raises PlanError if the parts are not equal."""
     if size % parts:
         raise PlanError(
-            f"{name} does not hold {parts} parts of equal width",
+            f"{name} does not pack {parts} parts of equal width",
             given=f"{size} features",
             hint="another number of parts",
         )

@@ -1,6 +1,6 @@
-"""Tensor plans of families for which transformers ships none, or none that cuts what can be cut.
+"""Tensor plans of families for which transformers ships none, or one that shards less than is possible.
 
-Patterns are of paths below the base model; words as in `models/tensor_words.py`.
+Patterns match paths below the base model; styles as in `models/sharding/styles.py`.
 """
 
 from collections.abc import Callable
@@ -57,10 +57,10 @@ _OPT = {
 
 
 def _bloom(config: Any, _cols: int) -> Patterns:
-    """Queries, keys and values are interleaved by head: cut at heads they stay what they are."""
+    """Queries, keys and values are interleaved by head, so splitting by heads keeps them together."""
     if config.pretraining_tp > 1 and config.slow_but_exact:
         raise ModelError(
-            "a bloom model that multiplies slices of its weights by itself cannot be cut",
+            "cannot shard a bloom model that slices its own weights",
             given=f"pretraining_tp={config.pretraining_tp} slow_but_exact=True",
             hint="slow_but_exact=False",
         )
@@ -75,8 +75,8 @@ def _bloom(config: Any, _cols: int) -> Patterns:
 def _falcon(config: Any, cols: int) -> Patterns:
     """Three layouts of one matrix: by head, one key for all heads, one key for a group of heads.
 
-    Where columns would share keys, the matrix has a part that is cut and a part that is shared: its output is
-    gathered instead.
+    If columns share keys, one part of the matrix is sharded and another shared: its output is gathered
+    instead.
     """
     grouped = config.new_decoder_architecture
     kv_heads = config.num_kv_heads if grouped else 1 if config.multi_query else config.num_attention_heads
@@ -91,8 +91,8 @@ def _falcon(config: Any, cols: int) -> Patterns:
     }
 
 
-# Latent attention, as transformers says it of deepseek_v2. A layer that a configuration does not have is not
-# missed.
+# Latent attention, as in transformers' plan for deepseek_v2. Patterns for layers that a configuration does
+# not have are ignored.
 _DEEPSEEK = {
     "layers.*.self_attn.q_proj": "colwise",
     "layers.*.self_attn.q_b_proj": "colwise",
@@ -101,10 +101,10 @@ _DEEPSEEK = {
     "layers.*.self_attn.o_proj": "rowwise",
 }
 
-# Their own plans gather gate and up, which are halves of one matrix: each half can be cut.
+# Their own plans gather gate and up, which are halves of one matrix: each half can be sharded.
 _PACKED_GATE = {"layers.*.mlp.gate_up_proj": "packed_colwise", "layers.*.mlp.down_proj": "rowwise"}
 
-# It says colwise, which is of one matrix; gate and up lie one after the other.
+# Their own plan is colwise, for a single matrix; but gate and up are concatenated.
 _PACKED_EXPERTS = {"layers.*.mlp.experts.gate_up_proj": "packed_colwise"}
 
 
@@ -123,15 +123,15 @@ FAMILIES: dict[str, Patterns | Callable[[Any, int], Patterns]] = {
     "inkling2_text": _PACKED_EXPERTS,
 }
 
-# Forwards that compute what nn.Linear's does.
+# Forwards that compute the same as nn.Linear's.
 LINEAR_FORWARDS = (nn.Linear.forward, FalconLinear.forward)
 
-# Keywords of attention modules that hold something of every head, and the dim in which.
+# Per-head keyword arguments of attention modules, and the dim of the heads.
 _HEAD_ARGUMENTS = {"bloom": (("alibi", -3),), "falcon": (("alibi", -3), ("attention_mask", -3))}
 
 
 def family_plan(model: nn.Module, cols: int) -> Patterns:
-    """What this house says of a transformers model, over what the model says itself."""
+    """The plan that plait has for a transformers model, which overrides the model's own."""
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if not isinstance(model, PreTrainedModel) or kind not in FAMILIES:
         return {}
@@ -139,10 +139,10 @@ def family_plan(model: nn.Module, cols: int) -> Patterns:
     return family if isinstance(family, dict) else family(model.config, cols)
 
 
-def add_head_arguments(draft: TPPlanBuilder, heads: Heads) -> None:
-    """What an attention module, whose layers are cut at heads, is handed for all of them."""
-    kind = getattr(draft.config, "model_type", None)
+def add_head_arguments(builder: TPPlanBuilder, heads: Heads) -> None:
+    """Add the per-head arguments of an attention module whose layers are sharded by heads."""
+    kind = getattr(builder.config, "model_type", None)
     for argument, dim in _HEAD_ARGUMENTS.get(kind or "", ()):
-        cut = ArgumentSharding(heads.module, argument, dim, heads.count, heads.queries(1))
-        if cut not in draft.arguments:
-            draft.arguments.append(cut)
+        sharding = ArgumentSharding(heads.module, argument, dim, heads.num_heads, heads.queries(1))
+        if sharding not in builder.arguments:
+            builder.arguments.append(sharding)

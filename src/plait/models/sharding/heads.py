@@ -1,18 +1,18 @@
-"""Where heads are cut: how many an attention module has, and which features of its layers are whose.
+"""Sharding by heads: how many an attention module has, and which features of its layers belong to which.
 
-[Note: whose heads]
-A layer's heads are those of the nearest module around it that
+[Note: heads of a layer]
+A layer's heads are those of the nearest module that contains it and
 
-1. is said to have numbers of its own, `local:num_heads,width` (a user's plan), or
-2. is an attention by its name or its class's, and counts its heads itself or has a configuration that does.
+1. is declared to have numbers of its own, `local:num_heads,width` (a user's plan), or
+2. is an attention by its name or its class's, and has a head count itself or in its configuration.
 
-In the first case the heads are as many as all those numbers are multiples of, unless layers say how wide a
-head is (`/64`). In the second, queries have `num_attention_heads`, and keys as many as attention repeats
-`num_key_value_groups` times, under whatever name; the layers of keys and values are known by theirs. A head's
-width is the layer's over the heads, so that gates beside queries, and latent projections, are cut rightly
-too.
+In the first case the number of heads is the greatest common divisor of those numbers, unless layers declare
+the width of a head (`/64`). In the second, there are `num_attention_heads` query heads, and
+`num_key_value_groups` times fewer key heads, under any of the known names; the layers of keys and values are
+recognized by their names. A head's width is the layer's width divided by the heads, so that gates next to
+queries, and latent projections, are sharded correctly too.
 
-What has weights and stands between layers that are cut: norms of queries and keys, activations.
+Also parameters between sharded layers: norms of queries and keys, learned activations.
 """
 
 import math
@@ -41,66 +41,68 @@ _KV_LAYER_NAMES = {"k_proj", "v_proj", "k", "v", "key", "value", "key_proj", "va
 
 @dataclass(frozen=True)
 class Heads:
-    """Of one attention module. `is_said`: by the user's plan."""
+    """The heads of one attention module. `is_declared`: by the user's plan."""
 
     module: str
-    count: int
-    kv: int
+    num_heads: int
+    num_kv_heads: int
     split: HeadSplit
-    is_said: bool = False
+    is_declared: bool = False
 
     def queries(self, width: int) -> DimSharding:
-        """The cut of a dim in which every query head has `width` elements."""
+        """The sharding of a dim in which every query head has `width` elements."""
         return one_range_each("col", [(start * width, stop * width) for start, stop in self.split.queries])
 
     def keys(self, width: int) -> DimSharding:
         return one_range_each("col", [(start * width, stop * width) for start, stop in self.split.keys])
 
     def grouped(self, width: int) -> DimSharding:
-        """Of [kv head][its query heads, key, value], each `width` wide, in whole groups."""
-        return self.keys((self.count // self.kv + 2) * width)
+        """The sharding of [kv head][its query heads, key, value], each `width` wide, by kv heads."""
+        return self.keys((self.num_heads // self.num_kv_heads + 2) * width)
 
 
-def find_heads(draft: TPPlanBuilder, name: str) -> Heads | None:
-    """The heads of the attention around a layer or a parameter. See [Note: whose heads]."""
-    block = draft.block_of(name)
-    for around in draft.ancestors(name):
-        said = draft.words.get(around)
-        if said is not None and said.attributes:
-            return _declared_heads(draft, around, said.attributes)
-        if around == block:
+def find_heads(builder: TPPlanBuilder, name: str) -> Heads | None:
+    """Return the heads of the attention that contains a layer or a parameter. See [Note: heads of a
+    layer]."""
+    block = builder.block_of(name)
+    for path in builder.ancestors(name):
+        spec = builder.specs.get(path)
+        if spec is not None and spec.attributes:
+            return _declared_heads(builder, path, spec.attributes)
+        if path == block:
             return None
-        module = draft.modules[around]
-        if _ATTENTION.search(around.rpartition(".")[2]) or _ATTENTION.search(type(module).__name__):
-            counts = head_counts(draft, around)
+        module = builder.modules[path]
+        if _ATTENTION.search(path.rpartition(".")[2]) or _ATTENTION.search(type(module).__name__):
+            counts = head_counts(builder, path)
             if counts is not None:
-                return Heads(around, *counts, split_heads(*counts, draft.cols, rows=draft.rows, of=around))
+                return Heads(path, *counts, split_heads(*counts, builder.cols, rows=builder.rows, of=path))
     return None
 
 
-def head_counts(draft: TPPlanBuilder, around: str) -> tuple[int, int] | None:
-    """(query heads, key heads) of an attention module; None where neither it nor the configuration tells."""
-    module = draft.modules[around]
-    heads = _first_positive_int(module, NUM_HEADS_NAMES) or _first_positive_int(draft.config, NUM_HEADS_NAMES)
+def head_counts(builder: TPPlanBuilder, attention: str) -> tuple[int, int] | None:
+    """(query heads, key heads) of an attention module; None if neither it nor the configuration has them."""
+    module = builder.modules[attention]
+    heads = _first_positive_int(module, NUM_HEADS_NAMES) or _first_positive_int(
+        builder.config, NUM_HEADS_NAMES
+    )
     if heads is None:
         return None
-    groups, keys = (
-        _first_positive_int(module, NUM_GROUPS_NAMES),
-        _first_positive_int(module, NUM_KV_HEADS_NAMES),
-    )
+    groups = _first_positive_int(module, NUM_GROUPS_NAMES)
+    keys = _first_positive_int(module, NUM_KV_HEADS_NAMES)
     if groups and heads % groups == 0:
         return heads, heads // groups
-    if keys is None and _has_narrow_keys(draft, around):
-        keys = _first_positive_int(draft.config, NUM_KV_HEADS_NAMES)
+    if keys is None and _has_narrow_keys(builder, attention):
+        keys = _first_positive_int(builder.config, NUM_KV_HEADS_NAMES)
     return heads, keys or heads
 
 
-def _has_narrow_keys(draft: TPPlanBuilder, around: str) -> bool:
-    """Whether its layer of keys is narrower than another: what a configuration says of keys may be idle."""
+def _has_narrow_keys(builder: TPPlanBuilder, attention: str) -> bool:
+    """Return whether its key layer is narrower than another: a configuration's number of key heads may be
+    unused."""
     widths = {
         name: features[0]
-        for name in draft.inside(around)
-        if (features := linear_features(draft.modules[name])) is not None
+        for name in builder.inside(attention)
+        if (features := linear_features(builder.modules[name])) is not None
     }
     keys = [width for name, width in widths.items() if name.rpartition(".")[2] in _KV_LAYER_NAMES]
     return bool(keys) and min(keys) < max(widths.values())
@@ -111,138 +113,140 @@ def _first_positive_int(of: object, names: tuple[str, ...]) -> int | None:
     return next((value for value in values if isinstance(value, int) and value > 0), None)
 
 
-def _declared_heads(draft: TPPlanBuilder, module: str, attributes: tuple[str, ...]) -> Heads:
-    values = _attribute_values(draft, module, attributes)
-    units = _declared_head_counts(draft, module)
-    count, kv = (max(units), min(units)) if units else (math.gcd(*values),) * 2
-    cut = split_heads(count, kv, draft.cols, rows=draft.rows, of=module)
-    return Heads(module, count, kv, cut, is_said=True)
+def _declared_heads(builder: TPPlanBuilder, module: str, attributes: tuple[str, ...]) -> Heads:
+    values = _attribute_values(builder, module, attributes)
+    counts = _declared_head_counts(builder, module)
+    num_heads, num_kv_heads = (max(counts), min(counts)) if counts else (math.gcd(*values),) * 2
+    heads = split_heads(num_heads, num_kv_heads, builder.cols, rows=builder.rows, of=module)
+    return Heads(module, num_heads, num_kv_heads, heads, is_declared=True)
 
 
-def _attribute_values(draft: TPPlanBuilder, module: str, attributes: tuple[str, ...]) -> list[int]:
-    values = [getattr(draft.modules[module], key, None) for key in attributes]
+def _attribute_values(builder: TPPlanBuilder, module: str, attributes: tuple[str, ...]) -> list[int]:
+    values = [getattr(builder.modules[module], key, None) for key in attributes]
     for key, value in zip(attributes, values, strict=True):
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
             raise ModelError(
-                f"the tensor plan divides an attribute of {module} that is no number",
+                f"the tensor plan divides an attribute of {module} that is not a positive integer",
                 given=f"{key}={value!r}",
-                expected="a whole number that counts heads or their features",
+                expected="an integer that counts heads or their features",
             )
     return [value for value in values if value is not None]
 
 
-def _declared_head_counts(draft: TPPlanBuilder, module: str) -> list[int]:
-    """How many heads the layers of a module have that say how wide one is."""
-    found = []
-    for name in draft.inside(module):
-        word, features = draft.words.get(name), linear_features(draft.modules[name])
-        if word is not None and word.multiple and features is not None:
-            width = part_width(features[0 if word.style is Style.COLUMN else 1], word.parts, name)
-            if width % word.multiple:
+def _declared_head_counts(builder: TPPlanBuilder, module: str) -> list[int]:
+    """The numbers of heads of the module's layers that declare the width of one."""
+    counts = []
+    for name in builder.inside(module):
+        spec, features = builder.specs.get(name), linear_features(builder.modules[name])
+        if spec is not None and spec.multiple and features is not None:
+            width = part_width(features[0 if spec.style is Style.COLUMN else 1], spec.parts, name)
+            if width % spec.multiple:
                 raise PlanError(
-                    f"{name} cannot be cut at heads", given=f"{width} features, heads of {word.multiple}"
+                    f"cannot shard {name} by heads", given=f"{width} features, heads of {spec.multiple}"
                 )
-            found.append(width // word.multiple)
-    return found
+            counts.append(width // spec.multiple)
+    return counts
 
 
-def shard_over_col(draft: TPPlanBuilder, name: str, word: StyleSpec, size: int) -> DimSharding:
-    """How the features of a layer or parameter, `size` in all, are cut over the columns."""
-    width = part_width(size, word.parts, name)
-    cut = _shard_part_over_col(draft, name, word, width)
-    return repeat_per_part(cut, width, word.parts) if word.parts > 1 else cut
+def shard_over_col(builder: TPPlanBuilder, name: str, spec: StyleSpec, size: int) -> DimSharding:
+    """Shard the features of a layer or parameter, `size` in all, over the columns."""
+    width = part_width(size, spec.parts, name)
+    sharding = _shard_part_over_col(builder, name, spec, width)
+    return repeat_per_part(sharding, width, spec.parts) if spec.parts > 1 else sharding
 
 
-def _shard_part_over_col(draft: TPPlanBuilder, name: str, word: StyleSpec, width: int) -> DimSharding:
-    cols = draft.cols
-    if word.gathers or word.splits or word.head:
+def _shard_part_over_col(builder: TPPlanBuilder, name: str, spec: StyleSpec, width: int) -> DimSharding:
+    cols = builder.cols
+    if spec.gathers or spec.splits or spec.head:
         return one_range_each("col", split_width(width, cols, of=name))
-    heads = find_heads(draft, name)
+    heads = find_heads(builder, name)
     if heads is None:
-        if word.multiple:
-            return one_range_each("col", split(width, cols, word.multiple, of=name))
+        if spec.multiple:
+            return one_range_each("col", split(width, cols, spec.multiple, of=name))
         return one_range_each("col", split_width(width, cols, of=name))
-    if word.grouped:
-        if cols > heads.kv:
+    if spec.grouped:
+        if cols > heads.num_kv_heads:
             raise PlanError(
-                f"{name} packs queries with their keys, which cannot be shared there",
-                given=f"kv heads={heads.kv} columns={cols}",
-                hint=f"tp=1x{heads.kv}, or colwise_gather_output",
+                f"cannot shard {name}: it packs queries with their keys, which columns then cannot share",
+                given=f"kv heads={heads.num_kv_heads} columns={cols}",
+                hint=f"tp=1x{heads.num_kv_heads}, or colwise_gather_output",
             )
-        return heads.grouped(_head_width(width, heads.count + 2 * heads.kv, name, heads))
-    is_key = word.style is Style.COLUMN and bool(_KV_LAYER_NAMES & set(name[len(heads.module) :].split(".")))
-    if heads.is_said:
-        is_key = word.multiple is not None and width // word.multiple == heads.kv != heads.count
+        return heads.grouped(_head_width(width, heads.num_heads + 2 * heads.num_kv_heads, name, heads))
+    is_key = spec.style is Style.COLUMN and bool(_KV_LAYER_NAMES & set(name[len(heads.module) :].split(".")))
+    if heads.is_declared:
+        is_key = spec.multiple is not None and width // spec.multiple == heads.num_kv_heads != heads.num_heads
     if is_key:
-        return heads.keys(_head_width(width, heads.kv, name, heads))
-    return heads.queries(_head_width(width, heads.count, name, heads))
+        return heads.keys(_head_width(width, heads.num_kv_heads, name, heads))
+    return heads.queries(_head_width(width, heads.num_heads, name, heads))
 
 
 def _head_width(size: int, count: int, name: str, heads: Heads) -> int:
     if size % count:
         raise PlanError(
-            f"{name} cannot be cut at heads",
-            given=f"{size} features, heads={heads.count} kv heads={heads.kv}",
-            expected="a whole number of features for every head, or a tensor_plan that says how it is made",
+            f"cannot shard {name} by heads",
+            given=f"{size} features, heads={heads.num_heads} kv heads={heads.num_kv_heads}",
+            expected="a multiple of the heads, or a tensor_plan that declares how it is packed",
             hint=replicate_hint(f"{heads.module}.*"),
         )
     return size // count
 
 
-def check_heads(draft: TPPlanBuilder, name: str, word: StyleSpec) -> None:
-    """Refuses a ROW layer that gives a number for every head: where heads are cut, code wants its own."""
-    features = linear_features(draft.modules[name])
-    if word.style is not Style.ROW or word.splits or features is None or draft.cols == 1:
+def check_heads(builder: TPPlanBuilder, name: str, spec: StyleSpec) -> None:
+    """Raise ModelError for a ROW layer with one output per head: after sharding, the code expects only those
+    of its own heads."""
+    features = linear_features(builder.modules[name])
+    if spec.style is not Style.ROW or spec.splits or features is None or builder.cols == 1:
         return
-    heads = find_heads(draft, name)
-    if heads is not None and not heads.is_said and features[0] in (heads.count, heads.kv):
+    heads = find_heads(builder, name)
+    if heads is not None and not heads.is_declared and features[0] in (heads.num_heads, heads.num_kv_heads):
         raise ModelError(
-            f"{name} gives a number for every head, of which each column has its own alone",
-            given=f"{features[0]} features, heads={heads.count} kv heads={heads.kv} columns={draft.cols}",
-            expected="a rowwise layer that gives features of the stream",
+            f"{name} outputs one number per head, but each column has only its own heads",
+            given=f"{features[0]} features, heads={heads.num_heads} kv heads={heads.num_kv_heads} "
+            f"columns={builder.cols}",
+            expected="a rowwise layer whose output is the residual stream's features",
             hint=replicate_hint(f"{heads.module}.*"),
         )
 
 
-def add_head_attributes(draft: TPPlanBuilder, heads: Heads) -> None:
-    """What an attention module, whose layers are cut at heads, counts itself."""
-    module, cut = draft.modules[heads.module], heads.split
-    queries = [stop - start for start, stop in cut.queries]
-    keys = [stop - start for start, stop in cut.keys]
+def add_head_attributes(builder: TPPlanBuilder, heads: Heads) -> None:
+    """Add the head counts and widths that an attention module keeps as attributes, per column."""
+    module, head_split = builder.modules[heads.module], heads.split
+    queries = [stop - start for start, stop in head_split.queries]
+    keys = [stop - start for start, stop in head_split.keys]
 
     def put(key: str, values: list[int]) -> None:
-        draft.attributes[heads.module, key] = tuple(values)
+        builder.attributes[heads.module, key] = tuple(values)
 
-    if heads.is_said:
-        for key in draft.words[heads.module].attributes:
+    if heads.is_declared:
+        for key in builder.specs[heads.module].attributes:
             put(key, _scale_to_columns(heads, key, getattr(module, key), queries, keys))
         return
     for key in NUM_HEADS_NAMES:
-        if getattr(module, key, None) == heads.count:
+        if getattr(module, key, None) == heads.num_heads:
             put(key, queries)
     for key in NUM_KV_HEADS_NAMES:
-        if getattr(module, key, None) == heads.kv:
+        if getattr(module, key, None) == heads.num_kv_heads:
             put(key, keys)
     for key in NUM_GROUPS_NAMES:
-        if getattr(module, key, None) == heads.count // heads.kv:
-            put(key, list(cut.groups))
+        if getattr(module, key, None) == heads.num_heads // heads.num_kv_heads:
+            put(key, list(head_split.groups))
     for key in TOTAL_WIDTH_NAMES:
         value = getattr(module, key, None)
-        if isinstance(value, int) and value == heads.count * getattr(module, "head_dim", 0):
-            put(key, [value // heads.count * found for found in queries])
+        if isinstance(value, int) and value == heads.num_heads * getattr(module, "head_dim", 0):
+            put(key, [value // heads.num_heads * count for count in queries])
 
 
 def _scale_to_columns(heads: Heads, key: str, value: int, queries: list[int], keys: list[int]) -> list[int]:
-    if value % heads.count == 0:
-        return [value // heads.count * found for found in queries]
-    if value % heads.kv == 0 and heads.kv != heads.count:
-        return [value // heads.kv * found for found in keys]
-    if value == heads.count // heads.kv:
+    if value % heads.num_heads == 0:
+        return [value // heads.num_heads * count for count in queries]
+    if value % heads.num_kv_heads == 0 and heads.num_kv_heads != heads.num_heads:
+        return [value // heads.num_kv_heads * count for count in keys]
+    if value == heads.num_heads // heads.num_kv_heads:
         return list(heads.split.groups)
     raise PlanError(
-        f"a number of {heads.module} does not divide like its heads",
-        given=f"{key}={value}, heads={heads.count}, at {len(queries)} columns",
-        expected="a multiple of the heads",
+        f"an attribute of {heads.module} cannot be divided like its heads",
+        given=f"{key}={value}, heads={heads.num_heads}, at {len(queries)} columns",
+        expected="a multiple of the number of heads",
         hint=f"a plan without local:{key}, or tp=1",
     )
 
@@ -251,77 +255,77 @@ _ACTIVATION = re.compile(r"^act(ivation)?(_fn)?$")
 _QK_NORM = re.compile(r"^(q|k|query|key)_?(layer_?)?(norm|ln)$")
 
 
-def add_head_norm(draft: TPPlanBuilder, name: str) -> None:
-    """A norm of each head by itself: one weight for all heads, or one for each."""
-    draft.layers[name] = LayerSharding(name, Style.PER_HEAD_NORM)
-    heads = find_heads(draft, name)
-    columns = _sibling_column_layers(draft, name)
-    for full in draft.own_parameters(name).values():
-        shape = draft.shapes[full]
+def add_head_norm(builder: TPPlanBuilder, name: str) -> None:
+    """Add a norm of each head separately: one weight for all heads, or one for each."""
+    builder.layers[name] = LayerSharding(name, Style.PER_HEAD_NORM)
+    heads = find_heads(builder, name)
+    columns = _sibling_column_layers(builder, name)
+    for full_name in builder.own_parameters(name).values():
+        shape = builder.shapes[full_name]
         over_heads = _shard_heads_dim(heads, shape) if columns else None
         if over_heads is not None:
-            draft.shard_parameter(full, (over_heads, *([None] * (len(shape) - 1))))
+            builder.shard_parameter(full_name, (over_heads, *([None] * (len(shape) - 1))))
         elif columns:
-            draft.shard_parameter(full, [None] * len(shape), partial=True)
+            builder.shard_parameter(full_name, [None] * len(shape), partial=True)
 
 
-def is_head_norm(draft: TPPlanBuilder, name: str) -> bool:
-    """Whether it is a norm of queries or keys, by its name: what it reads is what projections give."""
-    return _QK_NORM.match(name.rpartition(".")[2]) is not None and draft.is_norm(name)
+def is_head_norm(builder: TPPlanBuilder, name: str) -> bool:
+    """Return whether it is a norm of queries or keys, by its name: it reads the outputs of projections."""
+    return _QK_NORM.match(name.rpartition(".")[2]) is not None and builder.is_norm(name)
 
 
-def add_undeclared_head_norms(draft: TPPlanBuilder) -> None:
-    """Norms that are named as of queries or keys, of which the plan says nothing.
+def add_undeclared_head_norms(builder: TPPlanBuilder) -> None:
+    """Add norms that are named like norms of queries or keys but have no style in the plan.
 
-    As wide as a head: one of each head. As wide as all heads together, it needs them all: a ModelError.
+    As wide as a head: a norm per head. As wide as all heads together, it needs them all: raises ModelError.
     """
-    for name in draft.modules:
-        if name in draft.words or not is_head_norm(draft, name):
+    for name in builder.modules:
+        if name in builder.specs or not is_head_norm(builder, name):
             continue
-        columns, heads, own = (
-            _sibling_column_layers(draft, name),
-            find_heads(draft, name),
-            draft.own_parameters(name),
-        )
+        columns = _sibling_column_layers(builder, name)
+        heads, own = find_heads(builder, name), builder.own_parameters(name)
         if not columns or heads is None or not own:
             continue
-        shape = draft.shapes[next(iter(own.values()))]
-        widths = [features[0] for cut in columns if (features := linear_features(draft.modules[cut.module]))]
-        count = heads.kv if name.rpartition(".")[2].startswith("k") else heads.count
+        shape = builder.shapes[next(iter(own.values()))]
+        widths = [
+            features[0] for layer in columns if (features := linear_features(builder.modules[layer.module]))
+        ]
+        count = heads.num_kv_heads if name.rpartition(".")[2].startswith("k") else heads.num_heads
         if shape[0] * count in widths or _shard_heads_dim(heads, shape) is not None:
-            add_head_norm(draft, name)
-        elif shape[0] in widths and draft.cols > 1:
+            add_head_norm(builder, name)
+        elif shape[0] in widths and builder.cols > 1:
             raise ModelError(
-                f"{name} takes its statistics over all heads, which are on several columns",
-                given=f"{shape[0]} features, heads={heads.count}, columns={draft.cols}",
-                expected="a norm of each head, or projections that are gathered",
+                f"{name} takes its statistics over all heads, which are sharded over columns",
+                given=f"{shape[0]} features, heads={heads.num_heads}, columns={builder.cols}",
+                expected="a norm per head, or projections that are gathered",
                 hint="colwise_gather_output for the projections and rowwise_split_input for the last layer",
             )
 
 
-def add_activations(draft: TPPlanBuilder) -> None:
-    """Numbers that an activation learns: every column applies them to its features, and adds to them."""
-    for name in draft.modules:
-        is_said = name in draft.words or not _ACTIVATION.match(name.rpartition(".")[2])
-        if not is_said and _sibling_column_layers(draft, name):
-            for full in draft.own_parameters(name).values():
-                draft.shard_parameter(full, [None] * len(draft.shapes[full]), partial=True)
+def add_activations(builder: TPPlanBuilder) -> None:
+    """Add the learned scalars of activations: every column applies them to its features and has a partial
+    gradient."""
+    for name in builder.modules:
+        is_other = name in builder.specs or not _ACTIVATION.match(name.rpartition(".")[2])
+        if not is_other and _sibling_column_layers(builder, name):
+            for full_name in builder.own_parameters(name).values():
+                builder.shard_parameter(full_name, [None] * len(builder.shapes[full_name]), partial=True)
 
 
-def _sibling_column_layers(draft: TPPlanBuilder, name: str) -> list[LayerSharding]:
-    """The layers in the same module that leave this column its own heads."""
-    around = name.rpartition(".")[0]
+def _sibling_column_layers(builder: TPPlanBuilder, name: str) -> list[LayerSharding]:
+    """The layers in the same module whose output is this column's own heads."""
+    parent = name.rpartition(".")[0]
     return [
-        cut
-        for key, cut in draft.layers.items()
-        if key.startswith(f"{around}.") and cut.style is Style.COLUMN and not cut.gathers
+        layer
+        for key, layer in builder.layers.items()
+        if key.startswith(f"{parent}.") and layer.style is Style.COLUMN and not layer.gathers
     ]
 
 
 def _shard_heads_dim(heads: Heads | None, shape: tuple[int, ...]) -> DimSharding | None:
-    """The cut of a weight whose first dim counts heads."""
+    """The sharding of a weight's first dim if it counts heads."""
     if heads is None or len(shape) < 2:
         return None
-    if shape[0] == heads.count:
+    if shape[0] == heads.num_heads:
         return heads.queries(1)
-    return heads.keys(1) if shape[0] == heads.kv else None
+    return heads.keys(1) if shape[0] == heads.num_kv_heads else None

@@ -1,4 +1,4 @@
-"""Regions and the residual stream between them: what cutting its features or its tokens asks of a model."""
+"""Regions and the residual stream between them, with features sharded over `row` or tokens over `col`."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,209 +13,215 @@ from plait.plan.sharding import DimSharding, LayerSharding, ParamSharding, Style
 _SHARDED = (Style.COLUMN, Style.ROW, Style.EXPERTS)
 
 
-def find_regions(draft: TPPlanBuilder) -> tuple[str, ...]:
-    """The modules in which features are cut over `col`; see `TensorPlan.regions`."""
-    found: dict[str, None] = {}
-    for name, cut in draft.layers.items():
-        region = draft.region_of(name)
-        if cut.style in _SHARDED and region is not None and not (region == name and cut.style is Style.ROW):
-            found[region] = None
-    for name in draft.parameters:
-        owner = draft.region_of(name)
-        if owner is not None and owner not in draft.layers and any(draft.parameters[name].dims):
-            found.setdefault(owner)
-    return tuple(found)
+def find_regions(builder: TPPlanBuilder) -> tuple[str, ...]:
+    """Return the modules in which features are sharded over `col`; see `TPPlan.regions`."""
+    regions: dict[str, None] = {}
+    for name, layer in builder.layers.items():
+        region = builder.region_of(name)
+        is_lone_row = region == name and layer.style is Style.ROW
+        if layer.style in _SHARDED and region is not None and not is_lone_row:
+            regions[region] = None
+    for name in builder.parameters:
+        region = builder.region_of(name)
+        if region is not None and region not in builder.layers and any(builder.parameters[name].dims):
+            regions.setdefault(region)
+    return tuple(regions)
 
 
-def pure_regions(draft: TPPlanBuilder, regions: Sequence[str]) -> frozenset[str]:
-    """Those in which nothing whole can read the region's input."""
+def pure_regions(builder: TPPlanBuilder, regions: Sequence[str]) -> frozenset[str]:
+    """The regions in which no replicated weight can read the region's input."""
     harmless = (Style.COLUMN, Style.ROW, Style.PER_HEAD_NORM, Style.NORM)
     return frozenset(
         region
         for region in regions
         if all(
-            _has_style(draft, name, *harmless)
-            or is_head_norm(draft, name)
-            or all(full in draft.parameters for full in draft.own_parameters(name).values())
-            for name in draft.inside(region)
+            _has_style(builder, name, *harmless)
+            or is_head_norm(builder, name)
+            or all(full_name in builder.parameters for full_name in builder.own_parameters(name).values())
+            for name in builder.inside(region)
         )
-        and not any(_has_style(draft, name, Style.EXPERTS) for name in draft.inside(region))
+        and not any(_has_style(builder, name, Style.EXPERTS) for name in builder.inside(region))
     )
 
 
-def _has_style(draft: TPPlanBuilder, name: str, *styles: Style) -> bool:
-    return name in draft.layers and draft.layers[name].style in styles
+def _has_style(builder: TPPlanBuilder, name: str, *styles: Style) -> bool:
+    return name in builder.layers and builder.layers[name].style in styles
 
 
-def _is_in_any(draft: TPPlanBuilder, name: str, regions: frozenset[str]) -> bool:
-    return name in regions or not regions.isdisjoint(draft.ancestors(name))
+def _is_in_any(builder: TPPlanBuilder, name: str, regions: frozenset[str]) -> bool:
+    return name in regions or not regions.isdisjoint(builder.ancestors(name))
 
 
-# Features of the stream over `row`
+# Features of the residual stream over `row`
 
 
-def add_residual_layers(draft: TPPlanBuilder, regions: Sequence[str]) -> None:
-    """What is in the stream and of which nothing is said, where its features are cut.
+def add_residual_layers(builder: TPPlanBuilder, regions: Sequence[str]) -> None:
+    """Add the modules of the residual stream that have no style yet, where its features are sharded.
 
-    Norms take their statistics over the rows, tables are cut; a linear layer from the stream to the stream,
-    or between it and an embedding's width, stays whole and is given all features. Raises ModelError for a
-    parameter of which nobody knows what it does to the features.
+    Norms reduce their statistics over the rows, embeddings are sharded; a linear layer from the stream to the
+    stream, or between it and an embedding's width, stays replicated and is given all features. Raises
+    ModelError for a parameter whose effect on the features is unknown.
     """
-    for name, cut in draft.layers.items():
-        if cut.style in (Style.EXPERTS, Style.MLA_LATENT):
-            raise _row_error(draft, name, f"style {cut.style.value}")
-    around = frozenset(regions)
-    widths = {residual_width(draft)} | {
-        draft.modules[name].embedding_dim
-        for name, cut in draft.layers.items()
-        if cut.style is Style.VOCABULARY
+    for name, layer in builder.layers.items():
+        if layer.style in (Style.EXPERTS, Style.MLA_LATENT):
+            raise _row_error(builder, name, f"style {layer.style.value}")
+    sharded = frozenset(regions)
+    widths = {residual_width(builder)} | {
+        builder.modules[name].embedding_dim
+        for name, layer in builder.layers.items()
+        if layer.style is Style.VOCABULARY
     }
-    for name, module in draft.modules.items():
-        if name in draft.layers or _is_in_any(draft, name, around):
+    for name, module in builder.modules.items():
+        if name in builder.layers or _is_in_any(builder, name, sharded):
             continue
-        own = draft.own_parameters(name)
+        own = builder.own_parameters(name)
         if isinstance(module, nn.Embedding):
-            out = draft.over_row(module.embedding_dim, name)
-            draft.layers[name] = LayerSharding(name, Style.FEATURE_EMBEDDING, out)
-            draft.shard_parameter(own["weight"], (None, out))
-        elif draft.is_norm(name) and (own or not list(module.children())):
-            _add_norm(draft, name, own)
+            out = builder.shard_over_row(module.embedding_dim, name)
+            builder.layers[name] = LayerSharding(name, Style.FEATURE_EMBEDDING, out)
+            builder.shard_parameter(own["weight"], (None, out))
+        elif builder.is_norm(name) and (own or not list(module.children())):
+            _add_norm(builder, name, own)
         elif not own:
             continue
         elif isinstance(module, nn.Linear) and {module.in_features, module.out_features} <= widths:
-            out, inp = draft.over_row(module.out_features, name), draft.over_row(module.in_features, name)
-            draft.layers[name] = LayerSharding(name, Style.REPLICATE, out, inp)
+            out = builder.shard_over_row(module.out_features, name)
+            inp = builder.shard_over_row(module.in_features, name)
+            builder.layers[name] = LayerSharding(name, Style.REPLICATE, out, inp)
         else:
             raise _row_error(
-                draft, name or type(module).__name__, f"{type(module).__name__} with {', '.join(own)}"
+                builder, name or type(module).__name__, f"{type(module).__name__} with {', '.join(own)}"
             )
 
 
-def _add_norm(draft: TPPlanBuilder, name: str, own: dict[str, str]) -> None:
-    shapes = {draft.shapes[full] for full in own.values()}
+def _add_norm(builder: TPPlanBuilder, name: str, own: dict[str, str]) -> None:
+    shapes = {builder.shapes[full_name] for full_name in own.values()}
     if len(shapes) > 1 or any(len(shape) != 1 for shape in shapes):
-        raise _row_error(draft, name, f"parameters of shapes {sorted(shapes)}")
-    size = next(iter(shapes))[0] if shapes else residual_width(draft)
-    out = draft.over_row(size, name)
-    draft.layers[name] = LayerSharding(name, Style.NORM, out)
-    for full in own.values():
-        draft.shard_parameter(full, (out,))
+        raise _row_error(builder, name, f"parameters of shapes {sorted(shapes)}")
+    size = next(iter(shapes))[0] if shapes else residual_width(builder)
+    out = builder.shard_over_row(size, name)
+    builder.layers[name] = LayerSharding(name, Style.NORM, out)
+    for full_name in own.values():
+        builder.shard_parameter(full_name, (out,))
 
 
-def residual_width(draft: TPPlanBuilder) -> int:
-    """The features that layers inside of blocks read and give; a ModelError where they differ."""
+def residual_width(builder: TPPlanBuilder) -> int:
+    """The residual-side width of the sharded layers in blocks. Raises ModelError if they differ."""
     widths: dict[int, str] = {}
-    for name, cut in draft.layers.items():
-        features = linear_features(draft.modules[name])
+    for name, layer in builder.layers.items():
+        features = linear_features(builder.modules[name])
         if (
             features is not None
-            and cut.style in (Style.COLUMN, Style.ROW)
-            and draft.block_of(name) is not None
+            and layer.style in (Style.COLUMN, Style.ROW)
+            and builder.block_of(name) is not None
         ):
-            widths.setdefault(features[1] if cut.style is Style.COLUMN else features[0], name)
+            widths.setdefault(features[1] if layer.style is Style.COLUMN else features[0], name)
     if not widths:
-        raise _row_error(draft, "the model", "no block has a colwise or rowwise layer")
+        raise _row_error(builder, "the model", "no block has a colwise or rowwise layer")
     if len(widths) != 1:
-        raise _row_error(draft, next(iter(widths.values())), f"streams of widths {sorted(widths)}")
+        raise _row_error(builder, next(iter(widths.values())), f"residual streams of widths {sorted(widths)}")
     return next(iter(widths))
 
 
-def check_rows(draft: TPPlanBuilder, regions: Sequence[str]) -> None:
-    """Raises ModelError where something in a region would need features that are on other rows."""
-    residual_width(draft)
+def check_rows(builder: TPPlanBuilder, regions: Sequence[str]) -> None:
+    """Raise ModelError if a module in a region would need features that are on other rows."""
+    residual_width(builder)
     for region in regions:
-        columns = [draft.layers[name] for name in draft.inside(region) if name in draft.layers]
-        if not any(cut.style is Style.ROW for cut in columns) and region not in draft.layers:
-            raise _row_error(draft, region, "a region that gives the stream all its features")
-        is_gathered = any(cut.gathers for cut in columns)
-        for name in draft.inside(region):
-            if name in draft.layers or (is_gathered and draft.is_norm(name)):
+        layers = [builder.layers[name] for name in builder.inside(region) if name in builder.layers]
+        if not any(layer.style is Style.ROW for layer in layers) and region not in builder.layers:
+            raise _row_error(builder, region, "a region whose output is not sharded over rows")
+        is_gathered = any(layer.gathers for layer in layers)
+        for name in builder.inside(region):
+            if name in builder.layers or (is_gathered and builder.is_norm(name)):
                 continue
-            unsaid = [key for key, full in draft.own_parameters(name).items() if full not in draft.parameters]
-            if unsaid:
-                raise _row_error(
-                    draft, name, f"{type(draft.modules[name]).__name__} with {', '.join(unsaid)}"
-                )
+            own = builder.own_parameters(name)
+            unsharded = [key for key, full_name in own.items() if full_name not in builder.parameters]
+            if unsharded:
+                kind = type(builder.modules[name]).__name__
+                raise _row_error(builder, name, f"{kind} with {', '.join(unsharded)}")
 
 
-def _row_error(draft: TPPlanBuilder, name: str, given: str) -> ModelError:
+def _row_error(builder: TPPlanBuilder, name: str, given: str) -> ModelError:
     return ModelError(
-        f"{name} cannot be part of a model whose hidden features are cut over rows",
-        given=f"{given}, tp={draft.rows}x{draft.cols}",
-        expected="of the stream norms, embeddings and linear layers; in what is cut (attention, mlp) cut "
-        "layers, and norms of heads",
-        hint=f"tp=1x{draft.rows * draft.cols}",
+        f"{name} does not support hidden features that are sharded over rows",
+        given=f"{given}, tp={builder.rows}x{builder.cols}",
+        expected="norms, embeddings and linear layers on the residual stream; sharded layers and norms of "
+        "heads in sharded modules (attention, mlp)",
+        hint=f"tp=1x{builder.rows * builder.cols}",
     )
 
 
-# Tokens of the stream over `col`
+# Tokens of the residual stream over `col`
 
 
-def check_sequence(draft: TPPlanBuilder, regions: Sequence[str]) -> None:
-    """Raises ModelError where sequence parallelism would hand a module tokens of one column alone.
+def check_sequence(builder: TPPlanBuilder, regions: Sequence[str]) -> None:
+    """Raise ModelError if a module may need all tokens but would get one column's.
 
-    In a block, all that has parameters has to be a region that ends in a ROW layer, or a norm, which treats
-    every token by itself.
+    In a block, everything with parameters has to be a region that ends in a ROW layer, or a norm, which
+    treats every token separately.
     """
-    around = frozenset(regions)
-    for name, module in draft.modules.items():
-        block = draft.block_of(name)
-        if block is None or name == block or _is_in_any(draft, name, around):
+    sharded = frozenset(regions)
+    for name, module in builder.modules.items():
+        block = builder.block_of(name)
+        if block is None or name == block or _is_in_any(builder, name, sharded):
             continue
-        if not _has_style(draft, name, Style.ROW) and not draft.is_norm(name) and draft.own_parameters(name):
-            raise _sequence_error(draft, name, f"{type(module).__name__}, which is not cut")
-    for name, cut in draft.layers.items():
-        if cut.style in _SHARDED and not cut.head and draft.block_of(name) is None:
-            raise _sequence_error(draft, name, "cut, and in none of the blocks that are known")
+        is_harmless = _has_style(builder, name, Style.ROW) or builder.is_norm(name)
+        if not is_harmless and builder.own_parameters(name):
+            raise _sequence_error(builder, name, f"{type(module).__name__}, which is not sharded")
+    for name, layer in builder.layers.items():
+        if layer.style in _SHARDED and not layer.head and builder.block_of(name) is None:
+            raise _sequence_error(builder, name, "a sharded layer outside of the known blocks")
     for region in regions:
-        styles = [draft.layers[name].style for name in draft.inside(region) if name in draft.layers]
+        styles = [builder.layers[name].style for name in builder.inside(region) if name in builder.layers]
         if Style.EXPERTS in styles:
-            raise _sequence_error(draft, region, "a mixture of experts")
-        for name in draft.inside(region):
-            if draft.config is None and draft.is_norm(name) and _is_residual_norm(draft, name):
-                raise _sequence_error(draft, region, f"{name}, a norm of the stream, inside of what is cut")
-        if region not in draft.layers and Style.ROW not in styles:
-            raise _sequence_error(draft, region, "a region that does not end in a rowwise layer")
-        beside = region.rpartition(".")[0]
-        ends = (f"{beside}.{child}" for child, _ in draft.modules[beside].named_children())
-        if region in draft.layers and not any(_has_style(draft, end, Style.ROW) for end in ends):
-            raise _sequence_error(draft, region, f"a lone layer, with no rowwise one in {beside}")
+            raise _sequence_error(builder, region, "a mixture of experts")
+        for name in builder.inside(region):
+            if builder.config is None and builder.is_norm(name) and _is_residual_norm(builder, name):
+                given = f"{name}, a norm of the residual stream, inside a sharded module"
+                raise _sequence_error(builder, region, given)
+        if region not in builder.layers and Style.ROW not in styles:
+            raise _sequence_error(builder, region, "a region that does not end in a rowwise layer")
+        parent = region.rpartition(".")[0]
+        siblings = (f"{parent}.{child}" for child, _ in builder.modules[parent].named_children())
+        if region in builder.layers and not any(_has_style(builder, name, Style.ROW) for name in siblings):
+            raise _sequence_error(builder, region, f"a lone layer, with no rowwise one in {parent}")
 
 
-def _is_residual_norm(draft: TPPlanBuilder, name: str) -> bool:
-    """Whether a norm of a user's own has the stream's width, and is of no head."""
-    own = draft.own_parameters(name).values()
-    whole = [full for full in own if full not in draft.parameters]
-    return name not in draft.layers and any(draft.shapes[full] == (residual_width(draft),) for full in whole)
-
-
-def _sequence_error(draft: TPPlanBuilder, name: str, given: str) -> ModelError:
-    return ModelError(
-        f"{name} may need all tokens, which sequence parallelism deals out to columns",
-        given=f"{given}, tp={draft.rows}x{draft.cols} sp=true",
-        expected="blocks of norms, and of attention and mlp that are cut",
-        hint=f"tp={draft.rows}x{draft.cols} without sp",
+def _is_residual_norm(builder: TPPlanBuilder, name: str) -> bool:
+    """Return whether a norm of a user's model has the residual stream's width, and is not a norm of heads."""
+    own = builder.own_parameters(name).values()
+    unsharded = [full_name for full_name in own if full_name not in builder.parameters]
+    return name not in builder.layers and any(
+        builder.shapes[full_name] == (residual_width(builder),) for full_name in unsharded
     )
 
 
-def mark_partial_grads(draft: TPPlanBuilder, regions: Sequence[str], *, sequence: bool) -> None:
-    """Marks what sees only its column's tokens. See `models/tensor.py` [Note: which gradients are parts]."""
+def _sequence_error(builder: TPPlanBuilder, name: str, given: str) -> ModelError:
+    return ModelError(
+        f"{name} may need all tokens, but sequence parallelism shards them over columns",
+        given=f"{given}, tp={builder.rows}x{builder.cols} sp=true",
+        expected="blocks of norms, and of sharded attention and mlp",
+        hint=f"tp={builder.rows}x{builder.cols} without sp",
+    )
+
+
+def mark_partial_grads(builder: TPPlanBuilder, regions: Sequence[str], *, sequence: bool) -> None:
+    """Mark the parameters that see only their column's tokens. See `plan.py` [Note: partial gradients]."""
     if not sequence:
         return
-    around = frozenset(regions)
+    sharded = frozenset(regions)
     biases = {
-        full
-        for name, cut in draft.layers.items()
-        if cut.style is Style.ROW and draft.block_of(name) is not None
-        for key, full in draft.own_parameters(name).items()
+        full_name
+        for name, layer in builder.layers.items()
+        if layer.style is Style.ROW and builder.block_of(name) is not None
+        for key, full_name in builder.own_parameters(name).items()
         if key == "bias"
     }
-    for full, shape in draft.shapes.items():
-        is_between = draft.block_of(full) is not None and not _is_in_any(draft, full, around)
-        if full in biases or is_between:
-            cut = draft.parameters.get(full, ParamSharding(full, (None,) * len(shape)))
-            draft.parameters[full] = replace(cut, partial=not _is_sharded_over_col(cut.dims))
+    for full_name, shape in builder.shapes.items():
+        is_between = builder.block_of(full_name) is not None and not _is_in_any(builder, full_name, sharded)
+        if full_name in biases or is_between:
+            param = builder.parameters.get(full_name, ParamSharding(full_name, (None,) * len(shape)))
+            builder.parameters[full_name] = replace(param, partial=not _is_sharded_over_col(param.dims))
 
 
 def _is_sharded_over_col(dims: Sequence[DimSharding | None]) -> bool:
-    return any(cut is not None and cut.axis == "col" for cut in dims)
+    return any(sharding is not None and sharding.axis == "col" for sharding in dims)

@@ -1,7 +1,8 @@
-"""The words in which a model, or its user, says how layers are cut, and the modules that they are said of.
+"""Sharding styles: the names by which a model, or its user, declares how layers are sharded.
 
-transformers has changed its words from release to release; here is one table of all of them. A plan maps
-patterns of module or parameter paths to words; a `*` in a pattern is one part of a path (a layer's number).
+transformers has changed the names from release to release; this is one table of all of them. A plan maps
+patterns of module or parameter paths to styles; a `*` in a pattern matches one component of a path (a layer's
+number).
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,13 +18,13 @@ from plait.plan.sharding import Style
 
 @dataclass(frozen=True)
 class StyleSpec:
-    """What a plan says of a module or a parameter.
+    """The style that a plan declares for a module or a parameter.
 
-    style       None: nothing becomes of it as a module
-    gathers, splits, head    as in `LayerCut`
-    parts       a packed projection's parts, of equal width: each of them is cut
+    style       None: the module itself stays as it is
+    gathers, splits, head    as in `LayerSharding`
+    parts       number of parts, of equal width, of a packed projection: each of them is sharded
     grouped     a packed projection of [kv head][its query heads, key, value]
-    multiple    its output is cut at multiples of this, a head's width; None: see `models/tensor_heads.py`
+    multiple    the output is split at multiples of this, a head's width; None: see `models/sharding/heads.py`
     attributes  of the module: numbers that are divided like its heads
     """
 
@@ -55,13 +56,13 @@ STYLES: Mapping[str, StyleSpec] = {
     "replicated_with_grad_allreduce": StyleSpec(Style.PER_HEAD_NORM),
     "mla_kv_a_proj": StyleSpec(Style.MLA_LATENT),
     "moe_tp_experts": StyleSpec(Style.EXPERTS),
-    # What is whole is right without a word, and sequences are cut by plans of ours.
+    # Replicated modules need no style, and plait decides itself where sequences are sharded.
     "replicate": _REPLICATE,
     "sequence_parallel": _REPLICATE,
-    # Marks of modules whose parameters are cut by words of their own.
+    # Markers of modules whose parameters have styles of their own.
     "local_params": StyleSpec(),
     "local": StyleSpec(),
-    # Until 4.57, where sums were taken at the end of a mixture of experts. Taken at each layer they are the
+    # Until 4.57, where a mixture of experts was summed at its end. Summed at each layer the result is the
     # same.
     "colwise_rep": _GATHERS,
     "rowwise_rep": _SPLITS,
@@ -71,42 +72,44 @@ STYLES: Mapping[str, StyleSpec] = {
     "gather": StyleSpec(),
 }
 
-# Words of transformers that cannot be honoured, with the reason.
+# Styles of transformers that are not supported, with the reason.
 UNSUPPORTED: Mapping[str, str] = {
-    "all_reduce": "a sum over ranks of what a module gives, of whose input nothing is known",
-    "moe_identity_expert": "experts that give what they get, beside experts that are cut",
-    "ep_router": "experts dealt out to ranks",
-    "ep_dispatch_experts": "experts dealt out to ranks",
-    "grouped_gemm": "experts dealt out to ranks",
+    "all_reduce": "a sum over ranks of a module's output, where the module's input is unknown",
+    "moe_identity_expert": "identity experts next to sharded experts",
+    "ep_router": "expert parallelism",
+    "ep_dispatch_experts": "expert parallelism",
+    "grouped_gemm": "expert parallelism",
 }
 
 
 def parse_style(text: str, where: str) -> StyleSpec:
-    """`style[:parts][/multiple]`, or `local:attribute,attribute`. Raises ModelError."""
+    """Parse `style[:parts][/multiple]`, or `local:attribute,attribute`. Raises ModelError."""
     body, _, multiple = text.partition("/")
     key, _, detail = body.partition(":")
     if key in UNSUPPORTED:
         raise ModelError(
-            f"tensor parallelism cannot do what the plan says of {where}",
-            given=f"{key}: {REFUSED[key]}",
-            hint=f"tensor_plan= with 'replicate' for {numberless(where)} and all that is in it, or tp=1",
+            f"tensor parallelism does not support the plan's style for {where}",
+            given=f"{key}: {UNSUPPORTED[key]}",
+            hint=f"tensor_plan= with 'replicate' for {layer_pattern(where)} and everything in it, or tp=1",
         )
     if key not in STYLES:
         raise ModelError(
-            f"the tensor plan says an unknown word of {where}", given=text, hint=unknown_key_hint(key, STYLES)
+            f"the tensor plan has an unknown style for {where}",
+            given=text,
+            hint=unknown_key_hint(key, STYLES),
         )
-    word = STYLES[key]
+    spec = STYLES[key]
     if key == "local" and detail:
-        word = replace(word, attributes=tuple(name.strip() for name in detail.split(",")))
+        spec = replace(spec, attributes=tuple(name.strip() for name in detail.split(",")))
     elif detail:
-        word = replace(word, parts=_parse_number(detail, text, where))
-    return replace(word, multiple=_parse_number(multiple, text, where)) if multiple else word
+        spec = replace(spec, parts=_parse_number(detail, text, where))
+    return replace(spec, multiple=_parse_number(multiple, text, where)) if multiple else spec
 
 
 def _parse_number(digits: str, text: str, where: str) -> int:
     if not digits.isdecimal() or int(digits) == 0:
         raise ModelError(
-            f"the tensor plan says no number of {where}",
+            f"the tensor plan's style for {where} has an invalid number",
             given=text,
             expected="style:parts/multiple, such as packed_colwise:3/64, or local:num_heads,width",
         )
@@ -116,7 +119,7 @@ def _parse_number(digits: str, text: str, where: str) -> int:
 def resolve_styles(
     model: nn.Module, built_in: Mapping[str, str], given: Mapping[str, str] | None
 ) -> dict[str, StyleSpec]:
-    """What is said of every module and parameter, by its name.
+    """Return the declared style of every module and parameter that has one, by name.
 
     From the model's own plan, then `built_in` (patterns under its base model), then `given`, which overrides
     both and whose every pattern has to match. Raises ModelError.
@@ -124,20 +127,20 @@ def resolve_styles(
     names = [name for name, _ in model.named_modules() if name]
     names += [name for name, _ in model.named_parameters()]
     prefix = base_prefix(model)
-    own = {**shipped_plan(model), **{f"{prefix}{pattern}": text for pattern, text in built_in.items()}}
-    found = {name: text for pattern, text in own.items() for name in _matches(pattern, names)}
+    plan = {**shipped_plan(model), **{f"{prefix}{pattern}": text for pattern, text in built_in.items()}}
+    styles = {name: text for pattern, text in plan.items() for name in _matches(pattern, names)}
     for pattern, text in (given or {}).items():
         matched = _matches(pattern, names)
         if not matched:
             close = nearest(pattern, {layer_pattern(name) for name in names})
             raise ModelError(
-                "the tensor plan names nothing that the model has",
+                "the tensor plan has a pattern that matches nothing in the model",
                 given=pattern,
-                expected="paths of modules or parameters, with * for a part of a path",
+                expected="paths of modules or parameters, with * for a component of a path",
                 hint=close,
             )
-        found |= dict.fromkeys(matched, text)
-    return {name: parse_style(text, name) for name, text in found.items()}
+        styles |= dict.fromkeys(matched, text)
+    return {name: parse_style(text, name) for name, text in styles.items()}
 
 
 def shipped_plan(model: nn.Module) -> dict[str, str]:
@@ -148,7 +151,7 @@ def shipped_plan(model: nn.Module) -> dict[str, str]:
     if plan:
         return dict(plan)
     prefix = base_prefix(model)
-    return {f"{prefix}{key}": word for key, word in (model.config.base_model_tp_plan or {}).items()}
+    return {f"{prefix}{key}": style for key, style in (model.config.base_model_tp_plan or {}).items()}
 
 
 def base_prefix(model: nn.Module) -> str:
@@ -167,10 +170,10 @@ def _path_matches(parts: list[str], wanted: list[str]) -> bool:
 
 
 def replicate_hint(name: str) -> str:
-    """What to try where a module or a parameter cannot be cut."""
-    return f"tensor_plan={{'{numberless(name)}': 'replicate'}}, or tp=1"
+    """The hint for a module or a parameter that cannot be sharded."""
+    return f"tensor_plan={{'{layer_pattern(name)}': 'replicate'}}, or tp=1"
 
 
 def layer_pattern(name: str) -> str:
-    """The pattern of its like in all blocks."""
+    """The pattern that matches this name in all blocks."""
     return ".".join("*" if part.isdecimal() else part for part in name.split("."))

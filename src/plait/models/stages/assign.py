@@ -1,4 +1,4 @@
-"""Which stage of a pipeline gets which blocks, and computes with which other parameters."""
+"""Assign a model's blocks and other parameters to pipeline stages."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ from plait.errors import ModelError, PlanError
 from plait.models.stages.dataflow import Dataflow, trace_dataflow
 from plait.plan.stages import StageAssignment, balance_blocks
 
-# The loss and its backward pass over the logits a few times in float32. Measured in products, as all costs
-# here, that is what this many hidden units more would cost the head.
+# The loss and its backward read the logits a few times in float32. In multiplications, as all costs here,
+# that equals the head's cost for this many additional hidden units.
 _LOSS_AS_HIDDEN_UNITS = 16
 
 
@@ -23,40 +23,40 @@ def plan_stages(
     given: tuple[int, ...] | None = None,
     ranks: Sequence[int] | None = None,
 ) -> StageAssignment:
-    """Deals the blocks of a whole model, on meta or not, to stages of like cost; `given`: how many to each.
-    `ranks`: of each stage, so that ranks with several are alike.
+    """Assign the blocks of a full model, on meta or not, to stages of similar cost.
 
-    Changes nothing. What parameters outside of blocks are used for is seen on a run on meta, see
-    models/flow.py; where none is possible, what is registered before the first block is the first stage's,
-    what comes after it the last one's. Raises ModelError without blocks, or where they cannot be parted,
-    PlanError if they cannot fill the stages or `given` does not add up.
+    `given`: the number of blocks of each stage. `ranks`: the rank of each stage, to balance ranks that have
+    several. The model is not changed. The use of parameters outside of blocks is traced in a run on meta, see
+    models/stages/dataflow.py; if that is impossible, those registered before the first block belong to the
+    first stage, those after it to the last one. Raises ModelError without blocks, or where the model cannot
+    be split, PlanError if the blocks cannot fill the stages or `given` does not add up.
     """
     _check(model, len(blocks), num_stages, given)
     flow = trace_dataflow(model, blocks)
-    uses = _Usage.of(model, blocks, flow)
-    numbers = given or _balance(model, blocks, uses, num_stages, ranks)
-    stops = [sum(numbers[: stage + 1]) for stage in range(num_stages)]
-    ranges = tuple((stop - number, stop) for stop, number in zip(stops, numbers, strict=True))
-    stage_of = [stage for stage, number in enumerate(numbers) for _ in range(number)]
-    stage_of.append(num_stages - 1)  # of the last gap
+    usage = _Usage.from_dataflow(model, blocks, flow)
+    counts = given or _balance(model, blocks, usage, num_stages, ranks)
+    stops = [sum(counts[: stage + 1]) for stage in range(num_stages)]
+    ranges = tuple((stop - count, stop) for stop, count in zip(stops, counts, strict=True))
+    stage_of = [stage for stage, count in enumerate(counts) for _ in range(count)]  # by gap
+    stage_of.append(num_stages - 1)
     _check_skips(flow, ranges, len(blocks))
-    stages = {name: sorted({stage_of[gap] for gap in gaps}) for name, gaps in uses.parameters.items()}
-    homes = {name: found[0] for name, found in stages.items()}
-    homes |= _buffer_homes(model, blocks, uses, stage_of)
+    stages = {name: sorted({stage_of[gap] for gap in gaps}) for name, gaps in usage.parameters.items()}
+    homes = {name: users[0] for name, users in stages.items()}
+    homes |= _buffer_homes(model, blocks, usage, stage_of)
     return StageAssignment(
-        ranges, homes, {name: tuple(found) for name, found in stages.items() if len(found) > 1}
+        ranges, homes, {name: tuple(users) for name, users in stages.items() if len(users) > 1}
     )
 
 
 def _buffer_homes(
-    model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], uses: "_Usage", stage_of: Sequence[int]
+    model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], usage: "_Usage", stage_of: Sequence[int]
 ) -> dict[str, int]:
-    """Under each of its names: of a block's the block's stage."""
-    places, first_names, homes = _block_indices(model, blocks), dict[int, str](), dict[str, int]()
+    """The home stage of every buffer, under each of its names; a block's buffers belong to its stage."""
+    indices, first_names, homes = _block_indices(model, blocks), dict[int, str](), dict[str, int]()
     for name, buffer in model.named_buffers(remove_duplicate=False):
         first = first_names.setdefault(id(buffer), name)
-        place = places[name.rpartition(".")[0]]
-        gap = place if 0 <= place < len(blocks) else min(uses.buffers[first])
+        index = indices[name.rpartition(".")[0]]
+        gap = index if 0 <= index < len(blocks) else min(usage.buffers[first])
         homes[name] = stage_of[gap]
     return homes
 
@@ -64,15 +64,15 @@ def _buffer_homes(
 def _check(model: nn.Module, num_blocks: int, num_stages: int, given: tuple[int, ...] | None) -> None:
     if not num_blocks:
         raise ModelError(
-            "the model has no repeated blocks to cut it between",
+            "the model has no repeated blocks to split it between",
             given=f"{type(model).__name__} without an nn.ModuleList, nn.Sequential or plait.Chain",
-            expected="blocks that are called one after the other",
+            expected="blocks that are called in sequence",
             hint="blocks=BlockClass, or blocks=[module, ...] in forward order",
         )
     if given is not None and (len(given) != num_stages or sum(given) != num_blocks or min(given) < 1):
         listed = ",".join(map(str, given))
         raise PlanError(
-            "the blocks of the stages do not add up to the model's",
+            "the stages' blocks do not add up to the model's",
             given=f"stages={listed}: {len(given)} stages with {sum(given)} blocks",
             expected=f"{num_stages} numbers of at least 1 with the sum {num_blocks}",
             hint=_even_hint(num_blocks, num_stages) if num_stages <= num_blocks else None,
@@ -92,14 +92,14 @@ def _even_hint(num_blocks: int, num_stages: int) -> str:
 
 
 def _check_skips(flow: Dataflow, ranges: Sequence[tuple[int, int]], num_blocks: int) -> None:
-    """Raises ModelError where a block needs of an earlier stage more than what its last block returned."""
+    """Raise ModelError if a block needs more of an earlier stage than its last block's output."""
     for earlier, later in sorted(flow.skips):
         reader = f"block {later}" if later < num_blocks else "the model's result"
         if any(earlier < start <= later for start, _ in ranges):
             raise ModelError(
-                f"{reader} takes what block {earlier} computed, past the blocks between them",
+                f"{reader} uses a result of block {earlier}, bypassing the blocks between them",
                 given="stages of blocks " + ", ".join(f"{start} to {stop - 1}" for start, stop in ranges),
-                expected="between stages goes what a stage's last block returned, and nothing else",
+                expected="stages that receive only the output of the previous stage's last block",
                 hint=f"blocks {earlier} to {min(later, num_blocks - 1)} on one stage, by stages=...; or "
                 "blocks that return what later ones need",
             )
@@ -107,74 +107,76 @@ def _check_skips(flow: Dataflow, ranges: Sequence[tuple[int, int]], num_blocks: 
 
 @dataclass(frozen=True)
 class _Usage:
-    """In which gaps (a block counts to the one before it) parameters and buffers are used, by first names."""
+    """The gaps in which parameters and buffers are used, by first name; a block belongs to its own gap."""
 
     parameters: Mapping[str, set[int]]
     buffers: Mapping[str, set[int]]
-    tables: frozenset[str]  # parameters of embeddings alone, or looked up before they are multiplied with
+    tables: frozenset[str]  # parameters of embeddings, tied to a head or not
 
     @classmethod
-    def of(cls, model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], flow: Dataflow) -> "_Usage":
-        places = _block_indices(model, blocks)
+    def from_dataflow(
+        cls, model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], flow: Dataflow
+    ) -> "_Usage":
+        indices = _block_indices(model, blocks)
         embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
         return cls(
-            _gaps_by_tensor(model.named_parameters(remove_duplicate=False), places, len(blocks), flow),
-            _gaps_by_tensor(model.named_buffers(remove_duplicate=False), places, len(blocks), flow),
+            _gaps_by_tensor(model.named_parameters(remove_duplicate=False), indices, len(blocks), flow),
+            _gaps_by_tensor(model.named_buffers(remove_duplicate=False), indices, len(blocks), flow),
             frozenset(name for name, p in model.named_parameters() if id(p) in embeddings),
         )
 
 
 def _block_indices(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> dict[str, int]:
-    """Of each module, by name: the number of its block; before the first registered one -1, after it L."""
-    places: dict[str, int] = {}
+    """The index of each module's block, by name: -1 before the first registered block, L after it."""
+    indices: dict[str, int] = {}
     outside = -1
     for name, _ in model.named_modules(remove_duplicate=False):
         inside = next((i for i, (b, _) in enumerate(blocks) if f"{name}.".startswith(f"{b}.")), None)
         if inside is not None:
             outside = len(blocks)
-        places[name] = outside if inside is None else inside
-    return places
+        indices[name] = outside if inside is None else inside
+    return indices
 
 
 def _gaps_by_tensor(
-    occurrences: Iterable[tuple[str, Tensor]], places: Mapping[str, int], num_blocks: int, flow: Dataflow
+    occurrences: Iterable[tuple[str, Tensor]], indices: Mapping[str, int], num_blocks: int, flow: Dataflow
 ) -> dict[str, set[int]]:
-    """Where each tensor is used: in its blocks, and where it flows to; by its place if that is not known."""
+    """The gaps in which each tensor is used: its blocks, and those it flows to; by position if unknown."""
     first_names: dict[int, str] = {}
-    found: dict[str, set[int]] = {}
+    gaps_of: dict[str, set[int]] = {}
     outside: dict[str, set[int]] = {}
     for full, tensor in occurrences:
         name = first_names.setdefault(id(tensor), full)
-        gaps = found.setdefault(name, flow.gaps_of(name))
-        place = places[full.rpartition(".")[0]]
-        if 0 <= place < num_blocks:
-            gaps.add(place)
+        gaps = gaps_of.setdefault(name, flow.gaps_of(name))
+        index = indices[full.rpartition(".")[0]]
+        if 0 <= index < num_blocks:
+            gaps.add(index)
         else:
-            outside.setdefault(name, set()).add(max(0, place))
-    for name, gaps in found.items():
+            outside.setdefault(name, set()).add(max(0, index))
+    for name, gaps in gaps_of.items():
         if not gaps or not flow.is_complete:
             gaps |= outside.get(name, set())
-    return found
+    return gaps_of
 
 
 def _balance(
     model: nn.Module,
     blocks: Sequence[tuple[str, nn.Module]],
-    uses: _Usage,
+    usage: _Usage,
     num_stages: int,
     ranks: Sequence[int] | None,
 ) -> tuple[int, ...]:
-    """By the parameters that each token is multiplied with."""
-    share = _active_expert_fraction(getattr(model, "config", None))
+    """Balance the blocks by the number of parameters that each token is multiplied with."""
+    fraction = _active_expert_fraction(getattr(model, "config", None))
     costs = [0.0] * (len(blocks) + 1)
     for name, parameter in model.named_parameters():
         if parameter.ndim < 2:
             continue
-        gaps = uses.parameters[name]
-        if name in uses.tables:
-            gaps = gaps & {len(blocks)}  # what is looked up costs nothing; a tied head does
+        gaps = usage.parameters[name]
+        if name in usage.tables:
+            gaps = gaps & {len(blocks)}  # a lookup costs nothing; a tied head does
         for gap in gaps:
-            costs[gap] += parameter.numel() * (share if ".experts." in name else 1.0)
+            costs[gap] += parameter.numel() * (fraction if ".experts." in name else 1.0)
     return balance_blocks(costs[:-1], num_stages, last=costs[-1] + _cost_of_loss(model), ranks=ranks)
 
 
@@ -184,10 +186,10 @@ def _cost_of_loss(model: nn.Module) -> float:
 
 
 def _active_expert_fraction(config: Any) -> float:
-    """Of a block's experts, the share that a token meets, where the configuration says it."""
+    """The fraction of a block's experts that a token is routed to; 1 if the configuration lacks it."""
     used = _config_int(config, ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk"))
-    held = _config_int(config, ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts"))
-    return min(1.0, used / held) if used and held else 1.0
+    total = _config_int(config, ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts"))
+    return min(1.0, used / total) if used and total else 1.0
 
 
 def _config_int(config: Any, names: Sequence[str]) -> int:

@@ -1,15 +1,16 @@
-"""Which parameters a model computes with between which of its blocks: seen on a run on meta.
+"""Trace which parameters a model uses between which of its blocks, in a run on meta.
 
 [Note: gaps]
-A model with L blocks has L + 1 gaps: gap g lies before block g, the last one behind the last block. A stage
-runs all gaps up to its first block, with what it received in the place of earlier blocks' outputs. So what
-it needs of the parameters outside of blocks is what its own blocks read of them (the last stage: what flows
-into the model's result) by another way than through a block. That is mostly what is used in its own gaps.
-Yet a table that is looked up before the first block and given to all blocks is needed by all stages: each
-looks up for itself, and the gradients add up.
+A model with L blocks has L + 1 gaps: gap g is before block g, the last one after the last block. A stage runs
+all gaps up to its first block, with the received input in place of earlier blocks' outputs. So it needs those
+parameters outside of blocks that flow into its own blocks (on the last stage: into the model's result) other
+than through a block. These are mostly the ones used in its own gaps. But an embedding that is looked up
+before the first block and passed to all blocks is needed by all stages: each looks it up itself, and the
+gradients are summed.
 
-What blocks compute goes on by the last one's result alone. If a block reads what an earlier one computed by
-another way (a skip connection over blocks, a dict that blocks write into), no cut may lie between the two.
+Results of blocks are passed on only as the last block's output. If a block reads a result of an earlier one
+in another way (a skip connection over blocks, a dict that blocks write into), the model cannot be split
+between the two.
 """
 
 import contextlib
@@ -29,12 +30,12 @@ _TOKENS = (2, 8)  # batch and sequence of the run
 
 
 class Dataflow:
-    """What flows where. See [Note: gaps].
+    """The flow of values between gaps. See [Note: gaps].
 
-    into            names of parameters and buffers, by the number of the block that reads what became of
-                    them; at the end, those in the result
-    skips           (k, g): block g reads what block k computed, by another way than the result of g - 1
-    is_complete     the run came to its end
+    into            names of the parameters and buffers that flow into each block, by its number; at the end,
+                    those that flow into the result
+    skips           (k, g): block g reads a result of block k other than through the output of g - 1
+    is_complete     the run completed
     """
 
     def __init__(self, num_gaps: int) -> None:
@@ -47,19 +48,19 @@ class Dataflow:
 
 
 def trace_dataflow(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> Dataflow:
-    """Runs a copy of the model on meta, on token ids; up to where that is impossible."""
+    """Run a copy of the model on meta, on token ids, as far as possible."""
     flow = Dataflow(len(blocks) + 1)
-    with contextlib.suppress(Exception), torch.no_grad():  # whatever the model's code raises without values
-        twin = copy_to_meta(model)
-        tracer = _Tracer(twin, flow)
+    with contextlib.suppress(Exception), torch.no_grad():  # any error of the model's code without values
+        meta_model = copy_to_meta(model)
+        tracer = _Tracer(meta_model, flow)
         for number, (name, _) in enumerate(blocks):
-            watch = _BlockHooks(tracer, number)
-            block = twin.get_submodule(name)
-            block.register_forward_pre_hook(watch.before, prepend=True)
-            block.register_forward_hook(watch.after)
+            hooks = _BlockHooks(tracer, number)
+            block = meta_model.get_submodule(name)
+            block.register_forward_pre_hook(hooks.before, prepend=True)
+            block.register_forward_hook(hooks.after)
         ids = torch.zeros(_TOKENS, dtype=torch.long, device="meta")
         with running_on_meta(torch.device("cpu")), tracer:
-            result = twin(**forward_inputs(twin, {"input_ids": ids}))
+            result = meta_model(**forward_inputs(meta_model, {"input_ids": ids}))
         tracer.inside = len(blocks)
         tracer.read(tracer.sources_of(result))
         flow.is_complete = True
@@ -74,20 +75,20 @@ class _BlockHooks:
         self._tracer.inside = self._number
 
     def after(self, _module: nn.Module, _args: Any, output: Any) -> Any:
-        """What a block returns travels, so it is new, wherever it came from."""
+        """Replace a block's output by new tensors, as if received from another stage."""
         self._tracer.read(self._tracer.sources_of(output))
         self._tracer.inside = None
-        return tree_map_only(Tensor, self._arrived, output)
+        return tree_map_only(Tensor, self._received, output)
 
-    def _arrived(self, tensor: Tensor) -> Tensor:
-        arrived = torch.empty_like(tensor)
-        self._tracer.add(arrived, {_Computed(self._number, is_result=True)})
-        return arrived
+    def _received(self, tensor: Tensor) -> Tensor:
+        received = torch.empty_like(tensor)
+        self._tracer.add(received, {_Computed(self._number, is_result=True)})
+        return received
 
 
 @dataclass(frozen=True)
 class _Computed:
-    """What a block returned, or made or changed inside."""
+    """A result of a block: its output, or a tensor that it created or changed."""
 
     block: int
     is_result: bool
@@ -98,14 +99,14 @@ _Source = str | _Computed
 
 
 class _Tracer(TorchDispatchMode):
-    """Follows values from storage to storage: of parameters and buffers, and of what blocks computed."""
+    """Trace values from storage to storage: of parameters, buffers and results of blocks."""
 
     def __init__(self, model: nn.Module, flow: Dataflow) -> None:
         super().__init__()
-        self.inside: int | None = None  # the block that runs
+        self.inside: int | None = None  # the running block
         self._flow = flow
         self._sources: dict[int, set[_Source]] = {}
-        self._alive: list[Any] = []  # storages, so that no address is used twice
+        self._alive: list[Any] = []  # storages, so that no address is reused
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             self.add(tensor, {name})
 
@@ -119,7 +120,7 @@ class _Tracer(TorchDispatchMode):
         return set().union(*(self._sources[key] for key in keys if key in self._sources))
 
     def read(self, sources: Iterable[_Source]) -> None:
-        """The block that runs uses what came of these."""
+        """Record that the running block reads values derived from these."""
         if self.inside is None:
             return
         for source in sources:
@@ -131,13 +132,13 @@ class _Tracer(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        given = (args, kwargs or {})
-        sources = set() if _reads_shape_only(func) else self.sources_of(given)
+        inputs = (args, kwargs or {})
+        sources = set() if _reads_shape_only(func) else self.sources_of(inputs)
         self.read(sources)
         result = func(*args, **(kwargs or {}))
-        views = set() if func._schema.is_mutable else _storages(given)  # type: ignore[attr-defined]  # of operators
+        views = set() if func._schema.is_mutable else _storages(inputs)  # type: ignore[attr-defined]  # of operators
         if self.inside is not None:
-            sources = {_Computed(self.inside, is_result=False)}  # what went into it was read here
+            sources = {_Computed(self.inside, is_result=False)}  # its inputs were read above
         for value in tree_leaves(result):
             if isinstance(value, Tensor) and value.untyped_storage()._cdata not in views:
                 self.add(value, sources)

@@ -1,15 +1,15 @@
-"""A model's stages: each is the model itself, in whose forward other stages' blocks do nothing.
+"""Pipeline stages of a model: each is the model itself, with other stages' blocks replaced by pass-throughs.
 
-[Note: how a model's forward runs in stages]
-What travels from stage to stage is what a stage's last block returned, whatever that is. A stage's shell is
-a copy of the model's structure that holds its own blocks, and `PassThrough`s in the place of all others. The
-one before its first own block returns what was received, so the model's own code takes it apart as it does
-in one process. Those before that return NaN in the same form: a model that uses an earlier block's output
-besides (a skip connection over blocks) cannot be cut there, and NaN tells. When the last own block has
-returned, the forward ends: an exception carries the output to the shell's forward, which returns it. Hooks
-of the block have run by then, and hooks of the shell see a return like any other.
+[Note: forward of a stage]
+Stages send each other the output of a stage's last block, of any structure. A stage's shell is a copy of the
+model's structure with the stage's own blocks, and a `PassThrough` in place of each other one. The one before
+the first own block returns the received output, which the model's own code unpacks as it does in one process.
+Those before that return NaN in the same structure: a model that also uses an earlier block's output (a skip
+connection over blocks) cannot be split there, and NaN reveals it. When the last own block has returned, the
+forward ends: an exception carries the output to the shell's forward, which returns it. Hooks of the block
+have run by then, and hooks of the shell see an ordinary return.
 
-Parameters outside of blocks that the stage does not compute with are hollow (models/hollow.py).
+Parameters outside of blocks that the stage does not use are placeholders (models/placeholder.py).
 """
 
 import copy
@@ -39,66 +39,68 @@ from plait.plan.stages import StageAssignment
 
 @dataclass(frozen=True)
 class StageModule:
-    """What one stage computes with.
+    """The module of one stage.
 
-    module      called with a micro-batch's inputs it runs the stage, and returns what the next stage is to
-                receive; that of the last stage what the model returns
-    blocks      its own ones, under their names in the model
-    before      the name of the block whose output it receives; None for the first stage
+    module          called with a micro-batch's inputs, runs the stage and returns the next stage's input; on
+                    the last stage, the model's output
+    blocks          the stage's own, under their names in the model
+    previous_block  the name of the block whose output it receives; None for the first stage
     """
 
     number: int
     module: nn.Module
     blocks: list[tuple[str, nn.Module]]
-    before: str | None = None
+    previous_block: str | None = None
 
-    def has(self, name: str, *, hollow: bool = False) -> bool:
-        """Whether the module of that name in the model is here: with its values, or `hollow` as well."""
+    def has(self, name: str, *, include_placeholders: bool = False) -> bool:
+        """Return whether the stage has the model's module of that name, with its values or with placeholders
+        too."""
         try:
-            found = self.module.get_submodule(name)
+            module = self.module.get_submodule(name)
         except AttributeError:  # it is inside another stage's block
             return False
-        return hollow or not any(True for _ in placeholders(found))
+        return include_placeholders or not any(True for _ in placeholders(module))
 
-    def tensor_plan(self, whole: TPPlan) -> TPPlan:
-        """What of the model's plan this stage is cut by.
+    def tp_plan(self, plan: TPPlan) -> TPPlan:
+        """Return the part of the model's plan that applies to this stage.
 
-        What comes before its first block runs on hollow parameters, and uncut, as nobody wants the result.
-        Yet where the stage looks up in a table of its own whose features are cut over rows (a tied
-        embedding), these meet what the other layers there give: then those are cut too, and their hollow
-        parameters have to be, by `shard_placeholders`.
+        Layers before its first block run on placeholders, and unsharded, as the result is discarded. But if
+        the stage has an embedding of its own there whose features are sharded over rows (a tied embedding),
+        the other layers there get sharded features: then they are sharded too, and `shard_placeholders` must
+        shard their placeholders.
         """
-        return whole.within(partial(self.has, hollow=self._meets_cut_features(whole)))
+        return plan.within(partial(self.has, include_placeholders=self._has_sharded_embedding(plan)))
 
-    def shard_placeholders(self, whole: TPPlan, row: int, col: int) -> None:
-        """Makes hollow parameters look like this place's pieces, where `tensor_plan` cuts their layers. Once:
-        afterwards they are pieces."""
-        if not self._meets_cut_features(whole):
+    def shard_placeholders(self, plan: TPPlan, row: int, col: int) -> None:
+        """Give placeholders the shapes of this rank's shards, where `tp_plan` shards their layers. Call once:
+        afterwards they are shards."""
+        if not self._has_sharded_embedding(plan):
             return
-        hollow = dict(placeholders(self.module))
-        pieces = {cut.name: cut for cut in whole.parameters if cut.name in hollow}
+        tensors = dict(placeholders(self.module))
+        shardings = {param.name: param for param in plan.parameters if param.name in tensors}
         shapes = {
             name: [
                 sum(stop - start for start, stop in ranges)
-                for ranges in cut.ranges(hollow[name].shape, row, col)
+                for ranges in param.ranges(tensors[name].shape, row, col)
             ]
-            for name, cut in pieces.items()
+            for name, param in shardings.items()
         }
         resize_placeholders(self.module, shapes)
 
-    def _meets_cut_features(self, whole: TPPlan) -> bool:
-        """Whether what runs before the first block meets features that are cut over rows."""
-        own = whole.within(self.has).layers
-        is_table = any(layer.style in (Style.VOCABULARY, Style.FEATURE_EMBEDDING) for layer in own)
-        return self.before is not None and whole.rows > 1 and is_table
+    def _has_sharded_embedding(self, plan: TPPlan) -> bool:
+        """Return whether features before the first block are sharded over rows, by an embedding of this
+        stage."""
+        own = plan.within(self.has).layers
+        is_embedding = any(layer.style in (Style.VOCABULARY, Style.FEATURE_EMBEDDING) for layer in own)
+        return self.previous_block is not None and plan.rows > 1 and is_embedding
 
     def receiving(self, structure: Any) -> AbstractContextManager[None]:
         return receiving(self.module, structure)
 
     def check_taint(self, outputs: Any, received: Any = None) -> None:
-        """Raises ModelError if something that another stage should have computed reached these outputs.
+        """Raise ModelError if another stage's values were needed for these outputs.
 
-        Looks at all numbers; waits for the device.
+        Reads all values; synchronizes with the device.
         """
         if _has_nan(outputs) and not _has_nan(received) and isinstance(self.module.forward, StageForward):
             raise _leak_error(self.number, self.module, self.module.forward.inbox)
@@ -106,8 +108,8 @@ class StageModule:
 
 @contextmanager
 def receiving(module: nn.Module, structure: Any) -> Iterator[None]:
-    """While inside, a stage's module, or a copy of it, gets `structure` from the stage before."""
-    assert isinstance(module.forward, StageForward), "a whole model receives nothing"
+    """Make `structure` the input of a stage's module, or of a copy of it, inside the context."""
+    assert isinstance(module.forward, StageForward), "a model that is not split receives nothing"
     inbox = module.forward.inbox
     inbox.received, inbox.is_filled = structure, True
     try:
@@ -119,63 +121,63 @@ def receiving(module: nn.Module, structure: Any) -> Iterator[None]:
 def split_stage(
     model: nn.Module,
     blocks: Sequence[tuple[str, nn.Module]],
-    cut: StageAssignment,
+    assignment: StageAssignment,
     stage: int,
     *,
     device: torch.device,
     dtype: torch.dtype | None = None,
 ) -> StageModule:
-    """One stage of the model, made of the model's own blocks, parameters and modules outside of blocks.
+    """Build one stage from the model's own blocks, parameters and modules outside of blocks.
 
-    Modules that have parameters of several stages, or none, are copied, and buffers with them, so they must
-    have their values; so are modules in blocks that an earlier stage's blocks have too, as one module cannot
-    hold the parameters of two stages. `dtype`: in which the other stages' parameters look to be, if not in
-    their own. The model remains as it is, yet a stage's last block gets a twin that shares all it has.
+    Modules that have parameters of several stages, or none, are copied, and buffers with them, so these must
+    be initialized; so are modules in blocks that an earlier stage's blocks share, as one module cannot hold
+    the parameters of two stages. `dtype`: of the placeholders for other stages' parameters, if not their own.
+    The model is not changed, but a stage's last block gets a second object that shares its attributes.
     """
-    if cut.num_stages == 1:
+    if assignment.num_stages == 1:
         return StageModule(0, model, list(blocks))
-    start, stop = cut.blocks[stage]
+    start, stop = assignment.blocks[stage]
     inbox = StageInbox(stage)
-    memo = _modules_not_copied(model, blocks, cut, stage)
+    memo = _modules_not_copied(model, blocks, assignment, stage)
     for name, parameter in model.named_parameters():
-        is_own = stage in cut.stages_with(name)
+        is_own = stage in assignment.stages_with(name)
         memo[id(parameter)] = parameter if is_own else placeholder_like(parameter, device, dtype)
     own = []
     earlier = {module for _, block in blocks[:start] for module in block.modules()}
     for number, (name, block) in enumerate(blocks):
         if start <= number < stop:
-            mine = _unshare_modules(block, earlier, memo)
-            is_end = number == stop - 1 and stage < cut.num_stages - 1
-            own.append((name, _end_stage_after(mine) if is_end else mine))
+            unshared = _unshare_modules(block, earlier, memo)
+            is_end = number == stop - 1 and stage < assignment.num_stages - 1
+            own.append((name, _end_stage_after(unshared) if is_end else unshared))
             memo[id(block)] = own[-1][1]
         else:
             memo[id(block)] = PassThrough(name, block, inbox, feeds=number == start - 1)
     shell = copy.deepcopy(model, memo)
     _install_placeholders(shell, inbox)
-    shell.forward = StageForward(shell.forward, inbox, ends=stage < cut.num_stages - 1)
+    shell.forward = StageForward(shell.forward, inbox, ends=stage < assignment.num_stages - 1)
     return StageModule(stage, shell, own, blocks[start - 1][0] if stage else None)
 
 
 def foreign_modules(
-    model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], cut: StageAssignment, stage: int
+    model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], assignment: StageAssignment, stage: int
 ) -> set[nn.Module]:
-    """What a stage need not draw: others' blocks, and modules outside of blocks whose parameters it does not
-    compute with. It runs the latter all the same, so those with buffers are not among them."""
-    start, stop = cut.blocks[stage]
+    """The modules whose weights a stage need not draw: others' blocks, and modules outside of blocks whose
+    parameters it does not use. It runs the latter anyway, so those with buffers are not included."""
+    start, stop = assignment.blocks[stage]
     inner = {module for _, block in blocks for module in block.modules()}
-    own = {p for name, p in model.named_parameters() if stage in cut.stages_with(name)}
-    found = {block for number, (_, block) in enumerate(blocks) if not start <= number < stop}
+    own = {p for name, p in model.named_parameters() if stage in assignment.stages_with(name)}
+    foreign = {block for number, (_, block) in enumerate(blocks) if not start <= number < stop}
     for module in set(model.modules()) - inner:
         below = set(module.parameters())
         if below and below.isdisjoint(own) and inner.isdisjoint(module.modules()):
-            found |= set() if any(True for _ in module.buffers()) else {module}
-    return found
+            foreign |= set() if any(True for _ in module.buffers()) else {module}
+    return foreign
 
 
 def _modules_not_copied(
-    model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], cut: StageAssignment, stage: int
+    model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], assignment: StageAssignment, stage: int
 ) -> dict[int, Any]:
-    """What is not copied: configurations, and modules outside of blocks that are this stage's alone."""
+    """The deepcopy memo of configurations, and of modules outside of blocks that only this stage has."""
     inner = {id(module) for _, block in blocks for module in block.modules()}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     memo: dict[int, Any] = {}
@@ -184,14 +186,14 @@ def _modules_not_copied(
             continue
         memo |= _configs(module)
         below = [names[id(parameter)] for parameter in module.parameters()]
-        is_own = below and all(cut.stages_with(name) == (stage,) for name in below)
+        is_own = below and all(assignment.stages_with(name) == (stage,) for name in below)
         if is_own and not any(id(m) in inner for m in module.modules()):
             memo[id(module)] = module
     return memo
 
 
 def _unshare_modules(block: nn.Module, earlier: Set[nn.Module], memo: dict[int, Any]) -> nn.Module:
-    """The block; a copy with the same parameters and buffers where it shares modules with `earlier` ones."""
+    """Return the block, or a copy with the same parameters and buffers if it shares `earlier` modules."""
     if block in earlier or earlier.isdisjoint(block.modules()):
         return block
     memo |= {id(buffer): buffer for buffer in block.buffers()}
@@ -208,21 +210,21 @@ def _configs(module: nn.Module) -> dict[int, Any]:
 
 
 def _install_placeholders(shell: nn.Module, inbox: "StageInbox") -> None:
-    """Foreign parameters leave the shell's lists of parameters; who runs with them is noted."""
+    """Remove foreign parameters from the shell's modules, and record which modules run with placeholders."""
     for name, module in shell.named_modules():
-        for key, held in list(module._parameters.items()):
-            if held is not None and not isinstance(held, nn.Parameter):
-                make_placeholder(module, key, held)
+        for key, tensor in list(module._parameters.items()):
+            if tensor is not None and not isinstance(tensor, nn.Parameter):
+                make_placeholder(module, key, tensor)
         if placeholder_keys(module):
             module.register_forward_pre_hook(_RunRecorder(name, inbox))
 
 
 class StageInbox:
-    """What a stage received, for one forward, and how far that forward is."""
+    """A stage's received input for one forward, and that forward's progress."""
 
     def __init__(self, stage: int) -> None:
         self.stage = stage
-        self.ran: set[str] = set()  # modules with hollow parameters, in any forward so far
+        self.ran: set[str] = set()  # modules with placeholders, in any forward so far
         self.is_taken = False
         self.clear()
 
@@ -236,7 +238,7 @@ class StageInbox:
         return self.received
 
     def nans(self) -> Any:
-        """As received, with NaN for every number; made once."""
+        """The received structure with NaN for every floating-point value; made once."""
         if self._nans is None:
             self._nans = tree_map_only(Tensor, _nan_like, self.received)
         return self._nans
@@ -247,10 +249,11 @@ def _nan_like(tensor: Tensor) -> Tensor:
 
 
 class PassThrough(nn.Module):
-    """Stands for another stage's block. It has what the model's code may ask a block, such as its type."""
+    """A placeholder for another stage's block, with the attributes that the model's code may read, such as
+    its type."""
 
     def __init__(self, name: str, block: nn.Module, inbox: StageInbox, *, feeds: bool) -> None:
-        """`feeds`: it is the one before the stage's first block."""
+        """`feeds`: it is directly before the stage's first block, and returns the received input."""
         super().__init__()
         for key, value in vars(block).items():
             if not key.startswith("_") and isinstance(value, _PLAIN_TYPES):
@@ -270,7 +273,7 @@ _PLAIN_TYPES = (bool, int, float, str, tuple, type(None), torch.dtype, PreTraine
 
 
 class _EndOfStage(Exception):
-    """Not an error: the last block of a stage has returned this."""
+    """Not an error: carries the output of a stage's last block."""
 
     def __init__(self, output: Any) -> None:
         super().__init__("a stage's last block was called outside of its stage")
@@ -278,37 +281,37 @@ class _EndOfStage(Exception):
 
 
 def _end_stage_after(block: nn.Module) -> nn.Module:
-    """The block, hooks and all, but that the stage ends when a call of it is over.
+    """Return the block, including its hooks, such that the stage ends when a call of it returns.
 
-    A twin of a class of its own that shares the block's attributes: no hook could do it, as hooks that come
-    after it would not run.
+    It is a second object, of a class of its own, that shares the block's attributes: a hook cannot do it, as
+    the hooks after it would not run.
     """
-    kind = type(block)
+    cls = type(block)
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        raise _EndOfStage(kind.__call__(self, *args, **kwargs))
+        raise _EndOfStage(cls.__call__(self, *args, **kwargs))
 
-    ending = type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
-    twin: nn.Module = object.__new__(ending)
-    twin.__dict__ = block.__dict__
-    forward = twin.__dict__.get("forward")
-    if isinstance(forward, MethodType) and forward.__self__ is block:  # one that somebody put on the instance
-        twin.forward = MethodType(forward.__func__, twin)
-    return twin
+    ending = type(cls.__name__, (cls,), {"__call__": call, "__module__": cls.__module__})
+    last_block: nn.Module = object.__new__(ending)
+    last_block.__dict__ = block.__dict__
+    forward = last_block.__dict__.get("forward")
+    if isinstance(forward, MethodType) and forward.__self__ is block:  # set on the instance
+        last_block.forward = MethodType(forward.__func__, last_block)
+    return last_block
 
 
 class StageForward:
-    """The forward of a stage's shell. See [Note: how a model's forward runs in stages]."""
+    """The forward of a stage's shell. See [Note: forward of a stage]."""
 
     def __init__(self, forward: Any, inbox: StageInbox, *, ends: bool) -> None:
-        """`ends`: before the model's forward does, with the last own block."""
+        """`ends`: after the last own block, before the end of the model's forward."""
         self.forward = forward
         self.inbox = inbox
         self.ends = ends
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         inbox = self.inbox
-        assert inbox.is_filled == (inbox.stage > 0), f"stage {inbox.stage} runs with what it has received"
+        assert inbox.is_filled == (inbox.stage > 0), f"stage {inbox.stage} runs with its received input"
         inbox.is_taken = inbox.stage == 0
         has_ended = False
         try:
@@ -318,24 +321,24 @@ class StageForward:
         except ModelError:
             raise
         except Exception as error:
-            error.add_note(f"(this was stage {inbox.stage} of a model; it has no other stage's blocks)")
+            error.add_note(f"(raised in stage {inbox.stage} of a model, which has no other stage's blocks)")
             raise
         if has_ended != self.ends or not inbox.is_taken:
-            raise _out_of_order(inbox.stage, "did not come to the end of its blocks")
+            raise _out_of_order(inbox.stage, "did not call all of its blocks")
         return output
 
 
 def _out_of_order(stage: int, what: str) -> ModelError:
     return ModelError(
-        "the model does not call each of its blocks once, one after the other",
+        "the model does not call each of its blocks once, in order",
         given=f"stage {stage} {what}",
-        expected="a forward that calls all blocks, in the order in which they are dealt to stages",
+        expected="a forward that calls all blocks, in the order in which they are assigned to stages",
         hint="no layerdrop; blocks=[module, ...] in forward order; or no pipeline",
     )
 
 
 class _RunRecorder:
-    """A forward pre-hook that notes that a module with hollow parameters ran."""
+    """A forward pre-hook that records that a module with placeholders ran."""
 
     def __init__(self, name: str, inbox: StageInbox) -> None:
         self._name, self._inbox = name, inbox
@@ -353,9 +356,9 @@ def _leak_error(stage: int, shell: nn.Module, inbox: StageInbox) -> ModelError:
     names = dict.fromkeys(name for name, _ in placeholders(shell))
     ran = [name for name in names if name.rpartition(".")[0] in inbox.ran]
     return ModelError(
-        f"stage {stage} cannot compute without what other stages have",
+        f"stage {stage} needs values that only other stages have",
         given=f"its result is NaN; it ran without the values of {', '.join(ran) or 'earlier blocks'}",
-        expected="between blocks goes only what the block before returned: what lies outside of them is used "
-        "before the first or after the last, and no block takes an earlier one's output",
-        hint="let the blocks return what later ones need, or a plait.Chain of modules that do",
+        expected="blocks that receive only the previous block's output: modules outside of blocks are used "
+        "before the first or after the last, and no block uses an earlier one's output",
+        hint="blocks that return what later ones need, or a plait.Chain of such modules",
     )
