@@ -12,7 +12,7 @@ from plait.checkpoint import Checkpoint
 from plait.comm import World
 from plait.engine.engine import Engine
 from plait.errors import CheckpointError
-from plait.train.resume import find_newest, load_newest, rewind, start_from
+from plait.train.resume import find_newest, load_newest
 from plait.train.run import num_local_ranks
 
 

@@ -73,7 +73,7 @@ def write_rank_files(
                 if current is None or current[0] is not chunk.shard:
                     current = (chunk.shard, source(chunk.shard))
                 crcs.append(_write(file, bytes_of(chunk.view(current[1]))))
-                flushed = _start_flush(file, flushed)
+                flushed = _sync_file_range(file, flushed)
             file.flush()
             os.fsync(file.fileno())
         size = len(header) + sum(chunk.num_bytes for chunk in chunks)
@@ -96,7 +96,7 @@ def _sync_file_range() -> Any:
     return getattr(ctypes.CDLL(None), "sync_file_range", None)
 
 
-def _start_flush(file: BinaryIO, flushed: int) -> int:
+def _sync_file_range(file: BinaryIO, flushed: int) -> int:
     """Start writing back the data since `flushed` once there is enough of it, so that `fsync` takes less
     time. Without this call in the C library, `fsync` does it all. Return the offset up to which it has
     started."""
