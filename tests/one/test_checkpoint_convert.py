@@ -20,7 +20,7 @@ from plait.models import StateNames, causal_lm_on_meta, initialise, read_config,
 from plait.parallel import StateShard
 from plait.train.config import ModelConfig
 from plait.train.export import convert
-from plait.train.model import starting_model
+from plait.train.model import initial_model
 from plait.verify import parse_source
 
 SMALL = {
@@ -213,7 +213,7 @@ def test_what_is_converted_on_loading_is_left_to_transformers(
     with pytest.raises(CheckpointError, match="cannot be read piece by piece") as caught:
         parallelize(causal_lm_on_meta(tmp_path / "out"), "dp=1", weights=tmp_path / "out", world=world)
     assert "converted as it is loaded" in str(caught.value.given)
-    model, weights = starting_model(ModelConfig(path=tmp_path / "out", pretrained=True))
+    model, weights = initial_model(ModelConfig(path=tmp_path / "out", pretrained=True))
     assert weights is None
     assert all(torch.equal(tensor, expected[key]) for key, tensor in model.state_dict().items())
 

@@ -15,7 +15,7 @@ from plait.models import causal_lm_on_meta
 from plait.parallel import DataGroups
 from plait.plan import CommCount, CommKey, Grid, Plan, added
 from plait.plan.schedule import Durations, make_schedule, simulate
-from plait.train.explain import in_words
+from plait.train.explain import format_ranks
 
 CPU = torch.device("cpu")
 SHAPE = (2, 8)
@@ -187,6 +187,6 @@ def test_strands_add_up_to_all_that_is_said() -> None:
 
 
 def test_ranks_are_told_as_runs() -> None:
-    assert in_words((0, 1, 2, 3)) == "0-3"
-    assert in_words((0, 2, 3)) == "0, 2-3"
-    assert in_words(range(0, 40, 2)) == "0, 2, 4, ... (20 ranks)"
+    assert format_ranks((0, 1, 2, 3)) == "0-3"
+    assert format_ranks((0, 2, 3)) == "0, 2-3"
+    assert format_ranks(range(0, 40, 2)) == "0, 2, 4, ... (20 ranks)"

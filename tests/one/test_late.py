@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from plait.comm import World
-from plait.train.health.hang_report import Beat, hang_letter, late_ranks, read_beats
+from plait.train.health.hang_report import RankStatus, hang_error, blocking_ranks, read_statuses
 from plait.train.health.heartbeat import Heartbeat
 from plait.train.health.stragglers import slow_ranks
 
 
-def beat(rank: int, step: int = 7, within: str = "all-reduce of head", dumped: bool = True) -> Beat:
+def beat(rank: int, step: int = 7, within: str = "all-reduce of head", dumped: bool = True) -> RankStatus:
     phase = "a step" if within else "reading data"
-    return Beat(rank, "here", os.getpid(), step, phase, 31.0, within, dumped)
+    return RankStatus(rank, "here", os.getpid(), step, phase, 31.0, within, dumped)
 
 
 @pytest.mark.parametrize(
@@ -28,16 +28,16 @@ def beat(rank: int, step: int = 7, within: str = "all-reduce of head", dumped: b
     ],
 )
 def test_who_cannot_answer_is_late_then_who_waits_for_nobody_then_who_is_behind(
-    beats: list[Beat], late: list[int]
+    beats: list[RankStatus], late: list[int]
 ) -> None:
-    assert [found.rank for found in late_ranks(beats)] == late
+    assert [found.rank for found in blocking_ranks(beats)] == late
 
 
 def test_a_letter_says_who_hangs_in_what_and_what_the_others_do(tmp_path: Path) -> None:
     for rank in (0, 1, 2):
         (tmp_path / f"rank-{rank:05d}.txt").write_text("a stack")
     beats = [beat(0), beat(1, within=""), beat(2)]
-    assert str(hang_letter(beats, 3, tmp_path, 30.0, "here")) == "\n".join(
+    assert str(hang_error(beats, 3, tmp_path, 30.0, "here")) == "\n".join(
         [
             "rank 1 hangs in step 8, and the other ranks wait",
             f"  given   : rank 1 (process {os.getpid()} on here): in reading data for 31 s",
@@ -49,7 +49,7 @@ def test_a_letter_says_who_hangs_in_what_and_what_the_others_do(tmp_path: Path) 
 
 
 def test_a_rank_that_is_not_there_any_more_is_the_one_that_the_others_wait_for(tmp_path: Path) -> None:
-    message = str(hang_letter([beat(0), beat(2)], 3, tmp_path, 30.0, "here"))
+    message = str(hang_error([beat(0), beat(2)], 3, tmp_path, 30.0, "here"))
     assert "rank 1 has left in step 8, and the other ranks wait" in message
     assert message.endswith("none of ranks 0, 1, 2")
 
@@ -58,7 +58,7 @@ def test_a_shorter_beat_over_a_longer_one_is_read_as_it_was_written(tmp_path: Pa
     path = tmp_path / "rank-00000.json"
     beat(0, within="all-reduce of a long name").write(path)
     beat(0, within="").write(path)
-    assert read_beats([path, tmp_path / "none"]) == [beat(0, within="")]
+    assert read_statuses([path, tmp_path / "none"]) == [beat(0, within="")]
 
 
 def test_a_beat_costs_next_to_nothing(tmp_path: Path) -> None:

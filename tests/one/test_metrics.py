@@ -13,16 +13,16 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from plait.errors import CheckpointError, RunError
 from plait.plan import MemoryUse
-from plait.train.metrics import Metrics, StepFacts, cut_back, matmul_peak, read_metrics
+from plait.train.metrics import Metrics, StepMetrics, truncate_metrics, matmul_peak, read_metrics
 from plait.train.report import draw_losses, memory_table
 from plait.train.run import RunDir
 
 
 def facts(
     step: int, *, loss: float | None = None, skipped: int = 0, loss_scale: float | None = None
-) -> StepFacts:
+) -> StepMetrics:
     """`skipped`: how many steps were, up to this one and it too."""
-    return StepFacts(
+    return StepMetrics(
         step=step,
         loss=10.0 - step if loss is None else loss,
         lr=1e-3,
@@ -167,7 +167,7 @@ def test_other_ranks_write_and_show_nothing(tmp_path: Path) -> None:
 
 
 def test_cutting_back_a_file_that_is_not_there_is_nothing(tmp_path: Path) -> None:
-    cut_back(tmp_path / "metrics.jsonl", 3)
+    truncate_metrics(tmp_path / "metrics.jsonl", 3)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -12,7 +12,7 @@ from plait.checkpoint import Checkpoint
 from plait.comm import World
 from plait.engine.engine import Engine
 from plait.errors import CheckpointError
-from plait.train.resume import begin_with, go_back, load_newest, newest_that_opens
+from plait.train.resume import start_from, rewind, load_newest, find_newest
 from plait.train.run import num_local_ranks
 
 
@@ -73,7 +73,7 @@ def test_the_newest_that_is_whole_is_taken_and_damaged_ones_are_renamed(
     flip_a_bit(files(tmp_path, 3)[0])
     flip_a_bit(files(tmp_path, 2)[1])
     (tmp_path / "step-00000003.damaged").mkdir()  # of an earlier time
-    opened = newest_that_opens(tmp_path)
+    opened = find_newest(tmp_path)
     assert opened is not None
     assert opened.step == 2, "its tensors are for the ranks to read"
     engine = engine_of()
@@ -109,7 +109,7 @@ def test_where_none_is_whole_the_letter_names_all_and_nothing_is_renamed(
     assert all(str(files(tmp_path, step)[step % 2]) in str(caught.value.given) for step in (1, 2, 3))
     assert names(tmp_path) == before
     assert load_newest(engine_of(), tmp_path / "empty", any_of_them) == (None, [])
-    assert newest_that_opens(tmp_path / "empty") is None
+    assert find_newest(tmp_path / "empty") is None
 
 
 def test_a_checkpoint_of_something_else_is_no_reason_to_take_an_older_one(
@@ -127,9 +127,9 @@ def test_a_checkpoint_of_something_else_is_no_reason_to_take_an_older_one(
 def test_a_run_that_goes_back_keeps_what_was_newer_under_another_name(
     saved: list[dict[str, Tensor]], tmp_path: Path
 ) -> None:
-    go_back(tmp_path, checkpoint.place_of(tmp_path, 3), any_of_them)
+    rewind(tmp_path, checkpoint.place_of(tmp_path, 3), any_of_them)
     assert names(tmp_path) == ["step-00000001", "step-00000002", "step-00000003"]
-    go_back(tmp_path, checkpoint.place_of(tmp_path, 1), any_of_them)
+    rewind(tmp_path, checkpoint.place_of(tmp_path, 1), any_of_them)
     assert names(tmp_path) == ["step-00000001", "step-00000002.aside", "step-00000003.aside"]
     found, warnings = load_newest(engine_of(), tmp_path, any_of_them)
     assert found is not None
@@ -142,7 +142,7 @@ def test_a_new_run_begins_with_anothers_checkpoint_without_copying_it(
     saved: list[dict[str, Tensor]], tmp_path: Path
 ) -> None:
     start, folder = checkpoint.place_of(tmp_path, 2), tmp_path / "other"
-    begin_with(folder, start, any_of_them)
+    start_from(folder, start, any_of_them)
     assert [path.name for path in checkpoint.steps(folder)] == ["step-00000002"]
     for path in start.iterdir():
         assert (folder / start.name / path.name).stat().st_ino == path.stat().st_ino, "one file of two names"

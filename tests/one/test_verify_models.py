@@ -76,7 +76,7 @@ def test_models_on_meta_get_values_for_one_process() -> None:
         with torch.device("meta"):
             return _Drops().requires_grad_(False)
 
-    model = ModelSpec(on_meta).build_whole(torch.float32)
+    model = ModelSpec(on_meta).build_reference(torch.float32)
     assert not any(p.is_meta or p.requires_grad for p in model.parameters())
 
 
@@ -87,7 +87,7 @@ def test_what_is_tied_on_meta_is_tied_with_values() -> None:
         model[1].weight = model[0].weight
         return model
 
-    model = ModelSpec(tied).build_whole(torch.float64)
+    model = ModelSpec(tied).build_reference(torch.float64)
     assert model[1].weight is model[0].weight
     assert not model[0].weight.is_meta
 

@@ -4,8 +4,8 @@ import pytest
 
 from plait.plan import Grid, Plan
 from plait.verify import all_plans
-from plait.verify.locate import described
-from plait.verify.sweep import simpler
+from plait.verify.locate import describe_ranks
+from plait.verify.sweep import simpler_plans
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 6, 8])
@@ -31,12 +31,12 @@ def test_a_sweep_has_every_arrangement_of_the_ranks_once(num_ranks: int) -> None
 
 def test_simpler_plans_lack_one_part_each() -> None:
     plan = Plan.parse("pp=2 schedule=zb-h1 dp=2 zero=3 reshard=step tp=2 sp=true micro=4 recompute=full")
-    found = simpler(plan)
+    found = simpler_plans(plan)
     assert set(found) == {"pp", "schedule", "dp", "zero", "tp", "sp", "micro", "recompute"}
     assert str(found["tp"]) == str(Plan.parse(str(plan).replace("tp=2", "").replace("sp=true", "")))
     assert (found["dp"].dp, found["dp"].zero, found["dp"].gathered) == (1, 0, "use")
     assert all(plan.num_ranks % other.num_ranks == 0 for other in found.values())
-    assert simpler(Plan()) == {}
+    assert simpler_plans(Plan()) == {}
 
 
 GRID = Grid.along(pp=2, replicate=2, col=2)
@@ -54,4 +54,4 @@ GRID = Grid.along(pp=2, replicate=2, col=2)
     ],
 )
 def test_ranks_are_told_in_the_words_of_the_grid(off: list[int], holders: list[int], words: str) -> None:
-    assert described(off, holders, GRID) == words
+    assert describe_ranks(off, holders, GRID) == words

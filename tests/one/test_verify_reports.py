@@ -10,8 +10,8 @@ from rich.console import Console
 
 from plait.verify import Mismatch, Outcome, Verdict
 from plait.verify.reference import Step, Trajectory
-from plait.verify.report import matrix
-from plait.verify.result import Limits, compare
+from plait.verify.report import verdict_matrix
+from plait.verify.result import Tolerances, compare
 
 
 def verdict(plan: str, outcome: Outcome, apart: float = 1e-15) -> Verdict:
@@ -22,7 +22,7 @@ def verdict(plan: str, outcome: Outcome, apart: float = 1e-15) -> Verdict:
 
 def shown(verdicts: list[Verdict]) -> str:
     console = Console(width=120, record=True, file=io.StringIO())
-    console.print(matrix(verdicts))
+    console.print(verdict_matrix(verdicts))
     return console.export_text()
 
 
@@ -53,8 +53,8 @@ def course(gradient: float, weight: float = 1.0, loss: float = 4.0) -> Trajector
 
 
 def test_any_of_loss_gradient_and_weight_makes_courses_differ() -> None:
-    limits = Limits(1e-9)
+    limits = Tolerances(1e-9)
     assert compare(course(1.0), course(1.0), limits)[0]
     for other in (course(1.01), course(1.0, 1.01), course(1.0, loss=4.1), course(math.nan)):
         assert not compare(other, course(1.0), limits)[0]
-    assert compare(course(1.01), course(1.0), Limits(1e-9, noise={"w": 0.01}))[0]
+    assert compare(course(1.01), course(1.0), Tolerances(1e-9, noise={"w": 0.01}))[0]

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from plait.verify.float64 import widen
+from plait.verify.float64 import compute_in_float64
 from support import programs
 
 _SIZES = {
@@ -118,7 +118,7 @@ def model_of(family: str, *, on_meta: bool = True, exact: bool = True, **more: A
         torch.set_default_dtype(before)
     if exact:  # blocks too, because they may run again in backward
         blocks = [block for found in model.modules() if isinstance(found, nn.ModuleList) for block in found]
-        widen(model, blocks)
+        compute_in_float64(model, blocks)
     return model
 
 

@@ -19,14 +19,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # for ranks that `plait veri
 from plait.comm import connect
 from plait.models import causal_lm_on_meta
 from plait.verify import Case, ModelSource, ModelSpec, Verdict
-from plait.verify.tiny_config import shrunk
+from plait.verify.tiny_config import shrink_config
 from plait.verify.worker import Verifier
 from support import pipeline_models, programs
 
 DEAF_BLOCK = 1
 DEAF_LAYER = f"model.layers.{DEAF_BLOCK}."
-LLAMA = ModelSource(config=shrunk({"model_type": "llama"}, 3))
-TIED_LLAMA = ModelSource(config=shrunk({"model_type": "llama", "tie_word_embeddings": True}, 4))
+LLAMA = ModelSource(config=shrink_config({"model_type": "llama"}, 3))
+TIED_LLAMA = ModelSource(config=shrink_config({"model_type": "llama", "tie_word_embeddings": True}, 4))
 
 
 def verify_on_ranks(

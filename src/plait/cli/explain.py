@@ -11,7 +11,7 @@ from plait.errors import ConfigError
 from plait.estimate.explain import Explanation
 from plait.fileio import check_places, write_json
 from plait.train.config import read_recipe
-from plait.train.explain import check_rank, cluster_of, cluster_of_run, explain_recipe, show, to_json
+from plait.train.explain import check_rank, cluster_from_recipe, cluster_from_run, explain_recipe, print_explanation, to_json
 from plait.train.measurements import Measurements, read_measured
 from plait.train.run import RunDir
 
@@ -39,7 +39,7 @@ def explain(
         else _of_run(run, {"a recipe": recipe, "--plan": plan, "--set": sets}, host_size)
     )
     check_rank(found, rank)
-    show(found, measured, rich.get_console(), rank=rank)
+    print_explanation(found, measured, rich.get_console(), rank=rank)
     write_output(json, lambda path: write_json(path, to_json(found, measured)))
 
 
@@ -51,7 +51,7 @@ def _of_recipe(
     if path.is_dir():
         raise ConfigError("a directory is not a recipe", given=path, hint=f"plait explain --run {path}")
     recipe = read_recipe(path, sets or (), plan)
-    return explain_recipe(recipe, cluster_of(recipe, host_size)), None
+    return explain_recipe(recipe, cluster_from_recipe(recipe, host_size)), None
 
 
 def _of_run(path: Path, others: dict[str, object], host_size: int | None) -> tuple[Explanation, Measurements]:
@@ -67,4 +67,4 @@ def _of_run(path: Path, others: dict[str, object], host_size: int | None) -> tup
     recipe = run.read_recipe()
     measured = read_measured(run.measured)
     recipe = recipe.model_copy(update={"plan": measured.plan})
-    return explain_recipe(recipe, cluster_of_run(measured, host_size)), measured
+    return explain_recipe(recipe, cluster_from_run(measured, host_size)), measured

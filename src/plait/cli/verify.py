@@ -31,7 +31,7 @@ from plait.verify import (
     serve,
 )
 from plait.verify import verify as verify_on_ranks
-from plait.verify.report import line, matrix, tables
+from plait.verify.report import summary_line, verdict_matrix, print_verdict
 
 DIFFERS = 1
 _LAYERS = 4  # of a model made small, or as many as there are stages
@@ -101,9 +101,9 @@ def verify(
         how = WorkerOptions(on, transport, blame=plan is not None)
         found = verify_on_ranks(jobs, Path(folder), how)
     if plan is not None:
-        tables(found[0], console)
+        print_verdict(found[0], console)
     else:
-        console.print(matrix(found))
+        console.print(verdict_matrix(found))
     write_output(json_file, lambda path: write_json(path, [one.to_values() for one in found]))
     raise typer.Exit(_code(found))
 
@@ -115,7 +115,7 @@ def verify_rank(room: Path) -> None:
     logging.set_verbosity(logging.CRITICAL)
     several = len(json.loads((room / "jobs.json").read_text(encoding="utf-8"))["jobs"]) > 1
     try:
-        serve(room, (lambda verdict: print(line(verdict), flush=True)) if several else None)
+        serve(room, (lambda verdict: print(summary_line(verdict), flush=True)) if several else None)
     except PlaitError:
         raise typer.Exit(LOST_RANK) from None
 

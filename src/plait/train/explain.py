@@ -37,14 +37,14 @@ _OF = {
 }
 
 
-def show(
+def print_explanation(
     explanation: Explanation, measured: Measurements | None, console: Console, *, rank: int | None = None
 ) -> None:
     """All tables; of what is said, that of `rank` alone if it is given."""
     console.print(plan_table(explanation, measured))
-    console.print(holdings_table(explanation))
+    console.print(shards_table(explanation))
     if measured is None:
-        console.print(memory_of_kinds(explanation))
+        console.print(memory_by_class_table(explanation))
     chosen = explanation.alike if rank is None else (explanation.of_rank(rank),)
     for row in chosen[:_MOST]:
         if measured is None:
@@ -80,7 +80,7 @@ def plan_table(explanation: Explanation, measured: Measurements | None) -> Table
     return table
 
 
-def holdings_table(explanation: Explanation) -> Table:
+def shards_table(explanation: Explanation) -> Table:
     """Who has what of the model: a line for ranks that are alike."""
     table = Table(
         title="what a rank holds",
@@ -95,11 +95,11 @@ def holdings_table(explanation: Explanation) -> Table:
         table.add_column(heading, justify="right")
     for row in explanation.alike:
         numbers = (f"{number:,}" for number in (row.parameters, row.boxes, row.owned))
-        table.add_row(in_words(row.ranks), ", ".join(_blocks(row)), *numbers)
+        table.add_row(format_ranks(row.ranks), ", ".join(_blocks(row)), *numbers)
     return table
 
 
-def memory_of_kinds(explanation: Explanation) -> Table:
+def memory_by_class_table(explanation: Explanation) -> Table:
     """Bytes by category: a line for ranks that are alike."""
     rows = explanation.alike
     on_device, elsewhere = used_categories(*(row.memory for row in rows))
@@ -108,7 +108,7 @@ def memory_of_kinds(explanation: Explanation) -> Table:
         table.add_column(heading, justify="left" if heading == "ranks" else "right")
     for row in rows:
         numbers = [getattr(row.memory, name) for name in (*on_device, "total", *elsewhere)]
-        table.add_row(in_words(row.ranks), *("not known" if n is None else _bytes(n) for n in numbers))
+        table.add_row(format_ranks(row.ranks), *("not known" if n is None else _bytes(n) for n in numbers))
     return table
 
 
@@ -191,7 +191,7 @@ def _off(estimated: CommCount, measured: CommCount) -> str:
     return f"{estimated.num_bytes / measured.num_bytes - 1:+.1%}"
 
 
-def in_words(ranks: Sequence[int], most: int = 4) -> str:
+def format_ranks(ranks: Sequence[int], most: int = 4) -> str:
     """As `0-3, 8-11`; of many such runs the first ones."""
     runs: list[list[int]] = []
     for rank in ranks:
@@ -217,7 +217,7 @@ def _bytes(num_bytes: int) -> str:
     return f"{num_bytes} B"
 
 
-def cluster_of(recipe: Recipe, host_size: int | None = None) -> Cluster:
+def cluster_from_recipe(recipe: Recipe, host_size: int | None = None) -> Cluster:
     """The ranks that the recipe would run on, as far as this machine can tell: `auto` is CUDA where there is
     some, and CPU ranks share memory. `host_size`: ranks to a host; None: one host has them all."""
     run = recipe.run
@@ -227,7 +227,7 @@ def cluster_of(recipe: Recipe, host_size: int | None = None) -> Cluster:
     return Cluster(transport, host_size, torch.device("cuda" if transport == "nccl" else "cpu"))
 
 
-def cluster_of_run(measured: Measurements, host_size: int | None = None) -> Cluster:
+def cluster_from_run(measured: Measurements, host_size: int | None = None) -> Cluster:
     """The ranks that a run had."""
     transport = "host" if measured.transport == "none" else measured.transport
     return Cluster(transport, host_size, torch.device(measured.device))

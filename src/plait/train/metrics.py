@@ -1,6 +1,6 @@
 """What a run tells while it runs: a progress line, metrics.jsonl, TensorBoard. On rank 0; elsewhere nothing.
 
-metrics.jsonl has an object per line: of a step all of `StepFacts` (`loss_scale` only where there is one), of
+metrics.jsonl has an object per line: of a step all of `StepMetrics` (`loss_scale` only where there is one), of
 an evaluation `step` and `validation_loss`, of a save `step` and `save_pause_s`, of what has to be known and
 ends nothing `step` and `warning`. A number that is not finite stands as null. Resumed, a run cuts the file
 back to the step that it resumes from, so that no step stands in it twice.
@@ -29,7 +29,7 @@ _CURVES = {"loss", "lr", "grad_norm", "tokens_per_s", "mfu", "skipped_steps", "l
 
 
 @dataclass(frozen=True)
-class StepFacts:
+class StepMetrics:
     """One training step, over all ranks. `step` counts from 1.
 
     skipped_steps  how many were skipped since step 1
@@ -66,13 +66,13 @@ class Metrics:
         self._console = console
         self._log_every = log_every
         self._steps = steps
-        self._since_log: list[StepFacts] = []
+        self._since_log: list[StepMetrics] = []
         self._progress: Progress | None = None
         if console is None:
             return
         self._path = run.path
         with self._writing():
-            cut_back(run.metrics, first_step or -1)  # what there is to say of step 0 comes again
+            truncate_metrics(run.metrics, first_step or -1)  # what there is to say of step 0 comes again
             self._file = run.metrics.open("a", encoding="utf-8")
             # `purge_step`: TensorBoard drops what an earlier process wrote for the steps from here on
             self._board = SummaryWriter(str(run.tensorboard), purge_step=first_step + 1, flush_secs=30)
@@ -110,7 +110,7 @@ class Metrics:
                 hint="free some space, then --resume",
             ) from error
 
-    def step(self, facts: StepFacts) -> None:
+    def step(self, facts: StepMetrics) -> None:
         """Records a step. The file gets every step; screen and TensorBoard every `log_every`-th."""
         if self._console is None:
             return
@@ -168,7 +168,7 @@ class Metrics:
         if self._console is not None:
             self._console.print(text, highlight=False, soft_wrap=True, markup=False)
 
-    def _text(self, window: list[StepFacts]) -> str:
+    def _text(self, window: list[StepMetrics]) -> str:
         last = window[-1]
         losses = [facts.loss for facts in window if math.isfinite(facts.loss)]
         loss = sum(losses) / len(losses) if losses else math.nan
@@ -194,7 +194,7 @@ def _progress_line(console: Console) -> Progress:
     )
 
 
-def cut_back(path: Path, last_step: int) -> None:
+def truncate_metrics(path: Path, last_step: int) -> None:
     """Drops the records of later steps than `last_step`, and lines that are none."""
     if not path.exists():
         return
@@ -214,7 +214,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def _given(facts: StepFacts) -> dict[str, Any]:
+def _given(facts: StepMetrics) -> dict[str, Any]:
     return {name: value for name, value in vars(facts).items() if value is not None}
 
 

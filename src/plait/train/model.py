@@ -17,7 +17,7 @@ from plait.train.config import ModelConfig
 _OTHER_SPELLINGS = {"model_type", "rope_theta", "rope_scaling", "torch_dtype", "num_labels"}
 
 
-def whole_config(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> dict[str, Any]:
+def complete_config(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> dict[str, Any]:
     """The Hugging Face configuration: what the recipe or its file says, the tokenizer's facts added.
 
     Added, where not given: `vocab_size` and the ids of the special tokens. Raises ModelError.
@@ -45,7 +45,7 @@ def check_config(model: ModelConfig, sequence: int, plan: Plan) -> None:
     check_cuts(on_meta, plan, model.tensor_plan)
 
 
-def starting_model(model: ModelConfig) -> tuple[PreTrainedModel, Path | None]:
+def initial_model(model: ModelConfig) -> tuple[PreTrainedModel, Path | None]:
     """The model; on meta, and with it the directory of the weights that it starts from, of which each rank
     reads its part. Where transformers has to convert them, it has them already. Raises ModelError,
     CheckpointError."""

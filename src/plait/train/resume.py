@@ -27,7 +27,7 @@ from plait.fileio import sync_folder, sync_tree
 Check = Callable[[Checkpoint], None]  # raises CheckpointError unless it is one of this run
 
 
-def newest_that_opens(folder: Path) -> Checkpoint | None:
+def find_newest(folder: Path) -> Checkpoint | None:
     """The newest checkpoint with a manifest and files as it says; None where there is none at all. No tensor
     is read. Raises CheckpointError when all are damaged."""
     damaged = []
@@ -66,7 +66,7 @@ def load_newest(engine: Engine, folder: Path, check: Check) -> tuple[Checkpoint 
     return None, []
 
 
-def go_back(folder: Path, to: Path, check: Check) -> None:
+def rewind(folder: Path, to: Path, check: Check) -> None:
     """Makes `to` the newest checkpoint in its run's folder. Raises CheckpointError and RunError, and has then
     changed nothing."""
     found = _whole(to, check)
@@ -83,7 +83,7 @@ def go_back(folder: Path, to: Path, check: Check) -> None:
         raise RunError("later checkpoints cannot be renamed", given=f"{folder}: {error}") from error
 
 
-def begin_with(folder: Path, start: Path, check: Check) -> None:
+def start_from(folder: Path, start: Path, check: Check) -> None:
     """Makes a folder of checkpoints with one in it, that of another run; on disk when it returns. Raises
     CheckpointError and OSError."""
     found = _whole(start, check)

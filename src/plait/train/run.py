@@ -29,8 +29,8 @@ from plait.models import causal_lm_on_meta
 from plait.optim import MappedFile
 from plait.plan import Plan
 from plait.train.config import LossScaleConfig, Recipe, RunConfig, differences, read_recipe
-from plait.train.model import check_config, check_prompt, prompt_ids, whole_config
-from plait.train.resume import Check, begin_with, go_back, newest_that_opens
+from plait.train.model import check_config, check_prompt, prompt_ids, complete_config
+from plait.train.resume import Check, start_from, rewind, find_newest
 
 _LEFT_S = 10.0
 
@@ -134,7 +134,7 @@ def prepare(
     if resume:
         saved = run.read_recipe(sets, plan)
         _hold(run, alone)
-        last = newest_that_opens(run.checkpoints) if start is None else None
+        last = find_newest(run.checkpoints) if start is None else None
     elif run.path.exists() and (not run.path.is_dir() or any(run.path.iterdir())):
         raise RunError(
             "the run's directory exists",
@@ -153,7 +153,7 @@ def prepare(
         return recipe
     _check_unchanged(recipe, saved, run)
     if start is not None:
-        go_back(run.checkpoints, start, check)
+        rewind(run.checkpoints, start, check)
     elif last is not None:
         check(last)
     _rewrite(run, recipe)
@@ -249,7 +249,7 @@ def _resolve(recipe: Recipe, store: TokenStore, plan: Plan) -> Recipe:
     """The recipe with everything said that the data and the tokenizer decide; checks that they fit, and that
     the model with their vocabulary, or one that comes with its weights, can be cut as the plan says."""
     tokenizer = load_tokenizer(store.tokenizer_dir)
-    config = whole_config(recipe.model, tokenizer, store.vocab_size)
+    config = complete_config(recipe.model, tokenizer, store.vocab_size)
     model = causal_lm_on_meta(config)
     store.check_model(
         vocab_size=int(model.config.vocab_size),
@@ -295,7 +295,7 @@ def _create(run: RunDir, recipe: Recipe, store: TokenStore, start: Path | None, 
             write_json(RunDir(partial).job, _job())
             shutil.copytree(store.tokenizer_dir, RunDir(partial).tokenizer)
             if start is not None:
-                begin_with(RunDir(partial).checkpoints, start, check)
+                start_from(RunDir(partial).checkpoints, start, check)
             sync_tree(partial)
             partial.replace(run.path)  # also over an empty directory
             sync_folder(run.path.parent)

@@ -8,12 +8,12 @@ SAVE = signal.SIGUSR1
 
 
 class SignalHandler:
-    """While entered, `asked` is the first signal to end that came, None before; `save_asked` is True from a
+    """While entered, `asked` is the first signal to end that came, None before; `save_requested` is True from a
     SIGUSR1 until it is answered, by setting it to False."""
 
     def __init__(self) -> None:
         self.asked: signal.Signals | None = None
-        self.save_asked = False
+        self.save_requested = False
         self._before: dict[signal.Signals, Any] = {}
         self._blocked: set[signal.Signals | int] = set()
 
@@ -33,6 +33,6 @@ class SignalHandler:
 
     def _remember(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
         if number == SAVE:
-            self.save_asked = True
+            self.save_requested = True
         elif self.asked is None:
             self.asked = signal.Signals(number)

@@ -39,8 +39,8 @@ from plait.train.export import DTYPES, export, generate
 from plait.train.health.loss_spikes import LossSpikeGuard
 from plait.train.health.monitor import HealthMonitor
 from plait.train.measurements import TraceRecorder, TrafficRecorder, write_measured
-from plait.train.metrics import Metrics, StepFacts, matmul_peak
-from plait.train.model import model_on_meta, starting_model
+from plait.train.metrics import Metrics, StepMetrics, matmul_peak
+from plait.train.model import model_on_meta, initial_model
 from plait.train.report import draw_losses, largest_memory, memory_table, predicted_memory, start_table
 from plait.train.resume import load_newest
 from plait.train.run import RunDir, check_checkpoint, run_facts
@@ -74,7 +74,7 @@ def finish(recipe: Recipe, run: RunDir, engine: Engine, console: Console) -> Non
         console.print(generate(run, **how, seed=recipe.run.seed), markup=False, highlight=False)
 
 
-MOST_STEPS_UNASKED = 10
+MAX_STEPS_BETWEEN_FLAGS = 10
 
 
 _FINISHED = "plait: finished"
@@ -165,7 +165,7 @@ def _loop(job: TrainState, stop: SignalHandler) -> signal.Signals | None:
                 watch.begins("saving", job.step, slow=True)
                 saving.settle(may_raise=False)  # its checkpoint is one that the letter may name
                 raise _diverged(job, lr)
-            if watch.sees_spike(job.step, result, saving.settle):
+            if watch.check_spike(job.step, result, saving.settle):
                 return None
             score = None
             if _due(job.step, how.evaluate_every, how.steps):
@@ -176,7 +176,7 @@ def _loop(job: TrainState, stop: SignalHandler) -> signal.Signals | None:
             stopping = to_save = False
             if job.step % ask_every == 0:
                 stopping, to_save, has_ended = engine.world.any_flags(
-                    stop.asked is not None, stop.save_asked or saving.is_late, saving.has_ended
+                    stop.asked is not None, stop.save_requested or saving.is_late, saving.has_ended
                 )
                 if has_ended:
                     saving.settle()
@@ -188,7 +188,7 @@ def _loop(job: TrainState, stop: SignalHandler) -> signal.Signals | None:
                 watch.begins("saving", job.step, slow=True)
                 metrics.flush()
                 saving.save(job.step, engine.kept(), _facts(job), score=score, last=last)
-                stop.save_asked = False  # of any rank: this answers all of them
+                stop.save_requested = False  # of any rank: this answers all of them
             if stopping and job.step < how.steps:
                 traced.end()
                 metrics.note(f"stopped after step {job.step}, saved: plait train {job.run.path} --resume")
@@ -198,7 +198,7 @@ def _loop(job: TrainState, stop: SignalHandler) -> signal.Signals | None:
 
 def _step(
     job: TrainState, lr: float, take: Callable[[], StepResult], ideal_s: float
-) -> tuple[StepResult, StepFacts]:
+) -> tuple[StepResult, StepMetrics]:
     """Takes and counts one. `ideal_s`: of a step that does nothing but products."""
     began_s = time.perf_counter()
     for group in job.engine.optimizer.param_groups:
@@ -207,7 +207,7 @@ def _step(
     result = take()
     job.count(result, loss_scale)
     seconds = time.perf_counter() - began_s
-    return result, StepFacts(
+    return result, StepMetrics(
         step=job.step,
         loss=result.loss,
         lr=lr,
@@ -231,7 +231,7 @@ def _ask_every(engine: Engine, step_s: float) -> int:
         return 1
     slowest_s = torch.tensor([step_s], device=engine.device)
     all_reduce(slowest_s, engine.world.group, "max")
-    return max(1, min(MOST_STEPS_UNASKED, int(1.0 / slowest_s.item())))
+    return max(1, min(MAX_STEPS_BETWEEN_FLAGS, int(1.0 / slowest_s.item())))
 
 
 def _due(step: int, every: int, steps: int) -> bool:
@@ -245,7 +245,7 @@ def _start(recipe: Recipe, world: World) -> TrainState:
     run = RunDir(recipe.run.dir)
     # As the first rank sees it, who also chooses one: file systems lag.
     goes_on = world.any_flag(world.rank == 0 and bool(checkpoint.steps(run.checkpoints)))
-    model, weights = (model_on_meta(recipe.model), None) if goes_on else starting_model(recipe.model)
+    model, weights = (model_on_meta(recipe.model), None) if goes_on else initial_model(recipe.model)
     engine = parallelize(
         model,
         plan,

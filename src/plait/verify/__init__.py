@@ -4,10 +4,10 @@ from plait.verify.model_spec import ModelSource, ModelSpec, parse_source
 from plait.verify.result import Mismatch, Outcome, Verdict
 from plait.verify.runner import WorkerOptions, serve, verify
 from plait.verify.sweep import all_plans
-from plait.verify.worker import LEAST, PRECISIONS, Case, check
+from plait.verify.worker import TOLERANCES, PRECISIONS, Case, check
 
 __all__ = [
-    "LEAST",
+    "TOLERANCES",
     "PRECISIONS",
     "Case",
     "Mismatch",

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 
-def widen(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
+def compute_in_float64(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
     """Lets the model and its blocks, which may run again in backward, compute in float64 throughout if their
     parameters are of it. In place."""
     if isinstance(model, PreTrainedModel):
@@ -33,7 +33,7 @@ def widen(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
 
 
 @contextmanager
-def tables_of(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """Inside, what models are built with without a dtype, such as tables in buffers, gets this one."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

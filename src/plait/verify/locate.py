@@ -11,11 +11,11 @@ from plait.engine.engine import Engine
 from plait.plan import AXES, Grid
 
 
-def places(
+def locate_mismatches(
     expected: Mapping[str, Tensor], names: Sequence[str], engine: Engine, *, off: float
 ) -> dict[str, str]:
     """By name, where the last step's gradients differ from what the first rank, which is asked, expects of
-    them, by more than `off` of a piece's norm: see `described`. Elsewhere {}. Every rank calls it."""
+    them, by more than `off` of a piece's norm: see `describe_ranks`. Elsewhere {}. Every rank calls it."""
     world, shapes = engine.world, engine.weight_shapes()
     order = list(shapes)
     asked = torch.full((len(shapes),), -1, device=engine.device)
@@ -44,10 +44,10 @@ def _text(errors: Sequence[Sequence[float]], off: float, grid: Grid) -> str:
     largest = max((square for _, square in errors), default=0.0)
     allowed = {rank: off * math.sqrt(max(errors[rank][1], 1e-6 * largest, 1e-60)) for rank in holders}
     wrong = [rank for rank in holders if not math.sqrt(errors[rank][0]) <= allowed[rank]]  # or it is NaN
-    return described(wrong, holders, grid) if wrong else ""
+    return describe_ranks(wrong, holders, grid) if wrong else ""
 
 
-def described(off: Collection[int], holders: Collection[int], grid: Grid) -> str:
+def describe_ranks(off: Collection[int], holders: Collection[int], grid: Grid) -> str:
     """Ranks in the words of the grid: what they share on axes along which holders of the parameter differ.
 
     `everywhere` where all that hold it are off; `col=1`; `replicate=0,1 col=1`; ranks by number where they

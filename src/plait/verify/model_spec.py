@@ -14,11 +14,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from plait.engine.loss import Loss
 from plait.errors import ModelError, PlaitError, nearest
 from plait.models import Blocks, Chain, blocks_of, causal_lm_on_meta, initialise, read_config
-from plait.verify.float64 import tables_of, widen
-from plait.verify.tiny_config import shrunk
+from plait.verify.float64 import default_dtype, compute_in_float64
+from plait.verify.tiny_config import shrink_config
 
 # (number of the step, samples in it) -> the step's whole batch
-Batches = Callable[[int, int], Mapping[str, Tensor]]
+BatchFn = Callable[[int, int], Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class ModelSpec:
     """
 
     model: Callable[[], nn.Module | Sequence[nn.Module]]
-    batch: Batches | None = None
+    batch: BatchFn | None = None
     loss: Loss | None = None
     blocks: Blocks | None = None
     tensor_plan: Mapping[str, str] | None = None
@@ -41,18 +41,18 @@ class ModelSpec:
 
     def build(self, dtype: torch.dtype) -> nn.Module:
         """For ranks: without dropout, with which numbers would depend on the plan; for float64, wide."""
-        with tables_of(dtype if dtype == torch.float64 else torch.float32):
+        with default_dtype(dtype if dtype == torch.float64 else torch.float32):
             return self._made(self.model, dtype)
 
     def _made(self, build: Callable[[], Any], dtype: torch.dtype) -> nn.Module:
         model = _quiet(_module(_told(build)))
         if dtype == torch.float64:
-            widen(model, (block for _, block in blocks_of(model, self.blocks)))
+            compute_in_float64(model, (block for _, block in blocks_of(model, self.blocks)))
         return model
 
-    def build_whole(self, dtype: torch.dtype) -> nn.Module:
+    def build_reference(self, dtype: torch.dtype) -> nn.Module:
         """For one process: with values, its weights yet to be set."""
-        with tables_of(dtype if dtype == torch.float64 else torch.float32):
+        with default_dtype(dtype if dtype == torch.float64 else torch.float32):
             return self._with_values(self._made(self.whole or self.model, dtype))
 
     def _with_values(self, model: nn.Module) -> nn.Module:
@@ -111,7 +111,7 @@ def parse_source(model: str, *, layers: int, length: int = 16, full: bool = Fals
             expected="a config.json, a folder with one, a model_type of transformers, or module:function",
             hint=nearest(model, CONFIG_MAPPING.keys()) or "a path that exists",
         )
-    return ModelSource(config=values if full else shrunk(values, layers, length))
+    return ModelSource(config=values if full else shrink_config(values, layers, length))
 
 
 def random_tokens(vocabulary: int, seed: int, step: int, samples: int, length: int) -> dict[str, Tensor]:

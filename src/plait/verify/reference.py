@@ -13,7 +13,7 @@ from plait.engine.loss import Loss
 from plait.errors import ModelError
 from plait.models import forward_inputs
 
-IGNORED = -100
+IGNORE_INDEX = -100
 ADAMW: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.95)}
 CLIP_NORM = 0.05  # well under the norms that untrained models have: clipping is active in every step
 
@@ -40,7 +40,7 @@ class Trajectory:
     weights: dict[str, Tensor] = field(default_factory=dict)
 
 
-def one_process(
+def train_reference(
     model: nn.Module,
     weights: Mapping[str, Tensor],
     batches: Sequence[Sequence[Mapping[str, Tensor]]],
@@ -91,8 +91,8 @@ def token_loss(outputs: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tenso
     logits = outputs.logits[:, :-1].flatten(0, 1)
     targets = batch["labels"][:, 1:].reshape(-1)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    summed = F.cross_entropy(wide, targets, ignore_index=IGNORED, reduction="sum")
-    return summed, (targets != IGNORED).sum()
+    summed = F.cross_entropy(wide, targets, ignore_index=IGNORE_INDEX, reduction="sum")
+    return summed, (targets != IGNORE_INDEX).sum()
 
 
 def _groups(model: nn.Module, trained: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:

@@ -13,18 +13,18 @@ from plait.verify.result import Outcome, Verdict
 _SHOWN = {Outcome.SAME: "green", Outcome.DIFFERS: "red", Outcome.REFUSED: "yellow", Outcome.DIED: "red"}
 
 
-def tables(verdict: Verdict, console: Console) -> None:
+def print_verdict(verdict: Verdict, console: Console) -> None:
     """Of one plan: losses, the parameters that are farthest, what was said between ranks, and the verdict."""
     if verdict.outcome in (Outcome.SAME, Outcome.DIFFERS):
         console.print(_steps(verdict))
         console.print(_parameters(verdict))
         if verdict.traffic:
             console.print(_traffic(verdict))
-    shown = Text(sentence(verdict), style=_SHOWN[verdict.outcome])  # no markup: it may quote anything
+    shown = Text(summary(verdict), style=_SHOWN[verdict.outcome])  # no markup: it may quote anything
     console.print(shown, highlight=False, soft_wrap=True)
 
 
-def sentence(verdict: Verdict) -> str:
+def summary(verdict: Verdict) -> str:
     """The verdict in words."""
     ranks = "1 rank" if verdict.num_ranks == 1 else f"{verdict.num_ranks} ranks"
     what = f"{verdict.model}, {verdict.plan}, on {ranks}"
@@ -43,7 +43,7 @@ def sentence(verdict: Verdict) -> str:
     return f"NOT the same as in one process: {what}; {apart}; {suspects}"
 
 
-def line(verdict: Verdict) -> str:
+def summary_line(verdict: Verdict) -> str:
     """Of one among many."""
     found = f"{verdict.largest:.1e}" if verdict.outcome in (Outcome.SAME, Outcome.DIFFERS) else ""
     why = verdict.message.splitlines()[0] if verdict.message else ""
@@ -87,7 +87,7 @@ def _traffic(verdict: Verdict) -> Table:
     return table
 
 
-def matrix(verdicts: Sequence[Verdict]) -> Table:
+def verdict_matrix(verdicts: Sequence[Verdict]) -> Table:
     """A row for plans that differ in `zero` alone, a column for each stage."""
     rows: dict[str, dict[int, Verdict]] = {}
     for verdict in verdicts:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from plait.verify.reference import Step, Trajectory
 
-MOST = 10  # parameters that are named
+MAX_SHOWN = 10  # parameters that are named
 
 
 class Outcome(Enum):
@@ -110,7 +110,7 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Limits:
+class Tolerances:
     """What is allowed: `least` for every number, and beside it so many times what rounding alone does.
 
     least   1e-9 in float64; others round in other orders, by which they may differ
@@ -120,20 +120,20 @@ class Limits:
     least: float
     times: float = 4.0
     noise: Mapping[str, float] = field(default_factory=dict)
-    noise_of_steps: float = 0.0
+    step_noise: float = 0.0
 
     def of(self, name: str) -> float:
         return self.least + self.times * self.noise.get(name, 0.0)
 
     @property
     def of_steps(self) -> float:
-        return self.least + self.times * self.noise_of_steps
+        return self.least + self.times * self.step_noise
 
     def hold(self, step: Step, expected: Step) -> bool:
         return _apart(step, expected) <= self.of_steps
 
 
-def compare(mine: Trajectory, theirs: Trajectory, limits: Limits) -> tuple[bool, list[Mismatch]]:
+def compare(mine: Trajectory, theirs: Trajectory, limits: Tolerances) -> tuple[bool, list[Mismatch]]:
     """Whether all is within limits; all parameters, the farthest first.
 
     Without weights, of a course that was ended by a wrong step, it is that step's gradients that count.
@@ -141,8 +141,8 @@ def compare(mine: Trajectory, theirs: Trajectory, limits: Limits) -> tuple[bool,
     steps = len(mine.steps)
     is_same = all(limits.hold(*pair) for pair in zip(mine.steps, theirs.steps[:steps], strict=True))
     first = 0 if mine.weights else steps - 1
-    gradients = farthest(mine.gradients[first:], theirs.gradients[first:steps])
-    weights = farthest([mine.weights], [theirs.weights]) if mine.weights else {}
+    gradients = relative_errors(mine.gradients[first:], theirs.gradients[first:steps])
+    weights = relative_errors([mine.weights], [theirs.weights]) if mine.weights else {}
     found = [
         Mismatch(name, gradients.get(name, 0.0), weights.get(name, 0.0), limits.of(name))
         for name in weights or gradients
@@ -151,15 +151,15 @@ def compare(mine: Trajectory, theirs: Trajectory, limits: Limits) -> tuple[bool,
     return is_same and bool(mine.weights) and all(off.excess <= 1.0 for off in found), found
 
 
-def noise_of(rough: Trajectory, exact: Trajectory) -> tuple[dict[str, float], float]:
+def rounding_noise(rough: Trajectory, exact: Trajectory) -> tuple[dict[str, float], float]:
     """What rounding does to parameters, and to losses and norms."""
-    gradients = farthest(rough.gradients, exact.gradients)
-    weights = farthest([rough.weights], [exact.weights])
+    gradients = relative_errors(rough.gradients, exact.gradients)
+    weights = relative_errors([rough.weights], [exact.weights])
     steps = [_apart(one, other) for one, other in zip(rough.steps, exact.steps, strict=True)]
     return {name: max(gradients.get(name, 0.0), weights[name]) for name in weights}, max(steps)
 
 
-def farthest(
+def relative_errors(
     mine: Sequence[Mapping[str, Tensor]], theirs: Sequence[Mapping[str, Tensor]]
 ) -> dict[str, float]:
     """By name the largest norm of a difference, over that of what is expected. One that is all but nothing

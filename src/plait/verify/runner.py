@@ -26,7 +26,7 @@ from plait.errors import CommError, PlaitError
 from plait.fileio import write_json
 from plait.plan import Plan
 from plait.verify.result import Outcome, Verdict
-from plait.verify.sweep import simpler
+from plait.verify.sweep import simpler_plans
 from plait.verify.worker import Case, Verifier
 
 _POLL_S = 0.01
@@ -85,7 +85,7 @@ def serve(room: Path, say: Callable[[Verdict], None] | None = None) -> None:
         # Before simpler plans are tried: what becomes of those is no verdict of this one.
         write_json(_verdict(room, int(number)), verdict.to_values())
         if verdict.outcome is Outcome.DIFFERS and how.blame:
-            parts = simpler(Plan.parse(job.plan))
+            parts = simpler_plans(Plan.parse(job.plan))
             right = [part for part, plan in parts.items() if work.is_same(replace(job, plan=str(plan)))]
             verdict = replace(verdict, suspects=tuple(right))
             write_json(_verdict(room, int(number)), verdict.to_values())

@@ -23,7 +23,7 @@ def all_plans(num_ranks: int) -> list[Plan]:
     return found
 
 
-def simpler(plan: Plan) -> dict[str, Plan]:
+def simpler_plans(plan: Plan) -> dict[str, Plan]:
     """The plan without each of its parts, by the part's name."""
     whole: dict[str, Any] = {
         "accumulate": "auto",

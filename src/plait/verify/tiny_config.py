@@ -57,7 +57,7 @@ _SILENT = 60  # above errors: configurations that fit are looked for by trying
 _NOT_SHAPES = ("architectures", "auto_map", "torch_dtype", "dtype", "transformers_version", "_name_or_path")
 
 
-def shrunk(values: Mapping[str, Any], layers: int, length: int = 16) -> dict[str, Any]:
+def shrink_config(values: Mapping[str, Any], layers: int, length: int = 16) -> dict[str, Any]:
     """The configuration of a small model of that kind, with so many layers, for sequences of this length.
 
     Raises ModelError where none builds and runs.

@@ -16,13 +16,13 @@ from plait.engine.engine import Engine
 from plait.errors import ModelError, PlaitError
 from plait.parallel import Precision
 from plait.plan import Plan, Traffic, between
-from plait.verify.locate import places
+from plait.verify.locate import locate_mismatches
 from plait.verify.model_spec import ModelSource, ModelSpec, random_tokens
-from plait.verify.reference import ADAMW, CLIP_NORM, Step, Trajectory, one_process
-from plait.verify.result import MOST, Limits, Outcome, Verdict, compare, farthest, noise_of
+from plait.verify.reference import ADAMW, CLIP_NORM, Step, Trajectory, train_reference
+from plait.verify.result import MAX_SHOWN, Tolerances, Outcome, Verdict, compare, relative_errors, rounding_noise
 
 PRECISIONS = {"float64": "fp64", "float32": "fp32", "bf16": "bf16"}
-LEAST = {"float64": 1e-9, "float32": 1e-4, "bf16": 2e-2}
+TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "bf16": 2e-2}
 
 _EXPECTED = "plait: verify expects"
 
@@ -55,9 +55,9 @@ class Case:
         return Verdict(str(self.source), self.plan, self.dtype, self.num_ranks, outcome, **more)
 
 
-def least_of(job: Case) -> float:
+def base_tolerance(job: Case) -> float:
     """The relative difference that is allowed whatever rounding does."""
-    return LEAST[job.dtype] if job.tolerance is None else job.tolerance
+    return TOLERANCES[job.dtype] if job.tolerance is None else job.tolerance
 
 
 def check(subject: ModelSpec, plan: Plan) -> None:
@@ -71,7 +71,7 @@ class Verifier:
     def __init__(self) -> None:
         self._of: object = None
         self._first: Mapping[str, Tensor] = {}
-        self._known: dict[object, tuple[Trajectory, Limits]] = {}
+        self._known: dict[object, tuple[Trajectory, Tolerances]] = {}
 
     def run(self, job: Case, world: World, folder: Path) -> Verdict | None:
         """The verdict, on the first rank. Every rank of the plan calls it. `folder`: of offload=disk."""
@@ -94,7 +94,7 @@ class Verifier:
 
     def _expected(
         self, job: Case, subject: ModelSpec, engine: Engine, weights: dict[str, Tensor]
-    ) -> tuple[Trajectory, Limits]:
+    ) -> tuple[Trajectory, Tolerances]:
         """What one process comes to from these weights, which no plan may change."""
         micros = engine.plan.dp * engine.plan.micro
         key = (job.source, job.dtype, job.seed)
@@ -120,7 +120,7 @@ class Comparator:
 
     job: Case
     expected: Trajectory
-    limits: Limits
+    limits: Tolerances
     mine: Trajectory = field(default_factory=Trajectory)
 
     def is_right(self, step: Step, gradients: dict[str, Tensor]) -> bool:
@@ -130,7 +130,7 @@ class Comparator:
         number = len(self.mine.steps) - 1
         return self.limits.hold(step, self.expected.steps[number]) and all(
             apart <= self.limits.of(name)
-            for name, apart in farthest([gradients], [self.expected.gradients[number]]).items()
+            for name, apart in relative_errors([gradients], [self.expected.gradients[number]]).items()
         )
 
     def verdict(self, weights: dict[str, Tensor], traffic: Traffic, where: Mapping[str, str]) -> Verdict:
@@ -142,13 +142,13 @@ class Comparator:
             allowed=self.limits.of_steps,
             steps=tuple(self.mine.steps),
             expected=tuple(self.expected.steps[: len(self.mine.steps)]),
-            worst=tuple(replace(off, where=where.get(off.name, "")) for off in found[:MOST]),
+            worst=tuple(replace(off, where=where.get(off.name, "")) for off in found[:MAX_SHOWN]),
             num_parameters=len(found),
             traffic=tuple((str(line), tally.count, tally.num_bytes) for line, tally in traffic.items()),
         )
 
     def farthest_of_last(self) -> list[str]:
-        return [off.name for off in compare(self.mine, self.expected, self.limits)[1][:MOST]]
+        return [off.name for off in compare(self.mine, self.expected, self.limits)[1][:MAX_SHOWN]]
 
 
 def _precision(job: Case) -> Precision:
@@ -188,7 +188,7 @@ def _train(job: Case, subject: ModelSpec, engine: Engine, judge: Comparator | No
             names = judge.farthest_of_last() if judge is not None else []
             right = {} if judge is None else judge.expected.gradients[step]
             clipped = {name: right[name] * done.clip_factor for name in names}  # as those in the engine are
-            where = places(clipped, names, engine, off=least_of(job))
+            where = locate_mismatches(clipped, names, engine, off=base_tolerance(job))
             return None if judge is None else judge.verdict({}, said, where)
     weights = {name: weight.cpu() for name, weight in engine.whole_parameters().items()}
     return None if judge is None else judge.verdict(weights, said, {})
@@ -209,25 +209,25 @@ def _batch(job: Case, subject: ModelSpec, step: int, model: Any) -> Mapping[str,
 
 def _one_process(
     job: Case, subject: ModelSpec, weights: Mapping[str, Tensor], micros: int
-) -> tuple[Trajectory, Limits]:
+) -> tuple[Trajectory, Tolerances]:
     precision = _precision(job)
-    model = subject.build_whole(precision.compute)
+    model = subject.build_reference(precision.compute)
     data = []
     for step in range(job.steps):
         parts = {key: value.chunk(micros) for key, value in _batch(job, subject, step, model).items()}
         data.append([{key: chunks[n] for key, chunks in parts.items()} for n in range(micros)])
-    run = functools.partial(one_process, weights=weights, loss=subject.loss, batches=data)
+    run = functools.partial(train_reference, weights=weights, loss=subject.loss, batches=data)
     course = run(model, compute=precision.compute, master=precision.master)
-    least = least_of(job)
+    least = base_tolerance(job)
     if job.dtype == "float64" or job.tolerance is not None:
-        return course, Limits(least)
-    whole = subject.build_whole(torch.float64)
+        return course, Tolerances(least)
+    whole = subject.build_reference(torch.float64)
     exact = run(whole, compute=torch.float64, master=torch.float64)
-    noise, of_steps = noise_of(course, exact)
+    noise, of_steps = rounding_noise(course, exact)
     if not math.isfinite(of_steps + sum(noise.values())):
         raise ModelError(
             f"in {job.dtype} the model does not get through {job.steps} steps in one process either",
             given="a loss or gradient that is not finite",
             hint="--dtype float64",
         )
-    return course, Limits(least, noise=noise, noise_of_steps=of_steps)
+    return course, Tolerances(least, noise=noise, step_noise=of_steps)

@@ -19,7 +19,7 @@ _MOST_SHOWN = 8  # ranks, in a letter
 
 
 @dataclass(frozen=True)
-class Beat:
+class RankStatus:
     """Of one rank, as it wrote it last.
 
     since_s   how long ago it began what it does, when it wrote this
@@ -46,16 +46,16 @@ class Beat:
             os.close(descriptor)
 
 
-def read_beats(paths: Sequence[Path]) -> list[Beat]:
+def read_statuses(paths: Sequence[Path]) -> list[RankStatus]:
     """What there is of them."""
     found = []
     for path in paths:
         with contextlib.suppress(OSError, ValueError, TypeError):  # it may be just being written
-            found.append(Beat(**json.loads(path.read_text().partition("\n")[0])))
+            found.append(RankStatus(**json.loads(path.read_text().partition("\n")[0])))
     return found
 
 
-def late_ranks(beats: Sequence[Beat]) -> list[Beat]:
+def blocking_ranks(beats: Sequence[RankStatus]) -> list[RankStatus]:
     """Who keeps the others waiting, of ranks that all have had the time to write their stacks.
 
     First those that could not: their process is stopped, or one of its threads holds the interpreter. Else
@@ -67,10 +67,10 @@ def late_ranks(beats: Sequence[Beat]) -> list[Beat]:
     return silent or busy or [beat for beat in beats if beat.step == first]
 
 
-def hang_letter(beats: Sequence[Beat], num_ranks: int, folder: Path, limit_s: float, host: str) -> CommError:
+def hang_error(beats: Sequence[RankStatus], num_ranks: int, folder: Path, limit_s: float, host: str) -> CommError:
     """`folder`: where the stacks are. `host`: where this is written, whose processes can be looked at."""
     gone = sorted({*range(num_ranks)} - {beat.rank for beat in beats})
-    late = [] if gone else late_ranks(beats)
+    late = [] if gone else blocking_ranks(beats)
     names = gone or [beat.rank for beat in late]
     step = max((beat.step for beat in beats), default=0) + 1  # who is stopped may have written an earlier
     how = "hangs" if len(names) == 1 else "hang"
@@ -85,7 +85,7 @@ def hang_letter(beats: Sequence[Beat], num_ranks: int, folder: Path, limit_s: fl
     )
 
 
-def _described(beats: Sequence[Beat], late: Sequence[Beat], folder: Path, host: str) -> list[str]:
+def _described(beats: Sequence[RankStatus], late: Sequence[RankStatus], folder: Path, host: str) -> list[str]:
     """A line for each late rank, and one for what the others do."""
     lines = []
     for beat in late[:_MOST_SHOWN]:
@@ -99,7 +99,7 @@ def _described(beats: Sequence[Beat], late: Sequence[Beat], folder: Path, host: 
     return lines + [f"{numbers(ranks)}: {what}" for what, ranks in [*others.items()][:_MOST_SHOWN]]
 
 
-def where_stacks(folder: Path, ranks: Sequence[int]) -> str:
+def describe_stacks(folder: Path, ranks: Sequence[int]) -> str:
     """With those who have left none."""
     missing = [rank for rank in ranks if not has_stacks(folder, rank)]
     return f"{folder}" + (f"; none of {numbers(missing)}" if missing else "")
@@ -117,18 +117,18 @@ def has_stacks(folder: Path, rank: int) -> bool:
         return False
 
 
-def numbers(ranks: Sequence[int]) -> str:
+def name_ranks(ranks: Sequence[int]) -> str:
     """ "rank 3", "ranks 0, 1, 2"."""
     shown = ", ".join(map(str, ranks[:_MOST_SHOWN])) + (", ..." if len(ranks) > _MOST_SHOWN else "")
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}"
 
 
-def _at(beat: Beat) -> str:
+def _at(beat: RankStatus) -> str:
     within = f", in {beat.within}" if beat.within else ""
     return f"in {beat.phase}{within}"
 
 
-def _why_silent(beat: Beat, folder: Path, host: str) -> str:
+def _why_silent(beat: RankStatus, folder: Path, host: str) -> str:
     if has_stacks(folder, beat.rank):
         return "a thread of it held the interpreter's lock"
     if beat.host == host:

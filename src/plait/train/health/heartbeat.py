@@ -37,12 +37,12 @@ from types import TracebackType
 from plait.comm import World
 from plait.errors import CommError, RunError
 from plait.train.health.hang_report import (
-    Beat,
-    hang_letter,
+    RankStatus,
+    hang_error,
     has_stacks,
-    read_beats,
+    read_statuses,
     stacks_file,
-    where_stacks,
+    describe_stacks,
 )
 
 SLOW = 4  # see [Note: what may be slow]
@@ -66,7 +66,7 @@ class Heartbeat:
         self._limit_s = limit_s
         self._look_s = min(_MOST_LOOK_S, max(_LEAST_LOOK_S, limit_s / 20))
         self._now = (0, "the start", SLOW)  # step, phase, times the limit
-        self._me = Beat(world.rank, socket.gethostname(), os.getpid())
+        self._me = RankStatus(world.rank, socket.gethostname(), os.getpid())
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
         self._has_dumped = False
@@ -156,7 +156,7 @@ class Heartbeat:
             self._wait_for(lambda: told.exists() and told.stat().st_size > 0, 2 * self._wait_s)
             os._exit(_LOST_RANK)
         beats = self._gather(self._wait_s)
-        error = hang_letter(beats, self._world.size, self._folder, self._limit_s, self._me.host)
+        error = hang_error(beats, self._world.size, self._folder, self._limit_s, self._me.host)
         text = f"\n{error.message()}\n".encode()
         os.write(2, text)  # sys.stderr has a lock
         os.write(descriptor, text)
@@ -167,12 +167,12 @@ class Heartbeat:
         """For the others' stacks, those that the timer writes too."""
         return self._grace_s + 2 * self._look_s + 1.0
 
-    def _gather(self, most_s: float) -> list[Beat]:
+    def _gather(self, most_s: float) -> list[RankStatus]:
         """What all ranks say, once they have written their stacks."""
         ranks = range(self._world.size)
         self._wait_for(lambda: all(has_stacks(self._folder, rank) for rank in ranks), most_s)
         time.sleep(self._look_s)  # the last of them is just being written
-        return read_beats([stacks_file(self._folder, rank).with_suffix(".json") for rank in ranks])
+        return read_statuses([stacks_file(self._folder, rank).with_suffix(".json") for rank in ranks])
 
     def _wait_for(self, condition: Callable[[], bool], most_s: float) -> None:
         until_s = time.monotonic() + most_s
@@ -219,7 +219,7 @@ class Heartbeat:
         with contextlib.suppress(OSError):
             path = stacks_file(self._folder, self._world.rank).with_suffix(".json")
             me = self._me
-            Beat(me.rank, me.host, me.pid, step, phase, age_s, within, self._has_dumped).write(path)
+            RankStatus(me.rank, me.host, me.pid, step, phase, age_s, within, self._has_dumped).write(path)
 
     def _leave(self) -> None:
         """All is well: nothing stays."""

@@ -65,7 +65,7 @@ class HealthMonitor:
         self._stragglers.end(step + 1)
         return result
 
-    def sees_spike(self, step: int, result: StepResult, settle: Callable[[], None]) -> bool:
+    def check_spike(self, step: int, result: StepResult, settle: Callable[[], None]) -> bool:
         """Whether the run has to go back, to `spikes.back_to`. `settle` waits for a save under way. Raises
         RunError when it has too often."""
 
