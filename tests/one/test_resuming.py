@@ -12,8 +12,8 @@ from plait.checkpoint import Checkpoint
 from plait.comm import World
 from plait.engine.engine import Engine
 from plait.errors import CheckpointError
-from plait.train.resume import start_from, rewind, load_newest, find_newest
-from plait.train.run import num_local_ranks
+from plait.train.prepare import num_local_ranks
+from plait.train.resume import find_newest, load_newest, rewind, start_from
 
 
 def any_of_them(_: Checkpoint) -> None:
@@ -104,7 +104,7 @@ def test_where_none_is_whole_the_letter_names_all_and_nothing_is_renamed(
     for step in (1, 2, 3):
         flip_a_bit(files(tmp_path, step)[step % 2])
     before = names(tmp_path)
-    with pytest.raises(CheckpointError, match="no checkpoint of the run is whole") as caught:
+    with pytest.raises(CheckpointError, match="all checkpoints of the run are damaged") as caught:
         load_newest(engine_of(), tmp_path, any_of_them)
     assert all(str(files(tmp_path, step)[step % 2]) in str(caught.value.given) for step in (1, 2, 3))
     assert names(tmp_path) == before

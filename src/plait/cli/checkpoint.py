@@ -26,7 +26,7 @@ from plait.cli.common import USER_MISTAKE, Debug, report_errors, show_error
 from plait.errors import CheckpointError, ConfigError
 from plait.train.export import Dtype
 from plait.train.export import convert as write
-from plait.train.run import RunDir
+from plait.train.run_dir import RunDir
 
 checkpoint = typer.Typer(help="Look at checkpoints, compare and convert them.", no_args_is_help=True)
 

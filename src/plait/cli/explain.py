@@ -11,9 +11,16 @@ from plait.errors import ConfigError
 from plait.estimate.explain import Explanation
 from plait.fileio import check_places, write_json
 from plait.train.config import read_recipe
-from plait.train.explain import check_rank, cluster_from_recipe, cluster_from_run, explain_recipe, print_explanation, to_json
+from plait.train.explain import (
+    check_rank,
+    cluster_from_recipe,
+    cluster_from_run,
+    explain_recipe,
+    print_explanation,
+    to_json,
+)
 from plait.train.measurements import Measurements, read_measured
-from plait.train.run import RunDir
+from plait.train.run_dir import RunDir
 
 
 @report_errors

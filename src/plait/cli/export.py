@@ -8,7 +8,7 @@ import typer
 from plait.cli.common import Debug, Run, report_errors
 from plait.train.export import Dtype
 from plait.train.export import export as write
-from plait.train.run import RunDir
+from plait.train.run_dir import RunDir
 
 
 @report_errors

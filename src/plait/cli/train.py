@@ -15,7 +15,8 @@ from plait.comm import World, connect, launch_local
 from plait.comm.launch import end_with_parent
 from plait.plan import Plan
 from plait.train.config import Recipe, read_recipe
-from plait.train.run import RunDir, discard_unused, is_later_attempt, num_local_ranks, prepare
+from plait.train.prepare import num_local_ranks, prepare
+from plait.train.run_dir import RunDir, discard_unused, is_later_attempt
 from plait.train.trainer import train as train_on_this_rank
 
 _PREPARED = "plait: prepared"
@@ -55,7 +56,7 @@ def train(
         raise typer.Exit(_train_under_torchrun(recipe, sets, plan, ranks, resume, start, debug))
     # One rank is started like many: the same signals, letters and exit codes.
     with contextlib.ExitStack() as alone:
-        prepared = prepare(recipe, sets=sets, plan=plan, resume=resume, start=start, ranks=ranks, alone=alone)
+        prepared = prepare(recipe, sets=sets, plan=plan, resume=resume, start=start, ranks=ranks, lock=alone)
         run, asked = prepared.run.dir, Plan.parse(prepared.plan)
         num_ranks = ranks if ranks is not None else num_local_ranks(asked, prepared.run.device)
         words = ["rank", str(run), *(["--debug"] if debug else [])]
@@ -102,7 +103,7 @@ def _train_under_torchrun(
                 start=start,
                 ranks=world.size,
                 local=False,
-                alone=alone,
+                lock=alone,
             )
             world.announce(_PREPARED)
         world.wait_for(_PREPARED)

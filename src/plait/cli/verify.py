@@ -31,7 +31,7 @@ from plait.verify import (
     serve,
 )
 from plait.verify import verify as verify_on_ranks
-from plait.verify.report import summary_line, verdict_matrix, print_verdict
+from plait.verify.report import print_verdict, summary_line, verdict_matrix
 
 DIFFERS = 1
 _LAYERS = 4  # of a model made small, or as many as there are stages
@@ -96,9 +96,9 @@ def verify(
     jobs = [Case(source, str(p), dtype.value, steps, samples, length, seed, tolerance) for p in asked]
     console = Console()
     if plan is not None:
-        check(source.subject(), asked[0])
+        check(source.spec(), asked[0])
     with tempfile.TemporaryDirectory(prefix="plait-verify-") as folder:
-        how = WorkerOptions(on, transport, blame=plan is not None)
+        how = WorkerOptions(on, transport, find_suspects=plan is not None)
         found = verify_on_ranks(jobs, Path(folder), how)
     if plan is not None:
         print_verdict(found[0], console)

@@ -1,14 +1,14 @@
-"""Verifying: a plan on local ranks against the one-process program, on any model."""
+"""Verify a plan on local ranks against the one-process reference, for any model."""
 
 from plait.verify.model_spec import ModelSource, ModelSpec, parse_source
 from plait.verify.result import Mismatch, Outcome, Verdict
 from plait.verify.runner import WorkerOptions, serve, verify
 from plait.verify.sweep import all_plans
-from plait.verify.worker import TOLERANCES, PRECISIONS, Case, check
+from plait.verify.worker import PRECISIONS, TOLERANCES, Case, check
 
 __all__ = [
-    "TOLERANCES",
     "PRECISIONS",
+    "TOLERANCES",
     "Case",
     "Mismatch",
     "ModelSource",
