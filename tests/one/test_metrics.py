@@ -122,7 +122,7 @@ def record_on_a_full_disk(run: RunDir, steps: int, error: Exception | None = Non
 
 @pytest.mark.parametrize("steps", [0, 1], ids=["found at the end", "found at a step"])
 def test_a_full_disk_is_a_letter(tmp_path: Path, steps: int) -> None:
-    with pytest.raises(RunError, match="cannot be written") as caught:
+    with pytest.raises(RunError, match="cannot write") as caught:
         record_on_a_full_disk(RunDir(tmp_path), steps)
     assert "No space left" in caught.value.message()
 

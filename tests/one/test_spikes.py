@@ -177,7 +177,7 @@ def test_the_run_goes_back_before_the_window_and_too_many_spikes_end_it(tmp_path
     calm = [3.0, 3.1, 2.9, 3.0, 3.1, 2.9, 3.0, 3.1, 3.0]
     assert seen(spikes, calm, tmp_path) == [None] * 9
     assert seen(spikes, [8.0], tmp_path, 10) == [
-        "loss spike: 8 in step 10, where 3 is usual; back to step-00000004"
+        "loss spike: 8 in step 10, 3 is typical; rolling back to step-00000004"
     ]
     spikes.load({})
     assert spikes.skip_batches(4) == "rolled back to step 4, skipping batches 4 to 12"

@@ -9,7 +9,7 @@ from plait.cli.main import app
 
 
 @pytest.mark.parametrize(
-    ("words", "letter"),
+    ("words", "message"),
     [
         (["--model", "llama", "--plan", "pp=5 stages=4,4"], "PlanError: stages are not as many"),
         (["--model", "lama", "--plan", "dp=2"], "ModelError: unknown model"),

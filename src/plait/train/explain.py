@@ -26,7 +26,7 @@ from plait.train.report import memory_table, used_categories
 _MAX_SHOWN = 4  # classes of ranks whose traffic is printed, unless --rank selects one
 _STAGE_MESSAGE = re.compile(r"(activations|gradients) from stage rank")
 _PURPOSE = {
-    "layers": "sharded layers",
+    "layers": "tp layers",
     "parameters": "parameters",
     "gradients": "gradients",
     "stages": "pipeline",
@@ -82,8 +82,7 @@ def shards_table(explanation: Explanation) -> Table:
     table = Table(
         title="shards per rank",
         title_justify="left",
-        caption="boxes: parts of full tensors that the parameters consist of\n"
-        "updated: elements that the rank's optimizer updates, with padding",
+        caption="boxes: slices of full tensors\nupdated: elements the optimizer updates, with padding",
         caption_justify="left",
     )
     for heading in ("ranks", "blocks"):

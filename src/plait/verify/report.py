@@ -40,7 +40,7 @@ def summary(verdict: Verdict) -> str:
         else "no simpler plan matches either"
     )
     error = f"largest relative error {verdict.max_error:.1e}"
-    return f"DOES NOT MATCH one process: {case}; {error}; {suspects}"
+    return f"does NOT match one process: {case}; {error}; {suspects}"
 
 
 def summary_line(verdict: Verdict) -> str:
@@ -63,9 +63,7 @@ def _steps(verdict: Verdict) -> Table:
 
 
 def _parameters(verdict: Verdict) -> Table:
-    title = (
-        f"relative errors, the {len(verdict.worst_parameters)} largest of {verdict.num_parameters} parameters"
-    )
+    title = f"largest relative errors: {len(verdict.worst_parameters)} of {verdict.num_parameters} parameters"
     table = Table(title=title, title_justify="left")
     differs = verdict.outcome is Outcome.DIFFERS
     table.add_column("parameter")
@@ -83,7 +81,7 @@ def _parameters(verdict: Verdict) -> Table:
 
 
 def _traffic(verdict: Verdict) -> Table:
-    table = Table(title="communication of rank 0 in the last step", title_justify="left")
+    table = Table(title="traffic of rank 0, last step", title_justify="left")
     for heading in ("", "calls", "bytes"):
         table.add_column(heading, justify="right" if heading else "left")
     for operation, count, size in verdict.traffic:
