@@ -296,7 +296,7 @@ def to_json(explanation: Explanation, measured: Measurements | None) -> dict[str
     if measured is not None:
         rows = [
             {"ranks": list(r.ranks), "memory": asdict(r.memory), "traffic": to_rows(r.traffic)}
-            for r in measured.alike
+            for r in measured.rank_classes
         ]
         values["measured"] = {"step": measured.step, "bubble": measured.bubble, "alike": rows}
     return values

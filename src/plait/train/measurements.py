@@ -115,10 +115,10 @@ class Measurements:
     device: str
     step: int
     bubble: float | None
-    alike: tuple[MeasuredRanks, ...]
+    rank_classes: tuple[MeasuredRanks, ...]
 
     def of_rank(self, rank: int) -> MeasuredRanks:
-        return next(group for group in self.alike if rank in group.ranks)
+        return next(group for group in self.rank_classes if rank in group.ranks)
 
 
 def write_measured(path: Path, engine: Engine, traffic: TrafficRecorder, trace: Path | None) -> None:
@@ -154,7 +154,7 @@ def read_measured(path: Path) -> Measurements:
         value: Any = json.loads(path.read_text(encoding="utf-8"))
         if value["format"] != _FORMAT:
             raise ValueError(f"format {value['format']!r}")
-        alike = [
+        rank_classes = [
             MeasuredRanks(tuple(row["ranks"]), MemoryUse(**row["memory"]), of_rows(row["traffic"]))
             for row in value["alike"]
         ]
@@ -170,7 +170,7 @@ def read_measured(path: Path) -> Measurements:
         raise RunError(
             "cannot read the measurements", given=f"{path}: {type(error).__name__}: {error}"
         ) from error
-    return Measurements(**facts, alike=tuple(alike))
+    return Measurements(**facts, rank_classes=tuple(rank_classes))
 
 
 def _gather_texts(text: str, world: World) -> list[str]:

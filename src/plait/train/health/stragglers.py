@@ -2,7 +2,7 @@
 
 [Note: own work of a rank]
 In a synchronous job a step takes equally long on all ranks. A rank's own work is the step without the time
-that its training thread spent in communication (`comm/clock.py`). Reading data is part of it. Ranks are
+that its training thread spent in communication (`comm/stats.py`). Reading data is part of it. Ranks are
 compared within their pipeline stage, as the plan gives stages different work. The median over several steps
 is compared, because a single slow step is noise.
 """
@@ -24,7 +24,7 @@ _NAME_BYTES = 64
 class Stragglers:
     """Measures steps, and compares the ranks at intervals. Every rank makes the same calls.
 
-    Ranks on CUDA devices are not compared: see `comm/clock.py`.
+    Ranks on CUDA devices are not compared: see `comm/stats.py`.
     """
 
     def __init__(
