@@ -25,7 +25,7 @@ from plait.comm import connect
 from plait.data import open_store
 from plait.models import causal_lm_on_meta
 from plait.train.config import Recipe
-from plait.train.run import prepare
+from plait.train.prepare import prepare
 from plait.train.trainer import train
 
 SHORT = 5

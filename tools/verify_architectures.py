@@ -86,7 +86,7 @@ def _rough(job: Case) -> Case:
 
 def _run(jobs: list[Case]) -> list[Verdict]:
     with tempfile.TemporaryDirectory() as folder:
-        return verify(jobs, Path(folder), WorkerOptions(blame=False, timeout_s=120.0))
+        return verify(jobs, Path(folder), WorkerOptions(find_suspects=False, timeout_s=120.0))
 
 
 def _page(found: dict[str, list[Verdict]]) -> str:
@@ -129,14 +129,14 @@ def _page(found: dict[str, list[Verdict]]) -> str:
 
 def _cell(verdict: Verdict) -> str:
     if verdict.outcome is Outcome.SAME:
-        return f"{'~' if verdict.allowed > 1e-9 else ''}{verdict.largest:.0e}"
+        return f"{'~' if verdict.tolerance > 1e-9 else ''}{verdict.max_error:.0e}"
     return verdict.outcome.value
 
 
 def _reason(verdict: Verdict) -> str:
     """Without what is of one model alone, so that models with the same one stand together."""
     if verdict.outcome is Outcome.DIFFERS:
-        return f"differs by {verdict.largest:.0e}; farthest: {verdict.worst[0].name}"
+        return f"differs by {verdict.max_error:.0e}; farthest: {verdict.worst_parameters[0].name}"
     return verdict.message.split("\n")[0].replace("|", "/")
 
 

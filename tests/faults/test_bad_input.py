@@ -80,7 +80,7 @@ MIXTRAL = (
         (sets("run.batch=6"), ["PlanError", "does not divide", "run.batch=8"]),
         (sets("optimizer.name=Adan"), ["ConfigError", "optimizer.name"]),
         (sets("run.device=cuda"), ["ConfigError", "GPUs"]),
-        (sets("run.keep_best=true", "run.evaluate_every=0"), ["ConfigError", "nobody computes"]),
+        (sets("run.keep_best=true", "run.evaluate_every=0"), ["ConfigError", "evaluation is off"]),
         (
             ["--plan", "dp=auto tp=2", "--ranks", "3"],
             ["PlanError", "dp=auto tp=2 on 3 ranks", "2 or 4 ranks"],
@@ -136,7 +136,7 @@ MIXTRAL = (
         (["--plan", "tp=2x2", *sets(MIXTRAL)], ["ModelError", "layers.0.mlp.experts", "try     : tp=1x4"]),
         (sets("model.config.vocab_size=100"), ["DataError", "vocabulary", "vocab_size=100"]),
         (sets("data.sequence=65"), ["DataError", "longer than the model allows", "65"]),
-        (sets("sample.prompt=" + "ship " * 64), ["RunError", "no room", "max_position_embeddings=64"]),
+        (sets("sample.prompt=" + "ship " * 64), ["RunError", "no space", "max_position_embeddings=64"]),
         (sets("tokenizer.vocab_size=320"), ["DataError", "another tokenizer"]),
         (sets('data.sources=["{here}/none/*.txt"]', "data.dir={here}/new"), ["DataError", "none"]),
         (sets('data.sources=["{here}/empty.txt"]', "data.dir={here}/new"), ["DataError", "empty"]),
@@ -188,7 +188,7 @@ def test_a_damaged_token_file_is_named(here: Path, damage: Damage, says: str) ->
 def test_a_run_directory_that_exists_is_not_touched(here: Path) -> None:
     before = everything(here)
     said = message("train", here / "recipe.toml")
-    assert "RunError: the run's directory exists" in said
+    assert "RunError: the run directory already exists" in said
     assert "--resume" in said
     assert "RunError" in message("train", here / "run"), "a run is not a recipe"
     assert everything(here) == before
@@ -197,8 +197,8 @@ def test_a_run_directory_that_exists_is_not_touched(here: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["{here}/recipe.toml", *sets("run.dir={here}/none")], ["RunError", "no such run"]),
-        (["{here}/data"], ["RunError", "not a run's directory"]),
+        (["{here}/recipe.toml", *sets("run.dir={here}/none")], ["RunError", "does not exist"]),
+        (["{here}/data"], ["RunError", "not a run directory"]),
         (
             ["{here}/run", *sets("model.config.hidden_size=64")],
             ["CheckpointError", "another model", "hidden_size"],
@@ -232,7 +232,7 @@ def test_a_run_without_a_whole_checkpoint_gets_a_letter_that_names_them_all(here
     flip_a_bit(newest / "manifest.json")
     (before / "rank-00000.0.safetensors").unlink()
     said = message("train", here / "run", "--resume")
-    assert "CheckpointError: no checkpoint of the run is whole" in said
+    assert "CheckpointError: all checkpoints of the run are damaged" in said
     assert f"{newest}/manifest.json: its content does not have the hash" in said
     assert f"{before}/rank-00000.0.safetensors: missing" in said
 
@@ -246,7 +246,7 @@ def test_a_checkpoint_to_go_back_to_that_cannot_be_is_named(here: Path) -> None:
     assert "not a checkpoint" in message(*words, checkpoints / "step-00000019")
     shutil.copytree(checkpoints / f"step-{STEPS:08d}", here / f"step-{STEPS:08d}")
     said = message(*words, here / f"step-{STEPS:08d}")
-    assert "a run goes back to a checkpoint of its own" in said
+    assert "a run can rewind only to its own checkpoints" in said
     assert "without --resume" in said
     shutil.rmtree(here / f"step-{STEPS:08d}")
     new = ("train", here / "recipe.toml", *sets(f"run.dir={here}/other"), "--plan", "dp=1", "--from")

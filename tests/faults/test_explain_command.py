@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 from plait.cli.main import app
 from plait.comm import World
 from plait.errors import RunError
-from plait.train.run import RunDir, prepare
+from plait.train.prepare import prepare
+from plait.train.run_dir import RunDir
 from plait.train.trainer import train
 from support.cli_runs import finish, start, write_recipe
 
@@ -49,8 +50,8 @@ def test_the_tables_say_what_the_plan_costs(recipe: Path, tmp_path: Path) -> Non
     out = typed(recipe, *words, "--set", "run.transport=gloo").output
     assert rows(out, "grid") == [["8 ranks: pp 2 x shard 2 x col 2"]]
     assert rows(out, "bubble")[0][0].startswith("33.3%")
-    assert rows(out, "cut layers", "all-reduce", "col")[0][0] == "10"
-    assert rows(out, "stages", "send", "pp (activations)")[0][0] == "2"
+    assert rows(out, "tp layers", "all-reduce", "col")[0][0] == "10"
+    assert rows(out, "pipeline", "send", "pp (activations)")[0][0] == "2"
     found: Any = json.loads(file.read_text())
     assert [row["ranks"] for row in found["alike"]] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert found["alike"][0]["memory"]["activations"] > 0
@@ -62,16 +63,16 @@ def test_the_tables_say_what_the_plan_costs(recipe: Path, tmp_path: Path) -> Non
 def test_mistakes_get_letters(recipe: Path, tmp_path: Path) -> None:
     for words, fact in (
         ((), "there is nothing to explain"),
-        ((tmp_path / "none.toml",), "there is no such recipe"),
+        ((tmp_path / "none.toml",), "the recipe does not exist"),
         ((tmp_path,), "a directory is not a recipe"),
         ((recipe, "--plan", "pp=3"), "2 blocks cannot fill 3 stages"),
         ((recipe, "--plan", "dp=3"), "does not divide"),
         ((recipe, "--plan", "tp=3x"), "tp is not a grid"),
-        ((recipe, "--rank", "2"), "the plan has no such rank"),
+        ((recipe, "--rank", "2"), "the plan does not have this rank"),
         ((recipe, "--set", "model.config.hiden_size=3"), "has no key"),
         ((recipe, "--json", tmp_path / "no" / "x.json"), "there is no folder for --json"),
-        (("--run", tmp_path / "none"), "there is no such run"),
-        (("--run", tmp_path), "this is not a run's directory"),
+        (("--run", tmp_path / "none"), "the run does not exist"),
+        (("--run", tmp_path), "not a run directory"),
         (("--run", tmp_path, "--plan", "dp=2"), "a run is explained as it was"),
     ):
         assert fact in typed(*words, code=2).stderr
@@ -81,7 +82,7 @@ def test_a_run_whose_measurements_cannot_be_written_has_its_export(recipe: Path)
     sets = ("run.steps=4", "run.evaluate_every=0", "sample.tokens=0")
     run = prepare(recipe, sets=sets, plan="dp=1").run.dir
     (run / "measured.json").mkdir()
-    with pytest.raises(RunError, match="what was measured cannot be written"):
+    with pytest.raises(RunError, match="cannot write the measurements"):
         train(RunDir(run).read_recipe(), World.alone(torch.device("cpu")))
     assert (RunDir(run).export / "config.json").is_file()
 
@@ -96,7 +97,7 @@ def test_a_run_is_shown_beside_what_was_foretold_also_when_it_went_on(recipe: Pa
     out = typed("--run", run).output
     assert "measured" in rows(out, "bubble")[0][0]
     assert rows(out, "send", "pp (activations)")[0][:2] == ["4", "4"]
-    assert {cells[-1] for cells in rows(out, "all-reduce", "all ranks")} == {"nothing"}
+    assert {cells[-1] for cells in rows(out, "all-reduce", "all ranks")} == {"none"}
     table = rows(out, "activations")
     assert len(table) == 2  # ranks
     assert all(estimated == measured for estimated, measured in table)
@@ -106,9 +107,9 @@ def test_a_run_is_shown_beside_what_was_foretold_also_when_it_went_on(recipe: Pa
     assert (measured["plan"], measured["step"]) == ("dp=2 zero=3 micro=2", 6)
     out = typed("--run", run).output
     off = [cells[-1] for verb in ("all-reduce", "reduce-scatter", "barrier") for cells in rows(out, verb)]
-    assert off == ["nothing"] * len(off)
+    assert off == ["none"] * len(off)
     assert len(off) >= 4
     (run / "measured.json").write_text("{}")
-    assert "cannot be read" in typed("--run", run, code=2).stderr
+    assert "cannot read" in typed("--run", run, code=2).stderr
     (run / "measured.json").unlink()
-    assert "has measured nothing yet" in typed("--run", run, code=2).stderr
+    assert "has no measurements yet" in typed("--run", run, code=2).stderr

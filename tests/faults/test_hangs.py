@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.train.run import prepare
+from plait.train.prepare import prepare
 from support.cli_runs import LIMIT_S, start, two_ranks, wait_for_step, write_recipe
 
 HANG_S = 2.0
@@ -73,7 +73,7 @@ def test_a_rank_that_does_not_come_back_is_named_and_its_stack_says_where_it_is(
     if kind == "waits":
         assert f"in reading data for {HANG_S:.0f} s" in message
     else:
-        assert "when last seen; a thread of it held the interpreter's lock" in message
+        assert "at its last status; one of its threads held the interpreter lock" in message
     assert str(run / "stacks") in message
     assert "in reads_forever" in stacks_of(run, 1)
     assert "reads_forever" not in stacks_of(run, 0)
@@ -95,7 +95,7 @@ def test_a_stopped_rank_ends_the_job_and_is_the_one_without_stacks(recipe: Path,
     assert "rank 1 hangs" in err
     assert f"process {stopped}" in err
     assert "the process is stopped (SIGSTOP)" in err
-    assert f"{run / 'stacks'}; none of rank 1" in err
+    assert f"{run / 'stacks'}; none from rank 1" in err
     assert "in _loop" in stacks_of(run, 0)
     assert not Path(f"/proc/{stopped}").exists()
 

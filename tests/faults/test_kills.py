@@ -19,7 +19,7 @@ KILL_RANKS = Path(__file__).parents[1] / "support" / "kill_ranks.py"
 PREPARE = """
 import sys
 from pathlib import Path
-from plait.train.run import prepare
+from plait.train.prepare import prepare
 
 prepare(Path(sys.argv[1]), sets=sys.argv[2:])
 """

@@ -11,7 +11,8 @@ from plait import checkpoint
 from plait.comm import connect
 from plait.engine.engine import Engine
 from plait.errors import RunError
-from plait.train.run import RunDir, prepare
+from plait.train.prepare import prepare
+from plait.train.run_dir import RunDir
 from plait.train.trainer import train
 from support.cli_runs import write_recipe
 from support.pool import Pool

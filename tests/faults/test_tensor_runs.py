@@ -11,7 +11,7 @@ from torch import Tensor
 
 from plait.errors import PlanError
 from plait.train.metrics import read_metrics
-from plait.train.run import prepare
+from plait.train.prepare import prepare
 from support.cli_runs import STEPS, finish, last_step, start, wait_for_step, write_recipe
 
 GRID = "dp=2 tp=2 zero=3"

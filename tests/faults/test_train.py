@@ -22,7 +22,7 @@ from plait.comm import World, connect
 from plait.plan import Plan
 from plait.train.metrics import read_metrics
 from plait.train.model import model_on_meta
-from plait.train.run import RunDir
+from plait.train.run_dir import RunDir
 from support.cli_runs import (
     LIMIT_S,
     LOOPBACK,

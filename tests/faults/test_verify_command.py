@@ -20,12 +20,12 @@ def test_a_plan_that_is_right_ends_with_zero_and_says_all_in_json(tmp_path: Path
     report = tmp_path / "report.json"
     words = ["--model", "llama", "--plan", "pp=2 dp=2 zero=1 micro=2", "--json", report]
     out, _ = finish(start("verify", *words))
-    assert "the same as in one process: llama" in out
+    assert "matches one process: llama" in out
     assert "reduce-scatter over shard" in out
     (found,) = json.loads(report.read_text())
     assert found["outcome"] == "same"
-    assert found["largest"] < 1e-12
-    assert len(found["steps"]) == len(found["expected"]) == 3
+    assert found["max_error"] < 1e-12
+    assert len(found["steps"]) == len(found["reference_steps"]) == 3
 
 
 @pytest.mark.parametrize(
@@ -45,9 +45,9 @@ def test_without_a_collective_it_ends_with_one_and_names_layer_and_axis(
     out, _ = finish(start("verify", "--model", f"support.verify_models:{build}", "--plan", plan), code=1)
     farthest = next(line for line in out.splitlines() if "model." in line)
     assert name in farthest
-    assert "everywhere" in farthest
-    assert "NOT the same as in one process" in out
-    assert f"without {suspect} the numbers are right" in " ".join(out.split())
+    assert "all ranks" in farthest
+    assert "does NOT match one process" in out
+    assert f"without {suspect} it matches" in " ".join(out.split())
 
 
 def test_of_many_plans_it_prints_a_matrix_and_goes_on_after_ranks_that_died(tmp_path: Path) -> None:

@@ -379,7 +379,7 @@ def test_a_damaged_checkpoint_is_not_exported(checkpoints: Checkpoints, tmp_path
 def test_a_checkpoint_that_does_not_say_its_model_is_told_it(tmp_path: Path, world: World) -> None:
     engine = parallelize(causal_lm_on_meta(MODELS["llama"]), "dp=1", world=world)
     found = open_checkpoint(engine.save(tmp_path / "saved"))
-    with pytest.raises(CheckpointError, match="does not say what model"):
+    with pytest.raises(CheckpointError, match="does not record its model"):
         convert(found, tmp_path / "out")
     config = tmp_path / "config.json"
     config.write_text(json.dumps(MODELS["llama"]))

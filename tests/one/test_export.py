@@ -17,7 +17,7 @@ from plait.models import causal_lm_on_meta
 from plait.parallel import StateShard
 from plait.train.config import Recipe, parse_recipe
 from plait.train.export import export, generate
-from plait.train.run import RunDir
+from plait.train.run_dir import RunDir
 
 # It keeps a bias that no gradient moves, e_score_correction_bias, as a persistent buffer.
 GLM = {

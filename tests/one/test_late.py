@@ -43,15 +43,15 @@ def test_a_letter_says_who_hangs_in_what_and_what_the_others_do(tmp_path: Path) 
             f"  given   : rank 1 (process {os.getpid()} on here): in reading data for 31 s",
             "            ranks 0, 2: in a step, in all-reduce of head",
             "  expected: a step in less than run.hang_s = 30 s",
-            f"  try     : the stacks of all threads: {tmp_path}",
+            f"  try     : look at the stacks of all threads: {tmp_path}",
         ]
     )
 
 
 def test_a_rank_that_is_not_there_any_more_is_the_one_that_the_others_wait_for(tmp_path: Path) -> None:
     message = str(hang_error([beat(0), beat(2)], 3, tmp_path, 30.0, "here"))
-    assert "rank 1 has left in step 8, and the other ranks wait" in message
-    assert message.endswith("none of ranks 0, 1, 2")
+    assert "rank 1 has exited in step 8, and the other ranks wait" in message
+    assert message.endswith("none from ranks 0, 1, 2")
 
 
 def test_a_shorter_beat_over_a_longer_one_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from plait.errors import CheckpointError, RunError
 from plait.plan import MemoryUse
 from plait.train.metrics import Metrics, StepMetrics, matmul_peak, read_metrics, truncate_metrics
 from plait.train.report import draw_losses, memory_table
-from plait.train.run import RunDir
+from plait.train.run_dir import RunDir
 
 
 def facts(
@@ -122,7 +122,7 @@ def record_on_a_full_disk(run: RunDir, steps: int, error: Exception | None = Non
 
 @pytest.mark.parametrize("steps", [0, 1], ids=["found at the end", "found at a step"])
 def test_a_full_disk_is_a_letter(tmp_path: Path, steps: int) -> None:
-    with pytest.raises(RunError, match="cannot be written") as caught:
+    with pytest.raises(RunError, match="cannot write") as caught:
         record_on_a_full_disk(RunDir(tmp_path), steps)
     assert "No space left" in caught.value.message()
 
@@ -140,7 +140,7 @@ def test_a_number_that_is_not_finite_is_null_and_the_skip_is_told(tmp_path: Path
     first = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
     assert first["loss"] is None
     assert first["skipped"] is True
-    assert "step 1: the gradient is not finite; the step is skipped" in shown.getvalue()
+    assert "step 1: skipped, the gradient is not finite" in shown.getvalue()
     assert "loss 8.0000" in shown.getvalue(), "the mean is of what is finite"
 
 
@@ -155,14 +155,14 @@ def test_a_loss_scale_and_skipped_steps_are_in_the_file_and_on_the_board(tmp_pat
     board.Reload()
     assert [event.value for event in board.Scalars("train/loss_scale")] == [0.25, 0.0625]
     assert [event.value for event in board.Scalars("train/skipped_steps")] == [2, 4]
-    assert "step 2: the gradient is not finite; the step is skipped (loss scale 0.25)" in shown.getvalue()
+    assert "step 2: skipped, the gradient is not finite (loss scale 0.25)" in shown.getvalue()
 
 
 def test_other_ranks_write_and_show_nothing(tmp_path: Path) -> None:
     with Metrics(RunDir(tmp_path), None, 0, 12, 2) as metrics:
         metrics.step(facts(1))
         metrics.validation(1, 1.0)
-        metrics.note("nobody reads this")
+        metrics.log("nobody reads this")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -184,8 +184,8 @@ def test_the_memory_table_leaves_out_what_is_nothing_and_sums_the_device() -> No
         ["parameters", "2.0 MiB", "2.0 MiB"],
         ["gradients", "4.0 MiB", "4.0 MiB"],
         ["buffers", "0.0 MiB", "1.0 MiB"],
-        ["activations", "not known", "3.0 MiB"],
-        ["in all", "6.0 MiB", "10.0 MiB"],
+        ["activations", "unknown", "3.0 MiB"],
+        ["total", "6.0 MiB", "10.0 MiB"],
         ["disk", "8.0 MiB", "8.0 MiB"],
     ]
 

@@ -12,8 +12,8 @@ from plait.checkpoint import Checkpoint
 from plait.comm import World
 from plait.engine.engine import Engine
 from plait.errors import CheckpointError
-from plait.train.resume import find_newest, load_newest
-from plait.train.run import num_local_ranks
+from plait.train.prepare import num_local_ranks
+from plait.train.resume import find_newest, load_newest, rewind, start_from
 
 
 def any_of_them(_: Checkpoint) -> None:
@@ -104,7 +104,7 @@ def test_where_none_is_whole_the_letter_names_all_and_nothing_is_renamed(
     for step in (1, 2, 3):
         flip_a_bit(files(tmp_path, step)[step % 2])
     before = names(tmp_path)
-    with pytest.raises(CheckpointError, match="no checkpoint of the run is whole") as caught:
+    with pytest.raises(CheckpointError, match="all checkpoints of the run are damaged") as caught:
         load_newest(engine_of(), tmp_path, any_of_them)
     assert all(str(files(tmp_path, step)[step % 2]) in str(caught.value.given) for step in (1, 2, 3))
     assert names(tmp_path) == before
@@ -127,9 +127,9 @@ def test_a_checkpoint_of_something_else_is_no_reason_to_take_an_older_one(
 def test_a_run_that_goes_back_keeps_what_was_newer_under_another_name(
     saved: list[dict[str, Tensor]], tmp_path: Path
 ) -> None:
-    go_back(tmp_path, checkpoint.step_path(tmp_path, 3), any_of_them)
+    rewind(tmp_path, checkpoint.place_of(tmp_path, 3), any_of_them)
     assert names(tmp_path) == ["step-00000001", "step-00000002", "step-00000003"]
-    go_back(tmp_path, checkpoint.step_path(tmp_path, 1), any_of_them)
+    rewind(tmp_path, checkpoint.place_of(tmp_path, 1), any_of_them)
     assert names(tmp_path) == ["step-00000001", "step-00000002.aside", "step-00000003.aside"]
     found, warnings = load_newest(engine_of(), tmp_path, any_of_them)
     assert found is not None
@@ -141,8 +141,8 @@ def test_a_run_that_goes_back_keeps_what_was_newer_under_another_name(
 def test_a_new_run_begins_with_anothers_checkpoint_without_copying_it(
     saved: list[dict[str, Tensor]], tmp_path: Path
 ) -> None:
-    start, folder = checkpoint.step_path(tmp_path, 2), tmp_path / "other"
-    begin_with(folder, start, any_of_them)
+    start, folder = checkpoint.place_of(tmp_path, 2), tmp_path / "other"
+    start_from(folder, start, any_of_them)
     assert [path.name for path in checkpoint.steps(folder)] == ["step-00000002"]
     for path in start.iterdir():
         assert (folder / start.name / path.name).stat().st_ino == path.stat().st_ino, "one file of two names"

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from plait.errors import ConfigError, PlanError, RunError
-from plait.train.run import RunDir, is_later_attempt, prepare
+from plait.train.prepare import prepare
+from plait.train.run_dir import RunDir, is_later_attempt
 
 RECIPE = """
 plan = "dp=1"
@@ -102,7 +103,7 @@ def test_a_run_goes_on_under_a_plan_that_has_no_use_for_its_settings(recipe: Pat
     words = [f"run.offload_dir={recipe.parent}", "loss_scale.initial=1024"]
     prepare(recipe, sets=words, plan="dp=1 offload=disk precision=fp16")
     run = recipe.parent / "run"
-    with pytest.raises(ConfigError, match="a loss scale is for fp16") as caught:
+    with pytest.raises(ConfigError, match="loss scaling requires fp16") as caught:
         prepare(run, plan="dp=1 precision=bf16", resume=True)
     assert "--set loss_scale= " in str(caught.value.hint)
     changed = prepare(run, plan="dp=1 precision=bf16", sets=["loss_scale="], resume=True)
@@ -135,15 +136,15 @@ def test_only_ranks_that_the_same_job_of_torchrun_has_started_again_go_on_unaske
 
 
 def test_one_job_at_a_time_trains_a_run(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("plait.train.run._LEFT_S", 0.0)
+    monkeypatch.setattr("plait.train.run_dir._LOCK_TIMEOUT_S", 0.0)
     with ExitStack() as ours:
-        prepare(recipe, alone=ours)
+        prepare(recipe, lock=ours)
         before = (recipe.parent / "run" / "recipe.json").read_bytes()
-        with ExitStack() as theirs, pytest.raises(RunError, match="another job trains this run"):
-            prepare(recipe, sets=["optimizer.lr=2e-3"], resume=True, alone=theirs)
+        with ExitStack() as theirs, pytest.raises(RunError, match="another job is training this run"):
+            prepare(recipe, sets=["optimizer.lr=2e-3"], resume=True, lock=theirs)
         assert (recipe.parent / "run" / "recipe.json").read_bytes() == before
     with ExitStack() as theirs:
-        prepare(recipe, resume=True, alone=theirs)
+        prepare(recipe, resume=True, lock=theirs)
 
 
 def test_dp_auto_stays_in_the_recipe_and_is_judged_for_the_ranks_of_each_start(recipe: Path) -> None:

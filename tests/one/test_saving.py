@@ -20,7 +20,7 @@ from plait.parallel import StateShard
 from plait.train.checkpointing import Checkpointing
 from plait.train.config import RunConfig
 from plait.train.metrics import Metrics, read_metrics
-from plait.train.run import RunDir
+from plait.train.run_dir import RunDir
 
 KEPT = [StateShard.from_tensor("weights/a", torch.arange(100_000.0))]
 
@@ -108,8 +108,8 @@ def test_a_save_behind_the_steps_is_told_of_when_it_has_ended(make: Make) -> Non
     run.save(10)
     assert run.shown.getvalue() == ""
     wait_until_ended(run)
-    run.saving.settle()
-    assert "saved step 10 behind the steps, which waited 0." in run.shown.getvalue()
+    run.saving.wait()
+    assert "saved step 10 in the background, training paused for 0." in run.shown.getvalue()
     assert not run.saving.has_ended, "it was told"
     run.save(20, last=True)
     assert run.saved == [10, 20], "the last one is waited for"
@@ -120,19 +120,19 @@ def test_a_save_behind_the_steps_is_told_of_when_it_has_ended(make: Make) -> Non
 def test_a_save_that_fails_is_a_warning_and_the_next_one_tries_again(make: Make, background: bool) -> None:
     run = make(save_in_background=background)
     run.save(10)
-    run.saving.settle()
+    run.saving.wait()
     for _ in range(2):  # the count begins again
         with full_disk():
             for step in (20, 30):
                 run.save(step)
                 if background:
                     wait_until_ended(run)
-                    run.saving.settle()
+                    run.saving.wait()
         assert "step 20 is not saved: not enough disk for a checkpoint" in run.warnings[-2]
-        assert "(2 of 3 in a row that may)" in run.warnings[-1]
+        assert "(failure 2 in a row, 3 end the run)" in run.warnings[-1]
         assert 30 not in run.saved
         run.save(40)
-        run.saving.settle()
+        run.saving.wait()
     assert run.saved == [10, 40]
     assert len(run.warnings) == 4
     assert "warning: step 20" in run.shown.getvalue()
@@ -167,12 +167,12 @@ def test_the_last_save_is_an_error_when_it_fails_and_is_tried_whatever_came_befo
 
 def test_rank_0s_clock_says_when_it_is_time(make: Make) -> None:
     never, often = make(), make(checkpoint_minutes=0.2 / 60)
-    assert not often.saving.is_late
+    assert not often.saving.is_due
     time.sleep(0.25)
-    assert often.saving.is_late
-    assert not never.saving.is_late
+    assert often.saving.is_due
+    assert not never.saving.is_due
     often.save(10)
-    assert not often.saving.is_late
+    assert not often.saving.is_due
 
 
 def test_a_letter_on_its_way_lets_the_save_under_way_come_to_its_end(make: Make) -> None:

@@ -15,7 +15,8 @@ from plait.errors import RunError
 from plait.train.config import Recipe, RunConfig
 from plait.train.health.loss_spikes import LossSpikeGuard
 from plait.train.metrics import read_metrics
-from plait.train.run import RunDir, prepare
+from plait.train.prepare import prepare
+from plait.train.run_dir import RunDir
 from plait.train.trainer import train
 
 STEPS = 14
@@ -116,8 +117,8 @@ def test_after_a_rollback_the_weights_are_those_of_a_run_without_the_skipped_bat
 ) -> None:
     ours = trained(recipe, tmp_path / "ours", world, poisoned, monkeypatch)
     said = capsys.readouterr().out
-    assert "the loss has spiked" in said
-    assert f"back at step {BACK}, and on without batches {BACK} to {BACK + AHEAD - 1}" in said
+    assert "loss spike" in said
+    assert f"rolled back to step {BACK}, skipping batches {BACK} to {BACK + AHEAD - 1}" in said
     theirs = trained(recipe, tmp_path / "theirs", world, without, monkeypatch, "run.spike_factor=0")
     never = trained(recipe, tmp_path / "never", world, poisoned, monkeypatch, "run.spike_factor=0")
     assert ours.keys() == theirs.keys()
@@ -155,7 +156,7 @@ def settings(**changed: object) -> RunConfig:
 def seen(spikes: LossSpikeGuard, losses: list[float], folder: Path, first: int = 1) -> list[str | None]:
     world = World.alone(torch.device("cpu"))
     return [
-        spikes.see(step, loss, skipped=False, folder=folder, world=world, settle=lambda: None)
+        spikes.observe(step, loss, skipped=False, folder=folder, world=world, wait=lambda: None)
         for step, loss in enumerate(losses, first)
     ]
 
@@ -166,7 +167,7 @@ def test_what_lies_within_the_usual_spread_or_comes_before_the_window_is_full_is
     spikes = LossSpikeGuard(settings())
     assert seen(spikes, [3.0, 9.0, 3.1, 2.9, 3.0, 3.2, 3.3], tmp_path) == [None] * 7
     assert seen(spikes, [4.5], tmp_path, 8) != [None]
-    assert spikes.back_to is None, "there is no checkpoint to go back to: it goes on"
+    assert spikes.rollback_to is None, "there is no checkpoint to go back to: it goes on"
 
 
 def test_the_run_goes_back_before_the_window_and_too_many_spikes_end_it(tmp_path: Path) -> None:
@@ -176,10 +177,10 @@ def test_the_run_goes_back_before_the_window_and_too_many_spikes_end_it(tmp_path
     calm = [3.0, 3.1, 2.9, 3.0, 3.1, 2.9, 3.0, 3.1, 3.0]
     assert seen(spikes, calm, tmp_path) == [None] * 9
     assert seen(spikes, [8.0], tmp_path, 10) == [
-        "the loss has spiked: 8 in step 10, where 3 is usual; back to step-00000004"
+        "loss spike: 8 in step 10, 3 is typical; rolling back to step-00000004"
     ]
     spikes.load({})
-    assert spikes.skip(4) == "back at step 4, and on without batches 4 to 12"
+    assert spikes.skip_batches(4) == "rolled back to step 4, skipping batches 4 to 12"
     assert spikes.num_skipped == 9
     again = LossSpikeGuard(settings(max_spikes=1))
     again.load({"spikes": spikes.facts()})
@@ -195,5 +196,5 @@ def test_a_later_range_takes_in_the_one_that_was_skipped_after_its_checkpoint(tm
     spikes.load({"spikes": {"times": 1, "skipped_batches": [[4, 13]], "recent": [3.0] * 5}})
     assert seen(spikes, [8.0], tmp_path, 7) != [None]  # batch 6 + 9
     spikes.load({})  # a checkpoint from before the first
-    assert spikes.skip(2).endswith("without batches 2 to 18")
+    assert spikes.skip_batches(2).endswith("skipping batches 2 to 18")
     assert spikes.facts()["times"] == 2

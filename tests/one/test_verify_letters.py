@@ -9,13 +9,13 @@ from plait.cli.main import app
 
 
 @pytest.mark.parametrize(
-    ("words", "letter"),
+    ("words", "message"),
     [
         (["--model", "llama", "--plan", "pp=5 stages=4,4"], "PlanError: stages are not as many"),
-        (["--model", "lama", "--plan", "dp=2"], "ModelError: there is no such model"),
+        (["--model", "lama", "--plan", "dp=2"], "ModelError: unknown model"),
         (
             ["--model", "support.verify_models:no_model", "--plan", "dp=2"],
-            "ModelError: what was built is no model",
+            "ModelError: the function did not return a model",
         ),
         (["--model", "llama"], "ConfigError: one plan, a file of plans, or all plans"),
         (["--model", "llama", "--plan", "dp=2", "--ranks", "4"], "PlanError: the plan's degrees do not"),
@@ -24,7 +24,7 @@ from plait.cli.main import app
             ["--model", "llama", "--plan", "dp=2 reduce=int8"],
             "ConfigError: this plan cannot be verified in float64",
         ),
-        (["--model", ":build", "--plan", "dp=2"], "ModelError: the function that builds the model cannot be"),
+        (["--model", ":build", "--plan", "dp=2"], "ModelError: cannot import the function"),
         (["--model", "llama", "--plan", "dp=2", "--tolerance", "0"], "ConfigError: that is no relative"),
     ],
 )

@@ -28,13 +28,13 @@ BIG = {
 def test_a_configuration_is_made_small_and_stays_of_its_kind(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(BIG))
     for path in (tmp_path, tmp_path / "config.json"):
-        model: Any = parse_source(str(path), layers=3).subject().build(torch.float32)
+        model: Any = parse_source(str(path), layers=3).spec().build(torch.float32)
         assert type(model).__name__ == "MistralForCausalLM"
         assert len(model.model.layers) == 3
         assert sum(p.numel() for p in model.parameters()) < 100_000
         assert (model.config.hidden_act, model.config.sliding_window) == ("gelu", 512)
         assert model.config.rope_parameters["rope_theta"] == 5e5
-    full: Any = parse_source(str(tmp_path), layers=3, full=True).subject().build(torch.float32)
+    full: Any = parse_source(str(tmp_path), layers=3, full=True).spec().build(torch.float32)
     assert len(full.model.layers) == 32
     assert full.lm_head.weight.is_meta
 
@@ -44,7 +44,7 @@ def test_a_configuration_is_made_small_and_stays_of_its_kind(tmp_path: Path) -> 
     "kind", ["gpt2", "gemma2", "mixtral", "deepseek_v3", "bloom", "falcon", "opt", "mamba"]
 )
 def test_every_kind_is_made_small_by_its_name(kind: str) -> None:
-    model: Any = parse_source(kind, layers=4).subject().build(torch.float32)
+    model: Any = parse_source(kind, layers=4).spec().build(torch.float32)
     assert model.config.model_type == kind
     assert model.config.num_hidden_layers == 4
     assert sum(p.numel() for p in model.parameters()) < 3_000_000
@@ -104,11 +104,11 @@ def test_what_is_tied_on_meta_is_tied_with_values() -> None:
 )
 def test_what_is_no_model_is_a_letter(name: str, words: str) -> None:
     with pytest.raises(ModelError) as caught:
-        parse_source(name, layers=2).subject().build(torch.float32)
+        parse_source(name, layers=2).spec().build(torch.float32)
     assert words in str(caught.value)
 
 
 def test_a_source_survives_json() -> None:
     source = parse_source("llama", layers=2)
     from_json = ModelSource(**json.loads(json.dumps({"config": source.config, "build": "", "folder": ""})))
-    assert str(from_json.subject().build(torch.float32)) == str(source.subject().build(torch.float32))
+    assert str(from_json.spec().build(torch.float32)) == str(source.spec().build(torch.float32))

@@ -34,7 +34,7 @@ def test_simpler_plans_lack_one_part_each() -> None:
     found = simpler_plans(plan)
     assert set(found) == {"pp", "schedule", "dp", "zero", "tp", "sp", "micro", "recompute"}
     assert str(found["tp"]) == str(Plan.parse(str(plan).replace("tp=2", "").replace("sp=true", "")))
-    assert (found["dp"].dp, found["dp"].zero, found["dp"].gathered) == (1, 0, "use")
+    assert (found["dp"].dp, found["dp"].zero, found["dp"].reshard) == (1, 0, "use")
     assert all(plan.num_ranks % other.num_ranks == 0 for other in found.values())
     assert simpler_plans(Plan()) == {}
 
@@ -45,10 +45,10 @@ GRID = Grid.along(pp=2, replicate=2, col=2)
 @pytest.mark.parametrize(
     ("off", "holders", "words"),
     [
-        (range(8), range(8), "everywhere"),
+        (range(8), range(8), "all ranks"),
         ([1, 3, 5, 7], range(8), "col=1"),
         ([4, 6], range(8), "pp=1 col=0"),
-        ([4, 5, 6, 7], [4, 5, 6, 7], "everywhere"),
+        ([4, 5, 6, 7], [4, 5, 6, 7], "all ranks"),
         ([5, 7], [4, 5, 6, 7], "col=1"),
         ([0, 3], range(8), "ranks 0, 3"),
     ],

@@ -44,8 +44,8 @@ def test_what_is_not_finite_is_as_far_off_as_can_be_and_json_is_json() -> None:
     bad = replace(verdict("dp=2", Outcome.DIFFERS, math.inf), steps=(Step(math.nan, 1.0),))
     text = json.dumps(bad.to_values(), allow_nan=False)
     read = Verdict.from_values(json.loads(text))
-    assert read.worst[0].gradient == math.inf
-    assert read.largest == math.inf
+    assert read.worst_parameters[0].gradient_error == math.inf
+    assert read.max_error == math.inf
 
 
 def course(gradient: float, weight: float = 1.0, loss: float = 4.0) -> Trajectory:

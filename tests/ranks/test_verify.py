@@ -24,7 +24,7 @@ def verdict_of(
 def test_a_right_plan_is_found_right(pool: Pool, num_ranks: int, plan: str) -> None:
     verdict = verdict_of(pool, num_ranks, verify_models.TIED_LLAMA, plan)
     assert verdict.outcome is Outcome.SAME
-    assert 0 < verdict.largest < 1e-12
+    assert 0 < verdict.max_error < 1e-12
     assert len(verdict.steps) == 3
     assert bool(verdict.traffic) == (num_ranks > 1)
 
@@ -35,21 +35,21 @@ def test_models_of_a_users_own_are_verified(pool: Pool, build: str) -> None:
         pool, 4, ModelSource(build=f"support.verify_models:{build}"), "pp=2 dp=2 zero=3 micro=2"
     )
     assert verdict.outcome is Outcome.SAME
-    assert verdict.largest < 1e-12
+    assert verdict.max_error < 1e-12
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bf16"])
 def test_narrow_numbers_may_differ_by_their_rounding_and_no_more(pool: Pool, dtype: str) -> None:
     right = verdict_of(pool, 4, verify_models.LLAMA, "dp=2 tp=2", "", dtype)
     assert right.outcome is Outcome.SAME
-    assert right.largest > 1e-9
+    assert right.max_error > 1e-9
     wrong = verdict_of(pool, 4, verify_models.LLAMA, "dp=2 tp=2 sp=true", "parts", dtype)
     assert wrong.outcome is Outcome.DIFFERS
     assert is_of_the_deaf_block(wrong)
 
 
 def is_of_the_deaf_block(verdict: Verdict) -> bool:
-    return verdict.worst[0].name.startswith(verify_models.MUTED_LAYER)
+    return verdict.worst_parameters[0].name.startswith(verify_models.MUTED_LAYER)
 
 
 @pytest.mark.parametrize(
@@ -67,22 +67,22 @@ def test_without_the_messages_of_a_block_its_parameters_are_named(
 ) -> None:
     verdict = verdict_of(pool, num_ranks, verify_models.LLAMA, f"{plan} micro=1", mutation, over=over)
     assert verdict.outcome is Outcome.DIFFERS
-    assert is_of_the_deaf_block(verdict), verdict.worst
-    assert verdict.worst[0].where
+    assert is_of_the_deaf_block(verdict), verdict.worst_parameters
+    assert verdict.worst_parameters[0].ranks
 
 
 def test_tied_weights_that_are_not_added_up_over_stages_are_named(pool: Pool) -> None:
     verdict = verdict_of(pool, 2, verify_models.TIED_LLAMA, "pp=2 micro=2", "tied")
     assert verdict.outcome is Outcome.DIFFERS
-    assert verdict.worst[0].name == "model.embed_tokens.weight"
+    assert verdict.worst_parameters[0].name == "model.embed_tokens.weight"
 
 
 def test_ranks_are_named_by_the_axis_on_which_they_are_off(pool: Pool) -> None:
     verdict = verdict_of(pool, 4, verify_models.LLAMA, "dp=2 tp=2 zero=1", "one column")
     assert verdict.outcome is Outcome.DIFFERS
-    cut = next(off for off in verdict.worst if off.name.endswith("proj.weight"))
+    cut = next(off for off in verdict.worst_parameters if off.name.endswith("proj.weight"))
     assert cut.name.startswith(verify_models.MUTED_LAYER)
-    assert cut.where == "col=1"
+    assert cut.ranks == "col=1"
 
 
 def test_a_model_that_is_another_at_each_build_has_the_first_ranks_weights(pool: Pool) -> None:

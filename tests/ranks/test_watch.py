@@ -22,7 +22,8 @@ from plait.data import Windows
 from plait.errors import CommError
 from plait.train.health.heartbeat import Heartbeat
 from plait.train.health.stragglers import Stragglers
-from plait.train.run import RunDir, prepare
+from plait.train.prepare import prepare
+from plait.train.run_dir import RunDir
 from plait.train.trainer import train
 from support import programs, trainings
 from support.pool import Pool
@@ -100,7 +101,7 @@ def test_the_slow_rank_is_named_once_and_no_other(pool: Pool, transport: str, pl
     for notes in pool.over(transport).run(_told, ranks, plan, 1):
         assert len(notes) == 1, notes
         assert notes[0].startswith("rank 1 (host ")
-        assert "own work a step" in notes[0]
+        assert "own work per step" in notes[0]
 
 
 def _does_something_else() -> None:
@@ -126,7 +127,7 @@ def test_a_communication_that_fails_leaves_the_stacks_of_all_ranks(pool: Pool, t
     message, _ = pool.run(_letter_of_who_waits, 2, folder)
     assert "rank 1 did not arrive within 2 s" in message
     assert f"stacks of all threads: {folder}" in message
-    assert "none of" not in message
+    assert "none from" not in message
     assert "all_reduce" in (folder / "rank-00000.txt").read_text()
     assert "_does_something_else" in (folder / "rank-00001.txt").read_text()
 

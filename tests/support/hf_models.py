@@ -1,5 +1,5 @@
 """Small models of many Hugging Face families; `exact` ones compute in float64 wherever they can: see
-[Note: why float32 is taken for float64] in `plait/verify/float64.py`."""
+[Note: float64 instead of float32] in `plait/verify/float64.py`."""
 
 import functools
 from typing import Any

@@ -23,7 +23,7 @@ import torch
 from plait.checkpoint import Checkpoint, newest, open_checkpoint, step_path, steps
 from plait.comm import connect
 from plait.errors import PlaitError
-from plait.train.run import RunDir
+from plait.train.run_dir import RunDir
 from plait.train.trainer import train
 
 LIMIT_S = 60.0

@@ -117,7 +117,7 @@ def _train_under_torchrun(
                 start=start,
                 ranks=world.size,
                 local=False,
-                alone=alone,
+                lock=alone,
             )
             world.announce(_PREPARED)
         world.wait_for(_PREPARED)

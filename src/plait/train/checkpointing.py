@@ -1,15 +1,15 @@
-"""A run's saves: when, and what becomes of those that fail.
+"""The checkpoints of a run: when they are saved, and how failed saves are handled.
 
-[Note: saves that fail]
-A save that fails leaves the earlier checkpoints as they were and takes nothing from training, so it is a
-warning, and the next one that is due tries again: a disk may have room by then. After run.max_failed_saves of
-them in a row the run ends with the last one's letter; with 1 at the first. The last save of a run, at its end
-or when it is told to stop, is waited for, and if it fails that is an error whatever came before.
+[Note: failed saves]
+A failed save leaves earlier checkpoints and the training state intact, so it is logged as a warning, and the
+next save tries again: the disk may have space by then. After run.max_failed_saves failures in a row the run
+ends with the last one's error; with 1, after the first. The last save of a run, at its end or when it is told
+to stop, is waited for, and its failure is always an error.
 
-[Note: who knows that a save has ended]
-In the background nobody learns by waiting. The first rank, which makes the checkpoint of what all have
-written, looks whether its thread has ended; the exchange of flags after a step tells the others; then all of
-them ask the Saver together, which tells all the same, failed or not.
+[Note: end of a background save]
+Rank 0 assembles the checkpoint from what all ranks have written, and polls whether its thread has finished.
+The exchange of flags after a step shares this with the other ranks. Then all ranks call the Saver together,
+which returns or raises the same on all of them.
 """
 
 import contextlib
@@ -29,19 +29,19 @@ from plait.train.metrics import Metrics
 
 
 class Checkpointing:
-    """Save checkpoints on every rank alike: `with Checkpointing(...) as saving`.
+    """Save checkpoints, with the same calls on every rank: `with Checkpointing(...) as saving`.
 
-    If the block is left by an error that is not a lost rank, the save in progress is finished first.
+    If an error ends the block, the save in progress is finished first, unless a rank was lost.
     """
 
-    def __init__(self, how: RunConfig, folder: Path, world: World, metrics: Metrics) -> None:
-        keep = Keep(how.keep_last, how.keep_every, how.keep_best)
-        self._saver = Saver(folder, world, keep=keep, background=how.save_in_background)
-        self._how = how
+    def __init__(self, config: RunConfig, folder: Path, world: World, metrics: Metrics) -> None:
+        keep = Keep(config.keep_last, config.keep_every, config.keep_best)
+        self._saver = Saver(folder, world, keep=keep, background=config.save_in_background)
+        self._config = config
         self._metrics = metrics
-        self._by_clock = world.rank == 0 and how.checkpoint_minutes > 0
-        self._last_s = time.monotonic()  # when the last save was
-        self._under_way: tuple[int, float] | None = None  # its step, and how long that waited
+        self._by_clock = world.rank == 0 and config.checkpoint_minutes > 0
+        self._last_save_s = time.monotonic()
+        self._in_progress: tuple[int, float] | None = None  # the save's step, and how long the step waited
         self._failed = 0  # in a row
 
     def __enter__(self) -> "Checkpointing":
@@ -51,22 +51,22 @@ class Checkpointing:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, PlaitError) and not isinstance(error, CommError):
-            with contextlib.suppress(PlaitError):  # the letter on its way says more
+            with contextlib.suppress(PlaitError):  # the error that ended the block is more useful
                 self._saver.finish()
 
-    def expect(self, kept: Sequence[StateShard]) -> None:
-        """Takes the memory for saves of as much in the background, so that the first one waits no longer."""
-        if self._how.save_in_background:
-            self._saver.preallocate(staged_bytes(kept))
+    def reserve(self, kept: Sequence[StateShard]) -> None:
+        """Allocate the memory of background saves, so that the first one takes no longer than the others."""
+        if self._config.save_in_background:
+            self._saver.reserve(staged_bytes(kept))
 
     @property
-    def is_late(self) -> bool:
-        """Whether it is time to save by rank 0's clock; on the other ranks False."""
-        return self._by_clock and time.monotonic() - self._last_s >= 60 * self._how.checkpoint_minutes
+    def is_due(self) -> bool:
+        """Whether a save is due by rank 0's clock (run.checkpoint_minutes); False on other ranks."""
+        return self._by_clock and time.monotonic() - self._last_save_s >= 60 * self._config.checkpoint_minutes
 
     @property
     def has_ended(self) -> bool:
-        """Whether the save under way has, as far as this rank knows."""
+        """Whether the save in progress has finished, as far as this rank can see."""
         return self._saver.has_ended
 
     def save(
@@ -78,10 +78,13 @@ class Checkpointing:
         score: float | None,
         last: bool,
     ) -> None:
-        """Saves the state after `step` steps. `score`: its validation loss, where there is one. `last`: no
-        other save follows. Raises CheckpointError on all ranks, see [Note: saves that fail]."""
-        began_s = time.perf_counter()
-        self.settle(may_raise=not last)
+        """Save the state after `step` steps.
+
+        `score` is its validation loss, if evaluated; `last` means that no other save follows. Raises
+        CheckpointError on all ranks, see [Note: failed saves].
+        """
+        start_s = time.perf_counter()
+        self.wait(may_raise=not last)
         try:
             finite = score if score is not None and math.isfinite(score) else None
             self._saver.save(step, kept, facts, score=finite)
@@ -90,30 +93,30 @@ class Checkpointing:
         except CheckpointError as error:
             if last:
                 raise
-            self._note_failure(step, error)
+            self._record_failure(step, error)
         else:
-            self._under_way = (step, time.perf_counter() - began_s)
-        self._last_s = time.monotonic()
-        if last or not self._how.save_in_background:
-            self.settle()
+            self._in_progress = (step, time.perf_counter() - start_s)
+        self._last_save_s = time.monotonic()
+        if last or not self._config.save_in_background:
+            self.wait()
 
-    def settle(self, *, may_raise: bool = True) -> None:
-        """Waits for the save under way, if there is one, and says what came of it."""
-        if self._under_way is None:
+    def wait(self, *, may_raise: bool = True) -> None:
+        """Wait for the save in progress, if any, and log its result."""
+        if self._in_progress is None:
             return
-        (step, pause_s), self._under_way = self._under_way, None
+        (step, pause_s), self._in_progress = self._in_progress, None
         try:
             self._saver.finish()
         except CheckpointError as error:
-            self._note_failure(step, error, may_raise=may_raise)
+            self._record_failure(step, error, may_raise=may_raise)
             return
         self._failed = 0
-        how = "behind the steps, which waited" if self._how.save_in_background else "in"
+        how = "in the background, training paused for" if self._config.save_in_background else "in"
         self._metrics.saved(step, pause_s, f"saved step {step} {how} {pause_s:.2f} s")
 
-    def _note_failure(self, step: int, error: CheckpointError, *, may_raise: bool = True) -> None:
+    def _record_failure(self, step: int, error: CheckpointError, *, may_raise: bool = True) -> None:
         self._failed += 1
-        if may_raise and self._failed >= self._how.max_failed_saves:
+        if may_raise and self._failed >= self._config.max_failed_saves:
             raise error
-        of = f"{self._failed} of {self._how.max_failed_saves} in a row that may"
-        self._metrics.warn(step, f"step {step} is not saved: {error.fact}: {error.given} ({of})")
+        count = f"failure {self._failed} in a row, {self._config.max_failed_saves} end the run"
+        self._metrics.warn(step, f"step {step} is not saved: {error.fact}: {error.given} ({count})")

@@ -1,7 +1,4 @@
-"""A recipe's plan explained before it runs, and a run's beside what it measured.
-
-What `plait explain` prints: the plan, what ranks hold and say, and beside it what a run measured.
-"""
+"""`plait explain`: shards, memory and traffic per rank, estimated before a run or compared with one."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,13 +23,13 @@ from plait.train.measurements import Measurements
 from plait.train.model import check_config, model_on_meta
 from plait.train.report import memory_table, used_categories
 
-_MOST = 4  # kinds of ranks whose traffic is printed, if nobody asks for one
-_LANE = re.compile(r"(activations|gradients) from stage rank")
-_OF = {
-    "layers": "cut layers",
+_MAX_SHOWN = 4  # classes of ranks whose traffic is printed, unless --rank selects one
+_STAGE_MESSAGE = re.compile(r"(activations|gradients) from stage rank")
+_PURPOSE = {
+    "layers": "tp layers",
     "parameters": "parameters",
     "gradients": "gradients",
-    "stages": "stages",
+    "stages": "pipeline",
     "step": "loss, norm",
 }
 
@@ -40,26 +37,26 @@ _OF = {
 def print_explanation(
     explanation: Explanation, measured: Measurements | None, console: Console, *, rank: int | None = None
 ) -> None:
-    """All tables; of what is said, that of `rank` alone if it is given."""
+    """Print all tables; with `rank`, the traffic of that rank only."""
     console.print(plan_table(explanation, measured))
     console.print(shards_table(explanation))
     if measured is None:
         console.print(memory_by_class_table(explanation))
-    chosen = explanation.alike if rank is None else (explanation.of_rank(rank),)
-    for row in chosen[:_MOST]:
+    selected = explanation.alike if rank is None else (explanation.of_rank(rank),)
+    for row in selected[:_MAX_SHOWN]:
         if measured is None:
             console.print(traffic_table(explanation, row))
         else:
-            _show_beside(row, measured, console)
-    if len(chosen) > _MOST:
-        more = len(chosen) - _MOST
-        console.print(f"{more} more kinds of ranks: --rank N shows one, --json FILE has them all")
+            _print_comparison(row, measured, console)
+    if len(selected) > _MAX_SHOWN:
+        more = len(selected) - _MAX_SHOWN
+        console.print(f"{more} more classes of ranks: --rank N shows one, --json FILE writes all")
 
 
 def plan_table(explanation: Explanation, measured: Measurements | None) -> Table:
-    """The plan as a whole."""
+    """Return a table of plan, grid, model and schedule."""
     plan, grid = explanation.plan, explanation.grid
-    table = Table(title="this plan", show_header=False, title_justify="left")
+    table = Table(title="plan", show_header=False, title_justify="left")
     table.add_column()
     table.add_column()
     axes = ("pp", "replicate", "shard", "row", "col")
@@ -69,10 +66,10 @@ def plan_table(explanation: Explanation, measured: Measurements | None) -> Table
     table.add_row("grid", ranks)
     table.add_row("model", f"{explanation.model}, {explanation.num_parameters:,} parameters")
     shape = " x ".join(map(str, explanation.micro_shape))
-    table.add_row("micro-batch", f"{shape}, {plan.micro} a step on each data rank")
+    table.add_row("micro-batch", f"{shape}, {plan.micro} per step on each data rank")
     table.add_row("transport", explanation.transport)
     if plan.pp > 1:
-        bubble = f"{explanation.bubble:.1%} of the time, if stages are alike"
+        bubble = f"{explanation.bubble:.1%} of the time, if all stages take equally long"
         if measured is not None and measured.bubble is not None:
             bubble += f"; {measured.bubble:.1%} measured"
         table.add_row("schedule", f"{plan.schedule}, {explanation.num_stages} stages")
@@ -81,12 +78,11 @@ def plan_table(explanation: Explanation, measured: Measurements | None) -> Table
 
 
 def shards_table(explanation: Explanation) -> Table:
-    """Who has what of the model: a line for ranks that are alike."""
+    """Return the parameter shards, with a row per class of equal ranks."""
     table = Table(
-        title="what a rank holds",
+        title="shards per rank",
         title_justify="left",
-        caption="boxes: of whole tensors, which its parameters are\n"
-        "updated: elements of its own range, padding included",
+        caption="boxes: slices of full tensors\nupdated: elements the optimizer updates, with padding",
         caption_justify="left",
     )
     for heading in ("ranks", "blocks"):
@@ -100,15 +96,15 @@ def shards_table(explanation: Explanation) -> Table:
 
 
 def memory_by_class_table(explanation: Explanation) -> Table:
-    """Bytes by category: a line for ranks that are alike."""
+    """Return the estimated bytes by category, with a row per class of equal ranks."""
     rows = explanation.alike
     on_device, elsewhere = used_categories(*(row.memory for row in rows))
     table = Table(title="memory per rank", title_justify="left", padding=0)
-    for heading in ("ranks", *on_device, "in all", *elsewhere):
+    for heading in ("ranks", *on_device, "total", *elsewhere):
         table.add_column(heading, justify="left" if heading == "ranks" else "right")
     for row in rows:
         numbers = [getattr(row.memory, name) for name in (*on_device, "total", *elsewhere)]
-        table.add_row(format_ranks(row.ranks), *("not known" if n is None else _bytes(n) for n in numbers))
+        table.add_row(format_ranks(row.ranks), *("unknown" if n is None else _bytes(n) for n in numbers))
     return table
 
 
@@ -118,81 +114,86 @@ def _blocks(row: RankClass) -> Iterator[str]:
 
 
 def traffic_table(explanation: Explanation, row: RankClass) -> Table:
-    """What is said in a step."""
+    """Return the traffic of one step."""
     table = Table(
-        title=f"said in a step by {_whose(row.ranks)}",
+        title=f"communication per step of {_describe_ranks(row.ranks)}",
         title_justify="left",
-        caption="bytes: of the whole tensors; leaving: by rings, the least that there is",
+        caption="bytes: of the full tensors; sent: by ring algorithms, the lower bound",
         caption_justify="left",
     )
-    for heading in ("of", "verb", "over", "calls", "bytes", "leaving"):
-        table.add_column(heading, justify="right" if heading in ("calls", "bytes", "leaving") else "left")
+    for heading in ("for", "operation", "over", "calls", "bytes", "sent"):
+        table.add_column(heading, justify="right" if heading in ("calls", "bytes", "sent") else "left")
     for strand, traffic in row.traffic.items():
-        for (verb, over), found in _merged(traffic):
-            tally = sum(found.values(), CommCount())
-            leaves = ring_bytes(found, explanation.grid)
+        for (operation, over), counts in _merged(traffic):
+            total = sum(counts.values(), CommCount())
+            sent_bytes = ring_bytes(counts, explanation.grid)
             table.add_row(
-                _OF[strand], verb, over, f"{tally.count:,}", _bytes(tally.num_bytes), _bytes(leaves)
+                _PURPOSE[strand],
+                operation,
+                over,
+                f"{total.count:,}",
+                _bytes(total.num_bytes),
+                _bytes(sent_bytes),
             )
-    leaving = ring_bytes(added(row.traffic.values()), explanation.grid)
+    total_sent_bytes = ring_bytes(added(row.traffic.values()), explanation.grid)
     table.add_section()
-    table.add_row("in all", "", "", "", "", _bytes(leaving))
+    table.add_row("total", "", "", "", "", _bytes(total_sent_bytes))
     return table
 
 
 def _merged(
     traffic: Mapping[CommKey, CommCount],
 ) -> Iterator[tuple[tuple[str, str], dict[CommKey, CommCount]]]:
-    """Lines that differ in nothing that is printed, together."""
-    lines = sorted(traffic, key=_printed)
-    for printed, found in groupby(lines, key=_printed):
-        yield printed, {line: traffic[line] for line in found}
+    """Group the entries that are printed the same."""
+    keys = sorted(traffic, key=_printed)
+    for printed, group in groupby(keys, key=_printed):
+        yield printed, {key: traffic[key] for key in group}
 
 
-def _printed(line: CommKey) -> tuple[str, str]:
-    found = _LANE.match(line.lane)
-    what = f" ({found[1]})" if found else ""
-    return line.verb, (" x ".join(line.axes) or "all ranks") + what
+def _printed(key: CommKey) -> tuple[str, str]:
+    message = _STAGE_MESSAGE.match(key.lane)
+    content = f" ({message[1]})" if message else ""
+    return key.verb, (" x ".join(key.axes) or "all ranks") + content
 
 
-def _show_beside(row: RankClass, measured: Measurements, console: Console) -> None:
-    """Memory and traffic of the kind's first rank, foretold and measured."""
+def _print_comparison(row: RankClass, measured: Measurements, console: Console) -> None:
+    """Print estimated and measured memory and traffic of the first rank of a class."""
     rank = row.ranks[0]
-    real = measured.of_rank(rank)
-    console.print(memory_table(row.memory, real.memory, f"of rank {rank}"))
-    table = Table(title=f"said by rank {rank} in step {measured.step}", title_justify="left")
-    columns = ("calls foretold", "measured", "bytes foretold", "measured", "off by")
-    for heading in ("verb", "over", *columns):
+    actual = measured.of_rank(rank)
+    console.print(memory_table(row.memory, actual.memory, f"of rank {rank}"))
+    table = Table(title=f"communication of rank {rank} in step {measured.step}", title_justify="left")
+    columns = ("estimated calls", "measured", "estimated bytes", "measured", "difference")
+    for heading in ("operation", "over", *columns):
         table.add_column(heading, justify="right" if heading in columns else "left")
-    ours = _by_words(added(row.traffic.values()))
-    theirs = _by_words(real.traffic)
-    for words in sorted({*ours, *theirs}):
-        one, other = ours.get(words, CommCount()), theirs.get(words, CommCount())
+    estimates = _by_printed(added(row.traffic.values()))
+    measurements = _by_printed(actual.traffic)
+    for printed in sorted({*estimates, *measurements}):
+        estimate, count = estimates.get(printed, CommCount()), measurements.get(printed, CommCount())
         table.add_row(
-            *words,
-            f"{one.count:,}",
-            f"{other.count:,}",
-            _bytes(one.num_bytes),
-            _bytes(other.num_bytes),
-            _off(one, other),
+            *printed,
+            f"{estimate.count:,}",
+            f"{count.count:,}",
+            _bytes(estimate.num_bytes),
+            _bytes(count.num_bytes),
+            _difference(estimate, count),
         )
     console.print(table)
 
 
-def _by_words(traffic: Mapping[CommKey, CommCount]) -> dict[tuple[str, str], CommCount]:
-    return {printed: sum(found.values(), CommCount()) for printed, found in _merged(traffic)}
+def _by_printed(traffic: Mapping[CommKey, CommCount]) -> dict[tuple[str, str], CommCount]:
+    return {printed: sum(counts.values(), CommCount()) for printed, counts in _merged(traffic)}
 
 
-def _off(estimated: CommCount, measured: CommCount) -> str:
+def _difference(estimated: CommCount, measured: CommCount) -> str:
     if estimated == measured:
-        return "nothing"
+        return "none"
     if not measured.num_bytes:
-        return "not said" if not measured.count else f"{estimated.count - measured.count:+,} calls"
+        return "not measured" if not measured.count else f"{estimated.count - measured.count:+,} calls"
     return f"{estimated.num_bytes / measured.num_bytes - 1:+.1%}"
 
 
 def format_ranks(ranks: Sequence[int], most: int = 4) -> str:
-    """As `0-3, 8-11`; of many such runs the first ones."""
+    """Format ranks as `0-3, 8-11`; with more than `most` ranges, the first ones and the number of ranks."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:
@@ -205,12 +206,12 @@ def format_ranks(ranks: Sequence[int], most: int = 4) -> str:
     return f"{', '.join(texts[: most - 1])}, ... ({len(ranks):,} ranks)"
 
 
-def _whose(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"each of ranks {in_words(ranks)}"
+def _describe_ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"each of ranks {format_ranks(ranks)}"
 
 
 def _bytes(num_bytes: int) -> str:
-    """In the unit in which it has one to four digits before the point."""
+    """Format bytes in the largest unit in which the value is at least 1."""
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= factor:
             return f"{num_bytes / factor:,.1f} {unit}"
@@ -218,8 +219,11 @@ def _bytes(num_bytes: int) -> str:
 
 
 def cluster_from_recipe(recipe: Recipe, host_size: int | None = None) -> Cluster:
-    """The ranks that the recipe would run on, as far as this machine can tell: `auto` is CUDA where there is
-    some, and CPU ranks share memory. `host_size`: ranks to a host; None: one host has them all."""
+    """Return the cluster that the recipe would run on, judged by this machine.
+
+    device=auto means CUDA if available; CPU ranks use shared memory. `host_size`: ranks per host; None: all
+    on one host.
+    """
     run = recipe.run
     is_cuda = run.device == "cuda" or (run.device == "auto" and torch.cuda.is_available())
     by_device = "nccl" if is_cuda else "host"
@@ -228,13 +232,13 @@ def cluster_from_recipe(recipe: Recipe, host_size: int | None = None) -> Cluster
 
 
 def cluster_from_run(measured: Measurements, host_size: int | None = None) -> Cluster:
-    """The ranks that a run had."""
+    """Return the cluster that a run had."""
     transport = "host" if measured.transport == "none" else measured.transport
     return Cluster(transport, host_size, torch.device(measured.device))
 
 
 def explain_recipe(recipe: Recipe, cluster: Cluster) -> Explanation:
-    """Raises a PlaitError for a recipe that could not be trained, as far as that needs no data."""
+    """Explain a recipe's plan without ranks or data. Raises a PlaitError if it cannot be trained."""
     plan = Plan.parse(recipe.plan)
     sequences = plan.check_batch(recipe.run.batch)
     check_config(recipe.model, recipe.data.sequence, plan)
@@ -251,7 +255,7 @@ def explain_recipe(recipe: Recipe, cluster: Cluster) -> Explanation:
 
 
 def _config(recipe: Recipe) -> dict[str, Any]:
-    """With a vocabulary: the tokenizer's, of one that is to be trained as large as it is asked to become."""
+    """Return the model config with a vocab_size: the tokenizer's, or the size it is to be trained to."""
     model = recipe.model
     if model.config is not None:
         config = dict(model.config)
@@ -263,21 +267,21 @@ def _config(recipe: Recipe) -> dict[str, Any]:
     if recipe.tokenizer.vocab_size is not None:
         return {**config, "vocab_size": recipe.tokenizer.vocab_size}
     assert recipe.tokenizer.path is not None, "a recipe's tokenizer has a path or a size"
-    found = read_tokenizer(recipe.tokenizer.path, recipe.tokenizer.end_of_document)
-    return {**config, "vocab_size": max(found.get_vocab().values()) + 1}
+    tokenizer = read_tokenizer(recipe.tokenizer.path, recipe.tokenizer.end_of_document)
+    return {**config, "vocab_size": max(tokenizer.get_vocab().values()) + 1}
 
 
 def check_rank(explanation: Explanation, rank: int | None) -> None:
-    """Raises ConfigError unless the plan has it."""
+    """Raise ConfigError unless the plan has this rank."""
     last = explanation.grid.num_ranks - 1
     if rank is not None and not 0 <= rank <= last:
-        raise ConfigError("the plan has no such rank", given=f"--rank {rank}", expected=f"0 to {last}")
+        raise ConfigError("the plan does not have this rank", given=f"--rank {rank}", expected=f"0 to {last}")
 
 
 def to_json(explanation: Explanation, measured: Measurements | None) -> dict[str, Any]:
-    """All that the tables show, and more."""
+    """Return the contents of the tables, and more, as JSON values."""
     grid = dict(zip(AXES, explanation.grid.degrees, strict=True))
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "plan": str(explanation.plan),
         "grid": grid,
         "ranks": explanation.grid.num_ranks,
@@ -292,10 +296,10 @@ def to_json(explanation: Explanation, measured: Measurements | None) -> dict[str
     if measured is not None:
         rows = [
             {"ranks": list(r.ranks), "memory": asdict(r.memory), "traffic": to_rows(r.traffic)}
-            for r in measured.alike
+            for r in measured.rank_classes
         ]
-        found["measured"] = {"step": measured.step, "bubble": measured.bubble, "alike": rows}
-    return found
+        values["measured"] = {"step": measured.step, "bubble": measured.bubble, "alike": rows}
+    return values
 
 
 def _row(explanation: Explanation, row: RankClass) -> dict[str, Any]:
@@ -309,8 +313,8 @@ def _row(explanation: Explanation, row: RankClass) -> dict[str, Any]:
         "updated": row.owned,
         "memory": asdict(row.memory),
         "traffic": [
-            {"of": strand, "leaves": ring_bytes({line: tally}, explanation.grid), **to_rows({line: tally})[0]}
+            {"of": strand, "leaves": ring_bytes({key: count}, explanation.grid), **to_rows({key: count})[0]}
             for strand, traffic in row.traffic.items()
-            for line, tally in traffic.items()
+            for key, count in traffic.items()
         ],
     }

@@ -1,4 +1,4 @@
-"""The trained model outside of plait: a Hugging Face directory, or text that it writes."""
+"""Use the trained model outside of plait: export it to Hugging Face format, or generate text."""
 
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -14,7 +14,7 @@ from plait.errors import CheckpointError
 from plait.models import causal_lm_on_meta
 from plait.plan import Plan
 from plait.train.model import check_prompt, model_on_meta, prompt_ids
-from plait.train.run import RunDir
+from plait.train.run_dir import RunDir
 
 Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
 DTYPES: dict[str, torch.dtype] = dict(
@@ -25,17 +25,18 @@ DTYPES: dict[str, torch.dtype] = dict(
 def load_trained(
     run: RunDir, dtype: str | None = None, device: str = "cpu"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model of the run's newest checkpoint, as plain Hugging Face objects, and its tokenizer.
+    """Load the run's newest checkpoint as a plain Hugging Face model and tokenizer.
 
-    `dtype`: a key of DTYPES; None for the precision that the run computes in. Raises RunError,
-    CheckpointError.
+    `dtype`: a key of DTYPES; None for the precision of the run. Raises RunError, CheckpointError.
     """
     recipe = run.read_recipe()
-    last = _newest(run)
-    # `weights/` and the persistent buffers: what a state_dict holds, by its names
-    tensors = {name.partition("/")[2]: tensor for name, tensor in last.read(("weights/", "buffers/")).items()}
+    saved = _newest(run)
+    # `weights/` and the persistent buffers: together a state_dict
+    tensors = {
+        name.partition("/")[2]: tensor for name, tensor in saved.read(("weights/", "buffers/")).items()
+    }
     on_meta = model_on_meta(recipe.model)
-    transformers_logging.disable_progress_bar()  # it has nothing to say
+    transformers_logging.disable_progress_bar()
     build: Any = type(on_meta).from_pretrained
     model, report = build(
         None,
@@ -44,24 +45,24 @@ def load_trained(
         dtype=DTYPES[dtype or Plan.parse(recipe.plan).precision],
         output_loading_info=True,
     )
-    wrong = [*report["missing_keys"], *report["unexpected_keys"]]
-    if wrong:
-        raise CheckpointError("the checkpoint is of another model", given=f"{last.path}: {wrong[0]}")
+    mismatched = [*report["missing_keys"], *report["unexpected_keys"]]
+    if mismatched:
+        raise CheckpointError("the checkpoint is of another model", given=f"{saved.path}: {mismatched[0]}")
     trained: PreTrainedModel = model.to(device).eval()
     return trained, load_tokenizer(run.tokenizer)
 
 
 def export(run: RunDir, out: Path, dtype: str | None = None) -> None:
-    """Writes what `AutoModelForCausalLM` and `AutoTokenizer` load with `from_pretrained`.
+    """Export the newest checkpoint for `from_pretrained` of `AutoModelForCausalLM` and `AutoTokenizer`.
 
-    All of it or nothing. Raises RunError when `out` exists or cannot be written.
+    Atomic. Raises RunError if `out` exists or cannot be written.
     """
-    run.read_recipe()  # it is a run's directory
+    run.read_recipe()  # raises unless it is a run directory
     convert(_newest(run), out, dtype, run=run)
 
 
 def convert(
-    found: Checkpoint,
+    saved: Checkpoint,
     out: Path,
     dtype: str | None = None,
     *,
@@ -69,25 +70,27 @@ def convert(
     config: Path | None = None,
     run: RunDir | None = None,
 ) -> None:
-    """A checkpoint as a Hugging Face directory, with the tokenizer of its run where there is one.
+    """Convert a checkpoint to a Hugging Face directory, with its run's tokenizer if there is one.
 
-    `dtype`: a key of DTYPES; None for the precision that the run computed in. `config`: the model's, of a
-    checkpoint that does not say it. Raises RunError, ModelError, CheckpointError.
+    dtype   a key of DTYPES; None for the precision of the run
+    config  the model's config.json, for checkpoints that do not record it
+
+    Raises RunError, ModelError, CheckpointError.
     """
-    said = found.facts.get("model")
-    if config is None and isinstance(said, dict):
-        config = said.get("config") or (said.get("path") and Path(said["path"]))
+    model = saved.facts.get("model")
+    if config is None and isinstance(model, dict):
+        config = model.get("config") or (model.get("path") and Path(model["path"]))
     if config is None:
         raise CheckpointError(
-            "the checkpoint does not say what model it is of",
-            given=found.path,
+            "the checkpoint does not record its model configuration",
+            given=saved.path,
             hint="--config with the model's config.json",
         )
     write_hugging_face(
-        found,
+        saved,
         causal_lm_on_meta(config),
         out,
-        dtype=DTYPES[dtype or Plan.parse(str(found.facts.get("plan", ""))).precision],
+        dtype=DTYPES[dtype or Plan.parse(str(saved.facts.get("plan", ""))).precision],
         shard_bytes=shard_bytes,
         tokenizer=run.tokenizer if run is not None and run.tokenizer.is_dir() else None,
     )
@@ -103,30 +106,31 @@ def generate(
     seed: int = 0,
     device: str = "cpu",
 ) -> str:
-    """The prompt and at most `tokens` tokens more, by the newest checkpoint; up to the end of a document.
+    """Generate text: the prompt and at most `tokens` new tokens, up to the end of a document.
 
-    Temperature 0 takes the likeliest token each time; `top_k` is the number of likeliest it chooses among.
+    Temperature 0 takes the most likely token each time; otherwise one of the `top_k` most likely is sampled.
+    The model is the newest checkpoint.
     """
     model, tokenizer = load_trained(run, device=device)
-    write: Any = model.generate
+    generate_tokens: Any = model.generate
     prompt_tokens = prompt_ids(tokenizer, prompt)
-    room = check_prompt(prompt_tokens, model.config)
+    max_tokens = check_prompt(prompt_tokens, model.config)
     ids = torch.tensor([prompt_tokens], device=device)
-    how = {"do_sample": False} if temperature == 0 else {"temperature": temperature, "top_k": top_k}
+    sampling = {"do_sample": False} if temperature == 0 else {"temperature": temperature, "top_k": top_k}
     with torch.random.fork_rng(devices=[device] if device != "cpu" else []):
         torch.manual_seed(seed)
-        written = write(
+        output = generate_tokens(
             ids,
             attention_mask=torch.ones_like(ids),
-            max_new_tokens=tokens if room is None else min(tokens, room),
+            max_new_tokens=tokens if max_tokens is None else min(tokens, max_tokens),
             pad_token_id=tokenizer.eos_token_id,
-            **({"do_sample": True} | how),
+            **({"do_sample": True} | sampling),
         )
-    return str(tokenizer.decode(written[0], skip_special_tokens=True))
+    return str(tokenizer.decode(output[0], skip_special_tokens=True))
 
 
 def _newest(run: RunDir) -> Checkpoint:
-    found = checkpoint.newest(run.checkpoints)
-    if found is None:
+    saved = checkpoint.newest(run.checkpoints)
+    if saved is None:
         raise CheckpointError("the run has no checkpoint yet", given=run.checkpoints)
-    return found
+    return saved

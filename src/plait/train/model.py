@@ -1,4 +1,4 @@
-"""The model of a recipe: its configuration made whole by the tokenizer, and the model on meta."""
+"""The model of a recipe: its configuration, completed from the tokenizer, and the model on meta."""
 
 from pathlib import Path
 from typing import Any
@@ -13,16 +13,16 @@ from plait.models import causal_lm_on_meta, pretrained_causal_lm, read_config
 from plait.plan import Plan
 from plait.train.config import ModelConfig
 
-# Keys that configurations take but do not keep under this name.
+# Keys that configurations accept but store under another name.
 _OTHER_SPELLINGS = {"model_type", "rope_theta", "rope_scaling", "torch_dtype", "num_labels"}
 
 
 def complete_config(
     model: ModelConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int
 ) -> dict[str, Any]:
-    """The Hugging Face configuration: what the recipe or its file says, the tokenizer's facts added.
+    """Return the Hugging Face configuration of the recipe or its file, completed from the tokenizer.
 
-    Added, where not given: `vocab_size` and the ids of the special tokens. Raises ModelError.
+    Adds `vocab_size` and the ids of the special tokens where they are not given. Raises ModelError.
     """
     if model.config is not None:
         specials = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": tokenizer.bos_token_id}
@@ -32,11 +32,11 @@ def complete_config(
 
 
 def check_config(model: ModelConfig, sequence: int, plan: Plan) -> None:
-    """Checks what does not depend on the tokenizer, before hours go into tokens.
+    """Check what does not depend on the tokenizer, before hours are spent on tokenizing.
 
-    Raises ModelError for the configuration or for layers that cannot be cut, PlanError for a grid that they
-    cannot be cut on, DataError for samples longer than the model allows, CheckpointError for weights to start
-    from that cannot be read.
+    Raises ModelError for an invalid configuration or layers that cannot be sharded, PlanError for a grid that
+    they cannot be sharded over, DataError for samples longer than the model allows, CheckpointError for
+    unreadable pretrained weights.
     """
     if model.config is not None:
         _check_keys(model.config)
@@ -48,36 +48,38 @@ def check_config(model: ModelConfig, sequence: int, plan: Plan) -> None:
 
 
 def initial_model(model: ModelConfig) -> tuple[PreTrainedModel, Path | None]:
-    """The model; on meta, and with it the directory of the weights that it starts from, of which each rank
-    reads its part. Where transformers has to convert them, it has them already. Raises ModelError,
-    CheckpointError."""
+    """Return the model on meta, and the directory of the pretrained weights if each rank can read its shards.
+
+    Weights that transformers has to convert are loaded into the returned model instead. Raises ModelError,
+    CheckpointError.
+    """
     on_meta = model_on_meta(model)
     if not model.pretrained:
         return on_meta, None
-    assert model.path is not None, "weights to start from have a path"
-    if HuggingFaceFiles.open(model.path).direct_read_problem(on_meta) is None:
+    assert model.path is not None, "pretrained weights have a path"
+    if HuggingFaceFiles.open(model.path).misfit(on_meta) is None:
         return on_meta, model.path
     return pretrained_causal_lm(str(model.path)), None
 
 
 def model_on_meta(model: ModelConfig) -> PreTrainedModel:
-    """The model of the configuration, whatever weights it starts from. Raises ModelError."""
+    """Build the model on meta, without pretrained weights. Raises ModelError."""
     source = model.config if model.config is not None else model.path
     assert source is not None, "a recipe's model has a configuration or a path"
     return causal_lm_on_meta(source)
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
-    """The prompt's tokens; of none, the mark that ends the document before: a document follows on it."""
+    """Return the prompt's tokens; for an empty prompt the end-of-document token, as before a document."""
     ids: list[int] = list(tokenizer(prompt)["input_ids"])
     return ids or [int(tokenizer.eos_token_id)]
 
 
 def check_prompt(ids: list[int], config: PretrainedConfig) -> int | None:
-    """How many tokens the model can write after these; None: no limit. Raises RunError where it can none."""
+    """Return how many tokens the model can generate after these; None: no limit. Raises RunError for zero."""
     if max(ids) >= config.vocab_size:
         raise RunError(
-            "the prompt has tokens that the model does not know",
+            "the prompt has tokens outside the model's vocabulary",
             given=f"token id {max(ids)}, model with vocab_size={config.vocab_size}",
         )
     longest = getattr(config, "max_position_embeddings", None)
@@ -85,7 +87,7 @@ def check_prompt(ids: list[int], config: PretrainedConfig) -> int | None:
         return None
     if len(ids) >= longest:
         raise RunError(
-            "the prompt leaves no room for more",
+            "the prompt leaves no space for new tokens",
             given=f"{len(ids)} tokens, model with max_position_embeddings={longest}",
             expected=f"a prompt of fewer than {longest} tokens",
         )
@@ -93,7 +95,7 @@ def check_prompt(ids: list[int], config: PretrainedConfig) -> int | None:
 
 
 def _check_keys(config: dict[str, Any]) -> None:
-    """transformers takes any key and ignores what it does not know; a recipe's may not be misspelt."""
+    """Reject unknown keys: transformers accepts any key and ignores those that it does not know."""
     try:
         default = AutoConfig.for_model(config.get("model_type", ""))
     except ValueError:

@@ -1,15 +1,16 @@
-"""Going on: from which checkpoint, and what becomes of those that it was not.
+"""Resume a run: choose the checkpoint, and set the others aside.
 
-[Note: which checkpoint a run goes on from]
-The newest that is whole. One that is damaged is told by name and reason, and the one before it is tried; when
-none is whole the run ends with a letter that names them all. One of another model, data, optimizer or order
-of samples ends it at once: an older one would be no better. A manifest is judged where it is opened, the rest
-when the ranks have read it: reading everything twice would double the time of a start.
+[Note: checkpoint choice on resume]
+The newest intact checkpoint is loaded. A damaged one is reported with its name and the reason, and the one
+before it is tried; if none is intact, the run ends with an error that names them all. A checkpoint of another
+model, data, optimizer or sample order ends the run at once: an older one would be no better. A manifest is
+checked when it is opened, the rest when the ranks have read it: reading everything twice would double the
+time to start.
 
-What a run has gone back behind would be its newest at the next start, and in the way of its saves. It is
-renamed, never removed: `step-00000120.damaged` when an older one has loaded in its place, and `.aside` when
-`--from` names an older one. The first rank decides what there is and renames it; file systems that hosts
-share show the others the same a little later.
+Checkpoints newer than the loaded one would be the newest at the next start, and in the way of its saves. They
+are renamed, never removed: `step-00000120.damaged` when an older one was loaded instead, and `.aside` when
+`--from` names an older one. Rank 0 lists and renames them; on shared file systems the other hosts see it a
+little later.
 """
 
 import json
@@ -18,18 +19,20 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from plait.checkpoint import Checkpoint, is_damaged, open_checkpoint, open_on_all_ranks, step_of, steps
+from plait.checkpoint import Checkpoint, is_damaged, open_checkpoint, step_of, steps
 from plait.comm import World, broadcast_text, raise_on_all
 from plait.engine.engine import Engine
 from plait.errors import CheckpointError, RunError
 from plait.fileio import sync_folder, sync_tree
 
-Check = Callable[[Checkpoint], None]  # raises CheckpointError unless it is one of this run
+Check = Callable[[Checkpoint], None]  # raises CheckpointError unless the checkpoint belongs to this run
 
 
 def find_newest(folder: Path) -> Checkpoint | None:
-    """The newest checkpoint with a manifest and files as it says; None where there is none at all. No tensor
-    is read. Raises CheckpointError when all are damaged."""
+    """Return the newest checkpoint with a valid manifest and its files; None if there is none at all.
+
+    Reads no tensors. Raises CheckpointError if all are damaged.
+    """
     damaged = []
     for path in reversed(steps(folder)):
         try:
@@ -38,102 +41,110 @@ def find_newest(folder: Path) -> Checkpoint | None:
             if not is_damaged(error):
                 raise
             damaged.append(error)
-    _check_any(damaged)
+    _check_none_damaged(damaged)
     return None
 
 
 def load_newest(engine: Engine, folder: Path, check: Check) -> tuple[Checkpoint | None, list[str]]:
-    """Takes over the newest checkpoint that is whole, None where there is none at all; and what was wrong
-    with newer ones. Every rank must call it. Raises CheckpointError, on all of them alike."""
+    """Load the newest intact checkpoint into the engine.
+
+    Returns it (None if there is none at all) and warnings about newer, damaged ones. Collective. Raises
+    CheckpointError on all ranks.
+    """
     world = engine.world
     names = [path.name for path in reversed(steps(folder))] if world.rank == 0 else []
     damaged: list[CheckpointError] = []
     for name in json.loads(broadcast_text(0, json.dumps(names), world.group, world.device)):
         try:
-            found = open_on_all_ranks(folder / name, world)
-            check(found)
-            with found.reader() as reader:
+            saved = open_together(folder / name, world)
+            check(saved)
+            with saved.reader() as reader:
                 engine.load_from(reader)
         except CheckpointError as error:
             if not is_damaged(error):
                 raise
             damaged.append(error)
             continue
-        newer = [folder / name for name in names if (step_of(folder / name) or 0) > found.step]
-        _set_aside_together(newer, world)
-        return found, [f"{error.fact}: {error.given}; it is now called .damaged" for error in damaged]
-    _check_any(damaged)
+        newer = [folder / name for name in names if (step_of(folder / name) or 0) > saved.step]
+        _set_aside_on_rank_0(newer, world)
+        return saved, [f"{error.fact}: {error.given}; renamed to .damaged" for error in damaged]
+    _check_none_damaged(damaged)
     return None, []
 
 
 def rewind(folder: Path, to: Path, check: Check) -> None:
-    """Makes `to` the newest checkpoint in its run's folder. Raises CheckpointError and RunError, and has then
-    changed nothing."""
-    found = _whole(to, check)
+    """Make `to` the newest checkpoint of its run, renaming later ones.
+
+    Raises CheckpointError and RunError, and has then changed nothing.
+    """
+    saved = _verified(to, check)
     if to.resolve().parent != folder.resolve():
         raise RunError(
-            "a run goes back to a checkpoint of its own",
+            "a run can rewind only to its own checkpoints",
             given=f"--from {to}",
-            expected=f"one of those in {folder}",
-            hint="without --resume and with another run.dir, a new run begins with it",
+            expected=f"a checkpoint in {folder}",
+            hint="without --resume and with another run.dir, a new run starts from it",
         )
     try:
-        set_aside([path for path in steps(folder) if (step_of(path) or 0) > found.step], "aside")
+        set_aside([path for path in steps(folder) if (step_of(path) or 0) > saved.step], "aside")
     except OSError as error:
-        raise RunError("later checkpoints cannot be renamed", given=f"{folder}: {error}") from error
+        raise RunError("cannot rename later checkpoints", given=f"{folder}: {error}") from error
 
 
 def start_from(folder: Path, start: Path, check: Check) -> None:
-    """Makes a folder of checkpoints with one in it, that of another run; on disk when it returns. Raises
-    CheckpointError and OSError."""
-    found = _whole(start, check)
-    place = folder / found.path.name
+    """Create the checkpoint folder of a new run with another run's checkpoint in it; durable on return.
+
+    Raises CheckpointError and OSError.
+    """
+    saved = _verified(start, check)
+    target = folder / saved.path.name
     folder.mkdir()
-    shutil.copytree(found.path, place, copy_function=_link)
+    shutil.copytree(saved.path, target, copy_function=_link)
     sync_tree(folder)
 
 
-def set_aside(checkpoints: list[Path], word: str) -> None:
-    """Renames them, so that nobody takes them for checkpoints, and nobody removes them. Raises OSError."""
+def set_aside(checkpoints: list[Path], suffix: str) -> None:
+    """Rename checkpoints so that they are neither loaded nor removed. Raises OSError."""
     for path in checkpoints:
-        place, number = path.with_name(f"{path.name}.{word}"), 1
-        while place.exists():
+        target, number = path.with_name(f"{path.name}.{suffix}"), 1
+        while target.exists():
             number += 1
-            place = path.with_name(f"{path.name}.{word}-{number}")
-        path.rename(place)
+            target = path.with_name(f"{path.name}.{suffix}-{number}")
+        path.rename(target)
         sync_folder(path.parent)
 
 
-def _whole(path: Path, check: Check) -> Checkpoint:
-    """One that the user has named: read wholly, for nothing else would do in its place."""
-    found = open_checkpoint(path.resolve())
-    check(found)
-    found.verify()
-    return found
+def _verified(path: Path, check: Check) -> Checkpoint:
+    """Open a checkpoint named by the user and verify all of it: there is no other to fall back to."""
+    saved = open_checkpoint(path.resolve())
+    check(saved)
+    saved.verify()
+    return saved
 
 
 def _link(source: str, target: str) -> None:
-    """Nobody writes into a file of a checkpoint: on one file system two runs can share it."""
+    """Hard-link if possible: checkpoint files are never modified, so two runs can share them."""
     try:
         os.link(source, target)
     except OSError:
         shutil.copyfile(source, target)
 
 
-def _set_aside_together(damaged: list[Path], world: World) -> None:
+def _set_aside_on_rank_0(damaged: list[Path], world: World) -> None:
+    """Rename on rank 0; its error is raised on all ranks."""
     problem = None
     try:
         set_aside(damaged if world.rank == 0 else [], "damaged")
     except OSError as error:
-        problem = CheckpointError("a damaged checkpoint cannot be renamed", given=error)
+        problem = CheckpointError("cannot rename a damaged checkpoint", given=error)
     raise_on_all(problem, world.group, world.device)
 
 
-def _check_any(damaged: list[CheckpointError]) -> None:
+def _check_none_damaged(damaged: list[CheckpointError]) -> None:
     if damaged:
         raise CheckpointError(
-            "no checkpoint of the run is whole",
+            "all checkpoints of the run are damaged",
             given="; ".join(str(error.given) for error in damaged),
-            expected="one that is as it was written",
-            hint="a copy of one from elsewhere; or begin anew, with another run.dir",
+            expected="at least one intact checkpoint",
+            hint="restore one from a backup, or start a new run with another run.dir",
         )

@@ -1,4 +1,4 @@
-"""Signals during training, remembered and read between steps: SIGTERM and Ctrl-C end it, SIGUSR1 saves."""
+"""Signals during training, recorded and handled between steps: SIGTERM and Ctrl-C stop, SIGUSR1 saves."""
 
 import signal
 from types import FrameType, TracebackType
@@ -8,19 +8,22 @@ SAVE = signal.SIGUSR1
 
 
 class SignalHandler:
-    """While entered, `asked` is the first signal to end that came, None before; `save_requested` is True from a
-    SIGUSR1 until it is answered, by setting it to False."""
+    """Records signals while entered.
+
+    stop_signal     the first SIGTERM or SIGINT, None before
+    save_requested  True after a SIGUSR1, until the caller resets it
+    """
 
     def __init__(self) -> None:
-        self.asked: signal.Signals | None = None
+        self.stop_signal: signal.Signals | None = None
         self.save_requested = False
-        self._before: dict[signal.Signals, Any] = {}
+        self._previous: dict[signal.Signals, Any] = {}
         self._blocked: set[signal.Signals | int] = set()
 
     def __enter__(self) -> "SignalHandler":
         for number in (signal.SIGTERM, signal.SIGINT, SAVE):
-            self._before[number] = signal.signal(number, self._remember)
-        # ranks begin with it blocked, see the note in plait/comm/launch.py
+            self._previous[number] = signal.signal(number, self._record)
+        # ranks start with it blocked, see the note in plait/comm/launch.py
         self._blocked = set(signal.pthread_sigmask(signal.SIG_UNBLOCK, {SAVE}))
         return self
 
@@ -28,11 +31,11 @@ class SignalHandler:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._blocked)
-        for number, handler in self._before.items():
+        for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    def _remember(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
+    def _record(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
         if number == SAVE:
             self.save_requested = True
-        elif self.asked is None:
-            self.asked = signal.Signals(number)
+        elif self.stop_signal is None:
+            self.stop_signal = signal.Signals(number)

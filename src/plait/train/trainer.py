@@ -1,13 +1,11 @@
-"""The training loop, on one rank. Every rank runs it; the first one also speaks and writes.
+"""The training loop. Every rank runs it; rank 0 also logs and writes files.
 
-[Note: when skipped steps end a run]
-A step whose loss or gradient is not finite is skipped, and run.max_skipped of them in a row end the run.
-In fp16 a gradient that overflows is how the loss scale finds its level: from 65536 down to 1 are sixteen
-steps, more with hysteresis, and none of them says that the run has diverged. There a skipped step counts
-when no smaller scale could have saved it: its loss is not finite (the scale is no part of that), or the
-scale is at its minimum.
-
-The end of a run, on its first rank: picture, export, where everything is, a sample of text.
+[Note: skipped steps that end a run]
+A step with a non-finite loss or gradient is skipped, and run.max_skipped such steps in a row end the run. In
+fp16, overflowing gradients are how the loss scale finds its level: going from 65536 down to 1 takes sixteen
+steps, more with hysteresis, and none of them means that the run has diverged. In fp16 a skipped step
+therefore counts only if no smaller scale could have saved it: its loss is not finite (the scale does not
+affect that), or the scale is at its minimum.
 """
 
 import math
@@ -27,7 +25,7 @@ from torch import Tensor
 import plait
 from plait import checkpoint
 from plait.api import parallelize
-from plait.checkpoint import Checkpoint, Saver, open_on_all_ranks
+from plait.checkpoint import Checkpoint, Saver
 from plait.comm import World, all_reduce
 from plait.data import TokenStore, TokenStream, loader, open_store
 from plait.engine.engine import Engine, StepResult
@@ -41,180 +39,186 @@ from plait.train.health.monitor import HealthMonitor
 from plait.train.measurements import TraceRecorder, TrafficRecorder, write_measured
 from plait.train.metrics import Metrics, StepMetrics, matmul_peak
 from plait.train.model import initial_model, model_on_meta
+from plait.train.prepare import check_checkpoint, run_facts
 from plait.train.report import draw_losses, largest_memory, memory_table, predicted_memory, start_table
 from plait.train.resume import load_newest
-from plait.train.run import RunDir, check_checkpoint, run_facts
+from plait.train.run_dir import RunDir
 from plait.train.signals import SignalHandler
+
+MAX_STEPS_BETWEEN_FLAGS = 10
+_FINISHED = "plait: finished"
 
 
 def finish(recipe: Recipe, run: RunDir, engine: Engine, console: Console) -> None:
-    """Writes loss.png and the export, shows memory, paths and a sample. Raises a PlaitError."""
-    of = "per rank" if engine.plan.pp == 1 else f"of rank {engine.world.rank}"
-    console.print(memory_table(predicted_memory(recipe, engine), engine.memory(), of))
+    """Write loss.png and the export; print memory, paths and a sample. On rank 0. Raises a PlaitError."""
+    ranks = "per rank" if engine.plan.pp == 1 else f"of rank {engine.world.rank}"
+    console.print(memory_table(predicted_memory(recipe, engine), engine.memory(), ranks))
     try:
         draw_losses(run.metrics, run.picture)
     except OSError as error:
-        raise RunError("the picture cannot be written", given=f"{run.picture}: {error}") from error
-    # The first: of this run before it was resumed. The others: of a run killed while it exported.
+        raise RunError("cannot write the loss plot", given=f"{run.picture}: {error}") from error
+    # The export from before a resume, and partial exports of a process that was killed.
     for old in (run.export, *run.path.glob(f"{run.export.name}.tmp-*")):
         shutil.rmtree(old, ignore_errors=True)
     export(run, run.export)
-    places = {
+    outputs = {
         "checkpoint": checkpoint.steps(run.checkpoints)[-1],
         "Hugging Face export": run.export,
         "TensorBoard": run.tensorboard,
         "metrics": run.metrics,
         "loss": run.picture,
     }
-    for name, path in places.items():
+    for name, path in outputs.items():
         console.print(f"{name:<19} : {path}", highlight=False, soft_wrap=True, markup=False)
     if recipe.sample.tokens:
-        how = recipe.sample.model_dump()
-        console.print("a sample of what it writes:", style="bold")
-        console.print(generate(run, **how, seed=recipe.run.seed), markup=False, highlight=False)
-
-
-MAX_STEPS_BETWEEN_FLAGS = 10
-
-
-_FINISHED = "plait: finished"
+        options = recipe.sample.model_dump()
+        console.print("sample of generated text:", style="bold")
+        console.print(generate(run, **options, seed=recipe.run.seed), markup=False, highlight=False)
 
 
 @dataclass
 class TrainState:
-    """A run on this rank, and how far it is."""
+    """A run on this rank, and its progress."""
 
     recipe: Recipe
     run: RunDir
     store: TokenStore
     engine: Engine
-    heard: TrafficRecorder
+    traffic: TrafficRecorder
     spikes: LossSpikeGuard
-    console: Console | None  # on the first rank
-    warnings: list[str] = field(default_factory=list)  # of its start, for the first rank to show
+    console: Console | None  # on rank 0
+    warnings: list[str] = field(default_factory=list)  # from startup, to be logged by rank 0
     step: int = 0  # steps done
-    tokens: int = 0  # targets seen
-    skipped: int = 0  # steps that were skipped
-    bad_steps_in_a_row: int = 0  # of them in a row, see [Note: when skipped steps end a run]
+    tokens: int = 0  # target tokens trained on
+    skipped: int = 0  # steps skipped
+    bad_steps_in_a_row: int = 0  # see [Note: skipped steps that end a run]
 
     @property
     def batches_left(self) -> range:
-        """The numbers of the batches to come; see [Note: which batch is whose] in spikes.py."""
-        ahead = self.spikes.num_skipped
-        return range(self.step + ahead, self.recipe.run.steps + ahead)
+        """The indices of the remaining batches. See [Note: batch numbering] in health/loss_spikes.py."""
+        offset = self.spikes.num_skipped
+        return range(self.step + offset, self.recipe.run.steps + offset)
 
     def count(self, result: StepResult, loss_scale: float | None) -> None:
-        """A step is done, of which `loss_scale` was the loss scale."""
+        """Record a finished step that ran with `loss_scale`."""
         self.step += 1
         self.tokens += result.num_tokens
         if not result.skipped:
             self.bad_steps_in_a_row = 0
             return
         self.skipped += 1
-        can_fall = loss_scale is not None and loss_scale > self.recipe.loss_scale.minimum
-        if not (can_fall and math.isfinite(result.loss)):
+        can_shrink = loss_scale is not None and loss_scale > self.recipe.loss_scale.minimum
+        if not (can_shrink and math.isfinite(result.loss)):
             self.bad_steps_in_a_row += 1
 
 
 def train(recipe: Recipe, world: World) -> signal.Signals | None:
-    """Trains from the newest checkpoint of the run, or from the beginning, to the recipe's last step.
+    """Train from the run's newest checkpoint, or from the beginning, to the recipe's last step.
 
-    Returns None, or the signal that it was stopped by, with the state then saved. Raises a PlaitError.
+    Returns None, or the signal that stopped the run, whose state is then saved. Raises a PlaitError.
     """
-    with SignalHandler() as stop:
-        job = _start(recipe, world)
-        stopped_by = _loop(job, stop)
-        while job.spikes.back_to is not None:
-            _rollback(job, job.spikes.back_to)
-            stopped_by = _loop(job, stop)
-        if stopped_by is None:  # a signal now comes late: all is trained
-            if job.console is not None:
-                finish(recipe, job.run, job.engine, job.console)
+    with SignalHandler() as signals:
+        state = _start(recipe, world)
+        stopped_by = _loop(state, signals)
+        while state.spikes.rollback_to is not None:
+            _rollback(state, state.spikes.rollback_to)
+            stopped_by = _loop(state, signals)
+        if stopped_by is None:  # signals are ignored from here on: training is complete
+            if state.console is not None:
+                finish(recipe, state.run, state.engine, state.console)
                 world.announce(_FINISHED)
-            world.wait_for(_FINISHED)  # a rank that left would take the first one's export down with it
-            write_measured(job.run.measured, job.engine, job.heard, recipe.run.trace)
+            world.wait_for(_FINISHED)  # a rank that exits would end rank 0's export
+            write_measured(state.run.measured, state.engine, state.traffic, recipe.run.trace)
     return stopped_by
 
 
-def _loop(job: TrainState, stop: SignalHandler) -> signal.Signals | None:
-    how, engine, begun_at, ask_every = job.recipe.run, job.engine, job.step, 1
-    engine.world.barrier()  # the ranks of a host share it while they measure, as they will in training
+def _loop(state: TrainState, signals: SignalHandler) -> signal.Signals | None:
+    config, engine, first_step, flags_every = state.recipe.run, state.engine, state.step, 1
+    engine.world.barrier()  # ranks of a host measure at the same time: they share it in training too
     peak_flops = matmul_peak(engine.device, DTYPES[engine.plan.precision])
-    _show_start(job, peak_flops)
-    flops = engine.flops_per_token(job.recipe.data.sequence) * how.batch * job.recipe.data.sequence
+    _show_start(state, peak_flops)
+    flops = engine.flops_per_token(state.recipe.data.sequence) * config.batch * state.recipe.data.sequence
     ideal_s = flops / (engine.world.size * peak_flops)
-    course = job.recipe.schedule.course(how.steps)
-    batches = _batches(job, job.store.train, job.batches_left, job.recipe.data.workers)
+    lr_factor = state.recipe.schedule.lr_lambda(config.steps)
+    batches = _batches(state, state.store.train, state.batches_left, state.recipe.data.workers)
     with (
-        Metrics(job.run, job.console, begun_at, how.steps, how.log_every) as metrics,
-        Checkpointing(how, job.run.checkpoints, engine.world, metrics) as saving,
-        HealthMonitor(job.run, how, engine, job.spikes, metrics.note) as watch,
+        Metrics(state.run, state.console, first_step, config.steps, config.log_every) as metrics,
+        Checkpointing(config, state.run.checkpoints, engine.world, metrics) as saving,
+        HealthMonitor(state.run, config, engine, state.spikes, metrics.log) as monitor,
     ):
-        for text in job.warnings:
-            metrics.warn(begun_at, text)
-        if begun_at == 0 and how.evaluate_every:
-            metrics.validation(0, _evaluate(job, watch))
-        traced = TraceRecorder(engine, job.heard.step, how.trace, range(begun_at, how.steps), metrics.note)
-        while job.step < how.steps:
-            lr = job.recipe.optimizer.lr * course(job.step)
-            result, facts = _step(job, lr, lambda: watch.step(job.step, batches, traced.step), ideal_s)
-            metrics.step(facts)
-            if job.step == begun_at + 1:  # now there are optimizer states
-                saving.expect(engine.kept())
-            if job.bad_steps_in_a_row >= how.max_skipped:
-                watch.begins("saving", job.step, slow=True)
-                saving.settle(may_raise=False)  # its checkpoint is one that the letter may name
-                raise _diverged(job, lr)
-            if watch.check_spike(job.step, result, saving.settle):
+        for text in state.warnings:
+            metrics.warn(first_step, text)
+        if first_step == 0 and config.evaluate_every:
+            metrics.validation(0, _evaluate(state, monitor))
+        trace = TraceRecorder(
+            engine, state.traffic.step, config.trace, range(first_step, config.steps), metrics.log
+        )
+        while state.step < config.steps:
+            lr = state.recipe.optimizer.lr * lr_factor(state.step)
+            result, step_metrics = _step(
+                state, lr, lambda: monitor.step(state.step, batches, trace.step), ideal_s
+            )
+            metrics.step(step_metrics)
+            if state.step == first_step + 1:  # from here on the optimizer has states
+                saving.reserve(engine.kept())
+            if state.bad_steps_in_a_row >= config.max_skipped:
+                monitor.enter("saving", state.step, slow=True)
+                saving.wait(may_raise=False)  # the error below names the newest checkpoint
+                raise _diverged(state, lr)
+            if monitor.check_spike(state.step, result, saving.wait):
                 return None
             score = None
-            if _due(job.step, how.evaluate_every, how.steps):
-                score = _evaluate(job, watch)
-                metrics.validation(job.step, score)
-            if job.step == begun_at + 5:  # the first steps are slower than those to come
-                ask_every = _ask_every(engine, facts.seconds)
+            if _due(state.step, config.evaluate_every, config.steps):
+                score = _evaluate(state, monitor)
+                metrics.validation(state.step, score)
+            if state.step == first_step + 5:  # the first steps are slower than later ones
+                flags_every = _flags_every(engine, step_metrics.seconds)
             stopping = to_save = False
-            if job.step % ask_every == 0:
+            if state.step % flags_every == 0:
                 stopping, to_save, has_ended = engine.world.any_flags(
-                    stop.asked is not None, stop.save_requested or saving.is_late, saving.has_ended
+                    signals.stop_signal is not None,
+                    signals.save_requested or saving.is_due,
+                    saving.has_ended,
                 )
                 if has_ended:
-                    saving.settle()
-            last = stopping or job.step == how.steps
-            to_save = last or to_save or _due(job.step, how.checkpoint_every, how.steps)
-            if how.check_replicas_every and (to_save or job.step % how.check_replicas_every == 0):
-                engine.check_replicas()  # before good checkpoints make room for one that is not
+                    saving.wait()
+            last = stopping or state.step == config.steps
+            to_save = last or to_save or _due(state.step, config.checkpoint_every, config.steps)
+            if config.check_replicas_every and (to_save or state.step % config.check_replicas_every == 0):
+                engine.check_replicas()  # before a corrupt checkpoint replaces good ones
             if to_save:
-                watch.begins("saving", job.step, slow=True)
+                monitor.enter("saving", state.step, slow=True)
                 metrics.flush()
-                saving.save(job.step, engine.kept(), _facts(job), score=score, last=last)
-                stop.save_requested = False  # of any rank: this answers all of them
-            if stopping and job.step < how.steps:
-                traced.end()
-                metrics.note(f"stopped after step {job.step}, saved: plait train {job.run.path} --resume")
-                return stop.asked or signal.SIGTERM
+                saving.save(state.step, engine.kept(), _facts(state), score=score, last=last)
+                signals.save_requested = False  # on any rank: this save answers all requests
+            if stopping and state.step < config.steps:
+                trace.end()
+                metrics.log(
+                    f"stopped after step {state.step} and saved: plait train {state.run.path} --resume"
+                )
+                return signals.stop_signal or signal.SIGTERM
     return None
 
 
 def _step(
-    job: TrainState, lr: float, take: Callable[[], StepResult], ideal_s: float
+    state: TrainState, lr: float, run_step: Callable[[], StepResult], ideal_s: float
 ) -> tuple[StepResult, StepMetrics]:
-    """Takes and counts one. `ideal_s`: of a step that does nothing but products."""
-    began_s = time.perf_counter()
-    for group in job.engine.optimizer.param_groups:
+    """Run and count one step. `ideal_s`: the time of a step of matrix products only, at peak FLOP/s."""
+    start_s = time.perf_counter()
+    for group in state.engine.optimizer.param_groups:
         group["lr"] = lr
-    loss_scale = job.engine.loss_scale
-    result = take()
-    job.count(result, loss_scale)
-    seconds = time.perf_counter() - began_s
+    loss_scale = state.engine.loss_scale
+    result = run_step()
+    state.count(result, loss_scale)
+    seconds = time.perf_counter() - start_s
     return result, StepMetrics(
-        step=job.step,
+        step=state.step,
         loss=result.loss,
         lr=lr,
         grad_norm=result.grad_norm,
         skipped=result.skipped,
-        skipped_steps=job.skipped,
-        tokens=job.tokens,
+        skipped_steps=state.skipped,
+        tokens=state.tokens,
         tokens_per_s=result.num_tokens / seconds,
         mfu=ideal_s / seconds,
         seconds=seconds,
@@ -222,10 +226,10 @@ def _step(
     )
 
 
-def _ask_every(engine: Engine, step_s: float) -> int:
-    """Steps from one exchange of flags to the next: about one a second, the same on all ranks.
+def _flags_every(engine: Engine, step_s: float) -> int:
+    """Return the number of steps between flag exchanges: about one exchange per second, equal on all ranks.
 
-    On a GPU each makes the device wait. On the CPU it costs nothing beside a step.
+    On a GPU each exchange synchronizes the device. On the CPU its cost is negligible.
     """
     if engine.device.type == "cpu":
         return 1
@@ -239,13 +243,13 @@ def _due(step: int, every: int, steps: int) -> bool:
 
 
 def _start(recipe: Recipe, world: World) -> TrainState:
-    """The engine, and in it the newest checkpoint that is whole, if there is one."""
+    """Build the engine and load the newest intact checkpoint, if there is one."""
     store = open_store(recipe.data, recipe.tokenizer, verify=False)  # `prepare` has hashed the files
     plan = Plan.parse(recipe.plan)
     run = RunDir(recipe.run.dir)
-    # As the first rank sees it, who also chooses one: file systems lag.
-    goes_on = world.any_flag(world.rank == 0 and bool(checkpoint.steps(run.checkpoints)))
-    model, weights = (model_on_meta(recipe.model), None) if goes_on else initial_model(recipe.model)
+    # Rank 0 decides, as it also chooses the checkpoint: file systems show new files late on other hosts.
+    resuming = world.any_flag(world.rank == 0 and bool(checkpoint.steps(run.checkpoints)))
+    model, weights = (model_on_meta(recipe.model), None) if resuming else initial_model(recipe.model)
     engine = parallelize(
         model,
         plan,
@@ -262,98 +266,106 @@ def _start(recipe: Recipe, world: World) -> TrainState:
         world=world,
     )
     console = rich.get_console() if world.rank == 0 else None
-    job = TrainState(recipe, run, store, engine, TrafficRecorder(engine), LossSpikeGuard(recipe.run), console)
-    last, job.warnings = load_newest(
-        engine, run.checkpoints, lambda found: check_checkpoint(found, recipe, store)
+    state = TrainState(
+        recipe, run, store, engine, TrafficRecorder(engine), LossSpikeGuard(recipe.run), console
     )
-    if last is not None:
-        _restore_progress(job, last)
+    newest, state.warnings = load_newest(
+        engine, run.checkpoints, lambda saved: check_checkpoint(saved, recipe, store)
+    )
+    if newest is not None:
+        _restore_progress(state, newest)
     elif run.metrics.exists():
-        job.warnings.append("there is no checkpoint yet: the run begins anew")
-    return job
+        state.warnings.append("no checkpoint yet: the run starts from the beginning")
+    return state
 
 
-def _restore_progress(job: TrainState, saved: Checkpoint) -> None:
-    """The job is where it was when this, which the engine has loaded, was saved."""
-    job.step, job.tokens = saved.step, int(saved.facts["tokens"])
-    job.skipped, job.bad_steps_in_a_row = int(saved.facts["skipped"]), 0
-    job.spikes.load(saved.facts)
+def _restore_progress(state: TrainState, saved: Checkpoint) -> None:
+    """Set the progress to that of a checkpoint which the engine has loaded."""
+    state.step, state.tokens = saved.step, int(saved.facts["tokens"])
+    state.skipped, state.bad_steps_in_a_row = int(saved.facts["skipped"]), 0
+    state.spikes.load(saved.facts)
 
 
-def _rollback(job: TrainState, path: Path) -> None:
-    """To a checkpoint from before a spike, which from now on knows what is skipped."""
-    saved = open_on_all_ranks(path, job.engine.world)
+def _rollback(state: TrainState, path: Path) -> None:
+    """Load a checkpoint from before a spike, and save it again with the batches that are to be skipped."""
+    saved = open_together(path, state.engine.world)
     with saved.reader() as reader:
-        job.engine.load_from(reader)
-    _restore_progress(job, saved)
-    job.warnings = [job.spikes.skip(job.step)]
-    Saver(job.run.checkpoints, job.engine.world).save(job.step, job.engine.kept(), _facts(job))
-    if job.console is not None:
-        checkpoint.remove_after(job.run.checkpoints, job.step)
+        state.engine.load_from(reader)
+    _restore_progress(state, saved)
+    state.warnings = [state.spikes.skip_batches(state.step)]
+    Saver(state.run.checkpoints, state.engine.world).save(state.step, state.engine.kept(), _facts(state))
+    if state.console is not None:
+        checkpoint.remove_after(state.run.checkpoints, state.step)
 
 
-def _batches(job: TrainState, stream: TokenStream, steps: range, workers: int) -> Iterator[dict[str, Tensor]]:
-    """This rank's share of the batch of each of `steps`."""
+def _batches(
+    state: TrainState, stream: TokenStream, steps: range, workers: int
+) -> Iterator[dict[str, Tensor]]:
+    """Yield this rank's share of the batch of each of `steps`."""
     batches: Iterator[dict[str, Tensor]] = iter(
         loader(
             stream,
-            sequence=job.recipe.data.sequence,
-            global_batch=job.recipe.run.batch,
-            data_rank=job.engine.data_rank,
-            data_ranks=job.engine.data_ranks,
-            seed=job.recipe.run.seed,
-            order=job.recipe.data.order,
+            sequence=state.recipe.data.sequence,
+            global_batch=state.recipe.run.batch,
+            data_rank=state.engine.data_rank,
+            data_ranks=state.engine.data_ranks,
+            seed=state.recipe.run.seed,
+            order=state.recipe.data.order,
             first_step=steps.start,
             last_step=steps.stop,
             workers=workers,
-            pin_memory=job.engine.device.type == "cuda",
+            pin_memory=state.engine.device.type == "cuda",
         )
     )
     return batches
 
 
-def _evaluate(job: TrainState, watch: HealthMonitor) -> float:
-    """Mean loss per target, over the same validation batches each time."""
-    batches = _batches(job, job.store.validation, range(job.recipe.run.evaluate_batches), workers=0)
+def _evaluate(state: TrainState, monitor: HealthMonitor) -> float:
+    """Return the mean loss per target token over the validation batches, the same ones each time."""
+    batches = _batches(state, state.store.validation, range(state.recipe.run.evaluate_batches), workers=0)
     results = []
     for number, batch in enumerate(batches):
-        watch.begins("evaluation", job.step, slow=number == 0)
-        results.append(job.engine.evaluate(batch))
+        monitor.enter("evaluation", state.step, slow=number == 0)
+        results.append(state.engine.evaluate(batch))
     return sum(result.loss_sum for result in results) / sum(result.num_tokens for result in results)
 
 
-def _facts(job: TrainState) -> dict[str, object]:
-    """What a checkpoint says of itself."""
+def _facts(state: TrainState) -> dict[str, object]:
+    """Return the metadata of a checkpoint."""
     return {
-        "tokens": job.tokens,
-        "skipped": job.skipped,
-        "spikes": job.spikes.facts(),
-        "seed": job.recipe.run.seed,
-        "plan": str(job.engine.plan),
-        "loss_scale": job.engine.loss_scale,
-        **run_facts(job.recipe, job.store),
+        "tokens": state.tokens,
+        "skipped": state.skipped,
+        "spikes": state.spikes.facts(),
+        "seed": state.recipe.run.seed,
+        "plan": str(state.engine.plan),
+        "loss_scale": state.engine.loss_scale,
+        **run_facts(state.recipe, state.store),
         "versions": {module.__name__: str(module.__version__) for module in (plait, torch, transformers)},
     }
 
 
-def _show_start(job: TrainState, peak_flops: float) -> None:
-    memory = largest_memory(job.recipe, job.engine)
-    if job.console is not None:
-        job.console.print(start_table(job.recipe, job.engine, peak_flops, memory))
-        if job.step:
-            nothing = "" if job.step < job.recipe.run.steps else ": nothing is left to do, but for run.steps"
-            job.console.print(f"resumed after step {job.step}{nothing}", highlight=False)
+def _show_start(state: TrainState, peak_flops: float) -> None:
+    memory = largest_memory(state.recipe, state.engine)
+    if state.console is not None:
+        state.console.print(start_table(state.recipe, state.engine, peak_flops, memory))
+        if state.step:
+            done = (
+                ""
+                if state.step < state.recipe.run.steps
+                else ": training is complete (raise run.steps to go on)"
+            )
+            state.console.print(f"resumed after step {state.step}{done}", highlight=False)
 
 
-def _diverged(job: TrainState, lr: float) -> RunError:
-    saved = checkpoint.steps(job.run.checkpoints)
-    go_on = f"; the last checkpoint is {saved[-1]}" if saved else ""
-    scale = job.engine.loss_scale
+def _diverged(state: TrainState, lr: float) -> RunError:
+    saved = checkpoint.steps(state.run.checkpoints)
+    newest = f"; the newest checkpoint is {saved[-1]}" if saved else ""
+    scale = state.engine.loss_scale
     at_scale = "" if scale is None else f" and a loss scale of {scale:g}"
-    try_too = "" if scale is None else ", precision=bf16"
+    try_bf16 = "" if scale is None else ", precision=bf16"
     return RunError(
-        f"the gradient was not finite in {job.bad_steps_in_a_row} steps in a row",
-        given=f"up to step {job.step}, with a learning rate of {lr:.2e}{at_scale}",
-        expected="finite gradients; a step without them changes no weight",
-        hint=f"a smaller optimizer.lr or clip_norm{try_too}{go_on}",
+        f"the gradient was not finite in {state.bad_steps_in_a_row} steps in a row",
+        given=f"up to step {state.step}, with a learning rate of {lr:.2e}{at_scale}",
+        expected="finite gradients; skipped steps do not change the weights",
+        hint=f"a smaller optimizer.lr or clip_norm{try_bf16}{newest}",
     )

@@ -1,4 +1,4 @@
-"""Verifying: a plan on local ranks against the one-process program, on any model."""
+"""Verify a plan on local ranks against the one-process reference, for any model."""
 
 from plait.verify.model_spec import ModelSource, ModelSpec, parse_source
 from plait.verify.result import Mismatch, Outcome, Verdict

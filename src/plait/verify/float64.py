@@ -1,13 +1,12 @@
-"""Float64 all through, where a model's own code says float32.
+"""Compute in float64 throughout, also where a model's code casts to float32.
 
-[Note: why float32 is taken for float64]
-transformers' models compute norms, rotary tables and softmax in float32 whatever the model's dtype is, and
-the roundings of that hide any error smaller than 1e-7. Wide models compute in float64 there, in one process
-and on ranks alike, so that the two can be held against each other to 1e-9. What a family computes in a fused
-kernel of its own stays as it is.
+[Note: float64 instead of float32]
+The models of transformers compute norms, rotary tables and softmax in float32 whatever the model's dtype, and
+the rounding hides errors smaller than 1e-7. Here these are computed in float64, in the reference and on
+ranks, so that the two can be compared to 1e-9. Fused kernels of a model family are not affected.
 
-The mode is put around forwards, and not around a step: torch takes a mode off while the mode handles a
-function, and so around all of `torch.autograd.backward`, in which blocks may run again.
+The torch function mode is entered around forwards, not around a step: torch disables a mode while it handles
+a function, and so during all of `torch.autograd.backward`, in which blocks may run again.
 """
 
 import functools
@@ -22,47 +21,51 @@ from transformers import PreTrainedModel
 
 
 def compute_in_float64(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
-    """Lets the model and its blocks, which may run again in backward, compute in float64 throughout if their
-    parameters are of it. In place."""
+    """Make the model and its blocks compute in float64 throughout if their parameters are float64. In place.
+
+    Blocks separately, as they may run again in backward.
+    """
     if isinstance(model, PreTrainedModel):
-        model.set_experts_implementation("eager")  # torch's grouped product does not take float64
+        model.set_experts_implementation("eager")  # torch's grouped matmul does not support float64
     for module in (model, *blocks):
-        kind = type(module)
-        if kind not in _KINDS.values():  # a builder may give the same module twice
-            module.__class__ = _KINDS[kind] = _KINDS.get(kind) or _wide(kind)
+        cls = type(module)
+        if cls not in _FLOAT64_CLASSES.values():  # a builder may return the same module twice
+            module.__class__ = _FLOAT64_CLASSES[cls] = _FLOAT64_CLASSES.get(cls) or _float64_class(cls)
 
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Inside, what models are built with without a dtype, such as tables in buffers, gets this one."""
-    before = torch.get_default_dtype()
+    """Set torch's default dtype, for tensors that models create without one, such as tables in buffers."""
+    previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(previous)
 
 
-_KINDS: dict[type[nn.Module], type[nn.Module]] = {}  # by the class that they are made of
+_FLOAT64_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}  # by original class
 
 
-def _wide(kind: type[nn.Module]) -> type[nn.Module]:
-    """The class, with a forward that computes in float64. Modules stay what they are in every other way: who
-    cuts a model asks for methods, and for classes by their names."""
-    forward = kind.forward
+def _float64_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """Return a subclass whose forward computes in float64.
 
-    @functools.wraps(forward)  # models ask for a forward's arguments
+    Its methods and name are those of the class: sharding a model looks at both.
+    """
+    forward = cls.forward
+
+    @functools.wraps(forward)  # models inspect the signature of forward
     def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        is_wide = any(parameter.dtype == torch.float64 for parameter in module.parameters())
-        with _Float64() if is_wide else nullcontext():
+        is_float64 = any(parameter.dtype == torch.float64 for parameter in module.parameters())
+        with _Float64() if is_float64 else nullcontext():
             return forward(module, *args, **kwargs)
 
-    about = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    return type(kind.__name__, (kind,), {**about, "forward": run})
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (cls,), {**names, "forward": run})
 
 
 class _Float64(TorchFunctionMode):
-    """Takes float64 where the program says float32."""
+    """Replaces float32 by float64 in the arguments of torch functions."""
 
     def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

@@ -1,4 +1,4 @@
-"""Where numbers differ: of each parameter, the coordinates of the ranks whose own pieces are off."""
+"""Locate mismatches: for each parameter, the coordinates of the ranks whose shards are wrong."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -12,54 +12,57 @@ from plait.plan import AXES, Grid
 
 
 def locate_mismatches(
-    expected: Mapping[str, Tensor], names: Sequence[str], engine: Engine, *, off: float
+    expected: Mapping[str, Tensor], names: Sequence[str], engine: Engine, *, tolerance: float
 ) -> dict[str, str]:
-    """By name, where the last step's gradients differ from what the first rank, which is asked, expects of
-    them, by more than `off` of a piece's norm: see `describe_ranks`. Elsewhere {}. Every rank calls it."""
+    """Map each parameter to the ranks whose gradient shards differ from rank 0's reference, in the last step.
+
+    `tolerance`: relative to the norm of a shard. Returns descriptions (see `describe_ranks`) on rank 0, {} on
+    the others. Collective; `expected` and `names` are rank 0's.
+    """
     world, shapes = engine.world, engine.weight_shapes()
     order = list(shapes)
-    asked = torch.full((len(shapes),), -1, device=engine.device)
-    for place, name in enumerate(name for name in names if name in expected):
-        asked[place] = order.index(f"weights/{name}")
-    broadcast(asked, world.group)
-    found: dict[str, str] = {}
-    for index in asked[asked >= 0].tolist():
+    indices = torch.full((len(shapes),), -1, device=engine.device)
+    for position, name in enumerate(name for name in names if name in expected):
+        indices[position] = order.index(f"weights/{name}")
+    broadcast(indices, world.group)
+    descriptions: dict[str, str] = {}
+    for index in indices[indices >= 0].tolist():
         name = order[index].removeprefix("weights/")
-        whole = torch.empty(shapes[order[index]], dtype=torch.float64, device=engine.device)
+        reference = torch.empty(shapes[order[index]], dtype=torch.float64, device=engine.device)
         if world.rank == 0:
-            whole.copy_(expected[name])
-        broadcast(whole, world.group)
-        own = engine.gradient_error(name, whole)
+            reference.copy_(expected[name])
+        broadcast(reference, world.group)
+        own = engine.gradient_error(name, reference)
         row = torch.tensor(own or (-1.0, -1.0), dtype=torch.float64, device=engine.device)
         rows = row.new_empty(2 * world.size)
         all_gather(rows, row, world.group)
         if world.rank == 0:
-            found[name] = _text(rows.view(-1, 2).tolist(), off, Grid.of(engine.plan))
-    return found
+            descriptions[name] = _description(rows.view(-1, 2).tolist(), tolerance, Grid.of(engine.plan))
+    return descriptions
 
 
-def _text(errors: Sequence[Sequence[float]], off: float, grid: Grid) -> str:
-    """`errors`: of every rank the squared error of its piece and the square of what it should be."""
+def _description(errors: Sequence[Sequence[float]], tolerance: float, grid: Grid) -> str:
+    """`errors`: per rank the squared norms of its shard's error and of the reference; negative: no shard."""
     holders = [rank for rank, (_, square) in enumerate(errors) if square >= 0]
     largest = max((square for _, square in errors), default=0.0)
-    allowed = {rank: off * math.sqrt(max(errors[rank][1], 1e-6 * largest, 1e-60)) for rank in holders}
+    allowed = {rank: tolerance * math.sqrt(max(errors[rank][1], 1e-6 * largest, 1e-60)) for rank in holders}
     wrong = [rank for rank in holders if not math.sqrt(errors[rank][0]) <= allowed[rank]]  # or it is NaN
     return describe_ranks(wrong, holders, grid) if wrong else ""
 
 
-def describe_ranks(off: Collection[int], holders: Collection[int], grid: Grid) -> str:
-    """Ranks in the words of the grid: what they share on axes along which holders of the parameter differ.
+def describe_ranks(wrong: Collection[int], holders: Collection[int], grid: Grid) -> str:
+    """Describe the wrong ranks by their coordinates on the axes where not all holders are wrong.
 
-    `everywhere` where all that hold it are off; `col=1`; `replicate=0,1 col=1`; ranks by number where they
-    are no block of the grid.
+    Such as `col=1` or `replicate=0,1 col=1`; `all ranks` if all holders of the parameter are wrong; rank
+    numbers if they are not a block of the grid.
     """
-    if set(off) == set(holders):
-        return "everywhere"
+    if set(wrong) == set(holders):
+        return "all ranks"
     coords = {rank: grid.coord(rank) for rank in holders}
-    words, block = [], set(holders)
+    parts, block = [], set(holders)
     for axis in AXES:
-        mine = {coords[rank][axis] for rank in off}
-        if mine != {coords[rank][axis] for rank in holders}:
-            words.append(f"{axis}={','.join(map(str, sorted(mine)))}")
-            block = {rank for rank in block if coords[rank][axis] in mine}
-    return " ".join(words) if block == set(off) else f"ranks {', '.join(map(str, sorted(off)))}"
+        values = {coords[rank][axis] for rank in wrong}
+        if values != {coords[rank][axis] for rank in holders}:
+            parts.append(f"{axis}={','.join(map(str, sorted(values)))}")
+            block = {rank for rank in block if coords[rank][axis] in values}
+    return " ".join(parts) if block == set(wrong) else f"ranks {', '.join(map(str, sorted(wrong)))}"

@@ -1,4 +1,4 @@
-"""What is verified: a model that can be built anew, and what it is trained on."""
+"""The model to verify: how to build it, and its training batches."""
 
 import importlib
 import sys
@@ -13,23 +13,23 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from plait.engine.loss import Loss
 from plait.errors import ModelError, PlaitError, nearest
-from plait.models import Blocks, Chain, blocks_of, causal_lm_on_meta, initialize_weights, read_config
+from plait.models import Blocks, Chain, blocks_of, causal_lm_on_meta, initialise, read_config
 from plait.verify.float64 import compute_in_float64, default_dtype
 from plait.verify.tiny_config import shrink_config
 
-# (number of the step, samples in it) -> the step's whole batch
+# (step number, samples per step) -> the batch of all ranks
 BatchFn = Callable[[int, int], Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model to be verified. A user's own function may return one, where a model alone does not say enough.
+    """A model to verify. A user's function may return one if the model alone is not enough.
 
-    model    builds it, anew at each call; the same weights, or none yet (on meta)
-    batch    (step, samples) -> a dict of that many samples along dim 0; None: random tokens, for a model with
-             a vocabulary
-    loss, blocks, tensor_plan    as `plait.parallelize` takes them
-    whole    builds it with values, for one process; None: as `model`
+    model      builds a new model at each call, with the same weights, or on meta
+    batch      (step, samples) -> a dict of tensors with that many samples along dim 0; None: random tokens,
+               for models with a vocabulary
+    loss, blocks, tensor_plan    as in `plait.parallelize`
+    reference  builds the one-process model, with values; None: `model`
     """
 
     model: Callable[[], nn.Module | Sequence[nn.Module]]
@@ -37,78 +37,78 @@ class ModelSpec:
     loss: Loss | None = None
     blocks: Blocks | None = None
     tensor_plan: Mapping[str, str] | None = None
-    whole: Callable[[], nn.Module] | None = None
+    reference: Callable[[], nn.Module] | None = None
 
     def build(self, dtype: torch.dtype) -> nn.Module:
-        """For ranks: without dropout, with which numbers would depend on the plan; for float64, wide."""
+        """Build the model for ranks: without dropout, which would depend on the plan; all in `dtype`."""
         with default_dtype(dtype if dtype == torch.float64 else torch.float32):
-            return self._made(self.model, dtype)
+            return self._build(self.model, dtype)
 
-    def _made(self, build: Callable[[], Any], dtype: torch.dtype) -> nn.Module:
-        model = _quiet(_module(_told(build)))
+    def _build(self, build: Callable[[], Any], dtype: torch.dtype) -> nn.Module:
+        model = _without_dropout(_module(_call(build)))
         if dtype == torch.float64:
             compute_in_float64(model, (block for _, block in blocks_of(model, self.blocks)))
         return model
 
     def build_reference(self, dtype: torch.dtype) -> nn.Module:
-        """For one process: with values, its weights yet to be set."""
+        """Build the one-process model, with values; its weights are set later."""
         with default_dtype(dtype if dtype == torch.float64 else torch.float32):
-            return self._with_values(self._made(self.whole or self.model, dtype))
+            return self._with_values(self._build(self.reference or self.model, dtype))
 
     def _with_values(self, model: nn.Module) -> nn.Module:
         if any(parameter.is_meta for parameter in model.parameters()):
             values: dict[str, Tensor] = {}
-            initialize_weights(
-                model, 0, torch.device("cpu"), lambda name, value: values.update({name: value})
-            )
-            made = {
+            initialise(model, 0, torch.device("cpu"), lambda name, value: values.update({name: value}))
+            initialized = {
                 id(p): nn.Parameter(values[name], p.requires_grad) for name, p in model.named_parameters()
             }
-            for module in model.modules():  # under every name that a parameter has: it may be tied
+            for module in model.modules():  # under every name of a parameter: it may be tied
                 for key, parameter in module._parameters.items():
                     if parameter is not None:
-                        module._parameters[key] = made[id(parameter)]
+                        module._parameters[key] = initialized[id(parameter)]
         return model
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a subject comes from, as ranks are told it.
+    """The source of a model, as plain data that can be sent to ranks.
 
     config   of a Hugging Face model, with its model_type; or
-    build    `module:function` of the user's, which is looked for in `folder` too
+    build    `module:function` of the user, also searched in `folder`
     """
 
     config: Mapping[str, Any] = field(default_factory=dict)
     build: str = ""
     folder: str = ""
 
-    def subject(self) -> ModelSpec:
-        """Raises ModelError."""
+    def spec(self) -> ModelSpec:
+        """Return the model spec. Raises ModelError."""
         if self.build:
-            return _users(self.build, self.folder)
+            return _user_spec(self.build, self.folder)
         config = dict(self.config)
-        return ModelSpec(lambda: causal_lm_on_meta(config), whole=lambda: _with_values(config))
+        return ModelSpec(lambda: causal_lm_on_meta(config), reference=lambda: _with_values(config))
 
     def __str__(self) -> str:
         return self.build or str(self.config["model_type"])
 
 
 def parse_source(model: str, *, layers: int, length: int = 16, full: bool = False) -> ModelSource:
-    """`model`: a config.json, a folder with one, a model_type of transformers, or `module:function`. Hugging
-    Face models are made small, with so many layers, for sequences of this length, unless `full`. Raises
-    ModelError."""
+    """Parse a config.json, a folder with one, a model_type of transformers, or `module:function`.
+
+    Hugging Face models are shrunk, to `layers` layers and for sequences of `length`, unless `full`. Raises
+    ModelError.
+    """
     if ":" in model and not Path(model).exists():
         return ModelSource(build=model, folder=str(Path.cwd()))
     if Path(model).exists():
         values = read_config(Path(model))
         if not isinstance(values.get("model_type"), str):
-            raise ModelError("the configuration names no model_type", given=model)
+            raise ModelError("the configuration has no model_type", given=model)
     elif model in CONFIG_MAPPING:
         values = {"model_type": model}
     else:
         raise ModelError(
-            "there is no such model",
+            "unknown model",
             given=model,
             expected="a config.json, a folder with one, a model_type of transformers, or module:function",
             hint=nearest(model, CONFIG_MAPPING.keys()) or "a path that exists",
@@ -117,7 +117,7 @@ def parse_source(model: str, *, layers: int, length: int = 16, full: bool = Fals
 
 
 def random_tokens(vocabulary: int, seed: int, step: int, samples: int, length: int) -> dict[str, Tensor]:
-    """Sequences, and labels of which from none to all of a sequence are no targets."""
+    """Return random sequences, and labels with 0 to 90 % of a sequence masked."""
     generator = torch.Generator().manual_seed(1009 * seed + step)
     ids = torch.randint(0, vocabulary, (samples, length), generator=generator)
     share = torch.linspace(0.0, 0.9, samples)[torch.randperm(samples, generator=generator), None]
@@ -127,8 +127,8 @@ def random_tokens(vocabulary: int, seed: int, step: int, samples: int, length: i
 
 def _with_values(config: Mapping[str, Any]) -> nn.Module:
     model: Any = causal_lm_on_meta(config)
-    made: nn.Module = type(model)(model.config)
-    return made
+    initialized: nn.Module = type(model)(model.config)
+    return initialized
 
 
 def _module(built: object) -> nn.Module:
@@ -137,15 +137,14 @@ def _module(built: object) -> nn.Module:
     if isinstance(built, Sequence) and all(isinstance(part, nn.Module) for part in built):
         return Chain(built)
     raise ModelError(
-        "what was built is no model",
+        "the function did not return a model",
         given=f"a {type(built).__name__}",
         expected="an nn.Module, or a list of modules",
     )
 
 
-def _quiet(model: nn.Module) -> nn.Module:
-    """Without dropout and jitter, of which ranks draw their own: in modules, in what they hand to functions,
-    in what they read from a configuration."""
+def _without_dropout(model: nn.Module) -> nn.Module:
+    """Disable dropout and jitter, which are random per rank, in modules, attributes and configurations."""
     configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
     for holder in (*model.modules(), *configs.values()):
         for key, value in [*vars(holder).items()]:
@@ -155,7 +154,7 @@ def _quiet(model: nn.Module) -> nn.Module:
     return model
 
 
-def _users(name: str, folder: str) -> ModelSpec:
+def _user_spec(name: str, folder: str) -> ModelSpec:
     module, _, function = name.partition(":")
     if folder not in sys.path:
         sys.path.insert(0, folder)
@@ -163,16 +162,16 @@ def _users(name: str, folder: str) -> ModelSpec:
         build: Callable[[], Any] = getattr(importlib.import_module(module), function)
     except Exception as error:  # whatever a user's module raises
         raise ModelError(
-            "the function that builds the model cannot be imported",
+            "cannot import the function that builds the model",
             given=f"{name}: {type(error).__name__}: {error}",
-            expected="module:function, of a module in this folder or one that is installed",
+            expected="module:function, with a module in this folder or an installed one",
         ) from error
-    made = _told(build)
-    return made if isinstance(made, ModelSpec) else ModelSpec(build)
+    result = _call(build)
+    return result if isinstance(result, ModelSpec) else ModelSpec(build)
 
 
-def _told(build: Callable[[], Any]) -> Any:
-    """What a user's function builds. Raises ModelError for what it raises."""
+def _call(build: Callable[[], Any]) -> Any:
+    """Call a user's function; its errors are raised as ModelError."""
     try:
         return build()
     except PlaitError:
@@ -180,5 +179,5 @@ def _told(build: Callable[[], Any]) -> Any:
     except Exception as error:
         name = getattr(build, "__name__", repr(build))
         raise ModelError(
-            "the function that builds the model fails", given=f"{name}: {type(error).__name__}: {error}"
+            "the function that builds the model failed", given=f"{name}: {type(error).__name__}: {error}"
         ) from error

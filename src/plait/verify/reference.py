@@ -1,4 +1,4 @@
-"""The one-process program: plain torch, as anyone would write it. No code of the strands is in its loop."""
+"""The reference: the one-process program in plain PyTorch, independent of the parallel code."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,25 +15,25 @@ from plait.models import forward_inputs
 
 IGNORE_INDEX = -100
 ADAMW: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.95)}
-CLIP_NORM = 0.05  # well under the norms that untrained models have: clipping is active in every step
+CLIP_NORM = 0.05  # far below the norms of untrained models: clipping is active in every step
 
 
 @dataclass(frozen=True)
 class Step:
-    """What a step came to: its mean loss, and the gradient's norm before it was clipped."""
+    """The mean loss of a step, and the gradient norm before clipping."""
 
     loss: float
-    norm: float
+    grad_norm: float
 
     @property
     def clip_factor(self) -> float:
-        """What clipping multiplied the gradient by, as torch does it."""
-        return min(1.0, CLIP_NORM / (self.norm + 1e-6))
+        """The factor by which clipping scaled the gradient, as in torch."""
+        return min(1.0, CLIP_NORM / (self.grad_norm + 1e-6))
 
 
 @dataclass
 class Trajectory:
-    """What a run computed: its steps, the gradients of each, not clipped, and the weights at the end."""
+    """The results of a run: its steps, their unclipped gradients, and the final weights."""
 
     steps: list[Step] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
@@ -49,24 +49,26 @@ def train_reference(
     master: torch.dtype,
     loss: Loss | None,
 ) -> Trajectory:
-    """Trains the model from these weights, a step on each of `batches`, each of which is a list of
-    micro-batches. It computes in `compute` and adds up and updates in `master`."""
+    """Train the model from these weights, with one step per batch; a batch is a list of micro-batches.
+
+    Computes in `compute`; accumulates gradients and updates weights in `master`.
+    """
     model = model.to(compute).train()
     named = dict(model.named_parameters())
     masters = {
         name: nn.Parameter(weights[name].to(master, copy=True), p.requires_grad) for name, p in named.items()
     }
     trained = {name: parameter for name, parameter in masters.items() if parameter.requires_grad}
-    stepper = torch.optim.AdamW(_groups(model, trained), foreach=False, **ADAMW)
-    course = Trajectory()
+    optimizer = torch.optim.AdamW(_groups(model, trained), foreach=False, **ADAMW)
+    trajectory = Trajectory()
     for micros in batches:
         with torch.no_grad():
             for name, parameter in named.items():
                 parameter.copy_(masters[name])
         sums = {name: torch.zeros_like(parameter) for name, parameter in trained.items()}
         total, count = 0.0, 0
-        for given in micros:
-            micro = on_device(given, torch.device("cpu"), compute)
+        for inputs in micros:
+            micro = on_device(inputs, torch.device("cpu"), compute)
             summed, targets = (loss or token_loss)(model(**forward_inputs(model, micro)), micro)
             summed.backward()
             total, count = total + summed.item(), count + int(targets)
@@ -76,27 +78,29 @@ def train_reference(
                     sums[name] += gradient.to(master)
         if not count:
             raise ModelError("a step of the data has no targets", hint="labels that are not all -100")
-        for name, parameter in trained.items():  # one that was not used has a zero gradient
+        for name, parameter in trained.items():  # unused parameters have a zero gradient
             parameter.grad = sums[name] / count
-        course.gradients.append({name: p.grad.clone() for name, p in trained.items() if p.grad is not None})
+        trajectory.gradients.append(
+            {name: p.grad.clone() for name, p in trained.items() if p.grad is not None}
+        )
         norm = nn.utils.clip_grad_norm_(trained.values(), CLIP_NORM, foreach=False)
-        course.steps.append(Step(total / count, norm.item()))
-        stepper.step()
-    course.weights = {name: parameter.detach() for name, parameter in masters.items()}
-    return course
+        trajectory.steps.append(Step(total / count, norm.item()))
+        optimizer.step()
+    trajectory.weights = {name: parameter.detach() for name, parameter in masters.items()}
+    return trajectory
 
 
 def token_loss(outputs: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Cross entropy of the next token, summed, of whole logits, and the number of targets."""
+    """Return the summed next-token cross entropy of unsharded logits, and the number of targets."""
     logits = outputs.logits[:, :-1].flatten(0, 1)
     targets = batch["labels"][:, 1:].reshape(-1)
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    summed = F.cross_entropy(wide, targets, ignore_index=IGNORE_INDEX, reduction="sum")
+    upcast = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    summed = F.cross_entropy(upcast, targets, ignore_index=IGNORE_INDEX, reduction="sum")
     return summed, (targets != IGNORE_INDEX).sum()
 
 
 def _groups(model: nn.Module, trained: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:
-    """No weight decay for norms and biases, as is usual."""
+    """Return parameter groups, without weight decay for norms and biases."""
     norms = {
         f"{name}.{key}" if name else key
         for name, module in model.named_modules()

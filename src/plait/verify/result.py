@@ -1,4 +1,4 @@
-"""What verifying found: values that are printed, and written as JSON."""
+"""The result of a verification: values that are printed and written as JSON."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,11 +10,11 @@ from torch import Tensor
 
 from plait.verify.reference import Step, Trajectory
 
-MAX_SHOWN = 10  # parameters that are named
+MAX_SHOWN = 10  # parameters that are listed
 
 
 class Outcome(Enum):
-    """`DIED`: a rank ended otherwise than with a letter."""
+    """The outcome of a case. `REFUSED`: a PlaitError. `DIED`: a rank ended in any other way."""
 
     SAME = "same"
     DIFFERS = "differs"
@@ -24,34 +24,39 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class Mismatch:
-    """How far a parameter is from the one-process program's.
+    """The error of a parameter relative to the reference.
 
-    gradient, weight    norm of the difference over the norm of what is expected: of the gradient, in the
-                        first step that is off, or where it is largest; of the weight, at the end
-    where               coordinates of the ranks whose pieces are off, such as "col=1"; nothing: not asked for
+    gradient_error   norm of the difference over the norm of the reference gradient: of the first step that
+                     differs, or the largest of all steps
+    weight_error     the same of the weight after the last step
+    tolerance        the largest error that is allowed
+    ranks            coordinates of the ranks whose shards are wrong, such as "col=1"; "" if not located
     """
 
     name: str
-    gradient: float
-    weight: float
-    allowed: float
-    where: str = ""
+    gradient_error: float
+    weight_error: float
+    tolerance: float
+    ranks: str = ""
 
     @property
     def excess(self) -> float:
-        """Above 1: off."""
-        return max(self.gradient, self.weight) / self.allowed
+        """The larger error over the tolerance; above 1 the parameter differs."""
+        return max(self.gradient_error, self.weight_error) / self.tolerance
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of one plan.
+    """The verdict on one plan.
 
-    steps, expected     what the ranks and what one process came to
-    worst               parameters, the farthest first
-    suspects            parts of the plan without which the numbers are those of one process
-    traffic             of the last step and the first rank: (what, calls, bytes)
-    letter              of a refusal, or of what ended the ranks
+    tolerance          of losses and gradient norms, relative
+    steps              losses and gradient norms of the ranks
+    reference_steps    those of the one-process reference
+    worst_parameters   the parameters with the largest errors, the largest first
+    num_parameters     how many were compared
+    suspects           parts of the plan without which it matches the reference
+    traffic            of rank 0 in the last step: (operation, calls, bytes)
+    message            the error that refused the plan or ended the ranks
     """
 
     model: str
@@ -59,124 +64,132 @@ class Verdict:
     dtype: str
     num_ranks: int
     outcome: Outcome
-    allowed: float = 0.0
+    tolerance: float = 0.0
     steps: tuple[Step, ...] = ()
-    expected: tuple[Step, ...] = ()
-    worst: tuple[Mismatch, ...] = ()
+    reference_steps: tuple[Step, ...] = ()
+    worst_parameters: tuple[Mismatch, ...] = ()
     num_parameters: int = 0
     suspects: tuple[str, ...] = ()
     traffic: tuple[tuple[str, int, int], ...] = ()
     message: str = ""
 
     @property
-    def largest(self) -> float:
-        """The largest relative difference of all: losses, norms, gradients and weights."""
-        found = [_apart(mine, theirs) for mine, theirs in zip(self.steps, self.expected, strict=True)]
-        return max([*found, *(max(off.gradient, off.weight) for off in self.worst)], default=math.nan)
+    def max_error(self) -> float:
+        """The largest relative error of any loss, norm, gradient or weight."""
+        errors = [
+            _step_error(one, other) for one, other in zip(self.steps, self.reference_steps, strict=True)
+        ]
+        worst = self.worst_parameters
+        return max([*errors, *(max(p.gradient_error, p.weight_error) for p in worst)], default=math.nan)
 
     def to_values(self) -> dict[str, Any]:
-        """For JSON, which has no number that is not finite: None, as in `largest`."""
-        found: dict[str, Any] = _finite(asdict(self))
-        return {**found, "outcome": self.outcome.value, "largest": _finite(self.largest)}
+        """Return the verdict as JSON values. Non-finite numbers become None, as JSON has none."""
+        values: dict[str, Any] = _finite(asdict(self))
+        return {**values, "outcome": self.outcome.value, "max_error": _finite(self.max_error)}
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> "Verdict":
-        """Of what `to_values` gave."""
-        given = {key: value for key, value in values.items() if key != "largest"}
+        """Restore a verdict from `to_values`."""
+        fields = {key: value for key, value in values.items() if key != "max_error"}
         return cls(
             **{
-                **given,
-                "outcome": Outcome(given["outcome"]),
-                "steps": tuple(Step(**_numbers(step)) for step in given["steps"]),
-                "expected": tuple(Step(**_numbers(step)) for step in given["expected"]),
-                "worst": tuple(Mismatch(**_numbers(off)) for off in given["worst"]),
-                "suspects": tuple(given["suspects"]),
-                "traffic": tuple((line, count, size) for line, count, size in given["traffic"]),
+                **fields,
+                "outcome": Outcome(fields["outcome"]),
+                "steps": tuple(Step(**_numbers(step)) for step in fields["steps"]),
+                "reference_steps": tuple(Step(**_numbers(step)) for step in fields["reference_steps"]),
+                "worst_parameters": tuple(Mismatch(**_numbers(p)) for p in fields["worst_parameters"]),
+                "suspects": tuple(fields["suspects"]),
+                "traffic": tuple((key, count, size) for key, count, size in fields["traffic"]),
             }
         )
 
 
 def _finite(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
+        return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
+        return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """With infinity for what was not finite: as far off as can be."""
+    """Replace None, for a non-finite number, by infinity: the largest possible error."""
     return {key: math.inf if value is None else value for key, value in values.items()}
 
 
 @dataclass(frozen=True)
 class Tolerances:
-    """What is allowed: `least` for every number, and beside it so many times what rounding alone does.
+    """The relative errors that are allowed: `base` for every number, plus `factor` times the rounding noise.
 
-    least   1e-9 in float64; others round in other orders, by which they may differ
-    noise   one process in the plan's dtype, against itself in float64: by parameter and for steps
+    base        1e-9 in float64, where only the order of additions differs
+    noise       error of one process in the plan's dtype relative to float64, by parameter
+    step_noise  the same for losses and gradient norms
     """
 
-    least: float
-    times: float = 4.0
+    base: float
+    factor: float = 4.0
     noise: Mapping[str, float] = field(default_factory=dict)
     step_noise: float = 0.0
 
     def of(self, name: str) -> float:
-        return self.least + self.times * self.noise.get(name, 0.0)
+        return self.base + self.factor * self.noise.get(name, 0.0)
 
     @property
     def of_steps(self) -> float:
-        return self.least + self.times * self.step_noise
+        return self.base + self.factor * self.step_noise
 
-    def hold(self, step: Step, expected: Step) -> bool:
-        return _apart(step, expected) <= self.of_steps
+    def allow(self, step: Step, expected: Step) -> bool:
+        return _step_error(step, expected) <= self.of_steps
 
 
-def compare(mine: Trajectory, theirs: Trajectory, limits: Tolerances) -> tuple[bool, list[Mismatch]]:
-    """Whether all is within limits; all parameters, the farthest first.
+def compare(actual: Trajectory, expected: Trajectory, tolerances: Tolerances) -> tuple[bool, list[Mismatch]]:
+    """Return whether all errors are within the tolerances, and all parameters, the largest error first.
 
-    Without weights, of a course that was ended by a wrong step, it is that step's gradients that count.
+    Without weights, if a mismatch ended the run, only the gradients of the last step are compared.
     """
-    steps = len(mine.steps)
-    is_same = all(limits.hold(*pair) for pair in zip(mine.steps, theirs.steps[:steps], strict=True))
-    first = 0 if mine.weights else steps - 1
-    gradients = relative_errors(mine.gradients[first:], theirs.gradients[first:steps])
-    weights = relative_errors([mine.weights], [theirs.weights]) if mine.weights else {}
-    found = [
-        Mismatch(name, gradients.get(name, 0.0), weights.get(name, 0.0), limits.of(name))
+    steps = len(actual.steps)
+    is_same = all(tolerances.allow(*pair) for pair in zip(actual.steps, expected.steps[:steps], strict=True))
+    first = 0 if actual.weights else steps - 1
+    gradients = relative_errors(actual.gradients[first:], expected.gradients[first:steps])
+    weights = relative_errors([actual.weights], [expected.weights]) if actual.weights else {}
+    mismatches = [
+        Mismatch(name, gradients.get(name, 0.0), weights.get(name, 0.0), tolerances.of(name))
         for name in weights or gradients
     ]
-    found.sort(key=lambda off: off.excess, reverse=True)
-    return is_same and bool(mine.weights) and all(off.excess <= 1.0 for off in found), found
+    mismatches.sort(key=lambda mismatch: mismatch.excess, reverse=True)
+    return is_same and bool(actual.weights) and all(m.excess <= 1.0 for m in mismatches), mismatches
 
 
-def rounding_noise(rough: Trajectory, exact: Trajectory) -> tuple[dict[str, float], float]:
-    """What rounding does to parameters, and to losses and norms."""
-    gradients = relative_errors(rough.gradients, exact.gradients)
-    weights = relative_errors([rough.weights], [exact.weights])
-    steps = [_apart(one, other) for one, other in zip(rough.steps, exact.steps, strict=True)]
+def rounding_noise(rounded: Trajectory, exact: Trajectory) -> tuple[dict[str, float], float]:
+    """Return the errors due to rounding: by parameter, and the largest of losses and norms."""
+    gradients = relative_errors(rounded.gradients, exact.gradients)
+    weights = relative_errors([rounded.weights], [exact.weights])
+    steps = [_step_error(one, other) for one, other in zip(rounded.steps, exact.steps, strict=True)]
     return {name: max(gradients.get(name, 0.0), weights[name]) for name in weights}, max(steps)
 
 
 def relative_errors(
-    mine: Sequence[Mapping[str, Tensor]], theirs: Sequence[Mapping[str, Tensor]]
+    actual: Sequence[Mapping[str, Tensor]], expected: Sequence[Mapping[str, Tensor]]
 ) -> dict[str, float]:
-    """By name the largest norm of a difference, over that of what is expected. One that is all but nothing
-    is noise: what its neighbours have is the measure then."""
-    found: dict[str, float] = {}
-    for ours, expected in zip(mine, theirs, strict=True):
-        assert ours.keys() == expected.keys(), f"{sorted(ours.keys() ^ expected.keys())} on one side only"
-        norms = {name: float(tensor.double().norm()) for name, tensor in expected.items()}
-        least = max(1e-3 * max(norms.values(), default=0.0), 1e-30)
-        for name, tensor in expected.items():
-            apart = float((ours[name].double() - tensor.double()).norm()) / max(norms[name], least)
-            found[name] = max(found.get(name, 0.0), apart if math.isfinite(apart) else math.inf)
-    return found
+    """Return by name the largest norm of the difference over the norm of the expected tensor.
+
+    A tensor that is nearly zero is noise: its error is relative to a thousandth of the largest norm.
+    """
+    errors: dict[str, float] = {}
+    for tensors, references in zip(actual, expected, strict=True):
+        assert tensors.keys() == references.keys(), (
+            f"{sorted(tensors.keys() ^ references.keys())} on one side only"
+        )
+        norms = {name: float(tensor.double().norm()) for name, tensor in references.items()}
+        min_norm = max(1e-3 * max(norms.values(), default=0.0), 1e-30)
+        for name, tensor in references.items():
+            error = float((tensors[name].double() - tensor.double()).norm()) / max(norms[name], min_norm)
+            errors[name] = max(errors.get(name, 0.0), error if math.isfinite(error) else math.inf)
+    return errors
 
 
-def _apart(mine: Step, theirs: Step) -> float:
-    """Of loss and norm, the larger relative difference."""
-    pairs = ((mine.loss, theirs.loss), (mine.norm, theirs.norm))
-    found = max(abs(a - b) / max(abs(b), 1e-30) for a, b in pairs)
-    return found if math.isfinite(found) else math.inf
+def _step_error(actual: Step, expected: Step) -> float:
+    """Return the larger relative error of loss and gradient norm."""
+    pairs = ((actual.loss, expected.loss), (actual.grad_norm, expected.grad_norm))
+    error = max(abs(a - b) / max(abs(b), 1e-30) for a, b in pairs)
+    return error if math.isfinite(error) else math.inf

@@ -1,13 +1,13 @@
-"""Local ranks that verify one plan after another: started once, told by the first of them what comes next.
+"""Start local ranks once and verify plans on them one after another, led by rank 0.
 
-[Note: how ranks agree on what comes next]
-Plans have different numbers of ranks. The first rank takes part in all of them, so it leads: it writes a
-file for each plan, which the others wait for, and those that the plan has join a world of their own, through
-a file of its own, and leave it afterwards. Nothing of one plan is left for the next: groups,
-shared memory, or an engine. The first rank alone decides whether simpler plans follow on one that differs.
+[Note: coordination between plans]
+Plans have different numbers of ranks. Rank 0 takes part in all of them, so it leads: it writes a file per
+plan, which the other ranks poll for. The ranks of the plan join a world of their own, through its own
+rendezvous file, and leave it afterwards. Nothing of one plan is left for the next: no process groups, shared
+memory or engine. Rank 0 alone decides whether simpler plans are tried after a mismatch.
 
-A rank that fails ends, and its launcher ends the others. Whoever started them finds which plan was under way
-and what was said, and starts new ranks for those that are left.
+A rank that fails exits, and its launcher ends the others. `verify` then finds out which plan was running and
+which errors were recorded, and starts new ranks for the remaining plans.
 """
 
 import gc
@@ -30,134 +30,141 @@ from plait.verify.sweep import simpler_plans
 from plait.verify.worker import Case, Verifier
 
 _POLL_S = 0.01
-_ASKED_TO_END = {128 + signum for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-_JOBS, _OVER = "jobs.json", "over"
+_STOP_CODES = {128 + signum for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+_JOBS, _DONE = "jobs.json", "done"
 
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """What ranks are, and what is done with a plan that differs: `blame`, simpler ones are tried too."""
+    """Options of the ranks. `find_suspects`: after a mismatch, also try simpler plans."""
 
     device: str = "cpu"
     transport: str = "auto"
     timeout_s: float = 600.0
-    blame: bool = True
+    find_suspects: bool = True
 
 
-def verify(jobs: Sequence[Case], folder: Path, how: WorkerOptions | None = None) -> list[Verdict]:
-    """The verdict of each job, on local ranks that this starts; `folder` is an empty one to meet in.
+def verify(cases: Sequence[Case], folder: Path, options: WorkerOptions | None = None) -> list[Verdict]:
+    """Start local ranks and return the verdict of each case. `folder` is empty, for the ranks' files.
 
-    Raises SystemExit with the shell's code where a signal ended the ranks.
+    Raises SystemExit with the shell's exit code if a signal ended the ranks.
     """
-    found: dict[int, Verdict] = {}
-    for start in range(len(jobs) + 1):  # each start reaches a verdict at least, or we would start for ever
-        left = [number for number in range(len(jobs)) if number not in found]
+    verdicts: dict[int, Verdict] = {}
+    for start in range(len(cases) + 1):  # each start yields at least one verdict, so the loop is bounded
+        left = [number for number in range(len(cases)) if number not in verdicts]
         if not left:
             break
-        room = folder / f"start-{start}"
-        room.mkdir()
-        told = {"how": asdict(how or WorkerOptions()), "jobs": {n: jobs[n].to_values() for n in left}}
-        write_json(room / _JOBS, told)
-        most = max(jobs[number].num_ranks for number in left)
-        code = launch_local(most, ["verify-rank", str(room)])
-        fresh = {number: _read(room, number) for number in left if _verdict(room, number).exists()}
-        if code in _ASKED_TO_END:
+        work_dir = folder / f"start-{start}"
+        work_dir.mkdir()
+        jobs = {
+            "options": asdict(options or WorkerOptions()),
+            "jobs": {n: cases[n].to_values() for n in left},
+        }
+        write_json(work_dir / _JOBS, jobs)
+        num_ranks = max(cases[number].num_ranks for number in left)
+        code = launch_local(num_ranks, ["verify-rank", str(work_dir)])
+        new = {number: _read(work_dir, number) for number in left if _verdict_file(work_dir, number).exists()}
+        if code in _STOP_CODES:
             raise SystemExit(code)
-        at = next((number for number in left if number not in fresh), None)
-        if code and at is not None:
-            fresh[at] = _of_the_dead(jobs[at], room, code)
-        found |= fresh
-    return [found[number] for number in range(len(jobs))]
+        failed = next((number for number in left if number not in new), None)
+        if code and failed is not None:
+            new[failed] = _failure(cases[failed], work_dir, code)
+        verdicts |= new
+    return [verdicts[number] for number in range(len(cases))]
 
 
-def serve(room: Path, say: Callable[[Verdict], None] | None = None) -> None:
-    """One rank, until there is nothing left to verify."""
+def serve(work_dir: Path, on_verdict: Callable[[Verdict], None] | None = None) -> None:
+    """Run one rank until all cases are verified. `on_verdict` is called on rank 0."""
     rank = int(os.environ["RANK"])
-    told: dict[str, Any] = json.loads((room / _JOBS).read_text(encoding="utf-8"))
-    how = WorkerOptions(**told["how"])
-    work = _Work(room, rank, how)
+    jobs: dict[str, Any] = json.loads((work_dir / _JOBS).read_text(encoding="utf-8"))
+    options = WorkerOptions(**jobs["options"])
+    worker = _Worker(work_dir, rank, options)
     if rank:
-        work.follow()
+        worker.follow()
         return
-    for number, values in told["jobs"].items():
-        job = Case.from_values(values)
-        verdict = work.lead(job)
-        # Before simpler plans are tried: what becomes of those is no verdict of this one.
-        write_json(_verdict(room, int(number)), verdict.to_values())
-        if verdict.outcome is Outcome.DIFFERS and how.blame:
-            parts = simpler_plans(Plan.parse(job.plan))
-            right = [part for part, plan in parts.items() if work.is_same(replace(job, plan=str(plan)))]
-            verdict = replace(verdict, suspects=tuple(right))
-            write_json(_verdict(room, int(number)), verdict.to_values())
-        if say is not None:
-            say(verdict)
-    (room / _OVER).touch()
+    for number, values in jobs["jobs"].items():
+        case = Case.from_values(values)
+        verdict = worker.lead(case)
+        # Written before simpler plans are tried, as these may fail.
+        write_json(_verdict_file(work_dir, int(number)), verdict.to_values())
+        if verdict.outcome is Outcome.DIFFERS and options.find_suspects:
+            plans = simpler_plans(Plan.parse(case.plan))
+            matching = [part for part, plan in plans.items() if worker.is_same(replace(case, plan=str(plan)))]
+            verdict = replace(verdict, suspects=tuple(matching))
+            write_json(_verdict_file(work_dir, int(number)), verdict.to_values())
+        if on_verdict is not None:
+            on_verdict(verdict)
+    (work_dir / _DONE).touch()
 
 
-class _Work:
-    """Of one rank: worlds one after the other."""
+class _Worker:
+    """One rank, which joins one world after another."""
 
-    def __init__(self, room: Path, rank: int, how: WorkerOptions) -> None:
-        self._room, self._rank, self._how = room, rank, how
+    def __init__(self, work_dir: Path, rank: int, options: WorkerOptions) -> None:
+        self._work_dir, self._rank, self._options = work_dir, rank, options
         self._number = 0
         self._verifier = Verifier()
 
-    def lead(self, job: Case) -> Verdict:
-        write_json(self._room / f"job-{self._number}.json", job.to_values())
-        verdict = self._run(job)
-        assert verdict is not None, "the first rank is told no verdict"
+    def lead(self, case: Case) -> Verdict:
+        write_json(self._work_dir / f"job-{self._number}.json", case.to_values())
+        verdict = self._run(case)
+        assert verdict is not None, "rank 0 has no verdict"
         return verdict
 
-    def is_same(self, job: Case) -> bool:
-        return self.lead(job).outcome is Outcome.SAME
+    def is_same(self, case: Case) -> bool:
+        return self.lead(case).outcome is Outcome.SAME
 
     def follow(self) -> None:
         while True:
-            told = self._room / f"job-{self._number}.json"
-            while not told.exists():
-                if (self._room / _OVER).exists():
+            job = self._work_dir / f"job-{self._number}.json"
+            while not job.exists():
+                if (self._work_dir / _DONE).exists():
                     return
                 time.sleep(_POLL_S)
-            self._run(Case.from_values(json.loads(told.read_text(encoding="utf-8"))))
+            self._run(Case.from_values(json.loads(job.read_text(encoding="utf-8"))))
 
-    def _run(self, job: Case) -> Verdict | None:
-        """The verdict, on the first rank."""
+    def _run(self, case: Case) -> Verdict | None:
+        """Verify the case with its ranks. Returns the verdict on rank 0."""
         number, self._number = self._number, self._number + 1
-        if self._rank >= job.num_ranks:
+        if self._rank >= case.num_ranks:
             return None
-        os.environ["WORLD_SIZE"] = str(job.num_ranks)
-        os.environ[RENDEZVOUS_FILE] = str(self._room / f"meet-{number}")
-        files = self._room / f"files-{number}-{self._rank}"
+        os.environ["WORLD_SIZE"] = str(case.num_ranks)
+        os.environ[RENDEZVOUS_FILE] = str(self._work_dir / f"rendezvous-{number}")
+        files = self._work_dir / f"files-{number}-{self._rank}"
         files.mkdir()
         try:
-            how = self._how
-            world = connect(timeout_s=how.timeout_s, device=how.device, transport=how.transport)
-            verdict = self._verifier.run(job, world, files)
+            options = self._options
+            world = connect(timeout_s=options.timeout_s, device=options.device, transport=options.transport)
+            verdict = self._verifier.run(case, world, files)
         except Exception as error:
-            is_letter = isinstance(error, PlaitError)
-            said = error.message() if isinstance(error, PlaitError) else f"{type(error).__name__}: {error}"
-            values = {"said": said, "is_letter": is_letter, "is_echo": isinstance(error, CommError)}
-            write_json(self._room / f"letter-{self._rank}.json", values)
-            raise  # a rank that fails ends; closing the world would wait for the others, who wait for it
+            is_ours = isinstance(error, PlaitError)
+            text = error.message() if isinstance(error, PlaitError) else f"{type(error).__name__}: {error}"
+            values = {
+                "message": text,
+                "is_plait_error": is_ours,
+                "is_comm_error": isinstance(error, CommError),
+            }
+            write_json(self._work_dir / f"error-{self._rank}.json", values)
+            raise  # exits: closing the world would wait for the other ranks, which wait for this one
         world.close()
-        gc.collect()  # an engine is a circle of hooks: its memory goes with it
+        gc.collect()  # an engine's hooks form reference cycles: this frees its memory
         return verdict
 
 
-def _verdict(room: Path, number: int) -> Path:
-    return room / f"verdict-{number}.json"
+def _verdict_file(work_dir: Path, number: int) -> Path:
+    return work_dir / f"verdict-{number}.json"
 
 
-def _read(room: Path, number: int) -> Verdict:
-    return Verdict.from_values(json.loads(_verdict(room, number).read_text(encoding="utf-8")))
+def _read(work_dir: Path, number: int) -> Verdict:
+    return Verdict.from_values(json.loads(_verdict_file(work_dir, number).read_text(encoding="utf-8")))
 
 
-def _of_the_dead(job: Case, room: Path, code: int) -> Verdict:
-    """What is to be said of ranks that have ended: the letter of the first that had one of its own."""
-    letters = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(room.glob("letter-*.json"))]
-    letters.sort(key=lambda found: bool(found["is_echo"]))
-    if not letters:
-        return job.verdict(Outcome.DIED, message=f"a rank ended with code {code}")
-    first = letters[0]
-    outcome = Outcome.REFUSED if first["is_letter"] and not first["is_echo"] else Outcome.DIED
-    return job.verdict(outcome, message=first["said"])
+def _failure(case: Case, work_dir: Path, code: int) -> Verdict:
+    """Build the verdict of ranks that have exited, from the first error that is not a lost rank."""
+    errors = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(work_dir.glob("error-*.json"))]
+    errors.sort(key=lambda error: bool(error["is_comm_error"]))
+    if not errors:
+        return case.verdict(Outcome.DIED, message=f"a rank exited with code {code}")
+    first = errors[0]
+    outcome = Outcome.REFUSED if first["is_plait_error"] and not first["is_comm_error"] else Outcome.DIED
+    return case.verdict(outcome, message=first["message"])

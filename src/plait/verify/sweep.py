@@ -1,4 +1,4 @@
-"""The plans that a sweep runs: all degrees on so many ranks, with what they can be combined with."""
+"""Enumerate plans: all degrees on a number of ranks, combined with the policies that apply."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,24 +11,27 @@ _SCHEDULES = ("1f1b", "interleaved", "zb-h1")
 
 
 def all_plans(num_ranks: int) -> list[Plan]:
-    """Every legal way to arrange the ranks on pp, dp, rows and columns, at every ZeRO stage, with and without
-    sequence parallelism, under three schedules; hybrid shards where dp is 4 or more."""
-    found = []
+    """Return all valid plans on the ranks.
+
+    Every arrangement on pp, dp, rows and columns, at every ZeRO stage, with and without sequence parallelism,
+    under three schedules; with hybrid sharding where dp is at least 4.
+    """
+    plans = []
     for pp, dp, rows, cols in _degrees(num_ranks):
-        for words in _policies(pp, dp, cols):
+        for policy in _policies(pp, dp, cols):
             try:
-                found.append(Plan(pp=pp, dp=dp, tp=f"{rows}x{cols}", micro=2 if pp > 1 else 1, **words))
+                plans.append(Plan(pp=pp, dp=dp, tp=f"{rows}x{cols}", micro=2 if pp > 1 else 1, **policy))
             except PlanError:
                 continue
-    return found
+    return plans
 
 
 def simpler_plans(plan: Plan) -> dict[str, Plan]:
-    """The plan without each of its parts, by the part's name."""
-    whole: dict[str, Any] = {
+    """Return the plan without each of its parts, by the name of the part."""
+    zero_defaults: dict[str, Any] = {
         "accumulate": "auto",
         "prefetch": 1,
-        "gathered": "use",
+        "reshard": "use",
         "offload": "none",
         "algorithm": "auto",
     }
@@ -36,16 +39,16 @@ def simpler_plans(plan: Plan) -> dict[str, Plan]:
         "tp": {"tp": "1", "sp": False},
         "sp": {"sp": False},
         "pp": {"pp": 1, "schedule": "1f1b", "chunks": 0, "stages": ""},
-        "dp": {"dp": 1, "zero": 0, "shard": 0, "reduce": "fp32", **whole},
-        "zero": {"zero": 0, "shard": 0, **whole},
+        "dp": {"dp": 1, "zero": 0, "shard": 0, "reduce": "fp32", **zero_defaults},
+        "zero": {"zero": 0, "shard": 0, **zero_defaults},
         "recompute": {"recompute": "none"},
         "compile": {"compile": False},
         "offload": {"offload": "none"},
         "micro": {"micro": 1},
         "schedule": {"schedule": "1f1b", "chunks": 0, "stages": ""},
     }
-    found = {part: replace(plan, **values) for part, values in without.items() if _uses(plan, part)}
-    return {part: other for part, other in found.items() if other != plan}
+    plans = {part: replace(plan, **values) for part, values in without.items() if _uses(plan, part)}
+    return {part: other for part, other in plans.items() if other != plan}
 
 
 def _uses(plan: Plan, part: str) -> bool:

@@ -1,8 +1,8 @@
-"""A Hugging Face model made small: few layers, narrow, the same architecture.
+"""Shrink a Hugging Face configuration: few layers, narrow, the same architecture.
 
-A configuration's keys say much that a small model contradicts: lists with an entry per layer, tables for a
-head dim, the number of the token that pads. So what was given is taken over as far as the small model builds
-and runs with it: all of it first, then its flags and names alone, then nothing but the family.
+Many keys of a configuration do not fit a small model: lists with an entry per layer, tables for a head dim,
+the id of the padding token. The given keys are kept as far as the small model builds and runs with them:
+first all, then only flags and names, then only the model type.
 """
 
 import warnings
@@ -15,7 +15,7 @@ from transformers.utils import logging
 from plait.errors import ModelError, PlaitError
 from plait.models import causal_lm_on_meta
 
-_MOST_PARAMETERS = 3_000_000
+_MAX_PARAMETERS = 3_000_000
 _HEADS, _KV_HEADS, _HEAD_DIM, _EXPERTS, _WIDTH = 4, 2, 8, 4, 32
 
 _SIZES: dict[str, Any] = {
@@ -53,59 +53,59 @@ _VARIANTS = (
     {key: value for key, value in _WITHOUT_HEAD_DIM.items() if key != "q_lora_rank"},
     {**_WITHOUT_HEAD_DIM, "num_key_value_heads": _HEADS},
 )
-_SILENT = 60  # above errors: configurations that fit are looked for by trying
+_SILENT = 60  # above errors: fitting configurations are found by trial
 _NOT_SHAPES = ("architectures", "auto_map", "torch_dtype", "dtype", "transformers_version", "_name_or_path")
 
 
 def shrink_config(values: Mapping[str, Any], layers: int, length: int = 16) -> dict[str, Any]:
-    """The configuration of a small model of that kind, with so many layers, for sequences of this length.
+    """Return the configuration of a small model of the same type, for sequences of `length`.
 
-    Raises ModelError where none builds and runs.
+    Raises ModelError if none builds and runs.
     """
     failure: Exception | None = None
     verbosity = logging.get_verbosity()
     logging.set_verbosity(_SILENT)
     try:
-        for taken in _taken_over(values):
+        for kept in _kept_keys(values):
             for sizes in _VARIANTS:
-                config = {**taken, **sizes, **_of_layers(layers)}
+                config = {**kept, **sizes, **_of_layers(layers)}
                 config["max_position_embeddings"] = max(64, length)
                 try:
                     _try(config, length)
                     return config
-                except Exception as error:  # whatever a family's own code raises
+                except Exception as error:  # the model's code may raise anything
                     failure = failure or error
     finally:
         logging.set_verbosity(verbosity)
     reason = failure.fact if isinstance(failure, PlaitError) else str(failure).strip().split("\n")[0]
     raise ModelError(
-        "the model cannot be made small",
+        "cannot shrink the model",
         given=f"{values.get('model_type')}: {reason}",
-        hint="a small config.json of your own and --full",
+        hint="--full with a small config.json of your own",
     ) from failure
 
 
-def _taken_over(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    kind = {"model_type": values["model_type"]}
-    given = {key: value for key, value in values.items() if key not in _NOT_SHAPES}
-    if len(given) > 1:
-        yield {key: value for key, value in given.items() if not isinstance(value, list)}
-        yield {key: value for key, value in given.items() if isinstance(value, str | bool)}
-    yield kind
+def _kept_keys(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    model_type = {"model_type": values["model_type"]}
+    keys = {key: value for key, value in values.items() if key not in _NOT_SHAPES}
+    if len(keys) > 1:
+        yield {key: value for key, value in keys.items() if not isinstance(value, list)}
+        yield {key: value for key, value in keys.items() if isinstance(value, str | bool)}
+    yield model_type
 
 
 def _of_layers(layers: int) -> dict[str, Any]:
-    """GPT-Neo says how its layers attend, in pairs, and for how many."""
+    """Return the keys that depend on the number of layers; GPT-Neo lists attention types in pairs."""
     return {"num_hidden_layers": layers, "attention_types": [[["global", "local"], (layers + 1) // 2]]}
 
 
 def _try(config: Mapping[str, Any], length: int) -> None:
-    """Raises whatever it does unless the model is small, and runs."""
+    """Raise an error unless the model is small and runs."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model: Any = causal_lm_on_meta(config)
         num_parameters = sum(p.numel() for p in model.parameters())
-        if num_parameters > _MOST_PARAMETERS:
-            raise ModelError("it stays large", given=f"{num_parameters:,} parameters")
+        if num_parameters > _MAX_PARAMETERS:
+            raise ModelError("the model is still large", given=f"{num_parameters:,} parameters")
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             type(model)(model.config)(torch.arange(length)[None] % 61 + 3, use_cache=False)

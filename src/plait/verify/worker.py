@@ -1,4 +1,4 @@
-"""Verifying on ranks: each trains under the plan, and the first one does the same in one process."""
+"""Verify on ranks: all ranks train under the plan, and rank 0 also trains the reference in one process."""
 
 import functools
 import math
@@ -32,12 +32,12 @@ from plait.verify.result import (
 PRECISIONS = {"float64": "fp64", "float32": "fp32", "bf16": "bf16"}
 TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "bf16": 2e-2}
 
-_EXPECTED = "plait: verify expects"
+_REFERENCE_READY = "plait: verify reference ready"
 
 
 @dataclass(frozen=True)
 class Case:
-    """One plan to verify. `samples`: of a step, over all ranks."""
+    """One plan to verify. `samples`: per step, over all ranks."""
 
     source: ModelSource
     plan: str
@@ -63,179 +63,181 @@ class Case:
         return Verdict(str(self.source), self.plan, self.dtype, self.num_ranks, outcome, **more)
 
 
-def base_tolerance(job: Case) -> float:
-    """The relative difference that is allowed whatever rounding does."""
-    return TOLERANCES[job.dtype] if job.tolerance is None else job.tolerance
+def base_tolerance(case: Case) -> float:
+    """Return the relative error that is allowed in addition to rounding."""
+    return TOLERANCES[case.dtype] if case.tolerance is None else case.tolerance
 
 
-def check(subject: ModelSpec, plan: Plan) -> None:
-    """Raises PlanError or ModelError where the model cannot be cut as the plan says; needs no rank."""
-    check_cuts(subject.build(torch.float32), plan, subject.tensor_plan, blocks=subject.blocks)
+def check(spec: ModelSpec, plan: Plan) -> None:
+    """Raise PlanError or ModelError if the plan cannot shard the model. Needs no ranks."""
+    check_cuts(spec.build(torch.float32), plan, spec.tensor_plan, blocks=spec.blocks)
 
 
 class Verifier:
-    """Of one rank. Keeps what one process computed: many plans of one source are held against the same."""
+    """Verifies cases on one rank. Caches reference runs, which many plans of one source share."""
 
     def __init__(self) -> None:
-        self._of: object = None
-        self._first: Mapping[str, Tensor] = {}
-        self._known: dict[object, tuple[Trajectory, Tolerances]] = {}
+        self._key: object = None
+        self._weights: Mapping[str, Tensor] = {}
+        self._references: dict[object, tuple[Trajectory, Tolerances]] = {}
 
-    def run(self, job: Case, world: World, folder: Path) -> Verdict | None:
-        """The verdict, on the first rank. Every rank of the plan calls it. `folder`: of offload=disk."""
-        subject = job.source.subject()
+    def run(self, case: Case, world: World, folder: Path) -> Verdict | None:
+        """Return the verdict on rank 0. Collective over the plan's ranks. `folder`: for offload=disk."""
+        spec = case.source.spec()
         try:
-            check(subject, Plan.parse(job.plan))
-        except PlaitError as error:  # all ranks find it; what one of them finds later, ends all
-            return job.verdict(Outcome.REFUSED, message=error.message())
-        engine = _engine(job, subject, world, folder)
+            check(spec, Plan.parse(case.plan))
+        except PlaitError as error:  # found by all ranks; an error that only one finds later ends all of them
+            return case.verdict(Outcome.REFUSED, message=error.message())
+        engine = _engine(case, spec, world, folder)
         weights = engine.whole_parameters()
         if world.rank:
-            world.wait_for(_EXPECTED)  # however long one process takes: a step has a time limit
-            _train(job, subject, engine, None)
+            world.wait_for(_REFERENCE_READY)  # without a limit, while a step has a timeout
+            _train(case, spec, engine, None)
             return None
-        expected, limits = self._expected(job, subject, engine, weights)
-        world.announce(_EXPECTED)
-        verdict = _train(job, subject, engine, Comparator(job, expected, limits))
-        assert verdict is not None, "a judge without a verdict"
+        expected, tolerances = self._reference(case, spec, engine, weights)
+        world.announce(_REFERENCE_READY)
+        verdict = _train(case, spec, engine, Comparator(case, expected, tolerances))
+        assert verdict is not None, "rank 0 has no verdict"
         return verdict
 
-    def _expected(
-        self, job: Case, subject: ModelSpec, engine: Engine, weights: dict[str, Tensor]
+    def _reference(
+        self, case: Case, spec: ModelSpec, engine: Engine, weights: dict[str, Tensor]
     ) -> tuple[Trajectory, Tolerances]:
-        """What one process comes to from these weights, which no plan may change."""
+        """Return the reference run from these weights, which must not depend on the plan."""
         micros = engine.plan.dp * engine.plan.micro
-        key = (job.source, job.dtype, job.seed)
-        if self._of != key:  # what is known is of one source at a time
-            self._of, self._first, self._known = key, weights, {}
-        of_data = (micros, job.steps, job.samples, job.length, job.tolerance)
+        key = (case.source, case.dtype, case.seed)
+        if self._key != key:  # the cache is for one source at a time
+            self._key, self._weights, self._references = key, weights, {}
+        data_key = (micros, case.steps, case.samples, case.length, case.tolerance)
         for name, weight in weights.items():
-            if not torch.equal(weight, self._first[name]):
+            if not torch.equal(weight, self._weights[name]):
                 raise ModelError(
                     "initial weights depend on the plan",
                     given=f"{name}, {engine.plan}",
                     expected="the same weights whenever the model is built, or a model on meta",
                     hint="torch.manual_seed(0) in the function that builds the model",
                 )
-        if of_data not in self._known:
-            self._known[of_data] = _one_process(job, subject, weights, micros)
-        return self._known[of_data]
+        if data_key not in self._references:
+            self._references[data_key] = _run_reference(case, spec, weights, micros)
+        return self._references[data_key]
 
 
 @dataclass
 class Comparator:
-    """Of the first rank: knows what is expected, and is shown what the ranks come to, step by step."""
+    """Compares the ranks' run with the reference, step by step. On rank 0."""
 
-    job: Case
+    case: Case
     expected: Trajectory
-    limits: Tolerances
-    mine: Trajectory = field(default_factory=Trajectory)
+    tolerances: Tolerances
+    actual: Trajectory = field(default_factory=Trajectory)
 
-    def is_right(self, step: Step, gradients: dict[str, Tensor]) -> bool:
-        """Of the next step."""
-        self.mine.steps.append(step)
-        self.mine.gradients.append(gradients)
-        number = len(self.mine.steps) - 1
-        return self.limits.hold(step, self.expected.steps[number]) and all(
-            apart <= self.limits.of(name)
-            for name, apart in relative_errors([gradients], [self.expected.gradients[number]]).items()
+    def check_step(self, step: Step, gradients: dict[str, Tensor]) -> bool:
+        """Add the next step, and return whether it matches."""
+        self.actual.steps.append(step)
+        self.actual.gradients.append(gradients)
+        number = len(self.actual.steps) - 1
+        return self.tolerances.allow(step, self.expected.steps[number]) and all(
+            error <= self.tolerances.of(name)
+            for name, error in relative_errors([gradients], [self.expected.gradients[number]]).items()
         )
 
     def verdict(self, weights: dict[str, Tensor], traffic: Traffic, where: Mapping[str, str]) -> Verdict:
-        """`weights`: none, where a step was wrong and ended it."""
-        self.mine.weights = weights
-        is_same, found = compare(self.mine, self.expected, self.limits)
-        return self.job.verdict(
+        """Return the verdict. `weights`: empty if a mismatch ended the run."""
+        self.actual.weights = weights
+        is_same, mismatches = compare(self.actual, self.expected, self.tolerances)
+        return self.case.verdict(
             Outcome.SAME if is_same else Outcome.DIFFERS,
-            allowed=self.limits.of_steps,
-            steps=tuple(self.mine.steps),
-            expected=tuple(self.expected.steps[: len(self.mine.steps)]),
-            worst=tuple(replace(off, where=where.get(off.name, "")) for off in found[:MAX_SHOWN]),
-            num_parameters=len(found),
-            traffic=tuple((str(line), tally.count, tally.num_bytes) for line, tally in traffic.items()),
+            tolerance=self.tolerances.of_steps,
+            steps=tuple(self.actual.steps),
+            reference_steps=tuple(self.expected.steps[: len(self.actual.steps)]),
+            worst_parameters=tuple(
+                replace(worst, ranks=where.get(worst.name, "")) for worst in mismatches[:MAX_SHOWN]
+            ),
+            num_parameters=len(mismatches),
+            traffic=tuple((str(key), count.count, count.num_bytes) for key, count in traffic.items()),
         )
 
-    def farthest_of_last(self) -> list[str]:
-        return [off.name for off in compare(self.mine, self.expected, self.limits)[1][:MAX_SHOWN]]
+    def worst_of_last(self) -> list[str]:
+        return [worst.name for worst in compare(self.actual, self.expected, self.tolerances)[1][:MAX_SHOWN]]
 
 
-def _precision(job: Case) -> Precision:
-    return Precision.from_plan(Plan(precision=PRECISIONS[job.dtype]))
+def _precision(case: Case) -> Precision:
+    return Precision.of(Plan(precision=PRECISIONS[case.dtype]))
 
 
-def _engine(job: Case, subject: ModelSpec, world: World, folder: Path) -> Engine:
-    plan = Plan.parse(job.plan)
+def _engine(case: Case, spec: ModelSpec, world: World, folder: Path) -> Engine:
+    plan = Plan.parse(case.plan)
     return parallelize(
-        subject.build(_precision(job).compute),
+        spec.build(_precision(case).compute),
         plan,
         optimizer=torch.optim.AdamW,
         optimizer_args=ADAMW,
         clip_norm=CLIP_NORM,
-        loss=subject.loss,
-        blocks=subject.blocks,
-        tensor_plan=subject.tensor_plan,
+        loss=spec.loss,
+        blocks=spec.blocks,
+        tensor_plan=spec.tensor_plan,
         offload_dir=folder if plan.offload == "disk" else None,
-        seed=job.seed,
+        seed=case.seed,
         world=world,
     )
 
 
-def _train(job: Case, subject: ModelSpec, engine: Engine, judge: Comparator | None) -> Verdict | None:
-    """Up to the first step that is wrong: what comes after it is wrong too, whatever the ranks do."""
-    said: Traffic = {}
-    for step in range(job.steps):
-        batch = _batch(job, subject, step, engine.model)
+def _train(case: Case, spec: ModelSpec, engine: Engine, comparator: Comparator | None) -> Verdict | None:
+    """Train until the first mismatch: later steps would be wrong because of it."""
+    traffic: Traffic = {}
+    for step in range(case.steps):
+        batch = _batch(case, spec, step, engine.model)
         before = engine.world.comm_log.read()
-        share = {key: value.chunk(engine.data_ranks)[engine.data_rank] for key, value in batch.items()}
-        result = engine.step(share)
-        said = between(before, engine.world.comm_log.read())
+        local_batch = {key: value.chunk(engine.data_ranks)[engine.data_rank] for key, value in batch.items()}
+        result = engine.step(local_batch)
+        traffic = between(before, engine.world.comm_log.read())
         done = Step(result.loss, result.grad_norm)
         gradients = {name: g.cpu() / done.clip_factor for name, g in engine.whole_gradients().items()}
-        is_right = judge is None or judge.is_right(done, gradients)
-        if engine.world.any_flag(not is_right):
-            names = judge.farthest_of_last() if judge is not None else []
-            right = {} if judge is None else judge.expected.gradients[step]
-            clipped = {name: right[name] * done.clip_factor for name in names}  # as those in the engine are
-            where = locate_mismatches(clipped, names, engine, off=base_tolerance(job))
-            return None if judge is None else judge.verdict({}, said, where)
+        is_same = comparator is None or comparator.check_step(done, gradients)
+        if engine.world.any_flag(not is_same):
+            names = comparator.worst_of_last() if comparator is not None else []
+            expected = {} if comparator is None else comparator.expected.gradients[step]
+            clipped = {name: expected[name] * done.clip_factor for name in names}  # as in the engine
+            where = locate_mismatches(clipped, names, engine, tolerance=base_tolerance(case))
+            return None if comparator is None else comparator.verdict({}, traffic, where)
     weights = {name: weight.cpu() for name, weight in engine.whole_parameters().items()}
-    return None if judge is None else judge.verdict(weights, said, {})
+    return None if comparator is None else comparator.verdict(weights, traffic, {})
 
 
-def _batch(job: Case, subject: ModelSpec, step: int, model: Any) -> Mapping[str, Tensor]:
-    if subject.batch is not None:
-        return subject.batch(step, job.samples)
+def _batch(case: Case, spec: ModelSpec, step: int, model: Any) -> Mapping[str, Tensor]:
+    if spec.batch is not None:
+        return spec.batch(step, case.samples)
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
     if not isinstance(vocabulary, int):
         raise ModelError(
-            "this model does not say what it takes",
-            given=type(model).__name__,
-            hint="a function that returns plait.verify.Subject(model=..., batch=..., loss=...)",
+            "the inputs of this model are unknown",
+            given=f"{type(model).__name__}, which has no config.vocab_size",
+            hint="a function that returns plait.verify.ModelSpec(model=..., batch=..., loss=...)",
         )
-    return random_tokens(vocabulary, job.seed, step, job.samples, job.length)
+    return random_tokens(vocabulary, case.seed, step, case.samples, case.length)
 
 
-def _one_process(
-    job: Case, subject: ModelSpec, weights: Mapping[str, Tensor], micros: int
+def _run_reference(
+    case: Case, spec: ModelSpec, weights: Mapping[str, Tensor], micros: int
 ) -> tuple[Trajectory, Tolerances]:
-    precision = _precision(job)
-    model = subject.build_reference(precision.compute)
+    precision = _precision(case)
+    model = spec.build_reference(precision.compute)
     data = []
-    for step in range(job.steps):
-        parts = {key: value.chunk(micros) for key, value in _batch(job, subject, step, model).items()}
+    for step in range(case.steps):
+        parts = {key: value.chunk(micros) for key, value in _batch(case, spec, step, model).items()}
         data.append([{key: chunks[n] for key, chunks in parts.items()} for n in range(micros)])
-    run = functools.partial(train_reference, weights=weights, loss=subject.loss, batches=data)
-    course = run(model, compute=precision.compute, master=precision.master)
-    least = base_tolerance(job)
-    if job.dtype == "float64" or job.tolerance is not None:
-        return course, Tolerances(least)
-    whole = subject.build_reference(torch.float64)
-    exact = run(whole, compute=torch.float64, master=torch.float64)
-    noise, of_steps = rounding_noise(course, exact)
-    if not math.isfinite(of_steps + sum(noise.values())):
+    run = functools.partial(train_reference, weights=weights, loss=spec.loss, batches=data)
+    trajectory = run(model, compute=precision.compute, master=precision.master)
+    base = base_tolerance(case)
+    if case.dtype == "float64" or case.tolerance is not None:
+        return trajectory, Tolerances(base)
+    model = spec.build_reference(torch.float64)
+    exact = run(model, compute=torch.float64, master=torch.float64)
+    noise, step_noise = rounding_noise(trajectory, exact)
+    if not math.isfinite(step_noise + sum(noise.values())):
         raise ModelError(
-            f"in {job.dtype} the model does not get through {job.steps} steps in one process either",
-            given="a loss or gradient that is not finite",
+            f"in {case.dtype} the model cannot train for {case.steps} steps in one process either",
+            given="a non-finite loss or gradient",
             hint="--dtype float64",
         )
-    return course, Tolerances(least, noise=noise, step_noise=of_steps)
+    return trajectory, Tolerances(base, noise=noise, step_noise=step_noise)

@@ -1,25 +1,26 @@
-"""A rank that hangs is missed: every rank writes its stacks, and the job ends.
+"""Detect hung ranks: every rank dumps its stacks, then the job exits.
 
-[Note: how a hang is found]
-The training thread says what it begins (`beat`: it keeps a tuple, and nothing else). A thread beside it
-looks at that once a second or more often, and when it has not changed for too long it raises the alarm: a
-word in a file that all ranks read as often. Each then writes the stacks of its threads. The first one waits
-a moment for the others, tells who is late, and all end, without another word to anybody: whoever hangs may
-hold any lock. Their launcher ends who does not: SIGKILL also reaches a process that is stopped.
+[Note: hang detection]
+The training thread records what it begins (`beat`: it stores a tuple, and nothing else). A heartbeat thread
+polls the tuple at least once a second, and if it has not changed for too long, raises the alarm: a word in a
+file that all ranks poll too. Each rank then dumps the stacks of its threads. One of them waits a moment for
+the others, reports which ranks block, and all exit without any communication: a hung rank may hold any lock.
+The launcher ends ranks that do not exit: SIGKILL also reaches a stopped process.
 
-[Note: who cannot look]
-The thread needs the interpreter. Where another thread holds its lock, a timer of faulthandler runs out,
-which is wound up by each look: it writes the stacks and ends the process from C. Stopped processes can do
-neither; they are the ones that have left no stacks. Time in which the thread itself did not run counts as
-two looks, so that a job that was suspended goes on afterwards: unless it was for as long as the timer,
-which cannot know.
+[Note: ranks that cannot poll]
+The heartbeat thread needs the interpreter. If another thread holds its lock, a faulthandler timer, rearmed by
+each poll, expires: it dumps the stacks and ends the process from C. Stopped processes can do neither; they
+are the ones without stacks. Time in which the heartbeat thread itself did not run counts as two polls, so
+that a suspended job continues when it is resumed, unless it was suspended for as long as the timer, which
+cannot tell.
 
-[Note: what may be slow]
-A first step compiles, a save writes all there is: they get four times as long. Evaluation beats with each
-batch. What comes before the first step and after the last has only the limit that communications have.
+[Note: slow phases]
+The first step compiles and a save writes the whole state: they get four times the limit. Evaluation beats
+with every batch. Work before the first step and after the last is only limited by the communication timeout.
 
 [Note: lifetimes]
-faulthandler keeps the number of the stacks' file, not the file: it stays open until the timer is off.
+faulthandler keeps the file descriptor of the stacks, not the file: the file stays open until the timer is
+off.
 """
 
 import contextlib
@@ -38,61 +39,61 @@ from plait.comm import World
 from plait.errors import CommError, RunError
 from plait.train.health.hang_report import (
     RankStatus,
+    describe_stacks,
     hang_error,
     has_stacks,
     read_statuses,
     stacks_file,
 )
 
-SLOW = 4  # see [Note: what may be slow]
-_LOST_RANK = 1  # the exit code
-_LEAST_LOOK_S, _MOST_LOOK_S = 0.1, 1.0
-_AFTER_ERROR_S = 1.5  # for the others' stacks, once a communication has failed: a launcher kills after 5
-_HANG, _STACKS = "hang", "stacks"  # the alarms: write the stacks and end; write them
+SLOW_FACTOR = 4  # see [Note: slow phases]
+_EXIT_CODE = 1  # a lost rank
+_MIN_POLL_S, _MAX_POLL_S = 0.1, 1.0
+_AFTER_ERROR_S = 1.5  # for the others' stacks after a failed communication: the launcher kills after 5 s
+_HANG, _STACKS = "hang", "stacks"  # alarms: dump the stacks and exit; dump the stacks
 
 
 class Heartbeat:
-    """While entered, a hang of this rank or another ends the job. Every rank enters it.
+    """Ends the job if this rank or another hangs while entered. Every rank enters it.
 
-    See the notes on top. `beat` takes less than a microsecond.
+    See the notes at the top. `beat` takes less than a microsecond.
     """
 
     def __init__(self, folder: Path, world: World, limit_s: float) -> None:
-        """`folder`: of the stacks, the same one on all hosts. `limit_s`: from one beat to the next; 0 is
-        for ever."""
+        """`folder`: for stacks, the same on all hosts. `limit_s`: between beats; 0 means no limit."""
         self._folder = folder
         self._world = world
         self._limit_s = limit_s
-        self._look_s = min(_MOST_LOOK_S, max(_LEAST_LOOK_S, limit_s / 20))
-        self._now = (0, "the start", SLOW)  # step, phase, times the limit
-        self._me = RankStatus(world.rank, socket.gethostname(), os.getpid())
-        self._over = threading.Event()
+        self._poll_s = min(_MAX_POLL_S, max(_MIN_POLL_S, limit_s / 20))
+        self._current = (0, "startup", SLOW_FACTOR)  # step, phase, factor of the limit
+        self._status = RankStatus(world.rank, socket.gethostname(), os.getpid())
+        self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._has_dumped = False
 
     def beat(self, step: int, phase: str, *, slow: bool = False) -> None:
-        """This rank begins `phase`, after `step` steps."""
-        was_slow = self._now[2] != 1
-        self._now = (step, phase, SLOW if slow else 1)
+        """Record that this rank begins `phase`, after `step` steps."""
+        was_slow = self._current[2] != 1
+        self._current = (step, phase, SLOW_FACTOR if slow else 1)
         if was_slow and not slow and self._thread is not None:
-            self._wind(1)  # the interpreter may be held before the thread looks again
+            self._arm_timer(1)  # the interpreter may be blocked before the thread polls again
 
     def __enter__(self) -> "Heartbeat":
         if not self._limit_s:
             return self
         try:
             if self._world.rank == 0:
-                _clear(self._folder)
+                _set_aside(self._folder)
                 self._folder.mkdir(parents=True, exist_ok=True)
                 self._alarm.touch()
             self._world.barrier()
             self._folder.mkdir(exist_ok=True)
             self._file = stacks_file(self._folder, self._world.rank).open("w")
-            self._write_beat(0.0)
+            self._write_status(0.0)
         except OSError as error:
-            raise RunError("the run's stacks cannot be written", given=f"{self._folder}: {error}") from error
-        self._wind(SLOW)
-        self._thread = threading.Thread(target=self._watch, name="plait-heartbeat", daemon=True)
+            raise RunError("cannot write the run's stacks", given=f"{self._folder}: {error}") from error
+        self._arm_timer(SLOW_FACTOR)
+        self._thread = threading.Thread(target=self._poll, name="plait-heartbeat", daemon=True)
         self._thread.start()
         return self
 
@@ -107,80 +108,80 @@ class Heartbeat:
                 self._file.flush()
             self._raise_alarm(_STACKS)
             self._gather(_AFTER_ERROR_S)
-        self._over.set()
-        self._thread.join()  # for ever where it ends the process
+        self._stop.set()
+        self._thread.join()  # never returns if the thread ends the process
         faulthandler.cancel_dump_traceback_later()
         self._file.close()
         if isinstance(error, CommError):
             raise self._with_stacks(error) from error
         if not self._has_dumped:
-            self._leave()
+            self._remove_files()
 
-    # --- the thread beside
+    # --- the heartbeat thread
 
-    def _watch(self) -> None:
-        seen, age_s, looked_s = self._now, 0.0, time.monotonic()
-        while not self._over.wait(self._look_s):
-            now_s, now = time.monotonic(), self._now
-            age_s = age_s + min(now_s - looked_s, 2 * self._look_s) if now is seen else 0.0
-            seen, looked_s = now, now_s
-            limit_s = self._limit_s * now[2]
-            self._wind(now[2])
-            alarm = self._heard_alarm()
+    def _poll(self) -> None:
+        seen, age_s, polled_s = self._current, 0.0, time.monotonic()
+        while not self._stop.wait(self._poll_s):
+            now_s, current = time.monotonic(), self._current
+            age_s = age_s + min(now_s - polled_s, 2 * self._poll_s) if current is seen else 0.0
+            seen, polled_s = current, now_s
+            limit_s = self._limit_s * current[2]
+            self._arm_timer(current[2])
+            alarm = self._read_alarm()
             if alarm == _STACKS and not self._has_dumped:
                 self._dump()
-            self._write_beat(age_s)
+            self._write_status(age_s)
             if alarm == _HANG or age_s > limit_s:
                 self._end(age_s)
 
-    def _wind(self, times: int) -> None:
-        """Sets the timer in C, which ends a process whose interpreter is held."""
-        limit_s = self._limit_s * times
+    def _arm_timer(self, factor: int) -> None:
+        """Start the C timer again, which ends a process whose interpreter is blocked."""
+        limit_s = self._limit_s * factor
         faulthandler.dump_traceback_later(limit_s + self._grace_s, file=self._file, exit=True)
 
     @property
     def _grace_s(self) -> float:
-        """The timer's, beyond the limit: who can look is first."""
-        return 2 * self._look_s + 0.5
+        """The timer's extra time: a thread that can poll acts first."""
+        return 2 * self._poll_s + 0.5
 
     def _end(self, age_s: float) -> None:
-        """Of this process, whatever the training thread does."""
+        """End this process, whatever the training thread does. The first rank here writes the report."""
         self._raise_alarm(_HANG)
         self._dump()
-        self._write_beat(age_s)
-        told = self._folder / "letter.txt"
+        self._write_status(age_s)
+        report = self._folder / "report.txt"
         try:
-            descriptor = os.open(told, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
-        except OSError:  # another rank tells
-            self._wait_for(lambda: told.exists() and told.stat().st_size > 0, 2 * self._wait_s)
-            os._exit(_LOST_RANK)
-        beats = self._gather(self._wait_s)
-        error = hang_error(beats, self._world.size, self._folder, self._limit_s, self._me.host)
+            descriptor = os.open(report, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+        except OSError:  # another rank writes it
+            self._wait_for(lambda: report.exists() and report.stat().st_size > 0, 2 * self._gather_s)
+            os._exit(_EXIT_CODE)
+        statuses = self._gather(self._gather_s)
+        error = hang_error(statuses, self._world.size, self._folder, self._limit_s, self._status.host)
         text = f"\n{error.message()}\n".encode()
         os.write(2, text)  # sys.stderr has a lock
         os.write(descriptor, text)
-        os._exit(_LOST_RANK)
+        os._exit(_EXIT_CODE)
 
     @property
-    def _wait_s(self) -> float:
-        """For the others' stacks, those that the timer writes too."""
-        return self._grace_s + 2 * self._look_s + 1.0
+    def _gather_s(self) -> float:
+        """How long to wait for the other ranks' stacks, including those that the timer dumps."""
+        return self._grace_s + 2 * self._poll_s + 1.0
 
-    def _gather(self, most_s: float) -> list[RankStatus]:
-        """What all ranks say, once they have written their stacks."""
+    def _gather(self, timeout_s: float) -> list[RankStatus]:
+        """Wait for the stacks of all ranks, and return their statuses."""
         ranks = range(self._world.size)
-        self._wait_for(lambda: all(has_stacks(self._folder, rank) for rank in ranks), most_s)
-        time.sleep(self._look_s)  # the last of them is just being written
+        self._wait_for(lambda: all(has_stacks(self._folder, rank) for rank in ranks), timeout_s)
+        time.sleep(self._poll_s)  # the last one may be half written
         return read_statuses([stacks_file(self._folder, rank).with_suffix(".json") for rank in ranks])
 
-    def _wait_for(self, condition: Callable[[], bool], most_s: float) -> None:
-        until_s = time.monotonic() + most_s
+    def _wait_for(self, condition: Callable[[], bool], timeout_s: float) -> None:
+        until_s = time.monotonic() + timeout_s
         with contextlib.suppress(OSError):
             while not condition() and time.monotonic() < until_s:
                 time.sleep(0.05)
 
     def _with_stacks(self, error: CommError) -> CommError:
-        hint = f"stacks of all threads: {where_stacks(self._folder, range(self._world.size))}"
+        hint = f"look at the stacks of all threads: {describe_stacks(self._folder, range(self._world.size))}"
         return CommError(
             error.fact,
             given=error.given,
@@ -192,15 +193,15 @@ class Heartbeat:
 
     @property
     def _alarm(self) -> Path:
-        """There from the beginning, empty: hosts that share files find out late that there is a new one."""
+        """Exists from the start, empty: on shared file systems new files appear late on other hosts."""
         return self._folder / "alarm"
 
     def _raise_alarm(self, what: str) -> None:
         with contextlib.suppress(OSError):
-            if not self._heard_alarm():
+            if not self._read_alarm():
                 self._alarm.write_text(what)
 
-    def _heard_alarm(self) -> str:
+    def _read_alarm(self) -> str:
         with contextlib.suppress(OSError):
             return self._alarm.read_text()
         return ""
@@ -211,28 +212,28 @@ class Heartbeat:
             os.fsync(self._file.fileno())  # for other hosts
         self._has_dumped = True
 
-    def _write_beat(self, age_s: float) -> None:
-        """Closed each time, which is what makes other hosts see it."""
-        (step, phase, _), what = self._now, self._world.clock.current
+    def _write_status(self, age_s: float) -> None:
+        """Write this rank's status; the file is closed each time, which makes it visible to other hosts."""
+        (step, phase, _), what = self._current, self._world.clock.what
         within = "" if what is None else str(what)
         with contextlib.suppress(OSError):
             path = stacks_file(self._folder, self._world.rank).with_suffix(".json")
-            me = self._me
-            RankStatus(me.rank, me.host, me.pid, step, phase, age_s, within, self._has_dumped).write(path)
+            own = self._status
+            RankStatus(own.rank, own.host, own.pid, step, phase, age_s, within, self._has_dumped).write(path)
 
-    def _leave(self) -> None:
-        """All is well: nothing stays."""
-        mine = stacks_file(self._folder, self._world.rank)
+    def _remove_files(self) -> None:
+        """Remove this rank's files after training without a hang."""
+        stacks = stacks_file(self._folder, self._world.rank)
         with contextlib.suppress(OSError):
-            mine.unlink()
-            mine.with_suffix(".json").unlink()
+            stacks.unlink()
+            stacks.with_suffix(".json").unlink()
             if self._world.rank == 0:
                 self._alarm.unlink()
-            self._folder.rmdir()  # by the last one
+            self._folder.rmdir()  # succeeds on the last rank
 
 
-def _clear(folder: Path) -> None:
-    """Of what an earlier part of the run left; stacks are kept beside."""
+def _set_aside(folder: Path) -> None:
+    """Remove the files of an earlier part of the run; if there are stacks, rename the folder instead."""
     if not folder.exists():
         return
     if not any(path.stat().st_size for path in folder.glob("rank-*.txt")):

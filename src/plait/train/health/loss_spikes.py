@@ -1,22 +1,22 @@
-"""Loss spikes: the run goes back to a checkpoint from before, and on without the batches that led there.
+"""Loss spikes: roll back to an earlier checkpoint, and skip the batches that led to the spike.
 
-What PaLM's authors did by hand (arXiv 2204.02311, section 5.1): about 100 steps back, 200 to 500 batches
-skipped. They found that it is these batches together with that state of the weights that spikes, not the
-batches alone: after it, the loss did not spike again.
+PaLM's authors did this by hand (arXiv 2204.02311, section 5.1): restart about 100 steps earlier and skip 200
+to 500 batches. They found that spikes come from these batches combined with that state of the weights, not
+from the batches alone: after the restart the loss did not spike again.
 
-[Note: what a spike is]
-A finite loss that lies above the median of the last `spike_window` by more than `spike_factor` times their
-usual spread: 1.4826 times the median distance from the median, which is the standard deviation where losses
-are normal and is not moved by outliers, and at least a hundredth of the median, below which nobody would go
-back. No step is judged before the window is full. The loss is the same bits on every rank, and so is the
-judgement.
+[Note: definition of a spike]
+A finite loss that exceeds the median of the last `spike_window` losses by more than `spike_factor` typical
+deviations. The deviation is 1.4826 times the median distance from the median, which equals the standard
+deviation for normally distributed losses and is not affected by outliers, but at least a hundredth of the
+median, as smaller spikes are not worth a rollback. No step is judged before the window is full. The loss is
+bit-identical on all ranks, and so is the decision.
 
-[Note: which batch is whose]
-A step takes the next batch that is not skipped. Batches are skipped where the run goes back to, so that
-they all lie before what comes next: batch = step + number of batches skipped so far. Ranges skipped after
-that checkpoint lie within the new range, which begins there and ends beyond the spike. Checkpoints keep
-ranges and window, and the one that the run goes back to is saved again with them: a run that is killed at
-any time and resumed takes the steps that it would have taken.
+[Note: batch numbering]
+A step takes the next batch that is not skipped. Batches are skipped at the step that the run rolls back to,
+so that all skipped batches precede the following ones: batch = step + number of batches skipped so far.
+Ranges skipped after that checkpoint are contained in the new range, which begins there and ends after the
+spike. Checkpoints contain the ranges and the window, and the checkpoint that the run rolls back to is saved
+again with them: a run that is killed at any time and resumed takes the same steps as without the kill.
 """
 
 from collections import deque
@@ -33,89 +33,89 @@ from plait.comm import World, broadcast
 from plait.errors import RunError
 from plait.train.config import RunConfig
 
-_NORMAL = 1.4826
-_LEAST = 0.01
+_MAD_TO_STD = 1.4826
+_MIN_DEVIATION = 0.01  # of the median
 
 
 class LossSpikeGuard:
-    """Judges losses, and knows which batches are skipped. Every rank calls it alike."""
+    """Detects loss spikes and tracks skipped batches. Every rank makes the same calls."""
 
-    def __init__(self, how: RunConfig) -> None:
-        self._how = how
-        self._recent: deque[float] = deque(maxlen=how.spike_window)
-        self._skipped: list[tuple[int, int]] = []  # ranges of batches, the last one excluded
-        self._times = 0  # that the run went back
-        self._spike = (0, 0)  # with the last one, the times; the end of the batches to skip
-        self.back_to: Path | None = None  # the checkpoint to go back to, once there is a spike
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._recent: deque[float] = deque(maxlen=config.spike_window)
+        self._skipped: list[tuple[int, int]] = []  # ranges of batches, end excluded
+        self._rollbacks = 0
+        self._spike = (0, 0)  # the latest: its number, and the end of the batches to skip
+        self.rollback_to: Path | None = None  # the checkpoint to load after a spike
 
     @property
     def num_skipped(self) -> int:
-        """Batches: what the next one's number is ahead of its step's."""
+        """Batches skipped so far: the next batch's number minus its step's."""
         return sum(end - begin for begin, end in self._skipped)
 
-    def see(
-        self, step: int, loss: float, *, skipped: bool, folder: Path, world: World, settle: Callable[[], None]
+    def observe(
+        self, step: int, loss: float, *, skipped: bool, folder: Path, world: World, wait: Callable[[], None]
     ) -> str | None:
-        """Of the step with which `step` are done; what is to be told of it. `folder`: of the checkpoints;
-        `settle` waits for a save under way, which may remove one.
+        """Judge the loss of step number `step`, and return a message to log, if any.
 
-        Sets `back_to` when there is a spike, and a checkpoint. Raises RunError for one too many.
+        Sets `rollback_to` if there is a spike and a checkpoint. `folder` contains the checkpoints; `wait`
+        waits for a save in progress, which may remove one. Raises RunError for one spike too many.
         """
-        if not self._how.spike_factor or skipped:
+        if not self._config.spike_factor or skipped:
             return None
-        usual = self._usual()
-        if usual is None or loss <= usual[0] + self._how.spike_factor * usual[1]:
+        typical = self._typical()
+        if typical is None or loss <= typical[0] + self._config.spike_factor * typical[1]:
             self._recent.append(loss)
             return None
-        fact = f"the loss has spiked: {loss:.4g} in step {step}, where {usual[0]:.4g} is usual"
-        if self._times >= self._how.max_spikes:
+        fact = f"loss spike: {loss:.4g} in step {step}, {typical[0]:.4g} is typical"
+        if self._rollbacks >= self._config.max_spikes:
             raise RunError(
                 fact,
-                given=f"the run has gone back {self._times} times already",
-                expected=f"at most run.max_spikes = {self._how.max_spikes} times",
-                hint="a smaller optimizer.lr, a larger run.spike_factor; --resume goes on from the last save",
+                given=f"the run has been rolled back {self._rollbacks} times already",
+                expected=f"at most run.max_spikes = {self._config.max_spikes} rollbacks",
+                hint="a smaller optimizer.lr, a larger run.spike_factor; --resume uses the last save",
             )
-        self._spike = (self._times + 1, step + self.num_skipped + self._how.spike_skip)
-        settle()
-        self.back_to = self._earlier(folder, step - 1 - self._how.spike_window, world)
-        if self.back_to is None:
+        self._spike = (self._rollbacks + 1, step + self.num_skipped + self._config.spike_skip)
+        wait()
+        self.rollback_to = self._earlier(folder, step - 1 - self._config.spike_window, world)
+        if self.rollback_to is None:
             self._recent.append(loss)
-            return f"{fact}; there is no checkpoint to go back to"
-        return f"{fact}; back to {self.back_to.name}"
+            return f"{fact}; there is no checkpoint to roll back to"
+        return f"{fact}; rolling back to {self.rollback_to.name}"
 
-    def skip(self, step: int) -> str:
-        """After `load`: the run is back at `back_to`, after `step` steps. What is to be told."""
-        assert self.back_to is not None, "there was no spike"
-        self._times, end = self._spike
+    def skip_batches(self, step: int) -> str:
+        """Skip the spike's batches, after `load` of `rollback_to` at `step`. Returns a message to log."""
+        assert self.rollback_to is not None, "there was no spike"
+        self._rollbacks, end = self._spike
         begin = step + self.num_skipped
         self._skipped.append((begin, end))
-        self.back_to = None
-        return f"back at step {step}, and on without batches {begin} to {end - 1}"
+        self.rollback_to = None
+        return f"rolled back to step {step}, skipping batches {begin} to {end - 1}"
 
     def facts(self) -> dict[str, Any]:
-        """For a checkpoint."""
-        return {"times": self._times, "skipped_batches": [*self._skipped], "recent": [*self._recent]}
+        """Return the state to save in a checkpoint."""
+        return {"times": self._rollbacks, "skipped_batches": [*self._skipped], "recent": [*self._recent]}
 
     def load(self, facts: Mapping[str, Any]) -> None:
-        """Of a checkpoint; one of before there were any has none."""
-        found = facts.get("spikes", {})
-        self._times = int(found.get("times", 0))
-        self._skipped = [(int(begin), int(end)) for begin, end in found.get("skipped_batches", [])]
-        self._recent = deque(map(float, found.get("recent", [])), maxlen=self._how.spike_window)
+        """Restore the state from a checkpoint's facts; old checkpoints have none."""
+        saved = facts.get("spikes", {})
+        self._rollbacks = int(saved.get("times", 0))
+        self._skipped = [(int(begin), int(end)) for begin, end in saved.get("skipped_batches", [])]
+        self._recent = deque(map(float, saved.get("recent", [])), maxlen=self._config.spike_window)
 
-    def _usual(self) -> tuple[float, float] | None:
-        """Median and spread of the window, once it is full."""
-        if len(self._recent) < self._how.spike_window:
+    def _typical(self) -> tuple[float, float] | None:
+        """Return median and deviation of the window, once it is full."""
+        if len(self._recent) < self._config.spike_window:
             return None
         middle = median(self._recent)
-        spread = _NORMAL * median(abs(loss - middle) for loss in self._recent)
-        return middle, max(spread, _LEAST * abs(middle))
+        deviation = _MAD_TO_STD * median(abs(loss - middle) for loss in self._recent)
+        return middle, max(deviation, _MIN_DEVIATION * abs(middle))
 
     def _earlier(self, folder: Path, step: int, world: World) -> Path | None:
-        """The newest checkpoint of at most `step`, else the oldest; as the first rank sees it."""
-        found = checkpoint.steps(folder) if world.rank == 0 else []
-        good = [path for path in found if (step_of(path) or 0) <= step][-1:] or found[:1]
-        chosen = torch.tensor([step_of(good[0]) if good else -1], device=world.device)
+        """Return the newest checkpoint up to `step`, else the oldest one, as seen by rank 0. Collective."""
+        paths = checkpoint.steps(folder) if world.rank == 0 else []
+        candidates = [path for path in paths if (step_of(path) or 0) <= step][-1:] or paths[:1]
+        chosen = torch.tensor([step_of(candidates[0]) if candidates else -1], device=world.device)
         broadcast(chosen, world.group)
         number = int(chosen.item())
         return None if number < 0 else checkpoint.step_path(folder, number)

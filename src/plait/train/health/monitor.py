@@ -1,4 +1,4 @@
-"""What looks at a run's steps while it takes them: for hangs, stragglers and loss spikes."""
+"""Run the training steps under supervision: hangs, stragglers and loss spikes."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,76 +11,78 @@ from plait.train.config import RunConfig
 from plait.train.health.heartbeat import Heartbeat
 from plait.train.health.loss_spikes import LossSpikeGuard
 from plait.train.health.stragglers import Stragglers
-from plait.train.run import RunDir
+from plait.train.run_dir import RunDir
 
 
 class HealthMonitor:
-    """Entered by every rank for the steps from one start, resume or return to the next."""
+    """Supervises the steps from a start, resume or rollback to the next one. Every rank enters it."""
 
     def __init__(
         self,
         run: RunDir,
-        how: RunConfig,
+        config: RunConfig,
         engine: Engine,
         spikes: LossSpikeGuard,
-        note: Callable[[str], object],
+        log: Callable[[str], object],
     ) -> None:
-        """`note`: told, on every rank."""
-        self._heart = Heartbeat(run.stacks, engine.world, how.hang_s)
+        """`log`: called on every rank."""
+        self._heartbeat = Heartbeat(run.stacks, engine.world, config.hang_s)
         self._stragglers = Stragglers(
-            engine.world, engine.plan, how.check_stragglers_every, how.straggler_factor, note
+            engine.world, engine.plan, config.check_stragglers_every, config.straggler_factor, log
         )
         self._spikes = spikes
         self._checkpoints: Path = run.checkpoints
         self._world = engine.world
-        self._note = note
+        self._log = log
         self._is_first = True
 
     def __enter__(self) -> "HealthMonitor":
-        self._heart.__enter__()
+        self._heartbeat.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._heart.__exit__(kind, error, trace)
+        self._heartbeat.__exit__(kind, error, trace)
 
-    def begins(self, phase: str, step: int, *, slow: bool = False) -> None:
-        """What this rank does next, after `step` steps. `slow`: it may take longer than a step."""
-        self._heart.beat(step, phase, slow=slow)
+    def enter(self, phase: str, step: int, *, slow: bool = False) -> None:
+        """Record that this rank begins `phase`, after `step` steps. `slow`: may take longer than a step."""
+        self._heartbeat.beat(step, phase, slow=slow)
 
     def step(
         self,
         step: int,
         batches: Iterator[dict[str, Tensor]],
-        take: Callable[[dict[str, Tensor]], StepResult],
+        run_step: Callable[[dict[str, Tensor]], StepResult],
     ) -> StepResult:
-        """Takes the next batch's step, after `step` others."""
+        """Run a step on the next batch, after `step` steps."""
         self._stragglers.begin()
-        self.begins("reading data", step, slow=self._is_first)
+        self.enter("reading data", step, slow=self._is_first)
         batch = next(batches)
-        self.begins("a step", step, slow=self._is_first)
-        result = take(batch)
+        self.enter("a step", step, slow=self._is_first)
+        result = run_step(batch)
         self._is_first = False
         self._stragglers.end(step + 1)
         return result
 
-    def check_spike(self, step: int, result: StepResult, settle: Callable[[], None]) -> bool:
-        """Whether the run has to go back, to `spikes.back_to`. `settle` waits for a save under way. Raises
-        RunError when it has too often."""
+    def check_spike(self, step: int, result: StepResult, wait_for_save: Callable[[], None]) -> bool:
+        """Return whether the run has to roll back, to `spikes.rollback_to`.
+
+        Raises RunError after too many rollbacks.
+        """
 
         def wait() -> None:
-            self.begins("saving", step, slow=True)
-            settle()
+            self.enter("saving", step, slow=True)
+            wait_for_save()
 
-        told = self._spikes.see(
+        message = self._spikes.observe(
             step,
             result.loss,
             skipped=result.skipped,
             folder=self._checkpoints,
             world=self._world,
-            settle=wait,
+            wait=wait,
         )
-        if told is not None:
-            self._note(told)
-        return self._spikes.back_to is not None
+        if message is not None:
+            self._log(message)
+        return self._spikes.rollback_to is not None

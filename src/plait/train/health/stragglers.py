@@ -1,11 +1,10 @@
-"""Ranks that take longer for their own work than the others, who wait for them: named while the run goes
-on.
+"""Report stragglers: ranks whose own work takes longer than that of the others, which wait for them.
 
-[Note: a rank's own work]
-In a synchronous job a step takes as long on every rank. What a rank does of it by itself is the rest: its
-seconds, less those that its training thread was in communications (`comm/clock.py`). Reading data is part
-of it. Ranks are compared with those of their own stage: what stages have to compute differs by the plan.
-Compared is the median over some steps: one slow step is noise.
+[Note: own work of a rank]
+In a synchronous job a step takes equally long on all ranks. A rank's own work is the step without the time
+that its training thread spent in communication (`comm/stats.py`). Reading data is part of it. Ranks are
+compared within their pipeline stage, as the plan gives stages different work. The median over several steps
+is compared, because a single slow step is noise.
 """
 
 import socket
@@ -18,80 +17,85 @@ import torch
 from plait.comm import World, all_gather, broadcast
 from plait.plan import Grid, Plan
 
-_WORTH = 0.05  # of a step: what a rank is slower by, to be worth a word
+_MIN_FRACTION = 0.05  # of a step: smaller delays are not reported
 _NAME_BYTES = 64
 
 
 class Stragglers:
-    """Measures steps, and compares the ranks every so many. Every rank calls it alike.
+    """Measures steps, and compares the ranks at intervals. Every rank makes the same calls.
 
-    Ranks on CUDA devices are not compared: see `comm/clock.py`.
+    Ranks on CUDA devices are not compared: see `comm/stats.py`.
     """
 
     def __init__(
-        self, world: World, plan: Plan, every: int, factor: float, note: Callable[[str], object]
+        self, world: World, plan: Plan, every: int, factor: float, log: Callable[[str], object]
     ) -> None:
-        """`every`: steps; 0 is never. `factor`: of the median of the others, from which on a rank is slow.
-        `note`: told, on every rank."""
+        """
+        every   steps between comparisons; 0 means never
+        factor  of the median of the other ranks, above which a rank is slow
+        log     called on every rank
+        """
         self._world = world
         self._every = every if world.device.type == "cpu" and world.size > 1 else 0
         self._factor = factor
-        self._note = note
+        self._log = log
         grid = Grid.of(plan)
         self._stages = [grid.coord(rank)["pp"] for rank in range(world.size)]
-        self._slow: set[int] = set()  # have been named
-        self._seconds: list[tuple[float, float]] = []  # of each step: of own work, and whole
-        self._began = (0.0, 0.0)
+        self._slow: set[int] = set()  # already reported
+        self._seconds: list[tuple[float, float]] = []  # per step: own work, full step
+        self._start_s = (0.0, 0.0)
 
     def begin(self) -> None:
-        """A step begins."""
-        self._began = (time.perf_counter(), self._world.clock.seconds)
+        """Start measuring a step."""
+        self._start_s = (time.perf_counter(), self._world.clock.seconds)
 
     def end(self, step: int) -> None:
-        """The step is done, and with it `step` of them."""
+        """Record the step, after which `step` steps are done, and compare the ranks if it is time."""
         if not self._every:
             return
-        whole_s = time.perf_counter() - self._began[0]
-        self._seconds.append((whole_s - (self._world.clock.seconds - self._began[1]), whole_s))
+        step_s = time.perf_counter() - self._start_s[0]
+        self._seconds.append((step_s - (self._world.clock.seconds - self._start_s[1]), step_s))
         if step % self._every == 0:
             self._compare()
             self._seconds.clear()
 
     def _compare(self) -> None:
         world = self._world
-        mine = torch.tensor([median(each) for each in zip(*self._seconds, strict=True)], dtype=torch.float64)
+        row = torch.tensor([median(each) for each in zip(*self._seconds, strict=True)], dtype=torch.float64)
         rows = torch.empty(2 * world.size, dtype=torch.float64)
-        all_gather(rows, mine, world.group, label="seconds of own work")
-        own_s, whole_s = rows.view(-1, 2).T.tolist()
-        found = slow_ranks(own_s, self._stages, self._factor, _WORTH * median(whole_s))
-        for rank, usual_s in found.items():
+        all_gather(rows, row, world.group, label="seconds of own work")
+        own_s, step_s = rows.view(-1, 2).T.tolist()
+        slow = slow_ranks(own_s, self._stages, self._factor, _MIN_FRACTION * median(step_s))
+        for rank, median_s in slow.items():
             if rank not in self._slow:
-                self._note(
-                    f"rank {rank} (host {self._host_of(rank)}) takes {own_s[rank] / usual_s:.1f}x as long as "
-                    f"the others: {own_s[rank]:.3g} s of own work a step, the median is {usual_s:.3g} s"
+                self._log(
+                    f"rank {rank} (host {self._host_of(rank)}) is a straggler: {own_s[rank]:.3g} s of own "
+                    f"work per step, {own_s[rank] / median_s:.1f}x the others' median ({median_s:.3g} s)"
                 )
-        self._slow = set(found)
+        self._slow = set(slow)
 
     def _host_of(self, rank: int) -> str:
-        name = torch.zeros(_NAME_BYTES, dtype=torch.uint8)
+        buffer = torch.zeros(_NAME_BYTES, dtype=torch.uint8)
         if rank == self._world.rank:
-            said = socket.gethostname().encode()[:_NAME_BYTES]
-            name[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
-        broadcast(name, self._world.group, rank)
-        return bytes(name.tolist()).rstrip(b"\0").decode(errors="replace")
+            name = socket.gethostname().encode()[:_NAME_BYTES]
+            buffer[: len(name)] = torch.frombuffer(bytearray(name), dtype=torch.uint8)
+        broadcast(buffer, self._world.group, rank)
+        return bytes(buffer.tolist()).rstrip(b"\0").decode(errors="replace")
 
 
 def slow_ranks(
-    own_s: Sequence[float], stages: Sequence[int], factor: float, least_s: float
+    own_s: Sequence[float], stages: Sequence[int], factor: float, min_delay_s: float
 ) -> dict[int, float]:
-    """The ranks that take more than `factor` times the median of the others of their stage, and `least_s`
-    more than it; with that median."""
-    found = {}
+    """Return slow ranks, with the median of the others of their stage.
+
+    Slow means more than `factor` times that median, and more than `min_delay_s` above it.
+    """
+    slow = {}
     for rank, seconds in enumerate(own_s):
         others = [
             other for number, other in enumerate(own_s) if number != rank and stages[number] == stages[rank]
         ]
-        usual_s = median(others) if others else seconds
-        if seconds > factor * usual_s and seconds > usual_s + least_s:
-            found[rank] = usual_s
-    return found
+        median_s = median(others) if others else seconds
+        if seconds > factor * median_s and seconds > median_s + min_delay_s:
+            slow[rank] = median_s
+    return slow

@@ -1,0 +1,173 @@
+"""The run directory: its files, its lock, and the job that owns it.
+
+[Note: run ownership]
+An existing run directory is refused unless the run is resumed: another job may be using it. torchrun,
+however, restarts its ranks with the same command line after it has lost or gained one. Preparing a run
+therefore writes to job.json which torchrun process, and which --rdzv-id, started its ranks; ranks started by
+the same process resume the run. After a restart a matching id is enough, because the first rank may have
+moved to another host; at a first start it is not, because another job may reuse the id.
+"""
+
+import json
+import os
+import secrets
+import shutil
+import socket
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from plait.data import TokenStore
+from plait.errors import RunError
+from plait.fileio import locked, sync_folder, sync_tree, write_json
+from plait.train.config import Recipe, read_recipe
+from plait.train.resume import Check, start_from
+
+_LOCK_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """The paths of a run's files."""
+
+    path: Path
+
+    @property
+    def recipe(self) -> Path:
+        """The resolved recipe."""
+        return self.path / "recipe.json"
+
+    @property
+    def job(self) -> Path:
+        """The job that owns the run. See [Note: run ownership]."""
+        return self.path / "job.json"
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.path / "tokenizer"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def picture(self) -> Path:
+        return self.path / "loss.png"
+
+    @property
+    def measured(self) -> Path:
+        """Measured memory and traffic of the ranks, for `plait explain`."""
+        return self.path / "measured.json"
+
+    @property
+    def stacks(self) -> Path:
+        """Stack traces of hung ranks, and during training each rank's status."""
+        return self.path / "stacks"
+
+    @property
+    def export(self) -> Path:
+        """The trained model in Hugging Face format."""
+        return self.path / "export"
+
+    def read_recipe(self, sets: Sequence[str] = (), plan: str | None = None) -> Recipe:
+        """Return the recipe of this run; its `run.dir` is this directory, even if it was moved.
+
+        Raises RunError, ConfigError.
+        """
+        if not self.recipe.is_file():
+            raise RunError(
+                "the run does not exist" if not self.path.exists() else "not a run directory",
+                given=self.path,
+                expected=f"a directory with {self.recipe.name}",
+                hint="plait train RECIPE starts a run",
+            )
+        recipe = read_recipe(self.recipe, sets, plan)
+        return recipe.model_copy(update={"run": recipe.run.model_copy(update={"dir": self.path})})
+
+
+def lock_run(run: RunDir, lock: ExitStack | None) -> None:
+    """Lock the run against other jobs until `lock` is closed.
+
+    Waits a little: processes of a job that has just ended may still hold the lock. Raises RunError.
+    """
+    if lock is None:
+        return
+    try:
+        lock.enter_context(locked(run.path / ".lock", _LOCK_TIMEOUT_S))
+    except BlockingIOError as error:
+        raise RunError(
+            "another job is training this run",
+            given=run.path,
+            expected="one job per run",
+            hint="stop the other job",
+        ) from error
+    except OSError as error:
+        raise RunError("cannot write to the run directory", given=f"{run.path}: {error}") from error
+
+
+def create_run_dir(run: RunDir, recipe: Recipe, store: TokenStore, start: Path | None, check: Check) -> None:
+    """Create the directory, atomically and durably: checkpoints are useless without it. Raises RunError."""
+    partial = run.path.with_name(f"{run.path.name}.tmp-{secrets.token_hex(4)}")
+    try:
+        partial.mkdir(parents=True)
+        try:
+            write_json(RunDir(partial).recipe, recipe.model_dump(mode="json"))
+            write_json(RunDir(partial).job, _current_job())
+            shutil.copytree(store.tokenizer_dir, RunDir(partial).tokenizer)
+            if start is not None:
+                start_from(RunDir(partial).checkpoints, start, check)
+            sync_tree(partial)
+            partial.replace(run.path)  # also over an empty directory
+            sync_folder(run.path.parent)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+    except OSError as error:
+        raise RunError("cannot create the run directory", given=f"{run.path}: {error}") from error
+
+
+def rewrite_recipe(run: RunDir, recipe: Recipe) -> None:
+    """Write the recipe with the changes of --set and --plan, and the current job. Raises RunError."""
+    try:
+        write_json(run.recipe, recipe.model_dump(mode="json"))
+        write_json(run.job, _current_job())
+    except OSError as error:
+        raise RunError("cannot write the run's recipe", given=f"{run.recipe}: {error}") from error
+
+
+def is_later_attempt(run: RunDir) -> bool:
+    """Return whether an earlier attempt of this torchrun job started or resumed the run.
+
+    If so, this attempt resumes it. See [Note: run ownership].
+    """
+    try:
+        run_id, process = json.loads(run.job.read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):
+        return False
+    our_id, our_process = _current_job()
+    is_named = our_id not in ("", "none")  # torchrun's default id is "none"
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return our_id != "" and (process == our_process or (restarts > 0 and is_named and run_id == our_id))
+
+
+def discard_unused(run: RunDir) -> None:
+    """Delete the directory of a run that ended before it recorded anything."""
+    if not run.metrics.exists():
+        shutil.rmtree(run.path, ignore_errors=True)
+
+
+def _current_job() -> tuple[str, str]:
+    """torchrun's job id (empty without torchrun), and the process that started this one."""
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    stat = Path(f"/proc/{os.getppid()}/stat")
+    start_time = stat.read_text().rpartition(")")[2].split()[19] if stat.exists() else ""
+    return run_id, f"{socket.gethostname()} {os.getppid()} {start_time}"
