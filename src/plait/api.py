@@ -18,9 +18,9 @@ from plait.engine.self_check import SelfCheck
 from plait.errors import CheckpointError, ConfigError, ModelError, PlanError, ScheduleError
 from plait.models import Blocks, Chain, blocks_of, plan_stages
 from plait.optim import DEFAULT_GROUPS, LossScaling
-from plait.plan import Grid, Plan, StageAssignment, TPPlan, single_stage, uncompilable
+from plait.plan import Grid, Plan, StageAssignment, TPPlan, compile_conflict, single_stage
 from plait.plan.schedule import Schedule, check
-from plait.plan.schedule.load import schedule_of
+from plait.plan.schedule.load import load_schedule
 
 
 def parallelize(
@@ -65,27 +65,31 @@ def parallelize(
     model = model if isinstance(model, nn.Module) else Chain(model)
     check_update(optimizer, clip_norm, clip_value)
     world = connect() if world is None else world
-    plan = _checked(world, plan, loss_scaling)
-    found = checked_blocks(model, plan, blocks)
-    first = None if weights is None else _reader(model, Path(weights), world)
-    to_probe = SelfCheck.of(model, probe, plan, seed)  # before the model is cut
+    plan = _resolve(world, plan, loss_scaling)
+    found = find_blocks(model, plan, blocks)
+    first = None if weights is None else _weights_reader(model, Path(weights), world)
+    to_probe = SelfCheck.build(model, probe, plan, seed)  # before the model is cut
     how = replace(
-        training_of(model, plan, found, param_groups=param_groups, tensor_plan=tensor_plan),
+        training_spec(model, plan, found, param_groups=param_groups, tensor_plan=tensor_plan),
         optimizer=optimizer,
         arguments=optimizer_args or {},
         clip_norm=clip_norm,
         clip_value=clip_value,
         loss=loss,
-        loss_scaling=_scaling(plan, loss_scaling),
+        loss_scaling=_loss_scaling(plan, loss_scaling),
         seed=seed,
         draws=first is None,
         offload_dir=None if offload_dir is None else Path(offload_dir),
     )
-    engine = Engine(model if model.training else model.train(), plan, how, Mesh(world, Grid.of(plan)), found)
-    return _begun(engine, first, to_probe, loss)
+    engine = Engine(
+        model if model.training else model.train(), plan, how, Mesh(world, Grid.from_plan(plan)), found
+    )
+    return _initialize(engine, first, to_probe, loss)
 
 
-def _begun(engine: Engine, first: Reader | None, to_probe: SelfCheck | None, loss: Loss | None) -> Engine:
+def _initialize(
+    engine: Engine, first: Reader | None, to_probe: SelfCheck | None, loss: Loss | None
+) -> Engine:
     """With the weights that it begins with, and probed."""
     if first is not None:
         with first:
@@ -93,7 +97,7 @@ def _begun(engine: Engine, first: Reader | None, to_probe: SelfCheck | None, los
     return engine if to_probe is None else to_probe.run(engine, loss)
 
 
-def _reader(model: nn.Module, folder: Path, world: World) -> Reader:
+def _weights_reader(model: nn.Module, folder: Path, world: World) -> Reader:
     """What reads the first weights. Raises ModelError for a model that has some, CheckpointError on all ranks
     for files that one of them cannot read."""
     if not all(parameter.is_meta for parameter in model.parameters()):
@@ -109,7 +113,7 @@ def _reader(model: nn.Module, folder: Path, world: World) -> Reader:
     return found
 
 
-def training_of(
+def training_spec(
     model: nn.Module,
     plan: Plan,
     blocks: list[tuple[str, nn.Module]],
@@ -129,7 +133,7 @@ def training_of(
     )
 
 
-def _scaling(plan: Plan, given: LossScaling | None) -> LossScaling | None:
+def _loss_scaling(plan: Plan, given: LossScaling | None) -> LossScaling | None:
     return (given or LossScaling()) if plan.precision == "fp16" else None
 
 
@@ -152,7 +156,7 @@ def check_update(optimizer: object, norm: float | None = None, value: float | No
         )
 
 
-def _checked(world: World, plan: Plan, scaling: LossScaling | None) -> Plan:
+def _resolve(world: World, plan: Plan, scaling: LossScaling | None) -> Plan:
     """The plan that runs on the world's ranks, if it fits them and their devices."""
     plan = plan.resolved(world.size)
     plan.check_ranks(world.size)
@@ -180,15 +184,15 @@ def _check_fp16(plan: Plan, scaling: LossScaling | None, device: torch.device) -
         ) from error
 
 
-def check_cuts(
+def check_shardable(
     model: nn.Module, plan: Plan, given: Mapping[str, str] | None = None, *, blocks: Blocks | None = None
 ) -> None:
     """Raises PlanError or ModelError unless the model can be cut into the plan's stages, and its layers on
     the plan's grid; needs no rank."""
-    training_of(model, plan, checked_blocks(model, plan, blocks), tensor_plan=given)
+    training_spec(model, plan, find_blocks(model, plan, blocks), tensor_plan=given)
 
 
-def checked_blocks(model: nn.Module, plan: Plan, given: Blocks | None) -> list[tuple[str, nn.Module]]:
+def find_blocks(model: nn.Module, plan: Plan, given: Blocks | None) -> list[tuple[str, nn.Module]]:
     """The model's blocks. Raises PlanError where the plan asks for something of each, and there is none."""
     blocks = blocks_of(model, given)
     asks = {f"recompute={plan.recompute}": plan.recompute != "none", "compile=true": plan.compile}
@@ -204,12 +208,12 @@ def checked_blocks(model: nn.Module, plan: Plan, given: Blocks | None) -> list[t
 
 def _schedule(plan: Plan) -> Schedule:
     """The plan's schedule, proved to run. Raises ScheduleError."""
-    schedule = schedule_of(plan.schedule, plan.pp, plan.micro, plan.chunks)
+    schedule = load_schedule(plan.schedule, plan.pp, plan.micro, plan.chunks)
     check(schedule)
     if not schedule.trains:
         raise ScheduleError("a schedule of forwards alone trains nothing", given=f"schedule={plan.schedule}")
     if schedule.split and plan.compile:  # of a file, which the plan does not know
-        raise uncompilable(f"schedule={plan.schedule}")
+        raise compile_conflict(f"schedule={plan.schedule}")
     return schedule
 
 

@@ -18,13 +18,13 @@ from typing import Any
 from plait.errors import ConfigError
 
 # What some network file systems answer when a folder is to be synced.
-_LOOK_S = 0.1
-_FOLDERS_CANNOT = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
+_POLL_S = 0.1
+_SYNC_UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
 
 
 def write_text(path: Path, text: str) -> None:
     """Atomic, and on disk when it returns. Two writers at once: one of them wins, whole. Raises OSError."""
-    fresh = fresh_name(path)
+    fresh = temp_path(path)
     try:
         with fresh.open("w", encoding="utf-8") as file:
             file.write(text)
@@ -42,7 +42,7 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=1))
 
 
-def fresh_name(path: Path) -> Path:
+def temp_path(path: Path) -> Path:
     """A name beside `path` that no other writer has."""
     return path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
 
@@ -52,7 +52,7 @@ def sync_folder(folder: Path) -> None:
     try:
         _sync(folder)
     except OSError as error:
-        if error.errno not in _FOLDERS_CANNOT:
+        if error.errno not in _SYNC_UNSUPPORTED:
             raise
 
 
@@ -75,7 +75,7 @@ def _sync(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def locked(path: Path, wait_s: float = 0.0) -> Iterator[None]:
+def file_lock(path: Path, wait_s: float = 0.0) -> Iterator[None]:
     """While entered, no other process is in it: a file beside what is to be left alone. Where the file system
     has no locks, nobody is kept out. The kernel lets go when the process ends, however that is.
 
@@ -90,7 +90,7 @@ def locked(path: Path, wait_s: float = 0.0) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() > limit_s:
                     raise
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_S)
             except OSError:
                 break  # a file system without locks
             else:
@@ -102,13 +102,13 @@ def locked(path: Path, wait_s: float = 0.0) -> Iterator[None]:
         os.close(descriptor)
 
 
-def plain_file_bytes(path: Path) -> int | None:
+def regular_file_bytes(path: Path) -> int | None:
     """The file's size; None for a folder, or a link, which could lead anywhere. Raises OSError: missing."""
     status = path.lstat()
     return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
-def check_places(outputs: Mapping[str, Path | None]) -> None:
+def check_output_paths(outputs: Mapping[str, Path | None]) -> None:
     """`outputs`: of every flag, the file it names. Raises ConfigError for one in no folder, or a folder."""
     for flag, path in outputs.items():
         if path is None:

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from plait.cli.main import app
 from plait.plan.schedule import Kind, Timeline
 from plait.plan.schedule.trace import read_trace
-from plait.plan.schedule.validate import needs
+from plait.plan.schedule.validate import dependencies
 from plait.train.metrics import read_metrics
 from support.cli_runs import LIMIT_S, STEPS, finish, last_step, start, wait_for_step, write_recipe
 
@@ -111,7 +111,7 @@ def check_in_time(timeline: Timeline) -> None:
         assert all(span.end > span.start for span in rank)
         assert all(one.end <= other.start for one, other in pairwise(rank))
     for action, span in spans.items():
-        for before in needs(action, timeline.schedule.num_stages):
+        for before in dependencies(action, timeline.schedule.num_stages):
             assert spans[before].end <= span.start, f"{action} began before {before} had ended"
 
 

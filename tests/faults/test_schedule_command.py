@@ -80,7 +80,7 @@ def test_pictures_are_written_and_warn_of_nothing(tmp_path: Path) -> None:
 
 def stretched(timeline: Timeline, factor: float) -> Timeline:
     """As if the ranks had waited longer before every action, and computed as fast."""
-    return Timeline.of(
+    return Timeline.from_spans(
         timeline.schedule,
         [
             [Span(s.action, s.start * factor, s.start * factor + s.end - s.start) for s in spans]

@@ -21,7 +21,7 @@ def engine_of(plan: str = "dp=1 precision=fp64", **options: Any) -> plait.Engine
 
 
 def weights_of(engine: plait.Engine) -> dict[str, Tensor]:
-    return engine.whole_parameters()
+    return engine.full_parameters()
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_state_of_another_model_is_refused_before_anything_changes() -> None:
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_memory_is_foretold_within_two_percent(precision: str, recompute: str) -> None:
     engine = engine_of(f"dp=1 precision={precision} recompute={recompute}")
-    predicted = engine.predicted_memory((programs.SEQUENCES, programs.LENGTH))
+    predicted = engine.estimated_memory((programs.SEQUENCES, programs.LENGTH))
     engine.step(BATCH)
     measured = engine.memory()
     for category in ("parameters", "gradients", "master", "optimizer", "activations"):
@@ -157,8 +157,8 @@ def test_memory_is_foretold_within_two_percent(precision: str, recompute: str) -
 
 def test_recompute_keeps_less_for_backward() -> None:
     shape = (programs.SEQUENCES, programs.LENGTH)
-    plain = engine_of("dp=1").predicted_memory(shape).activations
-    assert engine_of("dp=1 recompute=full").predicted_memory(shape).activations < 0.6 * plain
+    plain = engine_of("dp=1").estimated_memory(shape).activations
+    assert engine_of("dp=1 recompute=full").estimated_memory(shape).activations < 0.6 * plain
 
 
 def test_evaluation_changes_nothing_that_training_sees() -> None:
@@ -222,7 +222,7 @@ def test_a_plain_module_that_was_built_on_meta_gets_its_own_initial_weights() ->
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
     engine = plait.parallelize(model, "dp=1", loss=lambda out, _: (out.sum(), 1))
-    weights = engine.whole_parameters()
+    weights = engine.full_parameters()
     assert torch.equal(weights["1.weight"], torch.ones(8))
     assert 0 < weights["0.weight"].abs().max() <= 8**-0.5
 

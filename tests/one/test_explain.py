@@ -13,7 +13,7 @@ from plait.estimate.dry_run import Cluster
 from plait.estimate.explain import Explanation, explain
 from plait.models import causal_lm_on_meta
 from plait.parallel import DataGroups
-from plait.plan import CommCount, CommKey, Grid, Plan, added
+from plait.plan import CommCount, CommKey, Grid, Plan, sum_traffic
 from plait.plan.schedule import Durations, make_schedule, simulate
 from plait.train.explain import in_words
 
@@ -55,7 +55,7 @@ def test_16384_ranks_are_explained_in_seconds() -> None:
 
 def test_a_rank_of_many_makes_its_own_groups_and_no_others() -> None:
     plan = Plan.parse("pp=16 dp=128 tp=8 zero=1 shard=16")
-    grid, rank = Grid.of(plan), 9_999
+    grid, rank = Grid.from_plan(plan), 9_999
     begun_s = time.process_time()
     mesh = Cluster("nccl", 8, CPU).mesh(grid, rank)
     groups = DataGroups.of(mesh, plan)
@@ -82,7 +82,7 @@ def test_ranks_that_hold_alike_are_one_row() -> None:
 
 def test_hosts_that_share_no_memory_gather() -> None:
     one, two = (explained(small(2), "dp=4 zero=3", cluster=Cluster("host", size, CPU)) for size in (None, 2))
-    verbs = [{line.verb for line in of.of_rank(0).traffic["parameters"]} for of in (one, two)]
+    verbs = [{line.op for line in of.of_rank(0).traffic["parameters"]} for of in (one, two)]
     assert verbs == [{"barrier"}, {"all-gather"}]
     assert two.of_rank(0).memory.buffers > one.of_rank(0).memory.buffers
 
@@ -96,7 +96,7 @@ def test_where_a_host_ends_inside_of_a_group_its_ranks_gather_and_others_do_not(
 ) -> None:
     found = explained(small(2), plan, cluster=Cluster("host", host_size, CPU))
     for rank in range(found.grid.num_ranks):
-        verbs = {line.verb for line in found.of_rank(rank).traffic["parameters"]}
+        verbs = {line.op for line in found.of_rank(rank).traffic["parameters"]}
         assert verbs == ({"all-gather"} if rank in cut else {"barrier"})
 
 
@@ -134,7 +134,7 @@ def test_the_model_is_left_as_it_was() -> None:
 
 
 def test_meta_tensors_are_heard_of_by_nobody_but_a_dry_world() -> None:
-    mesh = Cluster("gloo", None, CPU).mesh(Grid.along(col=4), 1)
+    mesh = Cluster("gloo", None, CPU).mesh(Grid.from_degrees(col=4), 1)
     all_reduce(torch.ones(3, device="meta"), mesh.group("col"))
     assert mesh.world.ledger.read() == {CommKey(("col",), "", "all-reduce"): CommCount(1, 12)}
 
@@ -180,7 +180,7 @@ def test_a_micro_batch_of_nothing_gets_a_letter() -> None:
 def test_strands_add_up_to_all_that_is_said() -> None:
     row = explained(small(2), "pp=2 dp=2 tp=2 zero=3 micro=2", cluster=Cluster("gloo", None, CPU)).of_rank(0)
     assert set(row.traffic) == {"layers", "parameters", "gradients", "stages", "step"}
-    total = added(row.traffic.values())
+    total = sum_traffic(row.traffic.values())
     assert sum(t.num_bytes for t in total.values()) == sum(
         t.num_bytes for traffic in row.traffic.values() for t in traffic.values()
     )

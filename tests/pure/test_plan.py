@@ -205,7 +205,7 @@ def test_shard_must_divide_dp(plan: Plan, shard: int) -> None:
 
 @given(plans())
 def test_what_a_stage_cuts_is_cut_over_shard_ranks_and_copied_on_the_rest(plan: Plan) -> None:
-    grid = Grid.of(plan)
+    grid = Grid.from_plan(plan)
     assert grid.num_ranks == plan.num_ranks == plan.pp * plan.dp * plan.rows * plan.cols
     expected = 1 if not plan.zero else plan.shard or plan.dp
     assert grid.degree("shard") == plan.shard_degree == expected
@@ -228,7 +228,7 @@ def test_what_a_stage_cuts_is_cut_over_shard_ranks_and_copied_on_the_rest(plan: 
 )
 def test_gradients_are_whole_as_long_as_the_plan_says(text: str, whole: bool, stay: bool) -> None:
     plan = Plan.parse(f"dp=2 {text}")
-    assert (plan.accumulates_whole, plan.gradients_stay_whole) == (whole, stay)
+    assert (plan.accumulates_full, plan.keeps_full_grads) == (whole, stay)
 
 
 def test_ranks_that_do_not_fit_are_refused_with_a_plan_that_would() -> None:
@@ -292,7 +292,7 @@ def test_dp_auto_fills_what_the_rest_of_the_plan_leaves(text: str, ranks: int, b
     assert resolved.resolved(ranks) == resolved
     if plan.dp == 0:
         assert resolved.num_ranks == ranks
-        assert ranks % plan.least_ranks == 0
+        assert ranks % plan.min_ranks == 0
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,10 @@ _WHERE = re.compile(r"given   : (?:(\S+) )?at position (\d+) of rank (\d+)")
 
 
 @st.composite
-def valid_schedules(draw: st.DrawFn, least_ranks: int = 1) -> Schedule:
+def valid_schedules(draw: st.DrawFn, min_ranks: int = 1) -> Schedule:
     """Of a name, or random."""
     name = draw(st.sampled_from([*TRAINING, "random", "random"]))
-    ranks, micros = draw(st.integers(least_ranks, 5)), draw(st.integers(1, 7))
+    ranks, micros = draw(st.integers(min_ranks, 5)), draw(st.integers(1, 7))
     if name != "random":
         return make_schedule(name, ranks, micros)
     rng = random.Random(draw(st.integers(0, 2**32)))
@@ -50,7 +50,7 @@ def refused(schedule: Schedule) -> tuple[str, int, int]:
 def edited(schedule: Schedule, rank: int, actions: list[Action]) -> Schedule:
     lists = [*schedule.ranks]
     lists[rank] = tuple(actions)
-    return Schedule.of("edited", lists)
+    return Schedule.from_actions("edited", lists)
 
 
 @given(valid_schedules())
@@ -127,7 +127,7 @@ def test_an_action_that_is_there_twice_is_marked_the_second_time(
     assert where == [rank, max(again, position + (again <= position))]
 
 
-@given(valid_schedules(least_ranks=2), st.data())
+@given(valid_schedules(min_ranks=2), st.data())
 def test_an_action_on_another_rank_than_its_stage_is_marked(schedule: Schedule, data: st.DataObject) -> None:
     rank, position = cell(data.draw, schedule)
     to = data.draw(st.sampled_from([other for other in range(schedule.num_ranks) if other != rank]))

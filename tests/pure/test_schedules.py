@@ -14,11 +14,11 @@ from plait.plan.plan import SCHEDULES
 from plait.plan.schedule import (
     GENERATORS,
     B,
-    Checked,
     Durations,
     F,
     Kind,
     Schedule,
+    ScheduleNeeds,
     Timeline,
     check,
     make_schedule,
@@ -29,7 +29,7 @@ from support.schedules import random_schedule
 RANKS, MICROS, CHUNKS = range(1, 9), range(1, 25), range(1, 5)
 
 
-def runs(name: str, chunks: int = 0) -> Iterator[tuple[int, int, Checked, Timeline]]:
+def runs(name: str, chunks: int = 0) -> Iterator[tuple[int, int, ScheduleNeeds, Timeline]]:
     """(P, M, what it needs, when it does what) of all small pipelines, if F, B and W take 1 each."""
     for ranks in RANKS:
         for micros in MICROS:
@@ -167,7 +167,7 @@ def test_text_and_csv_read_back(name: str, ranks: int, micros: int, seed: int) -
 
 
 def test_a_table_may_have_comments_and_idle_cells() -> None:
-    expected = Schedule.of("given", [[F(0, 0), B(0, 0)], [F(1, 0), B(1, 0)]])
+    expected = Schedule.from_actions("given", [[F(0, 0), B(0, 0)], [F(1, 0), B(1, 0)]])
     assert Schedule.parse("# two ranks\n\nrank 0: F0.0 B0.0  # first\n rank 1: F1.0 B1.0") == expected
     assert Schedule.from_csv("F0.0,,,B0.0\n,F1.0, B1.0 ,\n") == expected
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from plait.errors import PlanError
 from plait.plan.sharding import DimSharding, ParamSharding, Range, split, split_heads, split_width
-from plait.plan.tensor_cost import (
+from support.tensor_cost import (
     Activations,
     BlockWidths,
     Message,

@@ -40,7 +40,7 @@ def steps_of(schedule: Schedule, *numbers: int) -> dict[int, Timeline]:
 
 
 def moved(timeline: Timeline, seconds: float) -> Timeline:
-    return Timeline.of(
+    return Timeline.from_spans(
         timeline.schedule,
         [[Span(s.action, s.start + seconds, s.end + seconds) for s in spans] for spans in timeline.ranks],
     )
@@ -67,12 +67,12 @@ def test_timelines_read_back_from_each_steps_first_action_on(tmp_path: Path, nam
 
 
 def test_a_viewer_finds_a_process_per_rank_and_a_slice_per_action(tmp_path: Path) -> None:
-    schedule = Schedule.of("two", [[F(0, 0), B(0, 0), W(0, 0)], [F(1, 0), B(1, 0)]])
+    schedule = Schedule.from_actions("two", [[F(0, 0), B(0, 0), W(0, 0)], [F(1, 0), B(1, 0)]])
     spans = [
         [Span(F(0, 0), 2.0, 2.5), Span(B(0, 0), 4.0, 4.25), Span(W(0, 0), 4.25, 4.5)],
         [Span(F(1, 0), 2.5, 3.0), Span(B(1, 0), 3.0, 4.0)],
     ]
-    write_trace(tmp_path / "trace.json", {5: Timeline.of(schedule, spans)})
+    write_trace(tmp_path / "trace.json", {5: Timeline.from_spans(schedule, spans)})
     found = json.loads((tmp_path / "trace.json").read_text())
     names = {e["pid"]: e["args"]["name"] for e in found["traceEvents"] if e["name"] == "process_name"}
     assert names == {0: "rank 0", 1: "rank 1"}
@@ -143,17 +143,17 @@ def test_over_steps_actions_are_medians_and_transfers_the_least() -> None:
 
 
 def test_a_whole_backward_beside_split_ones_counts_without_the_weights_half() -> None:
-    schedule = Schedule.of("mixed", [[F(0, 0), F(0, 1), B(0, 0), W(0, 0), B(0, 1)]])
+    schedule = Schedule.from_actions("mixed", [[F(0, 0), F(0, 1), B(0, 0), W(0, 0), B(0, 1)]])
     ends = [1.0, 2.0, 3.0, 5.0, 8.5]
     spans = [Span(a, end0, end) for a, end0, end in zip(schedule.ranks[0], [0.0, *ends], ends, strict=False)]
-    found = durations_of([Timeline.of(schedule, [spans])])
+    found = durations_of([Timeline.from_spans(schedule, [spans])])
     assert found == Durations((1.0,), (1.25,), (2.0,), ())  # of 1 and 3.5 - 2
 
 
 def test_a_gap_below_zero_is_no_transfer() -> None:
-    schedule = Schedule.of("skewed", [[F(0, 0)], [F(1, 0)]])
+    schedule = Schedule.from_actions("skewed", [[F(0, 0)], [F(1, 0)]])
     spans = [[Span(F(0, 0), 0.0, 1.0)], [Span(F(1, 0), 0.75, 2.0)]]
-    assert durations_of([Timeline.of(schedule, spans)]).transfer == (0.0,)
+    assert durations_of([Timeline.from_spans(schedule, spans)]).transfer == (0.0,)
 
 
 def _event(found: dict[str, Any], **changes: Any) -> None:

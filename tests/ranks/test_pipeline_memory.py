@@ -104,7 +104,7 @@ class Counted:
 def counted(build: Any, plan: str) -> Counted:
     """On one rank, in the second step, in which nothing is made for the first time."""
     engine = engine_of(build, plan)
-    estimated = engine.predicted_memory((SEQUENCES, LENGTH))
+    estimated = engine.estimated_memory((SEQUENCES, LENGTH))
     batch = batch_for(engine)
     engine.step(batch)
     actions: list[Action] = []
@@ -235,7 +235,7 @@ def _accumulated(plan: str) -> tuple[MemoryUse, MemoryUse, int, list[int], float
     """Memory foretold and measured, bytes of the largest unit's whole gradient and of all, and after every
     action how many units had memory for whole gradients."""
     engine = engine_of(llama, plan)
-    estimated = engine.predicted_memory((SEQUENCES, LENGTH))
+    estimated = engine.estimated_memory((SEQUENCES, LENGTH))
     units = engine._held.trained
     held: list[int] = []
     with after_actions(

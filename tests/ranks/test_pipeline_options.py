@@ -114,10 +114,10 @@ def _without_targets(words: str) -> Any:
     engine = engine_of("tied_llama", words)
     one, two = batches(2)
     engine.step(programs.share_of(one, engine))
-    before = engine.whole_parameters()
+    before = engine.full_parameters()
     nothing = {**two, "labels": torch.full_like(two["labels"], -100)}
     result = engine.step(programs.share_of(nothing, engine))
-    after = engine.whole_parameters()
+    after = engine.full_parameters()
     unchanged = all(torch.equal(before[name], after[name]) for name in before)
     return (result.skipped, result.num_tokens, unchanged), engine.step(programs.share_of(two, engine)).skipped
 

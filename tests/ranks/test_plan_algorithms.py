@@ -101,7 +101,7 @@ def test_partial_sums_in_bf16_train_nearly_the_same(pool: Pool, words: str, wide
 def _buffers(plan: str) -> tuple[int, int]:
     engine = engine_of(plan, programs.wide_llama)
     shape = programs.SEQUENCES // engine.plan.dp // engine.plan.micro, programs.LENGTH
-    estimated = engine.predicted_memory(shape).buffers
+    estimated = engine.estimated_memory(shape).buffers
     train(engine, last=1)
     return estimated, engine.memory().buffers
 

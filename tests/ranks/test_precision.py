@@ -33,7 +33,7 @@ def test_states_in_bf16_train_nearly_as_in_fp32(pool: Pool, words: str, wide: An
 
 def _memory(plan: str) -> Any:
     engine = engine_of(plan, programs.wide_llama)
-    estimated = engine.predicted_memory(
+    estimated = engine.estimated_memory(
         (programs.SEQUENCES // engine.plan.dp // engine.plan.micro, programs.LENGTH)
     )
     train(engine, last=2)
@@ -61,7 +61,7 @@ def _resumed(plan: str, options: dict[str, Any], state: dict[str, Tensor]) -> An
     engine = engine_of(plan, **options)
     train(engine, last=1)  # what it held is replaced
     engine.load_state(state)
-    return train(engine, 2, STEPS), engine.whole_parameters(), engine.state()
+    return train(engine, 2, STEPS), engine.full_parameters(), engine.state()
 
 
 @pytest.mark.parametrize(

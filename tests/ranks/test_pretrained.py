@@ -45,7 +45,7 @@ def _begun(folder: Path, plan: str) -> Any:
         engine.load_from(reader, weights_only=True)
         files = [header.num_bytes for header in HuggingFaceFiles.open(folder).headers.values()]
         num_bytes = reader.bytes_read - sum(files[number] for number in reader._right_headers)
-    return engine.whole_parameters(), num_bytes, engine.num_steps
+    return engine.full_parameters(), num_bytes, engine.num_steps
 
 
 @pytest.mark.parametrize(

@@ -173,7 +173,7 @@ def _weights_of_two(plans: tuple[str, ...]) -> list[dict[str, Tensor]]:
         for engine in engines:
             engine.step(programs.share_of(batch, engine))
             engine.evaluate(programs.share_of(batch, engine))
-    return [engine.whole_parameters() for engine in engines]
+    return [engine.full_parameters() for engine in engines]
 
 
 def test_engines_of_one_process_do_not_hear_each_other(pool: Pool) -> None:
@@ -225,7 +225,7 @@ def _masks(plan: str) -> list[tuple[dict[str, int], int, list[Tensor]]]:
             module.register_forward_hook(lambda *given: masks.append((given[-1] == 0).detach()))
     for batch in programs.batches(2, sequences=8):
         engine.step(programs.share_of(batch, engine))
-    coord = plait.plan.Grid.of(engine.plan).coord(engine.world.rank)
+    coord = plait.plan.Grid.from_plan(engine.plan).coord(engine.world.rank)
     return [(coord, number, mask) for number, mask in enumerate(masks)]
 
 
@@ -253,7 +253,7 @@ def _steps_between(plan: str, looks: bool) -> tuple[list[Any], dict[str, Tensor]
             engine.evaluate(share)
             engine.outputs(share, lambda outputs: outputs.logits)
             engine.check_replicas()
-            engine.whole_gradients()
+            engine.full_gradients()
     return results, engine.state(), [torch.rand(3)]
 
 

@@ -53,7 +53,7 @@ def _compiled(plans: list[str]) -> Any:
     found = []
     for plan in plans:
         engine = engine_of(plan)
-        found.append((train(engine, last=2), engine.whole_gradients(), engine.whole_parameters()))
+        found.append((train(engine, last=2), engine.full_gradients(), engine.full_parameters()))
     return found
 
 

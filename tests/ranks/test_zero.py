@@ -59,7 +59,7 @@ def _bits(plan: str, build: Any = programs.rough_llama) -> Any:
     )
     results = [engine.step(programs.share_of(batch, engine)) for batch in programs.batches(4)]
     assert all(result.grad_norm > programs.CLIP for result in results), "clipping was not active"
-    return results, engine.whole_parameters()
+    return results, engine.full_parameters()
 
 
 def assert_same_bits(pool: Ranks, ranks: int, plans: list[str], build: Any = programs.rough_llama) -> None:
@@ -212,7 +212,7 @@ def test_a_verb_that_nobody_uses_cannot_be_silenced() -> None:
 
 
 def _initial_weights(plan: str, build: Any) -> Any:
-    return programs.engine_of(programs.Task(build), plan, seed=7).whole_parameters()
+    return programs.engine_of(programs.Task(build), plan, seed=7).full_parameters()
 
 
 @pytest.mark.parametrize("build", [programs.llama, programs.tied_llama, programs.branches])

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from plait.bench.collectives import Measurement, Row
-from plait.plan.cost_model import VERBS, LatencyFit, algorithm_bandwidth, bus_bandwidth, fit
+from plait.plan.cost_model import COLLECTIVES, LatencyFit, algorithm_bandwidth, bus_bandwidth, fit
 from plait.plan.host_profile import HostProfile, ProfileEntry
 
 
@@ -102,7 +102,7 @@ def draw(measurement: Measurement, picture: Path) -> None:
     kinds = dict.fromkeys((row.verb, row.storage) for row in measurement.rows)
     for verb, storage in kinds:
         rows = [row for row in measurement.rows if (row.verb, row.storage) == (verb, storage)]
-        color = colors(VERBS.index(verb))
+        color = colors(COLLECTIVES.index(verb))
         style: dict[str, Any] = {"color": color, "linestyle": "-" if storage == "owned" else "--"}
         label = verb if storage == "owned" else f"{verb} ({storage})"
         if verb == "barrier":

@@ -9,7 +9,7 @@ import torch
 
 from plait.comm import TRANSPORTS
 from plait.errors import ConfigError, unknown_key_hint
-from plait.plan.cost_model import VERBS
+from plait.plan.cost_model import COLLECTIVES
 
 DTYPES = {
     name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16", "int64", "int32")
@@ -66,8 +66,8 @@ def parse_verbs(given: Sequence[str]) -> tuple[str, ...]:
     """The verbs named, by themselves or with commas between them, in the usual order; all without any."""
     words = [word.strip() for text in given for word in text.split(",")]
     for word in words:
-        check_known("--verb", word, VERBS)
-    return tuple(verb for verb in VERBS if verb in words or not words)
+        check_known("--verb", word, COLLECTIVES)
+    return tuple(verb for verb in COLLECTIVES if verb in words or not words)
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:

@@ -175,7 +175,7 @@ def _difference(
     mine, its = one.manifest.tensors[key], other.manifest.tensors[key]
     if mine.shape != its.shape:
         return Difference(key, f"shapes {list(mine.shape)} and {list(its.shape)}")
-    boxes, numel = Boxes.whole(mine.shape), math.prod(mine.shape)
+    boxes, numel = Boxes.full(mine.shape), math.prod(mine.shape)
     largest, elements, squares, norm = 0.0, 0, 0.0, 0.0
     for start in range(0, numel, at_a_time):
         count = min(at_a_time, numel - start)

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plait.errors import CheckpointError
-from plait.fileio import locked, sync_folder, write_json
+from plait.fileio import file_lock, sync_folder, write_json
 
 _STEP = re.compile(r"step-(\d{8,})")
 _TEMPORARY = re.compile(r"step-\d{8,}\.tmp-[0-9a-f]+")
@@ -81,7 +81,7 @@ def saving_alone(folder: Path) -> Iterator[None]:
     """While entered, nobody else saves into the folder. Raises CheckpointError when somebody does,
     OSError."""
     try:
-        with locked(folder / _LOCK):
+        with file_lock(folder / _LOCK):
             yield
     except BlockingIOError as error:
         raise CheckpointError(

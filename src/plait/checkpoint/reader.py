@@ -120,7 +120,7 @@ class Reader:
         """All of a tensor, on the CPU; every rank by itself."""
         facts = self._manifest.tensors[key]
         found = torch.empty(facts.shape, dtype=facts.torch_dtype)
-        self.read(key, Boxes.whole(facts.shape), 0, found.view(-1), counted=False)
+        self.read(key, Boxes.full(facts.shape), 0, found.view(-1), counted=False)
         return found
 
     def check_header(self, file: int) -> None:

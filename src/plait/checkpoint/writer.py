@@ -17,7 +17,7 @@ from plait.checkpoint.crc32 import crc32
 from plait.checkpoint.manifest import Chunk, FileFacts, Part, TensorFacts
 from plait.checkpoint.safetensors_format import NAMES, Entry, header_text
 from plait.parallel import StateShard, view_of
-from plait.plan import Box, runs
+from plait.plan import Box, boxes_of_range
 
 CHUNK_BYTES = 16 * 2**20  # at most, and of at least one row
 FILE_BYTES = 4 * 2**30  # about; a chunk lies in one file
@@ -117,7 +117,7 @@ def _place(kept: Iterable[StateShard]) -> Iterator[_Placed]:
     file = offset = number = 0
     for each in kept:
         row = 0
-        for rows in runs(each.boxes.shape, each.start, each.stop):
+        for rows in boxes_of_range(each.boxes.shape, each.start, each.stop):
             for box, at in each.boxes.parts(rows):
                 for low, high in _small(box.shape, each.dtype.itemsize):
                     chunk = _Placed(
@@ -167,6 +167,6 @@ def _tensors(
         found = Chunk(chunk.file, offset, chunk.box.start, chunk.box.stop, crc)
         chunks[chunk.kept.key].append(found)
     return {
-        each.key: TensorFacts(shape=each.whole_shape, dtype=NAMES[each.dtype], chunks=tuple(chunks[each.key]))
+        each.key: TensorFacts(shape=each.full_shape, dtype=NAMES[each.dtype], chunks=tuple(chunks[each.key]))
         for each in kept
     }

@@ -42,16 +42,16 @@ from plait.cli.common import Debug, check_picture, report_errors, write_output
 from plait.cli.multirank import check_ranks, first_rank_first, told_by_one
 from plait.comm import TRANSPORTS, World, connect, launch_local
 from plait.comm.launch import end_with_parent
-from plait.fileio import check_places, write_json
-from plait.plan.cost_model import VERBS
-from plait.plan.host_profile import check_place, save
+from plait.fileio import check_output_paths, write_json
+from plait.plan.cost_model import COLLECTIVES
+from plait.plan.host_profile import check_writable, save
 
 bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)
 
 T = TypeVar("T")
 
 _RANKS = 2
-_VERB_HELP = f"One of {', '.join(VERBS)}; may be given several times, or with commas. By default all."
+_VERB_HELP = f"One of {', '.join(COLLECTIVES)}; may be given several times, or with commas. By default all."
 
 
 @bench.callback()
@@ -95,10 +95,10 @@ def collectives(
         check_num_ranks(num_ranks)
         device = device_for(backend, local_ranks)
         check_memory(request, local_ranks, available_bytes())
-        check_places(outputs)
+        check_output_paths(outputs)
         check_picture(plot)
         if to_save:
-            check_place(profile)
+            check_writable(profile)
         if "WORLD_SIZE" not in os.environ:
             # The ranks read the same words, and find WORLD_SIZE.
             raise typer.Exit(launch_local(num_ranks, _words(request, outputs, profile, to_save, debug)))
@@ -142,7 +142,7 @@ def ddp(
         num_ranks, local_ranks = _num_ranks(ranks)
         check_num_ranks(num_ranks)
         check_ddp_memory(request, local_ranks, available_bytes())
-        check_places(outputs)
+        check_output_paths(outputs)
         check_picture(plot)
         if "WORLD_SIZE" not in os.environ:
             raise typer.Exit(launch_local(num_ranks, _ddp_words(request, caps, outputs, debug)))

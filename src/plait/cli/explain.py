@@ -9,7 +9,7 @@ import typer
 from plait.cli.common import Debug, Sets, report_errors, write_output
 from plait.errors import ConfigError
 from plait.estimate.explain import Explanation
-from plait.fileio import check_places, write_json
+from plait.fileio import check_output_paths, write_json
 from plait.train.config import read_recipe
 from plait.train.explain import check_rank, cluster_of, cluster_of_run, explain_recipe, show, to_json
 from plait.train.measurements import Measurements, read_measured
@@ -32,7 +32,7 @@ def explain(
     debug: Debug = False,  # noqa: ARG001 (read by ends_with_letter)
 ) -> None:
     """Show what each rank will hold and say in a step, and how long it waits. Starts no rank."""
-    check_places({"--json": json})
+    check_output_paths({"--json": json})
     found, measured = (
         _of_recipe(recipe, plan, sets, host_size)
         if run is None

@@ -13,9 +13,9 @@ from plait.cli.common import Debug, check_picture, report_errors, write_output
 from plait.cli.schedule_plot import draw_html, draw_png
 from plait.cli.schedule_table import figures_table, grid, ranks_table
 from plait.errors import ConfigError
-from plait.fileio import check_places, write_text
-from plait.plan.schedule import GENERATORS, Checked, Durations, Schedule, Timeline, check, simulate
-from plait.plan.schedule.load import FILE, schedule_of
+from plait.fileio import check_output_paths, write_text
+from plait.plan.schedule import GENERATORS, Durations, Schedule, ScheduleNeeds, Timeline, check, simulate
+from plait.plan.schedule.load import FILE, load_schedule
 from plait.plan.schedule.trace import durations_of, read_trace
 
 _NAMES = f"{', '.join(GENERATORS)}, or {FILE}PATH, a CSV file"
@@ -56,7 +56,7 @@ def schedule(
     debug: Debug = False,  # noqa: ARG001 (read by ends_with_letter)
 ) -> None:
     """Show a pipeline's schedule: bubble, what ranks hold, and the picture; beside it a run's trace."""
-    check_places({"--png": png, "--html": html, "--csv": None if csv == _STDOUT else csv})
+    check_output_paths({"--png": png, "--html": html, "--csv": None if csv == _STDOUT else csv})
     check_picture(png)
     asked = {"forward": forward, "backward": backward, "weight": weight, "transfer": transfer}
     times = {key: time for key, time in asked.items() if time is not None}
@@ -78,7 +78,7 @@ class _View:
     """What is shown. `durations`: where they are the same for all stages, so that the grid has columns."""
 
     schedule: Schedule
-    checked: Checked
+    checked: ScheduleNeeds
     timelines: dict[str, Timeline]
     durations: Durations | None
     unit: str
@@ -107,7 +107,7 @@ def _of_name(name: str | None, sizes: dict[str, int], times: dict[str, float]) -
                 given=f"--{key} {time}",
                 expected=f"0, or {_SHORTEST} to {_LONGEST}",
             )
-    found = schedule_of(name, sizes["pp"], sizes["micro"], sizes["chunks"])
+    found = load_schedule(name, sizes["pp"], sizes["micro"], sizes["chunks"])
     checked = check(found)
     durations = Durations.uniform(found.num_stages, **times)
     return _View(found, checked, {"predicted": simulate(found, durations)}, durations, "")
@@ -143,7 +143,7 @@ def _check_same(traced: Schedule, name: str | None, sizes: dict[str, int]) -> No
             given = " ".join(f"--{key} {size}" for key, size in sizes.items() if size)
             raise ConfigError("a trace says which schedule it is of", given=given, hint="--trace alone")
         return
-    asked = schedule_of(
+    asked = load_schedule(
         name, sizes["pp"] or traced.num_ranks, sizes["micro"] or traced.num_micros, sizes["chunks"]
     )
     if asked.ranks != traced.ranks:

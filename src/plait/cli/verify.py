@@ -16,9 +16,9 @@ from transformers.utils import logging
 from plait.cli.common import LOST_RANK, USER_MISTAKE, Debug, report_errors, write_output
 from plait.comm.launch import end_with_parent
 from plait.errors import ConfigError, PlaitError, PlanError
-from plait.fileio import check_places, write_json
+from plait.fileio import check_output_paths, write_json
 from plait.plan import Plan
-from plait.plan.schedule.load import schedule_of
+from plait.plan.schedule.load import load_schedule
 from plait.verify import (
     PRECISIONS,
     Case,
@@ -85,11 +85,11 @@ def verify(
 ) -> None:
     """Hold a plan against one process: losses, gradients, weights. Ends with 0: the same; 1: not, or a rank
     died; 2: the plan cannot be."""
-    check_places({"--json": json_file})
+    check_output_paths({"--json": json_file})
     _check_tolerance(tolerance)
     asked = _plans(plan, plans, all_of, ranks)
     asked = [_in(dtype, one) for one in asked]
-    stages = max(schedule_of(p.schedule, p.pp, p.micro, p.chunks).num_stages for p in asked)
+    stages = max(load_schedule(p.schedule, p.pp, p.micro, p.chunks).num_stages for p in asked)
     source = parse_source(model, layers=max(_LAYERS, stages), length=length, full=full)
     on = _device(device, transport, max(p.num_ranks for p in asked))
     samples = 2 * lcm(*(p.dp * p.micro for p in asked))

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from plait.comm.collectives import Group, all_gather, all_to_all, empty, start_exchange
 from plait.comm.transport import PartialReduceWork, ReduceWork
-from plait.plan.compression import BLOCK, BLOCK_BYTES, blocks_each
+from plait.plan.compression import BLOCK, BLOCK_BYTES, blocks_per_rank
 
 _LARGEST_HALF = 65504.0
 _LEVELS = 127.0  # of an 8-bit code, to either side of zero
@@ -137,7 +137,7 @@ class CompressedReduce:
         self._residual = torch.zeros(
             numel if code.error_feedback else 0, dtype=torch.float32, device=room.device
         )
-        each = blocks_each(numel, group.size)
+        each = blocks_per_rank(numel, group.size)
         self._ranges = [
             slice(min(numel, place * each * BLOCK), min(numel, (place + 1) * each * BLOCK))
             for place in range(group.size)

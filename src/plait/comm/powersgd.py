@@ -37,7 +37,7 @@ class PowerSGDReduce:
         self._rank = rank
         self._matrices = matrices(layout, rank)
         as_factors = {matrix.start for matrix in self._matrices}
-        self._plain = [(p.start, p.stop) for p in layout.pieces if p.start not in as_factors]
+        self._plain = [(p.start, p.stop) for p in layout.params if p.start not in as_factors]
         self._first = room[: factor_bytes(layout, rank)].view(torch.float32)
         self._residual = torch.zeros(layout.numel, dtype=torch.float32, device=room.device)
         numel = rank * sum(m.columns for m in self._matrices)

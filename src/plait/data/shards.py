@@ -21,7 +21,7 @@ from plait.data.index import (
 )
 from plait.data.readers import TextPiece, TextStream, read_pieces
 from plait.data.sources import Shard
-from plait.fileio import fresh_name, write_json
+from plait.fileio import temp_path, write_json
 
 BATCH_BYTES = 1 << 20  # of text, tokenized at once: some 100 MB of encodings
 UNFINISHED = "unfinished"
@@ -83,7 +83,7 @@ class _TokenFile:
 
     def __init__(self, path: Path, dtype: str) -> None:
         self._path = path
-        self._fresh = fresh_name(path)
+        self._fresh = temp_path(path)
         self._dtype = np.dtype(dtype).newbyteorder("<")
         self._hash = hashlib.sha256()
         self._file = self._fresh.open("wb")

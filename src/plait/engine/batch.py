@@ -36,7 +36,7 @@ class EvalResult:
 
 
 @dataclass(frozen=True)
-class Probed:
+class ProbeResult:
     """What a probe found: the parameter whose gradient differs most from the whole model's, by how much of
     its norm, and how much the plan's precision explains."""
 
@@ -71,7 +71,7 @@ class BatchPreparer:
         """On the device; the first one of training and of evaluation is compared over a model's ranks."""
         moved = self.moved(batch)
         if trains not in self._compared:
-            check_same(moved, self._model)
+            check_same_batch(moved, self._model)
             self._compared.add(trains)
         return moved
 
@@ -129,7 +129,7 @@ def micro_batches(batch: Mapping[str, Tensor], micro: int) -> Iterator[dict[str,
         yield {key: chunks[number] for key, chunks in parts.items()}
 
 
-def check_same(batch: Mapping[str, Tensor], grid: Group) -> None:
+def check_same_batch(batch: Mapping[str, Tensor], grid: Group) -> None:
     """Raises PlanError on all ranks of `grid`, which hold one model, unless they were given the same."""
     if grid.size == 1:
         return

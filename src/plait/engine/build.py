@@ -73,11 +73,11 @@ class StageBuilder:
     mesh: Mesh
     blocks: Sequence[tuple[str, nn.Module]]
 
-    def holdings(self) -> ShardMap:
+    def shard_map(self) -> ShardMap:
         """Raises ModelError for a model without a parameter that trains."""
         how, plan = self.how, self.plan
         facts = unit_facts(self.model, self.blocks, how.group_of)
-        places, rank_of = TPCoord.all_of(how.tensor), how.schedule.rank_of
+        places, rank_of = TPCoord.all_coords(how.tensor), how.schedule.rank_of
         found = ShardMap.of(self.model, facts, how.stages, rank_of, self.mesh.grid, places, plan)
         if not found.num_parameters:
             raise ModelError("the model has nothing to train", given="no parameter that requires a gradient")
@@ -138,7 +138,7 @@ class EngineParts:
     """Of one rank."""
 
     groups: DataGroups
-    holdings: ShardMap
+    shard_map: ShardMap
     layout: Layout  # of all that this rank holds
     stages: Mapping[int, StageRunner]
     held: ShardedModel
@@ -149,14 +149,14 @@ class EngineParts:
     twin: nn.Module | None  # on meta, of the whole model, where it is in stages
 
     @classmethod
-    def of(
+    def build(
         cls, model: nn.Module, plan: Plan, how: TrainingSpec, mesh: Mesh, blocks: list[tuple[str, nn.Module]]
     ) -> "EngineParts":
         """Brings the model to life, in place where it is one stage. All ranks call it."""
         groups, device = DataGroups.of(mesh, plan), mesh.world.device
         making = StageBuilder(model, plan, how, mesh, blocks)
-        holdings = making.holdings()
-        layouts = holdings.layouts[groups.model.rank]
+        shard_map = making.shard_map()
+        layouts = shard_map.layouts[groups.model.rank]
         layout = Layout(tuple(unit for of_stage in layouts.values() for unit in of_stage.units))
         masters = MasterWeights(plan, layout, device, how.offload_dir)
         cut = flat_param_config(plan, groups, device, masters)
@@ -187,11 +187,11 @@ class EngineParts:
             groups.gathers,
             groups.model,
             groups.replicate,
-            holdings,
+            shard_map,
         )
-        replicas = ReplicaCheck(held.units, cut, holdings, groups, mesh)
+        replicas = ReplicaCheck(held.units, cut, shard_map, groups, mesh)
         pipeline = Pipeline(how.schedule.rank_of, mesh, halves)
-        return cls(groups, holdings, layout, stages, held, owned, state, replicas, pipeline, twin)
+        return cls(groups, shard_map, layout, stages, held, owned, state, replicas, pipeline, twin)
 
     def estimated_bytes(self, plan: Plan, activation_bytes: int | None) -> MemoryUse:
         """What this rank will hold."""

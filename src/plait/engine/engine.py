@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from plait.checkpoint import Saver, open_together, place_of
 from plait.comm import Mesh, all_reduce, broadcast, start_all_reduce
-from plait.engine.batch import Batch, BatchPreparer, EvalResult, Probed, StepResult, check_loss
+from plait.engine.batch import Batch, BatchPreparer, EvalResult, ProbeResult, StepResult, check_loss
 from plait.engine.build import EngineParts, TrainingSpec
-from plait.engine.loss_scale import SumScale
+from plait.engine.loss_scale import SumLossScale
 from plait.engine.runner import MicrobatchRunner
 from plait.engine.trace import Trace
 from plait.errors import CheckpointError, ModelError, PlanError, RunError
@@ -62,10 +62,10 @@ class Engine:
         self.device = mesh.world.device
         self.seed = how.seed
         self.num_steps = 0
-        self.probed: Probed | None = None
+        self.probed: ProbeResult | None = None
         self._how = how
         self._flops = FlopFacts.of(model)
-        self._parts = EngineParts.of(model, plan, how, mesh, blocks)
+        self._parts = EngineParts.build(model, plan, how, mesh, blocks)
         self._groups = self._parts.groups
         self._held = self._parts.held
         self.layout = self._parts.layout
@@ -74,7 +74,7 @@ class Engine:
         self._passes = MicrobatchRunner(self._parts, how.schedule)
         self._is_replica = mesh.coord["replicate"] > 0
         self.optimizer = self._owned.optimizer
-        self._scale = SumScale(how.loss_scaling)
+        self._scale = SumLossScale(how.loss_scaling)
         self._totals = torch.zeros(3, dtype=torch.float64, device=self.device)  # loss, targets, scale's unit
         self._is_torn = False  # an update was interrupted half-way
         self._micros_done = 0
@@ -94,7 +94,7 @@ class Engine:
     @property
     def num_parameters(self) -> int:
         """Trainable elements of the whole model, each counted once."""
-        return self._parts.holdings.num_parameters
+        return self._parts.shard_map.num_parameters
 
     def step(self, batch: Batch | Sequence[Batch]) -> StepResult:
         """One optimizer step on this data rank's share of the batch.
@@ -106,14 +106,14 @@ class Engine:
         """
         self._begin()
         try:
-            micros, met_s = self._intake.micros(batch), 0.0
+            micros, barrier_s = self._intake.micros(batch), 0.0
             if self._trace is not None:
                 self.world.barrier()
-                met_s = time.perf_counter()
+                barrier_s = time.perf_counter()
             seed, records = (self.seed, self.num_steps), self._trace is not None
             spans = self._passes.train(micros, self._add_loss, seed, self.data_rank, records=records)
             if self._trace is not None:
-                self._trace.add(self.num_steps, spans, met_s)
+                self._trace.add(self.num_steps, spans, barrier_s)
             self._micros_done = self.plan.micro
         except BaseException:
             self.abandon()
@@ -270,12 +270,12 @@ class Engine:
         rank must call it, with its share."""
         return self._passes.outputs(self._intake.checked(batch, trains=False), pick)
 
-    def whole_parameters(self) -> dict[str, Tensor]:
+    def full_parameters(self) -> dict[str, Tensor]:
         """Copies of the weights that the optimizer updates, whole, by the model's names: on rank 0, elsewhere
-        {}. Every rank must call it, as `whole_gradients` and `state`."""
+        {}. Every rank must call it, as `full_gradients` and `state`."""
         return {} if self._is_replica else self._state.weights()
 
-    def whole_gradients(self) -> dict[str, Tensor]:
+    def full_gradients(self) -> dict[str, Tensor]:
         """Copies of the last step's gradients as the optimizer saw them (clipped), whole: see above."""
         return {} if self._is_replica else self._state.gradients()
 
@@ -297,7 +297,7 @@ class Engine:
             self._passes.probe(self._intake.moved(batch), mean)
         self._held.finish()
         times = scale * self.data_ranks
-        found = {name: gradient / times for name, gradient in self.whole_gradients().items()}
+        found = {name: gradient / times for name, gradient in self.full_gradients().items()}
         self.abandon()
         return found
 
@@ -336,7 +336,7 @@ class Engine:
     def _own_state(self) -> dict[str, Tensor]:
         return {_NUM_STEPS: torch.tensor(self.num_steps), **self._scale.state()}
 
-    def kept(self) -> list[StateShard]:
+    def state_shards(self) -> list[StateShard]:
         """What this rank has to save: over all ranks, every element of `state` once. Nobody is asked."""
         self._check_whole()
         own = self._own_state().items() if self.world.rank == 0 else ()
@@ -367,7 +367,7 @@ class Engine:
         Raises CheckpointError, what was saved before then stands; RunError, see `check_replicas`."""
         self.check_replicas()
         said = {**(facts or {}), "plan": str(self.plan), "seed": self.seed}
-        Saver(Path(folder), self.world).save(self.num_steps, self.kept(), said)
+        Saver(Path(folder), self.world).save(self.num_steps, self.state_shards(), said)
         return place_of(Path(folder), self.num_steps)
 
     def load(self, path: str | Path, *, weights_only: bool = False) -> dict[str, Any]:
@@ -389,7 +389,7 @@ class Engine:
         first step (None before it)."""
         return allocated_bytes(self._held, self._owned, self.plan, self._passes.activation_bytes())
 
-    def predicted_memory(self, batch_shape: tuple[int, int]) -> MemoryUse:
+    def estimated_memory(self, batch_shape: tuple[int, int]) -> MemoryUse:
         """What `memory` will say, for micro-batches of token ids of this (batch, sequence) shape.
 
         Activations are None for a model that cannot run without values.

@@ -12,7 +12,7 @@ from plait.optim import LossScale, LossScaling
 _KEYS, _UNIT = "engine/loss_scale.", "engine/scale_unit"
 
 
-class SumScale:
+class SumLossScale:
     """Losses are sums, the scale is for a mean: it is divided by `unit`, a power of two near the number of
     targets, which is found once, with the ranks' first micro-batches. Of other precisions all is 1."""
 

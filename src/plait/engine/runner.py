@@ -20,10 +20,10 @@ from plait.errors import ModelError, PlanError
 from plait.models import BlockOutputs, seeded
 from plait.parallel import ShardedStage
 from plait.parallel.pipeline import PackedOutput, pack, unpack
-from plait.plan.schedule import Schedule, Span, forwards_only, most_kept, one_micro
+from plait.plan.schedule import Schedule, Span, forwards_only, one_micro_batch, peak_activation_bytes
 
 Micro = Mapping[str, Tensor]
-TakeLoss = Callable[[Tensor, int | Tensor], Any]  # (summed loss, targets) -> what backward starts from
+OnLoss = Callable[[Tensor, int | Tensor], Any]  # (summed loss, targets) -> what backward starts from
 
 
 class MicrobatchRunner:
@@ -57,7 +57,7 @@ class MicrobatchRunner:
     def train(
         self,
         micros: Sequence[Micro],
-        take: TakeLoss,
+        take: OnLoss,
         seed: tuple[int, int],
         data_rank: int,
         *,
@@ -71,11 +71,11 @@ class MicrobatchRunner:
 
         return self._run(self._schedule, micros, take, seeds, records=records)
 
-    def probe(self, micro: Micro, take: TakeLoss) -> None:
+    def probe(self, micro: Micro, take: OnLoss) -> None:
         """Forward and backward of one micro-batch."""
-        self._run(one_micro(self._schedule), [micro], take, None)
+        self._run(one_micro_batch(self._schedule), [micro], take, None)
 
-    def evaluate(self, micros: Sequence[Micro], take: TakeLoss, *, missing: int = 0) -> None:
+    def evaluate(self, micros: Sequence[Micro], take: OnLoss, *, missing: int = 0) -> None:
         """Forwards alone, in eval mode. `missing`: micro-batches that other data ranks have and this one has
         not. Where forwards gather, it takes part in theirs, by forwards of a sample that does not count."""
         gathers = not self._parts.held.cut.whole_parameters
@@ -195,7 +195,7 @@ class MicrobatchRunner:
         return self._peak(kept)
 
     def _peak(self, kept: Mapping[int, tuple[int, int] | None]) -> int | None:
-        return most_kept(self._schedule, self._parts.groups.pipeline.rank, kept)
+        return peak_activation_bytes(self._schedule, self._parts.groups.pipeline.rank, kept)
 
 
 @dataclass

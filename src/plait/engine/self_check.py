@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.comm import broadcast
-from plait.engine.batch import Probed, on_device
+from plait.engine.batch import ProbeResult, on_device
 from plait.engine.engine import Engine
 from plait.engine.loss import Loss, choose_loss
 from plait.errors import ConfigError, ModelError
@@ -30,7 +30,7 @@ from plait.plan import Plan
 _SAMPLES, _LENGTH = 2, 16
 _EXACT = {torch.float64: 1e-5, torch.float32: 2e-3}  # transformers' norms and tables are float32 in any case
 _NARROW = 0.02  # computed, or sent, in half as many bits
-_TELLING = ("fp32", "bf16", "fp16")  # what gradients may travel in
+_COMPARABLE = ("fp32", "bf16", "fp16")  # what gradients may travel in
 _TIMES_NOISE = 4.0
 _SCALE = 1024.0  # of the loss, in both: fp16 has the numbers for it
 
@@ -43,18 +43,18 @@ class SelfCheck:
     batch: Mapping[str, Tensor]
 
     @classmethod
-    def of(
+    def build(
         cls, model: nn.Module, asked: bool | Mapping[str, Tensor], plan: Plan, seed: int
     ) -> "SelfCheck | None":
         """`asked`: whether one is, or the batch that it is to take. Raises ModelError where it needs one,
         ConfigError under a plan whose gradients tell nothing."""
         if asked is False:
             return None
-        if plan.dp > 1 and plan.reduce not in _TELLING:
+        if plan.dp > 1 and plan.reduce not in _COMPARABLE:
             raise ConfigError(
                 "a probe compares gradients, and this plan does not keep them between data ranks",
                 given=f"probe and reduce={plan.reduce}",
-                expected=f"reduce={' or '.join(_TELLING)}, once: `tp` cuts layers the same way under each",
+                expected=f"reduce={' or '.join(_COMPARABLE)}, once: `tp` cuts layers the same way under each",
                 hint="reduce=fp32 for the probe, or no probe",
             )
         return cls(copy_to_meta(model), _random_batch(model, seed) if asked is True else asked)
@@ -67,14 +67,14 @@ class SelfCheck:
         it is by more than the plan's precision explains.
         """
         found = engine.probe_gradients(self.batch, _SCALE)
-        weights = engine.whole_parameters()
+        weights = engine.full_parameters()
         verdict = torch.zeros(3, dtype=torch.float64, device=engine.device)  # index, difference, allowed
         if engine.world.rank == 0:
             verdict.copy_(torch.tensor(_compare(engine, self.twin, self.batch, loss, found, weights)))
         broadcast(verdict, engine.world.group)
         index, difference, allowed = verdict.tolist()
         name = list(dict(self.twin.named_parameters()))[int(index)]
-        engine.probed = Probed(name, difference, allowed)
+        engine.probed = ProbeResult(name, difference, allowed)
         if not difference <= allowed:
             raise ModelError(
                 "cut as the plan says, the model computes another function than it does whole",

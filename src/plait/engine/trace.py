@@ -21,10 +21,10 @@ from plait.plan.schedule.trace import write_trace
 
 @dataclass(frozen=True)
 class _Step:
-    """Of this rank, on its clock. `met_s`: the moment at which all ranks had met."""
+    """Of this rank, on its clock. `barrier_s`: the moment at which all ranks had met."""
 
     spans: Sequence[Span]
-    met_s: float
+    barrier_s: float
 
 
 class Trace:
@@ -36,8 +36,8 @@ class Trace:
         self._device = device
         self._steps: dict[int, _Step] = {}
 
-    def add(self, step: int, spans: Sequence[Span], met_s: float) -> None:
-        self._steps[step] = _Step(spans, met_s)
+    def add(self, step: int, spans: Sequence[Span], barrier_s: float) -> None:
+        self._steps[step] = _Step(spans, barrier_s)
 
     def write(self, path: Path, *, is_first: bool) -> None:
         """Every rank calls it; `is_first`, the first of all, writes what its pipeline did. Raises
@@ -60,7 +60,7 @@ class Trace:
         return {step: timeline for step, timeline in found.items() if timeline is not None}
 
     def _collected(self, step: _Step, leader: Mapping[int, int]) -> Timeline | None:
-        group, rows = self._pipeline, [(step.met_s, 0.0), *((s.start, s.end) for s in step.spans)]
+        group, rows = self._pipeline, [(step.barrier_s, 0.0), *((s.start, s.end) for s in step.spans)]
         mine = torch.tensor(rows, dtype=torch.float64, device=self._device)
         if group.rank:
             send(mine, group, 0)
@@ -75,4 +75,4 @@ class Trace:
             zero_s = times[leader[rank]][0][0]
             pairs = zip(actions, spans, strict=True)
             ranks.append([Span(action, start - zero_s, end - zero_s) for action, (start, end) in pairs])
-        return Timeline.of(self._schedule, ranks)
+        return Timeline.from_spans(self._schedule, ranks)

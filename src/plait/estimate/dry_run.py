@@ -34,7 +34,7 @@ from plait.parallel import (
 )
 from plait.parallel.pipeline import BackwardSplitter, PackedOutput, StageInput, pack, unpack
 from plait.parallel.zero.sharded_model import Root
-from plait.plan import Grid, Layout, Plan, added, between
+from plait.plan import Grid, Layout, Plan, subtract_traffic, sum_traffic
 from plait.plan.comm_log import Traffic
 from plait.plan.estimate.traffic import StageFacts
 
@@ -64,7 +64,7 @@ class DryStage:
     kept: tuple[int, int] | None
 
 
-class _NoMasters:
+class _NullMasters:
     """Master weights that nobody updates."""
 
     def new(self, numel: int) -> Tensor:
@@ -87,30 +87,30 @@ def dry_stages(
     """All stages of the model, as they are at this place of the grid. `layouts`: of each. `micro`: the shapes
     of a micro-batch. `device`: what ranks compute on. Raises ModelError for a model that cannot run without
     values."""
-    plan = _without_memory(plan)
+    plan = _without_allocations(plan)
     twin = copy_to_meta(model)
     move_buffers(twin, plan, _META)
     groups, halves = DataGroups.of(mesh, plan), BackwardSplitter()
     making = StageBuilder(twin, plan, how, mesh, [(name, twin.get_submodule(name)) for name, _ in blocks])
-    cut = replace(flat_param_config(plan, groups, _META, _NoMasters()), home=_META)
+    cut = replace(flat_param_config(plan, groups, _META, _NullMasters()), home=_META)
     units = {stage: [FlatParam(unit, cut) for unit in found.units] for stage, found in layouts.items()}
     partial = ReplicatedGradReduce(
         mesh, Layout(tuple(unit for found in layouts.values() for unit in found.units))
     )
     whole = BlockOutputs(copy_to_meta(model).to(Precision.of(plan).compute), device)
-    stages = making.stages(units, _loose(twin), groups, partial, cut, halves)
+    stages = making.stages(units, _standalone(twin), groups, partial, cut, halves)
     batch_shape = _batch_shape(micro)
     kept = [
         None if batch_shape is None else stage.estimated_bytes(batch_shape, device, whole)
         for stage in stages.values()
     ]
     _recompute_as_on(device, stages.values())
-    run = _Run(mesh, stages, micro, halves, {stage for stage, _ in how.schedule.split})
-    with running_on_meta(device), _told():
+    run = _MicrobatchRun(mesh, stages, micro, halves, {stage for stage, _ in how.schedule.split})
+    with running_on_meta(device), _model_errors():
         run.forward()
         run.backward()
     gathers = not cut.whole_parameters
-    facts = [_facts(run, stage, found, gathers=gathers) for stage, found in layouts.items()]
+    facts = [_stage_facts(run, stage, found, gathers=gathers) for stage, found in layouts.items()]
     return [DryStage(of_stage, found) for of_stage, found in zip(facts, kept, strict=True)]
 
 
@@ -122,13 +122,13 @@ def _recompute_as_on(device: torch.device, stages: Iterable[StageRunner]) -> Non
                 block.forward.run_within(partial(AsOnDevice, device))
 
 
-def _without_memory(plan: Plan) -> Plan:
+def _without_allocations(plan: Plan) -> Plan:
     """What does not change what is asked here, and would take memory, files or a compiler."""
     offload = "none" if plan.offload == "disk" else plan.offload
     return replace(plan, algorithm="auto", reduce="fp32", compile=False, offload=offload)
 
 
-def _loose(twin: nn.Module) -> dict[str, nn.Parameter]:
+def _standalone(twin: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in twin.named_parameters() if not p.is_floating_point()}
 
 
@@ -138,7 +138,7 @@ def _batch_shape(micro: Mapping[str, Tensor]) -> tuple[int, int] | None:
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def _model_errors() -> Iterator[None]:
     """Whatever a user's model raises without values becomes a letter."""
     try:
         yield
@@ -153,7 +153,7 @@ def _told() -> Iterator[None]:
 
 
 @dataclass
-class _Run:
+class _MicrobatchRun:
     """One micro-batch, forward and backward, over all stages.
 
     split     stages whose backwards are in halves
@@ -208,16 +208,16 @@ class _Run:
         ledger = self.mesh.world.ledger
         before = ledger.read()
         yield
-        said = between(before, ledger.read())
-        own = {line: tally for line, tally in said.items() if line.axes and not line.lane}
+        said = subtract_traffic(before, ledger.read())
+        own = {line: tally for line, tally in said.items() if line.axes and not line.channel}
         self.said[stage].append({line: t for line, t in own.items() if {*line.axes} <= {"row", "col"}})
 
 
-def _facts(run: _Run, number: int, layout: Layout, *, gathers: bool) -> StageFacts:
+def _stage_facts(run: _MicrobatchRun, number: int, layout: Layout, *, gathers: bool) -> StageFacts:
     stage, parcel = run.stages[number], run.parcels.get(number)
     facts = StageFacts(
         layout,
-        said=added(run.said[number]),
+        said=sum_traffic(run.said[number]),
         output=() if parcel is None else tuple(spec.nbytes for spec in parcel.specs),
         gradient=() if parcel is None else tuple(spec.nbytes for spec in parcel.grad_specs),
         buffers=tuple(buffer.nbytes for buffer in persistent_buffers(stage.part.module).values()),

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.api import check_device, check_update, checked_blocks, training_of
+from plait.api import check_device, check_update, find_blocks, training_spec
 from plait.engine.build import StageBuilder, TrainingSpec
 from plait.engine.loss import Loss
 from plait.errors import ModelError
@@ -27,9 +27,9 @@ from plait.optim import states_per_element
 from plait.parallel import DataGroups, ShardMap, estimated_bytes, terms_of
 from plait.plan import CommCount, CommKey, Grid, Layout, MemoryUse, Plan
 from plait.plan.estimate.traffic import RankFacts, TransportFacts, scratch_bytes, step_traffic
-from plait.plan.schedule import Durations, most_kept, simulate
+from plait.plan.schedule import Durations, peak_activation_bytes, simulate
 
-Strands = Mapping[str, Mapping[CommKey, CommCount]]  # what is said in a step, by what it is of
+TrafficByStrand = Mapping[str, Mapping[CommKey, CommCount]]  # what is said in a step, by what it is of
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class RankClass:
     boxes: int
     owned: int
     memory: MemoryUse
-    traffic: Strands
+    traffic: TrafficByStrand
 
 
 @dataclass(frozen=True)
@@ -99,19 +99,21 @@ def explain(
     check_device(plan, cluster.device)
     if not micro:
         raise ModelError("a micro-batch has no tensors", expected="what the model is given, by name")
-    found = checked_blocks(model, plan, blocks)
+    found = find_blocks(model, plan, blocks)
     how = replace(
-        training_of(model, plan, found, param_groups=param_groups, tensor_plan=tensor_plan), loss=loss
+        training_spec(model, plan, found, param_groups=param_groups, tensor_plan=tensor_plan), loss=loss
     )
     per_element = states_per_element(optimizer, dict(optimizer_args or {}))
-    view = _View(model, plan, how, cluster, found, {k: v.to("meta") for k, v in micro.items()}, per_element)
+    view = _PlanView(
+        model, plan, how, cluster, found, {k: v.to("meta") for k, v in micro.items()}, per_element
+    )
     schedule = how.schedule
     return Explanation(
         plan,
         view.grid,
         cluster.transport,
         type(model).__name__,
-        view.holdings.num_parameters,
+        view.shard_map.num_parameters,
         schedule.num_stages,
         tuple(next(iter(micro.values())).shape),
         simulate(schedule, Durations.uniform(schedule.num_stages)).bubble_fraction,
@@ -119,7 +121,7 @@ def explain(
     )
 
 
-class _View:
+class _PlanView:
     """A model under a plan, seen from all ranks."""
 
     def __init__(
@@ -132,13 +134,13 @@ class _View:
         micro: Mapping[str, Tensor],
         per_element: int,
     ) -> None:
-        self.grid = Grid.of(plan)
+        self.grid = Grid.from_plan(plan)
         self._model, self._plan, self._how, self._cluster = model, plan, how, cluster
         self._blocks, self._micro, self._per_element = blocks, micro, per_element
         self._host_size = cluster.host_size or self.grid.num_ranks
-        self.holdings: ShardMap = StageBuilder(
+        self.shard_map: ShardMap = StageBuilder(
             model, plan, how, cluster.mesh(self.grid, 0), blocks
-        ).holdings()
+        ).shard_map()
 
     def alike(self) -> Iterator[RankClass]:
         """In the order of their first ranks."""
@@ -174,7 +176,7 @@ class _View:
         places = self._plan.rows * self._plan.cols
         at = place[0] * self._plan.cols + place[1]
         return {
-            stage: self.holdings.layouts[rank * places + at][stage]
+            stage: self.shard_map.layouts[rank * places + at][stage]
             for stage, rank in sorted(self._how.schedule.rank_of.items())
         }
 
@@ -208,15 +210,15 @@ class _View:
             groups,
             states_per_element=self._per_element,
             scratch_bytes=scratch_bytes(facts),
-            activation_bytes=most_kept(self._how.schedule, facts.place, kept),
+            activation_bytes=peak_activation_bytes(self._how.schedule, facts.place, kept),
         )
         return RankClass(
             ranks,
             self.grid.coord(ranks[0]),
             own,
             tuple(self._names(stage) for stage in own),
-            sum(piece.boxes.numel for unit in units for piece in unit.pieces),
-            sum(sum(1 for _ in piece.boxes) for unit in units for piece in unit.pieces),
+            sum(piece.boxes.numel for unit in units for piece in unit.params),
+            sum(sum(1 for _ in piece.boxes) for unit in units for piece in unit.params),
             sum(unit.range_numel for unit in units if unit.trains),
             memory,
             step_traffic(facts),
@@ -234,7 +236,7 @@ def _shapes(layouts: Mapping[int, Layout]) -> Hashable:
         (
             unit.numel,
             tuple((len(sharers), start, stop) for sharers, start, stop in unit.partial),
-            tuple((piece.name, piece.boxes.shape) for piece in unit.pieces),
+            tuple((piece.name, piece.boxes.shape) for piece in unit.params),
         )
         for layout in layouts.values()
         for unit in layout.units

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from plait.errors import ModelError
-from plait.plan import TensorFact, UnitFact
+from plait.plan import ParamInfo, UnitInfo
 from plait.plan.cost_model import training_flops_per_token
 
 
@@ -104,7 +104,7 @@ def unit_facts(
     model: nn.Module,
     blocks: Sequence[tuple[str, nn.Module]],
     groups: Mapping[str, int] | None = None,
-) -> tuple[UnitFact, ...]:
+) -> tuple[UnitInfo, ...]:
     """The model's floating parameters by unit, in forward order.
 
     A block is a unit; what is registered before the blocks is the unit `embedding`, what comes after
@@ -113,7 +113,7 @@ def unit_facts(
     norms, biases and other vectors.
     """
     names = [name for name, _ in blocks]
-    tensors: dict[str, list[TensorFact]] = {"embedding": [], **{name: [] for name in names}, "head": []}
+    tensors: dict[str, list[ParamInfo]] = {"embedding": [], **{name: [] for name in names}, "head": []}
     norms = _norm_parameters(model)
     seen_block = not names  # a model without blocks is one unit
     for name, parameter in model.named_parameters():
@@ -125,8 +125,8 @@ def unit_facts(
             decays = parameter.ndim >= 2 and name not in norms and not name.endswith("bias")
             group = int(not decays) if groups is None else groups[name]
         if parameter.is_floating_point() or parameter.requires_grad:
-            tensors[unit].append(TensorFact(name, tuple(parameter.shape), group))
-    return tuple(UnitFact(name, tuple(found)) for name, found in tensors.items() if found)
+            tensors[unit].append(ParamInfo(name, tuple(parameter.shape), group))
+    return tuple(UnitInfo(name, tuple(found)) for name, found in tensors.items() if found)
 
 
 def _norm_parameters(model: nn.Module) -> set[str]:

@@ -59,7 +59,7 @@ def ranges(numel: int, num_ranks: int) -> list[tuple[int, int]]:
 
 def mirrored(rank: int, steps: Steps) -> Steps:
     """The same steps backwards: sums go where contributions came from. See [Note: an all-reduce is ...]."""
-    return _tidy(rank, [tuple(_flipped(move) for move in step) for step in reversed(steps)])
+    return _ordered(rank, [tuple(_flipped(move) for move in step) for step in reversed(steps)])
 
 
 # --- the halves that reduce
@@ -72,9 +72,9 @@ def naive_reduce(rank: int, num_ranks: int, numel: int, root: int = 0) -> Steps:
     (p-1)(alpha + N/B); the root p-1 and (p-1) N.
     """
     if rank != root:
-        return _tidy(rank, [(Send(root, 0, numel),)])
+        return _ordered(rank, [(Send(root, 0, numel),)])
     others = [peer for peer in range(num_ranks) if peer != root]
-    return _tidy(rank, [(Receive(peer, 0, numel, add=True),) for peer in others])
+    return _ordered(rank, [(Receive(peer, 0, numel, add=True),) for peer in others])
 
 
 def ring_reduce_scatter(rank: int, num_ranks: int, numel: int) -> Steps:
@@ -90,7 +90,7 @@ def ring_reduce_scatter(rank: int, num_ranks: int, numel: int) -> Steps:
     for number in range(num_ranks - 1):
         given, taken = part[(rank - 1 - number) % num_ranks], part[(rank - 2 - number) % num_ranks]
         steps.append((Send(after, *given), Receive(before, *taken, add=True)))
-    return _tidy(rank, steps)
+    return _ordered(rank, steps)
 
 
 def halving_reduce_scatter(rank: int, num_ranks: int, numel: int) -> Steps:
@@ -114,7 +114,7 @@ def halving_reduce_scatter(rank: int, num_ranks: int, numel: int) -> Steps:
         else:
             steps.append((Send(rank - distance, *lower), Receive(rank - distance, *upper, add=True)))
             first = middle
-    return _tidy(rank, steps)
+    return _ordered(rank, steps)
 
 
 def halving_reduce(rank: int, num_ranks: int, numel: int) -> Steps:
@@ -126,9 +126,9 @@ def halving_reduce(rank: int, num_ranks: int, numel: int) -> Steps:
     """
     most = 1 << (num_ranks.bit_length() - 1)
     if rank >= most:
-        return _tidy(rank, [(Send(rank - most, 0, numel),)])
+        return _ordered(rank, [(Send(rank - most, 0, numel),)])
     folds: Steps = [(Receive(rank + most, 0, numel, add=True),)] if rank + most < num_ranks else []
-    return _tidy(rank, folds + halving_reduce_scatter(rank, most, numel))
+    return _ordered(rank, folds + halving_reduce_scatter(rank, most, numel))
 
 
 def tree_reduce(rank: int, num_ranks: int, numel: int, root: int = 0) -> Steps:
@@ -148,7 +148,7 @@ def tree_reduce(rank: int, num_ranks: int, numel: int, root: int = 0) -> Steps:
         if place + bit < num_ranks:
             steps.append((Receive((place + bit + root) % num_ranks, 0, numel, add=True),))
         bit *= 2
-    return _tidy(rank, steps)
+    return _ordered(rank, steps)
 
 
 def two_level_reduce(rank: int, hosts: Hosts, numel: int) -> Steps:
@@ -167,15 +167,15 @@ def two_level_reduce(rank: int, hosts: Hosts, numel: int) -> Steps:
     place = inside.index(rank)
     if len({len(places) for places in hosts}) == 1:
         start, stop = ranges(numel, len(inside))[place]
-        steps = _placed(ring_reduce_scatter(place, len(inside), numel), inside)
+        steps = _embedded(ring_reduce_scatter(place, len(inside), numel), inside)
         peers = [places[place] for places in hosts]
-        steps += _placed(ring_reduce_scatter(own, len(hosts), stop - start), peers, start)
+        steps += _embedded(ring_reduce_scatter(own, len(hosts), stop - start), peers, start)
     else:
-        steps = _placed(tree_reduce(place, len(inside), numel), inside)
+        steps = _embedded(tree_reduce(place, len(inside), numel), inside)
         if place == 0:
             leaders = [places[0] for places in hosts]
-            steps += _placed(ring_reduce_scatter(own, len(hosts), numel), leaders)
-    return _tidy(rank, steps)
+            steps += _embedded(ring_reduce_scatter(own, len(hosts), numel), leaders)
+    return _ordered(rank, steps)
 
 
 # --- whole collectives
@@ -230,7 +230,7 @@ def chain_broadcast(rank: int, num_ranks: int, numel: int, segments: int, root: 
         leaves = place + 1 < num_ranks and number > 0
         given: Step = (Send(after, *part[number - 1]),) if leaves else ()
         steps.append((Receive(before, *part[number]), *given) if arrives else given)
-    return _tidy(rank, steps)
+    return _ordered(rank, steps)
 
 
 def is_power_of_two(number: int) -> bool:
@@ -266,7 +266,7 @@ def _flipped(move: Move) -> Move:
     return Send(move.source, move.start, move.stop)
 
 
-def _placed(steps: Steps, places: Sequence[int], offset: int = 0) -> Steps:
+def _embedded(steps: Steps, places: Sequence[int], offset: int = 0) -> Steps:
     """Steps of a few ranks over a part of the elements, as those of all ranks over all of them."""
 
     def put(move: Move) -> Move:
@@ -278,7 +278,7 @@ def _placed(steps: Steps, places: Sequence[int], offset: int = 0) -> Steps:
     return [tuple(put(move) for move in step) for step in steps]
 
 
-def _tidy(rank: int, steps: Steps) -> Steps:
+def _ordered(rank: int, steps: Steps) -> Steps:
     """Without what is empty, and in the order of [Note: which message starts first]."""
 
     def goes_down(move: Move) -> bool:

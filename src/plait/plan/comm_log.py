@@ -19,12 +19,12 @@ class CommKey:
     """
 
     axes: tuple[str, ...]
-    lane: str
-    verb: str
+    channel: str
+    op: str
 
     def __str__(self) -> str:
-        lane = f" ({self.lane})" if self.lane else ""
-        return f"{self.verb} over {' x '.join(self.axes) or 'all ranks'}{lane}"
+        lane = f" ({self.channel})" if self.channel else ""
+        return f"{self.op} over {' x '.join(self.axes) or 'all ranks'}{lane}"
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class CommCount:
 Traffic = Mapping[CommKey, CommCount]  # all that one rank says in some time; what it does not say has no line
 
 
-def added(parts: Iterable[Traffic]) -> dict[CommKey, CommCount]:
+def sum_traffic(parts: Iterable[Traffic]) -> dict[CommKey, CommCount]:
     """All of them together, in the order of their lines."""
     found: dict[CommKey, CommCount] = {}
     for part in parts:
@@ -56,7 +56,7 @@ def added(parts: Iterable[Traffic]) -> dict[CommKey, CommCount]:
     return {line: found[line] for line in sorted(found)}
 
 
-def between(earlier: Traffic, later: Traffic) -> dict[CommKey, CommCount]:
+def subtract_traffic(earlier: Traffic, later: Traffic) -> dict[CommKey, CommCount]:
     """What has been said since."""
     found = {line: tally - earlier.get(line, CommCount()) for line, tally in later.items()}
     return {line: tally for line, tally in sorted(found.items()) if tally.count}
@@ -67,8 +67,8 @@ def to_rows(traffic: Traffic) -> list[dict[str, Any]]:
     return [
         {
             "axes": list(line.axes),
-            "lane": line.lane,
-            "verb": line.verb,
+            "lane": line.channel,
+            "verb": line.op,
             "calls": tally.count,
             "bytes": tally.num_bytes,
         }
@@ -76,7 +76,7 @@ def to_rows(traffic: Traffic) -> list[dict[str, Any]]:
     ]
 
 
-def of_rows(rows: Iterable[Mapping[str, Any]]) -> dict[CommKey, CommCount]:
+def from_rows(rows: Iterable[Mapping[str, Any]]) -> dict[CommKey, CommCount]:
     """What `to_rows` gave. Raises KeyError, TypeError or ValueError for what it did not."""
     return {
         CommKey(tuple(row["axes"]), str(row["lane"]), str(row["verb"])): CommCount(

@@ -22,7 +22,7 @@ BLOCK_BYTES = {
     "fp16": 2 * BLOCK,
     "int8": BLOCK + 4,
 }  # a float32 scale: its rounding does not add to the codes'
-WIDE = 4  # bytes of an element that is added up: float32
+SUM_BYTES = 4  # bytes of an element that is added up: float32
 
 
 @dataclass(frozen=True)
@@ -43,58 +43,58 @@ def compresses(plan: Plan) -> bool:
     return plan.dp > 1 and plan.reduce not in ("fp32", "bf16")
 
 
-def adds_at_once(plan: Plan) -> bool:
+def reduces_over_all(plan: Plan) -> bool:
     """Whether a compressed sum is over all data ranks, so that replicas have nothing left to add.
 
     Factors are sums over ranks themselves: how many ranks does not matter to them.
     """
-    return plan.factor_rank is not None or (plan.shard_degree == 1 and plan.accumulates_whole)
+    return plan.powersgd_rank is not None or (plan.shard_degree == 1 and plan.accumulates_full)
 
 
 def matrices(unit: UnitLayout, rank: int) -> tuple[Matrix, ...]:
     """The pieces that are larger than their factors of this rank."""
     found = []
-    for piece in unit.pieces:
+    for piece in unit.params:
         rows, columns = _as_matrix(piece.boxes.shape)
         if rank * (rows + columns) < rows * columns:
             found.append(Matrix(piece.start, rows, columns))
     return tuple(found)
 
 
-def sums_of(plan: Plan) -> tuple[tuple[int, int], ...]:
+def reductions_of(plan: Plan) -> tuple[tuple[int, int], ...]:
     """(ranks that add up, ranges that a unit is in by then) of each compressed sum that it goes through."""
     shards, replicas = plan.shard_degree, plan.dp // plan.shard_degree
-    if adds_at_once(plan):
+    if reduces_over_all(plan):
         return ((plan.dp, 1),)
     return tuple((ranks, cut) for ranks, cut in ((shards, 1), (replicas, shards)) if ranks > 1)
 
 
-def blocks_each(numel: int, ranks: int) -> int:
+def blocks_per_rank(numel: int, ranks: int) -> int:
     """How many blocks each rank adds up; the last ranks may have fewer."""
     return -(-numel // (BLOCK * ranks))
 
 
 def code_bytes(numel: int, ranks: int, reduce: str) -> int:
     """Of what a rank has in hand for one sum: codes for and from all ranks."""
-    return 2 * ranks * blocks_each(numel, ranks) * BLOCK_BYTES[reduce]
+    return 2 * ranks * blocks_per_rank(numel, ranks) * BLOCK_BYTES[reduce]
 
 
 def factor_bytes(unit: UnitLayout, rank: int) -> int:
     """Of a unit's first message: left factors, and what stays as it is."""
     found = matrices(unit, rank)
-    plain = sum(p.boxes.numel for p in unit.pieces) - sum(m.rows * m.columns for m in found)
-    return WIDE * (plain + rank * sum(m.rows for m in found))
+    plain = sum(p.boxes.numel for p in unit.params) - sum(m.rows * m.columns for m in found)
+    return SUM_BYTES * (plain + rank * sum(m.rows for m in found))
 
 
-def room_bytes(layout: Layout, plan: Plan) -> tuple[int, ...]:
+def message_buffer_bytes(layout: Layout, plan: Plan) -> tuple[int, ...]:
     """Of what the messages of each sum are made in: the largest unit's, for one at a time."""
-    trained = _trained(layout, plan)
-    if plan.factor_rank is not None:
-        largest = max((factor_bytes(u, plan.factor_rank) for u in trained), default=0)
-        return tuple(largest for _ in sums_of(plan))
+    trained = _compressed_units(layout, plan)
+    if plan.powersgd_rank is not None:
+        largest = max((factor_bytes(u, plan.powersgd_rank) for u in trained), default=0)
+        return tuple(largest for _ in reductions_of(plan))
     return tuple(
         max((code_bytes(unit.numel // cut, ranks, plan.reduce) for unit in trained), default=0)
-        for ranks, cut in sums_of(plan)
+        for ranks, cut in reductions_of(plan)
     )
 
 
@@ -103,14 +103,16 @@ def residual_bytes(layout: Layout, plan: Plan) -> int:
     if plan.reduce == "fp16":
         return 0
     total = 0
-    for unit in _trained(layout, plan):
-        total += sum(WIDE * unit.numel // cut for _, cut in sums_of(plan))
-        if plan.factor_rank is not None:
-            total += WIDE * plan.factor_rank * sum(m.columns for m in matrices(unit, plan.factor_rank))
+    for unit in _compressed_units(layout, plan):
+        total += sum(SUM_BYTES * unit.numel // cut for _, cut in reductions_of(plan))
+        if plan.powersgd_rank is not None:
+            total += (
+                SUM_BYTES * plan.powersgd_rank * sum(m.columns for m in matrices(unit, plan.powersgd_rank))
+            )
     return total
 
 
-def _trained(layout: Layout, plan: Plan) -> list[UnitLayout]:
+def _compressed_units(layout: Layout, plan: Plan) -> list[UnitLayout]:
     return [unit for unit in layout.units if unit.trains] if compresses(plan) else []
 
 

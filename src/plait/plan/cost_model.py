@@ -33,7 +33,7 @@ _BUS_FACTORS: dict[str, Callable[[int], float]] = {
     "barrier": lambda _: 0.0,
     "send-receive": lambda _: 1.0,
 }
-VERBS = tuple(_BUS_FACTORS)
+COLLECTIVES = tuple(_BUS_FACTORS)
 
 
 def algorithm_bandwidth(num_bytes: int, seconds: float) -> float:
@@ -144,16 +144,6 @@ def cost_s(algorithm: str, num_ranks: int, num_bytes: float, link: Link, *, scat
     return there if scatter and scatters(algorithm, num_ranks) else there + back
 
 
-def two_level_cost_s(hosts: Sequence[int], num_bytes: float, inside: Link, between: Link) -> float:
-    """Seconds of a two-level all-reduce; `hosts`: the number of ranks on each."""
-    largest = max(hosts)
-    if len(set(hosts)) == 1:
-        within, crossing = cost_s("ring", largest, num_bytes, inside), num_bytes / largest
-    else:
-        within, crossing = cost_s("tree", largest, num_bytes, inside), num_bytes
-    return within + cost_s("ring", len(hosts), crossing, between)
-
-
 def _halves_s(algorithm: str, num_ranks: int, num_bytes: float, link: Link) -> tuple[float, float]:
     """Of the half that reduces, and of its mirror."""
     most = 1 << (num_ranks.bit_length() - 1)
@@ -169,11 +159,6 @@ def _halves_s(algorithm: str, num_ranks: int, num_bytes: float, link: Link) -> t
         bytes_moved = float(messages * num_bytes)
     moved_s = messages * link.latency_s + bytes_moved / link.bytes_per_s
     return moved_s + bytes_moved * link.reduce_s_per_byte, moved_s
-
-
-def tree_broadcast_s(num_ranks: int, num_bytes: float, link: Link) -> float:
-    """Seconds of a broadcast by a binomial tree."""
-    return _halves_s("tree", num_ranks, num_bytes, link)[1]
 
 
 def chain_broadcast_s(num_ranks: int, num_bytes: float, segments: int, link: Link) -> float:

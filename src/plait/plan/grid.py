@@ -18,8 +18,8 @@ class Grid:
     degrees: tuple[int, ...]
 
     @classmethod
-    def of(cls, plan: Plan) -> "Grid":
-        return cls.along(
+    def from_plan(cls, plan: Plan) -> "Grid":
+        return cls.from_degrees(
             pp=plan.pp,
             replicate=plan.data_ranks // plan.shard_degree,
             shard=plan.shard_degree,
@@ -28,8 +28,8 @@ class Grid:
         )
 
     @classmethod
-    def along(cls, **degrees: int) -> "Grid":
-        """`Grid.along(replicate=2, col=4)`: 8 ranks."""
+    def from_degrees(cls, **degrees: int) -> "Grid":
+        """`Grid.from_degrees(replicate=2, col=4)`: 8 ranks."""
         unknown = set(degrees) - set(AXES)
         assert not unknown, f"no such axis: {sorted(unknown)}"
         return cls(tuple(degrees.get(axis, 1) for axis in AXES))

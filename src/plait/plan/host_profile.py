@@ -16,7 +16,7 @@ from typing import Any
 
 from plait.errors import ProfileError
 from plait.fileio import write_json
-from plait.plan.cost_model import VERBS, LatencyFit
+from plait.plan.cost_model import COLLECTIVES, LatencyFit
 
 _FORMAT = "plait host profile 1"
 
@@ -95,7 +95,7 @@ def load(path: Path | None = None) -> HostProfile:
     except UnicodeDecodeError as error:
         raise _damaged(path, str(error)) from error
     try:
-        found = json.loads(text, parse_constant=_no_constant)
+        found = json.loads(text, parse_constant=_reject_constant)
     except (ValueError, RecursionError) as error:
         raise _damaged(path, f"no JSON: {error}") from error
     if not isinstance(found, dict) or found.get("format") != _FORMAT:
@@ -122,7 +122,7 @@ def save(profile: HostProfile, path: Path | None = None) -> Path:
     return path
 
 
-def check_place(path: Path | None = None) -> None:
+def check_writable(path: Path | None = None) -> None:
     """Raises ProfileError where `save` would: before an hour is spent on what it is to save."""
     path = profile_path() if path is None else path
     load(path)
@@ -150,7 +150,7 @@ def _damaged(path: Path, wrong: str) -> ProfileError:
     )
 
 
-def _no_constant(name: str) -> float:
+def _reject_constant(name: str) -> float:
     raise ValueError(f"{name} is not a number")
 
 
@@ -164,7 +164,7 @@ def _entry(path: Path, number: int, entry: Any) -> tuple[ProfileEntry, LatencyFi
     for name in ("transport", "verb", "storage", "dtype"):
         if not isinstance(entry[name], str):
             raise wrong(f"has {name}={entry[name]!r}, which is no word")
-    if entry["verb"] not in VERBS:
+    if entry["verb"] not in COLLECTIVES:
         raise wrong(f"is of verb={entry['verb']!r}, which there is not")
     if type(entry["num_ranks"]) is not int or entry["num_ranks"] < 2:
         raise wrong(f"has num_ranks={entry['num_ranks']!r}, expected 2 or more")

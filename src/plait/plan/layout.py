@@ -39,14 +39,14 @@ class TPCoord:
     cuts: Mapping[str, ParamSharding] = field(default_factory=dict)
 
     @classmethod
-    def all_of(cls, plan: TPPlan) -> "list[TPCoord]":
+    def all_coords(cls, plan: TPPlan) -> "list[TPCoord]":
         """Of every rank of a grid, columns fastest."""
         cuts = {cut.name: cut for cut in plan.parameters}
         return [cls(*at, plan.rows, plan.cols, cuts) for at in product(range(plan.rows), range(plan.cols))]
 
 
 @dataclass(frozen=True)
-class TensorFact:
+class ParamInfo:
     """What a plan needs to know of one parameter. `group`: the optimizer's; None for a frozen one."""
 
     name: str
@@ -55,15 +55,15 @@ class TensorFact:
 
 
 @dataclass(frozen=True)
-class UnitFact:
+class UnitInfo:
     """Parameters that are communicated together: a block, the embedding, the head."""
 
     name: str
-    tensors: tuple[TensorFact, ...]
+    tensors: tuple[ParamInfo, ...]
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParamShard:
     """The boxes of a whole tensor that a rank holds, `numel` elements from `start` in its unit's storage.
 
     sharers     the `col` coordinates that compute parts of this piece's gradient; () where nothing is summed
@@ -72,7 +72,7 @@ class Piece:
     """
 
     name: str
-    whole_shape: tuple[int, ...]
+    full_shape: tuple[int, ...]
     boxes: Boxes
     start: int
     sharers: tuple[int, ...] = ()
@@ -80,12 +80,12 @@ class Piece:
     copies: int = 1
 
     @classmethod
-    def of(cls, fact: TensorFact, place: TPCoord) -> "Piece":
+    def at_coord(cls, fact: ParamInfo, place: TPCoord) -> "ParamShard":
         """What the rank at `place` holds, at the beginning of a storage."""
         cut = place.cuts.get(fact.name)
         if cut is None:
             is_first, copies = place.row == place.col == 0, place.rows * place.cols
-            boxes = Boxes.whole(fact.shape)
+            boxes = Boxes.full(fact.shape)
             return cls(fact.name, fact.shape, boxes, 0, counted=is_first, copies=copies)
         return cls(
             fact.name,
@@ -102,14 +102,14 @@ class Piece:
         return self.start + self.boxes.numel
 
 
-_ALONE = TPCoord()
+_ORIGIN = TPCoord()
 
 
 @dataclass(frozen=True)
 class Overlap:
     """Elements [start, stop) of a flattened piece, which lie at `at` in some range of its unit."""
 
-    piece: Piece
+    piece: ParamShard
     start: int
     stop: int
     at: int
@@ -126,22 +126,22 @@ class UnitLayout:
     """
 
     name: str
-    block: str  # the UnitFact that it is of
-    pieces: tuple[Piece, ...]
+    block: str  # the UnitInfo that it is of
+    params: tuple[ParamShard, ...]
     groups: tuple[tuple[int, int, int], ...]  # (optimizer group, start, stop); none in a frozen unit
     numel: int
     shards: int
 
     @classmethod
-    def of(
-        cls, unit: UnitFact, shards: int = 1, block: str | None = None, place: TPCoord = _ALONE
+    def build(
+        cls, unit: UnitInfo, shards: int = 1, block: str | None = None, place: TPCoord = _ORIGIN
     ) -> "UnitLayout":
         """Lays the tensors one behind the other: group by group, in the model's order. Padded once."""
-        pieces: list[Piece] = []
+        pieces: list[ParamShard] = []
         groups: list[tuple[int, int, int]] = []
         position = 0
-        held = [(tensor.group, Piece.of(tensor, place)) for tensor in unit.tensors]
-        for (_, order), run in groupby(sorted(held, key=_place_in_unit), key=lambda h: _place_in_unit(h)[:2]):
+        held = [(tensor.group, ParamShard.at_coord(tensor, place)) for tensor in unit.tensors]
+        for (_, order), run in groupby(sorted(held, key=_storage_order), key=lambda h: _storage_order(h)[:2]):
             parts = [piece for _, piece in run]
             if pieces and parts[0].copies != pieces[-1].copies:  # see [Note: copies stay equal]
                 position = _round_up(position, RANGE_ALIGNMENT)
@@ -168,7 +168,7 @@ class UnitLayout:
         """Start and stop of the range that the rank at this `shard` coordinate owns."""
         return rank * self.range_numel, (rank + 1) * self.range_numel
 
-    def owned_groups(self, rank: int) -> tuple[tuple[int, int, int], ...]:
+    def owned_group_ranges(self, rank: int) -> tuple[tuple[int, int, int], ...]:
         """(optimizer group, start, stop) within the rank's range: what its optimizer updates."""
         low, high = self.owned(rank)
         cut = ((group, max(start, low) - low, min(stop, high) - low) for group, start, stop in self.groups)
@@ -178,7 +178,7 @@ class UnitLayout:
         """What of which piece lies in [start, stop) of the storage."""
         return tuple(
             Overlap(piece, low - piece.start, high - piece.start, low - start)
-            for piece in self.pieces
+            for piece in self.params
             if (low := max(piece.start, start)) < (high := min(piece.stop, stop))
         )
 
@@ -186,7 +186,7 @@ class UnitLayout:
     def partial(self) -> tuple[tuple[tuple[int, ...], int, int], ...]:
         """(columns, start, stop): where gradients are parts, which these columns sum. Runs that touch stay
         two: on another of the columns something else may lie between them."""
-        runs = groupby(self.pieces, key=lambda p: (p.sharers, p.copies, self._group_at(p.start)))
+        runs = groupby(self.params, key=lambda p: (p.sharers, p.copies, self._group_at(p.start)))
         found = [(sharers, list(pieces)) for (sharers, _, _), pieces in runs if sharers]
         return tuple((sharers, pieces[0].start, pieces[-1].stop) for sharers, pieces in found)
 
@@ -196,12 +196,12 @@ class UnitLayout:
     @property
     def repeated(self) -> tuple[tuple[int, int], ...]:
         """Ranges of the storage that another rank counts in norms."""
-        return tuple((piece.start, piece.stop) for piece in self.pieces if not piece.counted)
+        return tuple((piece.start, piece.stop) for piece in self.params if not piece.counted)
 
     @property
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """Ranges of the storage that no piece covers."""
-        edges = [0, *(edge for piece in self.pieces for edge in (piece.start, piece.stop)), self.numel]
+        edges = [0, *(edge for piece in self.params for edge in (piece.start, piece.stop)), self.numel]
         pairs = zip(edges[::2], edges[1::2], strict=True)
         return tuple((start, stop) for start, stop in pairs if stop > start)
 
@@ -213,11 +213,11 @@ class Layout:
     units: tuple[UnitLayout, ...]
 
     @classmethod
-    def of(
+    def build(
         cls,
-        units: Iterable[UnitFact],
+        units: Iterable[UnitInfo],
         shards: int = 1,
-        place: TPCoord = _ALONE,
+        place: TPCoord = _ORIGIN,
         elsewhere: Set[str] = frozenset(),
     ) -> "Layout":
         """`shards`: ranks that share one copy of each unit's storage. `place`: of this rank where layers are
@@ -227,9 +227,9 @@ class Layout:
             for name, frozen in ((unit.name, False), (f"{unit.name} (frozen)", True)):
                 tensors = tuple(tensor for tensor in unit.tensors if (tensor.group is None) == frozen)
                 if tensors:
-                    laid = UnitLayout.of(UnitFact(name, tensors), shards, unit.name, place)
-                    pieces = [replace(p, counted=p.counted and p.name not in elsewhere) for p in laid.pieces]
-                    found.append(replace(laid, pieces=tuple(pieces)))
+                    laid = UnitLayout.build(UnitInfo(name, tensors), shards, unit.name, place)
+                    pieces = [replace(p, counted=p.counted and p.name not in elsewhere) for p in laid.params]
+                    found.append(replace(laid, params=tuple(pieces)))
         return cls(tuple(found))
 
     @property
@@ -245,10 +245,10 @@ class Layout:
     @property
     def num_parameters(self) -> int:
         """Trainable elements of whole tensors, each counted once."""
-        return sum(math.prod(p.whole_shape) for unit in self.units if unit.trains for p in unit.pieces)
+        return sum(math.prod(p.full_shape) for unit in self.units if unit.trains for p in unit.params)
 
 
-def _place_in_unit(held: tuple[int | None, Piece]) -> tuple[int, int, tuple[int, ...]]:
+def _storage_order(held: tuple[int | None, ParamShard]) -> tuple[int, int, tuple[int, ...]]:
     """What more ranks hold comes first."""
     group, piece = held
     return -piece.copies, -1 if group is None else group, piece.sharers

@@ -27,7 +27,7 @@ CHOICES = {
     "optim_dtype": ("fp32", "bf16"),
     "offload": ("none", "cpu", "disk"),
 }
-_LEAST = {
+_MIN = {
     "dp": 0,
     "zero": 0,
     "shard": 0,
@@ -37,7 +37,7 @@ _LEAST = {
 RECOMPUTE = re.compile(r"none|full|selective|every=[1-9][0-9]*")
 TP = re.compile(r"([1-9][0-9]*)(?:x([1-9][0-9]*))?")
 REDUCE = re.compile(r"fp32|bf16|fp16|int8|powersgd(?::([1-9][0-9]*))?")
-FACTOR_RANK = 4  # of powersgd without a number
+DEFAULT_POWERSGD_RANK = 4  # of powersgd without a number
 STAGES = re.compile(r"([1-9][0-9]*(,[1-9][0-9]*)*)?")
 SCHEDULES = tuple(name for name, generator in GENERATORS.items() if generator.trains)
 
@@ -83,7 +83,7 @@ def canonical_tp(tp: object) -> str:
 
 def check_type(key: str, kind: Any, value: object) -> None:
     """Raises PlanError for a value that is not of its key's kind, or a number below the key's least."""
-    if kind is int and (type(value) is not int or value < _LEAST.get(key, 1)):
+    if kind is int and (type(value) is not int or value < _MIN.get(key, 1)):
         raise _not_a_number(key, value)
     if kind is bool and type(value) is not bool:
         raise PlanError(f"{key} is not a choice", given=f"{key}={value}", expected="true or false")
@@ -112,7 +112,7 @@ def show_value(key: str, value: object) -> str:
 
 def _not_a_number(key: str, value: object) -> PlanError:
     what = "stage" if key == "zero" else "number of units" if key == "prefetch" else "degree"
-    expected = "0, 1, 2 or 3" if key == "zero" else f"a whole number, {_LEAST.get(key, 1)} or more"
+    expected = "0, 1, 2 or 3" if key == "zero" else f"a whole number, {_MIN.get(key, 1)} or more"
     if key == "dp":
         expected = "a whole number, 1 or more, or auto"
     return PlanError(f"{key} is not a {what}", given=f"{key}={value}", expected=expected)
@@ -288,7 +288,7 @@ class Plan:
 
     def _check_compile(self) -> None:
         if self.compile and not self.schedule.startswith("file:") and GENERATORS[self.schedule].splits:
-            raise uncompilable(f"schedule={self.schedule}")
+            raise compile_conflict(f"schedule={self.schedule}")
 
     @classmethod
     def keys(cls) -> tuple[str, ...]:
@@ -339,10 +339,10 @@ class Plan:
     @property
     def num_ranks(self) -> int:
         """How many ranks the plan fills. Raises PlanError for dp=auto."""
-        return self.data_ranks * self.least_ranks // (self.shard or 1)
+        return self.data_ranks * self.min_ranks // (self.shard or 1)
 
     @property
-    def least_ranks(self) -> int:
+    def min_ranks(self) -> int:
         """How many ranks dp=auto needs at least; all that it fills are multiples of them."""
         return self.pp * self.rows * self.cols * (self.shard or 1)
 
@@ -351,7 +351,7 @@ class Plan:
         not divide over pp, tp and shard."""
         if self.dp:
             return self
-        least = self.least_ranks
+        least = self.min_ranks
         if num_ranks < least or num_ranks % least:
             below = num_ranks // least * least
             counts = [str(count) for count in (below, below + least) if count]
@@ -398,27 +398,27 @@ class Plan:
         return (self.shard or self.data_ranks) if self.zero else 1
 
     @property
-    def factor_rank(self) -> int | None:
+    def powersgd_rank(self) -> int | None:
         """The rank of the factors that matrices travel as; None where they travel as something else."""
         found = REDUCE.fullmatch(self.reduce)
         if found is None or not self.reduce.startswith("powersgd"):
             return None
-        return int(found[1] or FACTOR_RANK)
+        return int(found[1] or DEFAULT_POWERSGD_RANK)
 
     @property
-    def accumulates_whole(self) -> bool:
+    def accumulates_full(self) -> bool:
         """Whether micro-batches add up in whole gradients, which are reduced once a step."""
         return self.zero < 2 or self.accumulate == "unsharded" or self._range_is_whole
 
     @property
-    def gradients_stay_whole(self) -> bool:
+    def keeps_full_grads(self) -> bool:
         """Whether a whole gradient lives as long as a step, and not only until it is reduced."""
-        return self.zero < 2 or (self.accumulates_whole and self.micro > 1) or self._range_is_whole
+        return self.zero < 2 or (self.accumulates_full and self.micro > 1) or self._range_is_whole
 
     @property
-    def sums_replicas_at_once(self) -> bool:
+    def algorithm_reduces_all(self) -> bool:
         """Whether an algorithm sums whole gradients over all data ranks: no replica adds anything later."""
-        return self.algorithm != "auto" and self.shard_degree == 1 and self.accumulates_whole
+        return self.algorithm != "auto" and self.shard_degree == 1 and self.accumulates_full
 
     @property
     def _range_is_whole(self) -> bool:
@@ -469,7 +469,7 @@ class Plan:
         return num_sequences // shares
 
 
-def uncompilable(schedule: str) -> PlanError:
+def compile_conflict(schedule: str) -> PlanError:
     """Of a plan whose schedule takes backwards apart."""
     return PlanError(
         "a compiled block's backward cannot be taken apart",

@@ -29,17 +29,17 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-TRAVELLING = 2  # reductions under way at a time, where whole gradients are freed after them
+MAX_IN_FLIGHT = 2  # reductions under way at a time, where whole gradients are freed after them
 
 
-def deadlines(last_uses: Sequence[int], prefetch: int) -> list[int | None]:
+def reduction_deadlines(last_uses: Sequence[int], prefetch: int) -> list[int | None]:
     """Of each unit in the order of reductions: the use before which its reduction has to start.
 
     `last_uses`: of each unit, its last place in backward's walk; -1 for one that is not in it.
     """
     found: list[int | None] = []
     for index in range(len(last_uses)):
-        behind = index + TRAVELLING
+        behind = index + MAX_IN_FLIGHT
         latest = max(last_uses[: behind + 1]) if behind < len(last_uses) else None
         found.append(None if latest is None else latest + prefetch + 1)
     return found
@@ -101,13 +101,13 @@ class ExecOrder(Generic[T]):
         forward, backward = ([name(bundle) for bundle in uses] for uses in (self.forward, self.backward))
         return ExecOrder(forward, backward, {name(bundle) for bundle in self.pinned})
 
-    def staying(self) -> set[T]:
+    def kept_after_forward(self) -> set[T]:
         """What is whole from a forward with gradients to what comes next: the last in forward is the first in
         backward."""
         return {*self.forward[-1:], *self.pinned}
 
 
-def gathers(uses: ExecOrder[T], passes: Iterable[bool], prefetch: int, *, keeps: bool) -> list[T]:
+def planned_gathers(uses: ExecOrder[T], passes: Iterable[bool], prefetch: int, *, keeps: bool) -> list[T]:
     """All that a stage's passes gather after an update. `passes`: of each, whether it is a backward. `keeps`:
     what a pass gathered stays for the next one."""
     found: list[T] = []
@@ -118,5 +118,5 @@ def gathers(uses: ExecOrder[T], passes: Iterable[bool], prefetch: int, *, keeps:
         for _ in walk.uses:
             found += walk.step()
         used = {*walk.uses, *uses.pinned}
-        whole = used if keeps else frozenset() if backward else used & uses.staying()
+        whole = used if keeps else frozenset() if backward else used & uses.kept_after_forward()
     return found

@@ -293,7 +293,7 @@ class Box:
     stop: tuple[int, ...]
 
     @classmethod
-    def whole(cls, shape: Sequence[int]) -> "Box":
+    def full(cls, shape: Sequence[int]) -> "Box":
         return cls((0,) * len(shape), tuple(shape))
 
     @property
@@ -330,7 +330,7 @@ class Boxes:
     ranges: tuple[tuple[Range, ...], ...]
 
     @classmethod
-    def whole(cls, shape: Sequence[int]) -> "Boxes":
+    def full(cls, shape: Sequence[int]) -> "Boxes":
         return cls(tuple(((0, size),) for size in shape))
 
     @property
@@ -365,7 +365,7 @@ def _overlaps(ranges: Sequence[Range], start: int, stop: int) -> list[tuple[int,
     return found
 
 
-def runs(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
     """The boxes that elements [start, stop) of a flattened tensor are, in their order: of n dims at most
     2 n - 1."""
     if start >= stop:
@@ -387,5 +387,5 @@ def runs(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
 
 
 def _in_row(row: int, shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    for box in runs(shape[1:], start, stop):
+    for box in boxes_of_range(shape[1:], start, stop):
         yield Box((row, *box.start), (row + 1, *box.stop))

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from plait.plan.layout import TensorFact, UnitFact
+from plait.plan.layout import ParamInfo, UnitInfo
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,11 @@ class StageAssignment:
         """The stages that compute with a parameter."""
         return self.shared.get(parameter, (self.homes[parameter],))
 
-    def stage_of_block(self, number: int) -> int:
-        return next(stage for stage, (start, stop) in enumerate(self.blocks) if start <= number < stop)
-
-    def facts_of(self, stage: int, facts: Iterable[UnitFact]) -> tuple[UnitFact, ...]:
+    def units_of(self, stage: int, facts: Iterable[UnitInfo]) -> tuple[UnitInfo, ...]:
         """What a stage has of the model's units. What it shares with other stages is a unit for each such set
         of stages, the first where the first of them is this one, else the last."""
-        found: list[UnitFact] = []
-        shared: dict[tuple[int, ...], list[TensorFact]] = {}
+        found: list[UnitInfo] = []
+        shared: dict[tuple[int, ...], list[ParamInfo]] = {}
         for unit in facts:
             own = []
             for tensor in unit.tensors:
@@ -49,19 +46,21 @@ class StageAssignment:
                 elif stage in stages:
                     shared.setdefault(stages, []).append(tensor)
             if own:
-                found.append(UnitFact(unit.name, tuple(own)))
-        units = {stages: UnitFact(shared_name(stages), tuple(tensors)) for stages, tensors in shared.items()}
+                found.append(UnitInfo(unit.name, tuple(own)))
+        units = {
+            stages: UnitInfo(shared_unit_name(stages), tuple(tensors)) for stages, tensors in shared.items()
+        }
         first = [unit for stages, unit in units.items() if stages[0] == stage]
         return (*first, *found, *(unit for stages, unit in units.items() if stages[0] != stage))
 
-    def counted_elsewhere(self, stage: int) -> frozenset[str]:
+    def counted_on_other_stage(self, stage: int) -> frozenset[str]:
         """Parameters that this stage shares with an earlier one."""
         return frozenset(name for name, stages in self.shared.items() if stage in stages[1:])
 
     @property
     def shared_units(self) -> dict[str, tuple[int, ...]]:
         """The units that several stages have."""
-        return {shared_name(stages): stages for stages in sorted(set(self.shared.values()))}
+        return {shared_unit_name(stages): stages for stages in sorted(set(self.shared.values()))}
 
 
 def single_stage(names: Iterable[str], num_blocks: int) -> StageAssignment:
@@ -69,7 +68,7 @@ def single_stage(names: Iterable[str], num_blocks: int) -> StageAssignment:
     return StageAssignment(((0, num_blocks),), dict.fromkeys(names, 0), {})
 
 
-def shared_name(stages: Sequence[int]) -> str:
+def shared_unit_name(stages: Sequence[int]) -> str:
     """Of the unit with what these stages share."""
     return f"shared by stages {', '.join(map(str, stages))}"
 
@@ -108,16 +107,16 @@ def balance_blocks(
             of_ranks[rank] = of_ranks.get(rank, 0.0) + load
         return max(of_ranks.values()), max(loads), loads.index(max(loads)), sum(load**2 for load in loads)
 
-    numbers = _least_slowest(cost_of, len(costs), num_stages)
+    numbers = _min_max_split(cost_of, len(costs), num_stages)
     while True:
-        moved = [numbers, *_neighbours(numbers)]
+        moved = [numbers, *_moves(numbers)]
         best = min(moved, key=worth)
         if worth(best) >= worth(numbers):
             return numbers
         numbers = best
 
 
-def _least_slowest(
+def _min_max_split(
     cost_of: Callable[[int, int, int], float], num_blocks: int, num_stages: int
 ) -> tuple[int, ...]:
     """Of the first `stop` blocks on the stages so far: the slowest, the sum of squares, their numbers."""
@@ -137,7 +136,7 @@ def _least_slowest(
     return best[num_blocks][2]
 
 
-def _neighbours(numbers: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+def _moves(numbers: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
     """A block moved from a stage to the one beside it."""
     for place in range(len(numbers) - 1):
         for step in (1, -1):

@@ -18,7 +18,7 @@ from plait.errors import ConfigError
 from plait.estimate.dry_run import Cluster
 from plait.estimate.explain import Explanation, RankClass, explain
 from plait.models import read_config
-from plait.plan import AXES, CommCount, CommKey, Plan, added
+from plait.plan import AXES, CommCount, CommKey, Plan, sum_traffic
 from plait.plan.comm_log import to_rows
 from plait.plan.estimate.traffic import ring_bytes
 from plait.train.config import Recipe
@@ -134,7 +134,7 @@ def traffic_table(explanation: Explanation, row: RankClass) -> Table:
             table.add_row(
                 _OF[strand], verb, over, f"{tally.count:,}", _bytes(tally.num_bytes), _bytes(leaves)
             )
-    leaving = ring_bytes(added(row.traffic.values()), explanation.grid)
+    leaving = ring_bytes(sum_traffic(row.traffic.values()), explanation.grid)
     table.add_section()
     table.add_row("in all", "", "", "", "", _bytes(leaving))
     return table
@@ -150,9 +150,9 @@ def _merged(
 
 
 def _printed(line: CommKey) -> tuple[str, str]:
-    found = _LANE.match(line.lane)
+    found = _LANE.match(line.channel)
     what = f" ({found[1]})" if found else ""
-    return line.verb, (" x ".join(line.axes) or "all ranks") + what
+    return line.op, (" x ".join(line.axes) or "all ranks") + what
 
 
 def _show_beside(row: RankClass, measured: Measurements, console: Console) -> None:
@@ -164,7 +164,7 @@ def _show_beside(row: RankClass, measured: Measurements, console: Console) -> No
     columns = ("calls foretold", "measured", "bytes foretold", "measured", "off by")
     for heading in ("verb", "over", *columns):
         table.add_column(heading, justify="right" if heading in columns else "left")
-    ours = _by_words(added(row.traffic.values()))
+    ours = _by_words(sum_traffic(row.traffic.values()))
     theirs = _by_words(real.traffic)
     for words in sorted({*ours, *theirs}):
         one, other = ours.get(words, CommCount()), theirs.get(words, CommCount())

@@ -17,8 +17,8 @@ from plait.comm import World, all_gather, all_reduce
 from plait.engine.engine import Engine, StepResult
 from plait.errors import PlaitError, RunError
 from plait.fileio import write_json
-from plait.plan import CommCount, CommKey, MemoryUse, between
-from plait.plan.comm_log import of_rows, to_rows
+from plait.plan import CommCount, CommKey, MemoryUse, subtract_traffic
+from plait.plan.comm_log import from_rows, to_rows
 from plait.plan.schedule.trace import read_trace
 
 _FIRST, _LAST = 3, 5  # of the steps of a run, which is from a start or a resume
@@ -84,7 +84,7 @@ class TrafficRecorder:
         result = self._engine.step(batch)
         self._done += 1
         if self._done > 1 and not self.number and not result.skipped:
-            said = between(before, ledger.read())
+            said = subtract_traffic(before, ledger.read())
             self.said = {line: tally for line, tally in said.items() if line != _MEETING}
             self.number = self._engine.num_steps
         return result
@@ -146,7 +146,7 @@ def read_measured(path: Path) -> Measurements:
         if value["format"] != _FORMAT:
             raise ValueError(f"format {value['format']!r}")
         alike = [
-            MeasuredRanks(tuple(row["ranks"]), MemoryUse(**row["memory"]), of_rows(row["traffic"]))
+            MeasuredRanks(tuple(row["ranks"]), MemoryUse(**row["memory"]), from_rows(row["traffic"]))
             for row in value["alike"]
         ]
         facts = {key: value[key] for key in ("plan", "transport", "device", "step", "bubble")}

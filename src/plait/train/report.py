@@ -16,15 +16,15 @@ from plait.train.config import Recipe
 from plait.train.metrics import read_metrics
 
 
-def predicted_memory(recipe: Recipe, engine: Engine) -> MemoryUse:
+def estimated_memory(recipe: Recipe, engine: Engine) -> MemoryUse:
     """Bytes that this rank will hold."""
     shares = engine.data_ranks * engine.plan.micro
-    return engine.predicted_memory((recipe.run.batch // shares, recipe.data.sequence))
+    return engine.estimated_memory((recipe.run.batch // shares, recipe.data.sequence))
 
 
 def largest_memory(recipe: Recipe, engine: Engine) -> tuple[int, MemoryUse]:
     """The rank that will hold most, and its bytes. Every rank calls it; ranks of a pipeline differ."""
-    names, predicted = [field.name for field in fields(MemoryUse)], predicted_memory(recipe, engine)
+    names, predicted = [field.name for field in fields(MemoryUse)], estimated_memory(recipe, engine)
     mine = [getattr(predicted, name) for name in names]
     row = torch.tensor([-1 if n is None else n for n in mine], device=engine.device)  # -1: nobody can say
     rows = row.new_empty(engine.world.size * len(row))

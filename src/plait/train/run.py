@@ -20,11 +20,11 @@ from pathlib import Path
 
 import torch
 
-from plait.api import check_cuts
+from plait.api import check_shardable
 from plait.checkpoint import Checkpoint
 from plait.data import TokenStore, build, check_samples, load_tokenizer
 from plait.errors import ConfigError, PlanError, RunError
-from plait.fileio import check_places, locked, sync_folder, sync_tree, write_json
+from plait.fileio import check_output_paths, file_lock, sync_folder, sync_tree, write_json
 from plait.models import causal_lm_on_meta
 from plait.optim import MappedFile
 from plait.plan import Plan
@@ -127,7 +127,7 @@ def prepare(
     _check_batch(the_plan, recipe.run.batch)
     _check_loss_scale(the_plan, recipe.loss_scale)
     _check_offload(the_plan, recipe.run)
-    check_places({"run.trace": recipe.run.trace})
+    check_output_paths({"run.trace": recipe.run.trace})
     if local:
         _check_devices(the_plan.num_ranks, recipe.run.device)
     check_config(recipe.model, recipe.data.sequence, the_plan)
@@ -166,7 +166,7 @@ def _hold(run: RunDir, alone: ExitStack | None) -> None:
     if alone is None:
         return
     try:
-        alone.enter_context(locked(run.path / ".lock", _LEFT_S))
+        alone.enter_context(file_lock(run.path / ".lock", _LEFT_S))
     except BlockingIOError as error:
         raise RunError(
             "another job trains this run", given=run.path, expected="one job to a run", hint="end that one"
@@ -204,7 +204,7 @@ def num_local_ranks(plan: Plan, device: str) -> int:
     if plan.dp:
         return plan.num_ranks
     gpus = 0 if device == "cpu" else torch.cuda.device_count()
-    return max(1, gpus // plan.least_ranks) * plan.least_ranks
+    return max(1, gpus // plan.min_ranks) * plan.min_ranks
 
 
 def discard_unused(run: RunDir) -> None:
@@ -256,7 +256,7 @@ def _resolve(recipe: Recipe, store: TokenStore, plan: Plan) -> Recipe:
         max_sequence=getattr(model.config, "max_position_embeddings", None),
         sequence=recipe.data.sequence,
     )
-    check_cuts(model, plan, recipe.model.tensor_plan)
+    check_shardable(model, plan, recipe.model.tensor_plan)
     if recipe.sample.tokens:  # else found at the end of the run
         check_prompt(prompt_ids(tokenizer, recipe.sample.prompt), model.config)
     streams = [store.train, *([store.validation] if recipe.run.evaluate_every else [])]

@@ -41,7 +41,7 @@ from plait.train.health.monitor import HealthMonitor
 from plait.train.measurements import TraceRecorder, TrafficRecorder, write_measured
 from plait.train.metrics import Metrics, StepFacts, matmul_peak
 from plait.train.model import model_on_meta, starting_model
-from plait.train.report import draw_losses, largest_memory, memory_table, predicted_memory, start_table
+from plait.train.report import draw_losses, estimated_memory, largest_memory, memory_table, start_table
 from plait.train.resume import load_newest
 from plait.train.run import RunDir, check_checkpoint, run_facts
 from plait.train.signals import SignalHandler
@@ -50,7 +50,7 @@ from plait.train.signals import SignalHandler
 def finish(recipe: Recipe, run: RunDir, engine: Engine, console: Console) -> None:
     """Writes loss.png and the export, shows memory, paths and a sample. Raises a PlaitError."""
     of = "per rank" if engine.plan.pp == 1 else f"of rank {engine.world.rank}"
-    console.print(memory_table(predicted_memory(recipe, engine), engine.memory(), of))
+    console.print(memory_table(estimated_memory(recipe, engine), engine.memory(), of))
     try:
         draw_losses(run.metrics, run.picture)
     except OSError as error:
@@ -160,7 +160,7 @@ def _loop(job: TrainState, stop: SignalHandler) -> signal.Signals | None:
             result, facts = _step(job, lr, lambda: watch.step(job.step, batches, traced.step), ideal_s)
             metrics.step(facts)
             if job.step == begun_at + 1:  # now there are optimizer states
-                saving.expect(engine.kept())
+                saving.expect(engine.state_shards())
             if job.bad_steps_in_a_row >= how.max_skipped:
                 watch.begins("saving", job.step, slow=True)
                 saving.settle(may_raise=False)  # its checkpoint is one that the letter may name
@@ -187,7 +187,7 @@ def _loop(job: TrainState, stop: SignalHandler) -> signal.Signals | None:
             if to_save:
                 watch.begins("saving", job.step, slow=True)
                 metrics.flush()
-                saving.save(job.step, engine.kept(), _facts(job), score=score, last=last)
+                saving.save(job.step, engine.state_shards(), _facts(job), score=score, last=last)
                 stop.save_asked = False  # of any rank: this answers all of them
             if stopping and job.step < how.steps:
                 traced.end()
@@ -287,7 +287,7 @@ def _rollback(job: TrainState, path: Path) -> None:
         job.engine.load_from(reader)
     _restore_progress(job, saved)
     job.warnings = [job.spikes.skip(job.step)]
-    Saver(job.run.checkpoints, job.engine.world).save(job.step, job.engine.kept(), _facts(job))
+    Saver(job.run.checkpoints, job.engine.world).save(job.step, job.engine.state_shards(), _facts(job))
     if job.console is not None:
         checkpoint.remove_after(job.run.checkpoints, job.step)
 

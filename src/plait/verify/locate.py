@@ -34,7 +34,7 @@ def places(
         rows = row.new_empty(2 * world.size)
         all_gather(rows, row, world.group)
         if world.rank == 0:
-            found[name] = _text(rows.view(-1, 2).tolist(), off, Grid.of(engine.plan))
+            found[name] = _text(rows.view(-1, 2).tolist(), off, Grid.from_plan(engine.plan))
     return found
 
 

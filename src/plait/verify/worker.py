@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.api import check_cuts, parallelize
+from plait.api import check_shardable, parallelize
 from plait.comm import World
 from plait.engine.engine import Engine
 from plait.errors import ModelError, PlaitError
 from plait.parallel import Precision
-from plait.plan import Plan, Traffic, between
+from plait.plan import Plan, Traffic, subtract_traffic
 from plait.verify.locate import places
 from plait.verify.model_spec import ModelSource, ModelSpec, random_tokens
 from plait.verify.reference import ADAMW, CLIP_NORM, Step, Trajectory, one_process
@@ -62,7 +62,7 @@ def least_of(job: Case) -> float:
 
 def check(subject: ModelSpec, plan: Plan) -> None:
     """Raises PlanError or ModelError where the model cannot be cut as the plan says; needs no rank."""
-    check_cuts(subject.build(torch.float32), plan, subject.tensor_plan, blocks=subject.blocks)
+    check_shardable(subject.build(torch.float32), plan, subject.tensor_plan, blocks=subject.blocks)
 
 
 class Verifier:
@@ -81,7 +81,7 @@ class Verifier:
         except PlaitError as error:  # all ranks find it; what one of them finds later, ends all
             return job.verdict(Outcome.REFUSED, message=error.message())
         engine = _engine(job, subject, world, folder)
-        weights = engine.whole_parameters()
+        weights = engine.full_parameters()
         if world.rank:
             world.wait_for(_EXPECTED)  # however long one process takes: a step has a time limit
             _train(job, subject, engine, None)
@@ -180,9 +180,9 @@ def _train(job: Case, subject: ModelSpec, engine: Engine, judge: Comparator | No
         before = engine.world.ledger.read()
         share = {key: value.chunk(engine.data_ranks)[engine.data_rank] for key, value in batch.items()}
         result = engine.step(share)
-        said = between(before, engine.world.ledger.read())
+        said = subtract_traffic(before, engine.world.ledger.read())
         done = Step(result.loss, result.grad_norm)
-        gradients = {name: g.cpu() / done.clip_factor for name, g in engine.whole_gradients().items()}
+        gradients = {name: g.cpu() / done.clip_factor for name, g in engine.full_gradients().items()}
         is_right = judge is None or judge.is_right(done, gradients)
         if engine.world.any_flag(not is_right):
             names = judge.farthest_of_last() if judge is not None else []
@@ -190,7 +190,7 @@ def _train(job: Case, subject: ModelSpec, engine: Engine, judge: Comparator | No
             clipped = {name: right[name] * done.clip_factor for name in names}  # as those in the engine are
             where = places(clipped, names, engine, off=least_of(job))
             return None if judge is None else judge.verdict({}, said, where)
-    weights = {name: weight.cpu() for name, weight in engine.whole_parameters().items()}
+    weights = {name: weight.cpu() for name, weight in engine.full_parameters().items()}
     return None if judge is None else judge.verdict(weights, said, {})
 
 

@@ -61,7 +61,7 @@ from plait.parallel.zero.grad_buffer import (
     ResizableTensor,
 )
 from plait.parallel.zero.state_io import slice_boxes
-from plait.plan import Piece, UnitLayout
+from plait.plan import ParamShard, UnitLayout
 
 
 class MasterMemory(Protocol):
@@ -86,7 +86,7 @@ class FlatParamConfig:
     master: torch.dtype
     incoming: torch.dtype
     whole_parameters: bool  # `storage` keeps its memory
-    whole_gradients: bool  # `incoming` keeps its memory
+    full_gradients: bool  # `incoming` keeps its memory
     masters: MasterMemory
     meter: ByteTracker  # of gathered parameters and travelling gradients
     # See [Note: memory that ranks share]. None: parameters are each rank's own.
@@ -136,10 +136,10 @@ class FlatParam:
         if cut.has_masters:
             self.master = cut.masters.new(range_numel)
         memory = LeasedTensor(
-            lambda: cut.lend(numel, cut.incoming), stays=cut.whole_gradients, meter=cut.meter
+            lambda: cut.lend(numel, cut.incoming), stays=cut.full_gradients, meter=cut.meter
         )
         self.incoming = GradBuffer(
-            f"unit {self.layout.name}", memory, len(self.layout.pieces), self.pieces_of
+            f"unit {self.layout.name}", memory, len(self.layout.params), self.pieces_of
         )
         if memory.tensor is not None and cut.incoming == cut.master and not cut.offloads:
             self.gradient = memory.tensor[self.start : self.stop]
@@ -156,11 +156,11 @@ class FlatParam:
 
     def pieces_of(self, flat: Tensor) -> list[Tensor]:
         """Views of a tensor that is laid out like the storage, one per piece, each in its box's shape."""
-        return [flat[p.start : p.stop].view(p.boxes.shape) for p in self.layout.pieces]
+        return [flat[p.start : p.stop].view(p.boxes.shape) for p in self.layout.params]
 
-    def named(self, flat: Tensor) -> Iterator[tuple[Piece, Tensor]]:
+    def named(self, flat: Tensor) -> Iterator[tuple[ParamShard, Tensor]]:
         """The pieces with their views of a tensor that is laid out like the storage."""
-        return zip(self.layout.pieces, self.pieces_of(flat), strict=True)
+        return zip(self.layout.params, self.pieces_of(flat), strict=True)
 
     # --- parameters
 
@@ -174,7 +174,7 @@ class FlatParam:
 
     def adopt(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Makes parameters that are views of `storage`, with the marks that libraries left on old ones."""
-        for piece, view in zip(self.layout.pieces, self._views, strict=True):
+        for piece, view in zip(self.layout.params, self._views, strict=True):
             new = nn.Parameter(view.new_empty(0), requires_grad=self.trains)
             new.data = view  # so it has a version of its own: gathers and updates do not count as edits
             new.__dict__.update(parameters[piece.name].__dict__)
@@ -186,7 +186,7 @@ class FlatParam:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        names = (piece.name for piece in self.layout.pieces)
+        names = (piece.name for piece in self.layout.params)
         return dict(zip(names, self._parameters, strict=True))
 
     def hide(self) -> None:
@@ -217,7 +217,7 @@ class FlatParam:
     def check_unchanged(self) -> None:
         """Raises ModelError when a parameter was changed behind our back: the change would be lost."""
         ours = (self._nan if self._hidden else self.storage).untyped_storage()._cdata
-        for piece, p, version in zip(self.layout.pieces, self._parameters, self._versions, strict=True):
+        for piece, p, version in zip(self.layout.params, self._parameters, self._versions, strict=True):
             if p._version != version or p.untyped_storage()._cdata != ours:
                 raise changed_behind_our_back(piece.name)
             if p.requires_grad != self.trains:
@@ -336,7 +336,7 @@ class FlatParam:
         if self._listens and not self.incoming.has_arrived(index):
             return
         parameter.grad = None
-        name = self.layout.pieces[index].name
+        name = self.layout.params[index].name
         if not self._listens:
             raise ModelError(
                 "a gradient came outside of the engine's backward",

@@ -46,7 +46,7 @@ from plait.parallel.zero.flat_param import FlatParam, FlatParamConfig
 from plait.parallel.zero.grad_buffer import ByteTracker, GradientState
 from plait.parallel.zero.groups import ReplicatedGradReduce
 from plait.parallel.zero.reduce_ops import GradReduction, ReplicaReduction
-from plait.plan.prefetch import TRAVELLING, deadlines
+from plait.plan.prefetch import MAX_IN_FLIGHT, reduction_deadlines
 
 _MOST_TRAVELLING = 256  # of whole gradients that stay; transports have room for some hundreds
 
@@ -110,7 +110,7 @@ class GradReducer:
         self._has_between = replicas > 1 and not sums.at_once
         self._all = everyone
         self._every_micro = not whole
-        self._frees = not cut.whole_gradients
+        self._frees = not cut.full_gradients
         self._may_land_early = not self._frees and (grid == 1 or not self._has_between)
         self._hurries = hurries
         self._meter = meter
@@ -131,7 +131,7 @@ class GradReducer:
         backward's walk, of units that are in it."""
         assert set(units) == set(self._order), "an order of other units"
         self._queue = OrderedLauncher(units, self._start)
-        self._deadlines = deadlines([last_uses.get(unit, -1) for unit in units], prefetch)
+        self._deadlines = reduction_deadlines([last_uses.get(unit, -1) for unit in units], prefetch)
 
     @property
     def completed(self) -> list[FlatParam]:
@@ -268,7 +268,7 @@ class GradReducer:
         summing = self._sums.start(unit, contribution)
         self._under_way.add(self, unit, summing)
         self._meter.hold(summing.buffer_bytes)
-        while len(self._under_way) > (TRAVELLING if self._frees else _MOST_TRAVELLING):
+        while len(self._under_way) > (MAX_IN_FLIGHT if self._frees else _MOST_TRAVELLING):
             self._under_way.land_oldest()
 
     def _land_all(self) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from plait.comm import Group, Mesh, all_reduce, shares_memory
-from plait.plan import Layout, Plan, UnitLayout, adds_at_once, compresses
+from plait.plan import Layout, Plan, UnitLayout, compresses, reduces_over_all
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class DataGroups:
     @classmethod
     def of(cls, mesh: Mesh, plan: Plan) -> "DataGroups":
         reductions = mesh.group("shard", lane="reductions")
-        at_once = compresses(plan) and adds_at_once(plan)
+        at_once = compresses(plan) and reduces_over_all(plan)
         return cls(
             mesh.world.group,
             mesh.group("replicate", "shard"),

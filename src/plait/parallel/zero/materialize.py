@@ -38,7 +38,7 @@ def init_flat_params(
         )
     placed: dict[str, list[FlatParam]] = {}
     for unit in (unit for of_stage in units.values() for unit in of_stage):
-        for piece in unit.layout.pieces:
+        for piece in unit.layout.params:
             placed.setdefault(piece.name, []).append(unit)
     others: dict[str, nn.Parameter] = {}
 
@@ -131,7 +131,7 @@ def _owners(
     by_name: dict[str, list[FlatParam]] = {}
     for unit in units:
         by_name.setdefault(unit.layout.block, []).append(unit)
-    in_unit = {piece.name: unit.layout.block for unit in units for piece in unit.layout.pieces}
+    in_unit = {piece.name: unit.layout.block for unit in units for piece in unit.layout.params}
     of_parameter = {id(p): in_unit[n] for p in model.parameters() if (n := names[id(p)]) in in_unit}
     found: dict[str, list[nn.Module]] = {name: [] for name in by_name}
     for name, block in blocks.items():

@@ -57,7 +57,7 @@ def estimated_bytes(
         layout,
         plan,
         states_per_element=states_per_element,
-        incoming_bytes=incoming(plan, groups).itemsize,
+        grad_itemsize=incoming(plan, groups).itemsize,
         exchanges=exchanges(plan, groups),
         receives=receives(plan, groups) and not _reads_in_place(plan, groups),
         shares=shares_parameters(plan, groups),

@@ -2,7 +2,7 @@
 
 [Note: one sum or two]
 Ranks along `shard` add up into their ranges; the ranks along `replicate`, which hold copies of a range, then
-add up those. Where one sum over all data ranks does it all (`adds_at_once`), the second falls away.
+add up those. Where one sum over all data ranks does it all (`reduces_over_all`), the second falls away.
 
 [Note: what a compressed sum keeps]
 What the codes and factors of a step lost is part of the next one's gradient. A step that is not taken, or
@@ -34,7 +34,7 @@ from plait.comm import (
 from plait.parallel.zero.flat_param import FlatParam
 from plait.parallel.zero.grad_buffer import ByteTracker
 from plait.parallel.zero.groups import DataGroups, Precision
-from plait.plan import Layout, Plan, adds_at_once, compresses, room_bytes
+from plait.plan import Layout, Plan, compresses, message_buffer_bytes, reduces_over_all
 
 
 @dataclass(frozen=True)
@@ -125,20 +125,20 @@ class CompressedReduction:
         meter: ByteTracker,
     ) -> None:
         """`units`: those that train."""
-        self.at_once = adds_at_once(plan)
+        self.at_once = reduces_over_all(plan)
         self._device = device
         self._groups = groups
         first = groups.at_once if self.at_once else groups.reductions
         wanted = [first] if self.at_once else [first, groups.replicate]
-        rooms = room_bytes(Layout(tuple(unit.layout for unit in units)), plan)
+        rooms = message_buffer_bytes(Layout(tuple(unit.layout for unit in units)), plan)
         self._first: dict[FlatParam, Compressor] = {}
         self._between: dict[FlatParam, Compressor] = {}
         for group, num_bytes in zip([g for g in wanted if g.size > 1], rooms, strict=True):
             room = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
             meter.hold(num_bytes)  # for good
             for unit in units:
-                if plan.factor_rank is not None:
-                    self._first[unit] = PowerSGDReduce(unit.layout, plan.factor_rank, group, room)
+                if plan.powersgd_rank is not None:
+                    self._first[unit] = PowerSGDReduce(unit.layout, plan.powersgd_rank, group, room)
                 elif group is first:
                     self._first[unit] = CompressedReduce(unit.layout.numel, group, CODECS[plan.reduce], room)
                 else:
@@ -185,7 +185,7 @@ class AlgorithmReduction:
         meter: ByteTracker,
     ) -> None:
         """`units`: those that train."""
-        self.at_once = plan.sums_replicas_at_once
+        self.at_once = plan.algorithm_reduces_all
         self._device = device
         self._dtype = torch.bfloat16 if rounds(plan, groups) else Precision.of(plan).master
         self._over = {
@@ -254,7 +254,7 @@ def incoming(plan: Plan, groups: DataGroups) -> torch.dtype:
     kept, and leaves sums in them.
     """
     precision = Precision.of(plan)
-    if compresses(plan) or (plan.accumulates_whole and plan.micro > 1):
+    if compresses(plan) or (plan.accumulates_full and plan.micro > 1):
         return precision.master
     if rounds(plan, groups):
         return torch.bfloat16

@@ -67,7 +67,7 @@ class ReplicaCheck:
         self,
         units: Sequence[FlatParam],
         cut: FlatParamConfig,
-        holdings: ShardMap,
+        shard_map: ShardMap,
         groups: DataGroups,
         mesh: Mesh,
     ) -> None:
@@ -78,9 +78,9 @@ class ReplicaCheck:
         self._has_wholes = cut.whole_parameters and cut.share is None
         data_copies = groups.all.size if self._has_wholes else groups.replicate.size
         copies: Counter[ReplicatedTensor] = Counter()
-        for layouts in holdings.layouts:
+        for layouts in shard_map.layouts:
             for unit in (unit for layout in layouts.values() for unit in layout.units):
-                for piece in unit.pieces:
+                for piece in unit.params:
                     copies[ReplicatedTensor("weights", piece.name, piece.boxes)] += data_copies
                     if cut.has_masters and unit.trains:
                         copies[ReplicatedTensor("master weights", piece.name, piece.boxes)] += (
@@ -136,7 +136,7 @@ class ReplicaCheck:
     def _of(self, kind: str, unit: FlatParam, flat: Tensor, start: int, stop: int) -> Iterator[_Part]:
         """What lies in `flat`, which is [start, stop) of the unit's storage."""
         overlaps = {overlap.piece.name: overlap for overlap in unit.layout.overlaps(start, stop)}
-        for piece in unit.layout.pieces:
+        for piece in unit.layout.params:
             copied = ReplicatedTensor(kind, piece.name, piece.boxes)
             if copied not in self._line_of:
                 continue

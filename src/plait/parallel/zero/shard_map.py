@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from plait.plan import Grid, Layout, Piece, Plan, StageAssignment, TPCoord, UnitFact, UnitLayout
+from plait.plan import Grid, Layout, ParamShard, Plan, StageAssignment, TPCoord, UnitInfo, UnitLayout
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -51,7 +51,7 @@ class ShardMap:
     def of(
         cls,
         model: nn.Module,
-        facts: Sequence[UnitFact],
+        facts: Sequence[UnitInfo],
         cut: StageAssignment,
         rank_of: Mapping[int, int],
         grid: Grid,
@@ -65,11 +65,11 @@ class ShardMap:
             stages = [stage for stage in range(cut.num_stages) if rank_of[stage] == rank]
             layouts += [
                 {
-                    stage: Layout.of(
-                        cut.facts_of(stage, facts),
+                    stage: Layout.build(
+                        cut.units_of(stage, facts),
                         grid.degree("shard"),
                         place,
-                        cut.counted_elsewhere(stage),
+                        cut.counted_on_other_stage(stage),
                     )
                     for stage in stages
                 }
@@ -97,12 +97,12 @@ class ShardMap:
             for number in range(len(next(iter(held.values())))):
                 yield stage, number, {rank: units[number] for rank, units in held.items()}
 
-    def pieces(self) -> Iterator[tuple[Piece, bool]]:
+    def pieces(self) -> Iterator[tuple[ParamShard, bool]]:
         """Of every parameter that lies in a unit, once: some rank's piece, and whether it trains."""
         seen: set[str] = set()
         for _, _, held in self.units():
             unit = next(iter(held.values()))
-            for piece in unit.pieces:
+            for piece in unit.params:
                 if piece.name not in seen:
                     seen.add(piece.name)
                     yield piece, unit.trains
@@ -110,7 +110,7 @@ class ShardMap:
     @property
     def num_parameters(self) -> int:
         """Trainable elements of whole tensors, each counted once."""
-        return sum(torch.Size(piece.whole_shape).numel() for piece, trains in self.pieces() if trains)
+        return sum(torch.Size(piece.full_shape).numel() for piece, trains in self.pieces() if trains)
 
     def first_rank(self, stage: int) -> int:
         """The first rank of the model that has a stage."""

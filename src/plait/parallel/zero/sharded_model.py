@@ -88,7 +88,7 @@ def flat_param_config(
         master=precision.master,
         incoming=incoming(plan, groups),
         whole_parameters=plan.zero < 3 or nothing_to_free or shares,
-        whole_gradients=plan.gradients_stay_whole,
+        full_gradients=plan.keeps_full_grads,
         masters=masters,
         meter=ByteTracker(),
         share=partial(share, group=groups.gathers) if shares else None,
@@ -145,8 +145,8 @@ class ShardedStage:
             grid=groups.grid.size,
             replicas=groups.replicate.size,
             everyone=groups.all,
-            whole=plan.accumulates_whole,
-            hurries=not (cut.whole_parameters or plan.reshard == "step" or plan.gradients_stay_whole),
+            whole=plan.accumulates_full,
+            hurries=not (cut.whole_parameters or plan.reshard == "step" or plan.keeps_full_grads),
             meter=self._meter,
         )
         self._gatherer = Unsharder(
@@ -239,7 +239,7 @@ class ShardedStage:
         self._gatherer.begin_backward(half=half)
         self._reducer.begin_micro(last=last and not half, half=half)
         for unit in self.trained:
-            unit.keep_early = None if rest is None or self.cut.whole_gradients else rest.keep
+            unit.keep_early = None if rest is None or self.cut.full_gradients else rest.keep
         if roots:  # else nothing before them trains
             torch.autograd.backward(roots, gradients)  # type: ignore[arg-type]  # a mixture is fine
         self._gatherer.finish_walk()

@@ -48,7 +48,7 @@ class ShardedState:
         shard: Group,
         model: Group,
         replicate: Group,
-        holdings: ShardMap,
+        shard_map: ShardMap,
     ) -> None:
         """`modules`, `units`: by stage. `shard`: ranks with the ranges of the same units. `model`: those with
         other pieces of the model. `replicate`: those with the same."""
@@ -59,7 +59,7 @@ class ShardedState:
         self._shard = shard
         self._model = model
         self._replicate = replicate
-        self._holdings = holdings
+        self._holdings = shard_map
         self._listed: dict[bool, list[StateShard]] = {}  # of units, by whether there are optimizer states
 
     @property
@@ -68,7 +68,7 @@ class ShardedState:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of all weights, by key."""
-        found = {piece.name: piece.whole_shape for piece, _ in self._holdings.pieces()}
+        found = {piece.name: piece.full_shape for piece, _ in self._holdings.pieces()}
         found |= {name: loose.shape for name, loose in self._holdings.loose.items()}
         return {f"weights/{name}": found[name] for name in self._holdings.order}
 
@@ -149,7 +149,7 @@ class ShardedState:
         def read() -> Tensor:
             return self._counter(part, kind).view(-1)
 
-        return StateShard(key, (), read().dtype, Boxes.whole(()), 0, 1, read)
+        return StateShard(key, (), read().dtype, Boxes.full(()), 0, 1, read)
 
     def _flat_state(self, part: OptimizerSlice, kind: str) -> Tensor:
         held: Tensor = self._owned.stepper.state(part.leaf)[kind]
@@ -222,10 +222,10 @@ class ShardedState:
                 held = torch.empty(layout.numel, dtype=dtype, device=self._cut.device)
                 receive(held, self._model, rank)
             assert held is not None, f"{layout.name} is not where it should be"
-            for piece in layout.pieces:
+            for piece in layout.params:
                 if piece.counted:
                     if piece.name not in found:
-                        found[piece.name] = torch.empty(piece.whole_shape, dtype=held.dtype)
+                        found[piece.name] = torch.empty(piece.full_shape, dtype=held.dtype)
                     write_boxes(
                         found[piece.name], piece.boxes, held[piece.start : piece.stop].view(piece.boxes.shape)
                     )
@@ -270,7 +270,7 @@ class ShardedState:
         found = {
             f"{kind}/{piece.name}": value
             for unit in self._trained()
-            for piece in unit.layout.pieces
+            for piece in unit.layout.params
             for kind, value in self._counters(unit, piece.start).items()
         }
         said = {key: (str(value.dtype).removeprefix("torch."), value.item()) for key, value in found.items()}
@@ -336,7 +336,7 @@ class ShardedState:
         """A slice's state, as the optimizer will hold it."""
         groups = {leaf: g for g in self._owned.optimizer.param_groups for leaf in g["params"]}
         overlaps = unit.layout.overlaps(unit.start + part.start, unit.start + part.stop)
-        name = overlaps[0].piece.name if overlaps else unit.layout.pieces[0].name
+        name = overlaps[0].piece.name if overlaps else unit.layout.params[0].name
         held = self._owned.stepper.state(part.leaf)  # memory that is there is filled again
         state: dict[str, Any] = {}
         for kind in kinds:
@@ -366,8 +366,8 @@ class ShardedState:
             is_flat = not kind.startswith(("scalar.", "number."))
             for piece, trains in self._holdings.pieces():
                 if trains:
-                    expected[f"{kind}/{piece.name}"] = piece.whole_shape if is_flat else ()
-        empty = {piece.name for piece, _ in self._holdings.pieces() if 0 in piece.whole_shape}
+                    expected[f"{kind}/{piece.name}"] = piece.full_shape if is_flat else ()
+        empty = {piece.name for piece, _ in self._holdings.pieces() if 0 in piece.full_shape}
         known = expected.keys() | (set() if weights_only else shapes.keys())
         for key in sorted(known, key=lambda key: (not key.startswith("weights/"), key)):
             if key.partition("/")[2] not in empty and shapes.get(key) != expected.get(key):
@@ -392,7 +392,7 @@ def _of(key: str, lap: Overlap, dtype: torch.dtype, flat: Callable[[], Tensor]) 
     def read() -> Tensor:
         return flat().detach()[lap.at : lap.at + lap.stop - lap.start]
 
-    return StateShard(key, lap.piece.whole_shape, dtype, lap.piece.boxes, lap.start, lap.stop, read)
+    return StateShard(key, lap.piece.full_shape, dtype, lap.piece.boxes, lap.start, lap.stop, read)
 
 
 def _without_engines(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:

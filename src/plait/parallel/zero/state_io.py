@@ -13,7 +13,7 @@ from torch import Tensor
 
 from plait.comm import Group, raise_on_all
 from plait.errors import CheckpointError
-from plait.plan import Box, Boxes, runs
+from plait.plan import Box, Boxes, boxes_of_range
 
 
 def slice_boxes(whole: Tensor, boxes: Boxes) -> Tensor:
@@ -42,7 +42,7 @@ def boxes_of(flat: Tensor, boxes: Boxes, start: int) -> Iterator[tuple[Box, Tens
     """`flat` is what lies from element `start` on in the tensor that holds the boxes, row by row: (box of the
     whole tensor, view of `flat` in its shape) of all of it."""
     at = 0
-    for run in runs(boxes.shape, start, start + flat.numel()):
+    for run in boxes_of_range(boxes.shape, start, start + flat.numel()):
         rows = flat[at : at + run.numel].view(run.shape)
         at += run.numel
         for whole, place in boxes.parts(run):
@@ -62,7 +62,7 @@ class StateShard:
     """Elements [start, stop) of the tensor that holds the boxes of a whole one, row by row."""
 
     key: str
-    whole_shape: tuple[int, ...]
+    full_shape: tuple[int, ...]
     dtype: torch.dtype
     boxes: Boxes
     start: int
@@ -74,7 +74,7 @@ class StateShard:
         """All of a tensor."""
         shape = tuple(tensor.shape)
         flat = tensor.detach().reshape(-1)
-        return cls(key, shape, tensor.dtype, Boxes.whole(shape), 0, tensor.numel(), lambda: flat)
+        return cls(key, shape, tensor.dtype, Boxes.full(shape), 0, tensor.numel(), lambda: flat)
 
     @property
     def num_bytes(self) -> int:
@@ -90,7 +90,7 @@ class StateShard:
         low, high = numel * number // of, numel * (number + 1) // of
         return StateShard(
             self.key,
-            self.whole_shape,
+            self.full_shape,
             self.dtype,
             self.boxes,
             self.start + low,

@@ -170,7 +170,7 @@ class Unsharder:
         if failed:
             self._record = None
         self._open.clear()
-        self._end(self._uses.staying() if torch.is_grad_enabled() else set())
+        self._end(self._uses.kept_after_forward() if torch.is_grad_enabled() else set())
 
     def begin_backward(self, *, half: bool = False) -> None:
         self._backward, self._half = True, half
@@ -396,5 +396,5 @@ def _refuse_state_dict(*_: Any) -> None:
     raise ModelError(
         "the model's parameters are cut: its state_dict would hold none of them",
         given="state_dict() of a model at ZeRO stage 3",
-        hint="engine.whole_parameters() or engine.state(), called by all ranks",
+        hint="engine.full_parameters() or engine.state(), called by all ranks",
     )

@@ -8,10 +8,10 @@ where the stage keeps them, take 2 where they travel in bf16, else 4 with the ow
 
 from dataclasses import dataclass, fields
 
-from plait.plan.compression import adds_at_once, compresses, residual_bytes, room_bytes
+from plait.plan.compression import compresses, message_buffer_bytes, reduces_over_all, residual_bytes
 from plait.plan.layout import Layout
 from plait.plan.plan import Plan
-from plait.plan.prefetch import TRAVELLING
+from plait.plan.prefetch import MAX_IN_FLIGHT
 
 COMPUTE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 MASTER_BYTES = {"fp64": 8, "fp32": 4, "bf16": 4, "fp16": 4}  # of master weights and sums of gradients
@@ -47,7 +47,7 @@ def model_state_bytes(
     plan: Plan,
     *,
     states_per_element: int,
-    incoming_bytes: int,
+    grad_itemsize: int,
     exchanges: bool = False,
     receives: bool = False,
     shares: bool = False,
@@ -56,7 +56,7 @@ def model_state_bytes(
 ) -> MemoryUse:
     """What a rank will hold. `states_per_element`: 2 for Adam, 1 for SGD with momentum, 0 without.
 
-    `incoming_bytes`: of an element of a whole gradient. What the transport asks for: `exchanges`, replicas
+    `grad_itemsize`: of an element of a whole gradient. What the transport asks for: `exchanges`, replicas
     send each other whole gradients; `receives`, who adds up holds what each peer sends; `shares`, parameters
     are one memory for the ranks of a shard group; `scratch_bytes`, what an algorithm keeps for what it has
     received and not yet added.
@@ -66,30 +66,30 @@ def model_state_bytes(
     whole, trained = layout.numel, layout.trained_numel
     owned = trained // shards
     offloads = plan.offload == "cpu"
-    stays = shares or _stays(plan)
+    stays = shares or _params_stay_full(plan)
     parts = {
         "parameters": compute * (whole // shards if plan.zero == 3 or shares else whole),
         "master": owned * master if master != compute or (offloads and stays) else 0,
-        "optimizer": sum(stop - start for u in layout.units for _, start, stop in u.owned_groups(0))
+        "optimizer": sum(stop - start for u in layout.units for _, start, stop in u.owned_group_ranges(0))
         * states_per_element
         * (2 if plan.optim_dtype == "bf16" else master),
         "gradients": 0,
     }
-    in_place = plan.gradients_stay_whole and incoming_bytes == master and not offloads
+    in_place = plan.keeps_full_grads and grad_itemsize == master and not offloads
     sums = 0 if in_place else owned * master
-    whole_gradients = trained * incoming_bytes if plan.gradients_stay_whole else 0
-    parts["gradients"] = sums + whole_gradients + residual_bytes(layout, plan)
-    buffers = _buffers(layout, plan, incoming_bytes, exchanges=exchanges, receives=receives, stays=stays)
+    full_gradients = trained * grad_itemsize if plan.keeps_full_grads else 0
+    parts["gradients"] = sums + full_gradients + residual_bytes(layout, plan)
+    buffers = _buffers(layout, plan, grad_itemsize, exchanges=exchanges, receives=receives, stays=stays)
     buffers += scratch_bytes
-    return _placed(parts, plan, sums, buffers, activation_bytes)
+    return _offloaded(parts, plan, sums, buffers, activation_bytes)
 
 
-def _stays(plan: Plan) -> bool:
+def _params_stay_full(plan: Plan) -> bool:
     """Whether parameters stay whole on the device."""
     return plan.zero < 3 or (plan.shard_degree == 1 and plan.offload != "cpu")
 
 
-def _placed(
+def _offloaded(
     parts: dict[str, int], plan: Plan, sums: int, buffers: int, activation_bytes: int | None
 ) -> MemoryUse:
     """Moves to host or disk what the plan offloads."""
@@ -107,7 +107,7 @@ def _placed(
 
 
 def _buffers(
-    layout: Layout, plan: Plan, incoming_bytes: int, *, exchanges: bool, receives: bool, stays: bool
+    layout: Layout, plan: Plan, grad_itemsize: int, *, exchanges: bool, receives: bool, stays: bool
 ) -> int:
     """The most that forward or backward holds at a time, walking the units in the layout's order.
 
@@ -117,15 +117,15 @@ def _buffers(
     place, their messages in rooms that are always there.
     """
     units = layout.units[::-1]
-    per_element = incoming_bytes * (0 if plan.gradients_stay_whole else 1)
+    per_element = grad_itemsize * (0 if plan.keeps_full_grads else 1)
     whole_received = float(plan.dp - 1) if exchanges else (plan.shard_degree - 1) / plan.shard_degree
     received = whole_received if receives and not compresses(plan) else 0.0
-    exchanges = adds_at_once(plan) if compresses(plan) else exchanges
+    exchanges = reduces_over_all(plan) if compresses(plan) else exchanges
     ahead = len(units) if plan.reshard == "step" else plan.prefetch
-    travelling = len(units) if plan.gradients_stay_whole else TRAVELLING
-    wire = 2 if plan.reduce == "bf16" and plan.dp > 1 else incoming_bytes
-    copies = wire if wire < incoming_bytes else 0
-    between = 0 if exchanges or plan.sums_replicas_at_once else _copied_for_replicas(plan)
+    travelling = len(units) if plan.keeps_full_grads else MAX_IN_FLIGHT
+    wire = 2 if plan.reduce == "bf16" and plan.dp > 1 else grad_itemsize
+    copies = wire if wire < grad_itemsize else 0
+    between = 0 if exchanges or plan.algorithm_reduces_all else _copied_for_replicas(plan)
     waits = not stays and plan.reshard == "use"  # replicas add up after backward
     most = layout.trained_numel // plan.shard_degree * between
     for k in range(len(units)):
@@ -139,7 +139,7 @@ def _buffers(
         held = gathered * COMPUTE_BYTES[plan.precision] + whole * per_element
         held += int(whole * received) * wire + whole * copies + landed // plan.shard_degree * between
         most = max(most, held)
-    return most + sum(room_bytes(layout, plan))
+    return most + sum(message_buffer_bytes(layout, plan))
 
 
 def _copied_for_replicas(plan: Plan) -> int:

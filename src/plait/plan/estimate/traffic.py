@@ -15,21 +15,21 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from plait.plan.collectives import Hosts, Send, Steps, all_reduce_steps, reduce_scatter_steps, scratch_numel
-from plait.plan.comm_log import CommCount, CommKey, Traffic, added
+from plait.plan.comm_log import CommCount, CommKey, Traffic, sum_traffic
 from plait.plan.compression import (
     BLOCK_BYTES,
-    WIDE,
-    adds_at_once,
-    blocks_each,
+    SUM_BYTES,
+    blocks_per_rank,
     compresses,
     factor_bytes,
     matrices,
+    reduces_over_all,
 )
 from plait.plan.estimate.memory import COMPUTE_BYTES, MASTER_BYTES
 from plait.plan.grid import AXES, Grid
 from plait.plan.layout import Layout, UnitLayout
 from plait.plan.plan import Plan
-from plait.plan.prefetch import ExecOrder, gathers
+from plait.plan.prefetch import ExecOrder, planned_gathers
 from plait.plan.schedule.action import Action, Kind, Schedule
 
 
@@ -62,7 +62,7 @@ class TransportFacts:
     host_size       ranks per host
     """
 
-    incoming_bytes: int
+    grad_itemsize: int
     shares: bool
     exchanges: bool
     host_size: int
@@ -113,7 +113,7 @@ def step_traffic(facts: RankFacts) -> dict[str, dict[CommKey, CommCount]]:
         "parameters": parameters_traffic(facts),
         "gradients": gradients_traffic(facts),
         "stages": stages_traffic(facts),
-        "step": small_traffic(facts),
+        "step": per_step_traffic(facts),
     }
     return {strand: traffic for strand, traffic in found.items() if traffic}
 
@@ -121,7 +121,7 @@ def step_traffic(facts: RankFacts) -> dict[str, dict[CommKey, CommCount]]:
 def layers_traffic(facts: RankFacts) -> dict[CommKey, CommCount]:
     """Inside of layers that are cut on the grid: the same for each micro-batch."""
     micros = facts.plan.micro
-    return added({line: t * micros for line, t in stage.said.items()} for stage in facts.own.values())
+    return sum_traffic({line: t * micros for line, t in stage.said.items()} for stage in facts.own.values())
 
 
 # --- parameters
@@ -138,7 +138,7 @@ def parameters_traffic(facts: RankFacts) -> dict[CommKey, CommCount]:
             found.append(facts.said("barrier", barriers, "shard", lane="gathers"))
         elif plan.zero == 3:
             passes = [a.kind is Kind.B for a in facts.actions if a.stage == number and a.kind is not Kind.W]
-            used = gathers(stage.uses, passes, plan.prefetch, keeps=plan.reshard == "step")
+            used = planned_gathers(stage.uses, passes, plan.prefetch, keeps=plan.reshard == "step")
             of_block: dict[str, list[int]] = {unit.block: [] for unit in units}
             for unit in units:
                 of_block[unit.block].append(unit.numel * size)
@@ -147,7 +147,7 @@ def parameters_traffic(facts: RankFacts) -> dict[CommKey, CommCount]:
         else:
             sizes = [unit.numel * size for unit in units if unit.trains]
             found.append(facts.said("all-gather", sizes, "shard", lane="gathers"))
-    return added(found)
+    return sum_traffic(found)
 
 
 # --- gradients
@@ -156,16 +156,16 @@ def parameters_traffic(facts: RankFacts) -> dict[CommKey, CommCount]:
 def gradients_traffic(facts: RankFacts) -> dict[CommKey, CommCount]:
     """Gradients on their way to the owners of their ranges, and between copies of those."""
     plan, found = facts.plan, []
-    sums = _sums_of(facts)
+    sums = _reduction_traffic(facts)
     for stage in facts.own.values():
         units = [unit for unit in stage.layout.units if unit.trains]
         for unit in units:
-            once = added([_parts(facts, unit), sums.first(unit)])
-            times = 1 if plan.accumulates_whole else plan.micro
+            once = sum_traffic([_partial_grads(facts, unit), sums.first(unit)])
+            times = 1 if plan.accumulates_full else plan.micro
             found.append({line: tally * times for line, tally in once.items()})
             if not sums.at_once:
                 found.append(sums.between(unit))
-        if _hurries(facts):
+        if _votes_on_late_grads(facts):
             found.append(facts.said("all-reduce", [4 * len(units)], "replicate", "shard"))
     master = MASTER_BYTES[plan.precision]
     for name, stages in facts.shared.items():
@@ -173,21 +173,21 @@ def gradients_traffic(facts: RankFacts) -> dict[CommKey, CommCount]:
         sizes = [unit.range_numel * master for unit in held if unit.name == name and unit.trains]
         if len({facts.schedule.rank_of[stage] for stage in stages}) > 1:
             found.append(facts.said("all-reduce", sizes[:1], "pp", lane="shared"))
-    return added(found)
+    return sum_traffic(found)
 
 
-def _parts(facts: RankFacts, unit: UnitLayout) -> dict[CommKey, CommCount]:
+def _partial_grads(facts: RankFacts, unit: UnitLayout) -> dict[CommKey, CommCount]:
     """Of pieces whose gradient several columns have a part of, in float32 at least."""
-    size = max(facts.terms.incoming_bytes, WIDE)
+    size = max(facts.terms.grad_itemsize, SUM_BYTES)
     sizes = [(stop - start) * size for sharers, start, stop in unit.partial if len(sharers) > 1]
     return facts.said("all-reduce", sizes, "col", lane="gradients")
 
 
-def _hurries(facts: RankFacts) -> bool:
+def _votes_on_late_grads(facts: RankFacts) -> bool:
     """Whether ranks vote on late gradients; see [Note: late gradients] in `parallel/reduce.py`."""
     plan = facts.plan
     stays = plan.zero < 3 or facts.terms.shares or (plan.shard_degree == 1 and plan.offload != "cpu")
-    return not (stays or plan.reshard == "step" or plan.gradients_stay_whole)
+    return not (stays or plan.reshard == "step" or plan.keeps_full_grads)
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ class _DefaultTraffic:
         return self.facts.terms.exchanges
 
     def first(self, unit: UnitLayout) -> dict[CommKey, CommCount]:
-        sizes = [unit.numel * self._size(self.facts.terms.incoming_bytes)]
+        sizes = [unit.numel * self._size(self.facts.terms.grad_itemsize)]
         if self.at_once:
             return self.facts.said("exchange", sizes, "replicate", lane="reductions")
         return self.facts.said("reduce-scatter", sizes, "shard", lane="reductions")
@@ -222,7 +222,7 @@ class _CompressedTraffic:
 
     @property
     def at_once(self) -> bool:
-        return adds_at_once(self.facts.plan)
+        return reduces_over_all(self.facts.plan)
 
     def first(self, unit: UnitLayout) -> dict[CommKey, CommCount]:
         axes = ("replicate", "shard") if self.at_once else ("shard",)
@@ -233,9 +233,9 @@ class _CompressedTraffic:
 
     def _sum(self, numel: int, axes: tuple[str, ...], *, scattered: bool) -> dict[CommKey, CommCount]:
         ranks = self.facts.grid.degree(*axes)
-        size = ranks * blocks_each(numel, ranks) * BLOCK_BYTES[self.facts.plan.reduce]
+        size = ranks * blocks_per_rank(numel, ranks) * BLOCK_BYTES[self.facts.plan.reduce]
         verbs = ["all-to-all"] if scattered else ["all-to-all", "all-gather"]
-        return added(self.facts.said(verb, [size], *axes, lane="reductions") for verb in verbs)
+        return sum_traffic(self.facts.said(verb, [size], *axes, lane="reductions") for verb in verbs)
 
 
 @dataclass(frozen=True)
@@ -246,9 +246,9 @@ class _PowerSGDTraffic:
     at_once: bool = True
 
     def first(self, unit: UnitLayout) -> dict[CommKey, CommCount]:
-        rank = self.facts.plan.factor_rank
+        rank = self.facts.plan.powersgd_rank
         assert rank is not None, "factors without a rank"
-        right = WIDE * rank * sum(matrix.columns for matrix in matrices(unit, rank))
+        right = SUM_BYTES * rank * sum(matrix.columns for matrix in matrices(unit, rank))
         sizes = [factor_bytes(unit, rank), right]
         return self.facts.said("all-reduce", sizes, "replicate", "shard", lane="reductions")
 
@@ -264,7 +264,7 @@ class _AlgorithmTraffic:
 
     @property
     def at_once(self) -> bool:
-        return self.facts.plan.sums_replicas_at_once
+        return self.facts.plan.algorithm_reduces_all
 
     def first(self, unit: UnitLayout) -> dict[CommKey, CommCount]:
         return self._moves(unit.numel, "replicate" if self.at_once else "shard", scatter=not self.at_once)
@@ -275,14 +275,16 @@ class _AlgorithmTraffic:
     def _moves(self, numel: int, axis: str, *, scatter: bool) -> dict[CommKey, CommCount]:
         plan = self.facts.plan
         size = 2 if _rounds(plan) else MASTER_BYTES[plan.precision]
-        moves = [move for step in sum_steps(self.facts, numel, axis, scatter=scatter) for move in step]
+        moves = [move for step in reduction_steps(self.facts, numel, axis, scatter=scatter) for move in step]
         given = [(m.stop - m.start) * size for m in moves if isinstance(m, Send)]
         taken = [(m.stop - m.start) * size for m in moves if not isinstance(m, Send)]
         say = self.facts.said
-        return added(say(v, s, axis, lane="reductions") for v, s in (("send", given), ("receive", taken)))
+        return sum_traffic(
+            say(v, s, axis, lane="reductions") for v, s in (("send", given), ("receive", taken))
+        )
 
 
-def sum_steps(facts: RankFacts, numel: int, axis: str, *, scatter: bool) -> Steps:
+def reduction_steps(facts: RankFacts, numel: int, axis: str, *, scatter: bool) -> Steps:
     """This rank's, of the plan's algorithm, in a sum over an axis."""
     ranks = facts.grid.group(facts.rank, axis)
     if len(ranks) == 1:
@@ -300,9 +302,9 @@ def scratch_bytes(facts: RankFacts) -> int:
     size, most = 2 if _rounds(plan) else MASTER_BYTES[plan.precision], 0
     for stage in facts.own.values():
         largest = max((unit.numel for unit in stage.layout.units if unit.trains), default=0)
-        ranged = largest if plan.sums_replicas_at_once else largest // plan.shard_degree
+        ranged = largest if plan.algorithm_reduces_all else largest // plan.shard_degree
         for axis, numel, scatter in (("shard", largest, True), ("replicate", ranged, False)):
-            most += size * scratch_numel(sum_steps(facts, numel, axis, scatter=scatter))
+            most += size * scratch_numel(reduction_steps(facts, numel, axis, scatter=scatter))
     return most
 
 
@@ -317,10 +319,12 @@ def _rounds(plan: Plan) -> bool:
     return plan.reduce == "bf16" and plan.dp > 1
 
 
-def _sums_of(facts: RankFacts) -> _DefaultTraffic | _CompressedTraffic | _PowerSGDTraffic | _AlgorithmTraffic:
+def _reduction_traffic(
+    facts: RankFacts,
+) -> _DefaultTraffic | _CompressedTraffic | _PowerSGDTraffic | _AlgorithmTraffic:
     plan = facts.plan
     if compresses(plan):
-        return _CompressedTraffic(facts) if plan.factor_rank is None else _PowerSGDTraffic(facts)
+        return _CompressedTraffic(facts) if plan.powersgd_rank is None else _PowerSGDTraffic(facts)
     if plan.algorithm != "auto" and plan.dp > 1:
         return _AlgorithmTraffic(facts)
     return _DefaultTraffic(facts)
@@ -344,7 +348,7 @@ def stages_traffic(facts: RankFacts) -> dict[CommKey, CommCount]:
             found.append(_message(facts, "gradients", here, rank_of[stage - 1], sizes))
         if kind is Kind.B and stage < last:
             found.append(_message(facts, "gradients", rank_of[stage + 1], here, facts.stages[stage].gradient))
-    return added(found)
+    return sum_traffic(found)
 
 
 def _message(
@@ -357,7 +361,7 @@ def _message(
     return facts.said(verb, [size for size in sizes if size], "pp", lane=lane)
 
 
-def small_traffic(facts: RankFacts) -> dict[CommKey, CommCount]:
+def per_step_traffic(facts: RankFacts) -> dict[CommKey, CommCount]:
     """What all agree on in a step: loss and targets, the gradient's norm, what forward has changed."""
     loss, norm = 3 * 8, (1 + 2 * facts.grid.degree("pp")) * 8
     found = [facts.said("all-reduce", [norm], "pp", "shard", "row", "col", lane="reductions")]
@@ -365,17 +369,17 @@ def small_traffic(facts: RankFacts) -> dict[CommKey, CommCount]:
         found.append({CommKey((), "", "all-reduce"): CommCount(1, loss)})
     buffers = [size for stage in facts.own.values() for size in stage.buffers]
     found.append(facts.said("broadcast", buffers, "replicate", "shard", "row", "col"))
-    return added(found)
+    return sum_traffic(found)
 
 
 def ring_bytes(traffic: Traffic, grid: Grid) -> int:
     """What leaves a rank where each collective goes round a ring: the least that there is. What it receives
     has left another rank."""
-    return round(math.fsum(_leaving(line, tally, grid) for line, tally in traffic.items()))
+    return round(math.fsum(_sent_bytes(line, tally, grid) for line, tally in traffic.items()))
 
 
-def _leaving(line: CommKey, tally: CommCount, grid: Grid) -> float:
+def _sent_bytes(line: CommKey, tally: CommCount, grid: Grid) -> float:
     ranks = grid.degree(*line.axes) if line.axes else grid.num_ranks
     share = (ranks - 1) / ranks
     times = {"all-reduce": 2 * share, "exchange": ranks - 1, "send": 1.0, "receive": 0.0}
-    return tally.num_bytes * times.get(line.verb, share)
+    return tally.num_bytes * times.get(line.op, share)

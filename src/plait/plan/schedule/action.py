@@ -77,7 +77,7 @@ class Schedule:
     ranks: tuple[tuple[Action, ...], ...]
 
     @classmethod
-    def of(cls, name: str, ranks: Iterable[Iterable[Action]]) -> "Schedule":
+    def from_actions(cls, name: str, ranks: Iterable[Iterable[Action]]) -> "Schedule":
         return cls(name, tuple(tuple(actions) for actions in ranks))
 
     def __iter__(self) -> Iterator[tuple[int, Action]]:
@@ -139,7 +139,7 @@ class Schedule:
                     expected=f"rank {len(lines)}: F0.0 ...",
                 )
             lines.append([Action.parse(word) for word in found[2].split()])
-        return cls.of(name, lines)
+        return cls.from_actions(name, lines)
 
     def to_csv(self) -> str:
         """A row for every rank, a cell for every action."""
@@ -151,4 +151,4 @@ class Schedule:
     def from_csv(cls, text: str, name: str = "given") -> "Schedule":
         """Reads rows of actions; empty cells (a rank that idles) are passed over. Raises ScheduleError."""
         rows = [row for row in csv.reader(io.StringIO(text)) if row]
-        return cls.of(name, ([Action.parse(cell) for cell in row if cell.strip()] for row in rows))
+        return cls.from_actions(name, ([Action.parse(cell) for cell in row if cell.strip()] for row in rows))

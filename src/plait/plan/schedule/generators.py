@@ -70,7 +70,7 @@ def zbv(rank: int, ranks: int, micros: int, chunks: int) -> list[Action]:
         (ranks - rank, "B0 W"),
         (2 * rank, "W"),
     )
-    return _played(phases, rank, ranks, micros)
+    return _expand(phases, rank, ranks, micros)
 
 
 def dualpipev(rank: int, ranks: int, micros: int, chunks: int) -> list[Action]:
@@ -94,10 +94,10 @@ def dualpipev(rank: int, ranks: int, micros: int, chunks: int) -> list[Action]:
         (late, "W B0"),
         (rank + 1, "W"),
     )
-    return _played(phases, rank, ranks, micros)
+    return _expand(phases, rank, ranks, micros)
 
 
-def _played(phases: Iterable[tuple[int, str]], rank: int, ranks: int, micros: int) -> list[Action]:
+def _expand(phases: Iterable[tuple[int, str]], rank: int, ranks: int, micros: int) -> list[Action]:
     """The actions of phases, without those of micro-batches that do not exist. See [Note: the V]"""
     stages = (rank, 2 * ranks - 1 - rank)
     next_micro: dict[str, int] = {}
@@ -173,7 +173,7 @@ def make_schedule(name: str, ranks: int, micros: int, chunks: int = 0) -> Schedu
             )
     generator = GENERATORS[name]
     chunks = generator.chunks_for(name, chunks)
-    return Schedule.of(name, (generator.make(rank, ranks, micros, chunks) for rank in range(ranks)))
+    return Schedule.from_actions(name, (generator.make(rank, ranks, micros, chunks) for rank in range(ranks)))
 
 
 def inference(rank: int, ranks: int, micros: int, chunks: int) -> list[Action]:
@@ -209,7 +209,7 @@ def interleaved(rank: int, ranks: int, micros: int, chunks: int) -> list[Action]
     """
     if chunks == 1:
         return one_f_one_b(rank, ranks, micros, chunks)
-    groups = deal(micros, ranks)
+    groups = group_micros(micros, ranks)
     stages = [chunk * ranks + rank for chunk in range(chunks)]
     return _alternate(
         [F(stage, micro) for group in groups for stage in stages for micro in group],
@@ -218,7 +218,7 @@ def interleaved(rank: int, ranks: int, micros: int, chunks: int) -> list[Action]
     )
 
 
-def deal(micros: int, least: int) -> list[range]:
+def group_micros(micros: int, least: int) -> list[range]:
     """Micro-batches in groups of at least so many (if there are), the larger ones first."""
     num = max(1, micros // least)
     each, more = divmod(micros, num)

@@ -13,7 +13,7 @@ from plait.plan.schedule.generators import make_schedule
 
 def forwards_only(schedule: Schedule, micros: int) -> Schedule:
     """Forwards of so many micro-batches: each rank takes its stages in turn, all micro-batches of one."""
-    return Schedule.of(
+    return Schedule.from_actions(
         "inference",
         (
             [F(stage, micro) for stage in schedule.stages_of(rank) for micro in range(micros)]
@@ -22,19 +22,19 @@ def forwards_only(schedule: Schedule, micros: int) -> Schedule:
     )
 
 
-def one_micro(schedule: Schedule) -> Schedule:
+def one_micro_batch(schedule: Schedule) -> Schedule:
     """Forward and backward of one micro-batch."""
     ranks: list[list[Action]] = []
     for rank in range(schedule.num_ranks):
         stages = schedule.stages_of(rank)
         ranks.append([*(F(stage, 0) for stage in stages), *(B(stage, 0) for stage in reversed(stages))])
-    return Schedule.of("one micro-batch", ranks)
+    return Schedule.from_actions("one micro-batch", ranks)
 
 
 FILE = "file:"
 
 
-def schedule_of(name: str, ranks: int, micros: int, chunks: int = 0) -> Schedule:
+def load_schedule(name: str, ranks: int, micros: int, chunks: int = 0) -> Schedule:
     """As `make_schedule`, and for `file:PATH` what the CSV file says.
 
     With a file, `ranks` and `micros` are what it has to have; 0: whatever it has. Not checked: see `check`.

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from plait.errors import ScheduleError
 from plait.plan.schedule.action import Action, Kind, Schedule
-from plait.plan.schedule.validate import check, held, needs, walk
+from plait.plan.schedule.validate import check, dependencies, live_activations, run_untimed
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Timeline:
     ranks: tuple[tuple[Span, ...], ...]
 
     @classmethod
-    def of(cls, schedule: Schedule, ranks: Sequence[Sequence[Span]]) -> "Timeline":
+    def from_spans(cls, schedule: Schedule, ranks: Sequence[Sequence[Span]]) -> "Timeline":
         return cls(schedule, tuple(tuple(spans) for spans in ranks))
 
     @property
@@ -101,7 +101,7 @@ def simulate(schedule: Schedule, durations: Durations) -> Timeline:
     another number of stages.
     """
     _check_durations(schedule, durations)
-    run = walk(schedule)
+    run = run_untimed(schedule)
     if run.stuck:
         check(schedule)
     free = [0.0] * schedule.num_ranks
@@ -109,7 +109,7 @@ def simulate(schedule: Schedule, durations: Durations) -> Timeline:
     spans: list[list[Span]] = [[] for _ in schedule.ranks]
     for rank, action in run.order:
         start = free[rank]
-        for need in needs(action, schedule.num_stages):
+        for need in dependencies(action, schedule.num_stages):
             arrived = ended[need]
             if schedule.rank_of[need.stage] != rank:
                 arrived += durations.transfer[min(need.stage, action.stage)]
@@ -117,7 +117,7 @@ def simulate(schedule: Schedule, durations: Durations) -> Timeline:
         end = start + durations.of(action, (action.stage, action.micro) in schedule.split)
         ended[action] = free[rank] = end
         spans[rank].append(Span(action, start, end))
-    return Timeline.of(schedule, spans)
+    return Timeline.from_spans(schedule, spans)
 
 
 def peak_bytes(schedule: Schedule, bytes_of_stage: Sequence[float]) -> tuple[float, ...]:
@@ -126,10 +126,14 @@ def peak_bytes(schedule: Schedule, bytes_of_stage: Sequence[float]) -> tuple[flo
     bytes_of_stage   what one micro-batch's forward saves, by stage; it is there until the whole backward, or
                      its weights' half, has ended. Whatever the durations, as a rank's order says it all
     """
-    return tuple(max(held(schedule, actions, bytes_of_stage), default=0.0) for actions in schedule.ranks)
+    return tuple(
+        max(live_activations(schedule, actions, bytes_of_stage), default=0.0) for actions in schedule.ranks
+    )
 
 
-def most_kept(schedule: Schedule, rank: int, kept: Mapping[int, tuple[int, int] | None]) -> int | None:
+def peak_activation_bytes(
+    schedule: Schedule, rank: int, kept: Mapping[int, tuple[int, int] | None]
+) -> int | None:
     """The most bytes over a rank's actions. `kept`: of each of its stages, what one micro-batch keeps from
     its forward to its backward, and from there to the backward's other half; None where nobody can say."""
     most = now = 0

@@ -96,24 +96,24 @@ def read_trace(path: Path) -> dict[int, Timeline]:
     except OSError as error:
         raise DataError("the trace cannot be read", given=f"{path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise _no_trace(path, f"it is no JSON: {error}") from error
+        raise _invalid(path, f"it is no JSON: {error}") from error
     about = found.get("plait") if isinstance(found, dict) else None
     if not isinstance(about, dict) or about.get("format") != _FORMAT:
-        raise _no_trace(path, f"its `plait` has no format {_FORMAT!r}")
+        raise _invalid(path, f"its `plait` has no format {_FORMAT!r}")
     try:
         schedule = Schedule.parse(str(about.get("schedule")), name=str(about.get("name")))
     except ScheduleError as error:
-        raise _no_trace(path, f"its schedule: {error.fact}, {error.given}") from error
+        raise _invalid(path, f"its schedule: {error.fact}, {error.given}") from error
     events = found.get("traceEvents")
     if not isinstance(events, list):
-        raise _no_trace(path, "`traceEvents` is not a list")
+        raise _invalid(path, "`traceEvents` is not a list")
     steps: dict[int, list[_Slice]] = defaultdict(list)
     for number, event in enumerate(events):
         if not isinstance(event, dict) or event.get("ph") == "X":
             found_slice = _slice(path, number, event)
             steps[found_slice.step].append(found_slice)
     if not steps or len(steps) != about.get("steps"):
-        raise _no_trace(path, f"it has {len(steps)} steps of {about.get('steps')}")
+        raise _invalid(path, f"it has {len(steps)} steps of {about.get('steps')}")
     return {step: _timeline(path, schedule, slices) for step, slices in sorted(steps.items())}
 
 
@@ -125,9 +125,9 @@ def _slice(path: Path, number: int, event: Any) -> _Slice:
         whole = (action.stage, action.micro, args["step"], event["pid"])
         start_us, us = float(event["ts"]), float(event["dur"])
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise _no_trace(path, f"event {number} is no action") from error
+        raise _invalid(path, f"event {number} is no action") from error
     if not (all(type(value) is int for value in whole) and math.isfinite(start_us) and 0 <= us < math.inf):
-        raise _no_trace(path, f"event {number} is no action: its numbers cannot be")
+        raise _invalid(path, f"event {number} is no action: its numbers cannot be")
     span = Span(action, start_us / 1e6, (start_us + us) / 1e6)
     return _Slice(args["step"], event["pid"], span)
 
@@ -138,19 +138,19 @@ def _timeline(path: Path, schedule: Schedule, slices: list[_Slice]) -> Timeline:
     scheduled = set(schedule)
     if len(spans) != len(slices) or spans.keys() != scheduled:
         step = slices[0].step
-        raise _no_trace(path, f"step {step} has not every action of its schedule once, on its rank")
+        raise _invalid(path, f"step {step} has not every action of its schedule once, on its rank")
     first = min(span.start for span in spans.values())
 
     def moved(rank: int, action: Action) -> Span:
         span = spans[rank, action]
         return Span(action, span.start - first, span.end - first)
 
-    return Timeline.of(
+    return Timeline.from_spans(
         schedule, [[moved(rank, a) for a in actions] for rank, actions in enumerate(schedule.ranks)]
     )
 
 
-def _no_trace(path: Path, what: str) -> DataError:
+def _invalid(path: Path, what: str) -> DataError:
     return DataError(
         "this is no whole trace of a pipeline",
         given=f"{path}: {what}",

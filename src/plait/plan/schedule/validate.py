@@ -7,8 +7,8 @@ channel of its pair of ranks and its kind, activations or gradients, first in, f
 up its rank. A receive is posted when its action is next, at the latest, after those of all earlier messages
 of its channel, each into a buffer of its own; a message travels only then. So a message arrives as soon as
 its sender has computed it and its receiver asks for it: what the receiver asks for by then never waits for a
-buffer, if it has as many as `Checked.buffers` says. What is left to wait for is that the sender computes it,
-which is the order that `walk` follows.
+buffer, if it has as many as `ScheduleNeeds.buffers` says. What is left to wait for is that the sender computes it,
+which is the order that `run_untimed` follows.
 
 Which action waits for which, and an order in which they can all run.
 
@@ -26,7 +26,7 @@ _COLUMNS = 5  # shown on either side of the marked cell
 _ROWS = 4
 
 
-def refusal(
+def cell_error(
     schedule: Schedule,
     rank: int,
     position: int,
@@ -68,7 +68,7 @@ def marked_grid(schedule: Schedule, rank: int, position: int) -> list[str]:
     return [*above, *lines, *below]
 
 
-def needs(action: Action, num_stages: int) -> tuple[Action, ...]:
+def dependencies(action: Action, num_stages: int) -> tuple[Action, ...]:
     """What must have ended before an action begins, beside its rank's earlier ones. Its own stage's first."""
     kind, stage, micro = action
     if kind is Kind.F:
@@ -80,7 +80,7 @@ def needs(action: Action, num_stages: int) -> tuple[Action, ...]:
 
 
 @dataclass(frozen=True)
-class Walk:
+class UntimedRun:
     """A run of a schedule without time.
 
     order   (rank, action) of all that can run, each after what it needs
@@ -91,7 +91,7 @@ class Walk:
     stuck: dict[int, tuple[int, Action]]
 
 
-def walk(schedule: Schedule) -> Walk:
+def run_untimed(schedule: Schedule) -> UntimedRun:
     """Every rank computes in its list's order, and waits where it has to: in time linear in the actions."""
     num_stages = schedule.num_stages
     position = [0] * schedule.num_ranks
@@ -104,7 +104,7 @@ def walk(schedule: Schedule) -> Walk:
         actions = schedule.ranks[rank]
         while position[rank] < len(actions):
             action = actions[position[rank]]
-            missing = next((need for need in needs(action, num_stages) if need not in done), None)
+            missing = next((need for need in dependencies(action, num_stages) if need not in done), None)
             if missing is not None:
                 waiting.setdefault(missing, []).append(rank)
                 break
@@ -113,10 +113,12 @@ def walk(schedule: Schedule) -> Walk:
             position[rank] += 1
             awake += waiting.pop(action, ())
     stuck = {rank: (position[rank], need) for need, ranks in waiting.items() for rank in ranks}
-    return Walk(tuple(order), stuck)
+    return UntimedRun(tuple(order), stuck)
 
 
-def held(schedule: Schedule, actions: Iterable[Action], sizes: Sequence[float]) -> Iterator[float]:
+def live_activations(
+    schedule: Schedule, actions: Iterable[Action], sizes: Sequence[float]
+) -> Iterator[float]:
     """What the saved activations of some actions, in their order, amount to during each of them.
 
     sizes    of one micro-batch's activations, by stage
@@ -134,7 +136,7 @@ def held(schedule: Schedule, actions: Iterable[Action], sizes: Sequence[float]) 
 
 
 @dataclass(frozen=True)
-class Checked:
+class ScheduleNeeds:
     """What a schedule that can run needs.
 
     in_flight         by rank: the most (stage, micro-batch) whose activations it holds at once, which it does
@@ -149,25 +151,25 @@ class Checked:
     buffers: tuple[int, ...]
 
 
-def check(schedule: Schedule, *, bounds: Sequence[int] | None = None) -> Checked:
+def check(schedule: Schedule, *, bounds: Sequence[int] | None = None) -> ScheduleNeeds:
     """Raises ScheduleError for a schedule that cannot run, or holds more than `bounds` says, by rank.
 
     Every stage is on one rank; every stage computes every micro-batch's forward once, and where the schedule
     trains its backward once and the weights' half at most once; no action waits for itself.
     """
     _check_ranks(schedule, bounds)
-    _check_places(schedule)
+    _check_stage_ranks(schedule)
     _check_once(schedule)
     _check_complete(schedule)
-    run = walk(schedule)
+    run = run_untimed(schedule)
     if run.stuck:
         raise _deadlock(schedule, run)
     ones = [1] * schedule.num_stages
-    amounts = [list(held(schedule, actions, ones)) for actions in schedule.ranks]
+    amounts = [list(live_activations(schedule, actions, ones)) for actions in schedule.ranks]
     for rank, bound in enumerate(bounds or ()):
         over = next((at for at, amount in enumerate(amounts[rank]) if amount > bound), None)
         if over is not None:
-            raise refusal(
+            raise cell_error(
                 schedule,
                 rank,
                 over,
@@ -175,7 +177,7 @@ def check(schedule: Schedule, *, bounds: Sequence[int] | None = None) -> Checked
                 given=f"{int(amounts[rank][over])} forwards whose backward has not ended",
                 expected=f"at most {bound}",
             )
-    return Checked(
+    return ScheduleNeeds(
         tuple(int(max(amount)) for amount in amounts),
         _stage_in_flight(schedule),
         _buffers(schedule),
@@ -187,7 +189,7 @@ def _check_ranks(schedule: Schedule, bounds: Sequence[int] | None) -> None:
         raise ScheduleError("the schedule has no ranks", given="nothing", expected="rank 0: F0.0 ...")
     for rank, actions in enumerate(schedule.ranks):
         if not actions:
-            raise refusal(
+            raise cell_error(
                 schedule, rank, 0, f"rank {rank} has nothing to do", expected="a stage on every rank"
             )
     if bounds is not None and len(bounds) != schedule.num_ranks:
@@ -198,7 +200,7 @@ def _check_ranks(schedule: Schedule, bounds: Sequence[int] | None) -> None:
         )
 
 
-def _check_places(schedule: Schedule) -> None:
+def _check_stage_ranks(schedule: Schedule) -> None:
     """Every stage is on one rank: on the one that has most of it, if there are several."""
     counts = Counter((action.stage, rank) for rank, action in schedule)
     home: dict[int, int] = {}
@@ -210,7 +212,7 @@ def _check_places(schedule: Schedule) -> None:
     for rank, actions in enumerate(schedule.ranks):
         for position, action in enumerate(actions):
             if home[action.stage] != rank:
-                raise refusal(
+                raise cell_error(
                     schedule,
                     rank,
                     position,
@@ -224,7 +226,7 @@ def _check_once(schedule: Schedule) -> None:
         first: dict[Action, int] = {}
         for position, action in enumerate(actions):
             if first.setdefault(action, position) != position:
-                raise refusal(
+                raise cell_error(
                     schedule,
                     rank,
                     position,
@@ -242,8 +244,8 @@ def _check_complete(schedule: Schedule) -> None:
             continue
         pairs = ((s, m) for s in range(schedule.num_stages) for m in range(schedule.num_micros))
         lost = next(lost for pair in pairs if (lost := Action(kind, *pair)) not in there)
-        rank, position = _misses(schedule, lost)
-        raise refusal(
+        rank, position = _closest_cell(schedule, lost)
+        raise cell_error(
             schedule,
             rank,
             position,
@@ -253,7 +255,7 @@ def _check_complete(schedule: Schedule) -> None:
         )
 
 
-def _misses(schedule: Schedule, lost: Action) -> tuple[int, int]:
+def _closest_cell(schedule: Schedule, lost: Action) -> tuple[int, int]:
     """The cell (rank, position) that most shows that an action is missing: what needs it, or is its like."""
     kind, stage, micro = lost
     after = F(stage + 1, micro) if kind is Kind.F else B(stage - 1, micro)
@@ -268,7 +270,7 @@ def _misses(schedule: Schedule, lost: Action) -> tuple[int, int]:
     return min(cells, key=distance)
 
 
-def _deadlock(schedule: Schedule, run: Walk) -> ScheduleError:
+def _deadlock(schedule: Schedule, run: UntimedRun) -> ScheduleError:
     """Follows who waits for whom until it comes back to a rank."""
     rank = min(run.stuck)
     path: list[int] = []
@@ -280,7 +282,7 @@ def _deadlock(schedule: Schedule, run: Walk) -> ScheduleError:
     cycle = cycle[start:] + cycle[:start]
     position, need = run.stuck[cycle[0]]
     if len(cycle) == 1:
-        return refusal(
+        return cell_error(
             schedule,
             cycle[0],
             position,
@@ -292,7 +294,7 @@ def _deadlock(schedule: Schedule, run: Walk) -> ScheduleError:
         f"at {at[rank]} waits for {run.stuck[rank][1]} of rank {to}"
         for rank, to in zip(cycle, cycle[1:] + cycle[:1], strict=True)
     ]
-    return refusal(
+    return cell_error(
         schedule,
         cycle[0],
         position,
@@ -307,7 +309,7 @@ def _stage_in_flight(schedule: Schedule) -> tuple[int, ...]:
     for _, action in schedule:
         stages[action.stage].append(action)
     ones = [1] * schedule.num_stages
-    return tuple(int(max(held(schedule, actions, ones))) for actions in stages)
+    return tuple(int(max(live_activations(schedule, actions, ones))) for actions in stages)
 
 
 def _buffers(schedule: Schedule) -> tuple[int, ...]:

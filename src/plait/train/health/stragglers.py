@@ -37,7 +37,7 @@ class Stragglers:
         self._every = every if world.device.type == "cpu" and world.size > 1 else 0
         self._factor = factor
         self._note = note
-        grid = Grid.of(plan)
+        grid = Grid.from_plan(plan)
         self._stages = [grid.coord(rank)["pp"] for rank in range(world.size)]
         self._slow: set[int] = set()  # have been named
         self._seconds: list[tuple[float, float]] = []  # of each step: of own work, and whole
