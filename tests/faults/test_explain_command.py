@@ -66,7 +66,7 @@ def test_mistakes_get_letters(recipe: Path, tmp_path: Path) -> None:
         ((tmp_path,), "a directory is not a recipe"),
         ((recipe, "--plan", "pp=3"), "2 blocks cannot fill 3 stages"),
         ((recipe, "--plan", "dp=3"), "does not divide"),
-        ((recipe, "--plan", "tp=3x"), "tp is not a grid"),
+        ((recipe, "--plan", "tp=3x"), "tp is not a valid grid"),
         ((recipe, "--rank", "2"), "the plan has no such rank"),
         ((recipe, "--set", "model.config.hiden_size=3"), "has no key"),
         ((recipe, "--json", tmp_path / "no" / "x.json"), "there is no folder for --json"),

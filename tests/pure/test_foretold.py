@@ -136,8 +136,8 @@ def test_what_is_pinned_is_gathered_once_for_a_forward_and_its_backward() -> Non
 
 
 def test_a_walk_begins_gathers_as_far_ahead_as_it_may() -> None:
-    walk = PrefetchWalk(["a", "b", "c"], 1, (), frees=True)
-    assert [walk.step() for _ in range(3)] == [["a", "b"], ["c"], []]
+    walk = PrefetchWalk(["a", "b", "c"], 1, (), reshards=True)
+    assert [walk.advance() for _ in range(3)] == [["a", "b"], ["c"], []]
 
 
 def test_named_algorithms_send_what_they_receive_over_all_ranks() -> None:

@@ -71,22 +71,22 @@ def test_every_element_is_owned_once_and_in_its_group(fact: UnitInfo, ranks: int
     layout = UnitLayout.build(fact, ranks)
     owned: dict[int, int] = {}
     for rank in range(ranks):
-        low, high = layout.owned(rank)
+        low, high = layout.owned_range(rank)
         assert high - low == layout.range_numel
         assert low % RANGE_ALIGNMENT == 0
-        for group, start, stop in layout.owned_group_ranges(rank):
+        for group, start, stop in layout.owned_groups(rank):
             for element in range(low + start, low + stop):
                 assert owned.setdefault(element, group) == group
         for lap in layout.overlaps(low, high):
-            assert lap.piece.start + lap.start == low + lap.at
+            assert lap.shard.start + lap.start == low + lap.at
     assert owned == {e: group for group, start, stop in layout.groups for e in range(start, stop)}
-    laps = [lap for rank in range(ranks) for lap in layout.overlaps(*layout.owned(rank))]
+    laps = [lap for rank in range(ranks) for lap in layout.overlaps(*layout.owned_range(rank))]
     assert sum(lap.stop - lap.start for lap in laps) == sum(piece.boxes.numel for piece in layout.params)
 
 
 def test_frozen_tensors_are_a_unit_of_their_own() -> None:
     facts = UnitInfo("block", (ParamInfo("a", (4,), 0), ParamInfo("w", (64, 64), None)))
-    layout = Layout.build([facts], shards=2)
+    layout = Layout.build([facts], num_shards=2)
     assert [(u.name, u.block, u.trains) for u in layout.units] == [
         ("block", "block", True),
         ("block (frozen)", "block", False),
@@ -217,7 +217,7 @@ def test_columns_that_share_a_piece_agree_on_who_they_are_and_where_it_lies(
     cuts = {cut.name: cut for cut in plan.parameters}
     for row in range(plan.rows):
         layouts = [
-            Layout.build([fact], place=place) for place in TPCoord.all_coords(plan) if place.row == row
+            Layout.build([fact], coord=place) for place in TPCoord.all_coords(plan) if place.row == row
         ]
         for col, layout in enumerate(layouts):
             for piece in (piece for unit in layout.units for piece in unit.params):

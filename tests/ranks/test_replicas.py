@@ -58,7 +58,7 @@ def _one_bit_off(
         units = [u for u in engine._held.units if any(p.name == name for p in u.layout.params)]
         flat = units[-1].master if of_master else units[-1].piece
         last = units[-1].layout.overlaps(units[-1].start, units[-1].stop)
-        at = next(o.at + o.stop - o.start for o in last if o.piece.name == name)
+        at = next(o.at + o.stop - o.start for o in last if o.shard.name == name)
         flat[at - 1 : at].view({2: torch.int16, 4: torch.int32}[flat.itemsize]).bitwise_xor_(1)
     engine.world.barrier()  # memory may be shared
     try:

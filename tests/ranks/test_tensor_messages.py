@@ -1,4 +1,4 @@
-"""What a block of a real engine says to its neighbours on the grid is what `tests/support/tensor_cost.py` says."""
+"""A block of a real engine sends the messages that `tests/support/tensor_cost.py` predicts."""
 
 import sys
 from collections import Counter

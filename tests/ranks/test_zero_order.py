@@ -183,7 +183,7 @@ def _fails_first(plan: str) -> Any:
     handle.remove()
     engine.evaluate(batch)
     results = [engine.step(batch), engine.step(batch)]
-    return results, len(engine._held.zeros[0]._gatherer._uses.of(backward=False))
+    return results, len(engine._held.zeros[0]._gatherer._uses.walk_order(backward=False))
 
 
 def test_a_first_step_that_failed_leaves_no_trace(pool: Pool) -> None:

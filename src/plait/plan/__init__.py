@@ -1,4 +1,4 @@
-"""What can be decided without a device: plans, grids, layouts, bytes and FLOPs. Imports no torch."""
+"""Plans, grids, layouts, byte and FLOP counts: everything decided without a device. Imports no torch."""
 
 from plait.plan.comm_log import CommCount, CommKey, Traffic, subtract_traffic, sum_traffic
 from plait.plan.compression import compresses, message_buffer_bytes, reduces_over_all

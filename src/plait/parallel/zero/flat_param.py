@@ -104,7 +104,7 @@ class FlatParam:
     def __init__(self, layout: UnitLayout, cut: FlatParamConfig) -> None:
         self.layout = layout
         self.cut = cut
-        self.start, self.stop = layout.owned(cut.rank)
+        self.start, self.stop = layout.owned_range(cut.rank)
         if cut.share is None:
             storage = torch.zeros(layout.numel, dtype=cut.compute, device=cut.device)
         else:
@@ -167,8 +167,8 @@ class FlatParam:
     def write(self, name: str, values: Tensor) -> None:
         """Sets the owned part of a parameter, of which `values` is the whole, in `master`."""
         for overlap in self.layout.overlaps(self.start, self.stop):
-            if overlap.piece.name == name:
-                held = slice_boxes(values.detach(), overlap.piece.boxes)
+            if overlap.shard.name == name:
+                held = slice_boxes(values.detach(), overlap.shard.boxes)
                 part = held.reshape(-1)[overlap.start : overlap.stop]
                 self.master[overlap.at : overlap.at + part.numel()].copy_(part)
 

@@ -135,7 +135,7 @@ class ReplicaCheck:
 
     def _of(self, kind: str, unit: FlatParam, flat: Tensor, start: int, stop: int) -> Iterator[_Part]:
         """What lies in `flat`, which is [start, stop) of the unit's storage."""
-        overlaps = {overlap.piece.name: overlap for overlap in unit.layout.overlaps(start, stop)}
+        overlaps = {overlap.shard.name: overlap for overlap in unit.layout.overlaps(start, stop)}
         for piece in unit.layout.params:
             copied = ReplicatedTensor(kind, piece.name, piece.boxes)
             if copied not in self._line_of:

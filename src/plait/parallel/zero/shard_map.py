@@ -78,13 +78,13 @@ class ShardMap:
         placed = {tensor.name for unit in facts for tensor in unit.tensors}
         named = dict(model.named_parameters())
         loose = {
-            name: StandaloneTensor("weights", cut.homes[name], tuple(p.shape), p.dtype)
+            name: StandaloneTensor("weights", cut.owner[name], tuple(p.shape), p.dtype)
             for name, p in named.items()
             if name not in placed
         }
         loose |= {
             name: StandaloneTensor(
-                "buffers", cut.homes[name], tuple(buffer.shape), buffer_dtype(buffer, plan)
+                "buffers", cut.owner[name], tuple(buffer.shape), buffer_dtype(buffer, plan)
             )
             for name, buffer in persistent_buffers(model).items()
         }

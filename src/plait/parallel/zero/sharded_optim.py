@@ -109,7 +109,7 @@ def _longest(unit: FlatParam) -> int:
 def _slices(unit: FlatParam, longest: int | None) -> list[OptimizerSlice]:
     """The unit's owned groups, each in pieces of at most `longest` elements."""
     found = []
-    for group, low, high in unit.layout.owned_group_ranges(unit.cut.rank):
+    for group, low, high in unit.layout.owned_groups(unit.cut.rank):
         for start in range(low, high, longest or high - low):
             stop = min(high, start + (longest or high - low))
             flat = FlatSlice.of(group, unit.master[start:stop], unit.gradient[start:stop])

@@ -86,9 +86,9 @@ class ShardedState:
         found = None
         for unit in self._trained():
             for lap in unit.layout.overlaps(unit.start, unit.start + unit.gradient.numel()):
-                if lap.piece.name == name:
+                if lap.shard.name == name:
                     own = unit.gradient[lap.at : lap.at + lap.stop - lap.start].double()
-                    right = slice_boxes(whole, lap.piece.boxes).reshape(-1)[lap.start : lap.stop].to(own)
+                    right = slice_boxes(whole, lap.shard.boxes).reshape(-1)[lap.start : lap.stop].to(own)
                     squares = (float((own - right).square().sum()), float(right.square().sum()))
                     found = squares if found is None else (found[0] + squares[0], found[1] + squares[1])
         return found
@@ -129,19 +129,19 @@ class ShardedState:
     def _kept_of(self, unit: FlatParam) -> Iterator[StateShard]:
         """Of the range of a unit that this rank owns."""
         for lap in unit.layout.overlaps(unit.start, unit.stop):
-            if lap.piece.counted:
-                yield _of(f"weights/{lap.piece.name}", lap, unit.master.dtype, lambda: unit.master)
+            if lap.shard.counted:
+                yield _of(f"weights/{lap.shard.name}", lap, unit.master.dtype, lambda: unit.master)
         for part in self._owned.slices[unit] if unit.trains and self._owned.has_states else ():
             for lap in unit.layout.overlaps(unit.start + part.start, unit.start + part.stop):
-                if lap.piece.counted:
+                if lap.shard.counted:
                     yield from self._kept_states(part, lap)
 
     def _kept_states(self, part: OptimizerSlice, lap: Overlap) -> Iterator[StateShard]:
         for kind in sorted(self._owned.kinds):
-            key = f"{kind}/{lap.piece.name}"
+            key = f"{kind}/{lap.shard.name}"
             if "." not in kind:
                 yield _of(key, lap, part.leaf.dtype, functools.partial(self._flat_state, part, kind))
-            elif lap.start == 0 and all(dim[0][0] == 0 for dim in lap.piece.boxes.ranges):
+            elif lap.start == 0 and all(dim[0][0] == 0 for dim in lap.shard.boxes.ranges):
                 # what is counted once per parameter is told by the owner of its first element
                 yield self._kept_counter(part, kind, key)
 
@@ -175,7 +175,7 @@ class ShardedState:
             for unit in self._all_units():
                 for lap in unit.layout.overlaps(unit.start, unit.stop):
                     into = unit.master[lap.at : lap.at + lap.stop - lap.start]
-                    key, piece = f"weights/{lap.piece.name}", lap.piece
+                    key, piece = f"weights/{lap.shard.name}", lap.shard
                     source.read(key, piece.boxes, lap.start, into, counted=piece.counted)
             for name, (_, held) in self._loose_here().items():
                 for tensor in held:
@@ -336,7 +336,7 @@ class ShardedState:
         """A slice's state, as the optimizer will hold it."""
         groups = {leaf: g for g in self._owned.optimizer.param_groups for leaf in g["params"]}
         overlaps = unit.layout.overlaps(unit.start + part.start, unit.start + part.stop)
-        name = overlaps[0].piece.name if overlaps else unit.layout.params[0].name
+        name = overlaps[0].shard.name if overlaps else unit.layout.params[0].name
         held = self._owned.stepper.state(part.leaf)  # memory that is there is filled again
         state: dict[str, Any] = {}
         for kind in kinds:
@@ -351,7 +351,7 @@ class ShardedState:
                 flat = torch.zeros_like(part.leaf, requires_grad=False) if fresh else held[kind]
                 state[kind] = flat
                 for lap in overlaps:
-                    into, piece = flat[lap.at : lap.at + lap.stop - lap.start], lap.piece
+                    into, piece = flat[lap.at : lap.at + lap.stop - lap.start], lap.shard
                     source.read(f"{kind}/{piece.name}", piece.boxes, lap.start, into, counted=piece.counted)
         return state
 
@@ -392,7 +392,7 @@ def _of(key: str, lap: Overlap, dtype: torch.dtype, flat: Callable[[], Tensor]) 
     def read() -> Tensor:
         return flat().detach()[lap.at : lap.at + lap.stop - lap.start]
 
-    return StateShard(key, lap.piece.full_shape, dtype, lap.piece.boxes, lap.start, lap.stop, read)
+    return StateShard(key, lap.shard.full_shape, dtype, lap.shard.boxes, lap.start, lap.stop, read)
 
 
 def _without_engines(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:

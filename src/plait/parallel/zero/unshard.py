@@ -208,7 +208,11 @@ class Unsharder:
     @property
     def last_uses(self) -> dict[FlatParam, int]:
         """Of each unit in backward's walk, its last place there."""
-        return {unit: index for index, bundle in enumerate(self._uses.of(backward=True)) for unit in bundle}
+        return {
+            unit: index
+            for index, bundle in enumerate(self._uses.walk_order(backward=True))
+            for unit in bundle
+        }
 
     @property
     def digest(self) -> int:
@@ -218,8 +222,8 @@ class Unsharder:
 
     def _begin(self, *, backward: bool) -> None:
         if self._frees:
-            uses = self._uses.of(backward=backward)
-            self._walk = PrefetchWalk(uses, self._prefetch, self._agreed, frees=not self._keeps)
+            uses = self._uses.walk_order(backward=backward)
+            self._walk = PrefetchWalk(uses, self._prefetch, self._agreed, reshards=not self._keeps)
             recording = not self._is_agreed and (backward or torch.is_grad_enabled())
             self._record = [] if recording and backward not in self._records else None
 
@@ -304,15 +308,15 @@ class Unsharder:
 
     def _walk_to(self, walk: PrefetchWalk[ParamGroup], index: int) -> None:
         """Begins the uses up to this one. Those on the way are other ranks': over as soon as they begin."""
-        while walk.at < index:
-            to_start = walk.step()
+        while walk.position < index:
+            to_start = walk.advance()
             self._free_what_is_over(walk)
             for bundle in to_start:
                 self._start_bundle(bundle)
             if self._backward and not self._keeps:
-                self._on_progress(walk.at)
-            passed = walk.uses[walk.at]
-            if walk.at < index and not self._keeps and not self._open.get(passed):
+                self._on_progress(walk.position)
+            passed = walk.uses[walk.position]
+            if walk.position < index and not self._keeps and not self._open.get(passed):
                 for unit in passed:
                     if unit in self._whole and passed not in walk.window[1:]:
                         self._free(unit)
