@@ -105,7 +105,7 @@ MIXTRAL = (
         (sets("model.config.hidden_size=large"), ["ModelError", "hidden_size"]),
         (
             ["--plan", "tp=4"],
-            ["PlanError", "model.layers.0.self_attn cannot be cut over 4", "heads=2", "tp=1x2"],
+            ["PlanError", "heads of model.layers.0.self_attn over 4 columns", "heads=2", "tp=1x2"],
         ),
         (
             [

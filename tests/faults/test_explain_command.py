@@ -69,7 +69,7 @@ def test_mistakes_get_letters(recipe: Path, tmp_path: Path) -> None:
         ((recipe, "--plan", "tp=3x"), "tp is not a valid grid"),
         ((recipe, "--rank", "2"), "the plan has no such rank"),
         ((recipe, "--set", "model.config.hiden_size=3"), "has no key"),
-        ((recipe, "--json", tmp_path / "no" / "x.json"), "there is no folder for --json"),
+        ((recipe, "--json", tmp_path / "no" / "x.json"), "the folder of --json does not exist"),
         (("--run", tmp_path / "none"), "there is no such run"),
         (("--run", tmp_path), "this is not a run's directory"),
         (("--run", tmp_path, "--plan", "dp=2"), "a run is explained as it was"),

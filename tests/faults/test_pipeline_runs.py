@@ -230,7 +230,7 @@ def children_of(pid: int) -> list[int]:
         (["--plan", "pp=2 micro=3"], ["PlanError", "does not divide", "run.batch"]),
         (["--plan", "pp=2 micro=4 schedule=1f2b"], ["PlanError", "schedule", "1f1b"]),
         (["--plan", "pp=2 micro=4 schedule=inference"], ["PlanError", "schedule"]),
-        (["--plan", "pp=2 micro=2 schedule=zbv chunks=3"], ["ScheduleError", "2 stages on every rank"]),
+        (["--plan", "pp=2 micro=2 schedule=zbv chunks=3"], ["ScheduleError", "2 stages per rank"]),
         (
             ["--plan", "pp=2 micro=4 schedule=zb-h1 compile=true"],
             ["PlanError", "taken apart", "compile=false"],

@@ -108,7 +108,9 @@ def test_weights_that_a_run_starts_from_are_cut_or_refused_before_a_rank_starts(
     run = recipe.parent / "from weights"
     weights = ["model.config=", f"model.path={alone / 'export'}", "model.pretrained=true"]
     how = [f"run.dir={run}", *weights, *SHORT]
-    with pytest.raises(PlanError, match=r"heads of model\.layers\.0\.self_attn cannot be cut over 4 columns"):
+    with pytest.raises(
+        PlanError, match=r"cannot shard the heads of model\.layers\.0\.self_attn over 4 columns"
+    ):
         prepare(recipe, sets=how, plan="tp=4")
     assert not run.exists()
     finish(start("train", recipe, *sets(*how), "--plan", "tp=2"))

@@ -340,7 +340,7 @@ def test_a_parameter_in_the_stream_that_nobody_knows_is_refused_over_rows_alone(
         ),
         (
             {"blocks.*.attn.qkv": "packed_colwise:3/12"},
-            r"heads of blocks\.0\.attn cannot be cut over 4 columns",
+            r"cannot shard the heads of blocks\.0\.attn over 4 columns",
         ),
         ({"blocks.*.fc1": "mla_kv_a_proj"}, "rotary part of unknown width"),
         ({"blocks.*.fc1.weight": "embedding_rowwise"}, "of the parameter blocks.0.fc1.weight"),

@@ -146,9 +146,9 @@ def file_of(*lines: object) -> str:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "no JSON"),
-        ('{"format": "plait host', "no JSON"),
-        ("[" * 100_000, "no JSON"),
+        ("", "not JSON"),
+        ('{"format": "plait host', "not JSON"),
+        ("[" * 100_000, "not JSON"),
         ("[]", "its format is not"),
         ('{"format": "plait host profile 2", "lines": []}', "its format is not 'plait host profile 1'"),
         ('{"format": "plait host profile 1", "lines": {}}', "`lines` is not a list"),

@@ -52,7 +52,7 @@ def _miscounts(v: Values) -> bool:
 # By the rule's name in docs/plans.md, which is the fact of its message: who breaks it.
 RULES: dict[str, Callable[[Values], bool]] = {
     "sp needs at least two tp columns": lambda v: v["sp"] and v["tp"] in ("1", "4x1"),
-    "this schedule's number of stages on every rank is its own": lambda v: (
+    "this schedule has a fixed number of stages per rank": lambda v: (
         v["schedule"] in FIXED and v["chunks"] not in (0, CHUNKS[v["schedule"]])
     ),
     "chunks cannot be combined with a schedule file": lambda v: (

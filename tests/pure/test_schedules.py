@@ -195,7 +195,7 @@ def test_numbers_and_names_that_cannot_be_are_refused() -> None:
         (("zb-h2", 2, 4), "try     : zb-h1"),
         (("gpipe", 0, 4), "a schedule cannot have 0 ranks"),
         (("gpipe", 2, 0), "a schedule cannot have 0 micros"),
-        (("zbv", 2, 4, 3), "2 stages on every rank"),
+        (("zbv", 2, 4, 3), "2 stages per rank"),
         (("zb-h1", 2, 4, 2), "schedule=interleaved chunks=2"),
     ):
         with pytest.raises(ScheduleError) as error:

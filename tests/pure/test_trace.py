@@ -167,23 +167,29 @@ def _event(found: dict[str, Any], **changes: Any) -> None:
         (lambda found: found.pop("plait"), "no format 'plait trace 1'"),
         (lambda found: found["plait"].update(format="plait trace 9"), "no format"),
         (lambda found: found["plait"].update(schedule="rank 0: F0"), "its schedule: a schedule's cell"),
-        (lambda found: found["plait"].update(schedule=None), "its schedule: a schedule has a line"),
+        (lambda found: found["plait"].update(schedule=None), "its schedule: a schedule needs one line"),
         (lambda found: found.update(traceEvents={}), "`traceEvents` is not a list"),
         (lambda found: found.update(traceEvents=[]), "it has 0 steps of 2"),
         (lambda found: found["plait"].update(steps=3), "it has 2 steps of 3"),
-        (lambda found: found["traceEvents"].pop(), "step 1 has not every action"),
-        (lambda found: found["traceEvents"].append(found["traceEvents"][-1]), "step 1 has not every action"),
-        (lambda found: found["traceEvents"].append(7), "event 36 is no action"),
-        (lambda found: _event(found, pid=0), "step 1 has not every action"),
-        (lambda found: _event(found, pid=True), "event 35 is no action"),
-        (lambda found: _event(found, cat="nap"), "event 35 is no action"),
-        (lambda found: _event(found, cat=[]), "event 35 is no action"),
-        (lambda found: _event(found, args=None), "event 35 is no action"),
-        (lambda found: _event(found, ts="soon"), "event 35 is no action"),
-        (lambda found: _event(found, ts=float("nan")), "event 35 is no action"),
-        (lambda found: _event(found, ts=10**400), "event 35 is no action"),
-        (lambda found: _event(found, dur=-1.0), "event 35 is no action"),
-        (lambda found: _event(found, args={"stage": [1], "micro": 0, "step": 0}), "event 35 is no action"),
+        (lambda found: found["traceEvents"].pop(), "step 1 does not have every action"),
+        (
+            lambda found: found["traceEvents"].append(found["traceEvents"][-1]),
+            "step 1 does not have every action",
+        ),
+        (lambda found: found["traceEvents"].append(7), "event 36 is not an action"),
+        (lambda found: _event(found, pid=0), "step 1 does not have every action"),
+        (lambda found: _event(found, pid=True), "event 35 is not an action"),
+        (lambda found: _event(found, cat="nap"), "event 35 is not an action"),
+        (lambda found: _event(found, cat=[]), "event 35 is not an action"),
+        (lambda found: _event(found, args=None), "event 35 is not an action"),
+        (lambda found: _event(found, ts="soon"), "event 35 is not an action"),
+        (lambda found: _event(found, ts=float("nan")), "event 35 is not an action"),
+        (lambda found: _event(found, ts=10**400), "event 35 is not an action"),
+        (lambda found: _event(found, dur=-1.0), "event 35 is not an action"),
+        (
+            lambda found: _event(found, args={"stage": [1], "micro": 0, "step": 0}),
+            "event 35 is not an action",
+        ),
     ],
 )
 def test_a_damaged_trace_gets_a_letter(
@@ -194,7 +200,7 @@ def test_a_damaged_trace_gets_a_letter(
     found = json.loads(path.read_text())
     damage(found)
     path.write_text(json.dumps(found))
-    with pytest.raises(DataError, match="no whole trace of a pipeline") as raised:
+    with pytest.raises(DataError, match="not a complete pipeline trace") as raised:
         read_trace(path)
     assert str(path) in str(raised.value)
     assert says in str(raised.value)
@@ -202,7 +208,7 @@ def test_a_damaged_trace_gets_a_letter(
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [("[1, 2]", "no format"), ("{", "no JSON"), ("[" * 100_000, "no JSON"), ("\udcff", "no JSON")],
+    [("[1, 2]", "no format"), ("{", "not JSON"), ("[" * 100_000, "not JSON"), ("\udcff", "not JSON")],
 )
 def test_what_is_no_trace_gets_a_letter(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "trace.json"

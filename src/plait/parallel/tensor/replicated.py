@@ -22,7 +22,7 @@ class OwnHeads:
 
     def __init__(self, cut: ArgumentSharding, col: int) -> None:
         self._argument, self._dim, self._heads = cut.argument, cut.dim, cut.heads
-        ((self._start, self._stop),) = cut.cut.ranges[col]
+        ((self._start, self._stop),) = cut.sharding.ranges[col]
 
     def __call__(
         self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

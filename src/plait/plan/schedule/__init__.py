@@ -1,4 +1,4 @@
-"""Pipeline schedules: what each rank does with which stage and micro-batch, and in what order."""
+"""Pipeline schedules: the ordered actions of every rank, on stages and micro-batches."""
 
 from plait.plan.schedule.action import Action, B, F, Kind, Schedule, W
 from plait.plan.schedule.generators import GENERATORS, make_schedule
