@@ -155,14 +155,14 @@ def test_a_deadlock_is_told_as_who_waits_for_whom() -> None:
         "which at F1.1 waits for F0.1 of rank 0\n"
         "    rank 0:  F0.0 >B0.0< F0.1  B0.1\n"
         "    rank 1:  F1.0  F1.1  B1.0  B1.1\n"
-        "  expected: an order in which every action comes after what it needs"
+        "  expected: an order in which every action comes after its dependencies"
     )
 
 
 def test_an_order_that_one_rank_alone_gets_wrong_is_told_so() -> None:
     told = message("rank 0: F0.0 B0.0\nrank 1: B1.0 F1.0")
     assert told.startswith("ScheduleError: B1.0 comes before an action it depends on\n")
-    assert "    rank 1: >B1.0< F1.0\n  expected: F1.0 first, which its rank computes later" in told
+    assert "    rank 1: >B1.0< F1.0\n  expected: F1.0 first; its rank computes it later" in told
 
 
 @pytest.mark.parametrize(

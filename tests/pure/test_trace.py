@@ -166,7 +166,7 @@ def _event(found: dict[str, Any], **changes: Any) -> None:
     [
         (lambda found: found.pop("plait"), "no format 'plait trace 1'"),
         (lambda found: found["plait"].update(format="plait trace 9"), "no format"),
-        (lambda found: found["plait"].update(schedule="rank 0: F0"), "its schedule: a schedule's cell"),
+        (lambda found: found["plait"].update(schedule="rank 0: F0"), "its schedule: invalid action"),
         (lambda found: found["plait"].update(schedule=None), "its schedule: a schedule needs one line"),
         (lambda found: found.update(traceEvents={}), "`traceEvents` is not a list"),
         (lambda found: found.update(traceEvents=[]), "it has 0 steps of 2"),
@@ -226,6 +226,6 @@ def test_a_missing_trace_gets_a_letter(tmp_path: Path) -> None:
 
 def test_a_trace_of_two_schedules_is_refused(tmp_path: Path) -> None:
     steps = {rank: simulate(make_schedule("1f1b", rank, 2), Durations.uniform(rank)) for rank in (1, 2)}
-    with pytest.raises(AssertionError, match="one schedule, not of 2"):
+    with pytest.raises(AssertionError, match="timelines of 2 schedules"):
         write_trace(tmp_path / "trace.json", steps)
     assert not list(tmp_path.iterdir())
