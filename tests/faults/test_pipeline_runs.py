@@ -226,7 +226,10 @@ def children_of(pid: int) -> list[int]:
         (["--plan", "pp=3 micro=4"], ["PlanError", "2 blocks cannot fill 3 stages", "2 stages"]),
         (["--plan", "pp=2 chunks=2 micro=4"], ["PlanError", "2 blocks cannot fill 4 stages"]),
         (["--plan", "pp=2 micro=4 stages=1,2"], ["PlanError", "do not add up", "stages=1,1"]),
-        (["--plan", "pp=2 micro=4 stages=2"], ["PlanError", "one block count per stage", "expected: 2 block counts"]),
+        (
+            ["--plan", "pp=2 micro=4 stages=2"],
+            ["PlanError", "one block count per stage", "expected: 2 block counts"],
+        ),
         (["--plan", "pp=2 micro=3"], ["PlanError", "does not divide", "run.batch"]),
         (["--plan", "pp=2 micro=4 schedule=1f2b"], ["PlanError", "schedule", "1f1b"]),
         (["--plan", "pp=2 micro=4 schedule=inference"], ["PlanError", "schedule"]),

@@ -103,8 +103,8 @@ def test_all_parameters_in_one_group_all_decay_however_they_are_given(given: Giv
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (lambda model: [*model.parameters(), {"params": []}], "parameters or dicts of them, not both"),
-        (lambda model: [{"params": [*model.parameters()]}] * 2, "in two of param_groups"),
+        (lambda model: [*model.parameters(), {"params": []}], "mixes parameters and dicts"),
+        (lambda model: [{"params": [*model.parameters()]}] * 2, "in two param_groups"),
         (lambda model: [next(model.parameters())], "none of them holds model.layers.0"),
         (lambda _: programs.llama(on_meta=False).parameters(), "do not hold"),
     ],
@@ -261,7 +261,7 @@ def test_mistakes_in_a_loop_of_ones_own_are_letters() -> None:
     with pytest.raises(PlanError, match="update without a gradient"):
         engine.update()
     engine.backward(engine.model(input_ids=ids, labels=ids).loss)
-    with pytest.raises(PlanError, match="more micro-batches than the plan has"):
+    with pytest.raises(PlanError, match="more micro-batches than plan.micro"):
         engine.backward(engine.model(input_ids=ids, labels=ids).loss)
     assert not engine.update().skipped
     with pytest.raises(ModelError, match="no labels"):

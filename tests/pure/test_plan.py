@@ -116,7 +116,10 @@ def test_every_key_takes_effect_on_the_value() -> None:
         ("pp=2 stages=3,5,6", ["3 counts", "2 block counts"]),
         ("pp=2 stages=3;5", ["not a list of block counts", "stages=8,8,8,6"]),
         ("pp=2 schedule=inference", ["unknown schedule"]),
-        ("schedule=zb-h1 compile=true", ["cannot be split", "schedule=zb-h1", "compile=false", "schedule=1f1b"]),
+        (
+            "schedule=zb-h1 compile=true",
+            ["cannot be split", "schedule=zb-h1", "compile=false", "schedule=1f1b"],
+        ),
         ("dp=zero", ["dp is not a valid degree", "dp=zero", "an integer"]),
         ("dp=0", ["dp=0", "1 or more, or auto"]),
         ("tp=auto", ["tp=auto"]),
@@ -173,7 +176,10 @@ def test_what_cannot_be_is_refused_with_a_letter(text: str, words: list[str]) ->
         ("dp=6 zero=1 shard=4", ["shard does not divide dp", "dp=6 shard=4", "divisor of 6", "shard=3"]),
         ("dp=2 zero=1 shard=4", ["shard does not divide dp", "shard=2"]),
         ("dp=1 zero=1 shard=2", ["shard does not divide dp", "no shard"]),
-        ("dp=2 zero=1 accumulate=sharded", ["needs sharded gradients", "zero=1 accumulate=sharded", "zero=2"]),
+        (
+            "dp=2 zero=1 accumulate=sharded",
+            ["needs sharded gradients", "zero=1 accumulate=sharded", "zero=2"],
+        ),
         ("dp=2 accumulate=sharded", ["needs sharded gradients", "zero=0 accumulate=sharded", "zero=2"]),
         ("dp=2 zero=2 prefetch=2", ["prefetch has an effect only", "zero=2 prefetch=2", "zero=3 prefetch=2"]),
         ("dp=2 zero=1 prefetch=0", ["prefetch has an effect only", "zero=3 prefetch=0"]),
@@ -182,8 +188,14 @@ def test_what_cannot_be_is_refused_with_a_letter(text: str, words: list[str]) ->
         ("dp=2 precision=fp64 reduce=bf16", ["fp64 cannot be combined", "precision=fp64 reduce=bf16"]),
         ("dp=2 precision=fp64 reduce=fp16", ["fp64 cannot be combined", "precision=bf16 reduce=fp16"]),
         ("dp=2 precision=fp64 reduce=int8", ["fp64 cannot be combined", "precision=bf16 reduce=int8"]),
-        ("dp=2 precision=fp64 reduce=powersgd:2", ["fp64 cannot be combined", "precision=fp64 reduce=powersgd:2"]),
-        ("dp=2 precision=fp64 optim_dtype=bf16", ["fp64 cannot be combined", "precision=bf16 optim_dtype=bf16"]),
+        (
+            "dp=2 precision=fp64 reduce=powersgd:2",
+            ["fp64 cannot be combined", "precision=fp64 reduce=powersgd:2"],
+        ),
+        (
+            "dp=2 precision=fp64 optim_dtype=bf16",
+            ["fp64 cannot be combined", "precision=bf16 optim_dtype=bf16"],
+        ),
     ],
 )
 def test_what_zero_cannot_do_is_refused_with_a_letter_that_says_what_can(text: str, words: list[str]) -> None:

@@ -94,7 +94,7 @@ def _memory(plan: str, folder: str | None) -> Any:
         (programs.SEQUENCES // engine.plan.dp // engine.plan.micro, programs.LENGTH)
     )
     train(engine)
-    for unit in engine._held.trained if engine.plan.offload == "cpu" else []:
+    for unit in engine._sharded.trained if engine.plan.offload == "cpu" else []:
         held = [unit.storage] + ([] if unit.incoming.memory.tensor is None else [unit.incoming.memory.tensor])
         on_device = {tensor.untyped_storage().data_ptr() for tensor in held}
         at_home = {t.untyped_storage().data_ptr() for t in (unit.master, unit.gradient)}
@@ -228,7 +228,7 @@ def test_a_folder_and_a_plan_that_offloads_to_disk_belong_together(plan: str, fo
 def test_a_gpu_that_would_offload_to_disk_is_a_letter() -> None:
     """Before the GPU is used, or a file is made: here there may be none."""
     plan = plait.Plan.parse("precision=bf16 offload=disk")
-    with pytest.raises(PlanError, match="compute on the CPU") as caught:
+    with pytest.raises(PlanError, match="offload=disk needs CPU ranks") as caught:
         check_device(plan, torch.device("cuda", 0))
     assert "offload=disk on cuda:0" in str(caught.value)
 

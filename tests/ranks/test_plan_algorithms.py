@@ -123,7 +123,7 @@ def test_what_is_held_for_peers_is_foretold(pool: Pool, words: str) -> None:
 
 def _scratch(plan: str) -> tuple[int, int]:
     engine = engine_of(plan)
-    taken = engine._held.scratch_bytes
+    taken = engine._sharded.scratch_bytes
     reserved = by.AlgorithmReduce.reserve
     with mock.patch.object(by.AlgorithmReduce, "reserve", autospec=True, side_effect=reserved) as grows:
         train(engine, last=1)

@@ -213,7 +213,7 @@ def test_a_step_without_targets_is_no_overflow(pool: Pool) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp64"])
 def test_a_loss_scale_is_for_fp16_alone(precision: str) -> None:
-    with pytest.raises(ConfigError, match="a loss scale is for fp16") as caught:
+    with pytest.raises(ConfigError, match="loss_scaling needs precision=fp16") as caught:
         engine_of(f"precision={precision}", loss_scaling=LossScaling())
     assert f"precision={precision}" in str(caught.value)
     assert engine_of("precision=fp16", loss_scaling=LossScaling(initial=8.0)).loss_scale == 8.0

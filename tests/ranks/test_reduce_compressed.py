@@ -76,7 +76,7 @@ def _losses(plan: str, *, error_feedback: bool = True) -> list[float]:
 
 
 def _residuals(engine: plait.Engine) -> list[Tensor]:
-    return [compressor.kept[0] for compressor in engine._held.zeros[0]._sums._all()]  # type: ignore[attr-defined]
+    return [compressor.kept[0] for compressor in engine._sharded.zeros[0]._sums._all()]  # type: ignore[attr-defined]
 
 
 def _fall(losses: list[float]) -> float:

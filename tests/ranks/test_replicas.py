@@ -55,7 +55,7 @@ def _one_bit_off(
     parameter; of the last of its stages that have it."""
     engine = _trained(plan, family)
     if engine.world.rank == culprit:
-        units = [u for u in engine._held.units if any(p.name == name for p in u.layout.params)]
+        units = [u for u in engine._sharded.units if any(p.name == name for p in u.layout.params)]
         flat = units[-1].master if of_master else units[-1].piece
         last = units[-1].layout.overlaps(units[-1].start, units[-1].stop)
         at = next(o.at + o.stop - o.start for o in last if o.shard.name == name)

@@ -99,7 +99,7 @@ def _held_rows(plan: str, loads: bool) -> dict[str, Tensor]:
     if loads:
         state = plait.parallelize(silent_error_models.loud("llama"), plan, optimizer_args={"lr": 0.0}).state()
         engine.load_state(_on_all(engine, state))
-    units = engine._held.units
+    units = engine._sharded.units
     assert all(unit.storage.numel() == unit.layout.numel for unit in units)
     found = {}
     for unit in units:
@@ -196,7 +196,7 @@ def _overflow_on_one(plan: str, culprit: int) -> tuple[list[bool], list[float | 
     for number, batch in enumerate(programs.batches(3)):
         handles = []
         if number == 1 and engine.world.rank == culprit:
-            parameter = engine._held.trained[0].parameters.values()
+            parameter = engine._sharded.trained[0].parameters.values()
             handles = [p.register_hook(lambda gradient: gradient * torch.inf) for p in parameter]
         skipped.append(engine.step(programs.share_of(batch, engine)).skipped)
         scales.append(engine.loss_scale)

@@ -280,7 +280,7 @@ def _letters(plan: str, differ: str, how: str) -> Any:
         else:
             other = {key: value[:-2] for key, value in batch.items()}
     before = copied(engine.full_parameters())
-    with pytest.raises(PlanError, match="were given different batches") as caught:
+    with pytest.raises(PlanError, match="received different batches") as caught:
         engine.step(other) if how == "step" else engine.loss(other)
     changed = differing(before, engine.full_parameters())
     return str(caught.value), changed, engine.step(batch)

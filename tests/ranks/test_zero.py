@@ -170,12 +170,12 @@ def test_without_its_communication_parity_fails(pool: Pool, plan: str, verb: str
 def _slow_owner(waits: bool) -> Any:
     """Weights after a few steps in which rank 1 is late with its range."""
     engine = programs.engine_of(programs.Task(programs.llama), "dp=2 zero=3 precision=fp64")
-    late = engine._held.update
+    late = engine._sharded.update
     with ExitStack() as patches:
         if not waits:
             patches.enter_context(mock.patch.object(unshard, "barrier"))
         if torch.distributed.get_rank() == 1:
-            slow = mock.patch.object(engine._held, "update", lambda step: (time.sleep(0.2), late(step)))
+            slow = mock.patch.object(engine._sharded, "update", lambda step: (time.sleep(0.2), late(step)))
             patches.enter_context(slow)
         return [engine.step(programs.share_of(b, engine)).loss for b in programs.batches(3)]
 
