@@ -96,7 +96,7 @@ def test_a_probe_refuses_a_plan_that_the_model_does_not_fit(recipe: Path) -> Non
     run = recipe.parent / "refused"
     words = ["--plan", "tp=2", *sets(f"run.dir={run}", WRONG, *SHORT)]
     _, err = finish(start("train", recipe, "--probe", *words), 2)
-    assert err.count("ModelError: cut as the plan says, the model computes another function") == 1
+    assert err.count("ModelError: the sharded model computes a different function") == 1
     assert "the gradient of model." in err
     assert not run.exists()
 

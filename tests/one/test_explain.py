@@ -48,9 +48,9 @@ def test_16384_ranks_are_explained_in_seconds() -> None:
     begun_s = time.process_time()
     found = explained(model, plan, cluster=cluster)
     assert time.process_time() - begun_s < 5.0
-    assert sorted(rank for row in found.alike for rank in row.ranks) == list(range(16_384))
-    assert len(found.alike) == 16
-    assert all(row.memory.activations for row in found.alike)
+    assert sorted(rank for row in found.rank_classes for rank in row.ranks) == list(range(16_384))
+    assert len(found.rank_classes) == 16
+    assert all(row.memory.activations for row in found.rank_classes)
 
 
 def test_a_rank_of_many_makes_its_own_groups_and_no_others() -> None:
@@ -68,8 +68,8 @@ def test_a_rank_of_many_makes_its_own_groups_and_no_others() -> None:
 
 def test_ranks_that_hold_alike_are_one_row() -> None:
     found = explained(small(4), "pp=2 dp=2 tp=2")
-    assert [row.ranks for row in found.alike] == [(0, 1, 2, 3), (4, 5, 6, 7)]
-    assert [row.blocks for row in found.alike] == [
+    assert [row.ranks for row in found.rank_classes] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert [row.blocks for row in found.rank_classes] == [
         (("model.layers.0", "model.layers.1"),),
         (("model.layers.2", "model.layers.3"),),
     ]
@@ -77,7 +77,7 @@ def test_ranks_that_hold_alike_are_one_row() -> None:
     assert whole.of_rank(0).parameters == found.num_parameters
     assert whole.of_rank(0).traffic == {}
     apart = explained(small(4), "dp=4 algorithm=tree")
-    assert [row.ranks for row in apart.alike] == [(0,), (1,), (2,), (3,)]
+    assert [row.ranks for row in apart.rank_classes] == [(0,), (1,), (2,), (3,)]
 
 
 def test_hosts_that_share_no_memory_gather() -> None:
@@ -102,9 +102,9 @@ def test_where_a_host_ends_inside_of_a_group_its_ranks_gather_and_others_do_not(
 
 def test_columns_whose_data_ranks_lie_otherwise_on_hosts_are_not_alike() -> None:
     found = explained(small(2), "dp=3 tp=2 algorithm=two-level", cluster=Cluster("gloo", 3, CPU))
-    assert [row.ranks for row in found.alike] == [(rank,) for rank in range(6)]
+    assert [row.ranks for row in found.rank_classes] == [(rank,) for rank in range(6)]
     aligned = explained(small(2), "dp=3 tp=2 algorithm=two-level", cluster=Cluster("gloo", 2, CPU))
-    assert [row.ranks for row in aligned.alike] == [(0, 1), (2, 3), (4, 5)]
+    assert [row.ranks for row in aligned.rank_classes] == [(0, 1), (2, 3), (4, 5)]
 
 
 def test_the_bubble_is_that_of_the_schedule() -> None:
@@ -154,7 +154,7 @@ class Looking(nn.Module):
 
 def test_a_model_that_needs_values_gets_a_letter() -> None:
     micro = {"x": torch.ones(2, 4), "labels": torch.ones(2, 4)}
-    with pytest.raises(ModelError, match="cannot be run without values"):
+    with pytest.raises(ModelError, match="cannot run on meta tensors"):
         explain(Looking(), "dp=2", micro, loss=lambda out, _: (out.sum(), 1))
 
 

@@ -98,7 +98,7 @@ def on_device(batch: Mapping[str, Tensor], device: torch.device, compute: torch.
         raise ModelError(
             "a batch is a dict of tensors",
             given=f"a {type(batch).__name__}",
-            expected="the arguments of the model's forward, by name, and labels, which only the loss receives",
+            expected="the model's forward arguments by name, and labels, which only the loss receives",
         )
     invalid = [key for key, value in batch.items() if not isinstance(value, Tensor) or not value.ndim]
     if invalid or not batch:

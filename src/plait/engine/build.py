@@ -95,7 +95,8 @@ class StageBuilder:
         cut: FlatParamConfig,
         splitter: BackwardSplitter,
     ) -> dict[int, StageRunner]:
-        """Build the stages of these units, whose weights are initialized. `standalone`: parameters outside units."""
+        """Build the stages of these units, whose weights are initialized. `standalone`: parameters outside
+        units."""
         model, plan, stages = self.model, self.plan, self.spec.stages
         in_flight = InFlightReductions()
         # Keeps all parameters alive, so that ids stay unique until the last stage is bound.

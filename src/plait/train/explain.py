@@ -45,7 +45,7 @@ def show(
     console.print(holdings_table(explanation))
     if measured is None:
         console.print(memory_of_kinds(explanation))
-    chosen = explanation.alike if rank is None else (explanation.of_rank(rank),)
+    chosen = explanation.rank_classes if rank is None else (explanation.of_rank(rank),)
     for row in chosen[:_MOST]:
         if measured is None:
             console.print(traffic_table(explanation, row))
@@ -93,7 +93,7 @@ def holdings_table(explanation: Explanation) -> Table:
         table.add_column(heading)
     for heading in ("parameters", "boxes", "updated"):
         table.add_column(heading, justify="right")
-    for row in explanation.alike:
+    for row in explanation.rank_classes:
         numbers = (f"{number:,}" for number in (row.parameters, row.boxes, row.owned))
         table.add_row(in_words(row.ranks), ", ".join(_blocks(row)), *numbers)
     return table
@@ -101,7 +101,7 @@ def holdings_table(explanation: Explanation) -> Table:
 
 def memory_of_kinds(explanation: Explanation) -> Table:
     """Bytes by category: a line for ranks that are alike."""
-    rows = explanation.alike
+    rows = explanation.rank_classes
     on_device, elsewhere = used_categories(*(row.memory for row in rows))
     table = Table(title="memory per rank", title_justify="left", padding=0)
     for heading in ("ranks", *on_device, "in all", *elsewhere):
@@ -287,7 +287,7 @@ def to_json(explanation: Explanation, measured: Measurements | None) -> dict[str
         "stages": explanation.num_stages,
         "micro_batch": list(explanation.micro_shape),
         "bubble": explanation.bubble,
-        "alike": [_row(explanation, row) for row in explanation.alike],
+        "alike": [_row(explanation, row) for row in explanation.rank_classes],
     }
     if measured is not None:
         rows = [

@@ -4,7 +4,7 @@ Stages are assigned to ranks in a loop: stage s is on rank s % ranks, and the c-
 c * ranks + rank.
 
 [Note: group sizes in interleaved schedules]
-In a loop, a micro-batch repairs to its rank for the next chunk after the time of `ranks` forwards: with
+In a loop, a micro-batch returns to its rank for the next chunk after the time of `ranks` forwards: with
 smaller groups the rank would wait, chunk by chunk. A smaller last group would be slower than 1F1B for some
 numbers, and deadlock for others. So if micro-batches are not a multiple of the ranks, there are fewer and
 larger groups. The price is memory: with groups of G, a rank holds min(2(ranks - 1 - rank) + (chunks - 1) G +
