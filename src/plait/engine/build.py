@@ -92,7 +92,7 @@ class StageBuilder:
         standalone: Mapping[str, nn.Parameter],
         groups: DataGroups,
         partial: ReplicatedGradReduce,
-        cut: FlatParamConfig,
+        config: FlatParamConfig,
         splitter: BackwardSplitter,
     ) -> dict[int, StageRunner]:
         """Build the stages of these units, whose weights are initialized. `standalone`: parameters outside
@@ -103,11 +103,11 @@ class StageBuilder:
         parameters = dict(model.named_parameters())
         names = {id(parameter): name for name, parameter in parameters.items()}
         dtype = Precision.of(plan).compute
-        parts = [split_stage(model, self.blocks, stages, s, device=cut.device, dtype=dtype) for s in units]
+        parts = [split_stage(model, self.blocks, stages, s, device=config.device, dtype=dtype) for s in units]
         runners = {}
         for stage, part in zip(units, parts, strict=True):
             of_stage = (part.blocks, units[stage], standalone)
-            zero = bind_flat_params(part.module, names, *of_stage, plan, groups, partial, in_flight, cut)
+            zero = bind_flat_params(part.module, names, *of_stage, plan, groups, partial, in_flight, config)
             runners[stage] = self._stage_runner(part, zero, splitter, is_last=stage == stages.num_stages - 1)
         return runners
 
@@ -163,16 +163,18 @@ class EngineParts:
         layouts = shard_map.layouts[groups.model.rank]
         layout = Layout(tuple(unit for of_stage in layouts.values() for unit in of_stage.units))
         masters = MasterWeights(plan, layout, device, spec.offload_dir)
-        cut = flat_param_config(plan, groups, device, masters)
+        config = flat_param_config(plan, groups, device, masters)
         units = {
-            stage: [FlatParam(unit, cut) for unit in of_stage.units] for stage, of_stage in layouts.items()
+            stage: [FlatParam(unit, config) for unit in of_stage.units] for stage, of_stage in layouts.items()
         }
-        meta_model = copy_to_meta(model).to(cut.compute) if spec.stages.num_stages > 1 else None
+        meta_model = copy_to_meta(model).to(config.compute) if spec.stages.num_stages > 1 else None
         foreign = [foreign_modules(model, blocks, spec.stages, stage) for stage in layouts]
         elsewhere = set.intersection(*foreign) | (set() if spec.draws else weights_alone(model))
         standalone = init_flat_params(model, units, groups, plan, device, spec.seed, elsewhere)
         splitter = BackwardSplitter()
-        stages = builder.stages(units, standalone, groups, ReplicatedGradReduce(mesh, layout), cut, splitter)
+        stages = builder.stages(
+            units, standalone, groups, ReplicatedGradReduce(mesh, layout), config, splitter
+        )
         if spec.stages.num_stages > 1:
             placed = {id(p) for of in units.values() for unit in of for p in unit.parameters.values()}
             release_unused(model, placed | {id(parameter) for parameter in standalone.values()})
@@ -189,13 +191,13 @@ class EngineParts:
             {stage: forward.part.module for stage, forward in stages.items()},
             units,
             optimizer,
-            cut,
+            config,
             groups.gathers,
             groups.model,
             groups.replicate,
             shard_map,
         )
-        replicas = ReplicaCheck(sharded.units, cut, shard_map, groups, mesh)
+        replicas = ReplicaCheck(sharded.units, config, shard_map, groups, mesh)
         pipeline = Pipeline(spec.schedule.rank_of, mesh, splitter)
         return cls(
             groups, shard_map, layout, stages, sharded, optimizer, state, replicas, pipeline, meta_model

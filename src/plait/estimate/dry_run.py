@@ -95,13 +95,13 @@ def dry_stages(
     builder = StageBuilder(
         meta_model, plan, spec, mesh, [(name, meta_model.get_submodule(name)) for name, _ in blocks]
     )
-    cut = replace(flat_param_config(plan, groups, _META, _NullMasters()), home=_META)
-    units = {stage: [FlatParam(unit, cut) for unit in layout.units] for stage, layout in layouts.items()}
+    config = replace(flat_param_config(plan, groups, _META, _NullMasters()), home=_META)
+    units = {stage: [FlatParam(unit, config) for unit in layout.units] for stage, layout in layouts.items()}
     partial = ReplicatedGradReduce(
         mesh, Layout(tuple(unit for layout in layouts.values() for unit in layout.units))
     )
     block_outputs = BlockOutputs(copy_to_meta(model).to(Precision.of(plan).compute), device)
-    stages = builder.stages(units, _standalone(meta_model), groups, partial, cut, splitter)
+    stages = builder.stages(units, _standalone(meta_model), groups, partial, config, splitter)
     batch_shape = _batch_shape(micro)
     activation_bytes = [
         None if batch_shape is None else stage.estimated_bytes(batch_shape, device, block_outputs)
@@ -112,7 +112,7 @@ def dry_stages(
     with running_on_meta(device), _model_errors():
         run.forward()
         run.backward()
-    gathers = not cut.whole_parameters
+    gathers = not config.whole_parameters
     facts = [_stage_facts(run, stage, layout, gathers=gathers) for stage, layout in layouts.items()]
     return [
         DryStage(of_stage, num_bytes) for of_stage, num_bytes in zip(facts, activation_bytes, strict=True)

@@ -13,7 +13,7 @@ class GradSpec:
     """The properties of a parameter's gradient that decide its bucket."""
 
     nbytes: int
-    kind: Hashable  # dtype and device, the same for a whole bucket
+    kind: Hashable  # dtype and device, the same for all of a bucket
     alone: bool = False  # a sparse gradient has a bucket of its own
 
 
