@@ -314,7 +314,7 @@ def test_a_parameter_in_the_stream_that_nobody_knows_is_refused_over_rows_alone(
 
 
 @pytest.mark.parametrize(
-    ("changed", "letter"),
+    ("changed", "message"),
     [
         (
             {"blocks.*.atn.qkv": "colwise"},

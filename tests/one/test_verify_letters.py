@@ -9,7 +9,7 @@ from plait.cli.main import app
 
 
 @pytest.mark.parametrize(
-    ("words", "letter"),
+    ("words", "message"),
     [
         (["--model", "llama", "--plan", "pp=5 stages=4,4"], "PlanError: stages does not give"),
         (["--model", "lama", "--plan", "dp=2"], "ModelError: there is no such model"),
