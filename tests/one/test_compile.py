@@ -128,5 +128,5 @@ def test_a_missing_compiler_is_a_letter_before_anything_is_trained(
 
 
 def test_compile_without_blocks_is_a_letter() -> None:
-    with pytest.raises(PlanError, match="none were found"):
+    with pytest.raises(PlanError, match="the model has none"):
         plait.parallelize(nn.Linear(2, 2), "compile=true", loss=lambda *_: (torch.zeros(()), 1))

@@ -105,8 +105,8 @@ def test_all_parameters_in_one_group_all_decay_however_they_are_given(given: Giv
     [
         (lambda model: [*model.parameters(), {"params": []}], "mixes parameters and dicts"),
         (lambda model: [{"params": [*model.parameters()]}] * 2, "in two param_groups"),
-        (lambda model: [next(model.parameters())], "none of them holds model.layers.0"),
-        (lambda _: programs.llama(on_meta=False).parameters(), "do not hold"),
+        (lambda model: [next(model.parameters())], "no group contains model.layers.0"),
+        (lambda _: programs.llama(on_meta=False).parameters(), "do not match"),
     ],
     ids=["both", "twice", "too few", "another model's"],
 )

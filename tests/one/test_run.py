@@ -102,7 +102,7 @@ def test_a_run_goes_on_under_a_plan_that_has_no_use_for_its_settings(recipe: Pat
     words = [f"run.offload_dir={recipe.parent}", "loss_scale.initial=1024"]
     prepare(recipe, sets=words, plan="dp=1 offload=disk precision=fp16")
     run = recipe.parent / "run"
-    with pytest.raises(ConfigError, match="loss_scaling needs precision=fp16") as caught:
+    with pytest.raises(ConfigError, match="a loss scale is for fp16") as caught:
         prepare(run, plan="dp=1 precision=bf16", resume=True)
     assert "--set loss_scale= " in str(caught.value.hint)
     changed = prepare(run, plan="dp=1 precision=bf16", sets=["loss_scale="], resume=True)
