@@ -136,7 +136,7 @@ def test_a_trace_is_compared_with_what_its_durations_predict(tmp_path: Path) -> 
         (["file:{here}/stuck.csv"], ["ScheduleError", "comes before an action it depends on", ">B0.0<"]),
         (["file:{here}/one.csv", "--pp", "2"], ["other ranks", "one.csv: 1 ranks", "2 ranks"]),
         (["file:{here}/one.csv", "--micro", "2"], ["other micro-batches", "one.csv: 1"]),
-        (["file:{here}/one.csv", "--chunks", "2"], ["combined with a schedule file", "no --chunks"]),
+        (["file:{here}/one.csv", "--chunks", "2"], ["which rank has which stages", "no --chunks"]),
         (["--trace", "{here}/none.json"], ["DataError", "cannot be read", "{here}/none.json"]),
         (["--trace", "{here}/junk"], ["DataError", "no whole trace", "{here}/junk"]),
         (["gpipe", "--trace", "{here}/trace.json"], ["another schedule", "1f1b: 2 ranks, 2 stages, 3"]),

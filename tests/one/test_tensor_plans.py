@@ -126,7 +126,8 @@ def test_the_loss_differs_where_heads_are_not_this_columns() -> None:
     plan = plan_of(model, 1, 2)
     assert plan.arguments
     swapped = [
-        replace(cut, sharding=DimSharding("col", tuple(reversed(cut.sharding.ranges)))) for cut in plan.arguments
+        replace(cut, sharding=DimSharding("col", tuple(reversed(cut.sharding.ranges))))
+        for cut in plan.arguments
     ]
     assert "loss" in differences(model, replace(plan, arguments=tuple(swapped)))
 
