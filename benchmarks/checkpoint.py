@@ -85,7 +85,7 @@ class Case:
         self.engine.step(a_batch(2))
         self.other = engine_of(OTHER, arguments.layers, world)
         self.other.step(a_batch(2))
-        self.kept = self.engine.kept()
+        self.kept = self.engine.state_shards()
         self.num_bytes = sum(each.num_bytes for each in self.kept)
         self.bytes_file = self.folder / f"bytes-{world.rank}"
         self.bytes_file.write_bytes(os.urandom(2**20) * (self.num_bytes // 2**20 + 1))
@@ -100,7 +100,7 @@ class Case:
         step, rank = self.round, self.world.rank
         return {
             COPY: lambda: copied(self.bytes_file, self.folder / f"copy-{step}-{rank}", sync=True),
-            "plait": lambda: self.front.save(step, self.engine.kept(), {}),
+            "plait": lambda: self.front.save(step, self.engine.state_shards(), {}),
             TORCH: lambda: dcp.save(self.dcp, checkpoint_id=self.folder / f"dcp-{step}"),
         }
 
@@ -127,7 +127,9 @@ class Case:
             futures.append(dcp.async_save(self.dcp, checkpoint_id=self.folder / f"behind-{self.round}"))
 
         found = {"memory copy": timed(memory_copy, self.world)}
-        found["plait"] = timed(lambda: self.background.save(self.round, self.engine.kept(), {}), self.world)
+        found["plait"] = timed(
+            lambda: self.background.save(self.round, self.engine.state_shards(), {}), self.world
+        )
         self.background.finish()
         found[TORCH] = timed(torch_save, self.world)
         futures[0].result()

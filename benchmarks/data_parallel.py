@@ -71,7 +71,7 @@ def ours(words: str, world: World) -> Step:
 def peer_model() -> nn.Module:
     """The Hugging Face model with the weights that ours starts from."""
     alone = World.alone(torch.device("cpu"))
-    weights = plait.parallelize(causal_lm_on_meta(LLAMA), "dp=1", world=alone).whole_parameters()
+    weights = plait.parallelize(causal_lm_on_meta(LLAMA), "dp=1", world=alone).full_parameters()
     model: nn.Module = AutoModelForCausalLM.from_config(causal_lm_on_meta(LLAMA).config)
     model.load_state_dict(weights)
     model.config.use_cache = False

@@ -82,7 +82,7 @@ def ours(name: str, words: str, precision: str, world: World) -> tuple[Contender
 def passes(engine: Engine, batch: Batch) -> float:
     """What `engine.step` does before its update; the engine has no name for that part alone."""
     engine._begin()
-    engine._passes.train(engine._micros(batch), engine._add_loss, (engine.seed, 0), engine.data_rank)
+    engine._runner.train(engine._micros(batch), engine._add_loss, (engine.seed, 0), engine.data_rank)
     loss = float(engine._totals[0])
     engine.abandon()
     return loss

@@ -29,8 +29,8 @@ __all__ = [
     "parallelize",
 ]
 
-# Looked up when first used: the engine brings transformers along, whose import takes seconds that a
-# loader's worker, the launcher or a plan has no use for.
+# Imported on first use: the engine imports transformers, which takes seconds that loader workers, the
+# launcher and plans do not need.
 _HOMES = {
     "Chain": "plait.models",
     "DDPError": "plait.errors",

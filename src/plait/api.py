@@ -1,4 +1,5 @@
-"""From what a user asks for to an engine: everything is checked before the first weight is made."""
+"""`parallelize`: from a model and a plan to an engine. Everything is checked before the first weight is
+created."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -18,9 +19,9 @@ from plait.engine.self_check import SelfCheck
 from plait.errors import CheckpointError, ConfigError, ModelError, PlanError, ScheduleError
 from plait.models import Blocks, Chain, blocks_of, plan_stages
 from plait.optim import DEFAULT_GROUPS, LossScaling
-from plait.plan import Grid, Plan, StageAssignment, TPPlan, single_stage, uncompilable
+from plait.plan import Grid, Plan, StageAssignment, TPPlan, compile_conflict, single_stage
 from plait.plan.schedule import Schedule, check
-from plait.plan.schedule.load import schedule_of
+from plait.plan.schedule.load import load_schedule
 
 
 def parallelize(
@@ -42,74 +43,93 @@ def parallelize(
     weights: str | Path | None = None,
     world: World | None = None,
 ) -> Engine:
-    """Makes `model` train under `plan` on the ranks of this job (one, when started alone).
+    """Return an engine that trains `model` under `plan` on the ranks of this job (one rank if started alone).
 
-    model           a Hugging Face causal LM or any nn.Module, unmodified: with weights (rank 0's are taken)
-                    or on meta, to get initial ones that follow from `seed` and names alone, under every
-                    plan. Its parameters become new objects. Or a list of modules: see `Chain`
-    optimizer       an element-wise class of torch.optim; fused where it can be
-    param_groups    as torch takes them: parameters, or dicts of them. None: norms and biases do not decay
-    clip_norm       of the gradient's global 2-norm; clip_value: of each of its elements
-    loss            (outputs, micro-batch) -> (summed loss, number of targets); None: the next token's cross
-                    entropy. The model is given the micro-batch's entries by name, without `labels`
-    loss_scaling    how the loss scale of precision=fp16 moves; offload_dir: the folder of offload=disk
-    blocks          modules, or their classes. None: children of the largest ModuleList or Sequential
-    tensor_plan     how `tp` cuts layers, as {"blocks.*.fc1": "colwise"}; None: what is known of the model
-    weights         a Hugging Face directory, of which each rank reads its part; for a model on meta
-    probe           compare gradients with the whole model's on rank 0, of random tokens or of a batch
+    model           a Hugging Face causal LM or any nn.Module, unmodified. With weights (rank 0's are used),
+                    or on the meta device to be initialized from `seed` and parameter names, identically under
+                    every plan. Its parameters are replaced by new objects. Or a list of modules: see `Chain`
+    plan            a `Plan`, or its text: "dp=2 tp=2 zero=3"
+    optimizer       an element-wise optimizer class of torch.optim; its fused version is used if there is one
+    optimizer_args  its keyword arguments
+    param_groups    as in torch: parameters, or dicts of them. None: no weight decay for norms and biases
+    clip_norm       maximum global 2-norm of the gradient
+    clip_value      maximum absolute value of each gradient element
+    loss            (outputs, micro-batch) -> (summed loss, number of targets). None: next-token cross
+                    entropy. The model receives the micro-batch's entries by name, without `labels`
+    loss_scaling    dynamic loss scaling of precision=fp16
+    blocks          the repeated modules, or their classes. None: the children of the largest ModuleList or
+                    Sequential
+    offload_dir     folder of offload=disk
+    tensor_plan     how `tp` shards layers, such as {"blocks.*.fc1": "colwise"}. None: the built-in plan for
+                    the model
+    probe           compare the gradients with those of the full model on rank 0, for random tokens (True) or
+                    a batch
+    seed            of initial weights and dropout
+    weights         a Hugging Face checkpoint folder; each rank reads only its part. Needs a model on meta
+    world           the ranks to use. None: `connect()`
 
-    A parameter that a step does not use counts as one with a zero gradient: its moments and weight decay go
-    on. Buffers that forward changes follow rank 0's. Raises a PlaitError.
+    A parameter that a step does not use has a zero gradient: its moments and weight decay are still updated.
+    Buffers that forward changes are broadcast from the first data rank. Raises PlaitError.
     """
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     model = model if isinstance(model, nn.Module) else Chain(model)
     check_update(optimizer, clip_norm, clip_value)
     world = connect() if world is None else world
-    plan = _checked(world, plan, loss_scaling)
-    found = checked_blocks(model, plan, blocks)
-    first = None if weights is None else _reader(model, Path(weights), world)
-    to_probe = SelfCheck.of(model, probe, plan, seed)  # before the model is cut
-    how = replace(
-        training_of(model, plan, found, param_groups=param_groups, tensor_plan=tensor_plan),
+    plan = _resolve(world, plan, loss_scaling)
+    named_blocks = find_blocks(model, plan, blocks)
+    reader = None if weights is None else _weights_reader(model, Path(weights), world)
+    self_check = SelfCheck.build(model, probe, plan, seed)  # before the model is sharded
+    spec = replace(
+        training_spec(model, plan, named_blocks, param_groups=param_groups, tensor_plan=tensor_plan),
         optimizer=optimizer,
         arguments=optimizer_args or {},
         clip_norm=clip_norm,
         clip_value=clip_value,
         loss=loss,
-        loss_scaling=_scaling(plan, loss_scaling),
+        loss_scaling=_loss_scaling(plan, loss_scaling),
         seed=seed,
-        draws=first is None,
+        draws=reader is None,
         offload_dir=None if offload_dir is None else Path(offload_dir),
     )
-    engine = Engine(model if model.training else model.train(), plan, how, Mesh(world, Grid.of(plan)), found)
-    return _begun(engine, first, to_probe, loss)
+    engine = Engine(
+        model if model.training else model.train(),
+        plan,
+        spec,
+        Mesh(world, Grid.from_plan(plan)),
+        named_blocks,
+    )
+    return _initialize(engine, reader, self_check, loss)
 
 
-def _begun(engine: Engine, first: Reader | None, to_probe: SelfCheck | None, loss: Loss | None) -> Engine:
-    """With the weights that it begins with, and probed."""
-    if first is not None:
-        with first:
-            engine.load_from(first, weights_only=True)
-    return engine if to_probe is None else to_probe.run(engine, loss)
+def _initialize(
+    engine: Engine, reader: Reader | None, self_check: SelfCheck | None, loss: Loss | None
+) -> Engine:
+    """Load the initial weights, if given, and run the self-check."""
+    if reader is not None:
+        with reader:
+            engine.load_from(reader, weights_only=True)
+    return engine if self_check is None else self_check.run(engine, loss)
 
 
-def _reader(model: nn.Module, folder: Path, world: World) -> Reader:
-    """What reads the first weights. Raises ModelError for a model that has some, CheckpointError on all ranks
-    for files that one of them cannot read."""
+def _weights_reader(model: nn.Module, folder: Path, world: World) -> Reader:
+    """Open a reader of the initial weights. Raises ModelError for a model that already has weights,
+    CheckpointError on all ranks for files that one of them cannot read."""
     if not all(parameter.is_meta for parameter in model.parameters()):
-        raise ModelError("the model has weights of its own", given=f"weights={folder}", expected="it on meta")
-    found: Reader | None = None
+        raise ModelError(
+            "the model already has weights", given=f"weights={folder}", expected="a model on meta"
+        )
+    reader: Reader | None = None
     problem = None
     try:
-        found = HuggingFaceFiles.open(folder).reader(model)
+        reader = HuggingFaceFiles.open(folder).reader(model)
     except CheckpointError as error:
         problem = error
     raise_on_all(problem, world.group, world.device)
-    assert found is not None, "a reader, or a reason that there is none"
-    return found
+    assert reader is not None, "neither a reader nor an error"
+    return reader
 
 
-def training_of(
+def training_spec(
     model: nn.Module,
     plan: Plan,
     blocks: list[tuple[str, nn.Module]],
@@ -117,8 +137,8 @@ def training_of(
     param_groups: Iterable[Any] | None = None,
     tensor_plan: Mapping[str, str] | None = None,
 ) -> TrainingSpec:
-    """How the model is cut; of its update, which groups there are. Needs no rank. Raises PlanError,
-    ModelError or ConfigError."""
+    """How the model is sharded and which parameter groups its optimizer has. Needs no other ranks. Raises
+    PlanError, ModelError or ConfigError."""
     schedule, groups = _schedule(plan), _groups(param_groups)
     return TrainingSpec(
         groups=_options(groups),
@@ -129,31 +149,33 @@ def training_of(
     )
 
 
-def _scaling(plan: Plan, given: LossScaling | None) -> LossScaling | None:
+def _loss_scaling(plan: Plan, given: LossScaling | None) -> LossScaling | None:
     return (given or LossScaling()) if plan.precision == "fp16" else None
 
 
 def check_update(optimizer: object, norm: float | None = None, value: float | None = None) -> None:
-    """Raises ConfigError for an optimizer that is no class, and for limits of the gradient that are none."""
+    """Raise ConfigError if `optimizer` is not a class, or for invalid clipping limits."""
     if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
         raise ConfigError(
-            "the optimizer is given by its class, which is built over the ranges that each rank owns",
+            "optimizer must be a class: it is built over the shards that each rank owns",
             given=f"{optimizer if isinstance(optimizer, type) else type(optimizer).__name__}",
             hint="optimizer=torch.optim.AdamW, optimizer_args={'lr': 1e-3}",
         )
     for name, limit in (("clip_norm", norm), ("clip_value", value)):
         if limit is not None and not (isinstance(limit, int | float) and limit > 0):
-            raise ConfigError(f"{name} is not a limit", given=f"{name}={limit}", expected="above 0, or None")
+            raise ConfigError(
+                f"{name} is not a valid limit", given=f"{name}={limit}", expected="above 0, or None"
+            )
     if norm is not None and value is not None:
         raise ConfigError(
-            "gradients are clipped by their norm or by value",
+            "clip_norm and clip_value cannot be combined",
             given=f"clip_norm={norm} and clip_value={value}",
             expected="one of the two",
         )
 
 
-def _checked(world: World, plan: Plan, scaling: LossScaling | None) -> Plan:
-    """The plan that runs on the world's ranks, if it fits them and their devices."""
+def _resolve(world: World, plan: Plan, scaling: LossScaling | None) -> Plan:
+    """The plan for the ranks of the world, checked against them and their devices."""
     plan = plan.resolved(world.size)
     plan.check_ranks(world.size)
     _check_fp16(plan, scaling, world.device)
@@ -162,54 +184,52 @@ def _checked(world: World, plan: Plan, scaling: LossScaling | None) -> Plan:
 
 
 def _check_fp16(plan: Plan, scaling: LossScaling | None, device: torch.device) -> None:
-    """Raises ConfigError for a loss scale without fp16, PlanError where the device cannot train in it."""
+    """Raise ConfigError for loss scaling without fp16, PlanError if the device cannot train in fp16."""
     if plan.precision != "fp16":
         if scaling is not None:
-            raise ConfigError(
-                "a loss scale is for fp16, whose gradients underflow", given=f"precision={plan.precision}"
-            )
+            raise ConfigError("loss_scaling needs precision=fp16", given=f"precision={plan.precision}")
         return
     try:
         x = torch.ones(2, 1, 8, 8, dtype=torch.float16, device=device, requires_grad=True)
         nn.functional.scaled_dot_product_attention(x @ x, x, x, is_causal=True).sum().backward()
     except RuntimeError as error:
         raise PlanError(
-            "this device does not compute in fp16",
+            "this device cannot train in fp16",
             given=f"precision=fp16 on {device}: {str(error).splitlines()[0]}",
             hint="precision=bf16",
         ) from error
 
 
-def check_cuts(
+def check_shardable(
     model: nn.Module, plan: Plan, given: Mapping[str, str] | None = None, *, blocks: Blocks | None = None
 ) -> None:
-    """Raises PlanError or ModelError unless the model can be cut into the plan's stages, and its layers on
-    the plan's grid; needs no rank."""
-    training_of(model, plan, checked_blocks(model, plan, blocks), tensor_plan=given)
+    """Raise PlanError or ModelError unless the model can be split into the plan's stages and its layers
+    sharded on the plan's grid; needs no other ranks."""
+    training_spec(model, plan, find_blocks(model, plan, blocks), tensor_plan=given)
 
 
-def checked_blocks(model: nn.Module, plan: Plan, given: Blocks | None) -> list[tuple[str, nn.Module]]:
-    """The model's blocks. Raises PlanError where the plan asks for something of each, and there is none."""
+def find_blocks(model: nn.Module, plan: Plan, given: Blocks | None) -> list[tuple[str, nn.Module]]:
+    """The model's blocks. Raises PlanError if there are none and the plan has a per-block option."""
     blocks = blocks_of(model, given)
-    asks = {f"recompute={plan.recompute}": plan.recompute != "none", "compile=true": plan.compile}
-    for words, is_asked in asks.items():
-        if is_asked and not blocks:
+    options = {f"recompute={plan.recompute}": plan.recompute != "none", "compile=true": plan.compile}
+    for option, is_used in options.items():
+        if is_used and not blocks:
             raise PlanError(
-                f"{words} needs the model's repeated blocks, and none were found",
+                f"{option} needs repeated blocks, and the model has none",
                 expected="an nn.ModuleList or nn.Sequential of blocks",
-                hint=f"no {words.partition('=')[0]}",
+                hint=f"no {option.partition('=')[0]}",
             )
     return blocks
 
 
 def _schedule(plan: Plan) -> Schedule:
-    """The plan's schedule, proved to run. Raises ScheduleError."""
-    schedule = schedule_of(plan.schedule, plan.pp, plan.micro, plan.chunks)
+    """The plan's schedule, validated. Raises ScheduleError."""
+    schedule = load_schedule(plan.schedule, plan.pp, plan.micro, plan.chunks)
     check(schedule)
     if not schedule.trains:
-        raise ScheduleError("a schedule of forwards alone trains nothing", given=f"schedule={plan.schedule}")
-    if schedule.split and plan.compile:  # of a file, which the plan does not know
-        raise uncompilable(f"schedule={plan.schedule}")
+        raise ScheduleError("the schedule has no backwards", given=f"schedule={plan.schedule}")
+    if schedule.split and plan.compile:  # from a file, which the plan has not read
+        raise compile_conflict(f"schedule={plan.schedule}")
     return schedule
 
 
@@ -226,40 +246,40 @@ def _stages(
 def _tensor_plan(
     model: nn.Module, plan: Plan, blocks: list[tuple[str, nn.Module]], given: Mapping[str, str] | None
 ) -> TPPlan:
-    """A lone rank cuts nothing, so any model will do; what a user says of it is checked all the same."""
+    """How layers are sharded. On a 1x1 grid any model will do, but a given tensor_plan is still checked."""
     if plan.rows == plan.cols == 1 and given is None:
         return TPPlan(1, 1)
     return models.build_tp_plan(model, plan.rows, plan.cols, sequence=plan.sp, blocks=blocks, given=given)
 
 
 def check_device(plan: Plan, device: torch.device) -> None:
-    """Raises PlanError for what ranks on such a device cannot do, or have no use for."""
+    """Raise PlanError for what is impossible or useless on this device."""
     if plan.algorithm != "auto" and device.type != "cpu":
         raise PlanError(
-            "algorithms by name are for CPU ranks: NCCL has its own, and chooses",
+            "named all-reduce algorithms need CPU ranks: NCCL selects its own",
             given=f"algorithm={plan.algorithm} on {device}",
             hint="algorithm=auto; NCCL_ALGO=Ring or NCCL_ALGO=Tree in the environment",
         )
-    if plan.offload == "disk" and device.type != "cpu":  # no optimizer steps gradients that are elsewhere
+    if plan.offload == "disk" and device.type != "cpu":  # optimizers need gradients and states on one device
         raise PlanError(
-            "offload=disk is for ranks that compute on the CPU",
+            "offload=disk needs CPU ranks",
             given=f"{plan} on {device}",
             hint="offload=cpu, optim_dtype=bf16, or a higher zero over more ranks",
         )
 
 
 def _groups(given: Iterable[Any] | None) -> list[Mapping[str, Any]] | None:
-    """As dicts: parameters without one are a group that has no options of its own."""
-    found = None if given is None else list(given)
-    if found is None or all(isinstance(entry, Mapping) for entry in found):
-        return found
-    if any(isinstance(entry, Mapping) for entry in found):
+    """Parameter groups as dicts: plain parameters become one group without options."""
+    groups = None if given is None else list(given)
+    if groups is None or all(isinstance(entry, Mapping) for entry in groups):
+        return groups
+    if any(isinstance(entry, Mapping) for entry in groups):
         raise ConfigError(
-            "param_groups are parameters or dicts of them, not both",
-            given=", ".join(sorted({type(entry).__name__ for entry in found})),
+            "param_groups mixes parameters and dicts",
+            given=", ".join(sorted({type(entry).__name__ for entry in groups})),
             expected="model.parameters(), or [{'params': some}, {'params': others, 'weight_decay': 0.0}]",
         )
-    return [{"params": found}]
+    return [{"params": groups}]
 
 
 def _options(groups: Sequence[Mapping[str, Any]] | None) -> Sequence[Mapping[str, Any]]:
@@ -272,24 +292,24 @@ def _group_of(model: nn.Module, groups: Sequence[Mapping[str, Any]] | None) -> d
     """The index of each trainable parameter's group. Raises ConfigError unless each is in exactly one."""
     if groups is None:
         return None
-    places: dict[int, int] = {}
+    group_index: dict[int, int] = {}
     for index, group in enumerate(groups):
         params = group.get("params", ())
         for entry in [params] if isinstance(params, Tensor) else params:
             parameter = entry[1] if isinstance(entry, tuple) else entry  # torch takes (name, parameter) too
-            if places.setdefault(id(parameter), index) != index:
+            if group_index.setdefault(id(parameter), index) != index:
                 raise ConfigError(
-                    "a parameter is in two of param_groups", given=f"{places[id(parameter)]}, {index}"
+                    "a parameter is in two param_groups", given=f"{group_index[id(parameter)]}, {index}"
                 )
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    strange = places.keys() - {id(p) for p in model.parameters()}
-    missing = [name for name, p in named.items() if id(p) not in places]
-    if strange or missing:
+    unknown = group_index.keys() - {id(p) for p in model.parameters()}
+    missing = [name for name, p in named.items() if id(p) not in group_index]
+    if unknown or missing:
         raise ConfigError(
-            "param_groups do not hold the model's trainable parameters",
-            given=f"none of them holds {missing[0]}"
+            "param_groups do not match the model's trainable parameters",
+            given=f"no group contains {missing[0]}"
             if missing
-            else f"{len(strange)} that are not the model's",
+            else f"{len(unknown)} parameters that are not the model's",
             expected="every parameter that requires a gradient, in one group: model.parameters()",
         )
-    return {name: places[id(p)] for name, p in named.items()}
+    return {name: group_index[id(p)] for name, p in named.items()}

@@ -1,14 +1,14 @@
-"""The exception tree. A user's mistake is a small letter: fact, given, expected, try (STYLE 8)."""
+"""The exception tree. User errors carry four parts: fact, given, expected, try (STYLE 17)."""
 
 import difflib
 from collections.abc import Iterable
 
 
 class PlaitError(Exception):
-    """A mistake that the user can mend. `str()` is a letter of up to four lines.
+    """An error that the user can fix. `str()` gives a message of up to four lines.
 
-    `fact` says what is wrong, in words of the user's world; `given` what was found; `expected` what
-    would have been right; `hint` what to try. Only the fact is required.
+    `fact` states the problem in the user's terms; `given` the value received; `expected` a valid value;
+    `hint` what to try. Only the fact is required.
     """
 
     def __init__(
@@ -33,59 +33,59 @@ class PlaitError(Exception):
         return "\n".join(lines)
 
     def message(self) -> str:
-        """What the command line prints: the class's name and the letter."""
+        """The class name and the message, as the command line prints them."""
         return f"{type(self).__name__}: {self}"
 
 
 class PlanError(PlaitError):
-    """A plan that cannot exist, or does not fit the ranks, the batch or the model."""
+    """An invalid plan, or one that does not fit the ranks, the batch or the model."""
 
 
 class ScheduleError(PlanError):
-    """A pipeline schedule that cannot be read, or cannot be run."""
+    """A pipeline schedule that cannot be read or executed."""
 
 
 class ConfigError(PlaitError):
-    """A recipe or a flag that does not say something possible."""
+    """An invalid recipe, flag or argument."""
 
 
 class DataError(PlaitError):
-    """A corpus, a tokenizer, a token file or a trace that cannot be used."""
+    """An unusable corpus, tokenizer, token file or trace."""
 
 
 class ModelError(PlaitError):
-    """A model that cannot be built, cut or initialised as asked."""
+    """A model that cannot be built, sharded or initialized as requested."""
 
 
 class CommError(PlaitError):
-    """Ranks that cannot find, reach or hear each other."""
+    """A failure to connect ranks or to communicate between them."""
 
 
 class DDPError(PlaitError, RuntimeError):
-    """A model, or a way of training it, whose gradients DistributedDataParallel cannot average."""
+    """A model or training loop whose gradients DistributedDataParallel cannot average."""
 
 
 class CheckpointError(PlaitError):
-    """A checkpoint that cannot be written, or is damaged, or is of something else."""
+    """A checkpoint that cannot be written, is damaged, or belongs to another model or run."""
 
 
 class ProfileError(PlaitError):
-    """A host's profile that is damaged, cannot be written, or does not know what is asked."""
+    """A host profile that is damaged, cannot be written, or lacks the requested entry."""
 
 
 class RunError(PlaitError):
-    """A run that cannot start where it was told to, or cannot go on."""
+    """A run that cannot start or cannot continue."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word most like `word`, or None when none is like it."""
-    spelt = {name.lower(): name for name in known}
-    matches = difflib.get_close_matches(word.lower(), spelt, n=1, cutoff=0.6)
-    return spelt[matches[0]] if matches else None
+    """Return the known word closest to `word`, or None if none is similar."""
+    by_lower = {name.lower(): name for name in known}
+    matches = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
+    return by_lower[matches[0]] if matches else None
 
 
 def unknown_key_hint(word: str, known: Iterable[str]) -> str:
-    """The `try` line for a misspelt key: the nearest known one, else all of them."""
+    """The `try` text for an unknown key: the nearest known key, else all of them."""
     known = list(known)
     match = nearest(word, known)
     return match if match is not None else "one of " + ", ".join(sorted(known))

@@ -1,7 +1,7 @@
-"""Files that are whole, and on disk when a call returns, or are not there at all.
+"""Atomic file writes: a file is complete and on disk when the call returns, or does not exist.
 
-Written beside their place under a name that no other writer has, synced, and renamed; the folder is synced
-too, without which a power cut may take the rename back.
+Written next to the target under a unique name, synced, and renamed; the folder is synced too, because a power
+failure may otherwise undo the rename.
 """
 
 import contextlib
@@ -17,47 +17,47 @@ from typing import Any
 
 from plait.errors import ConfigError
 
-# What some network file systems answer when a folder is to be synced.
-_LOOK_S = 0.1
-_FOLDERS_CANNOT = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
+_POLL_S = 0.1
+# Errors of network file systems that cannot sync a folder.
+_SYNC_UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Atomic, and on disk when it returns. Two writers at once: one of them wins, whole. Raises OSError."""
-    fresh = fresh_name(path)
+    """Write atomically and sync. Of two concurrent writers one wins, completely. Raises OSError."""
+    temp = temp_path(path)
     try:
-        with fresh.open("w", encoding="utf-8") as file:
+        with temp.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        fresh.replace(path)
+        temp.replace(path)
         sync_folder(path.parent)
     finally:
         with contextlib.suppress(OSError):
-            fresh.unlink(missing_ok=True)
+            temp.unlink(missing_ok=True)
 
 
 def write_json(path: Path, value: Any) -> None:
-    """As `write_text`."""
+    """Like `write_text`, for a JSON value."""
     write_text(path, json.dumps(value, indent=1))
 
 
-def fresh_name(path: Path) -> Path:
-    """A name beside `path` that no other writer has."""
+def temp_path(path: Path) -> Path:
+    """A name next to `path` that no other writer has."""
     return path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes the renames in a directory last through a power cut, where the file system can."""
+    """Make the renames in a folder survive a power failure, if the file system can."""
     try:
         _sync(folder)
     except OSError as error:
-        if error.errno not in _FOLDERS_CANNOT:
+        if error.errno not in _SYNC_UNSUPPORTED:
             raise
 
 
 def sync_tree(folder: Path) -> None:
-    """Everything under `folder`, and itself, is on disk when this returns; its name, when its parent is."""
+    """Sync everything under `folder`, and the folder. Its own name is synced with its parent."""
     for path in folder.iterdir():
         if path.is_dir():
             sync_tree(path)
@@ -75,47 +75,48 @@ def _sync(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def locked(path: Path, wait_s: float = 0.0) -> Iterator[None]:
-    """While entered, no other process is in it: a file beside what is to be left alone. Where the file system
-    has no locks, nobody is kept out. The kernel lets go when the process ends, however that is.
+def file_lock(path: Path, wait_s: float = 0.0) -> Iterator[None]:
+    """Exclude other processes while entered, by a lock on the file `path`. No effect on file systems without
+    locks. The kernel releases the lock when the process ends, for any reason.
 
-    Raises BlockingIOError when another process is in it, for `wait_s` seconds; OSError.
+    Raises BlockingIOError if another process holds it for more than `wait_s` seconds; OSError.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-    limit_s = time.monotonic() + wait_s
+    deadline_s = time.monotonic() + wait_s
     try:
         while True:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                if time.monotonic() > limit_s:
+                if time.monotonic() > deadline_s:
                     raise
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_S)
             except OSError:
                 break  # a file system without locks
             else:
                 break
         yield
         with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a fork may hold the descriptor too
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked process may hold the descriptor too
     finally:
         os.close(descriptor)
 
 
-def plain_file_bytes(path: Path) -> int | None:
-    """The file's size; None for a folder, or a link, which could lead anywhere. Raises OSError: missing."""
+def regular_file_bytes(path: Path) -> int | None:
+    """The file's size; None for a folder or a symbolic link. Raises OSError if it is missing."""
     status = path.lstat()
     return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
-def check_places(outputs: Mapping[str, Path | None]) -> None:
-    """`outputs`: of every flag, the file it names. Raises ConfigError for one in no folder, or a folder."""
+def check_output_paths(outputs: Mapping[str, Path | None]) -> None:
+    """Raise ConfigError for an output path without a parent folder, or that is a folder. `outputs`: path by
+    flag."""
     for flag, path in outputs.items():
         if path is None:
             continue
         if not path.absolute().parent.is_dir():
             raise ConfigError(
-                f"there is no folder for {flag}", given=path, hint=f"mkdir -p {path.absolute().parent}"
+                f"the folder of {flag} does not exist", given=path, hint=f"mkdir -p {path.absolute().parent}"
             )
         if path.is_dir():
-            raise ConfigError(f"{flag} is a folder", given=path, expected="a file's name")
+            raise ConfigError(f"{flag} is a folder", given=path, expected="a file name")

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from plait.cli.main import app
-from plait.plan.cost_model import VERBS
+from plait.plan.cost_model import COLLECTIVES
 from plait.plan.host_profile import ProfileEntry, load
 from support.cli_runs import finish, start
 
@@ -29,7 +29,7 @@ def test_two_ranks_are_started_measured_kept_and_drawn(tmp_path: Path) -> None:
     assert re.fullmatch(r"20\d\d-\d\d-\d\dT[\d:]{8}\+00:00", found["date"])
     times = {(row["verb"], row["num_bytes"]): row for row in found["rows"]}
     sizes = [1 << 10, 1 << 12, 1 << 14, 1 << 16]
-    assert set(times) == {(verb, size) for verb in VERBS if verb != "barrier" for size in sizes} | {
+    assert set(times) == {(verb, size) for verb in COLLECTIVES if verb != "barrier" for size in sizes} | {
         ("barrier", 0)
     }
     row = times["reduce-scatter", 1 << 16]
@@ -37,10 +37,10 @@ def test_two_ranks_are_started_measured_kept_and_drawn(tmp_path: Path) -> None:
     assert row["bus_bytes_per_s"] == pytest.approx(row["algorithm_bytes_per_s"] / 2)
 
     kept = load(profile)
-    assert set(kept.lines) == {ProfileEntry("gloo", verb, 2) for verb in VERBS}
+    assert set(kept.lines) == {ProfileEntry("gloo", verb, 2) for verb in COLLECTIVES}
     expected = times["barrier", 0]["median_s"]
     assert kept.time_s("barrier", 0, 2, transport="gloo") == pytest.approx(expected)
-    for verb in VERBS:
+    for verb in COLLECTIVES:
         assert re.search(rf"│ {verb} ", out)
         assert kept.time_s(verb, 1 << 12, 2, transport="gloo") > 0
     assert picture.read_bytes().startswith(PNG)

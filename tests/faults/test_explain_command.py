@@ -67,12 +67,12 @@ def test_mistakes_get_letters(recipe: Path, tmp_path: Path) -> None:
         ((tmp_path,), "a directory is not a recipe"),
         ((recipe, "--plan", "pp=3"), "2 blocks cannot fill 3 stages"),
         ((recipe, "--plan", "dp=3"), "does not divide"),
-        ((recipe, "--plan", "tp=3x"), "tp is not a grid"),
-        ((recipe, "--rank", "2"), "the plan does not have this rank"),
+        ((recipe, "--plan", "tp=3x"), "tp is not a valid grid"),
+        ((recipe, "--rank", "2"), "the plan has no such rank"),
         ((recipe, "--set", "model.config.hiden_size=3"), "has no key"),
-        ((recipe, "--json", tmp_path / "no" / "x.json"), "there is no folder for --json"),
-        (("--run", tmp_path / "none"), "the run does not exist"),
-        (("--run", tmp_path), "not a run directory"),
+        ((recipe, "--json", tmp_path / "no" / "x.json"), "the folder of --json does not exist"),
+        (("--run", tmp_path / "none"), "there is no such run"),
+        (("--run", tmp_path), "this is not a run's directory"),
         (("--run", tmp_path, "--plan", "dp=2"), "a run is explained as it was"),
     ):
         assert fact in typed(*words, code=2).stderr

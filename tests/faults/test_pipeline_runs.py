@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from plait.cli.main import app
 from plait.plan.schedule import Kind, Timeline
 from plait.plan.schedule.trace import read_trace
-from plait.plan.schedule.validate import needs
+from plait.plan.schedule.validate import dependencies
 from plait.train.metrics import read_metrics
 from support.cli_runs import LIMIT_S, STEPS, finish, last_step, start, wait_for_step, write_recipe
 
@@ -111,7 +111,7 @@ def check_in_time(timeline: Timeline) -> None:
         assert all(span.end > span.start for span in rank)
         assert all(one.end <= other.start for one, other in pairwise(rank))
     for action, span in spans.items():
-        for before in needs(action, timeline.schedule.num_stages):
+        for before in dependencies(action, timeline.schedule.num_stages):
             assert spans[before].end <= span.start, f"{action} began before {before} had ended"
 
 
@@ -226,14 +226,17 @@ def children_of(pid: int) -> list[int]:
         (["--plan", "pp=3 micro=4"], ["PlanError", "2 blocks cannot fill 3 stages", "2 stages"]),
         (["--plan", "pp=2 chunks=2 micro=4"], ["PlanError", "2 blocks cannot fill 4 stages"]),
         (["--plan", "pp=2 micro=4 stages=1,2"], ["PlanError", "do not add up", "stages=1,1"]),
-        (["--plan", "pp=2 micro=4 stages=2"], ["PlanError", "not as many", "expected: 2 numbers"]),
+        (
+            ["--plan", "pp=2 micro=4 stages=2"],
+            ["PlanError", "one block count per stage", "expected: 2 block counts"],
+        ),
         (["--plan", "pp=2 micro=3"], ["PlanError", "does not divide", "run.batch"]),
         (["--plan", "pp=2 micro=4 schedule=1f2b"], ["PlanError", "schedule", "1f1b"]),
         (["--plan", "pp=2 micro=4 schedule=inference"], ["PlanError", "schedule"]),
-        (["--plan", "pp=2 micro=2 schedule=zbv chunks=3"], ["ScheduleError", "2 stages on every rank"]),
+        (["--plan", "pp=2 micro=2 schedule=zbv chunks=3"], ["ScheduleError", "2 stages per rank"]),
         (
             ["--plan", "pp=2 micro=4 schedule=zb-h1 compile=true"],
-            ["PlanError", "taken apart", "compile=false"],
+            ["PlanError", "cannot be split", "compile=false"],
         ),
         (["--plan", "pp=2 micro=4 schedule=file:{here}/none.csv"], ["ScheduleError", "cannot be read"]),
         (["--plan", "pp=2 micro=4 schedule=file:{here}/three.csv"], ["other ranks", "3 ranks", "2 ranks"]),

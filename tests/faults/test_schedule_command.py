@@ -80,7 +80,7 @@ def test_pictures_are_written_and_warn_of_nothing(tmp_path: Path) -> None:
 
 def stretched(timeline: Timeline, factor: float) -> Timeline:
     """As if the ranks had waited longer before every action, and computed as fast."""
-    return Timeline.of(
+    return Timeline.from_spans(
         timeline.schedule,
         [
             [Span(s.action, s.start * factor, s.start * factor + s.end - s.start) for s in spans]
@@ -115,11 +115,11 @@ def test_a_trace_is_compared_with_what_its_durations_predict(tmp_path: Path) -> 
     ("words", "says"),
     [
         ([], ["ConfigError", "nothing to show", "plait schedule 1f1b"]),
-        (["1f2b", "--pp", "2", "--micro", "2"], ["ScheduleError", "no such schedule", "try     : 1f1b"]),
+        (["1f2b", "--pp", "2", "--micro", "2"], ["ScheduleError", "unknown schedule", "try     : 1f1b"]),
         (["1f1b", "--micro", "2"], ["how many ranks", "no --pp"]),
         (["1f1b", "--pp", "2"], ["how many micro-batches", "no --micro"]),
         (["1f1b", "--pp", "-2", "--micro", "2"], ["how many ranks", "--pp -2"]),
-        (["zbv", "--pp", "2", "--micro", "4", "--chunks", "3"], ["ScheduleError", "2 stages on every rank"]),
+        (["zbv", "--pp", "2", "--micro", "4", "--chunks", "3"], ["ScheduleError", "2 stages per rank"]),
         ([*SMALL, "--chunks", "-1"], ["ScheduleError", "-1"]),
         ([*SMALL, "--forward", "nan"], ["takes that long", "--forward nan"]),
         ([*SMALL, "--weight", "-1"], ["takes that long", "--weight -1"]),
@@ -130,10 +130,10 @@ def test_a_trace_is_compared_with_what_its_durations_predict(tmp_path: Path) -> 
         ([*SMALL, "--csv", "{here}/none/a.csv"], ["no folder for --csv"]),
         ([*SMALL, "--png", "{here}/a.txt"], ["cannot be drawn", ".png"]),
         (["file:{here}/none.csv"], ["ScheduleError", "cannot be read", "{here}/none.csv: No such file"]),
-        (["file:{here}/junk"], ["ScheduleError", "cell is no action", "'junk'"]),
+        (["file:{here}/junk"], ["ScheduleError", "invalid action in a schedule", "'junk'"]),
         (["file:{here}/bytes"], ["ScheduleError", "no text", "{here}/bytes"]),
         (["file:{here}/long"], ["ScheduleError", "no CSV", "{here}/long"]),
-        (["file:{here}/stuck.csv"], ["ScheduleError", "comes before what it needs", ">B0.0<"]),
+        (["file:{here}/stuck.csv"], ["ScheduleError", "comes before an action it depends on", ">B0.0<"]),
         (["file:{here}/one.csv", "--pp", "2"], ["other ranks", "one.csv: 1 ranks", "2 ranks"]),
         (["file:{here}/one.csv", "--micro", "2"], ["other micro-batches", "one.csv: 1"]),
         (["file:{here}/one.csv", "--chunks", "2"], ["which rank has which stages", "no --chunks"]),

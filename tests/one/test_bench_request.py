@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from plait.bench import Request, available_bytes, check_memory, parse_collectives, parse_sizes
 from plait.errors import ConfigError
-from plait.plan.cost_model import VERBS
+from plait.plan.cost_model import COLLECTIVES
 
 
 def test_sizes_are_a_range_by_powers_of_4_or_a_list() -> None:
@@ -28,12 +28,8 @@ def test_a_range_begins_and_ends_where_it_says_with_steps_of_at_most_4(one: int,
 
 
 def test_verbs_are_named_one_by_one_or_with_commas_in_the_usual_order_once() -> None:
-    assert parse_collectives([]) == VERBS
-    assert parse_collectives(["barrier,all-reduce", "reduce", "barrier"]) == (
-        "all-reduce",
-        "reduce",
-        "barrier",
-    )
+    assert parse_verbs([]) == COLLECTIVES
+    assert parse_verbs(["barrier,all-reduce", "reduce", "barrier"]) == ("all-reduce", "reduce", "barrier")
 
 
 def test_memory_is_asked_for_what_all_ranks_and_storages_take() -> None:
@@ -45,7 +41,7 @@ def test_memory_is_asked_for_what_all_ranks_and_storages_take() -> None:
     check_memory(request("both", ("barrier",)), 64, 0)
     for storage, local_ranks in (("both", 2), ("owned", 3)):  # 12
         with pytest.raises(ConfigError, match="too little memory") as caught:
-            check_memory(request(storage, VERBS), local_ranks, 10 << 20)
+            check_memory(request(storage, COLLECTIVES), local_ranks, 10 << 20)
         assert "1M on" in str(caught.value)
         assert "need 12M; 10M are available" in str(caught.value)
         assert str(caught.value).endswith("--sizes 1K:256K")

@@ -43,5 +43,5 @@ def test_what_ranks_take_makes_the_whole_tensor_again(lengths: list[list[int]]) 
 
 def test_a_whole_tensor_is_taken_without_a_copy() -> None:
     whole = torch.zeros(3, 4)
-    assert slice_boxes(whole, Boxes.whole((3, 4))).data_ptr() == whole.data_ptr()
+    assert slice_boxes(whole, Boxes.full((3, 4))).data_ptr() == whole.data_ptr()
     assert slice_boxes(torch.ones(()), Boxes(())).shape == ()

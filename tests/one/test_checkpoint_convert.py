@@ -249,7 +249,7 @@ def test_a_model_with_weights_of_its_own_is_given_no_others(
 ) -> None:
     found, _ = checkpoints("llama")
     convert(found, tmp_path / "out")
-    with pytest.raises(ModelError, match="has weights of its own"):
+    with pytest.raises(ModelError, match="already has weights"):
         parallelize(loaded(tmp_path / "out"), "dp=1", weights=tmp_path / "out", world=world)
 
 

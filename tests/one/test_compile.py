@@ -42,14 +42,14 @@ def test_a_compiled_run_is_the_uncompiled_one(how: str) -> None:
     def run(plan: str) -> tuple[float, dict[str, Tensor], plait.Engine]:
         engine = plait.parallelize(small_llama(), plan, optimizer_args=programs.ADAMW, seed=3)
         loss = engine.step({"input_ids": IDS, "labels": IDS}).loss
-        return loss, engine.whole_gradients(), engine
+        return loss, engine.full_gradients(), engine
 
     loss, gradients, _ = run(f"recompute={how}")
     found_loss, found, engine = run(f"recompute={how} compile=true")
     assert found_loss == pytest.approx(loss, rel=1e-6)
     difference, name = programs.largest_difference(found, gradients)
     assert difference < 1e-6, name
-    estimated = engine.predicted_memory((4, 32)).activations
+    estimated = engine.estimated_memory((4, 32)).activations
     measured = engine.memory().activations
     assert measured is not None
     assert estimated is not None
@@ -128,5 +128,5 @@ def test_a_missing_compiler_is_a_letter_before_anything_is_trained(
 
 
 def test_compile_without_blocks_is_a_letter() -> None:
-    with pytest.raises(PlanError, match="none were found"):
+    with pytest.raises(PlanError, match="the model has none"):
         plait.parallelize(nn.Linear(2, 2), "compile=true", loss=lambda *_: (torch.zeros(()), 1))

@@ -21,7 +21,7 @@ def engine_of(plan: str = "dp=1 precision=fp64", **options: Any) -> plait.Engine
 
 
 def weights_of(engine: plait.Engine) -> dict[str, Tensor]:
-    return engine.whole_parameters()
+    return engine.full_parameters()
 
 
 @pytest.mark.parametrize(
@@ -103,10 +103,10 @@ def test_all_parameters_in_one_group_all_decay_however_they_are_given(given: Giv
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (lambda model: [*model.parameters(), {"params": []}], "parameters or dicts of them, not both"),
-        (lambda model: [{"params": [*model.parameters()]}] * 2, "in two of param_groups"),
-        (lambda model: [next(model.parameters())], "none of them holds model.layers.0"),
-        (lambda _: programs.llama(on_meta=False).parameters(), "do not hold"),
+        (lambda model: [*model.parameters(), {"params": []}], "mixes parameters and dicts"),
+        (lambda model: [{"params": [*model.parameters()]}] * 2, "in two param_groups"),
+        (lambda model: [next(model.parameters())], "no group contains model.layers.0"),
+        (lambda _: programs.llama(on_meta=False).parameters(), "do not match"),
     ],
     ids=["both", "twice", "too few", "another model's"],
 )
@@ -148,7 +148,7 @@ def test_state_of_another_model_is_refused_before_anything_changes() -> None:
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_memory_is_foretold_within_two_percent(precision: str, recompute: str) -> None:
     engine = engine_of(f"dp=1 precision={precision} recompute={recompute}")
-    predicted = engine.predicted_memory((programs.SEQUENCES, programs.LENGTH))
+    predicted = engine.estimated_memory((programs.SEQUENCES, programs.LENGTH))
     engine.step(BATCH)
     measured = engine.memory()
     for category in ("parameters", "gradients", "master", "optimizer", "activations"):
@@ -157,8 +157,8 @@ def test_memory_is_foretold_within_two_percent(precision: str, recompute: str) -
 
 def test_recompute_keeps_less_for_backward() -> None:
     shape = (programs.SEQUENCES, programs.LENGTH)
-    plain = engine_of("dp=1").predicted_memory(shape).activations
-    assert engine_of("dp=1 recompute=full").predicted_memory(shape).activations < 0.6 * plain
+    plain = engine_of("dp=1").estimated_memory(shape).activations
+    assert engine_of("dp=1 recompute=full").estimated_memory(shape).activations < 0.6 * plain
 
 
 def test_evaluation_changes_nothing_that_training_sees() -> None:
@@ -222,7 +222,7 @@ def test_a_plain_module_that_was_built_on_meta_gets_its_own_initial_weights() ->
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
     engine = plait.parallelize(model, "dp=1", loss=lambda out, _: (out.sum(), 1))
-    weights = engine.whole_parameters()
+    weights = engine.full_parameters()
     assert torch.equal(weights["1.weight"], torch.ones(8))
     assert 0 < weights["0.weight"].abs().max() <= 8**-0.5
 
@@ -261,7 +261,7 @@ def test_mistakes_in_a_loop_of_ones_own_are_letters() -> None:
     with pytest.raises(PlanError, match="update without a gradient"):
         engine.update()
     engine.backward(engine.model(input_ids=ids, labels=ids).loss)
-    with pytest.raises(PlanError, match="more micro-batches than the plan has"):
+    with pytest.raises(PlanError, match="more micro-batches than plan.micro"):
         engine.backward(engine.model(input_ids=ids, labels=ids).loss)
     assert not engine.update().skipped
     with pytest.raises(ModelError, match="no labels"):
@@ -323,5 +323,5 @@ def test_a_batch_that_is_no_dict_and_a_loss_that_is_no_sum_are_letters() -> None
     with pytest.raises(ModelError, match="a batch is a dict"):
         engine.evaluate([BATCH["input_ids"]])
     mean = plait.parallelize(nn.Linear(4, 1), "dp=1", loss=lambda out, _: out.mean())
-    with pytest.raises(ModelError, match="the number of targets"):
+    with pytest.raises(ModelError, match="number of targets"):
         mean.step({"input": torch.ones(3, 4)})

@@ -13,7 +13,7 @@ from plait.estimate.dry_run import Cluster
 from plait.estimate.explain import Explanation, explain
 from plait.models import causal_lm_on_meta
 from plait.parallel import DataGroups
-from plait.plan import CommCount, CommKey, Grid, Plan, added
+from plait.plan import CommCount, CommKey, Grid, Plan, sum_traffic
 from plait.plan.schedule import Durations, make_schedule, simulate
 from plait.train.explain import format_ranks
 
@@ -48,14 +48,14 @@ def test_16384_ranks_are_explained_in_seconds() -> None:
     begun_s = time.process_time()
     found = explained(model, plan, cluster=cluster)
     assert time.process_time() - begun_s < 5.0
-    assert sorted(rank for row in found.alike for rank in row.ranks) == list(range(16_384))
-    assert len(found.alike) == 16
-    assert all(row.memory.activations for row in found.alike)
+    assert sorted(rank for row in found.rank_classes for rank in row.ranks) == list(range(16_384))
+    assert len(found.rank_classes) == 16
+    assert all(row.memory.activations for row in found.rank_classes)
 
 
 def test_a_rank_of_many_makes_its_own_groups_and_no_others() -> None:
     plan = Plan.parse("pp=16 dp=128 tp=8 zero=1 shard=16")
-    grid, rank = Grid.of(plan), 9_999
+    grid, rank = Grid.from_plan(plan), 9_999
     begun_s = time.process_time()
     mesh = Cluster("nccl", 8, CPU).mesh(grid, rank)
     groups = DataGroups.build(mesh, plan)
@@ -68,8 +68,8 @@ def test_a_rank_of_many_makes_its_own_groups_and_no_others() -> None:
 
 def test_ranks_that_hold_alike_are_one_row() -> None:
     found = explained(small(4), "pp=2 dp=2 tp=2")
-    assert [row.ranks for row in found.alike] == [(0, 1, 2, 3), (4, 5, 6, 7)]
-    assert [row.blocks for row in found.alike] == [
+    assert [row.ranks for row in found.rank_classes] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert [row.blocks for row in found.rank_classes] == [
         (("model.layers.0", "model.layers.1"),),
         (("model.layers.2", "model.layers.3"),),
     ]
@@ -77,12 +77,12 @@ def test_ranks_that_hold_alike_are_one_row() -> None:
     assert whole.of_rank(0).parameters == found.num_parameters
     assert whole.of_rank(0).traffic == {}
     apart = explained(small(4), "dp=4 algorithm=tree")
-    assert [row.ranks for row in apart.alike] == [(0,), (1,), (2,), (3,)]
+    assert [row.ranks for row in apart.rank_classes] == [(0,), (1,), (2,), (3,)]
 
 
 def test_hosts_that_share_no_memory_gather() -> None:
     one, two = (explained(small(2), "dp=4 zero=3", cluster=Cluster("host", size, CPU)) for size in (None, 2))
-    verbs = [{line.verb for line in of.of_rank(0).traffic["parameters"]} for of in (one, two)]
+    verbs = [{line.op for line in of.of_rank(0).traffic["parameters"]} for of in (one, two)]
     assert verbs == [{"barrier"}, {"all-gather"}]
     assert two.of_rank(0).memory.buffers > one.of_rank(0).memory.buffers
 
@@ -96,15 +96,15 @@ def test_where_a_host_ends_inside_of_a_group_its_ranks_gather_and_others_do_not(
 ) -> None:
     found = explained(small(2), plan, cluster=Cluster("host", host_size, CPU))
     for rank in range(found.grid.num_ranks):
-        verbs = {line.verb for line in found.of_rank(rank).traffic["parameters"]}
+        verbs = {line.op for line in found.of_rank(rank).traffic["parameters"]}
         assert verbs == ({"all-gather"} if rank in cut else {"barrier"})
 
 
 def test_columns_whose_data_ranks_lie_otherwise_on_hosts_are_not_alike() -> None:
     found = explained(small(2), "dp=3 tp=2 algorithm=two-level", cluster=Cluster("gloo", 3, CPU))
-    assert [row.ranks for row in found.alike] == [(rank,) for rank in range(6)]
+    assert [row.ranks for row in found.rank_classes] == [(rank,) for rank in range(6)]
     aligned = explained(small(2), "dp=3 tp=2 algorithm=two-level", cluster=Cluster("gloo", 2, CPU))
-    assert [row.ranks for row in aligned.alike] == [(0, 1), (2, 3), (4, 5)]
+    assert [row.ranks for row in aligned.rank_classes] == [(0, 1), (2, 3), (4, 5)]
 
 
 def test_the_bubble_is_that_of_the_schedule() -> None:
@@ -134,7 +134,7 @@ def test_the_model_is_left_as_it_was() -> None:
 
 
 def test_meta_tensors_are_heard_of_by_nobody_but_a_dry_world() -> None:
-    mesh = Cluster("gloo", None, CPU).mesh(Grid.along(col=4), 1)
+    mesh = Cluster("gloo", None, CPU).mesh(Grid.from_degrees(col=4), 1)
     all_reduce(torch.ones(3, device="meta"), mesh.group("col"))
     assert mesh.world.comm_log.read() == {CommKey(("col",), "", "all-reduce"): CommCount(1, 12)}
 
@@ -154,7 +154,7 @@ class Looking(nn.Module):
 
 def test_a_model_that_needs_values_gets_a_letter() -> None:
     micro = {"x": torch.ones(2, 4), "labels": torch.ones(2, 4)}
-    with pytest.raises(ModelError, match="cannot be run without values"):
+    with pytest.raises(ModelError, match="cannot run on meta tensors"):
         explain(Looking(), "dp=2", micro, loss=lambda out, _: (out.sum(), 1))
 
 
@@ -162,13 +162,13 @@ def test_what_cannot_be_is_refused_as_it_would_be_on_ranks() -> None:
     with pytest.raises(PlanError, match="cannot fill"):
         explained(small(2), "pp=4")
     gpus = Cluster("nccl", 8, torch.device("cuda"))
-    with pytest.raises(PlanError, match="algorithms by name are for CPU ranks"):
+    with pytest.raises(PlanError, match="named all-reduce algorithms need CPU ranks"):
         explained(small(2), "dp=2 algorithm=ring", cluster=gpus)
-    with pytest.raises(PlanError, match="offload=disk is for ranks that compute on the CPU"):
+    with pytest.raises(PlanError, match="offload=disk needs CPU ranks"):
         explained(small(2), "dp=2 offload=disk precision=bf16", cluster=gpus)
-    with pytest.raises(PlanError, match="needs the model's repeated blocks"):
+    with pytest.raises(PlanError, match="needs repeated blocks"):
         explain(nn.Linear(4, 4), "recompute=full", {"input": torch.ones(2, 4)})
-    with pytest.raises(ConfigError, match="the optimizer is given by its class"):
+    with pytest.raises(ConfigError, match="optimizer must be a class"):
         explained(small(2), "dp=2", optimizer="adamw")
 
 
@@ -180,7 +180,7 @@ def test_a_micro_batch_of_nothing_gets_a_letter() -> None:
 def test_strands_add_up_to_all_that_is_said() -> None:
     row = explained(small(2), "pp=2 dp=2 tp=2 zero=3 micro=2", cluster=Cluster("gloo", None, CPU)).of_rank(0)
     assert set(row.traffic) == {"layers", "parameters", "gradients", "stages", "step"}
-    total = added(row.traffic.values())
+    total = sum_traffic(row.traffic.values())
     assert sum(t.num_bytes for t in total.values()) == sum(
         t.num_bytes for traffic in row.traffic.values() for t in traffic.values()
     )

@@ -64,7 +64,7 @@ def trained(tmp_path: Path, world: World) -> tuple[RunDir, Engine]:
 
 def _save(run: RunDir, engine: Engine, step: int, *more: StateShard) -> None:
     facts = {"model": {"config": GLM, "path": None}, "plan": "dp=1"}
-    Saver(run.checkpoints, engine.world, keep=Keep(1)).save(step, [*engine.kept(), *more], facts)
+    Saver(run.checkpoints, engine.world, keep=Keep(1)).save(step, [*engine.state_shards(), *more], facts)
 
 
 def _recipe(here: Path) -> Recipe:

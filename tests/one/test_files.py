@@ -50,8 +50,8 @@ def test_only_a_plain_file_has_a_size(tmp_path: Path) -> None:
     plain = tmp_path / "plain"
     plain.write_bytes(b"12345")
     (tmp_path / "link").symlink_to(plain)
-    assert fileio.plain_file_bytes(plain) == 5
-    assert fileio.plain_file_bytes(tmp_path / "link") is None
-    assert fileio.plain_file_bytes(tmp_path) is None
+    assert fileio.regular_file_bytes(plain) == 5
+    assert fileio.regular_file_bytes(tmp_path / "link") is None
+    assert fileio.regular_file_bytes(tmp_path) is None
     with pytest.raises(FileNotFoundError):
-        fileio.plain_file_bytes(tmp_path / "missing")
+        fileio.regular_file_bytes(tmp_path / "missing")

@@ -38,7 +38,7 @@ def quickest(run: Any) -> float:
 
 def test_the_coordinates_of_16384_ranks_are_computed_in_milliseconds() -> None:
     def all_coords() -> None:
-        grid = Grid.of(PLAN)
+        grid = Grid.from_plan(PLAN)
         coords = [grid.coord(rank) for rank in range(grid.num_ranks)]
         assert len(coords) == 16_384
 
@@ -47,7 +47,7 @@ def test_the_coordinates_of_16384_ranks_are_computed_in_milliseconds() -> None:
 
 def test_a_mesh_makes_a_group_when_it_is_asked_for_and_once() -> None:
     world: Any = Remembers()
-    mesh = Mesh(world, Grid.of(PLAN))
+    mesh = Mesh(world, Grid.from_plan(PLAN))
     assert not world.made
     mesh.group("row", "col")
     mesh.group("row", "col")
@@ -59,7 +59,7 @@ def test_one_rank_of_16384_makes_its_own_groups_alone_in_milliseconds() -> None:
 
     def groups() -> None:
         worlds.append(Remembers())
-        DataGroups.build(Mesh(worlds[-1], Grid.of(PLAN)), PLAN)
+        DataGroups.of(Mesh(worlds[-1], Grid.from_plan(PLAN)), PLAN)
 
     assert quickest(groups) < ENOUGH_S
     made = worlds[0].made
@@ -75,9 +75,9 @@ def test_what_the_ranks_of_a_model_hold_does_not_grow_with_the_data_ranks() -> N
     names = dict(model.named_parameters())
     homes = {name: _stage_of(name) for name in names}
     cut = StageAssignment(tuple((stage, stage + 1) for stage in range(16)), homes, {})
-    places = TPCoord.all_of(build_tp_plan(model, 2, 4, sequence=False, blocks=blocks))
+    places = TPCoord.all_coords(tensor_plan(model, 2, 4, sequence=False, blocks=blocks))
     rank_of = {stage: stage for stage in range(16)}
-    held = ShardMap.from_plan(model, facts, cut, rank_of, Grid.of(PLAN), places, PLAN)
+    held = ShardMap.of(model, facts, cut, rank_of, Grid.from_plan(PLAN), places, PLAN)
     assert len(held.layouts) == 16 * 8, "one copy's, not 128 of them"
     assert held.num_parameters == sum(parameter.numel() for parameter in names.values())
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from plait.api import check_cuts, parallelize
+from plait.api import check_shardable, parallelize
 from plait.comm import connect
 from plait.engine.loss import choose_loss
 from plait.errors import ModelError, PlanError
@@ -82,7 +82,7 @@ def test_a_meta_model_comes_to_life_as_transformers_would_have_it(kind: str) -> 
     model = small(kind)
     torch.manual_seed(1)
     reference = AutoModelForCausalLM.from_config(model.config)
-    ours = parallelize(model, "dp=1", seed=1).whole_parameters()
+    ours = parallelize(model, "dp=1", seed=1).full_parameters()
     for name, theirs in reference.named_parameters():
         spread = theirs.std(correction=0).item()
         assert ours[name].std(correction=0).item() == pytest.approx(spread, rel=0.25, abs=1e-12), name
@@ -94,11 +94,11 @@ def test_a_meta_model_comes_to_life_as_transformers_would_have_it(kind: str) -> 
 
 
 def test_a_modules_initial_weights_depend_on_seed_and_name_alone() -> None:
-    two = parallelize(small("llama"), "dp=1", seed=1).whole_parameters()
-    again = parallelize(small("llama"), "dp=1", seed=1).whole_parameters()
-    other = parallelize(small("llama"), "dp=1", seed=2).whole_parameters()
+    two = parallelize(small("llama"), "dp=1", seed=1).full_parameters()
+    again = parallelize(small("llama"), "dp=1", seed=1).full_parameters()
+    other = parallelize(small("llama"), "dp=1", seed=2).full_parameters()
     deeper_model = causal_lm_on_meta({**small("llama").config.to_dict(), "num_hidden_layers": 3})
-    deeper = parallelize(deeper_model, "dp=1", seed=1).whole_parameters()
+    deeper = parallelize(deeper_model, "dp=1", seed=1).full_parameters()
     for name, tensor in two.items():
         assert torch.equal(tensor, again[name])
         assert torch.equal(tensor, deeper[name])
@@ -169,7 +169,7 @@ def test_a_configuration_is_read_from_a_directory_and_weights_are_loaded(tmp_pat
     on_meta = causal_lm_on_meta(tmp_path)
     assert all(p.is_meta for p in on_meta.parameters())
     assert on_meta.config.hidden_size == 32
-    loaded = parallelize(pretrained_causal_lm(str(tmp_path)), "dp=1").whole_parameters()
+    loaded = parallelize(pretrained_causal_lm(str(tmp_path)), "dp=1").full_parameters()
     assert all(torch.equal(loaded[name], p) for name, p in reference.named_parameters())
 
 
@@ -197,7 +197,7 @@ def test_a_misspelt_model_type_is_answered_with_the_nearest() -> None:
 def test_a_model_without_a_loss_of_its_own_needs_one() -> None:
     """In `step`, which computes it; a loop of one's own has its own."""
     engine = parallelize(nn.Linear(2, 2), "dp=1")
-    with pytest.raises(ModelError, match="does not say what its loss is"):
+    with pytest.raises(ModelError, match="has no default loss"):
         engine.step({"input": torch.ones(1, 2)})
     engine.backward(engine.model(torch.ones(1, 2)).sum())
     assert not engine.update().skipped
@@ -209,8 +209,8 @@ def test_a_model_without_a_loss_of_its_own_needs_one() -> None:
 
 @pytest.mark.parametrize("words", ["recompute=full", "compile=true"])
 def test_what_is_for_blocks_is_refused_before_a_rank_starts_where_there_are_none(words: str) -> None:
-    with pytest.raises(PlanError, match="none were found"):
-        check_cuts(nn.Linear(2, 2), Plan.parse(words))
+    with pytest.raises(PlanError, match="the model has none"):
+        check_shardable(nn.Linear(2, 2), Plan.parse(words))
 
 
 def test_this_process_is_a_world_of_one() -> None:
@@ -244,7 +244,7 @@ class _LooksAtValues(nn.Module):
 
 def test_a_model_that_cannot_run_without_values_is_trained_all_the_same() -> None:
     engine = parallelize(_LooksAtValues(), "dp=1", loss=lambda out, _: (out.sum(), 1))
-    predicted = engine.predicted_memory((2, 8))
+    predicted = engine.estimated_memory((2, 8))
     assert predicted.activations is None
     assert predicted.total > 0
     engine.step({"input_ids": torch.arange(16).view(2, 8)})
@@ -253,5 +253,5 @@ def test_a_model_that_cannot_run_without_values_is_trained_all_the_same() -> Non
 
 def test_a_model_without_trainable_parameters_is_refused() -> None:
     frozen = nn.Linear(2, 2).requires_grad_(False)
-    with pytest.raises(ModelError, match="nothing to train"):
+    with pytest.raises(ModelError, match="no trainable parameters"):
         parallelize(frozen, "dp=1", loss=lambda *_: (torch.zeros(()), 1))

@@ -51,7 +51,7 @@ def steps_of(model: nn.Module, plan: str) -> tuple[list[float], dict[str, Tensor
     losses = [engine.step(batch).loss for batch in programs.batches(2)]
     activations = engine.memory().activations
     assert activations is not None
-    return losses, engine.whole_parameters(), activations
+    return losses, engine.full_parameters(), activations
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp64", "bf16"])
@@ -75,7 +75,7 @@ def test_recompute_changes_no_bit_with_dropout_active(attention: str, precision:
 @pytest.mark.parametrize("build", [programs.rough_llama, gpt2])
 def test_bytes_that_recompute_keeps_are_foretold(build: Any, how: str, precision: str) -> None:
     engine = plait.parallelize(build(), f"precision={precision} recompute={how}")
-    predicted = engine.predicted_memory(SHAPE).activations
+    predicted = engine.estimated_memory(SHAPE).activations
     assert predicted is not None
     engine.step(BATCH)
     assert engine.memory().activations == pytest.approx(predicted, rel=0.02)
@@ -84,7 +84,7 @@ def test_bytes_that_recompute_keeps_are_foretold(build: Any, how: str, precision
 @pytest.mark.parametrize("build", [programs.rough_llama, gpt2, experts])
 def test_selective_keeps_less_than_none_and_more_than_full(build: Any) -> None:
     def estimated(how: str) -> int:
-        saved = plait.parallelize(build(), f"recompute={how}").predicted_memory(SHAPE).activations
+        saved = plait.parallelize(build(), f"recompute={how}").estimated_memory(SHAPE).activations
         assert saved is not None
         return saved
 
@@ -95,7 +95,7 @@ def test_selective_keeps_less_than_none_and_more_than_full(build: Any) -> None:
 def test_experts_are_recomputed_and_foretold_too(how: str) -> None:
     plain = steps_of(experts(), "dp=1")
     engine = plait.parallelize(experts(), f"recompute={how}", optimizer_args=programs.ADAMW, seed=3)
-    predicted = engine.predicted_memory(SHAPE).activations
+    predicted = engine.estimated_memory(SHAPE).activations
     assert [engine.step(batch).loss for batch in programs.batches(2)] == plain[0]
     assert engine.memory().activations == pytest.approx(predicted, rel=0.02)
     assert engine.memory().activations < plain[2]
@@ -267,7 +267,7 @@ def test_a_block_that_does_something_else_in_backward_is_a_letter() -> None:
 
 @pytest.mark.parametrize("how", HOWS)
 def test_recompute_without_blocks_is_a_letter(how: str) -> None:
-    with pytest.raises(PlanError, match="none were found") as caught:
+    with pytest.raises(PlanError, match="the model has none") as caught:
         plait.parallelize(nn.Linear(2, 2), f"recompute={how}", loss=lambda *_: (torch.zeros(()), 1))
     assert how in str(caught.value)
 

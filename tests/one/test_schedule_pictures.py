@@ -27,7 +27,7 @@ def uniform(schedule: Schedule, **times: float) -> Timeline:
 
 def late(timeline: Timeline) -> Timeline:
     """The same, counted from another moment."""
-    return Timeline.of(
+    return Timeline.from_spans(
         timeline.schedule,
         [[Span(s.action, s.start + 7.0, s.end + 7.0) for s in spans] for spans in timeline.ranks],
     )

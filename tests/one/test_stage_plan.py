@@ -51,9 +51,9 @@ def test_experts_cost_what_a_token_uses_of_them() -> None:
 def test_blocks_are_dealt_by_hand() -> None:
     cut = planned(llama(), 3, given=(1, 2, 5))
     assert cut.blocks == ((0, 1), (1, 3), (3, 8))
-    assert cut.homes["model.layers.0.mlp.up_proj.weight"] == 0
-    assert cut.homes["model.layers.2.mlp.up_proj.weight"] == 1
-    assert cut.homes["lm_head.weight"] == 2
+    assert cut.owner["model.layers.0.mlp.up_proj.weight"] == 0
+    assert cut.owner["model.layers.2.mlp.up_proj.weight"] == 1
+    assert cut.owner["lm_head.weight"] == 2
 
 
 def test_nothing_of_the_model_changes() -> None:
@@ -90,7 +90,7 @@ class Body(nn.Module):
 
 
 def test_what_cannot_run_ahead_goes_by_where_it_is_registered() -> None:
-    homes = planned(Body(), 3).homes
+    homes = planned(Body(), 3).owner
     assert {homes[f"enter.{key}"] for key in ("weight", "bias", "running_mean")} == {0}
     assert {homes[f"leave.{key}"] for key in ("weight", "bias", "running_mean")} == {2}
     assert homes["head.weight"] == 2

@@ -336,7 +336,7 @@ def test_a_stage_holds_its_own_and_of_the_others_nothing() -> None:
     whole = dict(model.named_parameters())
     assert {**mine[0], **mine[1]}.keys() == whole.keys()
     for name, parameter in whole.items():
-        assert mine[cut.homes[name]][name] is parameter
+        assert mine[cut.owner[name]][name] is parameter
     head = stages[0].module.lm_head.weight
     assert (head.shape, head.untyped_storage().nbytes()) == (model.lm_head.weight.shape, 8)
     assert bool(head.isnan().all())
@@ -351,7 +351,7 @@ def test_one_stage_is_the_model() -> None:
     cut, (stage,) = stages_by_hand.stages_of(model, 1)
     assert stage.module is model
     assert stage.blocks == blocks_of(model)
-    assert set(cut.homes.values()) == {0}
+    assert set(cut.owner.values()) == {0}
     assert not cut.shared
 
 

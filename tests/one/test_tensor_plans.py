@@ -126,7 +126,8 @@ def test_the_loss_differs_where_heads_are_not_this_columns() -> None:
     plan = plan_of(model, 1, 2)
     assert plan.arguments
     swapped = [
-        replace(cut, cut=DimSharding("col", tuple(reversed(cut.cut.ranges)))) for cut in plan.arguments
+        replace(cut, sharding=DimSharding("col", tuple(reversed(cut.sharding.ranges))))
+        for cut in plan.arguments
     ]
     assert "loss" in differences(model, replace(plan, arguments=tuple(swapped)))
 
@@ -340,7 +341,7 @@ def test_a_parameter_in_the_stream_that_nobody_knows_is_refused_over_rows_alone(
         ),
         (
             {"blocks.*.attn.qkv": "packed_colwise:3/12"},
-            r"heads of blocks\.0\.attn cannot be cut over 4 columns",
+            r"cannot shard the heads of blocks\.0\.attn over 4 columns",
         ),
         ({"blocks.*.fc1": "mla_kv_a_proj"}, "rotary part of blocks.0.fc1's output has unknown width"),
         (

@@ -11,8 +11,8 @@ from plait.cli.main import app
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--model", "llama", "--plan", "pp=5 stages=4,4"], "PlanError: stages are not as many"),
-        (["--model", "lama", "--plan", "dp=2"], "ModelError: unknown model"),
+        (["--model", "llama", "--plan", "pp=5 stages=4,4"], "PlanError: stages does not give"),
+        (["--model", "lama", "--plan", "dp=2"], "ModelError: there is no such model"),
         (
             ["--model", "support.verify_models:no_model", "--plan", "dp=2"],
             "ModelError: the function did not return a model",

@@ -39,7 +39,7 @@ def test_simpler_plans_lack_one_part_each() -> None:
     assert simpler_plans(Plan()) == {}
 
 
-GRID = Grid.along(pp=2, replicate=2, col=2)
+GRID = Grid.from_degrees(pp=2, replicate=2, col=2)
 
 
 @pytest.mark.parametrize(

@@ -31,14 +31,8 @@ from plait.plan.collectives import (
     sent,
     tree_reduce,
 )
-from plait.plan.cost_model import (
-    Link,
-    best_segments,
-    chain_broadcast_s,
-    cost_s,
-    tree_broadcast_s,
-    two_level_cost_s,
-)
+from plait.plan.cost_model import Link, best_segments, chain_broadcast_s, cost_s
+from support.collective_cost import tree_broadcast_s, two_level_cost_s
 
 NUM_RANKS = st.integers(1, 17)
 NUMELS = st.integers(0, 60)

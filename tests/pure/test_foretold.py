@@ -8,10 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.plan import CommCount, CommKey, Grid, Layout, Plan, TensorFact, UnitFact, added, between
-from plait.plan.comm_log import of_rows, to_rows
+from plait.plan import (
+    CommCount,
+    CommKey,
+    Grid,
+    Layout,
+    ParamInfo,
+    Plan,
+    UnitInfo,
+    subtract_traffic,
+    sum_traffic,
+)
+from plait.plan.comm_log import from_rows, to_rows
 from plait.plan.estimate.traffic import RankFacts, StageFacts, TransportFacts, ring_bytes, step_traffic
-from plait.plan.prefetch import ExecOrder, PrefetchWalk, gathers
+from plait.plan.prefetch import ExecOrder, PrefetchWalk, planned_gathers
 from plait.plan.schedule import make_schedule
 
 NUMEL = 3 * 4096  # of all units together; nothing is padded up to 16 ranks
@@ -21,22 +31,22 @@ BLOCKS = ("a", "b", "c")
 def facts_of(text: str, rank: int = 0, *, shares: bool = False) -> RankFacts:
     """Of a model of three units, which a stage has all of; gradients travel in what the model computes in."""
     plan = Plan.parse(text)
-    units = [UnitFact(name, (TensorFact(f"{name}.weight", (64, 64), 0),)) for name in BLOCKS]
+    units = [UnitInfo(name, (ParamInfo(f"{name}.weight", (64, 64), 0),)) for name in BLOCKS]
     schedule = make_schedule(plan.schedule, plan.pp, plan.micro, plan.chunks)
-    layout = Layout.of(units, plan.shard_degree)
+    layout = Layout.build(units, plan.shard_degree)
     said = {CommKey(("col",), "", "all-reduce"): CommCount(2, 100)} if plan.cols > 1 else {}
     uses = ExecOrder(BLOCKS, BLOCKS[::-1])
     stage = StageFacts(layout, said, uses, output=(640,), gradient=(640,))
     wide = {"bf16": 2, "fp64": 8}.get(plan.precision, 4)
     terms = TransportFacts(wide, shares, exchanges=False, host_size=plan.num_ranks)
-    return RankFacts(plan, Grid.of(plan), rank, schedule, [stage] * schedule.num_stages, {}, terms)
+    return RankFacts(plan, Grid.from_plan(plan), rank, schedule, [stage] * schedule.num_stages, {}, terms)
 
 
 def sent_elements(text: str, **options: Any) -> float:
     """By a rank for parameters and gradients, in a ring, in units of all parameters."""
     facts = facts_of(f"{text} precision=bf16", **options)
     said = step_traffic(facts)
-    moved = added(said.get(strand, {}) for strand in ("parameters", "gradients"))
+    moved = sum_traffic(said.get(strand, {}) for strand in ("parameters", "gradients"))
     moved = {line: tally for line, tally in moved.items() if tally.num_bytes > 100}  # no votes
     return ring_bytes(moved, facts.grid) / (2 * NUMEL)
 
@@ -90,8 +100,8 @@ def test_what_ranks_of_a_pipeline_send_others_receive(pp: int, chunks: int, micr
     text = f"pp={pp} schedule={name} chunks={chunks} micro={micro}"
     found = [step_traffic(facts_of(text, rank)).get("stages", {}) for rank in range(pp)]
     sent, received = (
-        added(
-            {CommKey(line.axes, line.lane, ""): t for line, t in of.items() if line.verb == verb}
+        sum_traffic(
+            {CommKey(line.axes, line.channel, ""): t for line, t in of.items() if line.op == verb}
             for of in found
         )
         for verb in ("send", "receive")
@@ -110,7 +120,7 @@ def test_what_ranks_of_a_pipeline_send_others_receive(pp: int, chunks: int, micr
 )
 def test_every_use_finds_its_unit_gathered(uses: int, prefetch: int, passes: list[bool], keeps: bool) -> None:
     order = list(range(uses))
-    found = gathers(ExecOrder(order, order[::-1]), passes, prefetch, keeps=keeps)
+    found = planned_gathers(ExecOrder(order, order[::-1]), passes, prefetch, keeps=keeps)
     assert set(found) == (set(order) if passes else set())
     if keeps:
         assert len(found) == len(set(found))
@@ -121,29 +131,29 @@ def test_every_use_finds_its_unit_gathered(uses: int, prefetch: int, passes: lis
 
 def test_what_is_pinned_is_gathered_once_for_a_forward_and_its_backward() -> None:
     uses = ExecOrder(["a", "b", "c"], ["c", "b", "a"], {"a"})
-    assert gathers(uses, [False, True], 0, keeps=False) == ["a", "b", "c", "b"]
-    assert gathers(uses, [True], 0, keeps=False) == ["a", "c", "b"]
+    assert planned_gathers(uses, [False, True], 0, keeps=False) == ["a", "b", "c", "b"]
+    assert planned_gathers(uses, [True], 0, keeps=False) == ["a", "c", "b"]
 
 
 def test_a_walk_begins_gathers_as_far_ahead_as_it_may() -> None:
-    walk = PrefetchWalk(["a", "b", "c"], 1, (), frees=True)
-    assert [walk.step() for _ in range(3)] == [["a", "b"], ["c"], []]
+    walk = PrefetchWalk(["a", "b", "c"], 1, (), reshards=True)
+    assert [walk.advance() for _ in range(3)] == [["a", "b"], ["c"], []]
 
 
 def test_named_algorithms_send_what_they_receive_over_all_ranks() -> None:
     for name, ranks in itertools.product(("naive", "ring", "tree", "halving", "two-level"), (2, 3, 4)):
         said = [step_traffic(facts_of(f"dp={ranks} algorithm={name}", rank)) for rank in range(ranks)]
         totals = [
-            sum(t.num_bytes for of in said for line, t in of["gradients"].items() if line.verb == verb)
+            sum(t.num_bytes for of in said for line, t in of["gradients"].items() if line.op == verb)
             for verb in ("send", "receive")
         ]
         assert totals[0] == totals[1] > 0
 
 
 def test_traffic_survives_json() -> None:
-    traffic = added(step_traffic(facts_of("pp=2 dp=4 tp=2 zero=3 shard=2 micro=2")).values())
-    assert of_rows(to_rows(traffic)) == traffic
-    assert between({}, traffic) == traffic
+    traffic = sum_traffic(step_traffic(facts_of("pp=2 dp=4 tp=2 zero=3 shard=2 micro=2")).values())
+    assert from_rows(to_rows(traffic)) == traffic
+    assert subtract_traffic({}, traffic) == traffic
 
 
 def test_a_rank_of_16384_is_foretold_in_a_moment() -> None:

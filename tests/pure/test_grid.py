@@ -30,7 +30,7 @@ def test_the_groups_along_any_axes_deal_out_all_ranks_once(grid: Grid, axes: set
 
 
 def test_neighbours_on_the_innermost_axis_are_neighbouring_ranks() -> None:
-    grid = Grid.along(pp=2, replicate=2, row=2, col=2)
+    grid = Grid.from_degrees(pp=2, replicate=2, row=2, col=2)
     assert grid.group(0, "col") == (0, 1)
     assert grid.group(5, "row") == (5, 7)
     assert grid.group(5, "row", "col") == (4, 5, 6, 7)
@@ -39,20 +39,20 @@ def test_neighbours_on_the_innermost_axis_are_neighbouring_ranks() -> None:
 
 
 def test_data_parallel_ranks_lie_on_replicate() -> None:
-    grid = Grid.of(Plan(dp=6))
+    grid = Grid.from_plan(Plan(dp=6))
     assert grid.degree("replicate") == grid.num_ranks == 6
     assert grid.group(4, "replicate", "shard") == tuple(range(6))
 
 
 def test_a_large_grid_answers_without_listing_its_ranks() -> None:
-    grid = Grid.along(pp=16, replicate=8, shard=16, col=8)
+    grid = Grid.from_degrees(pp=16, replicate=8, shard=16, col=8)
     assert grid.num_ranks == 16_384
     assert grid.rank(grid.coord(16_383)) == 16_383
     assert grid.group(16_383, "col") == tuple(range(16_376, 16_384))
 
 
 def test_coordinates_of_16384_ranks_take_milliseconds() -> None:
-    grid = Grid.along(pp=16, replicate=8, shard=16, col=8)
+    grid = Grid.from_degrees(pp=16, replicate=8, shard=16, col=8)
     begun_s = time.process_time()
     places = {tuple(grid.coord(rank).values()) for rank in range(grid.num_ranks)}
     assert time.process_time() - begun_s < 0.5  # some 40 ms; a shared core may be slow

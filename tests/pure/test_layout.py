@@ -11,13 +11,13 @@ from plait.plan import (
     Box,
     Boxes,
     Layout,
+    ParamInfo,
+    ParamShard,
     ParamSharding,
-    Piece,
     Plan,
-    TensorFact,
     TPCoord,
     TPPlan,
-    UnitFact,
+    UnitInfo,
     UnitLayout,
     model_state_bytes,
 )
@@ -27,7 +27,7 @@ from plait.plan.sharding import DimSharding
 shapes = st.lists(st.integers(1, 7), max_size=3).map(tuple)
 groups = st.sampled_from([0, 1, 2])
 units = st.lists(st.tuples(shapes, groups), min_size=1, max_size=8).map(
-    lambda facts: UnitFact("u", tuple(TensorFact(f"t{i}", s, g) for i, (s, g) in enumerate(facts)))
+    lambda facts: UnitInfo("u", tuple(ParamInfo(f"t{i}", s, g) for i, (s, g) in enumerate(facts)))
 )
 shards = st.sampled_from([1, 2, 3, 8])
 boxes = st.integers(0, 3).flatmap(
@@ -36,57 +36,57 @@ boxes = st.integers(0, 3).flatmap(
 
 
 @given(units, shards)
-def test_pieces_are_aligned_do_not_overlap_and_hold_every_tensor_whole(fact: UnitFact, ranks: int) -> None:
-    layout = UnitLayout.of(fact, ranks)
+def test_pieces_are_aligned_do_not_overlap_and_hold_every_tensor_whole(fact: UnitInfo, ranks: int) -> None:
+    layout = UnitLayout.build(fact, ranks)
     end = 0
-    for piece in layout.pieces:
+    for piece in layout.params:
         assert piece.start % ALIGNMENT == 0
         assert end <= piece.start < end + ALIGNMENT
-        assert piece.boxes == Boxes.whole(piece.whole_shape)
+        assert piece.boxes == Boxes.full(piece.full_shape)
         end = piece.stop
     assert end <= layout.numel < end + ALIGNMENT + ranks * RANGE_ALIGNMENT
-    assert {p.name: p.whole_shape for p in layout.pieces} == {t.name: t.shape for t in fact.tensors}
-    held = [range(p.start, p.stop) for p in layout.pieces]
+    assert {p.name: p.full_shape for p in layout.params} == {t.name: t.shape for t in fact.tensors}
+    held = [range(p.start, p.stop) for p in layout.params]
     assert sorted(i for r in (*held, *(range(*gap) for gap in layout.gaps)) for i in r) == list(
         range(layout.numel)
     )
 
 
 @given(units, shards)
-def test_a_group_holds_just_the_pieces_of_its_kind(fact: UnitFact, ranks: int) -> None:
-    layout = UnitLayout.of(fact, ranks)
+def test_a_group_holds_just_the_pieces_of_its_kind(fact: UnitInfo, ranks: int) -> None:
+    layout = UnitLayout.build(fact, ranks)
     kinds = {tensor.name: tensor.group for tensor in fact.tensors}
     covered = 0
     for group, start, stop in layout.groups:
         assert start == covered
         covered = stop
-        inside = [piece for piece in layout.pieces if start <= piece.start < stop]
+        inside = [piece for piece in layout.params if start <= piece.start < stop]
         assert inside
         assert all(kinds[piece.name] == group and piece.stop <= stop for piece in inside)
-    assert layout.pieces[-1].stop <= covered <= layout.numel
+    assert layout.params[-1].stop <= covered <= layout.numel
 
 
 @given(units, shards)
-def test_every_element_is_owned_once_and_in_its_group(fact: UnitFact, ranks: int) -> None:
-    layout = UnitLayout.of(fact, ranks)
+def test_every_element_is_owned_once_and_in_its_group(fact: UnitInfo, ranks: int) -> None:
+    layout = UnitLayout.build(fact, ranks)
     owned: dict[int, int] = {}
     for rank in range(ranks):
-        low, high = layout.owned(rank)
+        low, high = layout.owned_range(rank)
         assert high - low == layout.range_numel
         assert low % RANGE_ALIGNMENT == 0
         for group, start, stop in layout.owned_groups(rank):
             for element in range(low + start, low + stop):
                 assert owned.setdefault(element, group) == group
         for lap in layout.overlaps(low, high):
-            assert lap.piece.start + lap.start == low + lap.at
+            assert lap.shard.start + lap.start == low + lap.at
     assert owned == {e: group for group, start, stop in layout.groups for e in range(start, stop)}
-    laps = [lap for rank in range(ranks) for lap in layout.overlaps(*layout.owned(rank))]
-    assert sum(lap.stop - lap.start for lap in laps) == sum(piece.boxes.numel for piece in layout.pieces)
+    laps = [lap for rank in range(ranks) for lap in layout.overlaps(*layout.owned_range(rank))]
+    assert sum(lap.stop - lap.start for lap in laps) == sum(piece.boxes.numel for piece in layout.params)
 
 
 def test_frozen_tensors_are_a_unit_of_their_own() -> None:
-    facts = UnitFact("block", (TensorFact("a", (4,), 0), TensorFact("w", (64, 64), None)))
-    layout = Layout.of([facts], shards=2)
+    facts = UnitInfo("block", (ParamInfo("a", (4,), 0), ParamInfo("w", (64, 64), None)))
+    layout = Layout.build([facts], num_shards=2)
     assert [(u.name, u.block, u.trains) for u in layout.units] == [
         ("block", "block", True),
         ("block (frozen)", "block", False),
@@ -108,12 +108,12 @@ def test_the_intersection_of_boxes_holds_the_points_of_both(pair: tuple[list, li
         assert (a & both, b & both) == (both, both)
 
 
-def _bytes(plan: str, incoming_bytes: int, states: int = 2) -> tuple[int, ...]:
+def _bytes(plan: str, grad_itemsize: int, states: int = 2) -> tuple[int, ...]:
     """Bytes per element of parameters, gradients, master weights and optimizer states."""
     parsed = Plan.parse(plan)
-    layout = Layout.of([UnitFact("u", (TensorFact("w", (128, 128), 0),))], parsed.shard_degree)
+    layout = Layout.build([UnitInfo("u", (ParamInfo("w", (128, 128), 0),))], parsed.shard_degree)
     assert layout.num_parameters == layout.numel == 128 * 128
-    use = model_state_bytes(layout, parsed, states_per_element=states, incoming_bytes=incoming_bytes)
+    use = model_state_bytes(layout, parsed, states_per_element=states, grad_itemsize=grad_itemsize)
     assert use.total == use.parameters + use.gradients + use.master + use.optimizer + use.buffers
     parts = (use.parameters, use.gradients, use.master, use.optimizer)
     assert not any(part % (128 * 128 // 4) for part in parts)
@@ -142,7 +142,7 @@ AXES_OF_DIMS = [(), ("row",), ("col",), ("row", "col"), ("col", "row"), (None, "
 
 
 @st.composite
-def tensor_plans(draw: Any) -> tuple[UnitFact, TPPlan]:
+def tensor_plans(draw: Any) -> tuple[UnitInfo, TPPlan]:
     """Parameters that are cut over an axis or both, in one or several ranges, some shared by neighbours."""
     rows, cols = draw(st.integers(1, 3)), draw(st.integers(1, 4))
     facts, cuts = [], []
@@ -152,10 +152,10 @@ def tensor_plans(draw: Any) -> tuple[UnitFact, TPPlan]:
             None if axis is None else draw(dim_cuts(axis, {"row": rows, "col": cols}[axis])) for axis in axes
         ]
         shape = tuple(draw(st.integers(1, 4)) if dim is None else _size(dim) for dim in dims)
-        facts.append(TensorFact(f"t{number}", shape, draw(st.sampled_from([None, 0, 1]))))
+        facts.append(ParamInfo(f"t{number}", shape, draw(st.sampled_from([None, 0, 1]))))
         if draw(st.booleans()) or any(dims):
             cuts.append(ParamSharding(f"t{number}", tuple(dims), partial=draw(st.booleans())))
-    return UnitFact("u", tuple(facts)), TPPlan(rows, cols, parameters=tuple(cuts))
+    return UnitInfo("u", tuple(facts)), TPPlan(rows, cols, parameters=tuple(cuts))
 
 
 @st.composite
@@ -177,13 +177,13 @@ def _size(cut: DimSharding) -> int:
 
 
 @given(tensor_plans(), shards)
-def test_on_a_grid_every_element_is_counted_once(given_: tuple[UnitFact, TPPlan], ranks: int) -> None:
+def test_on_a_grid_every_element_is_counted_once(given_: tuple[UnitInfo, TPPlan], ranks: int) -> None:
     fact, plan = given_
     seen: dict[tuple[str, tuple[int, ...]], int] = {}
-    for place in TPCoord.all_of(plan):
-        for unit in Layout.of([fact], ranks, place).units:
+    for place in TPCoord.all_coords(plan):
+        for unit in Layout.build([fact], ranks, place).units:
             repeated = {start for start, _ in unit.repeated}
-            for piece in unit.pieces:
+            for piece in unit.params:
                 assert piece.stop - piece.start == piece.boxes.numel == sum(box.numel for box in piece.boxes)
                 assert (piece.start in repeated) == (not piece.counted)
                 for box in piece.boxes:
@@ -194,7 +194,7 @@ def test_on_a_grid_every_element_is_counted_once(given_: tuple[UnitFact, TPPlan]
     assert set(seen.values()) == {1}
 
 
-def _interposed() -> tuple[UnitFact, TPPlan]:
+def _interposed() -> tuple[UnitInfo, TPPlan]:
     """Columns 1 and 2 share a piece that lies, there alone, behind two that all columns share."""
     col = DimSharding("col", (((0, 1),), ((1, 2),), ((1, 2),)))
     row = DimSharding("row", (((0, 1),), ((1, 2),)))
@@ -204,21 +204,23 @@ def _interposed() -> tuple[UnitFact, TPPlan]:
         ParamSharding("stream", (row,), partial=True),
     )
     shapes = {"norm": (3,), "keys": (2,), "stream": (2,)}
-    facts = tuple(TensorFact(name, shape, 0) for name, shape in shapes.items())
-    return UnitFact("u", facts), TPPlan(2, 3, parameters=cuts)
+    facts = tuple(ParamInfo(name, shape, 0) for name, shape in shapes.items())
+    return UnitInfo("u", facts), TPPlan(2, 3, parameters=cuts)
 
 
 @given(tensor_plans())
 @example(_interposed())
 def test_columns_that_share_a_piece_agree_on_who_they_are_and_where_it_lies(
-    given_: tuple[UnitFact, TPPlan],
+    given_: tuple[UnitInfo, TPPlan],
 ) -> None:
     fact, plan = given_
     cuts = {cut.name: cut for cut in plan.parameters}
     for row in range(plan.rows):
-        layouts = [Layout.of([fact], place=place) for place in TPCoord.all_of(plan) if place.row == row]
+        layouts = [
+            Layout.build([fact], coord=place) for place in TPCoord.all_coords(plan) if place.row == row
+        ]
         for col, layout in enumerate(layouts):
-            for piece in (piece for unit in layout.units for piece in unit.pieces):
+            for piece in (piece for unit in layout.units for piece in unit.params):
                 cut = cuts.get(piece.name)
                 assert piece.sharers == (() if cut is None else cut.sharers(plan.cols, col))
                 for other in piece.sharers:
@@ -227,9 +229,9 @@ def test_columns_that_share_a_piece_agree_on_who_they_are_and_where_it_lies(
                     assert theirs.boxes != piece.boxes or theirs.start == piece.start
             for number, unit in enumerate(layout.units):
                 in_runs = {
-                    p.name for _, start, stop in unit.partial for p in unit.pieces if start <= p.start < stop
+                    p.name for _, start, stop in unit.partial for p in unit.params if start <= p.start < stop
                 }
-                assert in_runs == {piece.name for piece in unit.pieces if piece.sharers}
+                assert in_runs == {piece.name for piece in unit.params if piece.sharers}
                 for sharers, _, _ in unit.partial:
                     theirs = [_lengths(layouts[other].units[number], sharers) for other in sharers]
                     assert theirs == [_lengths(unit, sharers)] * len(sharers)
@@ -240,5 +242,5 @@ def _lengths(unit: UnitLayout, wanted: tuple[int, ...]) -> list[int]:
     return [stop - start for sharers, start, stop in unit.partial if sharers == wanted]
 
 
-def _piece(layout: Layout, name: str) -> Piece:
-    return next(piece for unit in layout.units for piece in unit.pieces if piece.name == name)
+def _piece(layout: Layout, name: str) -> ParamShard:
+    return next(piece for unit in layout.units for piece in unit.params if piece.name == name)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from plait.errors import ProfileError
 from plait.plan.cost_model import LatencyFit, algorithm_bandwidth, bus_bandwidth, fit
-from plait.plan.host_profile import HostProfile, ProfileEntry, check_place, load, profile_path, save
+from plait.plan.host_profile import HostProfile, ProfileEntry, check_writable, load, profile_path, save
 
 SIZES = [1 << power for power in range(10, 29, 2)]
 ALL_REDUCE = ProfileEntry("gloo", "all-reduce", 2)
@@ -146,9 +146,9 @@ def file_of(*lines: object) -> str:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "no JSON"),
-        ('{"format": "plait host', "no JSON"),
-        ("[" * 100_000, "no JSON"),
+        ("", "not JSON"),
+        ('{"format": "plait host', "not JSON"),
+        ("[" * 100_000, "not JSON"),
         ("[]", "its format is not"),
         ('{"format": "plait host profile 2", "lines": []}', "its format is not 'plait host profile 1'"),
         ('{"format": "plait host profile 1", "lines": {}}', "`lines` is not a list"),
@@ -170,7 +170,7 @@ def file_of(*lines: object) -> str:
 def test_a_damaged_profile_is_a_letter_and_stays_as_it_is(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "host.json"
     path.write_text(text)
-    for action in (load, check_place, lambda path: save(HostProfile({}), path)):
+    for action in (load, check_writable, lambda path: save(HostProfile({}), path)):
         with pytest.raises(ProfileError) as caught:
             action(path)
         assert str(path) in str(caught.value)
@@ -182,7 +182,7 @@ def test_a_damaged_profile_is_a_letter_and_stays_as_it_is(tmp_path: Path, text: 
 def test_a_place_that_cannot_be_written_is_a_letter_before_and_after(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     path = tmp_path / "file" / "host.json"
-    for action in (check_place, lambda path: save(HostProfile({}), path)):
+    for action in (check_writable, lambda path: save(HostProfile({}), path)):
         with pytest.raises(ProfileError) as caught:
             action(path)
         assert str(path) in str(caught.value)

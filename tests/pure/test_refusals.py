@@ -51,30 +51,26 @@ def _miscounts(v: Values) -> bool:
 
 # By the rule's name in docs/plans.md, which is the fact of its message: who breaks it.
 RULES: dict[str, Callable[[Values], bool]] = {
-    "one column has nothing to cut the sequence over": lambda v: v["sp"] and v["tp"] in ("1", "4x1"),
-    "this schedule's number of stages on every rank is its own": lambda v: (
+    "sp needs at least two tp columns": lambda v: v["sp"] and v["tp"] in ("1", "4x1"),
+    "this schedule has a fixed number of stages per rank": lambda v: (
         v["schedule"] in FIXED and v["chunks"] not in (0, CHUNKS[v["schedule"]])
     ),
-    "a schedule's file says which rank has which stages": lambda v: (
+    "chunks cannot be combined with a schedule file": lambda v: (
         v["schedule"].startswith("file:") and v["chunks"] != 0
     ),
-    "stages are not as many as the plan has": _miscounts,
-    "stage 0 cuts nothing over shard": lambda v: v["zero"] == 0 and v["shard"] != 0,
+    "stages does not give one block count per stage": _miscounts,
+    "shard has no effect with zero=0": lambda v: v["zero"] == 0 and v["shard"] != 0,
     "shard does not divide dp": lambda v: v["shard"] != 0 and v["dp"] % v["shard"] != 0,
-    "up to stage 1 gradients are whole: there is no range to accumulate in": lambda v: (
+    "accumulate=sharded needs sharded gradients: zero=2 or zero=3": lambda v: (
         v["accumulate"] == "sharded" and v["zero"] <= 1
     ),
-    "prefetch is about parameters that are cut, which is stage 3": lambda v: (
-        v["prefetch"] != 1 and v["zero"] != 3
-    ),
-    "reshard is about parameters that are cut, which is stage 3": lambda v: (
-        v["reshard"] != "use" and v["zero"] != 3
-    ),
-    "fp64 is for exact comparisons, which anything narrow would spoil": lambda v: (
+    "prefetch has an effect only with zero=3": lambda v: v["prefetch"] != 1 and v["zero"] != 3,
+    "reshard has an effect only with zero=3": lambda v: v["reshard"] != "use" and v["zero"] != 3,
+    "fp64 cannot be combined with a narrower reduce or optim_dtype": lambda v: (
         v["precision"] == "fp64" and (v["reduce"], v["optim_dtype"]) != ("fp32", "fp32")
     ),
-    "a compiled block's backward cannot be taken apart": lambda v: v["compile"] and v["schedule"] in FIXED,
-    "compressed gradients have a way of their own to be summed": lambda v: (
+    "a compiled block's backward cannot be split": lambda v: v["compile"] and v["schedule"] in FIXED,
+    "compressed gradients cannot use a named all-reduce algorithm": lambda v: (
         v["algorithm"] != "auto" and v["reduce"] not in ("fp32", "bf16")
     ),
 }

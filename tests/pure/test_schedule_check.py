@@ -17,10 +17,10 @@ _WHERE = re.compile(r"given   : (?:(\S+) )?at position (\d+) of rank (\d+)")
 
 
 @st.composite
-def valid_schedules(draw: st.DrawFn, least_ranks: int = 1) -> Schedule:
+def valid_schedules(draw: st.DrawFn, min_ranks: int = 1) -> Schedule:
     """Of a name, or random."""
     name = draw(st.sampled_from([*TRAINING, "random", "random"]))
-    ranks, micros = draw(st.integers(least_ranks, 5)), draw(st.integers(1, 7))
+    ranks, micros = draw(st.integers(min_ranks, 5)), draw(st.integers(1, 7))
     if name != "random":
         return make_schedule(name, ranks, micros)
     rng = random.Random(draw(st.integers(0, 2**32)))
@@ -50,7 +50,7 @@ def refused(schedule: Schedule) -> tuple[str, int, int]:
 def edited(schedule: Schedule, rank: int, actions: list[Action]) -> Schedule:
     lists = [*schedule.ranks]
     lists[rank] = tuple(actions)
-    return Schedule.of("edited", lists)
+    return Schedule.from_actions("edited", lists)
 
 
 @given(valid_schedules())
@@ -123,11 +123,11 @@ def test_an_action_that_is_there_twice_is_marked_the_second_time(
     actions.insert(again, actions[position])
     twice = edited(schedule, rank, actions)
     fact, *where = refused(twice)
-    assert fact == f"{schedule.ranks[rank][position]} is there twice"
+    assert fact == f"{schedule.ranks[rank][position]} appears twice"
     assert where == [rank, max(again, position + (again <= position))]
 
 
-@given(valid_schedules(least_ranks=2), st.data())
+@given(valid_schedules(min_ranks=2), st.data())
 def test_an_action_on_another_rank_than_its_stage_is_marked(schedule: Schedule, data: st.DataObject) -> None:
     rank, position = cell(data.draw, schedule)
     to = data.draw(st.sampled_from([other for other in range(schedule.num_ranks) if other != rank]))
@@ -150,31 +150,31 @@ def message(text: str, bounds: list[int] | None = None) -> str:
 def test_a_deadlock_is_told_as_who_waits_for_whom() -> None:
     text = "rank 0: F0.0 B0.0 F0.1 B0.1\nrank 1: F1.0 F1.1 B1.0 B1.1"
     assert message(text) == (
-        "ScheduleError: the ranks wait for each other, and none goes on\n"
+        "ScheduleError: the ranks wait for each other: deadlock\n"
         "  given   : B0.0 at position 1 of rank 0, counted from 0: rank 0 at B0.0 waits for B1.0 of rank 1, "
         "which at F1.1 waits for F0.1 of rank 0\n"
         "    rank 0:  F0.0 >B0.0< F0.1  B0.1\n"
         "    rank 1:  F1.0  F1.1  B1.0  B1.1\n"
-        "  expected: an order in which every action comes after what it needs"
+        "  expected: an order in which every action comes after its dependencies"
     )
 
 
 def test_an_order_that_one_rank_alone_gets_wrong_is_told_so() -> None:
     told = message("rank 0: F0.0 B0.0\nrank 1: B1.0 F1.0")
-    assert told.startswith("ScheduleError: B1.0 comes before what it needs\n")
-    assert "    rank 1: >B1.0< F1.0\n  expected: F1.0 first, which its rank computes later" in told
+    assert told.startswith("ScheduleError: B1.0 comes before an action it depends on\n")
+    assert "    rank 1: >B1.0< F1.0\n  expected: F1.0 first; its rank computes it later" in told
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
         ("", "the schedule has no ranks"),
-        ("rank 0: F0.0 B0.0\nrank 1:", "rank 1 has nothing to do"),
+        ("rank 0: F0.0 B0.0\nrank 1:", "rank 1 has no actions"),
         ("rank 0: F0.0 F0.2 B0.0 B0.2", "F0.1 is missing"),
         ("rank 0: F0.0 F2.0 B2.0 B0.0", "F1.0 is missing"),
         ("rank 0: F0.0 F0.1 B0.0", "B0.1 is missing"),
         ("rank 0: F0.0 F0.1 B0.0 W0.0 W0.1", "B0.1 is missing"),
-        ("rank 0: F0.0 W0.0 B0.0", "W0.0 comes before what it needs"),
+        ("rank 0: F0.0 W0.0 B0.0", "W0.0 comes before an action it depends on"),
         ("rank 0: F0.999999999", "F0.0 is missing"),
     ],
 )
@@ -185,11 +185,11 @@ def test_what_is_not_there_is_named(text: str, says: str) -> None:
 def test_a_bound_on_what_is_in_flight_is_kept_or_the_forward_that_breaks_it_is_marked() -> None:
     schedule = make_schedule("1f1b", 3, 5)
     assert check(schedule, bounds=[3, 2, 1]).in_flight == (3, 2, 1)
-    with pytest.raises(ScheduleError, match="rank 1 holds the activations of more than it may") as error:
+    with pytest.raises(ScheduleError, match="rank 1 holds more activations than its bound") as error:
         check(schedule, bounds=[3, 1, 1])
     assert ">F1.1<" in str(error.value)
     assert "expected: at most 1" in str(error.value)
-    with pytest.raises(ScheduleError, match="bounds are not as many as ranks"):
+    with pytest.raises(ScheduleError, match="bounds needs one number per rank"):
         check(schedule, bounds=[3, 2])
 
 

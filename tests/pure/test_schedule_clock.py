@@ -119,10 +119,10 @@ def test_gpipe_holds_every_micro_batch_and_1f1b_as_many_as_ranks() -> None:
 
 
 def test_durations_of_other_stages_and_schedules_that_hang_are_refused() -> None:
-    with pytest.raises(ScheduleError, match="durations are not of this schedule's stages") as error:
+    with pytest.raises(ScheduleError, match="durations do not match the number of stages") as error:
         simulate(make_schedule("gpipe", 2, 2), Durations.uniform(3))
     assert "expected: one for each of 2 stages, and 1 transfers" in str(error.value)
-    with pytest.raises(ScheduleError, match="comes before what it needs"):
+    with pytest.raises(ScheduleError, match="comes before an action it depends on"):
         simulate(Schedule.parse("rank 0: B0.0 F0.0"), Durations.uniform(1))
 
 

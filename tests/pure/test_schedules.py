@@ -14,11 +14,11 @@ from plait.plan.plan import SCHEDULES
 from plait.plan.schedule import (
     GENERATORS,
     B,
-    Checked,
     Durations,
     F,
     Kind,
     Schedule,
+    ScheduleNeeds,
     Timeline,
     check,
     make_schedule,
@@ -29,7 +29,7 @@ from support.schedules import random_schedule
 RANKS, MICROS, CHUNKS = range(1, 9), range(1, 25), range(1, 5)
 
 
-def runs(name: str, chunks: int = 0) -> Iterator[tuple[int, int, Checked, Timeline]]:
+def runs(name: str, chunks: int = 0) -> Iterator[tuple[int, int, ScheduleNeeds, Timeline]]:
     """(P, M, what it needs, when it does what) of all small pipelines, if F, B and W take 1 each."""
     for ranks in RANKS:
         for micros in MICROS:
@@ -167,7 +167,7 @@ def test_text_and_csv_read_back(name: str, ranks: int, micros: int, seed: int) -
 
 
 def test_a_table_may_have_comments_and_idle_cells() -> None:
-    expected = Schedule.of("given", [[F(0, 0), B(0, 0)], [F(1, 0), B(1, 0)]])
+    expected = Schedule.from_actions("given", [[F(0, 0), B(0, 0)], [F(1, 0), B(1, 0)]])
     assert Schedule.parse("# two ranks\n\nrank 0: F0.0 B0.0  # first\n rank 1: F1.0 B1.0") == expected
     assert Schedule.from_csv("F0.0,,,B0.0\n,F1.0, B1.0 ,\n") == expected
 
@@ -195,7 +195,7 @@ def test_numbers_and_names_that_cannot_be_are_refused() -> None:
         (("zb-h2", 2, 4), "try     : zb-h1"),
         (("gpipe", 0, 4), "a schedule cannot have 0 ranks"),
         (("gpipe", 2, 0), "a schedule cannot have 0 micros"),
-        (("zbv", 2, 4, 3), "2 stages on every rank"),
+        (("zbv", 2, 4, 3), "2 stages per rank"),
         (("zb-h1", 2, 4, 2), "schedule=interleaved chunks=2"),
     ):
         with pytest.raises(ScheduleError) as error:
@@ -217,6 +217,6 @@ def test_plans_know_the_schedules_that_train_and_their_chunks() -> None:
 
 @pytest.mark.parametrize("path", ["my runs/a.csv", "a.csv ", "a\tb.csv"])
 def test_a_schedules_path_that_a_plans_text_would_tear_apart_is_refused(path: str) -> None:
-    with pytest.raises(PlanError, match="would tear apart") as error:
+    with pytest.raises(PlanError, match="spaces or commas") as error:
         Plan(pp=2, schedule=f"file:{path}")
     assert "try     : a file with another name" in str(error.value)

@@ -89,5 +89,5 @@ def test_more_stages_than_blocks_are_ours_to_refuse_before() -> None:
 def test_a_cut_tells_whose_blocks_and_parameters_are() -> None:
     cut = StageAssignment(((0, 2), (2, 3)), {"a": 0, "b": 1, "tied": 0}, {"tied": (0, 1)})
     assert cut.num_stages == 2
-    assert [cut.stage_of_block(number) for number in range(3)] == [0, 0, 1]
+    assert cut.blocks == ((0, 2), (2, 3))
     assert [cut.stages_with(name) for name in ("a", "b", "tied")] == [(0,), (1,), (0, 1)]

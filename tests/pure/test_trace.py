@@ -40,7 +40,7 @@ def steps_of(schedule: Schedule, *numbers: int) -> dict[int, Timeline]:
 
 
 def moved(timeline: Timeline, seconds: float) -> Timeline:
-    return Timeline.of(
+    return Timeline.from_spans(
         timeline.schedule,
         [[Span(s.action, s.start + seconds, s.end + seconds) for s in spans] for spans in timeline.ranks],
     )
@@ -67,12 +67,12 @@ def test_timelines_read_back_from_each_steps_first_action_on(tmp_path: Path, nam
 
 
 def test_a_viewer_finds_a_process_per_rank_and_a_slice_per_action(tmp_path: Path) -> None:
-    schedule = Schedule.of("two", [[F(0, 0), B(0, 0), W(0, 0)], [F(1, 0), B(1, 0)]])
+    schedule = Schedule.from_actions("two", [[F(0, 0), B(0, 0), W(0, 0)], [F(1, 0), B(1, 0)]])
     spans = [
         [Span(F(0, 0), 2.0, 2.5), Span(B(0, 0), 4.0, 4.25), Span(W(0, 0), 4.25, 4.5)],
         [Span(F(1, 0), 2.5, 3.0), Span(B(1, 0), 3.0, 4.0)],
     ]
-    write_trace(tmp_path / "trace.json", {5: Timeline.of(schedule, spans)})
+    write_trace(tmp_path / "trace.json", {5: Timeline.from_spans(schedule, spans)})
     found = json.loads((tmp_path / "trace.json").read_text())
     names = {e["pid"]: e["args"]["name"] for e in found["traceEvents"] if e["name"] == "process_name"}
     assert names == {0: "rank 0", 1: "rank 1"}
@@ -143,17 +143,17 @@ def test_over_steps_actions_are_medians_and_transfers_the_least() -> None:
 
 
 def test_a_whole_backward_beside_split_ones_counts_without_the_weights_half() -> None:
-    schedule = Schedule.of("mixed", [[F(0, 0), F(0, 1), B(0, 0), W(0, 0), B(0, 1)]])
+    schedule = Schedule.from_actions("mixed", [[F(0, 0), F(0, 1), B(0, 0), W(0, 0), B(0, 1)]])
     ends = [1.0, 2.0, 3.0, 5.0, 8.5]
     spans = [Span(a, end0, end) for a, end0, end in zip(schedule.ranks[0], [0.0, *ends], ends, strict=False)]
-    found = durations_of([Timeline.of(schedule, [spans])])
+    found = durations_of([Timeline.from_spans(schedule, [spans])])
     assert found == Durations((1.0,), (1.25,), (2.0,), ())  # of 1 and 3.5 - 2
 
 
 def test_a_gap_below_zero_is_no_transfer() -> None:
-    schedule = Schedule.of("skewed", [[F(0, 0)], [F(1, 0)]])
+    schedule = Schedule.from_actions("skewed", [[F(0, 0)], [F(1, 0)]])
     spans = [[Span(F(0, 0), 0.0, 1.0)], [Span(F(1, 0), 0.75, 2.0)]]
-    assert durations_of([Timeline.of(schedule, spans)]).transfer == (0.0,)
+    assert durations_of([Timeline.from_spans(schedule, spans)]).transfer == (0.0,)
 
 
 def _event(found: dict[str, Any], **changes: Any) -> None:
@@ -166,24 +166,30 @@ def _event(found: dict[str, Any], **changes: Any) -> None:
     [
         (lambda found: found.pop("plait"), "no format 'plait trace 1'"),
         (lambda found: found["plait"].update(format="plait trace 9"), "no format"),
-        (lambda found: found["plait"].update(schedule="rank 0: F0"), "its schedule: a schedule's cell"),
-        (lambda found: found["plait"].update(schedule=None), "its schedule: a schedule has a line"),
+        (lambda found: found["plait"].update(schedule="rank 0: F0"), "its schedule: invalid action"),
+        (lambda found: found["plait"].update(schedule=None), "its schedule: a schedule needs one line"),
         (lambda found: found.update(traceEvents={}), "`traceEvents` is not a list"),
         (lambda found: found.update(traceEvents=[]), "it has 0 steps of 2"),
         (lambda found: found["plait"].update(steps=3), "it has 2 steps of 3"),
-        (lambda found: found["traceEvents"].pop(), "step 1 has not every action"),
-        (lambda found: found["traceEvents"].append(found["traceEvents"][-1]), "step 1 has not every action"),
-        (lambda found: found["traceEvents"].append(7), "event 36 is no action"),
-        (lambda found: _event(found, pid=0), "step 1 has not every action"),
-        (lambda found: _event(found, pid=True), "event 35 is no action"),
-        (lambda found: _event(found, cat="nap"), "event 35 is no action"),
-        (lambda found: _event(found, cat=[]), "event 35 is no action"),
-        (lambda found: _event(found, args=None), "event 35 is no action"),
-        (lambda found: _event(found, ts="soon"), "event 35 is no action"),
-        (lambda found: _event(found, ts=float("nan")), "event 35 is no action"),
-        (lambda found: _event(found, ts=10**400), "event 35 is no action"),
-        (lambda found: _event(found, dur=-1.0), "event 35 is no action"),
-        (lambda found: _event(found, args={"stage": [1], "micro": 0, "step": 0}), "event 35 is no action"),
+        (lambda found: found["traceEvents"].pop(), "step 1 does not have every action"),
+        (
+            lambda found: found["traceEvents"].append(found["traceEvents"][-1]),
+            "step 1 does not have every action",
+        ),
+        (lambda found: found["traceEvents"].append(7), "event 36 is not an action"),
+        (lambda found: _event(found, pid=0), "step 1 does not have every action"),
+        (lambda found: _event(found, pid=True), "event 35 is not an action"),
+        (lambda found: _event(found, cat="nap"), "event 35 is not an action"),
+        (lambda found: _event(found, cat=[]), "event 35 is not an action"),
+        (lambda found: _event(found, args=None), "event 35 is not an action"),
+        (lambda found: _event(found, ts="soon"), "event 35 is not an action"),
+        (lambda found: _event(found, ts=float("nan")), "event 35 is not an action"),
+        (lambda found: _event(found, ts=10**400), "event 35 is not an action"),
+        (lambda found: _event(found, dur=-1.0), "event 35 is not an action"),
+        (
+            lambda found: _event(found, args={"stage": [1], "micro": 0, "step": 0}),
+            "event 35 is not an action",
+        ),
     ],
 )
 def test_a_damaged_trace_gets_a_letter(
@@ -194,7 +200,7 @@ def test_a_damaged_trace_gets_a_letter(
     found = json.loads(path.read_text())
     damage(found)
     path.write_text(json.dumps(found))
-    with pytest.raises(DataError, match="no whole trace of a pipeline") as raised:
+    with pytest.raises(DataError, match="not a complete pipeline trace") as raised:
         read_trace(path)
     assert str(path) in str(raised.value)
     assert says in str(raised.value)
@@ -202,7 +208,7 @@ def test_a_damaged_trace_gets_a_letter(
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [("[1, 2]", "no format"), ("{", "no JSON"), ("[" * 100_000, "no JSON"), ("\udcff", "no JSON")],
+    [("[1, 2]", "no format"), ("{", "not JSON"), ("[" * 100_000, "not JSON"), ("\udcff", "not JSON")],
 )
 def test_what_is_no_trace_gets_a_letter(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "trace.json"
@@ -220,6 +226,6 @@ def test_a_missing_trace_gets_a_letter(tmp_path: Path) -> None:
 
 def test_a_trace_of_two_schedules_is_refused(tmp_path: Path) -> None:
     steps = {rank: simulate(make_schedule("1f1b", rank, 2), Durations.uniform(rank)) for rank in (1, 2)}
-    with pytest.raises(AssertionError, match="one schedule, not of 2"):
+    with pytest.raises(AssertionError, match="timelines of 2 schedules"):
         write_trace(tmp_path / "trace.json", steps)
     assert not list(tmp_path.iterdir())

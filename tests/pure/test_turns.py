@@ -5,7 +5,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.plan.prefetch import TRAVELLING, deadlines
+from plait.plan.prefetch import MAX_IN_FLIGHT, reduction_deadlines
 
 
 class Rank:
@@ -17,7 +17,7 @@ class Rank:
     def __init__(self, last_uses: list[int], prefetch: int, seen: set[int], complete: dict[int, int]) -> None:
         """`seen`: places whose use happens here. `complete`: by which place a unit is, if ever."""
         uses = 1 + max(last_uses, default=-1)
-        due = deadlines(last_uses, prefetch)
+        due = reduction_deadlines(last_uses, prefetch)
         self.events: list[tuple[str, int]] = []
         self._reduced = 0
         gathered = 0
@@ -33,12 +33,12 @@ class Rank:
                     self._reduce()
         while self._reduced < len(due):
             self._reduce()
-        self.events += [("land", unit) for unit in range(max(0, len(due) - TRAVELLING), len(due))]
+        self.events += [("land", unit) for unit in range(max(0, len(due) - MAX_IN_FLIGHT), len(due))]
 
     def _reduce(self) -> None:
         self.events.append(("reduce", self._reduced))
-        if self._reduced >= TRAVELLING:
-            self.events.append(("land", self._reduced - TRAVELLING))
+        if self._reduced >= MAX_IN_FLIGHT:
+            self.events.append(("land", self._reduced - MAX_IN_FLIGHT))
         self._reduced += 1
 
 
@@ -113,6 +113,6 @@ def _postponed(events: list[tuple[str, int]]) -> list[tuple[str, int]]:
 
 
 def test_deadlines_are_exact_for_a_plain_walk() -> None:
-    assert deadlines([0, 1, 2, 3, 4], prefetch=1) == [4, 5, 6, None, None]
-    assert deadlines([0, 1, 2, -1], prefetch=0) == [3, 3, None, None]
-    assert deadlines([], prefetch=1) == []
+    assert reduction_deadlines([0, 1, 2, 3, 4], prefetch=1) == [4, 5, 6, None, None]
+    assert reduction_deadlines([0, 1, 2, -1], prefetch=0) == [3, 3, None, None]
+    assert reduction_deadlines([], prefetch=1) == []

@@ -6,15 +6,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.plan import Layout, Plan, TensorFact, UnitFact, model_state_bytes
-from plait.plan.compression import BLOCK, adds_at_once, blocks_each, compresses, matrices, sums_of
+from plait.plan import Layout, ParamInfo, Plan, UnitInfo, model_state_bytes
+from plait.plan.compression import (
+    BLOCK,
+    blocks_per_rank,
+    compresses,
+    matrices,
+    reduces_over_all,
+    reductions_of,
+)
 
 SHAPES = st.lists(st.lists(st.integers(1, 40), max_size=4).map(tuple), min_size=1, max_size=6)
 
 
 def _layout(shapes: list[tuple[int, ...]], shards: int = 1) -> Layout:
-    tensors = tuple(TensorFact(f"tensor{i}", shape, 0) for i, shape in enumerate(shapes))
-    return Layout.of([UnitFact("unit", tensors)], shards)
+    tensors = tuple(ParamInfo(f"tensor{i}", shape, 0) for i, shape in enumerate(shapes))
+    return Layout.build([UnitInfo("unit", tensors)], shards)
 
 
 @pytest.mark.parametrize(
@@ -22,14 +29,14 @@ def _layout(shapes: list[tuple[int, ...]], shards: int = 1) -> Layout:
     [("powersgd", 4), ("powersgd:1", 1), ("powersgd:12", 12), ("int8", None), ("fp32", None)],
 )
 def test_powersgd_takes_its_rank_from_the_plan(words: str, rank: int | None) -> None:
-    assert Plan.parse(f"dp=2 reduce={words}").factor_rank == rank
+    assert Plan.parse(f"dp=2 reduce={words}").powersgd_rank == rank
 
 
 @given(SHAPES, st.integers(1, 9))
 def test_pieces_travel_as_factors_where_those_are_smaller(shapes: list[tuple[int, ...]], rank: int) -> None:
     unit = _layout(shapes).units[0]
     found = {matrix.start: matrix for matrix in matrices(unit, rank)}
-    for piece in unit.pieces:
+    for piece in unit.params:
         shape = piece.boxes.shape
         rows, rest = (shape[0], prod(shape[1:])) if len(shape) > 1 else (1, prod(shape))
         assert (piece.start in found) == (rank * (rows + rest) < rows * rest)
@@ -41,7 +48,7 @@ def test_pieces_travel_as_factors_where_those_are_smaller(shapes: list[tuple[int
 
 @given(st.integers(1, 10**6), st.integers(1, 64))
 def test_every_block_has_an_owner(blocks: int, ranks: int) -> None:
-    each = blocks_each(blocks * BLOCK, ranks)
+    each = blocks_per_rank(blocks * BLOCK, ranks)
     assert each * ranks >= blocks > (each - 1) * ranks
 
 
@@ -60,8 +67,8 @@ def test_a_unit_goes_through_one_sum_or_through_one_per_axis(
 ) -> None:
     plan = Plan.parse(words)
     assert compresses(plan)
-    assert adds_at_once(plan) == at_once
-    assert sums_of(plan) == sums
+    assert reduces_over_all(plan) == at_once
+    assert reductions_of(plan) == sums
 
 
 @pytest.mark.parametrize("reduce", ["fp32", "bf16", "fp16", "int8", "powersgd"])
@@ -70,7 +77,7 @@ def test_one_rank_keeps_nothing_for_a_wire_that_it_does_not_use(reduce: str) -> 
     assert not compresses(plan)
     layout = _layout([(64, 64)])
     found, plain = (
-        model_state_bytes(layout, p, states_per_element=2, incoming_bytes=4) for p in (plan, Plan())
+        model_state_bytes(layout, p, states_per_element=2, grad_itemsize=4) for p in (plan, Plan())
     )
     assert found == plain
 
@@ -80,7 +87,7 @@ def test_what_is_lost_is_kept_in_full_precision() -> None:
     layout = _layout([(64, 64), (64,)])
     plain, int8, powersgd, fp16 = (
         model_state_bytes(
-            layout, Plan.parse(f"dp=2 reduce={way}"), states_per_element=2, incoming_bytes=4
+            layout, Plan.parse(f"dp=2 reduce={way}"), states_per_element=2, grad_itemsize=4
         ).gradients
         for way in ("fp32", "int8", "powersgd", "fp16")
     )

@@ -10,7 +10,7 @@ from plait.bench import Measurement, Request, measure
 from plait.bench.cases import SUM, Pattern, TensorSlice, make_case
 from plait.comm import Call, Group, OpType, ReduceWork, Transport, Work, connect
 from plait.errors import CommError
-from plait.plan.cost_model import VERBS
+from plait.plan.cost_model import COLLECTIVES
 from support.pool import Pool, RankError
 
 SOME = ("all-reduce", "barrier", "send-receive")
@@ -63,8 +63,8 @@ def _measured(request: Request) -> Measurement:
 @pytest.mark.parametrize(
     ("num_ranks", "request_"),
     [
-        (2, Request(VERBS, (4, 4096), storage="both", rounds=1)),
-        (3, Request(VERBS, (4, 100_000), "gloo", "bfloat16", "foreign", rounds=1)),
+        (2, Request(COLLECTIVES, (4, 4096), storage="both", rounds=1)),
+        (3, Request(COLLECTIVES, (4, 100_000), "gloo", "bfloat16", "foreign", rounds=1)),
         (2, Request(SOME, (1000,), dtype="int64", rounds=2)),
     ],
 )
@@ -95,7 +95,7 @@ def _measured_in_silence(verb: str) -> Measurement:
     return measure(world, Request((verb,), (4096,), rounds=1))
 
 
-@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "barrier"])
+@pytest.mark.parametrize("verb", [verb for verb in COLLECTIVES if verb != "barrier"])
 def test_a_verb_that_communicates_nothing_is_found_before_it_is_timed(pool: Pool, verb: str) -> None:
     with pytest.raises(RankError) as caught:
         pool.run(_measured_in_silence, 2, verb)

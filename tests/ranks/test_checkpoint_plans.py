@@ -54,7 +54,7 @@ def _through(model: str, plan: str, folder: Path) -> Any:
         if step == STEPS_BEFORE:
             engine.save(folder)
         results.append(engine.step(programs.share_of(batch, engine)))
-    return results[STEPS_BEFORE:], engine.whole_parameters(), engine.state()
+    return results[STEPS_BEFORE:], engine.full_parameters(), engine.state()
 
 
 def _goes_on(model: str, plan: str, checkpoints: list[Path]) -> Any:
@@ -67,7 +67,7 @@ def _goes_on(model: str, plan: str, checkpoints: list[Path]) -> Any:
         assert engine.num_steps == STEPS_BEFORE
         batches = task_of(model).data(STEPS)[STEPS_BEFORE:]
         results = [engine.step(programs.share_of(batch, engine)) for batch in batches]
-        found.append((results, engine.whole_parameters(), engine.state()))
+        found.append((results, engine.full_parameters(), engine.state()))
     return found
 
 

@@ -31,7 +31,7 @@ def _values(rank: int, numel: int = 6) -> torch.Tensor:
 def _verbs(replicate: int, col: int) -> dict[str, Any]:
     """Every verb on the groups along `col`."""
     world = connect()
-    group = Mesh(world, Grid.along(replicate=replicate, col=col)).group("col")
+    group = Mesh(world, Grid.from_degrees(replicate=replicate, col=col)).group("col")
     summed, largest, copied = _values(world.rank), _values(world.rank), _values(world.rank)
     pending = start_all_reduce(summed, group)
     all_reduce(largest, group, "max")

@@ -12,7 +12,7 @@ from torch import Tensor
 from plait.comm import CODECS, Call, CompressedReduce, Compressor, Group, OpType, PowerSGDReduce, connect
 from plait.comm.torch_transport import TorchTransport
 from plait.errors import CommError
-from plait.plan import Layout, Plan, TensorFact, UnitFact, UnitLayout
+from plait.plan import Layout, ParamInfo, Plan, UnitInfo, UnitLayout
 from plait.plan.compression import code_bytes, factor_bytes
 from support import programs
 from support.pool import Pool, RankError
@@ -22,12 +22,12 @@ SHAPES = {"wide": (24, 80), "vector": (40,), "cube": (16, 5, 12), "small": (3, 4
 
 
 def _layout() -> UnitLayout:
-    tensors = tuple(TensorFact(name, shape, 0) for name, shape in SHAPES.items())
-    return Layout.of([UnitFact("unit", tensors)], 12).units[0]  # ranges for 2, 3 and 4 ranks
+    tensors = tuple(ParamInfo(name, shape, 0) for name, shape in SHAPES.items())
+    return Layout.build([UnitInfo("unit", tensors)], 12).units[0]  # ranges for 2, 3 and 4 ranks
 
 
 def _compressor(way: str, group: Group) -> Compressor:
-    layout, rank = _layout(), Plan(reduce=way).factor_rank
+    layout, rank = _layout(), Plan(reduce=way).powersgd_rank
     if rank is not None:
         return PowerSGDReduce(layout, rank, group, torch.zeros(factor_bytes(layout, rank), dtype=torch.uint8))
     room = torch.zeros(code_bytes(layout.numel, group.size, way), dtype=torch.uint8)
@@ -38,7 +38,7 @@ def _contribution(rank: int, directions: int | None = None) -> Tensor:
     """Random; with `directions`, its matrices are of that rank, with columns in common to all ranks."""
     common, own = torch.Generator().manual_seed(0), torch.Generator().manual_seed(1 + rank)
     flat = torch.zeros(_layout().numel)
-    for piece in _layout().pieces:
+    for piece in _layout().params:
         values = torch.randn(piece.boxes.shape, generator=own)
         if directions is not None and values.ndim > 1:
             columns = torch.randn(len(values), directions, generator=common)
@@ -185,9 +185,9 @@ def test_factors_send_what_the_formula_says(pool: Pool, ranks: int, zero: int) -
     rank = 2
     for sent, units in pool.over("gloo").run(_sent, ranks, f"dp={ranks} zero={zero} reduce=powersgd:{rank}"):
         numbers = 0
-        for piece in (piece for unit in units for piece in unit.pieces):
-            thin = rank * sum(piece.whole_shape)
-            numbers += thin if len(piece.whole_shape) > 1 else piece.boxes.numel
+        for piece in (piece for unit in units for piece in unit.params):
+            thin = rank * sum(piece.full_shape)
+            numbers += thin if len(piece.full_shape) > 1 else piece.boxes.numel
         assert sent[OpType.ALL_REDUCE] == pytest.approx(2 * (ranks - 1) / ranks * 4 * numbers)
         assert OpType.ALL_TO_ALL not in sent
         assert numbers < 0.06 * sum(unit.numel for unit in units)

@@ -56,7 +56,7 @@ def test_without_the_all_reduce_parity_fails(pool: Pool) -> None:
 
 
 def _initial_weights(plan: str) -> Any:
-    return plait.parallelize(programs.llama(), plan, seed=7).whole_parameters()
+    return plait.parallelize(programs.llama(), plan, seed=7).full_parameters()
 
 
 def test_initial_weights_are_the_same_under_every_plan(pool: Pool) -> None:
@@ -69,7 +69,7 @@ def test_initial_weights_are_the_same_under_every_plan(pool: Pool) -> None:
 def _bf16(plan: str, steps: int) -> Any:
     engine = plait.parallelize(programs.llama(exact=False), plan, optimizer_args=programs.ADAMW, seed=3)
     results = [engine.step(programs.share_of(b, engine)) for b in programs.batches(steps)]
-    return [r.loss for r in results], engine.whole_parameters(), engine.whole_gradients()
+    return [r.loss for r in results], engine.full_parameters(), engine.full_gradients()
 
 
 def test_bf16_keeps_fp32_master_weights_and_sums_micro_batches_in_fp32(pool: Pool) -> None:
@@ -107,7 +107,7 @@ def _own_loop() -> Any:
     for ids in batch["input_ids"].chunk(3):
         engine.backward(engine.model(input_ids=ids, labels=ids, use_cache=False).loss)
     result = engine.update()
-    return result, engine.whole_gradients()
+    return result, engine.full_gradients()
 
 
 def test_a_loop_of_ones_own_averages_its_losses_over_micro_batches_and_ranks(pool: Pool) -> None:
@@ -118,7 +118,7 @@ def test_a_loop_of_ones_own_averages_its_losses_over_micro_batches_and_ranks(poo
     engine.backward(loss)
     assert result.loss == pytest.approx(loss.item(), rel=1e-7)  # transformers' own loss is float32
     engine.update()
-    difference, name = programs.largest_difference(gradients, engine.whole_gradients())
+    difference, name = programs.largest_difference(gradients, engine.full_gradients())
     assert difference < 1e-6, name
 
 
@@ -184,7 +184,7 @@ def _bf16_by(all_reduce: bool, ranks: int, build: Any) -> Any:
             seed=3,
         )
         results = [engine.step(programs.share_of(b, engine)) for b in programs.batches(3)]
-        return results, engine.whole_parameters()
+        return results, engine.full_parameters()
     finally:
         plait.parallel.zero.reduce_ops.sends_narrow = plait.comm.sends_narrow
 

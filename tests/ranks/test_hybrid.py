@@ -41,7 +41,7 @@ def check_parity(pool: Pool, case: Case, folder: Path) -> float:
 def _first_weights(model: str, layers: int) -> dict[str, Tensor]:
     """They follow from names and the seed."""
     task = pipeline_plans.task(model, layers, 2)
-    return programs.engine_of(task, "precision=fp64").whole_parameters()
+    return programs.engine_of(task, "precision=fp64").full_parameters()
 
 
 @pytest.mark.parametrize("case", hybrid_plans.few_cases(), ids=hybrid_plans.name_of)

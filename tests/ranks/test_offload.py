@@ -57,7 +57,7 @@ def train(engine: plait.Engine, first: int = 0, last: int = STEPS) -> Any:
     batches = programs.batches(last)[first:]
     results = [engine.step(programs.share_of(batch, engine)) for batch in batches]
     assert all(result.grad_norm > programs.CLIP for result in results), "clipping was not active"
-    return results, engine.whole_gradients(), engine.state()
+    return results, engine.full_gradients(), engine.state()
 
 
 def assert_same(one: Any, other: Any) -> None:
@@ -90,14 +90,12 @@ def test_offload_to_host_memory_changes_no_bit_in_bf16(pool: Pool, words: str) -
 def _memory(plan: str, folder: str | None) -> Any:
     """Foretold and measured, and the number of elements; `home` and device never share a storage."""
     engine = engine_of(plan, folder, programs.wide_llama)
-    estimated = engine.predicted_memory(
+    estimated = engine.estimated_memory(
         (programs.SEQUENCES // engine.plan.dp // engine.plan.micro, programs.LENGTH)
     )
     train(engine)
-    for unit in engine._held.trained if engine.plan.offload == "cpu" else []:
-        held = [unit.storage] + (
-            [] if unit.grad_buffer.memory.tensor is None else [unit.grad_buffer.memory.tensor]
-        )
+    for unit in engine._sharded.trained if engine.plan.offload == "cpu" else []:
+        held = [unit.storage] + ([] if unit.incoming.memory.tensor is None else [unit.incoming.memory.tensor])
         on_device = {tensor.untyped_storage().data_ptr() for tensor in held}
         at_home = {t.untyped_storage().data_ptr() for t in (unit.master, unit.grad_shard)}
         assert not on_device & at_home
@@ -127,7 +125,7 @@ def test_nothing_of_masters_and_states_is_on_the_device(pool: Pool, words: str, 
         assert (measured.master, measured.optimizer, measured.disk) == (0, 0, 0)
         assert measured.host == pytest.approx(host * numel / plan.shard_degree, rel=0.02)
         assert measured.parameters == pytest.approx(0 if plan.zero == 3 else compute * numel, rel=0.02)
-        if not plan.gradients_stay_whole:
+        if not plan.keeps_full_grads:
             assert measured.gradients == 0
 
 
@@ -230,7 +228,7 @@ def test_a_folder_and_a_plan_that_offloads_to_disk_belong_together(plan: str, fo
 def test_a_gpu_that_would_offload_to_disk_is_a_letter() -> None:
     """Before the GPU is used, or a file is made: here there may be none."""
     plan = plait.Plan.parse("precision=bf16 offload=disk")
-    with pytest.raises(PlanError, match="compute on the CPU") as caught:
+    with pytest.raises(PlanError, match="offload=disk needs CPU ranks") as caught:
         check_device(plan, torch.device("cuda", 0))
     assert "offload=disk on cuda:0" in str(caught.value)
 

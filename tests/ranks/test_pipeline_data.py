@@ -34,7 +34,7 @@ def _task(model: str, data_ranks: int = 2) -> programs.Task:
 @functools.cache
 def _oracle(model: str, data_ranks: int = 2) -> programs.Trace:
     task = _task(model, data_ranks)
-    first = programs.engine_of(task, "precision=fp64").whole_parameters()
+    first = programs.engine_of(task, "precision=fp64").full_parameters()
     return programs.one_process_task(task, first, 1)
 
 
@@ -97,7 +97,7 @@ def _trained(plan: str, scaling: LossScaling | None = None, steps: int = 6, tied
     for batch in _narrow_batches(steps):
         results.append(engine.step(programs.share_of(batch, engine)))
         scales.append(engine.loss_scale)
-    return results, scales, engine.whole_parameters()
+    return results, scales, engine.full_parameters()
 
 
 def _narrow_engine(plan: str, scaling: LossScaling | None = None, tied: bool = True) -> plait.Engine:
@@ -154,13 +154,13 @@ def test_a_loss_scale_that_overflows_backs_off_on_every_stage_alike(pool: Pool, 
 def _overflows_on(plan: str, rank: int) -> Any:
     """A step in which a gradient of one rank is infinite, and one after it."""
     engine = _narrow_engine(plan)
-    before = {name: tensor.clone() for name, tensor in engine.whole_parameters().items()}
+    before = {name: tensor.clone() for name, tensor in engine.full_parameters().items()}
     batches = [programs.share_of(batch, engine) for batch in _narrow_batches(2)]
     if engine.world.rank == rank:
         parameter = next(p for p in engine.model.parameters() if not p.is_meta)
         handle = parameter.register_hook(lambda gradient: gradient * torch.inf)
     results = [engine.step(batches[0])]
-    after = engine.whole_parameters()
+    after = engine.full_parameters()
     if engine.world.rank == rank:
         handle.remove()
     results.append(engine.step(batches[1]))

@@ -138,7 +138,7 @@ def schedule_of(seed: int) -> Schedule:
 
 def search(seeds: range, *, meets: bool) -> tuple[int, int]:
     """Runs the schedules of these seeds. Gives how many actions were done, and how many sends came early."""
-    mesh, meeting, num_actions = Mesh(connect(), Grid.along(pp=RANKS)), Meeting(), 0
+    mesh, meeting, num_actions = Mesh(connect(), Grid.from_degrees(pp=RANKS)), Meeting(), 0
     with pytest.MonkeyPatch.context() as patch:
         if meets:
             patch.setattr(p2p, "start_send", meeting.start_send)

@@ -104,7 +104,7 @@ class Counted:
 def counted(build: Any, plan: str) -> Counted:
     """On one rank, in the second step, in which nothing is made for the first time."""
     engine = engine_of(build, plan)
-    estimated = engine.predicted_memory((SEQUENCES, LENGTH))
+    estimated = engine.estimated_memory((SEQUENCES, LENGTH))
     batch = batch_for(engine)
     engine.step(batch)
     actions: list[Action] = []
@@ -128,7 +128,7 @@ def counted(build: Any, plan: str) -> Counted:
 
         with after_actions(tell):
             engine.step(batch)
-    split = frozenset(engine._how.schedule.split)
+    split = frozenset(engine._spec.schedule.split)
     return Counted(actions, live, sent, received, unsent, estimated, engine.memory(), split)
 
 
@@ -235,8 +235,8 @@ def _accumulated(plan: str) -> tuple[MemoryUse, MemoryUse, int, list[int], float
     """Memory foretold and measured, bytes of the largest unit's whole gradient and of all, and after every
     action how many units had memory for whole gradients."""
     engine = engine_of(llama, plan)
-    estimated = engine.predicted_memory((SEQUENCES, LENGTH))
-    units = engine._held.trained
+    estimated = engine.estimated_memory((SEQUENCES, LENGTH))
+    units = engine._sharded.trained
     held: list[int] = []
     with after_actions(
         lambda *_: held.append(sum(unit.grad_buffer.memory.tensor is not None for unit in units))
@@ -309,8 +309,8 @@ def _materialised(plan: str) -> tuple[int, int, int, int, bool]:
     largest = max(sum(p.numel() for p in m.parameters(recurse=False)) for m in model.modules())
     with LiveBytes() as watch:
         engine = plait.parallelize(model, plan, optimizer=torch.optim.SGD, seed=3)
-    own = sum(unit.layout.numel for unit in engine._held.units)
-    named = {name for unit in engine._held.units for name in unit.parameters}
+    own = sum(unit.layout.numel for unit in engine._sharded.units)
+    named = {name for unit in engine._sharded.units for name in unit.parameters}
     real = {name for name, p in model.named_parameters() if not p.is_meta}
     return watch.peak_bytes // 4, own, largest, whole, real == named
 

@@ -335,7 +335,7 @@ def _drops(words: str) -> Any:
         for name, block in stage.blocks
         if isinstance(block, _Dropped)
     }
-    return results, engine.whole_parameters(), masks
+    return results, engine.full_parameters(), masks
 
 
 @pytest.mark.parametrize(

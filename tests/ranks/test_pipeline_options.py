@@ -104,7 +104,7 @@ def _refused(words: str) -> list[str]:
 def test_a_loop_of_ones_own_over_micro_batches_is_refused_by_a_letter(pool: Pool) -> None:
     for letters in pool.run(_refused, 2, "pp=2 micro=2"):
         assert [message.splitlines()[0] for message in letters] == [
-            "a pipeline's micro-batches are under way together"
+            "single micro-batches cannot run through a pipeline"
         ] * 2
         assert "engine.loss, and a model in 2 stages" in letters[0]
         assert "engine.backward, and a model in 2 stages" in letters[1]
@@ -114,10 +114,10 @@ def _without_targets(words: str) -> Any:
     engine = engine_of("tied_llama", words)
     one, two = batches(2)
     engine.step(programs.share_of(one, engine))
-    before = engine.whole_parameters()
+    before = engine.full_parameters()
     nothing = {**two, "labels": torch.full_like(two["labels"], -100)}
     result = engine.step(programs.share_of(nothing, engine))
-    after = engine.whole_parameters()
+    after = engine.full_parameters()
     unchanged = all(torch.equal(before[name], after[name]) for name in before)
     return (result.skipped, result.num_tokens, unchanged), engine.step(programs.share_of(two, engine)).skipped
 
@@ -158,5 +158,5 @@ def test_a_probe_compares_a_pipelines_gradients_and_changes_nothing(pool: Pool, 
 
 @pytest.mark.parametrize("what", ["activations", "gradients", "shared"])
 def test_a_probe_finds_a_pipeline_whose_stages_do_not_hear_each_other(pool: Pool, what: str) -> None:
-    with pytest.raises(RankError, match="the model computes another function than it does whole"):
+    with pytest.raises(RankError, match="the sharded model computes a different function"):
         pool.run(_probed, 2, "pp=2", what)

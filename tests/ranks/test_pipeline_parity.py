@@ -27,7 +27,7 @@ def oracle_of(model: str, pp: int, chunks: int, micro: int) -> programs.Trace:
     """From the first weights of one rank: they follow from names and the seed."""
     case = {"model": model, "pp": str(pp), "chunks": str(chunks), "micro": str(micro)}
     task = pipeline_plans.task_of(case)
-    first = programs.engine_of(task, f"micro={micro} precision=fp64").whole_parameters()
+    first = programs.engine_of(task, f"micro={micro} precision=fp64").full_parameters()
     return programs.one_process_task(task, first, 1)
 
 

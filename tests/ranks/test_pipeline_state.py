@@ -42,7 +42,7 @@ def _through(model: str, plan: str) -> Any:
         if step == STEPS_BEFORE:
             saved = trainings.copied(engine.state())
         results.append(engine.step(programs.share_of(batch, engine)))
-    return saved, results[STEPS_BEFORE:], engine.whole_parameters(), trainings.copied(engine.state())
+    return saved, results[STEPS_BEFORE:], engine.full_parameters(), trainings.copied(engine.state())
 
 
 def _goes_on(model: str, plan: str, state: dict[str, Tensor]) -> Any:
@@ -53,7 +53,7 @@ def _goes_on(model: str, plan: str, state: dict[str, Tensor]) -> Any:
     assert engine.num_steps == STEPS_BEFORE
     batches = task_of(model).data(STEPS)[STEPS_BEFORE:]
     results = [engine.step(programs.share_of(batch, engine)) for batch in batches]
-    return results, engine.whole_parameters(), trainings.copied(engine.state())
+    return results, engine.full_parameters(), trainings.copied(engine.state())
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -103,8 +103,8 @@ def _tells(model: str, plan: str) -> Any:
     engine.step(programs.share_of(task_of(model).data(1)[0], engine))
     return (
         engine.weight_shapes(),
-        [(name, tuple(t.shape)) for name, t in engine.whole_parameters().items()],
-        [(name, tuple(t.shape)) for name, t in engine.whole_gradients().items()],
+        [(name, tuple(t.shape)) for name, t in engine.full_parameters().items()],
+        [(name, tuple(t.shape)) for name, t in engine.full_gradients().items()],
         engine.num_parameters,
     )
 

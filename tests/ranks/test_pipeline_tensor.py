@@ -40,7 +40,7 @@ def _foretold(plan: str) -> tuple[Any, Any]:
     engine = plait.parallelize(programs.rough_llama(), f"{plan} precision=fp32", seed=3)
     batch = programs.batches(1)[0]
     sequences = programs.SEQUENCES // engine.plan.micro
-    estimated = engine.predicted_memory((sequences, programs.LENGTH))
+    estimated = engine.estimated_memory((sequences, programs.LENGTH))
     loss = engine.evaluate(batch).loss_sum
     logits = engine.outputs(batch, lambda outputs: outputs.logits)
     engine.step(batch)

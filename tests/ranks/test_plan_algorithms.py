@@ -101,7 +101,7 @@ def test_partial_sums_in_bf16_train_nearly_the_same(pool: Pool, words: str, wide
 def _buffers(plan: str) -> tuple[int, int]:
     engine = engine_of(plan, programs.wide_llama)
     shape = programs.SEQUENCES // engine.plan.dp // engine.plan.micro, programs.LENGTH
-    estimated = engine.predicted_memory(shape).buffers
+    estimated = engine.estimated_memory(shape).buffers
     train(engine, last=1)
     return estimated, engine.memory().buffers
 
@@ -123,7 +123,7 @@ def test_what_is_held_for_peers_is_foretold(pool: Pool, words: str) -> None:
 
 def _scratch(plan: str) -> tuple[int, int]:
     engine = engine_of(plan)
-    taken = engine._held.scratch_bytes
+    taken = engine._sharded.scratch_bytes
     reserved = by.AlgorithmReduce.reserve
     with mock.patch.object(by.AlgorithmReduce, "reserve", autospec=True, side_effect=reserved) as grows:
         train(engine, last=1)

@@ -33,7 +33,7 @@ def test_states_in_bf16_train_nearly_as_in_fp32(pool: Pool, words: str, wide: An
 
 def _memory(plan: str) -> Any:
     engine = engine_of(plan, programs.wide_llama)
-    estimated = engine.predicted_memory(
+    estimated = engine.estimated_memory(
         (programs.SEQUENCES // engine.plan.dp // engine.plan.micro, programs.LENGTH)
     )
     train(engine, last=2)
@@ -61,7 +61,7 @@ def _resumed(plan: str, options: dict[str, Any], state: dict[str, Tensor]) -> An
     engine = engine_of(plan, **options)
     train(engine, last=1)  # what it held is replaced
     engine.load_state(state)
-    return train(engine, 2, STEPS), engine.whole_parameters(), engine.state()
+    return train(engine, 2, STEPS), engine.full_parameters(), engine.state()
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_a_step_without_targets_is_no_overflow(pool: Pool) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp64"])
 def test_a_loss_scale_is_for_fp16_alone(precision: str) -> None:
-    with pytest.raises(ConfigError, match="a loss scale is for fp16") as caught:
+    with pytest.raises(ConfigError, match="loss_scaling needs precision=fp16") as caught:
         engine_of(f"precision={precision}", loss_scaling=LossScaling())
     assert f"precision={precision}" in str(caught.value)
     assert engine_of("precision=fp16", loss_scaling=LossScaling(initial=8.0)).loss_scale == 8.0

@@ -45,7 +45,7 @@ def test_nothing_is_rounded_that_travels_nowhere(pool: Pool, words: str) -> None
 def _buffers(plan: str) -> Any:
     engine = engine_of(plan, programs.wide_llama)
     shape = programs.SEQUENCES // engine.plan.dp // engine.plan.micro, programs.LENGTH
-    estimated = engine.predicted_memory(shape).buffers
+    estimated = engine.estimated_memory(shape).buffers
     train(engine, last=1)
     return estimated, engine.memory().buffers, engine.num_parameters
 
@@ -104,7 +104,7 @@ def _gradients(plan: str) -> Any:
     ids = _ids().chunk(engine.data_ranks)[engine.data_rank]
     result = engine.step({"input_ids": ids, "labels": ids})
     assert result.num_tokens == 128
-    return engine.whole_gradients()
+    return engine.full_gradients()
 
 
 def _by_hand(ranks: int, micros: int, dtype: torch.dtype, *, sizes: bool = False) -> dict[str, Tensor]:

@@ -76,7 +76,7 @@ def _losses(plan: str, *, error_feedback: bool = True) -> list[float]:
 
 
 def _residuals(engine: plait.Engine) -> list[Tensor]:
-    return [compressor.state[0] for compressor in engine._held.zeros[0]._sums._all()]  # type: ignore[attr-defined]
+    return [compressor.kept[0] for compressor in engine._sharded.zeros[0]._sums._all()]  # type: ignore[attr-defined]
 
 
 def _fall(losses: list[float]) -> float:
@@ -138,7 +138,7 @@ def _after_a_skip(plan: str, name: str, bad: float) -> Any:
         else:
             engine.load_state({key: t.clone() for key, t in _shared(engine).items()})
         results += [engine.step(share) for share in shares[2:]]
-        found.append(([result.skipped for result in results], engine.whole_parameters()))
+        found.append(([result.skipped for result in results], engine.full_parameters()))
     return found
 
 
@@ -183,7 +183,7 @@ def test_what_is_kept_follows_the_loss_scale(pool: Pool, start: Any) -> None:
 def _memory(plan: str) -> Any:
     engine = engine_of(plan, programs.wide_llama)
     shape = programs.SEQUENCES // engine.plan.dp // engine.plan.micro, programs.LENGTH
-    estimated = engine.predicted_memory(shape)
+    estimated = engine.estimated_memory(shape)
     train(engine, last=2)
     return estimated, engine.memory()
 

@@ -7,7 +7,7 @@ import torch
 
 import plait
 from plait.errors import RunError
-from plait.plan import between
+from plait.plan import subtract_traffic
 from support import hf_models, programs
 from support.pool import Pool
 
@@ -37,7 +37,7 @@ def _messages_of_a_look(plan: str, family: str) -> int:
     engine = _trained(plan, family)
     before = engine.world.comm_log.read()
     engine.check_replicas()
-    said = between(before, engine.world.comm_log.read())
+    said = subtract_traffic(before, engine.world.comm_log.read())
     return sum(tally.count for tally in said.values())
 
 
@@ -55,10 +55,10 @@ def _one_bit_off(
     parameter; of the last of its stages that have it."""
     engine = _trained(plan, family)
     if engine.world.rank == culprit:
-        units = [u for u in engine._held.units if any(p.name == name for p in u.layout.pieces)]
-        flat = units[-1].master if of_master else units[-1].shard
+        units = [u for u in engine._sharded.units if any(p.name == name for p in u.layout.params)]
+        flat = units[-1].master if of_master else units[-1].piece
         last = units[-1].layout.overlaps(units[-1].start, units[-1].stop)
-        at = next(o.at + o.stop - o.start for o in last if o.piece.name == name)
+        at = next(o.at + o.stop - o.start for o in last if o.shard.name == name)
         flat[at - 1 : at].view({2: torch.int16, 4: torch.int32}[flat.itemsize]).bitwise_xor_(1)
     engine.world.barrier()  # memory may be shared
     try:

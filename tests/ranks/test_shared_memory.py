@@ -80,7 +80,7 @@ def _looks_between(plan: str) -> tuple[list[float], list[float]]:
             loss, num_targets = programs.summed_loss(outputs, share)
             engine.backward(loss, num_targets)
             if looks:
-                engine.whole_parameters()
+                engine.full_parameters()
                 engine.state()
             found.append(engine.update().loss)
         losses.append(found)

@@ -45,7 +45,7 @@ def smoothed_loss(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
 
 def _smoothed_step(plan: str) -> tuple[float, dict[str, Tensor]]:
     engine = engine_of("llama", plan, loss=smoothed_loss)
-    return engine.step(programs.share_of(programs.batches(1)[0], engine)).loss, engine.whole_gradients()
+    return engine.step(programs.share_of(programs.batches(1)[0], engine)).loss, engine.full_gradients()
 
 
 def _alone(family: str, loss: Any, batch: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
@@ -202,7 +202,7 @@ def _sgd_step(plan: str, micros: list[dict[str, Tensor]] | None = None) -> dict[
     engine = engine_of("llama", plan)
     batch: Any = programs.batches(1, sequences=8)[0] if micros is None else micros
     engine.step(programs.share_of(batch, engine))
-    return engine.whole_parameters()
+    return engine.full_parameters()
 
 
 @pytest.mark.parametrize(
@@ -276,4 +276,4 @@ def _rotated_gradients(plan: str, number: int) -> dict[str, Tensor]:
     micros = [nothing, nothing, nothing]
     micros[number] = share
     engine.step(micros)
-    return engine.whole_gradients()
+    return engine.full_gradients()

@@ -101,7 +101,7 @@ def _held_rows(plan: str, loads: bool) -> dict[str, Tensor]:
             silent_error_models.with_random_weights("llama"), plan, optimizer_args={"lr": 0.0}
         ).state()
         engine.load_state(_on_all(engine, state))
-    units = engine._held.units
+    units = engine._sharded.units
     assert all(unit.storage.numel() == unit.layout.numel for unit in units)
     found = {}
     for unit in units:
@@ -175,7 +175,7 @@ def _weights_of_two(plans: tuple[str, ...]) -> list[dict[str, Tensor]]:
         for engine in engines:
             engine.step(programs.share_of(batch, engine))
             engine.evaluate(programs.share_of(batch, engine))
-    return [engine.whole_parameters() for engine in engines]
+    return [engine.full_parameters() for engine in engines]
 
 
 def test_engines_of_one_process_do_not_hear_each_other(pool: Pool) -> None:
@@ -198,7 +198,7 @@ def _overflow_on_one(plan: str, culprit: int) -> tuple[list[bool], list[float | 
     for number, batch in enumerate(programs.batches(3)):
         handles = []
         if number == 1 and engine.world.rank == culprit:
-            parameter = engine._held.trained[0].parameters.values()
+            parameter = engine._sharded.trained[0].parameters.values()
             handles = [p.register_hook(lambda gradient: gradient * torch.inf) for p in parameter]
         skipped.append(engine.step(programs.share_of(batch, engine)).skipped)
         scales.append(engine.loss_scale)
@@ -227,7 +227,7 @@ def _masks(plan: str) -> list[tuple[dict[str, int], int, list[Tensor]]]:
             module.register_forward_hook(lambda *given: masks.append((given[-1] == 0).detach()))
     for batch in programs.batches(2, sequences=8):
         engine.step(programs.share_of(batch, engine))
-    coord = plait.plan.Grid.of(engine.plan).coord(engine.world.rank)
+    coord = plait.plan.Grid.from_plan(engine.plan).coord(engine.world.rank)
     return [(coord, number, mask) for number, mask in enumerate(masks)]
 
 
@@ -255,7 +255,7 @@ def _steps_between(plan: str, looks: bool) -> tuple[list[Any], dict[str, Tensor]
             engine.evaluate(share)
             engine.outputs(share, lambda outputs: outputs.logits)
             engine.check_replicas()
-            engine.whole_gradients()
+            engine.full_gradients()
     return results, engine.state(), [torch.rand(3)]
 
 

@@ -100,7 +100,7 @@ def _gap(kind: str, plan: str, length: int, source: int) -> float:
     whole = copy.deepcopy(net).double()
     engine = plait.parallelize(net, plan, loss=_loss, tensor_plan=CUTS, optimizer_args={"lr": 0.0})
     for _ in range(2):  # the second step knows which layers read together
-        loss, found = engine.step(batch).loss, engine.whole_gradients()
+        loss, found = engine.step(batch).loss, engine.full_gradients()
     wide = {key: value.double() for key, value in batch.items()}
     expected = (whole(wide["x"], wide["source"]) - wide["labels"]).square().mean()
     expected.backward()

@@ -25,8 +25,8 @@ def _copies(plan: str, family: str) -> dict[str, Tensor]:
 
 
 def _whole_ones(engine: Any) -> dict[str, Tensor]:
-    pieces = [piece for unit in engine.layout.units for piece in unit.pieces]
-    whole = {piece.name for piece in pieces if piece.boxes.shape == piece.whole_shape}
+    pieces = [piece for unit in engine.layout.units for piece in unit.params]
+    whole = {piece.name for piece in pieces if piece.boxes.shape == piece.full_shape}
     found = {name: p.detach().clone() for name, p in engine.model.named_parameters() if name in whole}
     assert any("norm" in name or "ln_" in name for name in found)
     return found

@@ -7,9 +7,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import plait
-from plait.plan.tensor_cost import Activations, gpt2_activation_bytes, llama_activation_bytes
 from support import hf_models, programs
 from support.pool import Pool
+from support.tensor_cost import Activations, gpt2_activation_bytes, llama_activation_bytes
 
 PLANS = ["tp=2", "tp=2 sp=true", "tp=2x2", "tp=2 sp=true recompute=selective"]
 
@@ -17,7 +17,7 @@ PLANS = ["tp=2", "tp=2 sp=true", "tp=2x2", "tp=2 sp=true recompute=selective"]
 def _kept(family: str, plan: str) -> tuple[int | None, int | None]:
     """Foretold before, and measured in, the first step."""
     engine = plait.parallelize(hf_models.model_of(family, exact=False), f"{plan} precision=fp32", seed=3)
-    estimated = engine.predicted_memory((programs.SEQUENCES, programs.LENGTH)).activations
+    estimated = engine.estimated_memory((programs.SEQUENCES, programs.LENGTH)).activations
     engine.step(programs.batches(1)[0])
     return estimated, engine.memory().activations
 

@@ -1,4 +1,4 @@
-"""What a block of a real engine says to its neighbours on the grid is what `plan/tensor_cost.py` says."""
+"""A block of a real engine sends the messages that `tests/support/tensor_cost.py` predicts."""
 
 import sys
 from collections import Counter
@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 
 import plait
 from plait.comm import Group
-from plait.plan.tensor_cost import BlockWidths, Message, Verb, axonn_volume, block_messages, ring_bytes
 from support import hf_models
 from support.pool import Pool
+from support.tensor_cost import BlockWidths, Message, Verb, axonn_volume, block_messages, ring_bytes
 
 BATCH, LENGTH = 2, 8
 TOKENS = BATCH * LENGTH

@@ -112,13 +112,13 @@ def _trained(task: Task, plan: str, words: dict[str, str]) -> programs.Trace:
         tensor_plan=words,
         probe=task.data(1)[0],
     )
-    trace = programs.Trace(first_weights=engine.whole_parameters())
+    trace = programs.Trace(first_weights=engine.full_parameters())
     for batch in task.data(task.steps):
         result = engine.step(programs.share_of(batch, engine))
         trace.losses.append(result.loss)
         trace.norms.append(result.grad_norm)
-        trace.gradients.append(engine.whole_gradients())
-    trace.weights = engine.whole_parameters()
+        trace.gradients.append(engine.full_gradients())
+    trace.weights = engine.full_parameters()
     return trace
 
 

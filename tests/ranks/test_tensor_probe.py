@@ -160,7 +160,7 @@ def with_classes(attention: type[nn.Module] | None, mlp: type[nn.Module] | None)
 
 
 def _letter(classes: Any, plan: str) -> str:
-    with pytest.raises(ModelError, match="computes another function than it does whole") as caught:
+    with pytest.raises(ModelError, match="computes a different function than the full model") as caught:
         plait.parallelize(with_classes(*classes), plan, probe=True, seed=3)
     return str(caught.value)
 
@@ -244,7 +244,7 @@ def _plain(kind: type[nn.Module], probe: Any) -> str:
 def test_a_module_that_is_no_language_model_is_probed_with_a_batch(pool: Pool) -> None:
     batch = {"x": torch.randn(4, 12), "labels": torch.randn(4, 12)}
     for message in pool.run(_plain, 2, Plain, True):
-        assert "does not say what it takes" in message
+        assert "this model's are unknown" in message
         assert "Plain" in message
         assert "probe=a batch" in message
     assert pool.run(_plain, 2, Plain, batch) == ["", ""]

@@ -44,7 +44,7 @@ def _straight(task: str, plan: str) -> Any:
     _steps(engine, 0, STEPS_BEFORE)
     saved = copied(engine.state())
     results = _steps(engine, STEPS_BEFORE, programs.STEPS)
-    return saved, results, engine.whole_parameters(), copied(engine.state())
+    return saved, results, engine.full_parameters(), copied(engine.state())
 
 
 def _continued(task: str, plan: str, states: list[dict[str, Tensor]]) -> Any:
@@ -54,7 +54,7 @@ def _continued(task: str, plan: str, states: list[dict[str, Tensor]]) -> Any:
         engine = programs.engine_of(TASKS[task], plan, seed=99)
         engine.load_state(state)
         results = _steps(engine, STEPS_BEFORE, programs.STEPS)
-        found.append((results, engine.whole_parameters(), copied(engine.state())))
+        found.append((results, engine.full_parameters(), copied(engine.state())))
     return found
 
 
@@ -120,7 +120,7 @@ def _given_whole(plan: str) -> Any:
     engine = programs.engine_of(TASKS["gpt2"], plan)
     _steps(engine, 0, 1)
     shapes = {key: tuple(p.shape) for key, p in hf_models.model_of("gpt2").named_parameters()}
-    found = engine.whole_parameters(), engine.whole_gradients(), engine.state()
+    found = engine.full_parameters(), engine.full_gradients(), engine.state()
     weights, gradients, _ = found
     if engine.world.rank == 0:
         assert {key: tuple(t.shape) for key, t in weights.items()} == shapes
@@ -145,7 +145,7 @@ def _with_own_weights(plan: str) -> Any:
     own = hf_models.model_of("gpt2", on_meta=False)
     before = {name: p.detach().clone() for name, p in own.named_parameters()}
     engine = plait.parallelize(own, plan, loss=programs.summed_loss, optimizer_args=programs.ADAMW)
-    weights = engine.whole_parameters()
+    weights = engine.full_parameters()
     return before, weights, _steps(engine, 0, 2)
 
 

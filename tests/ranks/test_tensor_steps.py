@@ -95,7 +95,7 @@ def test_options_on_a_grid_give_the_one_process_programs_numbers(
 def _near(build: Any, plan: str, options: dict[str, Any] | None = None) -> Any:
     engine = engine_of(plan, build, **options or {})
     results = train(engine, last=4)
-    return results, engine.whole_parameters()
+    return results, engine.full_parameters()
 
 
 @pytest.mark.parametrize(
@@ -279,10 +279,10 @@ def _letters(plan: str, differ: str, how: str) -> Any:
             other["labels"][-1, -1] = 1 - other["labels"][-1, -1].clamp(0, 1)
         else:
             other = {key: value[:-2] for key, value in batch.items()}
-    before = copied(engine.whole_parameters())
-    with pytest.raises(PlanError, match="were given different batches") as caught:
+    before = copied(engine.full_parameters())
+    with pytest.raises(PlanError, match="received different batches") as caught:
         engine.step(other) if how == "step" else engine.loss(other)
-    changed = differing(before, engine.whole_parameters())
+    changed = differing(before, engine.full_parameters())
     return str(caught.value), changed, engine.step(batch)
 
 

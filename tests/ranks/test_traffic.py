@@ -14,7 +14,7 @@ from plait.comm import connect
 from plait.errors import PlaitError
 from plait.estimate.dry_run import Cluster
 from plait.estimate.explain import Explanation, explain
-from plait.plan import MemoryUse, Plan, added, between
+from plait.plan import MemoryUse, Plan, subtract_traffic, sum_traffic
 from plait.plan.comm_log import Traffic
 from support import hf_models
 from support.pool import Pool
@@ -68,12 +68,12 @@ def said(name: str, plan: str) -> tuple[Traffic, MemoryUse]:
     """What a rank says in the third step, and what it foretells of its memory."""
     engine = plait.parallelize(model_of(name), plan, loss=squared_error if name == "plain" else None)
     batch = batch_of(name, BATCH * engine.plan.micro)
-    estimated = engine.predicted_memory((BATCH, SEQUENCE))
+    estimated = engine.estimated_memory((BATCH, SEQUENCE))
     for _ in range(2):
         engine.step(batch)
     before = connect().comm_log.read()
     engine.step(batch)
-    return between(before, connect().comm_log.read()), estimated
+    return subtract_traffic(before, connect().comm_log.read()), estimated
 
 
 def explained(name: str, plan: str, transport: str) -> Explanation:
@@ -165,5 +165,7 @@ def check(pool: Pool, name: str, plan: str, transport: str) -> None:
     found = pool.over(transport).run(said, Plan.parse(plan).num_ranks, name, plan)
     for rank, (traffic, memory) in enumerate(found):
         row = explanation.of_rank(rank)
-        assert added(row.traffic.values()) == traffic, f"rank {rank} of {name} under {plan} over {transport}"
+        assert sum_traffic(row.traffic.values()) == traffic, (
+            f"rank {rank} of {name} under {plan} over {transport}"
+        )
         assert row.memory == memory, f"rank {rank} of {name} under {plan} over {transport}"

@@ -59,7 +59,7 @@ def _bits(plan: str, build: Any = programs.rough_llama) -> Any:
     )
     results = [engine.step(programs.share_of(batch, engine)) for batch in programs.batches(4)]
     assert all(result.grad_norm > programs.CLIP for result in results), "clipping was not active"
-    return results, engine.whole_parameters()
+    return results, engine.full_parameters()
 
 
 def assert_same_bits(pool: Ranks, ranks: int, plans: list[str], build: Any = programs.rough_llama) -> None:
@@ -170,12 +170,12 @@ def test_without_its_communication_parity_fails(pool: Pool, plan: str, verb: str
 def _slow_owner(waits: bool) -> Any:
     """Weights after a few steps in which rank 1 is late with its range."""
     engine = programs.engine_of(programs.Task(programs.llama), "dp=2 zero=3 precision=fp64")
-    late = engine._held.update
+    late = engine._sharded.update
     with ExitStack() as patches:
         if not waits:
             patches.enter_context(mock.patch.object(unshard, "barrier"))
         if torch.distributed.get_rank() == 1:
-            slow = mock.patch.object(engine._held, "update", lambda step: (time.sleep(0.2), late(step)))
+            slow = mock.patch.object(engine._sharded, "update", lambda step: (time.sleep(0.2), late(step)))
             patches.enter_context(slow)
         return [engine.step(programs.share_of(b, engine)).loss for b in programs.batches(3)]
 
@@ -212,7 +212,7 @@ def test_a_verb_that_nobody_uses_cannot_be_silenced() -> None:
 
 
 def _initial_weights(plan: str, build: Any) -> Any:
-    return programs.engine_of(programs.Task(build), plan, seed=7).whole_parameters()
+    return programs.engine_of(programs.Task(build), plan, seed=7).full_parameters()
 
 
 @pytest.mark.parametrize("build", [programs.llama, programs.tied_llama, programs.branches])

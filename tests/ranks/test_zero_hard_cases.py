@@ -84,7 +84,7 @@ def test_a_frozen_model_with_trained_corrections_of_low_rank_trains_the_same(poo
 def _held(plan: str) -> Any:
     engine = programs.engine_of(Task(edge_case_models.wide_adapted), plan)
     engine.step(programs.share_of(programs.batches(1)[0], engine))
-    return engine.memory(), sum(w.numel() for w in engine.whole_parameters().values())
+    return engine.memory(), sum(w.numel() for w in engine.full_parameters().values())
 
 
 @pytest.mark.parametrize(("plan", "share"), [("dp=2 zero=2", 1), ("dp=2 zero=3", 2), ("dp=4 zero=3", 4)])

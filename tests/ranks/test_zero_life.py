@@ -41,7 +41,7 @@ def run(engine: plait.Engine, between: Callable[[plait.Engine], object] | None =
         results.append(engine.step(programs.share_of(batch, engine)))
         if between is not None:
             between(engine)
-    return results, engine.whole_parameters(), engine.whole_gradients()
+    return results, engine.full_parameters(), engine.full_gradients()
 
 
 def same(one: Any, other: Any) -> bool:
@@ -156,8 +156,8 @@ def _look_and_keep(engine: plait.Engine) -> None:
 
 def _collect(engine: plait.Engine) -> None:
     """The collective calls that read state."""
-    engine.whole_gradients()
-    engine.whole_parameters()
+    engine.full_gradients()
+    engine.full_parameters()
     engine.state()
     engine.memory()
 
@@ -186,7 +186,7 @@ def _looks_between_micro_batches(plan: str, build: Any = programs.llama) -> Any:
             engine.model(input_ids=micro["input_ids"])
         engine.backward(total, count)
     engine.update()
-    return engine.whole_gradients()
+    return engine.full_gradients()
 
 
 def _two_forwards_one_backward(plan: str) -> Any:
@@ -196,7 +196,7 @@ def _two_forwards_one_backward(plan: str) -> Any:
     found = [programs.summed_loss(engine.model(input_ids=half["input_ids"]), half) for half in halves]
     engine.backward(found[0][0] + found[1][0], found[0][1] + found[1][1])
     engine.update()
-    return engine.whole_gradients()
+    return engine.full_gradients()
 
 
 def _two_forwards_two_backwards(plan: str) -> Any:
@@ -207,13 +207,13 @@ def _two_forwards_two_backwards(plan: str) -> Any:
     for total, count in found:
         engine.backward(total, count)
     engine.update()
-    return engine.whole_gradients()
+    return engine.full_gradients()
 
 
 def _one_step(plan: str, build: Any = programs.llama) -> Any:
     engine = fresh(plan, build)
     engine.step(programs.share_of(programs.batches(1)[0], engine))
-    return engine.whole_gradients()
+    return engine.full_gradients()
 
 
 @pytest.mark.parametrize(

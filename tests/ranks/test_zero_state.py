@@ -24,7 +24,7 @@ def _memory(plan: str, build: Any = programs.wide_llama) -> Any:
         build(), plan, optimizer_args=programs.ADAMW, loss=programs.summed_loss, seed=3
     )
     micro_batch = programs.SEQUENCES // engine.plan.dp // engine.plan.micro
-    predicted = engine.predicted_memory((micro_batch, programs.LENGTH))
+    predicted = engine.estimated_memory((micro_batch, programs.LENGTH))
     for batch in programs.batches(2):
         engine.step(programs.share_of(batch, engine))
     return predicted, engine.memory(), engine.num_parameters
@@ -62,7 +62,7 @@ def test_bytes_of_model_state_are_foretold_within_2_percent(pool: Pool, words: s
 def _llamas_memory(plan: str) -> tuple[MemoryUse, MemoryUse]:
     engine = programs.engine_of(programs.Task(programs.rough_llama), plan)
     shape = (programs.SEQUENCES // engine.data_ranks // engine.plan.micro, programs.LENGTH)
-    predicted = engine.predicted_memory(shape)
+    predicted = engine.estimated_memory(shape)
     for batch in programs.batches(2):
         engine.step(programs.share_of(batch, engine))
     return predicted, engine.memory()
@@ -177,7 +177,7 @@ def _train_from(task: str, plan: str, states: list[dict[str, Tensor]]) -> Any:
         assert engine.num_steps == STEPS_BEFORE
         batches = programs.batches(programs.STEPS)[STEPS_BEFORE:]
         results = [engine.step(programs.share_of(batch, engine)) for batch in batches]
-        found.append((engine.whole_parameters(), results, _copied(engine.state())))
+        found.append((engine.full_parameters(), results, _copied(engine.state())))
     return found
 
 
@@ -196,7 +196,7 @@ def _train_through(task: str, plan: str) -> Any:
     engine = programs.engine_of(TASKS[task], plan)
     batches = programs.batches(programs.STEPS)
     results = [engine.step(programs.share_of(batch, engine)) for batch in batches]
-    return engine.whole_parameters(), results[STEPS_BEFORE:], _copied(engine.state())
+    return engine.full_parameters(), results[STEPS_BEFORE:], _copied(engine.state())
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -265,16 +265,16 @@ def _from_first_state(plan: str, state: dict[str, Tensor]) -> Any:
     engines[0].load_state(state)
     for engine in engines:
         engine.step(programs.share_of(programs.batches(1)[0], engine))
-    return [engine.whole_parameters() for engine in engines]
+    return [engine.full_parameters() for engine in engines]
 
 
 def _refuses(plan: str) -> bool:
     engine = programs.engine_of(TASKS["llama"], plan)
-    before = _copied(engine.whole_parameters())
+    before = _copied(engine.full_parameters())
     state = {"engine/num_steps": torch.tensor(1), "weights/nothing": torch.zeros(3)}
     with pytest.raises(plait.errors.CheckpointError, match="another model"):
         engine.load_state(state)
-    after = engine.whole_parameters()
+    after = engine.full_parameters()
     return all(torch.equal(before[name], after[name]) for name in before)
 
 

@@ -174,7 +174,7 @@ def train(build: Callable[[], nn.Module], plan: str, optimizer: str = "AdamW") -
 def train_task(task: Task, plan: str, muted_ops: tuple[str, ...] = ()) -> Trace:
     """Train a task's parallel program. `muted_ops`: operations that do not communicate during steps."""
     engine = engine_of(task, plan)
-    trace = Trace(first_weights=engine.whole_parameters())
+    trace = Trace(first_weights=engine.full_parameters())
     if task.prepare is not None:
         task.prepare(engine.model)
     for batch in task.data(task.steps):
@@ -183,8 +183,8 @@ def train_task(task: Task, plan: str, muted_ops: tuple[str, ...] = ()) -> Trace:
         assert not result.skipped
         trace.losses.append(result.loss)
         trace.norms.append(result.grad_norm)
-        trace.gradients.append(engine.whole_gradients())
-    trace.weights = engine.whole_parameters()
+        trace.gradients.append(engine.full_gradients())
+    trace.weights = engine.full_parameters()
     return trace
 
 

@@ -30,7 +30,7 @@ def random_schedule(
         action = ready.pop(rng.randrange(len(ready)))
         lists[rank_of[action.stage]].append(action)
         ready += after.get(action, ())
-    return Schedule.of("random", lists)
+    return Schedule.from_actions("random", lists)
 
 
 class Executor:

@@ -36,7 +36,7 @@ def packed(axis: str, part: int, parts: int, ranks: int) -> DimSharding:
 
 
 def groups_of(rows: int, cols: int) -> TensorGroups:
-    mesh = Mesh(connect(), Grid.along(row=rows, col=cols))
+    mesh = Mesh(connect(), Grid.from_degrees(row=rows, col=cols))
     return TensorGroups(mesh.group("row"), mesh.group("col"))
 
 

@@ -25,7 +25,7 @@ def train(engine: plait.Engine, first: int = 0, last: int = STEPS) -> Any:
 def trained(plan: str, options: dict[str, Any] | None = None, steps: int = STEPS) -> Any:
     """Results, weights and state."""
     engine = engine_of(plan, **options or {})
-    return train(engine, last=steps), engine.whole_parameters(), engine.state()
+    return train(engine, last=steps), engine.full_parameters(), engine.state()
 
 
 def copied(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -45,7 +45,7 @@ def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor], start: dict[str
 
 
 def first_weights(plan: str) -> dict[str, Tensor]:
-    return engine_of(plan).whole_parameters()
+    return engine_of(plan).full_parameters()
 
 
 def assert_near(found: Any, wide: Any, start: dict[str, Tensor], *, weights: float, losses: float) -> None:

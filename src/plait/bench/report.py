@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from plait.bench.collectives import Measurement, Row
-from plait.plan.cost_model import VERBS, LatencyFit, algorithm_bandwidth, bus_bandwidth, fit
+from plait.plan.cost_model import COLLECTIVES, LatencyFit, algorithm_bandwidth, bus_bandwidth, fit
 from plait.plan.host_profile import HostProfile, ProfileEntry
 
 

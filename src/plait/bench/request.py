@@ -9,7 +9,7 @@ import torch
 
 from plait.comm import TRANSPORTS
 from plait.errors import ConfigError, unknown_key_hint
-from plait.plan.cost_model import VERBS
+from plait.plan.cost_model import COLLECTIVES
 
 DTYPES = {
     name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16", "int64", "int32")

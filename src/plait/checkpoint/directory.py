@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plait.errors import CheckpointError
-from plait.fileio import locked, sync_folder, write_json
+from plait.fileio import file_lock, sync_folder, write_json
 
 _STEP = re.compile(r"step-(\d{8,})")
 _TEMPORARY = re.compile(r"step-\d{8,}\.tmp-[0-9a-f]+")
@@ -81,7 +81,7 @@ def save_lock(folder: Path) -> Iterator[None]:
     """Lock the folder against other jobs' saves. Raises CheckpointError if another job holds the lock,
     OSError."""
     try:
-        with locked(folder / _LOCK):
+        with file_lock(folder / _LOCK):
             yield
     except BlockingIOError as error:
         raise CheckpointError(

@@ -29,7 +29,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from plait.checkpoint.safetensors_format import DTYPES, HEADER_LIMIT_BYTES, is_valid_shape
 from plait.errors import CheckpointError
-from plait.fileio import plain_file_bytes
+from plait.fileio import regular_file_bytes
 from plait.plan import Box
 
 MANIFEST = "manifest.json"
@@ -184,7 +184,7 @@ def read_manifest(folder: Path) -> Manifest:
 def plain_size(path: Path) -> int:
     """The size of a regular file in bytes. Raises CheckpointError for anything else."""
     try:
-        size = plain_file_bytes(path)
+        size = regular_file_bytes(path)
     except OSError as error:
         raise read_error(path, error) from error
     if size is None:

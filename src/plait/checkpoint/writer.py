@@ -17,7 +17,7 @@ from plait.checkpoint.crc32 import crc32
 from plait.checkpoint.manifest import Chunk, FileFacts, RankFiles, TensorFacts
 from plait.checkpoint.safetensors_format import DTYPE_NAMES, Entry, encode_header
 from plait.parallel import StateShard, view_of
-from plait.plan import Box, runs
+from plait.plan import Box, boxes_of_range
 
 CHUNK_BYTES = 16 * 2**20  # at most, and of at least one row
 FILE_BYTES = 4 * 2**30  # about; a chunk is in one file
@@ -178,7 +178,7 @@ def _tensors(
         chunks[chunk.shard.key].append(Chunk(chunk.file, offset, chunk.box.start, chunk.box.stop, crc))
     return {
         shard.key: TensorFacts(
-            shape=shard.whole_shape, dtype=DTYPE_NAMES[shard.dtype], chunks=tuple(chunks[shard.key])
+            shape=shard.full_shape, dtype=DTYPE_NAMES[shard.dtype], chunks=tuple(chunks[shard.key])
         )
         for shard in shards
     }

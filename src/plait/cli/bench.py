@@ -30,8 +30,8 @@ from plait.bench.request import (
 )
 from plait.cli.common import Debug, Json, Png, check_outputs, report_errors, write_json_output, write_output
 from plait.cli.multirank import check_ranks, first_rank_first, report_once
-from plait.plan.cost_model import VERBS
-from plait.plan.host_profile import check_place, save
+from plait.plan.cost_model import COLLECTIVES
+from plait.plan.host_profile import check_writable, save
 
 if TYPE_CHECKING:
     from plait.bench.collectives import Measurement
@@ -92,7 +92,7 @@ def collectives(
         check_memory(request, local_ranks, available_bytes())
         check_outputs(outputs)
         if is_saved:
-            check_place(profile)
+            check_writable(profile)
         device = device_for(transport, local_ranks)
         from plait.comm.launch import end_with_parent, launch_local
         from plait.comm.world import connect

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, ParamSpec, TextIO, TypeVar
 import typer
 
 from plait.errors import ConfigError, PlaitError
-from plait.fileio import check_places, write_json
+from plait.fileio import check_output_paths, write_json
 
 USER_ERROR = 2
 LOST_RANK = 1  # another rank ended; its message is the cause
@@ -75,7 +75,7 @@ def check_outputs(outputs: Mapping[str, Path | None]) -> None:
 
     `--png` also needs a suffix that matplotlib writes here; `-` is stdout.
     """
-    check_places({flag: path for flag, path in outputs.items() if path != STDOUT})
+    check_output_paths({flag: path for flag, path in outputs.items() if path != STDOUT})
     _check_image(outputs.get("--png"))
 
 

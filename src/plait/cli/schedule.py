@@ -12,7 +12,7 @@ from plait.cli.common import STDOUT, Debug, Html, Png, check_outputs, report_err
 from plait.errors import ConfigError
 from plait.fileio import write_text
 from plait.plan.schedule import GENERATORS, Checked, Durations, Schedule, Timeline, check, simulate
-from plait.plan.schedule.load import FILE, schedule_of
+from plait.plan.schedule.load import FILE, load_schedule
 from plait.plan.schedule.trace import durations_of, read_trace
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class _View:
     """A schedule with its timelines by title. `durations`: if equal for all stages; the grid needs them."""
 
     schedule: Schedule
-    checked: Checked
+    checked: ScheduleNeeds
     timelines: dict[str, Timeline]
     durations: Durations | None
     unit: str
@@ -111,7 +111,7 @@ def _simulated(name: str | None, sizes: dict[str, int], times: dict[str, float])
                 given=f"--{key} {time}",
                 expected=f"0, or {_SHORTEST} to {_LONGEST}",
             )
-    planned = schedule_of(name, sizes["pp"], sizes["micro"], sizes["chunks"])
+    planned = load_schedule(name, sizes["pp"], sizes["micro"], sizes["chunks"])
     checked = check(planned)
     durations = Durations.uniform(planned.num_stages, **times)
     return _View(planned, checked, {"predicted": simulate(planned, durations)}, durations, "")
@@ -147,7 +147,7 @@ def _check_same(traced: Schedule, name: str | None, sizes: dict[str, int]) -> No
             given = " ".join(f"--{key} {size}" for key, size in sizes.items() if size)
             raise ConfigError("a trace determines its schedule", given=given, hint="--trace alone")
         return
-    expected = schedule_of(
+    expected = load_schedule(
         name, sizes["pp"] or traced.num_ranks, sizes["micro"] or traced.num_micros, sizes["chunks"]
     )
     if expected.ranks != traced.ranks:

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from plait.cli.schedule_plot import COLORS, WORDS, ink, shade
-from plait.plan.schedule import Checked, Durations, Kind, Schedule, Timeline
+from plait.plan.schedule import Durations, Kind, Schedule, ScheduleNeeds, Timeline
 
 
 def figures_table(schedule: Schedule, timelines: Mapping[str, Timeline], *, unit: str = "") -> Table:
@@ -40,7 +40,7 @@ def figures_table(schedule: Schedule, timelines: Mapping[str, Timeline], *, unit
 
 
 def ranks_table(
-    schedule: Schedule, checked: Checked, timelines: Mapping[str, Timeline], *, unit: str = ""
+    schedule: Schedule, checked: ScheduleNeeds, timelines: Mapping[str, Timeline], *, unit: str = ""
 ) -> Table:
     """A line for every rank: its stages, what it holds at most, and how long it idles."""
     table = Table(

@@ -22,7 +22,7 @@ from plait.cli.common import (
 from plait.cli.explain import MODEL_HELP
 from plait.errors import ConfigError, PlaitError, PlanError
 from plait.plan import Plan
-from plait.plan.schedule.load import schedule_of
+from plait.plan.schedule.load import load_schedule
 
 if TYPE_CHECKING:
     from plait.verify.result import Verdict
@@ -79,7 +79,7 @@ def verify(
     check_outputs({"--json": json})
     _check_tolerance(tolerance)
     selected = [_with_dtype(dtype, one) for one in _select_plans(plan, plans, num_ranks_of_all, ranks)]
-    stages = max(schedule_of(p.schedule, p.pp, p.micro, p.chunks).num_stages for p in selected)
+    stages = max(load_schedule(p.schedule, p.pp, p.micro, p.chunks).num_stages for p in selected)
 
     from rich.console import Console
 

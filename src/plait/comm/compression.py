@@ -25,7 +25,7 @@ from torch import Tensor
 
 from plait.comm.collectives import Group, all_gather, all_to_all, empty, start_exchange
 from plait.comm.transport import PartialReduceWork, ReduceWork
-from plait.plan.compression import BLOCK, BLOCK_BYTES, blocks_each
+from plait.plan.compression import BLOCK, BLOCK_BYTES, blocks_per_rank
 
 _MAX_FP16 = 65504.0
 _LEVELS = 127.0  # of an 8-bit code, on either side of zero

@@ -14,7 +14,7 @@ from plait.data import tokenizer as tokenizers
 from plait.data.config import DataConfig, TokenizerConfig
 from plait.data.index import TOKENIZER, DatasetSpec, Index, PartFile, read_index
 from plait.errors import DataError, PlaitError
-from plait.fileio import plain_file_bytes
+from plait.fileio import regular_file_bytes
 
 HASH_THREADS = 8
 
@@ -194,7 +194,7 @@ def _check_tokenizer(folder: Path, index: Index) -> None:
 
 def _check_size(path: Path, expected: int) -> None:
     try:
-        size = plain_file_bytes(path)
+        size = regular_file_bytes(path)
     except OSError as error:
         raise DataError(
             f"the token file {path} is missing", given=error.strerror, hint=_rebuild_hint(path.parent)

@@ -21,7 +21,7 @@ from plait.data.index import (
 )
 from plait.data.readers import ReadOptions, TextChunk, read_chunks
 from plait.data.sources import Shard
-from plait.fileio import fresh_name, write_json
+from plait.fileio import temp_path, write_json
 
 BATCH_BYTES = 1 << 20  # text tokenized at once: some 100 MB of encodings
 UNFINISHED = "unfinished"

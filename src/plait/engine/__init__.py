@@ -1,1 +1,1 @@
-"""The engine: a plan, a model and an optimizer as something with .step()."""
+"""The engine: trains a model under a plan, with `.step()`."""

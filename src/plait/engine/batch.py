@@ -1,4 +1,4 @@
-"""What goes into a step and what comes out of it: batches, micro-batches, losses, results."""
+"""Inputs and results of a step: batches, micro-batches, losses."""
 
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,12 +13,12 @@ from plait.errors import ModelError, PlanError
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did; the same on every rank.
+    """Result of one optimizer step; the same on every rank.
 
-    loss        mean over all targets of the step (NaN when there was none)
-    grad_norm   2-norm of the step's gradient before clipping, each whole element once
+    loss        mean over all targets of the step (NaN if there were none)
+    grad_norm   2-norm of the step's gradient before clipping, each element counted once
     num_tokens  targets of the step, over all micro-batches and data ranks
-    skipped     loss or norm was not finite, or there was no target: weights and optimizer are untouched
+    skipped     loss or norm was not finite, or there was no target: weights and optimizer are unchanged
     """
 
     loss: float
@@ -36,25 +36,25 @@ class EvalResult:
 
 
 @dataclass(frozen=True)
-class Probed:
-    """What a probe found: the parameter whose gradient differs most from the whole model's, by how much of
-    its norm, and how much the plan's precision explains."""
+class ProbeResult:
+    """The parameter whose gradient differs most from the full model's, relative to its norm, and the
+    difference that the plan's precision explains."""
 
     name: str
     difference: float
     allowed: float
 
     def __str__(self) -> str:
-        found = f"gradients within {self.difference:.1g} of the whole model's"
-        return f"{found}, {self.allowed:.1g} allowed ({self.name})"
+        measured = f"gradients within {self.difference:.1g} of the full model's"
+        return f"{measured}, {self.allowed:.1g} allowed ({self.name})"
 
 
 Batch = Mapping[str, Tensor]
 
 
 class BatchPreparer:
-    """What a rank is given: moved to its device, cut into micro-batches, and at first compared with what the
-    other ranks of its model were given."""
+    """Moves batches to the device and splits them into micro-batches; compares the first ones between the
+    ranks of one model."""
 
     def __init__(self, device: torch.device, compute: torch.dtype, model: Group, micro: int) -> None:
         self._device = device
@@ -64,24 +64,25 @@ class BatchPreparer:
         self._compared: set[bool] = set()  # in evaluation, in training
 
     def moved(self, batch: Batch) -> dict[str, Tensor]:
-        """On the device."""
+        """The batch on the device."""
         return on_device(batch, self._device, self._compute)
 
     def checked(self, batch: Batch, *, trains: bool = True) -> dict[str, Tensor]:
-        """On the device; the first one of training and of evaluation is compared over a model's ranks."""
+        """The batch on the device; the first one of training and of evaluation is compared over a model's
+        ranks."""
         moved = self.moved(batch)
         if trains not in self._compared:
-            check_same(moved, self._model)
+            check_same_batch(moved, self._model)
             self._compared.add(trains)
         return moved
 
     def micros(self, batch: Batch | Sequence[Batch]) -> list[dict[str, Tensor]]:
-        """Of a step. Raises PlanError when there are not as many as the plan has."""
+        """The micro-batches of a step. Raises PlanError if their number is not `plan.micro`."""
         if isinstance(batch, Mapping) or not isinstance(batch, Sequence):
             return list(micro_batches(self.checked(batch), self._micro))
         if len(batch) != self._micro:
             raise PlanError(
-                "a step has as many micro-batches as the plan",
+                "the number of micro-batches is not plan.micro",
                 given=f"a list of {len(batch)}, micro={self._micro}",
                 hint=f"micro={len(batch)}, or a dict with all samples",
             )
@@ -89,21 +90,23 @@ class BatchPreparer:
 
 
 def on_device(batch: Mapping[str, Tensor], device: torch.device, compute: torch.dtype) -> dict[str, Tensor]:
-    """Moves the batch; its floating inputs, labels excepted, are cast to what the model computes in.
+    """Move the batch; floating-point inputs except labels are cast to the compute dtype.
 
-    Raises ModelError for what is no batch.
+    Raises ModelError for an invalid batch.
     """
     if not isinstance(batch, Mapping):
         raise ModelError(
             "a batch is a dict of tensors",
             given=f"a {type(batch).__name__}",
-            expected="what the model's forward takes, by its names, and labels, which only the loss sees",
+            expected="the model's forward arguments by name, and labels, which only the loss receives",
         )
-    wrong = [key for key, value in batch.items() if not isinstance(value, Tensor) or not value.ndim]
-    if wrong or not batch:
+    invalid = [key for key, value in batch.items() if not isinstance(value, Tensor) or not value.ndim]
+    if invalid or not batch:
         raise ModelError(
             "a batch is a dict of tensors with samples along dim 0",
-            given=f"{wrong[0]}: {type(batch[wrong[0]]).__name__} without one" if wrong else "an empty dict",
+            given=f"{invalid[0]}: {type(batch[invalid[0]]).__name__} without one"
+            if invalid
+            else "an empty dict",
         )
     return {
         key: value.to(
@@ -116,7 +119,7 @@ def on_device(batch: Mapping[str, Tensor], device: torch.device, compute: torch.
 
 
 def micro_batches(batch: Mapping[str, Tensor], micro: int) -> Iterator[dict[str, Tensor]]:
-    """The batch in `micro` equal parts along dim 0. Raises PlanError when it does not divide."""
+    """Split the batch into `micro` equal parts along dim 0. Raises PlanError if it does not divide."""
     sizes = {key: value.shape[0] for key, value in batch.items()}
     if len(set(sizes.values())) != 1 or any(size % micro for size in sizes.values()):
         raise PlanError(
@@ -129,19 +132,19 @@ def micro_batches(batch: Mapping[str, Tensor], micro: int) -> Iterator[dict[str,
         yield {key: chunks[number] for key, chunks in parts.items()}
 
 
-def check_same(batch: Mapping[str, Tensor], grid: Group) -> None:
-    """Raises PlanError on all ranks of `grid`, which hold one model, unless they were given the same."""
+def check_same_batch(batch: Mapping[str, Tensor], grid: Group) -> None:
+    """Raise PlanError on all ranks of `grid`, which hold one model, unless their batches are equal."""
     if grid.size == 1:
         return
     device = next(iter(batch.values())).device
     sums = torch.zeros(grid.size, dtype=torch.long, device=device)
     all_gather(sums, torch.tensor([_checksum(batch)], device=device), grid)
-    found = sums.tolist()
-    others = [rank for rank, value in zip(grid.ranks, found, strict=True) if value != found[0]]
+    checksums = sums.tolist()
+    others = [rank for rank, value in zip(grid.ranks, checksums, strict=True) if value != checksums[0]]
     if others:
         shapes = ", ".join(f"{key} {tuple(value.shape)}" for key, value in batch.items())
         raise PlanError(
-            "ranks that hold one model together were given different batches",
+            "ranks that share one model received different batches",
             given=f"rank {others[0]} has other values or shapes than rank {grid.ranks[0]}; here {shapes}",
             expected="the same samples on all of them: tp and pp multiply ranks, not data",
             hint="the share of engine.data_rank, of engine.data_ranks",
@@ -149,23 +152,25 @@ def check_same(batch: Mapping[str, Tensor], grid: Group) -> None:
 
 
 def _checksum(batch: Mapping[str, Tensor]) -> int:
-    found = 0
+    checksum = 0
     for key in sorted(batch):
         value = batch[key].detach()
-        found = zlib.crc32(f"{key} {value.dtype} {tuple(value.shape)}".encode(), found)
-        found = zlib.crc32(value.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes(), found)
-    return found
+        checksum = zlib.crc32(f"{key} {value.dtype} {tuple(value.shape)}".encode(), checksum)
+        checksum = zlib.crc32(
+            value.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes(), checksum
+        )
+    return checksum
 
 
 def check_loss(loss: object) -> None:
-    """Raises ModelError unless backward can start from it."""
+    """Raise ModelError unless backward can start from it."""
     if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
         return
     of_tensor = (
         f"shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}" if isinstance(loss, Tensor) else ""
     )
     raise ModelError(
-        "a loss is one number with a graph behind it",
+        "a loss must be a scalar that requires a gradient",
         given=of_tensor or f"a {type(loss).__name__}",
         expected="the sum over targets of a forward with gradients",
     )

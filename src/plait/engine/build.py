@@ -1,4 +1,4 @@
-"""What an engine is made of: a model's stages on this rank, their units, their optimizer, their executor."""
+"""Build the parts of an engine: the stages of this rank, their units, optimizer and pipeline."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -52,10 +52,10 @@ from plait.plan.schedule import Schedule
 
 @dataclass(frozen=True)
 class TrainingSpec:
-    """How a model is cut and its weights are updated: what `parallelize` was asked for."""
+    """How a model is sharded and its weights are updated: the arguments of `parallelize`."""
 
     groups: Sequence[Mapping[str, Any]]  # options of each optimizer group
-    group_of: Mapping[str, int] | None  # by a parameter's name; None: whether weight decay applies to it
+    group_of: Mapping[str, int] | None  # by parameter name; None: grouped by whether weight decay applies
     tensor: TPPlan
     stages: StageAssignment
     schedule: Schedule
@@ -66,155 +66,165 @@ class TrainingSpec:
     loss: Loss | None = None
     loss_scaling: LossScaling | None = None
     seed: int = 0
-    draws: bool = True  # first weights, as far as they can be done without: others will come
+    draws: bool = True  # initialize weights; False: only those that `weights` will not replace
     offload_dir: Path | None = None
 
 
 @dataclass(frozen=True)
 class StageBuilder:
-    """A model that is to be cut, with all that says how."""
+    """Builds the stages of this rank from an unsharded model."""
 
     model: nn.Module
     plan: Plan
-    how: TrainingSpec
+    spec: TrainingSpec
     mesh: Mesh
     blocks: Sequence[tuple[str, nn.Module]]
 
-    def holdings(self) -> ShardMap:
-        """Raises ModelError for a model without a parameter that trains."""
-        how, plan = self.how, self.plan
-        facts = unit_facts(self.model, self.blocks, how.group_of)
-        places, rank_of = TPCoord.all_of(how.tensor), how.schedule.rank_of
-        found = ShardMap.from_plan(self.model, facts, how.stages, rank_of, self.mesh.grid, places, plan)
-        if not found.num_parameters:
-            raise ModelError("the model has nothing to train", given="no parameter that requires a gradient")
-        return found
+    def shard_map(self) -> ShardMap:
+        """Return which rank holds which shards. Raises ModelError for a model without trainable
+        parameters."""
+        spec, plan = self.spec, self.plan
+        facts = unit_facts(self.model, self.blocks, spec.group_of)
+        coords, rank_of = TPCoord.all_coords(spec.tensor), spec.schedule.rank_of
+        shard_map = ShardMap.of(self.model, facts, spec.stages, rank_of, self.mesh.grid, coords, plan)
+        if not shard_map.num_parameters:
+            raise ModelError(
+                "the model has no trainable parameters", given="no parameter requires a gradient"
+            )
+        return shard_map
 
     def stages(
         self,
         units: Mapping[int, Sequence[FlatParam]],
-        loose: Mapping[str, nn.Parameter],
+        standalone: Mapping[str, nn.Parameter],
         groups: DataGroups,
         partial: ReplicatedGradReduce,
-        cut: FlatParamConfig,
-        halves: BackwardSplitter,
+        config: FlatParamConfig,
+        splitter: BackwardSplitter,
     ) -> dict[int, StageRunner]:
-        """The stages of these units, which have their first weights. `loose`: what lies in none."""
-        model, plan, stages = self.model, self.plan, self.how.stages
-        under_way = InFlightReductions()
-        # All alive, and so with identities of their own, until the last stage is bound.
-        whole = dict(model.named_parameters())
-        names = {id(parameter): name for name, parameter in whole.items()}
-        dtype = Precision.from_plan(plan).compute
-        parts = [split_stage(model, self.blocks, stages, s, device=cut.device, dtype=dtype) for s in units]
-        found = {}
+        """Build the stages of these units, whose weights are initialized. `standalone`: parameters outside
+        units."""
+        model, plan, stages = self.model, self.plan, self.spec.stages
+        in_flight = InFlightReductions()
+        # Keeps all parameters alive, so that ids stay unique until the last stage is bound.
+        parameters = dict(model.named_parameters())
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        dtype = Precision.of(plan).compute
+        parts = [split_stage(model, self.blocks, stages, s, device=config.device, dtype=dtype) for s in units]
+        runners = {}
         for stage, part in zip(units, parts, strict=True):
-            of_stage = (part.blocks, units[stage], loose)
-            zero = bind_flat_params(part.module, names, *of_stage, plan, groups, partial, under_way, cut)
-            found[stage] = self._forward_of(part, zero, halves, is_last=stage == stages.num_stages - 1)
-        return found
+            of_stage = (part.blocks, units[stage], standalone)
+            zero = bind_flat_params(part.module, names, *of_stage, plan, groups, partial, in_flight, config)
+            runners[stage] = self._stage_runner(part, zero, splitter, is_last=stage == stages.num_stages - 1)
+        return runners
 
-    def _forward_of(
-        self, part: StageModule, zero: ShardedStage, halves: BackwardSplitter, *, is_last: bool
+    def _stage_runner(
+        self, part: StageModule, zero: ShardedStage, splitter: BackwardSplitter, *, is_last: bool
     ) -> StageRunner:
-        """Gives the stage's blocks the forwards that the plan asks for."""
-        found, plan, mesh = [block for _, block in part.blocks], self.plan, self.mesh
+        """Apply the plan to the forwards of the stage and its blocks."""
+        blocks, plan, mesh = [block for _, block in part.blocks], self.plan, self.mesh
         grid = TensorGroups(mesh.group("row"), mesh.group("col"))
-        tensor = part.tp_plan(self.how.tensor)
-        part.shard_placeholders(self.how.tensor, grid.row.rank, grid.col.rank)
-        cut = apply_tp_plan(part.module, tensor, grid, part.blocks, sequence=plan.sp)
-        install_rng_streams(
+        tensor = part.tensor_plan(self.spec.tensor)
+        part.shard_placeholders(self.spec.tensor, grid.row.rank, grid.col.rank)
+        layers = apply_tp_plan(part.module, tensor, grid, part.blocks, sequence=plan.sp)
+        zone_randomness(
             part.module,
-            found,
+            blocks,
             tensor,
             sequence=plan.sp,
             device=mesh.world.device,
             row=grid.row.rank,
             col=grid.col.rank,
         )
-        if self.how.schedule.split:
-            split_linears(found, halves)
-        recompute_blocks(found, plan.recompute)
+        if self.spec.schedule.split:
+            split_linears(blocks, splitter)
+        recompute_blocks(blocks, plan.recompute)
         if plan.compile:
-            compile_blocks(found, mesh.world.device)
-        return StageRunner(part, zero, cut, tensor, grid.col, self.how.loss, is_last=is_last)
+            compile_blocks(blocks, mesh.world.device)
+        return StageRunner(part, zero, layers, tensor, grid.col, self.spec.loss, is_last=is_last)
 
 
 @dataclass(frozen=True)
 class EngineParts:
-    """Of one rank."""
+    """The parts of an engine on one rank."""
 
     groups: DataGroups
-    holdings: ShardMap
-    layout: Layout  # of all that this rank holds
+    shard_map: ShardMap
+    layout: Layout  # of everything that this rank holds
     stages: Mapping[int, StageRunner]
-    held: ShardedModel
-    owned: ShardedOptimizer
+    sharded: ShardedModel
+    optimizer: ShardedOptimizer
     state: ShardedState
     replicas: ReplicaCheck
     pipeline: Pipeline
-    twin: nn.Module | None  # on meta, of the whole model, where it is in stages
+    meta_model: nn.Module | None  # the full model on meta, if it is split into stages
 
     @classmethod
-    def of(
-        cls, model: nn.Module, plan: Plan, how: TrainingSpec, mesh: Mesh, blocks: list[tuple[str, nn.Module]]
+    def build(
+        cls, model: nn.Module, plan: Plan, spec: TrainingSpec, mesh: Mesh, blocks: list[tuple[str, nn.Module]]
     ) -> "EngineParts":
-        """Brings the model to life, in place where it is one stage. All ranks call it."""
-        groups, device = DataGroups.build(mesh, plan), mesh.world.device
-        making = StageBuilder(model, plan, how, mesh, blocks)
-        holdings = making.holdings()
-        layouts = holdings.layouts[groups.model.rank]
+        """Build the parts and materialize the model, in place with one stage. All ranks call it."""
+        groups, device = DataGroups.of(mesh, plan), mesh.world.device
+        builder = StageBuilder(model, plan, spec, mesh, blocks)
+        shard_map = builder.shard_map()
+        layouts = shard_map.layouts[groups.model.rank]
         layout = Layout(tuple(unit for of_stage in layouts.values() for unit in of_stage.units))
-        masters = MasterWeights(plan, layout, device, how.offload_dir)
-        cut = flat_param_config(plan, groups, device, masters)
-        units = {stage: [FlatParam(unit, cut) for unit in found.units] for stage, found in layouts.items()}
-        twin = copy_to_meta(model).to(cut.compute_dtype) if how.stages.num_stages > 1 else None
-        foreign = [foreign_modules(model, blocks, how.stages, stage) for stage in layouts]
-        elsewhere = set.intersection(*foreign) | (set() if how.draws else parameter_only_modules(model))
-        loose = init_flat_params(model, units, groups, plan, device, how.seed, elsewhere)
-        halves = BackwardSplitter()
-        stages = making.stages(units, loose, groups, ReplicatedGradReduce(mesh, layout), cut, halves)
-        if how.stages.num_stages > 1:
+        masters = MasterWeights(plan, layout, device, spec.offload_dir)
+        config = flat_param_config(plan, groups, device, masters)
+        units = {
+            stage: [FlatParam(unit, config) for unit in of_stage.units] for stage, of_stage in layouts.items()
+        }
+        meta_model = copy_to_meta(model).to(config.compute) if spec.stages.num_stages > 1 else None
+        foreign = [foreign_modules(model, blocks, spec.stages, stage) for stage in layouts]
+        elsewhere = set.intersection(*foreign) | (set() if spec.draws else weights_alone(model))
+        standalone = init_flat_params(model, units, groups, plan, device, spec.seed, elsewhere)
+        splitter = BackwardSplitter()
+        stages = builder.stages(
+            units, standalone, groups, ReplicatedGradReduce(mesh, layout), config, splitter
+        )
+        if spec.stages.num_stages > 1:
             placed = {id(p) for of in units.values() for unit in of for p in unit.parameters.values()}
-            release_unused(model, placed | {id(parameter) for parameter in loose.values()})
-            model.register_forward_pre_hook(_refuse_to_run)
-        held = ShardedModel(
+            release_unused(model, placed | {id(parameter) for parameter in standalone.values()})
+            model.register_forward_pre_hook(_refuse_forward)
+        sharded = ShardedModel(
             {stage: forward.zero for stage, forward in stages.items()},
             groups,
-            TiedGradReduce(how.stages.shared_units, how.schedule.rank_of, mesh),
+            TiedGradReduce(spec.stages.shared_units, spec.schedule.rank_of, mesh),
         )
-        owned = ShardedOptimizer(
-            held.trained, plan, how.optimizer, how.arguments, how.groups, masters, how.offload_dir
+        optimizer = ShardedOptimizer(
+            sharded.trained, plan, spec.optimizer, spec.arguments, spec.groups, masters, spec.offload_dir
         )
         state = ShardedState(
             {stage: forward.part.module for stage, forward in stages.items()},
             units,
-            owned,
-            cut,
-            groups.all_gather,
+            optimizer,
+            config,
+            groups.gathers,
             groups.model,
             groups.replicate,
-            holdings,
+            shard_map,
         )
-        replicas = ReplicaCheck(held.units, cut, holdings, groups, mesh)
-        pipeline = Pipeline(how.schedule.rank_of, mesh, halves)
-        return cls(groups, holdings, layout, stages, held, owned, state, replicas, pipeline, twin)
+        replicas = ReplicaCheck(sharded.units, config, shard_map, groups, mesh)
+        pipeline = Pipeline(spec.schedule.rank_of, mesh, splitter)
+        return cls(
+            groups, shard_map, layout, stages, sharded, optimizer, state, replicas, pipeline, meta_model
+        )
 
     def estimated_bytes(self, plan: Plan, activation_bytes: int | None) -> MemoryUse:
-        """What this rank will hold."""
+        """Estimate the bytes of this rank."""
         return estimated_bytes(
             self.layout,
             plan,
             self.groups,
-            states_per_element=self.owned.states_per_element,
-            scratch_bytes=self.held.scratch_bytes,
+            states_per_element=self.optimizer.states_per_element,
+            scratch_bytes=self.sharded.scratch_bytes,
             activation_bytes=activation_bytes,
         )
 
 
-def _refuse_to_run(*_: object) -> None:
+def _refuse_forward(*_: object) -> None:
     raise ModelError(
-        "the model is in stages, of which no rank has all",
+        "the model is split into stages: no rank can run all of it",
         given="a call of the model",
         expected="engine.step, engine.evaluate, or engine.outputs for what the model returns",
     )

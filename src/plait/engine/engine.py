@@ -1,15 +1,15 @@
-"""The engine: a plan, a model and an optimizer as something with `.step()`. `assembly.py` makes it.
+"""The engine: a plan, a model and an optimizer with a `.step()`. Created by `parallelize` in `api.py`.
 
-[Note: one division, at the end]
-The loss of a step is the sum of its targets' losses over all micro-batches and data ranks, divided by
-the number of those targets: never a mean of means. Gradients are therefore accumulated and reduced as
-sums. `update` learns the number of targets in the same small all-reduce that brings the loss, and
-divides once, together with clipping: a factor that fused optimizers apply as they read.
+[Note: a single division per step]
+The loss of a step is the sum of its targets' losses over all micro-batches and data ranks, divided by the
+number of those targets: never a mean of means. Gradients are therefore accumulated and reduced as sums.
+`update` gets the number of targets in the same small all-reduce as the loss, and divides once, together with
+clipping: a factor that fused optimizers apply as they read.
 
-[Note: what makes a step repeatable]
+[Note: reproducible steps]
 Inside `step` the random generators are seeded from (seed, step, micro-batch, data rank, stage), so dropout
-needs no state in a checkpoint, and put back afterwards. Gradients are summed in a fixed order. Whether
-a step is skipped follows from the reduced loss and norm, which are the same bits on every rank.
+needs no state in a checkpoint, and are restored afterwards. Gradients are summed in a fixed order. Whether a
+step is skipped follows from the reduced loss and norm, which are the same bits on every rank.
 """
 
 import math
@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from plait.checkpoint import Saver, open_on_all_ranks, step_path
 from plait.comm import Mesh, all_reduce, broadcast, start_all_reduce
-from plait.engine.batch import Batch, BatchPreparer, EvalResult, Probed, StepResult, check_loss
+from plait.engine.batch import Batch, BatchPreparer, EvalResult, ProbeResult, StepResult, check_loss
 from plait.engine.build import EngineParts, TrainingSpec
-from plait.engine.loss_scale import SumScale
+from plait.engine.loss_scale import SumLossScale
 from plait.engine.runner import MicrobatchRunner
 from plait.engine.trace import Trace
 from plait.errors import CheckpointError, ModelError, PlanError, RunError
@@ -46,46 +46,54 @@ _NUM_STEPS = "engine/num_steps"
 
 
 class Engine:
-    """Trains one model under one plan. Made by `parallelize`.
+    """Trains one model under one plan. Created by `parallelize`.
 
-    layout  of what this rank holds of it
-    model   the one that was given: in place where it is one stage; of several, this rank's blocks of it
-    probed  what its probe found, if it was asked for one
+    layout  layout of the shards that this rank holds
+    model   the model that was passed in: in place with one stage; with several, only this rank's blocks are
+            kept
+    probed  result of the self-check, if `probe` was set
     """
 
     def __init__(
-        self, model: nn.Module, plan: Plan, how: TrainingSpec, mesh: Mesh, blocks: list[tuple[str, nn.Module]]
+        self,
+        model: nn.Module,
+        plan: Plan,
+        spec: TrainingSpec,
+        mesh: Mesh,
+        blocks: list[tuple[str, nn.Module]],
     ) -> None:
         self.plan = plan
         self.model = model
         self.world = mesh.world
         self.device = mesh.world.device
-        self.seed = how.seed
+        self.seed = spec.seed
         self.num_steps = 0
-        self.probed: Probed | None = None
-        self._how = how
-        self._flops = FlopFacts.from_model(model)
-        self._parts = EngineParts.of(model, plan, how, mesh, blocks)
+        self.probed: ProbeResult | None = None
+        self._spec = spec
+        self._flops = FlopFacts.of(model)
+        self._parts = EngineParts.build(model, plan, spec, mesh, blocks)
         self._groups = self._parts.groups
-        self._held = self._parts.held
+        self._sharded = self._parts.sharded
         self.layout = self._parts.layout
-        self._owned = self._parts.owned
+        self._sharded_optim = self._parts.optimizer
         self._state = self._parts.state
-        self._passes = MicrobatchRunner(self._parts, how.schedule)
+        self._runner = MicrobatchRunner(self._parts, spec.schedule)
         self._is_replica = mesh.coord["replicate"] > 0
-        self.optimizer = self._owned.optimizer
-        self._scale = SumScale(how.loss_scaling)
-        self._totals = torch.zeros(3, dtype=torch.float64, device=self.device)  # loss, targets, scale's unit
-        self._is_torn = False  # an update was interrupted half-way
+        self.optimizer = self._sharded_optim.optimizer
+        self._scale = SumLossScale(spec.loss_scaling)
+        self._totals = torch.zeros(
+            3, dtype=torch.float64, device=self.device
+        )  # loss, targets, unit of the loss scale
+        self._is_inconsistent = False  # an update or load was interrupted
         self._micros_done = 0
         self._trace: Trace | None = None
-        compute = Precision.from_plan(plan).compute
-        self._intake = BatchPreparer(self.device, compute, self._groups.model, plan.micro)
+        compute = Precision.of(plan).compute
+        self._batches = BatchPreparer(self.device, compute, self._groups.model, plan.micro)
 
     @property
     def data_rank(self) -> int:
-        """Which share of a step's batch is this rank's, of `data_ranks`."""
-        return self._groups.dp.rank
+        """Index of this rank's share of a step's batch, out of `data_ranks`."""
+        return self._groups.all.rank
 
     @property
     def data_ranks(self) -> int:
@@ -93,39 +101,40 @@ class Engine:
 
     @property
     def num_parameters(self) -> int:
-        """Trainable elements of the whole model, each counted once."""
-        return self._parts.holdings.num_parameters
+        """Trainable elements of the full model, each counted once."""
+        return self._parts.shard_map.num_parameters
 
     def step(self, batch: Batch | Sequence[Batch]) -> StepResult:
-        """One optimizer step on this data rank's share of the batch.
+        """Run one optimizer step on this data rank's share of the batch.
 
-        Every tensor's dim 0 counts samples and is split into `plan.micro` micro-batches; a list of so many
-        dicts is taken as it is, and its micro-batches may differ in size. Raises PlanError when it does not
-        divide. After an exception that every rank raises at the same point (under pp > 1: before the first
-        micro-batch) the engine can be used again: the step was not taken. A rank that raises alone must end.
+        Dim 0 of every tensor counts samples and is split into `plan.micro` micro-batches; a list of
+        `plan.micro` dicts is used as it is, and its micro-batches may differ in size. Raises PlanError if the
+        batch does not divide. After an exception that every rank raises at the same point (under pp > 1:
+        before the first micro-batch) the engine remains usable: the step was not taken. If a rank raises
+        alone, it must exit.
         """
-        self._begin()
+        self._check_ready()
         try:
-            micros, met_s = self._intake.micros(batch), 0.0
+            micros, barrier_s = self._batches.micros(batch), 0.0
             if self._trace is not None:
                 self.world.barrier()
-                met_s = time.perf_counter()
+                barrier_s = time.perf_counter()
             seed, records = (self.seed, self.num_steps), self._trace is not None
-            spans = self._passes.train(micros, self._add_loss, seed, self.data_rank, records=records)
+            spans = self._runner.train(micros, self._add_loss, seed, self.data_rank, records=records)
             if self._trace is not None:
-                self._trace.add(self.num_steps, spans, met_s)
+                self._trace.add(self.num_steps, spans, barrier_s)
             self._micros_done = self.plan.micro
         except BaseException:
-            self.abandon()
+            self.discard_step()
             raise
         return self.update()
 
     def loss(self, micro: Batch) -> tuple[Tensor, int | Tensor]:
-        """(summed loss, number of targets) of a micro-batch: what `backward` takes. With a causal language
-        model's own loss, logits stay cut over the columns of `tp`; those that `model` itself gives are
-        whole. Dropout is as `step` has it: see [Note: what makes a step repeatable]. Under pp=1."""
-        stage = self._passes.only_stage("engine.loss")
-        batch = self._intake.checked(micro)
+        """(summed loss, number of targets) of a micro-batch, for `backward`. With a causal language model's
+        built-in loss, logits stay sharded over the columns of `tp`; `model` itself returns full ones. Dropout
+        is as in `step`: see [Note: reproducible steps]. Only under pp=1."""
+        stage = self._runner.only_stage("engine.loss")
+        batch = self._batches.checked(micro)
         with (
             seeded_rng(self.device, self.seed, self.num_steps, self._micros_done, self.data_rank),
             stage.measured(),
@@ -133,108 +142,109 @@ class Engine:
             return stage.summed_loss(batch)
 
     def backward(self, loss: Tensor, num_targets: int | Tensor | None = None) -> None:
-        """Adds a micro-batch's gradient to the step's; called `plan.micro` times before `update`. Under pp=1.
+        """Add a micro-batch's gradient to the step's; call `plan.micro` times before `update`. Only under
+        pp=1.
 
-        `loss` is a sum over `num_targets` targets. Without `num_targets` it is a mean that counts as
-        one target, so that the step's loss is the mean over micro-batches and data ranks.
+        `loss` is a sum over `num_targets` targets. Without `num_targets` it is a mean that counts as one
+        target, so that the step's loss is the mean over micro-batches and data ranks.
         """
         check_loss(loss)
-        stage = self._passes.only_stage("engine.backward")
+        stage = self._runner.only_stage("engine.backward")
         if self._micros_done == self.plan.micro:
             raise PlanError(
-                "more micro-batches than the plan has",
+                "more micro-batches than plan.micro",
                 given=f"backward number {self._micros_done + 1} of a step, micro={self.plan.micro}",
                 expected="engine.update() after the last one",
                 hint=f"micro={self._micros_done + 1}",
             )
         if not self._micros_done:
-            self._begin()
+            self._check_ready()
         try:
             self._micros_done += 1
             last = self._micros_done == self.plan.micro
             stage.zero.backward([self._add_loss(loss, num_targets)], [None], last=last)
         except BaseException:
-            self.abandon()
+            self.discard_step()
             raise
 
-    def _begin(self) -> None:
-        """Of a step: nothing has happened that must not."""
-        self._check_whole()
-        self._held.check_unchanged()
+    def _check_ready(self) -> None:
+        """Check that a step may start."""
+        self._check_consistent()
+        self._sharded.check_unchanged()
 
-    def _check_whole(self) -> None:
-        if self._is_torn:
-            fact = "the last update or load was interrupted: weights do not belong together"
+    def _check_consistent(self) -> None:
+        if self._is_inconsistent:
+            fact = "the last update or load was interrupted: weights are inconsistent"
             raise ModelError(fact, hint="engine.load with a checkpoint, or load_state")
 
     def _add_loss(self, loss: Tensor, num_targets: int | Tensor | None) -> Tensor:
-        """Counts a micro-batch's; what backward starts from."""
+        """Add a micro-batch's loss and targets to the totals; return what backward starts from."""
         check_loss(loss)
         self._totals[0] += loss.detach()
         self._totals[1] += 1 if num_targets is None else num_targets
-        return self._scale.of(loss, num_targets, self._groups.dp)
+        return self._scale.scale_loss(loss, num_targets, self._groups.all)
 
     def update(self) -> StepResult:
-        """Reduces what is left, clips, lets the optimizer update the weights. See [Note: one division]."""
+        """Finish the reductions, clip, and update the weights. See [Note: a single division per step]."""
         if not self._micros_done:
             raise PlanError(
-                "an update without a gradient",
+                "update without a gradient",
                 expected="engine.backward(loss) before it, not loss.backward()",
             )
         try:
             return self._update()
         except BaseException:
-            self.abandon()
+            self.discard_step()
             raise
 
     def _update(self) -> StepResult:
-        # Over the ranks of grids too, which have the same: what one of them alone finds, all skip. Stages
-        # before the last one have nothing.
-        self._totals[2] = self._scale.unit if self._passes.has_last_stage else 0.0
-        pending = start_all_reduce(self._totals, self._groups.world)
-        sums = self._held.finish_reductions()
-        pending.wait()
-        totals = self._totals / self._groups.tp.size
+        # Also over the ranks of tp grids, which have the same totals: if one rank has a non-finite loss, all
+        # skip. Stages before the last one contribute zero.
+        self._totals[2] = self._scale.unit if self._runner.has_last_stage else 0.0
+        work = start_all_reduce(self._totals, self._groups.everyone)
+        sums = self._sharded.finish()
+        work.wait()
+        totals = self._totals / self._groups.grid.size
         loss_sum, num_targets, units, square_sum, *digests = torch.cat([totals, sums]).tolist()
         self._totals.zero_()
-        self._held.check_digests(digests)
-        self._scale.unit = units / self._groups.dp.size
+        self._sharded.check_digests(digests)
+        self._scale.unit = units / self._groups.all.size
         loss, norm = math.nan, math.nan
         scale = self._scale.factor
         if num_targets:
             loss, norm = loss_sum / num_targets, self._rounded(math.sqrt(square_sum) / num_targets / scale)
         skipped = not (math.isfinite(loss) and math.isfinite(norm))
         if not skipped:
-            self._apply(clip_factor(norm, self._how.clip_norm) / num_targets / scale)
+            self._apply(clip_factor(norm, self._spec.clip_norm) / num_targets / scale)
         if num_targets:
             self._scale.update(skipped=skipped)
         scaled = self._scale.factor / scale
         for stage in self._parts.stages.values():
-            # What forward changes follows the first rank's, as under DDP; it may be a new tensor.
+            # Buffers follow the first data rank's, as in DDP; forward may have replaced the tensors.
             for buffer in persistent_buffers(stage.part.module).values():
                 broadcast(buffer, self._groups.stage)
-        self._held.end_step(skipped=skipped, scale=scaled)
+        self._sharded.end_step(skipped=skipped, scale=scaled)
         self._micros_done = 0
         self.num_steps += 1
         return StepResult(loss, norm, int(num_targets), skipped)
 
     def _apply(self, factor: float) -> None:
-        """The optimizer's step, gradients multiplied by `factor`."""
-        if self._how.clip_value is not None:
-            clip_values((unit.grad_shard for unit in self._held.trained), factor, self._how.clip_value)
+        """The optimizer's step, with gradients multiplied by `factor`."""
+        if self._spec.clip_value is not None:
+            clip_values((unit.gradient for unit in self._sharded.trained), factor, self._spec.clip_value)
             factor = 1.0
 
         def step(unit: FlatParam) -> None:
-            self._owned.step(unit, factor, self.num_steps)
-            self._is_torn = True  # until all units are a step further
+            self._sharded_optim.step(unit, factor, self.num_steps)
+            self._is_inconsistent = True  # until all units are updated
 
-        self._held.update(step)
-        self._owned.has_states = True
-        self._is_torn = False
+        self._sharded.update(step)
+        self._sharded_optim.has_states = True
+        self._is_inconsistent = False
 
     def _rounded(self, norm: float) -> float:
-        """To the dtype of gradients: the last bits of a float64 sum depend on how units are cut."""
-        return float(torch.tensor(norm, dtype=Precision.from_plan(self.plan).master))
+        """The norm in the dtype of gradients: the last bits of a float64 sum depend on the sharding."""
+        return float(torch.tensor(norm, dtype=Precision.of(self.plan).master))
 
     @property
     def loss_scale(self) -> float | None:
@@ -242,115 +252,117 @@ class Engine:
         return self._scale.value
 
     def evaluate(self, batch: Batch) -> EvalResult:
-        """The loss of this data rank's share, summed over all; changes nothing of the training state.
+        """The loss over all data ranks, each evaluating its share of the batch; the training state is
+        unchanged.
 
-        Runs in at most `plan.micro` parts, no larger than training's. Ranks may have shares of other sizes.
+        Runs in at most `plan.micro` micro-batches, none larger than in training. Shares may differ in size.
         """
-        moved = self._intake.checked(batch, trains=False)
-        parts = {key: value.chunk(self.plan.micro) for key, value in moved.items()}
-        num_parts = len(next(iter(parts.values())))
-        most = torch.tensor([num_parts], device=self.device)
-        all_reduce(most, self._groups.dp, "max")
+        inputs = self._batches.checked(batch, trains=False)
+        chunks = {key: value.chunk(self.plan.micro) for key, value in inputs.items()}
+        num_micros = len(next(iter(chunks.values())))
+        max_micros = torch.tensor([num_micros], device=self.device)
+        all_reduce(max_micros, self._groups.all, "max")
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
 
         def add(loss: Tensor, count: int | Tensor) -> None:
             totals[0] += loss
             totals[1] += count
 
-        micros = [{key: chunks[number] for key, chunks in parts.items()} for number in range(num_parts)]
-        self._passes.evaluate(micros, add, missing=int(most.item()) - num_parts)
-        all_reduce(totals, self._groups.dp)
-        broadcast(totals, self._groups.pp, self._passes.last_rank)
+        micros = [{key: of_key[index] for key, of_key in chunks.items()} for index in range(num_micros)]
+        self._runner.evaluate(micros, add, missing=int(max_micros.item()) - num_micros)
+        all_reduce(totals, self._groups.all)
+        broadcast(totals, self._groups.pipeline, self._runner.last_rank)
         loss_sum, num_targets = totals.tolist()
         return EvalResult(loss_sum, int(num_targets))
 
     def outputs(self, batch: Batch, pick: Callable[[Any], Any] | None = None) -> Any:
-        """What the model returns for the batch, in eval mode and without gradients, on every rank: all of it,
-        or what `pick` takes of it where it is computed (under pp > 1 tensors, and what holds such). Every
-        rank must call it, with its share."""
-        return self._passes.outputs(self._intake.checked(batch, trains=False), pick)
+        """The model's outputs for the batch, in eval mode and without gradients, on every rank: all of them,
+        or the result of `pick`, which runs on the last stage (under pp > 1 it returns tensors, or containers
+        of tensors). Every rank must call it, with its share."""
+        return self._runner.outputs(self._batches.checked(batch, trains=False), pick)
 
-    def whole_parameters(self) -> dict[str, Tensor]:
-        """Copies of the weights that the optimizer updates, whole, by the model's names: on rank 0, elsewhere
-        {}. Every rank must call it, as `whole_gradients` and `state`."""
+    def full_parameters(self) -> dict[str, Tensor]:
+        """Copies of the full weights that the optimizer updates, by the model's names: on rank 0, elsewhere
+        {}. Every rank must call it, as `full_gradients` and `state`."""
         return {} if self._is_replica else self._state.weights()
 
-    def whole_gradients(self) -> dict[str, Tensor]:
-        """Copies of the last step's gradients as the optimizer saw them (clipped), whole: see above."""
+    def full_gradients(self) -> dict[str, Tensor]:
+        """Copies of the last step's full gradients as the optimizer received them (clipped): see above."""
         return {} if self._is_replica else self._state.gradients()
 
-    def gradient_error(self, name: str, whole: Tensor) -> tuple[float, float] | None:
-        """Of what this rank owns of the last step's gradient: its squared distance from `whole`, and the
-        square of what it should be. None where it owns nothing of it."""
-        return self._state.gradient_error(name, whole)
+    def gradient_error(self, name: str, full: Tensor) -> tuple[float, float] | None:
+        """For this rank's shard of the last step's gradient: its squared distance from `full`, and the
+        squared norm of that shard of `full`. None if the rank owns nothing of it."""
+        return self._state.gradient_error(name, full)
 
     def probe_gradients(self, batch: Batch, scale: float) -> dict[str, Tensor]:
-        """The gradients of the mean loss over `batch`, in eval mode, whole, on rank 0; elsewhere {}. Every
-        rank gives the same batch, before a step's first micro-batch. No step is taken. Within backward they
-        are `scale` times as large."""
+        """The full gradients of the mean loss over `batch`, in eval mode, on rank 0; elsewhere {}. Every rank
+        passes the same batch, before a step's first micro-batch. No step is taken. Within backward they are
+        `scale` times as large."""
 
         def mean(loss: Tensor, count: int | Tensor) -> Tensor:
             check_loss(loss)
             return loss * (scale / float(count))
 
-        with self._passes.eval_mode():
-            self._passes.probe(self._intake.moved(batch), mean)
-        self._held.finish_reductions()
-        times = scale * self.data_ranks
-        found = {name: gradient / times for name, gradient in self.whole_gradients().items()}
-        self.abandon()
-        return found
+        with self._runner.eval_mode():
+            self._runner.probe(self._batches.moved(batch), mean)
+        self._sharded.finish()
+        divisor = scale * self.data_ranks
+        gradients = {name: gradient / divisor for name, gradient in self.full_gradients().items()}
+        self.discard_step()
+        return gradients
 
     def start_trace(self) -> None:
-        """From now on steps are recorded: when each action of the schedule began and ended."""
-        self._trace = Trace(self._how.schedule, self._groups.pp, self.device)
+        """Start to record when each action of the schedule starts and ends."""
+        self._trace = Trace(self._spec.schedule, self._groups.pipeline, self.device)
 
     def write_trace(self, path: str | Path) -> None:
-        """Ends what `start_trace` began. Every rank must call it; rank 0 writes what its pipeline's ranks
-        did, as JSON that Perfetto opens and `plait schedule --trace` reads. Raises RunError."""
+        """End what `start_trace` started. Every rank must call it; rank 0 writes the actions of its
+        pipeline's ranks, as JSON that Perfetto opens and `plait schedule --trace` reads. Raises RunError."""
         trace, self._trace = self._trace, None
         if trace is None:
-            raise RunError("there is nothing to trace", hint="engine.start_trace() before the steps")
+            raise RunError("there is no trace", hint="engine.start_trace() before the steps")
         trace.write(Path(path), is_first=self.world.rank == 0)
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of all weights, by their keys in `state`; no rank has to be asked."""
+        """The full shapes of all weights, by their keys in `state`. No communication."""
         return self._state.shapes()
 
     def state(self) -> dict[str, Tensor]:
-        """Copies of all that continues the training, whole, by name: on rank 0, elsewhere {}. Every rank must
-        call it."""
-        self._check_whole()
+        """Copies of the full training state, by name: on rank 0, elsewhere {}. Every rank must call it."""
+        self._check_consistent()
         if self._is_replica:
             return {}
         tensors = self._state.full_state()
         return tensors | self._own_state() if self.world.rank == 0 else tensors
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Takes over what `state` gave, under whatever plan: every rank is given all of it.
+        """Restore what `state` returned, under any plan: every rank passes all of it.
 
-        Raises CheckpointError for another model's, before it changes anything.
+        Raises CheckpointError for another model's state, before anything changes.
         """
         self.load_from(InMemoryState(tensors))
 
     def _own_state(self) -> dict[str, Tensor]:
         return {_NUM_STEPS: torch.tensor(self.num_steps), **self._scale.state()}
 
-    def kept(self) -> list[StateShard]:
-        """What this rank has to save: over all ranks, every element of `state` once. Nobody is asked."""
-        self._check_whole()
+    def state_shards(self) -> list[StateShard]:
+        """This rank's share of the checkpoint: over all ranks, every element of `state` once. No
+        communication."""
+        self._check_consistent()
         own = self._own_state().items() if self.world.rank == 0 else ()
         return [*self._state.shards(), *(StateShard.from_tensor(key, value) for key, value in own)]
 
     def load_from(self, source: StateReader, *, weights_only: bool = False) -> None:
-        """Each rank takes over its part, under whatever plan it was saved. `weights_only`: weights and
-        buffers; the optimizer begins anew. Every rank must call it. Raises CheckpointError, on all of them:
-        for another model's, before anything changes; for damage, after which the engine waits for another
-        load."""
+        """Restore this rank's shards from `source`, saved under any plan. `weights_only`: weights and
+        buffers; the optimizer starts fresh. Every rank must call it. Raises CheckpointError, on all ranks:
+        for another model's state, before anything changes; for damage, after which the engine has to load
+        again.
+        """
         self._state.check(source, weights_only=weights_only)
-        self.abandon()
-        self._held.wait_for_readers()
-        self._is_torn, problem = True, None
+        self.discard_step()
+        self._sharded.wait_for_readers()
+        self._is_inconsistent, problem = True, None
         try:
             self._state.load(source, weights_only=weights_only)
             self._scale.load(() if weights_only else source.shapes, source.read_full)
@@ -358,51 +370,51 @@ class Engine:
         except CheckpointError as error:
             problem = error
         source.finish(self._groups.norm, self.world.group, self.device, problem)
-        self._is_torn = False
-        self._held.sync_params()
+        self._is_inconsistent = False
+        self._sharded.publish()
 
     def save(self, folder: str | Path, facts: Mapping[str, Any] | None = None) -> Path:
-        """Saves a checkpoint of all that continues the training, `step-00000120` in a folder that all hosts
-        share: complete and on the disk, or not at all. `facts`: JSON of your own. Every rank must call it.
-        Raises CheckpointError, what was saved before then stands; RunError, see `check_replicas`."""
+        """Save the training state as a checkpoint, `step-00000120` in a folder that all hosts share: complete
+        and synced to disk, or not at all. `facts`: additional JSON. Every rank must call it. Raises
+        CheckpointError, which leaves earlier checkpoints intact; RunError, see `check_replicas`."""
         self.check_replicas()
-        said = {**(facts or {}), "plan": str(self.plan), "seed": self.seed}
-        Saver(Path(folder), self.world).save(self.num_steps, self.kept(), said)
-        return step_path(Path(folder), self.num_steps)
+        all_facts = {**(facts or {}), "plan": str(self.plan), "seed": self.seed}
+        Saver(Path(folder), self.world).save(self.num_steps, self.state_shards(), all_facts)
+        return place_of(Path(folder), self.num_steps)
 
     def load(self, path: str | Path, *, weights_only: bool = False) -> dict[str, Any]:
-        """Goes on from a checkpoint, saved under whatever plan, each rank reading what it needs; its facts.
-        See `load_from`."""
-        found = open_on_all_ranks(Path(path), self.world)
-        with found.reader() as reader:
+        """Continue from a checkpoint, saved under any plan, and return its facts. Each rank reads only what
+        it needs. See `load_from`."""
+        checkpoint = open_together(Path(path), self.world)
+        with checkpoint.reader() as reader:
             self.load_from(reader, weights_only=weights_only)
-        return found.facts
+        return checkpoint.facts
 
     def check_replicas(self) -> None:
-        """Raises RunError, on all ranks alike, when ranks that hold the same weights hold other bits of them:
-        tells which weight and which ranks. Every rank must call it, between steps."""
+        """Raise RunError, on all ranks, if ranks that should hold identical weights differ in any bit; names
+        the weight and the ranks. Every rank must call it, between steps."""
         self._parts.replicas.check()
 
     def memory(self) -> MemoryUse:
-        """Bytes that this rank holds. Activations: what all micro-batches between their forward and their
-        backward, or the other half of that, keep at a time, of what one keeps on a stage, measured in the
-        first step (None before it)."""
-        return allocated_bytes(self._held, self._owned, self.plan, self._passes.activation_bytes())
+        """Bytes that this rank holds. Activations: the peak over the schedule of what micro-batches keep from
+        forward to backward, from the bytes of one, measured in the first step (None before it)."""
+        return allocated_bytes(self._sharded, self._sharded_optim, self.plan, self._runner.activation_bytes())
 
-    def predicted_memory(self, batch_shape: tuple[int, int]) -> MemoryUse:
-        """What `memory` will say, for micro-batches of token ids of this (batch, sequence) shape.
+    def estimated_memory(self, batch_shape: tuple[int, int]) -> MemoryUse:
+        """Estimate `memory` for micro-batches of token ids of this (batch, sequence) shape.
 
-        Activations are None for a model that cannot run without values.
+        Activations are None for a model that cannot run on the meta device.
         """
-        saved = self._passes.estimated_bytes(batch_shape, self.device)
-        return self._parts.estimated_bytes(self.plan, saved)
+        activation_bytes = self._runner.estimated_bytes(batch_shape, self.device)
+        return self._parts.estimated_bytes(self.plan, activation_bytes)
 
     def flops_per_token(self, sequence: int) -> float:
-        """FLOPs of forward and backward for one token; the formula stands in `plan/cost.py`."""
+        """FLOPs of forward and backward for one token; see `training_flops_per_token` in
+        `plan/cost_model.py`."""
         return self._flops.per_token(sequence)
 
-    def abandon(self) -> None:
-        """Forgets the micro-batches of a step that will not be finished; also done after an exception."""
-        self._held.reset()
+    def discard_step(self) -> None:
+        """Discard the micro-batches of an unfinished step; also called after an exception."""
+        self._sharded.reset()
         self._totals.zero_()
         self._micros_done = 0

@@ -1,4 +1,5 @@
-"""The loss of a step: a sum over targets and their count, so that it can be divided once, by all of them.
+"""The loss of a step: a sum over targets and their count, so that it is divided once, by the count of all
+ranks.
 
 # S sequence  V vocabulary  B batch
 """
@@ -18,7 +19,7 @@ from plait.parallel.tensor.cross_entropy import SINGLE_RANK, cross_entropy
 # (outputs of the model, micro-batch) -> (loss summed over its targets, number of targets)
 Loss = Callable[[Any, Mapping[str, Tensor]], tuple[Tensor, int | Tensor]]
 
-IGNORED = -100  # labels with this value are no targets, as everywhere in transformers
+IGNORED = -100  # labels with this value are not targets, as in transformers
 
 
 def choose_loss(
@@ -28,16 +29,16 @@ def choose_loss(
     group: Group = SINGLE_RANK,
     columns: Sequence[tuple[int, int]] | None = None,
 ) -> Loss:
-    """The user's loss, else that of a causal language model. Raises ModelError where neither fits.
+    """The user's loss, else that of a causal language model. Raises ModelError if neither applies.
 
-    The latter takes logits that are cut over the vocabulary: `columns` (start and stop) are those of each
-    rank of `group`. None: whole logits.
+    The latter takes logits sharded over the vocabulary: `columns` are (start, stop) of each rank of `group`.
+    None: full logits.
     """
     if loss is not None:
         return loss
     if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
         raise ModelError(
-            "this model does not say what its loss is",
+            "this model has no default loss",
             given=type(model).__name__,
             expected="a Hugging Face causal language model, or loss=",
             hint="parallelize(..., loss=lambda outputs, batch: (summed_loss, number_of_targets))",
@@ -60,14 +61,14 @@ def causal_lm_loss(
 ) -> tuple[Tensor, Tensor]:
     """Cross entropy of the next token, summed. `labels` (B, S) are shifted here; -100 is ignored.
 
-    Computed in float32 at least, whatever the logits are; see `choose_loss` for cut ones. Raises ModelError
-    without labels, or for a label outside of the vocabulary.
+    Computed in float32 or wider, for any dtype of logits; see `choose_loss` for sharded ones. Raises
+    ModelError without labels, or for a label outside the vocabulary.
     """
     if "labels" not in batch:
         raise ModelError(
             "the batch has no labels to compute a loss from",
             given=f"a batch with {', '.join(batch)}",
-            expected="labels: the input_ids, with -100 where there is nothing to predict",
+            expected="labels: the input_ids, with -100 at positions without a target",
         )
     logits_BSV, labels_BS = outputs.logits, batch["labels"]
     targets = F.pad(labels_BS, (0, 1), value=IGNORED)[:, 1:].reshape(-1)

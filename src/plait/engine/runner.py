@@ -1,8 +1,9 @@
-"""Micro-batches on their way over the stages of this rank: training, evaluation, outputs.
+"""Runs micro-batches through the stages of this rank: training, evaluation, outputs.
 
 [Note: one seed per stage]
-Stages of one model draw from generators of their own, or blocks in the same place of two stages would drop
-the same elements. The first stage's seed has no stage in it: a model of one stage draws as it always did.
+Each stage draws random numbers from its own generator, or blocks at the same position of two stages would
+drop the same elements. The first stage's seed does not include the stage, so that a model of one stage draws
+the same numbers as without stages.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -20,10 +21,10 @@ from plait.errors import ModelError, PlanError
 from plait.models import BlockOutputs, seeded_rng
 from plait.parallel import ShardedStage
 from plait.parallel.pipeline import PackedOutput, pack, unpack
-from plait.plan.schedule import Schedule, Span, forwards_only, most_kept, one_micro
+from plait.plan.schedule import Schedule, Span, forwards_only, one_micro_batch, peak_activation_bytes
 
 Micro = Mapping[str, Tensor]
-TakeLoss = Callable[[Tensor, int | Tensor], Any]  # (summed loss, targets) -> what backward starts from
+OnLoss = Callable[[Tensor, int | Tensor], Any]  # (summed loss, targets) -> root of backward
 
 
 class MicrobatchRunner:
@@ -33,7 +34,7 @@ class MicrobatchRunner:
         self._parts = parts
         self._schedule = schedule
         self._last = schedule.num_stages - 1
-        self._is_broken = False  # an exception has left messages that nobody will take
+        self._is_broken = False  # an exception left messages that no rank will receive
 
     @property
     def has_last_stage(self) -> bool:
@@ -41,15 +42,15 @@ class MicrobatchRunner:
 
     @property
     def last_rank(self) -> int:
-        """The place on `pp` of the last stage."""
+        """The `pp` coordinate of the last stage."""
         return self._schedule.rank_of[self._last]
 
-    def only_stage(self, asked: str) -> StageRunner:
-        """Raises PlanError unless the model is one stage."""
+    def only_stage(self, caller: str) -> StageRunner:
+        """The only stage. Raises PlanError if the model has several."""
         if self._last:
             raise PlanError(
-                "a pipeline's micro-batches are under way together",
-                given=f"{asked}, and a model in {self._last + 1} stages",
+                "single micro-batches cannot run through a pipeline",
+                given=f"{caller}, and a model in {self._last + 1} stages",
                 expected="engine.step with a step's micro-batches, engine.evaluate or engine.outputs",
             )
         return self._parts.stages[0]
@@ -57,47 +58,48 @@ class MicrobatchRunner:
     def train(
         self,
         micros: Sequence[Micro],
-        take: TakeLoss,
+        on_loss: OnLoss,
         seed: tuple[int, int],
         data_rank: int,
         *,
         records: bool = False,
     ) -> list[Span]:
-        """Forward and backward of a step; when what was done, with `records`."""
+        """Forward and backward of a step; with `records`, return the spans of its actions."""
 
         def seeds(stage: int, micro: int) -> Any:
-            more = (stage,) if stage else ()
-            return seeded_rng(self._device, *seed, micro, data_rank, *more)
+            suffix = (stage,) if stage else ()  # see [Note: one seed per stage]
+            return seeded(self._device, *seed, micro, data_rank, *suffix)
 
-        return self._run(self._schedule, micros, take, seeds, records=records)
+        return self._run(self._schedule, micros, on_loss, seeds, records=records)
 
-    def probe(self, micro: Micro, take: TakeLoss) -> None:
+    def probe(self, micro: Micro, on_loss: OnLoss) -> None:
         """Forward and backward of one micro-batch."""
-        self._run(one_micro(self._schedule), [micro], take, None)
+        self._run(one_micro_batch(self._schedule), [micro], on_loss, None)
 
-    def evaluate(self, micros: Sequence[Micro], take: TakeLoss, *, missing: int = 0) -> None:
-        """Forwards alone, in eval mode. `missing`: micro-batches that other data ranks have and this one has
-        not. Where forwards gather, it takes part in theirs, by forwards of a sample that does not count."""
-        gathers = not self._parts.held.config.keeps_params_unsharded
-        again = [{key: value[:1] for key, value in micros[0].items()}] * (missing if gathers else 0)
-        left = len(micros)
+    def evaluate(self, micros: Sequence[Micro], on_loss: OnLoss, *, missing: int = 0) -> None:
+        """Forwards only, in eval mode. `missing`: number of micro-batches that other data ranks have and this
+        one has not. If forwards gather parameters, this rank joins their all-gathers with forwards of a
+        sample that is not counted."""
+        gathers = not self._parts.sharded.cut.whole_parameters
+        padding = [{key: value[:1] for key, value in micros[0].items()}] * (missing if gathers else 0)
+        remaining = len(micros)
 
-        def take_own(loss: Tensor, count: int | Tensor) -> None:
-            nonlocal left
-            if left:
-                left -= 1
-                take(loss, count)
+        def on_own_loss(loss: Tensor, count: int | Tensor) -> None:
+            nonlocal remaining
+            if remaining:
+                remaining -= 1
+                on_loss(loss, count)
 
         with self.eval_mode(), torch.no_grad():
-            schedule = forwards_only(self._schedule, len(micros) + len(again))
-            self._run(schedule, [*micros, *again], take_own, None)
+            schedule = forwards_only(self._schedule, len(micros) + len(padding))
+            self._run(schedule, [*micros, *padding], on_own_loss, None)
 
     def outputs(self, micro: Micro, pick: Callable[[Any], Any] | None) -> Any:
-        """What `pick` takes of the model's outputs (None: all), on every rank of the pipeline."""
-        found: list[Any] = []
+        """The result of `pick` on the model's outputs (None: all of them), on every rank of the pipeline."""
+        collected: list[Any] = []
         with self.eval_mode(), torch.no_grad():
-            self._run(forwards_only(self._schedule, 1), [micro], found.append, None, of_outputs=True)
-            return self._told(lambda: found[0] if pick is None else pick(found[0]))
+            self._run(forwards_only(self._schedule, 1), [micro], collected.append, None, of_outputs=True)
+            return self._broadcast_from_last(lambda: collected[0] if pick is None else pick(collected[0]))
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
@@ -119,7 +121,7 @@ class MicrobatchRunner:
         self,
         schedule: Schedule,
         micros: Sequence[Micro],
-        take: Callable[..., Any],
+        on_loss: Callable[..., Any],
         seeds: Callable[[int, int], Any] | None,
         *,
         of_outputs: bool = False,
@@ -127,11 +129,11 @@ class MicrobatchRunner:
     ) -> list[Span]:
         if self._is_broken:
             raise ModelError(
-                "a step was interrupted while its micro-batches were on their way between stages",
-                expected="a new start of all ranks",
+                "a step was interrupted while micro-batches were in flight between stages",
+                expected="a restart of all ranks",
             )
         stages = {
-            number: _StagePass(stage, micros, take, seeds, number, of_outputs)
+            number: _StagePass(stage, micros, on_loss, seeds, number, of_outputs)
             for number, stage in self._parts.stages.items()
         }
         try:
@@ -142,16 +144,16 @@ class MicrobatchRunner:
             self._is_broken = self._last > 0 and schedule.num_ranks > 1
             raise
 
-    def _told(self, make: Callable[[], Any]) -> Any:
-        """What the last stage's rank makes. Where that fails, all raise."""
-        group, root = self._parts.groups.pp, self.last_rank
+    def _broadcast_from_last(self, make: Callable[[], Any]) -> Any:
+        """Broadcast the result of `make` on the last stage's rank. If it fails there, all ranks raise."""
+        group, root = self._parts.groups.pipeline, self.last_rank
         if group.size == 1:
             return make()
         text, failure = b"", None
         if group.rank == root:
             try:
-                parcel, tensors = pack(make(), source="the model")
-                text = parcel.to_json().encode()
+                packed, tensors = pack(make(), of="the model")
+                text = packed.to_json().encode()
             except Exception as error:
                 failure = error
         length = torch.tensor([-1 if failure is not None else len(text)], device=self._device)
@@ -159,23 +161,23 @@ class MicrobatchRunner:
         if failure is not None:
             raise failure
         if length.item() < 0:
-            raise ModelError("the last stage could not give the model's outputs", hint="see what it raised")
-        said = torch.zeros(int(length.item()), dtype=torch.uint8, device=self._device)
+            raise ModelError("the last stage failed to return the model's outputs", hint="see its exception")
+        encoded = torch.zeros(int(length.item()), dtype=torch.uint8, device=self._device)
         if group.rank == root:
-            said.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-        broadcast(said, group, root)
-        parcel = PackedOutput.from_json(said.cpu().numpy().tobytes().decode())
+            encoded.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+        broadcast(encoded, group, root)
+        packed = PackedOutput.from_json(encoded.cpu().numpy().tobytes().decode())
         if group.rank != root:
-            tensors = [torch.empty(s.shape, dtype=s.dtype, device=self._device) for s in parcel.specs]
+            tensors = [torch.empty(s.shape, dtype=s.dtype, device=self._device) for s in packed.specs]
         tensors = [tensor.contiguous() for tensor in tensors]
         for tensor in tensors:
             broadcast(tensor, group, root)
-        return unpack(parcel, tensors)
+        return unpack(packed, tensors)
 
     # --- bytes
 
     def activation_bytes(self) -> int | None:
-        """The most that is kept for backward at a time."""
+        """Peak bytes kept for backward."""
         deferred_bytes = self._parts.pipeline.deferred_bytes
         kept = {
             number: None
@@ -186,25 +188,25 @@ class MicrobatchRunner:
         return self._peak(kept)
 
     def estimated_bytes(self, batch_shape: tuple[int, int], device: torch.device) -> int | None:
-        twin = self._parts.twin
-        whole = None if twin is None else BlockOutputs(twin, device)
+        meta_model = self._parts.meta_model
+        block_outputs = None if meta_model is None else BlockOutputs(meta_model, device)
         kept = {
-            number: stage.estimated_bytes(batch_shape, device, whole)
+            number: stage.estimated_bytes(batch_shape, device, block_outputs)
             for number, stage in self._parts.stages.items()
         }
         return self._peak(kept)
 
     def _peak(self, kept: Mapping[int, tuple[int, int] | None]) -> int | None:
-        return most_kept(self._schedule, self._parts.groups.pp.rank, kept)
+        return peak_activation_bytes(self._schedule, self._parts.groups.pipeline.rank, kept)
 
 
 @dataclass
 class _StagePass:
-    """One of this rank's stages, in one pass."""
+    """One pass through one of this rank's stages."""
 
     stage: StageRunner
     micros: Sequence[Micro]
-    take: Callable[..., Any]
+    on_loss: Callable[..., Any]
     seeds: Callable[[int, int], Any] | None
     number: int
     of_outputs: bool
@@ -216,14 +218,14 @@ class _StagePass:
     def forward(self, number: int, received: Any) -> Any:
         micro, stage = self.micros[number], self.stage
         seeds = None if self.seeds is None else self.seeds(self.number, number)
-        with seeds or nullcontext(), stage.measured() if seeds else nullcontext():  # a probe is no step
+        with seeds or nullcontext(), stage.measured() if seeds else nullcontext():  # a probe is not a step
             if not stage.is_last:
                 return stage.outputs(micro, received)
             if self.of_outputs:
-                return self.take(stage.outputs(micro, received))
-            return self.take(*stage.summed_loss(micro, received))
+                return self.on_loss(stage.outputs(micro, received))
+            return self.on_loss(*stage.summed_loss(micro, received))
 
 
 def _key_of(micro: Micro) -> Hashable:
-    """Equal where all that a stage returns has the same shapes."""
+    """Equal for micro-batches whose stage outputs have the same shapes."""
     return tuple((name, tuple(value.shape), str(value.dtype)) for name, value in sorted(micro.items()))

@@ -1,12 +1,12 @@
-"""A probe at start-up: does the model, cut as the plan says, still compute what the whole model computes?
+"""Self-check at start-up: compare the gradients of the sharded model with those of the full model.
 
-[Note: what a probe can tell]
-Two small random inputs go through the cut model and, on the first rank, through a whole copy of it; gradients
-of all parameters are compared. A loss would not do: that of untrained models is near log V whatever they
-compute, while a wrong gradient is wrong by as much as it is large. What the plan's dtype loses is measured on
-the whole copy, in that dtype and in the master weights': the cut model may lose a few times as much. The
-model is in eval mode: with dropout, ranks and one process draw different masks. Gradients that data ranks add
-up in codes or factors are too far from the whole ones to say anything.
+[Note: sensitivity of the self-check]
+Two small random inputs go through the sharded model and, on the first rank, through a full copy; gradients
+of all parameters are compared. The loss would not do: that of untrained models is near log V whatever they
+compute, while a wrong gradient is wrong by as much as it is large. The rounding error of the plan's dtype is
+measured on the full copy, in that dtype and in the master weights'; the sharded model may lose a few times as
+much. The model is in eval mode: with dropout, ranks and one process draw different masks. int8 and PowerSGD
+gradients are too inexact to compare.
 """
 
 import copy
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.comm import broadcast
-from plait.engine.batch import Probed, on_device
+from plait.engine.batch import ProbeResult, on_device
 from plait.engine.engine import Engine
 from plait.engine.loss import Loss, choose_loss
 from plait.errors import ConfigError, ModelError
@@ -28,71 +28,73 @@ from plait.parallel import Precision
 from plait.plan import Plan
 
 _SAMPLES, _LENGTH = 2, 16
-_EXACT = {torch.float64: 1e-5, torch.float32: 2e-3}  # transformers' norms and tables are float32 in any case
-_NARROW = 0.02  # computed, or sent, in half as many bits
-_TELLING = ("fp32", "bf16", "fp16")  # what gradients may travel in
+_EXACT = {torch.float64: 1e-5, torch.float32: 2e-3}  # norms and tables of transformers are always float32
+_NARROW = 0.02  # computed or sent in 16 bits
+_COMPARABLE = ("fp32", "bf16", "fp16")  # values of `reduce` that are exact enough to compare
 _TIMES_NOISE = 4.0
-_SCALE = 1024.0  # of the loss, in both: fp16 has the numbers for it
+_SCALE = 1024.0  # of the loss, in both models: keeps fp16 gradients in range
 
 
 @dataclass(frozen=True)
 class SelfCheck:
-    """A probe that waits for its model to be cut. `twin`: the same model, whole, on meta."""
+    """A self-check, created before its model is sharded. `meta_model`: the full model, on meta."""
 
-    twin: nn.Module
+    meta_model: nn.Module
     batch: Mapping[str, Tensor]
 
     @classmethod
-    def of(
-        cls, model: nn.Module, asked: bool | Mapping[str, Tensor], plan: Plan, seed: int
+    def build(
+        cls, model: nn.Module, probe: bool | Mapping[str, Tensor], plan: Plan, seed: int
     ) -> "SelfCheck | None":
-        """`asked`: whether one is, or the batch that it is to take. Raises ModelError where it needs one,
-        ConfigError under a plan whose gradients tell nothing."""
-        if asked is False:
+        """`probe`: whether to check, or the batch to use. Raises ModelError if a batch is needed, ConfigError
+        under a plan whose gradients are too inexact."""
+        if probe is False:
             return None
-        if plan.dp > 1 and plan.reduce not in _TELLING:
+        if plan.dp > 1 and plan.reduce not in _COMPARABLE:
             raise ConfigError(
-                "a probe compares gradients, and this plan does not keep them between data ranks",
+                "a probe compares gradients, which this plan compresses with loss",
                 given=f"probe and reduce={plan.reduce}",
-                expected=f"reduce={' or '.join(_TELLING)}, once: `tp` cuts layers the same way under each",
+                expected=f"reduce={' or '.join(_COMPARABLE)}, once: `tp` shards layers the same way",
                 hint="reduce=fp32 for the probe, or no probe",
             )
-        return cls(copy_to_meta(model), _random_batch(model, seed) if asked is True else asked)
+        return cls(copy_to_meta(model), _random_batch(model, seed) if probe is True else probe)
 
     def run(self, engine: Engine, loss: Loss | None) -> Engine:
-        """The engine, if its model's gradients are those of the twin.
+        """Return the engine if its model's gradients match the full model's.
 
-        Every rank must call it; rank 0 holds, while it lasts, the whole model and its gradients. Changes
-        nothing of the engine. Raises ModelError on every rank, naming the parameter that differs most, when
-        it is by more than the plan's precision explains.
+        Every rank must call it; meanwhile rank 0 holds the full model and its gradients. The engine is
+        unchanged. Raises ModelError on every rank, naming the parameter that differs most, if it differs by
+        more than the plan's precision explains.
         """
-        found = engine.probe_gradients(self.batch, _SCALE)
-        weights = engine.whole_parameters()
-        verdict = torch.zeros(3, dtype=torch.float64, device=engine.device)  # index, difference, allowed
+        gradients = engine.probe_gradients(self.batch, _SCALE)
+        weights = engine.full_parameters()
+        result = torch.zeros(3, dtype=torch.float64, device=engine.device)  # index, difference, allowed
         if engine.world.rank == 0:
-            verdict.copy_(torch.tensor(_compare(engine, self.twin, self.batch, loss, found, weights)))
-        broadcast(verdict, engine.world.group)
-        index, difference, allowed = verdict.tolist()
-        name = list(dict(self.twin.named_parameters()))[int(index)]
-        engine.probed = Probed(name, difference, allowed)
+            result.copy_(
+                torch.tensor(_compare(engine, self.meta_model, self.batch, loss, gradients, weights))
+            )
+        broadcast(result, engine.world.group)
+        index, difference, allowed = result.tolist()
+        name = list(dict(self.meta_model.named_parameters()))[int(index)]
+        engine.probed = ProbeResult(name, difference, allowed)
         if not difference <= allowed:
             raise ModelError(
-                "cut as the plan says, the model computes another function than it does whole",
+                "the sharded model computes a different function than the full model",
                 given=f"{engine.plan}: the gradient of {name} differs by {difference:.2g} of its norm",
                 expected=f"at most {allowed:.2g}",
-                hint="tensor_plan= with styles that fit what this class's code does, or tp=1",
+                hint="tensor_plan= with styles that fit this model's code, or tp=1",
             )
         return engine
 
 
 def _random_batch(model: nn.Module, seed: int) -> dict[str, Tensor]:
-    """Two short sequences of random tokens. Raises ModelError for a model that has no vocabulary."""
+    """Two short sequences of random tokens. Raises ModelError for a model without a vocabulary."""
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
     if not isinstance(vocabulary, int):
         raise ModelError(
-            "a probe needs inputs, and this model does not say what it takes",
+            "a probe needs inputs, and this model's are unknown",
             given=type(model).__name__,
-            hint="probe=a batch: the dict that engine.step takes",
+            hint="probe=batch, a dict as for engine.step",
         )
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, vocabulary, (_SAMPLES, _LENGTH), generator=generator)
@@ -101,30 +103,30 @@ def _random_batch(model: nn.Module, seed: int) -> dict[str, Tensor]:
 
 def _compare(
     engine: Engine,
-    twin: nn.Module,
+    meta_model: nn.Module,
     batch: Mapping[str, Tensor],
     loss: Loss | None,
-    found: Mapping[str, Tensor],
+    gradients: Mapping[str, Tensor],
     weights: Mapping[str, Tensor],
 ) -> tuple[float, float, float]:
-    """(index of the worst parameter, its difference, what is allowed)."""
-    precision = Precision.from_plan(engine.plan)
-    exact = _gradients(twin, engine, batch, loss, weights, precision.master)
-    rough = exact
+    """(index of the worst parameter, its difference, the allowed difference)."""
+    precision = Precision.of(engine.plan)
+    exact = _gradients(meta_model, engine, batch, loss, weights, precision.master)
+    rounded = exact
     if precision.compute != precision.master:
-        rough = _gradients(twin, engine, batch, loss, weights, precision.compute)
+        rounded = _gradients(meta_model, engine, batch, loss, weights, precision.compute)
     is_exact = engine.plan.dp == 1 or engine.plan.reduce == "fp32"
-    least = _EXACT.get(precision.compute, _NARROW) if is_exact else _NARROW
+    tolerance = _EXACT.get(precision.compute, _NARROW) if is_exact else _NARROW
     largest = max(float(g.norm()) for g in exact.values())
-    worst = (0.0, 0.0, least)
+    worst = (0.0, 0.0, tolerance)
     for index, name in enumerate(exact):
-        if name not in found:
+        if name not in gradients:
             continue
-        # A gradient that is all but nothing is noise: what its neighbours have is the measure then.
+        # A near-zero gradient is noise: compare it with the largest gradient's norm instead.
         norm = max(float(exact[name].norm()), 1e-3 * largest, 1e-30)
-        noise = float((rough[name] - exact[name]).norm()) / norm
-        allowed = least + _TIMES_NOISE * noise
-        difference = float((found[name].cpu().to(exact[name].dtype) - exact[name]).norm()) / norm
+        noise = float((rounded[name] - exact[name]).norm()) / norm
+        allowed = tolerance + _TIMES_NOISE * noise
+        difference = float((gradients[name].cpu().to(exact[name].dtype) - exact[name]).norm()) / norm
         if not math.isfinite(difference):
             return float(index), math.inf, allowed
         if difference / allowed > worst[1] / worst[2]:
@@ -133,15 +135,15 @@ def _compare(
 
 
 def _gradients(
-    twin: nn.Module,
+    meta_model: nn.Module,
     engine: Engine,
     batch: Mapping[str, Tensor],
     loss: Loss | None,
     weights: Mapping[str, Tensor],
     dtype: torch.dtype,
 ) -> dict[str, Tensor]:
-    """Of the mean loss, by the whole model in one process, on the CPU; zeros where there is none."""
-    model = _with_weights(twin, engine.model, weights, engine.device, dtype).eval()
+    """Gradients of the mean loss of the full model in one process, on the CPU; zeros where there are none."""
+    model = _with_weights(meta_model, engine.model, weights, engine.device, dtype).eval()
     inputs = on_device(batch, engine.device, dtype)
     total, count = choose_loss(model, loss)(model(**forward_inputs(model, inputs)), inputs)
     (total * (_SCALE / float(count))).backward()
@@ -155,16 +157,20 @@ def _gradients(
 
 
 def _with_weights(
-    twin: nn.Module, cut: nn.Module, weights: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype
+    meta_model: nn.Module,
+    sharded: nn.Module,
+    weights: Mapping[str, Tensor],
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> nn.Module:
-    """A copy of `twin` that has these weights, and the buffers of the model that is cut."""
+    """A copy of `meta_model` with these weights, and the buffers of the sharded model."""
     memo: dict[int, Any] = {}
-    for name, parameter in twin.named_parameters():
+    for name, parameter in meta_model.named_parameters():
         values = (
             weights[name].to(device, dtype) if parameter.is_floating_point() else weights[name].to(device)
         )
         memo[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
-    buffers = dict(cut.named_buffers())
-    for name, buffer in twin.named_buffers():
+    buffers = dict(sharded.named_buffers())
+    for name, buffer in meta_model.named_buffers():
         memo[id(buffer)] = buffers[name].detach().clone()
-    return copy.deepcopy(twin, memo)
+    return copy.deepcopy(meta_model, memo)

@@ -1,7 +1,5 @@
-"""The forward of a training step on one stage of the model: what is sent on, or the loss.
-
-And how many bytes it keeps for backward.
-"""
+"""The forward of one stage: its outputs, or the loss on the last stage; and the bytes it keeps for
+backward."""
 
 import contextlib
 from collections.abc import Mapping
@@ -30,103 +28,101 @@ from plait.plan import TPPlan
 
 
 class StageRunner:
-    """Runs micro-batches through a stage that an engine trains.
+    """Runs micro-batches through a stage.
 
-    saved_bytes     what one micro-batch keeps from forward to backward; None before the first
+    activation_bytes    what one micro-batch keeps from forward to backward; None before the first
     """
 
     def __init__(
         self,
         part: StageModule,
         zero: ShardedStage,
-        cut: ParallelLayers,
+        layers: ParallelLayers,
         plan: TPPlan,
         col: Group,
         loss: Loss | None,
         *,
         is_last: bool,
     ) -> None:
-        """`plan` says how logits are cut over `col`. `loss`: the user's."""
+        """`plan` has the sharding of logits over `col`. `loss`: the user's."""
         self.activation_bytes: int | None = None
         self.part = part
         self.zero = zero
         self.is_last = is_last
-        self._is_trusted = False  # it has been seen to compute with its own weights alone
-        self._cut = cut
-        self._given = loss
+        self._is_checked = False  # its outputs were checked to use only its own weights
+        self._layers = layers
+        self._user_loss = loss
         self._columns = plan.logit_columns
         self._col = SINGLE_RANK if self._columns is None else col
 
     def outputs(self, micro: Mapping[str, Tensor], received: Any = None) -> Any:
-        """What the stage returns: the last one what the model does."""
+        """The stage's outputs: those of the model on the last stage."""
         inputs = forward_inputs(self.part.module, micro)
         is_first = self.part.before is None
-        with (
-            self.zero.watch_outside_uses(),
-            contextlib.nullcontext() if is_first else self.part.receiving(received),
-        ):
-            found = self.part.module(**inputs)
-        if not self._is_trusted:
-            self.part.check_taint(found, inputs if is_first else received)
-            self._is_trusted = True
-        return found
+        with self.zero.watching(), contextlib.nullcontext() if is_first else self.part.receiving(received):
+            outputs = self.part.module(**inputs)
+        if not self._is_checked:
+            self.part.check_taint(outputs, inputs if is_first else received)
+            self._is_checked = True
+        return outputs
 
     def summed_loss(self, micro: Mapping[str, Tensor], received: Any = None) -> tuple[Tensor, int | Tensor]:
-        """Of the last stage: (the loss summed over targets, their number). Raises ModelError for what is no
-        such pair."""
+        """On the last stage: (loss summed over targets, number of targets). Raises ModelError for anything
+        else."""
         loss = self.loss()
-        with self.zero.watch_outside_uses(), self.logits():
-            found = loss(self.outputs(micro, received), micro)
-        if not isinstance(found, tuple) or len(found) != 2:
+        with self.zero.watching(), self.logits():
+            result = loss(self.outputs(micro, received), micro)
+        if not isinstance(result, tuple) or len(result) != 2:
             raise ModelError(
-                "a loss is a sum and the number of targets that it sums over",
-                given=f"loss returned a {type(found).__name__}",
+                "loss must return (summed loss, number of targets)",
+                given=f"a {type(result).__name__}",
                 hint="return loss_sum, num_targets: the step divides once, by the targets of all ranks",
             )
-        return found
+        return result
 
     def measured(self) -> contextlib.AbstractContextManager[None]:
-        """Around a forward with gradients: the first one is counted."""
+        """Context of a forward with gradients: the first one measures `activation_bytes`."""
         if self.activation_bytes is not None or not torch.is_grad_enabled():
             return contextlib.nullcontext()
         return self._measuring()
 
     @contextlib.contextmanager
     def _measuring(self) -> Any:
-        self.zero.point_to_storage()  # the weights' storages, which are no activations
+        self.zero.show()  # the weights' storages, which are not activations
         with watch_activations(self.part.module) as watch:
             yield
         self.activation_bytes = watch.total
 
     def loss(self) -> Loss:
-        return choose_loss(self.part.module, self._given, group=self._col, columns=self._columns)
+        return choose_loss(self.part.module, self._user_loss, group=self._col, columns=self._columns)
 
     def logits(self) -> contextlib.AbstractContextManager[None]:
-        """Our own loss takes the logits that this rank has; a user's takes all."""
-        return self._cut.keep_logits_sharded() if self._given is None else contextlib.nullcontext()
+        """The built-in loss takes this rank's logits; a user's loss takes full ones."""
+        return self._layers.keep_logits_sharded() if self._user_loss is None else contextlib.nullcontext()
 
     def estimated_bytes(
-        self, batch_shape: tuple[int, int], device: torch.device, whole: BlockOutputs | None
+        self, batch_shape: tuple[int, int], device: torch.device, block_outputs: BlockOutputs | None
     ) -> tuple[int, int] | None:
         """Estimate `activation_bytes` for token ids of shape (batch, sequence), and the bytes kept between
-        the two parts of a split backward where they are known. `whole`: supplies a later stage's inputs."""
+        the two parts of a split backward; None if unknown. `block_outputs`: supplies the inputs of a later
+        stage."""
         ids = torch.zeros(batch_shape, dtype=torch.long, device="meta")
         batch = {"input_ids": ids, "labels": ids}
-        # Whatever the user's model raises without values (or cannot be copied), it can still be trained.
+        # Whatever the user's model raises on meta (or when copied), it can still be trained.
         with contextlib.suppress(Exception), self.zero.paused(), self.logits():
-            twin = copy_to_meta(self.part.module)
-            inputs = forward_inputs(twin, batch)
+            meta_module = copy_to_meta(self.part.module)
+            inputs = forward_inputs(meta_module, batch)
             received: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-            if self.part.previous_block is not None:
-                assert whole is not None, "a stage without a twin of its model"
-                received = receiving(twin, whole.output_of(self.part.previous_block, inputs))
+            if self.part.before is not None:
+                assert block_outputs is not None, "a stage without its meta model"
+                received = receiving(meta_module, block_outputs.of(self.part.before, inputs))
 
             def run() -> None:
-                outputs = twin(**inputs)
+                outputs = meta_module(**inputs)
                 if self.is_last:
                     self.loss()(outputs, batch)
 
-            rest = DeferredBytes()
-            with received, rest.recording(twin):
-                return activation_bytes(twin, run, device), rest.total
+            deferred = DeferredBytes()
+            with received, deferred.watching(meta_module):
+                return activation_bytes(meta_module, run, device), deferred.total
         return None

@@ -1,1 +1,1 @@
-"""What a plan costs, computed on meta tensors without starting a rank: traffic, activations, memory."""
+"""Cost of a plan, computed on meta tensors without starting a rank: traffic, activations, memory."""

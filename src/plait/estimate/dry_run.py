@@ -1,11 +1,12 @@
-"""A model's stages in a world of nobody: what one micro-batch says to the grid, uses, hands on and keeps.
+"""Run the stages on meta tensors with a null transport; record traffic, parameter order and saved
+activations.
 
-[Note: one truth]
-Which layers read the same tensor, what a norm tells its row, when a recomputed block communicates again: the
-modules that communicate decide it, and the model's own code. A formula beside them would be a second truth,
-right for the blocks that it was made for. So the very same stages, cut by the very same code, run a
-micro-batch on meta: forward and backward, with links that have nobody at their other end. It costs no memory,
-and the time that torch needs to work out shapes, whatever the number of ranks.
+[Note: dry run instead of formulas]
+Which layers share an input, what a norm sends along its row, when a recomputed block communicates again:
+that follows from the modules that communicate and from the model's own code. A formula would be a second
+source of truth, right only for the blocks it was written for. So the same stages, sharded by the same code,
+run a micro-batch on meta, forward and backward, with a transport that has no peers. It takes no memory, and
+only the time of torch's shape computations, for any number of ranks.
 """
 
 from collections import defaultdict
@@ -34,7 +35,7 @@ from plait.parallel import (
 )
 from plait.parallel.pipeline import BackwardSplitter, PackedOutput, StageInput, pack, unpack
 from plait.parallel.zero.sharded_model import Root
-from plait.plan import Grid, Layout, Plan, added, between
+from plait.plan import Grid, Layout, Plan, subtract_traffic, sum_traffic
 from plait.plan.comm_log import Traffic
 from plait.plan.estimate.traffic import StageFacts
 
@@ -43,93 +44,98 @@ _META = torch.device("meta")
 
 @dataclass(frozen=True)
 class Cluster:
-    """The ranks that there would be: `transport` (host, gloo or nccl), how many to a host (None: all), and
-    what they compute on."""
+    """The hypothetical ranks: `transport` (host, gloo or nccl), ranks per host (None: all on one) and the
+    device they compute on."""
 
     transport: str
     host_size: int | None
     device: torch.device
 
     def mesh(self, grid: Grid, rank: int) -> Mesh:
-        """A rank's place, in groups of nobody."""
-        return Mesh(World.dry_run(rank, grid.num_ranks, self.transport, self.host_size), grid)
+        """The mesh of a rank, with groups that have no peers."""
+        return Mesh(World.dry(rank, grid.num_ranks, self.transport, self.host_size), grid)
 
 
 @dataclass(frozen=True)
 class DryStage:
-    """`kept`: bytes of one micro-batch from its forward to its backward, and from there to the backward's
-    other half; None where that cannot be told."""
+    """Result of a stage. `activation_bytes`: bytes of one micro-batch from its forward to its backward, and
+    from there to the weight-gradient part; None if unknown."""
 
     facts: StageFacts
-    kept: tuple[int, int] | None
+    activation_bytes: tuple[int, int] | None
 
 
-class _NoMasters:
-    """Master weights that nobody updates."""
+class _NullMasters:
+    """Master weights that are never updated."""
 
     def allocate(self, numel: int) -> Tensor:
         return torch.empty(numel, device=_META)
 
-    def evict(self, master: Tensor) -> None:
-        """They are nowhere."""
+    def forget(self, master: Tensor) -> None:
+        """Nothing to free."""
 
 
 def dry_stages(
     model: nn.Module,
     plan: Plan,
-    how: TrainingSpec,
+    spec: TrainingSpec,
     blocks: Sequence[tuple[str, nn.Module]],
     layouts: Mapping[int, Layout],
     mesh: Mesh,
     micro: Mapping[str, Tensor],
     device: torch.device,
 ) -> list[DryStage]:
-    """All stages of the model, as they are at this place of the grid. `layouts`: of each. `micro`: the shapes
-    of a micro-batch. `device`: what ranks compute on. Raises ModelError for a model that cannot run without
-    values."""
-    plan = _without_memory(plan)
-    twin = copy_to_meta(model)
-    move_buffers(twin, plan, _META)
-    groups, halves = DataGroups.build(mesh, plan), BackwardSplitter()
-    making = StageBuilder(twin, plan, how, mesh, [(name, twin.get_submodule(name)) for name, _ in blocks])
-    cut = replace(flat_param_config(plan, groups, _META, _NoMasters()), state_device=_META)
-    units = {stage: [FlatParam(unit, cut) for unit in found.units] for stage, found in layouts.items()}
-    partial = ReplicatedGradReduce(
-        mesh, Layout(tuple(unit for found in layouts.values() for unit in found.units))
+    """Run all stages of the model at one coordinate of the tp grid. `layouts`: of each stage. `micro`: the
+    shapes of a micro-batch. `device`: what ranks compute on. Raises ModelError for a model that cannot run on
+    meta."""
+    plan = _without_allocations(plan)
+    meta_model = copy_to_meta(model)
+    move_buffers(meta_model, plan, _META)
+    groups, splitter = DataGroups.of(mesh, plan), BackwardSplitter()
+    builder = StageBuilder(
+        meta_model, plan, spec, mesh, [(name, meta_model.get_submodule(name)) for name, _ in blocks]
     )
-    whole = BlockOutputs(copy_to_meta(model).to(Precision.from_plan(plan).compute), device)
-    stages = making.stages(units, _loose(twin), groups, partial, cut, halves)
+    config = replace(flat_param_config(plan, groups, _META, _NullMasters()), home=_META)
+    units = {stage: [FlatParam(unit, config) for unit in layout.units] for stage, layout in layouts.items()}
+    partial = ReplicatedGradReduce(
+        mesh, Layout(tuple(unit for layout in layouts.values() for unit in layout.units))
+    )
+    block_outputs = BlockOutputs(copy_to_meta(model).to(Precision.of(plan).compute), device)
+    stages = builder.stages(units, _standalone(meta_model), groups, partial, config, splitter)
     batch_shape = _batch_shape(micro)
-    kept = [
-        None if batch_shape is None else stage.estimated_bytes(batch_shape, device, whole)
+    activation_bytes = [
+        None if batch_shape is None else stage.estimated_bytes(batch_shape, device, block_outputs)
         for stage in stages.values()
     ]
     _recompute_as_on(device, stages.values())
-    run = _Run(mesh, stages, micro, halves, {stage for stage, _ in how.schedule.split})
-    with running_on_meta(device), _told():
+    run = _MicrobatchRun(mesh, stages, micro, splitter, {stage for stage, _ in spec.schedule.split})
+    with running_on_meta(device), _model_errors():
         run.forward()
         run.backward()
-    gathers = not cut.keeps_params_unsharded
-    facts = [_facts(run, stage, found, gathers=gathers) for stage, found in layouts.items()]
-    return [DryStage(of_stage, found) for of_stage, found in zip(facts, kept, strict=True)]
+    gathers = not config.whole_parameters
+    facts = [_stage_facts(run, stage, layout, gathers=gathers) for stage, layout in layouts.items()]
+    return [
+        DryStage(of_stage, num_bytes) for of_stage, num_bytes in zip(facts, activation_bytes, strict=True)
+    ]
 
 
 def _recompute_as_on(device: torch.device, stages: Iterable[StageRunner]) -> None:
-    """Has blocks that run again in backward, where torch lets no mode for functions in, run as in forward."""
+    """Run recomputed blocks in backward in the same mode as in forward; torch does not enter function modes
+    there."""
     for stage in stages:
         for _, block in stage.part.blocks:
             if isinstance(block.forward, RecomputedForward):
                 block.forward.add_context(partial(DeviceKernelsOnMeta, device))
 
 
-def _without_memory(plan: Plan) -> Plan:
-    """What does not change what is asked here, and would take memory, files or a compiler."""
+def _without_allocations(plan: Plan) -> Plan:
+    """The plan without options that do not affect the result and need memory, files or a compiler."""
     offload = "none" if plan.offload == "disk" else plan.offload
     return replace(plan, algorithm="auto", reduce="fp32", compile=False, offload=offload)
 
 
-def _loose(twin: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: p for name, p in twin.named_parameters() if not p.is_floating_point()}
+def _standalone(meta_model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in meta_model.named_parameters() if not p.is_floating_point()}
 
 
 def _batch_shape(micro: Mapping[str, Tensor]) -> tuple[int, int] | None:
@@ -138,36 +144,36 @@ def _batch_shape(micro: Mapping[str, Tensor]) -> tuple[int, int] | None:
 
 
 @contextmanager
-def _told() -> Iterator[None]:
-    """Whatever a user's model raises without values becomes a letter."""
+def _model_errors() -> Iterator[None]:
+    """Raise whatever a user's model raises on meta as a ModelError."""
     try:
         yield
     except PlaitError:
         raise
     except Exception as error:
         raise ModelError(
-            "the model cannot be run without values, so what its layers say is not known",
-            given=f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else 'no words'}",
-            expected="a forward whose course does not depend on the numbers in it",
+            "the model cannot run on meta tensors, so its traffic is unknown",
+            given=f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else 'no text'}",
+            expected="a forward whose control flow does not depend on tensor values",
         ) from error
 
 
 @dataclass
-class _Run:
+class _MicrobatchRun:
     """One micro-batch, forward and backward, over all stages.
 
-    split     stages whose backwards are in halves
-    said      by stage
+    split     stages with split backwards
+    traffic   by stage
     """
 
     mesh: Mesh
     stages: dict[int, StageRunner]
     micro: Mapping[str, Tensor]
-    halves: BackwardSplitter
+    splitter: BackwardSplitter
     split: set[int]
-    said: dict[int, list[Traffic]] = field(default_factory=lambda: defaultdict(list))
-    parcels: dict[int, PackedOutput] = field(default_factory=dict)
-    _arrivals: dict[int, StageInput] = field(default_factory=dict)
+    traffic: dict[int, list[Traffic]] = field(default_factory=lambda: defaultdict(list))
+    outputs: dict[int, PackedOutput] = field(default_factory=dict)
+    _inputs: dict[int, StageInput] = field(default_factory=dict)
     _roots: dict[int, list[Root]] = field(default_factory=dict)
 
     def forward(self) -> None:
@@ -175,51 +181,56 @@ class _Run:
         for number, stage in self.stages.items():
             received = None
             if number:
-                arrival = StageInput(self.parcels[number - 1], tensors)
-                received, self._arrivals[number] = unpack(self.parcels[number - 1], arrival.tensors), arrival
-                arrival.release_tensors()
-            with self._listening(number):
+                stage_input = StageInput(self.outputs[number - 1], tensors)
+                received, self._inputs[number] = (
+                    unpack(self.outputs[number - 1], stage_input.tensors),
+                    stage_input,
+                )
+                stage_input.let_go()
+            with self._recording(number):
                 if stage.is_last:
                     self._roots[number] = [stage.summed_loss(self.micro, received)[0]]
                     return
                 output = stage.outputs(self.micro, received)
-            parcel, tensors = pack(output, source=f"stage {number}")
-            self.parcels[number] = parcel
-            roots = parcel.tensors_with_grad(tensors)
+            packed, tensors = pack(output, of=f"stage {number}")
+            self.outputs[number] = packed
+            roots = packed.tensors_with_grad(tensors)
             self._roots[number] = [torch.autograd.graph.get_gradient_edge(t) for t in roots]
             tensors = [tensor.detach() for tensor in tensors]
 
     def backward(self) -> None:
         gradients: Sequence[Tensor | None] = [None]
         for number in reversed(self.stages):
-            zero, half = self.stages[number].zero, number in self.split
-            with self._listening(number):
-                with self.halves.deferring() if half else nullcontext() as queued:
-                    zero.backward(self._roots.pop(number), gradients, last=True, deferred=queued)
-                if queued is not None:
-                    zero.backward_weight(queued, last=True)
+            zero, splits = self.stages[number].zero, number in self.split
+            with self._recording(number):
+                with self.splitter.deferring() if splits else nullcontext() as deferred:
+                    zero.backward(self._roots.pop(number), gradients, last=True, rest=deferred)
+                if deferred is not None:
+                    zero.backward_weight(deferred, last=True)
             if number:
-                gradients = self._arrivals.pop(number).take_gradients()
+                gradients = self._inputs.pop(number).take_gradients()
 
     @contextmanager
-    def _listening(self, stage: int) -> Iterator[None]:
-        """What is said inside is the stage's: of that, what goes along the axes that cut layers. Gradients
-        have lanes of their own."""
+    def _recording(self, stage: int) -> Iterator[None]:
+        """Record the communication inside along the tp axes as the stage's. Gradients have channels of their
+        own."""
         comm_log = self.mesh.world.comm_log
         before = comm_log.read()
         yield
-        said = between(before, comm_log.read())
-        own = {line: tally for line, tally in said.items() if line.axes and not line.lane}
-        self.said[stage].append({line: t for line, t in own.items() if {*line.axes} <= {"row", "col"}})
+        since = subtract_traffic(before, comm_log.read())
+        own = {key: count for key, count in since.items() if key.axes and not key.channel}
+        self.traffic[stage].append(
+            {key: count for key, count in own.items() if {*key.axes} <= {"row", "col"}}
+        )
 
 
-def _facts(run: _Run, number: int, layout: Layout, *, gathers: bool) -> StageFacts:
-    stage, parcel = run.stages[number], run.parcels.get(number)
+def _stage_facts(run: _MicrobatchRun, number: int, layout: Layout, *, gathers: bool) -> StageFacts:
+    stage, packed = run.stages[number], run.outputs.get(number)
     facts = StageFacts(
         layout,
-        said=added(run.said[number]),
-        output=() if parcel is None else tuple(spec.nbytes for spec in parcel.specs),
-        gradient=() if parcel is None else tuple(spec.nbytes for spec in parcel.grad_specs),
+        traffic=sum_traffic(run.traffic[number]),
+        output=() if packed is None else tuple(spec.nbytes for spec in packed.specs),
+        gradient=() if packed is None else tuple(spec.nbytes for spec in packed.grad_specs),
         buffers=tuple(buffer.nbytes for buffer in persistent_buffers(stage.part.module).values()),
     )
-    return replace(facts, uses=stage.zero.recorded_order) if gathers else facts
+    return replace(facts, exec_order=stage.zero.recorded) if gathers else facts

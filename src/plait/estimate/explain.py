@@ -1,11 +1,11 @@
-"""A plan explained before it runs: what each rank will hold, say and wait for. No rank is started.
+"""Explain a plan before it runs: memory, traffic and bubble of each rank. No rank is started.
 
-[Note: ranks that are alike]
-Ranks that differ in `replicate` and `shard` alone see other data, and hold and say as much (but where a named
-algorithm adds up gradients, in which everyone has a role). So do columns and rows whose pieces have the same
-shapes. Where ranks of one host share memory, or sums are taken inside of hosts first, ranks whose peers lie
-otherwise on hosts are apart: a host may end inside of one group and not of another. One of each kind is
-looked at, so that a plan for many thousands of ranks takes seconds.
+[Note: rank classes]
+Ranks that differ only in `replicate` and `shard` see different data, but hold and send the same amounts
+(except with a named all-reduce algorithm, in which every rank has its own role). So do columns and rows whose
+shards have equal shapes. If ranks of one host share memory, or sums are taken inside hosts first, ranks whose
+peers are distributed differently over hosts are in different classes: a host may end inside one group and not
+inside another. One rank per class is examined, so that a plan for many thousands of ranks takes seconds.
 """
 
 from collections import defaultdict
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.api import check_device, check_update, checked_blocks, training_of
+from plait.api import check_device, check_update, find_blocks, training_spec
 from plait.engine.build import StageBuilder, TrainingSpec
 from plait.engine.loss import Loss
 from plait.errors import ModelError
@@ -27,37 +27,37 @@ from plait.optim import states_per_element
 from plait.parallel import DataGroups, ShardMap, estimated_bytes, transport_facts
 from plait.plan import CommCount, CommKey, Grid, Layout, MemoryUse, Plan
 from plait.plan.estimate.traffic import RankFacts, TransportFacts, scratch_bytes, step_traffic
-from plait.plan.schedule import Durations, most_kept, simulate
+from plait.plan.schedule import Durations, peak_activation_bytes, simulate
 
-Strands = Mapping[str, Mapping[CommKey, CommCount]]  # what is said in a step, by what it is of
+TrafficByStrand = Mapping[str, Mapping[CommKey, CommCount]]  # communication of a step, by strand
 
 
 @dataclass(frozen=True)
 class RankClass:
-    """Ranks that hold and say as much as each other; see [Note: ranks that are alike].
+    """Ranks that hold and communicate the same amounts; see [Note: rank classes].
 
     blocks      names of the first and the last block of each stage
-    parameters  elements of the pieces that a rank computes with
-    boxes       of whole tensors that these pieces are
+    parameters  elements of the shards that a rank computes with
+    boxes       number of boxes of full tensors in these shards
     owned       elements that a rank updates, gaps included
     traffic     of a step, by strand
     """
 
     ranks: tuple[int, ...]
-    coord: Mapping[str, int]  # of the first
+    coord: Mapping[str, int]  # of the first rank
     stages: tuple[int, ...]
     blocks: tuple[tuple[str, str], ...]
     parameters: int
     boxes: int
     owned: int
     memory: MemoryUse
-    traffic: Strands
+    traffic: TrafficByStrand
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Of a model under a plan. `bubble`: of all ranks' time, what they wait, where stages are alike and a
-    backward takes twice as long as a forward; `micro_shape`: of a micro-batch's first tensor."""
+    """A model under a plan. `bubble`: idle fraction of all ranks' time, for equal stages and a backward that
+    takes twice as long as a forward; `micro_shape`: of a micro-batch's first tensor."""
 
     plan: Plan
     grid: Grid
@@ -67,10 +67,10 @@ class Explanation:
     num_stages: int
     micro_shape: tuple[int, ...]
     bubble: float
-    alike: tuple[RankClass, ...]
+    rank_classes: tuple[RankClass, ...]
 
     def of_rank(self, rank: int) -> RankClass:
-        return next(found for found in self.alike if rank in found.ranks)
+        return next(of_class for of_class in self.rank_classes if rank in of_class.ranks)
 
 
 def explain(
@@ -86,11 +86,11 @@ def explain(
     blocks: Blocks | None = None,
     tensor_plan: Mapping[str, str] | None = None,
 ) -> Explanation:
-    """What `parallelize` with these arguments, and steps of such micro-batches, will come to.
+    """Estimate the cost of `parallelize` with these arguments and of steps of such micro-batches.
 
-    `micro`: a micro-batch of one data rank, on meta or not: its shapes and dtypes count. `cluster`: what
-    the ranks would be; None: of one host, computing on its CPU. The model is not changed. Raises PlanError,
-    ModelError or ConfigError where `parallelize` would; only whether a device computes in fp16 is not tried.
+    `micro`: a micro-batch of one data rank, on any device: only shapes and dtypes are used. `cluster`: the
+    hypothetical ranks; None: one host, on its CPU. The model is not changed. Raises PlanError, ModelError or
+    ConfigError where `parallelize` would, except that fp16 support of the device is not tried.
     """
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     model = model if isinstance(model, nn.Module) else Chain(model)
@@ -98,143 +98,148 @@ def explain(
     check_update(optimizer)
     check_device(plan, cluster.device)
     if not micro:
-        raise ModelError("a micro-batch has no tensors", expected="what the model is given, by name")
-    found = checked_blocks(model, plan, blocks)
-    how = replace(
-        training_of(model, plan, found, param_groups=param_groups, tensor_plan=tensor_plan), loss=loss
+        raise ModelError("a micro-batch has no tensors", expected="the inputs of the model, by name")
+    named_blocks = find_blocks(model, plan, blocks)
+    spec = replace(
+        training_spec(model, plan, named_blocks, param_groups=param_groups, tensor_plan=tensor_plan),
+        loss=loss,
     )
     per_element = states_per_element(optimizer, dict(optimizer_args or {}))
-    view = _View(model, plan, how, cluster, found, {k: v.to("meta") for k, v in micro.items()}, per_element)
-    schedule = how.schedule
+    view = _PlanView(
+        model, plan, spec, cluster, named_blocks, {k: v.to("meta") for k, v in micro.items()}, per_element
+    )
+    schedule = spec.schedule
     return Explanation(
         plan,
         view.grid,
         cluster.transport,
         type(model).__name__,
-        view.holdings.num_parameters,
+        view.shard_map.num_parameters,
         schedule.num_stages,
         tuple(next(iter(micro.values())).shape),
         simulate(schedule, Durations.uniform(schedule.num_stages)).bubble_fraction,
-        tuple(view.alike()),
+        tuple(view.rank_classes()),
     )
 
 
-class _View:
-    """A model under a plan, seen from all ranks."""
+class _PlanView:
+    """A model under a plan, examined rank by rank."""
 
     def __init__(
         self,
         model: nn.Module,
         plan: Plan,
-        how: TrainingSpec,
+        spec: TrainingSpec,
         cluster: Cluster,
         blocks: list[tuple[str, nn.Module]],
         micro: Mapping[str, Tensor],
         per_element: int,
     ) -> None:
-        self.grid = Grid.of(plan)
-        self._model, self._plan, self._how, self._cluster = model, plan, how, cluster
+        self.grid = Grid.from_plan(plan)
+        self._model, self._plan, self._spec, self._cluster = model, plan, spec, cluster
         self._blocks, self._micro, self._per_element = blocks, micro, per_element
         self._host_size = cluster.host_size or self.grid.num_ranks
-        self.holdings: ShardMap = StageBuilder(
-            model, plan, how, cluster.mesh(self.grid, 0), blocks
-        ).holdings()
+        self.shard_map: ShardMap = StageBuilder(
+            model, plan, spec, cluster.mesh(self.grid, 0), blocks
+        ).shard_map()
 
-    def alike(self) -> Iterator[RankClass]:
-        """In the order of their first ranks."""
+    def rank_classes(self) -> Iterator[RankClass]:
+        """The classes, in the order of their first ranks."""
         shapes: dict[Hashable, int] = {}
-        places = product(range(self._plan.rows), range(self._plan.cols))
-        kind_of = {place: shapes.setdefault(_shapes(self._layouts(place)), len(shapes)) for place in places}
-        alike: dict[tuple[int, Hashable, Hashable], list[int]] = defaultdict(list)
-        seen: dict[Hashable, tuple[list[DryStage], DataGroups, TransportFacts]] = {}
+        coords = product(range(self._plan.rows), range(self._plan.cols))
+        shape_of = {coord: shapes.setdefault(_shapes(self._layouts(coord)), len(shapes)) for coord in coords}
+        classes: dict[tuple[int, Hashable, Hashable], list[int]] = defaultdict(list)
+        examined: dict[Hashable, tuple[list[DryStage], DataGroups, TransportFacts]] = {}
         for rank in range(self.grid.num_ranks):
-            at = self.grid.coord(rank)
-            look = (kind_of[at["row"], at["col"]], self._hosts(rank))
-            role = () if self._plan.algorithm == "auto" else (at["replicate"], at["shard"])
-            alike[at["pp"], role, look].append(rank)
-            if look not in seen:
-                seen[look] = self._seen(rank)
-        for (_, _, kind), ranks in alike.items():
-            yield self._row(tuple(ranks), *seen[kind])
+            coord = self.grid.coord(rank)
+            view = (shape_of[coord["row"], coord["col"]], self._hosts(rank))
+            role = () if self._plan.algorithm == "auto" else (coord["replicate"], coord["shard"])
+            classes[coord["pp"], role, view].append(rank)
+            if view not in examined:
+                examined[view] = self._examine(rank)
+        for (_, _, key), ranks in classes.items():
+            yield self._rank_class(tuple(ranks), *examined[key])
 
     def _hosts(self, rank: int) -> Hashable:
-        """How the rank's groups of data parallelism lie on hosts, as far as anything hangs on it."""
+        """How the rank's data-parallel groups are distributed over hosts, as far as it matters."""
         by_host = self._plan.algorithm == "two-level"
         if not (by_host or self._cluster.transport == "host"):
             return ()
-        found = []
+        distribution = []
         for axis in ("shard", "replicate"):
             hosts = [other // self._host_size for other in self.grid.group(rank, axis)]
-            numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
-            found.append(tuple(numbers[host] for host in hosts) if by_host else len(numbers) == 1)
-        return tuple(found)
+            indices = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
+            distribution.append(tuple(indices[host] for host in hosts) if by_host else len(indices) == 1)
+        return tuple(distribution)
 
-    def _layouts(self, place: tuple[int, int]) -> dict[int, Layout]:
-        """Of every stage, at a place of the grid."""
-        places = self._plan.rows * self._plan.cols
-        at = place[0] * self._plan.cols + place[1]
+    def _layouts(self, coord: tuple[int, int]) -> dict[int, Layout]:
+        """The layouts of every stage, at a tp coordinate."""
+        num_coords = self._plan.rows * self._plan.cols
+        index = coord[0] * self._plan.cols + coord[1]
         return {
-            stage: self.holdings.layouts[rank * places + at][stage]
-            for stage, rank in sorted(self._how.schedule.rank_of.items())
+            stage: self.shard_map.layouts[rank * num_coords + index][stage]
+            for stage, rank in sorted(self._spec.schedule.rank_of.items())
         }
 
-    def _seen(self, rank: int) -> tuple[list[DryStage], DataGroups, TransportFacts]:
-        """What the rank sees of all stages at its place of the grid."""
+    def _examine(self, rank: int) -> tuple[list[DryStage], DataGroups, TransportFacts]:
+        """Run all stages at the rank's tp coordinate."""
         mesh = self._cluster.mesh(self.grid, rank)
-        place = (mesh.coord["row"], mesh.coord["col"])
-        groups, layouts = DataGroups.build(mesh, self._plan), self._layouts(place)
+        coord = (mesh.coord["row"], mesh.coord["col"])
+        groups, layouts = DataGroups.of(mesh, self._plan), self._layouts(coord)
         device = self._cluster.device
-        dry = dry_stages(self._model, self._plan, self._how, self._blocks, layouts, mesh, self._micro, device)
-        return dry, groups, transport_facts(self._plan, groups, self._host_size)
+        dry = dry_stages(
+            self._model, self._plan, self._spec, self._blocks, layouts, mesh, self._micro, device
+        )
+        return dry, groups, terms_of(self._plan, groups, self._host_size)
 
-    def _row(
-        self, ranks: tuple[int, ...], stages: list[DryStage], groups: DataGroups, terms: TransportFacts
+    def _rank_class(
+        self, ranks: tuple[int, ...], stages: list[DryStage], groups: DataGroups, transport: TransportFacts
     ) -> RankClass:
         facts = RankFacts(
             self._plan,
             self.grid,
             ranks[0],
-            self._how.schedule,
+            self._spec.schedule,
             [stage.facts for stage in stages],
-            self._how.stages.shared_units,
-            terms,
+            self._spec.stages.shared_units,
+            transport,
         )
-        own = self._how.schedule.stages_of(facts.place)
+        own = self._spec.schedule.stages_of(facts.pp_coord)
         units = [unit for stage in own for unit in stages[stage].facts.layout.units]
-        kept = {stage: stages[stage].kept for stage in own}
+        activation_bytes = {stage: stages[stage].activation_bytes for stage in own}
         memory = estimated_bytes(
             Layout(tuple(units)),
             self._plan,
             groups,
             states_per_element=self._per_element,
             scratch_bytes=scratch_bytes(facts),
-            activation_bytes=most_kept(self._how.schedule, facts.place, kept),
+            activation_bytes=peak_activation_bytes(self._spec.schedule, facts.pp_coord, activation_bytes),
         )
         return RankClass(
             ranks,
             self.grid.coord(ranks[0]),
             own,
             tuple(self._names(stage) for stage in own),
-            sum(piece.boxes.numel for unit in units for piece in unit.pieces),
-            sum(sum(1 for _ in piece.boxes) for unit in units for piece in unit.pieces),
+            sum(shard.boxes.numel for unit in units for shard in unit.params),
+            sum(sum(1 for _ in shard.boxes) for unit in units for shard in unit.params),
             sum(unit.range_numel for unit in units if unit.trains),
             memory,
             step_traffic(facts),
         )
 
     def _names(self, stage: int) -> tuple[str, str]:
-        start, stop = self._how.stages.blocks[stage]
+        start, stop = self._spec.stages.blocks[stage]
         names = [name for name, _ in self._blocks[start:stop]] or [""]
         return names[0], names[-1]
 
 
 def _shapes(layouts: Mapping[int, Layout]) -> Hashable:
-    """Equal where as much is held and said."""
+    """Equal for ranks that hold and communicate the same amounts."""
     return tuple(
         (
             unit.numel,
             tuple((len(sharers), start, stop) for sharers, start, stop in unit.partial),
-            tuple((piece.name, piece.boxes.shape) for piece in unit.pieces),
+            tuple((shard.name, shard.boxes.shape) for shard in unit.params),
         )
         for layout in layouts.values()
         for unit in layout.units

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from plait.errors import ModelError
-from plait.plan import TensorFact, UnitFact
+from plait.plan import ParamInfo, UnitInfo
 from plait.plan.cost_model import training_flops_per_token
 
 
@@ -113,7 +113,7 @@ def unit_facts(
     vectors) has none.
     """
     names = [name for name, _ in blocks]
-    tensors: dict[str, list[TensorFact]] = {"embedding": [], **{name: [] for name in names}, "head": []}
+    tensors: dict[str, list[ParamInfo]] = {"embedding": [], **{name: [] for name in names}, "head": []}
     norms = _norm_parameters(model)
     seen_block = not names  # a model without blocks is one unit
     for name, parameter in model.named_parameters():

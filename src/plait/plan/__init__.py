@@ -1,12 +1,12 @@
-"""What can be decided without a device: plans, grids, layouts, bytes and FLOPs. Imports no torch."""
+"""Plans, grids, layouts, byte and FLOP counts: everything decided without a device. Imports no torch."""
 
-from plait.plan.comm_log import CommCount, CommKey, Traffic, added, between
-from plait.plan.compression import adds_at_once, compresses, room_bytes
+from plait.plan.comm_log import CommCount, CommKey, Traffic, subtract_traffic, sum_traffic
+from plait.plan.compression import compresses, message_buffer_bytes, reduces_over_all
 from plait.plan.estimate.memory import MemoryUse, model_state_bytes
 from plait.plan.grid import AXES, Grid
-from plait.plan.layout import Layout, Overlap, Piece, TensorFact, TPCoord, UnitFact, UnitLayout
-from plait.plan.plan import Plan, uncompilable
-from plait.plan.sharding import Box, Boxes, ParamSharding, TPPlan, runs
+from plait.plan.layout import Layout, Overlap, ParamInfo, ParamShard, TPCoord, UnitInfo, UnitLayout
+from plait.plan.plan import Plan, compile_conflict
+from plait.plan.sharding import Box, Boxes, ParamSharding, TPPlan, boxes_of_range
 from plait.plan.stages import StageAssignment, balance_blocks, single_stage
 
 __all__ = [
@@ -19,24 +19,24 @@ __all__ = [
     "Layout",
     "MemoryUse",
     "Overlap",
+    "ParamInfo",
+    "ParamShard",
     "ParamSharding",
-    "Piece",
     "Plan",
     "StageAssignment",
     "TPCoord",
     "TPPlan",
-    "TensorFact",
     "Traffic",
-    "UnitFact",
+    "UnitInfo",
     "UnitLayout",
-    "added",
-    "adds_at_once",
     "balance_blocks",
-    "between",
+    "boxes_of_range",
+    "compile_conflict",
     "compresses",
+    "message_buffer_bytes",
     "model_state_bytes",
-    "room_bytes",
-    "runs",
+    "reduces_over_all",
     "single_stage",
-    "uncompilable",
+    "subtract_traffic",
+    "sum_traffic",
 ]

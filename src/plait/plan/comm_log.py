@@ -1,6 +1,6 @@
-"""What ranks say to each other: how often, and how many bytes, by axis, lane and verb.
+"""Communication between ranks: number of calls and bytes, by axis, channel and operation.
 
-The same values are foretold from a plan and counted while it runs, so that one can be held against the other.
+The same types hold the estimate of a plan and the counts of a run, so the two can be compared.
 """
 
 from collections.abc import Iterable, Mapping
@@ -10,26 +10,26 @@ from typing import Any
 
 @dataclass(frozen=True, order=True)
 class CommKey:
-    """What calls are counted together.
+    """The calls that are counted together.
 
-    axes    of the grid, outermost first, along which the group's ranks differ (none of degree 1); nothing:
-            the group of all ranks of the job
-    lane    of the group: what has connections of its own
-    verb    all-reduce, all-gather, reduce-scatter, exchange, broadcast, send, receive, ...
+    axes      grid axes, outermost first, along which the group's ranks differ (none of degree 1); (): the
+              group of all ranks of the job
+    channel   channel of the group: traffic with connections of its own
+    op        all-reduce, all-gather, reduce-scatter, exchange, broadcast, send, receive, ...
     """
 
     axes: tuple[str, ...]
-    lane: str
-    verb: str
+    channel: str
+    op: str
 
     def __str__(self) -> str:
-        lane = f" ({self.lane})" if self.lane else ""
-        return f"{self.verb} over {' x '.join(self.axes) or 'all ranks'}{lane}"
+        channel = f" ({self.channel})" if self.channel else ""
+        return f"{self.op} over {' x '.join(self.axes) or 'all ranks'}{channel}"
 
 
 @dataclass(frozen=True)
 class CommCount:
-    """Calls of one rank and the bytes of their tensors: of a gather or a scatter, of the whole tensor."""
+    """Calls of one rank and the bytes of their tensors: for gathers and scatters, of the full tensor."""
 
     count: int = 0
     num_bytes: int = 0
@@ -44,40 +44,40 @@ class CommCount:
         return CommCount(self.count * times, self.num_bytes * times)
 
 
-Traffic = Mapping[CommKey, CommCount]  # all that one rank says in some time; what it does not say has no line
+Traffic = Mapping[CommKey, CommCount]  # of one rank over some time; keys without calls are absent
 
 
-def added(parts: Iterable[Traffic]) -> dict[CommKey, CommCount]:
-    """All of them together, in the order of their lines."""
-    found: dict[CommKey, CommCount] = {}
+def sum_traffic(parts: Iterable[Traffic]) -> dict[CommKey, CommCount]:
+    """Return the sum, sorted by key."""
+    total: dict[CommKey, CommCount] = {}
     for part in parts:
-        for line, tally in part.items():
-            found[line] = found.get(line, CommCount()) + tally
-    return {line: found[line] for line in sorted(found)}
+        for key, count in part.items():
+            total[key] = total.get(key, CommCount()) + count
+    return {key: total[key] for key in sorted(total)}
 
 
-def between(earlier: Traffic, later: Traffic) -> dict[CommKey, CommCount]:
-    """What has been said since."""
-    found = {line: tally - earlier.get(line, CommCount()) for line, tally in later.items()}
-    return {line: tally for line, tally in sorted(found.items()) if tally.count}
+def subtract_traffic(earlier: Traffic, later: Traffic) -> dict[CommKey, CommCount]:
+    """Return the traffic since `earlier`."""
+    since = {key: count - earlier.get(key, CommCount()) for key, count in later.items()}
+    return {key: count for key, count in sorted(since.items()) if count.count}
 
 
 def to_rows(traffic: Traffic) -> list[dict[str, Any]]:
-    """For JSON."""
+    """Return rows for JSON."""
     return [
         {
-            "axes": list(line.axes),
-            "lane": line.lane,
-            "verb": line.verb,
-            "calls": tally.count,
-            "bytes": tally.num_bytes,
+            "axes": list(key.axes),
+            "lane": key.channel,
+            "verb": key.op,
+            "calls": count.count,
+            "bytes": count.num_bytes,
         }
-        for line, tally in traffic.items()
+        for key, count in traffic.items()
     ]
 
 
-def of_rows(rows: Iterable[Mapping[str, Any]]) -> dict[CommKey, CommCount]:
-    """What `to_rows` gave. Raises KeyError, TypeError or ValueError for what it did not."""
+def from_rows(rows: Iterable[Mapping[str, Any]]) -> dict[CommKey, CommCount]:
+    """Return the traffic of `to_rows`. Raises KeyError, TypeError or ValueError for malformed rows."""
     return {
         CommKey(tuple(row["axes"]), str(row["lane"]), str(row["verb"])): CommCount(
             int(row["calls"]), int(row["bytes"])

@@ -1,15 +1,14 @@
 """Cost arithmetic: FLOPs of a training step, seconds of a communication.
 
-What collectives cost: bandwidths by the definitions of nccl-tests, and a line through measured times.
+Bandwidths follow the definitions of nccl-tests; a latency-bandwidth line is fitted to measured times.
 
-[Note: one line through ten sizes]
-A verb's time is taken to be t = latency + S/B. Sizes span six orders of magnitude, and 10 % of a small
-message's time are as wrong as 10 % of a large one's, so what is made small is the error relative to the
-time: the sum of ((latency + S/B) / t - 1)^2, least squares with weights 1/t. A size at which the machine did
-something else (a cache outgrown, a neighbour's minute) must not bend the line: errors beyond 1.345 times
-their usual size count linearly, not squared (Huber 1964, with 95 % efficiency for normal errors; by
-reweighting). Neither parameter can be negative; where the best line has one that is, it is 0 and the other
-is fitted alone.
+[Note: robust relative fit]
+A collective's time is modelled as t = latency + S/B. Sizes span six orders of magnitude, and an error of
+10 % is as bad for a small message as for a large one, so the fit minimizes the relative error: the sum of
+((latency + S/B) / t - 1)^2, least squares with weights 1/t. Outliers (a cache limit, another process on the
+machine) must not distort the line: errors beyond 1.345 times the usual size count linearly, not squared
+(Huber 1964, 95 % efficiency for normal errors; by iterative reweighting). Neither parameter can be negative:
+if the best line has a negative one, it is set to 0 and the other is fitted alone.
 """
 
 import math
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 
 from plait.plan.collectives import is_power_of_two, scatters
 
-# Bytes that the busiest direction of a link carries, by bytes of the whole tensor, on p ranks.
+# Bytes on the busiest direction of a link per byte of the full tensor, on p ranks.
 # nccl-tests, doc/PERFORMANCE.md; gather and scatter as in its gather.cu and scatter.cu.
 _BUS_FACTORS: dict[str, Callable[[int], float]] = {
     "all-reduce": lambda p: 2 * (p - 1) / p,
@@ -33,26 +32,27 @@ _BUS_FACTORS: dict[str, Callable[[int], float]] = {
     "barrier": lambda _: 0.0,
     "send-receive": lambda _: 1.0,
 }
-VERBS = tuple(_BUS_FACTORS)
+COLLECTIVES = tuple(_BUS_FACTORS)
 
 
 def algorithm_bandwidth(num_bytes: int, seconds: float) -> float:
-    """Bytes per second of the whole tensor: for a reduce-scatter or all-gather `num_bytes` is p pieces."""
+    """Bytes per second of the full tensor: for a reduce-scatter or all-gather, `num_bytes` is that of p
+    shards."""
     return num_bytes / seconds
 
 
-def bus_bandwidth(verb: str, num_bytes: int, num_ranks: int, seconds: float) -> float:
-    """Bytes per second on a link, which no algorithm can have above the link's own: comparable across verbs
-    and numbers of ranks."""
-    return _BUS_FACTORS[verb](num_ranks) * algorithm_bandwidth(num_bytes, seconds)
+def bus_bandwidth(op: str, num_bytes: int, num_ranks: int, seconds: float) -> float:
+    """Bytes per second on a link, bounded by the link's own bandwidth for every algorithm: comparable across
+    operations and numbers of ranks."""
+    return _BUS_FACTORS[op](num_ranks) * algorithm_bandwidth(num_bytes, seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class LatencyFit:
-    """t = latency_s + num_bytes / bytes_per_s. `error`: by what part of t it is off, the points' median."""
+    """t = latency_s + num_bytes / bytes_per_s. `error`: median relative error over the points."""
 
     latency_s: float
-    bytes_per_s: float  # infinite where the size makes no difference
+    bytes_per_s: float  # infinite if the time does not depend on the size
     error: float
 
     def time_s(self, num_bytes: int) -> float:
@@ -60,9 +60,9 @@ class LatencyFit:
 
 
 def fit(points: Iterable[tuple[int, float]]) -> LatencyFit | None:
-    """The line through (bytes, seconds). None for a single size above 0, through which every line goes.
+    """Fit (bytes, seconds) points. None for a single size above 0, which does not determine a line.
 
-    See [Note: one line through ten sizes].
+    See [Note: robust relative fit].
     """
     points = list(points)
     assert all(seconds > 0 for _, seconds in points), "a time of 0"
@@ -73,8 +73,8 @@ def fit(points: Iterable[tuple[int, float]]) -> LatencyFit | None:
     for _ in range(_REWEIGHTINGS):
         latency, per_byte = _solve(points, weights)
         errors = [abs((latency + size * per_byte) / seconds - 1.0) for size, seconds in points]
-        usual = max(_NORMAL * statistics.median(errors), 1e-9)
-        weights = [min(1.0, _HUBER * usual / error) if error else 1.0 for error in errors]
+        scale = max(_NORMAL * statistics.median(errors), 1e-9)
+        weights = [min(1.0, _HUBER * scale / error) if error else 1.0 for error in errors]
     return LatencyFit(latency, 1.0 / per_byte if per_byte else math.inf, statistics.median(errors))
 
 
@@ -84,17 +84,17 @@ _NORMAL = 1.4826  # from a median absolute error to the standard deviation of a 
 
 
 def _solve(points: Sequence[tuple[int, float]], weights: Sequence[float]) -> tuple[float, float]:
-    """Latency and seconds per byte, neither below 0, of the least weighted squares of relative errors."""
+    """Latency and seconds per byte, both at least 0, by weighted least squares of relative errors."""
     roots = [math.sqrt(weight) for weight in weights]
     ones = [root / seconds for root, (_, seconds) in zip(roots, points, strict=True)]
     sizes = [root * size / seconds for root, (size, seconds) in zip(roots, points, strict=True)]
     # Orthogonal columns instead of normal equations, which would square the condition number.
-    slant = _dot(ones, sizes) / _dot(ones, ones)
-    rest = [size - slant * one for size, one in zip(sizes, ones, strict=True)]
-    if _dot(rest, rest) <= 1e-24 * _dot(sizes, sizes):
+    slope = _dot(ones, sizes) / _dot(ones, ones)
+    residual = [size - slope * one for size, one in zip(sizes, ones, strict=True)]
+    if _dot(residual, residual) <= 1e-24 * _dot(sizes, sizes):
         return _dot(ones, roots) / _dot(ones, ones), 0.0
-    per_byte = _dot(rest, roots) / _dot(rest, rest)
-    latency = _dot(ones, roots) / _dot(ones, ones) - slant * per_byte
+    per_byte = _dot(residual, roots) / _dot(residual, residual)
+    latency = _dot(ones, roots) / _dot(ones, ones) - slope * per_byte
     if latency < 0:
         return 0.0, _dot(sizes, roots) / _dot(sizes, sizes)
     if per_byte < 0:
@@ -111,20 +111,20 @@ def training_flops_per_token(
 ) -> float:
     """FLOPs of forward and backward for one token of a causal decoder.
 
-    6 per parameter that takes part in a matrix product (2 forward, 4 backward; the embedding look-up
-    takes part in none, the head does), and for attention 12 x layers x width x sequence for scores and
-    values, halved because a causal token sees half the sequence on average. Recompute is not counted:
-    this is the model's work, not the hardware's (MFU, not HFU; Chowdhery et al. 2204.02311, appendix B,
-    who count attention in full).
+    6 per parameter used in a matrix product (2 forward, 4 backward; not the embedding look-up, but the head),
+    and for attention 12 x layers x width x sequence for scores and values, halved because a causal token
+    attends to half the sequence on average. Recomputation is not counted: this is model FLOPs, not hardware
+    FLOPs (MFU, not HFU; Chowdhery et al. 2204.02311, appendix B, who count attention in full).
     """
     return 6.0 * matmul_parameters + 6.0 * num_layers * attention_width * sequence
 
 
 @dataclass(frozen=True)
 class Link:
-    """What a message costs: `latency_s`, and its bytes over `bytes_per_s`; a rank sends and receives at once.
+    """Cost of a message: `latency_s` plus its bytes over `bytes_per_s`; a rank sends and receives at the same
+    time.
 
-    `reduce_s_per_byte`: of adding what has been received.
+    `reduce_s_per_byte`: cost of adding received data.
     """
 
     latency_s: float
@@ -138,27 +138,17 @@ class Link:
 def cost_s(algorithm: str, num_ranks: int, num_bytes: float, link: Link, *, scatter: bool = False) -> float:
     """Seconds of an all-reduce, or with `scatter` a reduce-scatter, of `num_bytes` on every rank.
 
-    The formulas stand at the algorithms in `plan/collectives.py`; the two-level one needs two links.
+    The formulas are documented with the algorithms in `plan/collectives.py`; not for the two-level algorithm.
     """
-    there, back = _halves_s(algorithm, num_ranks, num_bytes, link)
-    return there if scatter and scatters(algorithm, num_ranks) else there + back
-
-
-def two_level_cost_s(hosts: Sequence[int], num_bytes: float, inside: Link, between: Link) -> float:
-    """Seconds of a two-level all-reduce; `hosts`: the number of ranks on each."""
-    largest = max(hosts)
-    if len(set(hosts)) == 1:
-        within, crossing = cost_s("ring", largest, num_bytes, inside), num_bytes / largest
-    else:
-        within, crossing = cost_s("tree", largest, num_bytes, inside), num_bytes
-    return within + cost_s("ring", len(hosts), crossing, between)
+    reduce_s, mirror_s = _halves_s(algorithm, num_ranks, num_bytes, link)
+    return reduce_s if scatter and scatters(algorithm, num_ranks) else reduce_s + mirror_s
 
 
 def _halves_s(algorithm: str, num_ranks: int, num_bytes: float, link: Link) -> tuple[float, float]:
-    """Of the half that reduces, and of its mirror."""
-    most = 1 << (num_ranks.bit_length() - 1)
+    """Seconds of the reducing half and of its mirror."""
+    power = 1 << (num_ranks.bit_length() - 1)
     folded = num_bytes if algorithm == "halving" and not is_power_of_two(num_ranks) else 0
-    ranks = most if algorithm == "halving" else num_ranks
+    ranks = power if algorithm == "halving" else num_ranks
     if algorithm in ("ring", "halving"):
         messages = ranks - 1 if algorithm == "ring" else int(math.log2(ranks))
         bytes_moved = (ranks - 1) / ranks * num_bytes + folded
@@ -171,29 +161,24 @@ def _halves_s(algorithm: str, num_ranks: int, num_bytes: float, link: Link) -> t
     return moved_s + bytes_moved * link.reduce_s_per_byte, moved_s
 
 
-def tree_broadcast_s(num_ranks: int, num_bytes: float, link: Link) -> float:
-    """Seconds of a broadcast by a binomial tree."""
-    return _halves_s("tree", num_ranks, num_bytes, link)[1]
-
-
 def chain_broadcast_s(num_ranks: int, num_bytes: float, segments: int, link: Link) -> float:
-    """Seconds of a broadcast from rank to rank in segments."""
+    """Seconds of a chain broadcast in segments."""
     if num_ranks == 1:
         return 0.0
     return (num_ranks - 2 + segments) * link.message_s(num_bytes / segments)
 
 
 def best_segments(num_bytes: int, num_ranks: int, latency_s: float, bandwidth: float) -> int:
-    """Into how many segments a chain broadcast is cut for the least time: sqrt((p-2) N / (alpha B)).
+    """Number of segments of the fastest chain broadcast: sqrt((p-2) N / (alpha B)).
 
-    From 1 to `num_bytes`; one for two ranks, where a segment gains nothing.
+    From 1 to `num_bytes`; one for two ranks, where segments gain nothing.
     """
     if num_ranks < 3 or num_bytes < 2:
         return 1
     if latency_s == 0:
         return num_bytes
     link = Link(latency_s, bandwidth)
-    # The time is convex in S: the best whole number is next to the root of its derivative.
+    # The time is convex in S: the best integer is next to the root of its derivative.
     ideal = math.floor(math.sqrt((num_ranks - 2) * num_bytes / (latency_s * bandwidth)))
     near = {min(max(number, 1), num_bytes) for number in (ideal, ideal + 1)}
     return min(sorted(near), key=lambda segments: chain_broadcast_s(num_ranks, num_bytes, segments, link))

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from plait.plan.plan import Plan
 
-# Outermost to innermost: neighbours on `col` are the closest (DESIGN, words).
+# Outermost to innermost: neighbours on `col` are the closest.
 AXES = ("pp", "replicate", "shard", "cp", "row", "col")
 
 
@@ -18,8 +18,9 @@ class Grid:
     degrees: tuple[int, ...]
 
     @classmethod
-    def of(cls, plan: Plan) -> "Grid":
-        return cls.along(
+    def from_plan(cls, plan: Plan) -> "Grid":
+        """The grid of a plan whose dp is a number."""
+        return cls.from_degrees(
             pp=plan.pp,
             replicate=plan.data_ranks // plan.shard_degree,
             shard=plan.shard_degree,
@@ -28,8 +29,8 @@ class Grid:
         )
 
     @classmethod
-    def along(cls, **degrees: int) -> "Grid":
-        """`Grid.along(replicate=2, col=4)`: 8 ranks."""
+    def from_degrees(cls, **degrees: int) -> "Grid":
+        """`Grid.from_degrees(replicate=2, col=4)`: 8 ranks."""
         unknown = set(degrees) - set(AXES)
         assert not unknown, f"no such axis: {sorted(unknown)}"
         return cls(tuple(degrees.get(axis, 1) for axis in AXES))
@@ -43,32 +44,32 @@ class Grid:
         return math.prod(self.degrees[AXES.index(axis)] for axis in axes)
 
     def coord(self, rank: int) -> dict[str, int]:
-        """The rank's place on every axis."""
+        """The rank's coordinate on every axis."""
         assert 0 <= rank < self.num_ranks, f"rank {rank} of {self.num_ranks}"
         along = zip(AXES, self._strides, self.degrees, strict=True)
         return {axis: rank // stride % degree for axis, stride, degree in along}
 
     def rank(self, coord: Mapping[str, int]) -> int:
-        """The rank at a place; axes that are not named are 0."""
+        """The rank at a coordinate; axes that are not given are 0."""
         rank = 0
         for axis, degree in zip(AXES, self.degrees, strict=True):
-            place = coord.get(axis, 0)
-            assert 0 <= place < degree, f"{axis}={place} of {degree}"
-            rank = rank * degree + place
+            index = coord.get(axis, 0)
+            assert 0 <= index < degree, f"{axis}={index} of {degree}"
+            rank = rank * degree + index
         return rank
 
     def group(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """The ranks that share every coordinate with `rank` but those of `axes`, in rank order."""
+        """The ranks that differ from `rank` only along `axes`, in rank order."""
         assert 0 <= rank < self.num_ranks, f"rank {rank} of {self.num_ranks}"
         wanted = [number for number, axis in enumerate(AXES) if axis in axes]
         assert len(wanted) == len(axes), f"no such axis among {axes}"
         steps = [(self._strides[number], self.degrees[number]) for number in wanted]
         ranks = [rank - sum(rank // stride % degree * stride for stride, degree in steps)]
         for stride, degree in steps:
-            ranks = [first + place * stride for first in ranks for place in range(degree)]
+            ranks = [first + index * stride for first in ranks for index in range(degree)]
         return tuple(ranks)
 
     @cached_property
     def _strides(self) -> tuple[int, ...]:
-        """Between neighbours on each axis."""
+        """Distance in ranks between neighbours on each axis."""
         return tuple(math.prod(self.degrees[number + 1 :]) for number in range(len(AXES)))

@@ -1,7 +1,7 @@
-"""What a host's ranks need for each verb: measured by `plait bench collectives`, read by planners.
+"""Measured times of a host's collectives: written by `plait bench collectives`, read by planners.
 
-A profile is one JSON file per host: by default $XDG_CACHE_HOME/plait/profiles/HOSTNAME.json (~/.cache where
-that is not set).
+A profile is one JSON file per host: by default $XDG_CACHE_HOME/plait/profiles/HOSTNAME.json (~/.cache if that
+is not set).
 """
 
 import json
@@ -16,14 +16,14 @@ from typing import Any
 
 from plait.errors import ProfileError
 from plait.fileio import write_json
-from plait.plan.cost_model import VERBS, LatencyFit
+from plait.plan.cost_model import COLLECTIVES, LatencyFit
 
 _FORMAT = "plait host profile 1"
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class ProfileEntry:
-    """Of what a line is. `storage`: "owned" by the transport, or "foreign" to it."""
+    """What a fitted line was measured for. `storage`: "owned" by the transport, or "foreign" to it."""
 
     transport: str
     verb: str
@@ -37,7 +37,7 @@ class ProfileEntry:
 
 @dataclass(frozen=True)
 class HostProfile:
-    """The lines of time over size of one host."""
+    """The time-over-size lines of one host."""
 
     lines: Mapping[ProfileEntry, LatencyFit]
 
@@ -54,34 +54,35 @@ class HostProfile:
         storage: str = "owned",
         dtype: str = "float32",
     ) -> float:
-        """Seconds of a verb on a whole tensor of `num_bytes`. Raises ProfileError: never measured."""
-        what = ProfileEntry(transport, verb, num_ranks, storage, dtype)
-        if what not in self.lines:
+        """Seconds of a collective on a full tensor of `num_bytes`. Raises ProfileError if it was never
+        measured."""
+        entry = ProfileEntry(transport, verb, num_ranks, storage, dtype)
+        if entry not in self.lines:
             raise ProfileError(
-                "the profile does not know the time of a verb",
-                given=what,
-                expected="; ".join(map(str, sorted(self.lines)[:3])) or "any line: this profile is empty",
+                "the profile has no time for this collective",
+                given=entry,
+                expected="; ".join(map(str, sorted(self.lines)[:3])) or "any entry: this profile is empty",
                 hint=f"plait bench collectives --backend {transport} --ranks {num_ranks} --verb {verb} "
                 f"--storage {storage} --dtype {dtype}",
             )
-        return self.lines[what].time_s(num_bytes)
+        return self.lines[entry].time_s(num_bytes)
 
     def updated(self, newer: "HostProfile") -> "HostProfile":
-        """These lines, but where `newer` has one of the same."""
+        """These lines, replaced by those of `newer` where both have one."""
         return HostProfile({**self.lines, **newer.lines})
 
 
 def profile_path() -> Path:
-    """Where this host's profile is, or would be."""
+    """The path of this host's profile, whether it exists or not."""
     cache = os.environ.get("XDG_CACHE_HOME", "")
-    folder = Path(cache) if Path(cache).is_absolute() else Path.home() / ".cache"  # as the XDG rules say
+    folder = Path(cache) if Path(cache).is_absolute() else Path.home() / ".cache"  # by the XDG rules
     return folder / "plait" / "profiles" / f"{socket.gethostname() or 'localhost'}.json"
 
 
 def load(path: Path | None = None) -> HostProfile:
-    """The profile in the file, by default this host's; an empty one where there is none.
+    """Read the profile from a file, by default this host's; an empty one if the file does not exist.
 
-    Raises ProfileError for a file that cannot be read or is damaged: it names the file, and what is wrong.
+    Raises ProfileError, with the file and the reason, for a file that cannot be read or is damaged.
     """
     path = profile_path() if path is None else path
     try:
@@ -95,25 +96,25 @@ def load(path: Path | None = None) -> HostProfile:
     except UnicodeDecodeError as error:
         raise _damaged(path, str(error)) from error
     try:
-        found = json.loads(text, parse_constant=_no_constant)
+        content = json.loads(text, parse_constant=_reject_constant)
     except (ValueError, RecursionError) as error:
-        raise _damaged(path, f"no JSON: {error}") from error
-    if not isinstance(found, dict) or found.get("format") != _FORMAT:
+        raise _damaged(path, f"not JSON: {error}") from error
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise _damaged(path, f"its format is not {_FORMAT!r}")
-    entries = found.get("lines")
+    entries = content.get("lines")
     if not isinstance(entries, list):
         raise _damaged(path, "`lines` is not a list")
     return HostProfile(dict(_entry(path, number, entry) for number, entry in enumerate(entries)))
 
 
 def save(profile: HostProfile, path: Path | None = None) -> Path:
-    """Puts the lines over those that the file has, whole or not at all. Raises ProfileError."""
+    """Merge the lines into those of the file, atomically. Raises ProfileError."""
     path = profile_path() if path is None else path
     merged = load(path).updated(profile)
     entries = []
-    for what, line in sorted(merged.lines.items()):
+    for entry, line in sorted(merged.lines.items()):
         bytes_per_s = None if math.isinf(line.bytes_per_s) else line.bytes_per_s
-        entries.append({**asdict(what), **asdict(line), "bytes_per_s": bytes_per_s})
+        entries.append({**asdict(entry), **asdict(line), "bytes_per_s": bytes_per_s})
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, {"format": _FORMAT, "lines": entries})
@@ -122,8 +123,8 @@ def save(profile: HostProfile, path: Path | None = None) -> Path:
     return path
 
 
-def check_place(path: Path | None = None) -> None:
-    """Raises ProfileError where `save` would: before an hour is spent on what it is to save."""
+def check_writable(path: Path | None = None) -> None:
+    """Raise ProfileError if `save` would fail; called before an hour is spent on measurements."""
     path = profile_path() if path is None else path
     load(path)
     try:
@@ -131,41 +132,41 @@ def check_place(path: Path | None = None) -> None:
     except OSError as error:
         raise unwritable(path, error) from error
     if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise unwritable(path, PermissionError(f"no right to write into {path.parent}"))
+        raise unwritable(path, PermissionError(f"no permission to write to {path.parent}"))
 
 
 def unwritable(path: Path, error: OSError) -> ProfileError:
     return ProfileError(
         "the host's profile cannot be written",
         given=f"{path}: {error.strerror or error}",
-        hint="--profile FILE for another place, or --no-save",
+        hint="--profile FILE for another path, or --no-save",
     )
 
 
-def _damaged(path: Path, wrong: str) -> ProfileError:
+def _damaged(path: Path, problem: str) -> ProfileError:
     return ProfileError(
         "the host's profile is damaged",
-        given=f"{path}: {wrong}",
+        given=f"{path}: {problem}",
         hint="remove the file; plait bench collectives makes a new one",
     )
 
 
-def _no_constant(name: str) -> float:
+def _reject_constant(name: str) -> float:
     raise ValueError(f"{name} is not a number")
 
 
 def _entry(path: Path, number: int, entry: Any) -> tuple[ProfileEntry, LatencyFit]:
-    def wrong(what: str) -> ProfileError:
-        return _damaged(path, f"line {number} {what}")
+    def wrong(problem: str) -> ProfileError:
+        return _damaged(path, f"line {number} {problem}")
 
     names = {field.name for kind in (ProfileEntry, LatencyFit) for field in fields(kind)}
     if not isinstance(entry, dict) or entry.keys() != names:
         raise wrong(f"does not have the keys {', '.join(sorted(names))}")
     for name in ("transport", "verb", "storage", "dtype"):
         if not isinstance(entry[name], str):
-            raise wrong(f"has {name}={entry[name]!r}, which is no word")
-    if entry["verb"] not in VERBS:
-        raise wrong(f"is of verb={entry['verb']!r}, which there is not")
+            raise wrong(f"has {name}={entry[name]!r}, not a string")
+    if entry["verb"] not in COLLECTIVES:
+        raise wrong(f"is of verb={entry['verb']!r}, an unknown collective")
     if type(entry["num_ranks"]) is not int or entry["num_ranks"] < 2:
         raise wrong(f"has num_ranks={entry['num_ranks']!r}, expected 2 or more")
     numbers = {field.name: entry[field.name] for field in fields(LatencyFit)}
@@ -175,6 +176,6 @@ def _entry(path: Path, number: int, entry: Any) -> tuple[ProfileEntry, LatencyFi
             continue
         is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         if not is_number or value < 0 or (name == "bytes_per_s" and value == 0):
-            raise wrong(f"has {name}={value!r}, which cannot be")
-    what = ProfileEntry(**{field.name: entry[field.name] for field in fields(ProfileEntry)})
-    return what, LatencyFit(**{name: float(value) for name, value in numbers.items()})
+            raise wrong(f"has {name}={value!r}, out of range")
+    profile_entry = ProfileEntry(**{field.name: entry[field.name] for field in fields(ProfileEntry)})
+    return profile_entry, LatencyFit(**{name: float(value) for name, value in numbers.items()})

@@ -1,14 +1,14 @@
-"""The layout: which box of which whole tensor each unit's flat storage holds, and where.
+"""The layout: which box of which full tensor each unit's flat storage holds, and at which offset.
 
-One table, read by whoever needs it: the units bind parameters to it, the optimizer takes its groups
-from it, the checkpointer its names and shapes, the memory arithmetic its sizes.
+The one table of sizes and places: parameters are bound to it, optimizer groups, checkpoint names and shapes,
+and memory estimates come from it.
 
-[Note: copies stay equal]
-Ranks that hold the same piece update it each for itself, and must get the same bits for ever. Gradients that
-travel in codes share a scale per 256 elements, and states in bf16 are rounded by noise that follows from an
-element's place: so copies lie at the same place on all their holders, among the same neighbours. What more
-ranks of the grid hold comes first, and what as many do begins at a multiple of 256 elements. (Where rows are
-cut unevenly, what each column's rows share may lie at different places.)
+[Note: identical replicas]
+Ranks that hold the same shard update it independently and must always get the same bits. Compressed
+gradients share a scale per 256 elements, and bf16 states are rounded with noise derived from an element's
+position. So replicas are at the same position on all their holders, with the same neighbours: shards held by
+more ranks of the grid come first, and the next number of holders starts at a multiple of 256 elements. (Where
+rows are sharded unevenly, what the rows of one column share may be at different positions in another column.)
 """
 
 import math
@@ -18,36 +18,38 @@ from itertools import groupby, product
 
 from plait.plan.sharding import Boxes, ParamSharding, TPPlan
 
-# A piece starts at a multiple of this many elements: 16 bytes of bf16, which is what matrix units ask
-# of a pointer. Widths of real models are multiples of it, so gaps are rare. They hold zeros for ever:
-# no parameter lies there, so their gradient is zero.
+# Every shard starts at a multiple of this many elements: 16 bytes of bf16, the pointer alignment of matrix
+# units. Widths of real models are multiples of it, so gaps are rare. Gaps always hold zeros: no parameter is
+# there, so their gradient is zero.
 ALIGNMENT = 8
 
-# A unit is padded so that every rank of `shard` owns a multiple of this many elements. Norms are summed
-# in runs of this length, so their bits do not depend on how many ranks share a unit.
+# Units are padded so that every rank of `shard` owns a multiple of this many elements. Norms are summed in
+# runs of this length, so their bits do not depend on the number of ranks that share a unit.
 RANGE_ALIGNMENT = 256
 
 
 @dataclass(frozen=True)
 class TPCoord:
-    """A rank's coordinates on the axes that cut layers, and which parameters are cut there, by name."""
+    """A rank's coordinates on the tp axes, and the sharded parameters by name."""
 
     row: int = 0
     col: int = 0
     rows: int = 1
     cols: int = 1
-    cuts: Mapping[str, ParamSharding] = field(default_factory=dict)
+    shardings: Mapping[str, ParamSharding] = field(default_factory=dict)
 
     @classmethod
-    def all_of(cls, plan: TPPlan) -> "list[TPCoord]":
-        """Of every rank of a grid, columns fastest."""
-        cuts = {cut.name: cut for cut in plan.parameters}
-        return [cls(*at, plan.rows, plan.cols, cuts) for at in product(range(plan.rows), range(plan.cols))]
+    def all_coords(cls, plan: TPPlan) -> "list[TPCoord]":
+        """The coordinates of every rank of a grid, columns fastest."""
+        shardings = {sharding.name: sharding for sharding in plan.parameters}
+        return [
+            cls(*at, plan.rows, plan.cols, shardings) for at in product(range(plan.rows), range(plan.cols))
+        ]
 
 
 @dataclass(frozen=True)
-class TensorFact:
-    """What a plan needs to know of one parameter. `group`: the optimizer's; None for a frozen one."""
+class ParamInfo:
+    """Name, full shape and optimizer group of one parameter; `group` is None for a frozen one."""
 
     name: str
     shape: tuple[int, ...]
@@ -55,24 +57,24 @@ class TensorFact:
 
 
 @dataclass(frozen=True)
-class UnitFact:
+class UnitInfo:
     """Parameters that are communicated together: a block, the embedding, the head."""
 
     name: str
-    tensors: tuple[TensorFact, ...]
+    tensors: tuple[ParamInfo, ...]
 
 
 @dataclass(frozen=True)
-class Piece:
-    """The boxes of a whole tensor that a rank holds, `numel` elements from `start` in its unit's storage.
+class ParamShard:
+    """The boxes of a full tensor that a rank holds, `numel` elements from `start` in its unit's storage.
 
-    sharers     the `col` coordinates that compute parts of this piece's gradient; () where nothing is summed
-    counted     this rank is the first of those that hold the piece
-    copies      how many ranks of the grid hold it
+    sharers     the `col` coordinates whose gradients of this shard are partial sums; () if nothing is summed
+    counted     whether this rank is the first that holds the shard: it counts the shard in norms
+    copies      number of ranks of the grid that hold it
     """
 
     name: str
-    whole_shape: tuple[int, ...]
+    full_shape: tuple[int, ...]
     boxes: Boxes
     start: int
     sharers: tuple[int, ...] = ()
@@ -80,21 +82,21 @@ class Piece:
     copies: int = 1
 
     @classmethod
-    def of(cls, fact: TensorFact, place: TPCoord) -> "Piece":
-        """What the rank at `place` holds, at the beginning of a storage."""
-        cut = place.cuts.get(fact.name)
-        if cut is None:
-            is_first, copies = place.row == place.col == 0, place.rows * place.cols
-            boxes = Boxes.whole(fact.shape)
-            return cls(fact.name, fact.shape, boxes, 0, counted=is_first, copies=copies)
+    def at_coord(cls, param: ParamInfo, coord: TPCoord) -> "ParamShard":
+        """The shard of the rank at `coord`, at offset 0."""
+        sharding = coord.shardings.get(param.name)
+        if sharding is None:
+            is_first, copies = coord.row == coord.col == 0, coord.rows * coord.cols
+            boxes = Boxes.full(param.shape)
+            return cls(param.name, param.shape, boxes, 0, counted=is_first, copies=copies)
         return cls(
-            fact.name,
-            fact.shape,
-            Boxes(cut.ranges(fact.shape, place.row, place.col)),
+            param.name,
+            param.shape,
+            Boxes(sharding.ranges(param.shape, coord.row, coord.col)),
             0,
-            cut.sharers(place.cols, place.col),
-            cut.is_first(place.row, place.col),
-            cut.copies(place.rows, place.cols, place.col),
+            sharding.sharers(coord.cols, coord.col),
+            sharding.is_first(coord.row, coord.col),
+            sharding.copies(coord.rows, coord.cols, coord.col),
         )
 
     @property
@@ -102,14 +104,14 @@ class Piece:
         return self.start + self.boxes.numel
 
 
-_ALONE = TPCoord()
+_ORIGIN = TPCoord()
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """Elements [start, stop) of a flattened piece, which lie at `at` in some range of its unit."""
+    """Elements [start, stop) of a flattened shard, found at offset `at` of a range of its unit."""
 
-    piece: Piece
+    shard: ParamShard
     start: int
     stop: int
     at: int
@@ -117,78 +119,81 @@ class Overlap:
 
 @dataclass(frozen=True)
 class UnitLayout:
-    """One flat storage, cut into equal ranges: range r is owned by the rank at `shard` coordinate r.
+    """One flat storage, split into equal ranges: range r is owned by the rank at `shard` coordinate r.
 
-    Pieces of one optimizer group stand together, so each group is one range of the storage, and at most
-    one range of what a rank owns. On a grid there may be several of each: see [Note: copies stay equal].
-    There, pieces whose gradients are summed over the same columns stand together. Parameters that train and
-    frozen ones are units of their own.
+    Shards of one optimizer group are contiguous, so each group is one range of the storage, and at most one
+    range of what a rank owns. On a tp grid there may be several of each: see [Note: identical replicas].
+    There, shards whose gradients are summed over the same columns are contiguous. Trainable and frozen
+    parameters are in separate units.
     """
 
     name: str
-    block: str  # the UnitFact that it is of
-    pieces: tuple[Piece, ...]
+    block: str  # name of its UnitInfo
+    params: tuple[ParamShard, ...]
     groups: tuple[tuple[int, int, int], ...]  # (optimizer group, start, stop); none in a frozen unit
     numel: int
-    shards: int
+    num_shards: int
 
     @classmethod
-    def of(
-        cls, unit: UnitFact, shards: int = 1, block: str | None = None, place: TPCoord = _ALONE
+    def build(
+        cls, unit: UnitInfo, num_shards: int = 1, block: str | None = None, coord: TPCoord = _ORIGIN
     ) -> "UnitLayout":
-        """Lays the tensors one behind the other: group by group, in the model's order. Padded once."""
-        pieces: list[Piece] = []
+        """Place the tensors one after the other: group by group, in model order. Padded once, at the end."""
+        params: list[ParamShard] = []
         groups: list[tuple[int, int, int]] = []
         position = 0
-        held = [(tensor.group, Piece.of(tensor, place)) for tensor in unit.tensors]
-        for (_, order), run in groupby(sorted(held, key=_place_in_unit), key=lambda h: _place_in_unit(h)[:2]):
-            parts = [piece for _, piece in run]
-            if pieces and parts[0].copies != pieces[-1].copies:  # see [Note: copies stay equal]
+        shards = [(tensor.group, ParamShard.at_coord(tensor, coord)) for tensor in unit.tensors]
+        in_order = sorted(shards, key=_storage_order)
+        for (_, group), run in groupby(in_order, key=lambda entry: _storage_order(entry)[:2]):
+            of_group = [shard for _, shard in run]
+            if params and of_group[0].copies != params[-1].copies:  # see [Note: identical replicas]
                 position = _round_up(position, RANGE_ALIGNMENT)
             start = position
-            for piece in parts:
-                pieces.append(replace(piece, start=position))
-                position = _round_up(pieces[-1].stop, ALIGNMENT)
-            if order >= 0 and position > start:
-                groups.append((order, start, position))
-        numel = _round_up(position, shards * RANGE_ALIGNMENT)
-        return cls(unit.name, block or unit.name, tuple(pieces), tuple(groups), numel, shards)
+            for shard in of_group:
+                params.append(replace(shard, start=position))
+                position = _round_up(params[-1].stop, ALIGNMENT)
+            if group >= 0 and position > start:
+                groups.append((group, start, position))
+        numel = _round_up(position, num_shards * RANGE_ALIGNMENT)
+        return cls(unit.name, block or unit.name, tuple(params), tuple(groups), numel, num_shards)
 
     @property
     def trains(self) -> bool:
-        """False for a unit of frozen parameters."""
+        """Whether its parameters are trainable; False for a unit of frozen ones."""
         return bool(self.groups)
 
     @property
     def range_numel(self) -> int:
-        """Elements that each rank owns."""
-        return self.numel // self.shards
+        """Number of elements that each rank owns."""
+        return self.numel // self.num_shards
 
-    def owned(self, rank: int) -> tuple[int, int]:
-        """Start and stop of the range that the rank at this `shard` coordinate owns."""
+    def owned_range(self, rank: int) -> tuple[int, int]:
+        """Start and stop of the range owned by the rank at this `shard` coordinate."""
         return rank * self.range_numel, (rank + 1) * self.range_numel
 
     def owned_groups(self, rank: int) -> tuple[tuple[int, int, int], ...]:
-        """(optimizer group, start, stop) within the rank's range: what its optimizer updates."""
-        low, high = self.owned(rank)
-        cut = ((group, max(start, low) - low, min(stop, high) - low) for group, start, stop in self.groups)
-        return tuple((group, start, stop) for group, start, stop in cut if stop > start)
+        """(optimizer group, start, stop) within the rank's owned range: what its optimizer updates."""
+        low, high = self.owned_range(rank)
+        clipped = (
+            (group, max(start, low) - low, min(stop, high) - low) for group, start, stop in self.groups
+        )
+        return tuple((group, start, stop) for group, start, stop in clipped if stop > start)
 
     def overlaps(self, start: int, stop: int) -> tuple[Overlap, ...]:
-        """What of which piece lies in [start, stop) of the storage."""
+        """The parts of shards within [start, stop) of the storage."""
         return tuple(
-            Overlap(piece, low - piece.start, high - piece.start, low - start)
-            for piece in self.pieces
-            if (low := max(piece.start, start)) < (high := min(piece.stop, stop))
+            Overlap(shard, low - shard.start, high - shard.start, low - start)
+            for shard in self.params
+            if (low := max(shard.start, start)) < (high := min(shard.stop, stop))
         )
 
     @property
     def partial(self) -> tuple[tuple[tuple[int, ...], int, int], ...]:
-        """(columns, start, stop): where gradients are parts, which these columns sum. Runs that touch stay
-        two: on another of the columns something else may lie between them."""
-        runs = groupby(self.pieces, key=lambda p: (p.sharers, p.copies, self._group_at(p.start)))
-        found = [(sharers, list(pieces)) for (sharers, _, _), pieces in runs if sharers]
-        return tuple((sharers, pieces[0].start, pieces[-1].stop) for sharers, pieces in found)
+        """(columns, start, stop): ranges whose gradients are partial sums over these columns. Adjacent ranges
+        are not merged: on another of the columns, something else may be between them."""
+        runs = groupby(self.params, key=lambda p: (p.sharers, p.copies, self._group_at(p.start)))
+        ranges = [(sharers, list(shards)) for (sharers, _, _), shards in runs if sharers]
+        return tuple((sharers, shards[0].start, shards[-1].stop) for sharers, shards in ranges)
 
     def _group_at(self, position: int) -> int | None:
         return next((group for group, start, stop in self.groups if start <= position < stop), None)
@@ -196,62 +201,67 @@ class UnitLayout:
     @property
     def repeated(self) -> tuple[tuple[int, int], ...]:
         """Ranges of the storage that another rank counts in norms."""
-        return tuple((piece.start, piece.stop) for piece in self.pieces if not piece.counted)
+        return tuple((shard.start, shard.stop) for shard in self.params if not shard.counted)
 
     @property
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        """Ranges of the storage that no piece covers."""
-        edges = [0, *(edge for piece in self.pieces for edge in (piece.start, piece.stop)), self.numel]
+        """Ranges of the storage that no shard covers."""
+        edges = [0, *(edge for shard in self.params for edge in (shard.start, shard.stop)), self.numel]
         pairs = zip(edges[::2], edges[1::2], strict=True)
         return tuple((start, stop) for start, stop in pairs if stop > start)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Every unit of a rank, in the order in which forward uses them."""
+    """Every unit of a rank, in forward order."""
 
     units: tuple[UnitLayout, ...]
 
     @classmethod
-    def of(
+    def build(
         cls,
-        units: Iterable[UnitFact],
-        shards: int = 1,
-        place: TPCoord = _ALONE,
+        units: Iterable[UnitInfo],
+        num_shards: int = 1,
+        coord: TPCoord = _ORIGIN,
         elsewhere: Set[str] = frozenset(),
     ) -> "Layout":
-        """`shards`: ranks that share one copy of each unit's storage. `place`: of this rank where layers are
-        cut. `elsewhere`: parameters that another pipeline stage counts."""
-        found = []
+        """Place every unit.
+
+        num_shards   ranks that share one copy of each unit's storage
+        coord        this rank's coordinates on the tp grid
+        elsewhere    parameters that another pipeline stage counts"""
+        layouts = []
         for unit in units:
             for name, frozen in ((unit.name, False), (f"{unit.name} (frozen)", True)):
                 tensors = tuple(tensor for tensor in unit.tensors if (tensor.group is None) == frozen)
                 if tensors:
-                    laid = UnitLayout.of(UnitFact(name, tensors), shards, unit.name, place)
-                    pieces = [replace(p, counted=p.counted and p.name not in elsewhere) for p in laid.pieces]
-                    found.append(replace(laid, pieces=tuple(pieces)))
-        return cls(tuple(found))
+                    layout = UnitLayout.build(UnitInfo(name, tensors), num_shards, unit.name, coord)
+                    params = [
+                        replace(p, counted=p.counted and p.name not in elsewhere) for p in layout.params
+                    ]
+                    layouts.append(replace(layout, params=tuple(params)))
+        return cls(tuple(layouts))
 
     @property
     def numel(self) -> int:
-        """Elements that the units store, gaps included."""
+        """Number of stored elements, gaps included."""
         return sum(unit.numel for unit in self.units)
 
     @property
     def trained_numel(self) -> int:
-        """Elements of the units that train, gaps included."""
+        """Number of elements in trainable units, gaps included."""
         return sum(unit.numel for unit in self.units if unit.trains)
 
     @property
     def num_parameters(self) -> int:
-        """Trainable elements of whole tensors, each counted once."""
-        return sum(math.prod(p.whole_shape) for unit in self.units if unit.trains for p in unit.pieces)
+        """Trainable elements of full tensors, each counted once."""
+        return sum(math.prod(p.full_shape) for unit in self.units if unit.trains for p in unit.params)
 
 
-def _place_in_unit(held: tuple[int | None, Piece]) -> tuple[int, int, tuple[int, ...]]:
-    """What more ranks hold comes first."""
-    group, piece = held
-    return -piece.copies, -1 if group is None else group, piece.sharers
+def _storage_order(entry: tuple[int | None, ParamShard]) -> tuple[int, int, tuple[int, ...]]:
+    """Sort key: shards with more copies first. See [Note: identical replicas]."""
+    group, shard = entry
+    return -shard.copies, -1 if group is None else group, shard.sharers
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -1,11 +1,9 @@
 """The plan: what the user asks for, as a frozen value with a text form that parses back.
 
-[Note: what a plan refuses]
-By itself a plan refuses what is decided by its own words: values that no key has, and combinations that
-cannot be, or would be accepted and then do nothing. docs/plans.md lists the combinations, by the facts of
-their letters. Ranks, a batch, a model and a device have a say later, and before the first weight is made.
-
-What each key of a plan can be by itself, and how it is read and shown.
+[Note: plan validation]
+`Plan(...)` itself rejects what can be decided from its keys alone: invalid values, and combinations that
+are impossible or would silently have no effect. docs/plans.md lists the combinations by the first line of
+their error. Ranks, batch, model and device are checked later, before the first weight is created.
 """
 
 import math
@@ -27,17 +25,17 @@ CHOICES = {
     "optim_dtype": ("fp32", "bf16"),
     "offload": ("none", "cpu", "disk"),
 }
-_LEAST = {
+_MIN = {
     "dp": 0,
     "zero": 0,
     "shard": 0,
     "prefetch": 0,
     "chunks": 0,
-}  # of the whole numbers; 1 for all others
+}  # smallest value of integer keys; 1 for all others
 RECOMPUTE = re.compile(r"none|full|selective|every=[1-9][0-9]*")
 TP = re.compile(r"([1-9][0-9]*)(?:x([1-9][0-9]*))?")
 REDUCE = re.compile(r"fp32|bf16|fp16|int8|powersgd(?::([1-9][0-9]*))?")
-FACTOR_RANK = 4  # of powersgd without a number
+DEFAULT_POWERSGD_RANK = 4  # of `powersgd` without a number
 STAGES = re.compile(r"([1-9][0-9]*(,[1-9][0-9]*)*)?")
 SCHEDULES = tuple(name for name, generator in GENERATORS.items() if generator.trains)
 
@@ -50,7 +48,7 @@ _RENAMED = {"gathered": "reshard=use or reshard=step", "states": "optim_dtype=fp
 
 
 def check_choices(values: Mapping[str, object]) -> None:
-    """Raises PlanError for a word that is none of those that its key can have."""
+    """Raise PlanError for a value that is not among the choices of its key."""
     for key, choices in CHOICES.items():
         if values[key] not in choices:
             renamed = _RENAMED_VALUES.get((key, str(values[key])))
@@ -65,33 +63,32 @@ def check_choices(values: Mapping[str, object]) -> None:
 
 
 def _unknown(key: str, value: object, expected: str, hint: str | None = None) -> PlanError:
-    return PlanError(
-        f"{key} is not one that plait knows", given=f"{key}={value}", expected=expected, hint=hint
-    )
+    return PlanError(f"unknown value for {key}", given=f"{key}={value}", expected=expected, hint=hint)
 
 
 def canonical_tp(tp: object) -> str:
-    """`4` for a grid of one row, else `2x4`: of a text, a number or (rows, columns)."""
+    """Return `4` for a grid of one row, else `2x4`, from a text, a number or (rows, columns)."""
     text = "x".join(map(str, tp)) if isinstance(tp, tuple) else str(tp)
-    found = TP.fullmatch(text)
-    if found is None:
+    if TP.fullmatch(text) is None:
         raise PlanError(
-            "tp is not a grid", given=f"tp={text}", expected="columns (tp=4), or rows x columns (tp=2x4)"
+            "tp is not a valid grid",
+            given=f"tp={text}",
+            expected="columns (tp=4), or rows x columns (tp=2x4)",
         )
     return text.removeprefix("1x")
 
 
 def check_type(key: str, kind: Any, value: object) -> None:
-    """Raises PlanError for a value that is not of its key's kind, or a number below the key's least."""
-    if kind is int and (type(value) is not int or value < _LEAST.get(key, 1)):
+    """Raise PlanError for a value of the wrong type for its key, or a number below the key's minimum."""
+    if kind is int and (type(value) is not int or value < _MIN.get(key, 1)):
         raise _not_a_number(key, value)
     if kind is bool and type(value) is not bool:
-        raise PlanError(f"{key} is not a choice", given=f"{key}={value}", expected="true or false")
+        raise PlanError(f"{key} is not a boolean", given=f"{key}={value}", expected="true or false")
 
 
 def read_value(key: str, kind: Any, text: str) -> Any:
-    """The value that a plan's text gives to a key; of a choice that is neither true nor false the text, which
-    `check_type` refuses. Raises PlanError for a number that is none."""
+    """Parse the value of a key from a plan's text. A boolean that is neither true nor false is returned as
+    text, which `check_type` rejects. Raises PlanError for an invalid number."""
     if key == "dp" and text == "auto":
         return 0
     if kind is int:
@@ -104,60 +101,63 @@ def read_value(key: str, kind: Any, text: str) -> Any:
 
 
 def show_value(key: str, value: object) -> str:
-    """As `read_value` reads it."""
+    """Format a value as `read_value` reads it."""
     if key == "dp" and value == 0:
         return "auto"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _not_a_number(key: str, value: object) -> PlanError:
-    what = "stage" if key == "zero" else "number of units" if key == "prefetch" else "degree"
-    expected = "0, 1, 2 or 3" if key == "zero" else f"a whole number, {_LEAST.get(key, 1)} or more"
+    noun = "stage" if key == "zero" else "number of units" if key == "prefetch" else "degree"
+    expected = "0, 1, 2 or 3" if key == "zero" else f"an integer, {_MIN.get(key, 1)} or more"
     if key == "dp":
-        expected = "a whole number, 1 or more, or auto"
-    return PlanError(f"{key} is not a {what}", given=f"{key}={value}", expected=expected)
+        expected = "an integer, 1 or more, or auto"
+    return PlanError(f"{key} is not a valid {noun}", given=f"{key}={value}", expected=expected)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Degrees and policies of one training run. See [Note: what a plan refuses].
+    """Degrees and policies of one training run. See [Note: plan validation].
 
-    dp          ranks that see different data and hold the same computation; 0, in text `auto`: as many as
-                the ranks that there are leave, see `resolved`
-    tp          ranks that share every layer: `tp=4` cuts heads and ffn widths over 4 columns (Megatron's
-                layout), `tp=2x4` also the hidden dim over 2 rows
-    pp          ranks that share the model's depth: each has some of its blocks (pipeline parallelism)
-    schedule    which rank computes what of which micro-batch when: 1f1b (with chunks: interleaved), gpipe
-                (with chunks: bfs), interleaved, bfs (breadth-first), zb-h1, zbv, dualpipev, or file:PATH, a
-                CSV file
-    chunks      stages per rank; 0: what is usual for the schedule
-    stages      blocks of each stage, as in 8,8,8,6; nothing: dealt by cost
-    sp          between the layers that tp cuts, activations are cut over the sequence on the columns
-    zero        what is cut over `shard`: 0 nothing, 1 optimizer state, 2 + gradients, 3 + parameters
-    shard       ranks that share one copy of what is cut; a divisor of dp, 0 for all of it. The copies
-                are on dp / shard replicas (hybrid sharding)
+    dp          ranks that see different data and hold the same computation. 0 (`auto` in text): as many as
+                the available ranks allow, see `resolved`
+    tp          ranks that share every layer: `tp=4` shards heads and ffn widths over 4 columns (Megatron's
+                layout), `tp=2x4` also shards the hidden dim over 2 rows
+    pp          ranks that share the model's depth: each holds some of its blocks (pipeline parallelism)
+    schedule    pipeline schedule: 1f1b (with chunks: interleaved), gpipe (with chunks: bfs), interleaved, bfs
+                (breadth-first), zb-h1, zbv, dualpipev, or file:PATH for a CSV file
+    chunks      stages per rank; 0: the schedule's default
+    stages      number of blocks of each stage, as in 8,8,8,6; empty: balanced by cost
+    sp          sequence parallelism: between the layers that tp shards, activations are sharded over the
+                sequence on the columns
+    zero        what is sharded over `shard`: 0 nothing, 1 optimizer states, 2 + gradients, 3 + parameters
+    shard       ranks that share one copy of what `zero` shards; a divisor of dp, 0 for all of dp. There are
+                dp / shard replicas of it (hybrid sharding)
     micro       micro-batches per step and data rank (gradient accumulation)
     accumulate  over micro-batches: `unsharded` adds full gradients and reduces once a step (least traffic),
-                `sharded` reduces every micro-batch into this rank's range (least memory). `auto`:
-                unsharded up to stage 1, where gradients are full anyway, sharded from stage 2 on
-    prefetch    stage 3: units gathered ahead of the one in use
-    reshard     stage 3: parameters are freed after each `use` (a forward or a backward) or after the `step`
-    precision   what the model computes in. bf16 and fp16 keep fp32 master weights; fp16 scales its loss
-    reduce      what gradients travel in between data ranks; owners add up in fp32 (fp64 for fp64), what
-                replicas (and NCCL) add is rounded as it travels. `fp16`, `int8` and `powersgd` (or
-                `powersgd:8`, with factors of rank 8; 4 without) are added in fp32 everywhere. What the last
-                two lose on a rank is added to its next gradient, and is not saved: a run that is resumed
-                starts without it, so it is near the uninterrupted one and not bit-identical
-    algorithm   how gradients are summed between data ranks, which are CPU ranks: naive, ring, halving
-                (recursive halving and doubling), tree (binomial) or two-level (inside hosts, then between
-                them); `auto`: as the backend does it. With a name, gradients travel as wide as they are
-                added, and reduce=bf16 rounds every partial sum
-    optim_dtype what the optimizer's states are kept in
-    offload     where optimizer state, master weights and (stage 3) parameter pieces live: `cpu` memory,
-                or memory-mapped files on `disk` for optimizer state and master weights (of CPU ranks)
-    recompute   `full` keeps only each block's input and computes the block again in backward, `selective`
-                keeps matrix products and computes the rest again, `every=k` is full for every k-th block
-    compile     torch.compile of each block
+                `sharded` reduces every micro-batch into this rank's shard (least memory). `auto`: unsharded
+                up to zero=1, where gradients are full anyway, sharded from zero=2 on
+    prefetch    zero=3: number of units gathered ahead of the one in use
+    reshard     zero=3: when parameters are freed, after each `use` (a forward or a backward) or after the
+                `step`
+    precision   dtype of the model's computation. bf16 and fp16 keep fp32 master weights; fp16 scales its loss
+    reduce      dtype or compression of gradients sent between data ranks. `bf16`: shards are summed in fp32
+                by their owners; sums over replicas (and by NCCL) are rounded on the way. `fp16`, `int8` and
+                `powersgd` (or `powersgd:8`, with factors of rank 8; default 4) are summed in fp32 everywhere.
+                The compression error of the last two is added to the rank's next gradient (error feedback).
+                It is not saved: a resumed run starts without it, so it is close to the uninterrupted run but
+                not bit-identical. With precision=fp64, sums are in fp64
+    algorithm   all-reduce algorithm between data ranks on CPU: naive, ring, halving (recursive halving and
+                doubling), tree (binomial) or two-level (inside hosts, then between hosts); `auto`: the
+                backend decides. With a named algorithm gradients are sent in the dtype they are summed in,
+                and reduce=bf16 rounds every partial sum optim_dtype dtype in which optimizer states are
+                stored
+    offload     where optimizer states, master weights and (zero=3) parameter shards are kept: `cpu` memory,
+                or memory-mapped files on `disk` for optimizer states and master weights (CPU ranks only)
+    recompute   activation checkpointing: `full` keeps only each block's input and recomputes the block in
+                backward, `selective` keeps matrix products and recomputes the rest, `every=k` applies full to
+                every k-th block
+    compile     torch.compile each block
     """
 
     dp: int = 1
@@ -193,7 +193,7 @@ class Plan:
         self._check_compile()
         if self.algorithm != "auto" and self.reduce not in ("fp32", "bf16"):
             raise PlanError(
-                "compressed gradients have a way of their own to be summed",
+                "compressed gradients cannot use a named all-reduce algorithm",
                 given=f"algorithm={self.algorithm} reduce={self.reduce}",
                 hint=f"no algorithm, or algorithm={self.algorithm} reduce=bf16",
             )
@@ -201,7 +201,7 @@ class Plan:
     def _check_tensor(self) -> None:
         if self.sp and self.cols == 1:
             raise PlanError(
-                "one column has nothing to cut the sequence over",
+                "sp needs at least two tp columns",
                 given=f"tp={self.tp} sp=true",
                 hint="tp=2 sp=true, or no sp",
             )
@@ -210,7 +210,7 @@ class Plan:
         if not self.schedule.startswith("file:"):
             if self.schedule not in SCHEDULES:
                 raise PlanError(
-                    "there is no such schedule",
+                    "unknown schedule",
                     given=f"schedule={self.schedule}",
                     expected=f"{', '.join(SCHEDULES)}, or file:PATH",
                     hint=unknown_key_hint(self.schedule, SCHEDULES),
@@ -218,39 +218,41 @@ class Plan:
             GENERATORS[self.schedule].chunks_for(self.schedule, self.chunks)
         elif re.search(r"[\s,]", self.schedule):
             raise PlanError(
-                "a plan is words, which a path with spaces or commas would tear apart",
+                "a schedule's path must not contain spaces or commas",
                 given=self.schedule,
                 hint="a file with another name",
             )
         elif self.chunks:
             raise PlanError(
-                "a schedule's file says which rank has which stages",
+                "chunks cannot be combined with a schedule file",
                 given=f"{self.schedule} chunks={self.chunks}",
                 hint="no chunks",
             )
         if not STAGES.fullmatch(self.stages):
             raise PlanError(
-                "stages are numbers of blocks", given=f"stages={self.stages}", expected="stages=8,8,8,6"
+                "stages is not a list of block counts",
+                given=f"stages={self.stages}",
+                expected="stages=8,8,8,6",
             )
         if self.stages and self.num_stages not in (0, self.stages.count(",") + 1):
             raise PlanError(
-                "stages are not as many as the plan has",
-                given=f"stages={self.stages} (there are {self.stages.count(',') + 1})",
-                expected=f"{self.num_stages} numbers of blocks: pp={self.pp} x {self.num_chunks} per rank",
+                "stages does not give one block count per stage",
+                given=f"stages={self.stages} ({self.stages.count(',') + 1} counts)",
+                expected=f"{self.num_stages} block counts: pp={self.pp} x {self.num_chunks} per rank",
                 hint="no stages",
             )
 
     def _check_zero(self) -> None:
-        """Refuses what would be accepted and then do nothing."""
+        """Reject combinations that would silently have no effect."""
         if self.zero > 3:
             raise PlanError(
-                "there is no such ZeRO stage",
+                "unknown ZeRO stage",
                 given=f"zero={self.zero}",
-                expected="0 (nothing is cut), 1 (optimizer state), 2 (+ gradients) or 3 (+ parameters)",
+                expected="0 (nothing is sharded), 1 (optimizer states), 2 (+ gradients) or 3 (+ parameters)",
             )
         if self.shard and not self.zero:
             raise PlanError(
-                "stage 0 cuts nothing over shard",
+                "shard has no effect with zero=0",
                 given=f"zero=0 shard={self.shard}",
                 hint=f"zero=1 shard={self.shard}, or no shard",
             )
@@ -264,14 +266,14 @@ class Plan:
             )
         if self.accumulate == "sharded" and self.zero < 2:
             raise PlanError(
-                "up to stage 1 gradients are whole: there is no range to accumulate in",
+                "accumulate=sharded needs sharded gradients: zero=2 or zero=3",
                 given=f"zero={self.zero} accumulate=sharded",
                 hint="zero=2 accumulate=sharded, or accumulate=unsharded",
             )
         for key, value in (("prefetch", 1), ("reshard", "use")):
             if self.zero != 3 and getattr(self, key) != value:
                 raise PlanError(
-                    f"{key} is about parameters that are cut, which is stage 3",
+                    f"{key} has an effect only with zero=3",
                     given=f"zero={self.zero} {key}={getattr(self, key)}",
                     hint=f"zero=3 {key}={getattr(self, key)}, or no {key}",
                 )
@@ -279,27 +281,27 @@ class Plan:
     def _check_exact(self) -> None:
         narrow = [key for key in ("reduce", "optim_dtype") if getattr(self, key) != "fp32"]
         if self.precision == "fp64" and narrow:
-            words = " ".join(f"{key}={getattr(self, key)}" for key in narrow)
+            pairs = " ".join(f"{key}={getattr(self, key)}" for key in narrow)
             raise PlanError(
-                "fp64 is for exact comparisons, which anything narrow would spoil",
-                given=f"precision=fp64 {words}",
-                hint=f"{' and '.join(f'no {key}' for key in narrow)}, or precision=bf16 {words}",
+                "fp64 cannot be combined with a narrower reduce or optim_dtype",
+                given=f"precision=fp64 {pairs}",
+                hint=f"{' and '.join(f'no {key}' for key in narrow)}, or precision=bf16 {pairs}",
             )
 
     def _check_compile(self) -> None:
         if self.compile and not self.schedule.startswith("file:") and GENERATORS[self.schedule].splits:
-            raise uncompilable(f"schedule={self.schedule}")
+            raise compile_conflict(f"schedule={self.schedule}")
 
     @classmethod
     def keys(cls) -> tuple[str, ...]:
-        """The keys of the text form, in the order in which they print."""
+        """The keys of the text form, in printing order."""
         return tuple(field.name for field in fields(cls))
 
     @classmethod
     def parse(cls, text: str) -> "Plan":
-        """Reads `dp=2 micro=4 precision=bf16`, commas allowed. Keys that are not named take their defaults.
+        """Read `dp=2 micro=4 precision=bf16`, commas allowed. Keys that are not given take their defaults.
 
-        Raises PlanError for an unknown or repeated key and for a value that cannot be.
+        Raises PlanError for an unknown or repeated key and for an invalid value.
         """
         types = {field.name: field.type for field in fields(cls)}
         values: dict[str, Any] = {}
@@ -307,30 +309,30 @@ class Plan:
             key, equals, value = word.partition("=")
             if not equals:
                 raise PlanError(
-                    "a plan is words of the form key=value", given=repr(word), hint="dp=2 precision=bf16"
+                    "a plan is a list of key=value pairs", given=repr(word), hint="dp=2 precision=bf16"
                 )
             if key not in types:
                 hint = _RENAMED.get(key) or unknown_key_hint(key, types)
-                raise PlanError(f"this version's plans have no key {key!r}", given=word, hint=hint)
+                raise PlanError(f"unknown plan key {key!r}", given=word, hint=hint)
             if key in values:
                 raise PlanError(f"{key} is given twice", given=text)
             values[key] = read_value(key, types[key], value)
         return cls(**values)
 
     def __str__(self) -> str:
-        """The shortest text that parses back: dp, and whatever is not a default."""
+        """The shortest text that parses back: dp, and every key that is not at its default."""
         default = Plan()
         shown = [k for k in self.keys() if k == "dp" or getattr(self, k) != getattr(default, k)]
         return " ".join(f"{key}={show_value(key, getattr(self, key))}" for key in shown)
 
     @property
     def data_ranks(self) -> int:
-        """`dp`, where it is a number. Raises PlanError for `auto`."""
+        """`dp` as a number. Raises PlanError while it is `auto`."""
         if self.dp:
             return self.dp
         example = f"dp={2 * (self.shard or 1)}"
         raise PlanError(
-            "dp=auto is a number only once the ranks are counted",
+            "dp=auto has no value until the number of ranks is known",
             given=str(self),
             expected="a number for dp",
             hint=f'"{str(self).replace("dp=auto", example)}"',
@@ -338,95 +340,97 @@ class Plan:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks the plan fills. Raises PlanError for dp=auto."""
-        return self.data_ranks * self.least_ranks // (self.shard or 1)
+        """Number of ranks that the plan needs. Raises PlanError for dp=auto."""
+        return self.data_ranks * self.min_ranks // (self.shard or 1)
 
     @property
-    def least_ranks(self) -> int:
-        """How many ranks dp=auto needs at least; all that it fills are multiples of them."""
+    def min_ranks(self) -> int:
+        """Smallest number of ranks for dp=auto; all other valid numbers are multiples of it."""
         return self.pp * self.rows * self.cols * (self.shard or 1)
 
     def resolved(self, num_ranks: int) -> "Plan":
-        """The plan that runs on so many ranks: itself, unless it has dp=auto. Raises PlanError when these do
-        not divide over pp, tp and shard."""
+        """The plan with dp=auto replaced for `num_ranks` ranks; other plans are returned unchanged. Raises
+        PlanError if the ranks do not divide over pp, tp and shard."""
         if self.dp:
             return self
-        least = self.least_ranks
-        if num_ranks < least or num_ranks % least:
-            below = num_ranks // least * least
-            counts = [str(count) for count in (below, below + least) if count]
+        base = self.min_ranks
+        if num_ranks < base or num_ranks % base:
+            below = num_ranks // base * base
+            counts = [str(count) for count in (below, below + base) if count]
             raise PlanError(
-                "dp=auto cannot fill the ranks that there are",
+                "dp=auto does not fit the number of ranks",
                 given=f"{self} on {num_ranks} rank{'s' * (num_ranks != 1)}",
-                expected=f"a multiple of {least} ranks, which is what the rest of the plan needs",
+                expected=f"a multiple of {base} ranks: pp x tp x shard",
                 hint=f"{' or '.join(counts)} ranks",
             )
-        return replace(self, dp=num_ranks // (least // (self.shard or 1)))
+        return replace(self, dp=num_ranks // (base // (self.shard or 1)))
 
     @property
     def num_chunks(self) -> int:
-        """Stages per rank; 0 where a file says it."""
+        """Stages per rank; 0 if a schedule file decides it."""
         if self.schedule.startswith("file:"):
             return 0
         return GENERATORS[self.schedule].chunks_for(self.schedule, self.chunks)
 
     @property
     def num_stages(self) -> int:
-        """Of the whole pipeline; 0 where a file says it."""
+        """Stages of the pipeline; 0 if a schedule file decides it."""
         return self.pp * self.num_chunks
 
     @property
     def blocks_per_stage(self) -> tuple[int, ...] | None:
-        """By hand; None where they are dealt by cost."""
+        """Block counts given by the user; None if blocks are balanced by cost."""
         return tuple(map(int, self.stages.split(","))) if self.stages else None
 
     @property
     def rows(self) -> int:
-        """Degree of `row`: ranks that the hidden dim is cut over."""
-        found = TP.fullmatch(self.tp)
-        assert found is not None, self.tp
-        return int(found[1]) if found[2] else 1
+        """Degree of `row`: ranks that shard the hidden dim."""
+        match = TP.fullmatch(self.tp)
+        assert match is not None, self.tp
+        return int(match[1]) if match[2] else 1
 
     @property
     def cols(self) -> int:
-        """Degree of `col`: ranks that heads and ffn widths are cut over."""
+        """Degree of `col`: ranks that shard heads and ffn widths."""
         return int(self.tp.rpartition("x")[2])
 
     @property
     def shard_degree(self) -> int:
-        """Ranks that share one copy of what the stage cuts; 1 at stage 0."""
+        """Ranks that share one copy of what `zero` shards; 1 for zero=0."""
         return (self.shard or self.data_ranks) if self.zero else 1
 
     @property
-    def factor_rank(self) -> int | None:
-        """The rank of the factors that matrices travel as; None where they travel as something else."""
-        found = REDUCE.fullmatch(self.reduce)
-        if found is None or not self.reduce.startswith("powersgd"):
+    def powersgd_rank(self) -> int | None:
+        """Rank of the PowerSGD factors; None for other values of `reduce`."""
+        match = REDUCE.fullmatch(self.reduce)
+        if match is None or not self.reduce.startswith("powersgd"):
             return None
-        return int(found[1] or FACTOR_RANK)
+        return int(match[1] or DEFAULT_POWERSGD_RANK)
 
     @property
-    def accumulates_whole(self) -> bool:
-        """Whether micro-batches add up in whole gradients, which are reduced once a step."""
-        return self.zero < 2 or self.accumulate == "unsharded" or self._range_is_whole
+    def accumulates_full(self) -> bool:
+        """Whether micro-batches accumulate in full gradients, which are reduced once a step."""
+        return self.zero < 2 or self.accumulate == "unsharded" or self._owns_full_range
 
     @property
-    def gradients_stay_whole(self) -> bool:
-        """Whether a whole gradient lives as long as a step, and not only until it is reduced."""
-        return self.zero < 2 or (self.accumulates_whole and self.micro > 1) or self._range_is_whole
+    def keeps_full_grads(self) -> bool:
+        """Whether a full gradient lives until the end of the step, rather than until its reduction."""
+        return self.zero < 2 or (self.accumulates_full and self.micro > 1) or self._owns_full_range
 
     @property
-    def sums_replicas_at_once(self) -> bool:
-        """Whether an algorithm sums whole gradients over all data ranks: no replica adds anything later."""
-        return self.algorithm != "auto" and self.shard_degree == 1 and self.accumulates_whole
+    def algorithm_reduces_all(self) -> bool:
+        """Whether a named algorithm reduces full gradients over all data ranks, which leaves no separate
+        reduction over replicas."""
+        return self.algorithm != "auto" and self.shard_degree == 1 and self.accumulates_full
 
     @property
-    def _range_is_whole(self) -> bool:
-        """A lone rank's range is everything: sums need no memory beside the whole gradients."""
+    def _owns_full_range(self) -> bool:
+        """Whether this rank alone owns all gradients, so that sums need no memory besides the full
+        gradients."""
         return self.shard_degree == 1 and self.offload != "cpu"
 
     def check_ranks(self, num_ranks: int) -> None:
-        """Raises PlanError unless the degrees multiply to the ranks that there are."""
+        """Raise PlanError unless the degrees multiply to `num_ranks`."""
         if num_ranks != self.num_ranks:
             ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
             used = (("dp", True), ("tp", self.tp != "1"), ("pp", self.pp > 1))
@@ -434,34 +438,35 @@ class Plan:
             raise PlanError(
                 f"the plan's degrees do not multiply to the {ranks} of this run",
                 given=f"{self} ({product} = {self.num_ranks}) on {ranks}",
-                expected=f"as many ranks as the plan fills: {self.num_ranks}",
-                hint=f'"{self._fitting(num_ranks)}", or torchrun --nproc-per-node {self.num_ranks} '
+                expected=f"as many ranks as the plan needs: {self.num_ranks}",
+                hint=f'"{self._nearest_for(num_ranks)}", or torchrun --nproc-per-node {self.num_ranks} '
                 f"(plait train: --ranks {self.num_ranks})",
             )
 
-    def _fitting(self, num_ranks: int) -> "Plan":
-        """The nearest plan for so many ranks: with this pipeline and grid, or as much of them as divides."""
-        fitting = replace(self, dp=1, shard=0)
+    def _nearest_for(self, num_ranks: int) -> "Plan":
+        """The nearest plan for `num_ranks` ranks: the same pipeline and tp grid, or the part of them that
+        divides."""
+        nearest = replace(self, dp=1, shard=0)
         if num_ranks % self.pp:
             schedule = "1f1b" if self.schedule.startswith("file:") else self.schedule
-            fitting = replace(fitting, pp=math.gcd(num_ranks, self.pp), schedule=schedule, stages="")
-        left = num_ranks // fitting.pp
-        if left % (self.rows * self.cols):
-            tp = str(math.gcd(left, self.rows * self.cols))
-            fitting = replace(fitting, tp=tp, sp=self.sp and tp != "1")
-        dp = num_ranks // fitting.num_ranks
-        return replace(fitting, dp=dp, shard=self.shard if self.shard and dp % self.shard == 0 else 0)
+            nearest = replace(nearest, pp=math.gcd(num_ranks, self.pp), schedule=schedule, stages="")
+        ranks_per_stage = num_ranks // nearest.pp
+        if ranks_per_stage % (self.rows * self.cols):
+            tp = str(math.gcd(ranks_per_stage, self.rows * self.cols))
+            nearest = replace(nearest, tp=tp, sp=self.sp and tp != "1")
+        dp = num_ranks // nearest.num_ranks
+        return replace(nearest, dp=dp, shard=self.shard if self.shard and dp % self.shard == 0 else 0)
 
     def check_batch(self, num_sequences: int) -> int:
-        """Sequences in one micro-batch of one data rank, for a step of `num_sequences` in all.
+        """Return the sequences in one micro-batch of one data rank, for a step of `num_sequences` in total.
 
-        Raises PlanError when they cannot be dealt evenly over dp x micro.
+        Raises PlanError if they do not divide evenly over dp x micro.
         """
         shares = self.data_ranks * self.micro
         if num_sequences < shares or num_sequences % shares:
             nearest = max(1, round(num_sequences / shares)) * shares
             raise PlanError(
-                "the batch does not divide over the data ranks and their micro-batches",
+                "the batch does not divide over dp x micro",
                 given=f"batch={num_sequences} {self} (dp x micro = {shares})",
                 expected=f"a multiple of {shares}",
                 hint=f"batch={nearest}",
@@ -469,11 +474,11 @@ class Plan:
         return num_sequences // shares
 
 
-def uncompilable(schedule: str) -> PlanError:
-    """Of a plan whose schedule takes backwards apart."""
+def compile_conflict(schedule: str) -> PlanError:
+    """The error for compile=true with a schedule that splits backwards."""
     return PlanError(
-        "a compiled block's backward cannot be taken apart",
-        given=f"compile=true {schedule}, with backwards in halves (W)",
-        expected="whole backwards: the compiler makes one of a block",
+        "a compiled block's backward cannot be split",
+        given=f"compile=true {schedule}, which has separate weight-gradient actions (W)",
+        expected="a schedule with unsplit backwards",
         hint="compile=false, or schedule=1f1b",
     )

@@ -1,48 +1,49 @@
-"""Which units a pass gathers, and when: see [Note: one order of gathers] in `parallel/walk.py`.
+"""The order of all-gathers in a pass, and the deadlines by which reductions have to start.
 
-Who may wait for whom: when reductions have to start so that no ranks wait in a circle.
+See [Note: one order of gathers] in `parallel/zero/exec_order.py` for how ranks agree on the order.
 
-[Note: nobody waits in a circle]
-At stage 3 a rank's backward walks a list of uses; to go to use q it starts the gathers up to q + prefetch
-and waits for that of q. Units that are complete are reduced in an order of their own; when a reduction
-starts, the one TRAVELLING places before it has to land. Both waits end when all ranks have started.
-Rank A waits for unit i to land, but rank B has not started that reduction: a parameter of i gives B no
-gradient, so B would start it when backward is over. B has gone on and waits for a gather that A, who
-stands still, has not started.
+[Note: reduction deadlines]
+At stage 3 a rank's backward walks a list of uses; before use q it starts the gathers up to q + prefetch
+and waits for that of q. Complete units are reduced in an order of their own; before a reduction starts, the
+one MAX_IN_FLIGHT positions earlier has to finish. A gather or a reduction finishes once all ranks have
+started it. Without deadlines this deadlocks: rank A waits for the reduction of unit i, which rank B has not
+started, because on B a parameter of i gets no gradient and B would start it only at the end of backward. B
+has gone on and waits for a gather that A, which is blocked, has not started.
 
-So a reduction has a deadline: a rank that goes to use q first starts those with a deadline up to q,
-complete or not. A unit is complete after its last use at the earliest. Let M(j) be the latest last use
-among units 0 to j of the reductions' order. Then the deadline of unit i is M(i + TRAVELLING) + prefetch + 1,
-and units without an i + TRAVELLING have none.
+So a reduction has a deadline: before use q, a rank starts all reductions whose deadline is at most q, whether
+the unit is complete or not. A unit is complete after its last use at the earliest. Let M(j) be the latest
+last use among units 0 to j in reduction order. The deadline of unit i is M(i + MAX_IN_FLIGHT) + prefetch + 1;
+units without an i + MAX_IN_FLIGHT have none.
 
-Why that is enough: suppose that all ranks wait. Let A be least far, at p. The gathers up to p + prefetch have
-been started by all, so A waits for no gather, but for some i to land: it has started i + TRAVELLING.
-If that was complete, so were all before it, and M(i + TRAVELLING) <= p; if it was due, its deadline had
-passed, which is later than that. Of all who wait for landings let i be the smallest such unit, and B a
-rank that has not started it. B waits for no landing, as it would be that of an earlier unit. So it waits for
-a gather at some q that is less than the deadline of i: q <= M(i + TRAVELLING) + prefetch <= p' + prefetch for
-every rank at p' that waits for i or for a later unit, which all others do or they wait for gathers further
-on. So all have started that gather. Contradiction.
+Proof that this suffices: suppose that all ranks block. Let A be the least advanced, at p. All ranks have
+started the gathers up to p + prefetch, so A waits not for a gather but for the reduction of some i: it has
+started i + MAX_IN_FLIGHT. If that unit was complete, so were all before it, and M(i + MAX_IN_FLIGHT) <= p; if
+it was due, its own deadline had passed, which is later than that. Of all reductions that some rank waits for,
+let i be the first, and B a rank that has not started it. B does not wait for a reduction, as it would be one
+before i. So it waits for the gather of some q less than the deadline of i: q <= M(i + MAX_IN_FLIGHT) +
+prefetch <= p' + prefetch for every rank at p' that waits for i or a later reduction. All other ranks do, or
+wait for gathers further on. So all ranks have started the gather of q. Contradiction.
 """
 
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-TRAVELLING = 2  # reductions under way at a time, where whole gradients are freed after them
+MAX_IN_FLIGHT = 2  # concurrent reductions, if full gradients are freed after reduction
 
 
-def deadlines(last_uses: Sequence[int], prefetch: int) -> list[int | None]:
-    """Of each unit in the order of reductions: the use before which its reduction has to start.
+def reduction_deadlines(last_uses: Sequence[int], prefetch: int) -> list[int | None]:
+    """Return, per unit in reduction order, the use before which its reduction has to start; None: no
+    deadline.
 
-    `last_uses`: of each unit, its last place in backward's walk; -1 for one that is not in it.
+    `last_uses`: the last position of each unit in the backward walk; -1 if it is not in it.
     """
-    found: list[int | None] = []
+    reduction_deadlines: list[int | None] = []
     for index in range(len(last_uses)):
-        behind = index + TRAVELLING
-        latest = max(last_uses[: behind + 1]) if behind < len(last_uses) else None
-        found.append(None if latest is None else latest + prefetch + 1)
-    return found
+        later = index + MAX_IN_FLIGHT
+        latest = max(last_uses[: later + 1]) if later < len(last_uses) else None
+        reduction_deadlines.append(None if latest is None else latest + prefetch + 1)
+    return reduction_deadlines
 
 
 S = TypeVar("S")
@@ -50,73 +51,74 @@ T = TypeVar("T")
 
 
 class PrefetchWalk(Generic[T]):
-    """One pass over a list of uses, of whatever is gathered together."""
+    """One pass over a list of uses; each entry is a group of parameters that are gathered together."""
 
-    def __init__(self, uses: Sequence[T], prefetch: int, whole: Iterable[T], *, frees: bool) -> None:
-        """`whole`: what is whole on every rank when the pass begins. `frees`: what is used is freed after."""
+    def __init__(self, uses: Sequence[T], prefetch: int, unsharded: Iterable[T], *, reshards: bool) -> None:
+        """`unsharded`: what is unsharded on every rank when the pass begins. `reshards`: free after use."""
         self.uses = uses
         self._ahead = prefetch
-        self.at = -1  # the place of the use that goes on
+        self.position = -1  # of the current use
         self._started = 0
-        last = dict.fromkeys(whole, -1)
-        self._needs = []
-        for index, bundle in enumerate(uses):
-            freed = frees and index - last.get(bundle, index) > prefetch + 1
-            self._needs.append(bundle not in last or freed)
-            last[bundle] = index
+        last = dict.fromkeys(unsharded, -1)
+        self._needs_gather = []
+        for index, group in enumerate(uses):
+            freed = reshards and index - last.get(group, index) > prefetch + 1
+            self._needs_gather.append(group not in last or freed)
+            last[group] = index
 
-    def find(self, bundle: T) -> int | None:
-        """The place of its next use, which may be the one that goes on. None: it is not in the list."""
-        return next((i for i in range(max(0, self.at), len(self.uses)) if self.uses[i] is bundle), None)
+    def find(self, group: T) -> int | None:
+        """Position of the next use of `group`, possibly the current one. None: not in the list."""
+        return next((i for i in range(max(0, self.position), len(self.uses)) if self.uses[i] is group), None)
 
-    def step(self) -> list[T]:
-        """The next use begins: what is to be gathered now, in this order."""
-        self.at += 1
-        stop = min(self.at + 1 + self._ahead, len(self.uses))
-        found = [self.uses[i] for i in range(self._started, stop) if self._needs[i]]
+    def advance(self) -> list[T]:
+        """Begin the next use; return what to gather now, in this order."""
+        self.position += 1
+        stop = min(self.position + 1 + self._ahead, len(self.uses))
+        to_gather = [self.uses[i] for i in range(self._started, stop) if self._needs_gather[i]]
         self._started = max(self._started, stop)
-        return found
+        return to_gather
 
     @property
     def window(self) -> Sequence[T]:
-        """The use that goes on and those that are gathered ahead of it."""
-        return self.uses[max(0, self.at) : self.at + 1 + self._ahead]
+        """The current use and those that are prefetched."""
+        return self.uses[max(0, self.position) : self.position + 1 + self._ahead]
 
 
 @dataclass(frozen=True)
 class ExecOrder(Generic[T]):
-    """In which order a stage's passes use what is gathered. What is `always_unsharded` is whole from the
-    beginning of forward to the end of its use in backward, and walked over by neither."""
+    """The order in which a stage's passes use parameter groups. Those in `always_unsharded` stay unsharded
+    from the beginning of forward to the end of their use in backward, and are not part of the walks."""
 
     forward: Sequence[T]
     backward: Sequence[T]
     always_unsharded: Set[T] = frozenset()
 
-    def of(self, *, backward: bool) -> Sequence[T]:
+    def walk_order(self, *, backward: bool) -> Sequence[T]:
+        """The uses of a pass that are gathered one by one."""
         uses = self.backward if backward else self.forward
-        return [bundle for bundle in uses if bundle not in self.always_unsharded]
+        return [group for group in uses if group not in self.always_unsharded]
 
     def map(self, name: Callable[[T], S]) -> "ExecOrder[S]":
-        """The same of what `name` makes of each."""
-        forward, backward = ([name(bundle) for bundle in uses] for uses in (self.forward, self.backward))
-        return ExecOrder(forward, backward, {name(bundle) for bundle in self.always_unsharded})
+        """The same order with every entry replaced by `name(entry)`."""
+        forward, backward = ([name(group) for group in uses] for uses in (self.forward, self.backward))
+        return ExecOrder(forward, backward, {name(group) for group in self.always_unsharded})
 
-    def staying(self) -> set[T]:
-        """What is whole from a forward with gradients to what comes next: the last in forward is the first in
-        backward."""
+    def kept_after_forward(self) -> set[T]:
+        """What stays unsharded from a forward with gradients to the next pass: the last use of forward is the
+        first of backward."""
         return {*self.forward[-1:], *self.always_unsharded}
 
 
-def gathers(uses: ExecOrder[T], passes: Iterable[bool], prefetch: int, *, keeps: bool) -> list[T]:
-    """All that a stage's passes gather after an update. `passes`: of each, whether it is a backward. `keeps`:
-    what a pass gathered stays for the next one."""
-    found: list[T] = []
-    whole: Set[T] = frozenset()
+def planned_gathers(uses: ExecOrder[T], passes: Iterable[bool], prefetch: int, *, keeps: bool) -> list[T]:
+    """Return all gathers of a stage's passes after an update. `passes`: whether each is a backward. `keeps`:
+    what a pass gathers stays unsharded for the next one."""
+    planned_gathers: list[T] = []
+    unsharded: Set[T] = frozenset()
     for backward in passes:
-        found += [bundle for bundle in uses.always_unsharded if bundle not in whole]
-        walk = PrefetchWalk(uses.of(backward=backward), prefetch, whole, frees=not keeps)
+        planned_gathers += [group for group in uses.always_unsharded if group not in unsharded]
+        walk = PrefetchWalk(uses.walk_order(backward=backward), prefetch, unsharded, reshards=not keeps)
         for _ in walk.uses:
-            found += walk.step()
+            planned_gathers += walk.advance()
         used = {*walk.uses, *uses.always_unsharded}
-        whole = used if keeps else frozenset() if backward else used & uses.staying()
-    return found
+        unsharded = used if keeps else frozenset() if backward else used & uses.kept_after_forward()
+    return planned_gathers

@@ -1,27 +1,27 @@
-"""How a model is cut into pipeline stages: which blocks are whose, and who computes with what else."""
+"""The split of a model into pipeline stages: which blocks and parameters each stage has."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from plait.plan.layout import TensorFact, UnitFact
+from plait.plan.layout import ParamInfo, UnitInfo
 
 
 @dataclass(frozen=True)
 class StageAssignment:
     """The stages of a model, in forward order. Stage s has blocks [start, stop), at least one.
 
-    What runs before the first block is the first stage's; what runs between two blocks belongs to the second
-    one's stage; what runs after the last block to the last stage.
+    Modules that run before the first block belong to the first stage; between two blocks, to the second one's
+    stage; after the last block, to the last stage.
 
     shared      parameters outside blocks, or of blocks of several stages, by name: the stages that compute
-                with them, in order. All others are of one stage
-    homes       of every parameter and buffer of the model, by name: the stage that counts it, and whose value
-                of a buffer is the model's
+                with them, in order. All others belong to one stage
+    owner       every parameter and buffer of the model, by name: the stage that counts it, and whose value of
+                a buffer is the model's
     """
 
     blocks: tuple[tuple[int, int], ...]
-    homes: Mapping[str, int]
+    owner: Mapping[str, int]
     shared: Mapping[str, tuple[int, ...]]
 
     @property
@@ -30,17 +30,14 @@ class StageAssignment:
 
     def stages_with(self, parameter: str) -> tuple[int, ...]:
         """The stages that compute with a parameter."""
-        return self.shared.get(parameter, (self.homes[parameter],))
+        return self.shared.get(parameter, (self.owner[parameter],))
 
-    def stage_of_block(self, number: int) -> int:
-        return next(stage for stage, (start, stop) in enumerate(self.blocks) if start <= number < stop)
-
-    def facts_of(self, stage: int, facts: Iterable[UnitFact]) -> tuple[UnitFact, ...]:
-        """What a stage has of the model's units. What it shares with other stages is a unit for each such set
-        of stages, the first where the first of them is this one, else the last."""
-        found: list[UnitFact] = []
-        shared: dict[tuple[int, ...], list[TensorFact]] = {}
-        for unit in facts:
+    def units_of(self, stage: int, units: Iterable[UnitInfo]) -> tuple[UnitInfo, ...]:
+        """The units of a stage, out of the model's. Parameters shared with other stages form one unit per set
+        of stages: first in order if this stage is the first of the set, else last."""
+        unshared: list[UnitInfo] = []
+        shared: dict[tuple[int, ...], list[ParamInfo]] = {}
+        for unit in units:
             own = []
             for tensor in unit.tensors:
                 stages = self.stages_with(tensor.name)
@@ -49,28 +46,28 @@ class StageAssignment:
                 elif stage in stages:
                     shared.setdefault(stages, []).append(tensor)
             if own:
-                found.append(UnitFact(unit.name, tuple(own)))
-        units = {stages: UnitFact(shared_name(stages), tuple(tensors)) for stages, tensors in shared.items()}
-        first = [unit for stages, unit in units.items() if stages[0] == stage]
-        return (*first, *found, *(unit for stages, unit in units.items() if stages[0] != stage))
+                unshared.append(UnitInfo(unit.name, tuple(own)))
+        shared_units = {s: UnitInfo(shared_unit_name(s), tuple(tensors)) for s, tensors in shared.items()}
+        first = [unit for stages, unit in shared_units.items() if stages[0] == stage]
+        return (*first, *unshared, *(unit for stages, unit in shared_units.items() if stages[0] != stage))
 
-    def counted_elsewhere(self, stage: int) -> frozenset[str]:
-        """Parameters that this stage shares with an earlier one."""
+    def counted_on_other_stage(self, stage: int) -> frozenset[str]:
+        """Parameters that this stage shares with an earlier one, which counts them."""
         return frozenset(name for name, stages in self.shared.items() if stage in stages[1:])
 
     @property
     def shared_units(self) -> dict[str, tuple[int, ...]]:
-        """The units that several stages have."""
-        return {shared_name(stages): stages for stages in sorted(set(self.shared.values()))}
+        """The units that several stages have, with those stages."""
+        return {shared_unit_name(stages): stages for stages in sorted(set(self.shared.values()))}
 
 
 def single_stage(names: Iterable[str], num_blocks: int) -> StageAssignment:
-    """One stage that has everything."""
+    """The assignment of everything to one stage."""
     return StageAssignment(((0, num_blocks),), dict.fromkeys(names, 0), {})
 
 
-def shared_name(stages: Sequence[int]) -> str:
-    """Of the unit with what these stages share."""
+def shared_unit_name(stages: Sequence[int]) -> str:
+    """The name of the unit of parameters that these stages share."""
     return f"shared by stages {', '.join(map(str, stages))}"
 
 
@@ -82,15 +79,16 @@ def balance_blocks(
     last: float = 0.0,
     ranks: Sequence[int] | None = None,
 ) -> tuple[int, ...]:
-    """How many consecutive blocks each stage gets, so that the slowest rank is as fast as can be.
+    """Choose the number of consecutive blocks of each stage so that the slowest rank is as fast as possible.
 
-    `costs`: of each block, in any unit. `first`, `last`: of what the first and the last stage do besides.
-    `ranks`: of every stage; None: one each. Where ranks have several stages what comes out is the best that
-    can be reached from the slowest stage's best, moving a block at a time between neighbours.
+    `costs`: of each block, in any unit. `first`, `last`: additional cost of the first and the last stage.
+    `ranks`: the rank of every stage; None: one stage per rank. With several stages per rank the result is a
+    local optimum: the best split for stages, improved by moving single blocks between neighbouring stages.
 
-    [Note: a heavy stage is better early]
-    Of M micro-batches under 1F1B on two ranks, whose stages take a and b, a step takes (M-1) a + 2 b if the
-    first is slower, M b + a if the second is: of two that are as slow, the first is the better one.
+    [Note: heavy stages first]
+    With M micro-batches under 1F1B on two ranks whose stages take a and b, a step takes (M-1) a + 2 b if
+    the first is slower, M b + a if the second is. Of two equally slow splits, the one with the slow stage
+    first is better.
     """
     assert 1 <= num_stages <= len(costs), f"{len(costs)} blocks on {num_stages} stages"
     sums = [0.0, *accumulate(costs)]
@@ -99,7 +97,7 @@ def balance_blocks(
         extra = (first if stage == 0 else 0.0) + (last if stage == num_stages - 1 else 0.0)
         return sums[stop] - sums[start] + extra
 
-    def worth(numbers: tuple[int, ...]) -> tuple[float, float, int, float]:
+    def objective(numbers: tuple[int, ...]) -> tuple[float, float, int, float]:
         stops = tuple(accumulate(numbers))
         loads = [cost_of(s, stop - n, stop) for s, (n, stop) in enumerate(zip(numbers, stops, strict=True))]
         of_ranks: dict[int, float] = {}
@@ -108,19 +106,20 @@ def balance_blocks(
             of_ranks[rank] = of_ranks.get(rank, 0.0) + load
         return max(of_ranks.values()), max(loads), loads.index(max(loads)), sum(load**2 for load in loads)
 
-    numbers = _least_slowest(cost_of, len(costs), num_stages)
+    numbers = _min_max_split(cost_of, len(costs), num_stages)
     while True:
-        moved = [numbers, *_neighbours(numbers)]
-        best = min(moved, key=worth)
-        if worth(best) >= worth(numbers):
+        moved = [numbers, *_moves(numbers)]
+        best = min(moved, key=objective)
+        if objective(best) >= objective(numbers):
             return numbers
         numbers = best
 
 
-def _least_slowest(
+def _min_max_split(
     cost_of: Callable[[int, int, int], float], num_blocks: int, num_stages: int
 ) -> tuple[int, ...]:
-    """Of the first `stop` blocks on the stages so far: the slowest, the sum of squares, their numbers."""
+    """Dynamic program: for the first `stop` blocks on the stages so far, the slowest stage, the sum of
+    squares, the block counts."""
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {
         stop: (cost_of(0, 0, stop), cost_of(0, 0, stop) ** 2, (stop,)) for stop in range(1, num_blocks + 1)
     }
@@ -137,12 +136,12 @@ def _least_slowest(
     return best[num_blocks][2]
 
 
-def _neighbours(numbers: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """A block moved from a stage to the one beside it."""
-    for place in range(len(numbers) - 1):
+def _moves(numbers: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Yield the splits with one block moved to a neighbouring stage."""
+    for stage in range(len(numbers) - 1):
         for step in (1, -1):
             moved = list(numbers)
-            moved[place] += step
-            moved[place + 1] -= step
+            moved[stage] += step
+            moved[stage + 1] -= step
             if min(moved) >= 1:
                 yield tuple(moved)

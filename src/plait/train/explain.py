@@ -15,7 +15,7 @@ from plait.errors import ConfigError
 from plait.estimate.dry_run import Cluster
 from plait.estimate.explain import Explanation, RankClass, explain
 from plait.models import read_config
-from plait.plan import AXES, CommCount, CommKey, Plan, added
+from plait.plan import AXES, CommCount, CommKey, Plan, sum_traffic
 from plait.plan.comm_log import to_rows
 from plait.plan.estimate.traffic import ring_bytes
 from plait.train.config import Recipe
@@ -89,7 +89,7 @@ def shards_table(explanation: Explanation) -> Table:
         table.add_column(heading)
     for heading in ("parameters", "boxes", "updated"):
         table.add_column(heading, justify="right")
-    for row in explanation.alike:
+    for row in explanation.rank_classes:
         numbers = (f"{number:,}" for number in (row.parameters, row.boxes, row.owned))
         table.add_row(format_ranks(row.ranks), ", ".join(_blocks(row)), *numbers)
     return table
@@ -291,7 +291,7 @@ def to_json(explanation: Explanation, measured: Measurements | None) -> dict[str
         "stages": explanation.num_stages,
         "micro_batch": list(explanation.micro_shape),
         "bubble": explanation.bubble,
-        "alike": [_row(explanation, row) for row in explanation.alike],
+        "alike": [_row(explanation, row) for row in explanation.rank_classes],
     }
     if measured is not None:
         rows = [

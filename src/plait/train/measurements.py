@@ -14,8 +14,8 @@ from plait.comm import World, all_gather, all_reduce
 from plait.engine.engine import Engine, StepResult
 from plait.errors import PlaitError, RunError
 from plait.fileio import write_json
-from plait.plan import CommCount, CommKey, MemoryUse, between
-from plait.plan.comm_log import of_rows, to_rows
+from plait.plan import CommCount, CommKey, MemoryUse, subtract_traffic
+from plait.plan.comm_log import from_rows, to_rows
 from plait.plan.schedule.trace import read_trace
 
 _FIRST, _LAST = 3, 5  # steps since the start or resume

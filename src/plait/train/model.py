@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from plait.api import check_cuts
+from plait.api import check_shardable
 from plait.checkpoint import HuggingFaceFiles
 from plait.data import check_sequence
 from plait.errors import ModelError, RunError, unknown_key_hint
@@ -44,7 +44,7 @@ def check_config(model: ModelConfig, sequence: int, plan: Plan) -> None:
         HuggingFaceFiles.open(model.path)
     on_meta = model_on_meta(model)
     check_sequence(sequence, getattr(on_meta.config, "max_position_embeddings", None))
-    check_cuts(on_meta, plan, model.tensor_plan)
+    check_shardable(on_meta, plan, model.tensor_plan)
 
 
 def initial_model(model: ModelConfig) -> tuple[PreTrainedModel, Path | None]:

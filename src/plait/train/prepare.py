@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 
-from plait.api import check_cuts
+from plait.api import check_shardable
 from plait.checkpoint import Checkpoint
 from plait.data import TokenStore, build, check_samples, load_tokenizer
 from plait.errors import ConfigError, PlanError, RunError
-from plait.fileio import check_places
+from plait.fileio import check_output_paths
 from plait.models import causal_lm_on_meta
 from plait.optim import MappedFile
 from plait.plan import Plan
@@ -51,7 +51,7 @@ def prepare(
     _check_batch(resolved, recipe.run.batch)
     _check_loss_scale(resolved, recipe.loss_scale)
     _check_offload(resolved, recipe.run)
-    check_places({"run.trace": recipe.run.trace})
+    check_output_paths({"run.trace": recipe.run.trace})
     if local:
         _check_devices(resolved.num_ranks, recipe.run.device)
     check_config(recipe.model, recipe.data.sequence, resolved)
@@ -102,7 +102,7 @@ def num_local_ranks(plan: Plan, device: str) -> int:
     if plan.dp:
         return plan.num_ranks
     gpus = 0 if device == "cpu" else torch.cuda.device_count()
-    return max(1, gpus // plan.least_ranks) * plan.least_ranks
+    return max(1, gpus // plan.min_ranks) * plan.min_ranks
 
 
 def run_facts(recipe: Recipe, store: TokenStore) -> dict[str, object]:
@@ -150,7 +150,7 @@ def _resolve(recipe: Recipe, store: TokenStore, plan: Plan) -> Recipe:
         max_sequence=getattr(model.config, "max_position_embeddings", None),
         sequence=recipe.data.sequence,
     )
-    check_cuts(model, plan, recipe.model.tensor_plan)
+    check_shardable(model, plan, recipe.model.tensor_plan)
     if recipe.sample.tokens:  # otherwise found only at the end of the run
         check_prompt(prompt_ids(tokenizer, recipe.sample.prompt), model.config)
     streams = [store.train, *([store.validation] if recipe.run.evaluate_every else [])]

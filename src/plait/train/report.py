@@ -16,15 +16,15 @@ from plait.train.config import Recipe
 from plait.train.metrics import read_metrics
 
 
-def predicted_memory(recipe: Recipe, engine: Engine) -> MemoryUse:
+def estimated_memory(recipe: Recipe, engine: Engine) -> MemoryUse:
     """Return the estimated memory of this rank."""
     num_microbatches = engine.data_ranks * engine.plan.micro
-    return engine.predicted_memory((recipe.run.batch // num_microbatches, recipe.data.sequence))
+    return engine.estimated_memory((recipe.run.batch // num_microbatches, recipe.data.sequence))
 
 
 def largest_memory(recipe: Recipe, engine: Engine) -> tuple[int, MemoryUse]:
     """Return the rank with the largest estimate, and that estimate. Collective; pipeline stages differ."""
-    names, predicted = [field.name for field in fields(MemoryUse)], predicted_memory(recipe, engine)
+    names, predicted = [field.name for field in fields(MemoryUse)], estimated_memory(recipe, engine)
     own = [getattr(predicted, name) for name in names]
     row = torch.tensor([-1 if n is None else n for n in own], device=engine.device)  # -1: unknown
     rows = row.new_empty(engine.world.size * len(row))

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from plait.data import TokenStore
 from plait.errors import RunError
-from plait.fileio import locked, sync_folder, sync_tree, write_json
+from plait.fileio import file_lock, sync_folder, sync_tree, write_json
 from plait.train.config import Recipe, read_recipe
 from plait.train.resume import Check, start_from
 
@@ -102,7 +102,7 @@ def lock_run(run: RunDir, lock: ExitStack | None) -> None:
     if lock is None:
         return
     try:
-        lock.enter_context(locked(run.path / ".lock", _LOCK_TIMEOUT_S))
+        lock.enter_context(file_lock(run.path / ".lock", _LOCK_TIMEOUT_S))
     except BlockingIOError as error:
         raise RunError(
             "another job is training this run",

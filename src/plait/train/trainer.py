@@ -40,7 +40,7 @@ from plait.train.measurements import TraceRecorder, TrafficRecorder, write_measu
 from plait.train.metrics import Metrics, StepMetrics, matmul_peak
 from plait.train.model import initial_model, model_on_meta
 from plait.train.prepare import check_checkpoint, run_facts
-from plait.train.report import draw_losses, largest_memory, memory_table, predicted_memory, start_table
+from plait.train.report import draw_losses, largest_memory, memory_table, estimated_memory, start_table
 from plait.train.resume import load_newest
 from plait.train.run_dir import RunDir
 from plait.train.signals import SignalHandler
@@ -52,7 +52,7 @@ _FINISHED = "plait: finished"
 def finish(recipe: Recipe, run: RunDir, engine: Engine, console: Console) -> None:
     """Write loss.png and the export; print memory, paths and a sample. On rank 0. Raises a PlaitError."""
     ranks = "per rank" if engine.plan.pp == 1 else f"of rank {engine.world.rank}"
-    console.print(memory_table(predicted_memory(recipe, engine), engine.memory(), ranks))
+    console.print(memory_table(estimated_memory(recipe, engine), engine.memory(), ranks))
     try:
         draw_losses(run.metrics, run.picture)
     except OSError as error:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.api import check_cuts, parallelize
+from plait.api import check_shardable, parallelize
 from plait.comm import World
 from plait.engine.engine import Engine
 from plait.errors import ModelError, PlaitError
@@ -192,7 +192,7 @@ def _train(case: Case, spec: ModelSpec, engine: Engine, comparator: Comparator |
         result = engine.step(local_batch)
         traffic = between(before, engine.world.comm_log.read())
         done = Step(result.loss, result.grad_norm)
-        gradients = {name: g.cpu() / done.clip_factor for name, g in engine.whole_gradients().items()}
+        gradients = {name: g.cpu() / done.clip_factor for name, g in engine.full_gradients().items()}
         is_same = comparator is None or comparator.check_step(done, gradients)
         if engine.world.any_flag(not is_same):
             names = comparator.worst_of_last() if comparator is not None else []

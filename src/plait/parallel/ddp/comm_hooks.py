@@ -40,8 +40,8 @@ from plait.parallel.ddp.bucket import Bucket, GradBucket
 from plait.parallel.ddp.reducer import Reducer
 from plait.plan import UnitLayout
 from plait.plan.compression import BLOCK, code_bytes, factor_bytes
-from plait.plan.layout import Piece
-from plait.plan.plan import FACTOR_RANK, REDUCE
+from plait.plan.layout import ParamShard
+from plait.plan.plan import DEFAULT_POWERSGD_RANK, REDUCE
 from plait.plan.sharding import Boxes
 
 KINDS = ("bf16", "fp16", "int8", "powersgd")
@@ -217,7 +217,7 @@ def _layout(bucket: Bucket) -> UnitLayout:
     pieces, start = [], 0
     for name, parameter, size in zip(bucket.names, bucket.parameters, bucket.sizes, strict=True):
         shape = _shape_in_memory(parameter)
-        pieces.append(Piece(name, shape, Boxes.whole(shape), start))
+        pieces.append(ParamShard(name, shape, Boxes.full(shape), start))
         start += size
     name = f"bucket {bucket.index}"
     return UnitLayout(name, name, tuple(pieces), (), start, 1)

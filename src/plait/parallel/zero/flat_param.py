@@ -62,7 +62,7 @@ from plait.parallel.zero.grad_buffer import (
     ResizableTensor,
 )
 from plait.parallel.zero.state_io import slice_boxes
-from plait.plan import Piece, UnitLayout
+from plait.plan import ParamShard, UnitLayout
 
 
 class MasterAllocator(Protocol):
@@ -200,7 +200,7 @@ class FlatParam:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        names = (piece.name for piece in self.layout.pieces)
+        names = (piece.name for piece in self.layout.params)
         return dict(zip(names, self._parameters, strict=True))
 
     def point_to_nan(self) -> None:

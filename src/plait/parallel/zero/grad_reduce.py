@@ -48,7 +48,7 @@ from plait.parallel.zero.flat_param import FlatParam, FlatParamConfig
 from plait.parallel.zero.grad_buffer import ByteTracker, GradientState
 from plait.parallel.zero.groups import ReplicatedGradReduce
 from plait.parallel.zero.reduce_ops import GradReduction, ReplicaReduction
-from plait.plan.prefetch import TRAVELLING, deadlines
+from plait.plan.prefetch import MAX_IN_FLIGHT, reduction_deadlines
 
 _MAX_IN_FLIGHT = 256  # if unsharded gradients are kept; transports can queue some hundreds
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from plait.comm import Group, Mesh, all_reduce, shares_memory
-from plait.plan import Layout, Plan, UnitLayout, adds_at_once, compresses
+from plait.plan import Layout, Plan, UnitLayout, compresses, reduces_over_all
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ def estimated_bytes(
         layout,
         plan,
         states_per_element=states_per_element,
-        incoming_bytes=grad_buffer_dtype(plan, groups).itemsize,
+        grad_itemsize=grad_buffer_dtype(plan, groups).itemsize,
         exchanges=exchanges_contributions(plan, groups),
         receives=receives_contributions(plan, groups) and not _reads_in_place(plan, groups),
         shares=shares_parameters(plan, groups),

@@ -37,7 +37,7 @@ from plait.comm import (
 from plait.parallel.zero.flat_param import FlatParam
 from plait.parallel.zero.grad_buffer import ByteTracker
 from plait.parallel.zero.groups import DataGroups, Precision
-from plait.plan import Layout, Plan, adds_at_once, compresses, room_bytes
+from plait.plan import Layout, Plan, compresses, message_buffer_bytes, reduces_over_all
 
 
 @dataclass(frozen=True)
@@ -143,8 +143,8 @@ class CompressedReduction:
             scratch = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
             tracker.add(num_bytes)  # never freed
             for unit in units:
-                if plan.factor_rank is not None:
-                    self._first[unit] = PowerSGDReduce(unit.layout, plan.factor_rank, group, scratch)
+                if plan.powersgd_rank is not None:
+                    self._first[unit] = PowerSGDReduce(unit.layout, plan.powersgd_rank, group, scratch)
                 elif group is first:
                     self._first[unit] = CompressedReduce(
                         unit.layout.numel, group, CODECS[plan.reduce], scratch
@@ -193,7 +193,7 @@ class AlgorithmReduction:
         tracker: ByteTracker,
     ) -> None:
         """`units`: the trainable ones."""
-        self.is_single = plan.sums_replicas_at_once
+        self.is_single = plan.algorithm_reduces_all
         self._device = device
         self._dtype = torch.bfloat16 if rounds_to_bf16(plan, groups) else Precision.from_plan(plan).master
         self._over = {
@@ -266,7 +266,7 @@ def grad_buffer_dtype(plan: Plan, groups: DataGroups) -> torch.dtype:
     the buffer and leaves sums in it, so it is wide.
     """
     precision = Precision.from_plan(plan)
-    if compresses(plan) or (plan.accumulates_whole and plan.micro > 1):
+    if compresses(plan) or (plan.accumulates_full and plan.micro > 1):
         return precision.master
     if rounds_to_bf16(plan, groups):
         return torch.bfloat16

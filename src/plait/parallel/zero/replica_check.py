@@ -80,7 +80,7 @@ class ReplicaCheck:
         copies: Counter[ReplicatedTensor] = Counter()
         for layouts in shard_map.layouts:
             for unit in (unit for layout in layouts.values() for unit in layout.units):
-                for piece in unit.pieces:
+                for piece in unit.params:
                     copies[ReplicatedTensor("weights", piece.name, piece.boxes)] += data_copies
                     if config.has_masters and unit.trains:
                         copies[ReplicatedTensor("master weights", piece.name, piece.boxes)] += (

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from plait.plan import Grid, Layout, Piece, Plan, StageAssignment, TPCoord, UnitFact, UnitLayout
+from plait.plan import Grid, Layout, ParamShard, Plan, StageAssignment, TPCoord, UnitInfo, UnitLayout
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -69,7 +69,7 @@ class ShardMap:
                         assignment.facts_of(stage, facts),
                         grid.degree("shard"),
                         tp_coord,
-                        assignment.counted_elsewhere(stage),
+                        assignment.counted_on_other_stage(stage),
                     )
                     for stage in stages
                 }
@@ -110,7 +110,7 @@ class ShardMap:
     @property
     def num_parameters(self) -> int:
         """Trainable elements of full tensors, each counted once."""
-        return sum(torch.Size(piece.whole_shape).numel() for piece, trains in self.pieces() if trains)
+        return sum(torch.Size(piece.full_shape).numel() for piece, trains in self.pieces() if trains)
 
     def first_rank(self, stage: int) -> int:
         """The first rank of the model that has a stage."""

@@ -93,7 +93,7 @@ def flat_param_config(
         master_dtype=precision.master,
         grad_buffer_dtype=grad_buffer_dtype(plan, groups),
         keeps_params_unsharded=plan.zero < 3 or nothing_to_free or shares,
-        keeps_grads_unsharded=plan.gradients_stay_whole,
+        keeps_grads_unsharded=plan.keeps_full_grads,
         master_allocator=master_allocator,
         tracker=ByteTracker(),
         allocate_shared=partial(share, group=groups.all_gather) if shares else None,
@@ -150,9 +150,9 @@ class ShardedStage:
             tp_size=groups.tp.size,
             num_replicas=groups.replicate.size,
             dp_group=groups.dp,
-            accumulate_unsharded=plan.accumulates_whole,
+            accumulate_unsharded=plan.accumulates_full,
             has_deadlines=not (
-                config.keeps_params_unsharded or plan.reshard == "step" or plan.gradients_stay_whole
+                config.keeps_params_unsharded or plan.reshard == "step" or plan.keeps_full_grads
             ),
             tracker=self._tracker,
         )

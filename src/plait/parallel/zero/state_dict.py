@@ -69,7 +69,7 @@ class ShardedState:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of all weights, by key."""
-        shapes = {piece.name: piece.whole_shape for piece, _ in self._shard_map.pieces()}
+        shapes = {piece.name: piece.full_shape for piece, _ in self._shard_map.pieces()}
         shapes |= {name: tensor.shape for name, tensor in self._shard_map.standalone.items()}
         return {f"weights/{name}": shapes[name] for name in self._shard_map.names}
 
@@ -163,7 +163,7 @@ class ShardedState:
         def read() -> Tensor:
             return self._counter(part, kind).view(-1)
 
-        return StateShard(key, (), read().dtype, Boxes.whole(()), 0, 1, read)
+        return StateShard(key, (), read().dtype, Boxes.full(()), 0, 1, read)
 
     def _flat_state(self, part: OptimizerSlice, kind: str) -> Tensor:
         state: Tensor = self._optimizer.chunked.state(part.leaf)[kind]
@@ -239,7 +239,7 @@ class ShardedState:
             for piece in layout.pieces:
                 if piece.counted:
                     if piece.name not in full:
-                        full[piece.name] = torch.empty(piece.whole_shape, dtype=flat.dtype)
+                        full[piece.name] = torch.empty(piece.full_shape, dtype=flat.dtype)
                     write_boxes(
                         full[piece.name], piece.boxes, flat[piece.start : piece.stop].view(piece.boxes.shape)
                     )
@@ -284,7 +284,7 @@ class ShardedState:
         counters = {
             f"{kind}/{piece.name}": value
             for unit in self._trained()
-            for piece in unit.layout.pieces
+            for piece in unit.layout.params
             for kind, value in self._counters(unit, piece.start).items()
         }
         encoded = {
@@ -385,8 +385,8 @@ class ShardedState:
             is_flat = not kind.startswith(("scalar.", "number."))
             for piece, trains in self._shard_map.pieces():
                 if trains:
-                    expected[f"{kind}/{piece.name}"] = piece.whole_shape if is_flat else ()
-        empty = {piece.name for piece, _ in self._shard_map.pieces() if 0 in piece.whole_shape}
+                    expected[f"{kind}/{piece.name}"] = piece.full_shape if is_flat else ()
+        empty = {piece.name for piece, _ in self._shard_map.pieces() if 0 in piece.full_shape}
         known = expected.keys() | (set() if weights_only else shapes.keys())
         for key in sorted(known, key=lambda key: (not key.startswith("weights/"), key)):
             if key.partition("/")[2] not in empty and shapes.get(key) != expected.get(key):
@@ -410,7 +410,7 @@ def _shard_of(key: str, overlap: Overlap, dtype: torch.dtype, flat: Callable[[],
         return flat().detach()[overlap.at : overlap.at + overlap.stop - overlap.start]
 
     return StateShard(
-        key, overlap.piece.whole_shape, dtype, overlap.piece.boxes, overlap.start, overlap.stop, read
+        key, overlap.piece.full_shape, dtype, overlap.piece.boxes, overlap.start, overlap.stop, read
     )
 
 

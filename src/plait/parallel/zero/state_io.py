@@ -13,7 +13,7 @@ from torch import Tensor
 
 from plait.comm import Group, raise_on_all
 from plait.errors import CheckpointError
-from plait.plan import Box, Boxes, runs
+from plait.plan import Box, Boxes, boxes_of_range
 
 
 def slice_boxes(full: Tensor, boxes: Boxes) -> Tensor:
@@ -42,7 +42,7 @@ def boxes_of(flat: Tensor, boxes: Boxes, start: int) -> Iterator[tuple[Box, Tens
     """Split `flat` into (box of the full tensor, view of `flat` in its shape). `flat` holds the elements from
     `start` on of the tensor that consists of the boxes, row by row."""
     at = 0
-    for run in runs(boxes.shape, start, start + flat.numel()):
+    for run in boxes_of_range(boxes.shape, start, start + flat.numel()):
         rows = flat[at : at + run.numel].view(run.shape)
         at += run.numel
         for box, box_in_rows in boxes.parts(run):
@@ -74,7 +74,7 @@ class StateShard:
         """A full tensor as one shard."""
         shape = tuple(tensor.shape)
         flat = tensor.detach().reshape(-1)
-        return cls(key, shape, tensor.dtype, Boxes.whole(shape), 0, tensor.numel(), lambda: flat)
+        return cls(key, shape, tensor.dtype, Boxes.full(shape), 0, tensor.numel(), lambda: flat)
 
     @property
     def num_bytes(self) -> int:

@@ -175,7 +175,7 @@ class Unsharder:
         if failed:
             self._record = None
         self._num_in_forward.clear()
-        self._end(self._exec_order.staying() if torch.is_grad_enabled() else set())
+        self._end(self._exec_order.kept_after_forward() if torch.is_grad_enabled() else set())
 
     def begin_backward(self, *, split: bool = False) -> None:
         self._in_backward, self._is_split = True, split
@@ -418,5 +418,5 @@ def _refuse_state_dict(*_: Any) -> None:
     raise ModelError(
         "the model's parameters are sharded: its state_dict would contain none of them",
         given="state_dict() of a model at ZeRO stage 3",
-        hint="engine.whole_parameters() or engine.state(), called by all ranks",
+        hint="engine.full_parameters() or engine.state(), called by all ranks",
     )

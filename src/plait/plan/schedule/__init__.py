@@ -1,28 +1,35 @@
-"""Pipeline schedules: what each rank does with which stage and micro-batch, and in what order."""
+"""Pipeline schedules: the ordered actions of every rank, on stages and micro-batches."""
 
 from plait.plan.schedule.action import Action, B, F, Kind, Schedule, W
 from plait.plan.schedule.generators import GENERATORS, make_schedule
-from plait.plan.schedule.load import forwards_only, one_micro
-from plait.plan.schedule.simulate import Durations, Span, Timeline, most_kept, peak_bytes, simulate
-from plait.plan.schedule.validate import Checked, check
+from plait.plan.schedule.load import forwards_only, one_micro_batch
+from plait.plan.schedule.simulate import (
+    Durations,
+    Span,
+    Timeline,
+    peak_activation_bytes,
+    peak_bytes,
+    simulate,
+)
+from plait.plan.schedule.validate import ScheduleNeeds, check
 
 __all__ = [
     "GENERATORS",
     "Action",
     "B",
-    "Checked",
     "Durations",
     "F",
     "Kind",
     "Schedule",
+    "ScheduleNeeds",
     "Span",
     "Timeline",
     "W",
     "check",
     "forwards_only",
     "make_schedule",
-    "most_kept",
-    "one_micro",
+    "one_micro_batch",
+    "peak_activation_bytes",
     "peak_bytes",
     "simulate",
 ]

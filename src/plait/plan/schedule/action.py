@@ -1,12 +1,13 @@
-"""A pipeline schedule as a value: per rank, a list of actions. It prints, parses, and goes through CSV.
+"""A pipeline schedule as a value: a list of actions per rank. It prints, parses, and converts to and from
+CSV.
 
     rank 0: F0.0 F0.1 B0.0 B0.1        action, stage, micro-batch
     rank 1: F1.0 B1.0 F1.1 B1.1
 
-`F` is a forward. `B` is a backward: the whole of it, or, where the schedule has a `W` of the same stage and
-micro-batch, the gradients of the stage's input, which its predecessor waits for; `W` then computes those of
-the weights (Qi et al. 2401.10241, section 2). Which rank has a stage follows from who runs its actions. A
-stage's outputs go to the next stage, and gradients come back from there: on another rank, or on the same.
+`F` is a forward. `B` is a backward: a full one, or, if the schedule has a `W` of the same stage and
+micro-batch, the gradients of the stage's input, which the previous stage waits for; `W` then computes the
+weight gradients (Qi et al. 2401.10241, section 2). A stage is on the rank that runs its actions. A stage's
+outputs are sent to the next stage, and gradients come back from it, on another rank or the same.
 """
 
 import csv
@@ -25,17 +26,17 @@ _RANK = re.compile(r"\s*rank\s+([0-9]{1,9})\s*:(.*)")
 
 
 class Kind(Enum):
-    """What an action computes."""
+    """The computation of an action."""
 
     F = "F"
     B = "B"
     W = "W"
 
-    __hash__ = object.__hash__  # Enum's is Python, and slow: actions are keys of large tables
+    __hash__ = object.__hash__  # Enum's is slow Python, and actions are keys of large dicts
 
 
 class Action(NamedTuple):
-    """One forward, backward, or the weights' half of a backward, of one stage and one micro-batch."""
+    """A forward, a backward, or the weight-gradient part of a backward, of one stage and one micro-batch."""
 
     kind: Kind
     stage: int
@@ -46,15 +47,15 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Action":
-        """Raises ScheduleError for what is no action."""
-        found = _ACTION.fullmatch(text.strip())
-        if found is None:
+        """Raises ScheduleError for an invalid action."""
+        match = _ACTION.fullmatch(text.strip())
+        if match is None:
             raise ScheduleError(
-                "a schedule's cell is no action",
+                "invalid action in a schedule",
                 given=repr(text[:60]),
                 expected="F, B or W with a stage and a micro-batch: F0.3",
             )
-        return cls(Kind(found[1]), int(found[2]), int(found[3]))
+        return cls(Kind(match[1]), int(match[2]), int(match[3]))
 
 
 def F(stage: int, micro: int) -> Action:
@@ -71,13 +72,13 @@ def W(stage: int, micro: int) -> Action:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The actions of every rank of a pipeline, in their order. Nothing is checked: see `check`."""
+    """The ordered actions of every rank of a pipeline. Not validated: see `check`."""
 
     name: str
     ranks: tuple[tuple[Action, ...], ...]
 
     @classmethod
-    def of(cls, name: str, ranks: Iterable[Iterable[Action]]) -> "Schedule":
+    def from_actions(cls, name: str, ranks: Iterable[Iterable[Action]]) -> "Schedule":
         return cls(name, tuple(tuple(actions) for actions in ranks))
 
     def __iter__(self) -> Iterator[tuple[int, Action]]:
@@ -100,24 +101,24 @@ class Schedule:
 
     @cached_property
     def rank_of(self) -> dict[int, int]:
-        """The rank that runs a stage: the first that does."""
-        found: dict[int, int] = {}
+        """The rank of each stage: the first that runs one of its actions."""
+        ranks: dict[int, int] = {}
         for rank, action in self:
-            found.setdefault(action.stage, rank)
-        return found
+            ranks.setdefault(action.stage, rank)
+        return ranks
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that a rank runs, in the model's order."""
+        """The stages that a rank runs, in model order."""
         return tuple(stage for stage in range(self.num_stages) if self.rank_of.get(stage) == rank)
 
     @cached_property
     def split(self) -> frozenset[tuple[int, int]]:
-        """(stage, micro-batch) of backwards that are halves: B and W."""
+        """(stage, micro-batch) of backwards that are split into B and W."""
         return frozenset((a.stage, a.micro) for _, a in self if a.kind is Kind.W)
 
     @property
     def trains(self) -> bool:
-        """False for forwards alone."""
+        """Whether there are backwards."""
         return any(action.kind is not Kind.F for _, action in self)
 
     def __str__(self) -> str:
@@ -125,30 +126,30 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str, name: str = "given") -> "Schedule":
-        """Reads what `str` prints; empty lines and `#` comments are passed over. Raises ScheduleError."""
+        """Read what `str` prints; empty lines and `#` comments are skipped. Raises ScheduleError."""
         lines: list[list[Action]] = []
         for line in text.splitlines():
             line = line.partition("#")[0].strip()
             if not line:
                 continue
-            found = _RANK.fullmatch(line)
-            if found is None or int(found[1]) != len(lines):
+            match = _RANK.fullmatch(line)
+            if match is None or int(match[1]) != len(lines):
                 raise ScheduleError(
-                    "a schedule has a line for every rank, in order",
+                    "a schedule needs one line per rank, in order",
                     given=repr(line[:60]),
                     expected=f"rank {len(lines)}: F0.0 ...",
                 )
-            lines.append([Action.parse(word) for word in found[2].split()])
-        return cls.of(name, lines)
+            lines.append([Action.parse(word) for word in match[2].split()])
+        return cls.from_actions(name, lines)
 
     def to_csv(self) -> str:
-        """A row for every rank, a cell for every action."""
+        """One row per rank, one cell per action."""
         out = io.StringIO()
         csv.writer(out, lineterminator="\n").writerows([map(str, actions) for actions in self.ranks])
         return out.getvalue()
 
     @classmethod
     def from_csv(cls, text: str, name: str = "given") -> "Schedule":
-        """Reads rows of actions; empty cells (a rank that idles) are passed over. Raises ScheduleError."""
+        """Read rows of actions; empty cells (idle) are skipped. Raises ScheduleError."""
         rows = [row for row in csv.reader(io.StringIO(text)) if row]
-        return cls.of(name, ([Action.parse(cell) for cell in row if cell.strip()] for row in rows))
+        return cls.from_actions(name, ([Action.parse(cell) for cell in row if cell.strip()] for row in rows))

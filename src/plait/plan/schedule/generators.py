@@ -1,29 +1,29 @@
-"""The schedules that plait knows by name. Each is a function of a rank and the pipeline's numbers.
+"""Schedules by name. Each is a function of a rank and the pipeline's sizes.
 
-A rank has several stages in a loop: stage s is on rank s % ranks, and a rank's c-th stage, or chunk, is
+Stages are assigned to ranks in a loop: stage s is on rank s % ranks, and the c-th stage (chunk) of a rank is
 c * ranks + rank.
 
-[Note: groups]
+[Note: group sizes in interleaved schedules]
+In a loop, a micro-batch returns to its rank for the next chunk after the time of `ranks` forwards: with
+smaller groups the rank would wait, chunk by chunk. A smaller last group would be slower than 1F1B for some
+numbers, and deadlock for others. So if micro-batches are not a multiple of the ranks, there are fewer and
+larger groups. The price is memory: with groups of G, a rank holds min(2(ranks - 1 - rank) + (chunks - 1) G +
+1, chunks x micros) activations. The larger groups come first, because what is in flight from the start has to
+last through all of them.
 
-In a loop, a micro-batch comes back to its rank for the next chunk when `ranks` forwards' time has gone by: a
-group of fewer leaves the rank waiting, chunk by chunk. A last group of what is left over would be slower than
-1F1B for some numbers, and deadlock for others. So where micro-batches are no multiple of the ranks, there are
-fewer groups and they are larger. The price is memory: with groups of G, a rank holds
-min(2(ranks - 1 - rank) + (chunks - 1) G + 1, chunks x micro-batches). The larger groups come first, as what
-is in flight from the start has to last through all of them.
+Zero-bubble schedules split backwards: the input gradient at once, the weight gradients when the rank would
+wait.
 
-Schedules that split backwards: the input's gradient at once, the weights' when the rank would wait.
+[Note: V-shaped placement]
+`zbv` and `dualpipev` fold the pipeline: rank r has stages r and 2 ranks - 1 - r, its chunks 0 and 1. So
+the last stage is on the first rank, together with the first stage. All ranks then hold the same amount, and
+on every rank a micro-batch's second forward is close to its first backward. Both are written as phases: a
+sequence of words, repeated a number of times. A word is an action and its chunk (`F0`, `B1`, `W0`; `W` for
+the oldest pending weight gradient, `D` for an unsplit backward). Each word takes the next micro-batch of its
+kind and chunk.
 
-[Note: the V]
-
-`zbv` and `dualpipev` fold the pipeline: rank r has stage r and stage 2 ranks - 1 - r, its chunks 0 and 1. So
-the last stage is on the first rank, beside the first stage. All ranks then hold the same, and a micro-batch's
-way down and up again meets its own backward on every rank. Both are written as phases: a word says what is
-played once, with its chunk (`F0`, `B1`, `W0`; `W` for the oldest weights' half that is left, `D` for a whole
-backward), a number how often. Each word takes the next micro-batch of its kind and chunk.
-
-The phases need 2 ranks - 1 micro-batches. For fewer they are made for that many, and the actions of those
-that do not exist are left out: an order that was right for all is right for some.
+The phases need 2 ranks - 1 micro-batches. For fewer they are generated for that many, and actions of missing
+micro-batches are dropped: an order that is valid for all is valid for a subset.
 """
 
 from collections import deque
@@ -36,10 +36,11 @@ from plait.plan.schedule.action import Action, B, F, Schedule, W
 
 
 def zb_h1(rank: int, ranks: int, micros: int, chunks: int) -> list[Action]:
-    """1F1B whose backwards reach the first rank sooner, and weights fill the drain.
+    """ZB-H1: 1F1B in which backwards reach the first rank sooner and weight gradients fill the drain.
 
-    Qi et al. 2401.10241, section 2. Rank r is r weights' halves behind its backwards: every rank holds what
-    1F1B's first does, and no more. The bubble is a third of 1F1B's if F, B and W take the same time.
+    Qi et al. 2401.10241, section 2. Rank r runs its weight gradients r micro-batches after its backwards:
+    every rank holds as much as 1F1B's first rank, no more. The bubble is a third of 1F1B's if F, B and W take
+    the same time.
     """
     assert chunks == 1, chunks
     fill = min(ranks - rank, micros)
@@ -54,39 +55,40 @@ def zb_h1(rank: int, ranks: int, micros: int, chunks: int) -> list[Action]:
 
 
 def zbv(rank: int, ranks: int, micros: int, chunks: int) -> list[Action]:
-    """No rank waits between its first action and its last, in 1F1B's memory, if F, B and W are as long.
+    """ZB-V: no idle time between a rank's first and last action, in 1F1B's memory, if F, B and W take the
+    same time.
 
-    ZB-V of Qi et al. 2401.10241, section 6. For fewer than 2 ranks - 1 micro-batches there is some waiting.
+    Qi et al. 2401.10241, section 6. With fewer than 2 ranks - 1 micro-batches there is some idle time.
     """
     assert chunks == 2, chunks
-    many = max(micros, 2 * ranks - 1)
+    num = max(micros, 2 * ranks - 1)
     phases = (
         (2 * (ranks - rank) - 1, "F0"),
         (rank, "F1 F0"),
         (ranks - rank, "F1 B1 W1"),
-        (many - 2 * ranks + rank + 1, "F0 B0 W0 F1 B1 W1"),
+        (num - 2 * ranks + rank + 1, "F0 B0 W0 F1 B1 W1"),
         (ranks - rank - 1, "B0 W0 F1 B1 W1"),
         (rank, "B0 B1"),
         (ranks - rank, "B0 W"),
         (2 * rank, "W"),
     )
-    return _played(phases, rank, ranks, micros)
+    return _expand(phases, rank, ranks, micros)
 
 
 def dualpipev(rank: int, ranks: int, micros: int, chunks: int) -> list[Action]:
-    """DualPipe cut in half: forwards of one chunk beside backwards of the other.
+    """DualPipeV: half of DualPipe, with forwards of one chunk alternating with backwards of the other.
 
-    DeepSeek-V3, 2412.19437, section 3.2.1, and Sea AI's cut of it. Where DualPipe computes a forward and a
-    backward as one, to hide their messages, here one follows the other.
+    DeepSeek-V3, 2412.19437, section 3.2.1, and Sea AI's halved version. DualPipe runs a forward and a
+    backward together, to overlap their communication; here they run one after the other.
     """
     assert chunks == 2, chunks
-    many = max(micros, 2 * ranks - 1)
+    num = max(micros, 2 * ranks - 1)
     late = ranks - rank - 1
     phases = (
         (2 * late, "F0"),
         (rank + 1, "F0 F1"),
         (late, "B1 W1 F1"),
-        (many - 2 * ranks + rank + 1, "F0 D1 F1 D0"),
+        (num - 2 * ranks + rank + 1, "F0 D1 F1 D0"),
         (late, "D1 F1 D0"),
         ((rank + 1) // 2, "D1 D0"),
         ((rank + 1) % 2, "D1 B0"),
@@ -94,20 +96,20 @@ def dualpipev(rank: int, ranks: int, micros: int, chunks: int) -> list[Action]:
         (late, "W B0"),
         (rank + 1, "W"),
     )
-    return _played(phases, rank, ranks, micros)
+    return _expand(phases, rank, ranks, micros)
 
 
-def _played(phases: Iterable[tuple[int, str]], rank: int, ranks: int, micros: int) -> list[Action]:
-    """The actions of phases, without those of micro-batches that do not exist. See [Note: the V]"""
+def _expand(phases: Iterable[tuple[int, str]], rank: int, ranks: int, micros: int) -> list[Action]:
+    """The actions of phases, without those of missing micro-batches. See [Note: V-shaped placement]."""
     stages = (rank, 2 * ranks - 1 - rank)
     next_micro: dict[str, int] = {}
-    left: deque[Action] = deque()  # weights' halves, oldest first
+    pending: deque[Action] = deque()  # pending weight gradients, oldest first
     actions: list[Action] = []
     for times, words in phases:
         for word in words.split() * times:
             if word[0] == "W":
-                weights = next(w for w in left if word == "W" or w.stage == stages[int(word[1])])
-                left.remove(weights)
+                weights = next(w for w in pending if word == "W" or w.stage == stages[int(word[1])])
+                pending.remove(weights)
                 actions.append(weights)
                 continue
             stage = stages[int(word[1])]
@@ -115,8 +117,8 @@ def _played(phases: Iterable[tuple[int, str]], rank: int, ranks: int, micros: in
             micro = next_micro[key] = next_micro.get(key, -1) + 1
             actions.append((F if word[0] == "F" else B)(stage, micro))
             if word[0] == "B":
-                left.append(W(stage, micro))
-    assert not left, f"phases leave {len(left)} weights' halves"
+                pending.append(W(stage, micro))
+    assert not pending, f"phases leave {len(pending)} weight gradients"
     return [action for action in actions if action.micro < micros]
 
 
@@ -126,12 +128,12 @@ Make = Callable[[int, int, int, int], list[Action]]
 
 @dataclass(frozen=True)
 class Generator:
-    """How a schedule is made.
+    """How a schedule is generated.
 
-    chunks   stages per rank, if nothing else is asked for
-    varies   whether there can be another number of them
+    chunks   default number of stages per rank
+    varies   whether another number is possible
     trains   whether there are backwards
-    splits   whether some of these are in halves
+    splits   whether some backwards are split into B and W
     """
 
     make: Make
@@ -141,25 +143,26 @@ class Generator:
     splits: bool = False
 
     def chunks_for(self, name: str, chunks: int) -> int:
-        """What was asked for, or the usual for 0. Raises ScheduleError where that cannot be."""
+        """The requested number of stages per rank, or the default for 0. Raises ScheduleError if it is not
+        possible."""
         if chunks not in (0, self.chunks) and not self.varies:
             raise ScheduleError(
-                "this schedule's number of stages on every rank is its own",
+                "this schedule has a fixed number of stages per rank",
                 given=f"schedule={name} chunks={chunks}",
-                expected=f"{self.chunks} {'stage' if self.chunks == 1 else 'stages'} on every rank",
+                expected=f"{self.chunks} {'stage' if self.chunks == 1 else 'stages'} per rank",
                 hint=f"schedule=interleaved chunks={chunks}",
             )
         return chunks or self.chunks
 
 
 def make_schedule(name: str, ranks: int, micros: int, chunks: int = 0) -> Schedule:
-    """A schedule by its name; `chunks` stages per rank, 0 for what is usual.
+    """Generate a schedule by name; `chunks` stages per rank, 0 for the default.
 
-    Raises ScheduleError for a name that is not in GENERATORS and for numbers that cannot be.
+    Raises ScheduleError for a name that is not in GENERATORS and for impossible numbers.
     """
     if name not in GENERATORS:
         raise ScheduleError(
-            "there is no such schedule",
+            "unknown schedule",
             given=f"schedule={name}",
             expected=", ".join(GENERATORS),
             hint=unknown_key_hint(name, GENERATORS),
@@ -169,22 +172,22 @@ def make_schedule(name: str, ranks: int, micros: int, chunks: int = 0) -> Schedu
             raise ScheduleError(
                 f"a schedule cannot have {value} {key}",
                 given=f"{key}={value}",
-                expected=f"a whole number, {least} or more",
+                expected=f"an integer, {least} or more",
             )
     generator = GENERATORS[name]
     chunks = generator.chunks_for(name, chunks)
-    return Schedule.of(name, (generator.make(rank, ranks, micros, chunks) for rank in range(ranks)))
+    return Schedule.from_actions(name, (generator.make(rank, ranks, micros, chunks) for rank in range(ranks)))
 
 
 def inference(rank: int, ranks: int, micros: int, chunks: int) -> list[Action]:
-    """Forwards only: each stage all micro-batches, then the rank's next stage."""
+    """Forwards only: all micro-batches of a stage, then of the rank's next stage."""
     return [F(chunk * ranks + rank, micro) for chunk in range(chunks) for micro in range(micros)]
 
 
 def breadth_first(rank: int, ranks: int, micros: int, chunks: int) -> list[Action]:
-    """All forwards, then all backwards, stage by stage (Lamy-Poirier 2211.05953); of one chunk it is GPipe.
+    """All forwards, then all backwards, stage by stage (Lamy-Poirier 2211.05953); GPipe for one chunk.
 
-    What a stage gathers can serve all micro-batches, which are all in flight.
+    One all-gather of a stage's parameters can serve all micro-batches, which are all in flight.
     """
     stages = [chunk * ranks + rank for chunk in reversed(range(chunks))]
     backwards = [B(stage, micro) for stage in stages for micro in range(micros)]
@@ -192,7 +195,7 @@ def breadth_first(rank: int, ranks: int, micros: int, chunks: int) -> list[Actio
 
 
 def one_f_one_b(rank: int, ranks: int, micros: int, chunks: int) -> list[Action]:
-    """Fills the pipe, alternates, drains (PipeDream-flush, Narayanan et al. 2006.09503)."""
+    """Fill the pipeline, alternate, drain (PipeDream-flush, Narayanan et al. 2006.09503)."""
     if chunks > 1:
         return interleaved(rank, ranks, micros, chunks)
     return _alternate(
@@ -203,13 +206,14 @@ def one_f_one_b(rank: int, ranks: int, micros: int, chunks: int) -> list[Action]
 
 
 def interleaved(rank: int, ranks: int, micros: int, chunks: int) -> list[Action]:
-    """1F1B over several chunks, whose fill and drain are shorter (Narayanan et al. 2104.04473, section 2.2).
+    """1F1B over several chunks, with shorter fill and drain (Narayanan et al. 2104.04473, section 2.2).
 
-    Micro-batches go through all chunks in groups of at least as many as there are ranks. See [Note: groups]
+    Micro-batches pass through all chunks in groups of at least `ranks`. See [Note: group sizes in interleaved
+    schedules].
     """
     if chunks == 1:
         return one_f_one_b(rank, ranks, micros, chunks)
-    groups = deal(micros, ranks)
+    groups = group_micros(micros, ranks)
     stages = [chunk * ranks + rank for chunk in range(chunks)]
     return _alternate(
         [F(stage, micro) for group in groups for stage in stages for micro in group],
@@ -218,8 +222,8 @@ def interleaved(rank: int, ranks: int, micros: int, chunks: int) -> list[Action]
     )
 
 
-def deal(micros: int, least: int) -> list[range]:
-    """Micro-batches in groups of at least so many (if there are), the larger ones first."""
+def group_micros(micros: int, least: int) -> list[range]:
+    """Split micro-batches into groups of at least `least` (if there are that many), the larger ones first."""
     num = max(1, micros // least)
     each, more = divmod(micros, num)
     starts = [group * each + min(group, more) for group in range(num + 1)]
@@ -227,10 +231,10 @@ def deal(micros: int, least: int) -> list[range]:
 
 
 def _alternate(forwards: list[Action], backwards: list[Action], warmup: int) -> list[Action]:
-    """Some forwards, then a forward and a backward in turn, then the backwards that are left."""
+    """The warm-up forwards, then a forward and a backward in turn, then the remaining backwards."""
     warmup = min(warmup, len(forwards))
-    turns = zip(forwards[warmup:], backwards, strict=False)
-    steady = [action for turn in turns for action in turn]
+    pairs = zip(forwards[warmup:], backwards, strict=False)
+    steady = [action for turn in pairs for action in turn]
     return forwards[:warmup] + steady + backwards[len(forwards) - warmup :]
 
 

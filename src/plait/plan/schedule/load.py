@@ -1,7 +1,4 @@
-"""Where a plan's schedule comes from: a name that plait knows, or the user's file.
-
-Schedules over the stages of another schedule, where its ranks have them.
-"""
+"""A plan's schedule, by name or from a user's file, and derived schedules over the same stages."""
 
 import csv
 from pathlib import Path
@@ -12,8 +9,9 @@ from plait.plan.schedule.generators import make_schedule
 
 
 def forwards_only(schedule: Schedule, micros: int) -> Schedule:
-    """Forwards of so many micro-batches: each rank takes its stages in turn, all micro-batches of one."""
-    return Schedule.of(
+    """Forwards of `micros` micro-batches: each rank runs its stages in turn, all micro-batches of one stage
+    first."""
+    return Schedule.from_actions(
         "inference",
         (
             [F(stage, micro) for stage in schedule.stages_of(rank) for micro in range(micros)]
@@ -22,37 +20,36 @@ def forwards_only(schedule: Schedule, micros: int) -> Schedule:
     )
 
 
-def one_micro(schedule: Schedule) -> Schedule:
+def one_micro_batch(schedule: Schedule) -> Schedule:
     """Forward and backward of one micro-batch."""
     ranks: list[list[Action]] = []
     for rank in range(schedule.num_ranks):
         stages = schedule.stages_of(rank)
         ranks.append([*(F(stage, 0) for stage in stages), *(B(stage, 0) for stage in reversed(stages))])
-    return Schedule.of("one micro-batch", ranks)
+    return Schedule.from_actions("one micro-batch", ranks)
 
 
 FILE = "file:"
 
 
-def schedule_of(name: str, ranks: int, micros: int, chunks: int = 0) -> Schedule:
-    """As `make_schedule`, and for `file:PATH` what the CSV file says.
+def load_schedule(name: str, ranks: int, micros: int, chunks: int = 0) -> Schedule:
+    """Like `make_schedule`; for `file:PATH`, read the CSV file.
 
-    With a file, `ranks` and `micros` are what it has to have; 0: whatever it has. Not checked: see `check`.
-    Raises ScheduleError.
+    A file has to match `ranks` and `micros`; 0 accepts any. Not validated: see `check`. Raises ScheduleError.
     """
     if not name.startswith(FILE):
         return make_schedule(name, ranks, micros, chunks)
     path = Path(name.removeprefix(FILE))
     schedule = _read(path)
-    for asked, there, words in (
+    for expected, actual, unit in (
         (ranks, schedule.num_ranks, "ranks"),
         (micros, schedule.num_micros, "micro-batches"),
     ):
-        if asked not in (0, there):
+        if expected not in (0, actual):
             raise ScheduleError(
-                f"the schedule's file is for other {words}",
-                given=f"{path}: {there} {words}",
-                expected=f"{asked} {words}",
+                f"the schedule file is for a different number of {unit}",
+                given=f"{path}: {actual} {unit}",
+                expected=f"{expected} {unit}",
             )
     return schedule
 
@@ -61,10 +58,10 @@ def _read(path: Path) -> Schedule:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ScheduleError("the schedule cannot be read", given=f"{path}: {error.strerror}") from error
+        raise ScheduleError("the schedule file cannot be read", given=f"{path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ScheduleError("the schedule is no text", given=f"{path}: {error}") from error
+        raise ScheduleError("the schedule file is not UTF-8 text", given=f"{path}: {error}") from error
     try:
         return Schedule.from_csv(text, name=path.stem)
     except csv.Error as error:
-        raise ScheduleError("the schedule is no CSV", given=f"{path}: {error}") from error
+        raise ScheduleError("the schedule file is not CSV", given=f"{path}: {error}") from error

@@ -1,4 +1,4 @@
-"""A clock for schedules: when every action begins and ends, given how long actions take."""
+"""Simulated timing of schedules: when every action starts and ends, given the durations of actions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,15 +6,16 @@ from typing import NamedTuple
 
 from plait.errors import ScheduleError
 from plait.plan.schedule.action import Action, Kind, Schedule
-from plait.plan.schedule.validate import check, held, needs, walk
+from plait.plan.schedule.validate import check, dependencies, live_activations, run_untimed
 
 
 @dataclass(frozen=True)
 class Durations:
     """Seconds (or any other unit) of each stage's actions, and of the transfers between stages.
 
-    backward    of the input's gradient; a whole backward takes `backward` + `weight`
-    transfer    from stage s to s + 1, and of a gradient back: one fewer than stages. It takes no rank's time
+    backward    of the input gradient; an unsplit backward takes `backward` + `weight`
+    transfer    from stage s to s + 1, and of a gradient back: one fewer than stages. Does not occupy the
+                ranks
     """
 
     forward: tuple[float, ...]
@@ -32,7 +33,8 @@ class Durations:
         weight: float = 1.0,
         transfer: float = 0.0,
     ) -> "Durations":
-        """The same for all stages. As in papers: a backward is twice a forward, and its halves are equal."""
+        """The same for all stages. Defaults as in papers: a backward is twice a forward, split into equal
+        parts."""
         return cls(
             (forward,) * num_stages,
             (backward,) * num_stages,
@@ -41,7 +43,7 @@ class Durations:
         )
 
     def of(self, action: Action, split: bool) -> float:
-        """How long an action takes; `split` where a backward is its input gradient alone."""
+        """Duration of an action; `split`: its backward is the input gradient only."""
         if action.kind is Kind.F:
             return self.forward[action.stage]
         if action.kind is Kind.W:
@@ -50,7 +52,7 @@ class Durations:
 
 
 class Span(NamedTuple):
-    """An action from its start to its end, in seconds from the beginning of the step."""
+    """An action with its start and end, in seconds from the beginning of the step."""
 
     action: Action
     start: float
@@ -59,13 +61,13 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each rank did, or will do, what: of a clock, or measured."""
+    """Simulated or measured start and end of every action."""
 
     schedule: Schedule
     ranks: tuple[tuple[Span, ...], ...]
 
     @classmethod
-    def of(cls, schedule: Schedule, ranks: Sequence[Sequence[Span]]) -> "Timeline":
+    def from_spans(cls, schedule: Schedule, ranks: Sequence[Sequence[Span]]) -> "Timeline":
         return cls(schedule, tuple(tuple(spans) for spans in ranks))
 
     @property
@@ -75,7 +77,7 @@ class Timeline:
         return max((s.end for s in spans), default=0.0) - min((s.start for s in spans), default=0.0)
 
     def busy(self, rank: int) -> float:
-        """What a rank computes, of `total`."""
+        """Time that a rank computes, out of `total`."""
         return sum(span.end - span.start for span in self.ranks[rank])
 
     def idle(self, rank: int) -> float:
@@ -83,25 +85,25 @@ class Timeline:
 
     @property
     def ideal(self) -> float:
-        """How long it would take if no rank waited: what the busiest one computes."""
+        """The time without any waiting: that of the busiest rank."""
         return max((self.busy(rank) for rank in range(len(self.ranks))), default=0.0)
 
     @property
     def bubble_fraction(self) -> float:
-        """Of all ranks' time, what they idle."""
+        """Fraction of the total time of all ranks that is idle."""
         if not self.total:
             return 0.0
         return sum(self.idle(rank) for rank in range(len(self.ranks))) / (self.total * len(self.ranks))
 
 
 def simulate(schedule: Schedule, durations: Durations) -> Timeline:
-    """When every action begins and ends, each as soon as its rank is free and what it needs is there.
+    """Compute when every action starts and ends, each as soon as its rank is free and its inputs are there.
 
-    Takes a schedule that `check` passes; raises ScheduleError for one that cannot run, and for durations of
-    another number of stages.
+    For a valid schedule; raises ScheduleError for one that cannot run, and for durations of another number of
+    stages.
     """
     _check_durations(schedule, durations)
-    run = walk(schedule)
+    run = run_untimed(schedule)
     if run.stuck:
         check(schedule)
     free = [0.0] * schedule.num_ranks
@@ -109,7 +111,7 @@ def simulate(schedule: Schedule, durations: Durations) -> Timeline:
     spans: list[list[Span]] = [[] for _ in schedule.ranks]
     for rank, action in run.order:
         start = free[rank]
-        for need in needs(action, schedule.num_stages):
+        for need in dependencies(action, schedule.num_stages):
             arrived = ended[need]
             if schedule.rank_of[need.stage] != rank:
                 arrived += durations.transfer[min(need.stage, action.stage)]
@@ -117,45 +119,50 @@ def simulate(schedule: Schedule, durations: Durations) -> Timeline:
         end = start + durations.of(action, (action.stage, action.micro) in schedule.split)
         ended[action] = free[rank] = end
         spans[rank].append(Span(action, start, end))
-    return Timeline.of(schedule, spans)
+    return Timeline.from_spans(schedule, spans)
 
 
 def peak_bytes(schedule: Schedule, bytes_of_stage: Sequence[float]) -> tuple[float, ...]:
-    """The most bytes of saved activations that each rank holds at once.
+    """Peak bytes of saved activations on each rank.
 
-    bytes_of_stage   what one micro-batch's forward saves, by stage; it is there until the whole backward, or
-                     its weights' half, has ended. Whatever the durations, as a rank's order says it all
+    bytes_of_stage   what one micro-batch's forward saves, by stage; held until its backward, or the
+                     weight-gradient part, has ended. Independent of durations: it follows from the order of a
+                     rank's actions
     """
-    return tuple(max(held(schedule, actions, bytes_of_stage), default=0.0) for actions in schedule.ranks)
+    return tuple(
+        max(live_activations(schedule, actions, bytes_of_stage), default=0.0) for actions in schedule.ranks
+    )
 
 
-def most_kept(schedule: Schedule, rank: int, kept: Mapping[int, tuple[int, int] | None]) -> int | None:
-    """The most bytes over a rank's actions. `kept`: of each of its stages, what one micro-batch keeps from
-    its forward to its backward, and from there to the backward's other half; None where nobody can say."""
-    most = now = 0
+def peak_activation_bytes(
+    schedule: Schedule, rank: int, kept: Mapping[int, tuple[int, int] | None]
+) -> int | None:
+    """Peak bytes over a rank's actions. `kept`: for each of its stages, what one micro-batch keeps from its
+    forward to its backward, and from there to the weight-gradient part; None if unknown."""
+    peak = now = 0
     for action in schedule.ranks[rank]:
-        found = kept[action.stage]
-        if found is None:
+        of_stage = kept[action.stage]
+        if of_stage is None:
             return None
-        saved, rest = found
+        saved, deferred = of_stage
         splits = (action.stage, action.micro) in schedule.split
         if action.kind is Kind.F:
             now += saved
         elif action.kind is Kind.B:
-            now += (rest if splits else 0) - saved
+            now += (deferred if splits else 0) - saved
         else:
-            now -= rest
-        most = max(most, now)
-    return most
+            now -= deferred
+        peak = max(peak, now)
+    return peak
 
 
 def _check_durations(schedule: Schedule, durations: Durations) -> None:
     stages = schedule.num_stages
-    numbers = (len(durations.forward), len(durations.backward), len(durations.weight))
-    if numbers != (stages,) * 3 or len(durations.transfer) != stages - 1:
+    counts = (len(durations.forward), len(durations.backward), len(durations.weight))
+    if counts != (stages,) * 3 or len(durations.transfer) != stages - 1:
         raise ScheduleError(
-            "the durations are not of this schedule's stages",
-            given=f"{numbers[0]} forwards, {numbers[1]} backwards, {numbers[2]} weights' halves and "
+            "the durations do not match the number of stages",
+            given=f"{counts[0]} forwards, {counts[1]} backwards, {counts[2]} weight gradients and "
             f"{len(durations.transfer)} transfers",
             expected=f"one for each of {stages} stages, and {stages - 1} transfers between them",
         )

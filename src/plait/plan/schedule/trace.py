@@ -1,14 +1,14 @@
-"""Traces: when the ranks of a pipeline really did what, as a file, and what a clock can learn from it.
+"""Trace files of measured pipeline steps, and the durations that a simulation takes from them.
 
-The file is JSON of Chrome's trace events, which ui.perfetto.dev and chrome://tracing open: a process for
-every rank, a slice for every action. What Chrome's format has no place for stands under `plait`.
+The file is JSON of Chrome's trace events, which ui.perfetto.dev and chrome://tracing open: a process per
+rank, a slice per action. Data outside Chrome's format is under `plait`.
 
-[Note: what a trace tells about transfers]
-A consumer starts when its rank is free and its input is there. So from its producer's end to its start
-passes the transfer, or longer: it may have waited for other things too. Every gap is an upper bound; the
-least one over all micro-batches, steps and both directions is the best of them. A clock that runs with it
-holds nobody up longer than he was seen to wait. Gaps below zero are two hosts' clocks that differ, and count
-as none. Between stages on one rank nothing travels.
+[Note: transfer times from a trace]
+A consumer starts when its rank is free and its input has arrived. So the gap between its producer's end
+and its start is the transfer time or more: it may have waited for other things too. Every gap is an upper
+bound; the smallest over all micro-batches, steps and both directions is the best one. A simulation with it
+delays no action longer than was measured. Negative gaps, from clocks that differ between hosts, count as
+zero. Between stages of one rank there is no transfer.
 """
 
 import json
@@ -28,17 +28,17 @@ from plait.plan.schedule.simulate import Durations, Span, Timeline
 _FORMAT = "plait trace 1"
 _CATEGORIES = {Kind.F: "forward", Kind.B: "backward", Kind.W: "weight"}
 _KINDS = {category: kind for kind, category in _CATEGORIES.items()}
-_PER_US = 8  # Viewers cut times to whole ns: eighths of a us are exact for them, and no slices overlap.
+_PER_US = 8  # Viewers truncate times to ns: eighths of a us are exact, so no slices overlap.
 
 
 def write_trace(path: Path, steps: Mapping[int, Timeline]) -> None:
-    """Writes the timelines, by number of the step, all of one schedule. The file is whole or not there.
+    """Write the timelines, by step number, all of one schedule. Atomic.
 
-    In the file a step begins where the one before it ends: the time between them is no pipeline's. A
-    timeline's spans may count from any moment. Raises OSError.
+    In the file a step begins where the previous one ends: the time between steps is not shown. The spans of a
+    timeline may count from any moment. Raises OSError.
     """
     schedules = {timeline.schedule for timeline in steps.values()}
-    assert len(schedules) == 1, f"a trace is of one schedule, not of {len(schedules)}"
+    assert len(schedules) == 1, f"timelines of {len(schedules)} schedules"
     schedule = schedules.pop()
     events: list[dict[str, Any]] = []
     for rank in range(schedule.num_ranks):
@@ -79,7 +79,7 @@ def _slices(step: int, timeline: Timeline, begin_s: float) -> Iterator[dict[str,
 
 @dataclass(frozen=True)
 class _Slice:
-    """An event of the file: its times are seconds from the file's zero."""
+    """An event of the file; its times are seconds from the file's zero."""
 
     step: int
     rank: int
@@ -87,83 +87,83 @@ class _Slice:
 
 
 def read_trace(path: Path) -> dict[int, Timeline]:
-    """The timelines of `write_trace`, by number of the step, each from its first action's start.
+    """Read the timelines of `write_trace`, by step number, each from its first action's start.
 
-    Raises DataError for a file that is missing, no trace, or not the whole of one.
+    Raises DataError for a file that is missing, not a trace, or incomplete.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise DataError("the trace cannot be read", given=f"{path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise _no_trace(path, f"it is no JSON: {error}") from error
-    about = found.get("plait") if isinstance(found, dict) else None
+        raise _invalid(path, f"not JSON: {error}") from error
+    about = content.get("plait") if isinstance(content, dict) else None
     if not isinstance(about, dict) or about.get("format") != _FORMAT:
-        raise _no_trace(path, f"its `plait` has no format {_FORMAT!r}")
+        raise _invalid(path, f"no format {_FORMAT!r} under `plait`")
     try:
         schedule = Schedule.parse(str(about.get("schedule")), name=str(about.get("name")))
     except ScheduleError as error:
-        raise _no_trace(path, f"its schedule: {error.fact}, {error.given}") from error
-    events = found.get("traceEvents")
+        raise _invalid(path, f"its schedule: {error.fact}, {error.given}") from error
+    events = content.get("traceEvents")
     if not isinstance(events, list):
-        raise _no_trace(path, "`traceEvents` is not a list")
+        raise _invalid(path, "`traceEvents` is not a list")
     steps: dict[int, list[_Slice]] = defaultdict(list)
     for number, event in enumerate(events):
         if not isinstance(event, dict) or event.get("ph") == "X":
-            found_slice = _slice(path, number, event)
-            steps[found_slice.step].append(found_slice)
+            event_slice = _slice(path, number, event)
+            steps[event_slice.step].append(event_slice)
     if not steps or len(steps) != about.get("steps"):
-        raise _no_trace(path, f"it has {len(steps)} steps of {about.get('steps')}")
+        raise _invalid(path, f"it has {len(steps)} steps of {about.get('steps')}")
     return {step: _timeline(path, schedule, slices) for step, slices in sorted(steps.items())}
 
 
 def _slice(path: Path, number: int, event: Any) -> _Slice:
-    """Raises DataError for an event that is none of ours."""
+    """Raises DataError for an event that is not an action."""
     try:
         args = event["args"]
         action = Action(_KINDS[event["cat"]], args["stage"], args["micro"])
-        whole = (action.stage, action.micro, args["step"], event["pid"])
+        integers = (action.stage, action.micro, args["step"], event["pid"])
         start_us, us = float(event["ts"]), float(event["dur"])
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise _no_trace(path, f"event {number} is no action") from error
-    if not (all(type(value) is int for value in whole) and math.isfinite(start_us) and 0 <= us < math.inf):
-        raise _no_trace(path, f"event {number} is no action: its numbers cannot be")
+        raise _invalid(path, f"event {number} is not an action") from error
+    if not (all(type(value) is int for value in integers) and math.isfinite(start_us) and 0 <= us < math.inf):
+        raise _invalid(path, f"event {number} is not an action: numbers out of range")
     span = Span(action, start_us / 1e6, (start_us + us) / 1e6)
     return _Slice(args["step"], event["pid"], span)
 
 
 def _timeline(path: Path, schedule: Schedule, slices: list[_Slice]) -> Timeline:
-    """A step's, its actions in the schedule's order. Raises DataError unless they are the schedule's."""
-    spans = {(found.rank, found.span.action): found.span for found in slices}
+    """The timeline of a step. Raises DataError unless its actions are the schedule's."""
+    spans = {(event.rank, event.span.action): event.span for event in slices}
     scheduled = set(schedule)
     if len(spans) != len(slices) or spans.keys() != scheduled:
         step = slices[0].step
-        raise _no_trace(path, f"step {step} has not every action of its schedule once, on its rank")
+        raise _invalid(path, f"step {step} does not have every action of its schedule once, on its rank")
     first = min(span.start for span in spans.values())
 
     def moved(rank: int, action: Action) -> Span:
         span = spans[rank, action]
         return Span(action, span.start - first, span.end - first)
 
-    return Timeline.of(
+    return Timeline.from_spans(
         schedule, [[moved(rank, a) for a in actions] for rank, actions in enumerate(schedule.ranks)]
     )
 
 
-def _no_trace(path: Path, what: str) -> DataError:
+def _invalid(path: Path, problem: str) -> DataError:
     return DataError(
-        "this is no whole trace of a pipeline",
-        given=f"{path}: {what}",
-        expected="a file that a run with pipeline stages has written",
+        "not a complete pipeline trace",
+        given=f"{path}: {problem}",
+        expected="a trace file of a run with pipeline stages",
     )
 
 
 def durations_of(timelines: Iterable[Timeline]) -> Durations:
-    """What a clock needs to run such steps again: medians of each stage's actions, least gaps as transfers.
+    """Durations for simulating such steps: medians of each stage's actions, smallest gaps as transfers.
 
-    Of a whole backward nobody has seen the halves: it all counts as `backward`, and `weight` is zero, unless
-    the stage has split backwards too, whose `weight` is then taken off it. The timelines, at least one, are
-    of one schedule. See [Note: what a trace tells about transfers].
+    The parts of an unsplit backward are not measured: all of it counts as `backward`, and `weight` is zero,
+    unless the stage has split backwards too, whose `weight` is then subtracted. At least one timeline, all of
+    one schedule. See [Note: transfer times from a trace].
     """
     timelines = list(timelines)
     schedule = timelines[0].schedule
@@ -171,14 +171,14 @@ def durations_of(timelines: Iterable[Timeline]) -> Durations:
     for timeline in timelines:
         for span in (span for spans in timeline.ranks for span in spans):
             kind, stage, micro = span.action
-            whole = kind is Kind.B and (stage, micro) not in schedule.split
-            lengths[kind, whole, stage].append(span.end - span.start)
+            unsplit = kind is Kind.B and (stage, micro) not in schedule.split
+            lengths[kind, unsplit, stage].append(span.end - span.start)
     forward, backward, weight = [], [], []
     for stage in range(schedule.num_stages):
         forward.append(_median(lengths[Kind.F, False, stage]))
         weight.append(_median(lengths[Kind.W, False, stage]))
-        first_halves = [max(length - weight[stage], 0.0) for length in lengths[Kind.B, True, stage]]
-        backward.append(_median(lengths[Kind.B, False, stage] + first_halves))
+        input_parts = [max(length - weight[stage], 0.0) for length in lengths[Kind.B, True, stage]]
+        backward.append(_median(lengths[Kind.B, False, stage] + input_parts))
     return Durations(tuple(forward), tuple(backward), tuple(weight), _transfers(schedule, timelines))
 
 
@@ -187,7 +187,7 @@ def _median(values: list[float]) -> float:
 
 
 def _transfers(schedule: Schedule, timelines: list[Timeline]) -> tuple[float, ...]:
-    """See [Note: what a trace tells about transfers]."""
+    """See [Note: transfer times from a trace]."""
     least = [math.inf] * max(schedule.num_stages - 1, 0)
     for timeline in timelines:
         spans = {span.action: span for rank in timeline.ranks for span in rank}

@@ -1,18 +1,13 @@
-"""Proves that a schedule can run, and says what it needs: by running it without time.
+"""Validate a schedule and compute what it needs, by running it without timing.
 
-[Note: why happens-before is all that can deadlock]
-
-The executor computes each rank's actions in their order. What a stage hands to another rank goes through a
-channel of its pair of ranks and its kind, activations or gradients, first in, first out. A send never holds
-up its rank. A receive is posted when its action is next, at the latest, after those of all earlier messages
-of its channel, each into a buffer of its own; a message travels only then. So a message arrives as soon as
-its sender has computed it and its receiver asks for it: what the receiver asks for by then never waits for a
-buffer, if it has as many as `Checked.buffers` says. What is left to wait for is that the sender computes it,
-which is the order that `walk` follows.
-
-Which action waits for which, and an order in which they can all run.
-
-The letter for a schedule that cannot be: with its grid, and the cell where it goes wrong marked.
+[Note: deadlock by happens-before]
+The executor computes each rank's actions in order. What a stage sends to another rank goes through a FIFO
+channel per pair of ranks and kind, activations or gradients. A send never blocks its rank. A receive is
+posted at the latest when its action is next, after those of all earlier messages of its channel, each into
+its own buffer; a message is transferred only then. So a message arrives as soon as its sender has computed it
+and its receiver has posted it: with as many buffers as `ScheduleNeeds.buffers`, receives never wait for a
+buffer. The only remaining wait is for the sender's computation, which is the order that `run_untimed`
+follows.
 """
 
 from collections import Counter
@@ -26,7 +21,7 @@ _COLUMNS = 5  # shown on either side of the marked cell
 _ROWS = 4
 
 
-def refusal(
+def cell_error(
     schedule: Schedule,
     rank: int,
     position: int,
@@ -36,10 +31,10 @@ def refusal(
     expected: str | None = None,
     hint: str | None = None,
 ) -> ScheduleError:
-    """An error that marks one cell. `given` says more about it than where it is."""
+    """An error that marks one cell of the grid. `given` adds details to the position."""
     actions = schedule.ranks[rank]
-    what = f"{actions[position]} " if position < len(actions) else ""
-    where = f"{what}at position {position} of rank {rank}, counted from 0"
+    action = f"{actions[position]} " if position < len(actions) else ""
+    where = f"{action}at position {position} of rank {rank}, counted from 0"
     grid = marked_grid(schedule, rank, position)
     return ScheduleError(
         fact,
@@ -50,7 +45,7 @@ def refusal(
 
 
 def marked_grid(schedule: Schedule, rank: int, position: int) -> list[str]:
-    """A line for every rank around a cell, a column for every position around it; the cell as `>F1.2<`."""
+    """Lines of the ranks around a cell, with the positions around it as columns; the cell as `>F1.2<`."""
     first, stop = max(0, position - _COLUMNS), position + _COLUMNS + 1
     rows = range(max(0, rank - _ROWS), min(schedule.num_ranks, rank + _ROWS + 1))
     cells = [[str(action) for action in schedule.ranks[row][first:stop]] for row in rows]
@@ -68,8 +63,9 @@ def marked_grid(schedule: Schedule, rank: int, position: int) -> list[str]:
     return [*above, *lines, *below]
 
 
-def needs(action: Action, num_stages: int) -> tuple[Action, ...]:
-    """What must have ended before an action begins, beside its rank's earlier ones. Its own stage's first."""
+def dependencies(action: Action, num_stages: int) -> tuple[Action, ...]:
+    """The actions that must have ended before an action starts, besides its rank's earlier ones. Its own
+    stage's first."""
     kind, stage, micro = action
     if kind is Kind.F:
         return (F(stage - 1, micro),) if stage else ()
@@ -80,19 +76,19 @@ def needs(action: Action, num_stages: int) -> tuple[Action, ...]:
 
 
 @dataclass(frozen=True)
-class Walk:
-    """A run of a schedule without time.
+class UntimedRun:
+    """A run of a schedule without timing.
 
-    order   (rank, action) of all that can run, each after what it needs
-    stuck   where that is not all: a rank's position in its list, and what the action there waits for in vain
+    order   (rank, action) of all that can run, each after its dependencies
+    stuck   for each blocked rank, its position and the action that it waits for
     """
 
     order: tuple[tuple[int, Action], ...]
     stuck: dict[int, tuple[int, Action]]
 
 
-def walk(schedule: Schedule) -> Walk:
-    """Every rank computes in its list's order, and waits where it has to: in time linear in the actions."""
+def run_untimed(schedule: Schedule) -> UntimedRun:
+    """Run every rank in order, blocking on dependencies: in time linear in the actions."""
     num_stages = schedule.num_stages
     position = [0] * schedule.num_ranks
     waiting: dict[Action, list[int]] = {}
@@ -104,7 +100,7 @@ def walk(schedule: Schedule) -> Walk:
         actions = schedule.ranks[rank]
         while position[rank] < len(actions):
             action = actions[position[rank]]
-            missing = next((need for need in needs(action, num_stages) if need not in done), None)
+            missing = next((need for need in dependencies(action, num_stages) if need not in done), None)
             if missing is not None:
                 waiting.setdefault(missing, []).append(rank)
                 break
@@ -113,16 +109,18 @@ def walk(schedule: Schedule) -> Walk:
             position[rank] += 1
             awake += waiting.pop(action, ())
     stuck = {rank: (position[rank], need) for need, ranks in waiting.items() for rank in ranks}
-    return Walk(tuple(order), stuck)
+    return UntimedRun(tuple(order), stuck)
 
 
-def held(schedule: Schedule, actions: Iterable[Action], sizes: Sequence[float]) -> Iterator[float]:
-    """What the saved activations of some actions, in their order, amount to during each of them.
+def live_activations(
+    schedule: Schedule, actions: Iterable[Action], sizes: Sequence[float]
+) -> Iterator[float]:
+    """Yield the size of the live activations during each of some actions, in order.
 
     sizes    of one micro-batch's activations, by stage
 
-    They are there from a forward's start until what uses them last has ended: the backward, or its weights'
-    half. Forwards that no backward follows keep nothing after themselves.
+    They live from a forward's start to the end of their last use: the backward, or its weight-gradient part.
+    Forwards without a backward keep nothing.
     """
     now, last = 0.0, Kind.B if schedule.trains else Kind.F
     for kind, stage, micro in actions:
@@ -134,14 +132,14 @@ def held(schedule: Schedule, actions: Iterable[Action], sizes: Sequence[float]) 
 
 
 @dataclass(frozen=True)
-class Checked:
-    """What a schedule that can run needs.
+class ScheduleNeeds:
+    """Resources that a valid schedule needs.
 
-    in_flight         by rank: the most (stage, micro-batch) whose activations it holds at once, which it does
-                      from the forward's start until the whole backward, or its weights' half, has ended
-    stage_in_flight   the same, by stage: micro-batches
-    buffers           by rank: the most messages received, or waited for, that no action has used yet. More
-                      than one or two where a channel's order is not that of their use
+    in_flight         by rank: peak number of (stage, micro-batch) whose activations are live, from the
+                      forward's start to the end of the backward, or its weight-gradient part
+    stage_in_flight   the same in micro-batches, by stage
+    buffers           by rank: peak number of messages received or posted and not yet used. More than one or
+                      two if a channel's order differs from the order of use
     """
 
     in_flight: tuple[int, ...]
@@ -149,33 +147,33 @@ class Checked:
     buffers: tuple[int, ...]
 
 
-def check(schedule: Schedule, *, bounds: Sequence[int] | None = None) -> Checked:
-    """Raises ScheduleError for a schedule that cannot run, or holds more than `bounds` says, by rank.
+def check(schedule: Schedule, *, bounds: Sequence[int] | None = None) -> ScheduleNeeds:
+    """Raise ScheduleError for a schedule that cannot run, or holds more than `bounds` activations, by rank.
 
-    Every stage is on one rank; every stage computes every micro-batch's forward once, and where the schedule
-    trains its backward once and the weights' half at most once; no action waits for itself.
+    Every stage is on one rank; every stage runs every micro-batch's forward once, and if the schedule trains
+    its backward once and the weight-gradient part at most once; no action waits for itself.
     """
     _check_ranks(schedule, bounds)
-    _check_places(schedule)
+    _check_stage_ranks(schedule)
     _check_once(schedule)
     _check_complete(schedule)
-    run = walk(schedule)
+    run = run_untimed(schedule)
     if run.stuck:
         raise _deadlock(schedule, run)
     ones = [1] * schedule.num_stages
-    amounts = [list(held(schedule, actions, ones)) for actions in schedule.ranks]
+    amounts = [list(live_activations(schedule, actions, ones)) for actions in schedule.ranks]
     for rank, bound in enumerate(bounds or ()):
         over = next((at for at, amount in enumerate(amounts[rank]) if amount > bound), None)
         if over is not None:
-            raise refusal(
+            raise cell_error(
                 schedule,
                 rank,
                 over,
-                f"rank {rank} holds the activations of more than it may",
+                f"rank {rank} holds more activations than its bound",
                 given=f"{int(amounts[rank][over])} forwards whose backward has not ended",
                 expected=f"at most {bound}",
             )
-    return Checked(
+    return ScheduleNeeds(
         tuple(int(max(amount)) for amount in amounts),
         _stage_in_flight(schedule),
         _buffers(schedule),
@@ -184,22 +182,22 @@ def check(schedule: Schedule, *, bounds: Sequence[int] | None = None) -> Checked
 
 def _check_ranks(schedule: Schedule, bounds: Sequence[int] | None) -> None:
     if not schedule.ranks:
-        raise ScheduleError("the schedule has no ranks", given="nothing", expected="rank 0: F0.0 ...")
+        raise ScheduleError("the schedule has no ranks", given="no lines", expected="rank 0: F0.0 ...")
     for rank, actions in enumerate(schedule.ranks):
         if not actions:
-            raise refusal(
-                schedule, rank, 0, f"rank {rank} has nothing to do", expected="a stage on every rank"
+            raise cell_error(
+                schedule, rank, 0, f"rank {rank} has no actions", expected="a stage on every rank"
             )
     if bounds is not None and len(bounds) != schedule.num_ranks:
         raise ScheduleError(
-            "bounds are not as many as ranks",
+            "bounds needs one number per rank",
             given=str(list(bounds)),
             expected=f"{schedule.num_ranks} numbers",
         )
 
 
-def _check_places(schedule: Schedule) -> None:
-    """Every stage is on one rank: on the one that has most of it, if there are several."""
+def _check_stage_ranks(schedule: Schedule) -> None:
+    """Check that every stage is on one rank; mark the rank with fewer of its actions otherwise."""
     counts = Counter((action.stage, rank) for rank, action in schedule)
     home: dict[int, int] = {}
     for (stage, rank), count in counts.items():
@@ -210,12 +208,12 @@ def _check_places(schedule: Schedule) -> None:
     for rank, actions in enumerate(schedule.ranks):
         for position, action in enumerate(actions):
             if home[action.stage] != rank:
-                raise refusal(
+                raise cell_error(
                     schedule,
                     rank,
                     position,
                     f"stage {action.stage} is on two ranks",
-                    expected=f"all of its actions on one rank, as on rank {home[action.stage]}",
+                    expected=f"all of its actions on one rank, such as rank {home[action.stage]}",
                 )
 
 
@@ -224,52 +222,53 @@ def _check_once(schedule: Schedule) -> None:
         first: dict[Action, int] = {}
         for position, action in enumerate(actions):
             if first.setdefault(action, position) != position:
-                raise refusal(
+                raise cell_error(
                     schedule,
                     rank,
                     position,
-                    f"{action} is there twice",
-                    expected=f"it once; the first is at position {first[action]}",
+                    f"{action} appears twice",
+                    expected=f"once; the first is at position {first[action]}",
                 )
 
 
 def _check_complete(schedule: Schedule) -> None:
-    """Every forward and, if the schedule trains, every backward is there. `W` are as the schedule likes."""
-    there = {action for _, action in schedule}
+    """Check that every forward and, if the schedule trains, every backward exists. `W` is optional."""
+    present = {action for _, action in schedule}
     for kind in (Kind.F, Kind.B) if schedule.trains else (Kind.F,):
-        num = sum(action.kind is kind for action in there)
+        num = sum(action.kind is kind for action in present)
         if num == schedule.num_stages * schedule.num_micros:
             continue
         pairs = ((s, m) for s in range(schedule.num_stages) for m in range(schedule.num_micros))
-        lost = next(lost for pair in pairs if (lost := Action(kind, *pair)) not in there)
-        rank, position = _misses(schedule, lost)
-        raise refusal(
+        missing = next(action for pair in pairs if (action := Action(kind, *pair)) not in present)
+        rank, position = _closest_cell(schedule, missing)
+        raise cell_error(
             schedule,
             rank,
             position,
-            f"{lost} is missing",
+            f"{missing} is missing",
             expected=f"stages 0 to {schedule.num_stages - 1} each with micro-batches 0 to "
             f"{schedule.num_micros - 1}",
         )
 
 
-def _misses(schedule: Schedule, lost: Action) -> tuple[int, int]:
-    """The cell (rank, position) that most shows that an action is missing: what needs it, or is its like."""
-    kind, stage, micro = lost
+def _closest_cell(schedule: Schedule, missing: Action) -> tuple[int, int]:
+    """The cell (rank, position) to mark for a missing action: an action that depends on it or is most like
+    it."""
+    kind, stage, micro = missing
     after = F(stage + 1, micro) if kind is Kind.F else B(stage - 1, micro)
-    told = (B(stage, micro), after, W(stage, micro), F(stage, micro))
+    related = (B(stage, micro), after, W(stage, micro), F(stage, micro))
     cells = [(rank, at) for rank, row in enumerate(schedule.ranks) for at in range(len(row))]
 
     def distance(cell: tuple[int, int]) -> tuple[int, bool, bool]:
         action = schedule.ranks[cell[0]][cell[1]]
-        close = told.index(action) if action in told else len(told)
+        close = related.index(action) if action in related else len(related)
         return close, action.stage != stage, action.micro != micro
 
     return min(cells, key=distance)
 
 
-def _deadlock(schedule: Schedule, run: Walk) -> ScheduleError:
-    """Follows who waits for whom until it comes back to a rank."""
+def _deadlock(schedule: Schedule, run: UntimedRun) -> ScheduleError:
+    """Follow the waits from rank to rank to a cycle."""
     rank = min(run.stuck)
     path: list[int] = []
     while rank not in path:
@@ -280,25 +279,25 @@ def _deadlock(schedule: Schedule, run: Walk) -> ScheduleError:
     cycle = cycle[start:] + cycle[:start]
     position, need = run.stuck[cycle[0]]
     if len(cycle) == 1:
-        return refusal(
+        return cell_error(
             schedule,
             cycle[0],
             position,
-            f"{schedule.ranks[cycle[0]][position]} comes before what it needs",
-            expected=f"{need} first, which its rank computes later",
+            f"{schedule.ranks[cycle[0]][position]} comes before an action it depends on",
+            expected=f"{need} first; its rank computes it later",
         )
     at = {rank: schedule.ranks[rank][run.stuck[rank][0]] for rank in cycle}
     waits = [
         f"at {at[rank]} waits for {run.stuck[rank][1]} of rank {to}"
         for rank, to in zip(cycle, cycle[1:] + cycle[:1], strict=True)
     ]
-    return refusal(
+    return cell_error(
         schedule,
         cycle[0],
         position,
-        "the ranks wait for each other, and none goes on",
+        "the ranks wait for each other: deadlock",
         given=f"rank {cycle[0]} " + ", which ".join(waits),
-        expected="an order in which every action comes after what it needs",
+        expected="an order in which every action comes after its dependencies",
     )
 
 
@@ -307,14 +306,14 @@ def _stage_in_flight(schedule: Schedule) -> tuple[int, ...]:
     for _, action in schedule:
         stages[action.stage].append(action)
     ones = [1] * schedule.num_stages
-    return tuple(int(max(held(schedule, actions, ones))) for actions in stages)
+    return tuple(int(max(live_activations(schedule, actions, ones))) for actions in stages)
 
 
 def _buffers(schedule: Schedule) -> tuple[int, ...]:
-    """By rank: the most messages posted that no action has used, if receives are posted as late as can be."""
-    # A message is named by the action that uses it. Channels are (from, to, kind), in the senders' order.
+    """By rank: peak number of posted messages not yet used, if receives are posted as late as possible."""
+    # A message is named by the action that uses it. Channels are (from, to, kind), in sending order.
     sent: Counter[tuple[int, int, Kind]] = Counter()
-    place: dict[Action, tuple[tuple[int, int, Kind], int]] = {}
+    slot: dict[Action, tuple[tuple[int, int, Kind], int]] = {}
     for rank, action in schedule:
         kind, stage, micro = action
         if kind is Kind.W:
@@ -322,17 +321,17 @@ def _buffers(schedule: Schedule) -> tuple[int, ...]:
         user = Action(kind, stage + 1 if kind is Kind.F else stage - 1, micro)
         to = schedule.rank_of.get(user.stage, rank)
         if to != rank:
-            place[user] = ((rank, to, kind), sent[rank, to, kind])
+            slot[user] = ((rank, to, kind), sent[rank, to, kind])
             sent[rank, to, kind] += 1
-    most = [0] * schedule.num_ranks
+    peak = [0] * schedule.num_ranks
     now = [0] * schedule.num_ranks
     posted = dict.fromkeys(sent, 0)
     for rank, action in schedule:
-        if action in place:
-            channel, index = place[action]
+        if action in slot:
+            channel, index = slot[action]
             more = max(0, index + 1 - posted[channel])
             posted[channel] += more
             now[rank] += more
-            most[rank] = max(most[rank], now[rank])
+            peak[rank] = max(peak[rank], now[rank])
             now[rank] -= 1
-    return tuple(most)
+    return tuple(peak)
