@@ -1,4 +1,4 @@
-"""The list of silent errors in the docs names tests that exist, and every test of the files written for it."""
+"""The list of silent errors in the docs names tests that exist, and every test written for the list."""
 
 import ast
 import re
