@@ -35,9 +35,9 @@ Found = dict[str, list[dict[str, object]]]
 _INTRODUCTION = f"""\
 Results of `plait verify` on {{date}} for the causal language models of transformers {{transformers}}
 (torch {{torch}}, {{cpu}}). Each model is made small ({LAYERS} layers) and trained for {STEPS} steps
-in float64 under each plan and in one process. A cell is the largest relative difference of any loss, norm,
-gradient or weight. The tolerance is 1e-9, or {ROUGH:.0e} (marked with ~) for families whose own kernels
-compute in float32.
+in float64 under each plan and in one process. A cell is the largest relative difference of any
+loss, norm, gradient or weight. The tolerance is 1e-9, or {ROUGH:.0e} (marked with ~) for families
+whose own kernels compute in float32.
 
 {{built}} of {{asked}} model types build small and run. **{{whole}} are verified under all {len(PLANS)}
 plans**; the second table has the errors of the others. This page is written by
