@@ -1,7 +1,7 @@
-"""Writes docs/hybrid_sweep.md: what the last sweep of plans that mix strands has shown.
+"""Write the last section of docs/hybrid.md: the results of the last sweep of hybrid plans.
 
 `make sweep`, or `pytest tests/ranks/test_hybrid.py -m sweep`, leaves its results in build/hybrid_sweep.jsonl;
-then `python tools/hybrid_table.py` makes the page of them.
+`python tools/hybrid_table.py` turns them into tables.
 """
 
 import argparse
@@ -13,22 +13,22 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "build" / "hybrid_sweep.jsonl"
-PAGE = ROOT / "docs" / "hybrid_sweep.md"
+PAGE = ROOT / "docs" / "hybrid.md"
+TITLE = "## The last sweep\n"
 TOLERANCE = 1e-9
 
-HEAD = """# Plans that mix strands: the last sweep
-
-Every plan trains a small model for three steps in float64: AdamW with weight decay, clipping active, labels
-masked unevenly, stages of unlike depth. Compared with the one-process program are the loss and the norm of
-every step, every gradient of every step, and the weights at the end. A difference is the largest of any
-element, relative to the largest element of all gradients (or weights).
+HEAD = """
+Every plan trains a small model for three steps in float64: AdamW with weight decay, active
+clipping, unevenly masked labels, stages of different depth. The loss and gradient norm of every
+step, every gradient of every step, and the final weights are compared with those of the one-process
+program. A difference is the largest of any element, relative to the largest element of all
+gradients (or weights).
 
 {date}, {machine}:
 **{passed} of {plans} plans within {tolerance:.0e}**, on 2 to {most} ranks, largest difference {worst}.
 
-`make test` runs {few} other plans, in which every pair of options meets. What plans refuse is in
-[plans.md](plans.md). This page is written by `python tools/hybrid_table.py` from what `make sweep` leaves.
-Plans are drawn, seeded, from the product of:
+`make test` runs {few} other plans that cover every pair of options. `python tools/hybrid_table.py`
+writes this section from the results of `make sweep`. The plans are drawn from a seeded product of:
 
 """
 
@@ -38,11 +38,13 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
     sweep, *lines = [json.loads(line) for line in options.results.read_text().splitlines()]
-    PAGE.write_text(page_of(sweep, lines))
+    before, title, _ = PAGE.read_text().partition(TITLE)
+    assert title, f"{PAGE} has no section {TITLE.strip()!r}"
+    PAGE.write_text(before + title + section_of(sweep, lines))
 
 
-def page_of(sweep: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> str:
-    """`sweep`: when and where it ran, and how many plans `make test` ran then."""
+def section_of(sweep: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> str:
+    """Return the section below its title. `sweep`: date, machine, and the number of plans of `make test`."""
     head = HEAD.format(
         **sweep,
         passed=sum(passes(line) for line in lines),
@@ -72,8 +74,8 @@ def page_of(sweep: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> str
     )
     return (
         head
-        + table(("factor", "options (how many plans have each)"), options)
-        + "\n## By strands\n\n"
+        + table(("factor", "options (number of plans)"), options)
+        + "\n### By strands\n\n"
         + table(("strands", "plans", "ranks", "largest difference"), strands)
     )
 

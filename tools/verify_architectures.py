@@ -1,9 +1,9 @@
-"""Verifies every causal language model of transformers that builds small, and writes docs/architectures.md.
+"""Verify every causal language model of transformers that builds small, and write docs/architectures.md.
 
     python tools/verify_architectures.py docs/architectures.md [kind ...]
 
-Takes the machine for half an hour and more. What it finds is kept beside the page, in JSON under build/, and
-taken up again: kinds that are there are not run anew.
+Needs the machine for half an hour or more. The results are kept as JSON under build/, and a second call
+continues from them: model types in that file are not run again.
 """
 
 import datetime
@@ -25,27 +25,28 @@ from plait.verify import Case, ModelSource, Outcome, Verdict, WorkerOptions, par
 
 PLANS = ("dp=2", "dp=2 zero=3", "tp=2", "pp=2", "pp=2 dp=2 tp=2 zero=1")
 KEPT = Path("build/architectures.json")
-AT_ONCE = 20  # kinds to a start of ranks
+AT_ONCE = 20  # model types per start of the ranks
 LAYERS, SAMPLES, STEPS, LENGTH = 4, 8, 3, 16
-ROUGH = 1e-6  # for families that compute in kernels of their own, in float32
-# By kind, verdicts in the order of PLANS; of one that cannot be built, none.
+ROUGH = 1e-6  # for families whose own kernels compute in float32
+# Verdicts by model type, in the order of PLANS; empty for one that cannot be built.
 Found = dict[str, list[dict[str, object]]]
 
 
 _INTRODUCTION = f"""\
-What `plait verify` found on {{date}} for causal language models of transformers {{transformers}}
-(torch {{torch}}, {{cpu}}), each made small ({LAYERS} layers): {STEPS} steps in float64 under each plan
-against one process. A cell is the largest relative difference of any loss, norm, gradient or weight;
-1e-9 is allowed, and {ROUGH:.0e} (marked with ~) where a family computes in float32 in a kernel of its own.
+Results of `plait verify` on {{date}} for the causal language models of transformers {{transformers}}
+(torch {{torch}}, {{cpu}}). Each model is made small ({LAYERS} layers) and trained for {STEPS} steps
+in float64 under each plan and in one process. A cell is the largest relative difference of any
+loss, norm, gradient or weight. The tolerance is 1e-9, or {ROUGH:.0e} (marked with ~) for families
+whose own kernels compute in float32.
 
 {{built}} of {{asked}} model types build small and run. **{{whole}} are verified under all {len(PLANS)}
-plans**; the others, and why not, stand in the second table. Made by
+plans**; the second table has the errors of the others. This page is written by
 `python tools/verify_architectures.py docs/architectures.md`."""
 
 
 def main() -> None:
     page, kinds = Path(sys.argv[1]), sys.argv[2:] or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    warnings.simplefilter("ignore")  # families' own
+    warnings.simplefilter("ignore")  # raised by the families themselves
     found: Found = json.loads(KEPT.read_text()) if KEPT.exists() else {}
     left = [kind for kind in kinds if kind not in found]
     KEPT.parent.mkdir(exist_ok=True)
@@ -109,9 +110,9 @@ def _page(found: dict[str, list[Verdict]]) -> str:
         f"|---|{'---|' * len(PLANS)}",
         *(f"| {kind} | {' | '.join(map(_cell, verdicts))} |" for kind, verdicts in built.items()),
         "",
-        "## Why not",
+        "## Errors",
         "",
-        "| what was said | under | model types |",
+        "| error | plans | model types |",
         "|---|---|---|",
     ]
     reasons: dict[str, tuple[set[str], set[str]]] = {}
@@ -134,7 +135,7 @@ def _cell(verdict: Verdict) -> str:
 
 
 def _reason(verdict: Verdict) -> str:
-    """Without what is of one model alone, so that models with the same one stand together."""
+    """Return the reason without model-specific details, to group models that share it."""
     if verdict.outcome is Outcome.DIFFERS:
         return f"differs by {verdict.max_error:.0e}; farthest: {verdict.worst_parameters[0].name}"
     return verdict.message.split("\n")[0].replace("|", "/")

@@ -192,9 +192,10 @@ def pages() -> Iterator[dict[Path, Page]]:
     with tempfile.TemporaryDirectory(prefix="plait-docs-") as folder:
         opened = {}
         for document in documents():
-            (Path(folder) / document.stem).mkdir()
+            page_folder = Path(folder) / document.parent.name / document.stem
+            page_folder.mkdir(parents=True)
             blocks = [block for block in BLOCKS if block.document == document]
-            opened[document] = Page(blocks, Path(folder) / document.stem)
+            opened[document] = Page(blocks, page_folder)
         yield opened
         for page in opened.values():
             page.close()

@@ -1,6 +1,6 @@
 """Errors that no exception tells of, in gradients, norms and decay: each of them happened elsewhere.
 
-The whole list, with the test of each entry, is in docs/silent_errors.md. Clipping is active, gradients
+The whole list, with the test of each entry, is in docs/reliability.md. Clipping is active, gradients
 themselves are compared, and the optimizer is SGD: AdamW does not see a wrong scale.
 """
 

@@ -1,6 +1,6 @@
 """Errors that no exception tells of, in losses and what they are divided by: each of them happened elsewhere.
 
-The whole list, with the test of each entry, is in docs/silent_errors.md.
+The whole list, with the test of each entry, is in docs/reliability.md.
 """
 
 import functools
