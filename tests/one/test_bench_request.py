@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.bench import Request, available_bytes, check_memory, parse_collectives, parse_sizes
+from plait.bench import Request, available_bytes, check_memory, parse_sizes
+from plait.bench.request import parse_collectives
 from plait.errors import ConfigError
 from plait.plan.cost_model import COLLECTIVES
 
@@ -28,8 +29,12 @@ def test_a_range_begins_and_ends_where_it_says_with_steps_of_at_most_4(one: int,
 
 
 def test_verbs_are_named_one_by_one_or_with_commas_in_the_usual_order_once() -> None:
-    assert parse_verbs([]) == COLLECTIVES
-    assert parse_verbs(["barrier,all-reduce", "reduce", "barrier"]) == ("all-reduce", "reduce", "barrier")
+    assert parse_collectives([]) == COLLECTIVES
+    assert parse_collectives(["barrier,all-reduce", "reduce", "barrier"]) == (
+        "all-reduce",
+        "reduce",
+        "barrier",
+    )
 
 
 def test_memory_is_asked_for_what_all_ranks_and_storages_take() -> None:

@@ -114,7 +114,7 @@ for kill in range(6):
         for step in range(first, first + 10_000):
             weights, moments = torch.full((300, 1000), float(step)), torch.full((9,), float(step))
             tensors = {"weights/a": weights, "moments/a": moments}
-            saver.save(step, [StateShard.whole(*each) for each in tensors.items()], {})
+            saver.save(step, [StateShard.from_tensor(*each) for each in tensors.items()], {})
     while not any(int(path.name[5:]) > first for path in checkpoint.steps(directory)):
         time.sleep(0.001)
     time.sleep(0.004 * kill)

@@ -133,7 +133,9 @@ def test_every_architecture_is_written_as_save_pretrained_writes_it(
         pytest.skip(f"does not build small: {error}")
     names = StateNames.from_model(model)
     whole = [
-        StateShard.whole(names.checkpoint_key(name), t) for name, t in names.tensors.items() if t.numel()
+        StateShard.from_tensor(names.checkpoint_key(name), t)
+        for name, t in names.tensors.items()
+        if t.numel()
     ]
     Saver(tmp_path / "saved", world).save(1, whole, {"model": {"config": config}, "plan": "dp=1"})
     convert(open_checkpoint(find_checkpoints(tmp_path / "saved")[-1]), tmp_path / "ours")

@@ -261,7 +261,7 @@ def test_mistakes_in_a_loop_of_ones_own_are_letters() -> None:
     with pytest.raises(PlanError, match="update without a gradient"):
         engine.update()
     engine.backward(engine.model(input_ids=ids, labels=ids).loss)
-    with pytest.raises(PlanError, match="more micro-batches than plan.micro"):
+    with pytest.raises(PlanError, match=r"more micro-batches than plan\.micro"):
         engine.backward(engine.model(input_ids=ids, labels=ids).loss)
     assert not engine.update().skipped
     with pytest.raises(ModelError, match="no labels"):

@@ -1,10 +1,11 @@
 """A rank of a large grid makes its own groups and no other, when it needs them, in no time."""
 
+from plait.models.sharding.plan import build_tp_plan
 import time
 from typing import Any
 
 from plait.comm import Group, Mesh
-from plait.models import blocks_of, build_tp_plan, unit_facts
+from plait.models import blocks_of, unit_facts
 from plait.parallel import DataGroups, ShardMap
 from plait.plan import Grid, Plan, StageAssignment, TPCoord
 from support import pipeline_models
@@ -75,9 +76,9 @@ def test_what_the_ranks_of_a_model_hold_does_not_grow_with_the_data_ranks() -> N
     names = dict(model.named_parameters())
     homes = {name: _stage_of(name) for name in names}
     cut = StageAssignment(tuple((stage, stage + 1) for stage in range(16)), homes, {})
-    places = TPCoord.all_coords(tensor_plan(model, 2, 4, sequence=False, blocks=blocks))
+    places = TPCoord.all_coords(build_tp_plan(model, 2, 4, sequence=False, blocks=blocks))
     rank_of = {stage: stage for stage in range(16)}
-    held = ShardMap.of(model, facts, cut, rank_of, Grid.from_plan(PLAN), places, PLAN)
+    held = ShardMap.from_plan(model, facts, cut, rank_of, Grid.from_plan(PLAN), places, PLAN)
     assert len(held.layouts) == 16 * 8, "one copy's, not 128 of them"
     assert held.num_parameters == sum(parameter.numel() for parameter in names.values())
 

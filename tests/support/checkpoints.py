@@ -32,7 +32,7 @@ def some_tensors(seed: int = 0) -> dict[str, Tensor]:
 
 def save(directory: Path, step: int, tensors: Mapping[str, Tensor], **options: Any) -> Path:
     saver = Saver(directory, World.alone(torch.device("cpu")), **options)
-    saver.save(step, [StateShard.whole(*each) for each in tensors.items()], FACTS)
+    saver.save(step, [StateShard.from_tensor(*each) for each in tensors.items()], FACTS)
     saver.finish()
     return step_path(directory, step)
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plait.models import blocks_of
+from plait.parallel.tensor.replicated import slice_head_arguments
 from plait.plan.sharding import DimSharding, LayerSharding, Range, Style, TPPlan, split
 from support.tensor_models import LENGTH, coordinates, loss_of, shard_of
 
@@ -225,7 +226,7 @@ def rank_of(model: nn.Module, plan: TPPlan, rows: AxisPeers, cols: AxisPeers, *,
     for module, key, values in plan.attributes:
         assert isinstance(getattr(local.get_submodule(module), key), int)
         setattr(local.get_submodule(module), key, values[cols.rank])
-    take_own_heads(local, plan, cols.rank)
+    slice_head_arguments(local, plan, cols.rank)
     for cut in plan.layers:
         if cut.style not in (Style.FEATURE_EMBEDDING, Style.PER_HEAD_NORM):
             layer = local.get_submodule(cut.module)

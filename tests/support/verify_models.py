@@ -14,6 +14,8 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from plait.verify.tiny_config import shrink_config
+
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for ranks started by `plait verify`
 
 from plait.comm import connect
@@ -24,8 +26,8 @@ from support import pipeline_models, programs
 
 MUTED_BLOCK = 1
 MUTED_LAYER = f"model.layers.{MUTED_BLOCK}."
-LLAMA = ModelSource(config=shrunk({"model_type": "llama"}, 3))
-TIED_LLAMA = ModelSource(config=shrunk({"model_type": "llama", "tie_word_embeddings": True}, 4))
+LLAMA = ModelSource(config=shrink_config({"model_type": "llama"}, 3))
+TIED_LLAMA = ModelSource(config=shrink_config({"model_type": "llama", "tie_word_embeddings": True}, 4))
 
 
 def verify_on_ranks(

@@ -113,7 +113,7 @@ def draw(measurement: Measurement, path: Path) -> None:
     series = dict.fromkeys((row.collective, row.storage) for row in measurement.rows)
     for collective, storage in series:
         rows = [row for row in measurement.rows if (row.collective, row.storage) == (collective, storage)]
-        color = colors(VERBS.index(collective))
+        color = colors(COLLECTIVES.index(collective))
         style: dict[str, Any] = {"color": color, "linestyle": "-" if storage == "owned" else "--"}
         label = collective if storage == "owned" else f"{collective} ({storage})"
         if collective == "barrier":

@@ -72,8 +72,8 @@ def parse_collectives(values: Sequence[str]) -> tuple[str, ...]:
     """Return the named collectives (separate or comma-separated) in canonical order; all if none is named."""
     items = [item.strip() for text in values for item in text.split(",")]
     for item in items:
-        check_known("--verb", item, VERBS)
-    return tuple(collective for collective in VERBS if collective in items or not items)
+        check_known("--verb", item, COLLECTIVES)
+    return tuple(collective for collective in COLLECTIVES if collective in items or not items)
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:

@@ -63,7 +63,7 @@ class Checkpoint:
         """Read the full tensors whose keys begin with `only`, on the CPU. Raises CheckpointError if
         damaged."""
         with self.reader() as reader:
-            tensors = {key: reader.whole(key) for key in self.manifest.tensors if key.startswith(only)}
+            tensors = {key: reader.read_full(key) for key in self.manifest.tensors if key.startswith(only)}
             reader.finish()
         return tensors
 

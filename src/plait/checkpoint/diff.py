@@ -184,7 +184,7 @@ def _difference(
     one_facts, other_facts = one.manifest.tensors[key], other.manifest.tensors[key]
     if one_facts.shape != other_facts.shape:
         return TensorDifference(key, f"shapes {list(one_facts.shape)} and {list(other_facts.shape)}")
-    boxes, numel = Boxes.whole(one_facts.shape), math.prod(one_facts.shape)
+    boxes, numel = Boxes.full(one_facts.shape), math.prod(one_facts.shape)
     largest, elements, squares, norm = 0.0, 0, 0.0, 0.0
     for start in range(0, numel, at_a_time):
         count = min(at_a_time, numel - start)

@@ -266,7 +266,7 @@ def _convert_group(
 def _read_full(reader: Reader, names: StateNames, first: str) -> Tensor:
     if 0 in names.tensors[first].shape:  # not in the checkpoint
         return torch.empty(names.tensors[first].shape)
-    return reader.whole(names.checkpoint_key(first))
+    return reader.read_full(names.checkpoint_key(first))
 
 
 def _write_index(path: Path, shards: Sequence[_Shard], model: PreTrainedModel) -> None:

@@ -116,11 +116,11 @@ class Reader:
         for box, view in boxes_of(into, boxes, start):
             self._fill(key, box, view, counted)
 
-    def whole(self, key: str) -> Tensor:
+    def read_full(self, key: str) -> Tensor:
         """Read a full tensor on the CPU, on each rank separately."""
         facts = self._manifest.tensors[key]
         full = torch.empty(facts.shape, dtype=facts.torch_dtype)
-        self.read(key, Boxes.whole(facts.shape), 0, full.view(-1), counted=False)
+        self.read(key, Boxes.full(facts.shape), 0, full.view(-1), counted=False)
         return full
 
     def check_header(self, file: int) -> None:

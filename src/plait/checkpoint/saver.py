@@ -37,7 +37,7 @@ from plait.checkpoint.directory import (
 )
 from plait.checkpoint.manifest import MANIFEST, Manifest, RankFiles
 from plait.checkpoint.writer import write_rank_files
-from plait.comm import World, broadcast, packed, raise_on_all, unpacked
+from plait.comm import World, broadcast, decode_error, encode_error, raise_on_all
 from plait.errors import CheckpointError
 from plait.fileio import sync_folder, write_text
 from plait.parallel import StateShard
@@ -136,7 +136,7 @@ class Saver:
         if error is not None:
             raise error
         if failure := self._world.wait_for(f"{name} ended"):
-            raise unpacked(failure)
+            raise decode_error(failure)
 
     # --- one save
 
@@ -221,7 +221,7 @@ class Saver:
         """Wait until the directory that rank 0 has created is visible on this host."""
         deadline_s = time.monotonic() + _VISIBLE_TIMEOUT_S
         while not partial.is_dir():
-            has_ended = self._world.heard(f"{partial.name} ended") is not None
+            has_ended = self._world.get_value(f"{partial.name} ended") is not None
             if has_ended or time.monotonic() > deadline_s:
                 raise CheckpointError(
                     "the folder of checkpoints is not the same one on all hosts",
@@ -236,19 +236,19 @@ class Saver:
         try:
             ranks = self._rank_manifests(save.partial)
             if ranks is None:
-                failure = self._world.heard(f"{save.partial.name} failed") or ""
+                failure = self._world.get_value(f"{save.partial.name} failed") or ""
             else:
                 self._complete(save, Manifest.from_ranks(save.step, save.facts, ranks))
         except OSError as error:
-            failure = packed(write_error(error, self._folder, save.step))
+            failure = encode_error(write_error(error, self._folder, save.step))
         except BaseException as error:
             self._unexpected_error = error
-            failure = packed(CheckpointError("a checkpoint cannot be written", given=repr(error)))
+            failure = encode_error(CheckpointError("a checkpoint cannot be written", given=repr(error)))
         finally:
             if failure:
                 shutil.rmtree(save.partial, ignore_errors=True)
             self._lock.close()
-        self._world.tell(f"{save.partial.name} ended", failure)
+        self._world.set_value(f"{save.partial.name} ended", failure)
 
     def _rank_manifests(self, partial: Path) -> list[RankFiles] | None:
         """Wait for all ranks and return what each has written; None if one has failed."""

@@ -17,7 +17,8 @@ from plait.checkpoint.crc32 import crc32
 from plait.checkpoint.manifest import Chunk, FileFacts, RankFiles, TensorFacts
 from plait.checkpoint.safetensors_format import DTYPE_NAMES, Entry, encode_header
 from plait.parallel import StateShard, view_of
-from plait.plan import Box, boxes_of_range
+from plait.plan import Box
+from plait.plan.sharding import boxes_of_range
 
 CHUNK_BYTES = 16 * 2**20  # at most, and of at least one row
 FILE_BYTES = 4 * 2**30  # about; a chunk is in one file
@@ -73,7 +74,7 @@ def write_rank_files(
                 if current is None or current[0] is not chunk.shard:
                     current = (chunk.shard, source(chunk.shard))
                 crcs.append(_write(file, bytes_of(chunk.view(current[1]))))
-                flushed = _sync_file_range(file, flushed)
+                flushed = _start_flush(file, flushed)
             file.flush()
             os.fsync(file.fileno())
         size = len(header) + sum(chunk.num_bytes for chunk in chunks)
@@ -96,7 +97,7 @@ def _sync_file_range() -> Any:
     return getattr(ctypes.CDLL(None), "sync_file_range", None)
 
 
-def _sync_file_range(file: BinaryIO, flushed: int) -> int:
+def _start_flush(file: BinaryIO, flushed: int) -> int:
     """Start writing back the data since `flushed` once there is enough of it, so that `fsync` takes less
     time. Without this call in the C library, `fsync` does it all. Return the offset up to which it has
     started."""
@@ -119,7 +120,7 @@ def _place_chunks(shards: Iterable[StateShard]) -> Iterator[_PlacedChunk]:
     file = offset = number = 0
     for shard in shards:
         run_start = 0
-        for run in runs(shard.boxes.shape, shard.start, shard.stop):
+        for run in boxes_of_range(shard.boxes.shape, shard.start, shard.stop):
             for box, box_in_run in shard.boxes.parts(run):
                 for low, high in _row_ranges(box.shape, shard.dtype.itemsize):
                     chunk = _PlacedChunk(

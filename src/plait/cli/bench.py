@@ -11,10 +11,12 @@ from plait.bench.ddp_request import (
     CAPS,
     MODELS,
     PRECISIONS,
+    TRANSPORT_CHOICES,
     DdpRequest,
     check_ddp_memory,
     parse_caps,
 )
+from plait.bench.report import to_profile
 from plait.bench.request import (
     BUDGET_S,
     DTYPES,
@@ -43,7 +45,7 @@ bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)
 T = TypeVar("T")
 
 _RANKS = 2
-_COLLECTIVE_HELP = f"Any of {', '.join(VERBS)}; repeatable, or separated by commas. Default: all."
+_COLLECTIVE_HELP = f"Any of {', '.join(COLLECTIVES)}; repeatable, or separated by commas. Default: all."
 
 
 @bench.callback()
@@ -123,7 +125,7 @@ def ddp(
         int | None, typer.Option(help="Local ranks to start. Default: 2.", show_default=False)
     ] = None,
     transport: Annotated[
-        str, typer.Option(help=f"Transport of the gradients: {', '.join(CARRIERS)}.")
+        str, typer.Option(help=f"Transport of the gradients: {', '.join(TRANSPORT_CHOICES)}.")
     ] = "both",
     caps: Annotated[
         str,
@@ -180,7 +182,7 @@ def _words(
     """Return the same command line for the ranks."""
     values: dict[str, Any] = {
         "--transport": request.backend,
-        "--collective": ",".join(request.verbs),
+        "--collective": ",".join(request.collectives),
         "--sizes": ",".join(map(str, request.sizes)),
         "--dtype": request.dtype,
         "--storage": request.storage,
@@ -255,7 +257,7 @@ def _save(measurement: "Measurement", profile: Path | None) -> None:
     if measurement.num_hosts > 1:
         print("not saved: a profile describes one host")
         return
-    print(f"saved: {save(profile_of(measurement), profile)}")
+    print(f"saved: {save(to_profile(measurement), profile)}")
 
 
 def _many(number: int, word: str) -> str:

@@ -85,7 +85,7 @@ def show(
     from plait.checkpoint.diff import Contents
 
     found = _newest(location)
-    contents = Contents.of(found)
+    contents = Contents.from_checkpoint(found)
     if json is not None:
         values: dict[str, Any] = asdict(contents) | {"path": str(found.path)}
         if tensors:

@@ -88,7 +88,7 @@ def _explain_recipe(
 
     from plait.train.explain import cluster_from_recipe, explain_recipe
 
-    return explain_recipe(recipe, cluster_from_recipe(recipe.run.device, recipe.run.transport, host_size))
+    return explain_recipe(recipe, cluster_from_recipe(recipe, host_size))
 
 
 def _explain_model(
@@ -109,9 +109,30 @@ def _explain_model(
     from plait.plan import Plan
 
     parsed = Plan.parse(plan)
-    from plait.train.explain import cluster_from_recipe, explain_model
+    import torch
 
-    return explain_model(model, parsed, batch, sequence, cluster_from_recipe("auto", "auto", host_size))
+    from plait.estimate.dry_run import Cluster
+    from plait.estimate.explain import explain as explain_model
+    from plait.verify.model_spec import parse_source
+
+    micro = parsed.check_batch(batch or parsed.data_ranks * parsed.micro)
+    spec = parse_source(model, layers=0, full=True).spec()
+    if spec.batch is not None:
+        inputs = spec.batch(0, micro)
+    else:
+        ids = torch.zeros(micro, sequence, dtype=torch.long, device="meta")
+        inputs = {"input_ids": ids, "labels": ids}
+    has_gpu = torch.cuda.is_available()
+    cluster = Cluster("nccl" if has_gpu else "host", host_size, torch.device("cuda" if has_gpu else "cpu"))
+    return explain_model(
+        spec.model(),
+        parsed,
+        inputs,
+        cluster=cluster,
+        loss=spec.loss,
+        blocks=spec.blocks,
+        tensor_plan=spec.tensor_plan,
+    )
 
 
 def _explain_run(

@@ -11,9 +11,10 @@ import typer
 from plait.cli.common import STDOUT, Debug, Html, Png, check_outputs, report_errors, write_output
 from plait.errors import ConfigError
 from plait.fileio import write_text
-from plait.plan.schedule import GENERATORS, Checked, Durations, Schedule, Timeline, check, simulate
+from plait.plan.schedule import GENERATORS, Durations, Schedule, Timeline, check, simulate
 from plait.plan.schedule.load import FILE, load_schedule
 from plait.plan.schedule.trace import durations_of, read_trace
+from plait.plan.schedule.validate import ScheduleNeeds
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -95,9 +95,9 @@ def verify(
     cases = [Case(source, str(p), dtype.value, steps, samples, sequence, seed, tolerance) for p in selected]
     console = Console()
     if plan is not None:
-        check(source.subject(), selected[0])
+        check(source.spec(), selected[0])
     with tempfile.TemporaryDirectory(prefix="plait-verify-") as folder:
-        options = WorkerOptions(on, transport, blame=plan is not None)
+        options = WorkerOptions(on, transport, find_suspects=plan is not None)
         verdicts = verify_on_ranks(cases, Path(folder), options)
     if plan is not None:
         print_verdict(verdicts[0], console)

@@ -137,15 +137,13 @@ class CompressedReduce:
         self._residual = torch.zeros(
             numel if codec.error_feedback else 0, dtype=torch.float32, device=scratch.device
         )
-        blocks_per_rank = blocks_each(numel, group.size)
+        num_blocks = blocks_per_rank(numel, group.size)
         self._ranges = [
-            slice(
-                min(numel, rank * blocks_per_rank * BLOCK), min(numel, (rank + 1) * blocks_per_rank * BLOCK)
-            )
+            slice(min(numel, rank * num_blocks * BLOCK), min(numel, (rank + 1) * num_blocks * BLOCK))
             for rank in range(group.size)
         ]
-        shape = (2, group.size, blocks_per_rank, codec.block_bytes)
-        send_codes, recv_codes = scratch[: 2 * group.size * blocks_per_rank * codec.block_bytes].view(shape)
+        shape = (2, group.size, num_blocks, codec.block_bytes)
+        send_codes, recv_codes = scratch[: 2 * group.size * num_blocks * codec.block_bytes].view(shape)
         self._send_codes, self._recv_codes = send_codes, recv_codes  # by group rank
 
     @property

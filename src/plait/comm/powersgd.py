@@ -37,7 +37,7 @@ class PowerSGDReduce:
         self._rank = rank
         self._matrices = matrices(layout, rank)
         factorized = {matrix.start for matrix in self._matrices}
-        self._uncompressed = [(p.start, p.stop) for p in layout.pieces if p.start not in factorized]
+        self._uncompressed = [(p.start, p.stop) for p in layout.params if p.start not in factorized]
         self._message = scratch[: factor_bytes(layout, rank)].view(torch.float32)
         self._residual = torch.zeros(layout.numel, dtype=torch.float32, device=scratch.device)
         numel = rank * sum(m.columns for m in self._matrices)

@@ -83,7 +83,7 @@ class _TokenFile:
 
     def __init__(self, path: Path, dtype: str) -> None:
         self._path = path
-        self._temporary = fresh_name(path)
+        self._temporary = temp_path(path)
         self._dtype = np.dtype(dtype).newbyteorder("<")
         self._hash = hashlib.sha256()
         self._file = self._temporary.open("wb")

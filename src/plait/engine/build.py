@@ -16,10 +16,10 @@ from plait.models import (
     StageModule,
     copy_to_meta,
     foreign_modules,
-    parameter_only_modules,
     split_stage,
     unit_facts,
 )
+from plait.models.init_weights import parameter_only_modules
 from plait.optim import LossScaling
 from plait.parallel import (
     DataGroups,
@@ -44,7 +44,8 @@ from plait.parallel import (
     release_unused,
 )
 from plait.parallel.pipeline import BackwardSplitter, Pipeline, split_linears
-from plait.parallel.tensor import TensorGroups, apply_tp_plan, install_rng_streams
+from plait.parallel.tensor import TensorGroups, apply_tp_plan
+from plait.parallel.tensor.rng import install_rng_streams
 from plait.parallel.zero.flat_param import FlatParamConfig
 from plait.plan import Layout, MemoryUse, Plan, StageAssignment, TPCoord, TPPlan
 from plait.plan.schedule import Schedule
@@ -86,7 +87,7 @@ class StageBuilder:
         spec, plan = self.spec, self.plan
         facts = unit_facts(self.model, self.blocks, spec.group_of)
         coords, rank_of = TPCoord.all_coords(spec.tensor), spec.schedule.rank_of
-        shard_map = ShardMap.of(self.model, facts, spec.stages, rank_of, self.mesh.grid, coords, plan)
+        shard_map = ShardMap.from_plan(self.model, facts, spec.stages, rank_of, self.mesh.grid, coords, plan)
         if not shard_map.num_parameters:
             raise ModelError(
                 "the model has no trainable parameters", given="no parameter requires a gradient"
@@ -109,7 +110,7 @@ class StageBuilder:
         # Keeps all parameters alive, so that ids stay unique until the last stage is bound.
         parameters = dict(model.named_parameters())
         names = {id(parameter): name for name, parameter in parameters.items()}
-        dtype = Precision.of(plan).compute
+        dtype = Precision.from_plan(plan).compute
         parts = [split_stage(model, self.blocks, stages, s, device=config.device, dtype=dtype) for s in units]
         runners = {}
         for stage, part in zip(units, parts, strict=True):
@@ -124,10 +125,10 @@ class StageBuilder:
         """Apply the plan to the forwards of the stage and its blocks."""
         blocks, plan, mesh = [block for _, block in part.blocks], self.plan, self.mesh
         grid = TensorGroups(mesh.group("row"), mesh.group("col"))
-        tensor = part.tensor_plan(self.spec.tensor)
+        tensor = part.tp_plan(self.spec.tensor)
         part.shard_placeholders(self.spec.tensor, grid.row.rank, grid.col.rank)
         layers = apply_tp_plan(part.module, tensor, grid, part.blocks, sequence=plan.sp)
-        zone_randomness(
+        install_rng_streams(
             part.module,
             blocks,
             tensor,
@@ -164,7 +165,7 @@ class EngineParts:
         cls, model: nn.Module, plan: Plan, spec: TrainingSpec, mesh: Mesh, blocks: list[tuple[str, nn.Module]]
     ) -> "EngineParts":
         """Build the parts and materialize the model, in place with one stage. All ranks call it."""
-        groups, device = DataGroups.of(mesh, plan), mesh.world.device
+        groups, device = DataGroups.build(mesh, plan), mesh.world.device
         builder = StageBuilder(model, plan, spec, mesh, blocks)
         shard_map = builder.shard_map()
         layouts = shard_map.layouts[groups.model.rank]
@@ -174,9 +175,9 @@ class EngineParts:
         units = {
             stage: [FlatParam(unit, config) for unit in of_stage.units] for stage, of_stage in layouts.items()
         }
-        meta_model = copy_to_meta(model).to(config.compute) if spec.stages.num_stages > 1 else None
+        meta_model = copy_to_meta(model).to(config.compute_dtype) if spec.stages.num_stages > 1 else None
         foreign = [foreign_modules(model, blocks, spec.stages, stage) for stage in layouts]
-        elsewhere = set.intersection(*foreign) | (set() if spec.draws else weights_alone(model))
+        elsewhere = set.intersection(*foreign) | (set() if spec.draws else parameter_only_modules(model))
         standalone = init_flat_params(model, units, groups, plan, device, spec.seed, elsewhere)
         splitter = BackwardSplitter()
         stages = builder.stages(
@@ -199,7 +200,7 @@ class EngineParts:
             units,
             optimizer,
             config,
-            groups.gathers,
+            groups.all_gather,
             groups.model,
             groups.replicate,
             shard_map,

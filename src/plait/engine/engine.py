@@ -21,7 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.checkpoint import Saver, open_on_all_ranks, step_path
+from plait.checkpoint import Saver
+from plait.checkpoint.checkpoint import open_on_all_ranks
+from plait.checkpoint.directory import step_path
 from plait.comm import Mesh, all_reduce, broadcast, start_all_reduce
 from plait.engine.batch import Batch, BatchPreparer, EvalResult, ProbeResult, StepResult, check_loss
 from plait.engine.build import EngineParts, TrainingSpec
@@ -70,7 +72,7 @@ class Engine:
         self.num_steps = 0
         self.probed: ProbeResult | None = None
         self._spec = spec
-        self._flops = FlopFacts.of(model)
+        self._flops = FlopFacts.from_model(model)
         self._parts = EngineParts.build(model, plan, spec, mesh, blocks)
         self._groups = self._parts.groups
         self._sharded = self._parts.sharded
@@ -87,13 +89,13 @@ class Engine:
         self._is_inconsistent = False  # an update or load was interrupted
         self._micros_done = 0
         self._trace: Trace | None = None
-        compute = Precision.of(plan).compute
+        compute = Precision.from_plan(plan).compute
         self._batches = BatchPreparer(self.device, compute, self._groups.model, plan.micro)
 
     @property
     def data_rank(self) -> int:
         """Index of this rank's share of a step's batch, out of `data_ranks`."""
-        return self._groups.all.rank
+        return self._groups.dp.rank
 
     @property
     def data_ranks(self) -> int:
@@ -182,7 +184,7 @@ class Engine:
         check_loss(loss)
         self._totals[0] += loss.detach()
         self._totals[1] += 1 if num_targets is None else num_targets
-        return self._scale.scale_loss(loss, num_targets, self._groups.all)
+        return self._scale.scale_loss(loss, num_targets, self._groups.dp)
 
     def update(self) -> StepResult:
         """Finish the reductions, clip, and update the weights. See [Note: a single division per step]."""
@@ -201,14 +203,14 @@ class Engine:
         # Also over the ranks of tp grids, which have the same totals: if one rank has a non-finite loss, all
         # skip. Stages before the last one contribute zero.
         self._totals[2] = self._scale.unit if self._runner.has_last_stage else 0.0
-        work = start_all_reduce(self._totals, self._groups.everyone)
-        sums = self._sharded.finish()
+        work = start_all_reduce(self._totals, self._groups.world)
+        sums = self._sharded.finish_reductions()
         work.wait()
-        totals = self._totals / self._groups.grid.size
+        totals = self._totals / self._groups.tp.size
         loss_sum, num_targets, units, square_sum, *digests = torch.cat([totals, sums]).tolist()
         self._totals.zero_()
         self._sharded.check_digests(digests)
-        self._scale.unit = units / self._groups.all.size
+        self._scale.unit = units / self._groups.dp.size
         loss, norm = math.nan, math.nan
         scale = self._scale.factor
         if num_targets:
@@ -231,7 +233,7 @@ class Engine:
     def _apply(self, factor: float) -> None:
         """The optimizer's step, with gradients multiplied by `factor`."""
         if self._spec.clip_value is not None:
-            clip_values((unit.gradient for unit in self._sharded.trained), factor, self._spec.clip_value)
+            clip_values((unit.grad_shard for unit in self._sharded.trained), factor, self._spec.clip_value)
             factor = 1.0
 
         def step(unit: FlatParam) -> None:
@@ -244,7 +246,7 @@ class Engine:
 
     def _rounded(self, norm: float) -> float:
         """The norm in the dtype of gradients: the last bits of a float64 sum depend on the sharding."""
-        return float(torch.tensor(norm, dtype=Precision.of(self.plan).master))
+        return float(torch.tensor(norm, dtype=Precision.from_plan(self.plan).master))
 
     @property
     def loss_scale(self) -> float | None:
@@ -261,7 +263,7 @@ class Engine:
         chunks = {key: value.chunk(self.plan.micro) for key, value in inputs.items()}
         num_micros = len(next(iter(chunks.values())))
         max_micros = torch.tensor([num_micros], device=self.device)
-        all_reduce(max_micros, self._groups.all, "max")
+        all_reduce(max_micros, self._groups.dp, "max")
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
 
         def add(loss: Tensor, count: int | Tensor) -> None:
@@ -270,8 +272,8 @@ class Engine:
 
         micros = [{key: of_key[index] for key, of_key in chunks.items()} for index in range(num_micros)]
         self._runner.evaluate(micros, add, missing=int(max_micros.item()) - num_micros)
-        all_reduce(totals, self._groups.all)
-        broadcast(totals, self._groups.pipeline, self._runner.last_rank)
+        all_reduce(totals, self._groups.dp)
+        broadcast(totals, self._groups.pp, self._runner.last_rank)
         loss_sum, num_targets = totals.tolist()
         return EvalResult(loss_sum, int(num_targets))
 
@@ -306,7 +308,7 @@ class Engine:
 
         with self._runner.eval_mode():
             self._runner.probe(self._batches.moved(batch), mean)
-        self._sharded.finish()
+        self._sharded.finish_reductions()
         divisor = scale * self.data_ranks
         gradients = {name: gradient / divisor for name, gradient in self.full_gradients().items()}
         self.discard_step()
@@ -314,7 +316,7 @@ class Engine:
 
     def start_trace(self) -> None:
         """Start to record when each action of the schedule starts and ends."""
-        self._trace = Trace(self._spec.schedule, self._groups.pipeline, self.device)
+        self._trace = Trace(self._spec.schedule, self._groups.pp, self.device)
 
     def write_trace(self, path: str | Path) -> None:
         """End what `start_trace` started. Every rank must call it; rank 0 writes the actions of its
@@ -371,7 +373,7 @@ class Engine:
             problem = error
         source.finish(self._groups.norm, self.world.group, self.device, problem)
         self._is_inconsistent = False
-        self._sharded.publish()
+        self._sharded.sync_params()
 
     def save(self, folder: str | Path, facts: Mapping[str, Any] | None = None) -> Path:
         """Save the training state as a checkpoint, `step-00000120` in a folder that all hosts share: complete
@@ -380,12 +382,12 @@ class Engine:
         self.check_replicas()
         all_facts = {**(facts or {}), "plan": str(self.plan), "seed": self.seed}
         Saver(Path(folder), self.world).save(self.num_steps, self.state_shards(), all_facts)
-        return place_of(Path(folder), self.num_steps)
+        return step_path(Path(folder), self.num_steps)
 
     def load(self, path: str | Path, *, weights_only: bool = False) -> dict[str, Any]:
         """Continue from a checkpoint, saved under any plan, and return its facts. Each rank reads only what
         it needs. See `load_from`."""
-        checkpoint = open_together(Path(path), self.world)
+        checkpoint = open_on_all_ranks(Path(path), self.world)
         with checkpoint.reader() as reader:
             self.load_from(reader, weights_only=weights_only)
         return checkpoint.facts

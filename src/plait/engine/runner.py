@@ -18,7 +18,8 @@ from plait.comm import broadcast
 from plait.engine.build import EngineParts
 from plait.engine.stage import StageRunner
 from plait.errors import ModelError, PlanError
-from plait.models import BlockOutputs, seeded_rng
+from plait.models import BlockOutputs
+from plait.models.init_weights import seeded_rng
 from plait.parallel import ShardedStage
 from plait.parallel.pipeline import PackedOutput, pack, unpack
 from plait.plan.schedule import Schedule, Span, forwards_only, one_micro_batch, peak_activation_bytes
@@ -68,7 +69,7 @@ class MicrobatchRunner:
 
         def seeds(stage: int, micro: int) -> Any:
             suffix = (stage,) if stage else ()  # see [Note: one seed per stage]
-            return seeded(self._device, *seed, micro, data_rank, *suffix)
+            return seeded_rng(self._device, *seed, micro, data_rank, *suffix)
 
         return self._run(self._schedule, micros, on_loss, seeds, records=records)
 
@@ -80,7 +81,7 @@ class MicrobatchRunner:
         """Forwards only, in eval mode. `missing`: number of micro-batches that other data ranks have and this
         one has not. If forwards gather parameters, this rank joins their all-gathers with forwards of a
         sample that is not counted."""
-        gathers = not self._parts.sharded.cut.whole_parameters
+        gathers = not self._parts.sharded.config.keeps_params_unsharded
         padding = [{key: value[:1] for key, value in micros[0].items()}] * (missing if gathers else 0)
         remaining = len(micros)
 
@@ -146,13 +147,13 @@ class MicrobatchRunner:
 
     def _broadcast_from_last(self, make: Callable[[], Any]) -> Any:
         """Broadcast the result of `make` on the last stage's rank. If it fails there, all ranks raise."""
-        group, root = self._parts.groups.pipeline, self.last_rank
+        group, root = self._parts.groups.pp, self.last_rank
         if group.size == 1:
             return make()
         text, failure = b"", None
         if group.rank == root:
             try:
-                packed, tensors = pack(make(), of="the model")
+                packed, tensors = pack(make(), source="the model")
                 text = packed.to_json().encode()
             except Exception as error:
                 failure = error
@@ -197,7 +198,7 @@ class MicrobatchRunner:
         return self._peak(kept)
 
     def _peak(self, kept: Mapping[int, tuple[int, int] | None]) -> int | None:
-        return peak_activation_bytes(self._schedule, self._parts.groups.pipeline.rank, kept)
+        return peak_activation_bytes(self._schedule, self._parts.groups.pp.rank, kept)
 
 
 @dataclass

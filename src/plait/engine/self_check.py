@@ -110,7 +110,7 @@ def _compare(
     weights: Mapping[str, Tensor],
 ) -> tuple[float, float, float]:
     """(index of the worst parameter, its difference, the allowed difference)."""
-    precision = Precision.of(engine.plan)
+    precision = Precision.from_plan(engine.plan)
     exact = _gradients(meta_model, engine, batch, loss, weights, precision.master)
     rounded = exact
     if precision.compute != precision.master:

@@ -58,8 +58,11 @@ class StageRunner:
     def outputs(self, micro: Mapping[str, Tensor], received: Any = None) -> Any:
         """The stage's outputs: those of the model on the last stage."""
         inputs = forward_inputs(self.part.module, micro)
-        is_first = self.part.before is None
-        with self.zero.watching(), contextlib.nullcontext() if is_first else self.part.receiving(received):
+        is_first = self.part.previous_block is None
+        with (
+            self.zero.watch_outside_uses(),
+            contextlib.nullcontext() if is_first else self.part.receiving(received),
+        ):
             outputs = self.part.module(**inputs)
         if not self._is_checked:
             self.part.check_taint(outputs, inputs if is_first else received)
@@ -70,7 +73,7 @@ class StageRunner:
         """On the last stage: (loss summed over targets, number of targets). Raises ModelError for anything
         else."""
         loss = self.loss()
-        with self.zero.watching(), self.logits():
+        with self.zero.watch_outside_uses(), self.logits():
             result = loss(self.outputs(micro, received), micro)
         if not isinstance(result, tuple) or len(result) != 2:
             raise ModelError(
@@ -88,7 +91,7 @@ class StageRunner:
 
     @contextlib.contextmanager
     def _measuring(self) -> Any:
-        self.zero.show()  # the weights' storages, which are not activations
+        self.zero.point_to_storage()  # the weights' storages, which are not activations
         with watch_activations(self.part.module) as watch:
             yield
         self.activation_bytes = watch.total
@@ -113,9 +116,9 @@ class StageRunner:
             meta_module = copy_to_meta(self.part.module)
             inputs = forward_inputs(meta_module, batch)
             received: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-            if self.part.before is not None:
+            if self.part.previous_block is not None:
                 assert block_outputs is not None, "a stage without its meta model"
-                received = receiving(meta_module, block_outputs.of(self.part.before, inputs))
+                received = receiving(meta_module, block_outputs.output_of(self.part.previous_block, inputs))
 
             def run() -> None:
                 outputs = meta_module(**inputs)
@@ -123,6 +126,6 @@ class StageRunner:
                     self.loss()(outputs, batch)
 
             deferred = DeferredBytes()
-            with received, deferred.watching(meta_module):
+            with received, deferred.recording(meta_module):
                 return activation_bytes(meta_module, run, device), deferred.total
         return None

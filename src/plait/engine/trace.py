@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-from plait.comm import Group, ranks_by_host, receive, send
+from plait.comm import Group, receive, send
+from plait.comm.topology import ranks_by_host
 from plait.errors import RunError
 from plait.plan.schedule import Schedule, Span, Timeline
 from plait.plan.schedule.trace import write_trace
@@ -53,7 +54,7 @@ class Trace:
 
     def timelines(self) -> Mapping[int, Timeline]:
         """Timelines by step, on the first rank of the pipeline; elsewhere empty. Every rank calls it."""
-        hosts = hosts_of(self._pipeline, self._device)
+        hosts = ranks_by_host(self._pipeline, self._device)
         leader = {rank: ranks[0] for ranks in hosts for rank in ranks}
         timelines = {step: self._gather(of_step, leader) for step, of_step in self._steps.items()}
         return {step: timeline for step, timeline in timelines.items() if timeline is not None}

@@ -53,7 +53,7 @@ class Cluster:
 
     def mesh(self, grid: Grid, rank: int) -> Mesh:
         """The mesh of a rank, with groups that have no peers."""
-        return Mesh(World.dry(rank, grid.num_ranks, self.transport, self.host_size), grid)
+        return Mesh(World.dry_run(rank, grid.num_ranks, self.transport, self.host_size), grid)
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class _NullMasters:
     def allocate(self, numel: int) -> Tensor:
         return torch.empty(numel, device=_META)
 
-    def forget(self, master: Tensor) -> None:
+    def evict(self, master: Tensor) -> None:
         """Nothing to free."""
 
 
@@ -91,16 +91,16 @@ def dry_stages(
     plan = _without_allocations(plan)
     meta_model = copy_to_meta(model)
     move_buffers(meta_model, plan, _META)
-    groups, splitter = DataGroups.of(mesh, plan), BackwardSplitter()
+    groups, splitter = DataGroups.build(mesh, plan), BackwardSplitter()
     builder = StageBuilder(
         meta_model, plan, spec, mesh, [(name, meta_model.get_submodule(name)) for name, _ in blocks]
     )
-    config = replace(flat_param_config(plan, groups, _META, _NullMasters()), home=_META)
+    config = replace(flat_param_config(plan, groups, _META, _NullMasters()), state_device=_META)
     units = {stage: [FlatParam(unit, config) for unit in layout.units] for stage, layout in layouts.items()}
     partial = ReplicatedGradReduce(
         mesh, Layout(tuple(unit for layout in layouts.values() for unit in layout.units))
     )
-    block_outputs = BlockOutputs(copy_to_meta(model).to(Precision.of(plan).compute), device)
+    block_outputs = BlockOutputs(copy_to_meta(model).to(Precision.from_plan(plan).compute), device)
     stages = builder.stages(units, _standalone(meta_model), groups, partial, config, splitter)
     batch_shape = _batch_shape(micro)
     activation_bytes = [
@@ -112,7 +112,7 @@ def dry_stages(
     with running_on_meta(device), _model_errors():
         run.forward()
         run.backward()
-    gathers = not config.whole_parameters
+    gathers = not config.keeps_params_unsharded
     facts = [_stage_facts(run, stage, layout, gathers=gathers) for stage, layout in layouts.items()]
     return [
         DryStage(of_stage, num_bytes) for of_stage, num_bytes in zip(facts, activation_bytes, strict=True)
@@ -186,13 +186,13 @@ class _MicrobatchRun:
                     unpack(self.outputs[number - 1], stage_input.tensors),
                     stage_input,
                 )
-                stage_input.let_go()
+                stage_input.release_tensors()
             with self._recording(number):
                 if stage.is_last:
                     self._roots[number] = [stage.summed_loss(self.micro, received)[0]]
                     return
                 output = stage.outputs(self.micro, received)
-            packed, tensors = pack(output, of=f"stage {number}")
+            packed, tensors = pack(output, source=f"stage {number}")
             self.outputs[number] = packed
             roots = packed.tensors_with_grad(tensors)
             self._roots[number] = [torch.autograd.graph.get_gradient_edge(t) for t in roots]
@@ -204,7 +204,7 @@ class _MicrobatchRun:
             zero, splits = self.stages[number].zero, number in self.split
             with self._recording(number):
                 with self.splitter.deferring() if splits else nullcontext() as deferred:
-                    zero.backward(self._roots.pop(number), gradients, last=True, rest=deferred)
+                    zero.backward(self._roots.pop(number), gradients, last=True, deferred=deferred)
                 if deferred is not None:
                     zero.backward_weight(deferred, last=True)
             if number:
@@ -233,4 +233,4 @@ def _stage_facts(run: _MicrobatchRun, number: int, layout: Layout, *, gathers: b
         gradient=() if packed is None else tuple(spec.nbytes for spec in packed.grad_specs),
         buffers=tuple(buffer.nbytes for buffer in persistent_buffers(stage.part.module).values()),
     )
-    return replace(facts, exec_order=stage.zero.recorded) if gathers else facts
+    return replace(facts, exec_order=stage.zero.recorded_order) if gathers else facts

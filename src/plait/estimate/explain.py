@@ -24,7 +24,8 @@ from plait.errors import ModelError
 from plait.estimate.dry_run import Cluster, DryStage, dry_stages
 from plait.models import Blocks, Chain
 from plait.optim import states_per_element
-from plait.parallel import DataGroups, ShardMap, estimated_bytes, transport_facts
+from plait.parallel import DataGroups, ShardMap, estimated_bytes
+from plait.parallel.zero.memory_stats import transport_facts
 from plait.plan import CommCount, CommKey, Grid, Layout, MemoryUse, Plan
 from plait.plan.estimate.traffic import RankFacts, TransportFacts, scratch_bytes, step_traffic
 from plait.plan.schedule import Durations, peak_activation_bytes, simulate
@@ -185,12 +186,12 @@ class _PlanView:
         """Run all stages at the rank's tp coordinate."""
         mesh = self._cluster.mesh(self.grid, rank)
         coord = (mesh.coord["row"], mesh.coord["col"])
-        groups, layouts = DataGroups.of(mesh, self._plan), self._layouts(coord)
+        groups, layouts = DataGroups.build(mesh, self._plan), self._layouts(coord)
         device = self._cluster.device
         dry = dry_stages(
             self._model, self._plan, self._spec, self._blocks, layouts, mesh, self._micro, device
         )
-        return dry, groups, terms_of(self._plan, groups, self._host_size)
+        return dry, groups, transport_facts(self._plan, groups, self._host_size)
 
     def _rank_class(
         self, ranks: tuple[int, ...], stages: list[DryStage], groups: DataGroups, transport: TransportFacts

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from plait.errors import ModelError
-from plait.plan import ParamInfo, UnitInfo
+from plait.plan import ParamInfo
 from plait.plan.cost_model import training_flops_per_token
+from plait.plan.layout import UnitInfo
 
 
 class Chain(nn.Module):
@@ -104,7 +105,7 @@ def unit_facts(
     model: nn.Module,
     blocks: Sequence[tuple[str, nn.Module]],
     groups: Mapping[str, int] | None = None,
-) -> tuple[UnitFact, ...]:
+) -> tuple[UnitInfo, ...]:
     """Return the model's floating-point parameters by unit, in forward order.
 
     A block is a unit; parameters registered before the blocks are the unit `embedding`, those after them
@@ -125,8 +126,8 @@ def unit_facts(
             decays = parameter.ndim >= 2 and name not in norms and not name.endswith("bias")
             group = int(not decays) if groups is None else groups[name]
         if parameter.is_floating_point() or parameter.requires_grad:
-            tensors[unit].append(TensorFact(name, tuple(parameter.shape), group))
-    return tuple(UnitFact(name, tuple(facts)) for name, facts in tensors.items() if facts)
+            tensors[unit].append(ParamInfo(name, tuple(parameter.shape), group))
+    return tuple(UnitInfo(name, tuple(facts)) for name, facts in tensors.items() if facts)
 
 
 def _norm_parameters(model: nn.Module) -> set[str]:

@@ -57,7 +57,7 @@ class Checkpointing:
     def reserve(self, kept: Sequence[StateShard]) -> None:
         """Allocate the memory of background saves, so that the first one takes no longer than the others."""
         if self._config.save_in_background:
-            self._saver.reserve(staged_bytes(kept))
+            self._saver.preallocate(staged_bytes(kept))
 
     @property
     def is_due(self) -> bool:

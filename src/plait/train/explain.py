@@ -15,8 +15,8 @@ from plait.errors import ConfigError
 from plait.estimate.dry_run import Cluster
 from plait.estimate.explain import Explanation, RankClass, explain
 from plait.models import read_config
-from plait.plan import AXES, CommCount, CommKey, Plan, sum_traffic
-from plait.plan.comm_log import to_rows
+from plait.plan import AXES, CommCount, CommKey, Plan
+from plait.plan.comm_log import sum_traffic, to_rows
 from plait.plan.estimate.traffic import ring_bytes
 from plait.train.config import Recipe
 from plait.train.measurements import Measurements
@@ -42,7 +42,7 @@ def print_explanation(
     console.print(shards_table(explanation))
     if measured is None:
         console.print(memory_by_class_table(explanation))
-    selected = explanation.alike if rank is None else (explanation.of_rank(rank),)
+    selected = explanation.rank_classes if rank is None else (explanation.of_rank(rank),)
     for row in selected[:_MAX_SHOWN]:
         if measured is None:
             console.print(traffic_table(explanation, row))
@@ -97,7 +97,7 @@ def shards_table(explanation: Explanation) -> Table:
 
 def memory_by_class_table(explanation: Explanation) -> Table:
     """Return the estimated bytes by category, with a row per class of equal ranks."""
-    rows = explanation.alike
+    rows = explanation.rank_classes
     on_device, elsewhere = used_categories(*(row.memory for row in rows))
     table = Table(title="memory per rank", title_justify="left", padding=0)
     for heading in ("ranks", *on_device, "total", *elsewhere):
@@ -135,7 +135,7 @@ def traffic_table(explanation: Explanation, row: RankClass) -> Table:
                 _bytes(total.num_bytes),
                 _bytes(sent_bytes),
             )
-    total_sent_bytes = ring_bytes(added(row.traffic.values()), explanation.grid)
+    total_sent_bytes = ring_bytes(sum_traffic(row.traffic.values()), explanation.grid)
     table.add_section()
     table.add_row("total", "", "", "", "", _bytes(total_sent_bytes))
     return table
@@ -151,9 +151,9 @@ def _merged(
 
 
 def _printed(key: CommKey) -> tuple[str, str]:
-    message = _STAGE_MESSAGE.match(key.lane)
+    message = _STAGE_MESSAGE.match(key.channel)
     content = f" ({message[1]})" if message else ""
-    return key.verb, (" x ".join(key.axes) or "all ranks") + content
+    return key.op, (" x ".join(key.axes) or "all ranks") + content
 
 
 def _print_comparison(row: RankClass, measured: Measurements, console: Console) -> None:
@@ -165,7 +165,7 @@ def _print_comparison(row: RankClass, measured: Measurements, console: Console) 
     columns = ("estimated calls", "measured", "estimated bytes", "measured", "difference")
     for heading in ("operation", "over", *columns):
         table.add_column(heading, justify="right" if heading in columns else "left")
-    estimates = _by_printed(added(row.traffic.values()))
+    estimates = _by_printed(sum_traffic(row.traffic.values()))
     measurements = _by_printed(actual.traffic)
     for printed in sorted({*estimates, *measurements}):
         estimate, count = estimates.get(printed, CommCount()), measurements.get(printed, CommCount())

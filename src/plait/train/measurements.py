@@ -14,8 +14,8 @@ from plait.comm import World, all_gather, all_reduce
 from plait.engine.engine import Engine, StepResult
 from plait.errors import PlaitError, RunError
 from plait.fileio import write_json
-from plait.plan import CommCount, CommKey, MemoryUse, subtract_traffic
-from plait.plan.comm_log import from_rows, to_rows
+from plait.plan import CommCount, CommKey, MemoryUse
+from plait.plan.comm_log import from_rows, subtract_traffic, to_rows
 from plait.plan.schedule.trace import read_trace
 
 _FIRST, _LAST = 3, 5  # steps since the start or resume
@@ -87,7 +87,7 @@ class TrafficRecorder:
         result = self._engine.step(batch)
         self._done += 1
         if self._done > 1 and not self.step_number and not result.skipped:
-            traffic = between(before, comm_log.read())
+            traffic = subtract_traffic(before, comm_log.read())
             self.traffic = {key: count for key, count in traffic.items() if key != _TRACE_BARRIER}
             self.step_number = self._engine.num_steps
         return result
@@ -155,7 +155,7 @@ def read_measured(path: Path) -> Measurements:
         if value["format"] != _FORMAT:
             raise ValueError(f"format {value['format']!r}")
         rank_classes = [
-            MeasuredRanks(tuple(row["ranks"]), MemoryUse(**row["memory"]), of_rows(row["traffic"]))
+            MeasuredRanks(tuple(row["ranks"]), MemoryUse(**row["memory"]), from_rows(row["traffic"]))
             for row in value["alike"]
         ]
         facts = {key: value[key] for key in ("plan", "transport", "device", "step", "bubble")}

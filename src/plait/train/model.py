@@ -57,7 +57,7 @@ def initial_model(model: ModelConfig) -> tuple[PreTrainedModel, Path | None]:
     if not model.pretrained:
         return on_meta, None
     assert model.path is not None, "pretrained weights have a path"
-    if HuggingFaceFiles.open(model.path).misfit(on_meta) is None:
+    if HuggingFaceFiles.open(model.path).direct_read_problem(on_meta) is None:
         return on_meta, model.path
     return pretrained_causal_lm(str(model.path)), None
 

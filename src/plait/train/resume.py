@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from plait.checkpoint import Checkpoint, is_damaged, open_checkpoint, step_of, steps
+from plait.checkpoint.checkpoint import open_on_all_ranks
 from plait.comm import World, broadcast_text, raise_on_all
 from plait.engine.engine import Engine
 from plait.errors import CheckpointError, RunError
@@ -56,7 +57,7 @@ def load_newest(engine: Engine, folder: Path, check: Check) -> tuple[Checkpoint 
     damaged: list[CheckpointError] = []
     for name in json.loads(broadcast_text(0, json.dumps(names), world.group, world.device)):
         try:
-            saved = open_together(folder / name, world)
+            saved = open_on_all_ranks(folder / name, world)
             check(saved)
             with saved.reader() as reader:
                 engine.load_from(reader)

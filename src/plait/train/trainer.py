@@ -26,6 +26,7 @@ import plait
 from plait import checkpoint
 from plait.api import parallelize
 from plait.checkpoint import Checkpoint, Saver
+from plait.checkpoint.checkpoint import open_on_all_ranks
 from plait.comm import World, all_reduce
 from plait.data import TokenStore, TokenStream, loader, open_store
 from plait.engine.engine import Engine, StepResult
@@ -40,7 +41,7 @@ from plait.train.measurements import TraceRecorder, TrafficRecorder, write_measu
 from plait.train.metrics import Metrics, StepMetrics, matmul_peak
 from plait.train.model import initial_model, model_on_meta
 from plait.train.prepare import check_checkpoint, run_facts
-from plait.train.report import draw_losses, largest_memory, memory_table, estimated_memory, start_table
+from plait.train.report import draw_losses, estimated_memory, largest_memory, memory_table, start_table
 from plait.train.resume import load_newest
 from plait.train.run_dir import RunDir
 from plait.train.signals import SignalHandler
@@ -160,7 +161,7 @@ def _loop(state: TrainState, signals: SignalHandler) -> signal.Signals | None:
             )
             metrics.step(step_metrics)
             if state.step == first_step + 1:  # from here on the optimizer has states
-                saving.reserve(engine.kept())
+                saving.reserve(engine.state_shards())
             if state.bad_steps_in_a_row >= config.max_skipped:
                 monitor.enter("saving", state.step, slow=True)
                 saving.wait(may_raise=False)  # the error below names the newest checkpoint
@@ -189,7 +190,7 @@ def _loop(state: TrainState, signals: SignalHandler) -> signal.Signals | None:
             if to_save:
                 monitor.enter("saving", state.step, slow=True)
                 metrics.flush()
-                saving.save(state.step, engine.kept(), _facts(state), score=score, last=last)
+                saving.save(state.step, engine.state_shards(), _facts(state), score=score, last=last)
                 signals.save_requested = False  # on any rank: this save answers all requests
             if stopping and state.step < config.steps:
                 trace.end()
@@ -288,12 +289,14 @@ def _restore_progress(state: TrainState, saved: Checkpoint) -> None:
 
 def _rollback(state: TrainState, path: Path) -> None:
     """Load a checkpoint from before a spike, and save it again with the batches that are to be skipped."""
-    saved = open_together(path, state.engine.world)
+    saved = open_on_all_ranks(path, state.engine.world)
     with saved.reader() as reader:
         state.engine.load_from(reader)
     _restore_progress(state, saved)
     state.warnings = [state.spikes.skip_batches(state.step)]
-    Saver(state.run.checkpoints, state.engine.world).save(state.step, state.engine.kept(), _facts(state))
+    Saver(state.run.checkpoints, state.engine.world).save(
+        state.step, state.engine.state_shards(), _facts(state)
+    )
     if state.console is not None:
         checkpoint.remove_after(state.run.checkpoints, state.step)
 

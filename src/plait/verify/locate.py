@@ -37,7 +37,9 @@ def locate_mismatches(
         rows = row.new_empty(2 * world.size)
         all_gather(rows, row, world.group)
         if world.rank == 0:
-            descriptions[name] = _description(rows.view(-1, 2).tolist(), tolerance, Grid.of(engine.plan))
+            descriptions[name] = _description(
+                rows.view(-1, 2).tolist(), tolerance, Grid.from_plan(engine.plan)
+            )
     return descriptions
 
 

@@ -13,7 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from plait.engine.loss import Loss
 from plait.errors import ModelError, PlaitError, nearest
-from plait.models import Blocks, Chain, blocks_of, causal_lm_on_meta, initialise, read_config
+from plait.models import Blocks, Chain, blocks_of, causal_lm_on_meta, initialize_weights, read_config
 from plait.verify.float64 import compute_in_float64, default_dtype
 from plait.verify.tiny_config import shrink_config
 
@@ -58,7 +58,9 @@ class ModelSpec:
     def _with_values(self, model: nn.Module) -> nn.Module:
         if any(parameter.is_meta for parameter in model.parameters()):
             values: dict[str, Tensor] = {}
-            initialise(model, 0, torch.device("cpu"), lambda name, value: values.update({name: value}))
+            initialize_weights(
+                model, 0, torch.device("cpu"), lambda name, value: values.update({name: value})
+            )
             initialized = {
                 id(p): nn.Parameter(values[name], p.requires_grad) for name, p in model.named_parameters()
             }

@@ -15,7 +15,7 @@ from plait.comm import World
 from plait.engine.engine import Engine
 from plait.errors import ModelError, PlaitError
 from plait.parallel import Precision
-from plait.plan import Plan, Traffic, between
+from plait.plan import Plan, Traffic, subtract_traffic
 from plait.verify.locate import locate_mismatches
 from plait.verify.model_spec import ModelSource, ModelSpec, random_tokens
 from plait.verify.reference import ADAMW, CLIP_NORM, Step, Trajectory, train_reference
@@ -70,7 +70,7 @@ def base_tolerance(case: Case) -> float:
 
 def check(spec: ModelSpec, plan: Plan) -> None:
     """Raise PlanError or ModelError if the plan cannot shard the model. Needs no ranks."""
-    check_cuts(spec.build(torch.float32), plan, spec.tensor_plan, blocks=spec.blocks)
+    check_shardable(spec.build(torch.float32), plan, spec.tensor_plan, blocks=spec.blocks)
 
 
 class Verifier:
@@ -89,7 +89,7 @@ class Verifier:
         except PlaitError as error:  # found by all ranks; an error that only one finds later ends all of them
             return case.verdict(Outcome.REFUSED, message=error.message())
         engine = _engine(case, spec, world, folder)
-        weights = engine.whole_parameters()
+        weights = engine.full_parameters()
         if world.rank:
             world.wait_for(_REFERENCE_READY)  # without a limit, while a step has a timeout
             _train(case, spec, engine, None)
@@ -162,7 +162,7 @@ class Comparator:
 
 
 def _precision(case: Case) -> Precision:
-    return Precision.of(Plan(precision=PRECISIONS[case.dtype]))
+    return Precision.from_plan(Plan(precision=PRECISIONS[case.dtype]))
 
 
 def _engine(case: Case, spec: ModelSpec, world: World, folder: Path) -> Engine:
@@ -190,7 +190,7 @@ def _train(case: Case, spec: ModelSpec, engine: Engine, comparator: Comparator |
         before = engine.world.comm_log.read()
         local_batch = {key: value.chunk(engine.data_ranks)[engine.data_rank] for key, value in batch.items()}
         result = engine.step(local_batch)
-        traffic = between(before, engine.world.comm_log.read())
+        traffic = subtract_traffic(before, engine.world.comm_log.read())
         done = Step(result.loss, result.grad_norm)
         gradients = {name: g.cpu() / done.clip_factor for name, g in engine.full_gradients().items()}
         is_same = comparator is None or comparator.check_step(done, gradients)
@@ -200,7 +200,7 @@ def _train(case: Case, spec: ModelSpec, engine: Engine, comparator: Comparator |
             clipped = {name: expected[name] * done.clip_factor for name in names}  # as in the engine
             where = locate_mismatches(clipped, names, engine, tolerance=base_tolerance(case))
             return None if comparator is None else comparator.verdict({}, traffic, where)
-    weights = {name: weight.cpu() for name, weight in engine.whole_parameters().items()}
+    weights = {name: weight.cpu() for name, weight in engine.full_parameters().items()}
     return None if comparator is None else comparator.verdict(weights, traffic, {})
 
 

@@ -168,7 +168,7 @@ class Bucket:
         self.nbytes = sum(self.grad_bytes)
         # No reference cycles: memory is freed together with the reducer.
         allocate_flat = partial(allocate, sum(self.sizes), self.dtype, self.device)
-        memory = LeasedTensor(allocate_flat, stays=False, meter=ByteTracker())
+        memory = LeasedTensor(allocate_flat, persistent=False, tracker=ByteTracker())
         self.views_of = partial(_views_of, self.parameters, self.sizes)
         self.grad_buffer = GradBuffer(f"bucket {index}", memory, len(self.sizes), self.views_of)
         self.factor: float | None = None  # factor applied to gradients when they are copied in
@@ -256,8 +256,8 @@ class Bucket:
             and not self._as_views
             and self._is_referenced_elsewhere()
         ):
-            self.grad_buffer.forget()
-        if self.grad_buffer.hold():
+            self.grad_buffer.discard()
+        if self.grad_buffer.allocate():
             self._num_own_refs = self._num_storage_refs()
             self._addresses = [view.data_ptr() for view in self.grad_buffer.views]
             if self._as_views:

@@ -106,7 +106,7 @@ class Compression:
         between two steps."""
         self._last.wait()
         for reduction in self._reductions:
-            reduction.compressor.forget()
+            reduction.compressor.discard()
 
     def _begin(self) -> None:
         """Start a backward, in its first bucket: wait for the previous one, rebuild after new buckets."""
@@ -156,7 +156,7 @@ class Compression:
         errors: dict[int, Tensor] = {}
         for bucket, reduction in zip(self._buckets or [], self._reductions, strict=False):
             if reduction.has_error_feedback and isinstance(bucket, Bucket):
-                error = reduction.compressor.kept[0][: sum(bucket.sizes)]
+                error = reduction.compressor.state[0][: sum(bucket.sizes)]
                 errors.update(zip(bucket.param_indices, error.split(bucket.sizes), strict=True))
         return errors
 
@@ -176,19 +176,19 @@ class _BucketReduction:
     device: torch.device
 
     def __post_init__(self) -> None:
-        self.has_error_feedback = any(tensor.numel() for tensor in self.compressor.kept)
+        self.has_error_feedback = any(tensor.numel() for tensor in self.compressor.state)
         self.is_finite = torch.ones((), dtype=torch.bool, device=self.device)  # of the last sum
         self._padded: Tensor | None = None
 
     @torch.no_grad()
     def start(self, buffer: Tensor, label: str) -> "tuple[torch.futures.Future[Tensor], Work]":
         """Start the reduction. Return its future, and work that completes with it."""
-        contribution, background = self._padded_contribution(buffer), self.group.background
+        contribution, background = self._padded_contribution(buffer), self.group.comm_thread
         assert background is not None, "no communication thread"
         future = _future(buffer.device)
         work = self.compressor.start(contribution, (0, self.numel), label=label)
         finish = partial(self._finish, work, contribution, buffer, future)
-        return future, background.submit(finish, failed=partial(_fail, future))
+        return future, background.submit(finish, on_error=partial(_fail, future))
 
     def _padded_contribution(self, buffer: Tensor) -> Tensor:
         """The buffer itself if it has `numel` elements, else a padded copy."""
@@ -254,7 +254,7 @@ def _factor_rank(kind: str) -> int | None:
             expected='"bf16", "fp16", "int8", "powersgd" or "powersgd:r" with rank r >= 1',
             hint="no hook at all" if kind == "fp32" else unknown_key_hint(str(kind), KINDS),
         )
-    return int(errors[1] or FACTOR_RANK) if kind.startswith("powersgd") else None
+    return int(errors[1] or DEFAULT_POWERSGD_RANK) if kind.startswith("powersgd") else None
 
 
 def _check(bucket: AnyBucket) -> Bucket:

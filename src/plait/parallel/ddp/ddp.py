@@ -19,6 +19,7 @@ from plait.comm.attach import (
     AttachedGroup,
     builtin_hook,
     check_attachable,
+    debug_names_enabled,
     first_bucket_bytes,
     mismatched_param_index,
     remove_optimizer_hooks,
@@ -87,7 +88,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             skips_unused=getattr(self, "skip_all_reduce_unused_params", False),
         )
         self._attached = AttachedGroup(self.process_group, self.device, self._transport)
-        names = param_to_name_mapping if names_are_told() else {}
+        names = param_to_name_mapping if debug_names_enabled() else {}
         self.reducer = TorchReducer(parameters, expect_sparse_gradient, names, options, self._attached)
         self.logger = Logger(self.reducer, self._attached)
         self.reducer.error_log = weakref.ref(self.logger)

@@ -271,7 +271,7 @@ class Reducer:
         if bucket.pending.num_missing:
             return
         self._launcher.complete(bucket.index)
-        if self._launcher.is_over:
+        if self._launcher.all_started:
             if not self._has_sparse:
                 self._start_used_map()
             Variable._execution_engine.queue_callback(self._finalize_backward)
@@ -469,7 +469,7 @@ class TorchReducer(Reducer):
         """Do nothing: row indices are gathered in every reduction."""
 
     def _update_process_group(self, new_process_group: Any) -> None:
-        self.bucket_reducer.attached.move(new_process_group)
+        self.bucket_reducer.attached.set_process_group(new_process_group)
         for bucket in self.buckets:
             bucket.reset()  # their memory belongs to the previous group
 

@@ -130,7 +130,7 @@ class Pipeline:
         for kind, source, target in sorted(self._channels()):
             if self._rank in (source, target):
                 label = f"{kind} from stage rank {source} to {target}"
-                group = mesh.part("pp", sorted((source, target)), lane=label)
+                group = mesh.subgroup("pp", sorted((source, target)), channel=label)
                 if self._rank == source:
                     self._outboxes[kind, target] = Outbox(group, device=self.device, label=label)
                 else:
@@ -235,7 +235,7 @@ class _Run:
         roots, state.roots = state.roots, []
         is_last = self._last_backward[stage] == action
         with timed, self._pipeline.splitter.deferring() if is_split else nullcontext() as deferred:
-            self._stages[stage].zero.backward(roots, gradients, last=is_last, rest=deferred)
+            self._stages[stage].zero.backward(roots, gradients, last=is_last, deferred=deferred)
             del roots, gradients
         if state.stage_input is not None:
             self._send_gradients(action, state.stage_input.take_gradients())

@@ -25,7 +25,7 @@ class HeadSlicer:
 
     def __init__(self, sharding: ArgumentSharding, col: int) -> None:
         self._argument, self._dim, self._heads = sharding.argument, sharding.dim, sharding.heads
-        ((self._start, self._stop),) = sharding.cut.ranges[col]
+        ((self._start, self._stop),) = sharding.sharding.ranges[col]
 
     def __call__(
         self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -62,7 +62,8 @@ from plait.parallel.zero.grad_buffer import (
     ResizableTensor,
 )
 from plait.parallel.zero.state_io import slice_boxes
-from plait.plan import ParamShard, UnitLayout
+from plait.plan import UnitLayout
+from plait.plan.layout import ParamShard
 
 
 class MasterAllocator(Protocol):
@@ -108,7 +109,7 @@ class FlatParam:
     def __init__(self, layout: UnitLayout, config: FlatParamConfig) -> None:
         self.layout = layout
         self.config = config
-        self.start, self.stop = layout.owned(config.shard_rank)
+        self.start, self.stop = layout.owned_range(config.shard_rank)
         if config.allocate_shared is None:
             storage = torch.zeros(layout.numel, dtype=config.compute_dtype, device=config.device)
         else:
@@ -148,7 +149,7 @@ class FlatParam:
             tracker=config.tracker,
         )
         self.grad_buffer = GradBuffer(
-            f"unit {self.layout.name}", memory, len(self.layout.pieces), self.views_of
+            f"unit {self.layout.name}", memory, len(self.layout.params), self.views_of
         )
         if (
             memory.tensor is not None
@@ -169,25 +170,25 @@ class FlatParam:
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
         """Views of a tensor laid out like the storage, one per parameter, each in its boxes' shape."""
-        return [flat[p.start : p.stop].view(p.boxes.shape) for p in self.layout.pieces]
+        return [flat[p.start : p.stop].view(p.boxes.shape) for p in self.layout.params]
 
-    def named_views(self, flat: Tensor) -> Iterator[tuple[Piece, Tensor]]:
+    def named_views(self, flat: Tensor) -> Iterator[tuple[ParamShard, Tensor]]:
         """The layout's pieces with their views of a tensor laid out like the storage."""
-        return zip(self.layout.pieces, self.views_of(flat), strict=True)
+        return zip(self.layout.params, self.views_of(flat), strict=True)
 
     # --- parameters
 
     def write(self, name: str, values: Tensor) -> None:
         """Write this rank's range of a parameter into `master`. `values`: the full parameter."""
         for overlap in self.layout.overlaps(self.start, self.stop):
-            if overlap.piece.name == name:
-                boxes = slice_boxes(values.detach(), overlap.piece.boxes)
+            if overlap.shard.name == name:
+                boxes = slice_boxes(values.detach(), overlap.shard.boxes)
                 owned = boxes.reshape(-1)[overlap.start : overlap.stop]
                 self.master[overlap.at : overlap.at + owned.numel()].copy_(owned)
 
     def make_parameters(self, replaced: Mapping[str, nn.Parameter]) -> None:
         """Create parameters that are views of `storage`; copy attributes that libraries have set."""
-        for piece, view in zip(self.layout.pieces, self._views, strict=True):
+        for piece, view in zip(self.layout.params, self._views, strict=True):
             parameter = nn.Parameter(view.new_empty(0), requires_grad=self.trains)
             # A version counter of its own: all-gathers and updates do not count as edits.
             parameter.data = view
@@ -231,7 +232,7 @@ class FlatParam:
     def check_unchanged(self) -> None:
         """Raise ModelError if a parameter was changed outside the engine: the change would be lost."""
         expected_storage = (self._nan if self._points_to_nan else self.storage).untyped_storage()._cdata
-        for piece, p, version in zip(self.layout.pieces, self._parameters, self._versions, strict=True):
+        for piece, p, version in zip(self.layout.params, self._parameters, self._versions, strict=True):
             if p._version != version or p.untyped_storage()._cdata != expected_storage:
                 raise changed_outside_engine(piece.name)
             if p.requires_grad != self.trains:
@@ -350,7 +351,7 @@ class FlatParam:
         if self._in_micro and not self.grad_buffer.has_arrived(index):
             return
         parameter.grad = None
-        name = self.layout.pieces[index].name
+        name = self.layout.params[index].name
         if not self._in_micro:
             raise ModelError(
                 "a gradient arrived outside the engine's backward",

@@ -140,7 +140,7 @@ class GradReducer:
         walk, for units that are in it."""
         assert set(units) == set(self._units), "an order of other units"
         self._launcher = OrderedLauncher(units, self._start)
-        self._deadlines = deadlines([last_uses.get(unit, -1) for unit in units], prefetch)
+        self._deadlines = reduction_deadlines([last_uses.get(unit, -1) for unit in units], prefetch)
 
     @property
     def completion_order(self) -> list[FlatParam]:
@@ -282,7 +282,7 @@ class GradReducer:
         work = self._reduction.start(unit, grads)
         self._in_flight.add(self, unit, work)
         self._tracker.add(work.buffer_bytes)
-        while len(self._in_flight) > (TRAVELLING if self._frees else _MAX_IN_FLIGHT):
+        while len(self._in_flight) > (MAX_IN_FLIGHT if self._frees else _MAX_IN_FLIGHT):
             self._in_flight.finish_oldest()
 
     def _finish_all(self) -> None:

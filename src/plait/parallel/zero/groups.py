@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from plait.comm import Group, Mesh, all_reduce, shares_memory
-from plait.plan import Layout, Plan, UnitLayout, compresses, reduces_over_all
+from plait.plan import Layout, Plan, UnitLayout, compresses
+from plait.plan.compression import reduces_over_all
 
 
 @dataclass(frozen=True)
@@ -44,15 +45,15 @@ class DataGroups:
 
     @classmethod
     def build(cls, mesh: Mesh, plan: Plan) -> "DataGroups":
-        reduce_scatter = mesh.group("shard", lane="reductions")
-        single_reduction = compresses(plan) and adds_at_once(plan)
+        reduce_scatter = mesh.group("shard", channel="reductions")
+        single_reduction = compresses(plan) and reduces_over_all(plan)
         return cls(
             mesh.world.group,
             mesh.group("replicate", "shard"),
-            mesh.group("replicate", lane="reductions"),
-            mesh.group("shard", lane="gathers"),
+            mesh.group("replicate", channel="reductions"),
+            mesh.group("shard", channel="gathers"),
             reduce_scatter,
-            mesh.group("replicate", "shard", lane="reductions") if single_reduction else reduce_scatter,
+            mesh.group("replicate", "shard", channel="reductions") if single_reduction else reduce_scatter,
             mesh.group("row", "col"),
             mesh.group("pp", "row", "col"),
             mesh.group("replicate", "shard", "row", "col"),
@@ -80,7 +81,7 @@ class ReplicatedGradReduce:
     def __init__(self, mesh: Mesh, layout: Layout) -> None:
         column_sets = {sharers for unit in layout.units if unit.trains for sharers, _, _ in unit.partial}
         in_order = sorted(column_sets, key=lambda sharers: (len(sharers), sharers))
-        self._groups = {sharers: mesh.part("col", sharers, lane="gradients") for sharers in in_order}
+        self._groups = {sharers: mesh.subgroup("col", sharers, channel="gradients") for sharers in in_order}
 
     def reduce(self, layout: UnitLayout, gradient: Tensor) -> None:
         """All-reduce in place, in float32 at least. `gradient` is laid out like the unit's storage."""

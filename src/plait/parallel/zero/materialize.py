@@ -40,7 +40,7 @@ def init_flat_params(
         )
     units_of: dict[str, list[FlatParam]] = {}
     for unit in (unit for of_stage in units.values() for unit in of_stage):
-        for piece in unit.layout.pieces:
+        for piece in unit.layout.params:
             units_of.setdefault(piece.name, []).append(unit)
     standalone: dict[str, nn.Parameter] = {}
 
@@ -139,7 +139,7 @@ def _owners(
     by_block: dict[str, list[FlatParam]] = {}
     for unit in units:
         by_block.setdefault(unit.layout.block, []).append(unit)
-    block_of_name = {piece.name: unit.layout.block for unit in units for piece in unit.layout.pieces}
+    block_of_name = {piece.name: unit.layout.block for unit in units for piece in unit.layout.params}
     block_of = {id(p): block_of_name[n] for p in model.parameters() if (n := names[id(p)]) in block_of_name}
     owners: dict[str, list[nn.Module]] = {name: [] for name in by_block}
     for name, block in blocks.items():

@@ -37,7 +37,8 @@ from plait.comm import (
 from plait.parallel.zero.flat_param import FlatParam
 from plait.parallel.zero.grad_buffer import ByteTracker
 from plait.parallel.zero.groups import DataGroups, Precision
-from plait.plan import Layout, Plan, compresses, message_buffer_bytes, reduces_over_all
+from plait.plan import Layout, Plan, compresses
+from plait.plan.compression import message_buffer_bytes, reduces_over_all
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,8 @@ class DefaultReduction:
     def __init__(
         self, groups: DataGroups, device: torch.device, *, exchanges_contributions: bool, rounds_to_bf16: bool
     ) -> None:
-        """`exchanges_contributions`: replicas send each other their gradients as they are. `rounds_to_bf16`: gradients are sent in
-        bf16, whatever their dtype."""
+        """`exchanges_contributions`: replicas send each other their unreduced gradients. `rounds_to_bf16`:
+        gradients are sent in bf16, whatever their dtype."""
         self.is_single = exchanges_contributions
         self._groups = groups
         self._device = device
@@ -131,12 +132,12 @@ class CompressedReduction:
         tracker: ByteTracker,
     ) -> None:
         """`units`: the trainable ones."""
-        self.is_single = adds_at_once(plan)
+        self.is_single = reduces_over_all(plan)
         self._device = device
         self._groups = groups
         first = groups.dp_reduce if self.is_single else groups.reduce_scatter
         wanted = [first] if self.is_single else [first, groups.replicate]
-        scratch_sizes = room_bytes(Layout(tuple(unit.layout for unit in units)), plan)
+        scratch_sizes = message_buffer_bytes(Layout(tuple(unit.layout for unit in units)), plan)
         self._first: dict[FlatParam, Compressor] = {}
         self._over_replicas: dict[FlatParam, Compressor] = {}
         for group, num_bytes in zip([g for g in wanted if g.size > 1], scratch_sizes, strict=True):
@@ -155,7 +156,7 @@ class CompressedReduction:
 
     @property
     def residual_bytes(self) -> int:
-        return sum(tensor.nbytes for compressor in self._compressors() for tensor in compressor.kept)
+        return sum(tensor.nbytes for compressor in self._compressors() for tensor in compressor.state)
 
     def start(self, unit: FlatParam, grads: Tensor) -> ReduceWork:
         label = unit.layout.name
@@ -171,7 +172,7 @@ class CompressedReduction:
 
     def discard_residuals(self) -> None:
         for compressor in self._compressors():
-            compressor.forget()
+            compressor.discard()
 
     def scale_residuals(self, factor: float) -> None:
         for compressor in self._compressors():

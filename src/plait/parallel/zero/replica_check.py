@@ -139,8 +139,8 @@ class ReplicaCheck:
 
     def _parts_of(self, kind: str, unit: FlatParam, flat: Tensor, start: int, stop: int) -> Iterator[_Part]:
         """The parts in `flat`, which is [start, stop) of the unit's storage."""
-        overlaps = {overlap.piece.name: overlap for overlap in unit.layout.overlaps(start, stop)}
-        for piece in unit.layout.pieces:
+        overlaps = {overlap.shard.name: overlap for overlap in unit.layout.overlaps(start, stop)}
+        for piece in unit.layout.params:
             tensor = ReplicatedTensor(kind, piece.name, piece.boxes)
             if tensor not in self._row_of:
                 continue

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from plait.plan import Grid, Layout, ParamShard, Plan, StageAssignment, TPCoord, UnitInfo, UnitLayout
+from plait.plan import Grid, Layout, Plan, StageAssignment, TPCoord, UnitLayout
+from plait.plan.layout import ParamShard, UnitInfo
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -51,7 +52,7 @@ class ShardMap:
     def from_plan(
         cls,
         model: nn.Module,
-        facts: Sequence[UnitFact],
+        facts: Sequence[UnitInfo],
         assignment: StageAssignment,
         rank_of: Mapping[int, int],
         grid: Grid,
@@ -65,8 +66,8 @@ class ShardMap:
             stages = [stage for stage in range(assignment.num_stages) if rank_of[stage] == rank]
             layouts += [
                 {
-                    stage: Layout.of(
-                        assignment.facts_of(stage, facts),
+                    stage: Layout.build(
+                        assignment.units_of(stage, facts),
                         grid.degree("shard"),
                         tp_coord,
                         assignment.counted_on_other_stage(stage),
@@ -78,13 +79,13 @@ class ShardMap:
         in_units = {tensor.name for unit in facts for tensor in unit.tensors}
         named = dict(model.named_parameters())
         standalone = {
-            name: StandaloneTensor("weights", assignment.homes[name], tuple(p.shape), p.dtype)
+            name: StandaloneTensor("weights", assignment.owner[name], tuple(p.shape), p.dtype)
             for name, p in named.items()
             if name not in in_units
         }
         standalone |= {
             name: StandaloneTensor(
-                "buffers", assignment.homes[name], tuple(buffer.shape), buffer_dtype(buffer, plan)
+                "buffers", assignment.owner[name], tuple(buffer.shape), buffer_dtype(buffer, plan)
             )
             for name, buffer in persistent_buffers(model).items()
         }
@@ -97,12 +98,12 @@ class ShardMap:
             for index in range(len(next(iter(by_rank.values())))):
                 yield stage, index, {rank: units[index] for rank, units in by_rank.items()}
 
-    def pieces(self) -> Iterator[tuple[Piece, bool]]:
+    def pieces(self) -> Iterator[tuple[ParamShard, bool]]:
         """Every parameter in a unit once: one rank's piece, and whether it trains."""
         seen: set[str] = set()
         for _, _, by_rank in self.units():
             unit = next(iter(by_rank.values()))
-            for piece in unit.pieces:
+            for piece in unit.params:
                 if piece.name not in seen:
                     seen.add(piece.name)
                     yield piece, unit.trains

@@ -88,10 +88,10 @@ class ShardedState:
         total = None
         for unit in self._trained():
             for overlap in unit.layout.overlaps(unit.start, unit.start + unit.grad_shard.numel()):
-                if overlap.piece.name == name:
+                if overlap.shard.name == name:
                     actual = unit.grad_shard[overlap.at : overlap.at + overlap.stop - overlap.start].double()
                     right = (
-                        slice_boxes(expected, overlap.piece.boxes)
+                        slice_boxes(expected, overlap.shard.boxes)
                         .reshape(-1)[overlap.start : overlap.stop]
                         .to(actual)
                     )
@@ -139,23 +139,23 @@ class ShardedState:
     def _shards_of(self, unit: FlatParam) -> Iterator[StateShard]:
         """The state of this rank's range of a unit."""
         for overlap in unit.layout.overlaps(unit.start, unit.stop):
-            if overlap.piece.counted:
+            if overlap.shard.counted:
                 yield _shard_of(
-                    f"weights/{overlap.piece.name}", overlap, unit.master.dtype, lambda: unit.master
+                    f"weights/{overlap.shard.name}", overlap, unit.master.dtype, lambda: unit.master
                 )
         for part in self._optimizer.slices[unit] if unit.trains and self._optimizer.has_states else ():
             for overlap in unit.layout.overlaps(unit.start + part.start, unit.start + part.stop):
-                if overlap.piece.counted:
+                if overlap.shard.counted:
                     yield from self._optimizer_shards(part, overlap)
 
     def _optimizer_shards(self, part: OptimizerSlice, overlap: Overlap) -> Iterator[StateShard]:
         for kind in sorted(self._optimizer.kinds):
-            key = f"{kind}/{overlap.piece.name}"
+            key = f"{kind}/{overlap.shard.name}"
             if "." not in kind:
                 yield _shard_of(
                     key, overlap, part.leaf.dtype, functools.partial(self._flat_state, part, kind)
                 )
-            elif overlap.start == 0 and all(dim[0][0] == 0 for dim in overlap.piece.boxes.ranges):
+            elif overlap.start == 0 and all(dim[0][0] == 0 for dim in overlap.shard.boxes.ranges):
                 # A parameter's counters are saved by the owner of its first element.
                 yield self._counter_shard(part, kind, key)
 
@@ -189,7 +189,7 @@ class ShardedState:
             for unit in self._all_units():
                 for overlap in unit.layout.overlaps(unit.start, unit.stop):
                     into = unit.master[overlap.at : overlap.at + overlap.stop - overlap.start]
-                    key, piece = f"weights/{overlap.piece.name}", overlap.piece
+                    key, piece = f"weights/{overlap.shard.name}", overlap.shard
                     source.read(key, piece.boxes, overlap.start, into, counted=piece.counted)
             for name, (_, tensors) in self._local_standalone().items():
                 for tensor in tensors:
@@ -236,7 +236,7 @@ class ShardedState:
                 flat = torch.empty(layout.numel, dtype=dtype, device=self._config.device)
                 receive(flat, self._model, rank)
             assert flat is not None, f"{layout.name} is not on the rank that the shard map names"
-            for piece in layout.pieces:
+            for piece in layout.params:
                 if piece.counted:
                     if piece.name not in full:
                         full[piece.name] = torch.empty(piece.full_shape, dtype=flat.dtype)
@@ -353,7 +353,7 @@ class ShardedState:
         """Read a slice's state, in the form in which the optimizer holds it."""
         groups = {leaf: g for g in self._optimizer.optimizer.param_groups for leaf in g["params"]}
         overlaps = unit.layout.overlaps(unit.start + part.start, unit.start + part.stop)
-        name = overlaps[0].piece.name if overlaps else unit.layout.pieces[0].name
+        name = overlaps[0].shard.name if overlaps else unit.layout.params[0].name
         present = self._optimizer.chunked.state(part.leaf)  # its memory is reused
         state: dict[str, Any] = {}
         for kind in kinds:
@@ -368,7 +368,7 @@ class ShardedState:
                 flat = torch.zeros_like(part.leaf, requires_grad=False) if fresh else present[kind]
                 state[kind] = flat
                 for overlap in overlaps:
-                    into, piece = flat[overlap.at : overlap.at + overlap.stop - overlap.start], overlap.piece
+                    into, piece = flat[overlap.at : overlap.at + overlap.stop - overlap.start], overlap.shard
                     source.read(
                         f"{kind}/{piece.name}", piece.boxes, overlap.start, into, counted=piece.counted
                     )
@@ -410,7 +410,7 @@ def _shard_of(key: str, overlap: Overlap, dtype: torch.dtype, flat: Callable[[],
         return flat().detach()[overlap.at : overlap.at + overlap.stop - overlap.start]
 
     return StateShard(
-        key, overlap.piece.full_shape, dtype, overlap.piece.boxes, overlap.start, overlap.stop, read
+        key, overlap.shard.full_shape, dtype, overlap.shard.boxes, overlap.start, overlap.stop, read
     )
 
 

@@ -221,7 +221,9 @@ class Unsharder:
     @property
     def last_uses(self) -> dict[FlatParam, int]:
         """The last index of each unit in backward's walk."""
-        return {unit: i for i, group in enumerate(self._exec_order.of(backward=True)) for unit in group}
+        return {
+            unit: i for i, group in enumerate(self._exec_order.walk_order(backward=True)) for unit in group
+        }
 
     @property
     def digest(self) -> int:
@@ -231,8 +233,8 @@ class Unsharder:
 
     def _begin(self, *, backward: bool) -> None:
         if self._reshards:
-            uses = self._exec_order.of(backward=backward)
-            self._walk = PrefetchWalk(uses, self._prefetch, self._kept, frees=not self._keep_unsharded)
+            uses = self._exec_order.walk_order(backward=backward)
+            self._walk = PrefetchWalk(uses, self._prefetch, self._kept, reshards=not self._keep_unsharded)
             recording = not self._has_agreed and (backward or torch.is_grad_enabled())
             self._record = [] if recording and backward not in self._records else None
 
@@ -317,15 +319,15 @@ class Unsharder:
 
     def _walk_to(self, walk: PrefetchWalk[ParamGroup], index: int) -> None:
         """Start the uses up to this one. Those before it are other ranks': over as soon as they start."""
-        while walk.at < index:
-            to_start = walk.step()
+        while walk.position < index:
+            to_start = walk.advance()
             self._reshard_finished(walk)
             for param_group in to_start:
                 self._start_unshard_group(param_group)
             if self._in_backward and not self._keep_unsharded:
-                self._on_progress(walk.at)
-            skipped = walk.uses[walk.at]
-            if walk.at < index and not self._keep_unsharded and not self._num_in_forward.get(skipped):
+                self._on_progress(walk.position)
+            skipped = walk.uses[walk.position]
+            if walk.position < index and not self._keep_unsharded and not self._num_in_forward.get(skipped):
                 for unit in skipped:
                     if unit in self._unsharded and skipped not in walk.window[1:]:
                         self._reshard(unit)

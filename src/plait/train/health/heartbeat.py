@@ -214,7 +214,7 @@ class Heartbeat:
 
     def _write_status(self, age_s: float) -> None:
         """Write this rank's status; the file is closed each time, which makes it visible to other hosts."""
-        (step, phase, _), what = self._current, self._world.clock.what
+        (step, phase, _), what = self._current, self._world.clock.current
         within = "" if what is None else str(what)
         with contextlib.suppress(OSError):
             path = stacks_file(self._folder, self._world.rank).with_suffix(".json")

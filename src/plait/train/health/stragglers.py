@@ -39,7 +39,7 @@ class Stragglers:
         self._every = every if world.device.type == "cpu" and world.size > 1 else 0
         self._factor = factor
         self._log = log
-        grid = Grid.of(plan)
+        grid = Grid.from_plan(plan)
         self._stages = [grid.coord(rank)["pp"] for rank in range(world.size)]
         self._slow: set[int] = set()  # already reported
         self._seconds: list[tuple[float, float]] = []  # per step: own work, full step
