@@ -1,11 +1,11 @@
 """A rank of a large grid makes its own groups and no other, when it needs them, in no time."""
 
-from plait.models.sharding.plan import build_tp_plan
 import time
 from typing import Any
 
 from plait.comm import Group, Mesh
 from plait.models import blocks_of, unit_facts
+from plait.models.sharding.plan import build_tp_plan
 from plait.parallel import DataGroups, ShardMap
 from plait.plan import Grid, Plan, StageAssignment, TPCoord
 from support import pipeline_models
