@@ -84,7 +84,7 @@ def passes(engine: Engine, batch: Batch) -> float:
     engine._begin()
     engine._runner.train(engine._micros(batch), engine._add_loss, (engine.seed, 0), engine.data_rank)
     loss = float(engine._totals[0])
-    engine.abandon()
+    engine.discard_step()
     return loss
 
 

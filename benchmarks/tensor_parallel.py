@@ -48,7 +48,7 @@ def ours(words: str, precision: str, world: World) -> Contender:
     def passes(batch: Batch) -> float:
         loss, num_targets = engine.loss(batch)
         engine.backward(loss, num_targets)
-        engine.abandon()
+        engine.discard_step()
         return float(loss.detach() / num_targets)
 
     return Contender(

@@ -90,7 +90,6 @@ def collectives(
             parse_collectives(collective or []), parse_sizes(sizes), transport, dtype, storage, rounds, budget
         )
         num_ranks, local_ranks = _num_ranks(ranks)
-        check_num_ranks(num_ranks)
         check_memory(request, local_ranks, available_bytes())
         check_outputs(outputs)
         if is_saved:
@@ -145,7 +144,6 @@ def ddp(
     with first_rank_first():
         request = DdpRequest(parse_caps(caps), transport, model, precision, batch, sequence, rounds)
         num_ranks, local_ranks = _num_ranks(ranks)
-        check_num_ranks(num_ranks)
         check_ddp_memory(request, local_ranks, available_bytes())
         check_outputs(outputs)
         from plait.comm.launch import end_with_parent, launch_local
@@ -168,12 +166,15 @@ def ddp(
 
 
 def _num_ranks(requested: int | None) -> tuple[int, int]:
-    """Return the number of ranks, and of those on this host."""
+    """Return the number of ranks, and of those on this host. Raises ConfigError, PlanError."""
     if "WORLD_SIZE" not in os.environ:
-        return (_RANKS, _RANKS) if requested is None else (requested, requested)
-    check_ranks(requested)
-    size = int(os.environ["WORLD_SIZE"])
-    return size, int(os.environ.get("LOCAL_WORLD_SIZE", size))
+        size = local_size = _RANKS if requested is None else requested
+    else:
+        check_ranks(requested)
+        size = int(os.environ["WORLD_SIZE"])
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    check_num_ranks(size)
+    return size, local_size
 
 
 def _words(

@@ -81,10 +81,7 @@ def verify(
     selected = [_with_dtype(dtype, one) for one in _select_plans(plan, plans, num_ranks_of_all, ranks)]
     stages = max(load_schedule(p.schedule, p.pp, p.micro, p.chunks).num_stages for p in selected)
 
-    from rich.console import Console
-
     from plait.verify.model_spec import parse_source
-    from plait.verify.report import print_verdict, verdict_matrix
     from plait.verify.runner import WorkerOptions
     from plait.verify.runner import verify as verify_on_ranks
     from plait.verify.worker import Case, check
@@ -93,19 +90,26 @@ def verify(
     on = _device(device, transport, max(p.num_ranks for p in selected))
     samples = 2 * lcm(*(p.dp * p.micro for p in selected))
     cases = [Case(source, str(p), dtype.value, steps, samples, sequence, seed, tolerance) for p in selected]
-    console = Console()
     if plan is not None:
         check(source.spec(), selected[0])
     with tempfile.TemporaryDirectory(prefix="plait-verify-") as folder:
         options = WorkerOptions(on, transport, find_suspects=plan is not None)
         verdicts = verify_on_ranks(cases, Path(folder), options)
-    if plan is not None:
-        print_verdict(verdicts[0], console)
-    else:
-        console.print(verdict_matrix(verdicts))
+    _print_verdicts(verdicts, is_single=plan is not None)
     if json is not None:
         write_json_output(json, [verdict.to_values() for verdict in verdicts])
     raise typer.Exit(_exit_code(verdicts))
+
+
+def _print_verdicts(verdicts: "list[Verdict]", *, is_single: bool) -> None:
+    from rich.console import Console
+
+    from plait.verify.report import print_verdict, verdict_matrix
+
+    if is_single:
+        print_verdict(verdicts[0], Console())
+    else:
+        Console().print(verdict_matrix(verdicts))
 
 
 @report_errors

@@ -44,17 +44,7 @@ def prepare(
     """
     recipe = _read(source, sets, plan, resume)
     run = RunDir(recipe.run.dir)
-    requested = Plan.parse(recipe.plan)
-    num_ranks = ranks if ranks is not None else num_local_ranks(requested, recipe.run.device)
-    resolved = requested.resolved(num_ranks)
-    resolved.check_ranks(num_ranks)
-    _check_batch(resolved, recipe.run.batch)
-    _check_loss_scale(resolved, recipe.loss_scale)
-    _check_offload(resolved, recipe.run)
-    check_output_paths({"run.trace": recipe.run.trace})
-    if local:
-        _check_devices(resolved.num_ranks, recipe.run.device)
-    check_config(recipe.model, recipe.data.sequence, resolved)
+    resolved = _resolve_plan(recipe, ranks, local)
     if resume:
         saved = run.read_recipe(sets, plan)
         lock_run(run, lock)
@@ -82,6 +72,22 @@ def prepare(
         check(newest)
     rewrite_recipe(run, recipe)
     return recipe
+
+
+def _resolve_plan(recipe: Recipe, ranks: int | None, local: bool) -> Plan:
+    """Return the plan with its number of ranks. Raises a PlaitError if it does not fit the recipe."""
+    requested = Plan.parse(recipe.plan)
+    num_ranks = ranks if ranks is not None else num_local_ranks(requested, recipe.run.device)
+    resolved = requested.resolved(num_ranks)
+    resolved.check_ranks(num_ranks)
+    _check_batch(resolved, recipe.run.batch)
+    _check_loss_scale(resolved, recipe.loss_scale)
+    _check_offload(resolved, recipe.run)
+    check_output_paths({"run.trace": recipe.run.trace})
+    if local:
+        _check_devices(resolved.num_ranks, recipe.run.device)
+    check_config(recipe.model, recipe.data.sequence, resolved)
+    return resolved
 
 
 def _read(source: Path, sets: Sequence[str], plan: str | None, resume: bool) -> Recipe:

@@ -138,8 +138,6 @@ def _loop(state: TrainState, signals: SignalHandler) -> signal.Signals | None:
     engine.world.barrier()  # ranks of a host measure at the same time: they share it in training too
     peak_flops = matmul_peak(engine.device, DTYPES[engine.plan.precision])
     _show_start(state, peak_flops)
-    flops = engine.flops_per_token(state.recipe.data.sequence) * config.batch * state.recipe.data.sequence
-    ideal_s = flops / (engine.world.size * peak_flops)
     lr_factor = state.recipe.schedule.lr_lambda(config.steps)
     batches = _batches(state, state.store.train, state.batches_left, state.recipe.data.workers)
     with (
@@ -157,7 +155,7 @@ def _loop(state: TrainState, signals: SignalHandler) -> signal.Signals | None:
         while state.step < config.steps:
             lr = state.recipe.optimizer.lr * lr_factor(state.step)
             result, step_metrics = _step(
-                state, lr, lambda: monitor.step(state.step, batches, trace.step), ideal_s
+                state, lr, lambda: monitor.step(state.step, batches, trace.step), _ideal_s(state, peak_flops)
             )
             metrics.step(step_metrics)
             if state.step == first_step + 1:  # from here on the optimizer has states
@@ -176,13 +174,7 @@ def _loop(state: TrainState, signals: SignalHandler) -> signal.Signals | None:
                 flags_every = _flags_every(engine, step_metrics.seconds)
             stopping = to_save = False
             if state.step % flags_every == 0:
-                stopping, to_save, has_ended = engine.world.any_flags(
-                    signals.stop_signal is not None,
-                    signals.save_requested or saving.is_due,
-                    saving.has_ended,
-                )
-                if has_ended:
-                    saving.wait()
+                stopping, to_save = _agree_on_requests(engine, signals, saving)
             last = stopping or state.step == config.steps
             to_save = last or to_save or _due(state.step, config.checkpoint_every, config.steps)
             if config.check_replicas_every and (to_save or state.step % config.check_replicas_every == 0):
@@ -199,6 +191,23 @@ def _loop(state: TrainState, signals: SignalHandler) -> signal.Signals | None:
                 )
                 return signals.stop_signal or signal.SIGTERM
     return None
+
+
+def _ideal_s(state: TrainState, peak_flops: float) -> float:
+    """Duration of a step at the peak rate of all ranks."""
+    sequence, engine = state.recipe.data.sequence, state.engine
+    flops = engine.flops_per_token(sequence) * state.recipe.run.batch * sequence
+    return flops / (engine.world.size * peak_flops)
+
+
+def _agree_on_requests(engine: Engine, signals: SignalHandler, saving: Checkpointing) -> tuple[bool, bool]:
+    """Return whether any rank has to stop, and whether any has to save. Collects a finished save."""
+    stopping, to_save, has_ended = engine.world.any_flags(
+        signals.stop_signal is not None, signals.save_requested or saving.is_due, saving.has_ended
+    )
+    if has_ended:
+        saving.wait()
+    return stopping, to_save
 
 
 def _step(
