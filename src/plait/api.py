@@ -45,25 +45,22 @@ def parallelize(
 ) -> Engine:
     """Return an engine that trains `model` under `plan` on the ranks of this job (one rank if started alone).
 
-    model           a Hugging Face causal LM or any nn.Module, unmodified. With weights (rank 0's are used),
-                    or on the meta device to be initialized from `seed` and parameter names, identically under
-                    every plan. Its parameters are replaced by new objects. Or a list of modules: see `Chain`
+    model           a Hugging Face causal LM or any nn.Module, unmodified, or a list of modules (see `Chain`).
+                    With weights (rank 0's are used), or on the meta device to be initialized from `seed` and
+                    parameter names, identically under every plan. Its parameters are replaced by new objects
     plan            a `Plan`, or its text: "dp=2 tp=2 zero=3"
     optimizer       an element-wise optimizer class of torch.optim; its fused version is used if there is one
     optimizer_args  its keyword arguments
     param_groups    as in torch: parameters, or dicts of them. None: no weight decay for norms and biases
     clip_norm       maximum global 2-norm of the gradient
     clip_value      maximum absolute value of each gradient element
-    loss            (outputs, micro-batch) -> (summed loss, number of targets). None: next-token cross
-                    entropy. The model receives the micro-batch's entries by name, without `labels`
+    loss            (outputs, micro-batch) -> (summed loss, number of targets); the model receives the
+                    micro-batch's entries by name, without `labels`. None: next-token cross entropy
     loss_scaling    dynamic loss scaling of precision=fp16
-    blocks          the repeated modules, or their classes. None: the children of the largest ModuleList or
-                    Sequential
+    blocks          the repeated modules, or their classes. None: those of the largest ModuleList
     offload_dir     folder of offload=disk
-    tensor_plan     how `tp` shards layers, such as {"blocks.*.fc1": "colwise"}. None: the built-in plan for
-                    the model
-    probe           compare the gradients with those of the full model on rank 0, for random tokens (True) or
-                    a batch
+    tensor_plan     how `tp` shards layers, {"blocks.*.fc1": "colwise"}. None: the model's own plan
+    probe           compare gradients with the full model's on rank 0, for random tokens (True) or a batch
     seed            of initial weights and dropout
     weights         a Hugging Face checkpoint folder; each rank reads only its part. Needs a model on meta
     world           the ranks to use. None: `connect()`
@@ -79,26 +76,19 @@ def parallelize(
     named_blocks = find_blocks(model, plan, blocks)
     reader = None if weights is None else _weights_reader(model, Path(weights), world)
     self_check = SelfCheck.build(model, probe, plan, seed)  # before the model is sharded
-    spec = replace(
-        training_spec(model, plan, named_blocks, param_groups=param_groups, tensor_plan=tensor_plan),
-        optimizer=optimizer,
-        arguments=optimizer_args or {},
-        clip_norm=clip_norm,
-        clip_value=clip_value,
-        loss=loss,
-        loss_scaling=_loss_scaling(plan, loss_scaling),
-        seed=seed,
-        draws=reader is None,
-        offload_dir=None if offload_dir is None else Path(offload_dir),
-    )
-    engine = Engine(
-        model if model.training else model.train(),
-        plan,
-        spec,
-        Mesh(world, Grid.from_plan(plan)),
-        named_blocks,
-    )
+    spec = training_spec(model, plan, named_blocks, param_groups=param_groups, tensor_plan=tensor_plan)
+    spec = replace(spec, optimizer=optimizer, arguments=optimizer_args or {}, loss=loss, seed=seed)
+    spec = replace(spec, clip_norm=clip_norm, clip_value=clip_value, draws=reader is None)
+    spec = replace(spec, loss_scaling=_loss_scaling(plan, loss_scaling))
+    spec = replace(spec, offload_dir=None if offload_dir is None else Path(offload_dir))
+    mesh = Mesh(world, Grid.from_plan(plan))
+    engine = Engine(_in_training(model), plan, spec, mesh, named_blocks)
     return _initialize(engine, reader, self_check, loss)
+
+
+def _in_training(model: nn.Module) -> nn.Module:
+    """Put the model in training mode, unless it is: parts of it may be in evaluation mode on purpose."""
+    return model if model.training else model.train()
 
 
 def _initialize(
