@@ -149,7 +149,7 @@ def convert(
     """Write the weights as a Hugging Face directory, one tensor at a time."""
     from plait.checkpoint.huggingface import SHARD_BYTES
     from plait.train.export import convert as write
-    from plait.train.run import RunDir
+    from plait.train.run_dir import RunDir
 
     limit = SHARD_BYTES if max_shard_size is None else _bytes_of(max_shard_size)
     found = _newest(location)

@@ -148,7 +148,7 @@ def _explain_run(
         )
     from plait.train.explain import cluster_from_run, explain_recipe
     from plait.train.measurements import read_measured
-    from plait.train.run import RunDir
+    from plait.train.run_dir import RunDir
 
     directory = RunDir(path)
     recipe = directory.read_recipe()

@@ -12,7 +12,7 @@ def export(
 ) -> None:
     """Export a trained model for AutoModelForCausalLM and AutoTokenizer."""
     from plait.train.export import export as write
-    from plait.train.run import RunDir
+    from plait.train.run_dir import RunDir
 
     write(RunDir(run), out, dtype)
     print(out)

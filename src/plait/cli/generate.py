@@ -19,6 +19,6 @@ def generate(
 ) -> None:
     """Generate text with a trained model."""
     from plait.train.export import generate as write
-    from plait.train.run import RunDir
+    from plait.train.run_dir import RunDir
 
     print(write(RunDir(run), prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed))

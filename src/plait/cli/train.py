@@ -59,11 +59,12 @@ def train(
     if recipe.is_file():
         read_recipe(recipe, sets, plan)  # a mistake in it is reported before torch is imported
     from plait.comm.launch import launch_local
-    from plait.train.run import RunDir, discard_unused, num_local_ranks, prepare
+    from plait.train.prepare import num_local_ranks, prepare
+    from plait.train.run_dir import RunDir, discard_unused
 
     # A single rank is started the same way as several: the same signals, errors and exit codes.
-    with contextlib.ExitStack() as alone:
-        prepared = prepare(recipe, sets=sets, plan=plan, resume=resume, start=start, ranks=ranks, alone=alone)
+    with contextlib.ExitStack() as lock:
+        prepared = prepare(recipe, sets=sets, plan=plan, resume=resume, start=start, ranks=ranks, lock=lock)
         run, parsed = prepared.run.dir, Plan.parse(prepared.plan)
         num_ranks = ranks if ranks is not None else num_local_ranks(parsed, prepared.run.device)
         words = ["rank", str(run), *(["--debug"] if debug else [])]
@@ -79,7 +80,7 @@ def rank(run: Run, debug: Debug = False) -> None:
     from plait.comm.launch import end_with_parent
 
     end_with_parent()
-    from plait.train.run import RunDir
+    from plait.train.run_dir import RunDir
 
     recipe = RunDir(run).read_recipe()
     raise typer.Exit(_train_on_rank(recipe, _connect(recipe), debug))
@@ -96,7 +97,8 @@ def _train_under_torchrun(
 ) -> int:
     """Prepare the run on rank 0, while the others wait however long the data takes; then train."""
     from plait.train.config import read_recipe
-    from plait.train.run import RunDir, discard_unused, is_later_attempt, prepare
+    from plait.train.prepare import prepare
+    from plait.train.run_dir import RunDir, discard_unused, is_later_attempt
 
     with first_rank_first():
         check_ranks(ranks)
@@ -105,7 +107,7 @@ def _train_under_torchrun(
         )
         world = _connect(recipe)
     run = RunDir(recipe.run.dir if not source.is_dir() else source)
-    with contextlib.ExitStack() as alone:
+    with contextlib.ExitStack() as lock:
         if world.rank == 0:
             if is_later_attempt(run):
                 resume, start = True, None
@@ -117,7 +119,7 @@ def _train_under_torchrun(
                 start=start,
                 ranks=world.size,
                 local=False,
-                lock=alone,
+                lock=lock,
             )
             world.announce(_PREPARED)
         world.wait_for(_PREPARED)
