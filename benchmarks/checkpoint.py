@@ -33,7 +33,7 @@ import common
 import plait
 from data_parallel import LLAMA, a_batch, on_ranks
 from peers import ADAMW
-from plait.bench import machine
+from plait.bench.report import machine
 from plait.checkpoint import Saver, open_checkpoint, step_path
 from plait.comm import World, all_reduce, connect
 from plait.models import causal_lm_on_meta
@@ -85,13 +85,13 @@ class Case:
         self.engine.step(a_batch(2))
         self.other = engine_of(OTHER, arguments.layers, world)
         self.other.step(a_batch(2))
-        self.kept = self.engine.state_shards()
-        self.num_bytes = sum(each.num_bytes for each in self.kept)
+        self.state_shards = self.engine.state_shards()
+        self.num_bytes = sum(each.num_bytes for each in self.state_shards)
         self.bytes_file = self.folder / f"bytes-{world.rank}"
         self.bytes_file.write_bytes(os.urandom(2**20) * (self.num_bytes // 2**20 + 1))
         os.truncate(self.bytes_file, self.num_bytes)
         self.dcp = torchs(self.engine, world)
-        self.memory = {each: torch.zeros(each.stop - each.start, dtype=each.dtype) for each in self.kept}
+        self.memory = {each: torch.zeros(each.stop - each.start, dtype=each.dtype) for each in self.state_shards}
         self.background = Saver(self.folder / "behind", world, background=True)
         self.front = Saver(self.folder / "front", world)
         self.round = 0
@@ -171,7 +171,7 @@ def worker(arguments: argparse.Namespace) -> None:
     read = open_checkpoint(step_path(case.folder / "front", case.round))
     with read.reader() as reader:
         case.other.load_from(reader)
-        amounts = torch.tensor([float(reader.bytes_read), sum(each.num_bytes for each in case.other.kept())])
+        amounts = torch.tensor([float(reader.bytes_read), sum(each.num_bytes for each in case.other.state_shards())])
     all_reduce(amounts, world.group)
     if world.rank == 0:
         rows = []

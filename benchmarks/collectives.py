@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import common
-from plait.bench import machine
+from plait.bench.report import machine
 from plait.comm import (
     Group,
     World,

@@ -39,7 +39,7 @@ import ddp_peers
 import peers
 import plait
 from peers import ADAMW, Batch, Peer, Step
-from plait.bench import machine
+from plait.bench.report import machine
 from plait.comm import World, all_reduce, connect, launch_local
 from plait.models import causal_lm_on_meta
 

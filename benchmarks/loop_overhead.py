@@ -20,9 +20,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import common
-from plait.bench import machine
+from plait.bench.report import machine
 from plait.comm import connect
-from plait.data import open_store
+from plait.data.dataset import open_store
 from plait.models import causal_lm_on_meta
 from plait.train.config import Recipe
 from plait.train.prepare import prepare

@@ -24,7 +24,7 @@ import torch
 
 import common
 import plait
-from plait.bench import machine
+from plait.bench.report import machine
 from plait.comm import World
 from plait.models import causal_lm_on_meta
 

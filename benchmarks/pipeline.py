@@ -38,7 +38,7 @@ import plait
 from data_parallel import LLAMA, SEQUENCE, a_batch, on_ranks
 from peers import Batch
 from pipeline_peers import DTYPES, Contender, Shape
-from plait.bench import machine
+from plait.bench.report import machine
 from plait.comm import World, broadcast, connect
 from plait.engine.engine import Engine
 from plait.models import blocks_of, causal_lm_on_meta, plan_stages
@@ -81,8 +81,8 @@ def ours(name: str, words: str, precision: str, world: World) -> tuple[Contender
 
 def passes(engine: Engine, batch: Batch) -> float:
     """What `engine.step` does before its update; the engine has no name for that part alone."""
-    engine._begin()
-    engine._runner.train(engine._micros(batch), engine._add_loss, (engine.seed, 0), engine.data_rank)
+    engine._check_ready()
+    engine._runner.train(engine._batches.micros(batch), engine._add_loss, (engine.seed, 0), engine.data_rank)
     loss = float(engine._totals[0])
     engine.discard_step()
     return loss

@@ -19,8 +19,9 @@ import numpy as np
 import torch
 
 import common
-from plait.bench import machine
-from plait.data import TokenStream, Windows
+from plait.bench.report import machine
+from plait.data.dataset import TokenStream
+from plait.data.loader import Windows
 
 PART_BYTES = 32 << 20
 

@@ -17,7 +17,7 @@ import common
 import plait
 from data_parallel import LLAMA, SEQUENCE, a_batch
 from peers import ADAMW, Batch, Step, groups
-from plait.bench import machine
+from plait.bench.report import machine
 from plait.comm import World
 from plait.models import causal_lm_on_meta
 

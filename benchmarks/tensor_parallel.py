@@ -27,7 +27,7 @@ import plait
 import tensor_peers
 from data_parallel import LLAMA, SEQUENCE, a_batch, on_ranks
 from peers import ADAMW, Batch
-from plait.bench import machine
+from plait.bench.report import machine
 from plait.comm import World, all_reduce, broadcast, connect
 from plait.models import causal_lm_on_meta
 from tensor_peers import DTYPES, ONE_PROCESS, Contender

@@ -17,7 +17,7 @@ import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from plait.bench import machine
+from plait.bench.report import machine
 from plait.errors import ModelError
 from plait.fileio import write_json
 from plait.plan import Plan

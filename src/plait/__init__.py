@@ -9,9 +9,9 @@ if TYPE_CHECKING:
     from plait.engine.engine import Engine
     from plait.errors import DDPError, PlaitError
     from plait.models import Chain
-    from plait.optim import LossScaling
     from plait.parallel.ddp import DistributedDataParallel
     from plait.plan import Plan
+    from plait.plan.loss_scaling import LossScaling
 
 __version__ = "0.1.0"
 
@@ -38,7 +38,7 @@ _HOMES = {
     "Engine": "plait.engine.engine",
     "EvalResult": "plait.engine.batch",
     "StepResult": "plait.engine.batch",
-    "LossScaling": "plait.optim",
+    "LossScaling": "plait.plan.loss_scaling",
     "parallelize": "plait.api",
     "PlaitError": "plait.errors",
     "Plan": "plait.plan",

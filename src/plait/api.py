@@ -18,8 +18,9 @@ from plait.engine.loss import Loss
 from plait.engine.self_check import SelfCheck
 from plait.errors import CheckpointError, ConfigError, ModelError, PlanError, ScheduleError
 from plait.models import Blocks, Chain, blocks_of, plan_stages
-from plait.optim import DEFAULT_GROUPS, LossScaling
+from plait.optim import DEFAULT_GROUPS
 from plait.plan import Grid, Plan, StageAssignment, TPPlan, compile_conflict, single_stage
+from plait.plan.loss_scaling import LossScaling
 from plait.plan.schedule import Schedule, check
 from plait.plan.schedule.load import load_schedule
 

@@ -22,6 +22,7 @@ from plait.comm import World, connect
 from plait.plan import Plan
 from plait.train.metrics import read_metrics
 from plait.train.model import model_on_meta
+from plait.train.optimizer import optimizer_class
 from plait.train.run_dir import RunDir
 from support.cli_runs import (
     LIMIT_S,
@@ -104,7 +105,7 @@ def test_the_export_is_the_trained_model(whole: tuple[Path, str], world: World, 
         engine = parallelize(
             model_on_meta(how.model),
             Plan(precision=precision),
-            optimizer=how.optimizer.torch_class(),
+            optimizer=optimizer_class(how.optimizer),
             optimizer_args=how.optimizer.torch_args(),
             world=world,
         )

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.bench import Request, available_bytes, check_memory, parse_sizes
-from plait.bench.request import parse_collectives
+from plait.bench.request import Request, available_bytes, check_memory, parse_collectives, parse_sizes
 from plait.errors import ConfigError
 from plait.plan.cost_model import COLLECTIVES
 

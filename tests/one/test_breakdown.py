@@ -7,18 +7,9 @@ import pytest
 from matplotlib.patches import Rectangle
 from rich.console import Console
 
-from plait.bench import (
-    Breakdown,
-    DdpRequest,
-    Phases,
-    breakdown_figure,
-    breakdown_json,
-    breakdown_tables,
-    cap_label,
-    check_ddp_memory,
-    make_bars,
-    parse_caps,
-)
+from plait.bench.ddp import Breakdown, Phases, check_ddp_memory, make_bars
+from plait.bench.ddp_report import breakdown_figure, breakdown_json, breakdown_tables
+from plait.bench.ddp_request import DdpRequest, cap_label, parse_caps
 from plait.errors import ConfigError
 
 CAPS = (None, 1, 5 << 20)

@@ -10,9 +10,10 @@ import torch
 from transformers import get_scheduler
 
 from plait.errors import ConfigError
-from plait.optim import LossScaling
 from plait.plan import Plan
+from plait.plan.loss_scaling import LossScaling
 from plait.train.config import OPTIMIZERS, Recipe, ScheduleConfig, differences, read_recipe
+from plait.train.optimizer import check_optimizer_args, lr_lambda, optimizer_class
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = """
@@ -49,11 +50,18 @@ def message(read: Callable[[], object]) -> str:
     return caught.value.message()
 
 
+def read_and_check(path: Path, sets: list[str]) -> Recipe:
+    """Also checks what only torch knows of the optimizer."""
+    recipe = read_recipe(path, sets)
+    check_optimizer_args(recipe.optimizer)
+    return recipe
+
+
 def test_a_recipe_says_what_stands_in_it_and_defaults_for_the_rest(recipe: Path) -> None:
     found = read_recipe(recipe)
     assert Plan.parse(found.plan) == Plan(dp=2, micro=2)
     assert (found.run.steps, found.run.log_every, found.run.dir) == (100, 10, Path("runs/x"))
-    assert found.optimizer.torch_class() is torch.optim.AdamW
+    assert optimizer_class(found.optimizer) is torch.optim.AdamW
     assert found.optimizer.torch_args() == {"lr": 1e-3, "weight_decay": 0.0, "betas": [0.9, 0.95]}
 
 
@@ -135,14 +143,17 @@ def test_the_plan_on_the_command_line_goes_over_the_recipes(recipe: Path) -> Non
         ("data.seqence", "data.sequence"),
         ("tokenizer.vocabsize", "tokenizer.vocab_size"),
         ("shedule", "schedule"),
+        ("steps", "run.steps"),
+        ("stpes", "run.steps"),
+        ("lr", "optimizer.lr"),
         ("optimizer.args.beta", "betas"),
     ],
 )
 def test_a_misspelt_key_is_answered_with_the_nearest(recipe: Path, key: str, nearest: str) -> None:
-    said = message(lambda: read_recipe(recipe, [f"{key}=3"]))
+    said = message(lambda: read_and_check(recipe, [f"{key}=3"]))
     assert repr(key.split(".")[-1]) in said.splitlines()[0]
     assert nearest in said.splitlines()[-1]
-    assert str(recipe) in said or "args" in key
+    assert str(recipe) in said or "args" in key or "." not in key
 
 
 @pytest.mark.parametrize(
@@ -203,16 +214,16 @@ def test_a_model_is_a_configuration_or_a_path(recipe: Path) -> None:
 
 def test_only_optimizers_that_update_each_element_by_itself_are_taken(recipe: Path) -> None:
     for name in OPTIMIZERS:
-        read_recipe(recipe, [f"optimizer.name={name}", "optimizer.args={}"])
+        read_and_check(recipe, [f"optimizer.name={name}", "optimizer.args={}"])
     for name in ("Rprop", "Muon", "LBFGS", "Adafactor", "SparseAdam", "Adan"):
         assert f"optimizer.name = '{name}'" in message(
-            lambda name=name: read_recipe(recipe, [f"optimizer.name={name}"])
+            lambda name=name: read_and_check(recipe, [f"optimizer.name={name}"])
         )
     for arguments in ("fused=false, capturable=true", "differentiable=true"):  # made without a word
-        said = message(lambda text=arguments: read_recipe(recipe, [f"optimizer.args={{{text}}}"]))
+        said = message(lambda text=arguments: read_and_check(recipe, [f"optimizer.args={{{text}}}"]))
         assert arguments.split("=")[-2].split()[-1] in said
-    assert "Invalid" in message(lambda: read_recipe(recipe, ["optimizer.args={betas=[3.0, 0.9]}"]))
-    assert "[optimizer] itself" in message(lambda: read_recipe(recipe, ["optimizer.args={lr=1.0}"]))
+    assert "Invalid" in message(lambda: read_and_check(recipe, ["optimizer.args={betas=[3.0, 0.9]}"]))
+    assert "[optimizer] itself" in message(lambda: read_and_check(recipe, ["optimizer.args={lr=1.0}"]))
 
 
 def test_a_course_longer_than_the_run_is_refused(recipe: Path) -> None:
@@ -242,5 +253,5 @@ def test_the_learning_rate_is_that_of_transformers_at_any_step_in_any_order(
         expected.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         scheduler.step()
-    course = ScheduleConfig.model_validate({"name": name, "warmup": 10, "decay": decay}).lr_lambda(100)
+    course = lr_lambda(ScheduleConfig.model_validate({"name": name, "warmup": 10, "decay": decay}), 100)
     assert [0.5 * course(step) for step in reversed(range(100))] == expected[::-1]

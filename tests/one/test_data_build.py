@@ -13,16 +13,11 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from plait.data import (
-    DataConfig,
-    TokenizerConfig,
-    TokenStore,
-    TokenStream,
-    build,
-    load_tokenizer,
-    open_store,
-    sources,
-)
+from plait.data import sources
+from plait.data.build import build
+from plait.data.config import DataConfig, TokenizerConfig
+from plait.data.dataset import TokenStore, TokenStream, open_store
+from plait.data.tokenizer import load_tokenizer
 from plait.errors import DataError
 
 TRAINED = TokenizerConfig(vocab_size=320)

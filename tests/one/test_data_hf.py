@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from plait.data import DataConfig, TokenizerConfig, TokenStore, build
+from plait.data.build import build
+from plait.data.config import DataConfig, TokenizerConfig
+from plait.data.dataset import TokenStore
 from plait.errors import DataError
 
 datasets = pytest.importorskip("datasets")

@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.data import TokenStream, check_samples, loader
+from plait.data.dataset import TokenStream
+from plait.data.loader import check_samples, loader
 from plait.errors import DataError
 
 S = 9

@@ -14,7 +14,10 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
-from plait.data import DataConfig, TokenizerConfig, TokenStore, TokenStream, build, open_store, sources
+from plait.data import sources
+from plait.data.build import build
+from plait.data.config import DataConfig, TokenizerConfig
+from plait.data.dataset import TokenStore, TokenStream, open_store
 from plait.data.index import json_hash
 from plait.errors import DataError
 

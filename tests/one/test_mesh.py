@@ -60,7 +60,7 @@ def test_one_rank_of_16384_makes_its_own_groups_alone_in_milliseconds() -> None:
 
     def groups() -> None:
         worlds.append(Remembers())
-        DataGroups.of(Mesh(worlds[-1], Grid.from_plan(PLAN)), PLAN)
+        DataGroups.build(Mesh(worlds[-1], Grid.from_plan(PLAN)), PLAN)
 
     assert quickest(groups) < ENOUGH_S
     made = worlds[0].made

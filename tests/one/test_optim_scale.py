@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.errors import CheckpointError, ConfigError
-from plait.optim import LossScale, LossScaling
+from plait.optim import LossScale
+from plait.plan.loss_scaling import LossScaling
 
 OVERFLOWS = st.lists(st.booleans(), max_size=60)
 

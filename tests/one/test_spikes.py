@@ -10,7 +10,7 @@ from torch import Tensor
 
 from plait import checkpoint
 from plait.comm import World, connect
-from plait.data import Windows
+from plait.data.loader import Windows
 from plait.errors import RunError
 from plait.train.config import Recipe, RunConfig
 from plait.train.health.loss_spikes import LossSpikeGuard

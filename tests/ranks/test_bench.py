@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.bench import Measurement, Request, measure
 from plait.bench.cases import SUM, Pattern, TensorSlice, make_case
+from plait.bench.collectives import Measurement, measure
+from plait.bench.request import Request
 from plait.comm import Call, Group, OpType, ReduceWork, Transport, Work, connect
 from plait.errors import CommError
 from plait.plan.cost_model import COLLECTIVES

@@ -150,7 +150,7 @@ def _load_counting(model: str, plan: str, checkpoint: Path) -> tuple[int, int]:
     with Counting(found.path, found.manifest) as reader:
         engine.load_from(reader)
         headers = sum(
-            found.manifest.files[reader._names[file]].header_bytes for file in reader._right_headers
+            found.manifest.files[reader._names[file]].header_bytes for file in reader._valid_headers
         )
         return reader.bytes_read - headers, needed
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import plait
-from plait.optim import LossScaling
+from plait.plan.loss_scaling import LossScaling
 from support import hybrid_plans, pipeline_models, pipeline_plans, programs
 from support.covering import Case
 from support.pool import Pool

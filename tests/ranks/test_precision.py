@@ -9,7 +9,7 @@ from torch import Tensor
 
 import plait
 from plait.errors import ConfigError
-from plait.optim import LossScaling
+from plait.plan.loss_scaling import LossScaling
 from support import programs
 from support.pool import Pool
 from support.trainings import STEPS, assert_near, copied, differing, engine_of, train, trained

@@ -44,7 +44,7 @@ def _begun(folder: Path, plan: str) -> Any:
     with HuggingFaceFiles.open(folder).reader(causal_lm_on_meta(folder)) as reader:
         engine.load_from(reader, weights_only=True)
         files = [header.num_bytes for header in HuggingFaceFiles.open(folder).headers.values()]
-        num_bytes = reader.bytes_read - sum(files[number] for number in reader._right_headers)
+        num_bytes = reader.bytes_read - sum(files[number] for number in reader._valid_headers)
     return engine.full_parameters(), num_bytes, engine.num_steps
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import plait
-from plait.optim import LossScaling
+from plait.plan.loss_scaling import LossScaling
 from support import programs
 from support.pool import Pool
 from support.trainings import assert_near, differing, distance, engine_of, train, trained
@@ -76,7 +76,7 @@ def _losses(plan: str, *, error_feedback: bool = True) -> list[float]:
 
 
 def _residuals(engine: plait.Engine) -> list[Tensor]:
-    return [compressor.kept[0] for compressor in engine._sharded.zeros[0]._sums._all()]  # type: ignore[attr-defined]
+    return [compressor.state[0] for compressor in engine._sharded.stages[0]._reduction._compressors()]  # type: ignore[attr-defined]
 
 
 def _fall(losses: list[float]) -> float:

@@ -56,7 +56,7 @@ def _one_bit_off(
     engine = _trained(plan, family)
     if engine.world.rank == culprit:
         units = [u for u in engine._sharded.units if any(p.name == name for p in u.layout.params)]
-        flat = units[-1].master if of_master else units[-1].piece
+        flat = units[-1].master if of_master else units[-1].shard
         last = units[-1].layout.overlaps(units[-1].start, units[-1].stop)
         at = next(o.at + o.stop - o.start for o in last if o.shard.name == name)
         flat[at - 1 : at].view({2: torch.int16, 4: torch.int32}[flat.itemsize]).bitwise_xor_(1)

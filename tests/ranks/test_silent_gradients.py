@@ -28,7 +28,7 @@ MUTATIONS: dict[str, Any] = {  # what a test shows that it bites on
     "nothing": nullcontext,
     "parts are not summed": lambda: mock.patch.object(ReplicatedGradReduce, "reduce"),
     "copies count": lambda: mock.patch.object(FlatParam, "uncounted_grads", return_value=()),
-    "tied copies count": lambda: mock.patch.object(StageAssignment, "counted_elsewhere", _nobody),
+    "tied copies count": lambda: mock.patch.object(StageAssignment, "counted_on_other_stage", _nobody),
     "others' squares are missing": lambda: pipeline_faults.muted("norm"),
 }
 

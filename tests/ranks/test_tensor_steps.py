@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import plait
 from plait.errors import PlanError
-from plait.optim import LossScaling
 from plait.parallel.zero.flat_param import FlatParam
+from plait.plan.loss_scaling import LossScaling
 from support import hf_models, programs
 from support.pool import Pool
 from support.programs import Task

@@ -18,7 +18,7 @@ from plait.comm import (
     start_exchange,
     start_scattered_sum,
 )
-from plait.data import Windows
+from plait.data.loader import Windows
 from plait.errors import CommError
 from plait.train.health.heartbeat import Heartbeat
 from plait.train.health.stragglers import Stragglers

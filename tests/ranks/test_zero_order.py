@@ -183,7 +183,7 @@ def _fails_first(plan: str) -> Any:
     handle.remove()
     engine.evaluate(batch)
     results = [engine.step(batch), engine.step(batch)]
-    return results, len(engine._sharded.zeros[0]._gatherer._uses.walk_order(backward=False))
+    return results, len(engine._sharded.stages[0]._unsharder._exec_order.walk_order(backward=False))
 
 
 def test_a_first_step_that_failed_leaves_no_trace(pool: Pool) -> None:
@@ -226,7 +226,7 @@ def _letters(plan: str) -> list[str]:
     engine = programs.engine_of(Task(edge_case_models.uneven), plan)
     batch = programs.share_of(programs.batches(1)[0], engine)
     engine.step(batch)
-    hides = not engine._sharded.units[0].whole.stays
+    hides = not engine._sharded.units[0].unsharded.persistent
     logits = engine.model(batch["input_ids"])
     said = []
     for act in (
@@ -286,7 +286,7 @@ def test_ranks_that_share_no_parameters_may_gather_what_they_like(pool: Pool) ->
 
 def _different_digests(plan: str) -> str:
     engine = programs.engine_of(Task(edge_case_models.uneven), plan)
-    engine._sharded.zeros[0]._gatherer._digest = 5 + engine.data_rank
+    engine._sharded.stages[0]._unsharder._digest = 5 + engine.data_rank
     with pytest.raises(ModelError) as caught:
         engine.step(programs.share_of(programs.batches(1)[0], engine))
     return str(caught.value)

@@ -30,7 +30,7 @@ def _muted_inbox(kind: str) -> Any:
 
     def silent(self: executor.Inbox, specs: Any) -> Any:
         posted = post(self, specs)
-        if self._line.label.startswith(kind):
+        if self._channel.label.startswith(kind):
             wait = posted.wait
             posted.wait = lambda: [t.zero_() if t.is_floating_point() else t for t in wait()]  # type: ignore[method-assign]
         return posted

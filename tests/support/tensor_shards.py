@@ -43,7 +43,7 @@ def groups_of(rows: int, cols: int) -> TensorGroups:
 def muted_groups(groups: TensorGroups, *axes: str) -> TensorGroups:
     """The same groups; those along `axes` do not communicate."""
     old = {axis: groups.along(axis) for axis in axes}
-    new = {axis: replace(group, link=_MutedTransport(group.rank)) for axis, group in old.items()}  # type: ignore[arg-type]
+    new = {axis: replace(group, transport_or_none=_MutedTransport(group.rank)) for axis, group in old.items()}  # type: ignore[arg-type]
     return replace(groups, **new)
 
 
@@ -54,11 +54,11 @@ class _MutedTransport:
         self._rank = rank
 
     def run(self, call: Call) -> None:
-        if call.verb is OpType.ALL_GATHER:
-            own = call.given.clone()
-            call.taken.zero_()[self._rank * own.numel() :][: own.numel()] = own
-        elif call.verb is OpType.REDUCE_SCATTER:
-            call.taken.copy_(call.given[self._rank * call.taken.numel() :][: call.taken.numel()])
+        if call.op_type is OpType.ALL_GATHER:
+            own = call.input.clone()
+            call.output.zero_()[self._rank * own.numel() :][: own.numel()] = own
+        elif call.op_type is OpType.REDUCE_SCATTER:
+            call.output.copy_(call.input[self._rank * call.output.numel() :][: call.output.numel()])
 
     def start(self, call: Call) -> Work:
         self.run(call)
@@ -68,7 +68,7 @@ class _MutedTransport:
 def recorded(groups: TensorGroups, log: list[str]) -> TensorGroups:
     """The same groups with a log of their operations: `all-reduce col`, `start ...`, `end ...`."""
     recorded_groups = {
-        axis: replace(groups.along(axis), link=_Recorder(groups.along(axis).link, axis, log))  # type: ignore[arg-type]
+        axis: replace(groups.along(axis), transport_or_none=_Recorder(groups.along(axis).transport_or_none, axis, log))  # type: ignore[arg-type]
         for axis in ("row", "col")
     }
     return replace(groups, **recorded_groups)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from plait.bench.cases import Case, Pattern, make_case
-from plait.bench.request import DTYPES, Request
+from plait.bench.request import Request
 from plait.comm import World, all_gather, all_reduce, barrier
 from plait.errors import CommError, ConfigError
 
@@ -93,7 +93,7 @@ def measure(
     buffers = _buffers(world, request)
     cases = _cases(world, request, buffers)
     report_progress("checking results")
-    visits = _check_all(cases, world, Pattern(DTYPES[request.dtype], world.size, world.device))
+    visits = _check_all(cases, world, Pattern(torch_dtype(request), world.size, world.device))
     for tensor in (tensor for pair in buffers.values() for tensor in pair):
         tensor.zero_()  # repeated sums in place stay finite
     times: list[list[float]] = []
@@ -145,7 +145,7 @@ def _is_over(world: World, request: Request, rounds: int, end_s: float) -> bool:
 
 def _buffers(world: World, request: Request) -> dict[str, tuple[Tensor, Tensor]]:
     """Return, by storage, two tensors of the largest size, with all pages touched. Cases view them."""
-    dtype = DTYPES[request.dtype]
+    dtype = torch_dtype(request)
     numel = max(_numel(size, world, request) for size in request.sizes)
     makers: dict[str, Callable[[], Tensor]] = {
         "owned": lambda: world.empty(numel, dtype),
@@ -184,7 +184,7 @@ def _cases(world: World, request: Request, buffers: dict[str, tuple[Tensor, Tens
 
 def _numel(num_bytes: int, world: World, request: Request) -> int:
     """Return the elements of a full tensor of about `num_bytes`, divisible by the number of ranks."""
-    return world.size * max(1, round(num_bytes / DTYPES[request.dtype].itemsize / world.size))
+    return world.size * max(1, round(num_bytes / torch_dtype(request).itemsize / world.size))
 
 
 def _check_all(cases: list[_TimedCase], world: World, pattern: Pattern) -> list[_VisitPlan]:
@@ -261,3 +261,21 @@ def num_hosts(world: World) -> int:
     hashes = torch.empty(world.size, dtype=own_hash.dtype, device=world.device)
     all_gather(hashes, own_hash, world.group)
     return len(set(hashes.tolist()))
+
+
+def device_for(backend: str, local_ranks: int) -> str:
+    """Return "cuda" if the ranks of this host get a GPU each, or must."""
+    num_gpus = torch.cuda.device_count()
+    if backend == "nccl" and num_gpus < local_ranks:
+        raise ConfigError(
+            "NCCL needs a GPU per rank",
+            given=f"{local_ranks} ranks on a host with {num_gpus} GPUs",
+            hint="--transport gloo" if num_gpus < 2 else f"--ranks {num_gpus}",
+        )
+    use_cuda = backend in ("auto", "nccl") and num_gpus >= local_ranks
+    return "cuda" if use_cuda else "cpu"
+
+
+def torch_dtype(request: Request) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, request.dtype)
+    return dtype

@@ -31,8 +31,9 @@ from torch import Tensor, nn
 
 from plait.bench.collectives import num_hosts, slowest
 from plait.bench.ddp_request import MODELS, ONE_BUCKET, PRECISIONS, Cap, DdpRequest, cap_label
+from plait.bench.request import format_bytes
 from plait.comm import World, all_reduce, barrier
-from plait.errors import CommError
+from plait.errors import CommError, ConfigError
 from plait.models import causal_lm_on_meta, initialize_weights
 from plait.parallel.ddp import DistributedDataParallel
 
@@ -129,7 +130,7 @@ class BenchModel:
 
     def __init__(self, world: World, request: DdpRequest) -> None:
         self._world = world
-        self._autocast = PRECISIONS[request.precision]
+        self._autocast = _autocast_dtype(request.precision)
         self.model = _llama(request.model)
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         shape = (request.sequences, request.length)
@@ -281,3 +282,23 @@ def _relative_error(actual: Tensor, expected: Tensor) -> float:
 
 def _zero_grad(module: nn.Module) -> None:
     module.zero_grad(set_to_none=True)
+
+
+def check_ddp_memory(request: DdpRequest, local_ranks: int, available: int | None) -> None:
+    """Raise ConfigError if the model and all buckets need more than the host's `available` memory."""
+    model = causal_lm_on_meta(MODELS[request.model])
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    # Weights, two AdamW states, gradients of two passes; and buckets, which every variant keeps.
+    needed = local_ranks * weights * (5 + len(request.variants))
+    if available is not None and needed > available:
+        raise ConfigError(
+            "too little memory for the model and its buckets",
+            given=f"--model {request.model}, {len(request.variants)} variants on {local_ranks} ranks need "
+            f"{format_bytes(needed)}; {format_bytes(available)} are available",
+            hint="fewer --caps, or --model tiny",
+        )
+
+
+def _autocast_dtype(precision: str) -> torch.dtype | None:
+    name = PRECISIONS[precision]
+    return None if name is None else getattr(torch, name)

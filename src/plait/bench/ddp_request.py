@@ -3,11 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from plait.bench.request import check_known, format_bytes, size_or_none
 from plait.errors import ConfigError
-from plait.models import causal_lm_on_meta
 
 _POSITIONS = 4096
 _LLAMA = {"model_type": "llama", "max_position_embeddings": _POSITIONS, "tie_word_embeddings": False}
@@ -37,7 +34,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 12,
     },
 }
-PRECISIONS = {"fp32": None, "bf16": torch.bfloat16}  # autocast dtype; gradients are float32
+PRECISIONS = {"fp32": None, "bf16": "bfloat16"}  # autocast dtype in torch; gradients are float32
 TRANSPORT_CHOICES = {"host": ("host",), "group": ("group",), "both": ("group", "host")}
 
 ONE_BUCKET, PER_PARAMETER = None, 1  # caps: a bucket never fills; every gradient fills one
@@ -107,18 +104,3 @@ def cap_label(cap: Cap) -> str:
     if cap is ONE_BUCKET:
         return "no overlap"
     return "per parameter" if cap == PER_PARAMETER else format_bytes(cap)
-
-
-def check_ddp_memory(request: DdpRequest, local_ranks: int, available: int | None) -> None:
-    """Raise ConfigError if the model and all buckets need more than the host's `available` memory."""
-    model = causal_lm_on_meta(MODELS[request.model])
-    weights = sum(parameter.nbytes for parameter in model.parameters())
-    # Weights, two AdamW states, gradients of two passes; and buckets, which every variant keeps.
-    needed = local_ranks * weights * (5 + len(request.variants))
-    if available is not None and needed > available:
-        raise ConfigError(
-            "too little memory for the model and its buckets",
-            given=f"--model {request.model}, {len(request.variants)} variants on {local_ranks} ranks need "
-            f"{format_bytes(needed)}; {format_bytes(available)} are available",
-            hint="fewer --caps, or --model tiny",
-        )

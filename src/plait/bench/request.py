@@ -5,15 +5,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-from plait.comm import TRANSPORTS
 from plait.errors import ConfigError, unknown_key_hint
-from plait.plan.cost_model import COLLECTIVES
+from plait.plan.cost_model import COLLECTIVES, TRANSPORTS
 
-DTYPES = {
-    name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16", "int64", "int32")
-}
+DTYPES = ("float64", "float32", "bfloat16", "float16", "int64", "int32")  # names in torch
 STORAGES = {"owned": ("owned",), "foreign": ("foreign",), "both": ("owned", "foreign")}
 
 BUDGET_S = 30.0  # under a minute with startup and shutdown
@@ -40,7 +35,7 @@ class Request:
 
     def __post_init__(self) -> None:
         for flag, value, choices in (
-            ("--backend", self.backend, TRANSPORTS),
+            ("--transport", self.backend, TRANSPORTS),
             ("--dtype", self.dtype, DTYPES),
             ("--storage", self.storage, STORAGES),
         ):
@@ -72,7 +67,7 @@ def parse_collectives(values: Sequence[str]) -> tuple[str, ...]:
     """Return the named collectives (separate or comma-separated) in canonical order; all if none is named."""
     items = [item.strip() for text in values for item in text.split(",")]
     for item in items:
-        check_known("--verb", item, COLLECTIVES)
+        check_known("--collective", item, COLLECTIVES)
     return tuple(collective for collective in COLLECTIVES if collective in items or not items)
 
 
@@ -123,19 +118,6 @@ def check_known(flag: str, value: str, choices: Collection[str]) -> None:
         raise ConfigError(
             f"unknown value of {flag}", given=repr(value), hint=unknown_key_hint(value, choices)
         )
-
-
-def device_for(backend: str, local_ranks: int) -> str:
-    """Return "cuda" if the ranks of this host get a GPU each, or must."""
-    num_gpus = torch.cuda.device_count()
-    if backend == "nccl" and num_gpus < local_ranks:
-        raise ConfigError(
-            "NCCL needs a GPU per rank",
-            given=f"{local_ranks} ranks on a host with {num_gpus} GPUs",
-            hint="--backend gloo" if num_gpus < 2 else f"--ranks {num_gpus}",
-        )
-    use_cuda = backend in ("auto", "nccl") and num_gpus >= local_ranks
-    return "cuda" if use_cuda else "cpu"
 
 
 def check_memory(request: Request, local_ranks: int, available: int | None) -> None:

@@ -7,32 +7,21 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from plait.bench.ddp_request import (
-    CAPS,
-    MODELS,
-    PRECISIONS,
-    TRANSPORT_CHOICES,
-    DdpRequest,
-    check_ddp_memory,
-    parse_caps,
-)
-from plait.bench.report import to_profile
+from plait.bench.ddp_request import CAPS, MODELS, PRECISIONS, TRANSPORT_CHOICES, DdpRequest, parse_caps
 from plait.bench.request import (
     BUDGET_S,
     DTYPES,
     STORAGES,
-    TRANSPORTS,
     Request,
     available_bytes,
     check_memory,
     check_num_ranks,
-    device_for,
     parse_collectives,
     parse_sizes,
 )
 from plait.cli.common import Debug, Json, Png, check_outputs, report_errors, write_json_output, write_output
 from plait.cli.multirank import check_ranks, first_rank_first, report_once
-from plait.plan.cost_model import COLLECTIVES
+from plait.plan.cost_model import COLLECTIVES, TRANSPORTS
 from plait.plan.host_profile import check_writable, save
 
 if TYPE_CHECKING:
@@ -94,17 +83,17 @@ def collectives(
         check_outputs(outputs)
         if is_saved:
             check_writable(profile)
-        device = device_for(transport, local_ranks)
+        from plait.bench.collectives import device_for, measure
         from plait.comm.launch import end_with_parent, launch_local
         from plait.comm.world import connect
+
+        device = device_for(transport, local_ranks)
 
         end_with_parent()
         if "WORLD_SIZE" not in os.environ:
             # The ranks get the same command line, and WORLD_SIZE.
             raise typer.Exit(launch_local(num_ranks, _words(request, outputs, profile, is_saved, debug)))
         world = connect(transport=transport, device=device)
-
-    from plait.bench.collectives import measure
 
     def run() -> int:
         measurement = _with_progress(world, lambda report: measure(world, request, report))
@@ -144,17 +133,16 @@ def ddp(
     with first_rank_first():
         request = DdpRequest(parse_caps(caps), transport, model, precision, batch, sequence, rounds)
         num_ranks, local_ranks = _num_ranks(ranks)
-        check_ddp_memory(request, local_ranks, available_bytes())
         check_outputs(outputs)
+        from plait.bench.ddp import check_ddp_memory, measure_ddp
         from plait.comm.launch import end_with_parent, launch_local
         from plait.comm.world import connect
 
+        check_ddp_memory(request, local_ranks, available_bytes())
         end_with_parent()
         if "WORLD_SIZE" not in os.environ:
             raise typer.Exit(launch_local(num_ranks, _ddp_words(request, caps, outputs, debug)))
         world = connect(transport="gloo" if transport == "group" else "host", device="cpu")
-
-    from plait.bench.ddp import measure_ddp
 
     def run() -> int:
         breakdown = _with_progress(world, lambda report: measure_ddp(world, request, report))
@@ -258,6 +246,8 @@ def _save(measurement: "Measurement", profile: Path | None) -> None:
     if measurement.num_hosts > 1:
         print("not saved: a profile describes one host")
         return
+    from plait.bench.report import to_profile
+
     print(f"saved: {save(to_profile(measurement), profile)}")
 
 

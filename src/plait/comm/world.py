@@ -18,8 +18,7 @@ from plait.comm.store import JobStore
 from plait.comm.torch_transport import TorchTransport, new_torch_group
 from plait.comm.transport import Transport
 from plait.errors import CommError, unknown_key_hint
-
-TRANSPORTS = ("auto", "host", "gloo", "nccl")
+from plait.plan.cost_model import TRANSPORTS
 
 # Path of the launcher's FileStore, which listens on no port; torch's TCPStore listens on every interface
 # even for a loopback address.

@@ -12,26 +12,3 @@ dataset.py    a checked directory of tokens, as two streams
 sampler.py    sample order: a pure function of (seed, epoch, sample number)
 loader.py     a stream and an order as a torch DataLoader
 """
-
-from plait.data.build import build
-from plait.data.config import DataConfig, TokenizerConfig
-from plait.data.dataset import TokenStore, TokenStream, check_sequence, open_store
-from plait.data.loader import Windows, check_samples, loader
-from plait.data.sampler import Permutation, SampleOrder
-from plait.data.tokenizer import load_tokenizer
-
-__all__ = [
-    "DataConfig",
-    "Permutation",
-    "SampleOrder",
-    "TokenStore",
-    "TokenStream",
-    "TokenizerConfig",
-    "Windows",
-    "build",
-    "check_samples",
-    "check_sequence",
-    "load_tokenizer",
-    "loader",
-    "open_store",
-]

@@ -20,7 +20,6 @@ from plait.models import (
     unit_facts,
 )
 from plait.models.init_weights import parameter_only_modules
-from plait.optim import LossScaling
 from plait.parallel import (
     DataGroups,
     FlatParam,
@@ -48,6 +47,7 @@ from plait.parallel.tensor import TensorGroups, apply_tp_plan
 from plait.parallel.tensor.rng import install_rng_streams
 from plait.parallel.zero.flat_param import FlatParamConfig
 from plait.plan import Layout, MemoryUse, Plan, StageAssignment, TPCoord, TPPlan
+from plait.plan.loss_scaling import LossScaling
 from plait.plan.schedule import Schedule
 
 

@@ -10,7 +10,7 @@ from plait.optim.flat import (
     states_per_element,
 )
 from plait.optim.mapped import MappedFile, mapped_bytes
-from plait.optim.scale import LossScale, LossScaling
+from plait.optim.scale import LossScale
 from plait.optim.stepper import CHUNK, ChunkedOptimizer
 
 __all__ = [
@@ -20,7 +20,6 @@ __all__ = [
     "ChunkedOptimizer",
     "FlatSlice",
     "LossScale",
-    "LossScaling",
     "MappedFile",
     "clip_factor",
     "clip_values",

@@ -32,6 +32,7 @@ _BUS_FACTORS: dict[str, Callable[[int], float]] = {
     "barrier": lambda _: 0.0,
     "send-receive": lambda _: 1.0,
 }
+TRANSPORTS = ("auto", "host", "gloo", "nccl")
 COLLECTIVES = tuple(_BUS_FACTORS)
 
 

@@ -4,21 +4,18 @@ Every section belongs to the part that uses it. The error for an unknown key nam
 error for a value of the wrong type names its key.
 """
 
-import inspect
 import json
 import tomllib
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from transformers import get_scheduler
 
-from plait.data import DataConfig, TokenizerConfig
+from plait.data.config import DataConfig, TokenizerConfig
 from plait.errors import ConfigError, nearest, unknown_key_hint
-from plait.optim import LossScaling, states_per_element
+from plait.plan.loss_scaling import LossScaling
 
 # The engine updates flat storages, where a matrix is not a matrix any more: the optimizer must be
 # element-wise. (Adafactor, Muon and LBFGS are not.) Rprop is, but it has no weight decay and adapts its own
@@ -139,9 +136,6 @@ class OptimizerConfig(Section):
     clip_value: float | None = Field(default=None, gt=0)
     args: dict[str, Any] = {}
 
-    def torch_class(self) -> type[torch.optim.Optimizer]:
-        return typing.cast(type[torch.optim.Optimizer], getattr(torch.optim, self.name))
-
     def torch_args(self) -> dict[str, Any]:
         return {"lr": self.lr, "weight_decay": self.weight_decay, **self.args}
 
@@ -154,15 +148,6 @@ class ScheduleConfig(Section):
     decay: int | None = Field(
         default=None, ge=1, description="for warmup_stable_decay: the last steps, down to 0"
     )
-
-    def lr_lambda(self, steps: int) -> Callable[[int], float]:
-        """Return the factor of optimizer.lr as a pure function of the step number, 0 to `steps` - 1."""
-        name = "constant_with_warmup" if self.name == "constant" else self.name
-        specific = {"num_decay_steps": self.decay} if self.name == "warmup_stable_decay" else None
-        unused = torch.optim.SGD([torch.zeros(1)], lr=1.0)  # only needed to build the scheduler
-        return typing.cast(
-            Callable[[int], float], get_scheduler(name, unused, self.warmup, steps, specific).lr_lambdas[0]
-        )
 
 
 class LossScaleConfig(Section):
@@ -266,6 +251,10 @@ def _set(values: dict[str, Any], assignment: str) -> None:
     *parents, last = key.strip().split(".")
     if not equals or not last or not all(parents):
         raise ConfigError("--set needs key=value", given=assignment, hint="--set run.steps=100")
+    if not parents and last not in Recipe.model_fields:
+        raise ConfigError(
+            f"a recipe has no key {last!r}", given=f"--set {assignment}", hint=_qualified_key_hint(last)
+        )
     table = values
     for parent in parents:
         table = table.setdefault(parent, {})
@@ -278,6 +267,19 @@ def _set(values: dict[str, Any], assignment: str) -> None:
         table[last] = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         table[last] = text.strip()  # a bare word is text: quoting twice in a shell is tedious
+
+
+def _qualified_key_hint(key: str) -> str:
+    """Return the keys of sections that have this name, else the nearest name of all: run.steps for steps."""
+    keys = [
+        f"{section}.{name}"
+        for section, field in Recipe.model_fields.items()
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+        for name in field.annotation.model_fields
+    ]
+    match = nearest(key, [name.partition(".")[2] for name in keys] + [*Recipe.model_fields])
+    qualified = [name for name in keys if name.partition(".")[2] == match]
+    return " or ".join(qualified) or match or "run.steps"
 
 
 def _config_error(error: ValidationError, source: str) -> ConfigError:
@@ -342,18 +344,9 @@ def _check_optimizer(optimizer: OptimizerConfig) -> None:
             expected="one of the two",
             hint="--set optimizer.clip_norm= removes the key from the recipe",
         )
-    known = set(inspect.signature(optimizer.torch_class()).parameters) - {"params"}
     for key in optimizer.args:
         if key in ("lr", "weight_decay"):
             raise ConfigError(f"{key} is a key of [optimizer] itself", given=f"optimizer.args.{key}")
-        if key not in known:
-            raise ConfigError(
-                f"torch.optim.{optimizer.name} has no argument {key!r}",
-                given=f"optimizer.args.{key}",
-                hint=unknown_key_hint(key, known),
-            )
-    # Runs a step on a tiny parameter: torch rejects some arguments only then.
-    states_per_element(optimizer.torch_class(), optimizer.torch_args())
 
 
 def _check_schedule(schedule: ScheduleConfig, steps: int) -> None:

@@ -21,6 +21,7 @@ from plait.plan.estimate.traffic import ring_bytes
 from plait.train.config import Recipe
 from plait.train.measurements import Measurements
 from plait.train.model import check_config, model_on_meta
+from plait.train.optimizer import check_optimizer_args, optimizer_class
 from plait.train.report import memory_table, used_categories
 
 _MAX_SHOWN = 4  # classes of ranks whose traffic is printed, unless --rank selects one
@@ -241,6 +242,7 @@ def explain_recipe(recipe: Recipe, cluster: Cluster) -> Explanation:
     """Explain a recipe's plan without ranks or data. Raises a PlaitError if it cannot be trained."""
     plan = Plan.parse(recipe.plan)
     sequences = plan.check_batch(recipe.run.batch)
+    check_optimizer_args(recipe.optimizer)
     check_config(recipe.model, recipe.data.sequence, plan)
     ids = torch.zeros(sequences, recipe.data.sequence, dtype=torch.long, device="meta")
     return explain(
@@ -248,7 +250,7 @@ def explain_recipe(recipe: Recipe, cluster: Cluster) -> Explanation:
         plan,
         {"input_ids": ids, "labels": ids},
         cluster=cluster,
-        optimizer=recipe.optimizer.torch_class(),
+        optimizer=optimizer_class(recipe.optimizer),
         optimizer_args=recipe.optimizer.torch_args(),
         tensor_plan=recipe.model.tensor_plan,
     )

@@ -9,7 +9,7 @@ from transformers.utils import logging as transformers_logging
 
 from plait import checkpoint
 from plait.checkpoint import Checkpoint, write_hugging_face
-from plait.data import load_tokenizer
+from plait.data.tokenizer import load_tokenizer
 from plait.errors import CheckpointError
 from plait.models import causal_lm_on_meta
 from plait.plan import Plan

@@ -7,7 +7,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrain
 
 from plait.api import check_shardable
 from plait.checkpoint import HuggingFaceFiles
-from plait.data import check_sequence
+from plait.data.dataset import check_sequence
 from plait.errors import ModelError, RunError, unknown_key_hint
 from plait.models import causal_lm_on_meta, pretrained_causal_lm, read_config
 from plait.plan import Plan

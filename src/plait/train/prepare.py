@@ -8,7 +8,10 @@ import torch
 
 from plait.api import check_shardable
 from plait.checkpoint import Checkpoint
-from plait.data import TokenStore, build, check_samples, load_tokenizer
+from plait.data.build import build
+from plait.data.dataset import TokenStore
+from plait.data.loader import check_samples
+from plait.data.tokenizer import load_tokenizer
 from plait.errors import ConfigError, PlanError, RunError
 from plait.fileio import check_output_paths
 from plait.models import causal_lm_on_meta
@@ -16,6 +19,7 @@ from plait.optim import MappedFile
 from plait.plan import Plan
 from plait.train.config import LossScaleConfig, Recipe, RunConfig, differences, read_recipe
 from plait.train.model import check_config, check_prompt, complete_config, prompt_ids
+from plait.train.optimizer import check_optimizer_args
 from plait.train.resume import find_newest, rewind
 from plait.train.run_dir import RunDir, create_run_dir, lock_run, rewrite_recipe
 
@@ -86,6 +90,7 @@ def _resolve_plan(recipe: Recipe, ranks: int | None, local: bool) -> Plan:
     check_output_paths({"run.trace": recipe.run.trace})
     if local:
         _check_devices(resolved.num_ranks, recipe.run.device)
+    check_optimizer_args(recipe.optimizer)
     check_config(recipe.model, recipe.data.sequence, resolved)
     return resolved
 

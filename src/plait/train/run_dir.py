@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from plait.data import TokenStore
+from plait.data.dataset import TokenStore
 from plait.errors import RunError
 from plait.fileio import file_lock, sync_folder, sync_tree, write_json
 from plait.train.config import Recipe, read_recipe

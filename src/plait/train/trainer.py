@@ -28,7 +28,8 @@ from plait.api import parallelize
 from plait.checkpoint import Checkpoint, Saver
 from plait.checkpoint.checkpoint import open_on_all_ranks
 from plait.comm import World, all_reduce
-from plait.data import TokenStore, TokenStream, loader, open_store
+from plait.data.dataset import TokenStore, TokenStream, open_store
+from plait.data.loader import loader
 from plait.engine.engine import Engine, StepResult
 from plait.errors import RunError
 from plait.plan import Plan
@@ -40,6 +41,7 @@ from plait.train.health.monitor import HealthMonitor
 from plait.train.measurements import TraceRecorder, TrafficRecorder, write_measured
 from plait.train.metrics import Metrics, StepMetrics, matmul_peak
 from plait.train.model import initial_model, model_on_meta
+from plait.train.optimizer import lr_lambda, optimizer_class
 from plait.train.prepare import check_checkpoint, run_facts
 from plait.train.report import draw_losses, estimated_memory, largest_memory, memory_table, start_table
 from plait.train.resume import load_newest
@@ -138,7 +140,7 @@ def _loop(state: TrainState, signals: SignalHandler) -> signal.Signals | None:
     engine.world.barrier()  # ranks of a host measure at the same time: they share it in training too
     peak_flops = matmul_peak(engine.device, DTYPES[engine.plan.precision])
     _show_start(state, peak_flops)
-    lr_factor = state.recipe.schedule.lr_lambda(config.steps)
+    lr_factor = lr_lambda(state.recipe.schedule, config.steps)
     batches = _batches(state, state.store.train, state.batches_left, state.recipe.data.workers)
     with (
         Metrics(state.run, state.console, first_step, config.steps, config.log_every) as metrics,
@@ -263,7 +265,7 @@ def _start(recipe: Recipe, world: World) -> TrainState:
     engine = parallelize(
         model,
         plan,
-        optimizer=recipe.optimizer.torch_class(),
+        optimizer=optimizer_class(recipe.optimizer),
         optimizer_args=recipe.optimizer.torch_args(),
         clip_norm=recipe.optimizer.clip_norm,
         clip_value=recipe.optimizer.clip_value,
