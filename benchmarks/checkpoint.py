@@ -91,7 +91,9 @@ class Case:
         self.bytes_file.write_bytes(os.urandom(2**20) * (self.num_bytes // 2**20 + 1))
         os.truncate(self.bytes_file, self.num_bytes)
         self.dcp = torchs(self.engine, world)
-        self.memory = {each: torch.zeros(each.stop - each.start, dtype=each.dtype) for each in self.state_shards}
+        self.memory = {
+            each: torch.zeros(each.stop - each.start, dtype=each.dtype) for each in self.state_shards
+        }
         self.background = Saver(self.folder / "behind", world, background=True)
         self.front = Saver(self.folder / "front", world)
         self.round = 0
@@ -171,7 +173,9 @@ def worker(arguments: argparse.Namespace) -> None:
     read = open_checkpoint(step_path(case.folder / "front", case.round))
     with read.reader() as reader:
         case.other.load_from(reader)
-        amounts = torch.tensor([float(reader.bytes_read), sum(each.num_bytes for each in case.other.state_shards())])
+        amounts = torch.tensor(
+            [float(reader.bytes_read), sum(each.num_bytes for each in case.other.state_shards())]
+        )
     all_reduce(amounts, world.group)
     if world.rank == 0:
         rows = []

@@ -21,7 +21,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 def test_two_ranks_are_started_measured_kept_and_drawn(tmp_path: Path) -> None:
     report, picture, profile = (tmp_path / name for name in ("bench.json", "bench.png", "host.json"))
     out, _ = finish(
-        start(*BENCH, "--backend", "gloo", "--json", report, "--plot", picture, "--profile", profile)
+        start(*BENCH, "--transport", "gloo", "--json", report, "--png", picture, "--profile", profile)
     )
     found = json.loads(report.read_text())
     assert (found["transport"], found["num_ranks"], found["dtype"]) == ("gloo", 2, "float32")
@@ -61,7 +61,7 @@ def test_a_ddp_step_is_taken_apart_on_two_ranks_shown_and_drawn(tmp_path: Path) 
         "--precision",
         "bf16",
     )
-    out, _ = finish(start("bench", "ddp", *words, "--json", report, "--plot", picture))
+    out, _ = finish(start("bench", "ddp", *words, "--json", report, "--png", picture))
     found = json.loads(report.read_text())
     assert (found["model"], found["precision"], found["num_ranks"]) == ("tiny", "bf16", 2)
     assert [(row["carrier"], row["buckets"], row["cap_bytes"]) for row in found["rows"]] == [
@@ -76,7 +76,7 @@ def test_a_ddp_step_is_taken_apart_on_two_ranks_shown_and_drawn(tmp_path: Path) 
 
 def test_under_torchrun_its_ranks_are_measured_and_one_of_them_tells(tmp_path: Path) -> None:
     profile = tmp_path / "host.json"
-    words = ("--verb", "barrier,all-reduce", "--storage", "both", "--profile", profile)
+    words = ("--collective", "barrier,all-reduce", "--storage", "both", "--profile", profile)
     out, _ = finish(start(*BENCH, *words, entry=TORCHRUN))
     assert out.count("collectives over host, 2 ranks") == 1
     assert {(what.verb, what.storage) for what in load(profile).lines} == {
@@ -96,8 +96,11 @@ def test_a_mistake_under_torchrun_is_told_once() -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--verb", "all-reduc"], ["ConfigError", "--verb", "'all-reduc'", "try     : all-reduce"]),
-        (["--verb", "barrier", "--verb", "shout"], ["'shout'", "one of all-gather, all-reduce"]),
+        (
+            ["--collective", "all-reduc"],
+            ["ConfigError", "--collective", "'all-reduc'", "try     : all-reduce"],
+        ),
+        (["--collective", "barrier", "--collective", "shout"], ["'shout'", "one of all-gather, all-reduce"]),
         (["--sizes", "1K:1Q"], ["ConfigError", "invalid sizes", "1K:1Q", "MIN:MAX"]),
         (["--sizes", "0"], ["invalid sizes"]),
         (["--sizes", "-4"], ["invalid sizes"]),
@@ -105,17 +108,17 @@ def test_a_mistake_under_torchrun_is_told_once() -> None:
         (["--sizes", "1K:2K:3K"], ["invalid sizes"]),
         (["--sizes", "64K:1K"], ["less than the first", "try     : 1K:64K"]),
         (["--dtype", "float31"], ["--dtype", "'float31'", "float32"]),
-        (["--backend", "gluu"], ["--backend", "'gluu'", "gloo"]),
-        (["--backend", "nccl", "--ranks", "64"], ["NCCL needs a GPU per rank", "64 ranks"]),
+        (["--transport", "gluu"], ["--transport", "'gluu'", "gloo"]),
+        (["--transport", "nccl", "--ranks", "64"], ["NCCL needs a GPU per rank", "64 ranks"]),
         (["--storage", "rented"], ["--storage", "'rented'", "owned"]),
         (["--ranks", "1"], ["needs several ranks", "2 or more"]),
         (["--ranks", "-2"], ["-2 ranks"]),
         (["--rounds", "0"], ["at least one round"]),
         (["--budget", "0"], ["must be positive"]),
         (["--sizes", "1K,4096G"], ["too little memory", "4T on 2 ranks need 32T", "--sizes 1K:"]),
-        (["--plot", "{here}/none/bench.png"], ["no folder for --plot", "mkdir -p {here}/none"]),
+        (["--png", "{here}/none/bench.png"], ["no folder for --png", "mkdir -p {here}/none"]),
         (["--json", "{here}/none/bench.json"], ["no folder for --json"]),
-        (["--plot", "{here}/bench.txt"], ["cannot be drawn", ".png"]),
+        (["--png", "{here}/bench.txt"], ["unsupported image format", ".png"]),
         (["--profile", "{here}/damaged.json"], ["ProfileError", "{here}/damaged.json", "remove the file"]),
         (["--profile", "{here}/damaged.json/host.json"], ["ProfileError", "Not a directory"]),
     ],
@@ -139,7 +142,7 @@ def test_a_mistake_gets_its_letter_before_a_rank_starts(
         (["--rounds", "-1"], ["nothing to measure", "--rounds -1"]),
         (["--ranks", "1"], ["needs several ranks"]),
         (["--model", "medium", "--ranks", "9999"], ["too little memory", "--model tiny"]),
-        (["--plot", "{here}/ddp.txt"], ["cannot be drawn"]),
+        (["--png", "{here}/ddp.txt"], ["unsupported image format"]),
         (["--json", "{here}/none/ddp.json"], ["no folder for --json"]),
     ],
     ids=lambda value: value[-1] if isinstance(value[-1], str) else None,

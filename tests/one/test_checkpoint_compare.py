@@ -102,7 +102,7 @@ def test_tensors_that_differ_are_named_with_how_much(world: World, tmp_path: Pat
     assert result.exit_code == 1
     assert "weights/a: 1 elements differ, by up to 0.5" in result.stdout
     assert "only in B: weights/c" in result.stdout
-    said = json.loads(run("diff", one, other, "--json").stdout, parse_constant=pytest.fail)
+    said = json.loads(run("diff", one, other, "--json", "-").stdout, parse_constant=pytest.fail)
     assert said["is_same"] is False
     assert said["only"] == [["engine/num_steps"], ["weights/c"]]
 
@@ -144,13 +144,16 @@ def test_verify_says_what_it_read_or_where_the_damage_is(world: World, tmp_path:
     for place in (path, folder, tmp_path / "run"):
         result = run("verify", place)
         assert result.exit_code == 0
-        assert result.stdout.startswith(f"{path}: whole, 1 file, 4 tensors, ")
+        assert result.stdout.startswith(f"{path}: complete, 1 file, 4 tensors, ")
         assert "GB/s" in result.stdout
     flip(checkpoint.step_path(folder, 2))
     assert run("verify", tmp_path / "run").exit_code == 0
     result = run("verify", tmp_path / "run", "--all")
     assert result.exit_code == 2
-    assert re.findall(r"step-\d+: whole", result.stdout) == ["step-00000001: whole", "step-00000003: whole"]
+    assert re.findall(r"step-\d+: complete", result.stdout) == [
+        "step-00000001: complete",
+        "step-00000003: complete",
+    ]
     assert "step-00000002/rank-00000.0.safetensors: weights/b[0:24], from byte" in result.stderr
 
 
@@ -171,7 +174,7 @@ def test_show_tells_what_is_in_it_and_who_wrote_it(world: World, tmp_path: Path)
     for words in ("step-00000012", "dp=1", '"digest": "[ab12]"', "exp_avg", "BF16", "rank-00000", "100.0 %"):
         assert words in shown.stdout
     assert "weights/a [6, 8] F32 2 chunks" in shown.stdout
-    said = json.loads(run("show", path, "--tensors", "--json").stdout)
+    said = json.loads(run("show", path, "--tensors", "--json", "-").stdout)
     assert (said["step"], said["facts"]["plan"]) == (12, "dp=1")
     kinds = {kind["name"]: kind for kind in said["kinds"]}
     assert kinds.keys() == {"weights", "exp_avg", "engine"}

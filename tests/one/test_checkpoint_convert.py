@@ -176,7 +176,7 @@ def test_one_tensor_is_in_memory_at_a_time(
     checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
     found, expected = checkpoints("llama")
-    whole, read = Reader.whole, []
+    whole, read = Reader.read_full, []
 
     def watched(reader: Reader, key: str) -> torch.Tensor:
         assert all(storage.expired() for storage in read), f"{key} beside another one"
@@ -184,7 +184,7 @@ def test_one_tensor_is_in_memory_at_a_time(
         read.append(StorageWeakRef(tensor.untyped_storage()))
         return tensor
 
-    monkeypatch.setattr(Reader, "whole", watched)
+    monkeypatch.setattr(Reader, "read_full", watched)
     convert(found, tmp_path / "out", dtype)
     assert len(read) == len(expected)
 

@@ -122,7 +122,7 @@ def test_a_missing_compiler_is_a_letter_before_anything_is_trained(
 ) -> None:
     check_compiler.cache_clear()
     monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, str(tmp_path / "g++")))
-    with pytest.raises(PlanError, match="needs a C\\+\\+ compiler") as caught:
+    with pytest.raises(PlanError, match="needs a working C\\+\\+ compiler") as caught:
         plait.parallelize(small_llama(), "compile=true")
     assert caught.value.hint == "compile=false"
 

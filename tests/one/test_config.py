@@ -179,7 +179,7 @@ def test_a_misspelt_key_is_answered_with_the_nearest(recipe: Path, key: str, nea
         ("schedule.name=cosin", "'cosine'"),
         ("data.sequence=1", "data.sequence = 1"),
         ("run=3", "run = 3"),
-        ("tokenizer.path=some", "either path"),
+        ("tokenizer.path=some", "exactly one of path"),
         ("run.device=tpu", "run.device = 'tpu'"),
     ],
 )

@@ -127,9 +127,9 @@ def test_a_checkpoint_of_something_else_is_no_reason_to_take_an_older_one(
 def test_a_run_that_goes_back_keeps_what_was_newer_under_another_name(
     saved: list[dict[str, Tensor]], tmp_path: Path
 ) -> None:
-    rewind(tmp_path, checkpoint.place_of(tmp_path, 3), any_of_them)
+    rewind(tmp_path, checkpoint.step_path(tmp_path, 3), any_of_them)
     assert names(tmp_path) == ["step-00000001", "step-00000002", "step-00000003"]
-    rewind(tmp_path, checkpoint.place_of(tmp_path, 1), any_of_them)
+    rewind(tmp_path, checkpoint.step_path(tmp_path, 1), any_of_them)
     assert names(tmp_path) == ["step-00000001", "step-00000002.aside", "step-00000003.aside"]
     found, warnings = load_newest(engine_of(), tmp_path, any_of_them)
     assert found is not None
@@ -141,7 +141,7 @@ def test_a_run_that_goes_back_keeps_what_was_newer_under_another_name(
 def test_a_new_run_begins_with_anothers_checkpoint_without_copying_it(
     saved: list[dict[str, Tensor]], tmp_path: Path
 ) -> None:
-    start, folder = checkpoint.place_of(tmp_path, 2), tmp_path / "other"
+    start, folder = checkpoint.step_path(tmp_path, 2), tmp_path / "other"
     start_from(folder, start, any_of_them)
     assert [path.name for path in checkpoint.steps(folder)] == ["step-00000002"]
     for path in start.iterdir():

@@ -111,7 +111,7 @@ def test_what_was_never_measured_is_a_letter_with_the_command_that_measures_it()
     with pytest.raises(ProfileError) as caught:
         HostProfile({ALL_REDUCE: LatencyFit(1e-4, 1e9, 0.1)}).time_s("all-reduce", 8, 4, transport="gloo")
     assert "all-reduce of float32 over gloo on 4 ranks, owned" in str(caught.value)
-    assert "--backend gloo --ranks 4 --verb all-reduce" in str(caught.value)
+    assert "--transport gloo --ranks 4 --collective all-reduce" in str(caught.value)
 
 
 def test_a_profile_lies_in_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

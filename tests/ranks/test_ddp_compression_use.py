@@ -99,7 +99,7 @@ def _two_models(kind: str, transport: str) -> None:
     """In one backward, over one process group."""
     init_gloo()
     models = [compressed(model_of_blocks(), kind, transport, bucket_cap_mb=0.0004) for _ in range(2)]
-    first, second = (ddp._attached.group_with_comm_thread.background for ddp in models)
+    first, second = (ddp._attached.group_with_comm_thread.comm_thread for ddp in models)
     assert first is second  # or the two would talk at the same time, in an order of their own on each rank
     for step in range(5):
         expected = [mean_by_one(ddp.module, step) for ddp in models]

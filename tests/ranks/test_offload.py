@@ -95,7 +95,9 @@ def _memory(plan: str, folder: str | None) -> Any:
     )
     train(engine)
     for unit in engine._sharded.trained if engine.plan.offload == "cpu" else []:
-        held = [unit.storage] + ([] if unit.grad_buffer.memory.tensor is None else [unit.grad_buffer.memory.tensor])
+        held = [unit.storage] + (
+            [] if unit.grad_buffer.memory.tensor is None else [unit.grad_buffer.memory.tensor]
+        )
         on_device = {tensor.untyped_storage().data_ptr() for tensor in held}
         at_home = {t.untyped_storage().data_ptr() for t in (unit.master, unit.grad_shard)}
         assert not on_device & at_home

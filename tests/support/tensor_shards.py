@@ -68,7 +68,9 @@ class _MutedTransport:
 def recorded(groups: TensorGroups, log: list[str]) -> TensorGroups:
     """The same groups with a log of their operations: `all-reduce col`, `start ...`, `end ...`."""
     recorded_groups = {
-        axis: replace(groups.along(axis), transport_or_none=_Recorder(groups.along(axis).transport_or_none, axis, log))  # type: ignore[arg-type]
+        axis: replace(
+            groups.along(axis), transport_or_none=_Recorder(groups.along(axis).transport_or_none, axis, log)
+        )  # type: ignore[arg-type]
         for axis in ("row", "col")
     }
     return replace(groups, **recorded_groups)

@@ -206,7 +206,7 @@ def _check(timed: _TimedCase, world: World, pattern: Pattern) -> float:
             f"{timed.collective} gives wrong results",
             given=f"{timed.num_bytes} bytes of {timed.storage} storage over {world.group.transport.name}, "
             f"rank {world.rank} of {world.size}",
-            hint="another --backend",
+            hint="another --transport",
         )
     # The first call may have set up connections, which is negligible for large ones.
     return seconds if timed.num_bytes > _LARGE_BYTES else _visit(timed.case, 2, world)

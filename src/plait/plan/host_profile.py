@@ -62,7 +62,8 @@ class HostProfile:
                 "the profile has no time for this collective",
                 given=entry,
                 expected="; ".join(map(str, sorted(self.lines)[:3])) or "any entry: this profile is empty",
-                hint=f"plait bench collectives --backend {transport} --ranks {num_ranks} --verb {verb} "
+                hint=f"plait bench collectives --transport {transport} --ranks {num_ranks} "
+                f"--collective {verb} "
                 f"--storage {storage} --dtype {dtype}",
             )
         return self.lines[entry].time_s(num_bytes)
