@@ -105,29 +105,7 @@ def test_a_schedule_is_shown_without_torch() -> None:
     assert not modules.intersection(HEAVY)
 
 
-@pytest.mark.parametrize("command", ["verify", "show"])
-def test_a_checkpoint_is_read_without_transformers(command: str, tmp_path: Path) -> None:
-    code, modules, text = loaded_by_command("checkpoint", command, str(tmp_path))
-    assert code == 2
-    assert "CheckpointError" in text
-    assert not modules.intersection(("transformers", "matplotlib", "plotly", "tensorboard"))
-
-
 def test_plait_and_its_plan_load_no_heavy_library() -> None:
     modules = loaded_by_program("import plait\nplait.Plan.parse('dp=2')\nplait.PlaitError")
     assert "plait" in modules
     assert not modules.intersection(HEAVY)
-
-
-def test_a_plain_module_trains_without_transformers() -> None:
-    modules = loaded_by_program(
-        """
-import plait, torch
-net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-loss = lambda outputs, batch: (outputs.square().sum(), outputs.numel())
-engine = plait.parallelize(net, "dp=1", loss=loss, optimizer_args={"lr": 0.1})
-engine.step({"input": torch.ones(2, 4)})
-"""
-    )
-    assert "torch" in modules
-    assert not modules.intersection(("transformers", "matplotlib", "plotly", "tensorboard"))

@@ -15,6 +15,7 @@ from plait.cli.common import (
     write_json_output,
 )
 from plait.errors import ConfigError
+from plait.plan import Plan
 
 if TYPE_CHECKING:
     from plait.estimate.explain import Explanation
@@ -85,6 +86,7 @@ def _explain_recipe(
     from plait.train.config import read_recipe
 
     recipe = read_recipe(path, sets or (), plan)
+    Plan.parse(recipe.plan)
 
     from plait.train.explain import cluster_from_recipe, explain_recipe
 
@@ -106,8 +108,6 @@ def _explain_model(
             expected="--plan, and no --set",
             hint=f'plait explain --model {model} --plan "dp=8 zero=3"',
         )
-    from plait.plan import Plan
-
     parsed = Plan.parse(plan)
     import torch
 

@@ -1,27 +1,26 @@
 """Timelines of pipelines as pictures: a row for every rank, a bar for every action, as papers draw them.
 
-Several timelines (say, predicted and measured) stand under each other on one axis of time. The colour is what
-an action computes; the shade, which of its rank's stages it is of: the later in the model, the lighter.
+Several timelines (predicted and measured, say) are drawn below each other on one time axis. The colour shows the
+kind of action; the shade shows the stage of the rank: later stages are lighter.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter
-from plotly import graph_objects
-from plotly.subplots import make_subplots
 
+from plait.cli.schedule_table import COLORS, WORDS, ink, shade
 from plait.plan.schedule import Kind, Span, Timeline
 
-COLORS = {Kind.F: "#3d6fd6", Kind.B: "#1e9e83", Kind.W: "#9bbf3b"}
-WORDS = {Kind.F: "forward", Kind.B: "backward", Kind.W: "weights' gradient"}
+if TYPE_CHECKING:
+    from plotly import graph_objects
 
 _DPI = 120
 _HEIGHT = 0.92  # of a bar, of its row
@@ -29,19 +28,6 @@ _INCHES_PER_ACTION, _LEAST_WIDTH, _MOST_WIDTH = 0.2, 8.0, 40.0
 _INCHES_PER_RANK, _INCHES_AROUND = 0.32, 0.75
 _FONT_POINTS, _POINTS_PER_DIGIT, _LEAST_POINTS = 7.0, 4.6, 3.5
 _PIXELS_PER_RANK, _PIXELS_AROUND = 36, 110
-
-
-def shade(kind: Kind, chunk: int, num_chunks: int) -> str:
-    """The colour, as #rrggbb, of a rank's `chunk`-th stage of `num_chunks`."""
-    white = 0.6 * chunk / max(num_chunks - 1, 1)
-    red, green, blue = to_rgb(COLORS[kind])
-    return to_hex((red + (1 - red) * white, green + (1 - green) * white, blue + (1 - blue) * white))
-
-
-def ink(color: str) -> str:
-    """Black or white: what is read better on the colour."""
-    red, green, blue = to_rgb(color)
-    return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.55 else "white"
 
 
 @dataclass(frozen=True)
@@ -128,6 +114,8 @@ def _draw_rows(axes: Axes, bars: list[_Bar], *, points_per_time: float) -> None:
 
 def draw_html(timelines: Sequence[Timeline], path: Path, titles: Sequence[str], *, unit: str = "") -> None:
     """An interactive page: zoom, hide, and each bar's facts. It needs no network. Raises OSError."""
+    from plotly.subplots import make_subplots
+
     num_ranks = [len(timeline.ranks) for timeline in timelines]
     height = sum(_PIXELS_AROUND + _PIXELS_PER_RANK * number for number in num_ranks)
     page = make_subplots(
@@ -153,7 +141,7 @@ def draw_html(timelines: Sequence[Timeline], path: Path, titles: Sequence[str], 
     page.write_html(path, include_plotlyjs=True, div_id="schedule", config={"displaylogo": False})
 
 
-def _html_bars(kind: Kind, chunk: int, bars: list[_Bar], unit: str, in_legend: bool) -> graph_objects.Bar:
+def _html_bars(kind: Kind, chunk: int, bars: list[_Bar], unit: str, in_legend: bool) -> "graph_objects.Bar":
     """The bars of one colour: they share a line of the legend, which hides and shows them."""
     color = bars[0].color
     facts = [
@@ -161,6 +149,8 @@ def _html_bars(kind: Kind, chunk: int, bars: list[_Bar], unit: str, in_legend: b
         for bar in bars
         for action in [bar.span.action]
     ]
+    from plotly import graph_objects
+
     return graph_objects.Bar(
         name=WORDS[kind] if chunk == 0 else f"{WORDS[kind]}, stage {chunk + 1} of a rank",
         legendgroup=f"{kind.value}{chunk}",

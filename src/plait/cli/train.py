@@ -56,8 +56,8 @@ def train(
         raise typer.Exit(_train_under_torchrun(recipe, sets, plan, ranks, resume, start, debug))
     from plait.train.config import read_recipe
 
-    if recipe.is_file():
-        read_recipe(recipe, sets, plan)  # a mistake in it is reported before torch is imported
+    if not resume and not recipe.is_dir():  # errors in it are reported before torch is imported
+        Plan.parse(read_recipe(recipe, sets, plan).plan)
     from plait.comm.launch import launch_local
     from plait.train.prepare import num_local_ranks, prepare
     from plait.train.run_dir import RunDir, discard_unused
