@@ -1,7 +1,7 @@
 """Timelines of pipelines as pictures: a row for every rank, a bar for every action, as papers draw them.
 
-Several timelines (predicted and measured, say) are drawn below each other on one time axis. The colour shows the
-kind of action; the shade shows the stage of the rank: later stages are lighter.
+Several timelines (predicted and measured, say) are drawn below each other on one time axis. The colour shows
+the kind of action; the shade shows the stage of the rank: later stages are lighter.
 """
 
 from collections.abc import Iterator, Sequence
