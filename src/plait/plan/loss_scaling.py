@@ -1,0 +1,79 @@
+"""Options of dynamic loss scaling.
+
+[Note: powers of two only]
+A scale that is a power of two changes exponents and no mantissa: scaling and unscaling are exact, so the
+results of a step do not depend on the current scale, nor differ between plans. A growth of 1.5 would lose
+that and gain nothing: the interval between 2^k and 2^(k+1) is one bit of fp16's range.
+"""
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+from plait.errors import ConfigError
+
+# Range of float32, in which losses are scaled.
+SMALLEST, LARGEST = 2.0**-126, 2.0**127
+
+
+@dataclass(frozen=True)
+class LossScaling:
+    """Options of dynamic loss scaling.
+
+    initial      the first scale
+    growth       factor after `interval` consecutive steps without an overflow
+    backoff      factor when gradients overflow
+    interval     in steps
+    hysteresis   overflows before the scale backs off, consecutive or not; after that every further one backs
+                 off, until a full interval without one restores the number. 1 is torch.amp.GradScaler's rule
+    minimum      lower bound of the scale
+
+    All but the counts are powers of two: see [Note: powers of two only]. Raises ConfigError.
+    """
+
+    initial: float = 65536.0
+    growth: float = 2.0
+    backoff: float = 0.5
+    interval: int = 2000
+    hysteresis: int = 1
+    minimum: float = 1.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            near = _nearest_power(value)
+            is_count = field.name in ("interval", "hysteresis")
+            if not (_is_count(value) if is_count else is_power_of_two(value)):
+                raise ConfigError(
+                    f"the loss scale's {field.name} is out of range",
+                    given=f"{field.name}={value!r}",
+                    expected="a whole number from 1" if is_count else "a power of two in float32",
+                    hint=None if is_count or near is None else f"{field.name}={near}",
+                )
+        _require(self.growth > 1, "growth", self.growth, "more than 1")
+        _require(self.backoff < 1, "backoff", self.backoff, "less than 1")
+        fits = self.minimum <= self.initial
+        _require(fits, "minimum", self.minimum, f"at most the initial scale, {self.initial}")
+
+
+def _require(ok: bool, name: str, value: float, expected: str) -> None:
+    if not ok:
+        raise ConfigError(
+            f"the loss scale's {name} is out of range", given=f"{name}={value}", expected=expected
+        )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and _is_number(value)
+
+
+def is_power_of_two(value: Any) -> bool:
+    return _is_number(value) and math.frexp(value)[0] == 0.5 and SMALLEST <= value <= LARGEST
+
+
+def _nearest_power(value: Any) -> float | None:
+    return 2.0 ** max(-126, min(127, round(math.log2(value)))) if _is_number(value) else None

@@ -1,0 +1,42 @@
+"""The optimizer and the learning rate schedule of a recipe, as objects of torch and transformers.
+
+Apart from `config.py`, so that a recipe is read and most of its mistakes are reported without torch.
+"""
+
+import inspect
+import typing
+from collections.abc import Callable
+
+import torch
+from transformers import get_scheduler
+
+from plait.errors import ConfigError, unknown_key_hint
+from plait.optim import states_per_element
+from plait.train.config import OptimizerConfig, ScheduleConfig
+
+
+def optimizer_class(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
+    return typing.cast(type[torch.optim.Optimizer], getattr(torch.optim, config.name))
+
+
+def check_optimizer_args(config: OptimizerConfig) -> None:
+    """Check `optimizer.args` against the class in torch. Raises ConfigError."""
+    known = set(inspect.signature(optimizer_class(config)).parameters) - {"params"}
+    for key in config.args:
+        if key not in known:
+            raise ConfigError(
+                f"torch.optim.{config.name} has no argument {key!r}",
+                given=f"optimizer.args.{key}",
+                hint=unknown_key_hint(key, known),
+            )
+    # Runs a step on a tiny parameter: torch rejects some arguments only then.
+    states_per_element(optimizer_class(config), config.torch_args())
+
+
+def lr_lambda(config: ScheduleConfig, steps: int) -> Callable[[int], float]:
+    """Return the factor of optimizer.lr as a pure function of the step number, 0 to `steps` - 1."""
+    name = "constant_with_warmup" if config.name == "constant" else config.name
+    specific = {"num_decay_steps": config.decay} if config.name == "warmup_stable_decay" else None
+    unused = torch.optim.SGD([torch.zeros(1)], lr=1.0)  # only needed to build the scheduler
+    scheduler = get_scheduler(name, unused, config.warmup, steps, specific)
+    return typing.cast(Callable[[int], float], scheduler.lr_lambdas[0])
