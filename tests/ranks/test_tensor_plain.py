@@ -152,9 +152,14 @@ def _letter(build: Any, plan: str, words: dict[str, str] | None) -> str:
             hf_models.builder("llama"),
             "tp=6",
             None,
-            ["PlanError: the heads of model.layers.0.self_attn", "heads=4", "columns=6", "tp=1x4 or tp=1x2"],
+            [
+                "PlanError: cannot shard the heads of model.layers.0.self_attn",
+                "heads=4",
+                "columns=6",
+                "tp=1x4 or tp=1x2",
+            ],
         ),
-        (gpt, "tp=6", CUTS, ["PlanError: the heads of blocks.0.attention", "heads=4", "tp=1x4"]),
+        (gpt, "tp=6", CUTS, ["PlanError: cannot shard the heads of blocks.0.attention", "heads=4", "tp=1x4"]),
         (
             gpt,
             "tp=2",
