@@ -277,7 +277,7 @@ def test_export_and_generate_refuse_what_is_no_run_or_exists(here: Path) -> None
 def test_data_build_says_what_it_built_and_gets_letters_too(here: Path) -> None:
     result = CliRunner().invoke(app, ["data", "build", str(here / "recipe.toml")])
     assert result.exit_code == 0
-    assert "tokens to train on" in result.stdout
+    assert "training tokens" in result.stdout
     assert "ConfigError" in message("data", "build", here / "none.toml")
 
 

@@ -62,17 +62,17 @@ def test_the_tables_say_what_the_plan_costs(recipe: Path, tmp_path: Path) -> Non
 
 def test_mistakes_get_letters(recipe: Path, tmp_path: Path) -> None:
     for words, fact in (
-        ((), "there is nothing to explain"),
+        ((), "explain needs one recipe, one model or one run"),
         ((tmp_path / "none.toml",), "the recipe does not exist"),
         ((tmp_path,), "a directory is not a recipe"),
         ((recipe, "--plan", "pp=3"), "2 blocks cannot fill 3 stages"),
         ((recipe, "--plan", "dp=3"), "does not divide"),
         ((recipe, "--plan", "tp=3x"), "tp is not a valid grid"),
-        ((recipe, "--rank", "2"), "the plan has no such rank"),
+        ((recipe, "--rank", "2"), "the plan does not have this rank"),
         ((recipe, "--set", "model.config.hiden_size=3"), "has no key"),
         ((recipe, "--json", tmp_path / "no" / "x.json"), "the folder of --json does not exist"),
-        (("--run", tmp_path / "none"), "there is no such run"),
-        (("--run", tmp_path), "this is not a run's directory"),
+        (("--run", tmp_path / "none"), "the run does not exist"),
+        (("--run", tmp_path), "not a run directory"),
         (("--run", tmp_path, "--plan", "dp=2"), "a run is explained as it was"),
     ):
         assert fact in typed(*words, code=2).stderr

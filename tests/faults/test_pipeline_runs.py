@@ -244,7 +244,7 @@ def children_of(pid: int) -> list[int]:
         (["--plan", "pp=2 micro=2 schedule=file:{here}/stuck.csv"], ["ScheduleError", "rank 1:", ">B1.0<"]),
         (
             ["--trace", "{here}/none/a.json"],
-            ["ConfigError", "no folder for run.trace", "mkdir -p {here}/none"],
+            ["ConfigError", "the folder of run.trace does not exist", "mkdir -p {here}/none"],
         ),
         (["--trace", "{here}"], ["ConfigError", "run.trace is a folder"]),
     ],

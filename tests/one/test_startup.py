@@ -79,7 +79,7 @@ def test_an_unknown_option_is_refused_without_a_heavy_library(command: str) -> N
         (("train", "recipes/tiny.toml", "--set", "run.stepz=5"), "run.steps"),
         (("train", "recipes/tiny.toml", "--set", "steps=5"), "run.steps"),
         (("train", "recipes/tiny.toml", "--plan", "dp=2 gathered=step"), "reshard"),
-        (("train", "recipes/none.toml"), "there is no such recipe"),
+        (("train", "recipes/none.toml"), "the recipe does not exist"),
         (("explain", "recipes/tiny.toml", "--plan", "zero=7"), "zero=7"),
         (("explain",), "plait explain RECIPE"),
         (("verify", "--model", "llama", "--plan", "dq=2"), "dq"),
