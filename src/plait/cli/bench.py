@@ -79,7 +79,6 @@ def collectives(
             parse_collectives(collective or []), parse_sizes(sizes), transport, dtype, storage, rounds, budget
         )
         num_ranks, local_ranks = _num_ranks(ranks)
-        check_memory(request, local_ranks, available_bytes())
         check_outputs(outputs)
         if is_saved:
             check_writable(profile)
@@ -88,6 +87,7 @@ def collectives(
         from plait.comm.world import connect
 
         device = device_for(transport, local_ranks)
+        check_memory(request, local_ranks, available_bytes())
 
         end_with_parent()
         if "WORLD_SIZE" not in os.environ:
