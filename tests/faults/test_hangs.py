@@ -19,7 +19,7 @@ LAUNCHER_S = 7.0  # and a launcher's, which kills 5 s after the first rank has e
 RANK = """
 import ctypes, os, sys, threading
 from plait.cli.main import main
-from plait.data import Windows
+from plait.data.loader import Windows
 
 read = Windows.__getitem__
 run, kind = sys.argv[1:]

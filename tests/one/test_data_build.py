@@ -204,7 +204,9 @@ SHARD_BYTES = 100_000
 BUILD = f"""
 import sys
 from pathlib import Path
-from plait.data import DataConfig, TokenizerConfig, build, sources
+from plait.data import sources
+from plait.data.build import build
+from plait.data.config import DataConfig, TokenizerConfig
 sources.MIN_SHARD_BYTES = sources.MAX_SHARD_BYTES = {SHARD_BYTES}
 folder, workers = Path(sys.argv[1]), int(sys.argv[2])
 settings = dict(sequence=8, validation=0.1, build_workers=workers)

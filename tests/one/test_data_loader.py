@@ -122,7 +122,8 @@ READS_ON = """
 import os, signal, sys, time
 from pathlib import Path
 import numpy as np
-from plait.data import TokenStream, loader
+from plait.data.dataset import TokenStream
+from plait.data.loader import loader
 
 asked = []
 signal.signal(signal.SIGTERM, lambda *_: asked.append(True))

@@ -12,12 +12,12 @@ from plait.cli.main import app
     ("words", "message"),
     [
         (["--model", "llama", "--plan", "pp=5 stages=4,4"], "PlanError: stages does not give"),
-        (["--model", "lama", "--plan", "dp=2"], "ModelError: there is no such model"),
+        (["--model", "lama", "--plan", "dp=2"], "ModelError: unknown model"),
         (
             ["--model", "support.verify_models:no_model", "--plan", "dp=2"],
             "ModelError: the function did not return a model",
         ),
-        (["--model", "llama"], "ConfigError: one plan, a file of plans, or all plans"),
+        (["--model", "llama"], "ConfigError: verify needs one plan, a file of plans, or all plans"),
         (["--model", "llama", "--plan", "dp=2", "--ranks", "4"], "PlanError: the plan's degrees do not"),
         (["--model", "mixtral", "--plan", "tp=2 sp=true"], "Error: "),
         (
@@ -25,7 +25,10 @@ from plait.cli.main import app
             "ConfigError: this plan cannot be verified in float64",
         ),
         (["--model", ":build", "--plan", "dp=2"], "ModelError: cannot import the function"),
-        (["--model", "llama", "--plan", "dp=2", "--tolerance", "0"], "ConfigError: that is no relative"),
+        (
+            ["--model", "llama", "--plan", "dp=2", "--tolerance", "0"],
+            "ConfigError: not a relative difference",
+        ),
     ],
 )
 def test_what_cannot_be_verified_is_one_letter_before_a_rank_starts(words: list[str], message: str) -> None:

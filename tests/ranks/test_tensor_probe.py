@@ -249,4 +249,4 @@ def test_a_module_that_is_no_language_model_is_probed_with_a_batch(pool: Pool) -
         assert "probe=batch, a dict" in message
     assert pool.run(_plain, 2, Plain, batch) == ["", ""]
     for message in pool.run(_plain, 2, Mixing, batch):
-        assert "another function" in message
+        assert "a different function" in message
