@@ -113,7 +113,7 @@ MIXTRAL = (
                 "tp=301x1",
                 *sets("model.config.hidden_size=300", "model.config.num_attention_heads=3"),
             ],
-            ["PlanError", "cut into 301 pieces", "300"],
+            ["PlanError", "into 301 shards", "300"],
         ),
         (
             ["--plan", "tp=2", *sets('model.tensor_plan={"model.layers.*.mlp.upp_proj"="colwise"}')],
@@ -173,7 +173,7 @@ def flip_a_bit(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "says"), [(cut_short, "cut short"), (flip_a_bit, "is damaged"), (Path.unlink, "missing")]
+    ("damage", "says"), [(cut_short, "is truncated"), (flip_a_bit, "is damaged"), (Path.unlink, "missing")]
 )
 def test_a_damaged_token_file_is_named(here: Path, damage: Damage, says: str) -> None:
     tokens = max((here / "data").glob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)

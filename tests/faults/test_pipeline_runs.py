@@ -151,9 +151,9 @@ def test_a_short_run_is_traced_as_far_as_it_goes_and_a_stage_alone_too(recipe: P
 
 FAILS = """
 from plait.cli.main import main
-from plait.engine.stage import Forward
+from plait.engine.stage import StageRunner
 
-forward, calls = Forward.outputs, []
+forward, calls = StageRunner.outputs, []
 
 def outputs(self, micro, received=None):
     calls.append(1)
@@ -161,7 +161,7 @@ def outputs(self, micro, received=None):
         raise ZeroDivisionError("the stage's own")
     return forward(self, micro, received)
 
-Forward.outputs = outputs
+StageRunner.outputs = outputs
 main()
 """
 MOST_S = 15.0  # on a busy machine; the limit of a step is run.timeout_s, which is 600
@@ -239,8 +239,14 @@ def children_of(pid: int) -> list[int]:
             ["PlanError", "cannot be split", "compile=false"],
         ),
         (["--plan", "pp=2 micro=4 schedule=file:{here}/none.csv"], ["ScheduleError", "cannot be read"]),
-        (["--plan", "pp=2 micro=4 schedule=file:{here}/three.csv"], ["other ranks", "3 ranks", "2 ranks"]),
-        (["--plan", "pp=2 micro=2 schedule=file:{here}/four.csv"], ["other micro-batches", "4", "2"]),
+        (
+            ["--plan", "pp=2 micro=4 schedule=file:{here}/three.csv"],
+            ["a different number of ranks", "3 ranks", "2 ranks"],
+        ),
+        (
+            ["--plan", "pp=2 micro=2 schedule=file:{here}/four.csv"],
+            ["a different number of micro-batches", "4", "2"],
+        ),
         (["--plan", "pp=2 micro=2 schedule=file:{here}/stuck.csv"], ["ScheduleError", "rank 1:", ">B1.0<"]),
         (
             ["--trace", "{here}/none/a.json"],

@@ -276,7 +276,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_counted_shown_and_at_last_ends
     out, err = finish(start("train", recipe, *words), 2)
     assert err.count("RunError") == 1, "one letter for the job"
     assert "not finite in 3 steps in a row" in err
-    assert "the step is skipped" in out
+    assert "skipped, the gradient is not finite" in out
     skipped = [line["skipped"] for line in read_metrics(run / "metrics.jsonl") if "skipped" in line]
     assert skipped[-3:] == [True] * 3
     assert not skipped[0]
