@@ -6,7 +6,7 @@ export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo check format test sanitize sweep bench clean
+.PHONY: help install demo check format quick test sanitize sweep bench clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -23,16 +23,20 @@ install: $(BIN)/.installed  ## .venv with the locked dependencies and the packag
 demo: install  ## train a small Llama on Python's own sources, on two ranks (about 5 minutes)
 	$(BIN)/plait train recipes/demo.toml
 
-check: install  ## format, lint, types, imports, sizes: under a minute
+check: install  ## format, lint, types, imports, sizes, words: under a minute
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/ruff check --quiet .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/check_sizes.py
+	$(BIN)/python tools/check_words.py
 
 format: install  ## put the code into the house's format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+quick: install  ## one test for each claim, without the checks: under two minutes
+	$(BIN)/python tools/run_tests.py -m quick
 
 test: check  ## everything that CI runs
 	$(BIN)/python tools/run_tests.py
@@ -51,7 +55,7 @@ sanitize: $(SANITIZED)  ## the C sources under the compiler's address, undefined
 	build/native-address
 	build/native-thread
 
-# The peers that benchmarks/requirements.txt names live beside the package here, and nowhere else.
+# The peers that benchmarks/requirements.txt names are installed with the package here, and nowhere else.
 BENCH_VENV ?= build/bench-venv
 
 $(BENCH_VENV)/.installed: pyproject.toml constraints.txt benchmarks/requirements.txt

@@ -1,5 +1,5 @@
-"""Checkpoints: saving, loading and the pause of a save in the background, beside
-torch.distributed.checkpoint.
+"""Checkpoints: saving, loading and the pause of a save in the background, with
+torch.distributed.checkpoint in the same run.
 
     python benchmarks/checkpoint.py [--layers N] [--rounds N] [--folder DIR] [--json FILE]
 
@@ -94,7 +94,7 @@ class Case:
         self.memory = {
             each: torch.zeros(each.stop - each.start, dtype=each.dtype) for each in self.state_shards
         }
-        self.background = Saver(self.folder / "behind", world, background=True)
+        self.background = Saver(self.folder / "background", world, background=True)
         self.front = Saver(self.folder / "front", world)
         self.round = 0
 
@@ -126,7 +126,7 @@ class Case:
         futures: list[Any] = []
 
         def torch_save() -> None:
-            futures.append(dcp.async_save(self.dcp, checkpoint_id=self.folder / f"behind-{self.round}"))
+            futures.append(dcp.async_save(self.dcp, checkpoint_id=self.folder / f"background-{self.round}"))
 
         found = {"memory copy": timed(memory_copy, self.world)}
         found["plait"] = timed(

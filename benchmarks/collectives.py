@@ -1,4 +1,4 @@
-"""Collectives between the ranks of one host: shared memory beside Gloo and beside memcpy, in one run.
+"""Collectives between the ranks of one host: shared memory, Gloo and memcpy, in one run.
 
     python benchmarks/collectives.py [--ranks 2] [--sizes 4K 25M 128M] [--rounds 15] [--json FILE]
 

@@ -1,4 +1,4 @@
-"""What the benchmarks share: medians and ratios, a table and its JSON."""
+"""Shared by the benchmarks: medians and ratios, a table and its JSON."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""Data parallelism, ZeRO 0 to 3: our steps beside those of torch and DeepSpeed, and beside no communication.
+"""Data parallelism, ZeRO 0 to 3: our steps compared with torch's, DeepSpeed's and no communication.
 
     python benchmarks/data_parallel.py [--stages 0 1] [--only WORD ...] [--transport gloo] [--json FILE]
     python benchmarks/data_parallel.py --ddp [--models llama small] [--precisions bf16 fp32] [--only WORD ...]
@@ -6,14 +6,14 @@
 The Llama of 33.7 M parameters, bf16 compute, 2 ranks with one thread each. The contenders of a stage live in
 the same processes and take turns, so that a noisy machine disturbs them alike; a step's time is that of the
 slower rank. The yardstick, in every stage, is our step in processes that do not communicate: what is above it
-is the price of data parallelism. What peers do and do not do stands in `peers.py`.
+is the price of data parallelism. `peers.py` lists the differences between peers.
 
 Before they are measured, all contenders of a stage train from the same weights on one batch, another one on
 each rank, and have to get the losses of our plan without ZeRO. A contender that did not average its gradients
 would get those of ranks that do not communicate, which are far off: `loss_apart` is 0 for the first and 1 for
 the second.
 
-With `--ddp` it is our DistributedDataParallel beside torch's (`ddp_peers.py`), on that Llama and on a model
+With `--ddp` it is our DistributedDataParallel and torch's (`ddp_peers.py`), on that Llama and on a model
 of 1,500 small parameters. The yardstick is torch's step without communication; the losses to get are those
 of ranks that average each gradient after backward.
 """
@@ -80,7 +80,7 @@ def peer_model() -> nn.Module:
 
 def on_ranks(program: str, num_ranks: int, flag: str, work: Callable[[], None]) -> None:
     """Does a rank's `work`; where this is no rank, starts `num_ranks` of `program` with our arguments, and
-    the folder of `peer_model` behind `flag`."""
+    the folder of `peer_model` that follows `flag`."""
     logging.disable_progress_bar()  # of weights that are written and read
     if "RANK" in os.environ:
         work()
@@ -199,7 +199,7 @@ def ddp_rows(world: World, arguments: argparse.Namespace) -> list[common.Row]:
             for sequences in arguments.batches if chosen else ():
                 times = measure(steps, batch_of(sequences), world, arguments.rounds)
                 case = f"{name}, {precision}, {sequences} x {SEQUENCE}{what}"
-                found = ddp_peers.rows_beside_torch(case, times, chosen, yardstick=TORCH_ALONE)
+                found = ddp_peers.rows_with_torch(case, times, chosen, yardstick=TORCH_ALONE)
                 rows += [row | {"loss_apart": apart.get(row["contender"])} for row in found]
             steps.clear()
             gc.collect()

@@ -1,7 +1,7 @@
 """DistributedDataParallel, ours and torch's, on two models: what `data_parallel.py --ddp` measures.
 
 Contenders have the same model, optimizer (fused AdamW), autocast and batch, and differ in the class and its
-options alone. Those of a group live beside each other; ours are compared with torch's class with the same
+options alone. Those of a group take turns in one run; ours are compared with torch's class with the same
 options.
 """
 
@@ -40,7 +40,7 @@ def ours(transport: str, **options: bool) -> Wrap:
 
 
 def groups() -> dict[str, list[Contender]]:
-    """Who is measured beside whom; all are beside the step without communication."""
+    """Contenders that are measured in one run; all are compared with the step without communication."""
     views, unused = {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}
     torch_views, torch_unused = f"{TORCH}, bucket views", f"{TORCH}, find unused"
     return {
@@ -66,7 +66,7 @@ def a_step(model: nn.Module, precision: str, wrap: Wrap = lambda module: module)
 
 
 def averaged_by_hand(model: nn.Module, precision: str, world: World) -> Step:
-    """What every DDP has to compute: each gradient summed over ranks and divided, after backward."""
+    """The necessary work of every DDP: each gradient summed over ranks and divided, after backward."""
     optimizer = torch.optim.AdamW(peers.groups(model), fused=True, **ADAMW)
 
     def average(*_: object) -> None:
@@ -109,7 +109,7 @@ def small_batch(num_rows: int) -> Batch:
     return {"inputs": torch.randn(num_rows, WIDTH), "targets": torch.randn(num_rows, WIDTH)}
 
 
-def rows_beside_torch(
+def rows_with_torch(
     case: str, times: common.Times, contenders: list[Contender], *, yardstick: str
 ) -> list[common.Row]:
     """A row per contender; ours have their ratio to torch's class with the same options, if it took part."""

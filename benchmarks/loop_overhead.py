@@ -1,4 +1,4 @@
-"""What the training loop costs: `plait train` on one rank beside a bare torch loop of the same model.
+"""Cost of the training loop: `plait train` on one rank and a bare torch loop of the same model.
 
     python benchmarks/loop_overhead.py [--json FILE]
 
@@ -47,7 +47,7 @@ def plait_run(
         "sample.tokens=0",
         f"data.dir={folder / 'data'}",
     ]
-    recipe = prepare(arguments.recipe, sets=sets, plan=f"dp=1 precision={precision}")
+    recipe = prepare(arguments.recipe, sets=sets, plan=f"dp=1 precision={precision}").recipe
     begin = time.perf_counter()
     with contextlib.redirect_stdout(io.StringIO()):
         train(recipe, connect())

@@ -4,7 +4,7 @@
 
 The model is a Llama that grows by layers. Both plans compute in bf16 and recompute blocks in backward; what
 they differ in is `offload=cpu`. Each trial is a process of its own, so that one that ran out of memory leaves
-nothing behind, with torch's own cap on what its allocator may take from the GPU
+no memory allocated, with torch's own cap on what its allocator may take from the GPU
 (`torch.cuda.set_per_process_memory_fraction`). A model trains when its loss falls on a repeated batch. The
 host needs about 20 bytes per parameter of the larger model. Without a GPU there is nothing to measure.
 """

@@ -1,14 +1,14 @@
-"""Other people's data parallelism, as its users write it at its fastest: what ours is measured beside.
+"""Other people's data parallelism, as its users write it at its fastest, to compare ours with.
 
 Every peer starts from the weights that it is given, and takes the same optimizer with the same groups as ours
 (no weight decay on norms and biases), the same loss (the model's own mean over targets) and the same batch.
 
-[Note: what is not the same]
+[Note: differences between peers]
 - The gradient's norm: we compute it in every step, and so does DeepSpeed (ZeRO 1 and 2 could leave it out, 3
   cannot). DDP, ZeroRedundancyOptimizer and FSDP2 do not.
-- What a gradient is: float32 when it travels and is summed with us, DDP, ZeroRedundancyOptimizer and FSDP2
-  (`reduce_dtype`). DeepSpeed sends, sums and keeps bfloat16 unless told otherwise, half the bytes; so it is
-  here twice: as it comes, and with float32.
+- The gradient's dtype: float32 when it travels and is summed with us, DDP, ZeroRedundancyOptimizer and FSDP2
+  (`reduce_dtype`). DeepSpeed sends, sums and keeps bfloat16 by default, half the bytes; so it is here
+  twice: with its default, and with float32.
 - What is bfloat16: under autocast the matrix products are; with FSDP2, DeepSpeed and us every weight is in
   the forward pass. DeepSpeed's float32 master weights start from weights already rounded to bfloat16.
 """
@@ -50,7 +50,7 @@ class Peer:
 
 
 def peers_of(stage: int) -> list[Peer]:
-    """Who else trains with the memory of this ZeRO stage."""
+    """Peers that train with the memory of this ZeRO stage."""
     kept = Peer("FSDP2, parameters kept", fsdp2(reshard=False))
     resharded = Peer("FSDP2, resharded", fsdp2(reshard=True))
     both = [
@@ -145,7 +145,7 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
 def autocast_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, compute: torch.dtype | None = torch.bfloat16
 ) -> Step:
-    """Of a model that returns its loss. `compute`: in what; None is as its weights are."""
+    """A step of a model that returns its loss. `compute`: its dtype; None for the weights' own."""
 
     def step(batch: Batch) -> Tensor:
         with torch.autocast("cpu", compute, enabled=compute is not None):
@@ -182,7 +182,7 @@ def _deepspeed_config(stage: int, gradients: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _deepspeed(num_ranks: int) -> Iterator[Any]:
-    """The package, told that ranks are processes on this CPU, and kept from talking while it starts."""
+    """The package, configured for ranks that are processes on this CPU, without output while it starts."""
     os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": str(num_ranks)}
     warnings.filterwarnings("ignore", message=".*is deprecated. Please use", category=FutureWarning)
     with contextlib.redirect_stdout(io.StringIO()):

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: our schedules beside those of torch, one process, and the ideal.
+"""Pipeline parallelism: our schedules, those of torch, one process, and the ideal.
 
     python benchmarks/pipeline.py [--only WORD ...] [--precisions bf16] [--rounds 9]
 
@@ -8,8 +8,8 @@ turns; a time is that of the slower rank. The yardstick, `ideal`, follows from o
 the same micro-batches, the other rank idle: half of its time, and the bubble of stages that take equally
 long, 1 + (ranks - 1) / micro-batches. Schedules with shorter bubbles than 1F1B's may be below it. `one
 process, twice` is the same on both ranks at once: what it takes longer, the cores take from each other. Ours
-talk over the host transport, but for the one that says gloo; torch has Gloo. What peers do and do not do
-stands in `pipeline_peers.py`.
+use the host transport, but for the one that says gloo; torch has Gloo. `pipeline_peers.py` lists the
+differences between peers.
 
 `clock_ms` is what the schedule's clock makes of the durations of actions that a trace has measured, and
 `trace_ms` the step of the trace itself; `bubble` and `clock_bubble` are the shares of the ranks' time in
@@ -39,7 +39,7 @@ from data_parallel import LLAMA, SEQUENCE, a_batch, on_ranks
 from peers import Batch
 from pipeline_peers import DTYPES, Contender, Shape
 from plait.bench.report import machine
-from plait.comm import World, broadcast, connect
+from plait.comm import Connection, World, broadcast, connect
 from plait.engine.engine import Engine
 from plait.models import blocks_of, causal_lm_on_meta, plan_stages
 from plait.plan.schedule import simulate
@@ -80,7 +80,7 @@ def ours(name: str, words: str, precision: str, world: World) -> tuple[Contender
 
 
 def passes(engine: Engine, batch: Batch) -> float:
-    """What `engine.step` does before its update; the engine has no name for that part alone."""
+    """The part of `engine.step` before its update; the engine has no name for that part alone."""
     engine._check_ready()
     engine._runner.train(engine._batches.micros(batch), engine._add_loss, (engine.seed, 0), engine.data_rank)
     loss = float(engine._totals[0])
@@ -142,7 +142,7 @@ class Field:
         return {IDEAL: [seconds / RANKS * (1 + bubble) for seconds in found[ONE_PROCESS]]} | found
 
     def clocks(self, batch: Batch, rounds: int) -> dict[str, common.Row]:
-        """Of each of ours: its clock's prediction from measured durations, beside what was measured."""
+        """For each of ours: its clock's prediction from measured durations, and the measured time."""
         found: dict[str, common.Row] = {}
         for name, engine in self._engines.items():
             path = self._folder / "trace.json"
@@ -159,7 +159,7 @@ def _stages(arguments: argparse.Namespace, name: str) -> str:
 
 
 def _stops(arguments: argparse.Namespace) -> tuple[int, ...]:
-    """Where our plan, or `--stages`, cuts the model."""
+    """The blocks at which our plan, or `--stages`, cuts the model."""
     model = causal_lm_on_meta(LLAMA)
     cut = plan_stages(model, blocks_of(model), RANKS, given=tuple(arguments.stages) or None)
     return tuple(stop for _, stop in cut.blocks)
@@ -173,7 +173,7 @@ def traced(engine: Engine, batch: Batch, rounds: int, path: Path) -> None:
 
 
 def clock(path: Path) -> common.Row:
-    """What a trace says, and what the clock makes of it."""
+    """A trace's figures, and the clock's prediction from them."""
     timelines = list(read_trace(path).values())
     predicted = simulate(timelines[0].schedule, durations_of(timelines))
     return {
@@ -197,7 +197,7 @@ def rows_of(precision: str, world: World, gloo: World, arguments: argparse.Names
 
 
 class Tiny(nn.Module):
-    """A block whose products cost nothing beside the call."""
+    """A block whose products cost nothing compared with the call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -209,7 +209,7 @@ class Tiny(nn.Module):
 
 
 def ms_per_action(schedule: str, world: World, rounds: int, folder: Path) -> str:
-    """What each of a rank's actions takes, from the step's first to its last, and how much is computing."""
+    """Times of a rank's actions, from the step's first to its last, and the part that is computing."""
 
     def loss(outputs: Tensor, _: Mapping[str, Tensor]) -> tuple[Tensor, int]:
         return outputs.square().sum(), outputs.shape[0]
@@ -238,7 +238,7 @@ def ms_per_action(schedule: str, world: World, rounds: int, folder: Path) -> str
 def worker(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     world = connect(device="cpu", transport="host")
-    gloo = World(world.rank, world.size, world.local_rank, world.device, transport="gloo")
+    gloo = World(world.rank, world.size, world.local_rank, world.device, Connection("gloo"))
     torch.manual_seed(0)  # the same batch on both ranks
     rows = []
     for precision in arguments.precisions:

@@ -4,7 +4,7 @@ torch.distributed.pipelining over Gloo, which is all that torch has between CPU 
 modules made of the Hugging Face model's own parts, cut where ours are. Shapes are given, so that nothing is
 inferred, losses are summed, and no outputs are collected.
 
-[Note: what is not the same]
+[Note: differences between peers]
 - What is bfloat16: here all weights and gradients, as torch has it for a model that is loaded in bfloat16.
   Ours computes in bfloat16 too, but adds up gradients in float32.
 - The loss: the model's own, which casts logits to float32; ours is the same function, in chunks.
@@ -45,7 +45,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a pipeline: how its model is cut, and what it is given."""
+    """A pipeline's shape: how its model is cut, and its inputs."""
 
     stops: tuple[int, ...]  # the number of the block after each stage's last
     micros: int

@@ -1,8 +1,8 @@
-"""What a step of ours costs beside a bare torch loop: one rank, ZeRO 3, the 8-layer Llama.
+"""Overhead of our step over a bare torch loop: one rank, ZeRO 3, the 8-layer Llama.
 
     python benchmarks/stage_overhead.py [--plan "dp=1 zero=3"] [--json FILE]
 
-With one rank nobody communicates, and what is above the bare loop is our own Python: hooks, units, views. The
+One rank does not communicate, and what is above the bare loop is our own Python: hooks, units, views. The
 bare loop does the same arithmetic in the same precision: the loss, backward, the gradient's norm, clipping,
 fused AdamW, and one number for the reader. In bf16 its weights are bfloat16 with float32 masters, as ours
 are. The two take turns, one thread. The bar is 1.03.

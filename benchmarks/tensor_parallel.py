@@ -1,11 +1,11 @@
-"""Tensor parallelism: our passes and steps beside those of torch and transformers, and beside one process.
+"""Tensor parallelism: our passes and steps, those of torch and transformers, and one process.
 
     python benchmarks/tensor_parallel.py [--only WORD ...] [--precisions bf16] [--transport gloo]
 
 The Llama of 33.7 M parameters, 4 x 256 tokens, 2 ranks with one thread each. The contenders of a precision
 live in the same processes and take turns; a time is that of the slower rank. The yardstick is plain torch in
 one process with one thread, the other rank idle: half of it would be a perfect cut. "forward + backward"
-drops the gradients, "step" has fused AdamW in it. What peers do and do not do stands in `tensor_peers.py`.
+drops the gradients, "step" has fused AdamW in it. `tensor_peers.py` lists the differences between peers.
 
 Before they are measured, all contenders of a precision train from the same weights on one batch, and have to
 get the losses of one process: within 1e-4 in fp32 and 2e-2 in bf16. `loss_apart` is how far off they are.
@@ -78,7 +78,7 @@ def contenders(precision: str, world: World, arguments: argparse.Namespace) -> l
 
 
 def losses_of(contender: Contender, batch: Batch, world: World) -> Tensor:
-    """Of its first steps on one batch and of the passes after them; of one that is alone, rank 0's."""
+    """Losses of its first steps on one batch and of the passes after them; rank 0's of one without peers."""
     losses = torch.zeros(CHECKED_STEPS + 1)
     if takes_part(contender, world):
         calls = [contender.step] * CHECKED_STEPS + [contender.passes]

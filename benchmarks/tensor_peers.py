@@ -3,11 +3,11 @@
 Every contender loads the same Hugging Face folder, takes fused AdamW with the same groups as ours (no weight
 decay on norms and biases), the model's own loss, and the same batch on all ranks.
 
-[Note: what is not the same]
+[Note: differences between peers]
 - What is bfloat16: here everything is, weights, gradients and the optimizer's moments, as torch and
   transformers have it for a model that is loaded in bfloat16. Ours computes in bfloat16 too, but keeps
   float32 weights and moments: the optimizer reads and writes twice the bytes.
-- The gradient's norm: we compute it in every step; nobody here does.
+- The gradient's norm: we compute it in every step; no peer does here.
 - The loss: with DTensor logits stay cut over the vocabulary (`loss_parallel`), as with us. transformers
   gathers them, and every rank computes the whole loss.
 """

@@ -2,8 +2,10 @@
 
 import os
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from _pytest.config import parse_warning_filter
@@ -17,10 +19,37 @@ if TESTS not in sys.path:  # pytest puts it there in one of its import modes onl
 # the milliseconds of an oracle into seconds.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from support.covering import covering  # noqa: E402
 from support.pool import Pool  # noqa: E402
 
 settings.register_profile("plait", deadline=None)  # a shared machine pauses when it likes
 settings.load_profile("plait")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave to the sweep the cases that are not needed to run every pair of parameters: of each test with
+    three parameters or more, or of all tests of a file that is marked `pairs`, where the test counts as one.
+    """
+    groups = defaultdict[tuple[str, ...], list[pytest.Function]](list)
+    for item in items:
+        if not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
+            continue
+        if item.get_closest_marker("sweep") is None:
+            of_file = item.get_closest_marker("pairs") is not None
+            groups[(str(item.path),) if of_file else (str(item.path), item.originalname)].append(item)
+    for group in groups.values():
+        cases = [{"test": item.originalname, **_as_text(item.callspec.params)} for item in group]
+        if max(map(len, cases)) > 3:
+            needed = {tuple(case.items()) for case in covering(cases, seed=1)}
+            for item, case in zip(group, cases, strict=True):
+                if tuple(case.items()) not in needed:
+                    item.add_marker(pytest.mark.sweep)
+
+
+def _as_text(parameters: dict[str, Any]) -> dict[str, str]:
+    """Values are compared as they are written: some cannot be hashed."""
+    return {name: repr(value) for name, value in parameters.items()}
 
 
 @pytest.fixture(scope="session")

@@ -54,7 +54,7 @@ def missing_from_tree(root: Path) -> list[str]:
     page = root / "docs/architecture.md"
     if not page.exists():
         return []
-    # In a tree, a folder's name comes first, behind at most the branches that lead to it.
+    # In a tree, a folder's name comes first, after at most the branches that lead to it.
     lines = [line.lstrip(" │├└─|`-+") for line in page.read_text(encoding="utf-8").splitlines()]
     named = {line.split()[0].rstrip("/").rpartition("/")[2] for line in lines if "/" in line.split(" ")[0]}
     folders = sorted({path.parent for path in (root / "src/plait").rglob("*.py")})

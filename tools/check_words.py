@@ -1,9 +1,9 @@
-"""Check that code and docs use the field's words and plain English; exit 1 with the offenders.
+"""Check that code, tests and docs use the field's words and plain English; exit 1 with the offenders.
 
-Three rules, for Python and C sources and Markdown pages (`docs/decisions.md`, a diary, is not checked):
+Four rules, for Python and C sources and Markdown pages (`docs/decisions.md`, a diary, is not checked):
 a list of words that are not used, in names, comments, docstrings and prose; docstrings do not begin with a
-clause ("Of ...", "What ...", "Whether ..."); titles of notes are noun phrases. ALLOWED names the exceptions,
-each with the reason.
+clause ("Of ...", "What ...", "Whether ..."); nor do names of tests, which are claims; titles of notes are
+noun phrases. ALLOWED names the exceptions, each with the reason.
 """
 
 import argparse
@@ -13,22 +13,38 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-SOURCES = ("src", "benchmarks", "examples", "tools")
-PAGES = ("README.md", "CHANGELOG.md", "docs", "benchmarks", "examples", "recipes")
+CODE = (".py", ".c", ".h", ".md")
+PAGES = (".md", ".toml")
+PLACES = {  # folder or file: the suffixes of what is read in it
+    "src": CODE,
+    "tests": CODE,
+    "benchmarks": CODE,
+    "examples": CODE,
+    "tools": CODE,
+    "docs": PAGES,
+    "recipes": PAGES,
+    "README.md": PAGES,
+    "CHANGELOG.md": PAGES,
+}
 NOT_CHECKED = ("docs/decisions.md", "tools/check_words.py")
 
 # word -> what to write instead
 WORDS = {
     "foretold": "estimated",
     "foretell": "estimate",
+    "foretells": "estimates",
     "anew": "again",
     "nobody": "no rank, no process",
     "whoever": "the rank that",
     "hollow": "placeholder",
     "hollows": "placeholders",
     "twin": "meta copy",
+    "deals": "assigns",
     "dealt": "assigned",
+    "letter": "error, message",
     "letters": "errors, messages",
+    "lies": "is",
+    "stands": "is",
     "beside": "next to, alongside",
     "behind": "after, during",
     "mend": "fix",
@@ -45,13 +61,16 @@ PHRASES = {
     r"comes? to its end": "ends",
     r"on (its|their) way": "in transfer",
     r"a small letter": "an error of four parts",
-    r"ranks? (says?|speaks?|knows?)\b": "rank sends, receives, has",
+    r"ranks? (says?|speaks?|hears?|knows?)\b": "rank sends, receives, has",
 }
 CLAUSES = re.compile(r"(Of|What|Whether|Who|Whose|Whom|Which|Where|As if|That)\b")
 NOTE = re.compile(r"\[Note: *(?:what|who|whose|when|where|why|whether|which|how)\b[^\]]*\]", re.I)
+TEST = re.compile(r"test_(of|what|whatever|whether|who|whose|whoever)_")
 
 # (file or folder, word): the reason
-ALLOWED: dict[tuple[str, str], str] = {}
+ALLOWED = {
+    ("src/plait/cli/schedule_table.py", "letter"): "of the alphabet: an action's kind in a cell",
+}
 
 _WORD = re.compile(r"[A-Za-z]+")
 _CAMEL = re.compile(r"(?<=[a-z])(?=[A-Z])")
@@ -63,22 +82,20 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--count", action="store_true", help="print the number of offenders only")
-    parser.add_argument("folders", nargs="*", help="instead of the sources and pages of the project")
+    parser.add_argument("places", nargs="*", help="folders or files, instead of all of the project")
     args = parser.parse_args()
     root = Path(__file__).resolve().parent.parent
     found = [
-        line for path in files(root, args.folders) for line in offenders(path, str(path.relative_to(root)))
+        line for path in files(root, args.places) for line in offenders(path, str(path.relative_to(root)))
     ]
     print(len(found) if args.count else "\n".join(found), end="\n" if found or args.count else "")
     return 1 if found else 0
 
 
-def files(root: Path, folders: list[str]) -> Iterator[Path]:
-    for name in folders or (*SOURCES, *PAGES):
-        path = root / name
-        paths = [path] if path.is_file() else sorted(path.rglob("*"))
-        suffixes = (".md", ".toml") if name in PAGES and name not in SOURCES else (".py", ".c", ".h", ".md")
-        for each in paths:
+def files(root: Path, places: list[str]) -> Iterator[Path]:
+    for place in places or PLACES:
+        path, suffixes = root / place, PLACES.get(place.partition("/")[0], CODE)
+        for each in [path] if path.is_file() else sorted(path.rglob("*")):
             if each.suffix in suffixes and str(each.relative_to(root)) not in NOT_CHECKED:
                 yield each
 
@@ -101,13 +118,15 @@ def offenders(path: Path, name: str) -> Iterator[str]:
 
 
 def clauses(tree: ast.Module, name: str) -> Iterator[str]:
-    """Docstrings that begin with a clause."""
+    """Docstrings and names of tests that begin with a clause."""
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for node in ast.walk(tree):
         docstring = ast.get_docstring(node) if isinstance(node, kinds) else None
         if docstring and CLAUSES.match(docstring):
             first = docstring.splitlines()[0][:60]
             yield f"{name}:{getattr(node, 'lineno', 1)}: {first!r}: begin with a verb or a noun phrase"
+        if isinstance(node, ast.FunctionDef) and TEST.match(node.name):
+            yield f"{name}:{node.lineno}: {node.name}: name the claim, with a noun as its subject"
 
 
 def is_allowed(name: str, word: str) -> bool:

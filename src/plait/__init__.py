@@ -29,8 +29,7 @@ __all__ = [
     "parallelize",
 ]
 
-# Imported on first use: the engine imports transformers, which takes seconds that loader workers, the
-# launcher and plans do not need.
+# Imported on first use: torch takes a second that the launcher, plans and help texts do not need.
 _HOMES = {
     "Chain": "plait.models",
     "DDPError": "plait.errors",

@@ -1,17 +1,44 @@
 """The command `plait`, and `python -m plait`, which is the same under torchrun."""
 
+import os
+import signal
 import sys
+from types import FrameType
+
+_INTERRUPTED = 130
 
 
 def main() -> None:
     """Run the command line. Ctrl-C ends it in one line, also while modules are still being imported."""
+    ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if ours:
+        signal.signal(signal.SIGINT, _interrupt)
     try:
         from plait.cli.main import main as run
 
         run()
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
+        _say_interrupted()
+        sys.exit(_INTERRUPTED)
+    finally:
+        if ours:  # an exception in the interpreter's own exit would be printed with its traceback
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _say_interrupted() -> None:
+    if "PLAIT_LAUNCHER_PID" not in os.environ:  # a rank's launcher says it
+        os.write(sys.stderr.fileno(), b"interrupted\n")
+
+
+def _interrupt(_signum: int, frame: FrameType | None) -> None:
+    """Raise KeyboardInterrupt. During an import exit instead: torch's C code, for one, ignores an exception
+    in the import of numpy, and leaves it half imported."""
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            _say_interrupted()
+            os._exit(_INTERRUPTED)
+        frame = frame.f_back
+    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

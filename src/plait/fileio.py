@@ -8,6 +8,7 @@ import contextlib
 import errno
 import fcntl
 import json
+import math
 import os
 import stat
 import time
@@ -40,6 +41,15 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Like `write_text`, for a JSON value."""
     write_text(path, json.dumps(value, indent=1))
+
+
+def finite_json(value: Any) -> Any:
+    """Replace non-finite numbers in a JSON value by None: JSON has none."""
+    if isinstance(value, dict):
+        return {key: finite_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite_json(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def temp_path(path: Path) -> Path:

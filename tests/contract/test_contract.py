@@ -37,7 +37,9 @@ def runners() -> Iterator[Runners]:
         pytest.param(3, "group", marks=pytest.mark.sweep),
     ],
 )
-def test_what_torchs_class_passes_plaits_does(runners: Runners, world_size: int, transport: str) -> None:
+def test_plaits_class_passes_the_tests_that_torchs_passes(
+    runners: Runners, world_size: int, transport: str
+) -> None:
     runner = runners(world_size)
     results = run_all(runner, runner.names(), Variant("plait", transport))
     assert not (messages := unexpected_outcomes(results, world_size, transport)), "\n\n".join(messages)
@@ -48,7 +50,7 @@ def test_what_torchs_class_passes_plaits_does(runners: Runners, world_size: int,
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_torchs_class_fails_what_the_list_says_and_nothing_else(runners: Runners, world_size: int) -> None:
+def test_torchs_class_fails_the_listed_tests_only(runners: Runners, world_size: int) -> None:
     runner = runners(world_size)
     results = run_all(runner, runner.names(), Variant("torch"))
     assert {it.name for it in results if it.status in ("failed", "hung")} == {*torch_fails(world_size)}

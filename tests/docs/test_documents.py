@@ -92,7 +92,7 @@ class Page:
             (folder / name).symlink_to(ROOT / name)
 
     def complaint(self, block: Block) -> str:
-        """What was wrong with the block, empty if it ran well. Those before it are run first."""
+        """Return an error text, empty if the block ran well. The blocks before it are run first."""
         while self._to_run and block not in self._complaints:
             other = self._to_run.pop(0)
             self._complaints[other] = self._run(other)
@@ -190,10 +190,12 @@ while True:
 @pytest.fixture(scope="session")
 def pages() -> Iterator[dict[Path, Page]]:
     with tempfile.TemporaryDirectory(prefix="plait-docs-") as folder:
-        opened = {}
+        opened, data = {}, Path(folder) / "data"
+        data.mkdir()
         for document in documents():
             page_folder = Path(folder) / document.parent.name / document.stem
             page_folder.mkdir(parents=True)
+            (page_folder / "data").symlink_to(data)  # the first page that needs tokens builds them for all
             blocks = [block for block in BLOCKS if block.document == document]
             opened[document] = Page(blocks, page_folder)
         yield opened
@@ -240,7 +242,7 @@ def check_targets(line: int, command: str) -> None:
 
 @pytest.fixture
 def complaints(tmp_path: Path) -> Iterator[Callable[[str], list[str]]]:
-    """What is wrong with each block of a page with this text."""
+    """A function that returns one error text per block of a page with the given text."""
     opened = []
 
     def complaints(text: str) -> list[str]:
@@ -277,7 +279,7 @@ def test_python_snippets_of_a_page_build_on_each_other(complaints: Complaints) -
     assert complaints("```python\nimport os\nos._exit(3)\n```\n") == ["ended Python with exit code 3"]
 
 
-def test_trainings_are_shortened_only_where_the_page_says_so(tmp_path: Path) -> None:
+def test_trainings_are_shortened_only_where_the_page_allows_it(tmp_path: Path) -> None:
     comment = "<!-- test: shortened by `--set run.steps=3` -->\n"
     commands = "```sh\n$ plait train \\\n  r.toml  # two minutes\nls\n```\n"
     (tmp_path / "page.md").write_text(comment + commands + commands, encoding="utf-8")

@@ -4,6 +4,8 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
+
 TESTS = Path(__file__).resolve().parents[1]
 PAGE = TESTS.parent / "docs" / "reliability.md"
 
@@ -31,6 +33,7 @@ def test_every_test_that_the_page_names_exists() -> None:
     assert not [f"{file}::{name}" for file, name in sorted(named()) if name not in functions_of(file)]
 
 
+@pytest.mark.quick
 def test_every_entry_has_a_test() -> None:
     rows = [line for line in section().splitlines() if line.startswith("| ")][1:]
     assert len(rows) >= 25

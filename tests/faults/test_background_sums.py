@@ -25,5 +25,5 @@ def test_a_rank_that_fails_does_not_wait_for_the_sums_that_it_has_started(tmp_pa
         assert ranks[1].returncode == 1
         assert "ValueError: of its own" in printed
         assert "terminate" not in printed
-        _, heard = ranks[0].communicate("", timeout=60)
-        assert "of a unit failed: rank 1 is gone" in heard
+        _, stderr = ranks[0].communicate("", timeout=60)
+        assert "of a unit failed: rank 1 is gone" in stderr

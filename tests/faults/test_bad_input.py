@@ -1,4 +1,4 @@
-"""A user's mistakes at the command line: one letter, exit code 2, no traceback, nothing left behind.
+"""A user's mistakes at the command line: one error, exit code 2, no traceback, no files left.
 
 These are found before a rank starts, so the command runs in this process; one test shows that it is the
 same as a process. What only the ranks can find is in test_train.py.
@@ -49,7 +49,7 @@ def everything(here: Path) -> dict[str, bytes]:
 
 
 def message(*words: object) -> str:
-    """What `plait words...` says on stderr, having ended with code 2 and without a traceback."""
+    """Standard error of `plait words...`, which must end with code 2 and without a traceback."""
     result = CliRunner().invoke(app, [str(word) for word in words])
     assert result.exit_code == 2, result.output
     assert isinstance(result.exception, SystemExit), result.exception
@@ -145,7 +145,7 @@ MIXTRAL = (
     ],
     ids=lambda value: value[-1] if isinstance(value[-1], str) else None,
 )
-def test_a_mistake_gets_its_letter_and_leaves_nothing(here: Path, words: list[str], says: list[str]) -> None:
+def test_a_mistake_is_an_error_and_leaves_no_files(here: Path, words: list[str], says: list[str]) -> None:
     (here / "empty.txt").touch()
     (here / "binary.txt").write_bytes(b"\xff\xfe\x00" * 100)
     before = everything(here)
@@ -207,12 +207,12 @@ def test_a_run_directory_that_exists_is_not_touched(here: Path) -> None:
             ["{here}/run", *sets('data.sources=["{here}/*.toml"]', "data.dir={here}/new", *AT_ALL)],
             ["another data"],
         ),
-        (["{here}/run", *sets("run.batch=8")], ["CheckpointError", "another samples", "batch"]),
+        (["{here}/run", *sets("run.batch=8")], ["CheckpointError", "another order of samples", "batch"]),
         (["{here}/run", *sets("optimizer.name=SGD")], ["CheckpointError", "another optimizer", "'AdamW'"]),
     ],
     ids=["missing", "no run", "another model", "other data", "other samples", "another optimizer"],
 )
-def test_a_run_that_cannot_be_resumed_gets_its_letter(here: Path, words: list[str], says: list[str]) -> None:
+def test_a_run_that_cannot_be_resumed_is_an_error(here: Path, words: list[str], says: list[str]) -> None:
     before = everything(here)
     said = message("train", *(word.format(here=here) for word in words), "--resume", "--plan", "dp=1")
     assert all(word in said for word in says), said
@@ -227,7 +227,7 @@ def test_a_recipe_edited_since_the_run_began_is_not_resumed_by_accident(here: Pa
     assert f"plait train {here / 'run'} --resume" in said
 
 
-def test_a_run_without_a_whole_checkpoint_gets_a_letter_that_names_them_all(here: Path) -> None:
+def test_a_run_without_a_whole_checkpoint_is_an_error_that_names_them_all(here: Path) -> None:
     newest, before = (here / "run" / "checkpoints" / f"step-{step:08d}" for step in (STEPS, 18))
     flip_a_bit(newest / "manifest.json")
     (before / "rank-00000.0.safetensors").unlink()
@@ -237,7 +237,7 @@ def test_a_run_without_a_whole_checkpoint_gets_a_letter_that_names_them_all(here
     assert f"{before}/rank-00000.0.safetensors: missing" in said
 
 
-def test_a_checkpoint_to_go_back_to_that_cannot_be_is_named(here: Path) -> None:
+def test_an_invalid_checkpoint_to_go_back_to_is_named(here: Path) -> None:
     checkpoints = here / "run" / "checkpoints"
     words = ("train", here / "run", "--resume", "--from")
     flip_a_bit(checkpoints / "step-00000018" / "rank-00000.0.safetensors")
@@ -251,7 +251,9 @@ def test_a_checkpoint_to_go_back_to_that_cannot_be_is_named(here: Path) -> None:
     shutil.rmtree(here / f"step-{STEPS:08d}")
     new = ("train", here / "recipe.toml", *sets(f"run.dir={here}/other"), "--plan", "dp=1", "--from")
     assert "does not have the checksum" in message(*new, checkpoints / "step-00000018")
-    assert "another samples" in message(*new, checkpoints / f"step-{STEPS:08d}", *sets("run.batch=8"))
+    assert "another order of samples" in message(
+        *new, checkpoints / f"step-{STEPS:08d}", *sets("run.batch=8")
+    )
     assert everything(here) == before
     assert not list(here.glob("other*"))
 
@@ -265,7 +267,7 @@ def test_a_run_saved_half_is_resumed_from_the_last_whole_checkpoint(here: Path) 
     assert found == ["step-00000018", f"step-{STEPS:08d}"]
 
 
-def test_export_and_generate_refuse_what_is_no_run_or_exists(here: Path) -> None:
+def test_export_and_generate_refuse_missing_runs_and_existing_files(here: Path) -> None:
     assert "RunError" in message("generate", here / "data", "--prompt", "a")
     assert "RunError" in message("export", here / "none", here / "out")
     assert "RunError: the export's directory exists" in message("export", here / "run", here / "data")
@@ -274,7 +276,7 @@ def test_export_and_generate_refuse_what_is_no_run_or_exists(here: Path) -> None
     assert not (here / "out").exists()
 
 
-def test_data_build_says_what_it_built_and_gets_letters_too(here: Path) -> None:
+def test_data_build_reports_its_output_and_its_errors(here: Path) -> None:
     result = CliRunner().invoke(app, ["data", "build", str(here / "recipe.toml")])
     assert result.exit_code == 0
     assert "training tokens" in result.stdout
@@ -307,7 +309,7 @@ def test_another_number_of_ranks_than_torchruns_is_named(here: Path, monkeypatch
     assert not (here / "other").exists()
 
 
-def test_a_letter_comes_from_a_process_as_from_here(here: Path) -> None:
+def test_errors_are_the_same_in_a_process_of_their_own(here: Path) -> None:
     out, err = finish(start("train", here / "recipe.toml", "--ranks", "3"), 2)
     assert out == ""
     assert err == message("train", here / "recipe.toml", "--ranks", "3")
@@ -320,7 +322,7 @@ def test_debug_adds_the_traceback(here: Path) -> None:
     assert result.stderr.rstrip().splitlines()[-4].startswith("PlanError")
 
 
-# Root reads what nobody may, but for these two capabilities.
+# Root reads files without read permission, but for these two capabilities.
 AS_ANYONE = ("setpriv", "--bounding-set=-dac_override,-dac_read_search")
 
 
@@ -346,7 +348,7 @@ def test_a_folder_to_offload_to_that_cannot_be_written_is_named(
 
 def test_an_unreadable_corpus_is_named(here: Path, as_anyone: tuple[str, ...]) -> None:
     secret = here / "secret.txt"
-    secret.write_text("nobody may read this")
+    secret.write_text("not readable")
     secret.chmod(0)
     words = sets(f'data.sources=["{secret}"]', f"data.dir={here}/new", f"run.dir={here}/other")
     _, err = finish(start("train", here / "recipe.toml", *words, entry=as_anyone), code=2)

@@ -1,4 +1,4 @@
-"""`plait bench` as a user types it: what it shows and leaves, its letters; under torchrun."""
+"""`plait bench` as a user types it: its tables, files and errors; under torchrun."""
 
 import json
 import re
@@ -74,7 +74,7 @@ def test_a_ddp_step_is_taken_apart_on_two_ranks_shown_and_drawn(tmp_path: Path) 
     assert picture.read_bytes().startswith(PNG)
 
 
-def test_under_torchrun_its_ranks_are_measured_and_one_of_them_tells(tmp_path: Path) -> None:
+def test_under_torchrun_its_ranks_are_measured_and_one_of_them_prints(tmp_path: Path) -> None:
     profile = tmp_path / "host.json"
     words = ("--collective", "barrier,all-reduce", "--storage", "both", "--profile", profile)
     out, _ = finish(start(*BENCH, *words, entry=TORCHRUN))
@@ -86,7 +86,7 @@ def test_under_torchrun_its_ranks_are_measured_and_one_of_them_tells(tmp_path: P
     }
 
 
-def test_a_mistake_under_torchrun_is_told_once() -> None:
+def test_a_mistake_under_torchrun_is_printed_once() -> None:
     process = start(*BENCH, "--no-save", "--ranks", "3", entry=TORCHRUN)
     _, err = process.communicate(timeout=120)
     assert process.returncode != 0
@@ -124,10 +124,10 @@ def test_a_mistake_under_torchrun_is_told_once() -> None:
     ],
     ids=lambda value: value[-1] if isinstance(value[-1], str) else None,
 )
-def test_a_mistake_gets_its_letter_before_a_rank_starts(
+def test_a_mistake_is_an_error_before_a_rank_starts(
     tmp_path: Path, words: list[str], says: list[str]
 ) -> None:
-    _has_letter(tmp_path, "collectives", words, says)
+    _fails_with(tmp_path, "collectives", words, says)
 
 
 @pytest.mark.parametrize(
@@ -147,13 +147,13 @@ def test_a_mistake_gets_its_letter_before_a_rank_starts(
     ],
     ids=lambda value: value[-1] if isinstance(value[-1], str) else None,
 )
-def test_a_ddp_step_that_cannot_be_measured_gets_its_letter_before_a_rank_starts(
+def test_a_ddp_step_that_cannot_be_measured_is_an_error_before_a_rank_starts(
     tmp_path: Path, words: list[str], says: list[str]
 ) -> None:
-    _has_letter(tmp_path, "ddp", words, says)
+    _fails_with(tmp_path, "ddp", words, says)
 
 
-def _has_letter(tmp_path: Path, command: str, words: list[str], says: list[str]) -> None:
+def _fails_with(tmp_path: Path, command: str, words: list[str], says: list[str]) -> None:
     (tmp_path / "damaged.json").write_text("{")
     has_profile = command == "collectives" and "--profile" not in words
     profile = ["--profile", str(tmp_path / "host.json")] if has_profile else []

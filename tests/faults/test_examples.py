@@ -36,7 +36,7 @@ Losses = dict[int, float]  # by step
 
 
 def commands() -> list[list[str]]:
-    """Of the README, in words."""
+    """The README's commands, split into words."""
     text = (EXAMPLES / "README.md").read_text()
     return [shlex.split(line) for line in re.findall(r"^(?:python|torchrun) .*$", text, re.M)]
 
@@ -59,7 +59,7 @@ def test_a_script_and_its_parallel_version_differ_in_six_lines(name: str) -> Non
 
 @pytest.fixture(scope="module")
 def one_device(pool: Pool) -> dict[str, Losses]:
-    """What the one-device scripts print."""
+    """The losses that the one-device scripts print."""
     return {
         name: losses(pool.run(printed, 1, f"{name}_one_device.py", STEPS)[0]) for name in ("llama", "plain")
     }
@@ -103,7 +103,7 @@ def printed(script: str, words: list[str]) -> str:
 
 
 def losses(text: str) -> Losses:
-    """A step that stands there twice was printed by more ranks than one."""
+    """A step that is printed twice was printed by more ranks than one."""
     found = re.findall(r"^step +(\d+)  loss (\S+)$", text, re.M)
     assert len(found) == len(dict(found)), text
     return {int(step): float(loss) for step, loss in found}

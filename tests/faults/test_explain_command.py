@@ -1,4 +1,4 @@
-"""`plait explain` as a user types it: before a run, after one, its letters."""
+"""`plait explain` as a user types it: before a run, after one, its errors."""
 
 import json
 import re
@@ -26,7 +26,7 @@ def typed(*words: str | Path, code: int = 0) -> Result:
 
 
 def rows(out: str, *headings: str) -> list[list[str]]:
-    """The cells behind these of all lines that begin with them."""
+    """The cells that follow these, of all lines that begin with them."""
     start = " +│ ".join(map(re.escape, headings))
     lines = [line for line in out.splitlines() if re.match(rf"│ {start} +│", line)]
     return [[cell.strip() for cell in line.strip("│").split("│")][len(headings) :] for line in lines]
@@ -37,7 +37,7 @@ def recipe(tmp_path: Path) -> Path:
     return write_recipe(tmp_path)
 
 
-def test_the_tables_say_what_the_plan_costs(recipe: Path, tmp_path: Path) -> None:
+def test_the_tables_show_the_plans_costs(recipe: Path, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     words = (
         "--plan",
@@ -60,7 +60,7 @@ def test_the_tables_say_what_the_plan_costs(recipe: Path, tmp_path: Path) -> Non
     assert gather["leaves"] == gather["bytes"] // 2  # of two ranks
 
 
-def test_mistakes_get_letters(recipe: Path, tmp_path: Path) -> None:
+def test_mistakes_are_errors(recipe: Path, tmp_path: Path) -> None:
     for words, fact in (
         ((), "explain needs one recipe, one model or one run"),
         ((tmp_path / "none.toml",), "the recipe does not exist"),
@@ -80,14 +80,14 @@ def test_mistakes_get_letters(recipe: Path, tmp_path: Path) -> None:
 
 def test_a_run_whose_measurements_cannot_be_written_has_its_export(recipe: Path) -> None:
     sets = ("run.steps=4", "run.evaluate_every=0", "sample.tokens=0")
-    run = prepare(recipe, sets=sets, plan="dp=1").run.dir
+    run = prepare(recipe, sets=sets, plan="dp=1").dir.path
     (run / "measured.json").mkdir()
     with pytest.raises(RunError, match="cannot write the measurements"):
         train(RunDir(run).read_recipe(), World.alone(torch.device("cpu")))
     assert (RunDir(run).export / "config.json").is_file()
 
 
-def test_a_run_is_shown_beside_what_was_foretold_also_when_it_went_on(recipe: Path, tmp_path: Path) -> None:
+def test_a_run_is_compared_with_its_estimate_also_when_resumed(recipe: Path, tmp_path: Path) -> None:
     quick = [
         f"--set={word}" for word in ("run.evaluate_every=0", "run.checkpoint_every=2", "sample.tokens=0")
     ]

@@ -32,7 +32,7 @@ from plait.errors import CommError
 from support.pool import Pool, RankError
 
 RANKS = 4
-SOON_S = 3.0  # from a rank's death to its peers' letters
+SOON_S = 3.0  # from a rank's death to its peers' messages
 
 
 # --- what ranks are at when one of them dies
@@ -116,7 +116,7 @@ def _kill_myself(folder: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _letters_of_peers(folder: Path, victim: int) -> list[tuple[float, str]]:
+def _errors_of_peers(folder: Path, victim: int) -> list[tuple[float, str]]:
     """When, after the victim's death, and what."""
     died_s = float((folder / "died").read_text())
     peers = {*range(RANKS)} - {victim}
@@ -125,7 +125,7 @@ def _letters_of_peers(folder: Path, victim: int) -> list[tuple[float, str]]:
 
 
 def assert_nothing_remains(pool: Pool) -> None:
-    until_s = time.monotonic() + SOON_S  # ranks leave when they have told the test what they found
+    until_s = time.monotonic() + SOON_S  # ranks leave when they have written their results for the test
     while _remains(pool) and time.monotonic() < until_s:
         time.sleep(0.05)
     assert _remains(pool) == []
@@ -137,7 +137,7 @@ def _kill_at_work(pool: Pool, folder: Path, name: str, chance: random.Random) ->
     victim, after_s = chance.randrange(name == "groups", RANKS), chance.uniform(0.001, 0.3)
     with pytest.raises(RankError, match="was killed by SIGKILL"):
         pool.run(_die_at_work, RANKS, name, victim, after_s, folder)
-    for after_s, message in _letters_of_peers(folder, victim):
+    for after_s, message in _errors_of_peers(folder, victim):
         assert f"rank {victim} is gone" in message
         assert re.search(WORK[name][1], message), message
         assert after_s < SOON_S
@@ -145,7 +145,7 @@ def _kill_at_work(pool: Pool, folder: Path, name: str, chance: random.Random) ->
 
 
 def _remains(pool: Pool) -> list[str]:
-    """What processes that live still hold of groups and arenas: memory without a name lives as long."""
+    """Memory of groups and arenas that live processes still map."""
     found = [name for name in os.listdir("/dev/shm") if "plait" in name]  # noqa: PTH208
     for pid in pool.pids:
         with contextlib.suppress(FileNotFoundError):  # the one that was killed
@@ -160,14 +160,14 @@ def _remains(pool: Pool) -> list[str]:
 
 
 @pytest.mark.parametrize("name", [*WORK])
-def test_peers_of_a_killed_rank_say_who_is_gone_within_seconds(pool: Pool, tmp_path: Path, name: str) -> None:
+def test_peers_of_a_killed_rank_name_it_within_seconds(pool: Pool, tmp_path: Path, name: str) -> None:
     _kill_at_work(pool, tmp_path, name, random.Random(name))
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("name", [*WORK])
-def test_peers_of_a_rank_killed_at_any_point_say_who_is_gone(
+def test_peers_of_a_rank_killed_at_any_point_name_it(
     pool: Pool, tmp_path: Path, name: str, seed: int
 ) -> None:
     _kill_at_work(pool, tmp_path, name, random.Random(f"{name} {seed}"))
@@ -228,10 +228,10 @@ def test_a_rank_that_comes_late_to_a_group_is_waited_for(pool: Pool) -> None:
 
 
 def test_a_rank_that_never_comes_to_a_group_is_named_after_the_time_limit(pool: Pool) -> None:
-    letters = pool.run(_late_for_a_group, 3, "never")
+    messages = pool.run(_late_for_a_group, 3, "never")
     for rank in (0, 2):
         expected = "the group of ranks [0, 1, 2] cannot be created: rank 1 did not arrive within 2 s"
-        assert expected in letters[rank]
+        assert expected in messages[rank]
 
 
 def _raise_or_wait(folder: Path) -> None:
@@ -247,6 +247,7 @@ def _raise_or_wait(folder: Path) -> None:
         raise
 
 
+@pytest.mark.quick
 def test_a_rank_that_raises_and_leaves_is_gone_for_its_peers(pool: Pool, tmp_path: Path) -> None:
     with pytest.raises(RankError, match="a mistake of its own") as caught:
         pool.run(_raise_or_wait, 3, tmp_path)
@@ -302,7 +303,7 @@ def _load_with_workers() -> int:
     return num
 
 
-def test_forked_data_workers_come_and_go_while_ranks_talk(pool: Pool) -> None:
+def test_forked_data_workers_start_and_end_while_ranks_communicate(pool: Pool) -> None:
     assert pool.run(_load_with_workers, 2) == [2 * 2 * sum(range(64))] * 2
 
 
@@ -359,5 +360,5 @@ def _two_threads() -> None:
     assert wrong == []
 
 
-def test_two_threads_talk_on_two_groups_at_once(pool: Pool) -> None:
+def test_two_threads_communicate_on_two_groups_at_once(pool: Pool) -> None:
     pool.run(_two_threads, 3)

@@ -14,7 +14,7 @@ from plait.comm import launch_local
 from plait.errors import CommError
 from support.cli_runs import LOOPBACK, listening
 
-START_S = 40.0  # two imports of torch beside other work
+START_S = 40.0  # two imports of torch while other tests run
 
 LAUNCHER = """
 import sys
@@ -47,7 +47,7 @@ for signum in (signal.SIGTERM, signal.SIGINT):
     signal.signal(signum, signal.SIG_IGN)
 (pathlib.Path(sys.argv[1]) / f"ready-{os.environ['RANK']}").write_text(str(os.getpid()))
 while os.environ["RANK"] == "0" or len(sys.argv) < 3:
-    time.sleep(0.1)  # as stuck as in a collective: no signal that Python handles is heard
+    time.sleep(0.1)  # as blocked as in a collective: Python handlers of signals do not run
 sys.exit(int(sys.argv[2]))
 """
 
@@ -104,7 +104,7 @@ def wait_until(condition: Callable[[], bool], limit_s: float) -> float:
 
 
 def is_alive(pid: int) -> bool:
-    """A zombie that nobody has reaped yet is dead."""
+    """A zombie whose parent has not reaped it yet is dead."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -168,6 +168,7 @@ def test_a_stuck_peer_of_a_failed_rank_is_gone_within_10_seconds(script: Write, 
     assert not is_alive(int((tmp_path / "ready-0").read_text()))
 
 
+@pytest.mark.quick
 def test_a_killed_rank_takes_down_the_ranks_that_wait_for_it_in_a_collective(
     start: Start, tmp_path: Path
 ) -> None:
@@ -213,7 +214,7 @@ def test_ctrl_c_lets_every_rank_save_in_its_own_time_and_ends_with_130(start: St
         assert (tmp_path / f"saved-{rank}").read_text() == f"[{int(signal.SIGINT)}] True"
 
 
-def test_a_second_ctrl_c_ends_ranks_that_do_not_listen(start: Start, tmp_path: Path) -> None:
+def test_a_second_ctrl_c_ends_ranks_that_ignore_the_first(start: Start, tmp_path: Path) -> None:
     launcher = start(IGNORING_RANK)
     launcher.send_signal(signal.SIGINT)
     time.sleep(1.2)
@@ -224,7 +225,7 @@ def test_a_second_ctrl_c_ends_ranks_that_do_not_listen(start: Start, tmp_path: P
     assert not any(is_alive(int((tmp_path / f"ready-{rank}").read_text())) for rank in (0, 1))
 
 
-# Has no handler until it is told to, as while it imports torch.
+# Has no handler until the test asks for one, as while it imports torch.
 LATE_RANK = """
 import os, pathlib, signal, sys, time
 folder, rank, got = pathlib.Path(sys.argv[1]), os.environ["RANK"], []

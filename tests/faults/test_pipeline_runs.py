@@ -30,7 +30,7 @@ def sets(*values: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of runs without dropout, whose masks depend on what ranks hold."""
+    """A recipe without dropout, whose masks depend on the plan."""
     path = write_recipe(tmp_path_factory.mktemp("stages"))
     path.write_text(path.read_text().replace("attention_dropout = 0.1", "attention_dropout = 0.0"))
     return path
@@ -256,7 +256,7 @@ def children_of(pid: int) -> list[int]:
     ],
     ids=lambda value: value[-1] if value[0].startswith("--") else None,
 )
-def test_a_mistake_gets_its_letter_before_a_rank_starts(
+def test_a_mistake_is_an_error_before_a_rank_starts(
     recipe: Path, tmp_path: Path, words: list[str], says: list[str]
 ) -> None:
     for name, schedule in (("three", "1f1b --pp 3 --micro 2"), ("four", "1f1b --pp 2 --micro 4")):

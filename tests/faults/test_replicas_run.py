@@ -42,10 +42,10 @@ def test_a_run_ends_where_it_looks_at_replicas_that_differ_before_it_saves_them(
     pool: Pool, tmp_path: Path, every: int, last: int, said: str
 ) -> None:
     sets = [*HOW, f"run.check_replicas_every={every}"]
-    run = prepare(write_recipe(tmp_path), sets=sets).run.dir
-    letters = pool.run(_train_with_a_bit_changed_in_step_3, 2, run)
-    assert letters == [letters[0]] * 2
-    assert letters[0].startswith(said)
+    run = prepare(write_recipe(tmp_path), sets=sets).dir.path
+    messages = pool.run(_train_with_a_bit_changed_in_step_3, 2, run)
+    assert messages == [messages[0]] * 2
+    assert messages[0].startswith(said)
     if every:
-        assert "different bits on rank 1 (replicate=1) than on rank 0 (replicate=0)" in letters[0]
+        assert "different bits on rank 1 (replicate=1) than on rank 0 (replicate=0)" in messages[0]
     assert checkpoint.steps(RunDir(run).checkpoints)[-1].name.endswith(str(last))

@@ -1,4 +1,4 @@
-"""`plait schedule` as a user types it: its figures, its grid, its files, a trace beside it, its letters."""
+"""`plait schedule` as a user types it: its figures, grid, files, comparison with a trace, and errors."""
 
 import re
 import sys
@@ -29,7 +29,7 @@ def row(out: str, heading: str) -> list[str]:
     return [cell.strip() for cell in line.strip("│").split("│")][1:]
 
 
-def test_the_tables_say_what_the_schedule_costs() -> None:
+def test_the_tables_show_the_schedules_costs() -> None:
     out = typed("1f1b", "--pp", "4", "--micro", "8").output
     assert row(out, "stages") == ["4"]
     assert row(out, "total") == ["33"]
@@ -79,7 +79,7 @@ def test_pictures_are_written_and_warn_of_nothing(tmp_path: Path) -> None:
 
 
 def stretched(timeline: Timeline, factor: float) -> Timeline:
-    """As if the ranks had waited longer before every action, and computed as fast."""
+    """The timeline of ranks that compute as fast but wait longer before every action."""
     return Timeline.from_spans(
         timeline.schedule,
         [
@@ -89,8 +89,8 @@ def stretched(timeline: Timeline, factor: float) -> Timeline:
     )
 
 
-def test_a_trace_is_compared_with_what_its_durations_predict(tmp_path: Path) -> None:
-    """Of three steps the one of median total is shown: computing as fast as the first, slower in all."""
+def test_a_trace_is_compared_with_the_prediction_from_its_durations(tmp_path: Path) -> None:
+    """The step of median total out of three is shown: its actions last as long, its waits are longer."""
     schedule = make_schedule("1f1b", 2, 4)
     quick = simulate(schedule, Durations.uniform(2, forward=0.010, backward=0.010, weight=0.010))
     steps = {5: quick, 6: stretched(quick, 1.5), 7: stretched(quick, 2.0)}
@@ -153,9 +153,7 @@ def test_a_trace_is_compared_with_what_its_durations_predict(tmp_path: Path) -> 
     ],
     ids=lambda value: value[-1] if value and isinstance(value[-1], str) else None,
 )
-def test_a_mistake_gets_its_letter_and_leaves_nothing(
-    tmp_path: Path, words: list[str], says: list[str]
-) -> None:
+def test_a_mistake_is_an_error_and_leaves_no_files(tmp_path: Path, words: list[str], says: list[str]) -> None:
     (tmp_path / "junk").write_text("junk\n")
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\xff")
     (tmp_path / "long").write_text("F" * 200_000)
@@ -170,7 +168,7 @@ def test_a_mistake_gets_its_letter_and_leaves_nothing(
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_a_file_that_cannot_be_written_gets_a_letter(tmp_path: Path) -> None:
+def test_an_unwritable_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "is").mkdir()
     (tmp_path / "is" / "a.png").symlink_to(tmp_path / "nowhere" / "a.png")
     result = CliRunner().invoke(app, ["schedule", *SMALL, "--png", str(tmp_path / "is" / "a.png")])

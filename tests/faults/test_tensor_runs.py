@@ -24,7 +24,7 @@ def sets(*values: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of runs without dropout, whose masks depend on what ranks hold."""
+    """A recipe without dropout, whose masks depend on the plan."""
     path = write_recipe(tmp_path_factory.mktemp("grids"))
     path.write_text(path.read_text().replace("attention_dropout = 0.1", "attention_dropout = 0.0"))
     return path
@@ -67,6 +67,7 @@ def test_a_run_on_a_grid_that_goes_on_as_one_rank_ends_as_one_that_was_never_cut
     assert losses(run)[-1] < losses(run)[0]
 
 
+@pytest.mark.sweep  # the rank pool loads every plan's checkpoint on grids
 def test_a_run_on_one_rank_goes_on_on_a_grid(alone: Path, recipe: Path) -> None:
     found = []
     for plan in ("tp=2 sp=true", "tp=1"):

@@ -78,6 +78,7 @@ def losses(run: Path) -> list[dict[str, Any]]:
     return [record for record in records if "loss" in record or "validation_loss" in record]
 
 
+@pytest.mark.quick
 def test_a_run_learns_and_leaves_all_that_it_names(whole: tuple[Path, str]) -> None:
     run, out = whole
     for path in (f"checkpoints/step-{STEPS:08d}", "export", "tensorboard", "metrics.jsonl", "loss.png"):
@@ -97,6 +98,7 @@ def test_a_run_learns_and_leaves_all_that_it_names(whole: tuple[Path, str]) -> N
         assert words in out
 
 
+@pytest.mark.quick
 def test_the_export_is_the_trained_model(whole: tuple[Path, str], world: World, tmp_path: Path) -> None:
     run = RunDir(whole[0])
     ids = torch.randint(0, 300, (2, 64), generator=torch.Generator().manual_seed(0))
@@ -191,7 +193,7 @@ def test_saved_stopped_killed_damaged_and_resumed_ends_with_the_bits_of_never_st
 def test_torchrun_starts_a_run_again_that_has_lost_a_rank_and_it_ends_with_the_same_bits(
     whole: tuple[Path, str], recipe: Path
 ) -> None:
-    """Twice: before there is a checkpoint, and after. With dp=auto, and saves behind the steps."""
+    """Twice: before there is a checkpoint, and after. With dp=auto, and saves during the steps."""
     run = recipe.parent / "healed"
     values = (f"run.dir={run}", "run.save_in_background=true", "run.keep_every=12")
     words = [word for value in values for word in ("--set", value)]
@@ -200,7 +202,7 @@ def test_torchrun_starts_a_run_again_that_has_lost_a_rank_and_it_ends_with_the_s
     wait_for_step(process, 2)
     kill_a_rank_of(process.pid)
     wait_for_step(process, 8)
-    assert (run / "checkpoints" / "step-00000006").is_dir(), "it was seen to be saved, behind step 8"
+    assert (run / "checkpoints" / "step-00000006").is_dir(), "the save was seen to end, during step 8"
     kill_a_rank_of(process.pid)
     assert wait_for(process, r"resumed after step (\d+)")[1] == "6"
     finish(process)
@@ -222,7 +224,7 @@ def kill_a_rank_of(torchrun: int) -> None:
     os.kill(int(children[-1]), signal.SIGKILL)
 
 
-SLOW_AND_TOLD_TO_STOP_LATE = """
+SLOW_AND_STOPPED_LATE = """
 import os, signal, time
 import plait.train.trainer
 from plait.checkpoint import saver
@@ -236,11 +238,11 @@ def slow_write(partial, rank, *args):
         (partial.parents[1] / "export.tmp-0a1b2c3d").mkdir()  # as of a process killed in its export
     return write(partial, rank, *args)
 
-def told_to_stop(run, out):
+def stopped(run, out):
     os.kill(os.getpid(), signal.SIGTERM)
     export(run, out)
 
-saver.write_rank_files, plait.train.trainer.export = slow_write, told_to_stop
+saver.write_rank_files, plait.train.trainer.export = slow_write, stopped
 main()
 """
 
@@ -250,7 +252,7 @@ def test_a_save_longer_than_a_steps_time_limit_and_a_late_signal_end_as_if_neith
     recipe: Path, tmp_path: Path
 ) -> None:
     run, script = recipe.parent / "slow", tmp_path / "slow.py"
-    script.write_text(SLOW_AND_TOLD_TO_STOP_LATE)
+    script.write_text(SLOW_AND_STOPPED_LATE)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
     values = [
         f"run.dir={run}",
@@ -274,7 +276,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_counted_shown_and_at_last_ends
     sets = [f"run.dir={run}", "optimizer.lr=1e30", "optimizer.weight_decay=0", "run.max_skipped=3"]
     words = [word for value in [*sets, "schedule.warmup=0"] for word in ("--set", value)]
     out, err = finish(start("train", recipe, *words), 2)
-    assert err.count("RunError") == 1, "one letter for the job"
+    assert err.count("RunError") == 1, "one error for the job"
     assert "not finite in 3 steps in a row" in err
     assert "skipped, the gradient is not finite" in out
     skipped = [line["skipped"] for line in read_metrics(run / "metrics.jsonl") if "skipped" in line]

@@ -1,4 +1,4 @@
-"""Two hosts, made of network namespaces with a cable between them, which is cut and mended."""
+"""Two hosts, made of network namespaces with a cable between them, which is cut and repaired."""
 
 import os
 import shutil
@@ -21,7 +21,7 @@ ENDS_WITHIN_S = 60.0
 
 @dataclass(frozen=True)
 class Host:
-    """A namespace with one network interface beside loopback."""
+    """A namespace with one network interface in addition to loopback."""
 
     name: str
     interface: str
@@ -88,7 +88,9 @@ def end(processes: list[subprocess.Popen[str]]) -> None:
             process.communicate()
 
 
-def test_a_cut_cable_ends_both_hosts_and_mended_they_go_on(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+def test_a_cut_cable_ends_both_hosts_and_a_repaired_one_lets_them_resume(
+    hosts: tuple[Host, Host], tmp_path: Path
+) -> None:
     recipe = cli_runs.write_recipe(tmp_path)
     sets = ("--set", "run.timeout_s=4", "--set", "run.evaluate_every=0", "--set", "run.steps=60")
     cli_runs.finish(cli_runs.start("train", recipe, *sets, "--set", f"run.dir={tmp_path}/whole"))

@@ -7,7 +7,7 @@
 #include "check.h"
 #include "messages.h"
 
-enum { GUARD = 64 }; // bytes after an owned tensor that nobody writes
+enum { GUARD = 64 }; // bytes after an owned tensor that must not be written
 
 const world plain_world = {.timeout_ns = 60000000000ull};
 

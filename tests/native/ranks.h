@@ -41,7 +41,7 @@ void start_counters(pl_group *group, uint32_t begin);
 uint64_t next_random(uint64_t *state);
 uint64_t below(uint64_t *state, uint64_t most);
 
-// A call of which every rank knows what all ranks give: element i of rank r's source is value_of(seed, r, i).
+// A call whose sources all ranks can compute: element i of rank r's source is value_of(seed, r, i).
 typedef struct {
     int verb, dtype, op, root;
     uint64_t count;
@@ -61,7 +61,7 @@ typedef struct {
 plan random_plan(uint64_t *state, int size, uint64_t most_bytes);
 // Tensors for this rank's part of a call. Foreign ones are of the heap, exactly as large as they have to be.
 tensors prepare(rank *me, const plan *p);
-// Checks the results, then overwrites all that was given and taken: nobody else touches them any more.
+// Checks the results, then overwrites all sources and results: no other rank accesses them any more.
 void check_and_free(rank *me, tensors *t);
 void run_checked(rank *me, const plan *p);
 int64_t value_of(uint32_t seed, int place, uint64_t i);

@@ -16,7 +16,7 @@ typedef struct {
     int sends, peer, owns;
 } parcel;
 
-// Of the k-th message of a pair; both of its ranks know this.
+// The k-th message of a pair; both of its ranks can compute it.
 static void describe(parcel *p, int from, int to, uint32_t k) {
     uint64_t state = 1 + (uint64_t)from * 1000003 + (uint64_t)to * 7919 + (uint64_t)k * 104729;
     static const uint64_t sizes[] = {0, 1, 65535, 65536, 65537, 262144, 262145};

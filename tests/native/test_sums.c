@@ -30,7 +30,7 @@ static void end_sum(rank *me, sum *s, uint64_t begin, uint64_t n) {
     for (uint64_t i = 0; i < n; i++) out[i] = (int16_t)i;
     uint64_t first = n / 3;
     CHECK(pl_sum_into(me->group, s->number, out, PL_I16, begin, first, 1.0, 1, NULL) == PL_OK, "a sum");
-    CHECK(pl_sum_is_ready(me->group, s->number), "nobody waits again for those who came");
+    CHECK(pl_sum_is_ready(me->group, s->number), "no rank waits again for ranks that have arrived");
     CHECK(pl_sum_into(me->group, s->number, out + first, PL_I16, begin + first, n - first, 1.0, 1, NULL) == PL_OK, "a sum");
     for (uint64_t i = 0; i < n; i++) {
         int64_t wanted = (int64_t)i;

@@ -1,4 +1,4 @@
-"""What runs beside the computation: in order, and its errors where it is waited for."""
+"""Functions on a background thread: run in order, errors raised where they are awaited."""
 
 import threading
 import time
@@ -29,7 +29,7 @@ def test_functions_run_one_at_a_time_in_their_order() -> None:
     background.close()
 
 
-def test_a_function_does_not_hold_up_the_one_who_gives_it() -> None:
+def test_submitting_a_function_does_not_block() -> None:
     background, go_on = CommThread(CPU), threading.Event()
     pending = background.submit(lambda: _wait(go_on))
     go_on.set()  # if it ran in `submit`, we would not come here
@@ -38,7 +38,7 @@ def test_a_function_does_not_hold_up_the_one_who_gives_it() -> None:
 
 
 def _wait(event: threading.Event) -> None:
-    assert event.wait(10), "nobody let us go on"
+    assert event.wait(10), "the event was not set"
 
 
 def test_an_error_is_the_waiters_and_nothing_runs_after_it() -> None:
@@ -57,7 +57,7 @@ def test_an_error_is_the_waiters_and_nothing_runs_after_it() -> None:
     background.close()
 
 
-def test_what_has_not_begun_when_the_world_closes_is_dropped() -> None:
+def test_functions_not_started_when_the_world_closes_are_dropped() -> None:
     background, go_on, seen = CommThread(CPU), threading.Event(), []
     begun = threading.Event()
     running = background.submit(lambda: begun.set() or _wait(go_on))
@@ -65,7 +65,7 @@ def test_what_has_not_begun_when_the_world_closes_is_dropped() -> None:
     assert begun.wait(30)
     closing = threading.Thread(target=background.close)
     closing.start()
-    time.sleep(0.05)  # it has told the thread by now, and waits for what is running
+    time.sleep(0.05)  # by now it has notified the thread, and waits for the function that runs
     go_on.set()
     closing.join()
     running.wait()
@@ -74,19 +74,19 @@ def test_what_has_not_begun_when_the_world_closes_is_dropped() -> None:
     assert seen == []
 
 
-def test_those_who_do_not_wait_are_told_of_an_error_and_of_what_it_stopped() -> None:
-    background, told, error = CommThread(CPU), [], ZeroDivisionError("on purpose")
+def test_callbacks_receive_an_error_and_the_functions_it_stopped() -> None:
+    background, notified, error = CommThread(CPU), [], ZeroDivisionError("on purpose")
 
     def fail() -> None:
         raise error
 
     def tell(name: str) -> Callable[[BaseException], None]:
-        return lambda what: told.append((name, what))
+        return lambda what: notified.append((name, what))
 
     background.submit(lambda: None, on_error=tell("before"))
     background.submit(fail, on_error=tell("failing"))
     after = background.submit(lambda: None, on_error=tell("after"))
     with pytest.raises(ZeroDivisionError):
         after.wait()
-    assert told == [("failing", error), ("after", error)]
+    assert notified == [("failing", error), ("after", error)]
     background.close()

@@ -1,4 +1,4 @@
-"""What a measurement is asked for, and the memory that it takes."""
+"""The sizes and verbs that a measurement is asked for, and the memory that it takes."""
 
 import itertools
 from pathlib import Path
@@ -36,7 +36,7 @@ def test_verbs_are_named_one_by_one_or_with_commas_in_the_usual_order_once() -> 
     )
 
 
-def test_memory_is_asked_for_what_all_ranks_and_storages_take() -> None:
+def test_memory_needed_is_that_of_all_ranks_and_storages() -> None:
     def request(storage: str, verbs: tuple[str, ...] = ("all-reduce",)) -> Request:
         return Request(verbs, (1024, 1 << 20), storage=storage)
 

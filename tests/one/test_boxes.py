@@ -1,4 +1,4 @@
-"""What ranks hold of a tensor is taken out of it and put together again."""
+"""Boxes of a tensor are taken out of it and put together again."""
 
 from itertools import pairwise
 
@@ -22,7 +22,7 @@ def holders(lengths: list[int]) -> list[tuple[tuple[int, int], ...]]:
 
 
 @given(partitions)
-def test_what_ranks_take_makes_the_whole_tensor_again(lengths: list[list[int]]) -> None:
+def test_the_boxes_of_all_ranks_make_the_full_tensor(lengths: list[list[int]]) -> None:
     shape = [sum(dim) for dim in lengths]
     whole = torch.arange(torch.Size(shape).numel()).reshape(shape)
     found = torch.full_like(whole, -1)

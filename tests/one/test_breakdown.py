@@ -17,7 +17,7 @@ VARIANTS = tuple((carrier, cap) for carrier in ("group", "host") for cap in CAPS
 
 
 def rounds() -> list[list[float]]:
-    """Of three rounds: forward, backward alone, backward with sums, optimizer, of every variant."""
+    """Times of three rounds: forward, backward alone, backward with sums, optimizer, of every variant."""
     visits = [(0.010, 0.020, 0.030 - 0.005 * place, 0.004) for place in range(len(VARIANTS))]
     return [[seconds * slow for visit in visits for seconds in visit] for slow in (1.0, 3.0, 2.0)]
 
@@ -34,13 +34,13 @@ def test_caps_are_sizes_or_words_each_once() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "one,", "0", "-1M", "all", "1M;2M"])
-def test_words_that_are_no_caps_get_a_letter(text: str) -> None:
+def test_words_that_are_no_caps_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="invalid bucket caps") as caught:
         parse_caps(text)
     assert f"given   : --caps {text}" in str(caught.value)
 
 
-def test_memory_is_asked_for_the_weights_and_a_bucket_of_every_variant() -> None:
+def test_memory_needed_is_the_weights_and_a_bucket_of_every_variant() -> None:
     request = DdpRequest(CAPS, model="tiny")
     needed = 2 * 4 * 133_440 * (5 + 6)
     check_ddp_memory(request, 2, needed)
@@ -81,7 +81,7 @@ def test_ratios_are_of_the_same_round_and_there_are_none_without_a_step_without_
     assert other.ratio_to_no_overlap is None  # that one was over something else
 
 
-def test_what_noise_has_made_negative_is_shown_as_nothing_and_kept_in_json() -> None:
+def test_times_made_negative_by_noise_are_shown_as_zero_and_kept_in_json() -> None:
     rows = breakdown_json(found())["rows"]
     assert [row["communication_s"] for row in rows] == pytest.approx(
         [0.02, 0.01, 0, -0.01, -0.02, -0.03], abs=1e-12

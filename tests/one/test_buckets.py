@@ -36,7 +36,7 @@ def _torchs(drawn: list[Drawn], limits: list[int], order: list[int] | None) -> l
 
 
 def _left_over(drawn: list[Drawn], limits: list[int], order: list[int]) -> int:
-    """How many buckets of a deal never close: each kind's last one, if it is below its limit."""
+    """The number of buckets that never close: each kind's last one, if it is below its limit."""
     sizes: dict[torch.dtype, list[int]] = {}
     for bucket in _ours(drawn, limits, order):
         _, dtype, alone = drawn[bucket[0]]
@@ -47,16 +47,16 @@ def _left_over(drawn: list[Drawn], limits: list[int], order: list[int]) -> int:
 
 
 @given(PARAMETERS, LIMITS)
-def test_parameters_are_dealt_as_torch_deals_them(drawn: list[Drawn], limits: list[int]) -> None:
+def test_parameters_are_assigned_as_by_torch(drawn: list[Drawn], limits: list[int]) -> None:
     """Without an order torch sorts the buckets by their lowest index, as the reducer does."""
     assert sorted(_ours(drawn, limits, [*range(len(drawn))]), key=min) == _torchs(drawn, limits, None)
 
 
 @given(PARAMETERS, LIMITS, st.randoms(use_true_random=False))
-def test_parameters_in_the_order_of_their_gradients_are_dealt_as_torch_deals_them(
+def test_parameters_in_the_order_of_their_gradients_are_assigned_as_by_torch(
     drawn: list[Drawn], limits: list[int], shuffling: Random
 ) -> None:
-    """Buckets stand in the order in which they close. Those that never do come last, torch's in any order."""
+    """Buckets are in the order in which they close. Those that never do come last, torch's in any order."""
     order = [*range(len(drawn))]
     shuffling.shuffle(order)
     ours, torchs = _ours(drawn, limits, order), _torchs(drawn, limits, order)
@@ -100,7 +100,7 @@ def test_the_first_limit_is_of_the_first_bucket_of_each_kind() -> None:
     assert assign_buckets(travellers, [4, 8], range(8)) == [(0,), (2,), (1, 4), (3, 6), (5,), (7,)]
 
 
-def test_nothing_to_deal_is_no_bucket() -> None:
+def test_no_parameters_make_no_bucket() -> None:
     assert assign_buckets([], [1], []) == []
 
 
@@ -108,7 +108,7 @@ def test_nothing_to_deal_is_no_bucket() -> None:
 
 
 class Queue:
-    """Of `num` things; writes down what starts, and checks that nothing starts twice."""
+    """A queue of `num` items that records what starts, and checks that no item starts twice."""
 
     def __init__(self, num: int) -> None:
         self.order = [f"thing {number}" for number in range(num)]
@@ -122,7 +122,7 @@ COMPLETED = st.integers(1, 12).flatmap(
 
 
 @given(COMPLETED)
-def test_whatever_completes_first_all_start_in_their_order(drawn: tuple[list[int], int]) -> None:
+def test_buckets_start_in_order_whichever_completes_first(drawn: tuple[list[int], int]) -> None:
     """And each as soon as it can: when it and all before it are complete."""
     completions, _ = drawn
     queue = Queue(len(completions))
@@ -139,7 +139,7 @@ def test_whatever_completes_first_all_start_in_their_order(drawn: tuple[list[int
 
 
 @given(COMPLETED)
-def test_what_never_completes_starts_with_the_rest_and_nothing_twice(drawn: tuple[list[int], int]) -> None:
+def test_incomplete_buckets_start_at_the_end_and_none_twice(drawn: tuple[list[int], int]) -> None:
     completions, num_complete = drawn
     queue = Queue(len(completions))
     queue.in_order.begin(starts=True)
@@ -156,7 +156,7 @@ def test_what_never_completes_starts_with_the_rest_and_nothing_twice(drawn: tupl
 
 
 @given(COMPLETED)
-def test_nothing_starts_where_nothing_is_to(drawn: tuple[list[int], int]) -> None:
+def test_an_empty_queue_starts_nothing(drawn: tuple[list[int], int]) -> None:
     completions, num_complete = drawn
     queue = Queue(len(completions))
     queue.in_order.begin(starts=False)
@@ -169,7 +169,7 @@ def test_nothing_starts_where_nothing_is_to(drawn: tuple[list[int], int]) -> Non
 
 
 @given(COMPLETED, st.booleans())
-def test_who_begins_again_has_nothing_complete(drawn: tuple[list[int], int], started_before: bool) -> None:
+def test_a_restarted_queue_has_nothing_complete(drawn: tuple[list[int], int], started_before: bool) -> None:
     completions, num_complete = drawn
     queue = Queue(len(completions))
     queue.in_order.begin(starts=started_before)
@@ -192,7 +192,7 @@ def test_before_it_has_begun_nothing_starts() -> None:
     assert not queue.started
 
 
-def test_who_may_not_wait_starts_the_next_one_complete_or_not() -> None:
+def test_without_waiting_the_next_bucket_starts_complete_or_not() -> None:
     queue = Queue(3)
     queue.in_order.begin(starts=True)
     queue.in_order.complete("thing 1")

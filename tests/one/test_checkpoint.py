@@ -25,7 +25,8 @@ def save(directory: Path, step: int, *, keep_last: int = 2, **how: Any) -> Path:
     return checkpoints.save(directory, step, some_tensors(step), keep=Keep(keep_last), **how)
 
 
-def test_what_is_read_has_the_bits_that_were_saved(tmp_path: Path) -> None:
+@pytest.mark.quick
+def test_tensors_read_have_the_bits_that_were_saved(tmp_path: Path) -> None:
     save(tmp_path, 5)
     found = checkpoint.newest(tmp_path)
     assert found is not None
@@ -70,7 +71,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_what_differs(tmp_path: Pa
 
 @contextlib.contextmanager
 def largest_file(num_bytes: int) -> Iterator[None]:
-    """The limit of a file's size stands for the disk's: EFBIG takes the same way as ENOSPC."""
+    """The limit of a file's size replaces the disk's: EFBIG takes the same path as ENOSPC."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
     try:
@@ -103,7 +104,7 @@ from pathlib import Path
 from plait import checkpoint
 from plait.checkpoint import Keep, Saver
 from plait.comm import World
-from plait.parallel import StateShard
+from plait.parallel.zero.state_io import StateShard
 
 directory = Path(sys.argv[1])
 saver = Saver(directory, World.alone(torch.device("cpu")), keep=Keep(1))
@@ -140,7 +141,8 @@ def test_a_writer_killed_at_any_instant_leaves_whole_checkpoints_only(tmp_path: 
     assert any(partial != "0" for _, partial in found), "no writer was killed while it wrote"
 
 
-def test_what_a_killed_save_left_is_removed_by_the_next(tmp_path: Path) -> None:
+@pytest.mark.quick
+def test_files_of_a_killed_save_are_removed_by_the_next(tmp_path: Path) -> None:
     (tmp_path / "step-00000003.tmp-00ff00ff").mkdir()
     (tmp_path / "step-00000003.tmp-00ff00ff" / "rank-00000.0.safetensors").write_bytes(b"half")
     assert checkpoint.newest(tmp_path) is None
@@ -194,7 +196,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning(
 
 
 def test_a_save_of_the_same_step_that_is_killed_between_its_renames_loses_nothing(tmp_path: Path) -> None:
-    """What was to be replaced gets its name back from whoever looks next."""
+    """The old checkpoint is renamed back by the next process that opens the folder."""
     path = save(tmp_path, 2)
     path.rename(tmp_path / "step-00000002.before-00ff00ff00ff")
     shutil.copytree(tmp_path / "step-00000002.before-00ff00ff00ff", tmp_path / "step-00000002.tmp-00ff")

@@ -18,7 +18,7 @@ from plait.checkpoint import Saver, compare, open_checkpoint
 from plait.cli.main import app
 from plait.comm import World, connect
 from plait.models import causal_lm_on_meta
-from plait.parallel import StateShard
+from plait.parallel.zero.state_io import StateShard
 
 LLAMA = {
     "model_type": "llama",
@@ -137,7 +137,7 @@ def flip(path: Path) -> None:
         file.write(bytes([byte ^ 1]))
 
 
-def test_verify_says_what_it_read_or_where_the_damage_is(world: World, tmp_path: Path) -> None:
+def test_verify_prints_what_it_read_or_where_the_damage_is(world: World, tmp_path: Path) -> None:
     folder = tmp_path / "run" / "checkpoints"
     for step in (1, 2, 3):
         path = save(world, folder, tensors(), step)
@@ -157,7 +157,7 @@ def test_verify_says_what_it_read_or_where_the_damage_is(world: World, tmp_path:
     assert "step-00000002/rank-00000.0.safetensors: weights/b[0:24], from byte" in result.stderr
 
 
-def test_a_place_without_a_checkpoint_is_a_letter(tmp_path: Path) -> None:
+def test_a_path_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
     for place in (tmp_path, tmp_path / "nowhere"):
         result = run("verify", place)
         assert result.exit_code == 2
@@ -167,7 +167,7 @@ def test_a_place_without_a_checkpoint_is_a_letter(tmp_path: Path) -> None:
 # --- show
 
 
-def test_show_tells_what_is_in_it_and_who_wrote_it(world: World, tmp_path: Path) -> None:
+def test_show_prints_a_checkpoints_content_and_plan(world: World, tmp_path: Path) -> None:
     path = save(world, tmp_path, tensors(), 12, parts=2)
     shown = run("show", tmp_path, "--tensors")
     assert shown.exit_code == 0
@@ -203,7 +203,7 @@ def test_convert_writes_what_auto_model_loads(world: World, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("size", ["5 GBs", "0", "-1GB", "lots"])
-def test_a_size_that_is_none_is_a_letter(tmp_path: Path, size: str) -> None:
+def test_an_invalid_size_is_an_error(tmp_path: Path, size: str) -> None:
     result = run("convert", tmp_path, tmp_path / "out", "--max-shard-size", size)
     assert result.exit_code == 2
     assert "not a size" in result.stderr

@@ -23,7 +23,7 @@ from plait.models import (
     parameter_only_modules,
     read_config,
 )
-from plait.parallel import StateShard
+from plait.parallel.zero.state_io import StateShard
 from plait.train.config import ModelConfig
 from plait.train.export import convert
 from plait.train.model import initial_model
@@ -179,7 +179,7 @@ def test_one_tensor_is_in_memory_at_a_time(
     whole, read = Reader.read_full, []
 
     def watched(reader: Reader, key: str) -> torch.Tensor:
-        assert all(storage.expired() for storage in read), f"{key} beside another one"
+        assert all(storage.expired() for storage in read), f"{key} while another one is in memory"
         tensor = whole(reader, key)
         read.append(StorageWeakRef(tensor.untyped_storage()))
         return tensor
@@ -217,7 +217,7 @@ def test_nothing_is_drawn_that_files_have() -> None:
     assert all(not buffer.is_meta for buffer in model.buffers())
 
 
-def test_what_is_converted_on_loading_is_left_to_transformers(
+def test_weights_converted_on_loading_are_left_to_transformers(
     checkpoints: Checkpoints, tmp_path: Path, world: World
 ) -> None:
     found, expected = checkpoints("mixtral")
@@ -255,7 +255,7 @@ def test_a_model_with_weights_of_its_own_is_given_no_others(
         parallelize(loaded(tmp_path / "out"), "dp=1", weights=tmp_path / "out", world=world)
 
 
-# --- letters
+# --- errors
 
 
 @pytest.mark.parametrize(
@@ -277,7 +277,7 @@ def test_a_model_with_weights_of_its_own_is_given_no_others(
         ),
     ],
 )
-def test_files_that_do_not_fit_the_model_say_where(
+def test_files_that_do_not_fit_the_model_are_errors_that_name_the_place(
     checkpoints: Checkpoints, tmp_path: Path, change: Callable[[dict[str, Any]], Any], words: str
 ) -> None:
     found, _ = checkpoints("tied llama")
@@ -310,7 +310,7 @@ def entry(shape: Any = (2,), start: Any = 0, stop: Any = 8, dtype: Any = "F32") 
         a_file(b"{" * 100_000),
         a_file(b'{"a": 1}'),
         a_file({"a": entry()}, b"1234567"),  # too short
-        a_file({"a": entry()}, b"123456789"),  # bytes that are nobody's
+        a_file({"a": entry()}, b"123456789"),  # bytes of no tensor
         a_file({"a": entry(start=1, stop=9)}, b"123456789"),  # a gap
         a_file({"a": entry(), "b": entry(start=4, stop=12)}, b"1" * 12),  # an overlap
         a_file({"a": entry(shape=[3])}, b"1" * 8),
@@ -325,7 +325,7 @@ def entry(shape: Any = (2,), start: Any = 0, stop: Any = 8, dtype: Any = "F32") 
         a_file(b'{"a": ' + json.dumps(entry()).encode() + b', "a": ' + json.dumps(entry()).encode() + b"}"),
     ],
 )
-def test_a_header_that_does_not_fit_itself_and_its_file_is_a_letter(tmp_path: Path, content: bytes) -> None:
+def test_a_header_that_contradicts_itself_or_its_file_is_an_error(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(CheckpointError, match="not a complete safetensors file"):
         HuggingFaceFiles.open(tmp_path)
@@ -342,7 +342,7 @@ def test_a_header_that_does_not_fit_itself_and_its_file_is_a_letter(tmp_path: Pa
         ('{"weight_map": {"a": "y.safetensors"}}', "not in the file that the index lists"),
     ],
 )
-def test_an_index_that_leads_nowhere_is_a_letter(tmp_path: Path, index: str, words: str) -> None:
+def test_an_index_that_names_missing_files_is_an_error(tmp_path: Path, index: str, words: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(index)
     save_file({"b": torch.ones(1)}, tmp_path / "y.safetensors")
     with pytest.raises(CheckpointError) as caught:
@@ -350,13 +350,13 @@ def test_an_index_that_leads_nowhere_is_a_letter(tmp_path: Path, index: str, wor
     assert words in str(caught.value)
 
 
-def test_a_directory_without_safetensors_is_a_letter(tmp_path: Path) -> None:
+def test_a_directory_without_safetensors_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(CheckpointError, match="no safetensors to start from"):
         HuggingFaceFiles.open(tmp_path)
 
 
-def test_what_cannot_be_written_leaves_nothing(checkpoints: Checkpoints, tmp_path: Path) -> None:
+def test_a_failed_conversion_leaves_no_files(checkpoints: Checkpoints, tmp_path: Path) -> None:
     found, _ = checkpoints("llama")
     (tmp_path / "out").mkdir()
     with pytest.raises(RunError, match="directory exists"):
@@ -378,7 +378,7 @@ def test_a_damaged_checkpoint_is_not_exported(checkpoints: Checkpoints, tmp_path
     assert not list(tmp_path.glob("out*"))
 
 
-def test_a_checkpoint_that_does_not_say_its_model_is_told_it(tmp_path: Path, world: World) -> None:
+def test_a_checkpoint_without_a_model_name_takes_the_given_one(tmp_path: Path, world: World) -> None:
     engine = parallelize(causal_lm_on_meta(MODELS["llama"]), "dp=1", world=world)
     found = open_checkpoint(engine.save(tmp_path / "saved"))
     with pytest.raises(CheckpointError, match="does not record its model"):

@@ -28,8 +28,8 @@ def save(directory: Path, step: int) -> Path:
     return checkpoints.save(directory, step, some_tensors(step))
 
 
-def letter_of(path: Path) -> str:
-    """What reading all of it says; it has to say something."""
+def message_of(path: Path) -> str:
+    """The error of reading all of it; fails if there is none."""
     with pytest.raises(CheckpointError) as caught:
         open_checkpoint(path).read()
     return caught.value.message()
@@ -69,7 +69,7 @@ def test_a_damaged_file_is_named_and_never_used(
 ) -> None:
     path = save(tmp_path, 2)
     damage(path / file)
-    message = letter_of(path)
+    message = message_of(path)
     assert "damaged" in message
     assert f"step-00000002/{file}" in message
 
@@ -106,10 +106,10 @@ def test_files_of_other_ranks_steps_and_runs_are_not_taken(tmp_path: Path) -> No
         shutil.copyfile(source / name, path / name)
         return path
 
-    assert FILE in letter_of(mixed(FILE, one))
-    assert MANIFEST in letter_of(mixed(MANIFEST, one))
+    assert FILE in message_of(mixed(FILE, one))
+    assert MANIFEST in message_of(mixed(MANIFEST, one))
     checkpoints.save(tmp_path / "third", 2, some_tensors(9))
-    assert FILE in letter_of(mixed(MANIFEST, tmp_path / "third" / two.name))
+    assert FILE in message_of(mixed(MANIFEST, tmp_path / "third" / two.name))
     open_checkpoint(mixed(MANIFEST, other)).read()  # of the same tensors
 
 
@@ -127,7 +127,7 @@ def changed(path: Path, change: Callable[[dict[str, Any]], object]) -> str:
     values = checkpoints.values_of(path / MANIFEST)
     change(values)
     checkpoints.seal(path / MANIFEST, values)
-    return letter_of(path)
+    return message_of(path)
 
 
 def test_a_sealed_manifest_is_read(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_a_manifest_that_does_not_fit_itself_or_its_files_is_refused(
 
 
 def test_chunks_that_overlap_and_leave_a_hole_are_refused(tmp_path: Path) -> None:
-    """Of as many elements as the tensor has."""
+    """Chunks with as many elements as the tensor has."""
     path = checkpoints.save(tmp_path, 2, {"weights/a": torch.zeros(2, 4), "weights/b": torch.zeros(2, 4)})
     values = checkpoints.values_of(path / MANIFEST)
     table = values["tensors"]
@@ -195,7 +195,7 @@ def test_chunks_that_overlap_and_leave_a_hole_are_refused(tmp_path: Path) -> Non
     del table["weights/b"]
     second[2:4] = [1, 0], [3, 4]
     checkpoints.seal(path / MANIFEST, values)
-    assert "overlap" in letter_of(path)
+    assert "overlap" in message_of(path)
     second[2:4] = [2, 0], [4, 4]
     checkpoints.seal(path / MANIFEST, values)
     assert open_checkpoint(path).read()["weights/a"].shape == (4, 4)
@@ -213,14 +213,14 @@ def test_a_pickle_under_a_checkpoints_name_is_not_unpickled(
     path = save(tmp_path, 2)
     for name in (FILE, MANIFEST):
         (path / name).write_bytes(pickle.dumps(Bomb()))
-        assert name in letter_of(path)
+        assert name in message_of(path)
         path = save(tmp_path, 2)
     assert not Path("exploded").exists()
 
 
 @pytest.fixture
 def little_memory() -> Iterator[None]:
-    """What reading may take: 1 GiB more than the process has."""
+    """Limit the process's memory to what it has and 1 GiB more."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + 2**30, before[1]))
@@ -246,15 +246,15 @@ def test_json_that_is_too_deep_or_too_large_is_refused_in_bounded_time(tmp_path:
     path = save(tmp_path, 2)
     checkpoints.seal(path / MANIFEST, BOMBS[bomb])
     began_s = time.perf_counter()
-    assert MANIFEST in letter_of(path)
+    assert MANIFEST in message_of(path)
     assert time.perf_counter() - began_s < 5
 
 
 @pytest.mark.usefixtures("little_memory")
-def test_a_sparse_file_of_a_terabyte_is_refused_for_what_is_in_it(tmp_path: Path) -> None:
+def test_a_sparse_file_of_a_terabyte_is_refused_for_its_content(tmp_path: Path) -> None:
     path = save(tmp_path, 2)
     os.truncate(path / MANIFEST, 2**40)
-    assert "larger than" in letter_of(path)
+    assert "larger than" in message_of(path)
     path = save(tmp_path, 2)
     os.truncate(path / FILE, 2**40)
     assert "header" in changed(path, lambda v: v["files"][FILE].update(bytes=2**40, header_bytes=2**40))
@@ -272,7 +272,7 @@ def test_many_boxes_that_nothing_separates_are_refused_in_bounded_time(tmp_path:
     values["tensors"]["weights/a"].update(shape=[2, 3000], chunks=chunks)
     checkpoints.seal(path / MANIFEST, values)
     began_s = time.perf_counter()
-    assert "overlap" in letter_of(path)
+    assert "overlap" in message_of(path)
     assert time.perf_counter() - began_s < 5
 
 
@@ -318,7 +318,7 @@ def test_manifests_with_a_strange_value_are_refused_or_read_the_same(tmp_path: P
     assert refused > 1000
 
 
-def test_of_a_newest_checkpoint_without_a_manifest_the_letter_speaks(tmp_path: Path) -> None:
+def test_a_newest_checkpoint_without_a_manifest_is_reported(tmp_path: Path) -> None:
     save(tmp_path, 1)
     (save(tmp_path, 2) / MANIFEST).unlink()
     with pytest.raises(CheckpointError, match="missing"):

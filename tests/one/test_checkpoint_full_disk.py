@@ -45,15 +45,15 @@ def problem_of_saving(folder: Path) -> CheckpointError | None:
 def test_a_disk_full_at_any_write_leaves_the_checkpoints_before(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From room for nothing to room for all, a page more each time; the look at free space sees plenty, as
+    """From no free space to enough for all, a page more each time; the check of free space sees plenty, as
     when others fill the disk meanwhile."""
     monkeypatch.setattr("plait.checkpoint.saver._check_space", lambda *_: None)
     folder = small_disk / "checkpoints"
     good = checkpoints.save(folder, 1, SMALL)
     failed = 0
-    for room in range(DISK_PAGES):
+    for free in range(DISK_PAGES):
         filler = small_disk / "filler"
-        filler.write_bytes(b"\1" * (shutil.disk_usage(small_disk).free - room * PAGE_BYTES))
+        filler.write_bytes(b"\1" * (shutil.disk_usage(small_disk).free - free * PAGE_BYTES))
         problem = problem_of_saving(folder)
         open_checkpoint(good).verify()
         if problem is None:

@@ -79,5 +79,5 @@ def test_bf16_rounds_to_nearest_and_keeps_what_is_not_finite(values: Tensor, bad
 
 
 @pytest.mark.parametrize(("code", "least"), [(FP16, 2.0), (BF16, 2.0), (INT8, 1.015625)])
-def test_a_message_is_as_short_as_it_says(code: object, least: float) -> None:
+def test_a_message_has_the_computed_length(code: object, least: float) -> None:
     assert code.block_bytes / BLOCK == least  # type: ignore[attr-defined]

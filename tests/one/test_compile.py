@@ -10,13 +10,13 @@ from torch import Tensor, nn
 import plait
 from plait.errors import PlanError
 from plait.models import blocks_of, copy_to_meta, watch_activations
-from plait.parallel import compile_blocks, recompute_blocks
-from plait.parallel.compile import check_compiler
+from plait.parallel.activation_checkpoint import recompute_blocks
+from plait.parallel.compile import check_compiler, compile_blocks
 from support import programs
 
 HOWS = ("none", "full", "every=2", "selective")
 CPU = torch.device("cpu")
-# One shape in all tests, so that compiled code is found again on disk; large beside a random state's 5 kB,
+# One shape in all tests, so that compiled code is found again on disk; large next to a random state's 5 kB,
 # which a compiled graph keeps with its tensors.
 IDS = (torch.arange(128) % programs.VOCABULARY).view(4, 32)
 
@@ -37,7 +37,7 @@ def wrapped(how: str, *, compiled: bool = True) -> nn.Module:
 
 @pytest.mark.parametrize("how", HOWS)
 def test_a_compiled_run_is_the_uncompiled_one(how: str) -> None:
-    """And what it keeps for backward is counted in its first step, and no more than foretold."""
+    """And what it keeps for backward is counted in its first step, and no more than estimated."""
 
     def run(plan: str) -> tuple[float, dict[str, Tensor], plait.Engine]:
         engine = plait.parallelize(small_llama(), plan, optimizer_args=programs.ADAMW, seed=3)
@@ -85,7 +85,7 @@ def test_storages_may_be_freed_between_forward_and_backward(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["none", "full", "selective"])
-def test_hooks_stay_outside_of_what_is_compiled(how: str) -> None:
+def test_hooks_stay_outside_of_compiled_code(how: str) -> None:
     model, calls = wrapped(how), []
     for number, (_, block) in enumerate(blocks_of(model)):
         block.register_forward_pre_hook(lambda *_, number=number: calls.append(number))
@@ -94,7 +94,7 @@ def test_hooks_stay_outside_of_what_is_compiled(how: str) -> None:
     assert calls == [0, 1, 0, 1]
 
 
-def test_blocks_of_one_kind_share_what_is_compiled() -> None:
+def test_blocks_of_one_kind_share_compiled_code() -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model = wrapped("none")
@@ -108,16 +108,16 @@ def test_blocks_of_one_kind_share_what_is_compiled() -> None:
 @pytest.mark.parametrize("how", HOWS)
 def test_a_copy_runs_uncompiled_with_its_own_parameters(how: str) -> None:
     model = wrapped(how)
-    twin = copy.deepcopy(model)
+    copied = copy.deepcopy(model)
     expected = wrapped(how, compiled=False)(IDS, use_cache=False).logits
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    assert torch.equal(twin(IDS, use_cache=False).logits, expected)
+    assert torch.equal(copied(IDS, use_cache=False).logits, expected)
     assert all(parameter.is_meta for parameter in copy_to_meta(model).parameters())
 
 
-def test_a_missing_compiler_is_a_letter_before_anything_is_trained(
+def test_a_missing_compiler_is_an_error_before_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_compiler.cache_clear()
@@ -127,6 +127,6 @@ def test_a_missing_compiler_is_a_letter_before_anything_is_trained(
     assert caught.value.hint == "compile=false"
 
 
-def test_compile_without_blocks_is_a_letter() -> None:
+def test_compile_without_blocks_is_an_error() -> None:
     with pytest.raises(PlanError, match="the model has none"):
         plait.parallelize(nn.Linear(2, 2), "compile=true", loss=lambda *_: (torch.zeros(()), 1))

@@ -1,4 +1,4 @@
-"""Recipes: what they can say, and the letter that answers what they cannot."""
+"""Recipes: their keys and values, and the errors for what is not allowed."""
 
 import json
 from collections.abc import Callable
@@ -57,7 +57,7 @@ def read_and_check(path: Path, sets: list[str]) -> Recipe:
     return recipe
 
 
-def test_a_recipe_says_what_stands_in_it_and_defaults_for_the_rest(recipe: Path) -> None:
+def test_a_recipe_has_the_values_of_its_file_and_defaults_for_the_rest(recipe: Path) -> None:
     found = read_recipe(recipe)
     assert Plan.parse(found.plan) == Plan(dp=2, micro=2)
     assert (found.run.steps, found.run.log_every, found.run.dir) == (100, 10, Path("runs/x"))
@@ -113,7 +113,7 @@ def test_a_set_without_a_value_takes_the_key_out(recipe: Path) -> None:
     assert read_recipe(recipe, ['sample.prompt=""']).sample.prompt == ""
 
 
-def test_a_loss_scale_is_what_its_section_says(recipe: Path) -> None:
+def test_a_loss_scale_has_the_settings_of_its_section(recipe: Path) -> None:
     assert read_recipe(recipe).loss_scale.scaling() == LossScaling()
     found = read_recipe(recipe, ["loss_scale.initial=1024", "loss_scale.hysteresis=2"])
     assert found.loss_scale.scaling() == LossScaling(initial=1024.0, hysteresis=2)
@@ -133,6 +133,7 @@ def test_the_plan_on_the_command_line_goes_over_the_recipes(recipe: Path) -> Non
     assert read_recipe(recipe, plan="dp=1 precision=bf16").plan == "dp=1 precision=bf16"
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("key", "nearest"),
     [
@@ -149,7 +150,7 @@ def test_the_plan_on_the_command_line_goes_over_the_recipes(recipe: Path) -> Non
         ("optimizer.args.beta", "betas"),
     ],
 )
-def test_a_misspelt_key_is_answered_with_the_nearest(recipe: Path, key: str, nearest: str) -> None:
+def test_a_misspelt_key_is_an_error_with_the_nearest_one(recipe: Path, key: str, nearest: str) -> None:
     said = message(lambda: read_and_check(recipe, [f"{key}=3"]))
     assert repr(key.split(".")[-1]) in said.splitlines()[0]
     assert nearest in said.splitlines()[-1]
@@ -183,12 +184,12 @@ def test_a_misspelt_key_is_answered_with_the_nearest(recipe: Path, key: str, nea
         ("run.device=tpu", "run.device = 'tpu'"),
     ],
 )
-def test_a_value_that_cannot_be_is_answered_with_its_key(recipe: Path, assignment: str, words: str) -> None:
+def test_an_invalid_value_is_an_error_with_its_key(recipe: Path, assignment: str, words: str) -> None:
     assert words in message(lambda: read_recipe(recipe, [assignment]))
 
 
 @pytest.mark.parametrize("assignment", ["run.steps", "=3", ".a=3", "run..steps=3"])
-def test_a_set_without_key_and_value_is_answered_with_an_example(recipe: Path, assignment: str) -> None:
+def test_a_set_without_key_and_value_is_an_error_with_an_example(recipe: Path, assignment: str) -> None:
     assert "--set run.steps=100" in message(lambda: read_recipe(recipe, [assignment]))
 
 

@@ -17,7 +17,7 @@ from plait.data import sources
 from plait.data.build import build
 from plait.data.config import DataConfig, TokenizerConfig
 from plait.data.dataset import TokenStore, TokenStream, open_store
-from plait.data.tokenizer import load_tokenizer
+from plait.data.tokenizer import read_tokenizer
 from plait.errors import DataError
 
 TRAINED = TokenizerConfig(vocab_size=320)
@@ -41,9 +41,9 @@ def write_rows(path: Path, texts: list[str]) -> None:
 
 def texts_of(stream: TokenStream, store: TokenStore) -> list[str]:
     tokens = stream.read(0, stream.num_tokens)
-    ends = np.flatnonzero(tokens == store.end_of_document)
+    ends = np.flatnonzero(tokens == store.index.end_of_document)
     assert ends[-1] == len(tokens) - 1, "the last document has an end"
-    tokenizer = load_tokenizer(store.tokenizer_dir)
+    tokenizer = read_tokenizer(store.tokenizer_dir)
     documents = np.split(tokens, ends + 1)[:-1]
     return [tokenizer.decode(document[:-1], clean_up_tokenization_spaces=False) for document in documents]
 
@@ -56,7 +56,7 @@ def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_shards")
-def test_every_document_comes_back_once_to_the_letter(tmp_path: Path) -> None:
+def test_every_document_is_decoded_once_character_by_character(tmp_path: Path) -> None:
     texts = [f"{text}{number}" for number in range(20) for text in NASTY]
     write_rows(tmp_path / "a.jsonl", texts[:60])
     for number, text in enumerate(texts[60:]):
@@ -74,8 +74,8 @@ def test_the_tokenizer_is_one_that_transformers_loads(tmp_path: Path) -> None:
     store = build(config(tmp_path, "a.jsonl"), TRAINED, progress=False)
     tokenizer = AutoTokenizer.from_pretrained(store.tokenizer_dir)
     assert tokenizer.eos_token == tokenizer.bos_token == "<|end|>"
-    assert tokenizer.eos_token_id == store.end_of_document
-    assert len(tokenizer) == store.vocab_size <= 320
+    assert tokenizer.eos_token_id == store.index.end_of_document
+    assert len(tokenizer) == store.index.vocab_size <= 320
     text = NASTY[2]
     assert tokenizer.decode(tokenizer(text)["input_ids"], clean_up_tokenization_spaces=False) == text
     assert store.train.num_tokens + store.validation.num_tokens == store.index.sources[0].tokens
@@ -86,7 +86,7 @@ def test_the_standard_librarys_files_round_trip(tmp_path: Path) -> None:
     store = build(config(tmp_path, f"{root}/*.py"), TokenizerConfig(vocab_size=1000), progress=False)
     found = texts_of(store.train, store) + texts_of(store.validation, store)
     assert sorted(found) == sorted(path.read_bytes().decode() for path in root.glob("*.py"))
-    assert store.vocab_size == 1000
+    assert store.index.vocab_size == 1000
 
 
 @pytest.mark.parametrize("validation", [0.001, 0.999])
@@ -121,7 +121,7 @@ def test_the_split_changes_with_the_seed_but_not_with_the_order_of_sources(tmp_p
     assert held_out("ab", "a.jsonl", "b.jsonl") != held_out("seed", "a.jsonl", "b.jsonl", seed=1)
 
 
-def test_code_that_comes_with_a_tokenizer_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_shipped_with_a_tokenizer_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even where somebody would say yes when transformers asks."""
     folder, ran = tmp_path / "words", tmp_path / "ran"
     folder.mkdir()
@@ -130,7 +130,7 @@ def test_code_that_comes_with_a_tokenizer_is_not_run(tmp_path: Path, monkeypatch
     (folder / "own.py").write_text(f"open({str(ran)!r}, 'w').close()\nclass Own:\n    pass\n")
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     with pytest.raises(DataError):
-        load_tokenizer(folder)
+        read_tokenizer(folder)
     assert not ran.exists()
 
 
@@ -141,7 +141,7 @@ def test_an_existing_tokenizer_is_taken_over_with_its_own_end(tmp_path: Path) ->
     )
     data = config(tmp_path, "a.jsonl", dir=tmp_path / "second")
     second = build(data, TokenizerConfig(path=first.tokenizer_dir), progress=False)
-    assert load_tokenizer(second.tokenizer_dir).eos_token == "</s>"
+    assert read_tokenizer(second.tokenizer_dir).eos_token == "</s>"
     assert (second.train.read(0, 20) == first.train.read(0, 20)).all()
     bare = config(tmp_path, "a.jsonl", dir=tmp_path / "bare")
     file = first.tokenizer_dir / "tokenizer.json"
@@ -161,7 +161,7 @@ def test_a_second_build_only_opens(tmp_path: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in data.dir.rglob("*")} == before
 
 
-def test_tokens_outlive_their_sources_and_changed_sources_are_told(
+def test_tokens_outlive_their_sources_and_changed_sources_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_rows(tmp_path / "a.jsonl", NASTY)
@@ -185,7 +185,7 @@ def test_a_directory_with_something_else_is_left_alone(tmp_path: Path) -> None:
     assert [path.name for path in data.dir.iterdir()] == ["thesis.tex"]
 
 
-def test_bad_text_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_bad_text_leaves_no_files(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"fine\n\xff")
     data = config(tmp_path, "a.txt")
     with pytest.raises(DataError, match="not UTF-8"):
@@ -272,7 +272,7 @@ def test_a_killed_build_goes_on_and_makes_the_same_tokens(
 
 
 @pytest.mark.usefixtures("small_shards")
-def test_bad_text_met_by_another_process_is_the_same_letter(tmp_path: Path) -> None:
+def test_bad_text_in_another_process_is_the_same_error(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"a line of text\n" * 200 + b"\xff")
     existing = config(tmp_path, "b.txt", dir=tmp_path / "existing")
     (tmp_path / "b.txt").write_text("text to train on")

@@ -58,7 +58,7 @@ def test_a_split_is_chosen_by_name(tmp_path: Path, rows: Any) -> None:
         ("", {"text_key": "id"}, "contains a row whose 'id' is not text"),
     ],
 )
-def test_what_is_wrong_is_a_letter(
+def test_invalid_sources_are_errors(
     tmp_path: Path, rows: Any, query: str, changes: dict[str, object], fact: str
 ) -> None:
     datasets.DatasetDict({"train": rows}).save_to_disk(str(tmp_path / "saved"))

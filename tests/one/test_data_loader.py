@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from plait.data.dataset import TokenStream
-from plait.data.loader import check_samples, loader
+from plait.data.loader import Windows, check_samples, loader
 from plait.errors import DataError
 
 S = 9
@@ -38,9 +38,19 @@ def steps(
     ]
 
 
-def batches(stream: TokenStream, *, rank: int, ranks: int, **changes: object) -> Iterator[dict[str, Tensor]]:
+def batches(
+    stream: TokenStream,
+    *,
+    rank: int,
+    ranks: int,
+    last_step: int,
+    first_step: int = 0,
+    workers: int = 0,
+    **changes: object,
+) -> Iterator[dict[str, Tensor]]:
     values = {"sequence": S, "global_batch": 8, "seed": 5, **changes}
-    return iter(loader(stream, data_rank=rank, data_ranks=ranks, **values))
+    windows = Windows(stream, data_rank=rank, data_ranks=ranks, **values)
+    return iter(loader(windows, range(first_step, last_step), workers=workers))
 
 
 def test_batches_are_int64_with_labels_equal_to_inputs(stream: TokenStream) -> None:
@@ -108,7 +118,7 @@ def test_workers_give_the_same_batches_in_order_and_leave_torchs_generator_alone
     assert all(torch.equal(*pair) for pair in zip(with_workers, steps(stream), strict=True))
 
 
-def test_a_stream_shorter_than_one_sequence_or_one_batch_is_a_letter(stream: TokenStream) -> None:
+def test_a_stream_shorter_than_one_sequence_or_one_batch_is_an_error(stream: TokenStream) -> None:
     check_samples(stream, sequence=1001, global_batch=1)
     with pytest.raises(DataError, match="training tokens are fewer than one sequence"):
         check_samples(stream, sequence=1002, global_batch=1)
@@ -123,14 +133,13 @@ import os, signal, sys, time
 from pathlib import Path
 import numpy as np
 from plait.data.dataset import TokenStream
-from plait.data.loader import loader
+from plait.data.loader import Windows, loader
 
 asked = []
 signal.signal(signal.SIGTERM, lambda *_: asked.append(True))
 stream = TokenStream("training", [(Path(sys.argv[1]), 1001)], "uint16")
-batches = iter(loader(
-    stream, sequence=9, global_batch=8, data_rank=0, data_ranks=1, seed=5, last_step=10_000, workers=2
-))
+windows = Windows(stream, sequence=9, global_batch=8, data_rank=0, data_ranks=1, seed=5)
+batches = iter(loader(windows, range(10_000), workers=2))
 next(batches)
 print(*(worker.pid for worker in batches._workers), flush=True)
 while not asked:
@@ -153,7 +162,7 @@ def assert_they_end(pids: list[int]) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("then", ["ends", "waits"])
-def test_workers_read_on_when_their_whole_group_is_told_to_end_and_end_with_their_rank(
+def test_workers_ignore_signals_to_their_process_group_and_end_with_their_rank(
     tmp_path: Path, then: str
 ) -> None:
     """As by torchrun. Then the rank ends with its loader open, or is killed."""

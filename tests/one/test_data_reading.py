@@ -1,4 +1,4 @@
-"""Sources become documents: whole, in order, with letters that name the place of what is wrong."""
+"""Sources become documents: whole, in order, with errors that name the place of damage."""
 
 import gzip
 import itertools
@@ -19,7 +19,7 @@ TEXT = st.text(st.sampled_from("ab \n\r\té漢🙂"), max_size=200)
 
 
 def documents(shards: list[Shard], text_key: str = "text") -> list[str]:
-    """What is read of shards, joined into documents; asserts that the last one has ended."""
+    """Read all shards and join the pieces into documents; asserts that the last one has ended."""
     found, open_piece = [], ""
     for shard in shards:
         for piece in read_chunks(shard, ReadOptions(text_key, 0, lambda _: None)):
@@ -123,18 +123,18 @@ def test_the_standard_library_comes_without_its_tests() -> None:
     assert not any("/test/" in name or "/tests/" in name or "/site-packages/" in name for name in names)
 
 
-def test_a_missing_source_is_a_letter() -> None:
+def test_a_missing_source_is_an_error() -> None:
     with pytest.raises(DataError, match=r"the source nowhere/\*\.txt is missing"):
         list_shards(["nowhere/*.txt"])
 
 
-def test_a_directory_as_a_source_is_told_the_glob_to_write(tmp_path: Path) -> None:
+def test_a_directory_as_a_source_is_an_error_with_the_glob_to_write(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is a directory") as error:
         list_shards([str(tmp_path)])
     assert error.value.hint == f"{tmp_path}/**/*.txt"
 
 
-def test_an_empty_source_is_a_letter(tmp_path: Path) -> None:
+def test_an_empty_source_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.txt").touch()
     with pytest.raises(DataError, match="is empty"):
         list_shards([str(tmp_path / "*.txt")])
@@ -176,7 +176,7 @@ def test_a_bad_row_is_named_by_its_place(tmp_path: Path, line: bytes, fact: str,
     assert str(error.value.given).startswith(given)
 
 
-def test_a_misspelt_text_key_gets_the_nearest_one(tmp_path: Path) -> None:
+def test_a_misspelt_text_key_is_an_error_with_the_nearest_one(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"content": "a"}')
     with pytest.raises(DataError) as error:
         documents(list_shards([str(tmp_path / "rows.jsonl")]), "contents")
@@ -186,7 +186,7 @@ def test_a_misspelt_text_key_gets_the_nearest_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "damage", [lambda raw: raw[:-20], lambda raw: b"plain" + raw, lambda raw: raw[:40] + raw[48:]]
 )
-def test_a_damaged_packed_file_is_a_letter(tmp_path: Path, damage: object) -> None:
+def test_a_damaged_packed_file_is_an_error(tmp_path: Path, damage: object) -> None:
     raw = gzip.compress("".join(json.dumps({"text": str(n * n)}) + "\n" for n in range(1000)).encode())
     assert callable(damage)
     (tmp_path / "rows.jsonl.gz").write_bytes(damage(raw))
@@ -194,7 +194,7 @@ def test_a_damaged_packed_file_is_a_letter(tmp_path: Path, damage: object) -> No
         documents(list_shards([str(tmp_path / "rows.jsonl.gz")]))
 
 
-def test_a_file_that_shrinks_while_it_is_read_is_a_letter(tmp_path: Path) -> None:
+def test_a_file_that_shrinks_while_it_is_read_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("long enough")
     shards = list_shards([str(tmp_path / "a.txt")])
     (tmp_path / "a.txt").write_text("short")
@@ -202,7 +202,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_a_letter(tmp_path: Path) -> Non
         documents(shards)
 
 
-def test_hf_without_datasets_installed_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hf_without_datasets_is_an_error_that_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)  # as if not installed, where it is
     with pytest.raises(DataError, match="needs the package `datasets`") as error:
         list_shards(["hf:wikitext"])

@@ -1,4 +1,4 @@
-"""Token files are what they were when they were made, and fit the model, or there is a letter."""
+"""Token files are as they were when they were made, and fit the model, or an error is raised."""
 
 import itertools
 import json
@@ -59,7 +59,7 @@ def message(folder: Path, tokenizer: TokenizerConfig | None = TRAINED, **changes
     return error.value
 
 
-def test_what_was_built_opens_with_the_same_digest(store: TokenStore, tmp_path: Path) -> None:
+def test_built_tokens_open_with_the_same_digest(store: TokenStore, tmp_path: Path) -> None:
     again = open_store(recipe(tmp_path), TRAINED)
     assert again.digest == store.digest
     assert again.train.num_tokens == store.train.num_tokens > 0
@@ -136,11 +136,11 @@ def test_tokens_of_another_tokenizer_are_refused(store: TokenStore, tmp_path: Pa
     assert "were built with another tokenizer" in message(tmp_path, existing).fact
 
 
-def test_how_samples_are_drawn_is_no_matter_of_the_tokens(store: TokenStore, tmp_path: Path) -> None:
+def test_sampling_options_do_not_change_the_tokens(store: TokenStore, tmp_path: Path) -> None:
     open_store(recipe(tmp_path, sequence=16, order="sequential", workers=3), TRAINED)
 
 
-def test_a_directory_without_tokens_says_how_to_make_them(tmp_path: Path) -> None:
+def test_a_directory_without_tokens_is_an_error_with_the_command_that_makes_them(tmp_path: Path) -> None:
     error = message(tmp_path)
     assert error.fact == f"{tmp_path / 'tokens'} contains no tokens"
     assert error.hint == "plait data build"
@@ -175,18 +175,18 @@ def test_an_index_that_is_no_index_is_damaged(store: TokenStore, tmp_path: Path,
 
 
 def test_tokens_that_do_not_fit_the_model_are_refused(store: TokenStore) -> None:
-    store.check_model(vocab_size=store.max_token + 1, max_sequence=8, sequence=8)
+    store.check_model(vocab_size=store.index.max_token + 1, max_sequence=8, sequence=8)
     store.check_model(vocab_size=300, max_sequence=None, sequence=10**6)
     with pytest.raises(DataError, match="do not fit the model's vocabulary") as error:
-        store.check_model(vocab_size=store.max_token, max_sequence=8, sequence=8)
-    assert error.value.hint == f"vocab_size={store.vocab_size}, the tokenizer's"
+        store.check_model(vocab_size=store.index.max_token, max_sequence=8, sequence=8)
+    assert error.value.hint == f"vocab_size={store.index.vocab_size}, the tokenizer's"
     with pytest.raises(DataError, match="longer than the model allows"):
         store.check_model(vocab_size=300, max_sequence=8, sequence=9)
 
 
 def test_the_largest_token_is_that_of_the_files(store: TokenStore) -> None:
     streams = (store.train, store.validation)
-    assert store.max_token == max(stream.read(0, stream.num_tokens).max() for stream in streams)
+    assert store.index.max_token == max(stream.read(0, stream.num_tokens).max() for stream in streams)
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
@@ -232,4 +232,4 @@ def test_ids_beyond_two_bytes_take_four(tmp_path: Path) -> None:
     store = build(data, tokenizer, progress=False)
     assert store.train.read(0, 5).tolist() == [6, 65_535, 65_536, 70_000, 0]
     assert store.index.item_bytes == 4
-    assert store.vocab_size == store.max_token + 1 == 70_001
+    assert store.index.vocab_size == store.index.max_token + 1 == 70_001

@@ -65,7 +65,7 @@ def test_optimizers_that_need_whole_tensors_are_refused_by_name(kind: str, reaso
         engine_of(optimizer=getattr(torch.optim, kind), optimizer_args={})
 
 
-def test_arguments_that_an_optimizer_does_not_take_are_a_letter() -> None:
+def test_arguments_that_an_optimizer_does_not_take_are_an_error() -> None:
     with pytest.raises(ConfigError, match="does not take these arguments"):
         engine_of(optimizer_args={"learning_rate": 1.0})
 
@@ -110,7 +110,7 @@ def test_all_parameters_in_one_group_all_decay_however_they_are_given(given: Giv
     ],
     ids=["both", "twice", "too few", "another model's"],
 )
-def test_groups_that_are_not_the_models_parameters_once_are_a_letter(given: Given, message: str) -> None:
+def test_groups_that_are_not_the_models_parameters_once_are_an_error(given: Given, message: str) -> None:
     model = programs.llama(on_meta=False)
     with pytest.raises(ConfigError, match=message):
         plait.parallelize(model, "dp=1", param_groups=given(model), optimizer_args=programs.ADAMW)
@@ -146,7 +146,7 @@ def test_state_of_another_model_is_refused_before_anything_changes() -> None:
 
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_memory_is_foretold_within_two_percent(precision: str, recompute: str) -> None:
+def test_memory_is_estimated_within_two_percent(precision: str, recompute: str) -> None:
     engine = engine_of(f"dp=1 precision={precision} recompute={recompute}")
     predicted = engine.estimated_memory((programs.SEQUENCES, programs.LENGTH))
     engine.step(BATCH)
@@ -249,13 +249,13 @@ def test_state_of_another_optimizer_is_refused() -> None:
 
 
 def test_counters_of_fused_kernels_live_where_the_kernel_reads_them() -> None:
-    on_gpu = torch.empty(0, device="meta")  # stands for any device that is not the CPU
+    on_gpu = torch.empty(0, device="meta")  # in place of any device that is not the CPU
     assert scalar_device({"fused": True}, on_gpu) == on_gpu.device
     assert scalar_device({"capturable": True}, on_gpu) == on_gpu.device
     assert scalar_device({"fused": None}, on_gpu) == torch.device("cpu")
 
 
-def test_mistakes_in_a_loop_of_ones_own_are_letters() -> None:
+def test_mistakes_in_a_custom_loop_are_errors() -> None:
     engine = engine_of("dp=1")
     ids = BATCH["input_ids"]
     with pytest.raises(PlanError, match="update without a gradient"):
@@ -310,13 +310,13 @@ def test_floating_inputs_come_in_the_plans_precision() -> None:
     assert not engine.step({"input": torch.ones(3, 4), "labels": torch.ones(3)}).skipped
 
 
-def test_a_limit_that_is_none_is_refused() -> None:
+def test_an_invalid_limit_is_refused() -> None:
     for limit in (0.0, -1.0, float("nan")):
         with pytest.raises(ConfigError, match="clip_norm"):
             engine_of("dp=1", clip_norm=limit)
 
 
-def test_a_batch_that_is_no_dict_and_a_loss_that_is_no_sum_are_letters() -> None:
+def test_a_batch_that_is_no_dict_and_a_loss_that_is_no_sum_are_errors() -> None:
     engine = engine_of("dp=1")
     with pytest.raises(ModelError, match="a batch is a dict"):
         engine.step(BATCH["input_ids"])
@@ -325,3 +325,15 @@ def test_a_batch_that_is_no_dict_and_a_loss_that_is_no_sum_are_letters() -> None
     mean = plait.parallelize(nn.Linear(4, 1), "dp=1", loss=lambda out, _: out.mean())
     with pytest.raises(ModelError, match="number of targets"):
         mean.step({"input": torch.ones(3, 4)})
+
+
+@pytest.mark.parametrize(
+    ("plan", "options"),
+    [("dp=8 zer=3", {}), ("dp=8", {"optimizer": "AdamW"}), ("dp=8", {"clip_norm": 1.0, "clip_value": 1.0})],
+)
+def test_wrong_arguments_are_an_error_before_ranks_connect(
+    plan: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("plait.api.connect", lambda: pytest.fail("connected"))
+    with pytest.raises((PlanError, ConfigError)):
+        plait.parallelize(nn.Linear(2, 2), plan, **options)

@@ -12,7 +12,7 @@ from plait.errors import ConfigError, ModelError, PlanError
 from plait.estimate.dry_run import Cluster
 from plait.estimate.explain import Explanation, explain
 from plait.models import causal_lm_on_meta
-from plait.parallel import DataGroups
+from plait.parallel.zero.rank_context import DataGroups
 from plait.plan import CommCount, CommKey, Grid, Plan, sum_traffic
 from plait.plan.schedule import Durations, make_schedule, simulate
 from plait.train.explain import format_ranks
@@ -66,7 +66,7 @@ def test_a_rank_of_many_makes_its_own_groups_and_no_others() -> None:
     assert (groups.pp.size, groups.dp.size, groups.reduce_scatter.size) == (16, 128, 16)
 
 
-def test_ranks_that_hold_alike_are_one_row() -> None:
+def test_ranks_with_equal_memory_are_one_row() -> None:
     found = explained(small(4), "pp=2 dp=2 tp=2")
     assert [row.ranks for row in found.rank_classes] == [(0, 1, 2, 3), (4, 5, 6, 7)]
     assert [row.blocks for row in found.rank_classes] == [
@@ -100,7 +100,7 @@ def test_where_a_host_ends_inside_of_a_group_its_ranks_gather_and_others_do_not(
         assert verbs == ({"all-gather"} if rank in cut else {"barrier"})
 
 
-def test_columns_whose_data_ranks_lie_otherwise_on_hosts_are_not_alike() -> None:
+def test_columns_whose_data_ranks_are_placed_differently_on_hosts_have_their_own_rows() -> None:
     found = explained(small(2), "dp=3 tp=2 algorithm=two-level", cluster=Cluster("gloo", 3, CPU))
     assert [row.ranks for row in found.rank_classes] == [(rank,) for rank in range(6)]
     aligned = explained(small(2), "dp=3 tp=2 algorithm=two-level", cluster=Cluster("gloo", 2, CPU))
@@ -133,7 +133,7 @@ def test_the_model_is_left_as_it_was() -> None:
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_meta_tensors_are_heard_of_by_nobody_but_a_dry_world() -> None:
+def test_only_a_dry_world_communicates_meta_tensors() -> None:
     mesh = Cluster("gloo", None, CPU).mesh(Grid.from_degrees(col=4), 1)
     all_reduce(torch.ones(3, device="meta"), mesh.group("col"))
     assert mesh.world.comm_log.read() == {CommKey(("col",), "", "all-reduce"): CommCount(1, 12)}
@@ -152,13 +152,13 @@ class Looking(nn.Module):
         return x
 
 
-def test_a_model_that_needs_values_gets_a_letter() -> None:
+def test_a_model_that_needs_values_is_an_error() -> None:
     micro = {"x": torch.ones(2, 4), "labels": torch.ones(2, 4)}
     with pytest.raises(ModelError, match="cannot run on meta tensors"):
         explain(Looking(), "dp=2", micro, loss=lambda out, _: (out.sum(), 1))
 
 
-def test_what_cannot_be_is_refused_as_it_would_be_on_ranks() -> None:
+def test_invalid_plans_are_refused_as_on_real_ranks() -> None:
     with pytest.raises(PlanError, match="cannot fill"):
         explained(small(2), "pp=4")
     gpus = Cluster("nccl", 8, torch.device("cuda"))
@@ -172,12 +172,13 @@ def test_what_cannot_be_is_refused_as_it_would_be_on_ranks() -> None:
         explained(small(2), "dp=2", optimizer="adamw")
 
 
-def test_a_micro_batch_of_nothing_gets_a_letter() -> None:
+def test_an_empty_micro_batch_is_an_error() -> None:
     with pytest.raises(ModelError, match="a micro-batch has no tensors"):
         explain(small(2), "dp=2", {})
 
 
-def test_strands_add_up_to_all_that_is_said() -> None:
+@pytest.mark.quick
+def test_traffic_by_strand_adds_up_to_the_total() -> None:
     row = explained(small(2), "pp=2 dp=2 tp=2 zero=3 micro=2", cluster=Cluster("gloo", None, CPU)).of_rank(0)
     assert set(row.traffic) == {"layers", "parameters", "gradients", "stages", "step"}
     total = sum_traffic(row.traffic.values())
@@ -186,7 +187,7 @@ def test_strands_add_up_to_all_that_is_said() -> None:
     )
 
 
-def test_ranks_are_told_as_runs() -> None:
+def test_ranks_are_written_as_ranges() -> None:
     assert format_ranks((0, 1, 2, 3)) == "0-3"
     assert format_ranks((0, 2, 3)) == "0, 2-3"
     assert format_ranks(range(0, 40, 2)) == "0, 2, 4, ... (20 ranks)"

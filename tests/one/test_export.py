@@ -1,4 +1,4 @@
-"""What leaves plait is the model of the checkpoint: its weights and its persistent buffers."""
+"""An export is the model of the checkpoint: its weights and its persistent buffers."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +14,7 @@ from plait.data.tokenizer import save_tokenizer, train_tokenizer
 from plait.engine.engine import Engine
 from plait.errors import CheckpointError
 from plait.models import causal_lm_on_meta
-from plait.parallel import StateShard
+from plait.parallel.zero.state_io import StateShard
 from plait.train.config import Recipe, parse_recipe
 from plait.train.export import export, generate
 from plait.train.run_dir import RunDir

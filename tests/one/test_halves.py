@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.pytorch_utils import Conv1D
 
-from plait.parallel import recompute_blocks
+from plait.parallel.activation_checkpoint import recompute_blocks
 from plait.parallel.pipeline.split_backward import BackwardSplitter, DeferredWeightGrads, split_linears
 from support import hf_models, programs
 
@@ -74,13 +74,13 @@ def test_halves_give_autograds_gradients(family: str, recompute: str) -> None:
     for _ in range(2):
         split.zero_grad()
         queued = _in_halves(_loss(split), halves)
-        assert len(queued) == LAYERS[family]
+        assert sum(parameter.dim() == 2 for parameter in queued.parameters()) == LAYERS[family]
         queued.run(_add)
         _assert_same(split, plain)
     split.zero_grad()
     _loss(split).backward()  # whole
     _assert_same(split, plain)
-    assert len(queued) == 0
+    assert queued.parameters() == []
 
 
 class _Products(TorchDispatchMode):
@@ -138,7 +138,8 @@ def test_inputs_and_output_gradients_are_held_between_the_halves_and_nothing_els
         parameter.grad = torch.zeros_like(parameter)  # taken before
     with _Products() as products:
         queued = _in_halves(_loss(model), halves)
-        own = {tensor.untyped_storage()._cdata for use in queued._uses for tensor in (use.dy, use.x)}
+        operands = (operand for _, _, operands in queued._grads for operand in operands)
+        own = {t.untyped_storage()._cdata for t in operands if isinstance(t, Tensor)}
         gradients = {p.grad.untyped_storage()._cdata for p in model.parameters() if p.grad is not None}
         given = [*model.parameters(), *model.buffers(), *BATCH.values()]
         weights = {tensor.untyped_storage()._cdata for tensor in given}
@@ -149,7 +150,7 @@ def test_inputs_and_output_gradients_are_held_between_the_halves_and_nothing_els
 
 
 def _drop(_: Tensor, __: Tensor) -> None:
-    """Nobody keeps it."""
+    """Return the gradients without keeping them."""
 
 
 def test_the_second_half_needs_no_weights() -> None:
@@ -195,7 +196,8 @@ def _compare(
             loss.backward()
         else:
             queued = _in_halves(loss, halves)
-            assert len(queued) == num_queued
+            trainable = [parameter for parameter in split.parameters() if parameter.requires_grad]
+            assert len(queued.parameters()) == num_queued * len(trainable)
             queued.run(_add)
         gradients = {name: p.grad for name, p in module.named_parameters()}
         found.append((out, {**gradients, "input": given.grad}))
@@ -235,7 +237,7 @@ def test_strided_inputs_and_expanded_gradients_are_split(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["linear", "conv1d"])
 @pytest.mark.parametrize("frozen", ["weight", "bias", "weight bias", "input", "input bias", "input weight"])
-def test_what_is_frozen_gets_no_gradient(kind: str, frozen: str) -> None:
+def test_frozen_weights_get_no_gradient(kind: str, frozen: str) -> None:
     layer = _layer(kind, True, torch.float64)
     for name, parameter in layer.named_parameters():
         parameter.requires_grad = name not in frozen
@@ -313,21 +315,21 @@ def test_layers_read_the_parameters_that_their_module_has_now() -> None:
 def test_hooks_run_with_a_gradient_when_backward_is_whole_and_without_one_in_halves() -> None:
     halves, layer = BackwardSplitter(), _layer("linear", True, torch.float64)
     split_linears([layer], halves)
-    heard = []
-    layer.weight.register_post_accumulate_grad_hook(lambda parameter: heard.append(parameter.grad))
+    seen = []
+    layer.weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad))
     x = torch.ones(2, 5, dtype=torch.float64)
     layer(x).sum().backward()
-    assert torch.equal(heard.pop(), torch.full((7, 5), 2.0, dtype=torch.float64))
+    assert torch.equal(seen.pop(), torch.full((7, 5), 2.0, dtype=torch.float64))
     layer.weight.grad = None
     _in_halves(layer(x).sum(), halves)
-    assert all(found is None for found in heard)
+    assert all(found is None for found in seen)
 
 
 def test_a_compiled_layer_is_not_split() -> None:
     halves, layer = BackwardSplitter(), _layer("linear", True, torch.float64)
     split_linears([layer], halves)
     compiled = torch.compile(nn.Sequential(layer), backend="aot_eager")
-    assert len(_in_halves(compiled(torch.ones(2, 5, dtype=torch.float64)).sum(), halves)) == 0
+    assert _in_halves(compiled(torch.ones(2, 5, dtype=torch.float64)).sum(), halves).parameters() == []
     assert torch.equal(layer.weight.grad, torch.full((7, 5), 2.0, dtype=torch.float64))
 
 

@@ -1,4 +1,4 @@
-"""The arena of a rank: what it lends is nobody else's, and comes back, whoever frees it and whenever."""
+"""The arena of a rank: memory is lent to one caller at a time, and returned by any process at any time."""
 
 import gc
 import random
@@ -46,7 +46,9 @@ def _lend(arena: Arena, seed: str, wrong: list[int]) -> None:
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
-def test_memory_is_lent_once_whenever_the_collector_frees_it(arena: Arena, num_threads: int) -> None:
+def test_memory_has_one_user_at_a_time_whenever_the_collector_frees_it(
+    arena: Arena, num_threads: int
+) -> None:
     wrong: list[int] = []
     thresholds, interval = gc.get_threshold(), sys.getswitchinterval()
     gc.set_threshold(5, 2, 2)
@@ -90,7 +92,7 @@ def test_memory_that_is_still_read_is_waited_for_when_there_is_no_other(arena: A
     assert tuple(tensor.data_ptr() for tensor in tensors) == places
 
 
-def test_too_little_memory_is_a_letter_with_what_is_needed_and_found(
+def test_too_little_memory_is_an_error_with_the_bytes_needed_and_found(
     arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = arena.empty(PAGE, torch.uint8)
@@ -101,6 +103,6 @@ def test_too_little_memory_is_a_letter_with_what_is_needed_and_found(
     assert arena.empty(2 << 20, torch.uint8).data_ptr() == kept.data_ptr() + PAGE
 
 
-def test_what_the_system_refuses_is_the_same_letter(arena: Arena) -> None:
+def test_memory_refused_by_the_system_is_the_same_error(arena: Arena) -> None:
     with pytest.raises(CommError, match="too little memory for the ranks' shared memory"):
         arena.empty(1 << 50, torch.uint8)

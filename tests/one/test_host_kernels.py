@@ -103,7 +103,7 @@ def reduce(
 
 
 def expected(op: str, ins: list[Tensor], old: Tensor, *, scale: float, add: bool) -> Tensor:
-    """What pl_reduce is to write, by torch's operations on whole arrays, in the order of `ins`."""
+    """The output that pl_reduce must write, by torch's operations on whole arrays, in the order of `ins`."""
     wide = torch.float32 if ins[0].dtype in HALVES else ins[0].dtype
     total = ins[0].to(wide)
     for item in ins[1:]:
@@ -168,7 +168,7 @@ def test_a_reduction_is_torchs_own_bit_for_bit(kernels, pair, op, num_ins) -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=name_of)
-def test_large_outputs_are_the_same_wherever_they_lie(kernels, dtype) -> None:
+def test_large_outputs_are_the_same_at_every_alignment(kernels, dtype) -> None:
     """Written past the caches or not, on a line's boundary or not, in place or not: the same bits."""
     n = 2 * STREAMED
     generator = torch.Generator().manual_seed(5)
@@ -215,7 +215,7 @@ def test_every_pattern_of_16_bits_is_widened_exactly(kernels, half) -> None:
 
 @pytest.mark.parametrize("half", HALVES, ids=name_of)
 def test_rounding_to_16_bits_is_to_nearest_even_around_every_pattern(kernels, half) -> None:
-    """Each value, the midpoint to the next one up, and the floats beside both."""
+    """Each value, the midpoint to the next one up, and the floats on either side of both."""
     bits = torch.arange(65536, dtype=torch.int32)
     here = bits.to(torch.int16).view(half).float().numpy()
     if half is torch.bfloat16:  # f16's are exact in float32; bf16's midpoints are a bit's matter
@@ -283,7 +283,7 @@ def test_the_loops_of_all_processors_agree(tmp_path) -> None:
     assert (done.returncode, done.stdout) == (0, "native: passed\n"), done.stderr
 
 
-def test_a_library_that_cannot_be_used_is_told_why(tmp_path) -> None:
+def test_an_unusable_library_is_an_error_with_the_reason(tmp_path) -> None:
     find = native_lib._find
     assert find(tmp_path) == (
         None,

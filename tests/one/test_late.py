@@ -1,4 +1,4 @@
-"""Of ranks of which one hangs, the letter names who keeps the others waiting; slow ranks are told apart."""
+"""When ranks hang, the error names the rank that the others wait for; slow ranks are not taken for it."""
 
 import os
 import time
@@ -27,13 +27,13 @@ def beat(rank: int, step: int = 7, within: str = "all-reduce of head", dumped: b
         ([beat(0), beat(1)], [0, 1]),
     ],
 )
-def test_who_cannot_answer_is_late_then_who_waits_for_nobody_then_who_is_behind(
+def test_a_silent_rank_is_late_then_one_that_does_not_wait_then_one_with_fewer_steps(
     beats: list[RankStatus], late: list[int]
 ) -> None:
     assert [found.rank for found in blocking_ranks(beats)] == late
 
 
-def test_a_letter_says_who_hangs_in_what_and_what_the_others_do(tmp_path: Path) -> None:
+def test_the_error_names_the_late_rank_its_call_and_the_others_calls(tmp_path: Path) -> None:
     for rank in (0, 1, 2):
         (tmp_path / f"rank-{rank:05d}.txt").write_text("a stack")
     beats = [beat(0), beat(1, within=""), beat(2)]
@@ -48,7 +48,7 @@ def test_a_letter_says_who_hangs_in_what_and_what_the_others_do(tmp_path: Path) 
     )
 
 
-def test_a_rank_that_is_not_there_any_more_is_the_one_that_the_others_wait_for(tmp_path: Path) -> None:
+def test_a_rank_that_has_ended_is_the_late_one(tmp_path: Path) -> None:
     message = str(hang_error([beat(0), beat(2)], 3, tmp_path, 30.0, "here"))
     assert "rank 1 has exited in step 8, and the other ranks wait" in message
     assert message.endswith("none from ranks 0, 1, 2")
@@ -75,4 +75,4 @@ def test_ranks_are_compared_with_the_others_of_their_stage() -> None:
     stages = [0, 0, 1, 1, 1, 1]
     assert slow_ranks(own_s, stages, 1.5, 0.0) == {5: 0.4}
     assert slow_ranks(own_s, stages, 1.5, 0.7) == {}
-    assert slow_ranks(own_s, [*range(6)], 1.5, 0.0) == {}, "nobody to compare with"
+    assert slow_ranks(own_s, [*range(6)], 1.5, 0.0) == {}, "no rank to compare with"

@@ -48,7 +48,7 @@ def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def drawn(model: nn.Module) -> dict[str, Tensor]:
-    """What `initialize_weights` hands over; the last call for a name wins, and the tensors are reused."""
+    """The tensors of `initialize_weights`; the last call for a name wins, and the tensors are reused."""
     values: dict[str, Tensor] = {}
 
     def store(name: str, whole: Tensor) -> None:
@@ -232,7 +232,7 @@ WAYS = [_by_its_data, _by_a_view, _by_a_look_at_its_values, _by_numpy, _by_new_d
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_a_container_does_to_its_childrens_weights_is_done(way: Callable[[Tensor], object]) -> None:
+def test_a_container_initializes_its_childrens_weights(way: Callable[[Tensor], object]) -> None:
     model = on_meta(lambda: Rescaling(way))
     ours = drawn(model)
     assert_same(ours, drawn_at_once(on_meta(lambda: Rescaling(way))))
@@ -253,7 +253,7 @@ def test_a_container_holds_what_it_touches_and_nothing_else(way: Callable[[Tenso
 
 
 class Above(nn.Module):
-    """Has a way of its own with what lies in it."""
+    """Initializes its children in its own way."""
 
     def __init__(self, inner: nn.Module, way: Callable[[Any], object]) -> None:
         super().__init__()
@@ -372,7 +372,7 @@ def refuse(name: str, whole: Tensor) -> None:
         (_not_at_all, refuse, OSError, "the disk is full", None),
     ],
 )
-def test_whatever_goes_wrong_is_said_and_leaves_the_parameters_as_they_were(
+def test_errors_are_raised_and_leave_the_parameters_unchanged(
     way: Any, store: Callable[[str, Tensor], None], error: type[Exception], words: str, given: str | None
 ) -> None:
     model = on_meta(lambda: nn.Sequential(Above(nn.Linear(2, 2), way), nn.Linear(2, 2)))

@@ -71,7 +71,7 @@ def fill(shell: nn.Module, values: Mapping[nn.Parameter, Tensor]) -> None:
                 module._parameters[key] = nn.Parameter(values[parameter])
 
 
-def test_what_is_skipped_costs_nothing() -> None:
+def test_skipped_modules_cost_nothing() -> None:
     model = hf_models.model_of("llama", exact=False, num_hidden_layers=8, intermediate_size=300)
     blocks = [block for _, block in blocks_of(model)]
     every = numbers_drawn(model)
@@ -134,7 +134,7 @@ REACHES = [_nothing, _again_unless_drawn, _all_by_the_first]
 
 @pytest.mark.parametrize("reach", REACHES)
 @pytest.mark.parametrize("tie", [False, True])
-def test_a_container_that_touches_what_is_skipped_gives_the_same_values(
+def test_a_container_that_writes_to_skipped_modules_gives_the_same_values(
     reach: Callable[[nn.Module], None], tie: bool
 ) -> None:
     def build() -> Any:

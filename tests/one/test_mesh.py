@@ -6,7 +6,8 @@ from typing import Any
 from plait.comm import Group, Mesh
 from plait.models import blocks_of, unit_facts
 from plait.models.sharding.plan import build_tp_plan
-from plait.parallel import DataGroups, ShardMap
+from plait.parallel.zero.rank_context import DataGroups
+from plait.parallel.zero.shard_map import ShardMap
 from plait.plan import Grid, Plan, StageAssignment, TPCoord
 from support import pipeline_models
 
@@ -16,7 +17,7 @@ ENOUGH_S = 0.1  # of a core: milliseconds, on a machine that may be slow
 
 
 class Remembers:
-    """A world of as many ranks as the plan has, whose groups connect nobody."""
+    """A world of as many ranks as the plan has, whose groups do not connect."""
 
     def __init__(self) -> None:
         self.rank, self.size = RANK, PLAN.num_ranks
@@ -69,7 +70,7 @@ def test_one_rank_of_16384_makes_its_own_groups_alone_in_milliseconds() -> None:
     assert max(map(len, made)) == 16 * 16 * 8, "of one copy of the gradient, over pp x shard x row x col"
 
 
-def test_what_the_ranks_of_a_model_hold_does_not_grow_with_the_data_ranks() -> None:
+def test_groups_held_by_a_models_ranks_do_not_grow_with_the_data_ranks() -> None:
     model = pipeline_models.llama(layers=16)
     blocks = blocks_of(model)
     facts = unit_facts(model, blocks, None)

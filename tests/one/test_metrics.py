@@ -76,7 +76,7 @@ def test_a_resumed_run_has_every_step_once(tmp_path: Path) -> None:
     assert [event.value for event in board.Scalars("validation/loss")] == [8.0, 5.0, 2.0, -1.0]
 
 
-def test_a_run_that_begins_anew_in_its_directory_says_everything_once(tmp_path: Path) -> None:
+def test_a_run_that_starts_again_in_its_directory_logs_everything_once(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     for _ in range(2):
         with Metrics(run, Console(file=io.StringIO()), 0, 12, 2) as metrics:
@@ -121,7 +121,7 @@ def record_on_a_full_disk(run: RunDir, steps: int, error: Exception | None = Non
 
 
 @pytest.mark.parametrize("steps", [0, 1], ids=["found at the end", "found at a step"])
-def test_a_full_disk_is_a_letter(tmp_path: Path, steps: int) -> None:
+def test_a_full_disk_is_an_error(tmp_path: Path, steps: int) -> None:
     with pytest.raises(RunError, match="cannot write") as caught:
         record_on_a_full_disk(RunDir(tmp_path), steps)
     assert "No space left" in caught.value.message()
@@ -132,7 +132,7 @@ def test_a_full_disk_does_not_hide_the_error_that_ends_the_run(tmp_path: Path) -
         record_on_a_full_disk(RunDir(tmp_path), 0, CheckpointError("no room for a checkpoint"))
 
 
-def test_a_number_that_is_not_finite_is_null_and_the_skip_is_told(tmp_path: Path) -> None:
+def test_a_number_that_is_not_finite_is_null_and_the_skip_is_logged(tmp_path: Path) -> None:
     shown = io.StringIO()
     with Metrics(RunDir(tmp_path), Console(file=shown, width=200), 0, 12, 2) as metrics:
         metrics.step(facts(1, loss=math.nan, skipped=1))
@@ -162,7 +162,7 @@ def test_other_ranks_write_and_show_nothing(tmp_path: Path) -> None:
     with Metrics(RunDir(tmp_path), None, 0, 12, 2) as metrics:
         metrics.step(facts(1))
         metrics.validation(1, 1.0)
-        metrics.log("nobody reads this")
+        metrics.log("not shown")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -174,7 +174,7 @@ def test_cutting_back_a_file_that_is_not_there_is_nothing(tmp_path: Path) -> Non
 MIB = 2**20
 
 
-def test_the_memory_table_leaves_out_what_is_nothing_and_sums_the_device() -> None:
+def test_the_memory_table_leaves_out_zeros_and_sums_the_device() -> None:
     predicted = MemoryUse(2 * MIB, 4 * MIB, 0, 0, 0, None, disk=8 * MIB)
     measured = MemoryUse(2 * MIB, 4 * MIB, 0, 0, MIB, 3 * MIB, disk=8 * MIB)
     shown = io.StringIO()
@@ -183,7 +183,7 @@ def test_the_memory_table_leaves_out_what_is_nothing_and_sums_the_device() -> No
     assert [row for row in cells if row] == [
         ["parameters", "2.0 MiB", "2.0 MiB"],
         ["gradients", "4.0 MiB", "4.0 MiB"],
-        ["buffers", "0.0 MiB", "1.0 MiB"],
+        ["buffers", "0 B", "1.0 MiB"],
         ["activations", "unknown", "3.0 MiB"],
         ["total", "6.0 MiB", "10.0 MiB"],
         ["disk", "8.0 MiB", "8.0 MiB"],

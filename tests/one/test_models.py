@@ -1,4 +1,4 @@
-"""What is read from models: units, initial weights, what they keep for backward, their loss."""
+"""Properties read from models: units, initial weights, bytes kept for backward, loss."""
 
 from pathlib import Path
 from typing import Any
@@ -8,9 +8,10 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from plait.api import check_shardable, parallelize
+from plait.api import parallelize
 from plait.comm import connect
 from plait.engine.loss import choose_loss
+from plait.engine.spec import validate
 from plait.errors import ModelError, PlanError
 from plait.models import (
     FlopFacts,
@@ -77,7 +78,7 @@ def test_plain_modules_have_units_too() -> None:
 
 
 @pytest.mark.parametrize("kind", SMALL)
-def test_a_meta_model_comes_to_life_as_transformers_would_have_it(kind: str) -> None:
+def test_a_meta_model_is_materialized_with_transformers_initial_weights(kind: str) -> None:
     """Same zeros, same ones, same spread per tensor as the model's own initialisation off meta."""
     model = small(kind)
     torch.manual_seed(1)
@@ -124,7 +125,7 @@ def test_a_parameter_that_nothing_initialises_is_named_not_trained_as_garbage() 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", SMALL)
-def test_bytes_kept_for_backward_are_foretold_on_meta(kind: str, dtype: torch.dtype) -> None:
+def test_bytes_kept_for_backward_are_estimated_on_meta(kind: str, dtype: torch.dtype) -> None:
     config = small(kind).config
     model = AutoModelForCausalLM.from_config(config).to(dtype)
     loss = choose_loss(model, None)
@@ -133,9 +134,9 @@ def test_bytes_kept_for_backward_are_foretold_on_meta(kind: str, dtype: torch.dt
         loss(model(**forward_inputs(model, batch)), batch)
     on_meta = {key: value.to("meta") for key, value in batch.items()}
     # some models build small helpers from lists, which meta places elsewhere
-    twin = copy_to_meta(model)
+    copied = copy_to_meta(model)
     found = activation_bytes(
-        twin, lambda: loss(twin(**forward_inputs(twin, on_meta)), on_meta), torch.device("cpu")
+        copied, lambda: loss(copied(**forward_inputs(copied, on_meta)), on_meta), torch.device("cpu")
     )
     assert found == pytest.approx(watch.total, rel=0.02)
 
@@ -183,12 +184,12 @@ def test_a_configuration_is_read_from_a_directory_and_weights_are_loaded(tmp_pat
         (Path("nowhere.json"), "cannot be read"),
     ],
 )
-def test_a_configuration_that_makes_no_model_is_a_letter(config: Any, words: str) -> None:
+def test_a_configuration_that_makes_no_model_is_an_error(config: Any, words: str) -> None:
     with pytest.raises(ModelError, match=words):
         causal_lm_on_meta(config)
 
 
-def test_a_misspelt_model_type_is_answered_with_the_nearest() -> None:
+def test_a_misspelt_model_type_is_an_error_with_the_nearest_one() -> None:
     with pytest.raises(ModelError) as caught:
         causal_lm_on_meta({"model_type": "lama"})
     assert caught.value.hint == "llama"
@@ -208,9 +209,9 @@ def test_a_model_without_a_loss_of_its_own_needs_one() -> None:
 
 
 @pytest.mark.parametrize("words", ["recompute=full", "compile=true"])
-def test_what_is_for_blocks_is_refused_before_a_rank_starts_where_there_are_none(words: str) -> None:
+def test_options_for_blocks_are_refused_before_ranks_start_where_there_are_no_blocks(words: str) -> None:
     with pytest.raises(PlanError, match="the model has none"):
-        check_shardable(nn.Linear(2, 2), Plan.parse(words))
+        validate(nn.Linear(2, 2), Plan.parse(words))
 
 
 def test_this_process_is_a_world_of_one() -> None:

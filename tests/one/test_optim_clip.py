@@ -5,8 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.optim import NORM_BLOCK, clip_values, squared_norm
-from plait.optim.clip import block_square_sums
+from plait.optim.clip import NORM_BLOCK, block_square_sums, clip_values, squared_norm
 
 
 @given(

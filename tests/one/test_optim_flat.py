@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from plait.errors import ConfigError
-from plait.optim import FlatSlice, make_optimizer, scaled_step, state_kinds, states_per_element
+from plait.optim.flat import FlatSlice, make_optimizer, scaled_step, state_kinds, states_per_element
 
 ELEMENTWISE = ["AdamW", "Adam", "SGD", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta"]
 ELEMENTWISE += ["ASGD", "Rprop"]
@@ -63,12 +63,12 @@ def test_decay_for_a_class_that_knows_none_is_refused_unless_it_is_zero() -> Non
         make_optimizer(torch.optim.Rprop, {}, [piece(0)], ({"weight_decay": 0.1},))
 
 
-def test_groups_that_would_remember_different_things_are_refused() -> None:
+def test_groups_with_different_states_are_refused() -> None:
     with pytest.raises(ConfigError, match="keep different states"):
         state_kinds(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, ({}, {"momentum": 0.0}))
 
 
-def test_what_an_optimizer_remembers_is_known_before_it_steps() -> None:
+def test_the_states_of_an_optimizer_are_known_before_it_steps() -> None:
     assert state_kinds(torch.optim.AdamW, {}) == {"exp_avg", "exp_avg_sq", "scalar.step"}
     assert states_per_element(torch.optim.AdamW, {"amsgrad": True}) == 3
     assert state_kinds(torch.optim.SGD, {"lr": 0.1}) == set()

@@ -1,4 +1,4 @@
-"""Tensors in a file: nothing left behind, nothing lost, and letters before training."""
+"""Tensors in a file: no files left, no values lost, and errors before training."""
 
 import gc
 import os
@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from plait.errors import ConfigError
-from plait.optim import MappedFile, mapped_bytes
+from plait.optim.mapped import MappedFile, mapped_bytes
 
-# Root writes where nobody may, but for this capability.
+# Root writes to folders without write permission, but for this capability.
 AS_ANYONE = ("setpriv", "--bounding-set=-dac_override")
 
 
@@ -21,7 +21,7 @@ def own_maps() -> list[str]:
     return [line for line in Path("/proc/self/maps").read_text().splitlines() if "/.plait-" in line]
 
 
-def test_a_file_has_no_name_and_all_of_its_room_from_the_start(tmp_path: Path) -> None:
+def test_a_file_has_no_name_and_its_full_size_from_the_start(tmp_path: Path) -> None:
     size = 3 << 20
     file = MappedFile(tmp_path, size)
     assert list(tmp_path.iterdir()) == []
@@ -29,7 +29,7 @@ def test_a_file_has_no_name_and_all_of_its_room_from_the_start(tmp_path: Path) -
     assert len(own_maps()) == 1
 
 
-def test_tensors_keep_their_values_when_they_are_forgotten_and_share_no_page(tmp_path: Path) -> None:
+def test_tensors_keep_their_values_when_evicted_and_share_no_page(tmp_path: Path) -> None:
     lengths = [(5000, torch.float32), (1, torch.float64), (0, torch.float32), (70_001, torch.bfloat16)]
     with_room = sum(mapped_bytes(*each) for each in lengths)
     file = MappedFile(tmp_path, with_room)
@@ -48,7 +48,7 @@ def test_tensors_keep_their_values_when_they_are_forgotten_and_share_no_page(tmp
         file.evict(torch.zeros(8))
 
 
-def test_the_room_is_given_back_when_the_file_and_its_tensors_are_gone(tmp_path: Path) -> None:
+def test_disk_space_is_freed_with_the_file_and_its_tensors(tmp_path: Path) -> None:
     file = MappedFile(tmp_path, 1 << 20)
     tensor = file.allocate(100, torch.float32)
     file.close()
@@ -61,7 +61,7 @@ def test_the_room_is_given_back_when_the_file_and_its_tensors_are_gone(tmp_path:
     assert not [fd for fd in Path("/proc/self/fd").iterdir() if "/.plait-" in str(fd.resolve())]
 
 
-def test_a_folder_that_cannot_be_used_is_a_letter(tmp_path: Path) -> None:
+def test_an_unusable_folder_is_an_error(tmp_path: Path) -> None:
     missing, plain = tmp_path / "missing", tmp_path / "plain"
     plain.write_text("")
     with pytest.raises(ConfigError, match="No such file") as caught:
@@ -71,24 +71,24 @@ def test_a_folder_that_cannot_be_used_is_a_letter(tmp_path: Path) -> None:
         MappedFile(plain, 100)
 
 
-def letter_of(script: str, *entry: str) -> str:
-    """What ConfigError says when `script` makes a file in a process of its own."""
-    command = f"import sys\nfrom pathlib import Path\nfrom plait.optim import MappedFile\n{script}"
+def message_of(script: str, *entry: str) -> str:
+    """The ConfigError that `script` raises when it makes a file in a process of its own."""
+    command = f"import sys\nfrom pathlib import Path\nfrom plait.optim.mapped import MappedFile\n{script}"
     done = subprocess.run([*entry, sys.executable, "-c", command], capture_output=True, text=True)
     assert done.returncode == 1
     return done.stderr.partition("plait.errors.ConfigError: ")[2]
 
 
-def test_a_folder_that_nobody_may_write_to_is_a_letter(tmp_path: Path) -> None:
+def test_a_read_only_folder_is_an_error(tmp_path: Path) -> None:
     as_root = os.geteuid() == 0
     if as_root and (not shutil.which(AS_ANYONE[0]) or subprocess.run([*AS_ANYONE, "true"]).returncode):
         pytest.skip("root may write everywhere, and cannot give that up here")
     tmp_path.chmod(0o555)
-    message = letter_of(f"MappedFile(Path({str(tmp_path)!r}), 100)", *(AS_ANYONE if as_root else ()))
+    message = message_of(f"MappedFile(Path({str(tmp_path)!r}), 100)", *(AS_ANYONE if as_root else ()))
     assert "Permission denied" in message
 
 
-def test_a_disk_without_room_is_a_letter_with_both_numbers(tmp_path: Path) -> None:
+def test_a_disk_that_is_too_small_is_an_error_with_both_sizes(tmp_path: Path) -> None:
     disk = os.statvfs(tmp_path)
     size = 10 * disk.f_blocks * disk.f_frsize
     with pytest.raises(ConfigError, match="no space") as caught:
@@ -98,8 +98,8 @@ def test_a_disk_without_room_is_a_letter_with_both_numbers(tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
 
 
-def test_room_that_the_system_refuses_is_a_letter_and_not_a_signal_later(tmp_path: Path) -> None:
+def test_disk_space_that_the_system_refuses_is_an_error_and_not_a_later_signal(tmp_path: Path) -> None:
     limit = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
-    message = letter_of(f"{limit}MappedFile(Path({str(tmp_path)!r}), 1 << 20)")
+    message = message_of(f"{limit}MappedFile(Path({str(tmp_path)!r}), 1 << 20)")
     assert "File too large" in message
     assert "1,048,576 bytes" in message

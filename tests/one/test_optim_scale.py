@@ -9,12 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.errors import CheckpointError, ConfigError
-from plait.optim import LossScale
+from plait.optim.scale import LossScale
 from plait.plan.loss_scaling import LossScaling
 
 OVERFLOWS = st.lists(st.booleans(), max_size=60)
 
 
+@pytest.mark.quick
 @given(
     overflows=OVERFLOWS,
     initial=st.integers(0, 127),
@@ -121,6 +122,6 @@ def test_a_scale_of_other_settings_is_taken_over_within_these() -> None:
         ({"minimum": 2.0**17}, "at most the initial scale"),
     ],
 )
-def test_settings_that_cannot_be_are_letters(settings: dict[str, Any], match: str) -> None:
+def test_invalid_settings_are_errors(settings: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         LossScaling(**settings)

@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.optim import ChunkedOptimizer, FlatSlice, MappedFile, make_optimizer, mapped_bytes, state_kinds
+from plait.optim.flat import FlatSlice, make_optimizer, state_kinds
+from plait.optim.mapped import MappedFile, mapped_bytes
+from plait.optim.stepper import ChunkedOptimizer
 
 NUMEL, STEPS = 20_000, 4
 CUTS = (7_000, 9_000, 4_000)  # the second group is the last cut
@@ -140,7 +142,7 @@ def test_a_state_that_is_taken_and_loaded_goes_on_with_the_same_bits(
 
 
 @pytest.mark.parametrize("how", HOWS)
-def test_a_cleared_stepper_begins_anew(how: str, tmp_path: Path) -> None:
+def test_a_cleared_stepper_starts_again(how: str, tmp_path: Path) -> None:
     fresh, cleared = Run(**HOWS[how](tmp_path)), Run(**HOWS[how](tmp_path))
     start = cleared.master.clone()
     cleared.steps()
@@ -165,7 +167,7 @@ def test_bf16_states_are_the_same_bits_in_a_file_and_however_they_are_cut(tmp_pa
     assert torch.equal(whole.master, alone.master)
 
 
-def test_bf16_states_take_half_the_room_and_train_nearly_the_same(tmp_path: Path) -> None:
+def test_bf16_states_take_half_the_memory_and_train_nearly_the_same(tmp_path: Path) -> None:
     wide, narrow = Run().steps(), Run(states="bf16").steps()
     assert wide.stepper.state_bytes == 8 * NUMEL + 4 * len(CUTS)  # and a counter per leaf
     assert narrow.stepper.state_bytes == 4 * NUMEL
@@ -231,8 +233,9 @@ MEMORY = """
 import sys
 from pathlib import Path
 import torch
-from plait.optim import CHUNK, ChunkedOptimizer, FlatSlice, MappedFile
-from plait.optim import make_optimizer, mapped_bytes, state_kinds
+from plait.optim.flat import FlatSlice, make_optimizer, state_kinds
+from plait.optim.mapped import MappedFile, mapped_bytes
+from plait.optim.stepper import CHUNK, ChunkedOptimizer
 
 def resident(key):
     lines = Path("/proc/self/status").read_text().splitlines()

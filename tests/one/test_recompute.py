@@ -1,4 +1,4 @@
-"""Recompute in one process: the numbers of none, the bytes foretold, hooks outside, odd blocks."""
+"""Recompute in one process: the numbers of none, the bytes estimated, hooks outside, odd blocks."""
 
 import copy
 from typing import Any
@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import plait
 from plait.errors import ModelError, PlanError
 from plait.models import blocks_of, causal_lm_on_meta, watch_activations
-from plait.parallel import recompute_blocks
+from plait.parallel.activation_checkpoint import recompute_blocks
 from support import programs
 
 HOWS = ("full", "every=2", "selective")
@@ -24,7 +24,7 @@ BATCH = programs.batches(1)[0]
 
 
 def gpt2(attention: str = "sdpa") -> nn.Module:
-    """Three blocks, dropout in attention and behind every product."""
+    """Three blocks, dropout in attention and after every product."""
     shape = {"n_embd": 32, "n_head": 4, "n_layer": 3, "n_positions": 64, "vocab_size": programs.VOCABULARY}
     tokens = {"bos_token_id": 0, "eos_token_id": 0}
     return causal_lm_on_meta(
@@ -54,6 +54,7 @@ def steps_of(model: nn.Module, plan: str) -> tuple[list[float], dict[str, Tensor
     return losses, engine.full_parameters(), activations
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("precision", ["fp32", "fp64", "bf16"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_recompute_changes_no_bit_with_dropout_active(attention: str, precision: str) -> None:
@@ -73,7 +74,7 @@ def test_recompute_changes_no_bit_with_dropout_active(attention: str, precision:
 @pytest.mark.parametrize("precision", ["fp32", "fp64", "bf16"])
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("build", [programs.rough_llama, gpt2])
-def test_bytes_that_recompute_keeps_are_foretold(build: Any, how: str, precision: str) -> None:
+def test_bytes_that_recompute_keeps_are_estimated(build: Any, how: str, precision: str) -> None:
     engine = plait.parallelize(build(), f"precision={precision} recompute={how}")
     predicted = engine.estimated_memory(SHAPE).activations
     assert predicted is not None
@@ -92,7 +93,7 @@ def test_selective_keeps_less_than_none_and_more_than_full(build: Any) -> None:
 
 
 @pytest.mark.parametrize("how", HOWS)
-def test_experts_are_recomputed_and_foretold_too(how: str) -> None:
+def test_experts_are_recomputed_and_estimated_too(how: str) -> None:
     plain = steps_of(experts(), "dp=1")
     engine = plait.parallelize(experts(), f"recompute={how}", optimizer_args=programs.ADAMW, seed=3)
     predicted = engine.estimated_memory(SHAPE).activations
@@ -165,6 +166,7 @@ def test_bytes_counted_are_the_bytes_alive_after_forward(inplace: bool) -> None:
         assert watch.total == made.alive_bytes() - out.nbytes + x.nbytes, how
 
 
+@pytest.mark.quick
 def test_products_run_once_under_selective_and_twice_under_full() -> None:
     def flops(how: str) -> int:
         model = wide_blocks(how)
@@ -232,13 +234,13 @@ def test_hooks_stay_outside_and_run_once(how: str) -> None:
 @pytest.mark.parametrize("how", HOWS)
 def test_a_copy_recomputes_with_its_own_parameters(how: str) -> None:
     model = wide_blocks(how)
-    twin = copy.deepcopy(model)
+    copied = copy.deepcopy(model)
     x = torch.randn(4, 32)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
     alone = wide_blocks("none")
-    found, expected = gradients_of(twin, x), gradients_of(alone, x)
+    found, expected = gradients_of(copied, x), gradients_of(alone, x)
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
 
 
@@ -256,7 +258,7 @@ class _Forgetful(nn.Module):
         return y.exp()
 
 
-def test_a_block_that_does_something_else_in_backward_is_a_letter() -> None:
+def test_a_block_that_computes_something_else_in_backward_is_an_error() -> None:
     block = _Forgetful()
     recompute_blocks([block], "selective")
     out = block(torch.randn(4, 4)).sum()
@@ -266,7 +268,7 @@ def test_a_block_that_does_something_else_in_backward_is_a_letter() -> None:
 
 
 @pytest.mark.parametrize("how", HOWS)
-def test_recompute_without_blocks_is_a_letter(how: str) -> None:
+def test_recompute_without_blocks_is_an_error(how: str) -> None:
     with pytest.raises(PlanError, match="the model has none") as caught:
         plait.parallelize(nn.Linear(2, 2), f"recompute={how}", loss=lambda *_: (torch.zeros(()), 1))
     assert how in str(caught.value)

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from; what is damaged or newer is renamed, and never removed."""
+"""The checkpoint that a run resumes from; damaged or newer ones are renamed, and never removed."""
 
 from pathlib import Path
 
@@ -66,6 +66,7 @@ def files(folder: Path, step: int) -> tuple[Path, Path]:
     return place / "manifest.json", place / "rank-00000.0.safetensors"
 
 
+@pytest.mark.quick
 @pytest.mark.filterwarnings("ignore:.*checkpoint.*")
 def test_the_newest_that_is_whole_is_taken_and_damaged_ones_are_renamed(
     saved: list[dict[str, Tensor]], tmp_path: Path
@@ -93,11 +94,11 @@ def test_the_newest_that_is_whole_is_taken_and_damaged_ones_are_renamed(
     engine.save(tmp_path)
     found, warnings = load_newest(engine_of(), tmp_path, any_of_them)
     assert found is not None
-    assert (found.step, warnings) == (2, []), "they are in nobody's way"
+    assert (found.step, warnings) == (2, []), "they change nothing"
     assert_same(found.read(), saved[1])
 
 
-def test_where_none_is_whole_the_letter_names_all_and_nothing_is_renamed(
+def test_where_none_is_whole_the_error_names_all_and_nothing_is_renamed(
     saved: list[dict[str, Tensor]],
     tmp_path: Path,
 ) -> None:

@@ -107,7 +107,7 @@ def test_a_run_goes_on_under_a_plan_that_has_no_use_for_its_settings(recipe: Pat
         prepare(run, plan="dp=1 precision=bf16", resume=True)
     assert "--set loss_scale= " in str(caught.value.hint)
     changed = prepare(run, plan="dp=1 precision=bf16", sets=["loss_scale="], resume=True)
-    assert changed.run.offload_dir == recipe.parent
+    assert changed.recipe.run.offload_dir == recipe.parent
 
 
 def test_only_ranks_that_the_same_job_of_torchrun_has_started_again_go_on_unasked(
@@ -152,7 +152,7 @@ def test_dp_auto_stays_in_the_recipe_and_is_judged_for_the_ranks_of_each_start(r
     run = RunDir(recipe.parent / "run")
     assert run.read_recipe().plan == "dp=auto"
     for ranks in (2, 1, None):
-        assert prepare(run.path, resume=True, ranks=ranks).plan == "dp=auto"
+        assert prepare(run.path, resume=True, ranks=ranks).recipe.plan == "dp=auto"
     with pytest.raises(PlanError, match="does not divide") as caught:
         prepare(run.path, resume=True, ranks=3)
     assert caught.value.hint == "run.batch=3"

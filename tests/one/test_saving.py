@@ -16,7 +16,7 @@ from rich.console import Console
 from plait import checkpoint
 from plait.comm import World
 from plait.errors import CheckpointError, RunError
-from plait.parallel import StateShard
+from plait.parallel.zero.state_io import StateShard
 from plait.train.checkpointing import Checkpointing
 from plait.train.config import RunConfig
 from plait.train.metrics import Metrics, read_metrics
@@ -94,7 +94,7 @@ def test_the_newest_stay_and_those_of_round_steps_and_the_best(make: Make) -> No
     assert run.saved == [40, 80, 90, 100]
 
 
-def test_each_save_says_how_long_the_steps_waited_for_it(make: Make) -> None:
+def test_each_save_reports_how_long_the_steps_waited_for_it(make: Make) -> None:
     run = make()
     run.save(10)
     assert "saved step 10 in 0." in run.shown.getvalue()
@@ -103,14 +103,14 @@ def test_each_save_says_how_long_the_steps_waited_for_it(make: Make) -> None:
     assert 0.0 < line["save_pause_s"] < 10.0
 
 
-def test_a_save_behind_the_steps_is_told_of_when_it_has_ended(make: Make) -> None:
+def test_a_save_during_steps_is_reported_when_it_has_ended(make: Make) -> None:
     run = make(save_in_background=True)
     run.save(10)
     assert run.shown.getvalue() == ""
     wait_until_ended(run)
     run.saving.wait()
     assert "saved step 10 in the background, training paused for 0." in run.shown.getvalue()
-    assert not run.saving.has_ended, "it was told"
+    assert not run.saving.has_ended, "it was reported"
     run.save(20, last=True)
     assert run.saved == [10, 20], "the last one is waited for"
     assert "saved step 20" in run.shown.getvalue()
@@ -165,7 +165,7 @@ def test_the_last_save_is_an_error_when_it_fails_and_is_tried_whatever_came_befo
     assert run.saved == [20]
 
 
-def test_rank_0s_clock_says_when_it_is_time(make: Make) -> None:
+def test_timed_saves_follow_rank_0s_clock(make: Make) -> None:
     never, often = make(), make(checkpoint_minutes=0.2 / 60)
     assert not often.saving.is_due
     time.sleep(0.25)
@@ -175,7 +175,7 @@ def test_rank_0s_clock_says_when_it_is_time(make: Make) -> None:
     assert not often.saving.is_due
 
 
-def test_a_letter_on_its_way_lets_the_save_under_way_come_to_its_end(make: Make) -> None:
+def test_an_exception_waits_for_the_save_in_progress(make: Make) -> None:
     run = make(save_in_background=True)
     run.save(10)
     with pytest.raises(RunError, match="diverged"), run.saving:

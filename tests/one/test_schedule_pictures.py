@@ -105,7 +105,7 @@ def test_a_long_schedule_gets_a_wider_picture_up_to_a_bound() -> None:
     assert widths[1] < widths[2] < widths[3] == 40.0
 
 
-def test_no_number_stands_in_a_bar_that_has_no_room() -> None:
+def test_narrow_bars_have_no_number() -> None:
     figure = figure_of([uniform(make_schedule("1f1b", 2, 1000))], [""])
     assert drawn_bars(figure.axes[0]).total() == 4000
     assert not figure.axes[0].texts
@@ -119,7 +119,7 @@ def test_nothing_that_takes_time_can_be_drawn(tmp_path: Path) -> None:
 
 
 class Loaded(HTMLParser):
-    """What a page asks the network for, and its scripts."""
+    """The addresses that a page loads, and its scripts."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -11,8 +11,9 @@ from torch import Tensor
 from plait import checkpoint
 from plait.comm import World, connect
 from plait.data.loader import Windows
+from plait.engine.engine import StepResult
 from plait.errors import RunError
-from plait.train.config import Recipe, RunConfig
+from plait.train.config import RunConfig
 from plait.train.health.loss_spikes import LossSpikeGuard
 from plait.train.metrics import read_metrics
 from plait.train.prepare import prepare
@@ -96,8 +97,8 @@ def trained(
 ) -> dict[str, Tensor]:
     """The last checkpoint of a run with such data."""
     monkeypatch.setattr(Windows, "__getitem__", data)
-    prepared: Recipe = prepare(recipe, sets=[f"run.dir={run}", *sets], resume=run.exists())
-    assert train(prepared, world) is None
+    prepared = prepare(recipe, sets=[f"run.dir={run}", *sets], resume=run.exists())
+    assert train(prepared.recipe, world) is None
     found = checkpoint.newest(RunDir(run).checkpoints)
     assert found is not None
     assert found.step == STEPS
@@ -108,6 +109,7 @@ def losses(run: Path) -> list[float]:
     return [record["loss"] for record in read_metrics(RunDir(run).metrics) if "loss" in record]
 
 
+@pytest.mark.quick
 def test_after_a_rollback_the_weights_are_those_of_a_run_without_the_skipped_batches(
     recipe: Path,
     tmp_path: Path,
@@ -153,48 +155,51 @@ def settings(**changed: object) -> RunConfig:
     return RunConfig.model_validate({**values, **changed})
 
 
-def seen(spikes: LossSpikeGuard, losses: list[float], folder: Path, first: int = 1) -> list[str | None]:
-    world = World.alone(torch.device("cpu"))
+def guard(folder: Path, **changed: object) -> LossSpikeGuard:
+    return LossSpikeGuard(settings(**changed), folder, World.alone(torch.device("cpu")))
+
+
+def seen(spikes: LossSpikeGuard, losses: list[float], first: int = 1) -> list[str | None]:
     return [
-        spikes.observe(step, loss, skipped=False, folder=folder, world=world, wait=lambda: None)
+        spikes.observe(step, StepResult(loss, 1.0, 1, skipped=False), lambda: None)
         for step, loss in enumerate(losses, first)
     ]
 
 
-def test_what_lies_within_the_usual_spread_or_comes_before_the_window_is_full_is_no_spike(
+def test_losses_within_the_usual_spread_or_before_the_window_is_full_are_no_spike(
     tmp_path: Path,
 ) -> None:
-    spikes = LossSpikeGuard(settings())
-    assert seen(spikes, [3.0, 9.0, 3.1, 2.9, 3.0, 3.2, 3.3], tmp_path) == [None] * 7
-    assert seen(spikes, [4.5], tmp_path, 8) != [None]
+    spikes = guard(tmp_path)
+    assert seen(spikes, [3.0, 9.0, 3.1, 2.9, 3.0, 3.2, 3.3]) == [None] * 7
+    assert seen(spikes, [4.5], 8) != [None]
     assert spikes.rollback_to is None, "there is no checkpoint to go back to: it goes on"
 
 
 def test_the_run_goes_back_before_the_window_and_too_many_spikes_end_it(tmp_path: Path) -> None:
     for step in (2, 4, 6, 8):
         (tmp_path / f"step-{step:08d}").mkdir()
-    spikes = LossSpikeGuard(settings(max_spikes=1))
+    spikes = guard(tmp_path, max_spikes=1)
     calm = [3.0, 3.1, 2.9, 3.0, 3.1, 2.9, 3.0, 3.1, 3.0]
-    assert seen(spikes, calm, tmp_path) == [None] * 9
-    assert seen(spikes, [8.0], tmp_path, 10) == [
+    assert seen(spikes, calm) == [None] * 9
+    assert seen(spikes, [8.0], 10) == [
         "loss spike: 8 in step 10, 3 is typical; rolling back to step-00000004"
     ]
     spikes.load({})
     assert spikes.skip_batches(4) == "rolled back to step 4, skipping batches 4 to 12"
     assert spikes.num_skipped == 9
-    again = LossSpikeGuard(settings(max_spikes=1))
+    again = guard(tmp_path, max_spikes=1)
     again.load({"spikes": spikes.facts()})
     assert again.facts() == spikes.facts()
-    assert seen(again, calm, tmp_path, 5) == [None] * 9
+    assert seen(again, calm, 5) == [None] * 9
     with pytest.raises(RunError, match="max_spikes = 1"):
-        seen(again, [8.0], tmp_path, 14)
+        seen(again, [8.0], 14)
 
 
 def test_a_later_range_takes_in_the_one_that_was_skipped_after_its_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "step-00000002").mkdir()
-    spikes = LossSpikeGuard(settings())
+    spikes = guard(tmp_path)
     spikes.load({"spikes": {"times": 1, "skipped_batches": [[4, 13]], "recent": [3.0] * 5}})
-    assert seen(spikes, [8.0], tmp_path, 7) != [None]  # batch 6 + 9
+    assert seen(spikes, [8.0], 7) != [None]  # batch 6 + 9
     spikes.load({})  # a checkpoint from before the first
     assert spikes.skip_batches(2).endswith("skipping batches 2 to 18")
     assert spikes.facts()["times"] == 2

@@ -1,4 +1,4 @@
-"""How a model's blocks are dealt to stages, and what is refused before."""
+"""How a model's blocks are assigned to stages, and which plans are refused before."""
 
 import itertools
 from typing import Any
@@ -25,7 +25,7 @@ def llama(layers: int = 8, **more: Any) -> nn.Module:
     return hf_models.model_of("llama", exact=False, num_hidden_layers=layers, **more)
 
 
-def test_a_small_head_leaves_equal_blocks_evenly_dealt() -> None:
+def test_with_a_small_head_equal_blocks_are_assigned_evenly() -> None:
     assert numbers(planned(llama(), 2)) == [4, 4]
     assert numbers(planned(llama(), 4)) == [2, 2, 2, 2]
 
@@ -48,7 +48,7 @@ def test_experts_cost_what_a_token_uses_of_them() -> None:
     assert numbers(planned(model, 2)) == [2, 2]
 
 
-def test_blocks_are_dealt_by_hand() -> None:
+def test_blocks_are_assigned_by_the_stages_option() -> None:
     cut = planned(llama(), 3, given=(1, 2, 5))
     assert cut.blocks == ((0, 1), (1, 3), (3, 8))
     assert cut.owner["model.layers.0.mlp.up_proj.weight"] == 0
@@ -71,7 +71,7 @@ def test_weights_and_meta_give_one_plan() -> None:
 
 
 class Body(nn.Module):
-    """Of inputs that no one can guess."""
+    """A module whose inputs cannot be guessed."""
 
     def __init__(self, tie: bool = False) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Body(nn.Module):
         return self.head(self.leave(x))
 
 
-def test_what_cannot_run_ahead_goes_by_where_it_is_registered() -> None:
+def test_models_that_cannot_run_on_meta_are_assigned_by_registration_order() -> None:
     homes = planned(Body(), 3).owner
     assert {homes[f"enter.{key}"] for key in ("weight", "bias", "running_mean")} == {0}
     assert {homes[f"leave.{key}"] for key in ("weight", "bias", "running_mean")} == {2}
@@ -99,7 +99,7 @@ def test_what_cannot_run_ahead_goes_by_where_it_is_registered() -> None:
     assert cut.stages_with("blocks.0.bias") == (0,)
 
 
-def test_more_stages_than_blocks_are_refused_by_a_letter() -> None:
+def test_more_stages_than_blocks_are_refused() -> None:
     with pytest.raises(PlanError, match="6 blocks cannot fill 8 stages") as message:
         planned(llama(6), 8)
     assert "\n  expected: at least one block on every stage" in str(message.value)
@@ -107,7 +107,7 @@ def test_more_stages_than_blocks_are_refused_by_a_letter() -> None:
 
 
 @pytest.mark.parametrize("given", [(8, 8, 8, 6), (4, 4), (0, 2, 3, 3), (9, -1, 0, 0)])
-def test_stages_that_do_not_add_up_are_refused_by_a_letter(given: tuple[int, ...]) -> None:
+def test_stages_that_do_not_add_up_are_refused(given: tuple[int, ...]) -> None:
     with pytest.raises(PlanError, match="do not add up to the model's") as message:
         planned(llama(), 4, given=given)
     listed = ",".join(map(str, given))
@@ -118,14 +118,14 @@ def test_stages_that_do_not_add_up_are_refused_by_a_letter(given: tuple[int, ...
     assert "\n  try     : stages=2,2,2,2" in str(message.value)
 
 
-def test_a_model_without_blocks_is_refused_by_a_letter() -> None:
+def test_a_model_without_blocks_is_refused() -> None:
     with pytest.raises(ModelError, match="no repeated blocks to split it between") as message:
         planned(nn.Bilinear(2, 2, 2), 2)
     assert "Bilinear without an nn.ModuleList, nn.Sequential or plait.Chain" in str(message.value)
     assert "blocks=BlockClass, or blocks=[module, ...] in forward order" in str(message.value)
 
 
-def test_a_chain_of_one_kind_is_dealt_by_its_weights() -> None:
+def test_a_chain_of_one_kind_is_assigned_by_its_weights() -> None:
     sizes = [8, 8, 8, 8, 24, 8]
     chain = Chain(nn.Linear(a, b) for a, b in itertools.pairwise(sizes))
     assert numbers(planned(chain, 2)) == [4, 1]  # as slow as [3, 2], and heavy early

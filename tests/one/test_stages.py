@@ -1,4 +1,4 @@
-"""Cutting plain models into stages: what travels, what is refused by a letter, what hooks see."""
+"""Cutting plain models into stages: what travels, what is refused, what hooks see."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -174,7 +174,8 @@ class PerBlock(nn.Module):
         return self.head(x)
 
 
-def test_what_all_blocks_take_is_computed_on_all_stages() -> None:
+@pytest.mark.quick
+def test_inputs_of_all_blocks_are_computed_on_all_stages() -> None:
     model = PerBlock()
     cut, stages = stages_by_hand.stages_of(model, 3)
     everywhere = ("embed.weight", "each.weight", "each.bias")
@@ -189,7 +190,7 @@ class OnFloats(PerBlock):
         return super().forward(x=x)
 
 
-def test_what_leaks_past_the_blocks_is_told_by_its_first_run() -> None:
+def test_a_leak_past_the_blocks_is_reported_in_the_first_run() -> None:
     model = OnFloats()
     cut, stages = stages_by_hand.stages_of(model, 2)
     assert not cut.shared
@@ -225,14 +226,14 @@ def in_two_chunks(model: nn.Module) -> plait.Engine:
     )
 
 
-def test_what_leaks_into_the_first_stage_is_told_by_an_engines_first_step() -> None:
+def test_a_leak_into_the_first_stage_is_reported_in_the_first_step() -> None:
     engine = in_two_chunks(LateStem())
     with pytest.raises(ModelError, match="stage 0 needs values that only other stages have") as message:
         engine.step({"pixels": torch.randn(4, 3)})
     assert "it ran without the values of stem.weight, stem.bias\n" in str(message.value)
 
 
-def test_what_is_not_a_number_in_a_first_batch_is_no_leak_into_the_first_stage() -> None:
+def test_nan_in_a_first_batch_is_no_leak_into_the_first_stage() -> None:
     engine = in_two_chunks(Streams())
     assert engine.step({"values": torch.full((4, 3), torch.nan)}).skipped
     assert not engine.step({"values": torch.randn(4, 3)}).skipped
@@ -266,7 +267,7 @@ def test_a_connection_over_blocks_is_cut_only_where_it_is_not() -> None:
     assert_same(model, stages, batches, lambda outputs, _: squares(outputs, None))
 
 
-def test_a_connection_over_blocks_that_is_seen_late_is_told_too() -> None:
+def test_a_connection_over_blocks_found_late_is_reported_too() -> None:
     class Floats(Skips):
         def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
             return super().forward(x=x)
@@ -307,7 +308,7 @@ def test_blocks_that_are_not_called_in_order_are_refused(order: list[int], met: 
     assert met in str(message.value)
 
 
-def test_frozen_parts_need_no_gradient_of_what_travels() -> None:
+def test_frozen_parts_need_no_gradient_of_activations() -> None:
     model = llama()
     model.model.embed_tokens.requires_grad_(False)
     for layer in model.model.layers[:2]:
@@ -355,7 +356,7 @@ def test_one_stage_is_the_model() -> None:
     assert not cut.shared
 
 
-def test_a_module_that_stands_twice_in_a_list_is_refused() -> None:
+def test_a_module_that_is_twice_in_a_list_is_refused() -> None:
     layer = nn.Linear(4, 4)
     with pytest.raises(ModelError, match="twice") as caught:
         Chain([layer, nn.ReLU(), layer])

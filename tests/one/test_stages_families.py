@@ -29,7 +29,7 @@ def model_of(family: str) -> nn.Module:
 
 
 def batches(model: nn.Module) -> list[dict[str, Tensor]]:
-    """Of two shapes: with padding and masked labels, and with positions, where the family takes them."""
+    """Batches of two shapes: with padding and masked labels, and with positions if the family takes them."""
     ids = torch.randint(0, programs.VOCABULARY, (3, 12))
     lengths = torch.tensor([12, 7, 10])
     mask = (torch.arange(12) < lengths[:, None]).long()

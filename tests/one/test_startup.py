@@ -1,11 +1,16 @@
 """Commands and imports load only the libraries that they need, so that they answer at once."""
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
+
+from support import checkpoints
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "transformers", "matplotlib", "plotly", "tensorboard", "tokenizers", "numpy")
@@ -105,7 +110,118 @@ def test_a_schedule_is_shown_without_torch() -> None:
     assert not modules.intersection(HEAVY)
 
 
+@pytest.mark.quick
 def test_plait_and_its_plan_load_no_heavy_library() -> None:
     modules = loaded_by_program("import plait\nplait.Plan.parse('dp=2')\nplait.PlaitError")
     assert "plait" in modules
     assert not modules.intersection(HEAVY)
+
+
+def test_a_plain_module_trains_without_transformers() -> None:
+    modules = loaded_by_program(
+        """
+import plait, torch
+torch.manual_seed(0)
+engine = plait.parallelize(
+    torch.nn.Sequential(torch.nn.Linear(4, 4)),
+    "dp=1",
+    loss=lambda outputs, batch: (outputs.square().sum(), outputs.numel()),
+    optimizer_args={"lr": 0.01},
+)
+before = engine.step({"input": torch.ones(2, 4)}).loss
+assert engine.step({"input": torch.ones(2, 4)}).loss < before
+"""
+    )
+    assert "torch" in modules
+    assert "transformers" not in modules
+
+
+@pytest.mark.parametrize("command", ["show", "verify"])
+def test_a_checkpoint_is_read_without_transformers(command: str, tmp_path: Path) -> None:
+    path = checkpoints.save(tmp_path, 3, {"weights/a": torch.arange(6.0)})
+    code, modules, text = loaded_by_command("checkpoint", command, str(path))
+    assert code == 0
+    assert path.name in text
+    assert "transformers" not in modules
+
+
+_INTERRUPTIBLE = """
+import json, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with it ignored
+sys.argv = ["plait", *json.loads(sys.argv[1])]
+from plait.__main__ import main
+print("ready", flush=True)
+main()
+"""
+
+
+def interrupt(words: list[str], delay_s: float) -> tuple[int, str]:
+    """The exit code and the errors of a command that gets SIGINT `delay_s` after its first line of code."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", _INTERRUPTIBLE, json.dumps(words)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # a signal to pytest is not one to the command
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(delay_s)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=120)
+    return process.returncode, errors
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.05, 0.2, 0.5, 1.0])
+def test_ctrl_c_ends_a_short_command_quietly(delay_s: float) -> None:
+    code, errors = interrupt(["schedule", "1f1b", "--pp", "2", "--micro", "4"], delay_s)
+    assert errors in ("interrupted\n", "")
+    assert code in (130, 0, -signal.SIGINT)  # it may have finished, or be in the interpreter's own exit
+
+
+@pytest.mark.parametrize("delay_s", [0.05, 0.3, 1.0, 1.5])
+def test_ctrl_c_ends_training_quietly_while_it_is_importing(delay_s: float, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("a line of text\n" * 5000)
+    sources = [str(tmp_path / "text.txt")]
+    sets = {"run.dir": tmp_path / "run", "data.dir": tmp_path / "data", "data.sources": sources}
+    words = [
+        word for key, value in sets.items() for word in ("--set", f"{key}={json.dumps(value, default=str)}")
+    ]
+    code, errors = interrupt(["train", "recipes/tiny.toml", *words], delay_s)
+    assert code == 130
+    assert "Traceback" not in errors
+
+
+def test_ctrl_c_in_the_exit_of_the_interpreter_prints_nothing() -> None:
+    program = """
+import atexit, signal, sys
+import plait.cli.main
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from plait.__main__ import main
+plait.cli.main.main = lambda: atexit.register(signal.raise_signal, signal.SIGINT)
+main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+
+
+def test_ctrl_c_is_not_lost_in_an_import_that_ignores_exceptions(tmp_path: Path) -> None:
+    (tmp_path / "ignores.py").write_text(
+        "import signal\ntry:\n    signal.raise_signal(signal.SIGINT)\nexcept KeyboardInterrupt:\n    pass\n"
+    )
+    program = f"""
+import importlib, signal, sys
+import plait.cli.main
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from plait.__main__ import main
+sys.path.insert(0, {str(tmp_path)!r})
+plait.cli.main.main = lambda: importlib.import_module("ignores")
+main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")

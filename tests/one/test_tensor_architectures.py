@@ -1,4 +1,4 @@
-"""What transformers ships: every word of its tensor plans, and every causal language model that has one."""
+"""The tensor plans of transformers: all their styles, and every causal language model that has a plan."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ LACKING: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore")  # families' own
-def test_every_causal_model_that_ships_a_plan_is_cut_or_refused_by_a_letter() -> None:
+def test_every_causal_model_with_a_plan_is_sharded_or_refused() -> None:
     made, refused, unbuilt = [], {}, []
     for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         model = on_meta(kind)

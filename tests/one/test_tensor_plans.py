@@ -99,8 +99,8 @@ def differences(model: nn.Module, plan: TPPlan, *, sequence: bool = False) -> di
     }
     least = 1e-3 * max(float(grad.abs().max()) for grad in grads.values())
     for name, grad in grads.items():
-        uncut = ParamSharding(name, (None,) * grad.ndim, name in cuts and cuts[name].partial)
-        cut = uncut if id(model.get_parameter(name)) in stays else cuts.get(name, uncut)
+        unsharded = ParamSharding(name, (None,) * grad.ndim, name in cuts and cuts[name].partial)
+        cut = unsharded if id(model.get_parameter(name)) in stays else cuts.get(name, unsharded)
         for row, col in ranks:
             mine = sum(ranks[row, c][1][name] for c in cut.sharers(plan.cols, col) or (col,))
             # Norms and rotary tables compute in float32; a bias of keys alone has no gradient.
@@ -179,7 +179,7 @@ def test_sequence_parallelism_makes_parts_of_what_is_between_regions_and_of_roww
     assert not any(cut.partial for cut in plan_of(model, 1, 2).parameters)
 
 
-def test_over_rows_norms_tables_and_lone_linears_are_seen_to() -> None:
+def test_over_rows_norms_tables_and_single_linears_are_sharded() -> None:
     model = small("opt")
     plan = plan_of(model, 2, 2)
     layers = {layer.module.removeprefix("model.decoder."): layer for layer in plan.layers}
@@ -196,8 +196,8 @@ def test_over_rows_norms_tables_and_lone_linears_are_seen_to() -> None:
     assert "lm_head.weight" not in cuts  # tied: once, under its first name
     assert cuts["model.decoder.embed_tokens.weight"].dims == (layers["lm_head"].out, layers["lm_head"].inp)
     assert "model.decoder.project_in.weight" not in cuts
-    uncut = {name for name, _ in model.named_parameters()} - set(cuts)
-    assert {name.rpartition(".")[0].rpartition(".")[2] for name in uncut} == {"project_in", "project_out"}
+    unsharded = {name for name, _ in model.named_parameters()} - set(cuts)
+    assert {name.rpartition(".")[0].rpartition(".")[2] for name in unsharded} == {"project_in", "project_out"}
 
 
 def test_head_norms_are_parts_only_where_heads_are_cut() -> None:
@@ -277,7 +277,7 @@ GIVEN = {
 
 @pytest.mark.parametrize("cols", [1, 2, 3, 4])
 @pytest.mark.parametrize("qkv", ["packed_colwise:3", "packed_colwise:3/4"])
-def test_a_module_of_ones_own_is_cut_by_a_plan_of_ones_own(cols: int, qkv: str) -> None:
+def test_a_custom_module_is_sharded_by_a_custom_plan(cols: int, qkv: str) -> None:
     model = Plain()
     plan = plan_of(model, 1, cols, given=GIVEN | {"blocks.*.attn.qkv": qkv})
     heads = {key: values for module, key, values in plan.attributes if module == "blocks.1.attn"}
@@ -286,7 +286,7 @@ def test_a_module_of_ones_own_is_cut_by_a_plan_of_ones_own(cols: int, qkv: str) 
     assert differences(model, plan) == {}
 
 
-def test_over_rows_a_module_of_ones_own_has_its_norms_and_tables_cut() -> None:
+def test_over_rows_a_custom_module_has_its_norms_and_tables_sharded() -> None:
     plan = plan_of(Plain(), 2, 2, given={key: word for key, word in GIVEN.items() if key != "embed"})
     styles = {layer.module: layer.style for layer in plan.layers}
     assert styles["embed"] is Style.FEATURE_EMBEDDING
@@ -306,7 +306,7 @@ class Scaled(Plain):
         self.scale = nn.Parameter(torch.ones(24))
 
 
-def test_a_parameter_in_the_stream_that_nobody_knows_is_refused_over_rows_alone() -> None:
+def test_an_unknown_parameter_in_the_stream_is_refused_over_rows_only() -> None:
     assert plan_of(Scaled(), 1, 4, given=GIVEN).layers
     with pytest.raises(ModelError) as raised:
         plan_of(Scaled(), 2, 2, given=GIVEN)
@@ -351,7 +351,7 @@ def test_a_parameter_in_the_stream_that_nobody_knows_is_refused_over_rows_alone(
         ({"blocks.*.fc1": "moe_tp_experts"}, "the experts of blocks.0.fc1 have parameters"),
     ],
 )
-def test_what_a_plan_cannot_mean_is_said_by_the_layers_name(changed: dict[str, str], message: str) -> None:
+def test_invalid_plans_are_refused_with_the_layers_name(changed: dict[str, str], message: str) -> None:
     with pytest.raises(PlaitError, match=message):
         plan_of(Plain(), 1, 4, given=GIVEN | changed)
 
@@ -368,9 +368,7 @@ def test_a_model_without_a_plan_is_refused() -> None:
         ({"blocks.*.norm": "embedding_rowwise"}, "blocks.*.norm"),
     ],
 )
-def test_a_letter_says_what_a_tensor_plan_could_leave_whole_and_that_works(
-    changed: dict[str, str], pattern: str
-) -> None:
+def test_an_error_suggests_layers_to_replicate_and_that_works(changed: dict[str, str], pattern: str) -> None:
     with pytest.raises(PlaitError) as raised:
         plan_of(Plain(), 1, 3, given=GIVEN | changed)
     words = {pattern: "replicate"}

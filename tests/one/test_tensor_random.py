@@ -15,7 +15,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from transformers import AutoModelForCausalLM
 
 from plait.models import blocks_of, causal_lm_on_meta
-from plait.parallel import recompute_blocks
+from plait.parallel.activation_checkpoint import recompute_blocks
 from plait.parallel.tensor.rng import install_rng_streams
 from plait.plan.sharding import DimSharding, LayerSharding, Style, TPPlan
 
@@ -29,7 +29,7 @@ DROPPED, KEPT, NOTHING_TO_DROP = 0, 1, 2
 
 @contextmanager
 def watched() -> Iterator[list[Tensor]]:
-    """What becomes of the elements that are given to dropout, in the order of the program."""
+    """Record the masks of all elements that are given to dropout, in the order of the program."""
     found: list[Tensor] = []
 
     def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -55,7 +55,7 @@ def agree(one: Tensor, other: Tensor) -> bool:
 
 
 class _Region(nn.Module):
-    """Drops on its input, between its layers by a function, a module and in attention, and behind them."""
+    """Drops on its input, between its layers by a function, a module and in attention, and after them."""
 
     def __init__(self, hidden: int, width: int) -> None:
         super().__init__()
@@ -125,7 +125,9 @@ def played(
     """The masks of one rank, the common stream's state afterwards, the model."""
     model = _Model(sizes["row"][row], sizes["col"][col])
     blocks = list(model.blocks)
-    install_rng_streams(model, blocks, plan_of(2, cols), row=row, col=col, sequence=sequence, device=CPU)
+    install_rng_streams(
+        model, blocks, plan_of(2, cols), {"row": row, "col": col}, sequence=sequence, device=CPU
+    )
     recompute_blocks(blocks, how)
     return (*masks_of(model, row, col, cols, sizes, sequence=sequence), model)
 
@@ -191,11 +193,11 @@ def test_a_recomputed_block_drops_the_same_again(how: str, sequence: bool) -> No
 
 def test_a_copy_drops_what_the_original_drops() -> None:
     masks, _, model = played(0, 1, 2, EVEN, sequence=False)
-    twin = copy.deepcopy(model)
+    copied = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(torch.nan)  # the copy does not run the original's layers
-    found = masks_of(twin, 0, 1, 2, EVEN, sequence=False)[0]
+    found = masks_of(copied, 0, 1, 2, EVEN, sequence=False)[0]
     assert all(map(torch.equal, found, masks))
 
 
@@ -261,7 +263,7 @@ def test_whole_features_have_one_mask_on_all_ranks_that_have_the_tokens(sequence
         model = nn.Sequential(_Wholes())
         plan = TPPlan(2, 2, layers)
         install_rng_streams(
-            model, list(model), plan, row=place[0], col=place[1], sequence=sequence, device=CPU
+            model, list(model), plan, {"row": place[0], "col": place[1]}, sequence=sequence, device=CPU
         )
         torch.manual_seed(5)
         with watched() as masks:
@@ -285,12 +287,12 @@ class _Experts(nn.Module):
         return F.dropout(self.moe(x) + 1, 0.5)
 
 
-def test_behind_experts_a_region_still_has_whole_sequences() -> None:
+def test_a_region_after_experts_has_full_sequences() -> None:
     found = []
     for col in range(2):
         model = nn.Sequential(_Experts())
         plan = TPPlan(1, 2, (LayerSharding("0.moe.0", Style.EXPERTS),), regions=("0.moe",))
-        install_rng_streams(model, list(model), plan, row=0, col=col, sequence=True, device=CPU)
+        install_rng_streams(model, list(model), plan, {"row": 0, "col": col}, sequence=True, device=CPU)
         torch.manual_seed(5)
         with watched() as masks:
             model(torch.ones(4, 16, 8))
@@ -354,7 +356,7 @@ def test_hf_models_drop_alike_in_the_stream_and_apart_in_the_heads(config: dict[
     for col in range(2):
         model = living({**config, "hidden_dropout": 0.1, "attn_implementation": "eager"})
         plan, blocks = plan_of_hf(model, config["model_type"]), [block for _, block in blocks_of(model)]
-        install_rng_streams(model, blocks, plan, row=0, col=col, sequence=False, device=CPU)
+        install_rng_streams(model, blocks, plan, {"row": 0, "col": col}, sequence=False, device=CPU)
         recompute_blocks(blocks, how)
         torch.manual_seed(2)
         with watched() as found:
@@ -374,14 +376,18 @@ def test_hf_models_drop_alike_in_the_stream_and_apart_in_the_heads(config: dict[
         ({"attn_pdrop": 0.1, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "summary_first_dropout": 0.0}, True),
     ],
 )
-def test_what_drops_nothing_is_left_as_it_is(changes: dict[str, float], is_wrapped: bool) -> None:
+def test_modules_without_dropout_are_not_changed(changes: dict[str, float], is_wrapped: bool) -> None:
     model = living({**GPT2, **changes})
     blocks = [block for _, block in blocks_of(model)]
-    install_rng_streams(model, blocks, plan_of_hf(model, "gpt2"), row=0, col=1, sequence=False, device=CPU)
+    install_rng_streams(
+        model, blocks, plan_of_hf(model, "gpt2"), {"row": 0, "col": 1}, sequence=False, device=CPU
+    )
     assert any("forward" in vars(module) for module in model.modules()) == is_wrapped
 
 
-def test_a_lone_rank_drops_as_without_tensor_parallelism() -> None:
+def test_a_single_rank_drops_as_without_tensor_parallelism() -> None:
     model = _Model(8, 8)
-    install_rng_streams(model, list(model.blocks), plan_of(1, 1), row=0, col=0, sequence=False, device=CPU)
+    install_rng_streams(
+        model, list(model.blocks), plan_of(1, 1), {"row": 0, "col": 0}, sequence=False, device=CPU
+    )
     assert not any("forward" in vars(module) for module in model.modules())

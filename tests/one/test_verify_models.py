@@ -1,4 +1,4 @@
-"""What is verified: models made small, without dropout, wide; for what is no model, a letter."""
+"""Models for verification: made small, without dropout, in float64; an error for what is no model."""
 
 import json
 from pathlib import Path
@@ -62,7 +62,7 @@ class _Drops(nn.Module):
         return x
 
 
-def test_what_is_verified_drops_nothing_and_computes_in_float64_throughout() -> None:
+def test_verified_models_have_no_dropout_and_compute_in_float64() -> None:
     model = ModelSpec(_Drops).build(torch.float64).double()
     x = torch.ones(2, 4, dtype=torch.float64)
     assert torch.equal(model(x), model(x))
@@ -80,7 +80,7 @@ def test_models_on_meta_get_values_for_one_process() -> None:
     assert not any(p.is_meta or p.requires_grad for p in model.parameters())
 
 
-def test_what_is_tied_on_meta_is_tied_with_values() -> None:
+def test_weights_tied_on_meta_are_tied_with_values() -> None:
     def tied() -> nn.Module:
         with torch.device("meta"):
             model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -102,7 +102,7 @@ def test_what_is_tied_on_meta_is_tied_with_values() -> None:
         ("support.verify_models:no_model", "a int"),
     ],
 )
-def test_what_is_no_model_is_a_letter(name: str, words: str) -> None:
+def test_a_source_that_is_no_model_is_an_error(name: str, words: str) -> None:
     with pytest.raises(ModelError) as caught:
         parse_source(name, layers=2).spec().build(torch.float32)
     assert words in str(caught.value)

@@ -53,5 +53,5 @@ GRID = Grid.from_degrees(pp=2, replicate=2, col=2)
         ([0, 3], range(8), "ranks 0, 3"),
     ],
 )
-def test_ranks_are_told_in_the_words_of_the_grid(off: list[int], holders: list[int], words: str) -> None:
+def test_ranks_are_named_by_grid_coordinates(off: list[int], holders: list[int], words: str) -> None:
     assert describe_ranks(off, holders, GRID) == words

@@ -8,10 +8,11 @@ from dataclasses import replace
 import torch
 from rich.console import Console
 
+from plait.engine.reference import Tolerances
 from plait.verify import Mismatch, Outcome, Verdict
-from plait.verify.reference import Step, Trajectory
 from plait.verify.report import verdict_matrix
-from plait.verify.result import Tolerances, compare
+from plait.verify.result import compare
+from plait.verify.trajectory import Step, Trajectory
 
 
 def verdict(plan: str, outcome: Outcome, apart: float = 1e-15) -> Verdict:
@@ -40,7 +41,7 @@ def test_no_plan_hides_another_in_the_matrix() -> None:
     assert "2 same, 1 differs, 1 died" in text
 
 
-def test_what_is_not_finite_is_as_far_off_as_can_be_and_json_is_json() -> None:
+def test_numbers_that_are_not_finite_are_infinitely_far_off_and_json_is_valid() -> None:
     bad = replace(verdict("dp=2", Outcome.DIFFERS, math.inf), steps=(Step(math.nan, 1.0),))
     text = json.dumps(bad.to_values(), allow_nan=False)
     read = Verdict.from_values(json.loads(text))

@@ -1,4 +1,4 @@
-"""Collective algorithms as data, on simulated ranks: right sums, no deadlock, counts and times as told."""
+"""Collective algorithms as data, on simulated ranks: right sums, no deadlock, counts and times by formula."""
 
 import math
 from collections import defaultdict
@@ -31,8 +31,8 @@ from plait.plan.collectives import (
     sent,
     tree_reduce,
 )
-from plait.plan.cost_model import Link, best_segments, chain_broadcast_s, cost_s
-from support.collective_cost import tree_broadcast_s, two_level_cost_s
+from plait.plan.cost_model import best_segments
+from support.collective_cost import Link, chain_broadcast_s, cost_s, tree_broadcast_s, two_level_cost_s
 
 NUM_RANKS = st.integers(1, 17)
 NUMELS = st.integers(0, 60)
@@ -112,7 +112,7 @@ def total(num_ranks: int) -> int:
 
 @st.composite
 def cut_into_hosts(draw: st.DrawFn) -> tuple[int, Hosts]:
-    """A number of ranks, dealt over hosts: as many on each, or not."""
+    """A number of ranks, on hosts of equal or unequal sizes."""
     if draw(st.booleans()):
         num_hosts, each = draw(st.sampled_from([(n, g) for n in range(1, 7) for g in range(1, 6)]))
         sizes = [each] * num_hosts
@@ -169,7 +169,7 @@ def test_a_mirrored_reduce_scatter_is_an_all_gather(
 
 @settings(deadline=None)
 @given(st.data(), NUM_RANKS, NUMELS, st.integers(1, 20))
-def test_a_broadcast_gives_everybody_the_roots(
+def test_a_broadcast_gives_every_rank_the_roots_tensor(
     data: st.DataObject, num_ranks: int, numel: int, segments: int
 ) -> None:
     root = data.draw(st.integers(0, num_ranks - 1))
@@ -220,12 +220,12 @@ def test_messages_and_elements_are_the_formulas(num_ranks: int) -> None:
         messages = children + (rank > 0)
         assert sent(all_reduce_steps("tree", rank, p, numel)) == (messages, messages * numel)
         for segments in (1, 4):
-            told = (segments, numel) if rank < p - 1 else (0, 0)
-            assert sent(chain_broadcast(rank, p, numel, segments)) == told
+            expected = (segments, numel) if rank < p - 1 else (0, 0)
+            assert sent(chain_broadcast(rank, p, numel, segments)) == expected
 
 
 @pytest.mark.parametrize(("num_hosts", "each"), [(1, 4), (2, 1), (2, 3), (3, 2), (4, 4)])
-def test_two_levels_send_between_hosts_what_the_formula_says(num_hosts: int, each: int) -> None:
+def test_two_levels_send_between_hosts_as_much_as_the_formula(num_hosts: int, each: int) -> None:
     n, g, numel = num_hosts, each, 12 * num_hosts * each
     hosts = [range(h * g, h * g + g) for h in range(n)]
     for rank in range(n * g):
@@ -302,13 +302,13 @@ def test_no_number_of_segments_beats_the_best(
     assert exact_s(best) == min(exact_s(segments) for segments in range(1, num_bytes + 1))
 
 
-def test_who_has_a_reduce_scatter_of_its_own() -> None:
+def test_algorithms_with_a_reduce_scatter_of_their_own() -> None:
     assert [name for name in ALGORITHMS if scatters(name, 6)] == ["ring"]
     assert [name for name in ALGORITHMS if scatters(name, 8)] == ["ring", "halving"]
     assert [number for number in range(1, 18) if is_power_of_two(number)] == [1, 2, 4, 8, 16]
 
 
-def test_what_is_added_waits_in_scratch() -> None:
+def test_received_parts_wait_in_scratch() -> None:
     assert scratch_numel(all_reduce_steps("ring", 0, 4, 40)) == 10
     assert scratch_numel(all_reduce_steps("halving", 0, 4, 40)) == 20
     assert scratch_numel(all_reduce_steps("tree", 0, 4, 40)) == 40

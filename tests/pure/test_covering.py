@@ -84,7 +84,7 @@ def test_the_plans_that_mix_all_strands_leave_out_no_pair_that_can_be() -> None:
 
 
 def _can_meet(pair: Case) -> bool:
-    """Whether some plan of at most eight ranks has both options."""
+    """Return whether some plan of at most eight ranks has both options."""
     needs = {"half": {"dp": "4"}}.get(pair.get("shard", ""), {})
     if pair.get("dp", "4") != needs.get("dp", pair.get("dp", "4")):
         return False

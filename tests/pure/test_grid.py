@@ -19,7 +19,7 @@ def test_rank_and_coordinate_are_each_others_inverse(grid: Grid) -> None:
 
 
 @given(grids, st.sets(st.sampled_from(AXES)))
-def test_the_groups_along_any_axes_deal_out_all_ranks_once(grid: Grid, axes: set[str]) -> None:
+def test_groups_along_any_axes_contain_every_rank_once(grid: Grid, axes: set[str]) -> None:
     groups = {grid.group(rank, *axes) for rank in range(grid.num_ranks)}
     assert sorted(itertools.chain(*groups)) == list(range(grid.num_ranks))
     for group in groups:
@@ -38,7 +38,7 @@ def test_neighbours_on_the_innermost_axis_are_neighbouring_ranks() -> None:
     assert grid.group(3, "pp") == (3, 11)
 
 
-def test_data_parallel_ranks_lie_on_replicate() -> None:
+def test_data_parallel_ranks_are_on_the_replicate_axis() -> None:
     grid = Grid.from_plan(Plan(dp=6))
     assert grid.degree("replicate") == grid.num_ranks == 6
     assert grid.group(4, "replicate", "shard") == tuple(range(6))

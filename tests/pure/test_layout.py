@@ -1,4 +1,4 @@
-"""Every element of every tensor lies in exactly one place of its unit's storage; bytes follow from that."""
+"""Every element of every tensor is in exactly one place of its unit's storage; bytes follow from that."""
 
 import math
 from itertools import product
@@ -195,7 +195,7 @@ def test_on_a_grid_every_element_is_counted_once(given_: tuple[UnitInfo, TPPlan]
 
 
 def _interposed() -> tuple[UnitInfo, TPPlan]:
-    """Columns 1 and 2 share a piece that lies, there alone, behind two that all columns share."""
+    """Columns 1 and 2 share a piece, which follows the two that all columns share on these columns alone."""
     col = DimSharding("col", (((0, 1),), ((1, 2),), ((1, 2),)))
     row = DimSharding("row", (((0, 1),), ((1, 2),)))
     cuts = (
@@ -210,7 +210,7 @@ def _interposed() -> tuple[UnitInfo, TPPlan]:
 
 @given(tensor_plans())
 @example(_interposed())
-def test_columns_that_share_a_piece_agree_on_who_they_are_and_where_it_lies(
+def test_columns_that_share_a_piece_agree_on_its_columns_and_offset(
     given_: tuple[UnitInfo, TPPlan],
 ) -> None:
     fact, plan = given_
@@ -238,7 +238,7 @@ def test_columns_that_share_a_piece_agree_on_who_they_are_and_where_it_lies(
 
 
 def _lengths(unit: UnitLayout, wanted: tuple[int, ...]) -> list[int]:
-    """Of the messages that these columns sum."""
+    """Lengths of the messages that these columns sum."""
     return [stop - start for sharers, start, stop in unit.partial if sharers == wanted]
 
 

@@ -1,4 +1,4 @@
-"""A plan is plain data: its text parses back, and what cannot be is refused with a letter."""
+"""A plan is plain data: its text parses back, and an invalid one is refused with an error."""
 
 import math
 from dataclasses import replace
@@ -159,7 +159,7 @@ def test_every_key_takes_effect_on_the_value() -> None:
         ("zero=2 accumulate=half", ["accumulate=half", "auto or unsharded or sharded"]),
     ],
 )
-def test_what_cannot_be_is_refused_with_a_letter(text: str, words: list[str]) -> None:
+def test_invalid_plans_are_refused_with_an_error(text: str, words: list[str]) -> None:
     with pytest.raises(PlanError) as caught:
         Plan.parse(text)
     for word in words:
@@ -198,7 +198,9 @@ def test_what_cannot_be_is_refused_with_a_letter(text: str, words: list[str]) ->
         ),
     ],
 )
-def test_what_zero_cannot_do_is_refused_with_a_letter_that_says_what_can(text: str, words: list[str]) -> None:
+def test_plans_that_zero_does_not_support_are_refused_with_one_that_works(
+    text: str, words: list[str]
+) -> None:
     with pytest.raises(PlanError) as caught:
         Plan.parse(text)
     message = str(caught.value)
@@ -216,7 +218,7 @@ def test_shard_must_divide_dp(plan: Plan, shard: int) -> None:
 
 
 @given(plans())
-def test_what_a_stage_cuts_is_cut_over_shard_ranks_and_copied_on_the_rest(plan: Plan) -> None:
+def test_state_sharded_by_a_zero_stage_is_sharded_over_shard_and_replicated_elsewhere(plan: Plan) -> None:
     grid = Grid.from_plan(plan)
     assert grid.num_ranks == plan.num_ranks == plan.pp * plan.dp * plan.rows * plan.cols
     expected = 1 if not plan.zero else plan.shard or plan.dp
@@ -252,7 +254,7 @@ def test_ranks_that_do_not_fit_are_refused_with_a_plan_that_would() -> None:
 
 
 @given(plans(), st.integers(1, 64))
-def test_the_plan_that_is_offered_for_the_ranks_that_there_are_can_be(plan: Plan, num_ranks: int) -> None:
+def test_the_plan_suggested_for_the_given_ranks_is_valid(plan: Plan, num_ranks: int) -> None:
     assume(num_ranks != plan.num_ranks)
     with pytest.raises(PlanError) as caught:
         plan.check_ranks(num_ranks)
@@ -315,7 +317,7 @@ def test_dp_auto_fills_what_the_rest_of_the_plan_leaves(text: str, ranks: int, b
         ("dp=auto zero=1 shard=4", 6, ["a multiple of 4 ranks", "4 or 8 ranks"]),
     ],
 )
-def test_ranks_that_dp_auto_cannot_fill_are_told_which_could_be(
+def test_rank_counts_that_dp_auto_cannot_fill_are_refused_with_counts_that_work(
     text: str, ranks: int, words: list[str]
 ) -> None:
     with pytest.raises(PlanError, match="dp=auto does not fit the number of ranks") as caught:
@@ -323,7 +325,7 @@ def test_ranks_that_dp_auto_cannot_fill_are_told_which_could_be(
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
-def test_what_needs_a_number_of_ranks_refuses_dp_auto() -> None:
+def test_functions_that_need_a_rank_count_refuse_dp_auto() -> None:
     plan = Plan.parse("dp=auto tp=2 zero=1")
     for ask in (lambda: plan.num_ranks, lambda: plan.check_batch(8), lambda: plan.shard_degree):
         with pytest.raises(PlanError, match="number of ranks is known") as caught:

@@ -1,4 +1,4 @@
-"""Bandwidths are nccl-tests' own, a fit finds the line that times lie on, a profile keeps what it is told."""
+"""Bandwidths are nccl-tests' own, a fit finds the line through the times, a profile keeps its numbers."""
 
 import json
 import math
@@ -32,7 +32,7 @@ ALL_REDUCE = ProfileEntry("gloo", "all-reduce", 2)
         ("barrier", 0.0),
     ],
 )
-def test_bus_bandwidth_on_4_ranks_is_what_nccl_tests_calls_it(verb: str, factor: float) -> None:
+def test_bus_bandwidth_on_4_ranks_is_that_of_nccl_tests(verb: str, factor: float) -> None:
     assert algorithm_bandwidth(4000, 2.0) == 2000.0
     assert bus_bandwidth(verb, 4000, 4, 2.0) == factor * 2000.0
 
@@ -88,7 +88,7 @@ def test_a_barrier_is_all_latency_and_a_single_size_has_no_line() -> None:
     assert fit([]) is None
 
 
-def test_a_profile_tells_the_time_it_was_told(tmp_path: Path) -> None:
+def test_a_profile_returns_the_measured_times(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "host.json"
     barrier = ProfileEntry("gloo", "barrier", 2)
     save(
@@ -107,14 +107,14 @@ def test_a_profile_tells_the_time_it_was_told(tmp_path: Path) -> None:
     assert [file.name for file in path.parent.iterdir()] == ["host.json"]
 
 
-def test_what_was_never_measured_is_a_letter_with_the_command_that_measures_it() -> None:
+def test_an_unmeasured_verb_is_an_error_with_the_command_that_measures_it() -> None:
     with pytest.raises(ProfileError) as caught:
         HostProfile({ALL_REDUCE: LatencyFit(1e-4, 1e9, 0.1)}).time_s("all-reduce", 8, 4, transport="gloo")
     assert "all-reduce of float32 over gloo on 4 ranks, owned" in str(caught.value)
     assert "--transport gloo --ranks 4 --collective all-reduce" in str(caught.value)
 
 
-def test_a_profile_lies_in_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_profile_is_stored_in_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: "nostromo")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert profile_path() == tmp_path / "plait/profiles/nostromo.json"
@@ -167,7 +167,7 @@ def file_of(*lines: object) -> str:
         (file_of(entry(error=math.nan)), "NaN is not a number"),
     ],
 )
-def test_a_damaged_profile_is_a_letter_and_stays_as_it_is(tmp_path: Path, text: str, says: str) -> None:
+def test_a_damaged_profile_is_an_error_and_is_not_changed(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "host.json"
     path.write_text(text)
     for action in (load, check_writable, lambda path: save(HostProfile({}), path)):
@@ -179,7 +179,7 @@ def test_a_damaged_profile_is_a_letter_and_stays_as_it_is(tmp_path: Path, text: 
     assert path.read_text() == text
 
 
-def test_a_place_that_cannot_be_written_is_a_letter_before_and_after(tmp_path: Path) -> None:
+def test_an_unwritable_path_is_an_error_before_and_after_measuring(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     path = tmp_path / "file" / "host.json"
     for action in (check_writable, lambda path: save(HostProfile({}), path)):

@@ -1,4 +1,4 @@
-"""What a plan refuses by itself is what docs/plans.md lists: no combination more, and none less."""
+"""A plan by itself refuses the combinations that docs/plans.md lists: none more, and none less."""
 
 import random
 import re
@@ -86,11 +86,11 @@ def _drawn() -> list[tuple[Values, list[str], PlanError | None]]:
         if number % 2:  # near to what can be: a plan that breaks everything says little about any one rule
             kept = rng.sample(sorted(OPTIONS), 5)
             values = {key: values[key] if key in kept else options[0] for key, options in OPTIONS.items()}
-        found.append((values, [name for name, breaks in RULES.items() if breaks(values)], _letter(values)))
+        found.append((values, [name for name, breaks in RULES.items() if breaks(values)], _message(values)))
     return found
 
 
-def _letter(values: Values) -> PlanError | None:
+def _message(values: Values) -> PlanError | None:
     try:
         Plan(**values)
     except PlanError as error:
@@ -98,6 +98,7 @@ def _letter(values: Values) -> PlanError | None:
     return None
 
 
+@pytest.mark.quick
 def test_a_plan_refuses_exactly_the_combinations_that_the_docs_list() -> None:
     assert set(OPTIONS) == set(Plan.keys())
     for values, broken, message in _drawn():
@@ -114,7 +115,7 @@ def test_the_docs_list_every_rule_and_each_is_broken_by_itself() -> None:
     assert sum(not broken for _, broken, _ in _drawn()) > 1000
 
 
-def test_what_a_letter_offers_mends_what_it_is_about() -> None:
+def test_an_errors_suggestion_fixes_its_rule() -> None:
     """Every alternative of every message, put in the place of what was given, no longer breaks its rule."""
     offered = set()
     for values, broken, message in _drawn():
@@ -123,19 +124,19 @@ def test_what_a_letter_offers_mends_what_it_is_about() -> None:
         offered.add((message.fact, message.given, len(broken)))
         assert message.given is not None
         for offer in _offers(str(message.hint)):
-            mended = {**values, **offer}
-            assert not RULES[message.fact](mended), f"{message}: {offer}"
-            if len(broken) == 1 and not any(breaks(mended) for breaks in RULES.values()):
-                assert Plan.parse(_text(mended)) == Plan(**mended)
+            fixed = {**values, **offer}
+            assert not RULES[message.fact](fixed), f"{message}: {offer}"
+            if len(broken) == 1 and not any(breaks(fixed) for breaks in RULES.values()):
+                assert Plan.parse(_text(fixed)) == Plan(**fixed)
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_a_refused_plan_becomes_one_that_can_be_by_what_its_letter_offers(name: str) -> None:
+def test_a_refused_plan_becomes_valid_by_its_errors_suggestion(name: str) -> None:
     """By at least one of what is offered, where nothing else is wrong with it."""
     for values, broken, message in _drawn():
         if broken == [name]:
-            mended = [{**values, **offer} for offer in _offers(str(message.hint))] if message else []
-            assert any(_letter(candidate) is None for candidate in mended), f"{values}: {message}"
+            fixed = [{**values, **offer} for offer in _offers(str(message.hint))] if message else []
+            assert any(_message(candidate) is None for candidate in fixed), f"{values}: {message}"
 
 
 def _offers(hint: str) -> list[Values]:

@@ -1,4 +1,4 @@
-"""How widths and heads are dealt out, what a rank's pieces are, and what a block costs."""
+"""How widths and heads are divided, which pieces a rank has, and what a block costs."""
 
 import re
 from collections.abc import Sequence
@@ -101,7 +101,7 @@ def test_kv_heads_that_do_not_divide_the_heads_are_refused() -> None:
 
 
 @given(heads=st.integers(1, 24), kv_heads=st.integers(1, 12), parts=parts, rows=st.integers(1, 4))
-def test_grids_that_a_letter_about_heads_says_to_try_keep_the_rows_and_work(
+def test_grids_suggested_by_an_error_about_heads_keep_the_rows_and_work(
     heads: int, kv_heads: int, parts: int, rows: int
 ) -> None:
     try:

@@ -1,4 +1,4 @@
-"""Traces of pipelines: what the file says to viewers, that it reads back, what a clock learns, letters."""
+"""Traces of pipelines: slices in viewers, reading back, durations for the clock, errors."""
 
 import json
 import random
@@ -109,7 +109,7 @@ def test_slices_of_a_rank_do_not_overlap_when_a_viewer_cuts_times_to_nanoseconds
 
 
 @given(st.sampled_from(["gpipe", "1f1b", "zb-h1", "zbv"]), st.integers(1, 4), st.integers(1, 8), st.randoms())
-def test_what_a_clock_was_given_is_what_it_learns(
+def test_the_clock_learns_the_durations_it_was_given(
     name: str, ranks: int, micros: int, rng: random.Random
 ) -> None:
     schedule = make_schedule(name, ranks, micros)
@@ -142,7 +142,7 @@ def test_over_steps_actions_are_medians_and_transfers_the_least() -> None:
     assert found.transfer == pytest.approx((0.5,))
 
 
-def test_a_whole_backward_beside_split_ones_counts_without_the_weights_half() -> None:
+def test_a_full_backward_among_split_ones_counts_without_the_weights_half() -> None:
     schedule = Schedule.from_actions("mixed", [[F(0, 0), F(0, 1), B(0, 0), W(0, 0), B(0, 1)]])
     ends = [1.0, 2.0, 3.0, 5.0, 8.5]
     spans = [Span(a, end0, end) for a, end0, end in zip(schedule.ranks[0], [0.0, *ends], ends, strict=False)]
@@ -192,7 +192,7 @@ def _event(found: dict[str, Any], **changes: Any) -> None:
         ),
     ],
 )
-def test_a_damaged_trace_gets_a_letter(
+def test_a_damaged_trace_is_an_error(
     tmp_path: Path, damage: Callable[[dict[str, Any]], object], says: str
 ) -> None:
     path = tmp_path / "trace.json"
@@ -210,7 +210,7 @@ def test_a_damaged_trace_gets_a_letter(
     ("text", "says"),
     [("[1, 2]", "no format"), ("{", "not JSON"), ("[" * 100_000, "not JSON"), ("\udcff", "not JSON")],
 )
-def test_what_is_no_trace_gets_a_letter(tmp_path: Path, text: str, says: str) -> None:
+def test_a_file_that_is_no_trace_is_an_error(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "trace.json"
     path.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(DataError) as raised:
@@ -218,7 +218,7 @@ def test_what_is_no_trace_gets_a_letter(tmp_path: Path, text: str, says: str) ->
     assert says in str(raised.value)
 
 
-def test_a_missing_trace_gets_a_letter(tmp_path: Path) -> None:
+def test_a_missing_trace_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot be read") as raised:
         read_trace(tmp_path / "trace.json")
     assert "No such file" in str(raised.value)

@@ -99,7 +99,7 @@ def test_with_later_deadlines_they_would() -> None:
 
 
 def _postponed(events: list[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Every reduction (and its landing) behind the next wait."""
+    """Every reduction (and its landing) after the next wait."""
     found: list[tuple[str, int]] = []
     held: list[tuple[str, int]] = []
     for event in events:

@@ -1,4 +1,4 @@
-"""What compressed gradients travel as, by arithmetic alone."""
+"""Formats of compressed gradients, by arithmetic alone."""
 
 from math import prod
 
@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from plait.plan import Layout, ParamInfo, Plan, UnitInfo, model_state_bytes
 from plait.plan.compression import (
     BLOCK,
+    Factors,
     blocks_per_rank,
     compresses,
-    matrices,
     reduces_over_all,
     reductions_of,
 )
@@ -35,7 +35,7 @@ def test_powersgd_takes_its_rank_from_the_plan(words: str, rank: int | None) -> 
 @given(SHAPES, st.integers(1, 9))
 def test_pieces_travel_as_factors_where_those_are_smaller(shapes: list[tuple[int, ...]], rank: int) -> None:
     unit = _layout(shapes).units[0]
-    found = {matrix.start: matrix for matrix in matrices(unit, rank)}
+    found = {matrix.start: matrix for matrix in Factors.of_unit(unit, rank).matrices}
     for piece in unit.params:
         shape = piece.boxes.shape
         rows, rest = (shape[0], prod(shape[1:])) if len(shape) > 1 else (1, prod(shape))
@@ -72,7 +72,7 @@ def test_a_unit_goes_through_one_sum_or_through_one_per_axis(
 
 
 @pytest.mark.parametrize("reduce", ["fp32", "bf16", "fp16", "int8", "powersgd"])
-def test_one_rank_keeps_nothing_for_a_wire_that_it_does_not_use(reduce: str) -> None:
+def test_a_single_rank_keeps_no_compression_state(reduce: str) -> None:
     plan = Plan.parse(f"dp=1 reduce={reduce}")
     assert not compresses(plan)
     layout = _layout([(64, 64)])
@@ -82,7 +82,7 @@ def test_one_rank_keeps_nothing_for_a_wire_that_it_does_not_use(reduce: str) -> 
     assert found == plain
 
 
-def test_what_is_lost_is_kept_in_full_precision() -> None:
+def test_compression_errors_are_kept_in_full_precision() -> None:
     """4 bytes per element for residuals; with factors of rank 4, 16 per column of each matrix more."""
     layout = _layout([(64, 64), (64,)])
     plain, int8, powersgd, fp16 = (

@@ -1,4 +1,4 @@
-"""What several files compare their trainings with."""
+"""Trainings that several files compare with."""
 
 from typing import Any
 

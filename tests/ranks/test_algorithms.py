@@ -18,9 +18,9 @@ from plait.comm import (
     connect,
     ranks_by_host,
     reduce_scatter_by,
-    topology,
 )
 from plait.comm import algorithms as by
+from plait.comm.shm import rendezvous
 from plait.errors import CommError
 from plait.plan.collectives import ALGORITHMS, Hosts, ranges
 from support.covering import Case
@@ -58,7 +58,7 @@ def _contribution(rank: int, numel: int, dtype: str) -> Tensor:
 
 
 def _all_reduced(cases: list[Case]) -> list[tuple[Tensor, Tensor]]:
-    """Of each case, by all-reduce, and this rank's range by reduce-scatter."""
+    """Each case by all-reduce, and this rank's range by reduce-scatter."""
     group = connect().group
     found = []
     for case in cases:
@@ -78,7 +78,7 @@ def _reduced(parts: list[Tensor], op: str) -> Tensor:
 
 
 def _bound(parts: list[Tensor], op: str) -> Tensor | float:
-    """What may be lost: half a unit of the last place for every sum that was rounded, here and there."""
+    """The error bound: half a unit of the last place for every sum that was rounded, here and there."""
     if op in ("max", "min") or not parts[0].is_floating_point():
         return 0.0
     size = torch.stack(parts).double().abs().sum(0) / (len(parts) if op == "mean" else 1)
@@ -120,7 +120,7 @@ def _rooted(numel: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("num_ranks", RANKS)
 @pytest.mark.parametrize("numel", [0, 3, 1001])
-def test_broadcasts_and_gathers_give_everybody_everything(pool: Pool, num_ranks: int, numel: int) -> None:
+def test_broadcasts_and_gathers_give_every_rank_all_values(pool: Pool, num_ranks: int, numel: int) -> None:
     last = _contribution(num_ranks - 1, numel, "float32")
     for *broadcasts, ring in (got[:5] for got in pool.run(_rooted, num_ranks, numel)):
         assert all(torch.equal(got, last) for got in broadcasts)
@@ -198,7 +198,7 @@ def test_messages_and_bytes_on_the_wire_are_the_formulas(pool: Pool) -> None:
         assert found["chain"] == ((6, num_bytes) if rank < p - 1 else (0, 0))
 
 
-# --- beside computation
+# --- during computation
 
 
 def _many_at_once(numel: int) -> list[Tensor]:
@@ -245,25 +245,25 @@ def test_a_sum_starts_without_waiting_for_peers(pool: Pool) -> None:
 def _peer_leaves() -> list[str]:
     world = connect()
     if world.rank == 0:
-        world.wait_for("joined")
+        world.store.wait_for("joined")
         world.close()
         return []
-    world.announce("joined")
+    world.store.set("joined")
     sums = AlgorithmReduce("ring", world.group)
     started = [sums.start_sum(torch.ones(4), scatter=True, label="a unit") for _ in range(2)]
-    letters = []
+    messages = []
     for summing in started:
         with pytest.raises(CommError) as caught:
             for _ in summing.into(torch.empty(2)):
                 pass
-        letters.append(str(caught.value))
-    return letters
+        messages.append(str(caught.value))
+    return messages
 
 
 def test_a_lost_peer_is_an_error_where_the_sum_is_awaited(pool: Pool) -> None:
-    letters = pool.run(_peer_leaves, 2)[1]
-    assert len(letters) == 2
-    assert all("of a unit failed: rank 0 is gone" in message for message in letters)
+    messages = pool.run(_peer_leaves, 2)[1]
+    assert len(messages) == 2
+    assert all("of a unit failed: rank 0 is gone" in message for message in messages)
 
 
 # --- names and hosts
@@ -273,7 +273,7 @@ def _unknown(name: str) -> None:
     all_reduce_by(name, torch.ones(2), connect().group)
 
 
-def test_an_unknown_name_is_refused_with_a_letter(pool: Pool) -> None:
+def test_an_unknown_name_is_refused(pool: Pool) -> None:
     with pytest.raises(RankError, match=r"'rings'\n.*naive or ring or halving or tree or two-level"):
         pool.run(_unknown, 1, "rings")
 
@@ -299,7 +299,7 @@ def test_hosts_that_leave_a_rank_out_are_refused(pool: Pool) -> None:
 def _who_sits_where() -> Any:
     group = connect().group
     together = ranks_by_host(group)
-    with mock.patch.object(topology, "_fingerprint", return_value=-5 if group.rank == 1 else 5):
+    with mock.patch.object(rendezvous, "host_identity", return_value="b" if group.rank == 1 else "a"):
         return together, ranks_by_host(group)
 
 

@@ -83,11 +83,11 @@ def _gathers(group: dist.ProcessGroup, dtype: torch.dtype, is_async: bool) -> li
 def _scatters(group: dist.ProcessGroup, dtype: torch.dtype, is_async: bool) -> list[Tensor]:
     size = group.size()
     parts = [_values(dtype, 2, 3, seed=place) for place in range(size)]
-    summed, single, dealt = (parts[0].new_empty(2, 3) for _ in range(3))
+    summed, single, received = (parts[0].new_empty(2, 3) for _ in range(3))
     _done(dist.reduce_scatter(summed, parts, dist.ReduceOp.SUM, group, is_async), is_async)
     _done(_scatter_single(single, torch.cat(parts), dist.ReduceOp.SUM, group, is_async), is_async)
-    _done(dist.scatter(dealt, parts if dist.get_rank() == 1 else None, 1, group, is_async), is_async)
-    return [summed, single, dealt, *parts]
+    _done(dist.scatter(received, parts if dist.get_rank() == 1 else None, 1, group, is_async), is_async)
+    return [summed, single, received, *parts]
 
 
 def _all_to_alls(group: dist.ProcessGroup, dtype: torch.dtype, is_async: bool) -> list[Tensor]:
@@ -131,9 +131,9 @@ def _objects(group: dist.ProcessGroup, dtype: torch.dtype, is_async: bool) -> li
     copied = [rank, None]
     dist.broadcast_object_list(copied, 1, group)
     assert copied == [1, None]
-    dealt: list[Any] = [None]
-    dist.scatter_object_list(dealt, [*range(size)] if rank == 0 else None, 0, group)
-    assert dealt == [rank]
+    received: list[Any] = [None]
+    dist.scatter_object_list(received, [*range(size)] if rank == 0 else None, 0, group)
+    assert received == [rank]
     rooted: list[Any] | None = [None] * size if rank == 0 else None
     dist.gather_object("y" * rank, rooted, 0, group)
     assert rooted is None or rooted == ["y" * place for place in range(size)]
@@ -200,7 +200,7 @@ def _same_as_gloo(dtype: torch.dtype) -> int:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.complex64], ids=str)
-def test_every_function_gives_what_gloo_gives(pool: Pool, ranks: int, dtype: torch.dtype) -> None:
+def test_every_function_gives_the_results_of_gloo(pool: Pool, ranks: int, dtype: torch.dtype) -> None:
     least = 20 if dtype.is_complex else 50
     assert all(checked > least for checked in pool.run(_same_as_gloo, ranks, dtype))
 

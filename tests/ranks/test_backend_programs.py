@@ -149,16 +149,16 @@ def _uneven() -> tuple[list[Tensor], Tensor, list[Tensor]]:
     parts = [torch.full((place + 1,), float(rank)) for place in range(size)]
     dist.reduce_scatter(mine, parts, group=group)
     assert all(torch.equal(part, torch.full_like(part, rank)) for part in parts)
-    dealt = [torch.empty(place + 1, 2) for place in range(size)]
-    dist.all_to_all(dealt, [torch.full((2, rank + 1), float(rank)).t() for _ in range(size)], group)
-    return gathered, mine, dealt
+    received = [torch.empty(place + 1, 2) for place in range(size)]
+    dist.all_to_all(received, [torch.full((2, rank + 1), float(rank)).t() for _ in range(size)], group)
+    return gathered, mine, received
 
 
 def test_parts_may_have_different_sizes(pool: Pool) -> None:
-    for rank, (gathered, mine, dealt) in enumerate(pool.run(_uneven, 3)):
+    for rank, (gathered, mine, received) in enumerate(pool.run(_uneven, 3)):
         assert [tensor.tolist() for tensor in gathered] == [[], [1.0], [2.0, 2.0]]
         assert mine.tolist() == [3.0] * (rank + 1)
-        assert [tensor.tolist() for tensor in dealt] == [[[float(p)] * 2] * (p + 1) for p in range(3)]
+        assert [tensor.tolist() for tensor in received] == [[[float(p)] * 2] * (p + 1) for p in range(3)]
 
 
 def _others() -> tuple[list[float], list[bool], list[float]]:
@@ -198,7 +198,7 @@ def test_a_wait_may_have_a_time_limit(pool: Pool) -> None:
 
 
 def _plait_inside() -> list[float]:
-    """A program that has chosen the backend and then uses plait: its world speaks through the same."""
+    """A program that has chosen the backend and then uses plait: its world uses the same backend."""
     join()
     world = connect()
     pair = world.new_group((0, 1)) if world.rank < 2 else world.new_group((world.rank,))
@@ -289,12 +289,12 @@ def test_a_program_leaves_and_joins_again(pool: Pool) -> None:
     assert pool.run(_again, 3) == [[6.0, 6.0], [6.0, 6.0], [3.0, 3.0]]
 
 
-def test_a_group_of_one_communicates_with_nobody(pool: Pool) -> None:
+def test_a_group_of_one_does_not_communicate(pool: Pool) -> None:
     pool.run(_fully_sharded, 1, (1,))
 
 
 def _mistakes() -> dict[str, str]:
-    """What is said of each. The group is as good as before."""
+    """The error of each invalid call. The group still works after them."""
     group = join()
     x, other = torch.ones(4), 1 - dist.get_rank()
     mistakes: dict[str, Callable[[], Any]] = {
@@ -307,17 +307,17 @@ def _mistakes() -> dict[str, str]:
         "splits": lambda: dist.all_to_all_single(x, x, [3, 2], [2, 2], group),
         "mean": lambda: dist.all_reduce(x.long(), dist.ReduceOp.AVG, group),
     }
-    letters = {}
+    messages = {}
     for name, mistake in mistakes.items():
         with pytest.raises(CommError) as error:
             mistake()
-        letters[name] = str(error.value)
+        messages[name] = str(error.value)
     dist.all_reduce(x, group=group)
     assert x.tolist() == [2.0] * 4
-    return letters
+    return messages
 
 
-def test_what_it_cannot_do_is_said_in_a_letter(pool: Pool) -> None:
+def test_unsupported_calls_are_errors(pool: Pool) -> None:
     expected = {
         "product": ["does not support this all-reduce reduction", "ReduceOp.PRODUCT", "SUM, AVG, MAX or MIN"],
         "device": ["not on the CPU", "device meta", "(4,)"],
@@ -328,14 +328,14 @@ def test_what_it_cannot_do_is_said_in_a_letter(pool: Pool) -> None:
         "splits": ["splits", "[3, 2] of 4 rows"],
         "mean": ["floating-point", "int64"],
     }
-    for letters in pool.run(_mistakes, 2):
-        assert letters.keys() == expected.keys()
+    for messages in pool.run(_mistakes, 2):
+        assert messages.keys() == expected.keys()
         for name, words in expected.items():
-            assert all(word in letters[name] for word in words), letters[name]
+            assert all(word in messages[name] for word in words), messages[name]
 
 
 def _deserted() -> list[str]:
-    """Rank 1 leaves; what rank 0 has started then fails, for whoever asks."""
+    """Rank 1 leaves; calls that rank 0 has started then fail, for every caller."""
     group = join()
     dist.all_reduce(torch.ones(1), group=group)
     if dist.get_rank() == 1:
@@ -358,7 +358,7 @@ def _deserted() -> list[str]:
     return texts
 
 
-def test_a_lost_peer_is_told_to_who_waits_in_every_way(pool: Pool) -> None:
+def test_a_lost_peer_is_an_error_in_every_way_of_waiting(pool: Pool) -> None:
     texts = pool.run(_deserted, 2)[0]
     assert len(texts) == 5
     assert all("rank 1 is gone" in text for text in texts), texts

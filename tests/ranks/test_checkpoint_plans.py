@@ -1,4 +1,4 @@
-"""What was saved under a plan goes on under any other, as if there had been one process all along."""
+"""A checkpoint of any plan resumes under any other, as if there had been one process all along."""
 
 import contextlib
 import functools
@@ -72,7 +72,7 @@ def _goes_on(model: str, plan: str, checkpoints: list[Path]) -> Any:
 
 
 def saved_by(pool: Pool, model: str, words: str, root: Path) -> tuple[Path, Any]:
-    """Where a plan's checkpoint is, and how its training ended. Saved once a session."""
+    """The path of a plan's checkpoint, and the result of its training. Saved once a session."""
     folder = root / model / words.replace(" ", "-")
     return folder / f"step-{STEPS_BEFORE:08d}", pool.run(
         _through, ranks_of(words), model, _fp64(words), folder
@@ -108,7 +108,7 @@ def test_a_checkpoint_of_any_plan_goes_on_under_this_one(pool: Pool, saved: Any,
             assert trainings.differing(found[1], own[1]) == trainings.differing(found[2], own[2]) == []
 
 
-@pytest.mark.parametrize("model", ["pair", "frozen", "gpt2"])
+@pytest.mark.parametrize("model", [pytest.param("pair", marks=pytest.mark.quick), "frozen", "gpt2"])
 def test_shared_blocks_frozen_weights_and_packed_projections_are_saved_once(
     pool: Pool, saved: Any, model: str
 ) -> None:
@@ -156,7 +156,7 @@ def _load_counting(model: str, plan: str, checkpoint: Path) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("words", [PLANS[4], PLANS[6], PLANS[7], PLANS[10]])
-def test_a_rank_reads_what_it_needs_and_not_a_byte_more(pool: Pool, saved: Any, words: str) -> None:
+def test_a_rank_reads_only_the_bytes_it_needs(pool: Pool, saved: Any, words: str) -> None:
     for source in (PLANS[0], PLANS[3], PLANS[6], PLANS[8]):
         ranks = pool.run(
             _load_counting, ranks_of(words), "tied_llama", _fp64(words), saved("tied_llama", source)[0]
@@ -195,10 +195,10 @@ def _damaged(model: str, plan: str, checkpoint: Path, good: Path) -> Any:
 
 
 @pytest.mark.parametrize("words", [PLANS[0], PLANS[3], PLANS[6], PLANS[7], PLANS[10], PLANS[11]])
-def test_damage_is_found_by_whoever_reads_it_and_told_to_all(
+def test_damage_found_by_one_reader_is_raised_on_all_ranks(
     pool: Pool, saved: Any, tmp_path: Path, words: str
 ) -> None:
-    """Where each of several ranks reads some rows of a chunk, too: none of them has seen all of it."""
+    """Also when each of several ranks reads some rows of a chunk, so that no rank has read all of it."""
     good = saved("tied_llama", PLANS[2])[0]
     bad = tmp_path / good.name
     bad.mkdir()
@@ -216,7 +216,7 @@ def test_damage_is_found_by_whoever_reads_it_and_told_to_all(
 
 
 def _loads(model: str, plan: str, checkpoint: Path) -> str | None:
-    """The letter, if it is not taken."""
+    """The error, if it is not taken."""
     task = task_of(model)
     engine = programs.engine_of(task, plan)
     try:
@@ -231,7 +231,7 @@ def _loads(model: str, plan: str, checkpoint: Path) -> str | None:
     ["pp=2 schedule=zbv micro=3", "pp=2 schedule=zbv dp=2 zero=1 micro=3", "pp=2 schedule=zbv tp=2 micro=3"],
 )
 @pytest.mark.parametrize("kind", ["weights", "exp_avg", "scalar.step"])
-def test_what_a_rank_reads_twice_is_verified_too(
+def test_tensors_that_a_rank_reads_twice_are_verified_too(
     pool: Pool, saved: Any, tmp_path: Path, words: str, kind: str
 ) -> None:
     """A tied weight that is on two stages of one rank, of which each reads the half or all of a chunk."""
@@ -242,9 +242,9 @@ def test_what_a_rank_reads_twice_is_verified_too(
     assert pool.run(_loads, ranks, "tied_llama", plan, good) == [None] * ranks
     bad = Path(shutil.copytree(good, tmp_path / good.name))
     name = flip_a_bit(bad, key)
-    letters = set(pool.run(_loads, ranks, "tied_llama", plan, bad))
-    assert len(letters) == 1
-    assert name in str(letters.pop())
+    messages = set(pool.run(_loads, ranks, "tied_llama", plan, bad))
+    assert len(messages) == 1
+    assert name in str(messages.pop())
 
 
 def _states_in_bf16(model: str, folder: Path) -> tuple[bool, str | None]:
@@ -273,7 +273,7 @@ def _saves_torn(model: str, checkpoint: Path, folder: Path) -> str:
     return "saved"
 
 
-def test_what_was_loaded_half_way_is_not_saved(pool: Pool, saved: Any, tmp_path: Path) -> None:
+def test_a_half_loaded_state_is_not_saved(pool: Pool, saved: Any, tmp_path: Path) -> None:
     good = saved("tied_llama", PLANS[0])[0]
     bad = Path(shutil.copytree(good, tmp_path / good.name))
     flip_a_bit(bad, "weights/model.norm.weight")
@@ -293,8 +293,8 @@ def _saves_apart(model: str, root: Path) -> str:
     return str(caught.value)
 
 
-def test_hosts_that_do_not_share_the_folder_are_told_so_on_every_rank(pool: Pool, tmp_path: Path) -> None:
-    letters = pool.run(_saves_apart, 2, "tied_llama", tmp_path)
-    assert letters[0] == letters[1]
-    assert "not the same one on all hosts" in letters[0]
+def test_hosts_that_do_not_share_the_folder_are_an_error_on_every_rank(pool: Pool, tmp_path: Path) -> None:
+    messages = pool.run(_saves_apart, 2, "tied_llama", tmp_path)
+    assert messages[0] == messages[1]
+    assert "not the same one on all hosts" in messages[0]
     assert list((tmp_path / "of-rank-0").glob("step-*")) == []

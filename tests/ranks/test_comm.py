@@ -52,7 +52,7 @@ def _verbs(replicate: int, col: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("replicate", "col"), [(1, 1), (1, 2), (1, 4), (2, 2), (4, 1)])
-def test_every_verb_does_what_it_says_on_every_group(pool: Pool, replicate: int, col: int) -> None:
+def test_every_verb_gives_its_result_on_every_group(pool: Pool, replicate: int, col: int) -> None:
     for rank, got in enumerate(pool.run(_verbs, replicate * col, replicate, col)):
         first = rank // col * col
         assert got["ranks"] == tuple(range(first, first + col))
@@ -153,10 +153,10 @@ def test_narrow_tensors_travel_where_that_is_fewer_bytes(pool: Pool) -> None:
 def _agree() -> tuple[bool, bool, bool, bool]:
     world = connect()
     if world.rank == 2:
-        world.announce("ready")
-    world.wait_for("ready")
+        world.store.set("ready")
+    world.store.wait_for("ready")
     one, none = world.any_flag(world.rank == 1), world.any_flag(False)
-    return one, none, world.claim("door"), connect() is world
+    return one, none, world.store.claim("door"), connect() is world
 
 
 def test_ranks_agree_and_one_of_them_claims(pool: Pool) -> None:
@@ -173,17 +173,17 @@ def _tell() -> tuple[tuple[bool, ...], str, str]:
     return flags, said, broadcast_text(0, "", world.group, world.device)
 
 
-def test_flags_travel_together_and_a_text_is_one_ranks(pool: Pool) -> None:
+def test_flags_are_combined_and_texts_are_broadcast(pool: Pool) -> None:
     assert pool.run(_tell, 3) == [((True, False, True), "rank 1 has 3 \u2713", "")] * 3
 
 
-def test_a_world_of_one_communicates_with_nobody() -> None:
+def test_a_world_of_one_does_not_communicate() -> None:
     world = connect()
     tensor = torch.ones(3)
     all_reduce(tensor, world.group)
     assert world.size == 1
     assert world.any_flag(True)
-    assert world.claim("door")
+    assert world.store.claim("door")
     assert torch.equal(tensor, torch.ones(3))
     assert world.group == Group((0,), 0, None)
 
@@ -196,7 +196,7 @@ def _mismatch() -> None:
         all_reduce(torch.ones(4), world.group)
 
 
-def test_a_lost_peer_is_an_error_that_says_so(pool: Pool) -> None:
+def test_a_lost_peer_is_an_error_that_names_it(pool: Pool) -> None:
     with pytest.raises(RankError, match="all-reduce failed: rank 0 is gone"):
         pool.run(_mismatch, 2)
 
@@ -224,7 +224,7 @@ def test_ranks_on_cpus_take_the_transport_that_they_ask_for(pool: Pool, transpor
         ({"transport": "nccl", "device": "cpu"}, ["nccl does not support that device", "device='cuda'"]),
     ],
 )
-def test_a_transport_that_cannot_be_is_a_letter_before_ranks_meet(
+def test_an_unavailable_transport_is_an_error_before_ranks_connect(
     words: dict[str, str], says: list[str]
 ) -> None:
     with pytest.raises(CommError) as caught:

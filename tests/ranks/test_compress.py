@@ -13,7 +13,7 @@ from plait.comm import CODECS, Call, CompressedReduce, Compressor, Group, OpType
 from plait.comm.torch_transport import TorchTransport
 from plait.errors import CommError
 from plait.plan import Layout, ParamInfo, Plan, UnitInfo, UnitLayout
-from plait.plan.compression import code_bytes, factor_bytes
+from plait.plan.compression import Factors, code_bytes
 from support import programs
 from support.pool import Pool, RankError
 from support.trainings import engine_of, train
@@ -29,9 +29,11 @@ def _layout() -> UnitLayout:
 def _compressor(way: str, group: Group) -> Compressor:
     layout, rank = _layout(), Plan(reduce=way).powersgd_rank
     if rank is not None:
-        return PowerSGDReduce(layout, rank, group, torch.zeros(factor_bytes(layout, rank), dtype=torch.uint8))
-    room = torch.zeros(code_bytes(layout.numel, group.size, way), dtype=torch.uint8)
-    return CompressedReduce(layout.numel, group, CODECS[way], room)
+        factors = Factors.of_unit(layout, rank)
+        scratch = torch.zeros(factors.left_bytes, dtype=torch.uint8)
+        return PowerSGDReduce(layout.name, layout.numel, factors, group, scratch)
+    buffer = torch.zeros(code_bytes(layout.numel, group.size, way), dtype=torch.uint8)
+    return CompressedReduce(layout.numel, group, CODECS[way], buffer)
 
 
 def _contribution(rank: int, directions: int | None = None) -> Tensor:
@@ -53,7 +55,7 @@ def _own(group: Group, scatter: bool) -> tuple[int, int]:
 
 
 def _summed(way: str, scatter: bool, times: int = 1, directions: int | None = None) -> list[Tensor]:
-    """What each of several sums of the same contributions gives this rank."""
+    """This rank's results of several sums of the same contributions."""
     group = connect().group
     compressor, own = _compressor(way, group), _own(group, scatter)
     found = []
@@ -76,7 +78,7 @@ def _exact(ranks: int, directions: int | None = None) -> Tensor:
 
 @pytest.mark.parametrize("scatter", [True, False])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_codes_add_up_to_the_sum_but_for_what_they_cannot_say(pool: Pool, ranks: int, scatter: bool) -> None:
+def test_codes_add_up_to_the_sum_within_their_precision(pool: Pool, ranks: int, scatter: bool) -> None:
     largest = max(float(_contribution(rank).abs().max()) for rank in range(ranks))
     for way, step in (("int8", 1 / 254), ("fp16", 2.0**-11)):
         answers = pool.run(_summed, ranks, way, scatter)
@@ -106,7 +108,9 @@ def test_factors_of_as_many_directions_as_there_are_are_the_sum(pool: Pool, scat
 
 @pytest.mark.parametrize("scatter", [True, False])
 @pytest.mark.parametrize(("way", "times", "share"), [("int8", 20, 0.1), ("powersgd:2", 40, 0.35)])
-def test_what_is_lost_once_comes_later(pool: Pool, way: str, times: int, share: float, scatter: bool) -> None:
+def test_compression_errors_are_fed_back_later(
+    pool: Pool, way: str, times: int, share: float, scatter: bool
+) -> None:
     """The mean of many sums of the same is far nearer to it than one: without feedback all would be equal."""
     answers, exact = pool.run(_summed, 2, way, scatter, times), _exact(2)
     found = torch.stack([_whole(answers, scatter, time) for time in range(times)])
@@ -166,7 +170,7 @@ def _sent(plan: str) -> tuple[dict[OpType, float], list[UnitLayout]]:
 
 @pytest.mark.parametrize("zero", [0, 2])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_codes_send_what_the_formula_says(pool: Pool, ranks: int, zero: int) -> None:
+def test_codes_send_as_much_as_the_formula(pool: Pool, ranks: int, zero: int) -> None:
     for way, block_bytes in (("int8", 260), ("fp16", 512)):
         for sent, units in pool.over("gloo").run(_sent, ranks, f"dp={ranks} zero={zero} reduce={way}"):
             blocks = sum(-(-unit.numel // 256 // ranks) for unit in units)
@@ -181,7 +185,7 @@ def test_codes_send_what_the_formula_says(pool: Pool, ranks: int, zero: int) -> 
 
 @pytest.mark.parametrize("zero", [0, 2])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_factors_send_what_the_formula_says(pool: Pool, ranks: int, zero: int) -> None:
+def test_factors_send_as_much_as_the_formula(pool: Pool, ranks: int, zero: int) -> None:
     rank = 2
     for sent, units in pool.over("gloo").run(_sent, ranks, f"dp={ranks} zero={zero} reduce=powersgd:{rank}"):
         numbers = 0

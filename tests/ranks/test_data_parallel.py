@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import plait
+import plait.parallel.zero.rank_context
 import plait.parallel.zero.reduce_ops
 from plait.comm import PartialReduceWork, Work
 from support import programs
@@ -15,7 +16,7 @@ from support.pool import Pool, RankError
 
 @pytest.mark.parametrize("build", [programs.llama, programs.tied_llama, programs.branches])
 @pytest.mark.parametrize("micro", [1, 3])
-@pytest.mark.parametrize("dp", [1, 2, 4])
+@pytest.mark.parametrize("dp", [1, pytest.param(2, marks=pytest.mark.quick), 4])
 def test_every_gradient_and_weight_equals_the_one_process_programs(
     pool: Pool, dp: int, micro: int, build: Any
 ) -> None:
@@ -40,7 +41,7 @@ def test_sgd_sees_the_gradients_scale_and_agrees(pool: Pool) -> None:
 
 
 def _train_deaf(plan: str) -> Any:
-    """The parallel program whose ranks do not hear each other's gradients."""
+    """The parallel program whose ranks do not receive each other's gradients."""
     plait.parallel.zero.reduce_ops.start_all_reduce = lambda *_, **__: Work()
     try:
         return programs.train(programs.llama, plan)
@@ -110,7 +111,7 @@ def _own_loop() -> Any:
     return result, engine.full_gradients()
 
 
-def test_a_loop_of_ones_own_averages_its_losses_over_micro_batches_and_ranks(pool: Pool) -> None:
+def test_a_custom_loop_averages_its_losses_over_micro_batches_and_ranks(pool: Pool) -> None:
     result, gradients = pool.run(_own_loop, 2)[0]
     engine = plait.parallelize(programs.llama(), "dp=1 precision=fp64", seed=3)
     ids = programs.batches(1)[0]["input_ids"]
@@ -173,7 +174,7 @@ def test_ranks_that_do_not_fit_the_plan_are_refused(pool: Pool) -> None:
 def _bf16_by(all_reduce: bool, ranks: int, build: Any) -> Any:
     """Three bf16 steps of one micro-batch each; with `all_reduce`, gradients are widened first."""
     if all_reduce:
-        plait.parallel.zero.reduce_ops.sends_narrow = lambda *_: False
+        plait.parallel.zero.rank_context.sends_narrow = lambda *_: False
     try:
         engine = plait.parallelize(
             build(),
@@ -186,7 +187,7 @@ def _bf16_by(all_reduce: bool, ranks: int, build: Any) -> Any:
         results = [engine.step(programs.share_of(b, engine)) for b in programs.batches(3)]
         return results, engine.full_parameters()
     finally:
-        plait.parallel.zero.reduce_ops.sends_narrow = plait.comm.sends_narrow
+        plait.parallel.zero.rank_context.sends_narrow = plait.comm.sends_narrow
 
 
 @pytest.mark.parametrize("build", [programs.rough_llama, programs.branches])
@@ -214,8 +215,8 @@ def _bf16_deaf() -> Any:
 
 
 def test_without_the_exchange_the_bf16_run_is_another(pool: Pool) -> None:
-    heard, deaf = pool.run(_bf16_by, 2, False, 2, programs.rough_llama)[0], pool.run(_bf16_deaf, 2)[0]
-    assert heard[0] != deaf[0]
+    exchanged, muted = pool.run(_bf16_by, 2, False, 2, programs.rough_llama)[0], pool.run(_bf16_deaf, 2)[0]
+    assert exchanged[0] != muted[0]
 
 
 class _Running(torch.nn.Module):

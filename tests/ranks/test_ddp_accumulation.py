@@ -129,9 +129,7 @@ def _backwards(transport: str, arguments: dict[str, Any]) -> None:
 
 @over_both
 @pytest.mark.parametrize("way", ["plain", "views", "small buckets"])
-def test_a_second_backward_of_one_forward_adds_what_is_of_this_rank_alone(
-    pool: Pool, way: str, transport: str
-) -> None:
+def test_a_second_backward_of_one_forward_adds_local_gradients(pool: Pool, way: str, transport: str) -> None:
     pool.run(_backwards, 2, transport, ARGUMENTS[way])
 
 
@@ -303,7 +301,7 @@ class Careless(nn.Module):
 
 
 def _recovered(transport: str, arguments: dict[str, Any]) -> None:
-    """An error in a forward does no harm. After one in a backward the module is wrapped anew."""
+    """An error in a forward does no harm. After one in a backward the module is wrapped again."""
     init_gloo()
     model = Careless()
     ddp = wrapped(model, transport, **arguments)
@@ -326,7 +324,7 @@ def _recovered(transport: str, arguments: dict[str, Any]) -> None:
 
 @over_both
 @pytest.mark.parametrize("way", ["plain", "views", "unused"])
-def test_a_module_is_wrapped_anew_after_a_backward_that_failed(pool: Pool, way: str, transport: str) -> None:
+def test_a_module_is_wrapped_again_after_a_backward_that_failed(pool: Pool, way: str, transport: str) -> None:
     pool.run(_recovered, 2, transport, ARGUMENTS[way])
 
 

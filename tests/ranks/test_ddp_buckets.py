@@ -1,4 +1,4 @@
-"""DistributedDataParallel: how parameters are dealt to buckets, as a communication hook sees them."""
+"""DistributedDataParallel: how parameters are assigned to buckets, as a communication hook sees them."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,7 +35,7 @@ class Scales(nn.Module):
 
 
 def _layouts(module: Scales, steps: int, arguments: dict[str, Any], cap: float | None) -> list[Layout]:
-    """Of every step. `cap`: of a bucket, in KiB."""
+    """Layouts of every step's buckets. `cap`: a bucket's limit in KiB."""
     if cap is not None:
         arguments = {"bucket_cap_mb": cap / 1024} | arguments
     ddp = wrapped(module, **arguments)
@@ -123,7 +123,7 @@ CASES: dict[str, Case] = {
 }
 
 
-def _dealt(transport: str, name: str) -> None:
+def _assigned(transport: str, name: str) -> None:
     init_gloo()
     case = CASES[name]
     sizes = [round(256 * size) for size in case.kibibytes]
@@ -137,7 +137,7 @@ def _dealt(transport: str, name: str) -> None:
 def test_buckets_follow_the_parameters_at_first_and_then_the_order_of_their_gradients(
     pool: Pool, name: str
 ) -> None:
-    pool.run(_dealt, 2, "auto", name)
+    pool.run(_assigned, 2, "auto", name)
 
 
 def _rank_0s_order() -> None:
@@ -213,7 +213,7 @@ def test_buckets_are_rebuilt_once_before_the_forward_that_follows_a_synchronised
 
 
 def _grown(transport: str, arguments: dict[str, Any]) -> None:
-    """Gradients that lie in the first buckets are used until the new buckets are there, and after."""
+    """Gradients in the memory of the first buckets are used until the new buckets are there, and after."""
     init_gloo()
     ddp = wrapped(Scales([300, 200, 1, 500], dtypes="dddd"), transport, bucket_cap_mb=0.001, **arguments)
     sums = [torch.zeros_like(parameter) for parameter in ddp.parameters()]

@@ -210,7 +210,7 @@ def _left_alone() -> None:
         wrapped(Counting(), forward_sync_buffers=True)
 
 
-def test_buffers_are_left_alone_when_told_so(pool: Pool) -> None:
+def test_buffers_are_not_broadcast_when_disabled(pool: Pool) -> None:
     pool.run(_left_alone, 2)
 
 

@@ -81,7 +81,9 @@ def test_a_layer_checkpointed_several_times(
 @over_both
 @pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
 @pytest.mark.parametrize("way", ["unused", "static", "static reentrant"])
-def test_checkpoints_beside_unused_parameters(pool: Pool, way: str, shared: bool, transport: str) -> None:
+def test_activation_checkpoints_with_unused_parameters(
+    pool: Pool, way: str, shared: bool, transport: str
+) -> None:
     arguments = {"find_unused_parameters": True} if way == "unused" else {"static_graph": True}
     model = Model(2, way == "static reentrant", shared, spare=True).double()
     pool.run(_parity, 2, transport, model, arguments)

@@ -21,7 +21,7 @@ of_ranks = pytest.mark.parametrize("ranks", [2, 3])
 
 
 def _near(kind: str, transport: str, low: float, high: float) -> None:
-    """In the first buckets, and in those that are dealt anew."""
+    """In the first buckets, and in those that are rebuilt."""
     init_gloo()
     for arguments in ({}, {"bucket_cap_mb": 0.0004}):
         ddp = compressed(model_of_blocks(), kind, transport, **arguments)
@@ -40,7 +40,7 @@ def _near(kind: str, transport: str, low: float, high: float) -> None:
     ("kind", "low", "high"),
     [("bf16", 1e-5, 2**-8), ("fp16", 1e-6, 2**-10), ("int8", 1e-4, 0.05), ("powersgd:1", 1e-3, 1.0)],
 )
-def test_the_mean_is_as_near_as_its_messages_can_say(
+def test_the_mean_is_as_precise_as_its_messages(
     pool: Pool, kind: str, low: float, high: float, ranks: int, transport: str
 ) -> None:
     pool.run(_near, ranks, kind, transport, low, high)
@@ -120,7 +120,7 @@ def _strided(transport: str) -> None:
 
 
 @over_both
-def test_a_matrix_is_factored_as_it_lies_in_memory(pool: Pool, transport: str) -> None:
+def test_a_matrix_is_factored_by_its_memory_layout(pool: Pool, transport: str) -> None:
     pool.run(_strided, 2, transport)
 
 
@@ -148,21 +148,21 @@ def _constant(kind: str, transport: str, forgets: bool) -> tuple[float, float]:
 @over_both
 @of_ranks
 @pytest.mark.parametrize(("kind", "share"), [("int8", 0.1), ("powersgd:1", 0.25)])
-def test_what_is_lost_in_a_step_comes_in_later_ones(
+def test_compression_errors_of_a_step_are_added_in_later_ones(
     pool: Pool, kind: str, share: float, ranks: int, transport: str
 ) -> None:
     for once, mean in pool.run(_constant, ranks, kind, transport, False):
         assert 0 < mean < share * once
 
 
-def test_what_is_forgotten_does_not_come(pool: Pool) -> None:
+def test_dropped_compression_errors_are_not_added(pool: Pool) -> None:
     for once, mean in pool.run(_constant, 2, "int8", "auto", True):
         assert mean > 0.5 * once
 
 
 @over_both
 @pytest.mark.parametrize("kind", ["int8", "powersgd:1"])
-def test_buckets_that_are_dealt_anew_take_along_what_is_lost(pool: Pool, kind: str, transport: str) -> None:
+def test_rebuilt_buckets_keep_their_compression_errors(pool: Pool, kind: str, transport: str) -> None:
     pool.run(_taken_along, 2, kind, transport)
 
 
@@ -174,7 +174,7 @@ def _taken_along(kind: str, transport: str) -> None:
     loss32(ddp, dist.get_rank()).backward()
     before = {number: lost.clone() for number, lost in state._errors_by_param().items()}
     first = [bucket.param_indices for bucket in ddp.reducer.buckets]
-    ddp(rows(dist.get_rank()).float())  # buckets are dealt anew
+    ddp(rows(dist.get_rank()).float())  # buckets are rebuilt
     assert [bucket.param_indices for bucket in ddp.reducer.buckets] != first
     state._begin()
     after = state._errors_by_param()
@@ -200,5 +200,7 @@ def _overflowed(kind: str, transport: str) -> None:
 
 @over_both
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_step_that_is_not_finite_leaves_nothing_behind(pool: Pool, kind: str, transport: str) -> None:
+def test_a_step_that_is_not_finite_leaves_no_compression_errors(
+    pool: Pool, kind: str, transport: str
+) -> None:
     pool.run(_overflowed, 2, kind, transport)

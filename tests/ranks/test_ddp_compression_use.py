@@ -1,4 +1,4 @@
-"""DistributedDataParallel with compressed gradients: in training, beside other features; what is refused."""
+"""DistributedDataParallel with compressed gradients: in training, with other features; what is refused."""
 
 from typing import Any
 
@@ -70,7 +70,7 @@ def _accumulated(kind: str, transport: str) -> None:
 
 @over_both
 @pytest.mark.parametrize("kind", ["bf16", "fp16", "int8", "powersgd:8"])
-def test_what_has_accumulated_is_compressed(pool: Pool, kind: str, transport: str) -> None:
+def test_accumulated_gradients_are_compressed(pool: Pool, kind: str, transport: str) -> None:
     pool.run(_accumulated, 2, kind, transport)
 
 
@@ -117,7 +117,7 @@ def test_two_models_share_a_backward(pool: Pool, kind: str, transport: str) -> N
 
 
 def _given_up(kind: str, transport: str) -> None:
-    """A backward that fails behind its first bucket does not disturb the next one."""
+    """A backward that fails after its first bucket does not disturb the next one."""
     init_gloo()
     ddp = compressed(model_of_blocks(), kind, transport, bucket_cap_mb=0.0004)
     for step in range(4):
@@ -204,7 +204,7 @@ def _refused() -> None:
         Compression(nn.parallel.DistributedDataParallel(Layers().float()), "int8")
 
 
-def test_what_cannot_be_compressed_is_refused_before_anything_starts(pool: Pool) -> None:
+def test_incompressible_models_are_refused_before_training(pool: Pool) -> None:
     pool.run(_refused, 2)
 
 
@@ -215,7 +215,7 @@ def _failed(transport: str) -> None:
     state = Compression(ddp, "int8")
     ddp.register_comm_hook(state, compression_hook)
     loss32(ddp, dist.get_rank()).backward()
-    out = ddp(rows(dist.get_rank()).float())  # buckets are dealt anew
+    out = ddp(rows(dist.get_rank()).float())  # buckets are rebuilt
     state._begin()
     compressor = state._reductions[0].compressor
     assert isinstance(compressor, CompressedReduce)

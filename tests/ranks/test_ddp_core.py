@@ -46,7 +46,7 @@ def _trained(transport: str, arguments: dict[str, Any]) -> None:
 
 
 @over_both
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.quick), 3])
 def test_replicas_train_as_one_process_on_the_whole_batch(pool: Pool, ranks: int, transport: str) -> None:
     pool.run(_trained, ranks, transport, {})
 
@@ -88,9 +88,7 @@ def _broadcast_at_the_start(transport: str) -> None:
 
 
 @over_both
-def test_parameters_and_buffers_are_rank_0s_at_the_start_unless_told_otherwise(
-    pool: Pool, transport: str
-) -> None:
+def test_parameters_and_buffers_are_rank_0s_at_the_start_unless_disabled(pool: Pool, transport: str) -> None:
     pool.run(_broadcast_at_the_start, 2, transport)
 
 
@@ -160,7 +158,7 @@ def test_state_has_the_prefix_module_and_loads_in_place(pool: Pool) -> None:
 
 
 class Tied(nn.Module):
-    """One weight under two names, a frozen layer, one that DDP is told to ignore, and a bare parameter."""
+    """One weight under two names, a frozen layer, a layer that DDP ignores, and a bare parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -293,7 +291,7 @@ def test_gradients_keep_the_strides_of_channels_last_weights(
 
 
 class Turned(nn.Module):
-    """A weight that lies in memory as its transpose, whose gradient comes in the usual order."""
+    """A weight whose memory is that of its transpose, and whose gradient comes in the usual order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -316,7 +314,9 @@ def _turned(transport: str, arguments: dict[str, Any]) -> None:
 
 @over_both
 @pytest.mark.parametrize("arguments", [{}, {"gradient_as_bucket_view": True}], ids=["copied", "views"])
-def test_gradients_lie_as_their_parameters_lie(pool: Pool, arguments: dict[str, Any], transport: str) -> None:
+def test_gradients_have_their_parameters_strides(
+    pool: Pool, arguments: dict[str, Any], transport: str
+) -> None:
     pool.run(_turned, 2, transport, arguments)
 
 

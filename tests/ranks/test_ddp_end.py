@@ -39,7 +39,7 @@ def _let_go(transport: str, arguments: dict[str, Any]) -> None:
 
 @over_both
 @pytest.mark.parametrize("way", ARGUMENTS)
-def test_a_module_is_free_again_when_its_wrapper_is_let_go(pool: Pool, way: str, transport: str) -> None:
+def test_a_module_is_free_again_when_its_wrapper_is_deleted(pool: Pool, way: str, transport: str) -> None:
     pool.run(_let_go, 2, transport, ARGUMENTS[way])
 
 

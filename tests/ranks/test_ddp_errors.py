@@ -50,7 +50,7 @@ def _refused() -> None:
         wrapped(Layers(), check_reduction=True)
 
 
-def test_what_the_constructor_refuses(pool: Pool) -> None:
+def test_the_constructor_refuses_invalid_arguments(pool: Pool) -> None:
     pool.run(_refused, 2)
 
 
@@ -152,7 +152,7 @@ def _unfinished_by_name() -> None:
             ddp(rows(dist.get_rank()))
 
 
-def test_names_are_in_the_letter_when_debugging(pool: Pool) -> None:
+def test_names_are_in_the_error_when_debugging(pool: Pool) -> None:
     pool.run(_unfinished_by_name, 2)
 
 

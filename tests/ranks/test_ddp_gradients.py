@@ -39,7 +39,7 @@ def _views(transport: str) -> None:
         loss_of(ddp, dist.get_rank()).backward()
         assert_gradients(ddp.module, expected)
         storages = {parameter.grad.untyped_storage().data_ptr() for parameter in parameters}
-        assert len(storages) == 1, "gradients do not lie in one bucket"
+        assert len(storages) == 1, "gradients are not in one bucket"
         assert parameters[0].grad._base is not None
         ddp.zero_grad()
     loss_of(ddp, dist.get_rank()).backward()
@@ -103,7 +103,7 @@ def test_a_gradient_that_the_user_keeps_is_not_written_to_by_later_steps(
 
 
 def _preset(transport: str, arguments: dict[str, Any]) -> None:
-    """Gradients that the user has put there are added to, where they lie."""
+    """Gradients that the user has set are added to, in place."""
     init_gloo()
     ddp = wrapped(Layers(), transport, **arguments)
     expected = mean_gradients(ddp.module)
@@ -125,7 +125,7 @@ def test_a_gradient_that_the_user_has_set_is_added_to(pool: Pool, way: str, tran
 
 
 def _different_presets(transport: str, arguments: dict[str, Any]) -> None:
-    """What lies in .grad is averaged with the rest: it is this rank's part of the sum."""
+    """The value in .grad is averaged with the rest: it is this rank's part of the sum."""
     init_gloo()
     ddp = wrapped(Layers(), transport, **arguments)
     expected = mean_gradients(ddp.module)
@@ -137,7 +137,7 @@ def _different_presets(transport: str, arguments: dict[str, Any]) -> None:
 
 @over_both
 @in_all_ways
-def test_what_is_in_a_gradient_before_backward_is_averaged_with_it(
+def test_a_gradient_set_before_backward_is_averaged_with_the_new_one(
     pool: Pool, way: str, transport: str
 ) -> None:
     pool.run(_different_presets, 2, transport, VIEWS[way])
@@ -165,7 +165,7 @@ def _zeroed(transport: str, arguments: dict[str, Any]) -> None:
 
 @over_both
 @in_all_ways
-def test_gradients_accumulate_until_they_are_zeroed_in_place_or_let_go(
+def test_gradients_accumulate_until_they_are_zeroed_in_place_or_set_to_none(
     pool: Pool, way: str, transport: str
 ) -> None:
     pool.run(_zeroed, 2, transport, VIEWS[way])

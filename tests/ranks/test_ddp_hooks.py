@@ -63,7 +63,7 @@ def chained(state: Any, bucket: dist.GradBucket) -> Future[Tensor]:
     """Two communications, the second started by a callback of the first.
 
     The callback does not hold the process group: Gloo's thread, which frees the callback some time after its
-    result is there, could be the last to let go of the group, and would then wait for its own end.
+    result is there, could be the last to free the group, and would then wait for its own end.
     """
 
     def again(future: Future[list[Tensor]]) -> Tensor:
@@ -92,7 +92,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 
 
 def _hooked(transport: str, name: str, arguments: dict[str, Any]) -> None:
-    """In one bucket: a callback that communicates beside another's would leave the order to chance."""
+    """In one bucket: two callbacks that communicate at a time would leave the order to chance."""
     group = init_gloo()
     ddp = wrapped(Layers(), transport, **arguments)
     ddp.register_comm_hook(group, HOOKS[name])
@@ -198,7 +198,7 @@ class Towers(nn.Module):
 
 
 def _unused_with_hook(transport: str) -> None:
-    """Rank 0 uses the first tower and rank 1 the second; nobody the third."""
+    """Rank 0 uses the first tower and rank 1 the second; no rank the third."""
     group = init_gloo()
     ddp = wrapped(Towers(), transport, find_unused_parameters=True)
     ddp.register_comm_hook(group, default_hooks.allreduce_hook)
@@ -234,7 +234,7 @@ def _accumulated(transport: str) -> None:
 
 
 @over_both
-def test_a_hook_reduces_what_has_accumulated(pool: Pool, transport: str) -> None:
+def test_a_hook_reduces_accumulated_gradients(pool: Pool, transport: str) -> None:
     pool.run(_accumulated, 2, transport)
 
 
@@ -285,7 +285,7 @@ def _registered() -> None:
         built_in.register_comm_hook(None, _bare)
 
 
-def test_what_is_no_hook_is_refused(pool: Pool) -> None:
+def test_invalid_hooks_are_refused(pool: Pool) -> None:
     pool.run(_registered, 2)
 
 

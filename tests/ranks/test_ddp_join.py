@@ -264,7 +264,7 @@ def test_two_models_join_together(pool: Pool, transport: str) -> None:
 
 
 class Branches(nn.Module):
-    """A rank uses its own branch; nobody uses the last."""
+    """A rank uses its own branch; no rank uses the last."""
 
     def __init__(self) -> None:
         super().__init__()

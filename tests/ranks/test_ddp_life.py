@@ -96,7 +96,7 @@ def test_a_state_dict_goes_from_one_to_another_and_to_a_plain_module(pool: Pool,
 
 
 def _compiled(transport: str, inside: bool, arguments: dict[str, Any]) -> None:
-    """In buckets of a MiB, at which the compiler cuts what it is told lies in a wrapper."""
+    """In buckets of a MiB, at which the compiler cuts modules that are marked as wrapped."""
     init_gloo()
     torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(5, 400), nn.Tanh(), nn.Linear(400, 400), nn.Tanh(), nn.Linear(400, 3))

@@ -1,4 +1,4 @@
-"""DistributedDataParallel: whose memory gradients lie in, when it is used again, and when it is free."""
+"""DistributedDataParallel: the memory of gradients, when it is reused, and when it is free."""
 
 import gc
 import weakref
@@ -72,9 +72,7 @@ def _in_place(transport: str, to_none: bool) -> None:
 @PLAIT_ONLY
 @over_both
 @pytest.mark.parametrize("to_none", [True, False])
-def test_large_gradients_lie_in_the_same_memory_step_after_step(
-    pool: Pool, to_none: bool, transport: str
-) -> None:
+def test_large_gradients_keep_their_memory_step_after_step(pool: Pool, to_none: bool, transport: str) -> None:
     pool.run(_in_place, 2, transport, to_none)
 
 
@@ -125,7 +123,7 @@ def test_buckets_are_reduced_while_the_first_backward_runs(pool: Pool, transport
 
 
 def _looked_at(transport: str) -> None:
-    """Optimizers and hooks that look at `.grad` behind backward find the mean, wherever it lies."""
+    """Optimizers and hooks that read `.grad` after backward find the mean, in whatever memory it is."""
     init_gloo()
     ddp = wrapped(Mixed(), transport)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)

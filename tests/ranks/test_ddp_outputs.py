@@ -154,7 +154,7 @@ def test_a_parameter_without_elements_is_no_obstacle(pool: Pool) -> None:
 
 
 def _changed_in_place() -> None:
-    """The sink clones outputs, so a loss may change them in place; told not to, it hands on the tensor."""
+    """The sink clones outputs, so a loss may change them in place; without clones it returns the tensor."""
     init_gloo()
     ddp = wrapped(Heads(), find_unused_parameters=True)
 

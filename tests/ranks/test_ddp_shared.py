@@ -20,7 +20,7 @@ def _loss(model: nn.Module, rank: int, step: int = 0) -> Tensor:
 
 
 def _nested(transport: str) -> None:
-    """A wrapped module in a wrapped module; gradients are made anew, and then kept in place."""
+    """A wrapped module in a wrapped module; gradients are made again, and then kept in place."""
     init_gloo()
     plain = nn.Sequential(_layers(3), nn.Linear(WIDE, 3))
     inner = wrapped(plain[0], transport)

@@ -244,7 +244,9 @@ def _zero(transport: str, arguments: dict[str, Any]) -> None:
 
 @over_both
 @pytest.mark.parametrize("arguments", [{}, {"gradient_as_bucket_view": True}], ids=["copied", "views"])
-def test_a_zero_optimizer_beside_it(pool: Pool, arguments: dict[str, Any], transport: str) -> None:
+def test_a_zero_optimizer_with_a_wrapped_module(
+    pool: Pool, arguments: dict[str, Any], transport: str
+) -> None:
     pool.run(_zero, 2, transport, arguments)
 
 
@@ -294,7 +296,7 @@ def test_a_fused_optimizer_steps_when_a_bucket_is_reduced(pool: Pool, transport:
 def _delayed(transport: str) -> None:
     """Some parameters are reduced in a message of their own, which one parameter's gradient starts.
 
-    Nobody waits for that message.
+    No rank waits for that message.
     """
     init_gloo()
     model = Layers()

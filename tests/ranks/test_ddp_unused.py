@@ -32,7 +32,7 @@ in_all_ways = pytest.mark.parametrize("way", ARGUMENTS)
 
 
 class Branches(nn.Module):
-    """A trunk and branches, of which a step uses those it is told to."""
+    """A trunk and branches, of which each step uses the given ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def of_branches(model: nn.Module, rank: int, used: tuple[int, ...], step: int = 
     return model(rows(rank, step), used).square().mean()
 
 
-# By step, then by rank, the branches that are used. 3 is used by nobody; the last step has all but it.
+# By step, then by rank, the branches that are used. No rank uses 3; the last step has all but it.
 STEPS = [
     [(0,), (0,), (0,)],
     [(0,), (1,), (2,)],
@@ -77,14 +77,14 @@ def _branches(transport: str, arguments: dict[str, Any]) -> None:
 @over_both
 @in_all_ways
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_what_no_rank_uses_has_no_gradient_and_what_one_uses_has_the_mean(
+def test_parameters_used_by_no_rank_have_no_gradient_and_those_used_by_one_the_mean(
     pool: Pool, ranks: int, way: str, transport: str
 ) -> None:
     pool.run(_branches, ranks, transport, ARGUMENTS[way])
 
 
 def _left_untouched(transport: str, arguments: dict[str, Any]) -> None:
-    """A gradient that lies there already is kept where no rank uses the parameter, and else averaged."""
+    """An existing gradient is kept where no rank uses the parameter, and else averaged."""
     init_gloo()
     rank = dist.get_rank()
     ddp = wrapped(Branches(), transport, find_unused_parameters=True, **arguments)
@@ -106,7 +106,7 @@ def test_a_gradient_that_no_rank_adds_to_is_left_as_it_was(pool: Pool, way: str,
 
 
 def _accumulated(transport: str, arguments: dict[str, Any]) -> None:
-    """What was used under no_sync alone counts as used in the step that synchronises."""
+    """Parameters used under no_sync alone count as used in the step that synchronises."""
     init_gloo()
     rank = dist.get_rank()
     ddp = wrapped(Branches(), transport, find_unused_parameters=True, **arguments)
@@ -182,7 +182,7 @@ def _static(transport: str, arguments: dict[str, Any], used: list[tuple[int, ...
 @over_both
 @in_all_ways
 @pytest.mark.parametrize("used", [[(0, 1), (0, 1)], [(0,), (1, 2)]], ids=["same", "other"])
-def test_a_static_graph_finds_out_by_itself_what_is_unused(
+def test_a_static_graph_detects_unused_parameters(
     pool: Pool, used: list[tuple[int, ...]], way: str, transport: str
 ) -> None:
     pool.run(_static, 2, transport, ARGUMENTS[way], used)
@@ -245,7 +245,7 @@ def test_a_static_graph_accumulates(pool: Pool, transport: str) -> None:
     pool.run(_static_accumulation, 2, transport)
 
 
-def _told_later() -> None:
+def _declared_later() -> None:
     init_gloo()
     ddp = wrapped(Branches())
     ddp._set_static_graph()
@@ -265,7 +265,7 @@ def _told_later() -> None:
 
 
 def test_a_graph_may_be_declared_static_after_construction(pool: Pool) -> None:
-    pool.run(_told_later, 2)
+    pool.run(_declared_later, 2)
 
 
 def _all_used() -> None:

@@ -29,7 +29,7 @@ def _cases(cases: list[Case]) -> int:
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_every_verb_leaves_torchs_bits_wherever_tensors_lie(pool: Pool, ranks: int) -> None:
+def test_every_verb_leaves_torchs_bits_in_every_storage(pool: Pool, ranks: int) -> None:
     cases = in_pairs(ranks, seed=ranks)
     assert pool.run(_cases, ranks, cases, timeout_s=120) == [len(cases)] * ranks
 
@@ -50,14 +50,14 @@ def _like_gloo(sizes: list[int]) -> list[torch.Tensor]:
         all_reduce(tensor := mine.clone(), group)
         all_gather(gathered := torch.empty(group.size * mine.numel(), dtype=mine.dtype), mine, group)
         reduce_scatter(scattered := torch.empty(numel, dtype=mine.dtype), mine, group, "max")
-        all_to_all(dealt := torch.empty_like(mine), mine, group)
+        all_to_all(received := torch.empty_like(mine), mine, group)
         broadcast(copied := mine.clone(), group, group.size - 1)
-        got += [tensor, gathered, scattered, dealt, copied]
+        got += [tensor, gathered, scattered, received, copied]
     return got
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_host_and_gloo_say_the_same(pool: Pool, ranks: int) -> None:
+def test_host_and_gloo_send_the_same(pool: Pool, ranks: int) -> None:
     host, gloo = (pool.over(name).run(_like_gloo, ranks, [1, 1000, 70_001]) for name in ("host", "gloo"))
     for ours, theirs in zip(host, gloo, strict=True):
         for found, expected in zip(ours, theirs, strict=True):
@@ -89,12 +89,12 @@ def _in_place(numel: int, owned: bool) -> None:
 
 @pytest.mark.parametrize("owned", [True, False])
 @pytest.mark.parametrize("numel", [5, 100_003, 300_000])
-def test_pieces_may_lie_in_the_whole(pool: Pool, numel: int, owned: bool) -> None:
+def test_pieces_may_be_views_of_the_full_tensor(pool: Pool, numel: int, owned: bool) -> None:
     pool.run(_in_place, 3, numel, owned)
 
 
 def _overwrite_at_once(numel: int, owned: bool) -> None:
-    """What a call was given is the program's again when it returns: peers are through with it."""
+    """The program may overwrite its source when the call returns: peers have read it."""
     world = connect(transport="host")
     group = world.group
     tensor = world.empty(numel, torch.float32) if owned else torch.empty(numel)
@@ -116,7 +116,7 @@ def test_a_tensor_is_the_programs_again_when_the_call_returns(pool: Pool, numel:
 
 
 def _many_started() -> None:
-    """More calls under way than the queue holds, waited for in another order, or by nobody."""
+    """More calls under way than the queue holds, waited for in another order, or not at all."""
     world = connect(transport="host")
     group = world.group
     tensors = [torch.full((200,), float(i + group.rank)) for i in range(700)]

@@ -99,7 +99,7 @@ def _sent_and_gone() -> float:
     return found.mean().item()
 
 
-def test_what_a_rank_sent_before_it_left_arrives(pool: Pool) -> None:
+def test_messages_sent_before_a_rank_left_arrive(pool: Pool) -> None:
     assert pool.run(_sent_and_gone, 2) == [0.0, 5.0]
 
 
@@ -112,12 +112,12 @@ def _of_another_size() -> str:
         else:
             receive(torch.ones(7), world.group, 0, label="h3")
     except CommError as error:
-        time.sleep(0.3)  # the other one is to hear of it, not to lose us
+        time.sleep(0.3)  # the other rank is to receive it, not to lose us
         return str(error)
     return "no error"
 
 
-def test_a_message_of_another_size_is_a_letter_with_both_sizes(pool: Pool) -> None:
+def test_a_message_of_another_size_is_an_error_with_both_sizes(pool: Pool) -> None:
     sender, receiver = pool.run(_of_another_size, 2)
     assert "receive of h3 failed: the sizes of the message differ" in receiver
     assert "rank 0 sent 40 bytes, rank 1 expected 28" in receiver
@@ -158,7 +158,7 @@ def _sum_case(world: World, numel: int, dtype: torch.dtype, kind: int) -> None:
             assert_bits(given[rest], wholes[me][rest], "what was given")
     for summing, given, _, _ in order:
         summing.release()
-        given.fill_(-7)  # nobody reads it any more
+        given.fill_(-7)  # no rank reads it any more
 
 
 def _sums() -> int:
@@ -218,7 +218,7 @@ def _reads_after_meeting() -> float:
     return out.mean().item()
 
 
-def test_who_takes_memory_does_not_wait_for_peers_that_wait_for_him(pool: Pool) -> None:
+def test_taking_memory_does_not_deadlock_with_waiting_peers(pool: Pool) -> None:
     assert pool.run(_reads_after_meeting, 2) == [3.0, 3.0]
 
 
@@ -236,5 +236,5 @@ def _arena_after_many_sums() -> int:
 
 
 def test_memory_that_was_given_to_a_sum_comes_back(pool: Pool) -> None:
-    """Of 60 tensors of 400,000 bytes there is one at a time, and what slow peers still read."""
+    """At most one of 60 tensors of 400,000 bytes is in memory at a time, and those that slow peers read."""
     assert max(pool.run(_arena_after_many_sums, 2)) <= 5 * 401_408

@@ -61,7 +61,7 @@ class Player:
     def __init__(self, world: World, seed: int) -> None:
         self.world = world
         self.chance = random.Random(seed)  # alike on all ranks
-        self.own = random.Random(f"{seed} {world.rank}")  # this rank's: when it waits, where tensors lie
+        self.own = random.Random(f"{seed} {world.rank}")  # this rank's: when it waits, how tensors are stored
         self.groups = self._groups()
         self.under_way: list[Check] = []
         self.sums: dict[int, list[_Sum]] = {}  # by group: nothing else may be called there meanwhile
@@ -116,10 +116,10 @@ class Player:
             end.release()
 
     def _tensor(self, content: Tensor) -> Tensor:
-        lies = self.own.randrange(3)
-        if lies == 0:
+        storage = self.own.randrange(3)
+        if storage == 0:
             return self.world.empty(content.numel(), content.dtype).copy_(content)
-        if lies == 1:
+        if storage == 1:
             return torch.empty(content.numel(), 2, dtype=content.dtype)[:, 0].copy_(content)
         return content.clone()
 
@@ -217,7 +217,7 @@ class _Sum:
 
 
 def _held() -> dict[str, int]:
-    """What this process holds of the system."""
+    """Counts of the process's system resources."""
     gc.collect()
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return {

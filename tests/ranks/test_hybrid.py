@@ -1,4 +1,4 @@
-"""Every strand beside every other: the numbers are the one-process program's, whatever the plan."""
+"""Every strand combined with every other: the one-process program's numbers under every plan."""
 
 import datetime
 import functools
@@ -65,8 +65,10 @@ def test_sixteen_ranks_train_as_the_one_process_program_does(pool: Pool, model: 
     programs.assert_same(ours, programs.one_process_task(task, ours.first_weights, 1))
 
 
-@pytest.mark.parametrize("verb", ["all_reduce", "start_scattered_sum", "start_all_gather"])
-def test_of_three_strands_none_can_be_deaf(pool: Pool, verb: str) -> None:
+@pytest.mark.parametrize(
+    "verb", [pytest.param("all_reduce", marks=pytest.mark.quick), "start_scattered_sum", "start_all_gather"]
+)
+def test_each_of_three_strands_needs_its_communication(pool: Pool, verb: str) -> None:
     """Over columns, between data ranks as gradients are summed, and as parameters are gathered."""
     task, plan = pipeline_plans.task("llama", 3, 8), "pp=2 dp=2 tp=2 zero=3 micro=2 precision=fp64"
     ours = pool.over("gloo").run(programs.train_task, 8, task, plan, (verb,))[0]
@@ -76,8 +78,8 @@ def test_of_three_strands_none_can_be_deaf(pool: Pool, verb: str) -> None:
 
 @pytest.fixture(scope="session")
 def record() -> Iterator[Callable[[Case, float | None], None]]:
-    """Of a sweep, for tools/hybrid_table.py: what it ran on and beside, then a line for each case, with None
-    for one that failed."""
+    """Record a sweep for tools/hybrid_table.py: the machine and its load, then a line for each case, with
+    None for a case that failed."""
     RESULTS.parent.mkdir(exist_ok=True)
     machine = f"{os.cpu_count()} cores ({platform.machine()}), torch {torch.__version__}"
     today, few = datetime.date.today().isoformat(), len(hybrid_plans.few_cases())

@@ -1,4 +1,4 @@
-"""A hundred steps of a hybrid lie on the one-process curve: what few steps would hide has grown by then."""
+"""A hundred steps of a hybrid follow the one-process curve: what few steps would hide has grown by then."""
 
 import argparse
 import math
@@ -37,7 +37,7 @@ def losses_under(plan: str) -> list[float]:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("plan", ["pp=2 dp=2 tp=2 zero=1 micro=4", "dp=2 zero=3 tp=2x2"])
-def test_a_hybrid_of_eight_ranks_lies_on_the_one_process_curve(pool: Pool, plan: str) -> None:
+def test_a_hybrid_of_eight_ranks_follows_the_one_process_curve(pool: Pool, plan: str) -> None:
     [expected] = pool.run(losses_under, 1, "dp=1", timeout_s=600)
     found = pool.run(losses_under, 8, plan, timeout_s=600)[0]
     assert expected[-1] < 0.7 * expected[0], "it learns"

@@ -16,7 +16,7 @@ WITHOUT_TARGETS = 2  # the number of such a micro-batch
 
 
 def unlike_micros(steps: int) -> list[list[dict[str, Tensor]]]:
-    """Of every step's micro-batches all shapes differ, and from step to step who has which."""
+    """Micro-batches of different shapes within every step, assigned to ranks differently in each step."""
     generator = torch.Generator().manual_seed(7)
     return [
         [_micro(generator, *SIZES[(step + number) % 4], number) for number in range(4)]

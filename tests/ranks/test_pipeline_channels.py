@@ -1,4 +1,4 @@
-"""Channels between two ranks: nobody waits to send, tensors come in order, outputs arrive as they were."""
+"""Channels between two ranks: senders do not wait, tensors come in order, outputs arrive unchanged."""
 
 import os
 import signal
@@ -34,6 +34,11 @@ def _lane(world: World, name: str = "activations") -> Group:
     return world.new_group((0, 1), name)
 
 
+def _in_flight_bytes(outbox: Outbox) -> int:
+    """Bytes of sends that had not completed at the last poll."""
+    return sum(tensor.nbytes for _, tensor in outbox._in_flight)
+
+
 def _until(is_true: Callable[[], bool], most_s: float = 10.0) -> None:
     end_s = time.monotonic() + most_s
     while not is_true():
@@ -45,7 +50,7 @@ def _until(is_true: Callable[[], bool], most_s: float = 10.0) -> None:
 
 
 def _questions() -> tuple[bool, bool]:
-    """What it says before the receiver posts; whether it is over in the end."""
+    """The answers before the receiver posts, and at the end."""
     world = connect()
     lane = _lane(world)
     if world.rank == 0:
@@ -61,16 +66,16 @@ def _questions() -> tuple[bool, bool]:
     barrier(world.group)
     pending = start_receive(found, lane, 0)
     _until(pending.is_done)
-    assert torch.equal(found, torch.arange(float(MB)))  # nobody has waited
+    assert torch.equal(found, torch.arange(float(MB)))  # no rank has waited
     pending.wait()
     return False, pending.is_over
 
 
-def test_who_asks_hears_when_a_message_is_through_without_waiting(ranks: Ranks) -> None:
+def test_completion_of_a_message_can_be_polled(ranks: Ranks) -> None:
     assert ranks.run(_questions, 2) == [(False, True)] * 2
 
 
-# --- nobody waits to send
+# --- senders do not wait
 
 
 def _burst() -> tuple[float, int]:
@@ -85,11 +90,11 @@ def _burst() -> tuple[float, int]:
             outbox.send_tensors([message])
         took_s = time.monotonic() - begin_s
         assert bool((messages[0] @ messages[1] == 0).item())
-        allocated_bytes = outbox.in_flight_bytes
+        allocated_bytes = _in_flight_bytes(outbox)
         barrier(world.group)
         _until(outbox._in_flight[-1][0].is_done)
         outbox.release_sent()  # once, and all is let go
-        assert outbox.in_flight_bytes == 0
+        assert _in_flight_bytes(outbox) == 0
         return took_s, allocated_bytes
     inbox = Inbox(lane, device=CPU)
     barrier(world.group)
@@ -137,12 +142,12 @@ def _memory() -> None:
         outbox.release_sent()
         # What the transport reads: a copy in memory that ranks share, else the tensor itself.
         assert (memory() is None) == shares_memory(lane)
-        assert outbox.in_flight_bytes == 8 * MB
+        assert _in_flight_bytes(outbox) == 8 * MB
         barrier(world.group)
 
         def is_gone() -> bool:
             outbox.release_sent()
-            return outbox.in_flight_bytes == 0
+            return _in_flight_bytes(outbox) == 0
 
         _until(is_gone)
         _until(lambda: memory() is None)
@@ -153,11 +158,11 @@ def _memory() -> None:
     [found] = inbox.post([TensorSpec((2 * MB,), torch.float32)]).wait()
     held = weakref.ref(found)
     del found
-    assert held() is None  # what was handed over is nobody else's
+    assert held() is None  # no reference is left after the hand-over
     barrier(world.group)
 
 
-def test_memory_is_let_go_when_it_is_gone_and_nobody_waits(ranks: Ranks) -> None:
+def test_memory_is_freed_once_sent_without_waiting(ranks: Ranks) -> None:
     ranks.run(_memory, 2)
 
 
@@ -210,7 +215,7 @@ def _round_trip() -> list[tuple[int, int]]:
     lane, back = _lane(world), _lane(world, "gradients")
     inbox = Inbox(back if world.rank == 0 else lane, device=CPU)
     outbox = Outbox(lane if world.rank == 0 else back, device=CPU)
-    told = []
+    notified = []
     for name, output in _outputs().items():
         parcel, tensors = pack(output)
         if world.rank == 0:
@@ -231,9 +236,9 @@ def _round_trip() -> list[tuple[int, int]]:
                 torch.autograd.backward(tensor, tensor.detach() * (turn + 1))
             gradients = arrival.take_gradients()
             outbox.send_tensors(gradients)
-        told.append((num_new, len(gradients)))
+        notified.append((num_new, len(gradients)))
     outbox.drain()
-    return told
+    return notified
 
 
 def test_outputs_of_all_shapes_arrive_as_they_were_and_gradients_go_back(ranks: Ranks) -> None:
@@ -273,7 +278,7 @@ def _gradients_of_unused() -> list[float]:
     return [gradient.sum().item() for gradient in arrival.take_gradients()]
 
 
-def test_an_arrival_may_be_changed_in_place_and_what_nobody_used_has_a_gradient_of_zeros() -> None:
+def test_an_arrival_may_be_changed_in_place_and_unused_ones_have_zero_gradients() -> None:
     assert _gradients_of_unused() == [12.0, 0.0]
 
 
@@ -282,14 +287,14 @@ def test_an_arrival_without_gradients_records_nothing() -> None:
     assert not any(tensor.requires_grad for tensor in StageInput(parcel, tensors).tensors)
 
 
-# --- letters
+# --- errors
 
 
 class _Unknown:
     pass
 
 
-def test_what_cannot_travel_is_named_with_its_place() -> None:
+def test_unsendable_outputs_are_named_with_their_place() -> None:
     with pytest.raises(ModelError, match="h3 returns something that cannot be sent") as caught:
         pack((torch.ones(1), {"cache": [_Unknown()]}), source="h3")
     assert "output[1]['cache'][0] is a test_pipeline_channels._Unknown" in str(caught.value)
@@ -314,7 +319,7 @@ def _of_another_shape() -> str:
     return str(caught.value)
 
 
-def test_an_output_whose_shape_depends_on_values_is_a_letter(pool: Pool) -> None:
+def test_an_output_whose_shape_depends_on_values_is_an_error(pool: Pool) -> None:
     message = pool.run(_of_another_shape, 2)[0]
     assert "depends on more than the shapes of its micro-batch" in message
     assert "given   : [2, 4] float32" in message
@@ -342,7 +347,7 @@ def _peer_dies(sends: bool) -> None:
 
 
 @pytest.mark.parametrize("sends", [True, False], ids=["sender", "receiver"])
-def test_who_talks_to_a_dead_rank_hears_of_it_within_seconds(ranks: Ranks, sends: bool) -> None:
+def test_calls_to_a_dead_rank_fail_within_seconds(ranks: Ranks, sends: bool) -> None:
     begin_s = time.monotonic()
     with pytest.raises(RankError) as caught:
         ranks.run(_peer_dies, 2, sends)

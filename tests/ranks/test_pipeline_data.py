@@ -1,4 +1,4 @@
-"""Pipelines beside data parallelism at every ZeRO stage: one process's numbers, in any precision."""
+"""Pipelines with data parallelism at every ZeRO stage: one process's numbers, in any precision."""
 
 import functools
 from typing import Any

@@ -2,8 +2,8 @@
 
 [Note: a transport without buffers]
 A channel that holds even one byte lets a sender go on before its receiver has asked. Here a message starts
-when its receiver has taken memory for it and has said so, and not a byte sooner: whoever relies on a message
-being under way hangs. The sender's half waits on a thread, as a network's would.
+when its receiver has taken memory for it and has said so, and not a byte sooner: a rank that relies on a
+message being under way hangs. The sender's half waits on a thread, as a network's would.
 """
 
 import random
@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from plait.comm import Group, Mesh, Work, connect, send, start_receive, start_send
-from plait.parallel.pipeline import BackwardSplitter, Pipeline, p2p, split_linears
+from plait.parallel.pipeline import p2p
+from plait.parallel.pipeline.executor import Pipeline
+from plait.parallel.pipeline.split_backward import BackwardSplitter, split_linears
 from plait.plan import Grid
 from plait.plan.schedule import Schedule, check
 from support.pool import Pool
@@ -29,7 +31,7 @@ class Meeting:
     """`start_send` and `start_receive` that meet. See [Note: a transport without buffers]."""
 
     def __init__(self) -> None:
-        self.asked_early = 0  # sends that nobody was waiting for yet
+        self.asked_early = 0  # sends before the receiver has posted
 
     def start_send(self, tensor: Tensor, group: Group, to: int, *, label: str = "") -> Work:
         def when_asked() -> None:
@@ -62,7 +64,7 @@ class Block(nn.Module):
 
 
 class Plain:
-    """What an executor needs of ZeRO, for one data rank: autograd, and gradients where torch has them."""
+    """The part of ZeRO that an executor needs, for one data rank: autograd, and gradients in `.grad`."""
 
     def backward(self, roots: Sequence[Any], gradients: Sequence[Tensor | None], **_: Any) -> None:
         if roots:

@@ -1,4 +1,4 @@
-"""What ranks of a pipeline hold: counted while a step runs, and compared with what the schedule says."""
+"""Memory of a pipeline's ranks: counted while a step runs, and compared with the schedule's counts."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -79,10 +79,10 @@ def batch_for(engine: plait.Engine) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Counted:
-    """What a rank held when it had done each action of a step.
+    """Bytes that a rank held after each action of a step.
 
     live             all that operations of the step had made and that was not freed
-    sent, received   of that what was on its way
+    sent, received   of that what was in transfer
     unsent           what outboxes held, be it copies in memory that the transport lends
     """
 
@@ -117,14 +117,12 @@ def counted(build: Any, plan: str) -> Counted:
         def tell(action: Action, run: Any) -> None:
             actions.append(action)
             live.append(watch.now())
-            here = [
-                t for given in run._local.values() for t in (given[1] if isinstance(given, tuple) else given)
-            ]
+            here = [tensor for tensors in run._local.values() for tensor in tensors]
             outboxes = run._pipeline._outboxes.values()
             wires = [wire for outbox in outboxes for _, wire in outbox._in_flight]
             sent.append(watch.part([*here, *wires]))
             received.append(watch.part(t for posted in run._posted.values() for t in posted._tensors))
-            unsent.append(sum(outbox.in_flight_bytes for outbox in outboxes))
+            unsent.append(sum(wire.nbytes for wire in wires))
 
         with after_actions(tell):
             engine.step(batch)
@@ -133,8 +131,8 @@ def counted(build: Any, plan: str) -> Counted:
 
 
 def said(found: Counted) -> list[int]:
-    """What the schedule says that a rank keeps after each action, of what the first of each kind takes or
-    gives back on a stage."""
+    """Bytes that a rank keeps after each action by its schedule, from what the first action of each kind
+    takes or frees on a stage."""
     change: dict[tuple[Kind, bool, int], int] = {}
     before = 0
     for action, kept in zip(found.actions, found.kept, strict=True):
@@ -163,7 +161,7 @@ PLANS = [
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_ranks_keep_what_their_schedule_says_and_what_was_foretold(pool: Pool, plan: str) -> None:
+def test_ranks_keep_the_bytes_of_their_schedule_and_estimate(pool: Pool, plan: str) -> None:
     """In bytes, after every action; that is, also what forwards take, backwards give back."""
     for found in pool.run(counted, 2, llama, plan):
         peak = max(found.kept)
@@ -197,7 +195,7 @@ def test_recompute_keeps_the_inputs_of_blocks(pool: Pool) -> None:
 
 
 def test_between_the_halves_of_a_backward_linear_layers_keep_inputs_and_gradients(pool: Pool) -> None:
-    """Of a block: inputs of q, k and v (one), o, gate and up (one), down; gradients of all seven outputs."""
+    """In a block: inputs of q, k and v (one), o, gate and up (one), down; gradients of all seven outputs."""
     first, _ = pool.run(counted, 2, llama, "pp=2 stages=4,4 micro=4 schedule=zb-h1")
     of_a_block = (3 * HIDDEN + FFN) + (3 * HIDDEN + 2 * KV + 2 * FFN)
     at = first.actions.index(B(0, 3))
@@ -216,7 +214,7 @@ def over(request: pytest.FixtureRequest, workers: Pool) -> PoolOver:
 def test_outputs_live_until_they_are_sent_and_inputs_until_they_are_used(
     over: PoolOver, schedule: str
 ) -> None:
-    """What a stage of two blocks keeps is two tensors; all else that lives is on its way."""
+    """A stage of two blocks keeps two tensors; all others that are alive are in transfer."""
     message = 4 * TOKENS * HIDDEN
     first, last = over.run(counted, 2, Shifts, f"pp=2 stages=2,2 micro=5 schedule={schedule}")
     for found in (first, last):
@@ -232,11 +230,11 @@ def test_outputs_live_until_they_are_sent_and_inputs_until_they_are_used(
 
 
 def _accumulated(plan: str) -> tuple[MemoryUse, MemoryUse, int, list[int], float]:
-    """Memory foretold and measured, bytes of the largest unit's whole gradient and of all, and after every
+    """Memory estimated and measured, bytes of the largest unit's whole gradient and of all, and after every
     action how many units had memory for whole gradients."""
     engine = engine_of(llama, plan)
     estimated = engine.estimated_memory((SEQUENCES, LENGTH))
-    units = engine._sharded.trained
+    units = engine._parts.sharded.trained
     held: list[int] = []
     with after_actions(
         lambda *_: held.append(sum(unit.grad_buffer.memory.tensor is not None for unit in units))
@@ -309,8 +307,8 @@ def _materialised(plan: str) -> tuple[int, int, int, int, bool]:
     largest = max(sum(p.numel() for p in m.parameters(recurse=False)) for m in model.modules())
     with LiveBytes() as watch:
         engine = plait.parallelize(model, plan, optimizer=torch.optim.SGD, seed=3)
-    own = sum(unit.layout.numel for unit in engine._sharded.units)
-    named = {name for unit in engine._sharded.units for name in unit.parameters}
+    own = sum(unit.layout.numel for unit in engine._parts.sharded.units)
+    named = {name for unit in engine._parts.sharded.units for name in unit.parameters}
     real = {name for name, p in model.named_parameters() if not p.is_meta}
     return watch.peak_bytes // 4, own, largest, whole, real == named
 

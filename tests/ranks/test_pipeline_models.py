@@ -43,7 +43,7 @@ def task_of(build: Any, probe: Any = None) -> programs.Task:
         ("frozen_tied_llama", "pp=2 schedule=dualpipev micro=3 dp=2 zero=3"),
     ],
 )
-def test_stages_with_frozen_parameters_train_what_is_not(pool: Pool, model: str, words: str) -> None:
+def test_stages_with_frozen_parameters_train_the_others(pool: Pool, model: str, words: str) -> None:
     check_parity(pool, pipeline_plans.task(model, LAYERS, SEQUENCES), words)
 
 
@@ -218,7 +218,7 @@ def _with_buffers(words: str, state: dict[str, Tensor] | None = None, build: Any
     return saved, results[-1], evaluated, {key: tensor.clone() for key, tensor in engine.state().items()}
 
 
-def test_buffers_and_what_does_not_float_are_saved_and_go_on_under_other_plans(pool: Pool) -> None:
+def test_buffers_and_integer_tensors_are_saved_and_load_under_other_plans(pool: Pool) -> None:
     """With the same micro-batches, as the statistics are theirs."""
     plans = [
         "micro=3",
@@ -244,7 +244,7 @@ def test_buffers_and_what_does_not_float_are_saved_and_go_on_under_other_plans(p
 
 
 def test_a_buffer_that_all_blocks_hold_is_in_the_state_under_each_name_and_goes_on(pool: Pool) -> None:
-    """What a state says of it is what is computed with, under either plan and from either's state."""
+    """Its value in a state is the one that is computed with, under either plan and from either's state."""
     build, names = pipeline_models.one_buffer, [f"buffers/blocks.{number}.gain" for number in range(4)]
     plans = {"micro=2": 1, "pp=2 micro=2": 2}
     for words in plans:
@@ -342,7 +342,7 @@ def _drops(words: str) -> Any:
     "words", ["pp=2 schedule=1f1b", "pp=2 schedule=zbv", "pp=2 dp=2 zero=2 schedule=zb-h1"]
 )
 def test_dropout_repeats_bit_for_bit_and_no_two_masks_are_the_same(pool: Pool, words: str) -> None:
-    """Of blocks, stages, micro-batches, steps and data ranks."""
+    """Masks of blocks, stages, micro-batches, steps and data ranks."""
     ranks = plait.Plan.parse(words).num_ranks
     one, two = (pool.run(_drops, ranks, f"{words} micro=3") for _ in range(2))
     assert [found[0] for found in one] == [found[0] for found in two]

@@ -1,4 +1,4 @@
-"""What an engine does with a model in stages beside training it: evaluation, outputs, probes."""
+"""An engine's use of a model in stages other than training: evaluation, outputs, probes."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -75,7 +75,7 @@ def _last_logits(outputs: Any) -> Any:
 
 
 @pytest.mark.parametrize("words", [*PLANS, "pp=4 schedule=gpipe"])
-def test_every_rank_gets_what_the_model_returns_for_its_share(pool: Pool, words: str) -> None:
+def test_every_rank_gets_the_models_output_for_its_share(pool: Pool, words: str) -> None:
     whole, _, _ = _outputs("micro=3", False)
     plan = plait.Plan.parse(words)
     for found, data_rank, _ in pool.run(_outputs, plan.num_ranks, f"{words} micro=3", False):
@@ -88,7 +88,7 @@ def test_every_rank_gets_what_the_model_returns_for_its_share(pool: Pool, words:
 def _refused(words: str) -> list[str]:
     engine = engine_of("llama", words)
     [batch] = batches()
-    letters = []
+    messages = []
     calls: list[Callable[[], Any]] = [
         lambda: engine.loss(batch),
         lambda: engine.backward(torch.ones((), requires_grad=True), 1),
@@ -96,18 +96,18 @@ def _refused(words: str) -> list[str]:
     for call in calls:
         with pytest.raises(PlanError) as caught:
             call()
-        letters.append(str(caught.value))
+        messages.append(str(caught.value))
     assert not engine.step(batch).skipped, "the engine goes on"
-    return letters
+    return messages
 
 
-def test_a_loop_of_ones_own_over_micro_batches_is_refused_by_a_letter(pool: Pool) -> None:
-    for letters in pool.run(_refused, 2, "pp=2 micro=2"):
-        assert [message.splitlines()[0] for message in letters] == [
+def test_a_custom_loop_over_micro_batches_is_refused(pool: Pool) -> None:
+    for messages in pool.run(_refused, 2, "pp=2 micro=2"):
+        assert [message.splitlines()[0] for message in messages] == [
             "single micro-batches cannot run through a pipeline"
         ] * 2
-        assert "engine.loss, and a model in 2 stages" in letters[0]
-        assert "engine.backward, and a model in 2 stages" in letters[1]
+        assert "engine.loss, and a model in 2 stages" in messages[0]
+        assert "engine.backward, and a model in 2 stages" in messages[1]
 
 
 def _without_targets(words: str) -> Any:
@@ -133,7 +133,7 @@ def test_a_step_without_targets_is_skipped_on_every_stage(pool: Pool) -> None:
 
 
 def _probed(words: str, muted_ops: str = "") -> Any:
-    """What a probe says; the first step's loss."""
+    """The probe's result, and the first step's loss."""
     model = pipeline_models.tied_llama(layers=LAYERS)
     with pipeline_faults.muted(muted_ops) if muted_ops else nullcontext():
         engine = plait.parallelize(model, f"{words} micro=3", probe=True, seed=3)
@@ -157,6 +157,6 @@ def test_a_probe_compares_a_pipelines_gradients_and_changes_nothing(pool: Pool, 
 
 
 @pytest.mark.parametrize("what", ["activations", "gradients", "shared"])
-def test_a_probe_finds_a_pipeline_whose_stages_do_not_hear_each_other(pool: Pool, what: str) -> None:
+def test_a_probe_finds_a_pipeline_without_communication(pool: Pool, what: str) -> None:
     with pytest.raises(RankError, match="the sharded model computes a different function"):
         pool.run(_probed, 2, "pp=2", what)

@@ -111,7 +111,7 @@ def _tells(model: str, plan: str) -> Any:
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("words", ["pp=2 schedule=zbv", "pp=3 dp=2 zero=3 schedule=bfs chunks=1"])
-def test_a_pipeline_tells_of_all_weights_in_the_models_order(pool: Pool, words: str, model: str) -> None:
+def test_a_pipeline_lists_all_weights_in_the_models_order(pool: Pool, words: str, model: str) -> None:
     first, *others = pool.run(_tells, ranks_of(words), model, f"{words} micro=3")
     assert first == _tells(model, "micro=3")
     named = dict(task_of(model).build().named_parameters())
@@ -122,12 +122,12 @@ def test_a_pipeline_tells_of_all_weights_in_the_models_order(pool: Pool, words: 
 
 
 def _refuses(words: str) -> Any:
-    """What an engine says of states that are not its own; whether its own changed."""
+    """The engine's errors for states of other models, and the names that loading changed."""
     engine = programs.engine_of(task_of("tied_llama"), words)
     engine.step(programs.share_of(task_of("tied_llama").data(1)[0], engine))
     held = [trainings.copied(engine.state())]
     dist.broadcast_object_list(held)
-    state, letters = held[0], []
+    state, messages = held[0], []
     others: list[dict[str, Tensor]] = [
         {key: t for key, t in state.items() if key != "engine/num_steps"},
         {key: t for key, t in state.items() if key != "weights/model.layers.4.mlp.up_proj.weight"},
@@ -137,20 +137,20 @@ def _refuses(words: str) -> Any:
     for other in others:
         with pytest.raises(CheckpointError) as caught:
             engine.load_state(other)
-        letters.append(str(caught.value))
-    return letters, trainings.differing(state, engine.state()) if engine.world.rank == 0 else engine.state()
+        messages.append(str(caught.value))
+    return messages, trainings.differing(state, engine.state()) if engine.world.rank == 0 else engine.state()
 
 
 def test_a_state_that_is_not_the_models_is_refused_on_every_rank_before_anything_changes(pool: Pool) -> None:
     """Also of blocks that are not this rank's."""
     ranks = pool.run(_refuses, 4, "pp=2 dp=2 zero=2 schedule=interleaved precision=fp64 micro=3")
     assert [changed or [] for _, changed in ranks] == [[]] * 4
-    letters = ranks[0][0]
-    assert all(found == letters for found, _ in ranks)
-    assert [message.splitlines()[0] for message in letters] == [
+    messages = ranks[0][0]
+    assert all(found == messages for found, _ in ranks)
+    assert [message.splitlines()[0] for message in messages] == [
         "this is not the state of an engine",
         *["the checkpoint is of another model or optimizer"] * 3,
     ]
-    assert "weights/model.layers.4.mlp.up_proj.weight: missing" in letters[1]
-    assert "weights/model.layers.9.mlp.up_proj.weight: nothing" in letters[2]
-    assert "exp_avg/model.embed_tokens.weight: (3,)" in letters[3]
+    assert "weights/model.layers.4.mlp.up_proj.weight: missing" in messages[1]
+    assert "weights/model.layers.9.mlp.up_proj.weight: nothing" in messages[2]
+    assert "exp_avg/model.embed_tokens.weight: (3,)" in messages[3]

@@ -116,14 +116,14 @@ def _buffers(plan: str) -> tuple[int, int]:
         "dp=4 zero=1 shard=2 micro=3 algorithm=naive reduce=bf16",
     ],
 )
-def test_what_is_held_for_peers_is_foretold(pool: Pool, words: str) -> None:
+def test_bytes_held_for_peers_are_estimated(pool: Pool, words: str) -> None:
     for estimated, held in pool.run(_buffers, int(words[3]), words):
         assert 0.95 * estimated <= held <= estimated
 
 
 def _scratch(plan: str) -> tuple[int, int]:
     engine = engine_of(plan)
-    taken = engine._sharded.scratch_bytes
+    taken = engine._parts.sharded.stages[0].reduction.scratch_bytes
     reserved = by.AlgorithmReduce.reserve
     with mock.patch.object(by.AlgorithmReduce, "reserve", autospec=True, side_effect=reserved) as grows:
         train(engine, last=1)

@@ -77,7 +77,7 @@ def disturb() -> None:
     torch.set_default_dtype(torch.float64)
     torch.set_grad_enabled(False)
     torch.set_num_threads(2)
-    os.environ["LEFT_BEHIND"] = "1"
+    os.environ["LEFT_OVER"] = "1"
     os.chdir("/")
 
 
@@ -86,7 +86,7 @@ def surroundings() -> tuple[object, ...]:
         torch.get_default_dtype(),
         torch.is_grad_enabled(),
         torch.get_num_threads(),
-        "LEFT_BEHIND" in os.environ,
+        "LEFT_OVER" in os.environ,
         str(Path.cwd()),
         dist.is_initialized(),
     )
@@ -170,7 +170,7 @@ def test_the_time_limit_shows_the_stack_of_every_rank(pool: Pool) -> None:
     assert set(pool.run(pid, 2)).isdisjoint(before)  # killed and replaced
 
 
-def test_a_stopped_rank_is_killed_and_said_to_be_silent(pool: Pool) -> None:
+def test_a_stopped_rank_is_killed_and_reported_as_silent(pool: Pool) -> None:
     with pytest.raises(RankTimeout, match="does not answer signals"):
         pool.run(stop_itself, 1, timeout_s=0.5)
 
@@ -196,7 +196,7 @@ def test_warnings_are_errors_in_workers(pool: Pool) -> None:
         pool.run(warn, 1)
 
 
-def test_a_run_leaves_nothing_behind(pool: Pool) -> None:
+def test_a_run_leaves_no_state(pool: Pool) -> None:
     before = pool.run(surroundings, 1)
     pool.run(connected_sum, 2)
     pool.run(disturb, 1)
@@ -204,7 +204,7 @@ def test_a_run_leaves_nothing_behind(pool: Pool) -> None:
     assert before[0][:4] == (torch.float32, True, 1, False)
 
 
-def test_what_cannot_be_sent_is_refused(pool: Pool) -> None:
+def test_objects_that_cannot_be_sent_are_refused(pool: Pool) -> None:
     with pytest.raises(TypeError, match="not a top-level function"):
         pool.run(lambda: 1, 1)
     with pytest.raises(RankError, match="pickle"):

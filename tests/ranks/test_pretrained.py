@@ -60,7 +60,7 @@ def _begun(folder: Path, plan: str) -> Any:
         ("pp=2 schedule=1f1b micro=2", True, "1GB", 0.55),
     ],
 )
-def test_each_rank_reads_its_part_of_what_from_pretrained_loads(
+def test_each_rank_reads_its_part_of_the_weights_of_from_pretrained(
     pool: Pool, tmp_path: Path, plan: str, tied: bool, shards: str, most: float
 ) -> None:
     expected = saved(tmp_path, LLAMA | {"tie_word_embeddings": tied}, torch.bfloat16, shards)

@@ -64,7 +64,7 @@ def _buffers(plan: str) -> Any:
         ("dp=2 zero=3 micro=3 accumulate=unsharded", 3),
     ],
 )
-def test_copies_that_are_rounded_to_travel_are_foretold(
+def test_copies_that_are_rounded_to_travel_are_estimated(
     pool: Pool, words: str, least: int, offload: str
 ) -> None:
     for estimated, held, numel in pool.over("gloo").run(
@@ -138,7 +138,7 @@ def _by_hand(ranks: int, micros: int, dtype: torch.dtype, *, sizes: bool = False
         ("dp=4 zero=3", 1),
     ],
 )
-def test_what_travels_is_rounded_once_and_summed_in_fp32(pool: Pool, words: str, micros: int) -> None:
+def test_gradients_are_rounded_once_and_summed_in_fp32(pool: Pool, words: str, micros: int) -> None:
     ranks = int(words[3])
     narrow = pool.run(_gradients, ranks, f"{words} reduce=bf16")[0]
     exact = pool.run(_gradients, ranks, words)[0]

@@ -42,7 +42,7 @@ def _messages_of_a_look(plan: str, family: str) -> int:
 
 
 @pytest.mark.parametrize(("plan", "ranks", "family", "messages"), PLANS)
-def test_equal_replicas_pass_and_say_as_much_as_they_must(
+def test_equal_replicas_pass_with_the_expected_messages(
     pool: Pool, plan: str, ranks: int, family: str, messages: int
 ) -> None:
     assert pool.run(_messages_of_a_look, ranks, plan, family) == [messages] * ranks
@@ -51,11 +51,11 @@ def test_equal_replicas_pass_and_say_as_much_as_they_must(
 def _one_bit_off(
     plan: str, family: str, name: str, culprit: int, *, of_master: bool = False, is_deaf: bool = False
 ) -> str:
-    """What ranks say of each other when one has changed the last bit of the last element that it has of a
-    parameter; of the last of its stages that have it."""
+    """The ranks' errors when one has changed the last bit of the last element that it has of a parameter, on
+    the last of its stages that have it."""
     engine = _trained(plan, family)
     if engine.world.rank == culprit:
-        units = [u for u in engine._sharded.units if any(p.name == name for p in u.layout.params)]
+        units = [u for u in engine._parts.sharded.units if any(p.name == name for p in u.layout.params)]
         flat = units[-1].master if of_master else units[-1].shard
         last = units[-1].layout.overlaps(units[-1].start, units[-1].stop)
         at = next(o.at + o.stop - o.start for o in last if o.shard.name == name)
@@ -94,7 +94,16 @@ BIAS = "model.layers.2.self_attn.q_proj.bias"
             0,
             "two stages of rank 0 (pp=0)",
         ),
-        ("pp=2 dp=2 tp=2", 8, "host", "tied_llama", NORM, 5, "rank 5 (pp=1 replicate=0 col=1) than on"),
+        pytest.param(
+            "pp=2 dp=2 tp=2",
+            8,
+            "host",
+            "tied_llama",
+            NORM,
+            5,
+            "rank 5 (pp=1 replicate=0 col=1) than on",
+            marks=pytest.mark.quick,
+        ),
     ],
 )
 def test_one_bit_on_one_rank_is_found_and_named_on_all(
@@ -106,7 +115,7 @@ def test_one_bit_on_one_rank_is_found_and_named_on_all(
     assert f"given   : weights: different bits on {found}" in said[0]
 
 
-def test_a_bit_of_a_master_weight_is_found_before_what_is_computed_with_differs(pool: Pool) -> None:
+def test_a_bit_of_a_master_weight_is_found_before_the_weights_differ(pool: Pool) -> None:
     said = pool.run(_one_bit_off, 2, "dp=2 precision=bf16", "llama", UP, 1, of_master=True)
     assert said == [said[0]] * 2
     assert "given   : master weights: different bits on rank 1 (replicate=1)" in said[0]
@@ -117,7 +126,7 @@ def test_without_its_message_no_rank_finds_anything(pool: Pool) -> None:
 
 
 def _drifted(plan: str, silenced: str) -> str:
-    """After steps in which ranks did not hear each other's gradients, of parameters that many have."""
+    """After steps in which ranks did not receive each other's gradients, of parameters that many have."""
     engine = programs.engine_of(programs.Task(programs.llama), plan)
     with programs.muted(silenced):
         for batch in programs.batches(2):

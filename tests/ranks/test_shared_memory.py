@@ -14,7 +14,7 @@ from support.pool import Pool
 
 
 def _state_of(engine: plait.Engine) -> dict[str, torch.Tensor]:
-    """What a rank would read from a file: everything, on every rank."""
+    """The full state as a rank would read it from a file, on every rank."""
     found = [engine.state()]
     torch.distributed.broadcast_object_list(found)
     return found[0]

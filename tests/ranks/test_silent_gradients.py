@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from plait.parallel import FlatParam, ReplicatedGradReduce
+from plait.parallel.zero.flat_param import FlatParam
+from plait.parallel.zero.grad_reduce import ColumnGradReduce
 from plait.plan import StageAssignment
 from support import pipeline_faults, pipeline_models, programs, silent_error_models
 from support.pool import Pool
@@ -20,15 +21,15 @@ from support.pool import Pool
 SGD = {"optimizer": "SGD", "arguments": {"lr": 0.3, "weight_decay": 0.1}}
 
 
-def _nobody(*_: Any) -> frozenset[str]:
+def _none(*_: Any) -> frozenset[str]:
     return frozenset()
 
 
 MUTATIONS: dict[str, Any] = {  # what a test shows that it bites on
     "nothing": nullcontext,
-    "parts are not summed": lambda: mock.patch.object(ReplicatedGradReduce, "reduce"),
+    "parts are not summed": lambda: mock.patch.object(ColumnGradReduce, "reduce"),
     "copies count": lambda: mock.patch.object(FlatParam, "uncounted_grads", return_value=()),
-    "tied copies count": lambda: mock.patch.object(StageAssignment, "counted_on_other_stage", _nobody),
+    "tied copies count": lambda: mock.patch.object(StageAssignment, "counted_on_other_stage", _none),
     "others' squares are missing": lambda: pipeline_faults.muted("norm"),
 }
 

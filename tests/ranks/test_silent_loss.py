@@ -66,7 +66,7 @@ def test_label_smoothing_and_z_loss_are_over_the_whole_vocabulary(pool: Pool, pl
 
 
 def _losses(family: str, plan: str) -> list[float]:
-    """Of one batch: a step's by cut logits and by whole ones, an evaluation's, and that of the outputs."""
+    """Losses of one batch: a step's by sharded and by full logits, an evaluation's, and the outputs'."""
     batch, found = programs.batches(1)[0], []
     for loss in (None, programs.summed_loss):
         engine = engine_of(family, plan, loss=loss)
@@ -159,7 +159,7 @@ def test_positions_under_sp_are_those_of_the_whole_sequence(
 
 
 def uneven_micros(steps: int) -> list[list[dict[str, Tensor]]]:
-    """Of four micro-batches one has every target, one has none, one has one, and the last has a few."""
+    """Four micro-batches: one has every target, one has none, one has one, and the last has a few."""
     found = []
     for batch in programs.batches(steps, sequences=8):
         micros = []
@@ -257,7 +257,7 @@ def test_no_micro_batchs_gradient_is_missing_the_last_one_no_more_than_the_first
 def test_in_bf16_a_last_micro_batch_counts_bit_for_bit_like_a_first_one(
     pool: Pool, plan: str, ranks: int
 ) -> None:
-    """As above, where it happened; gradients of zero before or behind it change no bit."""
+    """As above, where it happened; gradients of zero before or after it change no bit."""
     first, last = (pool.run(_rotated_gradients, ranks, plan, number)[0] for number in (0, 2))
     assert first.keys() == last.keys()
     for name, gradient in first.items():
@@ -266,7 +266,7 @@ def test_in_bf16_a_last_micro_batch_counts_bit_for_bit_like_a_first_one(
 
 
 def _rotated_gradients(plan: str, number: int) -> dict[str, Tensor]:
-    """Of a step whose micro-batch with targets comes as number `number`; the others have none."""
+    """Gradients of a step whose micro-batch with targets comes as number `number`; the others have none."""
     engine = plait.parallelize(
         model_of("llama").float(), f"{plan} precision=bf16", optimizer_args={"lr": 0.0}
     )

@@ -18,7 +18,7 @@ from plait.errors import ModelError, RunError
 from support import edge_case_models, hf_models, pipeline_faults, programs, silent_error_models
 from support.pool import Pool
 
-# --- parameters that nobody would reduce or update
+# --- parameters that would not be reduced or updated
 
 
 class _Late(nn.Module):
@@ -34,7 +34,7 @@ class _Late(nn.Module):
 
 
 def _comes_late(plan: str, how: str) -> tuple[str, bool]:
-    """What a step says of a parameter that came after parallelize; whether it goes on when that is frozen."""
+    """A step's error for a parameter added after parallelize; whether the step runs once it is frozen."""
     task = programs.Task(edge_case_models.uneven)
     engine: Any = programs.engine_of(task, plan)
     batch = programs.share_of(programs.batches(1)[0], engine)
@@ -58,7 +58,7 @@ def _comes_late(plan: str, how: str) -> tuple[str, bool]:
 def test_a_parameter_without_a_layout_is_refused(pool: Pool, plan: str, ranks: int, how: str) -> None:
     """Megatron-LM#7452: how a parameter is cut was a flag that somebody had to set."""
     for message, skipped in pool.run(_comes_late, ranks, f"{plan} precision=fp64", how):
-        assert message.startswith("a parameter came after parallelize")
+        assert message.startswith("a parameter was added after parallelize")
         assert "up.scale" in message or ".late" in message
         assert not skipped
 
@@ -67,7 +67,7 @@ def test_a_parameter_without_a_layout_is_refused(pool: Pool, plan: str, ranks: i
 
 
 def _after_two_steps(task: programs.Task, plan: str, is_deaf: bool) -> str:
-    """What a look at replicas says."""
+    """The result of comparing replicas."""
     engine = programs.engine_of(task, plan)
     for batch in programs.batches(2):
         with pipeline_faults.muted("shared") if is_deaf else nullcontext():
@@ -89,7 +89,7 @@ def test_tied_weights_on_two_stages_stay_equal_bit_for_bit(pool: Pool, plan: str
 
 
 def _held_rows(plan: str, loads: bool) -> dict[str, Tensor]:
-    """What this rank computes with, of weights that came with the model, or that were loaded."""
+    """The values that this rank computes with, of weights that came with the model, or that were loaded."""
     model = silent_error_models.with_random_weights("llama")
     if loads:  # into others
         with torch.no_grad():
@@ -101,11 +101,11 @@ def _held_rows(plan: str, loads: bool) -> dict[str, Tensor]:
             silent_error_models.with_random_weights("llama"), plan, optimizer_args={"lr": 0.0}
         ).state()
         engine.load_state(_on_all(engine, state))
-    units = engine._sharded.units
+    units = engine._parts.sharded.units
     assert all(unit.storage.numel() == unit.layout.numel for unit in units)
     found = {}
     for unit in units:
-        for piece, values in unit.named_views(unit.storage):
+        for piece, values in zip(unit.layout.params, unit.views_of(unit.storage), strict=True):
             if piece.name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight", "up_proj.weight")):
                 found[piece.name] = (values.clone(), piece.boxes.ranges[0])
     return found
@@ -145,7 +145,7 @@ def test_every_rank_of_a_grid_has_its_own_rows_of_loaded_weights(
 
 
 def _shapes(plan: str) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
-    """Of what is saved, with the optimizer's states; and what is said of it before."""
+    """Shapes that are saved, with the optimizer's states; and their estimate before."""
     engine = programs.engine_of(silent_error_models.task("llama"), plan)
     engine.step(programs.share_of(programs.batches(1)[0], engine))
     return {key: tuple(tensor.shape) for key, tensor in engine.state().items()}, engine.weight_shapes()
@@ -167,7 +167,7 @@ def test_nothing_of_a_vocabulary_that_does_not_divide_is_padded_in_a_checkpoint(
 
 
 def _weights_of_two(plans: tuple[str, ...]) -> list[dict[str, Tensor]]:
-    """Of engines whose steps take turns."""
+    """Weights of engines whose steps take turns."""
     engines = [
         programs.engine_of(silent_error_models.task("llama"), f"{plan} precision=fp64") for plan in plans
     ]
@@ -178,7 +178,7 @@ def _weights_of_two(plans: tuple[str, ...]) -> list[dict[str, Tensor]]:
     return [engine.full_parameters() for engine in engines]
 
 
-def test_engines_of_one_process_do_not_hear_each_other(pool: Pool) -> None:
+def test_engines_of_one_process_do_not_interfere(pool: Pool) -> None:
     """Megatron-LM#7452, PR #7359: something asks a global group, which is another engine's."""
     plans = ("tp=2 dp=2", "dp=2 tp=2 zero=3", "pp=2 dp=2 zero=2", "tp=2x2 sp=true")
     together = pool.run(_weights_of_two, 4, plans)[0]
@@ -191,14 +191,14 @@ def test_engines_of_one_process_do_not_hear_each_other(pool: Pool) -> None:
 
 
 def _overflow_on_one(plan: str, culprit: int) -> tuple[list[bool], list[float | None]]:
-    """What each step was, and the loss scale after it; in the second one rank's gradient is infinite."""
+    """The kind of each step, and the loss scale after it; in the second one rank's gradient is infinite."""
     model = silent_error_models.with_random_weights("llama").float()
     engine = plait.parallelize(model, f"{plan} precision=fp16", optimizer_args={"lr": 1e-3}, clip_norm=1.0)
     skipped, scales = [], []
     for number, batch in enumerate(programs.batches(3)):
         handles = []
         if number == 1 and engine.world.rank == culprit:
-            parameter = engine._sharded.trained[0].parameters.values()
+            parameter = engine._parts.sharded.trained[0].parameters.values()
             handles = [p.register_hook(lambda gradient: gradient * torch.inf) for p in parameter]
         skipped.append(engine.step(programs.share_of(batch, engine)).skipped)
         scales.append(engine.loss_scale)
@@ -232,7 +232,7 @@ def _masks(plan: str) -> list[tuple[dict[str, int], int, list[Tensor]]]:
 
 
 def test_masks_agree_over_tp_and_differ_between_data_ranks_stages_steps_and_micro_batches(pool: Pool) -> None:
-    """Where one activation is on several ranks it has one mask; nowhere else are two equal."""
+    """Ranks with the same activation have the same mask; no two others are equal."""
     found = [one for rank in pool.run(_masks, 8, "pp=2 dp=2 tp=2 micro=2") for one in rank]
     assert len(found) == 8 * 4  # two steps of two micro-batches, through a block on each rank
     for index, (coord, number, mask) in enumerate(found):
@@ -243,7 +243,7 @@ def test_masks_agree_over_tp_and_differ_between_data_ranks_stages_steps_and_micr
 
 
 def _steps_between(plan: str, looks: bool) -> tuple[list[Any], dict[str, Tensor], list[Tensor]]:
-    """Of a model with dropout: results, state, and what generators draw next."""
+    """A model with dropout: results, state, and what generators draw next."""
     model = hf_models.model_of("gpt2", exact=False, resid_pdrop=0.3, attn_pdrop=0.2)
     engine = plait.parallelize(model, plan, optimizer_args={"lr": 1e-2}, clip_norm=1.0)
     results = []

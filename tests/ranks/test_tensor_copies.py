@@ -1,4 +1,4 @@
-"""What several ranks of a grid hold has the same bits on all of them, step after step."""
+"""Replicated tensors have the same bits on all ranks of a grid, step after step."""
 
 from typing import Any
 
@@ -69,7 +69,7 @@ def _with_dropout(seed: int) -> tuple[dict[str, Tensor], float]:
     return _whole_ones(engine), loss
 
 
-def test_dropout_agrees_in_a_loop_of_ones_own(pool: Pool) -> None:
+def test_dropout_agrees_in_a_custom_loop(pool: Pool) -> None:
     (one, loss), (other, other_loss) = pool.run(_with_dropout, 2, 5)
     _assert_same_bits([one, other])
     assert loss == other_loss == pool.run(_with_dropout, 2, 6)[0][1]

@@ -32,7 +32,7 @@ def test_loss_gradients_and_weights_equal_the_one_process_programs(pool: Pool, c
 
 
 def test_rows_and_columns_that_share_heads_unevenly_sum_the_same_parts(pool: Pool) -> None:
-    """Of three columns two share a kv head; under `sp` all of them share the norms, which rows cut."""
+    """Two of three columns share a kv head; under `sp` all of them share the norms, which rows cut."""
     case = {"family": "biased_llama", "tp": "2x3", "sp": "true", "data": "alone", "loss": "own"}
     check_parity(pool, case | {"recompute": "none"})
 

@@ -25,7 +25,7 @@ TINY = 1e-10
 
 
 class Pair(nn.Module):
-    """What most of a transformer is: a COLUMN layer, something between, a ROW layer."""
+    """The pattern of most of a transformer: a COLUMN layer, something between, a ROW layer."""
 
     def __init__(self, h: int, f: int, *, bias: bool, transposed: bool) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ def _linear_gaps(rows: int, cols: int) -> dict[str, dict[str, float]]:
 
 
 def _far(results: list[dict[str, dict[str, float]]]) -> list[tuple[int, str, dict[str, float]]]:
-    """What is not the same number, by rank and case."""
+    """Numbers that are not the same, by rank and case."""
     return [
         (rank, name, max_differences)
         for rank, cases in enumerate(results)
@@ -209,8 +209,8 @@ def _without_messages(rows: int, cols: int) -> dict[str, dict[str, float]]:
 
 
 def test_without_its_messages_a_cut_layer_gives_other_numbers(pool: Pool) -> None:
-    """What the sums of each axis are for: over col the output of ROW layers and COLUMN's input gradient, over
-    row the others."""
+    """The sums of each axis: over col the output of ROW layers and COLUMN's input gradient, over row the
+    others."""
     for found in pool.run(_without_messages, 4, 2, 2):
         assert found["col"]["y"] > 1e-3
         assert found["col"]["x"] > 1e-3

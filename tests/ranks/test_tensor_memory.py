@@ -1,4 +1,4 @@
-"""What tensor parallelism keeps for backward: foretold, measured, and as formulas count it."""
+"""Memory that tensor parallelism keeps for backward: estimated, measured, and by published formulas."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ PLANS = ["tp=2", "tp=2 sp=true", "tp=2x2", "tp=2 sp=true recompute=selective"]
 
 
 def _kept(family: str, plan: str) -> tuple[int | None, int | None]:
-    """Foretold before, and measured in, the first step."""
+    """Estimated before, and measured in, the first step."""
     engine = plait.parallelize(hf_models.model_of(family, exact=False), f"{plan} precision=fp32", seed=3)
     estimated = engine.estimated_memory((programs.SEQUENCES, programs.LENGTH)).activations
     engine.step(programs.batches(1)[0])
@@ -24,7 +24,7 @@ def _kept(family: str, plan: str) -> tuple[int | None, int | None]:
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3", "falcon"])
-def test_what_a_grid_keeps_is_foretold_to_the_byte(pool: Pool, family: str, plan: str) -> None:
+def test_bytes_kept_by_a_grid_are_estimated_exactly(pool: Pool, family: str, plan: str) -> None:
     for estimated, measured in pool.run(_kept, 4 if "x2" in plan else 2, family, plan):
         assert estimated is not None
         assert estimated == measured
@@ -73,7 +73,7 @@ CUTS = [(1, False), (2, False), (2, True), (4, False), (4, True)]
 
 
 @pytest.mark.parametrize(("cols", "sequence"), CUTS)
-def test_a_llama_block_keeps_what_the_formula_counts(pool: Pool, cols: int, sequence: bool) -> None:
+def test_a_llama_block_keeps_the_bytes_of_the_formula(pool: Pool, cols: int, sequence: bool) -> None:
     said = llama_activation_bytes(_sizes(cols, sequence), kv_heads=KV_HEADS, head_dim=H // HEADS, ffn=FFN)
     for kept in pool.run(_of_a_block, cols, "llama", _plan(cols, sequence), {}):
         assert kept == pytest.approx(said, rel=0.01)
@@ -81,7 +81,7 @@ def test_a_llama_block_keeps_what_the_formula_counts(pool: Pool, cols: int, sequ
 
 @pytest.mark.parametrize(("cols", "sequence"), CUTS)
 @pytest.mark.parametrize(("activation", "tensors"), [("gelu_new", 4), ("gelu_pytorch_tanh", 1)])
-def test_a_gpt2_block_keeps_what_the_formula_counts(
+def test_a_gpt2_block_keeps_the_bytes_of_the_formula(
     pool: Pool, activation: str, tensors: int, cols: int, sequence: bool
 ) -> None:
     said = gpt2_activation_bytes(_sizes(cols, sequence), mask_bytes=2, gelu_tensors=tensors)

@@ -62,7 +62,7 @@ def _counted(cols: int, said: Said, is_backward: Callable[[], bool]) -> Iterator
 
 
 def _said(family: str, blocks: int, plan: str) -> Said:
-    """What is said in one micro-batch of a model of so many blocks."""
+    """Messages of one micro-batch of a model of so many blocks."""
     config = hf_models.config_of(family, **{"n_layer" if family == "gpt2" else "num_hidden_layers": blocks})
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -79,7 +79,7 @@ def _said(family: str, blocks: int, plan: str) -> Said:
 
 
 def _of_a_block(family: str, plan: str) -> Said:
-    """What three blocks say more than two."""
+    """Messages that three blocks send more than two."""
     return _said(family, 3, plan) - _said(family, 2, plan)
 
 
@@ -108,7 +108,7 @@ CUTS = [(*grid, sequence) for grid in GRIDS for sequence in (False, True) if gri
 
 @pytest.mark.parametrize(("rows", "cols", "sequence"), CUTS)
 @pytest.mark.parametrize("family", sorted(BLOCKS))
-def test_a_block_says_what_was_foretold(
+def test_a_blocks_messages_are_those_estimated(
     pool: Pool, family: str, rows: int, cols: int, sequence: bool
 ) -> None:
     plan = f"tp={rows}x{cols}" + (" sp=true" if sequence else "")
@@ -122,7 +122,7 @@ def test_a_block_says_what_was_foretold(
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("cols", [2, 4])
-def test_one_row_says_megatrons_two_and_two_all_reduces(pool: Pool, family: str, cols: int) -> None:
+def test_one_row_has_megatrons_two_and_two_all_reduces(pool: Pool, family: str, cols: int) -> None:
     stream = TOKENS * H
     for said in pool.run(_of_a_block, cols, family, f"tp={cols}"):
         assert said == {

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from plait.comm import all_reduce
-from plait.parallel import recompute_blocks
-from plait.parallel.tensor import apply_tp_plan
+from plait.parallel.activation_checkpoint import recompute_blocks
+from plait.parallel.tensor.apply import apply_tp_plan
 from plait.plan.sharding import LayerSharding, Style, TPPlan
 from support.pool import Pool
 from support.tensor_shards import Cuts, DimSharding, even, groups_of, max_difference, own, shard_parameters
@@ -126,7 +126,7 @@ def _gaps(rows: int, cols: int, sequence: bool, how: str) -> dict[str, float]:
 
 
 def _complete(name: str, parameter: nn.Parameter, sequence: bool, plan: TPPlan, groups: Any) -> Tensor:
-    """What the engine does: sums the parts of what columns share."""
+    """The full gradient, as the engine makes it: sums of the parts that columns share."""
     assert parameter.grad is not None
     grad = parameter.grad.clone()
     if name.endswith("layernorm.weight") and sequence:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from plait.parallel.tensor import TensorGroups
+from plait.parallel.tensor.groups import TensorGroups
 from plait.plan.sharding import LayerSharding, Style
 from support.pool import Pool, RankError
 from support.tensor_shards import GRIDS, Case, DimSharding, even, groups_of, max_differences, muted_groups
@@ -16,7 +16,7 @@ TINY = 1e-10
 
 
 class Mean(nn.Module):
-    """What LlamaRMSNorm does; transformers' casts to float32 inside."""
+    """LlamaRMSNorm's arithmetic, with transformers' casts to float32 inside."""
 
     def __init__(self, size: int, *, plus_one: bool = False) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Mean(nn.Module):
 
 
 class Centred(nn.Module):
-    """What CohereLayerNorm does."""
+    """CohereLayerNorm's arithmetic."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ def _ask(case: Case, groups: TensorGroups) -> None:
 
 
 @pytest.mark.parametrize("what", sorted(_UNKNOWN))
-def test_what_looks_along_features_in_another_way_is_refused(pool: Pool, what: str) -> None:
+def test_modules_that_use_features_in_another_way_are_refused(pool: Pool, what: str) -> None:
     words = rf"(?s)ModelError: cannot shard the norm 0 over row.*it calls {what} "
     with pytest.raises(RankError, match=words):
         pool.run(_refusal, 2, what)

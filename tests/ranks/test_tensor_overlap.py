@@ -1,4 +1,4 @@
-"""Who reads one tensor shares its sum, and weights' gradients are computed beside it."""
+"""Readers of one tensor share the sum of its gradient, during which weights' gradients are computed."""
 
 import copy
 from dataclasses import replace
@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from plait.parallel import compile_blocks, recompute_blocks
-from plait.parallel.tensor import apply_tp_plan
+from plait.parallel.activation_checkpoint import recompute_blocks
+from plait.parallel.compile import compile_blocks
+from plait.parallel.tensor.apply import apply_tp_plan
 from plait.plan.sharding import LayerSharding, Style, TPPlan
 from support.pool import Pool
 from support.tensor_shards import (
@@ -75,7 +76,7 @@ def _case(rows: int, cols: int) -> Case:
 
 
 def _log(rows: int, cols: int, steps: int) -> tuple[list[str], list[str]]:
-    """What the last of some steps does, forward and backward."""
+    """Operations of the last of some steps, forward and backward."""
     log: list[str] = []
     groups = recorded(groups_of(rows, cols), log)
     case = _case(rows, cols)
@@ -126,7 +127,7 @@ def test_row_layers_do_the_same_over_row(pool: Pool) -> None:
             assert backward[start + 1 : start + 3] == [f"mm ({H // 2}, {F})", "end all-reduce row"]
 
 
-def test_a_group_of_one_says_nothing(pool: Pool) -> None:
+def test_a_group_of_one_sends_nothing(pool: Pool) -> None:
     ((forward, backward),) = pool.run(_log, 1, 1, 1, 2)
     assert [line for line in forward + backward if "all-reduce" in line] == []
 
@@ -239,7 +240,7 @@ def _reached() -> dict[str, Any]:
 
 
 def test_weight_gradients_arrive_as_all_gradients_do(pool: Pool) -> None:
-    """Through hooks, `autograd.grad`, graphs that are kept, and beside other uses of the weight."""
+    """Through hooks, `autograd.grad`, graphs that are kept, and with other uses of the weight."""
     for got in pool.run(_reached, 2):
         assert got["size"] > 0.1
         for found in got["max_differences"]:
@@ -269,15 +270,15 @@ def _on_meta() -> tuple[tuple[int, ...], tuple[int, ...], float]:
     case = _case(1, 2)
     module = case.cut(recorded(groups_of(1, 2), log))
     module(case.x.clone().requires_grad_()).sum().backward()
-    twin = copy.deepcopy(module).to("meta")
+    copied = copy.deepcopy(module).to("meta")
     log.clear()
     x = case.x.to("meta").requires_grad_()
-    y = twin(x)
+    y = copied(x)
     y.sum().backward()
     assert log == []
-    grad = twin.attn.q.weight.grad
+    grad = copied.attn.q.weight.grad
     assert grad.is_meta
-    assert twin.attn.q.forward.__self__ is twin.attn.q
+    assert copied.attn.q.forward.__self__ is copied.attn.q
     c = torch.ones_like(case.x)
     return (
         tuple(y.shape),

@@ -1,4 +1,4 @@
-"""Modules of one's own with a tensor plan, and what cannot be cut: letters on every rank."""
+"""Modules of one's own with a tensor plan, and what cannot be sharded: errors on every rank."""
 
 from typing import Any
 
@@ -123,8 +123,8 @@ def _trained(task: Task, plan: str, words: dict[str, str]) -> programs.Trace:
 
 
 @pytest.mark.parametrize("plan", ["tp=2", "tp=2x1", "tp=2x2", "tp=2 sp=true", "tp=2 sp=true dp=2 zero=3"])
-@pytest.mark.parametrize("build", [gpt, tied_gpt])
-def test_a_gpt_of_ones_own_gives_the_one_process_programs_numbers(pool: Pool, build: Any, plan: str) -> None:
+@pytest.mark.parametrize("build", [pytest.param(gpt, marks=pytest.mark.quick), tied_gpt])
+def test_a_custom_gpt_gives_the_one_process_programs_numbers(pool: Pool, build: Any, plan: str) -> None:
     task = Task(build)
     ours = pool.run(_trained, num_ranks(plan), task, f"{plan} precision=fp64", CUTS)[0]
     programs.assert_same(ours, programs.one_process_task(task, ours.first_weights, 1))
@@ -136,10 +136,10 @@ def test_heads_that_do_not_divide_are_cut_unevenly(pool: Pool) -> None:
     programs.assert_same(ours, programs.one_process_task(task, ours.first_weights, 1))
 
 
-# --- letters
+# --- errors
 
 
-def _letter(build: Any, plan: str, words: dict[str, str] | None) -> str:
+def _message(build: Any, plan: str, words: dict[str, str] | None) -> str:
     with pytest.raises(PlaitError) as caught:
         plait.parallelize(build(), plan, loss=programs.summed_loss, tensor_plan=words)
     return f"{type(caught.value).__name__}: {caught.value}"
@@ -201,9 +201,9 @@ def _letter(build: Any, plan: str, words: dict[str, str] | None) -> str:
         ),
     ],
 )
-def test_what_cannot_be_cut_is_said_on_every_rank(
+def test_models_that_cannot_be_sharded_are_errors_on_every_rank(
     pool: Pool, build: Any, plan: str, words: dict[str, str] | None, says: list[str]
 ) -> None:
-    letters = pool.run(_letter, num_ranks(plan), build, plan, words)
-    assert len(set(letters)) == 1
-    assert all(part in letters[0] for part in says), letters[0]
+    messages = pool.run(_message, num_ranks(plan), build, plan, words)
+    assert len(set(messages)) == 1
+    assert all(part in messages[0] for part in says), messages[0]

@@ -58,7 +58,7 @@ def test_models_that_are_cut_rightly_pass(pool: Pool, family: str, grid: str) ->
         "tp=2 zero=2 reduce=fp16 precision=bf16",
     ],
 )
-def test_a_probe_passes_beside_data_ranks(pool: Pool, words: str) -> None:
+def test_a_probe_passes_with_data_ranks(pool: Pool, words: str) -> None:
     pool.run(_passes, 4, "tied_llama", [f"dp=2 {words}"])
 
 
@@ -68,10 +68,10 @@ def _refused(plan: str) -> str:
     return str(caught.value)
 
 
-def test_gradients_that_tell_nothing_are_not_compared(pool: Pool) -> None:
+def test_meaningless_gradients_are_not_compared(pool: Pool) -> None:
     for words in ("int8", "powersgd:2"):
-        letters = pool.run(_refused, 4, f"dp=2 tp=2 reduce={words}")
-        assert all(f"reduce={words}" in message and "reduce=fp32" in message for message in letters)
+        messages = pool.run(_refused, 4, f"dp=2 tp=2 reduce={words}")
+        assert all(f"reduce={words}" in message and "reduce=fp32" in message for message in messages)
 
 
 # --- it changes nothing
@@ -159,7 +159,7 @@ def with_classes(attention: type[nn.Module] | None, mlp: type[nn.Module] | None)
     return model
 
 
-def _letter(classes: Any, plan: str) -> str:
+def _message(classes: Any, plan: str) -> str:
     with pytest.raises(ModelError, match="computes a different function than the full model") as caught:
         plait.parallelize(with_classes(*classes), plan, probe=True, seed=3)
     return str(caught.value)
@@ -173,12 +173,12 @@ def _letter(classes: Any, plan: str) -> str:
     "classes", [(RollingAttention, None), (None, SoftmaxMLP)], ids=["attention that rolls", "softmax mlp"]
 )
 def test_code_that_the_plan_does_not_fit_is_caught_on_every_rank(pool: Pool, classes: Any, plan: str) -> None:
-    letters = pool.run(_letter, num_ranks(plan), classes, plan)
-    assert len(set(letters)) == 1
+    messages = pool.run(_message, num_ranks(plan), classes, plan)
+    assert len(set(messages)) == 1
     names = [name for name, _ in programs.rough_llama().named_parameters()]
-    assert any(f"the gradient of {name} differs by" in letters[0] for name in names), letters[0]
-    assert f"{plait.Plan.parse(plan)}: " in letters[0]
-    assert "tp=1" in letters[0]
+    assert any(f"the gradient of {name} differs by" in messages[0] for name in names), messages[0]
+    assert f"{plait.Plan.parse(plan)}: " in messages[0]
+    assert "tp=1" in messages[0]
 
 
 def _passes_with(classes: Any, plan: str, words: dict[str, str] | None) -> Any:
@@ -201,7 +201,7 @@ def _passes_with(classes: Any, plan: str, words: dict[str, str] | None) -> Any:
     ],
 )
 def test_code_that_the_plan_fits_passes(pool: Pool, classes: Any, plan: str, words: Any) -> None:
-    """So that what is caught is the mixing, not the class; and what the letter says to try works."""
+    """So that what is caught is the mixing, not the class; and the error's suggestion works."""
     assert not any(pool.run(_passes_with, num_ranks(plan), classes, plan, words))
 
 
@@ -231,7 +231,7 @@ def _squares(outputs: Tensor, batch: Any) -> tuple[Tensor, int]:
 
 
 def _plain(kind: type[nn.Module], probe: Any) -> str:
-    """The letter, or nothing."""
+    """The error, or nothing."""
     words = {"up": "colwise", "down": "rowwise"}
     torch.manual_seed(2)
     try:

@@ -1,4 +1,4 @@
-"""Tokens that a region has gathered are not kept for backward, but gathered again beside the products."""
+"""Tokens that a region has gathered are not kept for backward, but gathered again during the products."""
 
 import copy
 from collections import Counter
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from plait.models import watch_activations
-from plait.parallel import recompute_blocks
+from plait.parallel.activation_checkpoint import recompute_blocks
 from plait.plan.sharding import LayerSharding, Style
 from support.pool import Pool
 from support.tensor_shards import (
@@ -135,7 +135,7 @@ def test_gathered_again_gives_the_same_gradients(
 
 
 def _log(kind: str, steps: int, frozen: str = "") -> list[str]:
-    """What the last of some steps does in backward."""
+    """Operations of the last of some steps in backward."""
     log: list[str] = []
     case = _case(kind, 1, 2, frozen=frozen)
     module = case.cut(recorded(groups_of(1, 2), log))
@@ -147,17 +147,18 @@ def _log(kind: str, steps: int, frozen: str = "") -> list[str]:
     return log
 
 
-def test_the_gather_travels_beside_the_products_and_the_sum_beside_weight_gradients(pool: Pool) -> None:
+def test_the_gather_overlaps_the_products_and_the_sum_overlaps_weight_gradients(pool: Pool) -> None:
     tokens = 2 * 6
     dz, dw = f"mm ({tokens}, {H})", f"mm ({F // 2}, {H})"
-    for steps, beside in ((1, 4), (2, 5)):  # the mlp's are learned; before, they are computed before the sum
+    # the mlp's products follow once they are learned; before, they are computed before the sum
+    for steps, num_between in ((1, 4), (2, 5)):
         for log in pool.run(_log, 2, "parallel", steps):
             assert log.count("start all-gather col") == log.count("start reduce-scatter col") == 1
             gather, scatter = log.index("start all-gather col"), log.index("start reduce-scatter col")
             assert log[gather + 1] == dz
             assert log[gather:scatter].count(dz) == 5
             end = log.index("end reduce-scatter col")
-            assert log[scatter:end].count(dw) == beside
+            assert log[scatter:end].count(dw) == num_between
             assert log.count(dw) == 5
             assert log.index("end all-gather col") < log.index(dw)
     for steps in (1, 2):
@@ -212,7 +213,7 @@ def _kept(kind: str) -> list[Counter[tuple[int, ...]]]:
 
 
 @pytest.mark.parametrize("kind", ["serial", "parallel"])
-def test_what_is_gathered_is_not_kept(pool: Pool, kind: str) -> None:
+def test_gathered_tensors_are_not_kept(pool: Pool, kind: str) -> None:
     for first, second in pool.run(_kept, 2, kind):
         assert first == second
         assert first[(2, 6, H)] == 0
@@ -250,14 +251,14 @@ def test_graphs_are_walked_in_part_and_again(pool: Pool, kind: str) -> None:
         assert max(found.values()) < TINY, found
 
 
-def _twin(kind: str) -> tuple[int, int, list[str]]:
+def _meta_copy(kind: str) -> tuple[int, int, list[str]]:
     """Bytes kept by a copy on meta and by the model; what the copy says."""
     log: list[str] = []
     case = _case(kind, 1, 2, (2, 7))
     module = case.cut(recorded(groups_of(1, 2), log))
-    twin = copy.deepcopy(module).to("meta")
-    with watch_activations(twin) as estimated:
-        y = twin(case.x.to("meta").requires_grad_())
+    copied = copy.deepcopy(module).to("meta")
+    with watch_activations(copied) as estimated:
+        y = copied(case.x.to("meta").requires_grad_())
     y.sum().backward()
     said = [*log]
     with watch_activations(module) as measured:
@@ -266,7 +267,7 @@ def _twin(kind: str) -> tuple[int, int, list[str]]:
 
 
 @pytest.mark.parametrize("kind", ["serial", "parallel"])
-def test_a_copy_on_meta_keeps_as_much_and_says_nothing(pool: Pool, kind: str) -> None:
-    for estimated, measured, said in pool.run(_twin, 2, kind):
+def test_a_copy_on_meta_keeps_as_much_and_sends_nothing(pool: Pool, kind: str) -> None:
+    for estimated, measured, said in pool.run(_meta_copy, 2, kind):
         assert estimated == measured > 0
         assert said == []

@@ -82,7 +82,7 @@ class Table(nn.Module):
 
 
 class Experts(nn.Module):
-    """A mixture of two, and a shared one beside it; flattens tokens."""
+    """A mixture of two, and a shared expert; flattens tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ def test_tokens_cut_over_col_give_the_same_numbers(pool: Pool, cols: int, kind: 
 
 
 def _log(kind: str, steps: int) -> tuple[list[str], list[str]]:
-    """What a step says, forward and backward."""
+    """Messages of a step, forward and backward."""
     log: list[str] = []
     case = _case(kind, 2, (1, 8))
     module = case.cut(recorded(groups_of(1, 2), log))
@@ -290,7 +290,7 @@ def _nameless() -> None:
     module.blocks[0].attn(states=case.x)
 
 
-def test_a_region_whose_input_cannot_be_told_is_refused(pool: Pool) -> None:
+def test_a_region_with_an_ambiguous_input_is_refused(pool: Pool) -> None:
     with pytest.raises(RankError, match=r"cannot tell which input of blocks\.0\.attn"):
         pool.run(_nameless, 2)
 

@@ -86,7 +86,7 @@ def test_a_state_saved_under_any_plan_goes_on_under_any_other(pool: Pool, task: 
 
 
 def _refuses(plan: str, change: str) -> Any:
-    """The letter, and what loading changed."""
+    """The error, and what loading changed."""
     engine = programs.engine_of(TASKS["tied llama"], plan)
     _steps(engine, 0, 1)
     before = copied(engine.state())
@@ -107,10 +107,10 @@ def _refuses(plan: str, change: str) -> Any:
 
 @pytest.mark.parametrize("change", ["a rank's piece", "missing", "one too many"])
 def test_a_state_of_another_model_is_refused_by_all_before_anything_changes(pool: Pool, change: str) -> None:
-    letters = pool.run(_refuses, 4, "tp=2x2 precision=fp64", change)
-    assert all(changed == [] for _, changed in letters)
-    assert len({message for message, _ in letters}) == 1
-    assert "mlp.up_proj.weight" in letters[0][0]
+    messages = pool.run(_refuses, 4, "tp=2x2 precision=fp64", change)
+    assert all(changed == [] for _, changed in messages)
+    assert len({message for message, _ in messages}) == 1
+    assert "mlp.up_proj.weight" in messages[0][0]
 
 
 # --- who is given what is whole
@@ -130,7 +130,7 @@ def _given_whole(plan: str) -> Any:
 
 
 @pytest.mark.parametrize("plan", ["dp=2 tp=2 zero=3", "dp=2 tp=2x1 zero=1", "tp=2x2"])
-def test_what_is_whole_is_given_to_rank_0_alone(pool: Pool, plan: str) -> None:
+def test_full_states_are_given_to_rank_0_only(pool: Pool, plan: str) -> None:
     ranks = pool.run(_given_whole, 4, plan)
     assert min(ranks[0]) > 10
     assert ranks[1:] == [[0, 0, 0]] * 3
@@ -150,7 +150,7 @@ def _with_own_weights(plan: str) -> Any:
 
 
 @pytest.mark.parametrize("plan", ["tp=2", "tp=2x1", "dp=2 tp=2 zero=3"])
-def test_of_models_that_come_with_weights_rank_0s_are_taken(pool: Pool, plan: str) -> None:
+def test_models_with_weights_take_rank_0s(pool: Pool, plan: str) -> None:
     ranks = pool.run(_with_own_weights, num_ranks(plan), f"{plan} precision=fp64")
     (mine, taken, results), other = ranks[0], ranks[-1][0]
     name = "transformer.h.0.attn.c_attn.weight"

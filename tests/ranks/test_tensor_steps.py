@@ -266,8 +266,8 @@ def test_without_counting_the_norm_is_another(pool: Pool, family: str, plan: str
 # --- batches
 
 
-def _letters(plan: str, differ: str, how: str) -> Any:
-    """What a first step with other values, or samples, on the last rank says; and that the engine goes on."""
+def _messages(plan: str, differ: str, how: str) -> Any:
+    """The error of a first step whose values or samples differ on the last rank; the engine still trains."""
     engine = engine_of(plan)
     batch = programs.share_of(programs.batches(1)[0], engine)
     other = dict(batch)
@@ -300,7 +300,7 @@ def test_batches_that_differ_between_ranks_of_a_grid_are_found_in_the_first_step
 ) -> None:
     ranks = num_ranks(plan)
     expected, *_ = pool.run(_first_step, ranks, plan)[0]
-    for message, changed, result in pool.run(_letters, ranks, plan, differ, how):
+    for message, changed, result in pool.run(_messages, ranks, plan, differ, how):
         assert f"rank {ranks - 1} has other values or shapes than rank 0" in message
         assert "engine.data_rank" in message
         assert changed == []

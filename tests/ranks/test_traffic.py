@@ -1,4 +1,4 @@
-"""What ranks say in a step is what was foretold without them: the same lines, as often, as many bytes."""
+"""A step's communication equals the estimate made without ranks: the same lines, calls and bytes."""
 
 import random
 from typing import Any
@@ -65,7 +65,7 @@ def batch_of(name: str, samples: int) -> dict[str, Tensor]:
 
 
 def said(name: str, plan: str) -> tuple[Traffic, MemoryUse]:
-    """What a rank says in the third step, and what it foretells of its memory."""
+    """A rank's traffic in the third step, and its estimate of its memory."""
     engine = plait.parallelize(model_of(name), plan, loss=squared_error if name == "plain" else None)
     batch = batch_of(name, BATCH * engine.plan.micro)
     estimated = engine.estimated_memory((BATCH, SEQUENCE))
@@ -139,7 +139,7 @@ def sampled(number: int) -> tuple[str, str, str]:
         kept = {key: word for key, word in words.items() if random_words.random() < 0.7}
         plan = " ".join(f"{key}={word}" for key, word in kept.items())
         name = random_words.choice(["llama", "llama-tied", "gpt2", "plain"])
-        if name == "plain" and {"tp", "pp"} & kept.keys():  # what lies between its blocks is no stage's
+        if name == "plain" and {"tp", "pp"} & kept.keys():  # what is between its blocks is no stage's
             continue
         try:
             if 1 < Plan.parse(plan).num_ranks <= MOST_RANKS:
@@ -150,13 +150,15 @@ def sampled(number: int) -> tuple[str, str, str]:
 
 
 @pytest.mark.parametrize(("name", "plan", "transport"), CASES)
-def test_what_ranks_say_and_hold_was_foretold(pool: Pool, name: str, plan: str, transport: str) -> None:
+def test_traffic_and_memory_of_ranks_are_those_estimated(
+    pool: Pool, name: str, plan: str, transport: str
+) -> None:
     check(pool, name, plan, transport)
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("number", range(NUM_SAMPLED))
-def test_what_ranks_say_and_hold_was_foretold_of_any_plan(pool: Pool, number: int) -> None:
+def test_traffic_and_memory_of_any_plan_are_those_estimated(pool: Pool, number: int) -> None:
     check(pool, *sampled(number))
 
 

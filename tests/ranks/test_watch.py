@@ -1,4 +1,4 @@
-"""What ranks notice together: who is slow, who does not come, when the loss spikes."""
+"""Detection by all ranks together: slow ranks, ranks that hang, spikes of the loss."""
 
 import random
 import time
@@ -34,7 +34,7 @@ SLOW_S = 0.25
 
 
 def _seconds_by_verb() -> dict[str, float]:
-    """What the clock counts in each, to which the first rank comes late. The second computes meanwhile."""
+    """Seconds by verb on the clock, for calls to which rank 0 comes late while rank 1 computes."""
     world = connect()
     group, numbers = world.group, torch.ones(2 * world.size)
     whole = torch.empty(2 * world.size * world.size)
@@ -75,7 +75,7 @@ def test_the_clock_counts_waiting_in_every_kind_of_verb_and_nothing_else(pool: P
     assert {name: seconds for name, seconds in late.items() if seconds > 0.5 * LATE_S} == {}
 
 
-def _told(plan: str, slow_rank: int) -> list[str]:
+def _notes(plan: str, slow_rank: int) -> list[str]:
     engine = trainings.engine_of(plan)
     notes: list[str] = []
     stragglers = Stragglers(engine.world, engine.plan, EVERY, 3.0, notes.append)
@@ -98,7 +98,7 @@ def _told(plan: str, slow_rank: int) -> list[str]:
     ],
 )
 def test_the_slow_rank_is_named_once_and_no_other(pool: Pool, transport: str, plan: str, ranks: int) -> None:
-    for notes in pool.over(transport).run(_told, ranks, plan, 1):
+    for notes in pool.over(transport).run(_notes, ranks, plan, 1):
         assert len(notes) == 1, notes
         assert notes[0].startswith("rank 1 (host ")
         assert "own work per step" in notes[0]
@@ -108,7 +108,7 @@ def _does_something_else() -> None:
     time.sleep(6)
 
 
-def _letter_of_who_waits(folder: Path) -> str:
+def _error_of_waiting_rank(folder: Path) -> str:
     world = connect(timeout_s=2.0)
     try:
         with Heartbeat(folder, world, 10.0) as heart:
@@ -124,7 +124,7 @@ def _letter_of_who_waits(folder: Path) -> str:
 
 def test_a_communication_that_fails_leaves_the_stacks_of_all_ranks(pool: Pool, tmp_path: Path) -> None:
     folder = tmp_path / "stacks"
-    message, _ = pool.run(_letter_of_who_waits, 2, folder)
+    message, _ = pool.run(_error_of_waiting_rank, 2, folder)
     assert "rank 1 did not arrive within 2 s" in message
     assert f"stacks of all threads: {folder}" in message
     assert "none from" not in message

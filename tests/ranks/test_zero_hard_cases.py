@@ -13,6 +13,8 @@ from support import edge_case_models, programs
 from support.pool import Pool, PoolOver
 from support.programs import Task
 
+pytestmark = pytest.mark.pairs
+
 
 @pytest.fixture(params=["host", "gloo"])
 def pool(request: pytest.FixtureRequest, workers: Pool) -> PoolOver:
@@ -47,6 +49,7 @@ def check_parity(pool: Pool, task: Task, plan: str) -> programs.Trace:
 # --- parameters
 
 
+@pytest.mark.quick
 @every_stage
 def test_tied_weights_train_as_one(pool: Pool, plan: str) -> None:
     ours = check_parity(pool, Task(programs.tied_llama), plan)
@@ -97,7 +100,7 @@ def test_frozen_weights_are_cut_where_parameters_are(pool: Pool, plan: str, shar
 
 
 @every_stage
-def test_what_a_step_a_rank_or_nobody_uses_counts_as_a_zero_gradient(pool: Pool, plan: str) -> None:
+def test_parameters_unused_in_a_step_or_on_a_rank_count_as_zero_gradients(pool: Pool, plan: str) -> None:
     check_parity(pool, Task(programs.branches), plan)
 
 

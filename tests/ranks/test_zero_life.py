@@ -1,4 +1,4 @@
-"""What may happen to an engine between and inside steps, at every stage, without changing a number."""
+"""Events between and inside an engine's steps, at every stage, that must not change a number."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +12,8 @@ from plait.errors import ModelError
 from support import edge_case_models, programs
 from support.pool import Pool, PoolOver
 from support.programs import Task
+
+pytestmark = pytest.mark.pairs
 
 
 @pytest.fixture(params=["host", "gloo"])
@@ -138,7 +140,7 @@ def _evaluate(engine: plait.Engine) -> None:
 
 
 def _look(engine: plait.Engine) -> None:
-    """Forwards of the user's own, with and without a graph that nobody goes back through."""
+    """Forwards of the user's own, with and without a graph that is then not walked."""
     ids = programs.share_of(programs.batches(1)[0], engine)["input_ids"]
     engine.model(input_ids=ids, use_cache=False)
     with torch.no_grad():
@@ -171,7 +173,7 @@ def _with_and_without(plan: str, between: str) -> bool:
 
 @pytest.mark.parametrize("between", _BETWEEN)
 @every_stage
-def test_what_is_done_between_steps_changes_no_bit_of_them(pool: Pool, plan: str, between: str) -> None:
+def test_calls_between_steps_change_no_bit_of_them(pool: Pool, plan: str, between: str) -> None:
     assert pool.run(_with_and_without, 2, f"{plan} precision=fp32", between) == [True, True]
 
 
@@ -225,7 +227,7 @@ def _one_step(plan: str, build: Any = programs.llama) -> Any:
     ],
 )
 @pytest.mark.parametrize("words", ["zero=1", "zero=2", "zero=3", "zero=3 prefetch=2 reshard=step"])
-def test_a_loop_of_ones_own_has_the_steps_gradients(pool: Pool, words: str, loop: Any, micro: int) -> None:
+def test_a_custom_loop_has_the_steps_gradients(pool: Pool, words: str, loop: Any, micro: int) -> None:
     ours = pool.run(loop, 2, f"dp=2 {words} micro={micro} precision=fp64")[0]
     plain = pool.run(_one_step, 1, "dp=1 precision=fp64")[0]
     difference, name = programs.largest_difference(ours, plain)
@@ -274,7 +276,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all(pool: Pool,
     assert pool.run(_poisoned, 2, f"{plan} precision=bf16") == [(True, [], False)] * 2
 
 
-def _loads_behind_the_back(plan: str) -> None:
+def _loads_directly(plan: str) -> None:
     engine = fresh(plan, edge_case_models.uneven)
     batch = programs.share_of(programs.batches(1)[0], engine)
     engine.step(batch)
@@ -283,7 +285,7 @@ def _loads_behind_the_back(plan: str) -> None:
     engine.step(batch)
 
 
-def _replaces_behind_the_back(plan: str) -> None:
+def _replaces_directly(plan: str) -> None:
     engine = fresh(plan, edge_case_models.uneven)
     batch = programs.share_of(programs.batches(1)[0], engine)
     engine.step(batch)
@@ -292,7 +294,7 @@ def _replaces_behind_the_back(plan: str) -> None:
     engine.step(batch)
 
 
-def _reassigns_behind_the_back(plan: str) -> None:
+def _reassigns_directly(plan: str) -> None:
     engine = fresh(plan, edge_case_models.uneven)
     batch = programs.share_of(programs.batches(1)[0], engine)
     engine.step(batch)
@@ -307,11 +309,9 @@ def _refused(change: Any, plan: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "change", [_loads_behind_the_back, _replaces_behind_the_back, _reassigns_behind_the_back]
-)
+@pytest.mark.parametrize("change", [_loads_directly, _replaces_directly, _reassigns_directly])
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2 precision=bf16", *STAGES[:3], "dp=2 zero=3 precision=bf16"])
-def test_parameters_changed_behind_the_engines_back_are_refused(pool: Pool, plan: str, change: Any) -> None:
+def test_parameters_changed_outside_the_engine_are_refused(pool: Pool, plan: str, change: Any) -> None:
     for message in pool.run(_refused, 2, change, plan):
         assert "\n  given   : " in message
         assert "\n  try     : " in message

@@ -93,7 +93,7 @@ def check(pool: Pool, build: Any, plan: str, ranks: int, micro: int = 1) -> None
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
-def test_a_block_that_one_rank_skips_makes_nobody_wait_in_a_circle(pool: Pool, prefetch: int) -> None:
+def test_a_block_that_one_rank_skips_causes_no_deadlock(pool: Pool, prefetch: int) -> None:
     check(pool, skips_deep, f"dp=2 zero=3 prefetch={prefetch}", 2)
     check(pool, skips_deep, f"dp=3 zero=3 prefetch={prefetch} reshard=step", 3)
 
@@ -183,7 +183,7 @@ def _fails_first(plan: str) -> Any:
     handle.remove()
     engine.evaluate(batch)
     results = [engine.step(batch), engine.step(batch)]
-    return results, len(engine._sharded.stages[0]._unsharder._exec_order.walk_order(backward=False))
+    return results, len(engine._parts.sharded.stages[0].unsharder._exec_order.walk_order(backward=False))
 
 
 def test_a_first_step_that_failed_leaves_no_trace(pool: Pool) -> None:
@@ -222,11 +222,11 @@ def test_a_frozen_model_is_never_whole_at_a_time(pool: Pool, words: str) -> None
         assert held < 0.5 * whole
 
 
-def _letters(plan: str) -> list[str]:
+def _messages(plan: str) -> list[str]:
     engine = programs.engine_of(Task(edge_case_models.uneven), plan)
     batch = programs.share_of(programs.batches(1)[0], engine)
     engine.step(batch)
-    hides = not engine._sharded.units[0].unsharded.persistent
+    hides = not engine._parts.sharded.units[0].unsharded.persistent
     logits = engine.model(batch["input_ids"])
     said = []
     for act in (
@@ -247,9 +247,9 @@ def _letters(plan: str) -> list[str]:
 
 
 @pytest.mark.parametrize("words", ["", "zero=3"])
-def test_what_is_no_batch_no_loss_or_a_change_of_mind_gets_a_letter(pool: Pool, words: str) -> None:
-    for letters in pool.run(_letters, 2, f"dp=2 {words} precision=fp32"):
-        assert all("\n  given   : " in message for message in letters)
+def test_invalid_batches_losses_and_changed_settings_are_errors(pool: Pool, words: str) -> None:
+    for messages in pool.run(_messages, 2, f"dp=2 {words} precision=fp32"):
+        assert all("\n  given   : " in message for message in messages)
 
 
 def _expanded_buffer(plan: str) -> float:
@@ -265,7 +265,7 @@ def test_a_buffer_that_is_an_expanded_view_is_received_into_memory_of_its_own(po
 
 
 class Loops(Stack):
-    """Walks its blocks once or twice, as a sample says: in the second walk nobody has agreed on gathers."""
+    """Walks its blocks once or twice, as a sample says: no gathers were agreed on for the second walk."""
 
     def forward(self, input_ids: Tensor) -> Tensor:
         x = self.embedding(input_ids)
@@ -279,19 +279,19 @@ def loops(on_meta: bool = False) -> nn.Module:
     return built(lambda: Loops([Block(8) for _ in range(4)]), on_meta)
 
 
-def test_ranks_that_share_no_parameters_may_gather_what_they_like(pool: Pool) -> None:
+def test_ranks_that_share_no_parameters_may_gather_in_any_order(pool: Pool) -> None:
     """Each has all pieces in its own host memory: no other rank has to do the same."""
     check(pool, loops, "dp=2 zero=3 shard=1 offload=cpu", 2)
 
 
 def _different_digests(plan: str) -> str:
     engine = programs.engine_of(Task(edge_case_models.uneven), plan)
-    engine._sharded.stages[0]._unsharder._digest = 5 + engine.data_rank
+    engine._parts.sharded.stages[0].unsharder._digest = 5 + engine.data_rank
     with pytest.raises(ModelError) as caught:
         engine.step(programs.share_of(programs.batches(1)[0], engine))
     return str(caught.value)
 
 
-def test_ranks_that_gathered_different_parameters_are_told(pool: Pool) -> None:
+def test_ranks_that_gathered_different_parameters_are_an_error(pool: Pool) -> None:
     for message in pool.run(_different_digests, 2, "dp=2 zero=3"):
         assert "gathered different parameters" in message

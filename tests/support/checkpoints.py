@@ -12,7 +12,7 @@ from torch import Tensor
 from plait import checkpoint
 from plait.checkpoint import Saver, step_path
 from plait.comm import World
-from plait.parallel import StateShard
+from plait.parallel.zero.state_io import StateShard
 
 FACTS = {"tokens": 77, "model": {"config": {"hidden_size": 4}}, "data": "ab12"}
 FILE = "rank-00000.0.safetensors"

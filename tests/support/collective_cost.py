@@ -1,8 +1,59 @@
-"""Costs of collectives that only tests need: a two-level all-reduce, a tree broadcast."""
+"""Seconds of collective algorithms, by the formulas in the docstrings of `plan/collectives.py`."""
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from plait.plan.cost_model import Link, cost_s
+from plait.plan.collectives import is_power_of_two, scatters
+
+
+@dataclass(frozen=True)
+class Link:
+    """Cost of a message: `latency_s` plus its bytes over `bytes_per_s`; a rank sends and receives at the same
+    time.
+
+    `reduce_s_per_byte`: cost of adding received data.
+    """
+
+    latency_s: float
+    bytes_per_s: float
+    reduce_s_per_byte: float = 0.0
+
+    def message_s(self, num_bytes: float) -> float:
+        return self.latency_s + num_bytes / self.bytes_per_s
+
+
+def cost_s(algorithm: str, num_ranks: int, num_bytes: float, link: Link, *, scatter: bool = False) -> float:
+    """Seconds of an all-reduce, or with `scatter` a reduce-scatter, of `num_bytes` on every rank.
+
+    The formulas are documented with the algorithms in `plan/collectives.py`; not for the two-level algorithm.
+    """
+    reduce_s, mirror_s = _halves_s(algorithm, num_ranks, num_bytes, link)
+    return reduce_s if scatter and scatters(algorithm, num_ranks) else reduce_s + mirror_s
+
+
+def _halves_s(algorithm: str, num_ranks: int, num_bytes: float, link: Link) -> tuple[float, float]:
+    """Seconds of the reducing half and of its mirror."""
+    power = 1 << (num_ranks.bit_length() - 1)
+    folded = num_bytes if algorithm == "halving" and not is_power_of_two(num_ranks) else 0
+    ranks = power if algorithm == "halving" else num_ranks
+    if algorithm in ("ring", "halving"):
+        messages = ranks - 1 if algorithm == "ring" else int(math.log2(ranks))
+        bytes_moved = (ranks - 1) / ranks * num_bytes + folded
+        messages += 1 if folded else 0
+    else:
+        assert algorithm in ("naive", "tree"), f"no formula for {algorithm}"
+        messages = ranks - 1 if algorithm == "naive" else (ranks - 1).bit_length()
+        bytes_moved = float(messages * num_bytes)
+    moved_s = messages * link.latency_s + bytes_moved / link.bytes_per_s
+    return moved_s + bytes_moved * link.reduce_s_per_byte, moved_s
+
+
+def chain_broadcast_s(num_ranks: int, num_bytes: float, segments: int, link: Link) -> float:
+    """Seconds of a chain broadcast in segments."""
+    if num_ranks == 1:
+        return 0.0
+    return (num_ranks - 2 + segments) * link.message_s(num_bytes / segments)
 
 
 def two_level_cost_s(hosts: Sequence[int], num_bytes: float, inside: Link, between: Link) -> float:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from plait.models import StageModule, blocks_of, forward_inputs, plan_stages, split_stage
+from plait.models import StageModule, blocks_of, forward_inputs, plan_stages, receiving, split_stage
 from plait.plan.stages import StageAssignment
 
 CPU = torch.device("cpu")
@@ -60,7 +60,7 @@ def forward(
     received = []
     for stage in stages[1:]:
         received.append(tree_map_only(Tensor, _arrived, sent[-1]))
-        with stage.receiving(received[-1]):
+        with receiving(stage.module, received[-1]):
             sent.append(stage.module(**inputs))
         stage.check_taint(sent[-1], received[-1])
     return sent, received

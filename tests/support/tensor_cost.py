@@ -1,4 +1,4 @@
-"""What tensor parallelism costs a block: its messages, their bytes, and the bytes that it saves for backward.
+"""The cost of a tensor-parallel block: its messages, their bytes, and the bytes that it saves for backward.
 
 [Note: the messages of a block]
 m tokens, R rows, C columns; all-reduces, of what a rank holds of the tensor:
@@ -41,7 +41,7 @@ class Verb(Enum):
 class BlockWidths:
     """A block as tensor parallelism sees it.
 
-    inputs      distinct tensors that COLUMN layers read: 2, or 1 where attention and mlp stand side by side
+    inputs      distinct tensors that COLUMN layers read: 2, or 1 where attention and mlp are parallel
     columns     output widths of the COLUMN layers, whole
     rows        input widths of the ROW layers, whole
     norms       in the stream
@@ -71,7 +71,7 @@ class Message:
 def block_messages(
     block: BlockWidths, tokens: int, rows: int, cols: int, *, sequence: bool = False
 ) -> tuple[Message, ...]:
-    """Of one block and one micro-batch. See [Note: the messages of a block]."""
+    """Messages of one block and one micro-batch. See [Note: the messages of a block]."""
     found: list[Message] = []
     if cols > 1:
         stream = tokens * block.hidden / rows
@@ -134,7 +134,7 @@ def axonn_volume(rows: int, cols: int) -> float:
 
 @dataclass(frozen=True)
 class Activations:
-    """What is asked of `gpt_activation_bytes` and `llama_activation_bytes`: sizes of one micro-batch.
+    """Arguments of `gpt_activation_bytes` and `llama_activation_bytes`: sizes of one micro-batch.
 
     tensor      ranks over which heads and feed-forward are cut
     sequence    whether the stream's tokens are cut between regions

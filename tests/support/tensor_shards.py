@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.comm import Call, Mesh, OpType, Transport, Work, all_reduce, connect
-from plait.parallel.tensor import TensorGroups, apply_tp_plan
+from plait.parallel.tensor.apply import apply_tp_plan
+from plait.parallel.tensor.groups import TensorGroups
 from plait.plan import Grid
 from plait.plan.sharding import DimSharding, LayerSharding, TPPlan
 

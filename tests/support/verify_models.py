@@ -162,7 +162,7 @@ def no_gather_of_parameters() -> Any:
 
 def no_sum_of_partial_gradients() -> Any:
     """Drop the sum of gradients of which each column has a partial sum."""
-    return _muted("plait.parallel.zero.groups", "all_reduce", _in_the_block)
+    return _muted("plait.parallel.zero.grad_reduce", "all_reduce", _in_the_block)
 
 
 def no_sum_of_tied_weights() -> Any:

@@ -16,6 +16,7 @@ import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -93,7 +94,9 @@ def measure(
     buffers = _buffers(world, request)
     cases = _cases(world, request, buffers)
     report_progress("checking results")
-    visits = _check_all(cases, world, Pattern(torch_dtype(request), world.size, world.device))
+    pattern = Pattern(torch_dtype(request), world.size, world.device)
+    estimates = [_check(timed, world, pattern) for timed in cases]
+    visits = [_VisitPlan.for_duration(seconds) for seconds in slowest(world, [estimates])[0]]
     for tensor in (tensor for pair in buffers.values() for tensor in pair):
         tensor.zero_()  # repeated sums in place stay finite
     times: list[list[float]] = []
@@ -120,18 +123,8 @@ def _rows(cases: list[_TimedCase], visits: list[_VisitPlan], rounds: list[list[f
     for timed, plan in zip(cases, visits, strict=True):
         seconds = [time_s for round_s in rounds for time_s in round_s[start : start + plan.num_visits]]
         start += plan.num_visits
-        median_s, min_s = statistics.median(seconds), min(seconds)
-        rows.append(
-            Row(
-                timed.collective,
-                timed.storage,
-                timed.num_bytes,
-                median_s,
-                min_s,
-                len(seconds),
-                plan.repeats,
-            )
-        )
+        of_case = (timed.collective, timed.storage, timed.num_bytes)
+        rows.append(Row(*of_case, statistics.median(seconds), min(seconds), len(seconds), plan.repeats))
     return tuple(rows)
 
 
@@ -164,33 +157,19 @@ def _buffers(world: World, request: Request) -> dict[str, tuple[Tensor, Tensor]]
 def _cases(world: World, request: Request, buffers: dict[str, tuple[Tensor, Tensor]]) -> list[_TimedCase]:
     cases = []
     for collective in request.collectives:
-        # A barrier has no tensors.
-        storages = request.storages[:1] if collective == "barrier" else request.storages
-        sizes = (
-            [0]
-            if collective == "barrier"
-            else sorted({_numel(size, world, request) for size in request.sizes})
-        )
-        for storage in storages:
-            for numel in sizes:
-                first, second = (tensor[:numel] for tensor in buffers[storage])
-                cases.append(
-                    _TimedCase(
-                        collective, storage, first.nbytes, make_case(collective, world.group, first, second)
-                    )
-                )
+        storages, sizes = request.storages, sorted({_numel(size, world, request) for size in request.sizes})
+        if collective == "barrier":  # it has no tensors
+            storages, sizes = storages[:1], [0]
+        for storage, numel in product(storages, sizes):
+            first, second = (tensor[:numel] for tensor in buffers[storage])
+            case = make_case(collective, world.group, first, second)
+            cases.append(_TimedCase(collective, storage, first.nbytes, case))
     return cases
 
 
 def _numel(num_bytes: int, world: World, request: Request) -> int:
     """Return the elements of a full tensor of about `num_bytes`, divisible by the number of ranks."""
     return world.size * max(1, round(num_bytes / torch_dtype(request).itemsize / world.size))
-
-
-def _check_all(cases: list[_TimedCase], world: World, pattern: Pattern) -> list[_VisitPlan]:
-    """Check the results of each case, and return its visits."""
-    estimates = [_check(timed, world, pattern) for timed in cases]
-    return [_VisitPlan.for_duration(seconds) for seconds in slowest(world, [estimates])[0]]
 
 
 def _check(timed: _TimedCase, world: World, pattern: Pattern) -> float:

@@ -53,13 +53,6 @@ class Phases:
     communication_s: float  # extra time of the backward that reduces gradients
     optimizer_s: float
 
-    @classmethod
-    def from_visit(
-        cls, forward_s: float, compute_s: float, backward_s: float, optimizer_s: float
-    ) -> "Phases":
-        """Return the phases from a visit's times: backward alone, and backward with reductions."""
-        return cls(forward_s, compute_s, backward_s - compute_s, optimizer_s)
-
     @property
     def step_s(self) -> float:
         return self.forward_s + self.backward_s + self.communication_s + self.optimizer_s
@@ -114,7 +107,9 @@ def measure_ddp(
     for index in range(-_WARM_UP, request.rounds):
         report_progress(f"measuring: round {index + 1} of {request.rounds}" if index >= 0 else "warming up")
         times.append(_round(bench_model, variants, seed=index))
-    buckets = [_num_buckets(variant) for variant in variants]
+    # The only API for the buckets of later steps.
+    facts = [variant._get_ddp_logging_data() for variant in variants]
+    buckets = [len((of.get("rebuilt_bucket_sizes") or of["bucket_sizes"]).split(",")) for of in facts]
     return Breakdown(
         bars=make_bars(request.variants, buckets, slowest(world, times[_WARM_UP:])),
         request=request,
@@ -130,7 +125,8 @@ class BenchModel:
 
     def __init__(self, world: World, request: DdpRequest) -> None:
         self._world = world
-        self._autocast = _autocast_dtype(request.precision)
+        autocast = PRECISIONS[request.precision]
+        self._autocast: torch.dtype | None = None if autocast is None else getattr(torch, autocast)
         self.model = _llama(request.model)
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         shape = (request.sequences, request.length)
@@ -147,17 +143,17 @@ class BenchModel:
         of the first step, and with those of all later ones."""
         self._forward_backward(module, sync=False)
         expected = [_gradient(parameter).clone() for parameter in module.parameters()]
-        _zero_grad(module)
+        module.zero_grad()
         for gradient in expected:
             all_reduce(gradient, self._world.group)
             gradient /= self._world.size
         for _ in range(2):
             self._forward_backward(module, sync=True)
             errors = [
-                _relative_error(_gradient(p), mean)
+                float((_gradient(p) - mean).norm() / mean.norm().clamp(min=1e-12))
                 for p, mean in zip(module.parameters(), expected, strict=True)
             ]
-            _zero_grad(module)
+            module.zero_grad()
             if self._world.any_flag(not all(error <= _MAX_ERROR for error in errors)):
                 raise CommError(
                     "gradients are not averaged",
@@ -172,14 +168,14 @@ class BenchModel:
         for parameter, view in zip(self.model.parameters(), module.parameters(), strict=True):
             parameter.grad = view.grad
         optimizer_s, _ = self._timed(self._optimizer.step)
-        _zero_grad(self.model)
-        _zero_grad(module)
+        self.model.zero_grad()
+        module.zero_grad()
         [compute] = compute_s or [self._compute_only_s(module)]
         return [forward_s, compute, backward_s, optimizer_s]
 
     def _compute_only_s(self, module: DistributedDataParallel) -> float:
         _, backward_s = self._forward_backward(module, sync=False)
-        _zero_grad(module)
+        module.zero_grad()
         return backward_s
 
     def _forward_backward(self, module: DistributedDataParallel, *, sync: bool) -> tuple[float, float]:
@@ -205,23 +201,22 @@ def make_bars(
     variants: Sequence[tuple[str, Cap]], num_buckets: Sequence[int], rounds: Sequence[Sequence[float]]
 ) -> tuple[Bar, ...]:
     """Return a bar per variant. `rounds`: the seconds of the visits to all variants, by round."""
-    phases = {
-        variant: [Phases.from_visit(*round_s[4 * index : 4 * index + 4]) for round_s in rounds]
-        for index, variant in enumerate(variants)
-    }
+    phases: dict[tuple[str, Cap], list[Phases]] = {}
+    for index, variant in enumerate(variants):
+        visits = [round_s[4 * index : 4 * index + 4] for round_s in rounds]
+        phases[variant] = [
+            Phases(forward_s, compute_s, backward_s - compute_s, optimizer_s)
+            for forward_s, compute_s, backward_s, optimizer_s in visits
+        ]
     return tuple(
         Bar(
             *variant,
             buckets,
-            _medians(phases_of_rounds),
+            Phases(*map(statistics.median, zip(*map(astuple, phases_of_rounds), strict=True))),
             *_step_times(phases_of_rounds, phases.get((variant[0], ONE_BUCKET))),
         )
         for (variant, phases_of_rounds), buckets in zip(phases.items(), num_buckets, strict=True)
     )
-
-
-def _medians(phases_of_rounds: Sequence[Phases]) -> Phases:
-    return Phases(*map(statistics.median, zip(*map(astuple, phases_of_rounds), strict=True)))
 
 
 def _step_times(
@@ -266,22 +261,9 @@ def _round(bench_model: BenchModel, variants: Sequence[DistributedDataParallel],
     return [seconds for index in range(len(variants)) for seconds in seconds_by_variant[index]]
 
 
-def _num_buckets(module: DistributedDataParallel) -> int:
-    facts = module._get_ddp_logging_data()  # the only API for the buckets of later steps
-    return len((facts.get("rebuilt_bucket_sizes") or facts["bucket_sizes"]).split(","))
-
-
 def _gradient(parameter: nn.Parameter) -> Tensor:
     assert parameter.grad is not None, "a parameter without a gradient"
     return parameter.grad
-
-
-def _relative_error(actual: Tensor, expected: Tensor) -> float:
-    return float((actual - expected).norm() / expected.norm().clamp(min=1e-12))
-
-
-def _zero_grad(module: nn.Module) -> None:
-    module.zero_grad(set_to_none=True)
 
 
 def check_ddp_memory(request: DdpRequest, local_ranks: int, available: int | None) -> None:
@@ -297,8 +279,3 @@ def check_ddp_memory(request: DdpRequest, local_ranks: int, available: int | Non
             f"{format_bytes(needed)}; {format_bytes(available)} are available",
             hint="fewer --caps, or --model tiny",
         )
-
-
-def _autocast_dtype(precision: str) -> torch.dtype | None:
-    name = PRECISIONS[precision]
-    return None if name is None else getattr(torch, name)

@@ -1,19 +1,16 @@
 """Reports of a DistributedDataParallel breakdown: a table, JSON, and stacked bars."""
 
-import datetime
-import socket
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich.table import Table
 
 from plait.bench.ddp import Bar, Breakdown
 from plait.bench.ddp_request import cap_label
-from plait.bench.report import machine
+from plait.bench.report import machine, report_json
+from plait.tables import table
 
 _TITLES = {"group": "process group (Gloo)", "host": "shared memory"}
 _PHASES = {  # fields of Phases: label and color
@@ -31,19 +28,21 @@ def displayed_s(bar: Bar) -> dict[str, float]:
 
 def breakdown_tables(breakdown: Breakdown) -> list[Table]:
     """Return a table per transport, with a row per bar, in milliseconds, for a terminal of 80 columns."""
-    headings = [label for label, _ in _PHASES.values()]
     tables = []
     for transport, bars in _by_transport(breakdown).items():
-        title = f"{_title(breakdown)}, over {transport}, ms"
-        table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
-        table.add_column("bucket cap", no_wrap=True)
-        for heading in ("count", *headings, "step", "of"):
-            table.add_column(heading, justify="right")
+        made = table(
+            f"{_title(breakdown)}, over {transport}, ms",
+            ("bucket cap", "count", *(label for label, _ in _PHASES.values()), "step", "of"),
+            left=("bucket cap",),
+            show_edge=False,
+            pad_edge=False,
+        )
+        made.columns[0].no_wrap = True
         for bar in bars:
             times = map(_milliseconds, (*displayed_s(bar).values(), bar.step_s))
             ratio = "" if bar.ratio_to_no_overlap is None else f"{bar.ratio_to_no_overlap:.2f}"
-            table.add_row(cap_label(bar.cap), str(bar.num_buckets), *times, ratio)
-        tables.append(table)
+            made.add_row(cap_label(bar.cap), str(bar.num_buckets), *times, ratio)
+        tables.append(made)
     tables[-1].caption = "exposed: not hidden by backward; of: ratio to the step without overlap"
     return tables
 
@@ -63,18 +62,10 @@ def breakdown_json(breakdown: Breakdown) -> dict[str, Any]:
         }
         for bar in breakdown.bars
     ]
-    request = {
-        key: value for key, value in asdict(breakdown.request).items() if key not in ("caps", "transport")
-    }
-    facts = {key: value for key, value in asdict(breakdown).items() if key not in ("bars", "request")}
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    host = {"host": socket.gethostname(), **machine()}
-    return {"title": "ddp", "date": now, "machine": host, **request, **facts, "rows": rows}
-
-
-def draw_breakdown(breakdown: Breakdown, path: Path) -> None:
-    """Write `breakdown_figure`."""
-    breakdown_figure(breakdown).savefig(path, dpi=120)
+    facts = asdict(breakdown) | asdict(breakdown.request) | {"rows": rows}
+    for key in ("bars", "request", "caps", "transport"):
+        del facts[key]
+    return report_json("ddp", facts)
 
 
 def breakdown_figure(breakdown: Breakdown) -> Figure:
@@ -82,7 +73,6 @@ def breakdown_figure(breakdown: Breakdown) -> Figure:
     bars = _by_transport(breakdown)
     num_bars = max(map(len, bars.values()))
     figure = Figure(figsize=(1.5 + len(bars) * (0.9 + 0.8 * num_bars), 5.0), layout="constrained")
-    FigureCanvasAgg(figure)
     plots = figure.subplots(1, len(bars), sharey=True, squeeze=False)[0]
     for axes, transport in zip(plots, bars, strict=True):
         _draw_stacks(axes, bars[transport])

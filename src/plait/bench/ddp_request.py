@@ -7,32 +7,25 @@ from plait.bench.request import check_known, format_bytes, size_or_none
 from plait.errors import ConfigError
 
 _POSITIONS = 4096
-_LLAMA = {"model_type": "llama", "max_position_embeddings": _POSITIONS, "tie_word_embeddings": False}
-MODELS: dict[str, dict[str, Any]] = {
-    "tiny": _LLAMA
-    | {
-        "vocab_size": 256,
-        "hidden_size": 64,
-        "intermediate_size": 176,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-    },
-    "small": _LLAMA
-    | {
-        "vocab_size": 8192,
-        "hidden_size": 512,
-        "intermediate_size": 1376,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 8,
-    },
-    "medium": _LLAMA
-    | {
-        "vocab_size": 32000,
-        "hidden_size": 768,
-        "intermediate_size": 2048,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-    },
+
+
+def _llama(vocabulary: int, hidden: int, ffn: int, layers: int, heads: int) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        "max_position_embeddings": _POSITIONS,
+        "tie_word_embeddings": False,
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+    }
+
+
+MODELS = {
+    "tiny": _llama(256, 64, 176, layers=2, heads=2),
+    "small": _llama(8192, 512, 1376, layers=8, heads=8),
+    "medium": _llama(32000, 768, 2048, layers=12, heads=12),
 }
 PRECISIONS = {"fp32": None, "bf16": "bfloat16"}  # autocast dtype in torch; gradients are float32
 TRANSPORT_CHOICES = {"host": ("host",), "group": ("group",), "both": ("group", "host")}

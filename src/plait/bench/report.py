@@ -6,18 +6,20 @@ import platform
 import socket
 from collections.abc import Mapping
 from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 from matplotlib import colormaps
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich.table import Table
 
 from plait.bench.collectives import Measurement, Row
+from plait.bench.request import format_bytes
 from plait.plan.cost_model import COLLECTIVES, LatencyFit, algorithm_bandwidth, bus_bandwidth, fit
-from plait.plan.host_profile import HostProfile, ProfileEntry
+from plait.plan.host_profile import ProfileEntry
+from plait.tables import table
 
 
 def machine() -> dict[str, Any]:
@@ -48,30 +50,18 @@ def latency_fits(measurement: Measurement) -> LatencyFits:
     }
 
 
-def to_profile(measurement: Measurement) -> HostProfile:
-    """Return the fits as a host profile."""
-    return HostProfile(latency_fits(measurement))
-
-
 def tables(measurement: Measurement) -> list[Table]:
     """Return tables of the times and bandwidths of every case, and of the fits."""
-    num_ranks = measurement.num_ranks
-    times = Table(title=f"collectives over {measurement.transport}, {num_ranks} ranks", title_justify="left")
-    for heading in ("collective", "storage", "size", "time", "algorithm GB/s", "bus GB/s"):
-        times.add_column(heading, justify="left" if heading in ("collective", "storage") else "right")
-    previous = None
-    for row in measurement.rows:
-        if previous not in (None, (row.collective, row.storage)):
-            times.add_section()
-        previous = row.collective, row.storage
-        bandwidths = [
-            f"{bandwidth / 1e9:.3g}" if row.num_bytes else "" for bandwidth in _bandwidths(measurement, row)
-        ]
-        size = _format_size(row.num_bytes) if row.num_bytes else ""
-        times.add_row(row.collective, row.storage, size, _format_time(row.median_s), *bandwidths)
-    fits = Table(title="time = latency + size / bandwidth", title_justify="left")
-    for heading in ("collective", "storage", "latency", "GB/s", "off by"):
-        fits.add_column(heading, justify="left" if heading in ("collective", "storage") else "right")
+    by = ("collective", "storage")
+    title = f"collectives over {measurement.transport}, {measurement.num_ranks} ranks"
+    times = table(title, (*by, "size", "time", "algorithm GB/s", "bus GB/s"), left=by)
+    for _, rows in groupby(measurement.rows, key=lambda row: (row.collective, row.storage)):
+        for row in rows:
+            sized = [format_bytes(row.num_bytes), *(f"{b / 1e9:.3g}" for b in _bandwidths(measurement, row))]
+            size, *bandwidths = sized if row.num_bytes else [""] * 3
+            times.add_row(row.collective, row.storage, size, _format_time(row.median_s), *bandwidths)
+        times.add_section()
+    fits = table("time = latency + size / bandwidth", (*by, "latency", "GB/s", "off by"), left=by)
     for entry, fit_ in latency_fits(measurement).items():
         bandwidth = "" if entry.verb == "barrier" else f"{fit_.bytes_per_s / 1e9:.3g}"
         fits.add_row(entry.verb, entry.storage, _format_time(fit_.latency_s), bandwidth, f"{fit_.error:.0%}")
@@ -79,35 +69,38 @@ def tables(measurement: Measurement) -> list[Table]:
 
 
 def to_json(measurement: Measurement) -> dict[str, Any]:
-    """Return the setup, a row per case, and the fits. A bandwidth is null if size plays no part."""
+    """Return the setup, a row per case, and the fits. A bandwidth is null if size plays no part, infinite if
+    the time does not depend on it."""
     rows = []
     for row in measurement.rows:
         algorithm, bus = _bandwidths(measurement, row) if row.num_bytes else (None, None)
-        bandwidths = {"algorithm_bytes_per_s": algorithm, "bus_bytes_per_s": bus}
-        case = {
-            "verb": row.collective,
-            "storage": row.storage,
-            "num_bytes": row.num_bytes,
-            "median_s": row.median_s,
-            "least_s": row.min_s,
-            "visits": row.visits,
-            "repeats": row.repeats,
-        }
-        rows.append({**case, **bandwidths})
-    fits = [
-        {**asdict(entry), **asdict(fit_), "bytes_per_s": _finite(fit_.bytes_per_s)}
-        for entry, fit_ in latency_fits(measurement).items()
-    ]
-    facts = {key: value for key, value in asdict(measurement).items() if key != "rows"}
+        rows.append(
+            {
+                "verb": row.collective,
+                "storage": row.storage,
+                "num_bytes": row.num_bytes,
+                "median_s": row.median_s,
+                "least_s": row.min_s,
+                "visits": row.visits,
+                "repeats": row.repeats,
+                "algorithm_bytes_per_s": algorithm,
+                "bus_bytes_per_s": bus,
+            }
+        )
+    fits = [asdict(entry) | asdict(fit_) for entry, fit_ in latency_fits(measurement).items()]
+    return report_json("collectives", asdict(measurement) | {"rows": rows, "lines": fits})
+
+
+def report_json(title: str, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values after the title, the date and the machine of the benchmark."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     host = {"host": socket.gethostname(), **machine()}
-    return {"title": "collectives", "date": now, "machine": host, **facts, "rows": rows, "lines": fits}
+    return {"title": title, "date": now, "machine": host, **values}
 
 
 def draw(measurement: Measurement, path: Path) -> None:
     """Plot time and bus bandwidth over size, on logarithmic axes; foreign storage is dashed."""
     figure = Figure(figsize=(13, 5.5), layout="constrained")
-    FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     colors = colormaps["tab10"]
     series = dict.fromkeys((row.collective, row.storage) for row in measurement.rows)
@@ -126,7 +119,7 @@ def draw(measurement: Measurement, path: Path) -> None:
     for axes, title in ((left, "time, s"), (right, "bus bandwidth, GB/s")):
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
-        axes.set_xticks(ticks, [_format_size(tick) for tick in ticks], rotation=45)
+        axes.set_xticks(ticks, [format_bytes(tick) for tick in ticks], rotation=45)
         axes.set_xlabel("size of the full tensor")
         axes.set_title(title)
         axes.grid(alpha=0.3)
@@ -149,17 +142,6 @@ def _bandwidths(measurement: Measurement, row: Row) -> tuple[float, float]:
         algorithm_bandwidth(row.num_bytes, row.median_s),
         bus_bandwidth(row.collective, row.num_bytes, measurement.num_ranks, row.median_s),
     )
-
-
-def _finite(number: float) -> float | None:
-    return None if number == float("inf") else number
-
-
-def _format_size(num_bytes: int) -> str:
-    for shift, unit in ((20, "MiB"), (10, "KiB")):
-        if num_bytes >= 1 << shift:
-            return f"{num_bytes / (1 << shift):,.4g} {unit}"
-    return f"{num_bytes} B"
 
 
 def _format_time(seconds: float) -> str:

@@ -73,20 +73,27 @@ def parse_collectives(values: Sequence[str]) -> tuple[str, ...]:
 
 def parse_sizes(text: str) -> tuple[int, ...]:
     """Return the bytes of "1K,64K,3M", or of "1K:256M": powers of 4 from the first, and the last. K: 1024."""
-    if ":" not in text:
-        return tuple(sorted({_parse_size(item, text) for item in text.split(",")}))
-    items = text.split(":")
-    if len(items) != 2:
-        raise _sizes_error(text)
-    min_bytes, max_bytes = (_parse_size(item, text) for item in items)
-    if min_bytes > max_bytes:
+    is_range = ":" in text
+    items = text.split(":" if is_range else ",")
+    sizes = [size for item in items if (size := size_or_none(item)) is not None]
+    if len(sizes) < len(items) or (is_range and len(items) != 2):
+        raise ConfigError(
+            "invalid sizes",
+            given=f"--sizes {text}",
+            expected="MIN:MAX or a comma-separated list, in bytes, K, M or G, above 0",
+            hint="--sizes 1K:256M or --sizes 1K,64K,3M",
+        )
+    if not is_range:
+        return tuple(sorted(set(sizes)))
+    size, max_bytes = sizes
+    if size > max_bytes:
         raise ConfigError(
             "the last size is less than the first", given=f"--sizes {text}", hint=f"{items[1]}:{items[0]}"
         )
     sizes = []
-    while min_bytes < max_bytes:
-        sizes.append(min_bytes)
-        min_bytes *= _STEP
+    while size < max_bytes:
+        sizes.append(size)
+        size *= _STEP
     return (*sizes, max_bytes)
 
 
@@ -94,22 +101,6 @@ def size_or_none(item: str) -> int | None:
     """Return the bytes of "64K" or "3MiB"; None for anything but a size above 0."""
     match = _SIZE.fullmatch(item.strip())
     return (int(match[1]) * _UNITS[match[2].upper()] or None) if match else None
-
-
-def _parse_size(item: str, text: str) -> int:
-    size = size_or_none(item)
-    if size is None:
-        raise _sizes_error(text)
-    return size
-
-
-def _sizes_error(text: str) -> ConfigError:
-    return ConfigError(
-        "invalid sizes",
-        given=f"--sizes {text}",
-        expected="MIN:MAX or a comma-separated list, in bytes, K, M or G, above 0",
-        hint="--sizes 1K:256M or --sizes 1K,64K,3M",
-    )
 
 
 def check_known(flag: str, value: str, choices: Collection[str]) -> None:

@@ -10,19 +10,13 @@ from typing import Any
 from torch import Tensor
 
 from plait.checkpoint.directory import step_of, steps
-from plait.checkpoint.manifest import (
-    DAMAGED,
-    MANIFEST,
-    Damage,
-    Manifest,
-    read_error,
-    read_manifest,
-)
+from plait.checkpoint.manifest import DAMAGED, MANIFEST, Manifest, damage, read_error, read_manifest
 from plait.checkpoint.reader import Reader
 from plait.comm import World, raise_on_all
 from plait.errors import CheckpointError
 
 _NOT_A_CHECKPOINT = "not a checkpoint"
+_MAX_THREADS = 8
 
 
 @dataclass(frozen=True)
@@ -40,18 +34,14 @@ class Checkpoint:
     def facts(self) -> dict[str, Any]:
         return self.manifest.facts
 
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The full shape of every tensor, by key."""
-        return {key: facts.shape for key, facts in self.manifest.tensors.items()}
-
     def check_same(self, fact: str, value: object) -> None:
         """Raise CheckpointError unless the run that saved this had `value` for `fact`."""
         if (saved := self.facts.get(fact)) != json.loads(json.dumps(value)):
+            what = "order of samples" if fact == "samples" else fact
             raise CheckpointError(
-                f"the checkpoint is of another {fact}",
+                f"the checkpoint is of another {what}",
                 given=f"{self.path}: {_difference(saved, value)}",
-                expected=f"the {fact} of this run",
+                expected=f"the {what} of this run",
                 hint="resume with the recipe that it was saved with, or choose another run.dir",
             )
 
@@ -60,8 +50,7 @@ class Checkpoint:
         return Reader(self.path, self.manifest)
 
     def read(self, only: str | tuple[str, ...] = "") -> dict[str, Tensor]:
-        """Read the full tensors whose keys begin with `only`, on the CPU. Raises CheckpointError if
-        damaged."""
+        """Read the full tensors whose keys begin with `only`, on the CPU. Raises CheckpointError."""
         with self.reader() as reader:
             tensors = {key: reader.read_full(key) for key in self.manifest.tensors if key.startswith(only)}
             reader.finish()
@@ -69,17 +58,15 @@ class Checkpoint:
 
     def verify(self) -> None:
         """Read every byte. Raises CheckpointError, which names the damaged file."""
-        extra = sorted(path.name for path in self.path.iterdir() if path.name not in self._names)
-        if extra:
-            raise Damage(self.path / extra[0], "not in the manifest").error()
-        with self.reader() as reader, ThreadPoolExecutor(_num_cpus()) as pool:
+        if extra := sorted({path.name for path in self.path.iterdir()} - {MANIFEST, *self.manifest.files}):
+            raise damage(self.path / extra[0], "not in the manifest")
+        with (
+            self.reader() as reader,
+            ThreadPoolExecutor(min(_MAX_THREADS, len(os.sched_getaffinity(0)))) as pool,
+        ):
             list(pool.map(reader.check_header, range(len(self.manifest.files))))
             chunks = ((key, chunk) for key, facts in self.manifest.tensors.items() for chunk in facts.chunks)
             list(pool.map(lambda key_chunk: reader.check(*key_chunk), chunks))
-
-    @property
-    def _names(self) -> set[str]:
-        return {MANIFEST, *self.manifest.files}
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -97,7 +84,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         )
     manifest, step = read_manifest(path), step_of(path)
     if step is not None and manifest.step != step:  # a checkpoint with another name may be of any step
-        raise Damage(path / MANIFEST, f"of step {manifest.step}, in the directory of step {step}").error()
+        raise damage(path / MANIFEST, f"of step {manifest.step}, in the directory of step {step}")
     return Checkpoint(path, manifest)
 
 
@@ -125,10 +112,6 @@ def newest(folder: str | Path) -> Checkpoint | None:
     """
     paths = steps(Path(folder))
     return open_checkpoint(paths[-1]) if paths else None
-
-
-def _num_cpus() -> int:
-    return min(8, len(os.sched_getaffinity(0)))
 
 
 def _difference(saved: object, value: object) -> str:

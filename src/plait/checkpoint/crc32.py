@@ -16,12 +16,6 @@ _POLYNOMIAL = 0xEDB88320  # zlib's, lowest bit first: bit 31 is the coefficient 
 _ONES = 0xFFFFFFFF
 
 
-def crc32(data: "bytes | bytearray | memoryview", before: int = 0) -> int:
-    """Return zlib's CRC-32 of data with the CRC-32 `before`, followed by `data`. It detects every change of
-    one byte, or of up to 32 consecutive bits."""
-    return zlib.crc32(data, before)
-
-
 class Remainder:
     """The remainder of one part of a message, or of several added in order, padded with zeros."""
 
@@ -46,7 +40,6 @@ def crc_of_remainder(remainder: int, num_bytes: int) -> int:
 
 
 def _multiply_by_x8n(value: int, num_bytes: int) -> int:
-    """Multiply by x^(8 num_bytes)."""
     if not (value and num_bytes):
         return value
     first, second, third, fourth = _table(num_bytes)

@@ -1,8 +1,8 @@
 """The contents of a checkpoint, and the differences between two."""
 
 import math
-import time
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -12,7 +12,7 @@ import torch
 
 from plait.checkpoint.checkpoint import Checkpoint
 from plait.checkpoint.directory import steps
-from plait.checkpoint.manifest import MANIFEST
+from plait.checkpoint.manifest import MANIFEST, TensorFacts
 from plait.checkpoint.reader import Reader
 from plait.errors import CheckpointError
 from plait.plan import Boxes
@@ -21,8 +21,7 @@ _CHUNK_ELEMENTS = 2**20
 
 
 def find_checkpoints(path: Path) -> list[Path]:
-    """The checkpoints of a run or of a folder, or the single one at `path`; oldest first. Raises
-    CheckpointError if there is none."""
+    """The checkpoints of a run or folder, oldest first, or the one at `path`. Raises CheckpointError."""
     for folder in (path / "checkpoints", path):
         if checkpoints := steps(folder):
             return checkpoints
@@ -63,30 +62,22 @@ class Contents:
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> "Contents":
-        groups: dict[str, list[str]] = {}
-        for key in checkpoint.manifest.tensors:
-            groups.setdefault(key.partition("/")[0], []).append(key)
-        written: dict[str, int] = {}
-        files = {name: facts.bytes for name, facts in checkpoint.manifest.files.items()}
+        manifest = checkpoint.manifest
+        groups: dict[str, list[TensorFacts]] = {}
+        for key, tensor in manifest.tensors.items():
+            groups.setdefault(key.partition("/")[0], []).append(tensor)
+        written: Counter[str] = Counter()
+        files = {name: facts.bytes for name, facts in manifest.files.items()}
         for name, size in files.items():
-            rank = name.partition(".")[0]
-            written[rank] = written.get(rank, 0) + size
-        at = datetime.fromtimestamp((checkpoint.path / MANIFEST).stat().st_mtime).astimezone()
-        kinds = tuple(_tensor_group(checkpoint, name, keys) for name, keys in groups.items())
-        return cls(
-            checkpoint.path,
-            checkpoint.step,
-            at.isoformat(timespec="seconds"),
-            checkpoint.manifest.num_bytes,
-            checkpoint.facts,
-            kinds,
-            written,
-            files,
-        )
+            written[name.partition(".")[0]] += size
+        written_at = datetime.fromtimestamp((checkpoint.path / MANIFEST).stat().st_mtime).astimezone()
+        at = written_at.isoformat(timespec="seconds")
+        kinds = tuple(_tensor_group(name, tensors) for name, tensors in groups.items())
+        size = manifest.num_bytes
+        return cls(checkpoint.path, manifest.step, at, size, manifest.facts, kinds, dict(written), files)
 
 
-def _tensor_group(checkpoint: Checkpoint, name: str, keys: list[str]) -> TensorGroup:
-    tensors = [checkpoint.manifest.tensors[key] for key in keys]
+def _tensor_group(name: str, tensors: Sequence[TensorFacts]) -> TensorGroup:
     elements = [math.prod(facts.shape) for facts in tensors]
     return TensorGroup(
         name,
@@ -95,27 +86,6 @@ def _tensor_group(checkpoint: Checkpoint, name: str, keys: list[str]) -> TensorG
         sum(elements),
         sum(n * facts.torch_dtype.itemsize for n, facts in zip(elements, tensors, strict=True)),
         sum(len(facts.chunks) for facts in tensors),
-    )
-
-
-@dataclass(frozen=True)
-class VerifyResult:
-    """The amount of data read from an undamaged checkpoint."""
-
-    path: Path
-    files: int
-    tensors: int
-    bytes: int
-    seconds: float
-
-
-def verify_checkpoint(checkpoint: Checkpoint) -> VerifyResult:
-    """Read every byte. Raises CheckpointError, which names the damaged file."""
-    start_s = time.perf_counter()
-    checkpoint.verify()
-    manifest, seconds = checkpoint.manifest, time.perf_counter() - start_s
-    return VerifyResult(
-        checkpoint.path, len(manifest.files), len(manifest.tensors), manifest.num_bytes, seconds
     )
 
 
@@ -160,28 +130,24 @@ class Comparison:
 
 
 def compare(one: Checkpoint, other: Checkpoint, *, at_a_time: int = _CHUNK_ELEMENTS) -> Comparison:
-    """Compare full tensors, however either was sharded, with `at_a_time` elements of each in memory. Raises
-    CheckpointError if one is damaged."""
-    shared = [key for key in one.shapes if key in other.shapes]
-    compared = []
+    """Compare full tensors, with `at_a_time` elements of each in memory. Raises CheckpointError."""
+    tensors, others = one.manifest.tensors, other.manifest.tensors
+    shared = [key for key in tensors if key in others]
     with one.reader() as left, other.reader() as right:
-        for key in shared:
-            compared.append(_difference(key, one, other, left, right, at_a_time))
+        compared = [_difference(key, left, right, at_a_time) for key in shared]
         left.finish()
         right.finish()
     differ = tuple(difference for difference in compared if difference is not None)
-    only = tuple(
-        tuple(key for key in first.shapes if key not in second.shapes)
-        for first, second in ((one, other), (other, one))
+    only = (
+        tuple(key for key in tensors if key not in others),
+        tuple(key for key in others if key not in tensors),
     )
     facts = tuple(_fact_differences("", one.facts, other.facts))
-    return Comparison(facts, (only[0], only[1]), differ, len(shared) - len(differ))
+    return Comparison(facts, only, differ, len(shared) - len(differ))
 
 
-def _difference(
-    key: str, one: Checkpoint, other: Checkpoint, left: Reader, right: Reader, at_a_time: int
-) -> TensorDifference | None:
-    one_facts, other_facts = one.manifest.tensors[key], other.manifest.tensors[key]
+def _difference(key: str, left: Reader, right: Reader, at_a_time: int) -> TensorDifference | None:
+    one_facts, other_facts = left.manifest.tensors[key], right.manifest.tensors[key]
     if one_facts.shape != other_facts.shape:
         return TensorDifference(key, f"shapes {list(one_facts.shape)} and {list(other_facts.shape)}")
     boxes, numel = Boxes.full(one_facts.shape), math.prod(one_facts.shape)
@@ -204,9 +170,8 @@ def _difference(
             largest = max(largest, float(difference.max())) if not difference.isnan().any() else math.nan
             elements += int(unequal.sum())
             squares += float(difference.square().sum())
-    dtypes = (
-        None if one_facts.dtype == other_facts.dtype else f"dtypes {one_facts.dtype} and {other_facts.dtype}"
-    )
+    names = one_facts.dtype, other_facts.dtype
+    dtypes = None if names[0] == names[1] else f"dtypes {names[0]} and {names[1]}"
     if not elements and dtypes is None:
         return None
     relative = math.sqrt(squares / norm) if norm else (math.inf if squares else 0.0)

@@ -78,8 +78,7 @@ def step_path(folder: Path, step: int) -> Path:
 
 @contextlib.contextmanager
 def save_lock(folder: Path) -> Iterator[None]:
-    """Lock the folder against other jobs' saves. Raises CheckpointError if another job holds the lock,
-    OSError."""
+    """Lock the folder against other jobs' saves. Raises CheckpointError if one holds the lock, OSError."""
     try:
         with file_lock(folder / _LOCK):
             yield

@@ -6,18 +6,18 @@ together: one tensor, or the several that transformers makes of one. Headers are
 before any data is read.
 """
 
+import functools
 import json
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from plait.checkpoint.checkpoint import Checkpoint
 from plait.checkpoint.manifest import FORMAT, Chunk, FileFacts, Manifest, TensorFacts
@@ -27,6 +27,9 @@ from plait.checkpoint.writer import bytes_of
 from plait.errors import CheckpointError, RunError
 from plait.fileio import sync_folder, sync_tree
 from plait.models import SavedGroup, SaveFormat, StateNames, map_file_keys
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 ONE_FILE = "model.safetensors"
 INDEX = f"{ONE_FILE}.index.json"
@@ -94,8 +97,7 @@ class HuggingFaceFiles:
 
     def _manifest(self, model: nn.Module) -> Manifest | str:
         """Return the model's tensors in the files as a checkpoint's manifest, or why that is not possible."""
-        config = getattr(model, "config", None)
-        if getattr(config, "quantization_config", None) is not None:
+        if getattr(getattr(model, "config", None), "quantization_config", None) is not None:
             return "the weights are quantized"
         keys, names = map_file_keys(model, self.entries), StateNames.from_model(model)
         if isinstance(keys, str):
@@ -111,14 +113,11 @@ class HuggingFaceFiles:
                 return f"{key} is of dtype {entry.dtype}, in the model {tensor.dtype}"
             start, offset = (0,) * len(entry.shape), self.headers[path].num_bytes + entry.start
             chunks = (Chunk(file_index[path], offset, start, entry.shape, 0),) if tensor.numel() else ()
-            tensors[names.checkpoint_key(name)] = TensorFacts(
-                shape=entry.shape, dtype=entry.dtype, chunks=chunks
-            )
+            facts = TensorFacts(shape=entry.shape, dtype=entry.dtype, chunks=chunks)
+            tensors[names.checkpoint_key(name)] = facts
         files = {
-            str(path): FileFacts(
-                bytes=header.file_bytes, header_bytes=header.num_bytes, header_crc32=header.crc32
-            )
-            for path, header in self.headers.items()
+            str(path): FileFacts(bytes=of.file_bytes, header_bytes=of.num_bytes, header_crc32=of.crc32)
+            for path, of in self.headers.items()
         }
         return Manifest(format=FORMAT, step=0, facts={}, files=files, tensors=tensors)
 
@@ -160,7 +159,7 @@ class _Shard:
 
 def write_hugging_face(
     checkpoint: Checkpoint,
-    model: PreTrainedModel,
+    model: "PreTrainedModel",
     out: Path,
     *,
     dtype: torch.dtype,
@@ -187,8 +186,9 @@ def write_hugging_face(
             shutil.copytree(tokenizer, partial, dirs_exist_ok=True)
         _write_configuration(model, dtype, partial)
         with checkpoint.reader() as reader:
+            read = functools.partial(_read_full, reader, names)
             for shard in shards:
-                _write_shard(partial, shard, form, names, reader)
+                _write_shard(partial, shard, form, read)
             reader.finish()
         if len(shards) > 1:
             _write_index(partial / INDEX, shards, model)
@@ -202,9 +202,8 @@ def write_hugging_face(
 
 
 def _check_same(checkpoint: Checkpoint, names: StateNames) -> None:
-    saved = {
-        key: shape for key, shape in checkpoint.shapes.items() if key.startswith(("weights/", "buffers/"))
-    }
+    tensors = checkpoint.manifest.tensors.items()
+    saved = {key: facts.shape for key, facts in tensors if key.startswith(("weights/", "buffers/"))}
     expected = {names.checkpoint_key(name): tuple(tensor.shape) for name, tensor in names.tensors.items()}
     for key in [*expected, *saved]:
         if expected.get(key) != saved.get(key) and 0 not in expected.get(key, ()):
@@ -216,25 +215,24 @@ def _check_same(checkpoint: Checkpoint, names: StateNames) -> None:
 
 
 def _shards(groups: Sequence[SavedGroup], limit: int) -> list[_Shard]:
-    """Fill files with groups up to the limit."""
-    number, used = 0, 0
-    placed: list[tuple[int, SavedGroup]] = []
+    used = 0
+    files: list[list[SavedGroup]] = [[]]
     for group in groups:
-        size = sum(tensor.numel() * tensor.dtype.itemsize for tensor in group.tensors.values())
+        size = sum(tensor.nbytes for tensor in group.tensors.values())
         if used and used + size > limit:
-            number, used = number + 1, 0
+            files.append([])
+            used = 0
         used += size
-        placed.append((number, group))
-    count = number + 1
-    if count == 1:
+        files[-1].append(group)
+    if len(files) == 1:
         return [_Shard(ONE_FILE, groups)]
     return [
-        _Shard(f"model-{number + 1:05d}-of-{count:05d}.safetensors", [group for _, group in members])
-        for number, members in groupby(placed, lambda numbered: numbered[0])
+        _Shard(f"model-{number:05d}-of-{len(files):05d}.safetensors", members)
+        for number, members in enumerate(files, start=1)
     ]
 
 
-def _write_configuration(model: PreTrainedModel, dtype: torch.dtype, folder: Path) -> None:
+def _write_configuration(model: "PreTrainedModel", dtype: torch.dtype, folder: Path) -> None:
     """Write the configuration files as `save_pretrained` does."""
     model.config.dtype = str(dtype).removeprefix("torch.")
     model.config.architectures = [type(model).__name__]
@@ -243,24 +241,17 @@ def _write_configuration(model: PreTrainedModel, dtype: torch.dtype, folder: Pat
         model.generation_config.save_pretrained(folder)
 
 
-def _write_shard(folder: Path, shard: _Shard, form: SaveFormat, names: StateNames, reader: Reader) -> None:
+def _write_shard(folder: Path, shard: _Shard, form: SaveFormat, read: Callable[[str], Tensor]) -> None:
     entries = shard.entries
     with (folder / shard.name).open("xb") as file:
         file.write(encode_header(entries, {"format": "pt"}))
         for group in shard.groups:
-            for name, data in _convert_group(group, form, names, reader):
+            tensors = form.convert({name: read(first) for name, first in group.names.items()})
+            for name in group.tensors:
+                data = bytes_of(tensors.pop(name))
                 assert len(data) == entries[name].stop - entries[name].start, f"{name} has another size"
                 file.write(data)
                 del data  # free it before the next one is read
-
-
-def _convert_group(
-    group: SavedGroup, form: SaveFormat, names: StateNames, reader: Reader
-) -> Iterator[tuple[str, memoryview]]:
-    """Yield the bytes of each tensor of a group, and free them before the next group is read."""
-    tensors = form.convert({name: _read_full(reader, names, first) for name, first in group.names.items()})
-    for name in group.tensors:
-        yield name, bytes_of(tensors.pop(name))
 
 
 def _read_full(reader: Reader, names: StateNames, first: str) -> Tensor:
@@ -269,7 +260,7 @@ def _read_full(reader: Reader, names: StateNames, first: str) -> Tensor:
     return reader.read_full(names.checkpoint_key(first))
 
 
-def _write_index(path: Path, shards: Sequence[_Shard], model: PreTrainedModel) -> None:
+def _write_index(path: Path, shards: Sequence[_Shard], model: "PreTrainedModel") -> None:
     entries = [(shard.name, shard.entries) for shard in shards]
     total = sum(max((entry.stop for entry in of.values()), default=0) for _, of in entries)
     index = {

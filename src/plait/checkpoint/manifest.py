@@ -19,7 +19,6 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -109,7 +108,7 @@ class Manifest(_Strict):
         tables = [_table(name, values.pop(name)) for name in ("files", "tensors")]
         head = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in values.items()]
         body = "{\n" + ",\n".join([*head, *tables])
-        return f'{body},\n"sha256": "{_sha256(body.encode())}"\n}}\n'
+        return f'{body},\n"sha256": "{hashlib.sha256(body.encode()).hexdigest()}"\n}}\n'
 
     def problem(self) -> str | None:
         """The first inconsistency; None if it is valid."""
@@ -122,14 +121,10 @@ class Manifest(_Strict):
 
 
 def _table(name: str, values: dict[str, Any]) -> str:
-    lines = [
-        f" {json.dumps(key)}: {json.dumps(value, separators=(',', ':'))}" for key, value in values.items()
-    ]
+    lines = (
+        f" {json.dumps(key)}: {json.dumps(facts, separators=(',', ':'))}" for key, facts in values.items()
+    )
     return f"{json.dumps(name)}: {{\n" + ",\n".join(lines) + "\n}"
-
-
-def _sha256(text: bytes) -> str:
-    return hashlib.sha256(text).hexdigest()
 
 
 _HASH = re.compile(rb',\n"sha256": "([0-9a-f]{64})"\n}\n')
@@ -139,15 +134,8 @@ _HASH_BYTES = 81
 DAMAGED = "the checkpoint is damaged"
 
 
-@dataclass(frozen=True)
-class Damage:
-    """The location of damage in a checkpoint, and the reason."""
-
-    path: Path
-    reason: str
-
-    def error(self, hint: str | None = None) -> CheckpointError:
-        return CheckpointError(DAMAGED, given=f"{self.path}: {self.reason}", hint=hint)
+def damage(path: Path, reason: str) -> CheckpointError:
+    return CheckpointError(DAMAGED, given=f"{path}: {reason}")
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -156,28 +144,27 @@ def read_manifest(folder: Path) -> Manifest:
     Raises CheckpointError, which names the file and the reason.
     """
     path = folder / MANIFEST
-    descriptor = open_plain(path)
-    with os.fdopen(descriptor, "rb") as file:
-        if (size := os.fstat(descriptor).st_size) > MANIFEST_LIMIT_BYTES:
-            raise Damage(path, f"larger than {MANIFEST_LIMIT_BYTES} bytes").error()
+    with os.fdopen(open_plain(path), "rb") as file:
+        if (size := os.fstat(file.fileno()).st_size) > MANIFEST_LIMIT_BYTES:
+            raise damage(path, f"larger than {MANIFEST_LIMIT_BYTES} bytes")
         try:
             text = file.read(size + 1)
         except OSError as error:
             raise read_error(path, error) from error
     recorded = _HASH.fullmatch(text[-_HASH_BYTES:])
-    if recorded is None or _sha256(text[:-_HASH_BYTES]) != recorded[1].decode():
-        raise Damage(path, "its content does not have the hash in its last line").error()
+    if recorded is None or hashlib.sha256(text[:-_HASH_BYTES]).hexdigest() != recorded[1].decode():
+        raise damage(path, "its content does not have the hash in its last line")
     try:
         manifest = Manifest.model_validate_json(text[:-_HASH_BYTES] + b"}")
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise Damage(path, f"{where}: {first['msg']}" if where else first["msg"]).error() from error
+        raise damage(path, f"{where}: {first['msg']}" if where else first["msg"]) from error
     if (reason := manifest.problem()) is not None:
-        raise Damage(path, reason).error()
+        raise damage(path, reason)
     for name, facts in manifest.files.items():
         if (size := plain_size(folder / name)) != facts.bytes:
-            raise Damage(folder / name, f"{size} bytes instead of {facts.bytes}").error()
+            raise damage(folder / name, f"{size} bytes instead of {facts.bytes}")
     return manifest
 
 
@@ -188,13 +175,12 @@ def plain_size(path: Path) -> int:
     except OSError as error:
         raise read_error(path, error) from error
     if size is None:
-        raise Damage(path, "not a regular file").error()
+        raise damage(path, "not a regular file")
     return size
 
 
 def open_plain(path: Path) -> int:
-    """Open a regular file and return its descriptor. Raises CheckpointError for anything else; never blocks
-    on a pipe."""
+    """Open a regular file. Raises CheckpointError for anything else; never blocks on a pipe."""
     plain_size(path)
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -202,14 +188,14 @@ def open_plain(path: Path) -> int:
         raise read_error(path, error) from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise Damage(path, "not a regular file").error()
+        raise damage(path, "not a regular file")
     return descriptor
 
 
 def read_error(path: Path, error: OSError) -> CheckpointError:
     """A missing file is damage. Another error does not mean that the contents are damaged."""
     if error.errno == errno.ENOENT:
-        return Damage(path, "missing").error()
+        return damage(path, "missing")
     return CheckpointError("a checkpoint cannot be read", given=f"{path}: {error.strerror or error}")
 
 
@@ -264,10 +250,8 @@ def _are_disjoint(boxes: Sequence[Box]) -> bool:
         group = todo.pop()
         if len(group) < 2:
             continue
-        groups = next(
-            (groups for dim in range(len(group[0].start)) if len(groups := _separate(group, dim)) > 1), None
-        )
-        if groups is not None:
+        split = (_separate(group, dim) for dim in range(len(group[0].start)))
+        if groups := next((groups for groups in split if len(groups) > 1), None):
             todo += groups
             continue
         comparisons += len(group) ** 2

@@ -12,27 +12,21 @@ the data has been written to its destination: callers must not use it before `fi
 import bisect
 import math
 import os
+import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from torch import Tensor
 
-from plait.checkpoint.crc32 import Remainder, crc32, crc_of_remainder
-from plait.checkpoint.manifest import (
-    Chunk,
-    Damage,
-    Manifest,
-    TensorFacts,
-    open_plain,
-    read_error,
-)
+from plait.checkpoint.crc32 import Remainder, crc_of_remainder
+from plait.checkpoint.manifest import Chunk, Manifest, TensorFacts, damage, open_plain, read_error
 from plait.checkpoint.writer import BLOCK_BYTES, bytes_of
 from plait.comm import Group, all_reduce, raise_on_all
 from plait.errors import CheckpointError
-from plait.parallel import boxes_of, view_of
+from plait.parallel.zero.state_io import boxes_of, view_of
 from plait.plan import Box, Boxes
 
 # The bits of a CRC are counted, over up to 2^20 ranks, in bit fields of integers.
@@ -42,40 +36,25 @@ ALONE = Group((0,), 0, None)
 CPU = torch.device("cpu")
 
 
-@dataclass
-class _PartialRead:
-    """The elements of a partly read chunk that this rank has read so far."""
-
-    numel: int = 0
-    remainder: int = 0
-
-
-@dataclass
+@dataclass(frozen=True)
 class _ChunkIndex:
     """The chunks of a tensor, sorted by first row."""
 
     chunks: list[Chunk]
     starts: list[int]
-    stops: list[int] = field(default_factory=list)  # running maximum
+    stops: list[int]  # running maximum
 
     @classmethod
     def from_facts(cls, facts: TensorFacts) -> "_ChunkIndex":
         chunks = sorted(facts.chunks, key=lambda chunk: chunk.start)
-        if not facts.shape:
-            return cls(chunks, [0] * len(chunks), [1] * len(chunks))
-        index = cls(chunks, [chunk.start[0] for chunk in chunks])
-        for chunk in chunks:
-            index.stops.append(max(chunk.stop[0], index.stops[-1] if index.stops else 0))
-        return index
+        rows = [chunk.box.edges[0] if facts.shape else (0, 1) for chunk in chunks]
+        return cls(chunks, [low for low, _ in rows], list(accumulate((high for _, high in rows), max)))
 
     def overlapping(self, box: Box) -> Iterator[Chunk]:
         """Yield the chunks that share elements with the box."""
         low, high = box.edges[0] if box.start else (0, 1)
-        for chunk in self.chunks[
-            bisect.bisect_right(self.stops, low) : bisect.bisect_left(self.starts, high)
-        ]:
-            if (chunk.box & box).numel:
-                yield chunk
+        first, last = bisect.bisect_right(self.stops, low), bisect.bisect_left(self.starts, high)
+        yield from (chunk for chunk in self.chunks[first:last] if (chunk.box & box).numel)
 
 
 class Reader:
@@ -86,21 +65,19 @@ class Reader:
 
     def __init__(self, path: Path, manifest: Manifest, *, has_checksums: bool = True) -> None:
         self._path = path
-        self._manifest = manifest
+        self.manifest = manifest
         self._has_checksums = has_checksums
         self._names = list(manifest.files)
         self._open: dict[int, int] = {}
         self._indices: dict[str, _ChunkIndex] = {}
         self._valid_headers: set[int] = set()
-        self._partial_reads: dict[tuple[int, int], _PartialRead] = {}
+        self._partial_reads: dict[tuple[int, int], tuple[int, int]] = {}  # (elements, remainder) by place
         self.bytes_read = 0
 
     def __enter__(self) -> "Reader":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for descriptor in self._open.values():
             os.close(descriptor)
         self._open.clear()
@@ -108,17 +85,28 @@ class Reader:
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The full shape of every tensor, by key."""
-        return {key: facts.shape for key, facts in self._manifest.tensors.items()}
+        return {key: facts.shape for key, facts in self.manifest.tensors.items()}
 
     def read(self, key: str, boxes: Boxes, start: int, into: Tensor, *, counted: bool = True) -> None:
         """Fill flat `into` from element `start` on of the tensor that holds the boxes of tensor `key`.
         `counted`: of the ranks in `finish`, only this one reads these elements."""
+        facts = self.manifest.tensors[key]
+        if key not in self._indices:
+            self._indices[key] = _ChunkIndex.from_facts(facts)
         for box, view in boxes_of(into, boxes, start):
-            self._fill(key, box, view, counted)
+            for chunk in self._indices[key].overlapping(box):
+                shared = chunk.box & box
+                target = view_of(view, shared.within(box))
+                is_direct = target.is_contiguous() and target.dtype == facts.torch_dtype
+                is_direct = is_direct and target.device.type == "cpu"
+                buffer = target if is_direct else torch.empty(shared.shape, dtype=facts.torch_dtype)
+                self._read(key, chunk, shared.within(chunk.box), buffer, counted)
+                if not is_direct:
+                    target.copy_(buffer)
 
     def read_full(self, key: str) -> Tensor:
         """Read a full tensor on the CPU, on each rank separately."""
-        facts = self._manifest.tensors[key]
+        facts = self.manifest.tensors[key]
         full = torch.empty(facts.shape, dtype=facts.torch_dtype)
         self.read(key, Boxes.full(facts.shape), 0, full.view(-1), counted=False)
         return full
@@ -129,57 +117,41 @@ class Reader:
 
     def check(self, key: str, chunk: Chunk) -> None:
         """Read and verify one chunk."""
-        num_bytes = chunk.box.numel * self._manifest.tensors[key].torch_dtype.itemsize
+        num_bytes = chunk.box.numel * self.manifest.tensors[key].torch_dtype.itemsize
         buffer, crc = memoryview(bytearray(min(num_bytes, BLOCK_BYTES))), 0
         descriptor = open_plain(self._path / self._names[chunk.file])
         try:
             for at in range(0, num_bytes, BLOCK_BYTES):
                 block = buffer[: num_bytes - at]
                 self._read_from(descriptor, chunk.file, chunk.offset + at, block)
-                crc = crc32(block, crc)
+                crc = zlib.crc32(block, crc)
         finally:
             os.close(descriptor)
         if crc != chunk.crc32:
             raise self._checksum_error(key, chunk)
 
-    def _fill(self, key: str, box: Box, view: Tensor, counted: bool) -> None:
-        facts = self._manifest.tensors[key]
-        if key not in self._indices:
-            self._indices[key] = _ChunkIndex.from_facts(facts)
-        for chunk in self._indices[key].overlapping(box):
-            shared = chunk.box & box
-            target = view_of(view, shared.within(box))
-            is_direct = (
-                target.is_contiguous() and target.dtype == facts.torch_dtype and target.device.type == "cpu"
-            )
-            buffer = target if is_direct else torch.empty(shared.shape, dtype=facts.torch_dtype)
-            self._read(key, chunk, shared.within(chunk.box), bytes_of(buffer), buffer.element_size(), counted)
-            if not is_direct:
-                target.copy_(buffer)
-
-    def _read(
-        self, key: str, chunk: Chunk, part: Box, into: memoryview, itemsize: int, counted: bool
-    ) -> None:
-        """Read a box of a chunk into contiguous `into`."""
-        remainder, at = Remainder(), 0
-        descriptor, add = self._descriptor(chunk.file), remainder.add if self._has_checksums else _ignore
+    def _read(self, key: str, chunk: Chunk, part: Box, buffer: Tensor, counted: bool) -> None:
+        """Read a box of a chunk into a contiguous buffer."""
+        into, itemsize = bytes_of(buffer), buffer.element_size()
+        descriptor, remainder, at = self._descriptor(chunk.file), Remainder(), 0
         for first, length in _segments(part, chunk.box.shape):
             for begin in range(first * itemsize, (first + length) * itemsize, BLOCK_BYTES):
                 row = into[at : at + min(BLOCK_BYTES, (first + length) * itemsize - begin)]
                 self._read_from(descriptor, chunk.file, chunk.offset + begin, row)
-                add(begin, row)
+                if self._has_checksums:
+                    remainder.add(begin, row)
                 at += len(row)
         if not self._has_checksums:
             return
-        value = remainder.in_message_of(chunk.box.numel * itemsize)
+        num_bytes = chunk.box.numel * itemsize
+        value = remainder.in_message_of(num_bytes)
         if part.numel == chunk.box.numel:
-            if crc_of_remainder(value, chunk.box.numel * itemsize) != chunk.crc32:
+            if crc_of_remainder(value, num_bytes) != chunk.crc32:
                 raise self._checksum_error(key, chunk)
         elif counted:
-            read = self._partial_reads.setdefault((chunk.file, chunk.offset), _PartialRead())
-            read.numel += part.numel
-            read.remainder ^= value
-            assert read.numel <= chunk.box.numel, f"elements of {key} were read twice"
+            numel, earlier = self._partial_reads.get((chunk.file, chunk.offset), (0, 0))
+            assert numel + part.numel <= chunk.box.numel, f"elements of {key} were read twice"
+            self._partial_reads[chunk.file, chunk.offset] = numel + part.numel, earlier ^ value
 
     def _read_from(self, descriptor: int, file: int, offset: int, into: memoryview) -> None:
         while into:
@@ -201,7 +173,7 @@ class Reader:
         return self._open[file]
 
     def _open_verified(self, file: int) -> int:
-        facts = self._manifest.files[self._names[file]]
+        facts = self.manifest.files[self._names[file]]
         descriptor = open_plain(self._path / self._names[file])
         try:
             if (size := os.fstat(descriptor).st_size) != facts.bytes:
@@ -209,7 +181,7 @@ class Reader:
             if file not in self._valid_headers:
                 header = bytearray(facts.header_bytes)
                 self._read_from(descriptor, file, 0, memoryview(header))
-                if crc32(header) != facts.header_crc32:
+                if zlib.crc32(header) != facts.header_crc32:
                     raise self._damage(file, "its header does not have its checksum")
                 self._valid_headers.add(file)
         except BaseException:
@@ -218,7 +190,7 @@ class Reader:
         return descriptor
 
     def _damage(self, file: int, reason: str) -> CheckpointError:
-        return Damage(self._path / self._names[file], reason).error()
+        return damage(self._path / self._names[file], reason)
 
     # --- verified
 
@@ -238,12 +210,11 @@ class Reader:
 
     def _check_shared(self, group: Group, device: torch.device) -> CheckpointError | None:
         """All-reduce the counts and remainders of all chunks, so that all ranks get the same result."""
-        chunks = [(key, chunk) for key, facts in self._manifest.tensors.items() for chunk in facts.chunks]
+        chunks = [(key, chunk) for key, facts in self.manifest.tensors.items() for chunk in facts.chunks]
         table = torch.zeros(len(chunks), 1 + _NUM_FIELDS, dtype=torch.int64)
         for row, (_, chunk) in enumerate(chunks):
-            read = self._partial_reads.get((chunk.file, chunk.offset))
-            if read is not None:
-                table[row] = torch.tensor([read.numel, *_bits_to_fields(read.remainder)])
+            if read := self._partial_reads.get((chunk.file, chunk.offset)):
+                table[row] = torch.tensor([read[0], *_bits_to_fields(read[1])])
         table = table.to(device)
         all_reduce(table, group, label="remainders of chunks")
         for (key, chunk), (numel, *fields) in zip(chunks, table.tolist(), strict=True):
@@ -251,7 +222,7 @@ class Reader:
                 assert numel == chunk.box.numel, (
                     f"{numel} elements read of a chunk of {chunk.box.numel}: {key}"
                 )
-                num_bytes = numel * self._manifest.tensors[key].torch_dtype.itemsize
+                num_bytes = numel * self.manifest.tensors[key].torch_dtype.itemsize
                 if crc_of_remainder(_parity_of_fields(fields), num_bytes) != chunk.crc32:
                     return self._checksum_error(key, chunk)
         return None
@@ -260,10 +231,6 @@ class Reader:
         edges = ", ".join(f"{low}:{high}" for low, high in chunk.box.edges)
         reason = f"{key}[{edges}], from byte {chunk.offset} on, does not have the checksum of the manifest"
         return self._damage(chunk.file, reason)
-
-
-def _ignore(at: int, data: memoryview) -> None:
-    """Used instead of `Remainder.add` where there are no checksums."""
 
 
 def _segments(part: Box, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
@@ -286,17 +253,16 @@ def _segments(part: Box, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
 
 def _bits_to_fields(value: int) -> list[int]:
     """Put each bit of a CRC in a separate field, so that sums over ranks count them."""
-    fields = []
-    for first in range(0, _FIELDS * _NUM_FIELDS, _FIELDS):
-        bits = (value >> first & 1, value >> first + 1 & 1, value >> first + 2 & 1)
-        fields.append(bits[0] | bits[1] << _FIELD_BITS | bits[2] << 2 * _FIELD_BITS)
-    return fields
+    return [
+        sum((value >> first + bit & 1) << bit * _FIELD_BITS for bit in range(_FIELDS))
+        for first in range(0, _FIELDS * _NUM_FIELDS, _FIELDS)
+    ]
 
 
 def _parity_of_fields(fields: list[int]) -> int:
     """Return the sum modulo 2 of the bits in fields from `_bits_to_fields`."""
-    value = 0
-    for number, counts in enumerate(fields):
-        for bit in range(_FIELDS):
-            value |= (counts >> bit * _FIELD_BITS & 1) << number * _FIELDS + bit
-    return value
+    return sum(
+        (counts >> bit * _FIELD_BITS & 1) << number * _FIELDS + bit
+        for number, counts in enumerate(fields)
+        for bit in range(_FIELDS)
+    )

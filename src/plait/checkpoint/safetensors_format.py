@@ -10,6 +10,7 @@ Also dtypes and shapes of tensors in files.
 
 import json
 import math
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,7 +19,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from plait.checkpoint.crc32 import crc32
 from plait.errors import CheckpointError
 
 _MAX_DIMS, _MAX_ELEMENTS = 64, 2**60
@@ -35,9 +35,8 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 def is_valid_shape(shape: Sequence[object]) -> bool:
     """Return whether a tensor can have this shape."""
-    sizes = [size for size in shape if type(size) is int and size >= 0]
-    is_size = len(sizes) == len(shape) <= _MAX_DIMS
-    return is_size and math.prod(max(1, size) for size in sizes) < _MAX_ELEMENTS
+    sizes = [max(1, size) for size in shape if type(size) is int and size >= 0]
+    return len(sizes) == len(shape) <= _MAX_DIMS and math.prod(sizes) < _MAX_ELEMENTS
 
 
 _ALIGNMENT = 64  # of a file's first tensor
@@ -104,7 +103,7 @@ def read_header(path: Path) -> Header:
     edges = [(0, 0), *ranges, (size - 8 - num_bytes,) * 2]
     if any(one[1] != other[0] for one, other in pairwise(edges)):
         raise _not_safetensors(path, "its tensors do not fill it, or overlap")
-    return Header(entries, 8 + num_bytes, crc32(length + text), size)
+    return Header(entries, 8 + num_bytes, zlib.crc32(length + text), size)
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

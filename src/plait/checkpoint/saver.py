@@ -26,21 +26,13 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from plait.checkpoint.directory import (
-    Keep,
-    commit,
-    prune,
-    record_score,
-    remove_partial,
-    save_lock,
-    step_path,
-)
+from plait.checkpoint.directory import Keep, commit, prune, record_score, remove_partial, save_lock, step_path
 from plait.checkpoint.manifest import MANIFEST, Manifest, RankFiles
 from plait.checkpoint.writer import write_rank_files
 from plait.comm import World, broadcast, decode_error, encode_error, raise_on_all
 from plait.errors import CheckpointError
 from plait.fileio import sync_folder, write_text
-from plait.parallel import StateShard
+from plait.parallel.zero.state_io import StateShard
 
 _ALIGNMENT = 64
 _POLL_S = 0.005
@@ -119,8 +111,7 @@ class Saver:
 
     @property
     def has_ended(self) -> bool:
-        """True once a background save has succeeded or failed, so that `finish` would not block. False on all
-        ranks but rank 0."""
+        """On rank 0, True once a background save has ended, so that `finish` would not block."""
         is_done = self._thread is not None and not self._thread.is_alive()
         return self._world.rank == 0 and self._in_flight is not None and is_done
 
@@ -135,7 +126,7 @@ class Saver:
         error, self._unexpected_error = self._unexpected_error, None
         if error is not None:
             raise error
-        if failure := self._world.wait_for(f"{name} ended"):
+        if failure := self._world.store.wait_for(f"{name} ended"):
             raise decode_error(failure)
 
     # --- one save
@@ -148,11 +139,8 @@ class Saver:
         if group.rank == 0:
             try:
                 random.fill_(self._create_partial(step, num_bytes * group.size))
-            except OSError as error:
-                problem = write_error(error, self._folder, step)
-            except CheckpointError as error:
-                problem = error
-            if problem is not None:
+            except (OSError, CheckpointError) as error:
+                problem = self._problem(error, step)
                 self._lock.close()
                 random.fill_(-1)
         broadcast(random, group)
@@ -177,7 +165,6 @@ class Saver:
         return self._folder / f"{step_path(self._folder, step).name}.tmp-{number:012x}"
 
     def _copy(self, shards: Sequence[StateShard]) -> _Source:
-        """Copy the shards into staging memory."""
         offsets = list(accumulate((_aligned(shard.num_bytes) for shard in shards), initial=0))
         if self._staging.numel() < offsets[-1]:
             self._allocate(offsets[-1])
@@ -201,27 +188,19 @@ class Saver:
             self._unexpected_error = self._unexpected_error or error
 
     def _write(self, save: _Save) -> None:
-        """Write this rank's files."""
-        problem: CheckpointError | None = None
         try:
             self._wait_for_directory(save.partial)
             written = write_rank_files(save.partial, self._world.rank, save.shards, save.source)
             write_text(_rank_manifest_path(save.partial, self._world.rank), written.model_dump_json())
-        except OSError as error:
-            problem = write_error(error, self._folder, save.step)
-        except CheckpointError as error:
-            problem = error
-        except BaseException as error:  # an internal error, or Ctrl-C: raised on all ranks
-            self._unexpected_error = error
-            problem = CheckpointError("a checkpoint cannot be written", given=repr(error))
-        if problem is not None:
-            self._world.set_value(f"{save.partial.name} failed", encode_error(problem))
+        except BaseException as error:
+            failure = encode_error(self._problem(error, save.step))
+            self._world.store.set(f"{save.partial.name} failed", failure)
 
     def _wait_for_directory(self, partial: Path) -> None:
         """Wait until the directory that rank 0 has created is visible on this host."""
         deadline_s = time.monotonic() + _VISIBLE_TIMEOUT_S
         while not partial.is_dir():
-            has_ended = self._world.get_value(f"{partial.name} ended") is not None
+            has_ended = self._world.store.get(f"{partial.name} ended") is not None
             if has_ended or time.monotonic() > deadline_s:
                 raise CheckpointError(
                     "the folder of checkpoints is not the same one on all hosts",
@@ -236,19 +215,16 @@ class Saver:
         try:
             ranks = self._rank_manifests(save.partial)
             if ranks is None:
-                failure = self._world.get_value(f"{save.partial.name} failed") or ""
+                failure = self._world.store.get(f"{save.partial.name} failed") or ""
             else:
                 self._complete(save, Manifest.from_ranks(save.step, save.facts, ranks))
-        except OSError as error:
-            failure = encode_error(write_error(error, self._folder, save.step))
         except BaseException as error:
-            self._unexpected_error = error
-            failure = encode_error(CheckpointError("a checkpoint cannot be written", given=repr(error)))
+            failure = encode_error(self._problem(error, save.step))
         finally:
             if failure:
                 shutil.rmtree(save.partial, ignore_errors=True)
             self._lock.close()
-        self._world.set_value(f"{save.partial.name} ended", failure)
+        self._world.store.set(f"{save.partial.name} ended", failure)
 
     def _rank_manifests(self, partial: Path) -> list[RankFiles] | None:
         """Wait for all ranks and return what each has written; None if one has failed."""
@@ -259,7 +235,7 @@ class Saver:
                 with contextlib.suppress(ValidationError):  # another host may see a name before the content
                     ranks.append(RankFiles.model_validate_json(path.read_bytes()))
                     continue
-            if self._world.get_value(f"{partial.name} failed") is not None:
+            if self._world.store.get(f"{partial.name} failed") is not None:
                 return None
             time.sleep(_POLL_S)
         return ranks
@@ -281,6 +257,22 @@ class Saver:
             except OSError as error:  # the new one is saved
                 warnings.warn(f"older checkpoints cannot be pruned: {error}", stacklevel=2)
 
+    def _problem(self, error: BaseException, step: int) -> CheckpointError:
+        """The error that all ranks raise for this one, which `finish` raises here if it is unexpected."""
+        if isinstance(error, CheckpointError):
+            return error
+        if not isinstance(error, OSError):  # an internal error, or Ctrl-C
+            self._unexpected_error = error
+            return CheckpointError("a checkpoint cannot be written", given=repr(error))
+        is_full = any(text in str(error) for text in ("No space left", "File too large", "Disk quota"))
+        is_full = is_full or error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
+        hint = "free some space, then --resume: the checkpoints before this one are complete"
+        return CheckpointError(
+            "not enough disk for a checkpoint" if is_full else "a checkpoint cannot be written",
+            given=f"step {step} in {self._folder}: {error}",
+            hint=hint if is_full else None,
+        )
+
 
 def staged_bytes(shards: Iterable[StateShard]) -> int:
     """The staging memory for a copy of the shards."""
@@ -292,7 +284,6 @@ def _aligned(num_bytes: int) -> int:
 
 
 def _rank_manifest_path(partial: Path, rank: int) -> Path:
-    """The file in which a rank lists what it has written."""
     return partial / f"rank-{rank:05d}.json"
 
 
@@ -306,16 +297,3 @@ def _check_space(folder: Path, num_bytes: int) -> None:
             expected=f"{need_bytes / 2**20:.1f} MiB",
             hint="free some space, then --resume: old checkpoints are removed after a new one is complete",
         )
-
-
-def write_error(error: Exception, folder: Path, step: int) -> CheckpointError:
-    """Return the user's error for an error of the file system."""
-    is_full = any(text in str(error) for text in ("No space left", "File too large", "Disk quota"))
-    is_full = is_full or getattr(error, "errno", None) in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
-    return CheckpointError(
-        "not enough disk for a checkpoint" if is_full else "a checkpoint cannot be written",
-        given=f"step {step} in {folder}: {error}",
-        hint="free some space, then --resume: the checkpoints before this one are complete"
-        if is_full
-        else None,
-    )

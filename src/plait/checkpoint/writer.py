@@ -4,8 +4,9 @@ import ctypes
 import functools
 import math
 import os
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -13,10 +14,9 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from plait.checkpoint.crc32 import crc32
 from plait.checkpoint.manifest import Chunk, FileFacts, RankFiles, TensorFacts
 from plait.checkpoint.safetensors_format import DTYPE_NAMES, Entry, encode_header
-from plait.parallel import StateShard, view_of
+from plait.parallel.zero.state_io import StateShard, view_of
 from plait.plan import Box
 from plait.plan.sharding import boxes_of_range
 
@@ -59,27 +59,33 @@ def write_rank_files(
 ) -> RankFiles:
     """Write the shards to `rank-00003.0.safetensors`, .1 and so on, and sync them to the disk. `source`
     returns a shard's elements on the CPU. Raises OSError."""
-    placed = list(_place_chunks(shards))
-    files = [list(chunks) for _, chunks in groupby(placed, lambda chunk: chunk.file)]
-    headers = [_header(chunks) for chunks in files]
-    facts: dict[str, FileFacts] = {}
-    crcs: list[int] = []
+    files: dict[str, FileFacts] = {}
+    written: dict[str, list[Chunk]] = {shard.key: [] for shard in shards}
     current: tuple[StateShard, Tensor] | None = None
-    for number, (chunks, header) in enumerate(zip(files, headers, strict=True)):
-        name = f"rank-{rank:05d}.{number}.safetensors"
+    for number, group in groupby(_place_chunks(shards), lambda chunk: chunk.file):
+        chunks = list(group)
+        header, name = _header(chunks), f"rank-{rank:05d}.{number}.safetensors"
         with (folder / name).open("xb", buffering=_BUFFER_BYTES) as file:
             file.write(header)
             flushed = 0
             for chunk in chunks:
                 if current is None or current[0] is not chunk.shard:
                     current = (chunk.shard, source(chunk.shard))
-                crcs.append(_write(file, bytes_of(chunk.view(current[1]))))
+                crc = _write(file, bytes_of(chunk.view(current[1])))
+                place = Chunk(number, len(header) + chunk.offset, chunk.box.start, chunk.box.stop, crc)
+                written[chunk.shard.key].append(place)
                 flushed = _start_flush(file, flushed)
             file.flush()
             os.fsync(file.fileno())
         size = len(header) + sum(chunk.num_bytes for chunk in chunks)
-        facts[name] = FileFacts(bytes=size, header_bytes=len(header), header_crc32=crc32(header))
-    return RankFiles(files=facts, tensors=_tensors(shards, placed, headers, crcs))
+        files[name] = FileFacts(bytes=size, header_bytes=len(header), header_crc32=zlib.crc32(header))
+    tensors = {
+        shard.key: TensorFacts(
+            shape=shard.full_shape, dtype=DTYPE_NAMES[shard.dtype], chunks=tuple(written[shard.key])
+        )
+        for shard in shards
+    }
+    return RankFiles(files=files, tensors=tensors)
 
 
 def _write(file: BinaryIO, data: memoryview) -> int:
@@ -87,7 +93,7 @@ def _write(file: BinaryIO, data: memoryview) -> int:
     crc = 0
     for at in range(0, len(data), BLOCK_BYTES):
         block = data[at : at + BLOCK_BYTES]
-        crc = crc32(block, crc)
+        crc = zlib.crc32(block, crc)
         file.write(block)
     return crc
 
@@ -123,20 +129,12 @@ def _place_chunks(shards: Iterable[StateShard]) -> Iterator[_PlacedChunk]:
         for run in boxes_of_range(shard.boxes.shape, shard.start, shard.stop):
             for box, box_in_run in shard.boxes.parts(run):
                 for low, high in _row_ranges(box.shape, shard.dtype.itemsize):
-                    chunk = _PlacedChunk(
-                        shard,
-                        run_start,
-                        run,
-                        _slice_rows(box_in_run, low, high),
-                        _slice_rows(box, low, high),
-                        file,
-                        offset,
-                    )
-                    if number == _FILE_CHUNKS or (offset and offset + chunk.num_bytes > FILE_BYTES):
+                    rows, rows_in_run = (_slice_rows(each, low, high) for each in (box, box_in_run))
+                    num_bytes = rows.numel * shard.dtype.itemsize
+                    if number == _FILE_CHUNKS or (offset and offset + num_bytes > FILE_BYTES):
                         file, offset, number = file + 1, 0, 0
-                        chunk = replace(chunk, file=file, offset=offset)
-                    yield chunk
-                    offset, number = offset + chunk.num_bytes, number + 1
+                    yield _PlacedChunk(shard, run_start, run, rows_in_run, rows, file, offset)
+                    offset, number = offset + num_bytes, number + 1
             run_start += run.numel
 
 
@@ -158,28 +156,9 @@ def _slice_rows(box: Box, low: int, high: int) -> Box:
 
 
 def _header(chunks: Sequence[_PlacedChunk]) -> bytes:
-    entries = {
-        f"{chunk.shard.key}[{','.join(f'{low}:{high}' for low, high in chunk.box.edges)}]": Entry.from_start(
-            chunk.shard.dtype, chunk.box.shape, chunk.offset
-        )
-        for chunk in chunks
-    }
+    entries = {}
+    for chunk in chunks:
+        edges = ",".join(f"{low}:{high}" for low, high in chunk.box.edges)
+        entry = Entry.from_start(chunk.shard.dtype, chunk.box.shape, chunk.offset)
+        entries[f"{chunk.shard.key}[{edges}]"] = entry
     return encode_header(entries)
-
-
-def _tensors(
-    shards: Iterable[StateShard],
-    placed: Sequence[_PlacedChunk],
-    headers: Sequence[bytes],
-    crcs: Sequence[int],
-) -> dict[str, TensorFacts]:
-    chunks: dict[str, list[Chunk]] = {shard.key: [] for shard in shards}
-    for chunk, crc in zip(placed, crcs, strict=True):
-        offset = len(headers[chunk.file]) + chunk.offset
-        chunks[chunk.shard.key].append(Chunk(chunk.file, offset, chunk.box.start, chunk.box.stop, crc))
-    return {
-        shard.key: TensorFacts(
-            shape=shard.full_shape, dtype=DTYPE_NAMES[shard.dtype], chunks=tuple(chunks[shard.key])
-        )
-        for shard in shards
-    }

@@ -1,9 +1,10 @@
 """`plait bench`: the collectives of this machine, and the latency breakdown of a DDP step."""
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -22,9 +23,11 @@ from plait.bench.request import (
 from plait.cli.common import Debug, Json, Png, check_outputs, report_errors, write_json_output, write_output
 from plait.cli.multirank import check_ranks, first_rank_first, report_once
 from plait.plan.cost_model import COLLECTIVES, TRANSPORTS
-from plait.plan.host_profile import check_writable, save
+from plait.plan.host_profile import HostProfile, check_writable, save
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from plait.bench.collectives import Measurement
     from plait.bench.ddp import Breakdown
     from plait.comm.world import World
@@ -34,21 +37,15 @@ bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)
 T = TypeVar("T")
 
 _RANKS = 2
+Ranks = Annotated[int | None, typer.Option(help="Local ranks to start. Default: 2.", show_default=False)]
 _COLLECTIVE_HELP = f"Any of {', '.join(COLLECTIVES)}; repeatable, or separated by commas. Default: all."
-
-
-@bench.callback()
-def _bench() -> None:
-    """Measure this machine."""
 
 
 @bench.command()
 @report_errors
 def collectives(
     transport: Annotated[str, typer.Option(help=f"One of {', '.join(TRANSPORTS)}.")] = "auto",
-    ranks: Annotated[
-        int | None, typer.Option(help="Local ranks to start. Default: 2.", show_default=False)
-    ] = None,
+    ranks: Ranks = None,
     collective: Annotated[list[str] | None, typer.Option(help=_COLLECTIVE_HELP, show_default=False)] = None,
     sizes: Annotated[
         str, typer.Option(help="MIN:MAX by powers of 4, or a list separated by commas.")
@@ -73,34 +70,32 @@ def collectives(
     debug: Debug = False,
 ) -> None:
     """Time the collectives at every size, on local ranks or on the ranks of torchrun."""
-    outputs = {"--json": json, "--png": png}
     with first_rank_first():
         request = Request(
             parse_collectives(collective or []), parse_sizes(sizes), transport, dtype, storage, rounds, budget
         )
         num_ranks, local_ranks = _num_ranks(ranks)
-        check_outputs(outputs)
+        check_outputs({"--json": json, "--png": png})
         if is_saved:
             check_writable(profile)
         from plait.bench.collectives import device_for, measure
-        from plait.comm.launch import end_with_parent, launch_local
-        from plait.comm.world import connect
 
         device = device_for(transport, local_ranks)
         check_memory(request, local_ranks, available_bytes())
-
-        end_with_parent()
-        if "WORLD_SIZE" not in os.environ:
-            # The ranks get the same command line, and WORLD_SIZE.
-            raise typer.Exit(launch_local(num_ranks, _words(request, outputs, profile, is_saved, debug)))
-        world = connect(transport=transport, device=device)
+        world = _connect(num_ranks, transport, device)
 
     def run() -> int:
-        measurement = _with_progress(world, lambda report: measure(world, request, report))
+        found = _with_progress(world, lambda report: measure(world, request, report))
         if world.rank == 0:
-            _show(measurement, json=json, png=png)
-            if is_saved:
-                _save(measurement, profile)
+            from plait.bench.report import draw, latency_fits, tables, to_json
+
+            _show(tables(found), found, found.rounds, f" ({found.device}), {found.dtype}")
+            write_json_output(json, to_json(found))
+            write_output(png, lambda path: draw(found, path))
+            if is_saved and found.num_hosts > 1:
+                print("not saved: a profile describes one host")
+            elif is_saved:
+                print(f"saved: {save(HostProfile(latency_fits(found)), profile)}")
         return 0
 
     raise typer.Exit(report_once(run, world, debug=debug))
@@ -109,15 +104,12 @@ def collectives(
 @bench.command()
 @report_errors
 def ddp(
-    ranks: Annotated[
-        int | None, typer.Option(help="Local ranks to start. Default: 2.", show_default=False)
-    ] = None,
+    ranks: Ranks = None,
     transport: Annotated[
         str, typer.Option(help=f"Transport of the gradients: {', '.join(TRANSPORT_CHOICES)}.")
     ] = "both",
     caps: Annotated[
-        str,
-        typer.Option(help='Bucket sizes, separated by commas; "one" bucket, or one for "each" gradient.'),
+        str, typer.Option(help='Bucket sizes, separated by commas; "one" bucket, or one for "each" gradient.')
     ] = CAPS,
     model: Annotated[str, typer.Option(help=f"A Llama: {', '.join(MODELS)}.")] = "small",
     precision: Annotated[str, typer.Option(help=f"One of {', '.join(PRECISIONS)}.")] = "fp32",
@@ -129,25 +121,23 @@ def ddp(
     debug: Debug = False,
 ) -> None:
     """Break down the step time of DistributedDataParallel by bucket size and transport, on CPU ranks."""
-    outputs = {"--json": json, "--png": png}
     with first_rank_first():
         request = DdpRequest(parse_caps(caps), transport, model, precision, batch, sequence, rounds)
         num_ranks, local_ranks = _num_ranks(ranks)
-        check_outputs(outputs)
+        check_outputs({"--json": json, "--png": png})
         from plait.bench.ddp import check_ddp_memory, measure_ddp
-        from plait.comm.launch import end_with_parent, launch_local
-        from plait.comm.world import connect
 
         check_ddp_memory(request, local_ranks, available_bytes())
-        end_with_parent()
-        if "WORLD_SIZE" not in os.environ:
-            raise typer.Exit(launch_local(num_ranks, _ddp_words(request, caps, outputs, debug)))
-        world = connect(transport="gloo" if transport == "group" else "host", device="cpu")
+        world = _connect(num_ranks, "gloo" if transport == "group" else "host", "cpu")
 
     def run() -> int:
-        breakdown = _with_progress(world, lambda report: measure_ddp(world, request, report))
+        found = _with_progress(world, lambda report: measure_ddp(world, request, report))
         if world.rank == 0:
-            _show_breakdown(breakdown, json=json, png=png)
+            from plait.bench.ddp_report import breakdown_figure, breakdown_json, breakdown_tables
+
+            _show(breakdown_tables(found), found, request.rounds)
+            write_json_output(json, breakdown_json(found))
+            write_output(png, lambda path: breakdown_figure(found).savefig(path, dpi=120))
         return 0
 
     raise typer.Exit(report_once(run, world, debug=debug))
@@ -165,41 +155,15 @@ def _num_ranks(requested: int | None) -> tuple[int, int]:
     return size, local_size
 
 
-def _words(
-    request: Request, outputs: dict[str, Path | None], profile: Path | None, is_saved: bool, debug: bool
-) -> list[str]:
-    """Return the same command line for the ranks."""
-    values: dict[str, Any] = {
-        "--transport": request.backend,
-        "--collective": ",".join(request.collectives),
-        "--sizes": ",".join(map(str, request.sizes)),
-        "--dtype": request.dtype,
-        "--storage": request.storage,
-        "--rounds": request.rounds,
-        "--budget": request.budget_s,
-        **outputs,
-        "--profile": profile,
-    }
-    return ["bench", "collectives", *_flags(values, debug), "--save" if is_saved else "--no-save"]
+def _connect(num_ranks: int, transport: str, device: str) -> "World":
+    """Return the world of this rank; in the process that the user started, run the ranks and exit."""
+    from plait.comm.launch import end_with_parent, launch_local
+    from plait.comm.world import connect
 
-
-def _ddp_words(request: DdpRequest, caps: str, outputs: dict[str, Path | None], debug: bool) -> list[str]:
-    values: dict[str, Any] = {
-        "--transport": request.transport,
-        "--caps": caps,
-        "--model": request.model,
-        "--precision": request.precision,
-        "--batch": request.sequences,
-        "--sequence": request.length,
-        "--rounds": request.rounds,
-        **outputs,
-    }
-    return ["bench", "ddp", *_flags(values, debug)]
-
-
-def _flags(values: dict[str, Any], debug: bool) -> list[str]:
-    given = [str(word) for flag, value in values.items() if value is not None for word in (flag, value)]
-    return [*given, *["--debug"] * debug]
+    end_with_parent()
+    if "WORLD_SIZE" not in os.environ:
+        raise typer.Exit(launch_local(num_ranks, sys.argv[1:]))  # the same command line, and WORLD_SIZE
+    return connect(transport=transport, device=device)
 
 
 def _with_progress(world: "World", work: Callable[[Callable[[str], None]], T]) -> T:
@@ -212,44 +176,13 @@ def _with_progress(world: "World", work: Callable[[Callable[[str], None]], T]) -
         return work(status.update)
 
 
-def _show(measurement: "Measurement", *, json: Path | None, png: Path | None) -> None:
+def _show(tables: "list[Table]", found: "Measurement | Breakdown", rounds: int, what: str = "") -> None:
+    """Print the tables, and a line about the setup."""
     from rich.console import Console
 
-    from plait.bench.report import draw, tables, to_json
+    from plait.tables import counted
 
-    for table in tables(measurement):
+    for table in tables:
         Console().print(table)
-    ranks = f"{measurement.num_ranks} ranks on {_many(measurement.num_hosts, 'host')} ({measurement.device})"
-    rounds = _many(measurement.rounds, "round")
-    print(f"{ranks}, {measurement.dtype}; {rounds} in {measurement.seconds:.0f} s")
-    if json is not None:
-        write_json_output(json, to_json(measurement))
-    write_output(png, lambda path: draw(measurement, path))
-
-
-def _show_breakdown(breakdown: "Breakdown", *, json: Path | None, png: Path | None) -> None:
-    from rich.console import Console
-
-    from plait.bench.ddp_report import breakdown_json, breakdown_tables, draw_breakdown
-
-    for table in breakdown_tables(breakdown):
-        Console().print(table)
-    rounds, hosts = _many(breakdown.request.rounds, "round"), _many(breakdown.num_hosts, "host")
-    print(f"{breakdown.num_ranks} ranks on {hosts}; {rounds} in {breakdown.seconds:.0f} s")
-    if json is not None:
-        write_json_output(json, breakdown_json(breakdown))
-    write_output(png, lambda path: draw_breakdown(breakdown, path))
-
-
-def _save(measurement: "Measurement", profile: Path | None) -> None:
-
-    if measurement.num_hosts > 1:
-        print("not saved: a profile describes one host")
-        return
-    from plait.bench.report import to_profile
-
-    print(f"saved: {save(to_profile(measurement), profile)}")
-
-
-def _many(number: int, word: str) -> str:
-    return f"{number} {word}" if number == 1 else f"{number} {word}s"
+    ranks = f"{found.num_ranks} ranks on {counted(found.num_hosts, 'host')}"
+    print(f"{ranks}{what}; {counted(rounds, 'round')} in {found.seconds:.0f} s")

@@ -1,7 +1,7 @@
 """`plait checkpoint`: verify, show, compare and convert checkpoints."""
 
-import math
 import re
+import time
 from dataclasses import asdict
 from json import dumps
 from pathlib import Path
@@ -23,8 +23,6 @@ from plait.cli.common import (
 from plait.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from plait.checkpoint.checkpoint import Checkpoint
     from plait.checkpoint.diff import Comparison, Contents
 
@@ -38,11 +36,6 @@ Location = Annotated[
 ]
 
 
-@checkpoint.callback()
-def _checkpoint() -> None:
-    """Verify, show, compare and convert checkpoints."""
-
-
 @checkpoint.command()
 @report_errors
 def verify(
@@ -54,20 +47,25 @@ def verify(
 ) -> None:
     """Read every byte. If one differs from what was written, print where, and exit with code 2."""
     from plait.checkpoint.checkpoint import open_checkpoint
-    from plait.checkpoint.diff import find_checkpoints, verify_checkpoint
+    from plait.checkpoint.diff import find_checkpoints
+    from plait.tables import counted, format_bytes
 
     paths = find_checkpoints(location)
     is_complete = True
     for path in paths if every else paths[-1:]:
         try:
-            seen = verify_checkpoint(open_checkpoint(path))
+            found = open_checkpoint(path)
+            start_s = time.perf_counter()
+            found.verify()
         except CheckpointError as error:  # and go on with the others
             show_error(error, debug=debug)
             is_complete = False
             continue
-        speed = seen.bytes / max(seen.seconds, 1e-9) / 1e9
-        what = f"{_counted(seen.files, 'file')}, {_counted(seen.tensors, 'tensor')}, {_size(seen.bytes)}"
-        print(f"{path}: complete, {what} in {seen.seconds:.2f} s ({speed:.2f} GB/s)")
+        elapsed_s, manifest = time.perf_counter() - start_s, found.manifest
+        speed = manifest.num_bytes / max(elapsed_s, 1e-9) / 1e9
+        counts = f"{counted(len(manifest.files), 'file')}, {counted(len(manifest.tensors), 'tensor')}"
+        size = format_bytes(manifest.num_bytes)
+        print(f"{path}: complete, {counts}, {size} in {elapsed_s:.2f} s ({speed:.2f} GB/s)")
     if not is_complete:
         raise typer.Exit(USER_ERROR)
 
@@ -95,14 +93,12 @@ def show(
             }
         write_json_output(json, values)
         return
-    import rich
+    from plait.tables import counted
 
-    rich.print(_facts_table(contents))
-    rich.print(_kinds_table(contents))
-    rich.print(_files_table(contents))
+    _print_contents(contents)
     if tensors:
         for key, facts in found.manifest.tensors.items():
-            print(f"{key} {list(facts.shape)} {facts.dtype} {_counted(len(facts.chunks), 'chunk')}")
+            print(f"{key} {list(facts.shape)} {facts.dtype} {counted(len(facts.chunks), 'chunk')}")
 
 
 @checkpoint.command()
@@ -123,7 +119,7 @@ def diff(
     left, right = _newest(one), _newest(other)
     found = compare(left, right)
     if json is not None:
-        write_json_output(json, _finite(asdict(found)) | {"is_same": found.is_same})
+        write_json_output(json, asdict(found) | {"is_same": found.is_same})
     else:
         _print_comparison(found, left, right, most=None if every else _MAX_LINES)
     if not found.is_same:
@@ -175,6 +171,8 @@ def _bytes_of(text: str) -> int:
 
 
 def _print_comparison(found: "Comparison", left: "Checkpoint", right: "Checkpoint", most: int | None) -> None:
+    from plait.tables import counted
+
     print(f"A {left.path}\nB {right.path}")
     for name, one, other in found.facts:
         print(f"fact {name}: {dumps(one)} | {dumps(other)}")
@@ -190,65 +188,42 @@ def _print_comparison(found: "Comparison", left: "Checkpoint", right: "Checkpoin
         print(f"{each.key}: {', '.join(word for word in (given, apart if each.elements else '') if word)}")
     if most is not None and len(worst) > most:
         print(f"... and {len(worst) - most:,} more: --all")
-    print(f"{_counted(found.same, 'tensor')} the same, {len(worst):,} not,", end=" ")
+    print(f"{counted(found.same, 'tensor')} the same, {len(worst):,} not,", end=" ")
     print(f"{len(found.only[0]):,} in A alone, {len(found.only[1]):,} in B alone")
 
 
-def _finite(value: Any) -> Any:
-    """Replace NaN and infinity, which JSON does not have, by null."""
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _facts_table(contents: "Contents") -> "Table":
-    from rich.table import Table
+def _print_contents(contents: "Contents") -> None:
+    import rich
     from rich.text import Text
 
-    table = Table(title=Text(str(contents.path)), show_header=False, title_justify="left")
-    table.add_column()
-    table.add_column()
-    table.add_row("step", f"{contents.step:,}")
-    table.add_row("written", contents.at)
-    for name, value in contents.facts.items():
-        table.add_row(name, Text(value if isinstance(value, str) else dumps(value)))
-    return table
+    from plait.tables import facts_table, format_bytes, table
 
-
-def _kinds_table(contents: "Contents") -> "Table":
-    from rich.table import Table
-
-    table = Table(title="tensors", title_justify="left")
-    for heading in ("kind", "dtype", "tensors", "elements", "size", "chunks"):
-        table.add_column(heading, justify="left" if heading in ("kind", "dtype") else "right")
-    for kind in contents.kinds:
-        numbers = (f"{kind.tensors:,}", f"{kind.elements:,}", _size(kind.bytes), f"{kind.chunks:,}")
-        table.add_row(kind.name, " ".join(kind.dtypes), *numbers)
-    return table
-
-
-def _files_table(contents: "Contents") -> "Table":
-    from rich.table import Table
-
-    table = Table(title=f"files: {len(contents.files):,}, {_size(contents.bytes)}", title_justify="left")
-    for heading in ("written by", "files", "size", "share"):
-        table.add_column(heading, justify="left" if heading == "written by" else "right")
-    for rank, size in contents.written.items():
-        count = sum(name.startswith(f"{rank}.") for name in contents.files)
-        table.add_row(rank, f"{count:,}", _size(size), f"{100 * size / max(contents.bytes, 1):.1f} %")
-    return table
-
-
-def _counted(number: int, word: str) -> str:
-    return f"{number:,} {word}{'' if number == 1 else 's'}"
-
-
-def _size(num_bytes: int) -> str:
-    size, unit = float(num_bytes), "B"
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            break
-        size /= 1024
-    return f"{size:,.0f} {unit}" if unit == "B" else f"{size:,.1f} {unit}"
+    facts = {"step": f"{contents.step:,}", "written": contents.at}
+    facts |= {
+        name: value if isinstance(value, str) else dumps(value) for name, value in contents.facts.items()
+    }
+    rich.print(facts_table(Text(str(contents.path)), ((name, Text(value)) for name, value in facts.items())))
+    kinds = (
+        (
+            kind.name,
+            " ".join(kind.dtypes),
+            f"{kind.tensors:,}",
+            f"{kind.elements:,}",
+            format_bytes(kind.bytes),
+            f"{kind.chunks:,}",
+        )
+        for kind in contents.kinds
+    )
+    headings = ("kind", "dtype", "tensors", "elements", "size", "chunks")
+    rich.print(table("tensors", headings, kinds, left=("kind", "dtype")))
+    files = (
+        (
+            rank,
+            f"{sum(name.startswith(f'{rank}.') for name in contents.files):,}",
+            format_bytes(size),
+            f"{100 * size / max(contents.bytes, 1):.1f} %",
+        )
+        for rank, size in contents.written.items()
+    )
+    title = f"files: {len(contents.files):,}, {format_bytes(contents.bytes)}"
+    rich.print(table(title, ("written by", "files", "size", "share"), files, left=("written by",)))

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, ParamSpec, TextIO, TypeVar
 import typer
 
 from plait.errors import ConfigError, PlaitError
-from plait.fileio import check_output_paths, write_json
+from plait.fileio import check_output_paths, finite_json, write_json
 
 USER_ERROR = 2
 LOST_RANK = 1  # another rank ended; its message is the cause
@@ -76,13 +76,10 @@ def check_outputs(outputs: Mapping[str, Path | None]) -> None:
     `--png` also needs a suffix that matplotlib writes here; `-` is stdout.
     """
     check_output_paths({flag: path for flag, path in outputs.items() if path != STDOUT})
-    _check_image(outputs.get("--png"))
-
-
-def _check_image(path: Path | None) -> None:
-    if path is not None and path.suffix not in IMAGE_SUFFIXES:
+    png = outputs.get("--png")
+    if png is not None and png.suffix not in IMAGE_SUFFIXES:
         raise ConfigError(
-            "unsupported image format", given=path, expected=" ".join(IMAGE_SUFFIXES), hint="--png plot.png"
+            "unsupported image format", given=png, expected=" ".join(IMAGE_SUFFIXES), hint="--png plot.png"
         )
 
 
@@ -98,7 +95,9 @@ def write_output(path: Path | None, write: Callable[[Path], None], *, report: Te
 
 
 def write_json_output(path: Path | None, values: Any) -> None:
-    """Write `values` as JSON to the file of `--json`, or to stdout for `-`. Raises ConfigError on failure."""
+    """Write `values` as JSON to the file of `--json`, or to stdout for `-`; nothing without a path. Raises
+    ConfigError on failure."""
+    values = finite_json(values)
     if path == STDOUT:
         print(json.dumps(values, indent=1))
     else:

@@ -31,5 +31,5 @@ def build(
 
     store = build_tokens(values.data, values.tokenizer, force=force)
     print(f"{values.data.dir}: {store.train.num_tokens:,} training tokens,", end=" ")
-    print(f"{store.validation.num_tokens:,} validation tokens, vocabulary {store.vocab_size:,}")
+    print(f"{store.validation.num_tokens:,} validation tokens, vocabulary {store.index.vocab_size:,}")
     print(f"content {store.digest}")

@@ -5,15 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from plait.cli.common import (
-    Debug,
-    Json,
-    PlanOverride,
-    Sets,
-    check_outputs,
-    report_errors,
-    write_json_output,
-)
+from plait.cli.common import Debug, Json, PlanOverride, Sets, check_outputs, report_errors, write_json_output
 from plait.errors import ConfigError
 from plait.plan import Plan
 
@@ -40,7 +32,9 @@ def explain(
         int | None,
         typer.Option(min=1, help="With --model: sequences per step. Default: one per micro-batch and rank."),
     ] = None,
-    sequence: Annotated[int, typer.Option(min=2, help="With --model: tokens per sequence.")] = 2048,
+    sequence: Annotated[
+        int | None, typer.Option(min=2, help="With --model: tokens per sequence. Default: 2048.")
+    ] = None,
     rank: Annotated[
         int | None, typer.Option(help="Show the collectives of this rank.", show_default=False)
     ] = None,
@@ -59,11 +53,17 @@ def explain(
             given=" and ".join(name for name, value in sources.items() if value is not None) or "none",
             hint='plait explain RECIPE, or --model config.json --plan "dp=8 zero=3", or --run DIR',
         )
+    if model is None and (batch, sequence) != (None, None):
+        raise ConfigError(
+            "--batch and --sequence are for --model",
+            given="a recipe or a run, which has its own",
+            hint="--set run.batch=8 --set data.sequence=128",
+        )
     measured = None
     if run is not None:
         explanation, measured = _explain_run(run, {"--plan": plan, "--set": sets}, host_size)
     elif model is not None:
-        explanation = _explain_model(model, plan, sets, batch, sequence, host_size)
+        explanation = _explain_model(model, plan, sets, batch, sequence or 2048, host_size)
     else:
         assert recipe is not None, "one of the three sources is given"
         explanation = _explain_recipe(recipe, plan, sets, host_size)
@@ -74,8 +74,7 @@ def explain(
 
     check_rank(explanation, rank)
     print_explanation(explanation, measured, rich.get_console(), rank=rank)
-    if json is not None:
-        write_json_output(json, to_json(explanation, measured))
+    write_json_output(json, to_json(explanation, measured))
 
 
 def _explain_recipe(

@@ -65,12 +65,12 @@ def report_once(work: Callable[[], int], world: "World", *, debug: bool) -> int:
 def _show_once(error: PlaitError, world: "World", *, debug: bool) -> None:
     """Print the error, or wait until another rank has: the first rank that exits ends all others."""
     try:
-        is_first = world.claim(_ERROR)
+        is_first = world.store.claim(_ERROR)
         if not is_first:
-            world.wait_for(_ERROR_SHOWN)
+            world.store.wait_for(_ERROR_SHOWN)
     except CommError:  # no store to coordinate through
         is_first = True
     if is_first:
         show_error(error, debug=debug)
         with contextlib.suppress(CommError):
-            world.announce(_ERROR_SHOWN)
+            world.store.set(_ERROR_SHOWN)

@@ -103,7 +103,7 @@ def _simulated(name: str | None, sizes: dict[str, int], times: dict[str, float])
     for key, words in (("pp", "ranks"), ("micro", "micro-batches")):
         least = 0 if name.startswith(FILE) else 1
         if sizes[key] < least:
-            given = f"--{key} {sizes[key]}" if sizes[key] else f"no --{key}"
+            given = f"--{key} {sizes[key]}" if sizes[key] else f"no --{key}, or 0"
             raise ConfigError(f"the schedule needs the number of {words}", given=given, hint=f"--{key} 8")
     for key, time in times.items():
         if time != 0 and not _SHORTEST <= time <= _LONGEST:

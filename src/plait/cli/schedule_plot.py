@@ -11,7 +11,6 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter
@@ -68,7 +67,6 @@ def figure_of(timelines: Sequence[Timeline], titles: Sequence[str], *, unit: str
     num_ranks = [len(timeline.ranks) for timeline in timelines]
     height = sum(_INCHES_AROUND + _INCHES_PER_RANK * number for number in num_ranks)
     figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
     rows = figure.subplots(len(bars), 1, sharex=True, squeeze=False, height_ratios=num_ranks)[:, 0]
     for axes, found, ranks, title in zip(rows, bars, num_ranks, titles, strict=True):
         _draw_rows(axes, found, points_per_time=72 * width / total)

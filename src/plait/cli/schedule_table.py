@@ -1,4 +1,4 @@
-"""What `plait schedule` prints: a schedule's figures as tables, and its timeline as a grid of text."""
+"""The tables of `plait schedule`: a schedule's figures, and its timeline as a grid of text."""
 
 import math
 from collections.abc import Mapping
@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from plait.plan.schedule import Durations, Kind, Schedule, ScheduleNeeds, Timeline
+from plait.tables import table
 
 COLORS = {Kind.F: "#3d6fd6", Kind.B: "#1e9e83", Kind.W: "#9bbf3b"}
 WORDS = {Kind.F: "forward", Kind.B: "backward", Kind.W: "weights' gradient"}
@@ -32,59 +33,50 @@ def _rgb(color: str) -> tuple[float, float, float]:
 
 
 def figures_table(schedule: Schedule, timelines: Mapping[str, Timeline], *, unit: str = "") -> Table:
-    """Of the whole pipeline: its size, and for each timeline by its title the total and the bubble.
+    """Return a table of the pipeline's size and, for each timeline by its title, the total and the bubble.
 
     One timeline, or two: then how far the first, a prediction, is off the second. `unit`: "s", or nothing.
     """
-    table = Table(title=f"schedule {schedule.name}", title_justify="left")
-    compared = list(timelines.values()) if len(timelines) > 1 else []
-    for heading in ("", *timelines, *(["off by"] if compared else [])):
-        table.add_column(heading, justify="right" if heading else "left")
-    for name, number in (
+    facts = (
         ("ranks", schedule.num_ranks),
         ("stages", schedule.num_stages),
         ("micro-batches", schedule.num_micros),
-    ):
-        table.add_row(name, str(number))
-    totals = [_time(timeline.total, unit) for timeline in timelines.values()]
-    bubbles = [f"{timeline.bubble_fraction:.2%}" for timeline in timelines.values()]
-    if compared:
-        predicted, measured = compared
+    )
+    totals = ["total", *(_time(timeline.total, unit) for timeline in timelines.values())]
+    bubbles = ["bubble", *(f"{timeline.bubble_fraction:.2%}" for timeline in timelines.values())]
+    if len(timelines) > 1:
+        predicted, measured = timelines.values()
         off = predicted.total / measured.total - 1 if measured.total else 0.0
         totals.append(f"{off:+.1%}")
-        points = 100 * (predicted.bubble_fraction - measured.bubble_fraction)
-        bubbles.append(f"{points:+.1f} points")
-    table.add_row("total", *totals)
-    table.add_row("bubble", *bubbles)
-    return table
+        bubbles.append(f"{100 * (predicted.bubble_fraction - measured.bubble_fraction):+.1f} points")
+    headings = ("", *timelines, *["off by"] * (len(timelines) > 1))
+    rows = [*((name, str(number)) for name, number in facts), totals, bubbles]
+    return table(f"schedule {schedule.name}", headings, rows)
 
 
 def ranks_table(
     schedule: Schedule, checked: ScheduleNeeds, timelines: Mapping[str, Timeline], *, unit: str = ""
 ) -> Table:
     """A line for every rank: its stages, what it holds at most, and how long it idles."""
-    table = Table(
-        title="by rank",
-        caption="in flight: (stage, micro-batch) held\nbuffers: messages ahead of their use",
-        title_justify="left",
-        caption_justify="left",
-    )
     idles = [f"idle, {title}" if len(timelines) > 1 else "idle" for title in timelines]
-    for heading in ("rank", "stages", "in flight", "buffers", *idles):
-        table.add_column(heading, justify="left" if heading == "stages" else "right")
-    totals = [timeline.total for timeline in timelines.values()]  # not per rank: each reads all actions
-    for rank in range(schedule.num_ranks):
-        table.add_row(
+    totals = [(timeline, timeline.total) for timeline in timelines.values()]  # each total reads all actions
+    rows = (
+        (
             str(rank),
             " ".join(map(str, schedule.stages_of(rank))),
             str(checked.in_flight[rank]),
             str(checked.buffers[rank]),
-            *(
-                _idle(total, timeline.busy(rank), unit)
-                for total, timeline in zip(totals, timelines.values(), strict=True)
-            ),
+            *(_idle(total, timeline.busy(rank), unit) for timeline, total in totals),
         )
-    return table
+        for rank in range(schedule.num_ranks)
+    )
+    return table(
+        "by rank",
+        ("rank", "stages", "in flight", "buffers", *idles),
+        rows,
+        left=("stages",),
+        caption="in flight: (stage, micro-batch) held\nbuffers: messages ahead of their use",
+    )
 
 
 def _idle(total: float, busy: float, unit: str) -> str:

@@ -35,14 +35,11 @@ def train(
     start: Annotated[
         Path | None,
         typer.Option(
-            "--from",
-            help="Start from this checkpoint; with --resume, go back to it.",
-            show_default=False,
+            "--from", help="Start from this checkpoint; with --resume, go back to it.", show_default=False
         ),
     ] = None,
     probe: Annotated[
-        bool,
-        typer.Option("--probe", help="Compare gradients with a one-process run before the first step."),
+        bool, typer.Option("--probe", help="Compare gradients with a one-process run before the first step.")
     ] = False,
     trace: Annotated[
         Path | None, typer.Option(help="Record a timeline of the pipeline in steps 3 to 5, as JSON.")
@@ -59,18 +56,16 @@ def train(
     if not resume and not recipe.is_dir():  # errors in it are reported before torch is imported
         Plan.parse(read_recipe(recipe, sets, plan).plan)
     from plait.comm.launch import launch_local
-    from plait.train.prepare import num_local_ranks, prepare
-    from plait.train.run_dir import RunDir, discard_unused
+    from plait.train.prepare import prepare
+    from plait.train.run_dir import discard_unused
 
     # A single rank is started the same way as several: the same signals, errors and exit codes.
     with contextlib.ExitStack() as lock:
         prepared = prepare(recipe, sets=sets, plan=plan, resume=resume, start=start, ranks=ranks, lock=lock)
-        run, parsed = prepared.run.dir, Plan.parse(prepared.plan)
-        num_ranks = ranks if ranks is not None else num_local_ranks(parsed, prepared.run.device)
-        words = ["rank", str(run), *(["--debug"] if debug else [])]
-        code = launch_local(num_ranks, words, save_s=prepared.run.save_s)
+        words = ["rank", str(prepared.dir.path), *(["--debug"] if debug else [])]
+        code = launch_local(prepared.plan.num_ranks, words, save_s=prepared.recipe.run.save_s)
     if code == USER_ERROR and not resume:
-        discard_unused(RunDir(run))
+        discard_unused(prepared.dir)
     raise typer.Exit(code)
 
 
@@ -121,8 +116,8 @@ def _train_under_torchrun(
                 local=False,
                 lock=lock,
             )
-            world.announce(_PREPARED)
-        world.wait_for(_PREPARED)
+            world.store.set(_PREPARED)
+        world.store.wait_for(_PREPARED)
         code = _train_on_rank(run.read_recipe(), world, debug)
     if code and not resume and world.rank == 0:  # whichever rank failed
         discard_unused(run)

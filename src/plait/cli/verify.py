@@ -3,10 +3,9 @@
 import json
 import tempfile
 from dataclasses import replace
-from enum import StrEnum
 from math import lcm
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -29,18 +28,8 @@ if TYPE_CHECKING:
 
 DIFFERS = 1
 _LAYERS = 4  # of a model made small, or as many as there are stages
-
-
-class Dtype(StrEnum):
-    float64 = "float64"
-    float32 = "float32"
-    bf16 = "bf16"
-
-
-class Device(StrEnum):
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
+Dtype = Literal["float64", "float32", "bf16"]
+Device = Literal["auto", "cpu", "cuda"]
 
 
 @report_errors
@@ -53,9 +42,7 @@ def verify(
     ] = 0,
     ranks: Annotated[int | None, typer.Option(min=1, help="Ranks. Default: those of the plan.")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 3,
-    dtype: Annotated[Dtype, typer.Option(help="Dtype to compute in, instead of the plan's precision.")] = (
-        Dtype.float64
-    ),
+    dtype: Annotated[Dtype, typer.Option(help="Dtype to compute in, not the plan's precision.")] = "float64",
     full: Annotated[
         bool,
         typer.Option("--full/--shrink", help="Verify the full model, or a small copy: few layers, narrow."),
@@ -64,7 +51,7 @@ def verify(
     seed: Annotated[int, typer.Option(min=0, help="Seed of initial weights and data.")] = 0,
     device: Annotated[
         Device, typer.Option(help="Device of the ranks. Default: GPUs, if there is one for each rank.")
-    ] = Device.auto,
+    ] = "auto",
     transport: Annotated[str, typer.Option(help="Transport of CPU ranks: host or gloo.")] = "auto",
     tolerance: Annotated[
         float | None, typer.Option(min=0.0, help="Largest relative difference. Default: by dtype.")
@@ -77,11 +64,15 @@ def verify(
     Exit code 0: they are equal; 1: they differ, or a rank died; 2: the plan is impossible.
     """
     check_outputs({"--json": json})
-    _check_tolerance(tolerance)
+    if tolerance is not None and not 0 < tolerance < 1:
+        raise ConfigError("not a relative difference", given=f"--tolerance {tolerance}", hint="1e-6")
     selected = [_with_dtype(dtype, one) for one in _select_plans(plan, plans, num_ranks_of_all, ranks)]
     stages = max(load_schedule(p.schedule, p.pp, p.micro, p.chunks).num_stages for p in selected)
 
+    from rich.console import Console
+
     from plait.verify.model_spec import parse_source
+    from plait.verify.report import print_verdict, verdict_matrix
     from plait.verify.runner import WorkerOptions
     from plait.verify.runner import verify as verify_on_ranks
     from plait.verify.worker import Case, check
@@ -89,27 +80,18 @@ def verify(
     source = parse_source(model, layers=max(_LAYERS, stages), length=sequence, full=full)
     on = _device(device, transport, max(p.num_ranks for p in selected))
     samples = 2 * lcm(*(p.dp * p.micro for p in selected))
-    cases = [Case(source, str(p), dtype.value, steps, samples, sequence, seed, tolerance) for p in selected]
+    cases = [Case(source, str(p), dtype, steps, samples, sequence, seed, tolerance) for p in selected]
     if plan is not None:
         check(source.spec(), selected[0])
     with tempfile.TemporaryDirectory(prefix="plait-verify-") as folder:
         options = WorkerOptions(on, transport, find_suspects=plan is not None)
         verdicts = verify_on_ranks(cases, Path(folder), options)
-    _print_verdicts(verdicts, is_single=plan is not None)
-    if json is not None:
-        write_json_output(json, [verdict.to_values() for verdict in verdicts])
-    raise typer.Exit(_exit_code(verdicts))
-
-
-def _print_verdicts(verdicts: "list[Verdict]", *, is_single: bool) -> None:
-    from rich.console import Console
-
-    from plait.verify.report import print_verdict, verdict_matrix
-
-    if is_single:
+    if plan is not None:
         print_verdict(verdicts[0], Console())
     else:
         Console().print(verdict_matrix(verdicts))
+    write_json_output(json, [verdict.to_values() for verdict in verdicts])
+    raise typer.Exit(_exit_code(verdicts))
 
 
 @report_errors
@@ -131,23 +113,18 @@ def verify_rank(work_dir: Path) -> None:
         raise typer.Exit(LOST_RANK) from None
 
 
-def _check_tolerance(tolerance: float | None) -> None:
-    if tolerance is not None and not 0 < tolerance < 1:
-        raise ConfigError("not a relative difference", given=f"--tolerance {tolerance}", hint="1e-6")
-
-
 def _device(asked: Device, transport: str, num_ranks: int) -> str:
     """Choose the device of the ranks. Raises ConfigError for an unknown transport, and for too few GPUs."""
     if transport not in ("auto", "host", "gloo"):
         raise ConfigError(
             "there is no such transport for CPU ranks", given=f"--transport {transport}", hint="host or gloo"
         )
-    if asked is Device.cpu or (asked is Device.auto and transport != "auto"):
+    if asked == "cpu" or (asked == "auto" and transport != "auto"):
         return "cpu"
     from torch.cuda import device_count
 
     gpus = device_count()
-    if asked is Device.cuda and (gpus < num_ranks or transport != "auto"):
+    if asked == "cuda" and (gpus < num_ranks or transport != "auto"):
         raise ConfigError(
             "these ranks cannot run on GPUs",
             given=f"--device cuda --transport {transport}, {num_ranks} ranks, {gpus} GPUs",
@@ -162,10 +139,10 @@ def _with_dtype(dtype: Dtype, plan: Plan) -> Plan:
     from plait.verify.worker import PRECISIONS
 
     try:
-        return replace(plan, precision=PRECISIONS[dtype.value])
+        return replace(plan, precision=PRECISIONS[dtype])
     except PlanError as error:
         raise ConfigError(
-            f"this plan cannot be verified in {dtype.value}",
+            f"this plan cannot be verified in {dtype}",
             given=f"{plan}: {error.fact}",
             hint="--dtype bf16, which measures the rounding error",
         ) from error
@@ -212,10 +189,7 @@ def _read_plans(path: Path) -> list[Plan]:
             parsed += [Plan.parse(text)] if text else []
         except PlanError as error:
             raise PlanError(
-                error.fact,
-                given=f"{path}:{number}: {error.given}",
-                expected=error.expected,
-                hint=error.hint,
+                error.fact, given=f"{path}:{number}: {error.given}", expected=error.expected, hint=error.hint
             ) from error
     if not parsed:
         raise ConfigError("the file contains no plan", given=path, expected="one plan per line")

@@ -43,13 +43,23 @@ from plait.comm.comm_thread import CommThread
 from plait.comm.compression import CODECS, CompressedReduce, Compressor
 from plait.comm.launch import launch_local
 from plait.comm.mesh import Mesh
-from plait.comm.objects import broadcast_text, decode_error, encode_error, raise_on_all
+from plait.comm.objects import (
+    broadcast_text,
+    decode_error,
+    decode_text,
+    encode_error,
+    encode_text,
+    gather_texts,
+    raise_on_all,
+    receive_text,
+    send_text,
+)
 from plait.comm.powersgd import PowerSGDReduce
 from plait.comm.shm.native_calls import sum_of_squares
-from plait.comm.topology import ranks_by_host
+from plait.comm.shm.rendezvous import ranks_by_host
 from plait.comm.torch_backend import register_backend
 from plait.comm.transport import Call, OpType, PartialReduceWork, ReduceWork, Transport, Work
-from plait.comm.world import TRANSPORTS, World, connect
+from plait.comm.world import TRANSPORTS, Connection, World, connect
 
 __all__ = [
     "CODECS",
@@ -59,6 +69,7 @@ __all__ = [
     "CommThread",
     "CompressedReduce",
     "Compressor",
+    "Connection",
     "Group",
     "Mesh",
     "OpType",
@@ -79,20 +90,25 @@ __all__ = [
     "broadcast_text",
     "connect",
     "decode_error",
+    "decode_text",
     "empty",
     "encode_error",
+    "encode_text",
     "gather",
+    "gather_texts",
     "is_direct",
     "launch_local",
     "raise_on_all",
     "ranks_by_host",
     "receive",
+    "receive_text",
     "reduce",
     "reduce_scatter",
     "reduce_scatter_by",
     "register_backend",
     "scatter",
     "send",
+    "send_text",
     "sends_narrow",
     "share",
     "shares_memory",

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from plait.comm.collectives import Group, check_op, start_receive, start_send
-from plait.comm.topology import ranks_by_host
+from plait.comm.shm.rendezvous import ranks_by_host
 from plait.comm.transport import PartialReduceWork, ReduceWork, Work
 from plait.errors import CommError
 from plait.plan.collectives import (
@@ -96,9 +96,8 @@ def all_reduce_by(
     `algorithm`: one of ALGORITHMS. `hosts`: for two-level, the group ranks of each host; None: exchanged.
     """
     check_op(op, tensor)
-    hosts = _hosts(algorithm, group, hosts)
     flat = tensor.contiguous().view(-1)
-    steps = all_reduce_steps(algorithm, group.rank, group.size, flat.numel(), hosts)
+    steps = _steps(algorithm, group, flat.numel(), _hosts(algorithm, group, hosts), scatter=False)
     run_steps(steps, flat, group, op, label=label)
     _copy_back(tensor, flat)
 
@@ -118,8 +117,7 @@ def reduce_scatter_by(
     scatter.
     """
     check_op(op, full)
-    hosts = _hosts(algorithm, group, hosts)
-    steps = reduce_scatter_steps(algorithm, group.rank, group.size, full.numel(), hosts)
+    steps = _steps(algorithm, group, full.numel(), _hosts(algorithm, group, hosts), scatter=True)
     run_steps(steps, full, group, op, label=label)
     return _own_range(full, group)
 
@@ -162,7 +160,7 @@ class AlgorithmReduce:
 
     def scratch_numel(self, numel: int, *, scatter: bool) -> int:
         """Return the largest number of received elements, at any time, of a sum of `numel`."""
-        return scratch_numel(self._steps(numel, scatter=scatter))
+        return scratch_numel(_steps(self._algorithm, self._group, numel, self._hosts, scatter=scatter))
 
     def reserve(self, num_bytes: int) -> None:
         """Allocate the scratch memory now, instead of in the first sum that needs it."""
@@ -187,7 +185,7 @@ class AlgorithmReduce:
 
     def _start(self, flat: Tensor, *, scatter: bool, label: str) -> Work:
         assert not flat.is_cuda, "the comm thread does not wait for CUDA streams"
-        steps = self._steps(flat.numel(), scatter=scatter)
+        steps = _steps(self._algorithm, self._group, flat.numel(), self._hosts, scatter=scatter)
         if not steps:
             return Work()
         assert self._group.comm_thread is not None, "the group has no comm thread"
@@ -200,9 +198,10 @@ class AlgorithmReduce:
         scratch = self._scratch[:num_bytes].view(flat.dtype)
         run_steps(steps, flat, self._group, label=label, scratch=scratch)
 
-    def _steps(self, numel: int, *, scatter: bool) -> Steps:
-        make = reduce_scatter_steps if scatter else all_reduce_steps
-        return make(self._algorithm, self._group.rank, self._group.size, numel, self._hosts)
+
+def _steps(algorithm: str, group: Group, numel: int, hosts: Hosts | None, *, scatter: bool) -> Steps:
+    make = reduce_scatter_steps if scatter else all_reduce_steps
+    return make(algorithm, group.rank, group.size, numel, hosts)
 
 
 def _own_range(flat: Tensor, group: Group) -> Tensor:

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from plait.comm.collectives import Group
+from plait.comm.collectives import Group, empty
 from plait.comm.comm_thread import CommThread
-from plait.comm.shm import Mailbox, connect_host_peers, open_group
+from plait.comm.shm import open_host_group
 from plait.comm.torch_backend import PlaitGroup
 from plait.comm.torch_transport import TorchTransport
 from plait.comm.transport import Transport
@@ -29,16 +29,9 @@ from plait.errors import CommError, nearest
 ATTACH_TRANSPORTS = ("auto", "host", "group")  # best available, shared memory, the process group itself
 
 _world = dist.distributed_c10d._world
+_ShmLink = tuple[Transport | None, str]  # shared-memory transport; if its ranks share no memory, the reason
 _shm_links: "weakref.WeakKeyDictionary[dist.ProcessGroup, _ShmLink]" = weakref.WeakKeyDictionary()
 _comm_threads: "weakref.WeakKeyDictionary[dist.ProcessGroup, CommThread]" = weakref.WeakKeyDictionary()
-
-
-class _ShmLink:
-    """The shared-memory transport of a process group; None with the reason if its ranks share no host."""
-
-    def __init__(self, transport: Transport | None, reason: str = "") -> None:
-        self.transport = transport
-        self.reason = reason
 
 
 def check_attachable(transport: str) -> None:
@@ -60,7 +53,6 @@ class AttachedGroup:
     ) -> None:
         """`transport`: "host": shared memory, for CPU tensors on one host; "group": the process group itself;
         "auto": the first if possible. See [Note: shared-memory transport alongside a process group]."""
-        check_attachable(transport)
         self.process_group = process_group
         self._device = device
         self._transport = transport
@@ -93,6 +85,10 @@ class AttachedGroup:
             self._group = replace(self.group, comm_thread=_comm_threads[self.process_group])
         return self.group
 
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return an uninitialized flat tensor for the group's collectives."""
+        return empty(numel, dtype, device, self.group)
+
     def open(self) -> None:
         """Create the group. Collective."""
         self.group  # noqa: B018
@@ -112,10 +108,6 @@ class AttachedGroup:
         gloo = _gloo_of(self.process_group) if self._device.type == "cpu" else None
         return None if gloo is None else int(getattr(gloo.options, "_threads", 2))
 
-    def all_reduce_future(self, tensor: Tensor) -> "torch.futures.Future[list[Tensor]]":
-        """Sum the tensor in place over the process group itself, as torch's communication hooks do."""
-        return self.process_group.allreduce([tensor]).get_future()
-
 
 def _group_of(process_group: dist.ProcessGroup, device: torch.device, transport: str) -> Group:
     size, rank = process_group.size(), process_group.rank()
@@ -123,13 +115,13 @@ def _group_of(process_group: dist.ProcessGroup, device: torch.device, transport:
     if size == 1:
         return Group(ranks, 0, None)
     if transport != "group":
-        shm_link = _shm_link(process_group, device)
-        if shm_link.transport is not None:
-            return Group(ranks, rank, shm_link.transport)
+        shm_transport, reason = _shm_link(process_group, device)
+        if shm_transport is not None:
+            return Group(ranks, rank, shm_transport)
         if transport == "host":
             raise CommError(
                 "cannot reduce gradients through shared memory",
-                given=shm_link.reason,
+                given=reason,
                 expected="tensors on the CPU, and all ranks on one host",
                 hint="transport='auto', which uses the process group if memory is not shared",
             )
@@ -138,7 +130,7 @@ def _group_of(process_group: dist.ProcessGroup, device: torch.device, transport:
 
 def _shm_link(process_group: dist.ProcessGroup, device: torch.device) -> _ShmLink:
     if device.type != "cpu":
-        return _ShmLink(None, f"tensors on {device.type}")
+        return None, f"tensors on {device.type}"
     if process_group not in _shm_links:
         _shm_links[process_group] = _open_shm_link(process_group)
     return _shm_links[process_group]
@@ -147,21 +139,15 @@ def _shm_link(process_group: dist.ProcessGroup, device: torch.device) -> _ShmLin
 def _open_shm_link(process_group: dist.ProcessGroup) -> _ShmLink:
     name, store = _world.pg_map.get(process_group, ("", None))
     if store is None or not (isinstance(process_group, PlaitGroup) or _gloo_of(process_group) is not None):
-        return _ShmLink(None, f"a process group over {name or 'an unknown backend'}")
+        return None, f"a process group over {name or 'an unknown backend'}"
     size, rank = process_group.size(), process_group.rank()
     base = TorchTransport(process_group, tuple(dist.get_process_group_ranks(process_group)), rank)
-    peers, hosts, reason = connect_host_peers(rank, size, base, wanted=True)
-    if peers is None or len(set(hosts)) > 1:
-        if peers is not None:
-            peers.close()
-        return _ShmLink(None, reason or f"{len(set(hosts))} hosts")
-    mailbox = Mailbox.over_store(dist.PrefixStore("plait/shm", store))
-    transport = open_group(
-        peers, tuple(range(size)), rank, mailbox, peers.key, _timeout(process_group), is_own=True
-    )
+    prefix_store = dist.PrefixStore("plait/shm", store)
+    transport, reason = open_host_group(base, rank, size, prefix_store, _timeout(process_group))
     # Also if the program ends without destroying the process group: peers then raise instead of waiting.
-    weakref.finalize(process_group, transport.close)
-    return _ShmLink(transport)
+    if transport is not None:
+        weakref.finalize(process_group, transport.close)
+    return transport, reason
 
 
 def _gloo_of(process_group: dist.ProcessGroup) -> Any:

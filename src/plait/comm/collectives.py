@@ -1,4 +1,5 @@
-"""The collectives of a group. `start_*` returns at once, and `.wait()` on its result completes it.
+"""The collectives of a group. `start_*` returns at once, and `.wait()` on its result completes it; without
+`start_`, they run to completion.
 
 Tensors may be strided: transports need contiguous storage, so strided ones are copied. Reductions have a
 fixed rank order: every rank gets the same bits. In a group of one rank a collective only copies locally.
@@ -8,6 +9,8 @@ collectives do nothing, and are logged in a dry run only.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import wraps
+from typing import ParamSpec
 
 import torch
 from torch import Tensor
@@ -20,6 +23,7 @@ from plait.errors import CommError
 from plait.plan.comm_log import CommKey
 
 OPS = ("sum", "mean", "max", "min")
+P = ParamSpec("P")
 
 
 @dataclass(frozen=True)
@@ -57,158 +61,110 @@ class Group:
             )
 
 
-def start_all_reduce(tensor: Tensor, group: Group, op: str = "sum", *, label: str = "") -> Work:
+def _start_and_run(
+    build: Callable[P, tuple[Call, Group]],
+) -> tuple[Callable[P, Work], Callable[P, None]]:
+    """Return two functions of the arguments of `build`: one starts its call, one runs it to completion."""
+
+    @wraps(build)
+    def start(*args: P.args, **kwargs: P.kwargs) -> Work:
+        return _start(*build(*args, **kwargs))
+
+    @wraps(build)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        _run(*build(*args, **kwargs))
+
+    start.__name__ = start.__qualname__ = f"start{build.__name__}"
+    run.__name__ = run.__qualname__ = build.__name__.removeprefix("_")
+    return start, run
+
+
+def _all_reduce(tensor: Tensor, group: Group, op: str = "sum", *, label: str = "") -> tuple[Call, Group]:
     """Reduce `tensor` in place over the group; every rank gets the same bits."""
     check_op(op, tensor)
-    return _start(Call(OpType.ALL_REDUCE, tensor, tensor, op, label=label), group)
+    return Call(OpType.ALL_REDUCE, tensor, tensor, op, label=label), group
 
 
-def all_reduce(tensor: Tensor, group: Group, op: str = "sum", *, label: str = "") -> None:
-    """Run `start_all_reduce` to completion."""
-    check_op(op, tensor)
-    _run(Call(OpType.ALL_REDUCE, tensor, tensor, op, label=label), group)
-
-
-def start_all_gather(out: Tensor, shard: Tensor, group: Group, *, label: str = "") -> Work:
+def _all_gather(out: Tensor, shard: Tensor, group: Group, *, label: str = "") -> tuple[Call, Group]:
     """Fill `out` (flat, size x shard) with the ranks' shards in group order. `shard` may be a view of it."""
     _check_ranges(OpType.ALL_GATHER, out, shard, group)
-    return _start(Call(OpType.ALL_GATHER, shard, out, label=label), group)
+    return Call(OpType.ALL_GATHER, shard, out, label=label), group
 
 
-def all_gather(out: Tensor, shard: Tensor, group: Group, *, label: str = "") -> None:
-    """Run `start_all_gather` to completion."""
-    _check_ranges(OpType.ALL_GATHER, out, shard, group)
-    _run(Call(OpType.ALL_GATHER, shard, out, label=label), group)
-
-
-def reduce_scatter(out: Tensor, full: Tensor, group: Group, op: str = "sum", *, label: str = "") -> None:
-    """Write to `out` this rank's range of the reduced `full` (flat, size x out)."""
-    _run(_reduce_scatter(out, full, group, op, label), group)
-
-
-def start_reduce_scatter(
+def _reduce_scatter(
     out: Tensor, full: Tensor, group: Group, op: str = "sum", *, label: str = ""
-) -> Work:
-    return _start(_reduce_scatter(out, full, group, op, label), group)
-
-
-def _reduce_scatter(out: Tensor, full: Tensor, group: Group, op: str, label: str) -> Call:
+) -> tuple[Call, Group]:
+    """Write to `out` this rank's range of the reduced `full` (flat, size x out)."""
     check_op(op, full)
     _check_ranges(OpType.REDUCE_SCATTER, full, out, group)
-    return Call(OpType.REDUCE_SCATTER, full, out, op, label=label)
+    return Call(OpType.REDUCE_SCATTER, full, out, op, label=label), group
 
 
-def start_broadcast(tensor: Tensor, group: Group, source: int = 0, *, label: str = "") -> Work:
+def _broadcast(tensor: Tensor, group: Group, source: int = 0, *, label: str = "") -> tuple[Call, Group]:
     """Overwrite `tensor` with that of group rank `source`."""
-    return _start(_root_call(OpType.BROADCAST, tensor, tensor, group, source, label=label), group)
+    return _root_call(OpType.BROADCAST, tensor, tensor, group, source, label=label)
 
 
-def broadcast(tensor: Tensor, group: Group, source: int = 0, *, label: str = "") -> None:
-    """Run `start_broadcast` to completion."""
-    _run(_root_call(OpType.BROADCAST, tensor, tensor, group, source, label=label), group)
-
-
-def start_reduce(tensor: Tensor, group: Group, root: int = 0, op: str = "sum", *, label: str = "") -> Work:
+def _reduce(
+    tensor: Tensor, group: Group, root: int = 0, op: str = "sum", *, label: str = ""
+) -> tuple[Call, Group]:
     """Reduce into the root's `tensor`; those of the other ranks keep their values."""
-    return _start(_reduce(tensor, group, root, op, label), group)
-
-
-def reduce(tensor: Tensor, group: Group, root: int = 0, op: str = "sum", *, label: str = "") -> None:
-    """Run `start_reduce` to completion."""
-    _run(_reduce(tensor, group, root, op, label), group)
-
-
-def _reduce(tensor: Tensor, group: Group, root: int, op: str, label: str) -> Call:
     check_op(op, tensor)
     out = tensor if group.rank == root else None
     return _root_call(OpType.REDUCE, tensor, out, group, root, op, label)
 
 
-def start_scatter(
+def _scatter(
     out: Tensor, full: Tensor | None, group: Group, source: int = 0, *, label: str = ""
-) -> Work:
+) -> tuple[Call, Group]:
     """Distribute the ranges of the source's `full` (flat, size x out) to the ranks; the others pass None."""
-    return _start(_scatter(out, full, group, source, label), group)
-
-
-def scatter(out: Tensor, full: Tensor | None, group: Group, source: int = 0, *, label: str = "") -> None:
-    """Run `start_scatter` to completion."""
-    _run(_scatter(out, full, group, source, label), group)
-
-
-def _scatter(out: Tensor, full: Tensor | None, group: Group, source: int, label: str) -> Call:
     if group.rank == source:
         _check_ranges(OpType.SCATTER, full, out, group)
     return _root_call(OpType.SCATTER, full if group.rank == source else None, out, group, source, label=label)
 
 
-def start_gather(out: Tensor | None, shard: Tensor, group: Group, root: int = 0, *, label: str = "") -> Work:
+def _gather(
+    out: Tensor | None, shard: Tensor, group: Group, root: int = 0, *, label: str = ""
+) -> tuple[Call, Group]:
     """Collect the ranks' shards in the root's `out` (flat, size x shard); the others pass None."""
-    return _start(_gather(out, shard, group, root, label), group)
-
-
-def gather(out: Tensor | None, shard: Tensor, group: Group, root: int = 0, *, label: str = "") -> None:
-    """Run `start_gather` to completion."""
-    _run(_gather(out, shard, group, root, label), group)
-
-
-def _gather(out: Tensor | None, shard: Tensor, group: Group, root: int, label: str) -> Call:
     if group.rank == root:
         _check_ranges(OpType.GATHER, out, shard, group)
     return _root_call(OpType.GATHER, shard, out if group.rank == root else None, group, root, label=label)
 
 
-def start_all_to_all(out: Tensor, full: Tensor, group: Group, *, label: str = "") -> Work:
+def _all_to_all(out: Tensor, full: Tensor, group: Group, *, label: str = "") -> tuple[Call, Group]:
     """Send the i-th of `size` equal ranges of `full` to rank i; `out` receives one from each, in order."""
-    return _start(_all_to_all(out, full, group, label), group)
-
-
-def all_to_all(out: Tensor, full: Tensor, group: Group, *, label: str = "") -> None:
-    """Run `start_all_to_all` to completion."""
-    _run(_all_to_all(out, full, group, label), group)
-
-
-def _all_to_all(out: Tensor, full: Tensor, group: Group, label: str) -> Call:
     if out.numel() != full.numel() or out.numel() % group.size or out.dtype != full.dtype:
         raise _size_error(OpType.ALL_TO_ALL, out, full, group)
-    return Call(OpType.ALL_TO_ALL, full, out, label=label)
+    return Call(OpType.ALL_TO_ALL, full, out, label=label), group
 
 
-def barrier(group: Group, *, label: str = "") -> None:
+def _barrier(group: Group, *, label: str = "") -> tuple[Call, Group]:
     """Block until every rank of the group has reached the barrier."""
-    if group.size > 1:
-        group.record(OpType.BARRIER.value, None)
-        call = Call(OpType.BARRIER, label=label)
-        with group.clock.during(call):
-            group.transport.run(call)
+    return Call(OpType.BARRIER, label=label), group
 
 
-def start_barrier(group: Group, *, label: str = "") -> Work:
-    if group.size == 1:
-        return Work()
-    group.record(OpType.BARRIER.value, None)
-    call = Call(OpType.BARRIER, label=label)
-    return group.transport.start(call).timed_by(group.clock, call)
-
-
-def start_send(tensor: Tensor, group: Group, to: int, *, label: str = "") -> Work:
+def _send(tensor: Tensor, group: Group, to: int, *, label: str = "") -> tuple[Call, Group]:
     """Send to group rank `to`. Messages between two ranks are matched in the order they are started."""
-    return _start(_root_call(OpType.SEND, tensor, None, group, to, label=label), group)
+    return _root_call(OpType.SEND, tensor, None, group, to, label=label)
 
 
-def start_receive(tensor: Tensor, group: Group, source: int, *, label: str = "") -> Work:
+def _receive(tensor: Tensor, group: Group, source: int, *, label: str = "") -> tuple[Call, Group]:
     """Fill `tensor` with what group rank `source` sends: as many bytes."""
-    return _start(_root_call(OpType.RECEIVE, None, tensor, group, source, label=label), group)
+    return _root_call(OpType.RECEIVE, None, tensor, group, source, label=label)
 
 
-def send(tensor: Tensor, group: Group, to: int, *, label: str = "") -> None:
-    """Run `start_send` to completion."""
-    start_send(tensor, group, to, label=label).wait()
-
-
-def receive(tensor: Tensor, group: Group, source: int, *, label: str = "") -> None:
-    """Run `start_receive` to completion."""
-    start_receive(tensor, group, source, label=label).wait()
+start_all_reduce, all_reduce = _start_and_run(_all_reduce)
+start_all_gather, all_gather = _start_and_run(_all_gather)
+start_reduce_scatter, reduce_scatter = _start_and_run(_reduce_scatter)
+start_broadcast, broadcast = _start_and_run(_broadcast)
+start_reduce, reduce = _start_and_run(_reduce)
+start_scatter, scatter = _start_and_run(_scatter)
+start_gather, gather = _start_and_run(_gather)
+start_all_to_all, all_to_all = _start_and_run(_all_to_all)
+start_barrier, barrier = _start_and_run(_barrier)
+start_send, send = _start_and_run(_send)
+start_receive, receive = _start_and_run(_receive)
 
 
 # --- reductions that are consumed chunk by chunk: gradients
@@ -219,12 +175,8 @@ def start_scattered_sum(full: Tensor, group: Group, *, label: str = "") -> Reduc
 
     `full` is in use, and may be overwritten, until `into` is exhausted.
     """
-    if group.size == 1:
-        return PartialReduceWork([full], Work())
     assert full.numel() % group.size == 0, f"{full.numel()} elements in {group.size} ranges"
-    group.record(OpType.REDUCE_SCATTER.value, full)
-    work = group.transport.start_sum(full, scatter=True, label=label)
-    return CountedWork(work, group.clock, f"sum of {label}")
+    return _start_sum(full, group, label, scatter=True)
 
 
 def start_exchange(tensor: Tensor, group: Group, *, label: str = "") -> ReduceWork:
@@ -232,10 +184,14 @@ def start_exchange(tensor: Tensor, group: Group, *, label: str = "") -> ReduceWo
 
     `tensor` is in use until `into` is exhausted. Use it where `sends_narrow` is true.
     """
+    return _start_sum(tensor, group, label, scatter=False)
+
+
+def _start_sum(tensor: Tensor, group: Group, label: str, *, scatter: bool) -> ReduceWork:
     if group.size == 1:
         return PartialReduceWork([tensor], Work())
-    group.record("exchange", tensor)
-    work = group.transport.start_sum(tensor, scatter=False, label=label)
+    group.record(OpType.REDUCE_SCATTER.value if scatter else "exchange", tensor)
+    work = group.transport.start_sum(tensor, scatter=scatter, label=label)
     return CountedWork(work, group.clock, f"sum of {label}")
 
 
@@ -342,14 +298,14 @@ def _root_call(
     root: int,
     op: str = "sum",
     label: str = "",
-) -> Call:
+) -> tuple[Call, Group]:
     if not 0 <= root < group.size:
         raise CommError(
             f"{op_type.value} with a rank outside the group",
             given=f"group rank {root}",
             expected=f"0 to {group.size - 1}, an index into the ranks {list(group.ranks)}",
         )
-    return Call(op_type, source, out, op, root, label)
+    return Call(op_type, source, out, op, root, label), group
 
 
 def check_op(op: str, tensor: Tensor) -> None:

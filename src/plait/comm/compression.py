@@ -16,7 +16,8 @@ serves both. A skipped step discards its gradient: `discard` clears its residual
 Codecs: float32 blocks to bytes and back. B blocks, K = BLOCK elements.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import repeat
 from typing import Protocol
 
@@ -126,6 +127,12 @@ class Compressor(Protocol):
         """Multiply the state by `factor`, as all further contributions are."""
 
 
+def start_compressed(run: Callable[[], None], result: Tensor, group: Group) -> ReduceWork:
+    """Run a compressed sum on the group's comm thread, which leaves it in `result`."""
+    assert group.comm_thread is not None, "a group of one has nothing to compress"
+    return PartialReduceWork([result], group.comm_thread.submit(run))
+
+
 class CompressedReduce:
     """See [Note: reduction of compressed ranges]."""
 
@@ -152,10 +159,8 @@ class CompressedReduce:
 
     def start(self, tensor: Tensor, own: tuple[int, int], *, label: str = "") -> ReduceWork:
         scattered = own[1] - own[0] < tensor.numel()
-        comm_thread = self._group.comm_thread
-        assert comm_thread is not None, "a group of one has nothing to compress"
-        work = comm_thread.submit(lambda: self._sum(tensor, scattered, label))
-        return PartialReduceWork([tensor[own[0] : own[1]]], work)
+        run = partial(self._sum, tensor, scattered, label)
+        return start_compressed(run, tensor[own[0] : own[1]], self._group)
 
     def discard(self) -> None:
         self._residual.zero_()
@@ -235,10 +240,7 @@ class NarrowReduce:
         return []
 
     def start(self, tensor: Tensor, own: tuple[int, int], *, label: str = "") -> ReduceWork:
-        comm_thread = self._group.comm_thread
-        assert comm_thread is not None, "a group of one has nothing to compress"
-        work = comm_thread.submit(lambda: self._sum(tensor, label))
-        return PartialReduceWork([tensor[own[0] : own[1]]], work)
+        return start_compressed(partial(self._sum, tensor, label), tensor[own[0] : own[1]], self._group)
 
     def discard(self) -> None:
         """Do nothing: there is no state."""

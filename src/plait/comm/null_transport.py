@@ -28,29 +28,23 @@ class NullTransport:
         self._num_ranks = num_ranks
 
     def start(self, call: Call) -> Work:  # noqa: ARG002
-        """Send nothing; complete immediately."""
         return Work()
 
-    def run(self, call: Call) -> None:
-        """Send nothing."""
+    def run(self, call: Call) -> None: ...
 
     def start_sum(self, tensor: Tensor, *, scatter: bool, label: str) -> ReduceWork:  # noqa: ARG002
         """Return the input as the sum, or one rank's range of it."""
         return PartialReduceWork([tensor[: tensor.numel() // self._num_ranks] if scatter else tensor], Work())
 
     def sends_narrow(self, narrow: torch.dtype, wide: torch.dtype) -> bool:
-        """Apply the rule of the named transport."""
         if self.shares_memory:
             return narrow_reads_less(self._num_ranks, narrow, wide)
         return self.is_direct and narrow_sends_less(self._num_ranks, narrow, wide)
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a tensor on meta."""
         return torch.empty(numel, dtype=dtype, device="meta")
 
     def share(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a tensor on meta."""
         return torch.zeros(numel, dtype=dtype, device="meta")
 
-    def close(self) -> None:
-        """Do nothing."""
+    def close(self) -> None: ...

@@ -1,23 +1,62 @@
-"""Broadcast strings, and raise one rank's error on every rank so that none hangs."""
+"""Send strings as tensors of bytes, and raise one rank's error on every rank so that none hangs."""
 
 import json
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from plait.comm.collectives import Group, all_reduce, broadcast
+from plait.comm.collectives import Group, all_gather, all_reduce, broadcast, receive, send
 from plait.errors import CheckpointError
+
+
+def encode_text(text: str) -> Tensor:
+    """Return the text's UTF-8 bytes, on the CPU."""
+    return torch.from_numpy(np.frombuffer(bytearray(text.encode()), np.uint8))
+
+
+def decode_text(encoded: Tensor) -> str:
+    """Return the text that `encode_text` encoded."""
+    return encoded.cpu().numpy().tobytes().decode()
 
 
 def broadcast_text(source: int, text: str, group: Group, device: torch.device) -> str:
     """Return the text of group rank `source`; the text of the other ranks is ignored. Collective."""
-    encoded = text.encode() if group.rank == source else b""
+    encoded = encode_text(text).to(device)
     length = torch.tensor([len(encoded)], device=device)
     broadcast(length, group, source)
-    buffer = torch.zeros(int(length.item()), dtype=torch.uint8, device=device)
-    if encoded:
-        buffer.copy_(torch.frombuffer(bytearray(encoded), dtype=torch.uint8))
-    broadcast(buffer, group, source)
-    return buffer.cpu().numpy().tobytes().decode()
+    if group.rank != source:
+        encoded = torch.empty(int(length.item()), dtype=torch.uint8, device=device)
+    broadcast(encoded, group, source)
+    return decode_text(encoded)
+
+
+def gather_texts(text: str, group: Group, device: torch.device, *, label: str = "") -> list[str]:
+    """Return the texts of all ranks, without NUL at their end, in order of rank. Collective."""
+    encoded = encode_text(text)
+    length = torch.tensor([len(encoded)], device=device)
+    all_reduce(length, group, "max", label=label)
+    row = torch.zeros(int(length.item()), dtype=torch.uint8, device=device)
+    row[: len(encoded)] = encoded
+    rows = torch.empty(group.size * len(row), dtype=torch.uint8, device=device)
+    all_gather(rows, row, group, label=label)
+    return [decode_text(row).rstrip("\0") for row in rows.view(group.size, -1)]
+
+
+def send_text(text: str, group: Group, to: int, device: torch.device) -> None:
+    """Send to group rank `to`, which calls `receive_text`."""
+    encoded = encode_text(text).to(device)
+    send(torch.tensor([len(encoded)], device=device), group, to)
+    send(encoded, group, to)
+
+
+def receive_text(group: Group, source: int, device: torch.device) -> str:
+    """Return the text that group rank `source` sends."""
+    length = torch.zeros(1, dtype=torch.int64, device=device)
+    receive(length, group, source)
+    encoded = torch.empty(int(length.item()), dtype=torch.uint8, device=device)
+    receive(encoded, group, source)
+    return decode_text(encoded)
 
 
 def raise_on_all(error: CheckpointError | None, group: Group, device: torch.device) -> None:

@@ -14,14 +14,15 @@ rank, or zero, does no harm, and no direction is lost for good.
 
 import zlib
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from plait.comm.collectives import Group, all_reduce
-from plait.comm.transport import PartialReduceWork, ReduceWork
-from plait.plan import UnitLayout
-from plait.plan.compression import Matrix, factor_bytes, matrices
+from plait.comm.compression import start_compressed
+from plait.comm.transport import ReduceWork
+from plait.plan.compression import Factors, Matrix
 
 
 class PowerSGDReduce:
@@ -31,18 +32,14 @@ class PowerSGDReduce:
     remains a term in that column's row of Q.
     """
 
-    def __init__(self, layout: UnitLayout, rank: int, group: Group, scratch: Tensor) -> None:
-        """`scratch`: bytes for the first message (`plan/compression.py: factor_bytes`), shared by units."""
+    def __init__(self, name: str, numel: int, factors: Factors, group: Group, scratch: Tensor) -> None:
+        """`name`: seeds the right factors. `scratch`: of `Factors.left_bytes`, shared by the group's sums."""
         self._group = group
-        self._rank = rank
-        self._matrices = matrices(layout, rank)
-        factorized = {matrix.start for matrix in self._matrices}
-        self._uncompressed = [(p.start, p.stop) for p in layout.params if p.start not in factorized]
-        self._message = scratch[: factor_bytes(layout, rank)].view(torch.float32)
-        self._residual = torch.zeros(layout.numel, dtype=torch.float32, device=scratch.device)
-        numel = rank * sum(m.columns for m in self._matrices)
-        self._right = torch.empty(numel, dtype=torch.float32, device=scratch.device)
-        self._seed = zlib.crc32(layout.name.encode())
+        self._factors = factors
+        self._message = scratch[: factors.left_bytes].view(torch.float32)
+        self._residual = torch.zeros(numel, dtype=torch.float32, device=scratch.device)
+        self._right = torch.empty(factors.right_numel, dtype=torch.float32, device=scratch.device)
+        self._seed = zlib.crc32(name.encode())
         self._init_right()
 
     @property
@@ -50,10 +47,7 @@ class PowerSGDReduce:
         return [self._residual, self._right]
 
     def start(self, tensor: Tensor, own: tuple[int, int], *, label: str = "") -> ReduceWork:
-        comm_thread = self._group.comm_thread
-        assert comm_thread is not None, "a group of one has nothing to compress"
-        work = comm_thread.submit(lambda: self._sum(tensor, own, label))
-        return PartialReduceWork([tensor[own[0] : own[1]]], work)
+        return start_compressed(partial(self._sum, tensor, own, label), tensor[own[0] : own[1]], self._group)
 
     def discard(self) -> None:
         self._residual.zero_()
@@ -69,45 +63,37 @@ class PowerSGDReduce:
 
     def _sum(self, tensor: Tensor, own: tuple[int, int], label: str) -> None:
         tensor.add_(self._residual)
-        for matrix, left, right in self._factors():
+        for matrix, left, right in self._terms():
             # Only the directions matter: normalized, they neither overflow nor vanish.
             torch.mm(_view(matrix, tensor), right / right.abs().max().clamp(min=_TINY), out=left)
-        self._pack(tensor)
+        *_, tail = self._lefts()
+        ranges = [tensor[start:stop] for start, stop in self._factors.uncompressed]
+        if ranges:
+            torch.cat(ranges, out=tail)
         all_reduce(self._message, self._group, label=label)
-        for matrix, left, right in self._factors():
+        for matrix, left, right in self._terms():
             left.copy_(torch.linalg.qr(left).Q)
             matrix_view = _view(matrix, tensor)
             torch.mm(matrix_view.mT, left, out=right)
             torch.addmm(matrix_view, left, right.mT, alpha=-1.0, out=_view(matrix, self._residual))
         all_reduce(self._right, self._group, label=label)
-        for matrix, left, right in self._factors():
+        for matrix, left, right in self._terms():
             rows = _rows_in(matrix, own)
             torch.mm(left[rows], right.mT, out=_view(matrix, tensor)[rows])
-        self._unpack(tensor)
+        for range_, summed in zip(ranges, tail.split([r.numel() for r in ranges]), strict=True):
+            range_.copy_(summed)
 
-    def _factors(self) -> Iterator[tuple[Matrix, Tensor, Tensor]]:
-        """Every matrix with its factors: (rows, r) in the first message and (columns, r)."""
-        lefts = self._message.split([self._rank * m.rows for m in self._matrices] + [self._num_uncompressed])
-        rights = self._right.split([self._rank * m.columns for m in self._matrices])
-        for matrix, left, right in zip(self._matrices, lefts, rights, strict=False):
-            yield matrix, left.view(-1, self._rank), right.view(-1, self._rank)
+    def _lefts(self) -> Sequence[Tensor]:
+        """The parts of the first message: left factors, then all uncompressed tensors."""
+        sizes = [self._factors.rank * matrix.rows for matrix in self._factors.matrices]
+        return self._message.split([*sizes, self._message.numel() - sum(sizes)])
 
-    @property
-    def _num_uncompressed(self) -> int:
-        return sum(stop - start for start, stop in self._uncompressed)
-
-    def _pack(self, tensor: Tensor) -> None:
-        """Append the uncompressed tensors to the factors in the message."""
-        if self._uncompressed:
-            torch.cat([tensor[start:stop] for start, stop in self._uncompressed], out=self._tail())
-
-    def _unpack(self, tensor: Tensor) -> None:
-        tails = self._tail().split([stop - start for start, stop in self._uncompressed])
-        for (start, stop), tail in zip(self._uncompressed, tails, strict=True):
-            tensor[start:stop].copy_(tail)
-
-    def _tail(self) -> Tensor:
-        return self._message[self._message.numel() - self._num_uncompressed :]
+    def _terms(self) -> Iterator[tuple[Matrix, Tensor, Tensor]]:
+        """Every matrix with its factors: (rows, r) and (columns, r)."""
+        rank, matrices = self._factors.rank, self._factors.matrices
+        rights = self._right.split([rank * matrix.columns for matrix in matrices])
+        for matrix, left, right in zip(matrices, self._lefts(), rights, strict=False):
+            yield matrix, left.view(-1, rank), right.view(-1, rank)
 
 
 _TINY = torch.finfo(torch.float32).tiny

@@ -44,24 +44,12 @@ class WaitClock:
     def __init__(self) -> None:
         self.seconds = 0.0
         self.current: object | None = None  # in progress; `str` names it; other threads may read it
-        self._thread = threading.get_ident()
-        self._since_s = 0.0
+        self.thread = threading.get_ident()
+        self.since_s = 0.0
 
     def during(self, operation: object) -> "_TimedWait":
         """Return a context manager that times its body as the communication `operation`."""
         return _TimedWait(self, operation)
-
-    def begin(self, operation: object) -> bool:
-        """Start timing. Returns False, and needs no `end`, if nested or on another thread."""
-        if self.current is not None or threading.get_ident() != self._thread:
-            return False
-        self.current = operation
-        self._since_s = time.perf_counter()
-        return True
-
-    def end(self) -> None:
-        self.seconds += time.perf_counter() - self._since_s
-        self.current = None
 
 
 class _TimedWait:
@@ -72,10 +60,15 @@ class _TimedWait:
         self._operation = operation
 
     def __enter__(self) -> None:
-        self._counts = self._clock.begin(self._operation)
+        clock = self._clock
+        # Not if nested in another, or on another thread.
+        self._counts = clock.current is None and threading.get_ident() == clock.thread
+        if self._counts:
+            clock.current, clock.since_s = self._operation, time.perf_counter()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._counts:
-            self._clock.end()
+            self._clock.seconds += time.perf_counter() - self._clock.since_s
+            self._clock.current = None

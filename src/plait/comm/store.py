@@ -24,7 +24,8 @@ _MAX_POLL_S = 0.1
 
 
 class JobStore:
-    """One rank's access to the store. Without a store (a single rank) it is local."""
+    """One rank's access to the store. Without a store (a single rank) it is local. Methods raise CommError
+    when the store does not reply."""
 
     def __init__(self, store: dist.Store | None, rank: int, timeout_s: float) -> None:
         self._store = store
@@ -35,17 +36,15 @@ class JobStore:
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
-    def set(self, key: str, text: str) -> None:
-        """Set a key for all ranks to read."""
+    def set(self, key: str, text: str = "") -> None:
+        """Set a key for all ranks to read; release those that `wait_for` it."""
         self._cache[key] = text
-        if self._store is not None:
-            store = self._store
+        if (store := self._store) is not None:
             self._call(lambda: store.set(key, text))
 
     def get(self, key: str) -> str | None:
         """Return the value of a key, or None if no rank has set it."""
-        if self._store is not None and key not in self._cache:
-            store = self._store
+        if (store := self._store) is not None and key not in self._cache:
             text = self._call(lambda: store.get(key) if store.check([key]) else None)
             if text is not None:
                 self._cache[key] = text.decode()
@@ -61,9 +60,9 @@ class JobStore:
 
     def claim(self, key: str) -> bool:
         """Return True on exactly one of the calling ranks: the first."""
-        if self._store is None:
+        if (store := self._store) is None:
             return True
-        store, rank = self._store, str(self._rank)
+        rank = str(self._rank)
         return bool(self._call(lambda: store.compare_set(key, "", rank)) == rank.encode())
 
     def close(self) -> None:
@@ -72,7 +71,7 @@ class JobStore:
         self._calls.put(None)
 
     def _call(self, call: Callable[[], T]) -> T:
-        """See [Note: unresponsive store]. Raises CommError when it does not reply."""
+        """See [Note: unresponsive store]."""
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name="plait-store", daemon=True)

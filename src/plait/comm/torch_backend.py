@@ -30,7 +30,7 @@ from torch import Tensor
 
 from plait.comm import collectives
 from plait.comm.collectives import Group
-from plait.comm.shm import Mailbox, connect_host_peers, open_group
+from plait.comm.shm import open_host_group
 from plait.comm.torch_transport import gloo_transport
 from plait.comm.torch_work import GroupWork, WorkQueue
 from plait.comm.transport import Transport, Work
@@ -41,14 +41,11 @@ def best_transport(store: dist.Store, rank: int, size: int, timeout: timedelta) 
     """Return a new transport for the `size` ranks of this store: shared memory on one host, else Gloo. The
     store is used for nothing else."""
     gloo = gloo_transport(store, rank, size, timeout)
-    peers, hosts, _ = connect_host_peers(rank, size, gloo, wanted=True)
-    if peers is not None and len(set(hosts)) == 1:
-        gloo.close()
-        ranks, mailbox = tuple(range(size)), Mailbox.over_store(store)
-        return open_group(peers, ranks, rank, mailbox, "plait/group", timeout, is_own=True)
-    if peers is not None:
-        peers.close()
-    return gloo
+    shm_transport, _ = open_host_group(gloo, rank, size, store, timeout)
+    if shm_transport is None:
+        return gloo
+    gloo.close()
+    return shm_transport
 
 
 BACKEND_NAME = "plait"
@@ -159,20 +156,23 @@ class BackendOp:
 
     label: str
     results: Sequence[Tensor]  # value of the work's future
-    starts: list[Callable[[], Work]] = field(default_factory=list)
-    run: Callable[[], None] | None = None  # blocking shortcut, if there is one
+    calls: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)  # of `comm/collectives.py`
     copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # to, from
 
+    def add(self, collective: str, *args: Any) -> None:
+        self.calls.append((collective, args))
+
     def start(self) -> Work:
-        works = [start() for start in self.starts]
+        works = [getattr(collectives, f"start_{collective}")(*args) for collective, args in self.calls]
         return Work(*(work.wait for work in works), self._copy)
 
-    def run_now(self) -> None:
-        if self.run is None:
-            self.start().wait()
-        else:
-            self.run()
+    def run(self) -> None:
+        if len(self.calls) == 1:
+            [(collective, args)] = self.calls
+            getattr(collectives, collective)(*args)
             self._copy()
+        else:
+            self.start().wait()
 
     def flat(self, tensor: Tensor) -> Tensor:
         """Return flat storage for the result `tensor`: its own, or a buffer to copy back if strided."""
@@ -227,20 +227,19 @@ class PlaitGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> GroupWork:
         op = reduce_op_name(opts, "all-reduce")
-        op_call = BackendOp("an all-reduce", tensors)
-        inputs = [reducible(tensor, op, "all-reduce") for tensor in tensors]
-        op_call.starts = [partial(collectives.start_all_reduce, t, self._plait, o) for t, o in inputs]
-        if len(inputs) == 1:
-            op_call.run = partial(collectives.all_reduce, inputs[0][0], self._plait, inputs[0][1])
-        return self._submit(op_call, opts)
+        call = BackendOp("an all-reduce", tensors)
+        for tensor in tensors:
+            dense, dense_op = reducible(tensor, op, "all-reduce")
+            call.add("all_reduce", dense, self._plait, dense_op)
+        return self._submit(call, opts)
 
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> GroupWork:
         tensor, op = reducible(single(tensors, "reduce"), reduce_op_name(opts, "reduce"), "reduce")
-        op_call = BackendOp("a reduce", tensors)
-        op_call.starts = [partial(collectives.start_reduce, tensor, self._plait, opts.rootRank, op)]
-        return self._submit(op_call, opts)
+        call = BackendOp("a reduce", tensors)
+        call.add("reduce", tensor, self._plait, opts.rootRank, op)
+        return self._submit(call, opts)
 
     def reduce_scatter_single(self, output: Tensor, full: Tensor, opts: Any = None) -> GroupWork:
         return self.reduce_scatter_single_coalesced([output], [full], opts)
@@ -250,14 +249,13 @@ class PlaitGroup(dist.ProcessGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], full_inputs: list[Tensor], opts: Any = None
     ) -> GroupWork:
-        op_call = BackendOp("a reduce-scatter", outputs)
+        call = BackendOp("a reduce-scatter", outputs)
         requested = reduce_op_name(opts, "reduce-scatter")
         for output, full in zip(outputs, full_inputs, strict=True):
             out, op = reducible(output, requested, "reduce-scatter")
             source, _ = reducible(full, requested, "reduce-scatter")
-            args = op_call.flat(out), source.reshape(-1), self._plait, op
-            op_call.starts.append(partial(collectives.start_reduce_scatter, *args))
-        return self._submit(op_call, opts)
+            call.add("reduce_scatter", call.flat(out), source.reshape(-1), self._plait, op)
+        return self._submit(call, opts)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -269,31 +267,25 @@ class PlaitGroup(dist.ProcessGroup):
         out, op = reducible(output, requested, "reduce-scatter")
         inputs = [reducible(part, requested, "reduce-scatter")[0] for part in parts]
         check_same_size(out, inputs[self.rank()], "reduce-scatter")
-        op_call = BackendOp("a reduce-scatter", outputs)
+        call = BackendOp("a reduce-scatter", outputs)
         if len({part.numel() for part in inputs}) == 1:
             full = torch.cat([part.reshape(-1) for part in inputs])
-            op_call.starts = [
-                partial(collectives.start_reduce_scatter, op_call.flat(out), full, self._plait, op)
-            ]
+            call.add("reduce_scatter", call.flat(out), full, self._plait, op)
         else:
             own = inputs[self.rank()].clone()  # the caller's input must keep its values
             inputs[self.rank()] = own
-            op_call.starts = [
-                partial(collectives.start_reduce, part, self._plait, root, op)
-                for root, part in enumerate(inputs)
-            ]
-            op_call.copies = [(out, own.reshape(out.shape))]
-        return self._submit(op_call, opts)
+            for root, part in enumerate(inputs):
+                call.add("reduce", part, self._plait, root, op)
+            call.copies = [(out, own.reshape(out.shape))]
+        return self._submit(call, opts)
 
     # --- data movement
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> GroupWork:
-        op_call = BackendOp("a broadcast", tensors)
-        inputs = [dense_real(tensor, "broadcast") for tensor in tensors]
-        op_call.starts = [partial(collectives.start_broadcast, t, self._plait, opts.rootRank) for t in inputs]
-        if len(inputs) == 1:
-            op_call.run = partial(collectives.broadcast, inputs[0], self._plait, opts.rootRank)
-        return self._submit(op_call, opts)
+        call = BackendOp("a broadcast", tensors)
+        for tensor in tensors:
+            call.add("broadcast", dense_real(tensor, "broadcast"), self._plait, opts.rootRank)
+        return self._submit(call, opts)
 
     def all_gather_single(self, output: Tensor, shard: Tensor, opts: Any = None) -> GroupWork:
         return self.all_gather_single_coalesced([output], [shard], opts)
@@ -303,43 +295,35 @@ class PlaitGroup(dist.ProcessGroup):
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], shards: list[Tensor], opts: Any = None
     ) -> GroupWork:
-        op_call = BackendOp("an all-gather", outputs)
-        pairs = [
-            (op_call.flat(dense_real(output, "all-gather")), dense_real(shard, "all-gather").reshape(-1))
-            for output, shard in zip(outputs, shards, strict=True)
-        ]
-        op_call.starts = [
-            partial(collectives.start_all_gather, out, source, self._plait) for out, source in pairs
-        ]
-        if len(pairs) == 1:
-            op_call.run = partial(collectives.all_gather, *pairs[0], self._plait)
-        return self._submit(op_call, opts)
+        call = BackendOp("an all-gather", outputs)
+        for output, shard in zip(outputs, shards, strict=True):
+            out, source = dense_real(output, "all-gather"), dense_real(shard, "all-gather")
+            call.add("all_gather", call.flat(out), source.reshape(-1), self._plait)
+        return self._submit(call, opts)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def allgather(self, lists: list[list[Tensor]], shards: list[Tensor], opts: Any = None) -> GroupWork:
         """See [Note: uneven tensor lists]."""
-        op_call = BackendOp("an all-gather", [tensor for outputs in lists for tensor in outputs])
+        call = BackendOp("an all-gather", [tensor for outputs in lists for tensor in outputs])
         for outputs, shard in zip(lists, shards, strict=True):
             self._check_num_tensors(outputs, "all-gather")
             outs, source = [dense_real(out, "all-gather") for out in outputs], dense_real(shard, "all-gather")
             check_same_size(outs[self.rank()], source, "all-gather")
             if len({out.numel() for out in outs}) == 1:
                 full = source.new_empty(source.numel() * self.size())
-                op_call.starts.append(
-                    partial(collectives.start_all_gather, full, source.reshape(-1), self._plait)
-                )
-                op_call.copies += from_flat(outs, full)
+                call.add("all_gather", full, source.reshape(-1), self._plait)
+                call.copies += from_flat(outs, full)
             else:
-                self._exchange(op_call, [source] * self.size(), outs)
-        return self._submit(op_call, opts)
+                self._exchange(call, [source] * self.size(), outs)
+        return self._submit(call, opts)
 
     allgather_coalesced = allgather
 
     def gather(self, lists: list[list[Tensor]], shards: list[Tensor], opts: Any) -> GroupWork:
         source = dense_real(single(shards, "gather"), "gather")
         full = None
-        op_call = BackendOp("a gather", [])
+        call = BackendOp("a gather", [])
         if self.rank() == opts.rootRank:
             outputs = single(lists, "gather")
             self._check_num_tensors(outputs, "gather")
@@ -347,11 +331,9 @@ class PlaitGroup(dist.ProcessGroup):
             for out in outs:
                 check_same_size(out, source, "gather")
             full = source.new_empty(source.numel() * self.size())
-            op_call.results, op_call.copies = outputs, from_flat(outs, full)
-        op_call.starts = [
-            partial(collectives.start_gather, full, source.reshape(-1), self._plait, opts.rootRank)
-        ]
-        return self._submit(op_call, opts)
+            call.results, call.copies = outputs, from_flat(outs, full)
+        call.add("gather", full, source.reshape(-1), self._plait, opts.rootRank)
+        return self._submit(call, opts)
 
     def scatter(self, outputs: list[Tensor], lists: list[list[Tensor]], opts: Any) -> GroupWork:
         out = dense_real(single(outputs, "scatter"), "scatter")
@@ -362,11 +344,9 @@ class PlaitGroup(dist.ProcessGroup):
             for part in inputs:
                 check_same_size(out, part, "scatter")
             full = torch.cat([part.reshape(-1) for part in inputs])
-        op_call = BackendOp("a scatter", outputs)
-        op_call.starts = [
-            partial(collectives.start_scatter, op_call.flat(out), full, self._plait, opts.rootRank)
-        ]
-        return self._submit(op_call, opts)
+        call = BackendOp("a scatter", outputs)
+        call.add("scatter", call.flat(out), full, self._plait, opts.rootRank)
+        return self._submit(call, opts)
 
     def all_to_all_single(
         self,
@@ -378,30 +358,27 @@ class PlaitGroup(dist.ProcessGroup):
     ) -> GroupWork:
         """Splits are along dim 0, as in torch; without them, ranges are equal."""
         out, source = dense_real(output, "all-to-all"), dense_real(full, "all-to-all")
-        op_call = BackendOp("an all-to-all", [output])
+        call = BackendOp("an all-to-all", [output])
         if output_splits or input_splits:
-            self._exchange(op_call, self._split(source, input_splits), self._split(out, output_splits))
+            self._exchange(call, self._split(source, input_splits), self._split(out, output_splits))
         else:
-            op_call.starts = [
-                partial(collectives.start_all_to_all, op_call.flat(out), source.reshape(-1), self._plait)
-            ]
-        return self._submit(op_call, opts)
+            call.add("all_to_all", call.flat(out), source.reshape(-1), self._plait)
+        return self._submit(call, opts)
 
     alltoall_base = all_to_all_single
 
     def alltoall(self, outputs: list[Tensor], parts: list[Tensor], opts: Any = None) -> GroupWork:
         self._check_num_tensors(outputs, "all-to-all")
         self._check_num_tensors(parts, "all-to-all")
-        op_call = BackendOp("an all-to-all", outputs)
+        call = BackendOp("an all-to-all", outputs)
         inputs = [dense_real(part, "all-to-all") for part in parts]
-        self._exchange(op_call, inputs, [dense_real(out, "all-to-all") for out in outputs])
-        return self._submit(op_call, opts)
+        self._exchange(call, inputs, [dense_real(out, "all-to-all") for out in outputs])
+        return self._submit(call, opts)
 
     def barrier(self, opts: Any = None) -> GroupWork:
-        run = partial(collectives.barrier, self._plait)
-        return self._submit(
-            BackendOp("a barrier", [], [partial(collectives.start_barrier, self._plait)], run), opts
-        )
+        call = BackendOp("a barrier", [])
+        call.add("barrier", self._plait)
+        return self._submit(call, opts)
 
     # --- messages
 
@@ -425,28 +402,24 @@ class PlaitGroup(dist.ProcessGroup):
 
     # --- shared
 
-    def _submit(self, op_call: BackendOp, opts: Any) -> GroupWork:
+    def _submit(self, call: BackendOp, opts: Any) -> GroupWork:
         if opts is not None and not opts.asyncOp:
-            op_call.run_now()
-            return GroupWork(op_call.label, op_call.results)
-        work = GroupWork(op_call.label, op_call.results, op_call.start(), self._queue)
+            call.run()
+            return GroupWork(call.label, call.results)
+        work = GroupWork(call.label, call.results, call.start(), self._queue)
         self._queue.add(work)
         return work
 
-    def _exchange(
-        self, op_call: BackendOp, inputs: Sequence[Tensor], outputs_by_rank: Sequence[Tensor]
-    ) -> None:
+    def _exchange(self, call: BackendOp, inputs: Sequence[Tensor], outputs_by_rank: Sequence[Tensor]) -> None:
         """Send one tensor to every rank, which knows its size, and receive one from each."""
         own, size = self.rank(), self.size()
         check_same_size(outputs_by_rank[own], inputs[own], "all-to-all")
-        op_call.copies.append((outputs_by_rank[own], inputs[own].reshape(outputs_by_rank[own].shape)))
+        call.copies.append((outputs_by_rank[own], inputs[own].reshape(outputs_by_rank[own].shape)))
         for peer in ((own + step) % size for step in range(1, size)):
             if inputs[peer].numel():
-                op_call.starts.append(partial(collectives.start_send, inputs[peer], self._plait, peer))
+                call.add("send", inputs[peer], self._plait, peer)
             if outputs_by_rank[peer].numel():
-                op_call.starts.append(
-                    partial(collectives.start_receive, outputs_by_rank[peer], self._plait, peer)
-                )
+                call.add("receive", outputs_by_rank[peer], self._plait, peer)
 
     def _split(self, tensor: Tensor, splits: list[int]) -> Sequence[Tensor]:
         if not splits and tensor.shape[0] % self.size() == 0:

@@ -28,6 +28,7 @@ wait, in the order of the polls. A caller that waits without polling needs no th
 
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -98,7 +99,7 @@ class TorchTransport:
     def start(self, call: Call) -> Work:
         if self.is_direct and call.op_type is OpType.ALL_GATHER:
             return self._start_direct_gather(call)
-        work = _guard(call, lambda: _TORCH_CALLS[call.op_type](self, call))
+        work = _guard(call, lambda: self._torch_call(call))
         if self.is_direct and call.op_type in (OpType.SEND, OpType.RECEIVE):
             message = _GlooMessage(self, call, work)
             return Work(message.wait, is_done=message.is_done)
@@ -165,66 +166,44 @@ class TorchTransport:
             for t, group_rank in receives
         ]
         works = _guard(call, lambda: dist.batch_isend_irecv(p2p_ops))
-        return Work(*(_make_wait(call, work) for work in works))
+        return Work(*(partial(_guard, call, work.wait) for work in works))
 
     def _peers(self) -> list[int]:
         """The other group ranks, starting with the next one, so that not all send to the same rank first."""
         size = len(self._ranks)
         return [(self._group_rank + step) % size for step in range(1, size)]
 
-    # --- torch's calls
+    def _torch_call(self, call: Call) -> Any:
+        """Start the call by torch's function."""
+        group, root, op = self.process_group, self._ranks[call.root], _OPS[call.op]
+        match call.op_type:
+            case OpType.ALL_REDUCE:
+                return dist.all_reduce(call.out, op, group, async_op=True)
+            case OpType.REDUCE_SCATTER:
+                return _reduce_into(call.out, call.source, op, group, async_op=True)
+            case OpType.ALL_GATHER:
+                return _gather_into(call.out, call.source, group, async_op=True)
+            case OpType.BROADCAST:
+                return dist.broadcast(call.output, root, group, async_op=True)
+            case OpType.REDUCE:
+                # Gloo leaves partial sums in the other ranks' tensors.
+                tensor = call.input if call.root == self._group_rank else call.input.clone()
+                return dist.reduce(tensor, root, op, group, async_op=True)
+            case OpType.SCATTER:
+                return dist.scatter(call.output, self._ranges(call.source), root, group, async_op=True)
+            case OpType.GATHER:
+                return dist.gather(call.input, self._ranges(call.out), root, group, async_op=True)
+            case OpType.ALL_TO_ALL:
+                return dist.all_to_all_single(call.out, call.source, group=group, async_op=True)
+            case OpType.BARRIER:
+                return dist.barrier(group, async_op=True)
+            case OpType.SEND:
+                return dist.isend(call.input, root, group)
+            case OpType.RECEIVE:
+                return dist.irecv(call.output, root, group)
 
-    def _all_reduce(self, call: Call) -> Any:
-        return dist.all_reduce(call.out, _OPS[call.op], self.process_group, async_op=True)
-
-    def _reduce_scatter(self, call: Call) -> Any:
-        return _reduce_into(call.out, call.source, _OPS[call.op], self.process_group, async_op=True)
-
-    def _all_gather(self, call: Call) -> Any:
-        return _gather_into(call.out, call.source, self.process_group, async_op=True)
-
-    def _broadcast(self, call: Call) -> Any:
-        return dist.broadcast(call.output, self._ranks[call.root], self.process_group, async_op=True)
-
-    def _reduce(self, call: Call) -> Any:
-        # Gloo leaves partial sums in the other ranks' tensors.
-        tensor = call.input if call.root == self._group_rank else call.input.clone()
-        return dist.reduce(tensor, self._ranks[call.root], _OPS[call.op], self.process_group, async_op=True)
-
-    def _scatter(self, call: Call) -> Any:
-        shards = None if call.source is None else list(call.source.chunk(len(self._ranks)))
-        return dist.scatter(call.output, shards, self._ranks[call.root], self.process_group, async_op=True)
-
-    def _gather(self, call: Call) -> Any:
-        shards = None if call.out is None else list(call.out.chunk(len(self._ranks)))
-        return dist.gather(call.input, shards, self._ranks[call.root], self.process_group, async_op=True)
-
-    def _all_to_all(self, call: Call) -> Any:
-        return dist.all_to_all_single(call.out, call.source, group=self.process_group, async_op=True)
-
-    def _barrier(self, _: Call) -> Any:
-        return dist.barrier(self.process_group, async_op=True)
-
-    def _send(self, call: Call) -> Any:
-        return dist.isend(call.input, self._ranks[call.root], self.process_group)
-
-    def _receive(self, call: Call) -> Any:
-        return dist.irecv(call.output, self._ranks[call.root], self.process_group)
-
-
-_TORCH_CALLS: dict[OpType, Callable[[TorchTransport, Call], Any]] = {
-    OpType.ALL_REDUCE: TorchTransport._all_reduce,
-    OpType.REDUCE_SCATTER: TorchTransport._reduce_scatter,
-    OpType.ALL_GATHER: TorchTransport._all_gather,
-    OpType.BROADCAST: TorchTransport._broadcast,
-    OpType.REDUCE: TorchTransport._reduce,
-    OpType.SCATTER: TorchTransport._scatter,
-    OpType.GATHER: TorchTransport._gather,
-    OpType.ALL_TO_ALL: TorchTransport._all_to_all,
-    OpType.BARRIER: TorchTransport._barrier,
-    OpType.SEND: TorchTransport._send,
-    OpType.RECEIVE: TorchTransport._receive,
-}
+    def _ranges(self, full: Tensor | None) -> list[Tensor] | None:
+        return None if full is None else list(full.chunk(len(self._ranks)))
 
 
 class _GlooMessage:
@@ -278,10 +257,6 @@ def gloo_transport(store: dist.Store, rank: int, size: int, timeout: timedelta) 
     _world.pg_map[process_group] = ("gloo", store)
     _world.pg_group_ranks[process_group] = {group_rank: group_rank for group_rank in range(size)}
     return TorchTransport(process_group, tuple(range(size)), rank, is_own=True)
-
-
-def _make_wait(call: Call, work: dist.Work) -> Callable[[], object]:
-    return lambda: _guard(call, work.wait)
 
 
 def _guard(call: Call, action: Callable[[], Any]) -> Any:

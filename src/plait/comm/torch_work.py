@@ -67,8 +67,7 @@ class GroupWork(dist.Work):
             elif self._queue is not None:
                 self._queue.advance(self)
             else:
-                self.end()
-                self.complete()
+                self._end_and_complete()
         if self._error is not None:
             raise self._error
         return True

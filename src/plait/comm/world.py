@@ -5,6 +5,7 @@ import datetime
 import os
 import warnings
 from collections import Counter
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from plait.comm.collectives import Group, all_reduce, barrier
 from plait.comm.comm_thread import CommThread
 from plait.comm.null_transport import NullTransport
-from plait.comm.shm import HostPeers, Mailbox, connect_host_peers, open_group
+from plait.comm.shm import HostPeers, connect_host_peers, open_group
 from plait.comm.stats import CommLog, WaitClock
 from plait.comm.store import JobStore
 from plait.comm.torch_transport import TorchTransport, new_torch_group
@@ -25,6 +26,17 @@ from plait.plan.cost_model import TRANSPORTS
 RENDEZVOUS_FILE = "PLAIT_RENDEZVOUS_FILE"
 
 
+@dataclass(frozen=True)
+class Connection:
+    """How the ranks of a job are connected."""
+
+    transport: str = "auto"
+    timeout: datetime.timedelta = datetime.timedelta(minutes=10)  # limit of a communication's wait for a rank
+    store: dist.Store | None = None
+    owns_process_group: bool = False  # the world destroys it
+    dry_run_host_size: int | None = None  # ranks per host of a dry run; None: a real run
+
+
 class World:
     """All ranks of the job. Created by `connect`; ended by `close`."""
 
@@ -34,33 +46,26 @@ class World:
         size: int,
         local_rank: int,
         device: torch.device,
-        *,
-        store: dist.Store | None = None,
-        owned: bool = False,
-        timeout: datetime.timedelta = datetime.timedelta(minutes=10),
-        transport: str = "auto",
-        dry_run_host_size: int | None = None,
+        connection: Connection = Connection(),
     ) -> None:
-        """Use `connect`. `dry_run_host_size`: see `dry_run`. Raises CommError."""
+        """Use `connect`. Raises CommError."""
         self.rank = rank
         self.size = size
         self.local_rank = local_rank
         self.device = device
-        self.timeout = timeout  # limit of a communication's wait for a rank
+        self.timeout = connection.timeout
+        self.store = JobStore(connection.store, rank, connection.timeout.total_seconds())
         self.comm_log = CommLog()
         self.clock = WaitClock()  # of the creating thread: the training thread
-        self._dry_run = None if dry_run_host_size is None else (transport, dry_run_host_size)
+        self._connection = connection
         self._pid = os.getpid()
-        self._store = store
-        self._job_store = JobStore(store, rank, timeout.total_seconds())
-        self._owned = owned  # we created the process group, and destroy it
         self._transports: list[Transport] = []
         self._comm_threads: list[CommThread] = []
         self._process_group = dist.group.WORLD if size > 1 else None
         self._host_peers: HostPeers | None = None
         self._num_opened: Counter[tuple[tuple[int, ...], str]] = Counter()
         if size > 1 and device.type == "cpu":
-            self._connect_host(transport)
+            self._connect_host(connection.transport)
         self.group = self.new_group(tuple(range(size)))
 
     @classmethod
@@ -74,7 +79,7 @@ class World:
         nothing is sent. `transport`: host, gloo or nccl. `host_size`: ranks per host; None: all on one host.
         """
         meta, ranks_per_host = torch.device("meta"), size if host_size is None else host_size
-        return cls(rank, size, rank, meta, transport=transport, dry_run_host_size=ranks_per_host)
+        return cls(rank, size, rank, meta, Connection(transport, dry_run_host_size=ranks_per_host))
 
     @property
     def transport(self) -> str:
@@ -94,28 +99,6 @@ class World:
         votes = torch.tensor([float(flag) for flag in flags], device=self.device)
         all_reduce(votes, self.group, "max")
         return tuple(vote > 0 for vote in votes.tolist())
-
-    def set_value(self, key: str, text: str) -> None:
-        """Set a key of the job's store for all ranks. Like the four methods below, raises CommError when the
-        store does not reply."""
-        self._job_store.set(key, text)
-
-    def get_value(self, key: str) -> str | None:
-        """Return the value of a key, or None if no rank has set it."""
-        return self._job_store.get(key)
-
-    def announce(self, key: str) -> None:
-        """Release the ranks that `wait_for` the key."""
-        self._job_store.set(key, "")
-
-    def wait_for(self, key: str) -> str:
-        """Block, without a time limit, until a rank sets `key`; return its value. The launcher ends us if
-        that rank dies."""
-        return self._job_store.wait_for(key)
-
-    def claim(self, key: str) -> bool:
-        """Return True on exactly one of the calling ranks: the first."""
-        return self._job_store.claim(key)
 
     def is_alive(self) -> bool:
         """Return whether the process group that it was created for is still the default one."""
@@ -163,28 +146,22 @@ class World:
             )
 
     def _make_transport(self, ranks: tuple[int, ...], channel: str) -> Transport:
-        if self._dry_run is not None:
-            return self._null_transport(ranks, *self._dry_run)
-        if self._host_peers is not None and set(ranks) <= set(self._host_peers.ranks):
-            return self._shm_transport(self._host_peers, ranks, channel)
+        group_rank, peers = ranks.index(self.rank), self._host_peers
+        if self._connection.dry_run_host_size is not None:
+            name = self._connection.transport
+            is_one_host = len({rank // self._connection.dry_run_host_size for rank in ranks}) == 1
+            return NullTransport("gloo" if name == "host" and not is_one_host else name, len(ranks))
+        if peers is not None and set(ranks) <= set(peers.ranks):
+            assert self._connection.store is not None, "ranks without a store"
+            key = f"plait/{peers.key}/{self._group_name(ranks, channel)}"
+            return open_group(peers, ranks, group_rank, self._connection.store, key, self.timeout)
         process_group = self._process_group
         if len(ranks) < self.size or channel:
             process_group = new_torch_group(
                 ranks, self.rank, f"plait/{self._group_name(ranks, channel)}", self.timeout
             )
         assert process_group is not None, "the world is closed"
-        return TorchTransport(process_group, ranks, ranks.index(self.rank))
-
-    @staticmethod
-    def _null_transport(ranks: tuple[int, ...], transport: str, host_size: int) -> Transport:
-        is_one_host = len({rank // host_size for rank in ranks}) == 1
-        return NullTransport("gloo" if transport == "host" and not is_one_host else transport, len(ranks))
-
-    def _shm_transport(self, peers: HostPeers, ranks: tuple[int, ...], channel: str) -> Transport:
-        assert self._store is not None, "ranks without a store"
-        key = f"plait/{peers.key}/{self._group_name(ranks, channel)}"
-        group_rank, mailbox = ranks.index(self.rank), Mailbox.over_store(self._store)
-        return open_group(peers, ranks, group_rank, mailbox, key, self.timeout)
+        return TorchTransport(process_group, ranks, group_rank)
 
     def _group_name(self, ranks: tuple[int, ...], channel: str) -> str:
         """Name of the next group of these ranks, the same on all of them."""
@@ -203,10 +180,10 @@ class World:
         if self._host_peers is not None:
             self._host_peers.close()
         self._host_peers = self._process_group = None
-        if self._owned and dist.is_initialized():
+        if self._connection.owns_process_group and dist.is_initialized():
             dist.destroy_process_group()
-        self._store = None
-        self._job_store.close()
+        self._connection = Connection()  # without the store
+        self.store.close()
         if _world is self:
             _world = None
             atexit.unregister(self.close)
@@ -242,13 +219,11 @@ def connect(*, timeout_s: float = 600.0, device: str | None = None, transport: s
     if size > 1 and not has_process_group:
         store = _store(rank, size, timeout)
         _join(store, rank, size, torch_device, timeout)
-    owned = store is not None and not has_process_group
-    _world = World(
-        rank, size, local_rank, torch_device, store=store, owned=owned, timeout=timeout, transport=transport
-    )
-    if (
-        torch_device.type == "cpu"
-    ):  # see TorchTransport. NCCL does not need it, and waits for peers when destroyed
+    owns = store is not None and not has_process_group
+    connection = Connection(transport, timeout, store, owns_process_group=owns)
+    _world = World(rank, size, local_rank, torch_device, connection)
+    # See TorchTransport. NCCL does not need it, and waits for peers when destroyed.
+    if torch_device.type == "cpu":
         atexit.register(_world.close)
     return _world
 

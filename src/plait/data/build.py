@@ -16,6 +16,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -24,15 +25,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from plait.data import tokenizer as tokenizers
 from plait.data.config import DataConfig, TokenizerConfig
 from plait.data.dataset import TokenStore, open_store
-from plait.data.index import (
-    INDEX,
-    TOKENIZER,
-    DatasetSpec,
-    Index,
-    SourceStats,
-    json_hash,
-    write_index,
-)
+from plait.data.index import INDEX, TOKENIZER, DatasetSpec, Index, SourceStats, json_hash
 from plait.data.readers import ReadOptions, read_chunks
 from plait.data.shards import UNFINISHED, BuildSettings, PartRecord, finished_part
 from plait.data.sources import Shard, list_shards
@@ -83,21 +76,20 @@ class _Build:
     console: Console
 
     def run(self) -> None:
-        folder = self.data.dir
-        (folder / UNFINISHED).mkdir(exist_ok=True)
+        unfinished = self.data.dir / UNFINISHED
+        unfinished.mkdir(exist_ok=True)
         try:
             settings = self._settings()
-            records = self._write_all_parts(settings)
-            self._write(settings, records)
+            self._write(settings, self._write_all_parts(settings))
         except BaseException:
-            if not any((folder / UNFINISHED).glob("part-*.json")):
-                _clear(folder)  # nothing that a restart could use
+            if not any(unfinished.glob("part-*.json")):
+                _clear(self.data.dir)  # nothing that a restart could use
             raise
 
     def _settings(self) -> BuildSettings:
         folder = self.data.dir / TOKENIZER
         self._make_tokenizer(folder)
-        loaded = tokenizers.load_tokenizer(folder)
+        loaded = tokenizers.read_tokenizer(folder)
         share = int(self.data.validation * 2**64)
         return BuildSettings(
             folder=self.data.dir,
@@ -119,14 +111,13 @@ class _Build:
         with contextlib.suppress(OSError, ValueError):
             if json.loads(record.read_bytes()) == {"key": key, "files": tokenizers.file_hashes(folder)}:
                 return
-        if self.tokenizer.path is not None:
-            tokenizer = tokenizers.read_tokenizer(self.tokenizer.path, self.tokenizer.end_of_document)
+        path, vocab_size, end = self.tokenizer.path, self.tokenizer.vocab_size, self.tokenizer.end_of_document
+        if path is not None:
+            tokenizer = tokenizers.read_tokenizer(path, end)
         else:
-            assert self.tokenizer.vocab_size is not None, "TokenizerConfig requires path or vocab_size"
+            assert vocab_size is not None, "TokenizerConfig requires path or vocab_size"
             self.console.print("training the tokenizer", highlight=False)
-            tokenizer = tokenizers.train_tokenizer(
-                self._sample(), self.tokenizer.vocab_size, self.tokenizer.end_of_document
-            )
+            tokenizer = tokenizers.train_tokenizer(self._sample(), vocab_size, end)
         tokenizers.save_tokenizer(tokenizer, folder)
         write_json(record, {"key": key, "files": tokenizers.file_hashes(folder)})
 
@@ -141,46 +132,35 @@ class _Build:
                 if left <= 0:
                     break
 
-    def _write_all_parts(self, settings: BuildSettings) -> dict[int, PartRecord]:
+    def _write_all_parts(self, settings: BuildSettings) -> list[PartRecord]:
         """Write the missing parts. Return all records in order."""
         columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
         with Progress(*columns, console=self.console) as bar:
             task = bar.add_task("tokenizing", total=sum(shard.num_bytes for shard in self.shards))
-
-            def report(num_bytes: int) -> None:
-                bar.advance(task, num_bytes)
-
-            records = {}
-            for number, shard in enumerate(self.shards):
-                record = finished_part(number, shard, settings)
-                if record is not None:
-                    records[number] = record
-                    report(shard.num_bytes)
-            to_write = [number for number in range(len(self.shards)) if number not in records]
+            report = partial(bar.advance, task)
+            found = [finished_part(number, shard, settings) for number, shard in enumerate(self.shards)]
+            records = {number: record for number, record in enumerate(found) if record is not None}
+            report(sum(self.shards[number].num_bytes for number in records))
+            to_write = [number for number, record in enumerate(found) if record is None]
             records |= self._write_parts(to_write, settings, report)
             threshold = _final_threshold(records.values(), settings.share)
             to_resplit = [number for number, record in records.items() if _needs_resplit(record, threshold)]
             records |= self._write_parts(to_resplit, replace(settings, threshold=threshold), lambda _: None)
-        return dict(sorted(records.items()))
+        return [records[number] for number in range(len(self.shards))]
 
     def _write_parts(
         self, numbers: Sequence[int], settings: BuildSettings, report: Report
     ) -> dict[int, PartRecord]:
         jobs = [(number, self.shards[number]) for number in numbers]
-        return dict(write_parts(jobs, settings, self._num_workers(jobs), report))
-
-    def _num_workers(self, jobs: Sequence[tuple[int, Shard]]) -> int:
-        """Number of worker processes; 0 means this process. See [Note: number of processes]."""
         workers = self.data.build_workers
-        if workers is None:
+        if workers is None:  # see [Note: number of processes]
             large = sum(shard.num_bytes for _, shard in jobs) >= PARALLEL_FROM_BYTES
             workers = len(os.sched_getaffinity(0)) if large else 0
-        return min(workers, len(jobs))
+        return dict(write_parts(jobs, settings, min(workers, len(jobs)), report))
 
-    def _write(self, settings: BuildSettings, records: dict[int, PartRecord]) -> None:
+    def _write(self, settings: BuildSettings, parts: Sequence[PartRecord]) -> None:
         """Write the index, last; then remove files that a finished directory does not need."""
         folder = self.data.dir
-        parts = records.values()
         index = Index(
             spec=self.spec,
             dtype=settings.dtype,
@@ -197,13 +177,12 @@ class _Build:
             validation=[part.validation for part in parts if part.validation is not None],
         )
         sync_folder(folder)
-        write_index(folder, index)
+        content = index.model_dump(mode="json")
+        write_json(folder / INDEX, {"sha256": json_hash(content), "index": content})
         part_names = {file.name for file in (*index.train, *index.validation)}
-        for path in folder.glob("part-*.bin"):
+        for path in (*folder.glob("part-*.bin"), *folder.glob(".part-*.tmp")):
             if path.name not in part_names:
-                path.unlink()
-        for path in folder.glob(".part-*.tmp"):
-            path.unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
         shutil.rmtree(folder / UNFINISHED)
 
 
@@ -238,9 +217,8 @@ def _source_stats(name: str, parts: Sequence[PartRecord]) -> SourceStats:
 
 def _listing_hash(shards: Sequence[Shard]) -> str:
     """Hash of the names and sizes of the sources' files: cheap, and detects most changes."""
-    return json_hash(
-        [[Path(item.name).name, item.start, item.size] for shard in shards for item in shard.slices]
-    )
+    slices = [item for shard in shards for item in shard.slices]
+    return json_hash([[Path(item.name).name, item.start, item.size] for item in slices])
 
 
 def _print_changed_sources(store: TokenStore, data: DataConfig, console: Console) -> None:
@@ -287,7 +265,6 @@ def _lock(folder: Path, console: Console) -> Iterator[None]:
 
 
 def _clear(folder: Path) -> None:
-    """Remove all files of a build that wrote no part."""
     shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
     shutil.rmtree(folder / TOKENIZER, ignore_errors=True)
     for path in (*folder.glob(".part-*.tmp"), *folder.glob("part-*.bin"), folder / LOCK):

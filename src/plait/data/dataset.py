@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from plait.data import tokenizer as tokenizers
 from plait.data.config import DataConfig, TokenizerConfig
-from plait.data.index import TOKENIZER, DatasetSpec, Index, PartFile, read_index
-from plait.errors import DataError, PlaitError
+from plait.data.index import TOKENIZER, DatasetSpec, Index, read_index
+from plait.errors import DataError
 from plait.fileio import regular_file_bytes
 
 HASH_THREADS = 8
@@ -40,8 +40,7 @@ class TokenStream:
 
     def read(self, start: int, length: int) -> NDArray[np.int64]:
         """Token ids from `start` on, (length,) int64."""
-        windows = self.read_windows(np.array([start], dtype=np.int64), length)
-        return windows.reshape(length)
+        return self.read_windows(np.array([start], dtype=np.int64), length)[0]
 
     def read_windows(self, starts: NDArray[np.int64], length: int) -> NDArray[np.int64]:
         """Token ids, (len(starts), length) int64: row i is tokens [starts[i], starts[i] + length)."""
@@ -80,9 +79,7 @@ def _memory_map(path: Path, count: int, dtype: str) -> NDArray[np.generic]:
 class TokenStore:
     """A checked directory of tokens.
 
-    `vocab_size` is the tokenizer's; `max_token` the largest id that occurs; `end_of_document` the id after
-    each document. `digest` (hex) identifies the tokens, their order and the tokenizer; checkpoints contain
-    it.
+    `digest` (hex) identifies the tokens, their order and the tokenizer; checkpoints contain it.
     """
 
     dir: Path
@@ -92,29 +89,17 @@ class TokenStore:
     digest: str
 
     @property
-    def vocab_size(self) -> int:
-        return self.index.vocab_size
-
-    @property
-    def max_token(self) -> int:
-        return self.index.max_token
-
-    @property
-    def end_of_document(self) -> int:
-        return self.index.end_of_document
-
-    @property
     def tokenizer_dir(self) -> Path:
         return self.dir / TOKENIZER
 
     def check_model(self, *, vocab_size: int, max_sequence: int | None, sequence: int) -> None:
         """Check that a model can train on these tokens. Raises DataError: ids or sequences too large."""
-        if self.max_token >= vocab_size:
+        if self.index.max_token >= vocab_size:
             raise DataError(
                 f"the tokens in {self.dir} do not fit the model's vocabulary",
-                given=f"token ids up to {self.max_token}, model with vocab_size={vocab_size}",
-                expected=f"vocab_size of at least {self.max_token + 1}",
-                hint=f"vocab_size={self.vocab_size}, the tokenizer's",
+                given=f"token ids up to {self.index.max_token}, model with vocab_size={vocab_size}",
+                expected=f"vocab_size of at least {self.index.max_token + 1}",
+                hint=f"vocab_size={self.index.vocab_size}, the tokenizer's",
             )
         check_sequence(sequence, max_sequence)
 
@@ -141,10 +126,13 @@ def open_store(
     if tokenizer is not None:
         _check_spec(data.dir, index.spec, DatasetSpec.from_config(data, tokenizer))
     _check_tokenizer(data.dir, index)
-    for file in (*index.train, *index.validation):
+    files = [*index.train, *index.validation]
+    for file in files:
         _check_size(data.dir / file.name, file.tokens * index.item_bytes)
     if data.verify if verify is None else verify:
-        _check_hashes(data.dir, [*index.train, *index.validation])
+        # Hashing releases the GIL, so disk or cores are the limit. The first error cancels the others.
+        with ThreadPoolExecutor(min(HASH_THREADS, len(os.sched_getaffinity(0)))) as pool:
+            list(pool.map(lambda file: _check_hash(data.dir / file.name, file.sha256), files))
     train, validation = (
         TokenStream(name, [(data.dir / file.name, file.tokens) for file in files], index.dtype)
         for name, files in (("training", index.train), ("validation", index.validation))
@@ -171,19 +159,14 @@ def _check_spec(folder: Path, built: DatasetSpec, wanted: DatasetSpec) -> None:
 
 
 def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 200 else text[:200] + " .."
+    return f"{str(value)[:200]}{' ..' if len(str(value)) > 200 else ''}"
 
 
 def _check_tokenizer(folder: Path, index: Index) -> None:
     found = tokenizers.file_hashes(folder / TOKENIZER)
     if found == index.tokenizer_files:
         return
-    changed = sorted(
-        name
-        for name in found.keys() | index.tokenizer_files.keys()
-        if found.get(name) != index.tokenizer_files.get(name)
-    )
+    changed = sorted({name for name, _ in found.items() ^ index.tokenizer_files.items()})
     raise DataError(
         f"the tokens in {folder} were built with another tokenizer",
         given=f"{folder / TOKENIZER}: {', '.join(changed)} {'differs' if found else 'missing'}",
@@ -196,13 +179,11 @@ def _check_size(path: Path, expected: int) -> None:
     try:
         size = regular_file_bytes(path)
     except OSError as error:
-        raise DataError(
-            f"the token file {path} is missing", given=error.strerror, hint=_rebuild_hint(path.parent)
-        ) from error
+        fact, hint = f"the token file {path} is missing", _rebuild_hint(path.parent)
+        raise DataError(fact, given=error.strerror, hint=hint) from error
     if size is None:
-        raise DataError(
-            f"the token file {path} is not a regular file", expected="a file, not a link or directory"
-        )
+        fact = f"the token file {path} is not a regular file"
+        raise DataError(fact, expected="a file, not a link or directory")
     if size != expected:
         raise DataError(
             f"the token file {path} {'is truncated' if size < expected else 'is too long'}",
@@ -212,27 +193,16 @@ def _check_size(path: Path, expected: int) -> None:
         )
 
 
-def _check_hashes(folder: Path, files: Sequence[PartFile]) -> None:
-    """Check the files' hashes in threads: hashing releases the GIL, so disk or cores are the limit."""
-    threads = min(HASH_THREADS, len(os.sched_getaffinity(0)))
-    with ThreadPoolExecutor(threads) as pool:
-        for message in pool.map(lambda file: _check_hash(folder / file.name, file.sha256), files):
-            if message is not None:
-                pool.shutdown(cancel_futures=True)
-                raise message
-
-
-def _check_hash(path: Path, expected: str) -> PlaitError | None:
+def _check_hash(path: Path, expected: str) -> None:
     try:
         with path.open("rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        return DataError(f"cannot read the token file {path}", given=error.strerror)
-    if found == expected:
-        return None
-    return DataError(
-        f"the token file {path} is damaged",
-        given=f"sha256 {found}",
-        expected=f"sha256 {expected}",
-        hint=_rebuild_hint(path.parent),
-    )
+        raise DataError(f"cannot read the token file {path}", given=error.strerror) from error
+    if found != expected:
+        raise DataError(
+            f"the token file {path} is damaged",
+            given=f"sha256 {found}",
+            expected=f"sha256 {expected}",
+            hint=_rebuild_hint(path.parent),
+        )

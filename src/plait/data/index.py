@@ -17,7 +17,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from plait.data import tokenizer as tokenizers
 from plait.data.config import DataConfig, TokenizerConfig
 from plait.errors import DataError
-from plait.fileio import write_json
 
 INDEX = "index.json"
 TOKENIZER = "tokenizer"
@@ -108,12 +107,6 @@ class Index(Strict):
 def json_hash(value: Any) -> str:
     """sha256 of a JSON value in canonical form."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-def write_index(folder: Path, index: Index) -> None:
-    """Write the index atomically; it is on disk on return."""
-    content = index.model_dump(mode="json")
-    write_json(folder / INDEX, {"sha256": json_hash(content), "index": content})
 
 
 def read_index(folder: Path) -> Index:

@@ -31,7 +31,7 @@ class Windows(Dataset[dict[str, Tensor]]):
         data_rank: int,
         data_ranks: int,
         seed: int,
-        order: Literal["random", "sequential"],
+        order: Literal["random", "sequential"] = "random",
     ) -> None:
         """Raises DataError if the stream is too short."""
         assert 0 <= data_rank < data_ranks, f"data rank {data_rank} of {data_ranks}"
@@ -81,41 +81,20 @@ def check_samples(stream: TokenStream, *, sequence: int, global_batch: int) -> N
 
 
 def loader(
-    stream: TokenStream,
-    *,
-    sequence: int,
-    global_batch: int,
-    data_rank: int,
-    data_ranks: int,
-    seed: int,
-    order: Literal["random", "sequential"] = "random",
-    first_step: int = 0,
-    last_step: int,
-    workers: int = 0,
-    pin_memory: bool = False,
+    windows: Windows, steps: range, *, workers: int = 0, pin_memory: bool = False
 ) -> "DataLoader[dict[str, Tensor]]":
-    """DataLoader of this rank's share of steps first_step to last_step - 1, as items of `Windows`.
+    """DataLoader of the items of `windows` with these numbers, from 0 on.
 
-    `workers` processes read ahead; 0 reads in this process. `global_batch` is a multiple of `data_ranks`.
-    Raises DataError for a stream shorter than one sequence or one batch.
+    `workers` processes read ahead; 0 reads in this process.
     """
-    windows = Windows(
-        stream,
-        sequence=sequence,
-        global_batch=global_batch,
-        data_rank=data_rank,
-        data_ranks=data_ranks,
-        seed=seed,
-        order=order,
-    )
     return DataLoader(
         windows,
         batch_size=None,
-        sampler=range(first_step, last_step),
+        sampler=steps,
         num_workers=workers,
         multiprocessing_context=worker_context() if workers else None,
         prefetch_factor=PREFETCH if workers else None,
         worker_init_fn=init_loader_worker if workers else None,
         pin_memory=pin_memory,
-        generator=torch.Generator().manual_seed(seed % 2**63),  # its own: leaves torch's global RNG untouched
+        generator=torch.Generator().manual_seed(0),  # its own: leaves torch's global RNG untouched
     )

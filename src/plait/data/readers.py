@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
-from plait.data.sources import HF_ROW_BYTES, Shard, Slice, dataset_fingerprint, open_dataset
+from plait.data.sources import HF_ROW_BYTES, Shard, Slice, open_dataset
 from plait.errors import DataError, unknown_key_hint
 
 CHUNK_BYTES = 1 << 20
@@ -110,8 +110,7 @@ def _text_chunks(
         options.digest(raw)
         yield TextChunk(text, draw, last=offset >= stop and ends_file, num_bytes=len(raw))
     if start >= stop and ends_file and item.size:
-        # The file's last line began in an earlier slice, which left the end of the document to the last
-        # slice.
+        # The last line began in an earlier slice, which left the end of the document to the last one.
         yield TextChunk("", draw, last=True, num_bytes=0)
 
 
@@ -125,8 +124,7 @@ def _read_chunk(file: BinaryIO, limit: int, item: Slice) -> bytes:
     return raw
 
 
-@dataclass(frozen=True, slots=True)
-class _Line:
+class _Line(NamedTuple):
     raw: bytes
     location: str  # for error messages
     offset: int
@@ -167,29 +165,22 @@ def _row_chunks(lines: Iterator[_Line], item: Slice, options: ReadOptions) -> It
 
 
 def _text_of(row: Any, name: str, location: str, text_key: str) -> str:
+    def invalid(problem: str, detail: str, **parts: str | None) -> DataError:
+        return DataError(f"{name} contains a row {problem}", given=f"{location}: {detail}", **parts)
+
     if not isinstance(row, dict):
-        raise DataError(
-            f"{name} contains a row that is not an object", given=f"{location}: a {type(row).__name__}"
-        )
+        raise invalid("that is not an object", f"a {type(row).__name__}")
     if text_key not in row:
-        raise DataError(
-            f"{name} contains a row without {text_key!r}",
-            given=f"{location}: {', '.join(map(repr, row)) or 'no keys'}",
-            expected="text under text_key",
-            hint=f"data.text_key = {unknown_key_hint(text_key, map(str, row))}" if row else None,
-        )
+        keys = ", ".join(map(repr, row)) or "no keys"
+        hint = f"data.text_key = {unknown_key_hint(text_key, map(str, row))}" if row else None
+        raise invalid(f"without {text_key!r}", keys, expected="text under text_key", hint=hint)
     text = row[text_key]
     if not isinstance(text, str):
-        raise DataError(
-            f"{name} contains a row whose {text_key!r} is not text",
-            given=f"{location}: a {type(text).__name__}",
-        )
+        raise invalid(f"whose {text_key!r} is not text", f"a {type(text).__name__}")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise DataError(
-            f"{name} contains a row with an unpaired surrogate", given=f"{location}: {error.reason}"
-        ) from error
+        raise invalid("with an unpaired surrogate", error.reason) from error
     return text
 
 
@@ -209,7 +200,7 @@ def _chunk_text(text: str, options: ReadOptions, num_bytes: int) -> Iterator[Tex
 def _rows(name: str, fingerprint: str) -> Any:
     """Open a dataset once for all its shards: opening takes a second."""
     rows = open_dataset(name)
-    if dataset_fingerprint(rows) != fingerprint:
+    if str(rows._fingerprint) != fingerprint:  # by which `datasets` identifies contents
         raise DataError(f"hf:{name} changed while being read")
     return rows
 

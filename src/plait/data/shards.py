@@ -5,20 +5,13 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import numpy as np
 from pydantic import Field, ValidationError
 from tokenizers import Tokenizer
 
-from plait.data.index import (
-    MAX_UINT16_VOCAB,
-    Count,
-    PartFile,
-    Sha256,
-    Strict,
-    json_hash,
-)
+from plait.data.index import MAX_UINT16_VOCAB, Count, PartFile, Sha256, Strict, json_hash
 from plait.data.readers import ReadOptions, TextChunk, read_chunks
 from plait.data.sources import Shard
 from plait.fileio import temp_path, write_json
@@ -67,15 +60,8 @@ class BuildSettings:
 
     def key(self, shard: Shard) -> str:
         """Hash of a part's inputs: the same key and threshold give the same part."""
-        parameters = [
-            self.tokenizer_sha256,
-            self.text_key,
-            self.seed,
-            self.dtype,
-            self.end_of_document,
-            self.share,
-        ]
-        return json_hash([1, *parameters, asdict(shard)])
+        split = [self.dtype, self.end_of_document, self.share]
+        return json_hash([1, self.tokenizer_sha256, self.text_key, self.seed, *split, asdict(shard)])
 
 
 class _TokenFile:
@@ -139,8 +125,7 @@ def write_part(
     source_digest = _SourceDigest()
     chunks = read_chunks(shard, ReadOptions(settings.text_key, settings.seed, source_digest.update))
     stem = settings.folder / f"part-{number:05d}"
-    documents = 0
-    draws: set[int] = set()
+    documents, lowest, highest = 0, 2**64 - 1, 0
     with (
         _TokenFile(stem.with_suffix(".train.bin"), settings.dtype) as train,
         _TokenFile(stem.with_suffix(".validation.bin"), settings.dtype) as validation,
@@ -155,7 +140,8 @@ def write_part(
                     target.append(settings.end_of_document)
             validation.add(ids[True])
             train.add(ids[False])
-            draws = _extremes(draws, batch)
+            draws = [chunk.draw for chunk in batch]
+            lowest, highest = min(lowest, *draws), max(highest, *draws)
             documents += sum(chunk.last for chunk in batch)
             report(sum(chunk.num_bytes for chunk in batch))
         record_path(settings.folder, number).unlink(missing_ok=True)  # it describes the previous files
@@ -165,8 +151,8 @@ def write_part(
             source=shard.source,
             documents=documents,
             bytes=source_digest.num_bytes,
-            lowest=min(draws, default=2**64 - 1),
-            highest=max(draws, default=0),
+            lowest=lowest,
+            highest=highest,
             max_token=max(train.max_token, validation.max_token),
             source_sha256=source_digest.sha256.hexdigest(),
             train=train.finish(),
@@ -174,11 +160,6 @@ def write_part(
         )
     write_json(record_path(settings.folder, number), record.model_dump(mode="json"))
     return record
-
-
-def _extremes(draws: set[int], batch: list[TextChunk]) -> set[int]:
-    draws = draws | {chunk.draw for chunk in batch}
-    return {min(draws), max(draws)}
 
 
 def _batches(chunks: Iterator[TextChunk]) -> Iterator[list[TextChunk]]:
@@ -204,10 +185,9 @@ def finished_part(number: int, shard: Shard, settings: BuildSettings) -> PartRec
         record = PartRecord.model_validate_json(record_path(settings.folder, number).read_bytes())
     except (OSError, ValidationError):
         return None
-    item_bytes = np.dtype(settings.dtype).itemsize
-    files: list[Any] = [file for file in (record.train, record.validation) if file is not None]
-    for file in files:
-        path = settings.folder / file.name
-        if not path.is_file() or path.stat().st_size != file.tokens * item_bytes:
-            return None
+    for file in (record.train, record.validation):
+        if file is not None:
+            path, num_bytes = settings.folder / file.name, file.tokens * np.dtype(settings.dtype).itemsize
+            if not path.is_file() or path.stat().st_size != num_bytes:
+                return None
     return record if record.key == settings.key(shard) else None

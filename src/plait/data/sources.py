@@ -40,6 +40,10 @@ class Slice:
     size: int
     version: str = ""
 
+    @property
+    def num_bytes(self) -> int:
+        return (self.stop - self.start) * (HF_ROW_BYTES if self.kind == "hf" else 1)
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -53,10 +57,10 @@ class Shard:
 def list_shards(sources: Sequence[str]) -> list[Shard]:
     """List all shards of all sources, in the recipe's order. Raises DataError: missing, empty, unreadable."""
     slices_by_source = [list_source(name) for name in sources]
-    total = sum(_num_bytes(item) for items in slices_by_source for item in items)
+    total = sum(item.num_bytes for items in slices_by_source for item in items)
     limit = max(MIN_SHARD_BYTES, min(MAX_SHARD_BYTES, total // SHARDS))
     return [
-        Shard(source, slices, sum(map(_num_bytes, slices)))
+        Shard(source, slices, sum(item.num_bytes for item in slices))
         for source, items in enumerate(slices_by_source)
         for slices in _pack((split for item in items for split in _split(item, limit)), limit)
     ]
@@ -70,9 +74,7 @@ def list_source(source: str) -> list[Slice]:
     slices = [_file_slice(path) for path in paths]
     if not any(item.size for item in slices):
         raise DataError(
-            f"the source {source} is empty",
-            given=f"{len(slices)} file(s) of 0 bytes",
-            expected="text",
+            f"the source {source} is empty", given=f"{len(slices)} file(s) of 0 bytes", expected="text"
         )
     return slices
 
@@ -86,8 +88,7 @@ def _glob_files(source: str) -> list[Path]:
     if path.exists():
         return [path]
     found = glob.glob(str(path), recursive=True)  # noqa: PTH207  Path.glob takes no absolute pattern
-    paths = sorted(Path(name) for name in found)
-    paths = [p for p in paths if p.is_file()]
+    paths = [path for path in sorted(map(Path, found)) if path.is_file()]
     if not paths:
         raise DataError(
             f"the source {source} is missing",
@@ -112,11 +113,9 @@ def _stdlib() -> list[Path]:
 
 
 def _file_slice(path: Path) -> Slice:
-    kind: Kind = "text"
+    kind: Kind = "jsonl" if path.suffix == ".jsonl" else "text"
     if path.name.endswith(".jsonl.gz"):
         kind = "jsonl.gz"
-    elif path.suffix == ".jsonl":
-        kind = "jsonl"
     elif path.suffix == ".gz":
         raise DataError(
             f"{path} is compressed", expected="text, .jsonl or .jsonl.gz", hint="decompress it first"
@@ -130,10 +129,10 @@ def _file_slice(path: Path) -> Slice:
 
 def _split(item: Slice, limit: int) -> Iterator[Slice]:
     """Split a slice into ranges of about `limit` bytes. Compressed files cannot be split."""
-    if item.kind == "jsonl.gz" or _num_bytes(item) <= limit:
+    if item.kind == "jsonl.gz" or item.num_bytes <= limit:
         yield item
         return
-    num_slices = -(-_num_bytes(item) // limit)
+    num_slices = -(-item.num_bytes // limit)
     bounds = [item.size * index // num_slices for index in range(num_slices + 1)]
     for start, stop in itertools.pairwise(bounds):
         if start < stop:
@@ -144,36 +143,24 @@ def _pack(items: Iterable[Slice], limit: int) -> Iterator[tuple[Slice, ...]]:
     group: list[Slice] = []
     filled = 0
     for item in items:
-        if group and filled + _num_bytes(item) > limit:
+        if group and filled + item.num_bytes > limit:
             yield tuple(group)
             group, filled = [], 0
         group.append(item)
-        filled += _num_bytes(item)
+        filled += item.num_bytes
     if group:
         yield tuple(group)
-
-
-def _num_bytes(item: Slice) -> int:
-    if item.kind == "hf":
-        return (item.stop - item.start) * HF_ROW_BYTES
-    return item.stop - item.start
 
 
 def _dataset_slice(name: str) -> Slice:
     rows = open_dataset(name)
     if len(rows) == 0:
         raise DataError(f"the source hf:{name} is empty", given="0 rows")
-    return Slice("hf", name, 0, len(rows), len(rows), dataset_fingerprint(rows))
-
-
-def dataset_fingerprint(rows: Any) -> str:
-    """Fingerprint by which `datasets` identifies contents."""
-    return str(rows._fingerprint)
+    return Slice("hf", name, 0, len(rows), len(rows), str(rows._fingerprint))
 
 
 def open_dataset(name: str) -> Any:
-    """Open the rows of a Hugging Face dataset: a save_to_disk directory, a directory of data files, or a
-    name.
+    """Open the rows of a Hugging Face dataset: a save_to_disk directory, one of data files, or a name.
 
     `name` may end in `?config=..&split=..`; the default split is `train`. Raises DataError.
     """

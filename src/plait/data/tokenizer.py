@@ -5,14 +5,16 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from plait.data.config import END_OF_DOCUMENT, TokenizerConfig
 from plait.errors import DataError
 from plait.fileio import sync_folder, sync_tree
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 FILES = (
     "tokenizer.json",
@@ -27,8 +29,10 @@ FILES = (
 
 def train_tokenizer(
     texts: Iterator[str], vocab_size: int, end_of_document: str | None
-) -> PreTrainedTokenizerFast:
+) -> "PreTrainedTokenizerFast":
     """Train a byte-level BPE of at most `vocab_size` tokens; decoding restores any text exactly."""
+    from transformers import PreTrainedTokenizerFast
+
     end = end_of_document or END_OF_DOCUMENT
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -40,20 +44,18 @@ def train_tokenizer(
         show_progress=False,
     )
     bpe.train_from_iterator(texts, trainer)
-    return _fast(tokenizer_object=bpe, bos_token=end, eos_token=end, pad_token=end)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=end, eos_token=end, pad_token=end)
 
 
-def _fast(**arguments: Any) -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast(**arguments)
-
-
-def read_tokenizer(path: Path, end_of_document: str | None) -> PreTrainedTokenizerFast:
+def read_tokenizer(path: Path, end_of_document: str | None = None) -> "PreTrainedTokenizerFast":
     """Load an existing tokenizer, with the end of a document as its eos token. Raises DataError."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
     if not path.exists():
         raise DataError(f"the tokenizer {path} is missing", expected="its directory, or a tokenizer.json")
     try:
         if path.is_file():
-            found: Any = _fast(tokenizer_file=str(path))
+            found: Any = PreTrainedTokenizerFast(tokenizer_file=str(path))
         else:
             found = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # Rust raises bare Exceptions
@@ -74,7 +76,7 @@ def read_tokenizer(path: Path, end_of_document: str | None) -> PreTrainedTokeniz
     return found
 
 
-def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+def save_tokenizer(tokenizer: "PreTrainedTokenizerFast", folder: Path) -> None:
     """Write a directory for AutoTokenizer.from_pretrained, atomically."""
     fresh = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
     try:
@@ -86,11 +88,6 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
         sync_folder(folder.parent)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
-
-
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """Load a saved tokenizer. Raises DataError: missing or damaged."""
-    return read_tokenizer(Path(folder), None)
 
 
 def encoder(folder: Path) -> Tokenizer:

@@ -16,7 +16,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import connection, forkserver, resource_tracker
@@ -40,7 +40,7 @@ Report = Callable[[int], None]
 def worker_context() -> ForkServerContext:
     """Context of the fork server. See [Note: worker processes] and [Note: signals to a process group]."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["plait.data"])
+    context.set_forkserver_preload(["plait.data.loader", "plait.data.workers"])
     resource_tracker.ensure_running()  # first: else the server starts it, which would unblock SIGTERM
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
@@ -84,7 +84,13 @@ def write_parts(
         workers, mp_context=context, initializer=_init_worker, initargs=(settings, done_bytes, stop)
     )
     try:
-        yield from _as_completed([pool.submit(_write_part, job) for job in jobs], done_bytes, report)
+        pending, reported = {pool.submit(_write_part, job) for job in jobs}, 0
+        while pending:
+            done, pending = wait(pending, timeout=POLL_S, return_when=FIRST_COMPLETED)
+            total = done_bytes.value
+            report(total - reported)
+            reported = total
+            yield from (future.result() for future in done)
     except BrokenProcessPool as error:
         raise DataError(
             "a tokenizing process was killed",
@@ -95,19 +101,6 @@ def write_parts(
     finally:
         stop.set()
         pool.shutdown(cancel_futures=True)
-
-
-def _as_completed(
-    futures: Sequence[Future[tuple[int, PartRecord]]], done_bytes: "Synchronized[int]", report: Report
-) -> Iterator[tuple[int, PartRecord]]:
-    pending = set(futures)
-    reported = 0
-    while pending:
-        done, pending = wait(pending, timeout=POLL_S, return_when=FIRST_COMPLETED)
-        report(done_bytes.value - reported)
-        reported = done_bytes.value
-        for future in done:
-            yield future.result()
 
 
 @dataclass

@@ -1,8 +1,8 @@
 """Inputs and results of a step: batches, micro-batches, losses."""
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -52,41 +52,49 @@ class ProbeResult:
 Batch = Mapping[str, Tensor]
 
 
+@dataclass
 class BatchPreparer:
-    """Moves batches to the device and splits them into micro-batches; compares the first ones between the
-    ranks of one model."""
+    """Moves batches to the device and splits them into `micro` micro-batches; compares the first ones between
+    the ranks of one model."""
 
-    def __init__(self, device: torch.device, compute: torch.dtype, model: Group, micro: int) -> None:
-        self._device = device
-        self._compute = compute
-        self._model = model
-        self._micro = micro
-        self._compared: set[bool] = set()  # in evaluation, in training
+    device: torch.device
+    compute: torch.dtype
+    model: Group
+    micro: int
+    _compared: set[bool] = field(default_factory=set, init=False)  # in evaluation, in training
 
     def moved(self, batch: Batch) -> dict[str, Tensor]:
-        """The batch on the device."""
-        return on_device(batch, self._device, self._compute)
+        return on_device(batch, self.device, self.compute)
 
     def checked(self, batch: Batch, *, trains: bool = True) -> dict[str, Tensor]:
         """The batch on the device; the first one of training and of evaluation is compared over a model's
         ranks."""
         moved = self.moved(batch)
         if trains not in self._compared:
-            check_same_batch(moved, self._model)
+            check_same_batch(moved, self.model)
             self._compared.add(trains)
         return moved
 
     def micros(self, batch: Batch | Sequence[Batch]) -> list[dict[str, Tensor]]:
-        """The micro-batches of a step. Raises PlanError if their number is not `plan.micro`."""
-        if isinstance(batch, Mapping) or not isinstance(batch, Sequence):
-            return list(micro_batches(self.checked(batch), self._micro))
-        if len(batch) != self._micro:
+        """The micro-batches of a step. Raises PlanError unless there are `plan.micro`, or the batch divides
+        into so many."""
+        if not isinstance(batch, Mapping) and isinstance(batch, Sequence):
+            if len(batch) != self.micro:
+                raise PlanError(
+                    "the number of micro-batches is not plan.micro",
+                    given=f"a list of {len(batch)}, micro={self.micro}",
+                    hint=f"micro={len(batch)}, or a dict with all samples",
+                )
+            return [self.checked(micro) for micro in batch]
+        moved = self.checked(batch)
+        sizes = {key: value.shape[0] for key, value in moved.items()}
+        if len(set(sizes.values())) != 1 or any(size % self.micro for size in sizes.values()):
             raise PlanError(
-                "the number of micro-batches is not plan.micro",
-                given=f"a list of {len(batch)}, micro={self._micro}",
-                hint=f"micro={len(batch)}, or a dict with all samples",
+                "this rank's batch does not split into micro-batches",
+                given=f"{sizes}, micro={self.micro}",
+                expected="tensors of one size along dim 0, a multiple of micro",
             )
-        return [self.checked(micro) for micro in batch]
+        return split_batch(moved, self.micro)
 
 
 def on_device(batch: Mapping[str, Tensor], device: torch.device, compute: torch.dtype) -> dict[str, Tensor]:
@@ -118,18 +126,13 @@ def on_device(batch: Mapping[str, Tensor], device: torch.device, compute: torch.
     }
 
 
-def micro_batches(batch: Mapping[str, Tensor], micro: int) -> Iterator[dict[str, Tensor]]:
-    """Split the batch into `micro` equal parts along dim 0. Raises PlanError if it does not divide."""
-    sizes = {key: value.shape[0] for key, value in batch.items()}
-    if len(set(sizes.values())) != 1 or any(size % micro for size in sizes.values()):
-        raise PlanError(
-            "this rank's batch does not split into micro-batches",
-            given=f"{sizes}, micro={micro}",
-            expected="tensors of one size along dim 0, a multiple of micro",
-        )
-    parts = {key: value.chunk(micro) for key, value in batch.items()}
-    for number in range(micro):
-        yield {key: chunks[number] for key, chunks in parts.items()}
+def split_batch(batch: Mapping[str, Tensor], parts: int) -> list[dict[str, Tensor]]:
+    """Split the batch along dim 0 into at most `parts` micro-batches, as `torch.chunk` does."""
+    chunks = {key: value.chunk(parts) for key, value in batch.items()}
+    return [
+        {key: of_key[number] for key, of_key in chunks.items()}
+        for number in range(len(next(iter(chunks.values()))))
+    ]
 
 
 def check_same_batch(batch: Mapping[str, Tensor], grid: Group) -> None:
@@ -166,11 +169,11 @@ def check_loss(loss: object) -> None:
     """Raise ModelError unless backward can start from it."""
     if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
         return
-    of_tensor = (
-        f"shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}" if isinstance(loss, Tensor) else ""
-    )
+    given = f"a {type(loss).__name__}"
+    if isinstance(loss, Tensor):
+        given = f"shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}"
     raise ModelError(
         "a loss must be a scalar that requires a gradient",
-        given=of_tensor or f"a {type(loss).__name__}",
+        given=given,
         expected="the sum over targets of a forward with gradients",
     )

@@ -14,7 +14,7 @@ step is skipped follows from the reduced loss and norm, which are the same bits 
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,24 +25,29 @@ from plait.checkpoint import Saver
 from plait.checkpoint.checkpoint import open_on_all_ranks
 from plait.checkpoint.directory import step_path
 from plait.comm import Mesh, all_reduce, broadcast, start_all_reduce
-from plait.engine.batch import Batch, BatchPreparer, EvalResult, ProbeResult, StepResult, check_loss
-from plait.engine.build import EngineParts, TrainingSpec
+from plait.engine.batch import (
+    Batch,
+    BatchPreparer,
+    EvalResult,
+    ProbeResult,
+    StepResult,
+    check_loss,
+    split_batch,
+)
+from plait.engine.build import build_engine_parts
 from plait.engine.loss_scale import SumLossScale
 from plait.engine.runner import MicrobatchRunner
+from plait.engine.spec import TrainingSpec
 from plait.engine.trace import Trace
 from plait.errors import CheckpointError, ModelError, PlanError, RunError
 from plait.models import FlopFacts, seeded_rng
-from plait.optim import clip_factor, clip_values
-from plait.parallel import (
-    FlatParam,
-    InMemoryState,
-    Precision,
-    StateReader,
-    StateShard,
-    allocated_bytes,
-    persistent_buffers,
-)
-from plait.plan import MemoryUse, Plan
+from plait.optim.clip import clip_factor, clip_values
+from plait.parallel.zero.flat_param import FlatParam
+from plait.parallel.zero.memory_stats import allocated_bytes, estimated_bytes
+from plait.parallel.zero.shard_map import persistent_buffers
+from plait.parallel.zero.sharded_model import ShardedStage
+from plait.parallel.zero.state_io import InMemoryState, StateReader, StateShard
+from plait.plan import MemoryUse
 
 _NUM_STEPS = "engine/num_steps"
 
@@ -59,12 +64,10 @@ class Engine:
     def __init__(
         self,
         model: nn.Module,
-        plan: Plan,
         spec: TrainingSpec,
         mesh: Mesh,
-        blocks: list[tuple[str, nn.Module]],
     ) -> None:
-        self.plan = plan
+        self.plan = spec.plan
         self.model = model
         self.world = mesh.world
         self.device = mesh.world.device
@@ -73,15 +76,13 @@ class Engine:
         self.probed: ProbeResult | None = None
         self._spec = spec
         self._flops = FlopFacts.from_model(model)
-        self._parts = EngineParts.build(model, plan, spec, mesh, blocks)
-        self._groups = self._parts.groups
-        self._sharded = self._parts.sharded
+        self._parts = build_engine_parts(model, spec, mesh)
+        self._groups = self._parts.context.groups
+        self._precision = self._parts.context.precision
         self.layout = self._parts.layout
-        self._sharded_optim = self._parts.optimizer
-        self._state = self._parts.state
+        self.optimizer = self._parts.optimizer.optimizer
         self._runner = MicrobatchRunner(self._parts, spec.schedule)
         self._is_replica = mesh.coord["replicate"] > 0
-        self.optimizer = self._sharded_optim.optimizer
         self._scale = SumLossScale(spec.loss_scaling)
         self._totals = torch.zeros(
             3, dtype=torch.float64, device=self.device
@@ -89,8 +90,13 @@ class Engine:
         self._is_inconsistent = False  # an update or load was interrupted
         self._micros_done = 0
         self._trace: Trace | None = None
-        compute = Precision.from_plan(plan).compute
-        self._batches = BatchPreparer(self.device, compute, self._groups.model, plan.micro)
+        self._batches = BatchPreparer(
+            self.device, self._precision.compute, self._groups.model, self.plan.micro
+        )
+
+    @property
+    def _stages(self) -> Collection[ShardedStage]:
+        return self._parts.sharded.stages.values()
 
     @property
     def data_rank(self) -> int:
@@ -172,7 +178,8 @@ class Engine:
     def _check_ready(self) -> None:
         """Check that a step may start."""
         self._check_consistent()
-        self._sharded.check_unchanged()
+        for stage in self._stages:
+            stage.check_unchanged()
 
     def _check_consistent(self) -> None:
         if self._is_inconsistent:
@@ -204,12 +211,12 @@ class Engine:
         # skip. Stages before the last one contribute zero.
         self._totals[2] = self._scale.unit if self._runner.has_last_stage else 0.0
         work = start_all_reduce(self._totals, self._groups.world)
-        sums = self._sharded.finish_reductions()
+        sums = self._parts.sharded.finish_reductions()
         work.wait()
         totals = self._totals / self._groups.tp.size
         loss_sum, num_targets, units, square_sum, *digests = torch.cat([totals, sums]).tolist()
         self._totals.zero_()
-        self._sharded.check_digests(digests)
+        self._parts.sharded.check_digests(digests)
         self._scale.unit = units / self._groups.dp.size
         loss, norm = math.nan, math.nan
         scale = self._scale.factor
@@ -225,7 +232,7 @@ class Engine:
             # Buffers follow the first data rank's, as in DDP; forward may have replaced the tensors.
             for buffer in persistent_buffers(stage.part.module).values():
                 broadcast(buffer, self._groups.stage)
-        self._sharded.end_step(skipped=skipped, scale=scaled)
+            stage.zero.end_step(skipped=skipped, scale=scaled)
         self._micros_done = 0
         self.num_steps += 1
         return StepResult(loss, norm, int(num_targets), skipped)
@@ -233,20 +240,23 @@ class Engine:
     def _apply(self, factor: float) -> None:
         """The optimizer's step, with gradients multiplied by `factor`."""
         if self._spec.clip_value is not None:
-            clip_values((unit.grad_shard for unit in self._sharded.trained), factor, self._spec.clip_value)
+            clip_values(
+                (unit.grad_shard for unit in self._parts.sharded.trained), factor, self._spec.clip_value
+            )
             factor = 1.0
 
         def step(unit: FlatParam) -> None:
-            self._sharded_optim.step(unit, factor, self.num_steps)
+            self._parts.optimizer.step(unit, factor, self.num_steps)
             self._is_inconsistent = True  # until all units are updated
 
-        self._sharded.update(step)
-        self._sharded_optim.has_states = True
+        for stage in self._stages:
+            stage.update(step)
+        self._parts.optimizer.has_states = True
         self._is_inconsistent = False
 
     def _rounded(self, norm: float) -> float:
         """The norm in the dtype of gradients: the last bits of a float64 sum depend on the sharding."""
-        return float(torch.tensor(norm, dtype=Precision.from_plan(self.plan).master))
+        return float(torch.tensor(norm, dtype=self._precision.master))
 
     @property
     def loss_scale(self) -> float | None:
@@ -259,10 +269,8 @@ class Engine:
 
         Runs in at most `plan.micro` micro-batches, none larger than in training. Shares may differ in size.
         """
-        inputs = self._batches.checked(batch, trains=False)
-        chunks = {key: value.chunk(self.plan.micro) for key, value in inputs.items()}
-        num_micros = len(next(iter(chunks.values())))
-        max_micros = torch.tensor([num_micros], device=self.device)
+        micros = split_batch(self._batches.checked(batch, trains=False), self.plan.micro)
+        max_micros = torch.tensor([len(micros)], device=self.device)
         all_reduce(max_micros, self._groups.dp, "max")
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
 
@@ -270,8 +278,7 @@ class Engine:
             totals[0] += loss
             totals[1] += count
 
-        micros = [{key: of_key[index] for key, of_key in chunks.items()} for index in range(num_micros)]
-        self._runner.evaluate(micros, add, missing=int(max_micros.item()) - num_micros)
+        self._runner.evaluate(micros, add, missing=int(max_micros.item()) - len(micros))
         all_reduce(totals, self._groups.dp)
         broadcast(totals, self._groups.pp, self._runner.last_rank)
         loss_sum, num_targets = totals.tolist()
@@ -286,16 +293,16 @@ class Engine:
     def full_parameters(self) -> dict[str, Tensor]:
         """Copies of the full weights that the optimizer updates, by the model's names: on rank 0, elsewhere
         {}. Every rank must call it, as `full_gradients` and `state`."""
-        return {} if self._is_replica else self._state.weights()
+        return {} if self._is_replica else self._parts.state.weights()
 
     def full_gradients(self) -> dict[str, Tensor]:
         """Copies of the last step's full gradients as the optimizer received them (clipped): see above."""
-        return {} if self._is_replica else self._state.gradients()
+        return {} if self._is_replica else self._parts.state.gradients()
 
     def gradient_error(self, name: str, full: Tensor) -> tuple[float, float] | None:
         """For this rank's shard of the last step's gradient: its squared distance from `full`, and the
         squared norm of that shard of `full`. None if the rank owns nothing of it."""
-        return self._state.gradient_error(name, full)
+        return self._parts.state.gradient_error(name, full)
 
     def probe_gradients(self, batch: Batch, scale: float) -> dict[str, Tensor]:
         """The full gradients of the mean loss over `batch`, in eval mode, on rank 0; elsewhere {}. Every rank
@@ -308,7 +315,7 @@ class Engine:
 
         with self._runner.eval_mode():
             self._runner.probe(self._batches.moved(batch), mean)
-        self._sharded.finish_reductions()
+        self._parts.sharded.finish_reductions()
         divisor = scale * self.data_ranks
         gradients = {name: gradient / divisor for name, gradient in self.full_gradients().items()}
         self.discard_step()
@@ -328,14 +335,14 @@ class Engine:
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """The full shapes of all weights, by their keys in `state`. No communication."""
-        return self._state.shapes()
+        return self._parts.state.shapes()
 
     def state(self) -> dict[str, Tensor]:
         """Copies of the full training state, by name: on rank 0, elsewhere {}. Every rank must call it."""
         self._check_consistent()
         if self._is_replica:
             return {}
-        tensors = self._state.full_state()
+        tensors = self._parts.state.full_state()
         return tensors | self._own_state() if self.world.rank == 0 else tensors
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
@@ -353,7 +360,7 @@ class Engine:
         communication."""
         self._check_consistent()
         own = self._own_state().items() if self.world.rank == 0 else ()
-        return [*self._state.shards(), *(StateShard.from_tensor(key, value) for key, value in own)]
+        return [*self._parts.state.shards(), *(StateShard.from_tensor(key, value) for key, value in own)]
 
     def load_from(self, source: StateReader, *, weights_only: bool = False) -> None:
         """Restore this rank's shards from `source`, saved under any plan. `weights_only`: weights and
@@ -361,19 +368,21 @@ class Engine:
         for another model's state, before anything changes; for damage, after which the engine has to load
         again.
         """
-        self._state.check(source, weights_only=weights_only)
+        self._parts.state.check(source, weights_only=weights_only)
         self.discard_step()
-        self._sharded.wait_for_readers()
+        for stage in self._stages:
+            stage.unsharder.wait_for_readers()
         self._is_inconsistent, problem = True, None
         try:
-            self._state.load(source, weights_only=weights_only)
+            self._parts.state.load(source, weights_only=weights_only)
             self._scale.load(() if weights_only else source.shapes, source.read_full)
             self.num_steps = 0 if weights_only else int(source.read_full(_NUM_STEPS))
         except CheckpointError as error:
             problem = error
         source.finish(self._groups.norm, self.world.group, self.device, problem)
         self._is_inconsistent = False
-        self._sharded.sync_params()
+        for stage in self._stages:
+            stage.sync_params()
 
     def save(self, folder: str | Path, facts: Mapping[str, Any] | None = None) -> Path:
         """Save the training state as a checkpoint, `step-00000120` in a folder that all hosts share: complete
@@ -400,7 +409,8 @@ class Engine:
     def memory(self) -> MemoryUse:
         """Bytes that this rank holds. Activations: the peak over the schedule of what micro-batches keep from
         forward to backward, from the bytes of one, measured in the first step (None before it)."""
-        return allocated_bytes(self._sharded, self._sharded_optim, self.plan, self._runner.activation_bytes())
+        parts, activation_bytes = self._parts, self._runner.activation_bytes()
+        return allocated_bytes(parts.sharded, parts.optimizer, parts.context, activation_bytes)
 
     def estimated_memory(self, batch_shape: tuple[int, int]) -> MemoryUse:
         """Estimate `memory` for micro-batches of token ids of this (batch, sequence) shape.
@@ -408,7 +418,13 @@ class Engine:
         Activations are None for a model that cannot run on the meta device.
         """
         activation_bytes = self._runner.estimated_bytes(batch_shape, self.device)
-        return self._parts.estimated_bytes(self.plan, activation_bytes)
+        return estimated_bytes(
+            self.layout,
+            self._parts.context,
+            states_per_element=self._parts.optimizer.states_per_element,
+            scratch_bytes=sum(stage.reduction.scratch_bytes for stage in self._stages),
+            activation_bytes=activation_bytes,
+        )
 
     def flops_per_token(self, sequence: int) -> float:
         """FLOPs of forward and backward for one token; see `training_flops_per_token` in
@@ -417,6 +433,7 @@ class Engine:
 
     def discard_step(self) -> None:
         """Discard the micro-batches of an unfinished step; also called after an exception."""
-        self._sharded.reset()
+        for stage in self._stages:
+            stage.reset()
         self._totals.zero_()
         self._micros_done = 0

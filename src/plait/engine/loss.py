@@ -10,10 +10,10 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from plait.comm import Group
 from plait.errors import ModelError
+from plait.models import is_pretrained_model
 from plait.parallel.tensor.cross_entropy import SINGLE_RANK, cross_entropy
 
 # (outputs of the model, micro-batch) -> (loss summed over its targets, number of targets)
@@ -36,7 +36,7 @@ def choose_loss(
     """
     if loss is not None:
         return loss
-    if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
+    if not is_pretrained_model(model) or model.get_output_embeddings() is None:
         raise ModelError(
             "this model has no default loss",
             given=type(model).__name__,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from plait.comm import Group, all_reduce
-from plait.optim import LossScale
+from plait.optim.scale import LossScale
 from plait.plan.loss_scaling import LossScaling
 
 _KEYS, _UNIT = "engine/loss_scale.", "engine/scale_unit"

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.comm import broadcast
+from plait.comm import broadcast, broadcast_text
 from plait.engine.build import EngineParts
 from plait.engine.stage import StageRunner
 from plait.errors import ModelError, PlanError
 from plait.models import BlockOutputs
 from plait.models.init_weights import seeded_rng
-from plait.parallel import ShardedStage
-from plait.parallel.pipeline import PackedOutput, pack, unpack
+from plait.parallel.pipeline.serialize import PackedOutput, pack, unpack
+from plait.parallel.zero.sharded_model import ShardedStage
 from plait.plan.schedule import Schedule, Span, forwards_only, one_micro_batch, peak_activation_bytes
 
 Micro = Mapping[str, Tensor]
@@ -81,7 +81,7 @@ class MicrobatchRunner:
         """Forwards only, in eval mode. `missing`: number of micro-batches that other data ranks have and this
         one has not. If forwards gather parameters, this rank joins their all-gathers with forwards of a
         sample that is not counted."""
-        gathers = not self._parts.sharded.config.keeps_params_unsharded
+        gathers = not self._parts.context.keeps_params_unsharded
         padding = [{key: value[:1] for key, value in micros[0].items()}] * (missing if gathers else 0)
         remaining = len(micros)
 
@@ -147,27 +147,22 @@ class MicrobatchRunner:
 
     def _broadcast_from_last(self, make: Callable[[], Any]) -> Any:
         """Broadcast the result of `make` on the last stage's rank. If it fails there, all ranks raise."""
-        group, root = self._parts.groups.pp, self.last_rank
+        group, root = self._parts.context.groups.pp, self.last_rank
         if group.size == 1:
             return make()
-        text, failure = b"", None
+        text, failure = "", None
         if group.rank == root:
             try:
                 packed, tensors = pack(make(), source="the model")
-                text = packed.to_json().encode()
+                text = packed.to_json()
             except Exception as error:
                 failure = error
-        length = torch.tensor([-1 if failure is not None else len(text)], device=self._device)
-        broadcast(length, group, root)
+        text = broadcast_text(root, text, group, self._device)
         if failure is not None:
             raise failure
-        if length.item() < 0:
+        if not text:
             raise ModelError("the last stage failed to return the model's outputs", hint="see its exception")
-        encoded = torch.zeros(int(length.item()), dtype=torch.uint8, device=self._device)
-        if group.rank == root:
-            encoded.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-        broadcast(encoded, group, root)
-        packed = PackedOutput.from_json(encoded.cpu().numpy().tobytes().decode())
+        packed = PackedOutput.from_json(text)
         if group.rank != root:
             tensors = [torch.empty(s.shape, dtype=s.dtype, device=self._device) for s in packed.specs]
         tensors = [tensor.contiguous() for tensor in tensors]
@@ -198,7 +193,7 @@ class MicrobatchRunner:
         return self._peak(kept)
 
     def _peak(self, kept: Mapping[int, tuple[int, int] | None]) -> int | None:
-        return peak_activation_bytes(self._schedule, self._parts.groups.pp.rank, kept)
+        return peak_activation_bytes(self._schedule, self._parts.context.groups.pp.rank, kept)
 
 
 @dataclass

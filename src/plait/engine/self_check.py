@@ -9,29 +9,28 @@ much. The model is in eval mode: with dropout, ranks and one process draw differ
 gradients are too inexact to compare.
 """
 
-import copy
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from plait.comm import broadcast
-from plait.engine.batch import ProbeResult, on_device
+from plait.engine.batch import ProbeResult
 from plait.engine.engine import Engine
 from plait.engine.loss import Loss, choose_loss
+from plait.engine.reference import Tolerances, copy_with_values, relative_errors, sum_gradients
 from plait.errors import ConfigError, ModelError
-from plait.models import copy_to_meta, forward_inputs
-from plait.parallel import Precision
+from plait.models import copy_to_meta
+from plait.parallel.zero.rank_context import Precision
 from plait.plan import Plan
 
 _SAMPLES, _LENGTH = 2, 16
 _EXACT = {torch.float64: 1e-5, torch.float32: 2e-3}  # norms and tables of transformers are always float32
 _NARROW = 0.02  # computed or sent in 16 bits
 _COMPARABLE = ("fp32", "bf16", "fp16")  # values of `reduce` that are exact enough to compare
-_TIMES_NOISE = 4.0
 _SCALE = 1024.0  # of the loss, in both models: keeps fp16 gradients in range
 
 
@@ -68,16 +67,16 @@ class SelfCheck:
         """
         gradients = engine.probe_gradients(self.batch, _SCALE)
         weights = engine.full_parameters()
+        names = [name for name, _ in self.meta_model.named_parameters()]
         result = torch.zeros(3, dtype=torch.float64, device=engine.device)  # index, difference, allowed
         if engine.world.rank == 0:
-            result.copy_(
-                torch.tensor(_compare(engine, self.meta_model, self.batch, loss, gradients, weights))
-            )
+            name, difference, allowed = self._worst(engine, loss, gradients, weights)
+            result.copy_(torch.tensor([names.index(name), difference, allowed]))
         broadcast(result, engine.world.group)
         index, difference, allowed = result.tolist()
-        name = list(dict(self.meta_model.named_parameters()))[int(index)]
+        name = names[int(index)]
         engine.probed = ProbeResult(name, difference, allowed)
-        if not difference <= allowed:
+        if difference > allowed or not math.isfinite(difference):
             raise ModelError(
                 "the sharded model computes a different function than the full model",
                 given=f"{engine.plan}: the gradient of {name} differs by {difference:.2g} of its norm",
@@ -85,6 +84,43 @@ class SelfCheck:
                 hint="tensor_plan= with styles that fit this model's code, or tp=1",
             )
         return engine
+
+    def _worst(
+        self,
+        engine: Engine,
+        loss: Loss | None,
+        gradients: Mapping[str, Tensor],
+        weights: Mapping[str, Tensor],
+    ) -> tuple[str, float, float]:
+        """The parameter whose difference is the largest multiple of what is allowed, and both."""
+        precision = Precision.from_plan(engine.plan)
+
+        def reference(dtype: torch.dtype) -> dict[str, Tensor]:
+            """Return gradients of the mean loss of the full model."""
+            buffers = dict(engine.model.named_buffers())
+            model = copy_with_values(self.meta_model, weights, buffers, dtype, engine.device).eval()
+            summed = choose_loss(model, loss)
+
+            def mean(outputs: Any, inputs: Mapping[str, Tensor]) -> tuple[Tensor, int]:
+                total, count = summed(outputs, inputs)
+                return total * (_SCALE / float(count)), 1
+
+            sums = sum_gradients(model, [self.batch], mean, precision.master)[2]
+            return {name: gradient / _SCALE for name, gradient in sums.items()}
+
+        exact = reference(precision.master)
+        is_exact = engine.plan.dp == 1 or engine.plan.reduce == "fp32"
+        tolerances = Tolerances(_EXACT.get(precision.compute, _NARROW) if is_exact else _NARROW)
+        if precision.compute != precision.master:
+            noise = relative_errors([reference(precision.compute)], [exact])
+            tolerances = replace(tolerances, noise=noise)
+        errors = relative_errors([{name: g.cpu() for name, g in gradients.items()}], [exact])
+
+        def excess(name: str) -> float:
+            return errors[name] / tolerances.of(name) if math.isfinite(errors[name]) else math.inf
+
+        worst = max(errors, key=excess)
+        return worst, errors[worst], tolerances.of(worst)
 
 
 def _random_batch(model: nn.Module, seed: int) -> dict[str, Tensor]:
@@ -99,78 +135,3 @@ def _random_batch(model: nn.Module, seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, vocabulary, (_SAMPLES, _LENGTH), generator=generator)
     return {"input_ids": ids, "labels": ids}
-
-
-def _compare(
-    engine: Engine,
-    meta_model: nn.Module,
-    batch: Mapping[str, Tensor],
-    loss: Loss | None,
-    gradients: Mapping[str, Tensor],
-    weights: Mapping[str, Tensor],
-) -> tuple[float, float, float]:
-    """(index of the worst parameter, its difference, the allowed difference)."""
-    precision = Precision.from_plan(engine.plan)
-    exact = _gradients(meta_model, engine, batch, loss, weights, precision.master)
-    rounded = exact
-    if precision.compute != precision.master:
-        rounded = _gradients(meta_model, engine, batch, loss, weights, precision.compute)
-    is_exact = engine.plan.dp == 1 or engine.plan.reduce == "fp32"
-    tolerance = _EXACT.get(precision.compute, _NARROW) if is_exact else _NARROW
-    largest = max(float(g.norm()) for g in exact.values())
-    worst = (0.0, 0.0, tolerance)
-    for index, name in enumerate(exact):
-        if name not in gradients:
-            continue
-        # A near-zero gradient is noise: compare it with the largest gradient's norm instead.
-        norm = max(float(exact[name].norm()), 1e-3 * largest, 1e-30)
-        noise = float((rounded[name] - exact[name]).norm()) / norm
-        allowed = tolerance + _TIMES_NOISE * noise
-        difference = float((gradients[name].cpu().to(exact[name].dtype) - exact[name]).norm()) / norm
-        if not math.isfinite(difference):
-            return float(index), math.inf, allowed
-        if difference / allowed > worst[1] / worst[2]:
-            worst = (float(index), difference, allowed)
-    return worst
-
-
-def _gradients(
-    meta_model: nn.Module,
-    engine: Engine,
-    batch: Mapping[str, Tensor],
-    loss: Loss | None,
-    weights: Mapping[str, Tensor],
-    dtype: torch.dtype,
-) -> dict[str, Tensor]:
-    """Gradients of the mean loss of the full model in one process, on the CPU; zeros where there are none."""
-    model = _with_weights(meta_model, engine.model, weights, engine.device, dtype).eval()
-    inputs = on_device(batch, engine.device, dtype)
-    total, count = choose_loss(model, loss)(model(**forward_inputs(model, inputs)), inputs)
-    (total * (_SCALE / float(count))).backward()
-    return {
-        name: torch.zeros_like(weights[name], device="cpu")
-        if p.grad is None
-        else p.grad.to("cpu", weights[name].dtype) / _SCALE
-        for name, p in model.named_parameters()
-        if name in weights
-    }
-
-
-def _with_weights(
-    meta_model: nn.Module,
-    sharded: nn.Module,
-    weights: Mapping[str, Tensor],
-    device: torch.device,
-    dtype: torch.dtype,
-) -> nn.Module:
-    """A copy of `meta_model` with these weights, and the buffers of the sharded model."""
-    memo: dict[int, Any] = {}
-    for name, parameter in meta_model.named_parameters():
-        values = (
-            weights[name].to(device, dtype) if parameter.is_floating_point() else weights[name].to(device)
-        )
-        memo[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
-    buffers = dict(sharded.named_buffers())
-    for name, buffer in meta_model.named_buffers():
-        memo[id(buffer)] = buffers[name].detach().clone()
-    return copy.deepcopy(meta_model, memo)

@@ -2,7 +2,7 @@
 backward."""
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,11 +20,10 @@ from plait.models import (
     receiving,
     watch_activations,
 )
-from plait.parallel import ShardedStage
-from plait.parallel.pipeline import DeferredBytes
-from plait.parallel.tensor import ParallelLayers
+from plait.parallel.pipeline.split_backward import DeferredBytes
 from plait.parallel.tensor.cross_entropy import SINGLE_RANK
-from plait.plan import TPPlan
+from plait.parallel.tensor.linear import HeadOutput
+from plait.parallel.zero.sharded_model import ShardedStage
 
 
 class StageRunner:
@@ -37,22 +36,23 @@ class StageRunner:
         self,
         part: StageModule,
         zero: ShardedStage,
-        layers: ParallelLayers,
-        plan: TPPlan,
+        head: HeadOutput,
+        columns: Sequence[tuple[int, int]] | None,
         col: Group,
         loss: Loss | None,
         *,
         is_last: bool,
     ) -> None:
-        """`plan` has the sharding of logits over `col`. `loss`: the user's."""
+        """`columns`: (start, stop) of each rank of `col` in the logits, if they are sharded. `loss`: the
+        user's."""
         self.activation_bytes: int | None = None
         self.part = part
         self.zero = zero
         self.is_last = is_last
         self._is_checked = False  # its outputs were checked to use only its own weights
-        self._layers = layers
+        self._head = head
         self._user_loss = loss
-        self._columns = plan.logit_columns
+        self._columns = columns
         self._col = SINGLE_RANK if self._columns is None else col
 
     def outputs(self, micro: Mapping[str, Tensor], received: Any = None) -> Any:
@@ -60,8 +60,8 @@ class StageRunner:
         inputs = forward_inputs(self.part.module, micro)
         is_first = self.part.previous_block is None
         with (
-            self.zero.watch_outside_uses(),
-            contextlib.nullcontext() if is_first else self.part.receiving(received),
+            self.zero.unsharder.watch_outside_uses(),
+            contextlib.nullcontext() if is_first else receiving(self.part.module, received),
         ):
             outputs = self.part.module(**inputs)
         if not self._is_checked:
@@ -73,7 +73,7 @@ class StageRunner:
         """On the last stage: (loss summed over targets, number of targets). Raises ModelError for anything
         else."""
         loss = self.loss()
-        with self.zero.watch_outside_uses(), self.logits():
+        with self.zero.unsharder.watch_outside_uses(), self.logits():
             result = loss(self.outputs(micro, received), micro)
         if not isinstance(result, tuple) or len(result) != 2:
             raise ModelError(
@@ -101,7 +101,7 @@ class StageRunner:
 
     def logits(self) -> contextlib.AbstractContextManager[None]:
         """The built-in loss takes this rank's logits; a user's loss takes full ones."""
-        return self._layers.keep_logits_sharded() if self._user_loss is None else contextlib.nullcontext()
+        return self._head.keep_logits_sharded() if self._user_loss is None else contextlib.nullcontext()
 
     def estimated_bytes(
         self, batch_shape: tuple[int, int], device: torch.device, block_outputs: BlockOutputs | None
@@ -112,7 +112,7 @@ class StageRunner:
         ids = torch.zeros(batch_shape, dtype=torch.long, device="meta")
         batch = {"input_ids": ids, "labels": ids}
         # Whatever the user's model raises on meta (or when copied), it can still be trained.
-        with contextlib.suppress(Exception), self.zero.paused(), self.logits():
+        with contextlib.suppress(Exception), self.zero.unsharder.paused(), self.logits():
             meta_module = copy_to_meta(self.part.module)
             inputs = forward_inputs(meta_module, batch)
             received: contextlib.AbstractContextManager[None] = contextlib.nullcontext()

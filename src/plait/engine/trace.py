@@ -12,8 +12,7 @@ from pathlib import Path
 
 import torch
 
-from plait.comm import Group, receive, send
-from plait.comm.topology import ranks_by_host
+from plait.comm import Group, ranks_by_host, receive, send
 from plait.errors import RunError
 from plait.plan.schedule import Schedule, Span, Timeline
 from plait.plan.schedule.trace import write_trace

@@ -10,36 +10,35 @@ only the time of torch's shape computations, for any number of ranks.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
 from plait.comm import Mesh, World
-from plait.engine.build import StageBuilder, TrainingSpec
+from plait.engine.build import build_stages
+from plait.engine.spec import TrainingSpec
 from plait.engine.stage import StageRunner
 from plait.errors import ModelError, PlaitError
 from plait.models import BlockOutputs, DeviceKernelsOnMeta, copy_to_meta, running_on_meta
-from plait.parallel import (
-    DataGroups,
-    FlatParam,
-    Precision,
-    RecomputedForward,
-    ReplicatedGradReduce,
-    flat_param_config,
-    move_buffers,
-    persistent_buffers,
-)
-from plait.parallel.pipeline import BackwardSplitter, PackedOutput, StageInput, pack, unpack
+from plait.parallel.activation_checkpoint import RecomputedForward
+from plait.parallel.pipeline.executor import StageInput
+from plait.parallel.pipeline.serialize import PackedOutput, pack
+from plait.parallel.pipeline.split_backward import BackwardSplitter
+from plait.parallel.zero.flat_param import FlatParam
+from plait.parallel.zero.materialize import move_buffers
+from plait.parallel.zero.rank_context import DataGroups, RankContext
+from plait.parallel.zero.shard_map import persistent_buffers
 from plait.parallel.zero.sharded_model import Root
-from plait.plan import Grid, Layout, Plan, subtract_traffic, sum_traffic
+from plait.plan import Grid, Layout, subtract_traffic, sum_traffic
 from plait.plan.comm_log import Traffic
 from plait.plan.estimate.traffic import StageFacts
 
-_META = torch.device("meta")
+META = torch.device("meta")
 
 
 @dataclass(frozen=True)
@@ -65,11 +64,11 @@ class DryStage:
     activation_bytes: tuple[int, int] | None
 
 
-class _NullMasters:
+class NullMasters:
     """Master weights that are never updated."""
 
     def allocate(self, numel: int) -> Tensor:
-        return torch.empty(numel, device=_META)
+        return torch.empty(numel, device=META)
 
     def evict(self, master: Tensor) -> None:
         """Nothing to free."""
@@ -77,9 +76,7 @@ class _NullMasters:
 
 def dry_stages(
     model: nn.Module,
-    plan: Plan,
     spec: TrainingSpec,
-    blocks: Sequence[tuple[str, nn.Module]],
     layouts: Mapping[int, Layout],
     mesh: Mesh,
     micro: Mapping[str, Tensor],
@@ -88,59 +85,38 @@ def dry_stages(
     """Run all stages of the model at one coordinate of the tp grid. `layouts`: of each stage. `micro`: the
     shapes of a micro-batch. `device`: what ranks compute on. Raises ModelError for a model that cannot run on
     meta."""
-    plan = _without_allocations(plan)
     meta_model = copy_to_meta(model)
-    move_buffers(meta_model, plan, _META)
-    groups, splitter = DataGroups.build(mesh, plan), BackwardSplitter()
-    builder = StageBuilder(
-        meta_model, plan, spec, mesh, [(name, meta_model.get_submodule(name)) for name, _ in blocks]
-    )
-    config = replace(flat_param_config(plan, groups, _META, _NullMasters()), state_device=_META)
-    units = {stage: [FlatParam(unit, config) for unit in layout.units] for stage, layout in layouts.items()}
-    partial = ReplicatedGradReduce(
-        mesh, Layout(tuple(unit for layout in layouts.values() for unit in layout.units))
-    )
-    block_outputs = BlockOutputs(copy_to_meta(model).to(Precision.from_plan(plan).compute), device)
-    stages = builder.stages(units, _standalone(meta_model), groups, partial, config, splitter)
-    batch_shape = _batch_shape(micro)
+    meta_blocks = [(name, meta_model.get_submodule(name)) for name, _ in spec.blocks]
+    # Without options that do not affect the result and need memory, files or a compiler.
+    offload = "none" if spec.plan.offload == "disk" else spec.plan.offload
+    plan = replace(spec.plan, algorithm="auto", reduce="fp32", compile=False, offload=offload)
+    spec = replace(spec, plan=plan, blocks=meta_blocks)
+    move_buffers(meta_model, plan, META)
+    context = RankContext(plan, mesh, META, DataGroups.build(mesh, plan), NullMasters())
+    units = {stage: [FlatParam(unit, context) for unit in layout.units] for stage, layout in layouts.items()}
+    block_outputs = BlockOutputs(copy_to_meta(model).to(context.precision.compute), device)
+    splitter = BackwardSplitter()
+    standalone = {name: p for name, p in meta_model.named_parameters() if not p.is_floating_point()}
+    stages = build_stages(meta_model, spec, context, units, standalone, splitter)
+    ids = micro.get("input_ids")
+    batch_shape = None if ids is None or ids.dim() != 2 else (ids.shape[0], ids.shape[1])
     activation_bytes = [
         None if batch_shape is None else stage.estimated_bytes(batch_shape, device, block_outputs)
         for stage in stages.values()
     ]
-    _recompute_as_on(device, stages.values())
+    for _, block in chain.from_iterable(stage.part.blocks for stage in stages.values()):
+        # Recomputed in backward in the same mode as in forward; torch does not enter function modes there.
+        if isinstance(block.forward, RecomputedForward):
+            block.forward.add_context(partial(DeviceKernelsOnMeta, device))
     run = _MicrobatchRun(mesh, stages, micro, splitter, {stage for stage, _ in spec.schedule.split})
     with running_on_meta(device), _model_errors():
         run.forward()
         run.backward()
-    gathers = not config.keeps_params_unsharded
+    gathers = not context.keeps_params_unsharded
     facts = [_stage_facts(run, stage, layout, gathers=gathers) for stage, layout in layouts.items()]
     return [
         DryStage(of_stage, num_bytes) for of_stage, num_bytes in zip(facts, activation_bytes, strict=True)
     ]
-
-
-def _recompute_as_on(device: torch.device, stages: Iterable[StageRunner]) -> None:
-    """Run recomputed blocks in backward in the same mode as in forward; torch does not enter function modes
-    there."""
-    for stage in stages:
-        for _, block in stage.part.blocks:
-            if isinstance(block.forward, RecomputedForward):
-                block.forward.add_context(partial(DeviceKernelsOnMeta, device))
-
-
-def _without_allocations(plan: Plan) -> Plan:
-    """The plan without options that do not affect the result and need memory, files or a compiler."""
-    offload = "none" if plan.offload == "disk" else plan.offload
-    return replace(plan, algorithm="auto", reduce="fp32", compile=False, offload=offload)
-
-
-def _standalone(meta_model: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: p for name, p in meta_model.named_parameters() if not p.is_floating_point()}
-
-
-def _batch_shape(micro: Mapping[str, Tensor]) -> tuple[int, int] | None:
-    ids = micro.get("input_ids")
-    return None if ids is None or ids.dim() != 2 else (ids.shape[0], ids.shape[1])
 
 
 @contextmanager
@@ -181,12 +157,8 @@ class _MicrobatchRun:
         for number, stage in self.stages.items():
             received = None
             if number:
-                stage_input = StageInput(self.outputs[number - 1], tensors)
-                received, self._inputs[number] = (
-                    unpack(self.outputs[number - 1], stage_input.tensors),
-                    stage_input,
-                )
-                stage_input.release_tensors()
+                self._inputs[number] = StageInput(self.outputs[number - 1], tensors)
+                received = self._inputs[number].unpack()
             with self._recording(number):
                 if stage.is_last:
                     self._roots[number] = [stage.summed_loss(self.micro, received)[0]]
@@ -233,4 +205,4 @@ def _stage_facts(run: _MicrobatchRun, number: int, layout: Layout, *, gathers: b
         gradient=() if packed is None else tuple(spec.nbytes for spec in packed.grad_specs),
         buffers=tuple(buffer.nbytes for buffer in persistent_buffers(stage.part.module).values()),
     )
-    return replace(facts, exec_order=stage.zero.recorded_order) if gathers else facts
+    return replace(facts, exec_order=stage.zero.unsharder.recorded_order) if gathers else facts

@@ -10,24 +10,26 @@ inside another. One rank per class is examined, so that a plan for many thousand
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from plait.api import check_device, check_update, find_blocks, training_spec
-from plait.engine.build import StageBuilder, TrainingSpec
+from plait.engine.build import build_shard_map
 from plait.engine.loss import Loss
+from plait.engine.spec import TrainingSpec, validate
 from plait.errors import ModelError
-from plait.estimate.dry_run import Cluster, DryStage, dry_stages
+from plait.estimate.dry_run import META, Cluster, DryStage, NullMasters, dry_stages
 from plait.models import Blocks, Chain
-from plait.optim import states_per_element
-from plait.parallel import DataGroups, ShardMap, estimated_bytes
-from plait.parallel.zero.memory_stats import transport_facts
+from plait.optim.flat import states_per_element
+from plait.parallel.zero.memory_stats import estimated_bytes, transport_facts
+from plait.parallel.zero.rank_context import DataGroups, RankContext
+from plait.parallel.zero.shard_map import ShardMap
 from plait.plan import CommCount, CommKey, Grid, Layout, MemoryUse, Plan
-from plait.plan.estimate.traffic import RankFacts, TransportFacts, scratch_bytes, step_traffic
+from plait.plan.estimate.traffic import RankFacts, scratch_bytes, step_traffic
 from plait.plan.schedule import Durations, peak_activation_bytes, simulate
 
 TrafficByStrand = Mapping[str, Mapping[CommKey, CommCount]]  # communication of a step, by strand
@@ -91,24 +93,25 @@ def explain(
 
     `micro`: a micro-batch of one data rank, on any device: only shapes and dtypes are used. `cluster`: the
     hypothetical ranks; None: one host, on its CPU. The model is not changed. Raises PlanError, ModelError or
-    ConfigError where `parallelize` would, except that fp16 support of the device is not tried.
+    ConfigError where `parallelize` would; whether a GPU can train in fp16 is tried where there is one.
     """
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     model = model if isinstance(model, nn.Module) else Chain(model)
     cluster = cluster or Cluster("host", None, torch.device("cpu"))
-    check_update(optimizer)
-    check_device(plan, cluster.device)
     if not micro:
         raise ModelError("a micro-batch has no tensors", expected="the inputs of the model, by name")
-    named_blocks = find_blocks(model, plan, blocks)
-    spec = replace(
-        training_spec(model, plan, named_blocks, param_groups=param_groups, tensor_plan=tensor_plan),
-        loss=loss,
+    spec = validate(
+        model,
+        plan,
+        device=cluster.device,
+        optimizer=optimizer,
+        param_groups=param_groups,
+        blocks=blocks,
+        tensor_plan=tensor_plan,
     )
+    spec = replace(spec, loss=loss)
     per_element = states_per_element(optimizer, dict(optimizer_args or {}))
-    view = _PlanView(
-        model, plan, spec, cluster, named_blocks, {k: v.to("meta") for k, v in micro.items()}, per_element
-    )
+    view = _PlanView(model, spec, cluster, {k: v.to("meta") for k, v in micro.items()}, per_element)
     schedule = spec.schedule
     return Explanation(
         plan,
@@ -123,98 +126,104 @@ def explain(
     )
 
 
+@dataclass(frozen=True)
 class _PlanView:
     """A model under a plan, examined rank by rank."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        plan: Plan,
-        spec: TrainingSpec,
-        cluster: Cluster,
-        blocks: list[tuple[str, nn.Module]],
-        micro: Mapping[str, Tensor],
-        per_element: int,
-    ) -> None:
-        self.grid = Grid.from_plan(plan)
-        self._model, self._plan, self._spec, self._cluster = model, plan, spec, cluster
-        self._blocks, self._micro, self._per_element = blocks, micro, per_element
-        self._host_size = cluster.host_size or self.grid.num_ranks
-        self.shard_map: ShardMap = StageBuilder(
-            model, plan, spec, cluster.mesh(self.grid, 0), blocks
-        ).shard_map()
+    model: nn.Module
+    spec: TrainingSpec
+    cluster: Cluster
+    micro: Mapping[str, Tensor]
+    per_element: int  # optimizer states
+    distributions: dict[tuple[str, int], Hashable] = field(default_factory=dict, init=False)
+
+    @property
+    def plan(self) -> Plan:
+        return self.spec.plan
+
+    @cached_property
+    def grid(self) -> Grid:
+        return Grid.from_plan(self.plan)
+
+    @cached_property
+    def shard_map(self) -> ShardMap:
+        return build_shard_map(self.model, self.spec, self.grid)
+
+    @property
+    def host_size(self) -> int:
+        return self.cluster.host_size or self.grid.num_ranks
 
     def rank_classes(self) -> Iterator[RankClass]:
         """The classes, in the order of their first ranks."""
         shapes: dict[Hashable, int] = {}
-        coords = product(range(self._plan.rows), range(self._plan.cols))
+        coords = product(range(self.plan.rows), range(self.plan.cols))
         shape_of = {coord: shapes.setdefault(_shapes(self._layouts(coord)), len(shapes)) for coord in coords}
         classes: dict[tuple[int, Hashable, Hashable], list[int]] = defaultdict(list)
-        examined: dict[Hashable, tuple[list[DryStage], DataGroups, TransportFacts]] = {}
+        examined: dict[Hashable, tuple[list[DryStage], RankContext]] = {}
         for rank in range(self.grid.num_ranks):
             coord = self.grid.coord(rank)
-            view = (shape_of[coord["row"], coord["col"]], self._hosts(rank))
-            role = () if self._plan.algorithm == "auto" else (coord["replicate"], coord["shard"])
+            view = (shape_of[coord["row"], coord["col"]], self._hosts(coord))
+            role = () if self.plan.algorithm == "auto" else (coord["replicate"], coord["shard"])
             classes[coord["pp"], role, view].append(rank)
             if view not in examined:
                 examined[view] = self._examine(rank)
         for (_, _, key), ranks in classes.items():
             yield self._rank_class(tuple(ranks), *examined[key])
 
-    def _hosts(self, rank: int) -> Hashable:
-        """How the rank's data-parallel groups are distributed over hosts, as far as it matters."""
-        by_host = self._plan.algorithm == "two-level"
-        if not (by_host or self._cluster.transport == "host"):
+    def _hosts(self, coord: Mapping[str, int]) -> Hashable:
+        """The distribution over hosts of the data-parallel groups of a coordinate, as far as it matters."""
+        if not (self.plan.algorithm == "two-level" or self.cluster.transport == "host"):
             return ()
-        distribution = []
-        for axis in ("shard", "replicate"):
-            hosts = [other // self._host_size for other in self.grid.group(rank, axis)]
+        firsts = ((axis, self.grid.rank({**coord, axis: 0})) for axis in ("shard", "replicate"))
+        return tuple(self._distribution(axis, first) for axis, first in firsts)
+
+    def _distribution(self, axis: str, first: int) -> Hashable:
+        """Over hosts, of the ranks along an axis. Computed once for all of them, as they may be thousands."""
+        if (axis, first) not in self.distributions:
+            hosts = [rank // self.host_size for rank in self.grid.group(first, axis)]
             indices = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
-            distribution.append(tuple(indices[host] for host in hosts) if by_host else len(indices) == 1)
-        return tuple(distribution)
+            by_host = tuple(indices[host] for host in hosts)
+            self.distributions[axis, first] = (
+                by_host if self.plan.algorithm == "two-level" else len(indices) == 1
+            )
+        return self.distributions[axis, first]
 
     def _layouts(self, coord: tuple[int, int]) -> dict[int, Layout]:
         """The layouts of every stage, at a tp coordinate."""
-        num_coords = self._plan.rows * self._plan.cols
-        index = coord[0] * self._plan.cols + coord[1]
+        num_coords = self.plan.rows * self.plan.cols
+        index = coord[0] * self.plan.cols + coord[1]
         return {
             stage: self.shard_map.layouts[rank * num_coords + index][stage]
-            for stage, rank in sorted(self._spec.schedule.rank_of.items())
+            for stage, rank in sorted(self.spec.schedule.rank_of.items())
         }
 
-    def _examine(self, rank: int) -> tuple[list[DryStage], DataGroups, TransportFacts]:
+    def _examine(self, rank: int) -> tuple[list[DryStage], RankContext]:
         """Run all stages at the rank's tp coordinate."""
-        mesh = self._cluster.mesh(self.grid, rank)
+        mesh = self.cluster.mesh(self.grid, rank)
         coord = (mesh.coord["row"], mesh.coord["col"])
-        groups, layouts = DataGroups.build(mesh, self._plan), self._layouts(coord)
-        device = self._cluster.device
-        dry = dry_stages(
-            self._model, self._plan, self._spec, self._blocks, layouts, mesh, self._micro, device
-        )
-        return dry, groups, transport_facts(self._plan, groups, self._host_size)
+        context = RankContext(self.plan, mesh, META, DataGroups.build(mesh, self.plan), NullMasters())
+        layouts = self._layouts(coord)
+        return dry_stages(self.model, self.spec, layouts, mesh, self.micro, self.cluster.device), context
 
-    def _rank_class(
-        self, ranks: tuple[int, ...], stages: list[DryStage], groups: DataGroups, transport: TransportFacts
-    ) -> RankClass:
+    def _rank_class(self, ranks: tuple[int, ...], stages: list[DryStage], context: RankContext) -> RankClass:
         facts = RankFacts(
-            self._plan,
+            self.plan,
             self.grid,
             ranks[0],
-            self._spec.schedule,
+            self.spec.schedule,
             [stage.facts for stage in stages],
-            self._spec.stages.shared_units,
-            transport,
+            self.spec.stages.shared_units,
+            transport_facts(context, self.host_size),
         )
-        own = self._spec.schedule.stages_of(facts.pp_coord)
+        own = self.spec.schedule.stages_of(facts.pp_coord)
         units = [unit for stage in own for unit in stages[stage].facts.layout.units]
         activation_bytes = {stage: stages[stage].activation_bytes for stage in own}
         memory = estimated_bytes(
             Layout(tuple(units)),
-            self._plan,
-            groups,
-            states_per_element=self._per_element,
+            context,
+            states_per_element=self.per_element,
             scratch_bytes=scratch_bytes(facts),
-            activation_bytes=peak_activation_bytes(self._spec.schedule, facts.pp_coord, activation_bytes),
+            activation_bytes=peak_activation_bytes(self.spec.schedule, facts.pp_coord, activation_bytes),
         )
         return RankClass(
             ranks,
@@ -229,8 +238,8 @@ class _PlanView:
         )
 
     def _names(self, stage: int) -> tuple[str, str]:
-        start, stop = self._spec.stages.blocks[stage]
-        names = [name for name, _ in self._blocks[start:stop]] or [""]
+        start, stop = self.spec.stages.blocks[stage]
+        names = [name for name, _ in self.spec.blocks[start:stop]] or [""]
         return names[0], names[-1]
 
 

@@ -12,13 +12,12 @@ from plait.models.blocks import Blocks, Chain, FlopFacts, blocks_of, forward_inp
 from plait.models.huggingface import causal_lm_on_meta, pretrained_causal_lm, read_config
 from plait.models.huggingface_names import SavedGroup, SaveFormat, StateNames, map_file_keys
 from plait.models.init_weights import initialize_weights, parameter_only_modules, seeded_rng
-from plait.models.sharding.families import LINEAR_FORWARDS
 from plait.models.sharding.plan import build_tp_plan
 from plait.models.stages.assign import plan_stages
 from plait.models.stages.split import StageModule, foreign_modules, receiving, split_stage
+from plait.models.transformers_types import is_model_output_class, is_pretrained_model, linear_forwards
 
 __all__ = [
-    "LINEAR_FORWARDS",
     "BlockOutputs",
     "Blocks",
     "Chain",
@@ -36,6 +35,9 @@ __all__ = [
     "foreign_modules",
     "forward_inputs",
     "initialize_weights",
+    "is_model_output_class",
+    "is_pretrained_model",
+    "linear_forwards",
     "map_file_keys",
     "parameter_only_modules",
     "plan_stages",

@@ -28,8 +28,7 @@ class ActivationBytes:
     """Counter of the bytes of storages that autograd saves, each counted once."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._known = {p.untyped_storage()._cdata for p in model.parameters()}
-        self._known |= {b.untyped_storage()._cdata for b in model.buffers()}
+        self._known = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
         self._alive: list[Tensor] = []  # keeps storages alive, so that no address is reused
         self.total = 0
 
@@ -52,9 +51,7 @@ class _ScalarReadsOnMeta(TorchDispatchMode):
     mask; both hold for plain batches.
     """
 
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return args[0].dtype == torch.bool or 1
         return func(*args, **(kwargs or {}))
@@ -72,9 +69,7 @@ class DeviceKernelsOnMeta(TorchFunctionMode):
         super().__init__()
         self._fused_dropout = device.type != "cpu"
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func is torch._grouped_mm and args[1].is_meta and args[1].ndim == 3:
             return args[0] @ args[1][0]
@@ -154,7 +149,6 @@ class BlockOutputs:
         )
 
     def _run(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Return each module's last output."""
         outputs: dict[str, Any] = {}
         handles = [
             module.register_forward_hook(functools.partial(_record_output, outputs, name))

@@ -3,14 +3,15 @@
 Also `Chain`: a model as a list of modules, for pipeline stages that pass more than one tensor.
 """
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from plait.errors import ModelError
+from plait.models.transformers_types import is_pretrained_model
 from plait.plan import ParamInfo
 from plait.plan.cost_model import training_flops_per_token
 from plait.plan.layout import UnitInfo
@@ -41,17 +42,11 @@ class Chain(nn.Module):
         first, *others = self.children()
         result = first(*args, **batch)
         for module in others:
-            result = _call_with(module, result)
+            if isinstance(result, Mapping):
+                result = module(**result)
+            else:
+                result = module(*(result if isinstance(result, tuple | list) else (result,)))
         return result
-
-
-def _call_with(module: Any, result: Any) -> Any:
-    """Call a module with another one's result."""
-    if isinstance(result, Mapping):
-        return module(**result)
-    if isinstance(result, tuple | list):
-        return module(*result)
-    return module(result)
 
 
 # Classes or modules that a user declares as the model's blocks.
@@ -71,12 +66,10 @@ def blocks_of(model: nn.Module, given: Blocks | None = None) -> list[tuple[str, 
     containers: list[tuple[int, str, nn.Module]] = []
     inside: list[str] = []
     for name, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList | nn.Sequential | Chain) or any(
-            name.startswith(p) for p in inside
-        ):
-            continue
-        inside.append(f"{name}." if name else "")
-        containers.append((sum(p.numel() for p in module.parameters()), name, module))
+        is_container = isinstance(module, nn.ModuleList | nn.Sequential | Chain)
+        if is_container and not name.startswith(tuple(inside)):
+            inside.append(f"{name}." if name else "")
+            containers.append((sum(p.numel() for p in module.parameters()), name, module))
     if not containers:
         return []
     _, name, largest = max(containers, key=lambda entry: entry[0])
@@ -85,14 +78,17 @@ def blocks_of(model: nn.Module, given: Blocks | None = None) -> list[tuple[str, 
 
 
 def _named_blocks(model: nn.Module, given: Blocks) -> list[tuple[str, nn.Module]]:
-    wanted = [given] if isinstance(given, type) else list(given)
+    def is_one(module: nn.Module, w: type[nn.Module] | nn.Module) -> bool:
+        return isinstance(module, w) if isinstance(w, type) else module is w
+
+    wanted: list[type[nn.Module] | nn.Module] = [given] if isinstance(given, type) else list(given)
     blocks: list[tuple[str, nn.Module]] = []
     for name, module in model.named_modules():
-        is_wanted = any(isinstance(module, w) if isinstance(w, type) else module is w for w in wanted)
-        if is_wanted and name and not any(name.startswith(f"{outer}.") for outer, _ in blocks):
+        is_nested = any(name.startswith(f"{outer}.") for outer, _ in blocks)
+        if name and not is_nested and any(is_one(module, w) for w in wanted):
             blocks.append((name, module))
     for w in wanted:
-        if not any(isinstance(m, w) if isinstance(w, type) else m is w for _, m in blocks):
+        if not any(is_one(module, w) for _, module in blocks):
             raise ModelError(
                 "the model has no such block, or only nested in another block",
                 given=w.__name__ if isinstance(w, type) else f"a {type(w).__name__}",
@@ -102,9 +98,7 @@ def _named_blocks(model: nn.Module, given: Blocks) -> list[tuple[str, nn.Module]
 
 
 def unit_facts(
-    model: nn.Module,
-    blocks: Sequence[tuple[str, nn.Module]],
-    groups: Mapping[str, int] | None = None,
+    model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], groups: Mapping[str, int] | None = None
 ) -> tuple[UnitInfo, ...]:
     """Return the model's floating-point parameters by unit, in forward order.
 
@@ -132,12 +126,8 @@ def unit_facts(
 
 def _norm_parameters(model: nn.Module) -> set[str]:
     """Names of the parameters of normalization layers, recognized by their class name."""
-    return {
-        f"{name}.{key}" if name else key
-        for name, module in model.named_modules()
-        if "norm" in type(module).__name__.lower()
-        for key, _ in module.named_parameters(recurse=False)
-    }
+    norms = [(name, m) for name, m in model.named_modules() if "norm" in type(m).__name__.lower()]
+    return {key for name, norm in norms for key, _ in norm.named_parameters(name, recurse=False)}
 
 
 @dataclass(frozen=True)
@@ -152,45 +142,33 @@ class FlopFacts:
     def from_model(cls, model: nn.Module) -> "FlopFacts":
         """Embedding tables (tokens, positions) take part in no matrix product, unless tied to the head."""
         tables = {id(m.weight): m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding)}
-        head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+        head = model.get_output_embeddings() if is_pretrained_model(model) else None
         if head is not None:
             tables.pop(id(head.weight), None)
         total = sum(p.numel() for p in model.parameters())
         config = getattr(model, "config", None)
-        layers = _first_config_value(config, ("num_hidden_layers", "n_layer"))
-        return cls(total - sum(tables.values()), layers, _attention_width(config))
+        heads = config_int(config, "num_attention_heads", "n_head")
+        width = heads * config_int(config, "head_dim") or config_int(config, "hidden_size", "n_embd")
+        layers = config_int(config, "num_hidden_layers", "n_layer")
+        return cls(total - sum(tables.values()), layers, width)
 
     def per_token(self, sequence: int) -> float:
         """FLOPs of forward and backward for one token; counted as in `plan/cost_model.py`."""
-        return training_flops_per_token(
-            matmul_parameters=self.matmul_parameters,
-            num_layers=self.num_layers,
-            attention_width=self.attention_width,
-            sequence=sequence,
-        )
+        return training_flops_per_token(**asdict(self), sequence=sequence)
 
 
-def _attention_width(config: Any) -> int:
-    heads = _first_config_value(config, ("num_attention_heads", "n_head"))
-    head_dim = _first_config_value(config, ("head_dim",))
-    return heads * head_dim if heads and head_dim else _first_config_value(config, ("hidden_size", "n_embd"))
-
-
-def _first_config_value(config: Any, names: Sequence[str]) -> int:
-    """The first of these attributes that the configuration has; 0 if it has none."""
-    return next((int(value) for name in names if (value := _config_value(config, name)) is not None), 0)
-
-
-def _config_value(config: Any, name: str) -> Any:
-    try:
-        return getattr(config, name, None)
-    except RuntimeError:  # raised by transformers if layers differ in it
-        return None
+def config_int(config: Any, *names: str) -> int:
+    """The first of these attributes that the configuration has as an integer; 0 if it has none."""
+    for name in names:
+        with contextlib.suppress(RuntimeError):  # raised by transformers if layers differ in it
+            if isinstance(value := getattr(config, name, None), int):
+                return value
+    return 0
 
 
 def forward_inputs(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the arguments of the model's forward: the batch without its labels, and no KV cache."""
     inputs: dict[str, Any] = {key: value for key, value in batch.items() if key != "labels"}
-    if isinstance(model, PreTrainedModel):
+    if is_pretrained_model(model):
         inputs["use_cache"] = False
     return inputs

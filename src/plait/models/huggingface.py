@@ -3,20 +3,24 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from plait.errors import ModelError, unknown_key_hint
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
-def causal_lm_on_meta(config: Mapping[str, Any] | Path) -> PreTrainedModel:
+
+def causal_lm_on_meta(config: Mapping[str, Any] | Path) -> "PreTrainedModel":
     """Build the unmodified Hugging Face model of a configuration on the meta device.
 
     `config`: keys as in a `config.json`, including `model_type`, or the path of such a file or its directory.
     Raises ModelError.
     """
+    from transformers import AutoModelForCausalLM
+
     hf_config = _hf_config(config)
     try:
         with torch.device("meta"):
@@ -28,11 +32,13 @@ def causal_lm_on_meta(config: Mapping[str, Any] | Path) -> PreTrainedModel:
         ) from error
 
 
-def pretrained_causal_lm(path: str) -> PreTrainedModel:
+def pretrained_causal_lm(path: str) -> "PreTrainedModel":
     """Load a model with its weights in float32 from a Hugging Face directory or the name of one on the hub.
 
     No code that comes with the weights is run. Raises ModelError.
     """
+    from transformers import AutoModelForCausalLM, PreTrainedModel
+
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, trust_remote_code=False)
     except (OSError, ValueError) as error:
@@ -45,7 +51,9 @@ def pretrained_causal_lm(path: str) -> PreTrainedModel:
     return model
 
 
-def _hf_config(config: Mapping[str, Any] | Path) -> PretrainedConfig:
+def _hf_config(config: Mapping[str, Any] | Path) -> "PretrainedConfig":
+    from transformers import AutoConfig
+
     values = _decode_floats(read_config(config) if isinstance(config, Path) else config)
     for name in ("dtype", "torch_dtype"):  # of the files; the plan decides the compute dtype
         values.pop(name, None)

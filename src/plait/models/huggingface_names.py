@@ -12,20 +12,15 @@ a group is at most one layer's.
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    PrefixChange,
-    WeightConverter,
-    WeightRenaming,
-    apply_converters,
-    rename_source_key,
-    revert_weight_conversion,
-)
+
+from plait.models.transformers_types import is_pretrained_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _LEGACY_KEYS = r"rotary_emb\.inv_freq"  # in old files; computed since
 
@@ -56,8 +51,7 @@ class StateNames:
 
 
 def map_file_keys(model: nn.Module, keys: Iterable[str]) -> dict[str, str] | str:
-    """Map each of the model's tensors, by first name, to its key in the files, or return why that is not
-    possible. See [Note: names in files]."""
+    """Map the first name of each tensor to its key in the files, or return why that is not possible."""
     names = StateNames.from_model(model)
     name_of, ignored = _file_key_to_name(model), _ignored_keys(model)
     file_keys: dict[str, str] = {}
@@ -78,8 +72,11 @@ def map_file_keys(model: nn.Module, keys: Iterable[str]) -> dict[str, str] | str
 
 def _file_key_to_name(model: nn.Module) -> Callable[[str], str | None]:
     """Return the function from a file's key to the name in the model; None if more than the name differs."""
-    if not isinstance(model, PreTrainedModel):
+    if not is_pretrained_model(model):
         return lambda key: key
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
     mapping = get_model_conversion_mapping(model)
     renamings: Any = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters: Any = [entry for entry in mapping if isinstance(entry, WeightConverter)]
@@ -97,7 +94,7 @@ def _file_key_to_name(model: nn.Module) -> Callable[[str], str | None]:
 
 def _ignored_keys(model: nn.Module) -> re.Pattern[str] | None:
     """The pattern of keys in files that the model does not have."""
-    if not isinstance(model, PreTrainedModel):
+    if not is_pretrained_model(model):
         return None
     return re.compile("|".join([*sorted(model._keys_to_ignore_on_load_unexpected or ()), _LEGACY_KEYS]))
 
@@ -113,9 +110,11 @@ class SavedGroup:
 class SaveFormat:
     """The conversion of a model's tensors for saving, each once. See [Note: names in files]."""
 
-    def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
-        """`model`: on meta. `dtype`: of floating-point tensors, except those that the model keeps in
-        float32."""
+    def __init__(self, model: "PreTrainedModel", dtype: torch.dtype) -> None:
+        """`model`: on meta. `dtype`: of floating-point tensors but those that the model keeps in float32."""
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import PrefixChange, WeightConverter
+
         self._model = model
         self._dtype = dtype
         plan = [pattern.replace("*", ".*") for pattern in model._get_dtype_plan(dtype)]
@@ -130,6 +129,8 @@ class SaveFormat:
 
     def groups(self) -> list[SavedGroup]:
         """All groups that are saved, in the model's order."""
+        from transformers.core_model_loading import apply_converters
+
         names, state = StateNames.from_model(self._model), self._model.state_dict()
         groups: dict[str, dict[str, str]] = {}
         for name in self._saved_names(names):
@@ -141,8 +142,9 @@ class SaveFormat:
         ]
 
     def convert(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Convert the tensors of a group, by state dict name, to the form and dtype in which they are
-        saved."""
+        """Convert the tensors of a group, by state dict name, to the form and dtype of the files."""
+        from transformers.core_model_loading import revert_weight_conversion
+
         cast = {name: tensor.to(self._dtype_of(name, tensor)) for name, tensor in tensors.items()}
         return cast if self._is_plain else revert_weight_conversion(self._model, cast)
 

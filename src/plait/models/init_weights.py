@@ -38,9 +38,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import PreTrainedModel
 
 from plait.errors import ModelError
+from plait.models.transformers_types import is_pretrained_model
+
+_Store = Callable[[str, Tensor], None]  # (name, values)
 
 
 def derive_seed(*parts: object) -> int:
@@ -61,7 +63,7 @@ def initialize_weights(
     model: nn.Module,
     seed: int,
     device: torch.device,
-    store: Callable[[str, Tensor], None],
+    store: _Store,
     *,
     skip: Set[nn.Module] = frozenset(),
 ) -> None:
@@ -86,8 +88,7 @@ def initialize_weights(
             initializer.init_subtree(model, "", _init_fn_of(model))
         finally:
             initializer.bind(initializer.parameters)
-    buffers = [name for name, b in model.named_buffers() if b in initializer.own_buffers and _is_poisoned(b)]
-    for name in (*initializer.uninitialized(), *buffers):
+    if (name := next(initializer.uninitialized(), None)) is not None:
         raise ModelError(
             "the model's own code leaves a parameter or buffer without an initial value",
             given=name,
@@ -120,21 +121,15 @@ class _InitStep:
 
 
 class _ModelInitializer:
-    """One traversal of a model, children first. See [Note: modules that initialize other modules'
-    parameters].
+    """A traversal of a model, children first: [Note: modules that initialize other modules' parameters].
 
     Parameters are identified by their first name. Between initializations all of them are on meta.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        seed: int,
-        device: torch.device,
-        store: Callable[[str, Tensor], None],
-        skip: Set[nn.Module],
+        self, model: nn.Module, seed: int, device: torch.device, store: _Store, skip: Set[nn.Module]
     ) -> None:
-        self.seed, self.device, self.store = seed, device, store
+        self._model, self.seed, self.device, self.store = model, seed, device, store
         self.parameters = dict(model.named_parameters())
         self._name_of = {parameter: name for name, parameter in self.parameters.items()}
         self._names_at: dict[int, set[str]] = {}  # by storage address on meta
@@ -156,15 +151,10 @@ class _ModelInitializer:
         self._skip = {module for module in skip if own.isdisjoint(module.parameters())}
         self._deferred: dict[str, tuple[nn.Module, Callable[[Any], None]]] = {}  # skipped so far, by name
 
-    @property
-    def own_buffers(self) -> set[Tensor]:
-        """The buffers of modules that are not skipped."""
-        return {b for module in self._modules for b in module._buffers.values() if b is not None}
-
     def init_subtree(self, module: nn.Module, name: str, apply: Callable[[Any], None]) -> None:
         """Initialize a module's submodules, then its own parameters and buffers."""
         for key, child in module.named_children():
-            inner = _init_fn_of(child) if isinstance(child, PreTrainedModel) else apply
+            inner = _init_fn_of(child) if is_pretrained_model(child) else apply
             full = f"{name}.{key}" if name else key
             if child in self._skip:
                 self._deferred[full] = child, inner
@@ -182,16 +172,18 @@ class _ModelInitializer:
             for module, key in self._slots[name]:
                 module._parameters[key] = parameter
 
-    def uninitialized(self) -> list[str]:
-        """The parameters that have no value."""
-        return [name for name in self.parameters if name in self._own and name not in self._has_value]
+    def uninitialized(self) -> Iterator[str]:
+        """Yield the parameters and buffers, of modules that are not skipped, that have no value."""
+        yield from (name for name in self.parameters if name in self._own and name not in self._has_value)
+        own = {buffer for module in self._modules for buffer in module._buffers.values()}
+        yield from (name for name, b in self._model.named_buffers() if b in own and _is_poisoned(b))
 
     def _initialize(self, init: _InitStep) -> None:
         """Run it repeatedly until all accessed parameters are materialized, then store them."""
         below = {self._name_of[p] for p in init.module.parameters()}
         accessed = {self._name_of[p] for p in init.module.parameters(recurse=False)}
-        attributes, buffers = self._attributes_of(below), self._copies_of_buffers([init.module])
         while True:
+            attributes, buffers = self._attributes_of(below), self._copies_of_buffers([init.module])
             real = self._values_of(accessed, attributes)
             missing = self._attempt(init, real, below)
             if not missing:
@@ -201,17 +193,12 @@ class _ModelInitializer:
             _restore(buffers)
             for name in attributes:
                 _set_attributes(self.parameters[name], attributes[name])
-            self._init_deferred(missing)
-            attributes, buffers = self._attributes_of(below), self._copies_of_buffers([init.module])
+            for name, (module, apply) in list(self._deferred.items()):
+                if not missing.isdisjoint(self._name_of[p] for p in module.parameters()):
+                    del self._deferred[name]  # it owns one of these: draw it as if it had not been skipped
+                    self.init_subtree(module, name, apply)
         if real:
             self._store_values(init, real)
-
-    def _init_deferred(self, missing: Set[str]) -> None:
-        """Initialize the skipped modules that own one of these, as if they had not been skipped."""
-        for name, (module, apply) in list(self._deferred.items()):
-            if not missing.isdisjoint(self._name_of[p] for p in module.parameters()):
-                del self._deferred[name]
-                self.init_subtree(module, name, apply)
 
     def _attempt(self, init: _InitStep, real: Mapping[str, nn.Parameter], below: Set[str]) -> Set[str]:
         """Run it with these parameters materialized. Return the others accessed: if any, it has to rerun."""
@@ -271,7 +258,6 @@ class _ModelInitializer:
 
     @contextmanager
     def _bound(self, real: Mapping[str, nn.Parameter]) -> Iterator[None]:
-        """Replace the model's own parameters by these inside the context."""
         self.bind(real)
         try:
             yield
@@ -314,9 +300,7 @@ class _MetaAccessRecorder(TorchDispatchMode):
         self.seen: set[str] = set()
         self._names_at = names_at
 
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for value in tree_leaves((args, kwargs)):
             if isinstance(value, Tensor) and value.is_meta:
                 self.seen |= self._names_at.get(value.untyped_storage()._cdata, set())
@@ -337,22 +321,16 @@ def _restore(copies: list[tuple[Tensor, Tensor]]) -> None:
 
 
 def _set_attributes(parameter: nn.Parameter, attributes: Mapping[str, Any]) -> None:
-    """Set these attributes on the parameter, and remove all others."""
-    attributes = dict(attributes)
-    parameter.__dict__.clear()
-    parameter.__dict__.update(attributes)
+    parameter.__dict__ = dict(attributes)
 
 
 def _init_fn_of(model: nn.Module) -> Callable[[Any], None]:
     """The function that initializes a module: the Hugging Face model's own, else `reset_parameters`."""
-    if isinstance(model, PreTrainedModel):
-        return model._init_weights
-    return _reset_parameters
+    return model._init_weights if is_pretrained_model(model) else _reset_parameters
 
 
 def _reset_parameters(module: nn.Module) -> None:
-    reset = getattr(module, "reset_parameters", None)
-    if callable(reset):
+    if callable(reset := getattr(module, "reset_parameters", None)):
         reset()
 
 
@@ -363,8 +341,7 @@ def _poisoned(tensor: Tensor) -> Tensor:
 
 
 def _is_poisoned(tensor: Tensor) -> bool:
-    """Return whether it has any NaN, or only integers that were never written. For bools this is unknown:
-    False."""
+    """Return whether it has any NaN, or only integers that were never written; False for bools."""
     if tensor.is_floating_point() or tensor.is_complex():
         return bool(torch.isnan(tensor).any())
     if tensor.dtype == torch.bool or tensor.numel() == 0:

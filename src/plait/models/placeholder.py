@@ -4,7 +4,7 @@ The model's code before its first block (embeddings, positions, scaling) runs on
 are replaced by the received tensors. NaN reveals a result that is not replaced.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -38,11 +38,3 @@ def placeholders(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, module in model.named_modules():
         for key in placeholder_keys(module):
             yield f"{name}.{key}" if name else key, module.__dict__[key]
-
-
-def resize_placeholders(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Expand placeholders to these shapes, by name, as those of shards."""
-    for name, placeholder in list(placeholders(model)):
-        if name in shapes:
-            owner, _, key = name.rpartition(".")
-            model.get_submodule(owner).__dict__[key] = placeholder.flatten()[0].expand(*shapes[name])

@@ -57,12 +57,15 @@ def make_optimizer(
     without a slice: schedules address groups by index. `weight_decay=0` is omitted for a class without weight
     decay. Raises ConfigError for a class that needs full tensors, or for arguments that it does not take.
     """
-    _check_name(optimizer_class)
+    for base in optimizer_class.__mro__:
+        if base.__name__ in _NEEDS_FULL_TENSORS:
+            raise _not_elementwise(optimizer_class, _NEEDS_FULL_TENSORS[base.__name__])
     takes = inspect.signature(optimizer_class).parameters
     options = dict(arguments)
     if "fused" in takes and not {"fused", "foreach", "differentiable"} & options.keys():
         options["fused"] = True
-    overrides = [_omit_unknown_decay(group, takes) for group in groups]
+    omitted = () if "weight_decay" in takes else (("weight_decay", 0.0),)
+    overrides = [dict(item for item in group.items() if item not in omitted) for group in groups]
     for group in ({}, *overrides):  # torch itself validates only the arguments
         _build(optimizer_class, [{"params": [torch.zeros(_PROBE, requires_grad=True)]}], options, group)
     leaves: list[list[Tensor]] = [[] for _ in groups]
@@ -72,12 +75,6 @@ def make_optimizer(
     return _build(optimizer_class, param_groups, options, {})
 
 
-def _check_name(optimizer_class: type[torch.optim.Optimizer]) -> None:
-    for base in optimizer_class.__mro__:
-        if base.__name__ in _NEEDS_FULL_TENSORS:
-            raise _not_elementwise(optimizer_class, _NEEDS_FULL_TENSORS[base.__name__])
-
-
 def _not_elementwise(optimizer_class: type[torch.optim.Optimizer], reason: str) -> ConfigError:
     return ConfigError(
         f"{optimizer_class.__name__} cannot work on flat shards of parameters",
@@ -85,11 +82,6 @@ def _not_elementwise(optimizer_class: type[torch.optim.Optimizer], reason: str) 
         expected="an element-wise optimizer",
         hint="AdamW, Adam, SGD, Adagrad, RMSprop, NAdam, RAdam, Adamax, Adadelta, ASGD or Rprop",
     )
-
-
-def _omit_unknown_decay(group: Mapping[str, Any], takes: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
-    omit = "weight_decay" not in takes and group.get("weight_decay") == 0.0
-    return {key: value for key, value in group.items() if not (omit and key == "weight_decay")}
 
 
 def _build(

@@ -98,19 +98,15 @@ class ChunkedOptimizer:
                 scaled_step(self.optimizer, factor)
             return
         self._rounding.begin(number)
-        for leaf in leaves[:_AHEAD]:
-            self._prefetch(leaf)
+        self._prefetch(leaves[:_AHEAD])
         for index, leaf in enumerate(leaves):
-            for later in leaves[index + _AHEAD : index + _AHEAD + 1]:
-                self._prefetch(later)
+            self._prefetch(leaves[index + _AHEAD : index + _AHEAD + 1])
             self._step_streamed(leaf, factor)
             self._evict(leaf)
 
     def state(self, leaf: Tensor) -> dict[str, Any]:
-        """The leaf's state in the optimizer's own form; {} before the first step.
-
-        States in full width, in memory or in a file, are the stored tensors themselves, not copies.
-        """
+        """The leaf's state in the optimizer's own form; {} before the first step. Not copies, except of
+        states that are stored narrow."""
         if not self._streams:
             return dict(self.optimizer.state.get(leaf, {}))
         leaf_state = self._states[leaf]
@@ -180,9 +176,12 @@ class ChunkedOptimizer:
         """Step one leaf; its state is in `optimizer.state` meanwhile."""
         leaf_state = self._states[leaf]
         if leaf_state.flat or leaf_state.counters:
-            flat = {name: self._widened(name, stored, leaf) for name, stored in leaf_state.flat.items()}
+            state = {
+                name: stored if stored.dtype == leaf.dtype else self._wide_for(name, leaf).copy_(stored)
+                for name, stored in leaf_state.flat.items()
+            }
             counters = {name: _unpack_counter(value) for name, value in leaf_state.counters.items()}
-            self.optimizer.state[leaf] = {**flat, **counters}
+            self.optimizer.state[leaf] = {**state, **counters}
         try:
             with self._only([leaf]):
                 scaled_step(self.optimizer, factor)
@@ -194,9 +193,6 @@ class ChunkedOptimizer:
                 self._store(leaf_state, name, state[name])
         finally:
             self.optimizer.state.pop(leaf, None)
-
-    def _widened(self, name: str, stored: Tensor, leaf: Tensor) -> Tensor:
-        return stored if stored.dtype == leaf.dtype else self._wide_for(name, leaf).copy_(stored)
 
     def _store(self, leaf_state: _LeafState, name: str, value: Tensor) -> None:
         if leaf_state.flat.get(name) is value:
@@ -228,19 +224,22 @@ class ChunkedOptimizer:
             self._wide[name] = torch.empty(largest, dtype=leaf.dtype, device=leaf.device)
         return self._wide[name][: leaf.numel()]
 
-    def _prefetch(self, leaf: Tensor) -> None:
-        if self._masters is not None:
-            self._masters.prefetch(leaf)
-        if self._file is not None:
-            for memory in self._states[leaf].mapped.values():
-                self._file.prefetch(memory)
+    def _prefetch(self, leaves: Iterable[Tensor]) -> None:
+        for leaf in leaves:
+            for file, tensor in self._mapped(leaf):
+                file.prefetch(tensor)
 
     def _evict(self, leaf: Tensor) -> None:
+        for file, tensor in self._mapped(leaf):
+            file.evict(tensor)
+
+    def _mapped(self, leaf: Tensor) -> Iterator[tuple[MappedFile, Tensor]]:
+        """Yield the leaf and its states, those that are in a file, each with its file."""
         if self._masters is not None:
-            self._masters.evict(leaf)
+            yield self._masters, leaf
         if self._file is not None:
             for memory in self._states[leaf].mapped.values():
-                self._file.evict(memory)
+                yield self._file, memory
 
     @contextmanager
     def _only(self, leaves: Sequence[Tensor]) -> Iterator[None]:

@@ -113,7 +113,7 @@ class _SaveMode(TorchDispatchMode):
     def __init__(self, saved: list[_SavedProduct | None], on_save: Callable[[Tensor], object] | None) -> None:
         super().__init__()
         self._saved = saved
-        self._on_hold = on_save
+        self._on_save = on_save
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -122,8 +122,8 @@ class _SaveMode(TorchDispatchMode):
         if _is_product(func):
             alias = _without_graph(output)
             self._saved.append(_SavedProduct(func, alias, alias._version))
-            if self._on_hold is not None:
-                self._on_hold(alias)
+            if self._on_save is not None:
+                self._on_save(alias)
         return output
 
 

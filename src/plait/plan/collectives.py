@@ -215,7 +215,7 @@ def reduce_scatter_steps(
 
 
 def scatters(algorithm: str, num_ranks: int) -> bool:
-    """Whether the algorithm's first half leaves rank i with the i-th range of the sum."""
+    """Return whether the algorithm's first half leaves rank i with the i-th range of the sum."""
     return algorithm == "ring" or (algorithm == "halving" and is_power_of_two(num_ranks))
 
 

@@ -10,7 +10,7 @@ p ranks are summed over; s is 1 if each keeps its range, 2 if all get everything
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from plait.plan.layout import Layout, UnitLayout
@@ -27,7 +27,7 @@ SUM_BYTES = 4  # of an element of a sum: float32
 
 @dataclass(frozen=True)
 class Matrix:
-    """A parameter shard sent as two factors: dim 0 by all other dims, from `start` in its unit's storage."""
+    """A tensor sent as two factors: dim 0 by all other dims, from `start` in a flat tensor."""
 
     start: int
     rows: int
@@ -38,27 +38,53 @@ class Matrix:
         return self.start + self.rows * self.columns
 
 
+@dataclass(frozen=True)
+class Factors:
+    """The messages of PowerSGD for a flat tensor: matrices as two factors of `rank`, other ranges as is."""
+
+    rank: int
+    matrices: tuple[Matrix, ...]  # larger than their factors
+    uncompressed: tuple[tuple[int, int], ...]  # start and stop
+
+    @classmethod
+    def of(cls, tensors: Iterable[tuple[int, tuple[int, ...]]], rank: int) -> "Factors":
+        """`tensors`: start and shape of each, in order."""
+        matrices, uncompressed = [], []
+        for start, shape in tensors:
+            rows, columns = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))
+            if rank * (rows + columns) < rows * columns:
+                matrices.append(Matrix(start, rows, columns))
+            else:
+                uncompressed.append((start, start + rows * columns))
+        return cls(rank, tuple(matrices), tuple(uncompressed))
+
+    @classmethod
+    def of_unit(cls, unit: UnitLayout, rank: int) -> "Factors":
+        return cls.of(((shard.start, shard.boxes.shape) for shard in unit.params), rank)
+
+    @property
+    def left_bytes(self) -> int:
+        """Bytes of the first message: left factors, and tensors that are not compressed."""
+        plain = sum(stop - start for start, stop in self.uncompressed)
+        return SUM_BYTES * (plain + self.rank * sum(matrix.rows for matrix in self.matrices))
+
+    @property
+    def right_numel(self) -> int:
+        """Elements of the second message: right factors."""
+        return self.rank * sum(matrix.columns for matrix in self.matrices)
+
+
 def compresses(plan: Plan) -> bool:
-    """Whether gradients are compressed. False on one data rank."""
+    """Return whether gradients are compressed. False on one data rank."""
     return plan.dp > 1 and plan.reduce not in ("fp32", "bf16")
 
 
 def reduces_over_all(plan: Plan) -> bool:
-    """Whether a compressed reduction is over all data ranks, which leaves nothing to reduce over replicas.
+    """Return whether a compressed reduction covers all data ranks and leaves none over replicas.
 
     PowerSGD factors are themselves sums over ranks, so any number of ranks will do.
     """
     return plan.powersgd_rank is not None or (plan.shard_degree == 1 and plan.accumulates_full)
-
-
-def matrices(unit: UnitLayout, rank: int) -> tuple[Matrix, ...]:
-    """The shards that are larger than their factors of this rank."""
-    matrices = []
-    for shard in unit.params:
-        rows, columns = _as_matrix(shard.boxes.shape)
-        if rank * (rows + columns) < rows * columns:
-            matrices.append(Matrix(shard.start, rows, columns))
-    return tuple(matrices)
 
 
 def reductions_of(plan: Plan) -> tuple[tuple[int, int], ...]:
@@ -80,18 +106,11 @@ def code_bytes(numel: int, ranks: int, reduce: str) -> int:
     return 2 * ranks * blocks_per_rank(numel, ranks) * BLOCK_BYTES[reduce]
 
 
-def factor_bytes(unit: UnitLayout, rank: int) -> int:
-    """Bytes of a unit's first message: left factors, and tensors that are not compressed."""
-    compressed = matrices(unit, rank)
-    plain = sum(p.boxes.numel for p in unit.params) - sum(m.rows * m.columns for m in compressed)
-    return SUM_BYTES * (plain + rank * sum(m.rows for m in compressed))
-
-
 def message_buffer_bytes(layout: Layout, plan: Plan) -> tuple[int, ...]:
     """Bytes of the message buffers of each reduction: sized for the largest unit, one at a time."""
     trained = _compressed_units(layout, plan)
     if plan.powersgd_rank is not None:
-        largest = max((factor_bytes(u, plan.powersgd_rank) for u in trained), default=0)
+        largest = max((Factors.of_unit(u, plan.powersgd_rank).left_bytes for u in trained), default=0)
         return tuple(largest for _ in reductions_of(plan))
     return tuple(
         max((code_bytes(unit.numel // ranges, ranks, plan.reduce) for unit in trained), default=0)
@@ -107,15 +126,9 @@ def residual_bytes(layout: Layout, plan: Plan) -> int:
     for unit in _compressed_units(layout, plan):
         total += sum(SUM_BYTES * unit.numel // ranges for _, ranges in reductions_of(plan))
         if plan.powersgd_rank is not None:
-            total += (
-                SUM_BYTES * plan.powersgd_rank * sum(m.columns for m in matrices(unit, plan.powersgd_rank))
-            )
+            total += SUM_BYTES * Factors.of_unit(unit, plan.powersgd_rank).right_numel
     return total
 
 
 def _compressed_units(layout: Layout, plan: Plan) -> list[UnitLayout]:
     return [unit for unit in layout.units if unit.trains] if compresses(plan) else []
-
-
-def _as_matrix(shape: Sequence[int]) -> tuple[int, int]:
-    return (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))

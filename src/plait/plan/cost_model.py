@@ -16,8 +16,6 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from plait.plan.collectives import is_power_of_two, scatters
-
 # Bytes on the busiest direction of a link per byte of the full tensor, on p ranks.
 # nccl-tests, doc/PERFORMANCE.md; gather and scatter as in its gather.cu and scatter.cu.
 _BUS_FACTORS: dict[str, Callable[[int], float]] = {
@@ -120,55 +118,6 @@ def training_flops_per_token(
     return 6.0 * matmul_parameters + 6.0 * num_layers * attention_width * sequence
 
 
-@dataclass(frozen=True)
-class Link:
-    """Cost of a message: `latency_s` plus its bytes over `bytes_per_s`; a rank sends and receives at the same
-    time.
-
-    `reduce_s_per_byte`: cost of adding received data.
-    """
-
-    latency_s: float
-    bytes_per_s: float
-    reduce_s_per_byte: float = 0.0
-
-    def message_s(self, num_bytes: float) -> float:
-        return self.latency_s + num_bytes / self.bytes_per_s
-
-
-def cost_s(algorithm: str, num_ranks: int, num_bytes: float, link: Link, *, scatter: bool = False) -> float:
-    """Seconds of an all-reduce, or with `scatter` a reduce-scatter, of `num_bytes` on every rank.
-
-    The formulas are documented with the algorithms in `plan/collectives.py`; not for the two-level algorithm.
-    """
-    reduce_s, mirror_s = _halves_s(algorithm, num_ranks, num_bytes, link)
-    return reduce_s if scatter and scatters(algorithm, num_ranks) else reduce_s + mirror_s
-
-
-def _halves_s(algorithm: str, num_ranks: int, num_bytes: float, link: Link) -> tuple[float, float]:
-    """Seconds of the reducing half and of its mirror."""
-    power = 1 << (num_ranks.bit_length() - 1)
-    folded = num_bytes if algorithm == "halving" and not is_power_of_two(num_ranks) else 0
-    ranks = power if algorithm == "halving" else num_ranks
-    if algorithm in ("ring", "halving"):
-        messages = ranks - 1 if algorithm == "ring" else int(math.log2(ranks))
-        bytes_moved = (ranks - 1) / ranks * num_bytes + folded
-        messages += 1 if folded else 0
-    else:
-        assert algorithm in ("naive", "tree"), f"no formula for {algorithm}"
-        messages = ranks - 1 if algorithm == "naive" else (ranks - 1).bit_length()
-        bytes_moved = float(messages * num_bytes)
-    moved_s = messages * link.latency_s + bytes_moved / link.bytes_per_s
-    return moved_s + bytes_moved * link.reduce_s_per_byte, moved_s
-
-
-def chain_broadcast_s(num_ranks: int, num_bytes: float, segments: int, link: Link) -> float:
-    """Seconds of a chain broadcast in segments."""
-    if num_ranks == 1:
-        return 0.0
-    return (num_ranks - 2 + segments) * link.message_s(num_bytes / segments)
-
-
 def best_segments(num_bytes: int, num_ranks: int, latency_s: float, bandwidth: float) -> int:
     """Number of segments of the fastest chain broadcast: sqrt((p-2) N / (alpha B)).
 
@@ -178,8 +127,8 @@ def best_segments(num_bytes: int, num_ranks: int, latency_s: float, bandwidth: f
         return 1
     if latency_s == 0:
         return num_bytes
-    link = Link(latency_s, bandwidth)
     # The time is convex in S: the best integer is next to the root of its derivative.
     ideal = math.floor(math.sqrt((num_ranks - 2) * num_bytes / (latency_s * bandwidth)))
     near = {min(max(number, 1), num_bytes) for number in (ideal, ideal + 1)}
-    return min(sorted(near), key=lambda segments: chain_broadcast_s(num_ranks, num_bytes, segments, link))
+    hops = num_ranks - 2
+    return min(sorted(near), key=lambda s: (hops + s) * (latency_s + num_bytes / s / bandwidth))

@@ -23,7 +23,7 @@ _FORMAT = "plait host profile 1"
 
 @dataclass(frozen=True, slots=True, order=True)
 class ProfileEntry:
-    """What a fitted line was measured for. `storage`: "owned" by the transport, or "foreign" to it."""
+    """The measurements that a line was fitted to. `storage`: "owned" by the transport, or "foreign" to it."""
 
     transport: str
     verb: str

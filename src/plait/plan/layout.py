@@ -159,7 +159,7 @@ class UnitLayout:
 
     @property
     def trains(self) -> bool:
-        """Whether its parameters are trainable; False for a unit of frozen ones."""
+        """True if its parameters are trainable; False for a unit of frozen ones."""
         return bool(self.groups)
 
     @property

@@ -41,39 +41,35 @@ class LossScaling:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            near = _nearest_power(value)
-            is_count = field.name in ("interval", "hysteresis")
-            if not (_is_count(value) if is_count else is_power_of_two(value)):
-                raise ConfigError(
-                    f"the loss scale's {field.name} is out of range",
-                    given=f"{field.name}={value!r}",
-                    expected="a whole number from 1" if is_count else "a power of two in float32",
-                    hint=None if is_count or near is None else f"{field.name}={near}",
+            if field.name in ("interval", "hysteresis"):
+                is_valid, expected, near = (
+                    isinstance(value, int) and _is_number(value),
+                    "a whole number from 1",
+                    None,
                 )
+            else:
+                is_valid, expected = is_power_of_two(value), "a power of two in float32"
+                near = f"{field.name}={_nearest_power(value)}" if _is_number(value) else None
+            _require(is_valid, field.name, repr(value), expected, near)
         _require(self.growth > 1, "growth", self.growth, "more than 1")
         _require(self.backoff < 1, "backoff", self.backoff, "less than 1")
         fits = self.minimum <= self.initial
         _require(fits, "minimum", self.minimum, f"at most the initial scale, {self.initial}")
 
 
-def _require(ok: bool, name: str, value: float, expected: str) -> None:
+def _require(ok: bool, name: str, value: object, expected: str, hint: str | None = None) -> None:
     if not ok:
-        raise ConfigError(
-            f"the loss scale's {name} is out of range", given=f"{name}={value}", expected=expected
-        )
+        fact = f"the loss scale's {name} is out of range"
+        raise ConfigError(fact, given=f"{name}={value}", expected=expected, hint=hint)
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and _is_number(value)
-
-
 def is_power_of_two(value: Any) -> bool:
     return _is_number(value) and math.frexp(value)[0] == 0.5 and SMALLEST <= value <= LARGEST
 
 
-def _nearest_power(value: Any) -> float | None:
-    return 2.0 ** max(-126, min(127, round(math.log2(value)))) if _is_number(value) else None
+def _nearest_power(value: float) -> float:
+    return 2.0 ** max(-126, min(127, round(math.log2(value))))

@@ -25,13 +25,8 @@ CHOICES = {
     "optim_dtype": ("fp32", "bf16"),
     "offload": ("none", "cpu", "disk"),
 }
-_MIN = {
-    "dp": 0,
-    "zero": 0,
-    "shard": 0,
-    "prefetch": 0,
-    "chunks": 0,
-}  # smallest value of integer keys; 1 for all others
+# The smallest value of integer keys; 1 for all others.
+_MIN = {"dp": 0, "zero": 0, "shard": 0, "prefetch": 0, "chunks": 0}
 RECOMPUTE = re.compile(r"none|full|selective|every=[1-9][0-9]*")
 TP = re.compile(r"([1-9][0-9]*)(?:x([1-9][0-9]*))?")
 REDUCE = re.compile(r"fp32|bf16|fp16|int8|powersgd(?::([1-9][0-9]*))?")
@@ -150,8 +145,8 @@ class Plan:
     algorithm   all-reduce algorithm between data ranks on CPU: naive, ring, halving (recursive halving and
                 doubling), tree (binomial) or two-level (inside hosts, then between hosts); `auto`: the
                 backend decides. With a named algorithm gradients are sent in the dtype they are summed in,
-                and reduce=bf16 rounds every partial sum optim_dtype dtype in which optimizer states are
-                stored
+                and reduce=bf16 rounds every partial sum
+    optim_dtype dtype in which optimizer states are stored
     offload     where optimizer states, master weights and (zero=3) parameter shards are kept: `cpu` memory,
                 or memory-mapped files on `disk` for optimizer states and master weights (CPU ranks only)
     recompute   activation checkpointing: `full` keeps only each block's input and recomputes the block in
@@ -409,23 +404,23 @@ class Plan:
 
     @property
     def accumulates_full(self) -> bool:
-        """Whether micro-batches accumulate in full gradients, which are reduced once a step."""
+        """True if micro-batches accumulate in full gradients, which are reduced once a step."""
         return self.zero < 2 or self.accumulate == "unsharded" or self._owns_full_range
 
     @property
     def keeps_full_grads(self) -> bool:
-        """Whether a full gradient lives until the end of the step, rather than until its reduction."""
+        """True if a full gradient lives until the end of the step, rather than until its reduction."""
         return self.zero < 2 or (self.accumulates_full and self.micro > 1) or self._owns_full_range
 
     @property
     def algorithm_reduces_all(self) -> bool:
-        """Whether a named algorithm reduces full gradients over all data ranks, which leaves no separate
+        """True if a named algorithm reduces full gradients over all data ranks, which leaves no separate
         reduction over replicas."""
         return self.algorithm != "auto" and self.shard_degree == 1 and self.accumulates_full
 
     @property
     def _owns_full_range(self) -> bool:
-        """Whether this rank alone owns all gradients, so that sums need no memory besides the full
+        """True if this rank alone owns all gradients, so that sums need no memory besides the full
         gradients."""
         return self.shard_degree == 1 and self.offload != "cpu"
 

@@ -1,11 +1,11 @@
 """The order of all-gathers in a pass, and the deadlines by which reductions have to start.
 
-See [Note: one order of gathers] in `parallel/zero/exec_order.py` for how ranks agree on the order.
+See [Note: all-gather order] in `parallel/zero/exec_order.py` for how ranks agree on the order.
 
 [Note: reduction deadlines]
-At stage 3 a rank's backward walks a list of uses; before use q it starts the gathers up to q + prefetch
-and waits for that of q. Complete units are reduced in an order of their own; before a reduction starts, the
-one MAX_IN_FLIGHT positions earlier has to finish. A gather or a reduction finishes once all ranks have
+At stage 3 a rank's backward walks a list of uses; before use q it starts the gathers up to q + prefetch and
+waits for that of q. Complete units are reduced in an order of their own; when a reduction has started, the
+rank waits for the one MAX_IN_FLIGHT positions earlier. A gather or a reduction finishes once all ranks have
 started it. Without deadlines this deadlocks: rank A waits for the reduction of unit i, which rank B has not
 started, because on B a parameter of i gets no gradient and B would start it only at the end of backward. B
 has gone on and waits for a gather that A, which is blocked, has not started.
@@ -13,16 +13,21 @@ has gone on and waits for a gather that A, which is blocked, has not started.
 So a reduction has a deadline: before use q, a rank starts all reductions whose deadline is at most q, whether
 the unit is complete or not. A unit is complete after its last use at the earliest. Let M(j) be the latest
 last use among units 0 to j in reduction order. The deadline of unit i is M(i + MAX_IN_FLIGHT) + prefetch + 1;
-units without an i + MAX_IN_FLIGHT have none.
+the last MAX_IN_FLIGHT units have none: no rank waits for them within backward.
 
 Proof that this suffices: suppose that all ranks block. Let A be the least advanced, at p. All ranks have
 started the gathers up to p + prefetch, so A waits not for a gather but for the reduction of some i: it has
 started i + MAX_IN_FLIGHT. If that unit was complete, so were all before it, and M(i + MAX_IN_FLIGHT) <= p; if
-it was due, its own deadline had passed, which is later than that. Of all reductions that some rank waits for,
-let i be the first, and B a rank that has not started it. B does not wait for a reduction, as it would be one
-before i. So it waits for the gather of some q less than the deadline of i: q <= M(i + MAX_IN_FLIGHT) +
-prefetch <= p' + prefetch for every rank at p' that waits for i or a later reduction. All other ranks do, or
-wait for gathers further on. So all ranks have started the gather of q. Contradiction.
+it was started by its deadline, p is at least that deadline, which is larger than M(i + MAX_IN_FLIGHT). Of all
+reductions that some rank waits for, let i be the first, and B a rank that has not started it. B does not wait
+for a reduction, as it would be one before i. So it waits for the gather of some q less than the deadline of
+i: q <= M(i + MAX_IN_FLIGHT) + prefetch <= p' + prefetch for every rank at p' that waits for i or a later
+reduction. Every other rank waits for a gather, of q or of a later use. So all ranks have started the gather
+of q. Contradiction.
+
+A rank also waits when a gradient of a unit whose reduction is in flight arrives late. The reduction was then
+started by its deadline, so the rank is at least there. A rank that has not started it is at an earlier use,
+whose gather this rank has started: it does not wait for this one.
 """
 
 from collections.abc import Callable, Iterable, Sequence, Set
@@ -104,8 +109,8 @@ class ExecOrder(Generic[T]):
         return ExecOrder(forward, backward, {name(group) for group in self.always_unsharded})
 
     def kept_after_forward(self) -> set[T]:
-        """What stays unsharded from a forward with gradients to the next pass: the last use of forward is the
-        first of backward."""
+        """The entries that stay unsharded from a forward with gradients to the next pass: the last use of
+        forward is the first of backward."""
         return {*self.forward[-1:], *self.always_unsharded}
 
 

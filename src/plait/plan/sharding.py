@@ -215,7 +215,7 @@ class ParamSharding:
         return along_row * (cols if over_col is None else len(over_col.sharers(col)))
 
     def is_first(self, row: int, col: int) -> bool:
-        """Whether this rank is the first that holds its shard: the one that counts it in a norm."""
+        """True if this rank is the first that holds its shard: the one that counts it in a norm."""
         over_row, over_col = self._along("row"), self._along("col")
         first_row = row if over_row is not None else 0
         first_col = over_col.sharers(col)[0] if over_col is not None else 0

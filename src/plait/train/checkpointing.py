@@ -3,7 +3,7 @@
 [Note: failed saves]
 A failed save leaves earlier checkpoints and the training state intact, so it is logged as a warning, and the
 next save tries again: the disk may have space by then. After run.max_failed_saves failures in a row the run
-ends with the last one's error; with 1, after the first. The last save of a run, at its end or when it is told
+ends with the last one's error; with 1, after the first. The last save of a run, at its end or after a signal
 to stop, is waited for, and its failure is always an error.
 
 [Note: end of a background save]
@@ -17,13 +17,12 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from plait.checkpoint import Keep, Saver, staged_bytes
 from plait.comm import World
 from plait.errors import CheckpointError, CommError, PlaitError
-from plait.parallel import StateShard
+from plait.parallel.zero.state_io import StateShard
 from plait.train.config import RunConfig
 from plait.train.metrics import Metrics
 
@@ -47,9 +46,7 @@ class Checkpointing:
     def __enter__(self) -> "Checkpointing":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, PlaitError) and not isinstance(error, CommError):
             with contextlib.suppress(PlaitError):  # the error that ended the block is more useful
                 self._saver.finish()
@@ -61,12 +58,12 @@ class Checkpointing:
 
     @property
     def is_due(self) -> bool:
-        """Whether a save is due by rank 0's clock (run.checkpoint_minutes); False on other ranks."""
+        """True if a save is due by rank 0's clock (run.checkpoint_minutes); False on other ranks."""
         return self._by_clock and time.monotonic() - self._last_save_s >= 60 * self._config.checkpoint_minutes
 
     @property
     def has_ended(self) -> bool:
-        """Whether the save in progress has finished, as far as this rank can see."""
+        """True if the save in progress has finished, as far as this rank can see."""
         return self._saver.has_ended
 
     def save(

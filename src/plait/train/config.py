@@ -6,10 +6,9 @@ error for a value of the wrong type names its key.
 
 import json
 import tomllib
-import typing
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -26,6 +25,9 @@ OPTIMIZERS = (
 
 MONTH_S = 30 * 86400.0
 
+Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
+
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -35,82 +37,40 @@ class RunConfig(Section):
     """`[run]`: directory, length and intervals. Every `*_every` is in steps; 0 means never."""
 
     dir: Path
-    steps: int = Field(ge=1)
-    batch: int = Field(ge=1, description="sequences per step, over all ranks")
-    seed: int = Field(default=0, ge=0, lt=2**63, description="for initial weights, dropout and sample order")
-    log_every: int = Field(default=10, ge=1)
-    evaluate_every: int = Field(
-        default=100, ge=0, description="also before the first step and after the last"
-    )
-    evaluate_batches: int = Field(
-        default=8, ge=1, description="batches of validation sequences per evaluation"
-    )
-    checkpoint_every: int = Field(
-        default=100, ge=0, description="also after the last step, and when stopped by a signal"
-    )
-    checkpoint_minutes: float = Field(
-        default=0.0,
-        ge=0,
-        le=MONTH_S / 60,
-        description="since the last save, by rank 0's clock; 0 means never",
-    )
-    keep_last: int = Field(default=2, ge=1)
-    keep_every: int = Field(default=0, ge=0, description="also keep checkpoints at multiples of this step")
-    keep_best: bool = Field(default=False, description="also keep the one with the lowest validation loss")
-    save_in_background: bool = Field(
-        default=False, description="training waits for a copy in memory, not for the disk"
-    )
-    max_failed_saves: int = Field(
-        default=3, ge=1, description="failed saves in a row that end the run; see checkpointing.py"
-    )
-    check_replicas_every: int = Field(
-        default=100, ge=0, description="compare replicated weights between ranks; also before each save"
-    )
-    check_stragglers_every: int = Field(
-        default=50, ge=0, description="compare the time of each rank's own work"
-    )
-    straggler_factor: float = Field(
-        default=1.5, gt=1, description="slow means this many times the median of the other ranks"
-    )
-    spike_factor: float = Field(
-        default=0.0, ge=0, description="a spike is this many typical deviations above the median loss; 0: off"
-    )
-    spike_window: int = Field(
-        default=100, ge=4, description="steps that define the typical loss; see loss_spikes.py"
-    )
-    spike_skip: int = Field(default=100, ge=0, description="batches skipped after the spike, too")
-    max_spikes: int = Field(default=3, ge=0, description="rollbacks before the run ends with an error")
-    max_skipped: int = Field(
-        default=10,
-        ge=1,
-        description="steps in a row without a finite gradient that end the run; see trainer.py",
-    )
-    timeout_s: float = Field(
-        default=600.0, gt=0, le=MONTH_S, description="how long a rank waits for another rank"
-    )
-    hang_s: float = Field(
-        default=300.0,
-        ge=0,
-        le=MONTH_S,
-        description="time without a step after which all ranks write their stacks and exit",
-    )
-    save_s: float = Field(
-        default=60.0, gt=0, le=MONTH_S, description="from a stop signal until local ranks are killed"
-    )
+    steps: Positive
+    batch: Positive  # sequences per step, over all ranks
+    seed: int = Field(default=0, ge=0, lt=2**63)  # for initial weights, dropout and sample order
+    log_every: Positive = 10
+    evaluate_every: Count = 100  # also before the first step and after the last
+    evaluate_batches: Positive = 8  # batches of validation sequences per evaluation
+    checkpoint_every: Count = 100  # also after the last step, and when stopped by a signal
+    # since the last save, by rank 0's clock; 0 means never
+    checkpoint_minutes: float = Field(default=0.0, ge=0, le=MONTH_S / 60)
+    keep_last: Positive = 2
+    keep_every: Count = 0  # also keep checkpoints at multiples of this step
+    keep_best: bool = False  # also keep the one with the lowest validation loss
+    save_in_background: bool = False  # training waits for a copy in memory, not for the disk
+    max_failed_saves: Positive = 3  # failed saves in a row that end the run; see checkpointing.py
+    check_replicas_every: Count = 100  # compare replicated weights between ranks; also before each save
+    check_stragglers_every: Count = 50  # compare the time of each rank's own work
+    straggler_factor: float = Field(default=1.5, gt=1)  # slow: so many times the median of the other ranks
+    # a spike is this many typical deviations above the median loss; 0: off
+    spike_factor: float = Field(default=0.0, ge=0)
+    spike_window: int = Field(default=100, ge=4)  # steps that define the typical loss; see loss_spikes.py
+    spike_skip: Count = 100  # batches skipped after the spike, too
+    max_spikes: Count = 3  # rollbacks before the run ends with an error
+    max_skipped: Positive = 10  # steps in a row without a finite gradient that end the run; see trainer.py
+    timeout_s: float = Field(default=600.0, gt=0, le=MONTH_S)  # how long a rank waits for another rank
+    # time without a step after which all ranks write their stacks and exit
+    hang_s: float = Field(default=300.0, ge=0, le=MONTH_S)
+    # from a stop signal until local ranks are killed
+    save_s: float = Field(default=60.0, gt=0, le=MONTH_S)
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    transport: Literal["auto", "host", "gloo", "nccl"] = Field(
-        default="auto", description="how ranks communicate; on CPUs shared memory (host) or Gloo"
-    )
-    offload_dir: Path | None = Field(
-        default=None, description="for offload=disk: a folder on a local disk of each host"
-    )
-    trace: Path | None = Field(
-        default=None, description="file for a trace of the pipeline's actions in steps 3 to 5"
-    )
-    probe: bool = Field(
-        default=False,
-        description="before the first step, compare gradients with the one-process model's",
-    )
+    # how ranks communicate; on CPUs shared memory (host) or Gloo
+    transport: Literal["auto", "host", "gloo", "nccl"] = "auto"
+    offload_dir: Path | None = None  # for offload=disk: a folder on a local disk of each host
+    trace: Path | None = None  # file for a trace of the pipeline's actions in steps 3 to 5
+    probe: bool = False  # before the first step, compare gradients with the one-process model's
 
 
 class ModelConfig(Section):
@@ -121,9 +81,7 @@ class ModelConfig(Section):
     config: dict[str, Any] | None = None
     path: Path | None = None
     pretrained: bool = False
-    tensor_plan: dict[str, str] | None = Field(
-        default=None, description="how `tp` shards layers, on top of the model's own plan"
-    )
+    tensor_plan: dict[str, str] | None = None  # how `tp` shards layers, on top of the model's own plan
 
 
 class OptimizerConfig(Section):
@@ -131,7 +89,7 @@ class OptimizerConfig(Section):
 
     name: str = "AdamW"
     lr: float = Field(gt=0)
-    weight_decay: float = Field(default=0.0, ge=0, description="not applied to norms and biases")
+    weight_decay: float = Field(default=0.0, ge=0)  # not applied to norms and biases
     clip_norm: float | None = Field(default=None, gt=0)
     clip_value: float | None = Field(default=None, gt=0)
     args: dict[str, Any] = {}
@@ -144,10 +102,8 @@ class ScheduleConfig(Section):
     """`[schedule]`: the learning rate schedule, one of transformers.get_scheduler's."""
 
     name: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = "cosine"
-    warmup: int = Field(default=0, ge=0, description="steps from 0 up to optimizer.lr")
-    decay: int | None = Field(
-        default=None, ge=1, description="for warmup_stable_decay: the last steps, down to 0"
-    )
+    warmup: Count = 0  # steps from 0 up to optimizer.lr
+    decay: Positive | None = None  # for warmup_stable_decay: the last steps, down to 0
 
 
 class LossScaleConfig(Section):
@@ -169,9 +125,9 @@ class SampleConfig(Section):
     """`[sample]`: text generated by the trained model at the end. With tokens=0 there is none."""
 
     prompt: str = ""
-    tokens: int = Field(default=0, ge=0)
-    temperature: float = Field(default=0.8, ge=0, description="0 takes the most likely token")
-    top_k: int = Field(default=50, ge=1)
+    tokens: Count = 0
+    temperature: float = Field(default=0.8, ge=0)  # 0 takes the most likely token
+    top_k: Positive = 50
 
 
 class Recipe(Section):
@@ -306,9 +262,9 @@ def _config_error(error: ValidationError, source: str) -> ConfigError:
 
 
 def _keys(path: list[str]) -> list[str]:
-    model: type[BaseModel] = Recipe
+    model: Any = Recipe
     for part in path:
-        model = typing.cast(type[BaseModel], model.model_fields[part].annotation)
+        model = model.model_fields[part].annotation
     return list(model.model_fields)
 
 

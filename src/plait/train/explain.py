@@ -14,13 +14,13 @@ from plait.data.tokenizer import read_tokenizer
 from plait.errors import ConfigError
 from plait.estimate.dry_run import Cluster
 from plait.estimate.explain import Explanation, RankClass, explain
-from plait.models import read_config
 from plait.plan import AXES, CommCount, CommKey, Plan
 from plait.plan.comm_log import sum_traffic, to_rows
 from plait.plan.estimate.traffic import ring_bytes
+from plait.tables import counted, facts_table, format_bytes, table
 from plait.train.config import Recipe
 from plait.train.measurements import Measurements
-from plait.train.model import check_config, model_on_meta
+from plait.train.model import check_config, config_of, model_on_meta
 from plait.train.optimizer import check_optimizer_args, optimizer_class
 from plait.train.report import memory_table, used_categories
 
@@ -57,89 +57,73 @@ def print_explanation(
 def plan_table(explanation: Explanation, measured: Measurements | None) -> Table:
     """Return a table of plan, grid, model and schedule."""
     plan, grid = explanation.plan, explanation.grid
-    table = Table(title="plan", show_header=False, title_justify="left")
-    table.add_column()
-    table.add_column()
-    axes = ("pp", "replicate", "shard", "row", "col")
-    degrees = " x ".join(f"{axis} {grid.degree(axis)}" for axis in axes if grid.degree(axis) > 1)
-    ranks = "1 rank" if grid.num_ranks == 1 else f"{grid.num_ranks:,} ranks: {degrees}"
-    table.add_row("plan", str(plan))
-    table.add_row("grid", ranks)
-    table.add_row("model", f"{explanation.model}, {explanation.num_parameters:,} parameters")
+    degrees = " x ".join(f"{axis} {grid.degree(axis)}" for axis in AXES if grid.degree(axis) > 1)
     shape = " x ".join(map(str, explanation.micro_shape))
-    table.add_row("micro-batch", f"{shape}, {plan.micro} per step on each data rank")
-    table.add_row("transport", explanation.transport)
+    facts = {
+        "plan": str(plan),
+        "grid": counted(grid.num_ranks, "rank") + (f": {degrees}" if degrees else ""),
+        "model": f"{explanation.model}, {explanation.num_parameters:,} parameters",
+        "micro-batch": f"{shape}, {plan.micro} per step on each data rank",
+        "transport": explanation.transport,
+    }
     if plan.pp > 1:
         bubble = f"{explanation.bubble:.1%} of the time, if all stages take equally long"
         if measured is not None and measured.bubble is not None:
             bubble += f"; {measured.bubble:.1%} measured"
-        table.add_row("schedule", f"{plan.schedule}, {explanation.num_stages} stages")
-        table.add_row("bubble", bubble)
-    return table
+        facts |= {"schedule": f"{plan.schedule}, {explanation.num_stages} stages", "bubble": bubble}
+    return facts_table("plan", facts.items())
 
 
 def shards_table(explanation: Explanation) -> Table:
     """Return the parameter shards, with a row per class of equal ranks."""
-    table = Table(
-        title="shards per rank",
-        title_justify="left",
-        caption="boxes: slices of full tensors\nupdated: elements the optimizer updates, with padding",
-        caption_justify="left",
+    rows = (
+        (format_ranks(row.ranks), _blocks(row), f"{row.parameters:,}", f"{row.boxes:,}", f"{row.owned:,}")
+        for row in explanation.rank_classes
     )
-    for heading in ("ranks", "blocks"):
-        table.add_column(heading)
-    for heading in ("parameters", "boxes", "updated"):
-        table.add_column(heading, justify="right")
-    for row in explanation.rank_classes:
-        numbers = (f"{number:,}" for number in (row.parameters, row.boxes, row.owned))
-        table.add_row(format_ranks(row.ranks), ", ".join(_blocks(row)), *numbers)
-    return table
+    return table(
+        "shards per rank",
+        ("ranks", "blocks", "parameters", "boxes", "updated"),
+        rows,
+        left=("ranks", "blocks"),
+        caption="boxes: slices of full tensors\nupdated: elements the optimizer updates, with padding",
+    )
 
 
 def memory_by_class_table(explanation: Explanation) -> Table:
     """Return the estimated bytes by category, with a row per class of equal ranks."""
-    rows = explanation.rank_classes
-    on_device, elsewhere = used_categories(*(row.memory for row in rows))
-    table = Table(title="memory per rank", title_justify="left", padding=0)
-    for heading in ("ranks", *on_device, "total", *elsewhere):
-        table.add_column(heading, justify="left" if heading == "ranks" else "right")
-    for row in rows:
-        numbers = [getattr(row.memory, name) for name in (*on_device, "total", *elsewhere)]
-        table.add_row(format_ranks(row.ranks), *("unknown" if n is None else _bytes(n) for n in numbers))
-    return table
+    classes = explanation.rank_classes
+    on_device, elsewhere = used_categories(*(row.memory for row in classes))
+    names = (*on_device, "total", *elsewhere)
+    rows = (
+        (format_ranks(row.ranks), *(format_bytes(getattr(row.memory, name)) for name in names))
+        for row in classes
+    )
+    return table("memory per rank", ("ranks", *names), rows, left=("ranks",), padding=0)
 
 
-def _blocks(row: RankClass) -> Iterator[str]:
-    for first, last in row.blocks:
-        yield first if first == last else f"{first} to {last.rpartition('.')[2]}"
+def _blocks(row: RankClass) -> str:
+    return ", ".join(
+        first if first == last else f"{first} to {last.rpartition('.')[2]}" for first, last in row.blocks
+    )
 
 
 def traffic_table(explanation: Explanation, row: RankClass) -> Table:
     """Return the traffic of one step."""
-    table = Table(
-        title=f"communication per step of {_describe_ranks(row.ranks)}",
-        title_justify="left",
+    made = table(
+        f"communication per step of {_describe_ranks(row.ranks)}",
+        ("for", "operation", "over", "calls", "bytes", "sent"),
+        left=("for", "operation", "over"),
         caption="bytes: of the full tensors; sent: by ring algorithms, the lower bound",
-        caption_justify="left",
     )
-    for heading in ("for", "operation", "over", "calls", "bytes", "sent"):
-        table.add_column(heading, justify="right" if heading in ("calls", "bytes", "sent") else "left")
     for strand, traffic in row.traffic.items():
-        for (operation, over), counts in _merged(traffic):
+        for printed, counts in _merged(traffic):
             total = sum(counts.values(), CommCount())
-            sent_bytes = ring_bytes(counts, explanation.grid)
-            table.add_row(
-                _PURPOSE[strand],
-                operation,
-                over,
-                f"{total.count:,}",
-                _bytes(total.num_bytes),
-                _bytes(sent_bytes),
-            )
+            sizes = (total.num_bytes, ring_bytes(counts, explanation.grid))
+            made.add_row(_PURPOSE[strand], *printed, f"{total.count:,}", *map(format_bytes, sizes))
     total_sent_bytes = ring_bytes(sum_traffic(row.traffic.values()), explanation.grid)
-    table.add_section()
-    table.add_row("total", "", "", "", "", _bytes(total_sent_bytes))
-    return table
+    made.add_section()
+    made.add_row("total", "", "", "", "", format_bytes(total_sent_bytes))
+    return made
 
 
 def _merged(
@@ -162,23 +146,15 @@ def _print_comparison(row: RankClass, measured: Measurements, console: Console) 
     rank = row.ranks[0]
     actual = measured.of_rank(rank)
     console.print(memory_table(row.memory, actual.memory, f"of rank {rank}"))
-    table = Table(title=f"communication of rank {rank} in step {measured.step}", title_justify="left")
-    columns = ("estimated calls", "measured", "estimated bytes", "measured", "difference")
-    for heading in ("operation", "over", *columns):
-        table.add_column(heading, justify="right" if heading in columns else "left")
-    estimates = _by_printed(sum_traffic(row.traffic.values()))
-    measurements = _by_printed(actual.traffic)
+    estimates, measurements = _by_printed(sum_traffic(row.traffic.values())), _by_printed(actual.traffic)
+    rows = []
     for printed in sorted({*estimates, *measurements}):
-        estimate, count = estimates.get(printed, CommCount()), measurements.get(printed, CommCount())
-        table.add_row(
-            *printed,
-            f"{estimate.count:,}",
-            f"{count.count:,}",
-            _bytes(estimate.num_bytes),
-            _bytes(count.num_bytes),
-            _difference(estimate, count),
-        )
-    console.print(table)
+        counts = estimates.get(printed, CommCount()), measurements.get(printed, CommCount())
+        calls, sizes = (f"{c.count:,}" for c in counts), (format_bytes(c.num_bytes) for c in counts)
+        rows.append((*printed, *calls, *sizes, _difference(*counts)))
+    headings = ("estimated calls", "measured", "estimated bytes", "measured", "difference")
+    title = f"communication of rank {rank} in step {measured.step}"
+    console.print(table(title, ("operation", "over", *headings), rows, left=("operation", "over")))
 
 
 def _by_printed(traffic: Mapping[CommKey, CommCount]) -> dict[tuple[str, str], CommCount]:
@@ -209,14 +185,6 @@ def format_ranks(ranks: Sequence[int], most: int = 4) -> str:
 
 def _describe_ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"each of ranks {format_ranks(ranks)}"
-
-
-def _bytes(num_bytes: int) -> str:
-    """Format bytes in the largest unit in which the value is at least 1."""
-    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= factor:
-            return f"{num_bytes / factor:,.1f} {unit}"
-    return f"{num_bytes} B"
 
 
 def cluster_from_recipe(recipe: Recipe, host_size: int | None = None) -> Cluster:
@@ -258,12 +226,7 @@ def explain_recipe(recipe: Recipe, cluster: Cluster) -> Explanation:
 
 def _config(recipe: Recipe) -> dict[str, Any]:
     """Return the model config with a vocab_size: the tokenizer's, or the size it is to be trained to."""
-    model = recipe.model
-    if model.config is not None:
-        config = dict(model.config)
-    else:
-        assert model.path is not None, "a recipe's model has a configuration or a path"
-        config = read_config(model.path)
+    config = config_of(recipe.model)
     if "vocab_size" in config:
         return config
     if recipe.tokenizer.vocab_size is not None:

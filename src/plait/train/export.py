@@ -9,7 +9,7 @@ from transformers.utils import logging as transformers_logging
 
 from plait import checkpoint
 from plait.checkpoint import Checkpoint, write_hugging_face
-from plait.data.tokenizer import load_tokenizer
+from plait.data.tokenizer import read_tokenizer
 from plait.errors import CheckpointError
 from plait.models import causal_lm_on_meta
 from plait.plan import Plan
@@ -49,7 +49,7 @@ def load_trained(
     if mismatched:
         raise CheckpointError("the checkpoint is of another model", given=f"{saved.path}: {mismatched[0]}")
     trained: PreTrainedModel = model.to(device).eval()
-    return trained, load_tokenizer(run.tokenizer)
+    return trained, read_tokenizer(run.tokenizer)
 
 
 def export(run: RunDir, out: Path, dtype: str | None = None) -> None:

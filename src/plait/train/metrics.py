@@ -10,19 +10,17 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from torch.utils.tensorboard.writer import SummaryWriter
 
 from plait.errors import RunError
-from plait.fileio import write_text
+from plait.fileio import finite_json, write_text
 from plait.train.run_dir import RunDir
 
 _CURVES = {"loss", "lr", "grad_norm", "tokens_per_s", "mfu", "skipped_steps", "loss_scale"}
@@ -71,6 +69,8 @@ class Metrics:
         self._progress: Progress | None = None
         if console is None:
             return
+        from torch.utils.tensorboard.writer import SummaryWriter
+
         self._path = run.path
         with self._writing():
             truncate_metrics(run.metrics, first_step or -1)  # the records of step 0 are written again
@@ -78,7 +78,14 @@ class Metrics:
             # `purge_step`: TensorBoard drops what an earlier process wrote for later steps
             self._board = SummaryWriter(str(run.tensorboard), purge_step=first_step + 1, flush_secs=30)
         if console.is_terminal:
-            self._progress = _progress_line(console)
+            self._progress = Progress(  # in 80 columns, for numbers of the usual size
+                TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+                BarColumn(bar_width=8),
+                TextColumn("{task.fields[text]}"),
+                TimeRemainingColumn(),
+                console=console,
+                refresh_per_second=4,
+            )
             self._task = self._progress.add_task("", total=steps, completed=first_step, text="starting")
 
     def __enter__(self) -> "Metrics":
@@ -86,9 +93,7 @@ class Metrics:
             self._progress.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._progress is not None:
             self._progress.stop()
         if self._console is None:
@@ -111,12 +116,25 @@ class Metrics:
                 hint="free some disk space, then --resume",
             ) from error
 
+    def _record(self, record: Mapping[str, Any], *, flush: bool = True) -> None:
+        if self._console is not None:
+            with self._writing():
+                self._file.write(_json_line(record))
+            if flush:
+                self.flush()
+
+    def flush(self) -> None:
+        """Write buffered records to the file."""
+        if self._console is not None:
+            with self._writing():
+                self._file.flush()
+
     def step(self, metrics: StepMetrics) -> None:
         """Record a step: each one in the file, every `log_every`-th on the console and in TensorBoard."""
         if self._console is None:
             return
-        with self._writing():
-            self._file.write(_json_line(_without_none(metrics)))
+        values = {name: value for name, value in vars(metrics).items() if value is not None}
+        self._record(values, flush=False)
         self._since_log.append(metrics)
         if metrics.skipped:
             scale = "" if metrics.loss_scale is None else f" (loss scale {metrics.loss_scale:g})"
@@ -128,18 +146,17 @@ class Metrics:
         if self._progress is None:
             self.log(f"step {metrics.step}/{self._steps}  {self._text(self._since_log)}{self._time_left()}")
         with self._writing():
-            for name in _CURVES & _without_none(metrics).keys():
-                self._board.add_scalar(f"train/{name}", getattr(metrics, name), metrics.step)
-            self._file.flush()
+            for name in _CURVES & values.keys():
+                self._board.add_scalar(f"train/{name}", values[name], metrics.step)
+        self.flush()
         self._since_log.clear()
 
     def validation(self, step: int, loss: float) -> None:
         """Record an evaluation after `step` steps."""
         if self._console is None:
             return
+        self._record({"step": step, "validation_loss": loss})
         with self._writing():
-            self._file.write(_json_line({"step": step, "validation_loss": loss}))
-            self._file.flush()
             self._board.add_scalar("validation/loss", loss, step)
         self.log(f"step {step}/{self._steps}  validation loss {loss:.4f}")
 
@@ -152,18 +169,6 @@ class Metrics:
         """Print and record a problem after `step` steps that does not end the run."""
         self._record({"step": step, "warning": text})
         self.log(f"warning: {text}")
-
-    def _record(self, record: dict[str, Any]) -> None:
-        if self._console is not None:
-            with self._writing():
-                self._file.write(_json_line(record))
-                self._file.flush()
-
-    def flush(self) -> None:
-        """Write buffered records to the file."""
-        if self._console is not None:
-            with self._writing():
-                self._file.flush()
 
     def log(self, text: str) -> None:
         """Print a line on the console."""
@@ -182,18 +187,6 @@ class Metrics:
         window = self._since_log
         left_s = (self._steps - window[-1].step) * sum(step.seconds for step in window) / len(window)
         return f"  {time.strftime('%H:%M:%S', time.gmtime(left_s))} left" if left_s < 86400 else ""
-
-
-def _progress_line(console: Console) -> Progress:
-    """Build a progress line that fits in 80 columns for numbers of the usual size."""
-    return Progress(
-        TextColumn("{task.completed:.0f}/{task.total:.0f}"),
-        BarColumn(bar_width=8),
-        TextColumn("{task.fields[text]}"),
-        TimeRemainingColumn(),
-        console=console,
-        refresh_per_second=4,
-    )
 
 
 def truncate_metrics(path: Path, last_step: int) -> None:
@@ -218,16 +211,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def _without_none(metrics: StepMetrics) -> dict[str, Any]:
-    return {name: value for name, value in vars(metrics).items() if value is not None}
-
-
-def _json_line(record: dict[str, Any]) -> str:
-    finite = {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in record.items()
-    }
-    return json.dumps(finite) + "\n"
+def _json_line(record: Mapping[str, Any]) -> str:
+    return json.dumps(finite_json(dict(record))) + "\n"
 
 
 def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:

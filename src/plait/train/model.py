@@ -5,9 +5,9 @@ from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from plait.api import check_shardable
 from plait.checkpoint import HuggingFaceFiles
 from plait.data.dataset import check_sequence
+from plait.engine.spec import validate
 from plait.errors import ModelError, RunError, unknown_key_hint
 from plait.models import causal_lm_on_meta, pretrained_causal_lm, read_config
 from plait.plan import Plan
@@ -24,11 +24,16 @@ def complete_config(
 
     Adds `vocab_size` and the ids of the special tokens where they are not given. Raises ModelError.
     """
+    specials = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": tokenizer.bos_token_id}
+    return {"vocab_size": vocab_size, **(specials if model.config is not None else {}), **config_of(model)}
+
+
+def config_of(model: ModelConfig) -> dict[str, Any]:
+    """Return the Hugging Face configuration of the recipe or its file. Raises ModelError."""
     if model.config is not None:
-        specials = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": tokenizer.bos_token_id}
-        return {"vocab_size": vocab_size, **specials, **model.config}
+        return model.config
     assert model.path is not None, "a recipe's model has a configuration or a path"
-    return {"vocab_size": vocab_size, **read_config(model.path)}
+    return read_config(model.path)
 
 
 def check_config(model: ModelConfig, sequence: int, plan: Plan) -> None:
@@ -44,7 +49,7 @@ def check_config(model: ModelConfig, sequence: int, plan: Plan) -> None:
         HuggingFaceFiles.open(model.path)
     on_meta = model_on_meta(model)
     check_sequence(sequence, getattr(on_meta.config, "max_position_embeddings", None))
-    check_shardable(on_meta, plan, model.tensor_plan)
+    validate(on_meta, plan, tensor_plan=model.tensor_plan)
 
 
 def initial_model(model: ModelConfig) -> tuple[PreTrainedModel, Path | None]:
@@ -54,9 +59,8 @@ def initial_model(model: ModelConfig) -> tuple[PreTrainedModel, Path | None]:
     CheckpointError.
     """
     on_meta = model_on_meta(model)
-    if not model.pretrained:
+    if not model.pretrained or model.path is None:
         return on_meta, None
-    assert model.path is not None, "pretrained weights have a path"
     if HuggingFaceFiles.open(model.path).direct_read_problem(on_meta) is None:
         return on_meta, model.path
     return pretrained_causal_lm(str(model.path)), None

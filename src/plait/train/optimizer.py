@@ -11,7 +11,7 @@ import torch
 from transformers import get_scheduler
 
 from plait.errors import ConfigError, unknown_key_hint
-from plait.optim import states_per_element
+from plait.optim.flat import states_per_element
 from plait.train.config import OptimizerConfig, ScheduleConfig
 
 

@@ -1,27 +1,87 @@
-"""Check a run, build its data and create its directory, before the first rank starts."""
+"""Decide what a recipe means: check it, build its data and create its directory, before the first rank."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from plait.api import check_shardable
 from plait.checkpoint import Checkpoint
 from plait.data.build import build
-from plait.data.dataset import TokenStore
+from plait.data.dataset import TokenStore, open_store
 from plait.data.loader import check_samples
-from plait.data.tokenizer import load_tokenizer
+from plait.data.tokenizer import read_tokenizer
+from plait.engine.spec import validate
 from plait.errors import ConfigError, PlanError, RunError
 from plait.fileio import check_output_paths
 from plait.models import causal_lm_on_meta
-from plait.optim import MappedFile
+from plait.optim.mapped import MappedFile
 from plait.plan import Plan
 from plait.train.config import LossScaleConfig, Recipe, RunConfig, differences, read_recipe
 from plait.train.model import check_config, check_prompt, complete_config, prompt_ids
-from plait.train.optimizer import check_optimizer_args
+from plait.train.optimizer import check_optimizer_args, optimizer_class
 from plait.train.resume import find_newest, rewind
 from plait.train.run_dir import RunDir, create_run_dir, lock_run, rewrite_recipe
+
+
+@dataclass(frozen=True)
+class ResolvedRun:
+    """A recipe with everything decided; the ranks only act on it.
+
+    recipe  as saved in the run directory: complete, with absolute paths
+    plan    with its number of ranks
+    """
+
+    recipe: Recipe
+    plan: Plan
+    dir: RunDir
+    store: TokenStore
+
+    @classmethod
+    def open(cls, recipe: Recipe, ranks: int) -> "ResolvedRun":
+        """Return the run of a saved recipe, whose data `prepare` has hashed. Raises a PlaitError."""
+        store = open_store(recipe.data, recipe.tokenizer, verify=False)
+        return cls(recipe, Plan.parse(recipe.plan).resolved(ranks), RunDir(recipe.run.dir), store)
+
+    def engine_args(self) -> dict[str, Any]:
+        """Arguments of `parallelize`, without those of the model's weights and the world."""
+        recipe, optimizer = self.recipe, self.recipe.optimizer
+        return {
+            "plan": self.plan,
+            "optimizer": optimizer_class(optimizer),
+            "optimizer_args": optimizer.torch_args(),
+            "clip_norm": optimizer.clip_norm,
+            "clip_value": optimizer.clip_value,
+            "loss_scaling": recipe.loss_scale.scaling() if self.plan.precision == "fp16" else None,
+            "offload_dir": recipe.run.offload_dir if self.plan.offload == "disk" else None,
+            "tensor_plan": recipe.model.tensor_plan,
+            "probe": recipe.run.probe,
+            "seed": recipe.run.seed,
+        }
+
+    def facts(self) -> dict[str, object]:
+        """Return the facts that a checkpoint must share with the run to be loaded by it."""
+        recipe = self.recipe
+        path = str(recipe.model.path) if recipe.model.path else None
+        return {
+            "model": {"config": recipe.model.config, "path": path},
+            "data": self.store.digest,
+            "optimizer": recipe.optimizer.name,
+            # the order of samples: if it changed, a resumed run would see some twice and others never
+            "samples": {
+                "batch": recipe.run.batch,
+                "sequence": recipe.data.sequence,
+                "order": recipe.data.order,
+                "seed": recipe.run.seed,
+            },
+        }
+
+    def check_checkpoint(self, saved: Checkpoint) -> None:
+        """Raise CheckpointError unless the checkpoint has this run's model, data, optimizer and samples."""
+        for fact, value in self.facts().items():
+            saved.check_same(fact, value)
 
 
 def prepare(
@@ -34,7 +94,7 @@ def prepare(
     ranks: int | None = None,
     local: bool = True,
     lock: ExitStack | None = None,
-) -> Recipe:
+) -> ResolvedRun:
     """Check a run as far as possible without ranks, build its data and create its directory.
 
     source  a recipe; with `resume` also a run directory
@@ -43,56 +103,40 @@ def prepare(
     local   whether all ranks run on this host
     lock    holds the run's lock when this returns
 
-    Returns the resolved recipe, as saved in the run directory. Raises a PlaitError, and then has created no
-    directory.
+    Raises a PlaitError, and then has created no directory.
     """
     recipe = _read(source, sets, plan, resume)
-    run = RunDir(recipe.run.dir)
-    resolved = _resolve_plan(recipe, ranks, local)
+    run_dir = RunDir(recipe.run.dir)
+    resolved = _check(recipe, ranks, local)
     if resume:
-        saved = run.read_recipe(sets, plan)
-        lock_run(run, lock)
-        newest = find_newest(run.checkpoints) if start is None else None
-    elif run.path.exists() and (not run.path.is_dir() or any(run.path.iterdir())):
+        saved = run_dir.read_recipe(sets, plan)
+        lock_run(run_dir, lock)
+        newest = find_newest(run_dir.checkpoints) if start is None else None
+    elif run_dir.path.exists() and (not run_dir.path.is_dir() or any(run_dir.path.iterdir())):
         raise RunError(
             "the run directory already exists",
-            given=f"run.dir = {run.path}",
-            hint=f"--resume to continue the run, or --set run.dir={run.path}-2",
+            given=f"run.dir = {run_dir.path}",
+            hint=f"--resume to continue the run, or --set run.dir={run_dir.path}-2",
         )
     store = build(recipe.data, recipe.tokenizer)
-    recipe = _resolve(recipe, store, resolved)
-
-    def check(saved: Checkpoint) -> None:
-        check_checkpoint(saved, recipe, store)
-
+    run = ResolvedRun(_complete(recipe, store, resolved), resolved, run_dir, store)
     if not resume:
-        create_run_dir(run, recipe, store, start, check)
-        lock_run(run, lock)
-        return recipe
-    _check_unchanged(recipe, saved, run)
+        create_run_dir(run_dir, run.recipe, store, start, run.check_checkpoint)
+        lock_run(run_dir, lock)
+        return run
+    changed = differences(run.recipe, saved)
+    if changed:
+        raise RunError(
+            "the recipe has changed since the run started",
+            given=f"{', '.join(changed[:5])} differ from {run_dir.recipe}",
+            hint=f"plait train {run_dir.path} --resume, with --set for each change",
+        )
     if start is not None:
-        rewind(run.checkpoints, start, check)
+        rewind(run_dir.checkpoints, start, run.check_checkpoint)
     elif newest is not None:
-        check(newest)
-    rewrite_recipe(run, recipe)
-    return recipe
-
-
-def _resolve_plan(recipe: Recipe, ranks: int | None, local: bool) -> Plan:
-    """Return the plan with its number of ranks. Raises a PlaitError if it does not fit the recipe."""
-    requested = Plan.parse(recipe.plan)
-    num_ranks = ranks if ranks is not None else num_local_ranks(requested, recipe.run.device)
-    resolved = requested.resolved(num_ranks)
-    resolved.check_ranks(num_ranks)
-    _check_batch(resolved, recipe.run.batch)
-    _check_loss_scale(resolved, recipe.loss_scale)
-    _check_offload(resolved, recipe.run)
-    check_output_paths({"run.trace": recipe.run.trace})
-    if local:
-        _check_devices(resolved.num_ranks, recipe.run.device)
-    check_optimizer_args(recipe.optimizer)
-    check_config(recipe.model, recipe.data.sequence, resolved)
-    return resolved
+        run.check_checkpoint(newest)
+    rewrite_recipe(run_dir, run.recipe)
+    return run
 
 
 def _read(source: Path, sets: Sequence[str], plan: str | None, resume: bool) -> Recipe:
@@ -116,118 +160,54 @@ def num_local_ranks(plan: Plan, device: str) -> int:
     return max(1, gpus // plan.min_ranks) * plan.min_ranks
 
 
-def run_facts(recipe: Recipe, store: TokenStore) -> dict[str, object]:
-    """Return the facts that a checkpoint must share with the run to be loaded by it."""
-    path = str(recipe.model.path) if recipe.model.path else None
-    return {
-        "model": {"config": recipe.model.config, "path": path},
-        "data": store.digest,
-        "optimizer": recipe.optimizer.name,
-        # the order of samples: if it changed, a resumed run would see some twice and others never
-        "samples": {
-            "batch": recipe.run.batch,
-            "sequence": recipe.data.sequence,
-            "order": recipe.data.order,
-            "seed": recipe.run.seed,
-        },
-    }
-
-
-def check_checkpoint(saved: Checkpoint, recipe: Recipe, store: TokenStore) -> None:
-    """Raise CheckpointError unless the checkpoint has this run's model, data, optimizer and samples."""
-    for fact, value in run_facts(recipe, store).items():
-        saved.check_same(fact, value)
-
-
-def _check_batch(plan: Plan, batch: int) -> None:
+def _check(recipe: Recipe, ranks: int | None, local: bool) -> Plan:
+    """Check all that does not depend on the data, and return the plan with its number of ranks."""
+    requested = Plan.parse(recipe.plan)
+    num_ranks = ranks if ranks is not None else num_local_ranks(requested, recipe.run.device)
+    plan = requested.resolved(num_ranks)
+    plan.check_ranks(num_ranks)
     try:
-        plan.check_batch(batch)
+        plan.check_batch(recipe.run.batch)
     except PlanError as error:  # name the recipe's key
         raise PlanError(
             error.fact, given=f"run.{error.given}", expected=error.expected, hint=f"run.{error.hint}"
         ) from error
-
-
-def _resolve(recipe: Recipe, store: TokenStore, plan: Plan) -> Recipe:
-    """Return the recipe with the values that data and tokenizer determine, and absolute paths.
-
-    Checks that data, tokenizer and model fit, and that the model, with its vocabulary, can be sharded.
-    """
-    tokenizer = load_tokenizer(store.tokenizer_dir)
-    config = complete_config(recipe.model, tokenizer, store.vocab_size)
-    model = causal_lm_on_meta(config)
-    store.check_model(
-        vocab_size=int(model.config.vocab_size),
-        max_sequence=getattr(model.config, "max_position_embeddings", None),
-        sequence=recipe.data.sequence,
-    )
-    check_shardable(model, plan, recipe.model.tensor_plan)
-    if recipe.sample.tokens:  # otherwise found only at the end of the run
-        check_prompt(prompt_ids(tokenizer, recipe.sample.prompt), model.config)
-    streams = [store.train, *([store.validation] if recipe.run.evaluate_every else [])]
-    for stream in streams:
-        check_samples(stream, sequence=recipe.data.sequence, global_batch=recipe.run.batch)
-    if recipe.model.pretrained:
-        model_config = recipe.model.model_copy(update={"path": _absolute(recipe.model.path)})
-    else:
-        model_config = recipe.model.model_copy(update={"config": config, "path": None})
-    data_config = recipe.data.model_copy(update={"dir": _absolute(recipe.data.dir)})
-    tokenizer_config = recipe.tokenizer.model_copy(update={"path": _absolute(recipe.tokenizer.path)})
-    paths = {"offload_dir": _absolute(recipe.run.offload_dir), "trace": _absolute(recipe.run.trace)}
-    run_config = recipe.run.model_copy(update=paths)
-    return recipe.model_copy(
-        update={"run": run_config, "model": model_config, "data": data_config, "tokenizer": tokenizer_config}
-    )
-
-
-def _absolute(path: Path | None) -> Path | None:
-    return None if path is None else path.absolute()
-
-
-def _check_unchanged(recipe: Recipe, saved: Recipe, run: RunDir) -> None:
-    """Raise RunError if the recipe file has changed since the run started; --set and --plan may differ."""
-    changed = differences(recipe, saved)
-    if changed:
-        raise RunError(
-            "the recipe has changed since the run started",
-            given=f"{', '.join(changed[:5])} differ from {run.recipe}",
-            hint=f"plait train {run.path} --resume, with --set for each change",
-        )
-
-
-def _check_loss_scale(plan: Plan, scale: LossScaleConfig) -> None:
-    if plan.precision != "fp16" and scale != LossScaleConfig():
+    if plan.precision != "fp16" and recipe.loss_scale != LossScaleConfig():
         raise ConfigError(
             "loss scaling requires fp16, whose gradients underflow",
             given=f"[loss_scale] and precision={plan.precision}",
             hint="precision=fp16, or --set loss_scale= to remove the section from the recipe",
         )
+    if plan.offload == "disk":  # other plans ignore the folder, so that one recipe can be run under several
+        _check_offload(recipe.run)
+    check_output_paths({"run.trace": recipe.run.trace})
+    if local:
+        _check_devices(num_ranks, recipe.run.device)
+    check_optimizer_args(recipe.optimizer)
+    check_config(recipe.model, recipe.data.sequence, plan)
+    return plan
 
 
-def _check_offload(plan: Plan, config: RunConfig) -> None:
-    """Raise ConfigError unless files can be created in the offload folder, if the plan has offload=disk.
+def _check_offload(config: RunConfig) -> None:
+    """Raise ConfigError unless files can be created in the offload folder, on this host.
 
-    Checks this host only. Other hosts' folders, and the free space in all of them, are checked by the ranks,
-    which allocate all of it before the first step. Plans without offload=disk ignore the folder, so that one
-    recipe can be run under several plans.
+    Other hosts' folders, and the free space in all of them, are checked by the ranks, which allocate all of
+    it before the first step.
     """
-    if plan.offload != "disk":
-        return
-    folder = config.offload_dir
     if config.save_in_background:
         raise ConfigError(
             "background saves copy into memory the states that offload=disk keeps out of it",
             given="run.save_in_background = true, offload=disk",
             hint="--set run.save_in_background=false",
         )
-    if folder is None:
+    if config.offload_dir is None:
         raise ConfigError(
             "offload=disk needs a folder",
             given="no run.offload_dir",
             expected="a folder on a fast local disk of each host, not on a network file system",
             hint="--set run.offload_dir=/var/tmp",
         )
-    MappedFile(folder, 0).close()
+    MappedFile(config.offload_dir, 0).close()
 
 
 def _check_devices(ranks: int, device: str) -> None:
@@ -240,3 +220,35 @@ def _check_devices(ranks: int, device: str) -> None:
             expected="one rank per GPU",
             hint=f'--plan "dp={gpus}", or --set run.device=cpu' if gpus else "--set run.device=cpu",
         )
+
+
+def _complete(recipe: Recipe, store: TokenStore, plan: Plan) -> Recipe:
+    """Return the recipe with the values that data and tokenizer determine, and absolute paths.
+
+    Checks that data, tokenizer and model fit, and that the model, with its vocabulary, can be sharded.
+    """
+    tokenizer = read_tokenizer(store.tokenizer_dir)
+    config = complete_config(recipe.model, tokenizer, store.index.vocab_size)
+    model = causal_lm_on_meta(config)
+    store.check_model(
+        vocab_size=int(model.config.vocab_size),
+        max_sequence=getattr(model.config, "max_position_embeddings", None),
+        sequence=recipe.data.sequence,
+    )
+    validate(model, plan, tensor_plan=recipe.model.tensor_plan)
+    if recipe.sample.tokens:  # otherwise found only at the end of the run
+        check_prompt(prompt_ids(tokenizer, recipe.sample.prompt), model.config)
+    for stream in (store.train, store.validation) if recipe.run.evaluate_every else (store.train,):
+        check_samples(stream, sequence=recipe.data.sequence, global_batch=recipe.run.batch)
+    of_model = {"path": recipe.model.path} if recipe.model.pretrained else {"config": config, "path": None}
+    sections: dict[str, dict[str, Any]] = {
+        "run": {"offload_dir": recipe.run.offload_dir, "trace": recipe.run.trace},
+        "model": of_model,
+        "data": {"dir": recipe.data.dir},
+        "tokenizer": {"path": recipe.tokenizer.path},
+    }
+    changed = {}
+    for name, values in sections.items():
+        absolute = {key: v.absolute() if isinstance(v, Path) else v for key, v in values.items()}
+        changed[name] = getattr(recipe, name).model_copy(update=absolute)
+    return recipe.model_copy(update=changed)

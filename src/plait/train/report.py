@@ -5,13 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from rich.table import Table
 
 from plait.comm import all_gather
 from plait.engine.engine import Engine
 from plait.plan import MemoryUse
+from plait.tables import counted, facts_table, format_bytes, table
 from plait.train.config import Recipe
 from plait.train.metrics import read_metrics
 
@@ -40,42 +39,35 @@ def largest_memory(recipe: Recipe, engine: Engine) -> tuple[int, MemoryUse]:
 def start_table(recipe: Recipe, engine: Engine, peak_flops: float, memory: tuple[int, MemoryUse]) -> Table:
     """Return a table of model, plan, batch, device and estimated memory. `memory`: from `largest_memory`."""
     rank, predicted = memory
-    table = Table(title="run", show_header=False, title_justify="left")
-    table.add_column()
-    table.add_column()
-    run, sequence = recipe.run, recipe.data.sequence
-    table.add_row("model", f"{type(engine.model).__name__}, {engine.num_parameters:,} parameters")
-    table.add_row("plan", f"{engine.plan} on {_ranks(engine)} ({engine.device.type})")
-    if engine.probed is not None:
-        table.add_row("probe", str(engine.probed))
-    table.add_row("step", f"{run.batch} sequences of {sequence} = {run.batch * sequence:,} tokens")
-    table.add_row("steps", f"{run.steps:,}: {run.steps * run.batch * sequence:,} tokens")
-    table.add_row("peak", f"{peak_flops / 1e9:,.1f} GFLOP/s per rank (measured matrix product)")
+    run, sequence, world = recipe.run, recipe.data.sequence, engine.world
     on_device, elsewhere = (
-        [f"{name} {_size(getattr(predicted, name))}" for name in names]
+        [f"{name} {format_bytes(getattr(predicted, name))}" for name in names]
         for names in used_categories(predicted)
     )
-    text = "; ".join([", ".join(on_device), f"total {_size(predicted.total)}", *elsewhere])
-    table.add_row("memory per rank" if engine.plan.pp == 1 else f"memory, at most (rank {rank})", text)
-    return table
-
-
-def _ranks(engine: Engine) -> str:
-    return "1 rank" if engine.world.size == 1 else f"{engine.world.size} ranks"
+    facts = {
+        "model": f"{type(engine.model).__name__}, {engine.num_parameters:,} parameters",
+        "plan": f"{engine.plan} on {counted(world.size, 'rank')} ({engine.device.type})",
+        "probe": str(engine.probed),
+        "step": f"{run.batch} sequences of {sequence} = {run.batch * sequence:,} tokens",
+        "steps": f"{run.steps:,}: {run.steps * run.batch * sequence:,} tokens",
+        "peak": f"{peak_flops / 1e9:,.1f} GFLOP/s per rank (measured matrix product)",
+        "memory per rank" if engine.plan.pp == 1 else f"memory, at most (rank {rank})": "; ".join(
+            [", ".join(on_device), f"total {format_bytes(predicted.total)}", *elsewhere]
+        ),
+    }
+    if engine.probed is None:
+        del facts["probe"]
+    return facts_table("run", facts.items())
 
 
 def memory_table(predicted: MemoryUse, measured: MemoryUse, ranks: str = "per rank") -> Table:
     """Return predicted and measured bytes by category. Offloaded bytes are below the total."""
-    table = Table(title=f"memory {ranks}", title_justify="left")
-    for heading in ("", "predicted", "measured"):
-        table.add_column(heading, justify="right" if heading else "left")
     on_device, elsewhere = used_categories(predicted, measured)
-    for name in on_device:
-        table.add_row(name, _size(getattr(predicted, name)), _size(getattr(measured, name)))
-    table.add_row("total", _size(predicted.total), _size(measured.total))
-    for name in elsewhere:
-        table.add_row(name, _size(getattr(predicted, name)), _size(getattr(measured, name)))
-    return table
+    rows = (
+        (name, *(format_bytes(getattr(use, name)) for use in (predicted, measured)))
+        for name in (*on_device, "total", *elsewhere)
+    )
+    return table(f"memory {ranks}", ("", "predicted", "measured"), rows)
 
 
 def used_categories(*uses: MemoryUse) -> tuple[list[str], list[str]]:
@@ -87,6 +79,8 @@ def used_categories(*uses: MemoryUse) -> tuple[list[str], list[str]]:
 
 def draw_losses(metrics: Path, picture: Path) -> None:
     """Plot training and validation loss over steps, from metrics.jsonl."""
+    from matplotlib.figure import Figure
+
     records = read_metrics(metrics)
     train = [(record["step"], record["loss"]) for record in records if record.get("loss") is not None]
     validation = [
@@ -95,7 +89,6 @@ def draw_losses(metrics: Path, picture: Path) -> None:
         if record.get("validation_loss") is not None
     ]
     figure = Figure(figsize=(8, 5), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for points, style, label in ((train, "-", "training"), (validation, "o-", "validation")):
         if points:
@@ -106,7 +99,3 @@ def draw_losses(metrics: Path, picture: Path) -> None:
     if train or validation:
         axes.legend()
     figure.savefig(picture, dpi=120)
-
-
-def _size(num_bytes: int | None) -> str:
-    return "unknown" if num_bytes is None else f"{num_bytes / 2**20:,.1f} MiB"

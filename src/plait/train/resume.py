@@ -21,7 +21,7 @@ from pathlib import Path
 
 from plait.checkpoint import Checkpoint, is_damaged, open_checkpoint, step_of, steps
 from plait.checkpoint.checkpoint import open_on_all_ranks
-from plait.comm import World, broadcast_text, raise_on_all
+from plait.comm import broadcast_text, raise_on_all
 from plait.engine.engine import Engine
 from plait.errors import CheckpointError, RunError
 from plait.fileio import sync_folder, sync_tree
@@ -66,8 +66,12 @@ def load_newest(engine: Engine, folder: Path, check: Check) -> tuple[Checkpoint 
                 raise
             damaged.append(error)
             continue
-        newer = [folder / name for name in names if (step_of(folder / name) or 0) > saved.step]
-        _set_aside_on_rank_0(newer, world)
+        problem = None
+        try:
+            set_aside(_newer(folder, saved) if world.rank == 0 else [], "damaged")
+        except OSError as error:
+            problem = CheckpointError("cannot rename a damaged checkpoint", given=error)
+        raise_on_all(problem, world.group, world.device)
         return saved, [f"{error.fact}: {error.given}; renamed to .damaged" for error in damaged]
     _check_none_damaged(damaged)
     return None, []
@@ -87,7 +91,7 @@ def rewind(folder: Path, to: Path, check: Check) -> None:
             hint="without --resume and with another run.dir, a new run starts from it",
         )
     try:
-        set_aside([path for path in steps(folder) if (step_of(path) or 0) > saved.step], "aside")
+        set_aside(_newer(folder, saved), "aside")
     except OSError as error:
         raise RunError("cannot rename later checkpoints", given=f"{folder}: {error}") from error
 
@@ -131,14 +135,8 @@ def _link(source: str, target: str) -> None:
         shutil.copyfile(source, target)
 
 
-def _set_aside_on_rank_0(damaged: list[Path], world: World) -> None:
-    """Rename on rank 0; its error is raised on all ranks."""
-    problem = None
-    try:
-        set_aside(damaged if world.rank == 0 else [], "damaged")
-    except OSError as error:
-        problem = CheckpointError("cannot rename a damaged checkpoint", given=error)
-    raise_on_all(problem, world.group, world.device)
+def _newer(folder: Path, saved: Checkpoint) -> list[Path]:
+    return [path for path in steps(folder) if (step_of(path) or 0) > saved.step]
 
 
 def _check_none_damaged(damaged: list[CheckpointError]) -> None:

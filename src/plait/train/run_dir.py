@@ -27,56 +27,32 @@ from plait.train.resume import Check, start_from
 _LOCK_TIMEOUT_S = 10.0
 
 
+class _Name:
+    """The name of a file or folder in a run directory, which reads as its path."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: "RunDir | None", owner: type | None = None) -> Path:
+        return (Path("RUN") if run is None else run.path) / self._name
+
+
 @dataclass(frozen=True)
 class RunDir:
     """The paths of a run's files."""
 
     path: Path
 
-    @property
-    def recipe(self) -> Path:
-        """The resolved recipe."""
-        return self.path / "recipe.json"
-
-    @property
-    def job(self) -> Path:
-        """The job that owns the run. See [Note: run ownership]."""
-        return self.path / "job.json"
-
-    @property
-    def tokenizer(self) -> Path:
-        return self.path / "tokenizer"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
-    def picture(self) -> Path:
-        return self.path / "loss.png"
-
-    @property
-    def measured(self) -> Path:
-        """Measured memory and traffic of the ranks, for `plait explain`."""
-        return self.path / "measured.json"
-
-    @property
-    def stacks(self) -> Path:
-        """Stack traces of hung ranks, and during training each rank's status."""
-        return self.path / "stacks"
-
-    @property
-    def export(self) -> Path:
-        """The trained model in Hugging Face format."""
-        return self.path / "export"
+    recipe = _Name("recipe.json")  # resolved
+    job = _Name("job.json")  # that owns the run, see [Note: run ownership]
+    tokenizer = _Name("tokenizer")
+    checkpoints = _Name("checkpoints")
+    metrics = _Name("metrics.jsonl")
+    tensorboard = _Name("tensorboard")
+    picture = _Name("loss.png")
+    measured = _Name("measured.json")  # memory and traffic of the ranks, for `plait explain`
+    stacks = _Name("stacks")  # stack traces of hung ranks, and during training each rank's status
+    export = _Name("export")  # the trained model in Hugging Face format
 
     def read_recipe(self, sets: Sequence[str] = (), plan: str | None = None) -> Recipe:
         """Return the recipe of this run; its `run.dir` is this directory, even if it was moved.

@@ -1,7 +1,7 @@
 """Signals during training, recorded and handled between steps: SIGTERM and Ctrl-C stop, SIGUSR1 saves."""
 
 import signal
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 SAVE = signal.SIGUSR1
@@ -27,9 +27,7 @@ class SignalHandler:
         self._blocked = set(signal.pthread_sigmask(signal.SIG_UNBLOCK, {SAVE}))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._blocked)
         for number, handler in self._previous.items():
             signal.signal(number, handler)

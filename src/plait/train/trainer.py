@@ -12,8 +12,8 @@ import math
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import rich
@@ -28,358 +28,327 @@ from plait.api import parallelize
 from plait.checkpoint import Checkpoint, Saver
 from plait.checkpoint.checkpoint import open_on_all_ranks
 from plait.comm import World, all_reduce
-from plait.data.dataset import TokenStore, TokenStream, open_store
-from plait.data.loader import loader
-from plait.engine.engine import Engine, StepResult
+from plait.data.dataset import TokenStream
+from plait.data.loader import Windows, loader
+from plait.engine.engine import StepResult
 from plait.errors import RunError
-from plait.plan import Plan
 from plait.train.checkpointing import Checkpointing
 from plait.train.config import Recipe
 from plait.train.export import DTYPES, export, generate
+from plait.train.health.heartbeat import Heartbeat
 from plait.train.health.loss_spikes import LossSpikeGuard
-from plait.train.health.monitor import HealthMonitor
-from plait.train.measurements import TraceRecorder, TrafficRecorder, write_measured
+from plait.train.health.stragglers import Stragglers
+from plait.train.measurements import StepRecorder, write_measured
 from plait.train.metrics import Metrics, StepMetrics, matmul_peak
 from plait.train.model import initial_model, model_on_meta
-from plait.train.optimizer import lr_lambda, optimizer_class
-from plait.train.prepare import check_checkpoint, run_facts
+from plait.train.optimizer import lr_lambda
+from plait.train.prepare import ResolvedRun
 from plait.train.report import draw_losses, estimated_memory, largest_memory, memory_table, start_table
 from plait.train.resume import load_newest
-from plait.train.run_dir import RunDir
 from plait.train.signals import SignalHandler
 
 MAX_STEPS_BETWEEN_FLAGS = 10
 _FINISHED = "plait: finished"
 
 
-def finish(recipe: Recipe, run: RunDir, engine: Engine, console: Console) -> None:
-    """Write loss.png and the export; print memory, paths and a sample. On rank 0. Raises a PlaitError."""
-    ranks = "per rank" if engine.plan.pp == 1 else f"of rank {engine.world.rank}"
-    console.print(memory_table(estimated_memory(recipe, engine), engine.memory(), ranks))
-    try:
-        draw_losses(run.metrics, run.picture)
-    except OSError as error:
-        raise RunError("cannot write the loss plot", given=f"{run.picture}: {error}") from error
-    # The export from before a resume, and partial exports of a process that was killed.
-    for old in (run.export, *run.path.glob(f"{run.export.name}.tmp-*")):
-        shutil.rmtree(old, ignore_errors=True)
-    export(run, run.export)
-    outputs = {
-        "checkpoint": checkpoint.steps(run.checkpoints)[-1],
-        "Hugging Face export": run.export,
-        "TensorBoard": run.tensorboard,
-        "metrics": run.metrics,
-        "loss": run.picture,
-    }
-    for name, path in outputs.items():
-        console.print(f"{name:<19} : {path}", highlight=False, soft_wrap=True, markup=False)
-    if recipe.sample.tokens:
-        options = recipe.sample.model_dump()
-        console.print("sample of generated text:", style="bold")
-        console.print(generate(run, **options, seed=recipe.run.seed), markup=False, highlight=False)
-
-
-@dataclass
-class TrainState:
-    """A run on this rank, and its progress."""
-
-    recipe: Recipe
-    run: RunDir
-    store: TokenStore
-    engine: Engine
-    traffic: TrafficRecorder
-    spikes: LossSpikeGuard
-    console: Console | None  # on rank 0
-    warnings: list[str] = field(default_factory=list)  # from startup, to be logged by rank 0
-    step: int = 0  # steps done
-    tokens: int = 0  # target tokens trained on
-    skipped: int = 0  # steps skipped
-    bad_steps_in_a_row: int = 0  # see [Note: skipped steps that end a run]
-
-    @property
-    def batches_left(self) -> range:
-        """The indices of the remaining batches. See [Note: batch numbering] in health/loss_spikes.py."""
-        offset = self.spikes.num_skipped
-        return range(self.step + offset, self.recipe.run.steps + offset)
-
-    def count(self, result: StepResult, loss_scale: float | None) -> None:
-        """Record a finished step that ran with `loss_scale`."""
-        self.step += 1
-        self.tokens += result.num_tokens
-        if not result.skipped:
-            self.bad_steps_in_a_row = 0
-            return
-        self.skipped += 1
-        can_shrink = loss_scale is not None and loss_scale > self.recipe.loss_scale.minimum
-        if not (can_shrink and math.isfinite(result.loss)):
-            self.bad_steps_in_a_row += 1
-
-
 def train(recipe: Recipe, world: World) -> signal.Signals | None:
     """Train from the run's newest checkpoint, or from the beginning, to the recipe's last step.
 
-    Returns None, or the signal that stopped the run, whose state is then saved. Raises a PlaitError.
+    `recipe`: as saved by `prepare`. Returns None, or the signal that stopped the run, whose state is then
+    saved. Raises a PlaitError.
     """
     with SignalHandler() as signals:
-        state = _start(recipe, world)
-        stopped_by = _loop(state, signals)
-        while state.spikes.rollback_to is not None:
-            _rollback(state, state.spikes.rollback_to)
-            stopped_by = _loop(state, signals)
+        trainer = Trainer(ResolvedRun.open(recipe, world.size), world)
+        stopped_by = trainer.loop(signals)
+        while trainer.spikes.rollback_to is not None:
+            trainer.rollback(trainer.spikes.rollback_to)
+            stopped_by = trainer.loop(signals)
         if stopped_by is None:  # signals are ignored from here on: training is complete
-            if state.console is not None:
-                finish(recipe, state.run, state.engine, state.console)
-                world.announce(_FINISHED)
-            world.wait_for(_FINISHED)  # a rank that exits would end rank 0's export
-            write_measured(state.run.measured, state.engine, state.traffic, recipe.run.trace)
+            trainer.finish()
     return stopped_by
 
 
-def _loop(state: TrainState, signals: SignalHandler) -> signal.Signals | None:
-    config, engine, first_step, flags_every = state.recipe.run, state.engine, state.step, 1
-    engine.world.barrier()  # ranks of a host measure at the same time: they share it in training too
-    peak_flops = matmul_peak(engine.device, DTYPES[engine.plan.precision])
-    _show_start(state, peak_flops)
-    lr_factor = lr_lambda(state.recipe.schedule, config.steps)
-    batches = _batches(state, state.store.train, state.batches_left, state.recipe.data.workers)
-    with (
-        Metrics(state.run, state.console, first_step, config.steps, config.log_every) as metrics,
-        Checkpointing(config, state.run.checkpoints, engine.world, metrics) as saving,
-        HealthMonitor(state.run, config, engine, state.spikes, metrics.log) as monitor,
-    ):
-        for text in state.warnings:
-            metrics.warn(first_step, text)
-        if first_step == 0 and config.evaluate_every:
-            metrics.validation(0, _evaluate(state, monitor))
-        trace = TraceRecorder(
-            engine, state.traffic.step, config.trace, range(first_step, config.steps), metrics.log
-        )
-        while state.step < config.steps:
-            lr = state.recipe.optimizer.lr * lr_factor(state.step)
-            result, step_metrics = _step(
-                state, lr, lambda: monitor.step(state.step, batches, trace.step), _ideal_s(state, peak_flops)
-            )
+@dataclass(frozen=True)
+class _LoopParts:
+    """The parts of a loop from a start, resume or rollback to the next one."""
+
+    metrics: Metrics
+    saving: Checkpointing
+    heartbeat: Heartbeat
+    stragglers: Stragglers
+    batches: Iterator[dict[str, Tensor]]
+    peak_flops: float
+    first_step: int  # steps done before
+
+
+class Trainer:
+    """A run on this rank, and its progress."""
+
+    def __init__(self, run: ResolvedRun, world: World) -> None:
+        """Build the engine and load the newest intact checkpoint, if there is one."""
+        self._run = run
+        self._world = world
+        self._recipe = run.recipe
+        self._config = run.recipe.run
+        # Rank 0 decides, as it also chooses the checkpoint: file systems show new files late on other hosts.
+        resuming = world.any_flag(world.rank == 0 and bool(checkpoint.steps(run.dir.checkpoints)))
+        of_model = run.recipe.model
+        model, weights = (model_on_meta(of_model), None) if resuming else initial_model(of_model)
+        self._engine = parallelize(model, **run.engine_args(), weights=weights, world=world)
+        self._console = rich.get_console() if world.rank == 0 else None
+        self._recorder = StepRecorder(self._engine, self._config.trace)
+        self.spikes = LossSpikeGuard(self._config, run.dir.checkpoints, world)
+        self._step = 0  # steps done
+        self._tokens = 0  # target tokens trained on
+        self._skipped = 0  # steps skipped
+        self._bad_steps_in_a_row = 0  # see [Note: skipped steps that end a run]
+        newest, self._warnings = load_newest(self._engine, run.dir.checkpoints, run.check_checkpoint)
+        if newest is not None:
+            self._restore_progress(newest)
+        elif run.dir.metrics.exists():
+            self._warnings.append("no checkpoint yet: the run starts from the beginning")
+
+    def _restore_progress(self, saved: Checkpoint) -> None:
+        """Set the progress to that of a checkpoint which the engine has loaded."""
+        self._step, self._tokens = saved.step, int(saved.facts["tokens"])
+        self._skipped, self._bad_steps_in_a_row = int(saved.facts["skipped"]), 0
+        self.spikes.load(saved.facts)
+
+    def loop(self, signals: SignalHandler) -> signal.Signals | None:
+        """Train to the last step, a loss spike that needs a rollback, or a stop signal, which is returned."""
+        config, run, engine, first_step = self._config, self._run, self._engine, self._step
+        self._world.barrier()  # ranks of a host measure at the same time: they share it in training too
+        peak_flops = matmul_peak(engine.device, DTYPES[engine.plan.precision])
+        self._show_start(peak_flops)
+        offset = self.spikes.num_skipped  # see [Note: batch numbering] in health/loss_spikes.py
+        left = range(first_step + offset, config.steps + offset)
+        batches = self._batches(run.store.train, left, self._recipe.data.workers)
+        with (
+            Metrics(run.dir, self._console, first_step, config.steps, config.log_every) as metrics,
+            Checkpointing(config, run.dir.checkpoints, self._world, metrics) as saving,
+            Heartbeat(run.dir.stacks, self._world, config.hang_s) as heartbeat,
+        ):
+            every, factor = config.check_stragglers_every, config.straggler_factor
+            stragglers = Stragglers(self._world, engine.plan, every, factor, metrics.log)
+            parts = _LoopParts(metrics, saving, heartbeat, stragglers, batches, peak_flops, first_step)
+            self._recorder.begin(config.steps - first_step, metrics.log)
+            for text in self._warnings:
+                metrics.warn(first_step, text)
+            if first_step == 0 and config.evaluate_every:
+                metrics.validation(0, self._evaluate(heartbeat))
+            return self._run_steps(parts, signals)
+
+    def _run_steps(self, parts: _LoopParts, signals: SignalHandler) -> signal.Signals | None:
+        config, engine, flags_every = self._config, self._engine, 1
+        metrics, saving, heartbeat = parts.metrics, parts.saving, parts.heartbeat
+        lr_factor = lr_lambda(self._recipe.schedule, config.steps)
+
+        def wait_for_save(*, may_raise: bool = True) -> None:
+            heartbeat.beat(self._step, "saving", slow=True)
+            saving.wait(may_raise=may_raise)
+
+        while self._step < config.steps:
+            lr = self._recipe.optimizer.lr * lr_factor(self._step)
+            result, step_metrics = self._run_step(parts, lr)
             metrics.step(step_metrics)
-            if state.step == first_step + 1:  # from here on the optimizer has states
+            if self._step == parts.first_step + 1:  # from here on the optimizer has states
                 saving.reserve(engine.state_shards())
-            if state.bad_steps_in_a_row >= config.max_skipped:
-                monitor.enter("saving", state.step, slow=True)
-                saving.wait(may_raise=False)  # the error below names the newest checkpoint
-                raise _diverged(state, lr)
-            if monitor.check_spike(state.step, result, saving.wait):
+            if self._bad_steps_in_a_row >= config.max_skipped:
+                wait_for_save(may_raise=False)  # the error below names the newest checkpoint
+                raise self._diverged(lr)
+            message = self.spikes.observe(self._step, result, wait_for_save)
+            if message is not None:
+                metrics.log(message)
+            if self.spikes.rollback_to is not None:
                 return None
             score = None
-            if _due(state.step, config.evaluate_every, config.steps):
-                score = _evaluate(state, monitor)
-                metrics.validation(state.step, score)
-            if state.step == first_step + 5:  # the first steps are slower than later ones
-                flags_every = _flags_every(engine, step_metrics.seconds)
+            if _due(self._step, config.evaluate_every, config.steps):
+                score = self._evaluate(heartbeat)
+                metrics.validation(self._step, score)
+            if self._step == parts.first_step + 5:  # the first steps are slower than later ones
+                flags_every = self._flags_every(step_metrics.seconds)
             stopping = to_save = False
-            if state.step % flags_every == 0:
-                stopping, to_save = _agree_on_requests(engine, signals, saving)
-            last = stopping or state.step == config.steps
-            to_save = last or to_save or _due(state.step, config.checkpoint_every, config.steps)
-            if config.check_replicas_every and (to_save or state.step % config.check_replicas_every == 0):
+            if self._step % flags_every == 0:
+                stopping, to_save = self._agree_on_requests(signals, saving)
+            last = stopping or self._step == config.steps
+            to_save = last or to_save or _due(self._step, config.checkpoint_every, config.steps)
+            if config.check_replicas_every and (to_save or self._step % config.check_replicas_every == 0):
                 engine.check_replicas()  # before a corrupt checkpoint replaces good ones
             if to_save:
-                monitor.enter("saving", state.step, slow=True)
+                heartbeat.beat(self._step, "saving", slow=True)
                 metrics.flush()
-                saving.save(state.step, engine.state_shards(), _facts(state), score=score, last=last)
+                saving.save(self._step, engine.state_shards(), self._facts(), score=score, last=last)
                 signals.save_requested = False  # on any rank: this save answers all requests
-            if stopping and state.step < config.steps:
-                trace.end()
-                metrics.log(
-                    f"stopped after step {state.step} and saved: plait train {state.run.path} --resume"
-                )
+            if stopping and self._step < config.steps:
+                self._recorder.end_trace()
+                folder = self._run.dir.path
+                metrics.log(f"stopped after step {self._step} and saved: plait train {folder} --resume")
                 return signals.stop_signal or signal.SIGTERM
-    return None
+        return None
 
+    def _run_step(self, parts: _LoopParts, lr: float) -> tuple[StepResult, StepMetrics]:
+        """Run and count a step on the next batch."""
+        is_slow = self._step == parts.first_step
+        start_s = time.perf_counter()
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = lr
+        loss_scale = self._engine.loss_scale
+        parts.stragglers.begin()
+        parts.heartbeat.beat(self._step, "reading data", slow=is_slow)
+        batch = next(parts.batches)
+        parts.heartbeat.beat(self._step, "a step", slow=is_slow)
+        result = self._recorder.step(batch)
+        self._step += 1
+        parts.stragglers.end(self._step)
+        self._tokens += result.num_tokens
+        can_shrink = loss_scale is not None and loss_scale > self._recipe.loss_scale.minimum
+        if not result.skipped:
+            self._bad_steps_in_a_row = 0
+        elif not (can_shrink and math.isfinite(result.loss)):
+            self._bad_steps_in_a_row += 1
+        self._skipped += result.skipped
+        seconds, sequence = time.perf_counter() - start_s, self._recipe.data.sequence
+        flops = self._engine.flops_per_token(sequence) * self._config.batch * sequence
+        return result, StepMetrics(
+            step=self._step,
+            loss=result.loss,
+            lr=lr,
+            grad_norm=result.grad_norm,
+            skipped=result.skipped,
+            skipped_steps=self._skipped,
+            tokens=self._tokens,
+            tokens_per_s=result.num_tokens / seconds,
+            mfu=flops / (self._world.size * parts.peak_flops) / seconds,
+            seconds=seconds,
+            loss_scale=loss_scale,
+        )
 
-def _ideal_s(state: TrainState, peak_flops: float) -> float:
-    """Duration of a step at the peak rate of all ranks."""
-    sequence, engine = state.recipe.data.sequence, state.engine
-    flops = engine.flops_per_token(sequence) * state.recipe.run.batch * sequence
-    return flops / (engine.world.size * peak_flops)
+    def _agree_on_requests(self, signals: SignalHandler, saving: Checkpointing) -> tuple[bool, bool]:
+        """Return whether any rank has to stop, and whether any has to save. Collects a finished save."""
+        stopping, to_save, has_ended = self._world.any_flags(
+            signals.stop_signal is not None, signals.save_requested or saving.is_due, saving.has_ended
+        )
+        if has_ended:
+            saving.wait()
+        return stopping, to_save
 
+    def _flags_every(self, step_s: float) -> int:
+        """Return the number of steps between flag exchanges: about one a second, equal on all ranks.
 
-def _agree_on_requests(engine: Engine, signals: SignalHandler, saving: Checkpointing) -> tuple[bool, bool]:
-    """Return whether any rank has to stop, and whether any has to save. Collects a finished save."""
-    stopping, to_save, has_ended = engine.world.any_flags(
-        signals.stop_signal is not None, signals.save_requested or saving.is_due, saving.has_ended
-    )
-    if has_ended:
-        saving.wait()
-    return stopping, to_save
+        On a GPU each exchange synchronizes the device. On the CPU its cost is negligible.
+        """
+        if self._engine.device.type == "cpu":
+            return 1
+        slowest_s = torch.tensor([step_s], device=self._engine.device)
+        all_reduce(slowest_s, self._world.group, "max")
+        return max(1, min(MAX_STEPS_BETWEEN_FLAGS, int(1.0 / slowest_s.item())))
 
+    def _batches(self, stream: TokenStream, steps: range, workers: int) -> Iterator[dict[str, Tensor]]:
+        """Yield this rank's share of the batch of each of `steps`."""
+        engine = self._engine
+        windows = Windows(
+            stream,
+            sequence=self._recipe.data.sequence,
+            global_batch=self._config.batch,
+            data_rank=engine.data_rank,
+            data_ranks=engine.data_ranks,
+            seed=self._config.seed,
+            order=self._recipe.data.order,
+        )
+        return iter(loader(windows, steps, workers=workers, pin_memory=engine.device.type == "cuda"))
 
-def _step(
-    state: TrainState, lr: float, run_step: Callable[[], StepResult], ideal_s: float
-) -> tuple[StepResult, StepMetrics]:
-    """Run and count one step. `ideal_s`: the time of a step of matrix products only, at peak FLOP/s."""
-    start_s = time.perf_counter()
-    for group in state.engine.optimizer.param_groups:
-        group["lr"] = lr
-    loss_scale = state.engine.loss_scale
-    result = run_step()
-    state.count(result, loss_scale)
-    seconds = time.perf_counter() - start_s
-    return result, StepMetrics(
-        step=state.step,
-        loss=result.loss,
-        lr=lr,
-        grad_norm=result.grad_norm,
-        skipped=result.skipped,
-        skipped_steps=state.skipped,
-        tokens=state.tokens,
-        tokens_per_s=result.num_tokens / seconds,
-        mfu=ideal_s / seconds,
-        seconds=seconds,
-        loss_scale=loss_scale,
-    )
+    def _evaluate(self, heartbeat: Heartbeat) -> float:
+        """Return the mean loss per target token over the validation batches, the same ones each time."""
+        steps = range(self._config.evaluate_batches)
+        results = []
+        for number, batch in enumerate(self._batches(self._run.store.validation, steps, workers=0)):
+            heartbeat.beat(self._step, "evaluation", slow=number == 0)
+            results.append(self._engine.evaluate(batch))
+        return sum(result.loss_sum for result in results) / sum(result.num_tokens for result in results)
 
+    def rollback(self, path: Path) -> None:
+        """Load a checkpoint from before a spike; save it again with the batches that are to be skipped."""
+        saved = open_on_all_ranks(path, self._world)
+        with saved.reader() as reader:
+            self._engine.load_from(reader)
+        self._restore_progress(saved)
+        self._warnings = [self.spikes.skip_batches(self._step)]
+        folder = self._run.dir.checkpoints
+        Saver(folder, self._world).save(self._step, self._engine.state_shards(), self._facts())
+        if self._console is not None:
+            checkpoint.remove_after(folder, self._step)
 
-def _flags_every(engine: Engine, step_s: float) -> int:
-    """Return the number of steps between flag exchanges: about one exchange per second, equal on all ranks.
+    def _facts(self) -> dict[str, object]:
+        """Return the metadata of a checkpoint."""
+        return {
+            "tokens": self._tokens,
+            "skipped": self._skipped,
+            "spikes": self.spikes.facts(),
+            "seed": self._config.seed,
+            "plan": str(self._engine.plan),
+            "loss_scale": self._engine.loss_scale,
+            **self._run.facts(),
+            "versions": {module.__name__: str(module.__version__) for module in (plait, torch, transformers)},
+        }
 
-    On a GPU each exchange synchronizes the device. On the CPU its cost is negligible.
-    """
-    if engine.device.type == "cpu":
-        return 1
-    slowest_s = torch.tensor([step_s], device=engine.device)
-    all_reduce(slowest_s, engine.world.group, "max")
-    return max(1, min(MAX_STEPS_BETWEEN_FLAGS, int(1.0 / slowest_s.item())))
+    def _show_start(self, peak_flops: float) -> None:
+        memory = largest_memory(self._recipe, self._engine)
+        if self._console is None:
+            return
+        self._console.print(start_table(self._recipe, self._engine, peak_flops, memory))
+        if self._step:
+            is_complete = self._step >= self._config.steps
+            done = ": training is complete (raise run.steps to go on)" if is_complete else ""
+            self._console.print(f"resumed after step {self._step}{done}", highlight=False)
+
+    def _diverged(self, lr: float) -> RunError:
+        saved = checkpoint.steps(self._run.dir.checkpoints)
+        newest = f"; the newest checkpoint is {saved[-1]}" if saved else ""
+        scale = self._engine.loss_scale
+        at_scale = "" if scale is None else f" and a loss scale of {scale:g}"
+        try_bf16 = "" if scale is None else ", precision=bf16"
+        return RunError(
+            f"the gradient was not finite in {self._bad_steps_in_a_row} steps in a row",
+            given=f"up to step {self._step}, with a learning rate of {lr:.2e}{at_scale}",
+            expected="finite gradients; skipped steps do not change the weights",
+            hint=f"a smaller optimizer.lr or clip_norm{try_bf16}{newest}",
+        )
+
+    def finish(self) -> None:
+        """Write loss.png, the export and the measurements, and print the results. Raises a PlaitError."""
+        if self._console is not None:
+            self._write_outputs(self._console)
+            self._world.store.set(_FINISHED)
+        self._world.store.wait_for(_FINISHED)  # a rank that exits would end rank 0's export
+        write_measured(self._run.dir.measured, self._engine, self._recorder)
+
+    def _write_outputs(self, console: Console) -> None:
+        """Write loss.png and the export; print memory, paths and a sample. On rank 0."""
+        run, engine = self._run.dir, self._engine
+        ranks = "per rank" if engine.plan.pp == 1 else f"of rank {engine.world.rank}"
+        console.print(memory_table(estimated_memory(self._recipe, engine), engine.memory(), ranks))
+        try:
+            draw_losses(run.metrics, run.picture)
+        except OSError as error:
+            raise RunError("cannot write the loss plot", given=f"{run.picture}: {error}") from error
+        # The export from before a resume, and partial exports of a process that was killed.
+        for old in (run.export, *run.path.glob(f"{run.export.name}.tmp-*")):
+            shutil.rmtree(old, ignore_errors=True)
+        export(run, run.export)
+        outputs = {
+            "checkpoint": checkpoint.steps(run.checkpoints)[-1],
+            "Hugging Face export": run.export,
+            "TensorBoard": run.tensorboard,
+            "metrics": run.metrics,
+            "loss": run.picture,
+        }
+        for name, path in outputs.items():
+            console.print(f"{name:<19} : {path}", highlight=False, soft_wrap=True, markup=False)
+        if self._recipe.sample.tokens:
+            options = self._recipe.sample.model_dump()
+            console.print("sample of generated text:", style="bold")
+            console.print(generate(run, **options, seed=self._config.seed), markup=False, highlight=False)
 
 
 def _due(step: int, every: int, steps: int) -> bool:
     return every > 0 and (step % every == 0 or step == steps)
-
-
-def _start(recipe: Recipe, world: World) -> TrainState:
-    """Build the engine and load the newest intact checkpoint, if there is one."""
-    store = open_store(recipe.data, recipe.tokenizer, verify=False)  # `prepare` has hashed the files
-    plan = Plan.parse(recipe.plan)
-    run = RunDir(recipe.run.dir)
-    # Rank 0 decides, as it also chooses the checkpoint: file systems show new files late on other hosts.
-    resuming = world.any_flag(world.rank == 0 and bool(checkpoint.steps(run.checkpoints)))
-    model, weights = (model_on_meta(recipe.model), None) if resuming else initial_model(recipe.model)
-    engine = parallelize(
-        model,
-        plan,
-        optimizer=optimizer_class(recipe.optimizer),
-        optimizer_args=recipe.optimizer.torch_args(),
-        clip_norm=recipe.optimizer.clip_norm,
-        clip_value=recipe.optimizer.clip_value,
-        loss_scaling=recipe.loss_scale.scaling() if plan.precision == "fp16" else None,
-        offload_dir=recipe.run.offload_dir if plan.offload == "disk" else None,
-        tensor_plan=recipe.model.tensor_plan,
-        probe=recipe.run.probe,
-        seed=recipe.run.seed,
-        weights=weights,
-        world=world,
-    )
-    console = rich.get_console() if world.rank == 0 else None
-    state = TrainState(
-        recipe, run, store, engine, TrafficRecorder(engine), LossSpikeGuard(recipe.run), console
-    )
-    newest, state.warnings = load_newest(
-        engine, run.checkpoints, lambda saved: check_checkpoint(saved, recipe, store)
-    )
-    if newest is not None:
-        _restore_progress(state, newest)
-    elif run.metrics.exists():
-        state.warnings.append("no checkpoint yet: the run starts from the beginning")
-    return state
-
-
-def _restore_progress(state: TrainState, saved: Checkpoint) -> None:
-    """Set the progress to that of a checkpoint which the engine has loaded."""
-    state.step, state.tokens = saved.step, int(saved.facts["tokens"])
-    state.skipped, state.bad_steps_in_a_row = int(saved.facts["skipped"]), 0
-    state.spikes.load(saved.facts)
-
-
-def _rollback(state: TrainState, path: Path) -> None:
-    """Load a checkpoint from before a spike, and save it again with the batches that are to be skipped."""
-    saved = open_on_all_ranks(path, state.engine.world)
-    with saved.reader() as reader:
-        state.engine.load_from(reader)
-    _restore_progress(state, saved)
-    state.warnings = [state.spikes.skip_batches(state.step)]
-    Saver(state.run.checkpoints, state.engine.world).save(
-        state.step, state.engine.state_shards(), _facts(state)
-    )
-    if state.console is not None:
-        checkpoint.remove_after(state.run.checkpoints, state.step)
-
-
-def _batches(
-    state: TrainState, stream: TokenStream, steps: range, workers: int
-) -> Iterator[dict[str, Tensor]]:
-    """Yield this rank's share of the batch of each of `steps`."""
-    batches: Iterator[dict[str, Tensor]] = iter(
-        loader(
-            stream,
-            sequence=state.recipe.data.sequence,
-            global_batch=state.recipe.run.batch,
-            data_rank=state.engine.data_rank,
-            data_ranks=state.engine.data_ranks,
-            seed=state.recipe.run.seed,
-            order=state.recipe.data.order,
-            first_step=steps.start,
-            last_step=steps.stop,
-            workers=workers,
-            pin_memory=state.engine.device.type == "cuda",
-        )
-    )
-    return batches
-
-
-def _evaluate(state: TrainState, monitor: HealthMonitor) -> float:
-    """Return the mean loss per target token over the validation batches, the same ones each time."""
-    batches = _batches(state, state.store.validation, range(state.recipe.run.evaluate_batches), workers=0)
-    results = []
-    for number, batch in enumerate(batches):
-        monitor.enter("evaluation", state.step, slow=number == 0)
-        results.append(state.engine.evaluate(batch))
-    return sum(result.loss_sum for result in results) / sum(result.num_tokens for result in results)
-
-
-def _facts(state: TrainState) -> dict[str, object]:
-    """Return the metadata of a checkpoint."""
-    return {
-        "tokens": state.tokens,
-        "skipped": state.skipped,
-        "spikes": state.spikes.facts(),
-        "seed": state.recipe.run.seed,
-        "plan": str(state.engine.plan),
-        "loss_scale": state.engine.loss_scale,
-        **run_facts(state.recipe, state.store),
-        "versions": {module.__name__: str(module.__version__) for module in (plait, torch, transformers)},
-    }
-
-
-def _show_start(state: TrainState, peak_flops: float) -> None:
-    memory = largest_memory(state.recipe, state.engine)
-    if state.console is not None:
-        state.console.print(start_table(state.recipe, state.engine, peak_flops, memory))
-        if state.step:
-            done = (
-                ""
-                if state.step < state.recipe.run.steps
-                else ": training is complete (raise run.steps to go on)"
-            )
-            state.console.print(f"resumed after step {state.step}{done}", highlight=False)
-
-
-def _diverged(state: TrainState, lr: float) -> RunError:
-    saved = checkpoint.steps(state.run.checkpoints)
-    newest = f"; the newest checkpoint is {saved[-1]}" if saved else ""
-    scale = state.engine.loss_scale
-    at_scale = "" if scale is None else f" and a loss scale of {scale:g}"
-    try_bf16 = "" if scale is None else ", precision=bf16"
-    return RunError(
-        f"the gradient was not finite in {state.bad_steps_in_a_row} steps in a row",
-        given=f"up to step {state.step}, with a learning rate of {lr:.2e}{at_scale}",
-        expected="finite gradients; skipped steps do not change the weights",
-        hint=f"a smaller optimizer.lr or clip_norm{try_bf16}{newest}",
-    )

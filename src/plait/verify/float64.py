@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedModel
+
+from plait.models import is_pretrained_model
 
 
 def compute_in_float64(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
@@ -25,7 +26,7 @@ def compute_in_float64(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
 
     Blocks separately, as they may run again in backward.
     """
-    if isinstance(model, PreTrainedModel):
+    if is_pretrained_model(model):
         model.set_experts_implementation("eager")  # torch's grouped matmul does not support float64
     for module in (model, *blocks):
         cls = type(module)

@@ -11,18 +11,16 @@ from plait.engine.engine import Engine
 from plait.plan import AXES, Grid
 
 
-def locate_mismatches(
-    expected: Mapping[str, Tensor], names: Sequence[str], engine: Engine, *, tolerance: float
-) -> dict[str, str]:
-    """Map each parameter to the ranks whose gradient shards differ from rank 0's reference, in the last step.
+def locate_mismatches(expected: Mapping[str, Tensor], engine: Engine, *, tolerance: float) -> dict[str, str]:
+    """Map each parameter to the ranks whose gradient shards, in the last step, differ from `expected`.
 
-    `tolerance`: relative to the norm of a shard. Returns descriptions (see `describe_ranks`) on rank 0, {} on
-    the others. Collective; `expected` and `names` are rank 0's.
+    `expected` and the result, descriptions as in `describe_ranks`, are rank 0's; {} on the others.
+    `tolerance`: relative to the norm of a shard. Collective.
     """
     world, shapes = engine.world, engine.weight_shapes()
     order = list(shapes)
     indices = torch.full((len(shapes),), -1, device=engine.device)
-    for position, name in enumerate(name for name in names if name in expected):
+    for position, name in enumerate(expected):
         indices[position] = order.index(f"weights/{name}")
     broadcast(indices, world.group)
     descriptions: dict[str, str] = {}
@@ -37,9 +35,8 @@ def locate_mismatches(
         rows = row.new_empty(2 * world.size)
         all_gather(rows, row, world.group)
         if world.rank == 0:
-            descriptions[name] = _description(
-                rows.view(-1, 2).tolist(), tolerance, Grid.from_plan(engine.plan)
-            )
+            errors = rows.view(-1, 2).tolist()
+            descriptions[name] = _description(errors, tolerance, Grid.from_plan(engine.plan))
     return descriptions
 
 

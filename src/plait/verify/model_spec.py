@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from plait.engine.loss import Loss
+from plait.engine.reference import copy_with_values
 from plait.errors import ModelError, PlaitError, nearest
 from plait.models import Blocks, Chain, blocks_of, causal_lm_on_meta, initialize_weights, read_config
 from plait.verify.float64 import compute_in_float64, default_dtype
@@ -41,33 +42,24 @@ class ModelSpec:
 
     def build(self, dtype: torch.dtype) -> nn.Module:
         """Build the model for ranks: without dropout, which would depend on the plan; all in `dtype`."""
-        with default_dtype(dtype if dtype == torch.float64 else torch.float32):
-            return self._build(self.model, dtype)
-
-    def _build(self, build: Callable[[], Any], dtype: torch.dtype) -> nn.Module:
-        model = _without_dropout(_module(_call(build)))
-        if dtype == torch.float64:
-            compute_in_float64(model, (block for _, block in blocks_of(model, self.blocks)))
-        return model
+        return self._build(self.model, dtype)
 
     def build_reference(self, dtype: torch.dtype) -> nn.Module:
-        """Build the one-process model, with values; its weights are set later."""
-        with default_dtype(dtype if dtype == torch.float64 else torch.float32):
-            return self._with_values(self._build(self.reference or self.model, dtype))
+        """Build the one-process model, with buffers; its weights are set later."""
+        model = self._build(self.reference or self.model, dtype)
+        if not any(parameter.is_meta for parameter in model.parameters()):
+            return model
+        cpu = torch.device("cpu")
+        with default_dtype(torch.promote_types(dtype, torch.float32)):
+            initialize_weights(model, 0, cpu, lambda *_: None)
+        zeros = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
+        return copy_with_values(model, zeros, dict(model.named_buffers()), dtype, cpu)
 
-    def _with_values(self, model: nn.Module) -> nn.Module:
-        if any(parameter.is_meta for parameter in model.parameters()):
-            values: dict[str, Tensor] = {}
-            initialize_weights(
-                model, 0, torch.device("cpu"), lambda name, value: values.update({name: value})
-            )
-            initialized = {
-                id(p): nn.Parameter(values[name], p.requires_grad) for name, p in model.named_parameters()
-            }
-            for module in model.modules():  # under every name of a parameter: it may be tied
-                for key, parameter in module._parameters.items():
-                    if parameter is not None:
-                        module._parameters[key] = initialized[id(parameter)]
+    def _build(self, build: Callable[[], Any], dtype: torch.dtype) -> nn.Module:
+        with default_dtype(torch.promote_types(dtype, torch.float32)):
+            model = _without_dropout(_module(_call(build)))
+            if dtype == torch.float64:
+                compute_in_float64(model, (block for _, block in blocks_of(model, self.blocks)))
         return model
 
 
@@ -88,7 +80,13 @@ class ModelSource:
         if self.build:
             return _user_spec(self.build, self.folder)
         config = dict(self.config)
-        return ModelSpec(lambda: causal_lm_on_meta(config), reference=lambda: _with_values(config))
+
+        def reference() -> nn.Module:
+            on_meta: Any = causal_lm_on_meta(config)
+            model: nn.Module = type(on_meta)(on_meta.config)
+            return model
+
+        return ModelSpec(lambda: causal_lm_on_meta(config), reference=reference)
 
     def __str__(self) -> str:
         return self.build or str(self.config["model_type"])
@@ -125,12 +123,6 @@ def random_tokens(vocabulary: int, seed: int, step: int, samples: int, length: i
     share = torch.linspace(0.0, 0.9, samples)[torch.randperm(samples, generator=generator), None]
     masked = torch.rand(samples, length, generator=generator) < share
     return {"input_ids": ids, "labels": ids.masked_fill(masked, -100)}
-
-
-def _with_values(config: Mapping[str, Any]) -> nn.Module:
-    model: Any = causal_lm_on_meta(config)
-    initialized: nn.Module = type(model)(model.config)
-    return initialized
 
 
 def _module(built: object) -> nn.Module:

@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from plait.plan import Plan
+from plait.tables import counted, table
 from plait.verify.result import Outcome, Verdict
 
 _STYLES = {Outcome.SAME: "green", Outcome.DIFFERS: "red", Outcome.REFUSED: "yellow", Outcome.DIED: "red"}
@@ -26,8 +27,7 @@ def print_verdict(verdict: Verdict, console: Console) -> None:
 
 def summary(verdict: Verdict) -> str:
     """Return the verdict as a sentence."""
-    ranks = "1 rank" if verdict.num_ranks == 1 else f"{verdict.num_ranks} ranks"
-    case = f"{verdict.model}, {verdict.plan}, on {ranks}"
+    case = f"{verdict.model}, {verdict.plan}, on {counted(verdict.num_ranks, 'rank')}"
     if verdict.outcome is Outcome.SAME:
         return f"matches one process: {case}; largest relative error {verdict.max_error:.1e}"
     if verdict.outcome is Outcome.REFUSED:
@@ -51,42 +51,36 @@ def summary_line(verdict: Verdict) -> str:
 
 
 def _steps(verdict: Verdict) -> Table:
+    rows = (
+        (str(number), *(f"{x:.12g}" for x in (step.loss, ref.loss, step.grad_norm, ref.grad_norm)))
+        for number, (step, ref) in enumerate(
+            zip(verdict.steps, verdict.reference_steps, strict=True), start=1
+        )
+    )
+    headings = ("step", "loss", "one process", "gradient norm", "one process")
     differs = verdict.outcome is Outcome.DIFFERS
-    table = Table(title="steps, up to the first mismatch" if differs else "steps", title_justify="left")
-    for heading in ("step", "loss", "one process", "gradient norm", "one process"):
-        table.add_column(heading, justify="right")
-    steps = zip(verdict.steps, verdict.reference_steps, strict=True)
-    for number, (step, reference) in enumerate(steps, start=1):
-        numbers = (step.loss, reference.loss, step.grad_norm, reference.grad_norm)
-        table.add_row(str(number), *(f"{value:.12g}" for value in numbers))
-    return table
+    return table("steps, up to the first mismatch" if differs else "steps", headings, rows)
 
 
 def _parameters(verdict: Verdict) -> Table:
-    title = f"largest relative errors: {len(verdict.worst_parameters)} of {verdict.num_parameters} parameters"
-    table = Table(title=title, title_justify="left")
-    differs = verdict.outcome is Outcome.DIFFERS
-    table.add_column("parameter")
-    for heading in ("gradient", "weight", "tolerance"):
-        table.add_column(heading, justify="right")
-    if differs:
-        table.add_column("wrong on")
+    wrong_on = ["wrong on"] if verdict.outcome is Outcome.DIFFERS else []
+    made = table(
+        f"largest relative errors: {len(verdict.worst_parameters)} of {verdict.num_parameters} parameters",
+        ("parameter", "gradient", "weight", "tolerance", *wrong_on),
+        left=("parameter", "wrong on"),
+    )
     for worst in verdict.worst_parameters:
         is_wrong = worst.excess > 1
         numbers = (worst.gradient_error, worst.weight_error, worst.tolerance)
-        row = [escape(worst.name), *(f"{value:.1e}" for value in numbers)]
-        row += [worst.ranks if is_wrong else ""] if differs else []
-        table.add_row(*row, style="red" if is_wrong else None)
-    return table
+        ranks = [worst.ranks if is_wrong else "" for _ in wrong_on]
+        cells = (escape(worst.name), *(f"{value:.1e}" for value in numbers), *ranks)
+        made.add_row(*cells, style="red" if is_wrong else None)
+    return made
 
 
 def _traffic(verdict: Verdict) -> Table:
-    table = Table(title="traffic of rank 0, last step", title_justify="left")
-    for heading in ("", "calls", "bytes"):
-        table.add_column(heading, justify="right" if heading else "left")
-    for operation, count, size in verdict.traffic:
-        table.add_row(operation, f"{count:,}", f"{size:,}")
-    return table
+    rows = ((operation, f"{count:,}", f"{size:,}") for operation, count, size in verdict.traffic)
+    return table("traffic of rank 0, last step", ("", "calls", "bytes"), rows)
 
 
 def verdict_matrix(verdicts: Sequence[Verdict]) -> Table:
@@ -98,16 +92,15 @@ def verdict_matrix(verdicts: Sequence[Verdict]) -> Table:
         row = rows.setdefault(keys, {})
         assert plan.zero not in row, f"two verdicts of {plan}"
         row[plan.zero] = verdict
-    table = Table(title=f"{verdicts[0].model} in {verdicts[0].dtype}", title_justify="left")
-    table.add_column("plan")
     stages = sorted({zero for cells in rows.values() for zero in cells})
-    for zero in stages:
-        table.add_column(f"zero={zero}", justify="right")
-    for keys, cells in rows.items():
-        table.add_row(keys or "one rank", *(_cell(cells.get(zero)) for zero in stages))
     counts = {o: sum(verdict.outcome is o for verdict in verdicts) for o in Outcome}
-    table.caption = ", ".join(f"{count} {outcome.value}" for outcome, count in counts.items() if count)
-    return table
+    return table(
+        f"{verdicts[0].model} in {verdicts[0].dtype}",
+        ("plan", *(f"zero={zero}" for zero in stages)),
+        ((keys or "one rank", *(_cell(cells.get(z)) for z in stages)) for keys, cells in rows.items()),
+        left=("plan",),
+        caption=", ".join(f"{count} {outcome.value}" for outcome, count in counts.items() if count),
+    )
 
 
 def _cell(verdict: Verdict | None) -> str:

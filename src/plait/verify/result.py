@@ -1,14 +1,14 @@
 """The result of a verification: values that are printed and written as JSON."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
 
-from torch import Tensor
-
-from plait.verify.reference import Step, Trajectory
+from plait.engine.reference import Tolerances, relative_errors
+from plait.fileio import finite_json
+from plait.verify.trajectory import Step, Trajectory
 
 MAX_SHOWN = 10  # parameters that are listed
 
@@ -76,16 +76,14 @@ class Verdict:
     @property
     def max_error(self) -> float:
         """The largest relative error of any loss, norm, gradient or weight."""
-        errors = [
-            _step_error(one, other) for one, other in zip(self.steps, self.reference_steps, strict=True)
-        ]
+        errors = [step_error(one, other) for one, other in zip(self.steps, self.reference_steps, strict=True)]
         worst = self.worst_parameters
         return max([*errors, *(max(p.gradient_error, p.weight_error) for p in worst)], default=math.nan)
 
     def to_values(self) -> dict[str, Any]:
         """Return the verdict as JSON values. Non-finite numbers become None, as JSON has none."""
-        values: dict[str, Any] = _finite(asdict(self))
-        return {**values, "outcome": self.outcome.value, "max_error": _finite(self.max_error)}
+        values = {**asdict(self), "outcome": self.outcome.value, "max_error": self.max_error}
+        return dict(finite_json(values))
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> "Verdict":
@@ -104,42 +102,9 @@ class Verdict:
         )
 
 
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
     """Replace None, for a non-finite number, by infinity: the largest possible error."""
     return {key: math.inf if value is None else value for key, value in values.items()}
-
-
-@dataclass(frozen=True)
-class Tolerances:
-    """The relative errors that are allowed: `base` for every number, plus `factor` times the rounding noise.
-
-    base        1e-9 in float64, where only the order of additions differs
-    noise       error of one process in the plan's dtype relative to float64, by parameter
-    step_noise  the same for losses and gradient norms
-    """
-
-    base: float
-    factor: float = 4.0
-    noise: Mapping[str, float] = field(default_factory=dict)
-    step_noise: float = 0.0
-
-    def of(self, name: str) -> float:
-        return self.base + self.factor * self.noise.get(name, 0.0)
-
-    @property
-    def of_steps(self) -> float:
-        return self.base + self.factor * self.step_noise
-
-    def allow(self, step: Step, expected: Step) -> bool:
-        return _step_error(step, expected) <= self.of_steps
 
 
 def compare(actual: Trajectory, expected: Trajectory, tolerances: Tolerances) -> tuple[bool, list[Mismatch]]:
@@ -148,7 +113,8 @@ def compare(actual: Trajectory, expected: Trajectory, tolerances: Tolerances) ->
     Without weights, if a mismatch ended the run, only the gradients of the last step are compared.
     """
     steps = len(actual.steps)
-    is_same = all(tolerances.allow(*pair) for pair in zip(actual.steps, expected.steps[:steps], strict=True))
+    pairs = zip(actual.steps, expected.steps[:steps], strict=True)
+    is_same = all(step_error(one, other) <= tolerances.of_steps for one, other in pairs)
     first = 0 if actual.weights else steps - 1
     gradients = relative_errors(actual.gradients[first:], expected.gradients[first:steps])
     weights = relative_errors([actual.weights], [expected.weights]) if actual.weights else {}
@@ -164,31 +130,11 @@ def rounding_noise(rounded: Trajectory, exact: Trajectory) -> tuple[dict[str, fl
     """Return the errors due to rounding: by parameter, and the largest of losses and norms."""
     gradients = relative_errors(rounded.gradients, exact.gradients)
     weights = relative_errors([rounded.weights], [exact.weights])
-    steps = [_step_error(one, other) for one, other in zip(rounded.steps, exact.steps, strict=True)]
+    steps = [step_error(one, other) for one, other in zip(rounded.steps, exact.steps, strict=True)]
     return {name: max(gradients.get(name, 0.0), weights[name]) for name in weights}, max(steps)
 
 
-def relative_errors(
-    actual: Sequence[Mapping[str, Tensor]], expected: Sequence[Mapping[str, Tensor]]
-) -> dict[str, float]:
-    """Return by name the largest norm of the difference over the norm of the expected tensor.
-
-    A tensor that is nearly zero is noise: its error is relative to a thousandth of the largest norm.
-    """
-    errors: dict[str, float] = {}
-    for tensors, references in zip(actual, expected, strict=True):
-        assert tensors.keys() == references.keys(), (
-            f"{sorted(tensors.keys() ^ references.keys())} on one side only"
-        )
-        norms = {name: float(tensor.double().norm()) for name, tensor in references.items()}
-        min_norm = max(1e-3 * max(norms.values(), default=0.0), 1e-30)
-        for name, tensor in references.items():
-            error = float((tensors[name].double() - tensor.double()).norm()) / max(norms[name], min_norm)
-            errors[name] = max(errors.get(name, 0.0), error if math.isfinite(error) else math.inf)
-    return errors
-
-
-def _step_error(actual: Step, expected: Step) -> float:
+def step_error(actual: Step, expected: Step) -> float:
     """Return the larger relative error of loss and gradient norm."""
     pairs = ((actual.loss, expected.loss), (actual.grad_norm, expected.grad_norm))
     error = max(abs(a - b) / max(abs(b), 1e-30) for a, b in pairs)

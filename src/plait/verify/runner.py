@@ -58,12 +58,17 @@ def verify(cases: Sequence[Case], folder: Path, options: WorkerOptions | None = 
         work_dir.mkdir()
         jobs = {
             "options": asdict(options or WorkerOptions()),
-            "jobs": {n: cases[n].to_values() for n in left},
+            "jobs": {n: asdict(cases[n]) for n in left},
         }
         write_json(work_dir / _JOBS, jobs)
         num_ranks = max(cases[number].num_ranks for number in left)
         code = launch_local(num_ranks, ["verify-rank", str(work_dir)])
-        new = {number: _read(work_dir, number) for number in left if _verdict_file(work_dir, number).exists()}
+        files = {number: _verdict_file(work_dir, number) for number in left}
+        new = {
+            number: Verdict.from_values(json.loads(file.read_text(encoding="utf-8")))
+            for number, file in files.items()
+            if file.exists()
+        }
         if code in _STOP_CODES:
             raise SystemExit(code)
         failed = next((number for number in left if number not in new), None)
@@ -89,8 +94,9 @@ def serve(work_dir: Path, on_verdict: Callable[[Verdict], None] | None = None) -
         write_json(_verdict_file(work_dir, int(number)), verdict.to_values())
         if verdict.outcome is Outcome.DIFFERS and options.find_suspects:
             plans = simpler_plans(Plan.parse(case.plan))
-            matching = [part for part, plan in plans.items() if worker.is_same(replace(case, plan=str(plan)))]
-            verdict = replace(verdict, suspects=tuple(matching))
+            outcomes = {part: worker.lead(replace(case, plan=str(p))).outcome for part, p in plans.items()}
+            matching = tuple(part for part, outcome in outcomes.items() if outcome is Outcome.SAME)
+            verdict = replace(verdict, suspects=matching)
             write_json(_verdict_file(work_dir, int(number)), verdict.to_values())
         if on_verdict is not None:
             on_verdict(verdict)
@@ -106,13 +112,10 @@ class _Worker:
         self._verifier = Verifier()
 
     def lead(self, case: Case) -> Verdict:
-        write_json(self._work_dir / f"job-{self._number}.json", case.to_values())
+        write_json(self._work_dir / f"job-{self._number}.json", asdict(case))
         verdict = self._run(case)
         assert verdict is not None, "rank 0 has no verdict"
         return verdict
-
-    def is_same(self, case: Case) -> bool:
-        return self.lead(case).outcome is Outcome.SAME
 
     def follow(self) -> None:
         while True:
@@ -139,12 +142,8 @@ class _Worker:
         except Exception as error:
             is_ours = isinstance(error, PlaitError)
             text = error.message() if isinstance(error, PlaitError) else f"{type(error).__name__}: {error}"
-            values = {
-                "message": text,
-                "is_plait_error": is_ours,
-                "is_comm_error": isinstance(error, CommError),
-            }
-            write_json(self._work_dir / f"error-{self._rank}.json", values)
+            kinds = {"is_plait_error": is_ours, "is_comm_error": isinstance(error, CommError)}
+            write_json(self._work_dir / f"error-{self._rank}.json", {"message": text, **kinds})
             raise  # exits: closing the world would wait for the other ranks, which wait for this one
         world.close()
         gc.collect()  # an engine's hooks form reference cycles: this frees its memory
@@ -153,10 +152,6 @@ class _Worker:
 
 def _verdict_file(work_dir: Path, number: int) -> Path:
     return work_dir / f"verdict-{number}.json"
-
-
-def _read(work_dir: Path, number: int) -> Verdict:
-    return Verdict.from_values(json.loads(_verdict_file(work_dir, number).read_text(encoding="utf-8")))
 
 
 def _failure(case: Case, work_dir: Path, code: int) -> Verdict:

@@ -47,13 +47,9 @@ def simpler_plans(plan: Plan) -> dict[str, Plan]:
         "micro": {"micro": 1},
         "schedule": {"schedule": "1f1b", "chunks": 0, "stages": ""},
     }
-    plans = {part: replace(plan, **values) for part, values in without.items() if _uses(plan, part)}
+    used = [part for part in without if getattr(plan, part) != getattr(Plan(), part)]
+    plans = {part: replace(plan, **without[part]) for part in used}
     return {part: other for part, other in plans.items() if other != plan}
-
-
-def _uses(plan: Plan, part: str) -> bool:
-    default = getattr(Plan(), part)
-    return bool(getattr(plan, part) != default)
 
 
 def _degrees(num_ranks: int) -> Iterator[tuple[int, int, int, int]]:

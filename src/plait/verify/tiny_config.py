@@ -68,7 +68,8 @@ def shrink_config(values: Mapping[str, Any], layers: int, length: int = 16) -> d
     try:
         for kept in _kept_keys(values):
             for sizes in _VARIANTS:
-                config = {**kept, **sizes, **_of_layers(layers)}
+                config = {**kept, **sizes, "num_hidden_layers": layers}
+                config["attention_types"] = [[["global", "local"], (layers + 1) // 2]]  # GPT-Neo's, in pairs
                 config["max_position_embeddings"] = max(64, length)
                 try:
                     _try(config, length)
@@ -92,11 +93,6 @@ def _kept_keys(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield {key: value for key, value in keys.items() if not isinstance(value, list)}
         yield {key: value for key, value in keys.items() if isinstance(value, str | bool)}
     yield model_type
-
-
-def _of_layers(layers: int) -> dict[str, Any]:
-    """Return the keys that depend on the number of layers; GPT-Neo lists attention types in pairs."""
-    return {"num_hidden_layers": layers, "attention_types": [[["global", "local"], (layers + 1) // 2]]}
 
 
 def _try(config: Mapping[str, Any], length: int) -> None:

@@ -1,33 +1,34 @@
 """Verify on ranks: all ranks train under the plan, and rank 0 also trains the reference in one process."""
 
-import functools
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from plait.api import check_shardable, parallelize
+from plait.api import parallelize
 from plait.comm import World
+from plait.engine.batch import split_batch
 from plait.engine.engine import Engine
+from plait.engine.reference import Tolerances, relative_errors
+from plait.engine.spec import validate
 from plait.errors import ModelError, PlaitError
-from plait.parallel import Precision
+from plait.parallel.zero.rank_context import Precision
 from plait.plan import Plan, Traffic, subtract_traffic
 from plait.verify.locate import locate_mismatches
 from plait.verify.model_spec import ModelSource, ModelSpec, random_tokens
-from plait.verify.reference import ADAMW, CLIP_NORM, Step, Trajectory, train_reference
 from plait.verify.result import (
     MAX_SHOWN,
     Outcome,
-    Tolerances,
     Verdict,
     compare,
-    relative_errors,
     rounding_noise,
+    step_error,
 )
+from plait.verify.trajectory import ADAMW, CLIP_NORM, Step, Trajectory, train_reference
 
 PRECISIONS = {"float64": "fp64", "float32": "fp32", "bf16": "bf16"}
 TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "bf16": 2e-2}
@@ -52,8 +53,14 @@ class Case:
     def num_ranks(self) -> int:
         return Plan.parse(self.plan).num_ranks
 
-    def to_values(self) -> dict[str, Any]:
-        return asdict(self)
+    @property
+    def precision(self) -> Precision:
+        return Precision.from_plan(Plan(precision=PRECISIONS[self.dtype]))
+
+    @property
+    def base_tolerance(self) -> float:
+        """The relative error that is allowed in addition to rounding."""
+        return TOLERANCES[self.dtype] if self.tolerance is None else self.tolerance
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> "Case":
@@ -63,14 +70,9 @@ class Case:
         return Verdict(str(self.source), self.plan, self.dtype, self.num_ranks, outcome, **more)
 
 
-def base_tolerance(case: Case) -> float:
-    """Return the relative error that is allowed in addition to rounding."""
-    return TOLERANCES[case.dtype] if case.tolerance is None else case.tolerance
-
-
 def check(spec: ModelSpec, plan: Plan) -> None:
     """Raise PlanError or ModelError if the plan cannot shard the model. Needs no ranks."""
-    check_shardable(spec.build(torch.float32), plan, spec.tensor_plan, blocks=spec.blocks)
+    validate(spec.build(torch.float32), plan, tensor_plan=spec.tensor_plan, blocks=spec.blocks)
 
 
 class Verifier:
@@ -91,11 +93,11 @@ class Verifier:
         engine = _engine(case, spec, world, folder)
         weights = engine.full_parameters()
         if world.rank:
-            world.wait_for(_REFERENCE_READY)  # without a limit, while a step has a timeout
+            world.store.wait_for(_REFERENCE_READY)  # without a limit, while a step has a timeout
             _train(case, spec, engine, None)
             return None
         expected, tolerances = self._reference(case, spec, engine, weights)
-        world.announce(_REFERENCE_READY)
+        world.store.set(_REFERENCE_READY)
         verdict = _train(case, spec, engine, Comparator(case, expected, tolerances))
         assert verdict is not None, "rank 0 has no verdict"
         return verdict
@@ -136,7 +138,7 @@ class Comparator:
         self.actual.steps.append(step)
         self.actual.gradients.append(gradients)
         number = len(self.actual.steps) - 1
-        return self.tolerances.allow(step, self.expected.steps[number]) and all(
+        return step_error(step, self.expected.steps[number]) <= self.tolerances.of_steps and all(
             error <= self.tolerances.of(name)
             for name, error in relative_errors([gradients], [self.expected.gradients[number]]).items()
         )
@@ -157,18 +159,17 @@ class Comparator:
             traffic=tuple((str(key), count.count, count.num_bytes) for key, count in traffic.items()),
         )
 
-    def worst_of_last(self) -> list[str]:
-        return [worst.name for worst in compare(self.actual, self.expected, self.tolerances)[1][:MAX_SHOWN]]
-
-
-def _precision(case: Case) -> Precision:
-    return Precision.from_plan(Plan(precision=PRECISIONS[case.dtype]))
+    def worst_gradients(self) -> dict[str, Tensor]:
+        """The reference gradients of the parameters that differ most in the last step, clipped as there."""
+        worst = compare(self.actual, self.expected, self.tolerances)[1][:MAX_SHOWN]
+        expected = self.expected.gradients[len(self.actual.steps) - 1]
+        return {one.name: expected[one.name] * self.actual.steps[-1].clip_factor for one in worst}
 
 
 def _engine(case: Case, spec: ModelSpec, world: World, folder: Path) -> Engine:
     plan = Plan.parse(case.plan)
     return parallelize(
-        spec.build(_precision(case).compute),
+        spec.build(case.precision.compute),
         plan,
         optimizer=torch.optim.AdamW,
         optimizer_args=ADAMW,
@@ -188,17 +189,14 @@ def _train(case: Case, spec: ModelSpec, engine: Engine, comparator: Comparator |
     for step in range(case.steps):
         batch = _batch(case, spec, step, engine.model)
         before = engine.world.comm_log.read()
-        local_batch = {key: value.chunk(engine.data_ranks)[engine.data_rank] for key, value in batch.items()}
-        result = engine.step(local_batch)
+        result = engine.step(split_batch(batch, engine.data_ranks)[engine.data_rank])
         traffic = subtract_traffic(before, engine.world.comm_log.read())
         done = Step(result.loss, result.grad_norm)
         gradients = {name: g.cpu() / done.clip_factor for name, g in engine.full_gradients().items()}
         is_same = comparator is None or comparator.check_step(done, gradients)
         if engine.world.any_flag(not is_same):
-            names = comparator.worst_of_last() if comparator is not None else []
-            expected = {} if comparator is None else comparator.expected.gradients[step]
-            clipped = {name: expected[name] * done.clip_factor for name in names}  # as in the engine
-            where = locate_mismatches(clipped, names, engine, tolerance=base_tolerance(case))
+            expected = {} if comparator is None else comparator.worst_gradients()
+            where = locate_mismatches(expected, engine, tolerance=case.base_tolerance)
             return None if comparator is None else comparator.verdict({}, traffic, where)
     weights = {name: weight.cpu() for name, weight in engine.full_parameters().items()}
     return None if comparator is None else comparator.verdict(weights, traffic, {})
@@ -220,19 +218,14 @@ def _batch(case: Case, spec: ModelSpec, step: int, model: Any) -> Mapping[str, T
 def _run_reference(
     case: Case, spec: ModelSpec, weights: Mapping[str, Tensor], micros: int
 ) -> tuple[Trajectory, Tolerances]:
-    precision = _precision(case)
+    precision = case.precision
     model = spec.build_reference(precision.compute)
-    data = []
-    for step in range(case.steps):
-        parts = {key: value.chunk(micros) for key, value in _batch(case, spec, step, model).items()}
-        data.append([{key: chunks[n] for key, chunks in parts.items()} for n in range(micros)])
-    run = functools.partial(train_reference, weights=weights, loss=spec.loss, batches=data)
-    trajectory = run(model, compute=precision.compute, master=precision.master)
-    base = base_tolerance(case)
+    data = [split_batch(_batch(case, spec, step, model), micros) for step in range(case.steps)]
+    trajectory = train_reference(model, weights, data, precision, spec.loss)
     if case.dtype == "float64" or case.tolerance is not None:
-        return trajectory, Tolerances(base)
-    model = spec.build_reference(torch.float64)
-    exact = run(model, compute=torch.float64, master=torch.float64)
+        return trajectory, Tolerances(case.base_tolerance)
+    float64 = Precision(torch.float64, torch.float64)
+    exact = train_reference(spec.build_reference(torch.float64), weights, data, float64, spec.loss)
     noise, step_noise = rounding_noise(trajectory, exact)
     if not math.isfinite(step_noise + sum(noise.values())):
         raise ModelError(
@@ -240,4 +233,4 @@ def _run_reference(
             given="a non-finite loss or gradient",
             hint="--dtype float64",
         )
-    return trajectory, Tolerances(base, noise=noise, step_noise=step_noise)
+    return trajectory, Tolerances(case.base_tolerance, noise=noise, step_noise=step_noise)

@@ -2,6 +2,6 @@
 
 from plait.comm.shm.arena import Arena
 from plait.comm.shm.rendezvous import HostPeers, connect_host_peers
-from plait.comm.shm.transport import Mailbox, ShmTransport, open_group
+from plait.comm.shm.transport import ShmTransport, open_group, open_host_group
 
-__all__ = ["Arena", "HostPeers", "Mailbox", "ShmTransport", "connect_host_peers", "open_group"]
+__all__ = ["Arena", "HostPeers", "ShmTransport", "connect_host_peers", "open_group", "open_host_group"]

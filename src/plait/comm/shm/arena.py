@@ -51,9 +51,7 @@ class _Allocation:
 
     start: int
     stop: int
-    readers_done: list[Callable[[], bool]] = field(
-        default_factory=list
-    )  # one per pending read: whether it is done
+    readers_done: list[Callable[[], bool]] = field(default_factory=list)  # one per pending read
 
     def is_read(self) -> bool:
         self.readers_done = [is_done for is_done in self.readers_done if not is_done()]
@@ -70,9 +68,8 @@ class FreeList:
         """Return the start of the first range that is long enough, and shrink it."""
         for index, (start, stop) in enumerate(self.ranges):
             if stop - start >= num_bytes:
-                self.ranges[index : index + 1] = (
-                    [(start + num_bytes, stop)] if stop - start > num_bytes else []
-                )
+                rest = [(start + num_bytes, stop)] if stop - start > num_bytes else []
+                self.ranges[index : index + 1] = rest
                 return start
         return None
 
@@ -101,9 +98,7 @@ class Mapping:
             )
         self.address: int = address
         self.num_bytes = num_bytes
-        weakref.finalize(
-            self, library.pl_unmap, address, num_bytes
-        ).atexit = False  # the kernel unmaps at exit
+        weakref.finalize(self, library.pl_unmap, address, num_bytes).atexit = False  # the kernel unmaps
 
 
 class Arena:
@@ -225,23 +220,9 @@ def available_bytes() -> int:
         for directory in (folder, *folder.parents):
             limit, used = (_read_lines(directory / name) for name in ("memory.max", "memory.current"))
             if limit and used and limit[0].strip().isdigit():
-                cache = next(
-                    (
-                        int(x.split()[1])
-                        for x in _read_lines(directory / "memory.stat")
-                        if x.startswith("file ")
-                    ),
-                    0,
-                )
-                shmem = next(
-                    (
-                        int(x.split()[1])
-                        for x in _read_lines(directory / "memory.stat")
-                        if x.startswith("shmem ")
-                    ),
-                    0,
-                )
-                available = min(available, int(limit[0]) - int(used[0]) + cache - shmem)
+                stat = dict(line.split() for line in _read_lines(directory / "memory.stat"))
+                cache = int(stat.get("file", 0)) - int(stat.get("shmem", 0))
+                available = min(available, int(limit[0]) - int(used[0]) + cache)
     return max(0, available)
 
 

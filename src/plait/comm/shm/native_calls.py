@@ -13,39 +13,16 @@ from plait.comm.shm.native_lib import NativeCall, NativeCallInfo
 from plait.comm.transport import Call, OpType
 from plait.errors import CommError
 
-DTYPES = {
-    torch.float64: 0,
-    torch.float32: 1,
-    torch.bfloat16: 2,
-    torch.float16: 3,
-    torch.int64: 4,
-    torch.int32: 5,
-    torch.int16: 6,
-    torch.int8: 7,
-    torch.uint8: 8,
-    torch.bool: 8,
-}
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+DTYPES = {dtype: code for code, dtype in enumerate(_FLOATS + _INTEGERS)} | {torch.bool: 8}
 _BITS = {8: 4, 4: 5, 2: 6, 1: 7}  # data that is only copied is sent as integers of its size
 _OPS = {"sum": 0, "mean": 0, "max": 1, "min": 2}
-_OP_TYPES = {
-    OpType.ALL_REDUCE: 0,
-    OpType.REDUCE_SCATTER: 1,
-    OpType.ALL_GATHER: 2,
-    OpType.BROADCAST: 3,
-    OpType.REDUCE: 4,
-    OpType.SCATTER: 5,
-    OpType.GATHER: 6,
-    OpType.ALL_TO_ALL: 7,
-    OpType.BARRIER: 8,
-}
+_OP_TYPES = {op_type: number for number, op_type in enumerate([*OpType][:9])}  # pl_verb of group.h
 _SUM = 9
 _OP_NAMES = {number: op_type.value for op_type, number in _OP_TYPES.items()} | {_SUM: "sum"}
 _REDUCTIONS = (OpType.ALL_REDUCE, OpType.REDUCE_SCATTER, OpType.REDUCE)
-_SHARD_COUNTED = (
-    OpType.REDUCE_SCATTER,
-    OpType.SCATTER,
-    OpType.ALL_TO_ALL,
-)  # the count is of a shard
+_SHARD_COUNTED = (OpType.REDUCE_SCATTER, OpType.SCATTER, OpType.ALL_TO_ALL)  # the count is of a shard
 
 
 def to_native_call(call: Call, num_ranks: int) -> NativeCall:

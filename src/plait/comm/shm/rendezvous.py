@@ -7,21 +7,23 @@ leaves; they keep the file open, and query the kernel (see the note in native/sy
 """
 
 import ctypes
+import hashlib
 import json
 import os
 import secrets
 import socket
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
+from plait.comm.collectives import Group, all_gather
+from plait.comm.objects import gather_texts
 from plait.comm.shm import native_lib
 from plait.comm.shm.arena import Arena, Mapping
-from plait.comm.transport import Call, OpType, Transport
+from plait.comm.transport import Transport
 from plait.errors import CommError
 
-_INFO_BYTES = 1024
 _ADDRESS_SPACE = 1 << 46  # bytes; x86-64 gives a process 2^47
 _PAGE = 4096
 _NAMESPACES = ("pid", "ipc", "net", "user")
@@ -36,15 +38,6 @@ class HostInfo:
     fd: int = -1  # of its arena
     key: str = ""  # of this rendezvous: the first rank's, a prefix of store keys
     reason: str = ""  # why it cannot share memory
-
-    def encode(self) -> torch.Tensor:
-        data = json.dumps(asdict(self)).encode()
-        assert len(data) <= _INFO_BYTES, f"a HostInfo of {len(data)} bytes"
-        return torch.tensor(list(data.ljust(_INFO_BYTES)), dtype=torch.uint8)
-
-    @classmethod
-    def decode(cls, data: torch.Tensor) -> "HostInfo":
-        return cls(**json.loads(bytes(data.tolist())))
 
 
 def host_identity() -> str:
@@ -61,23 +54,28 @@ def host_identity() -> str:
 class HostPeers:
     """The ranks of this host, and the arenas through which they reach each other."""
 
-    def __init__(
-        self,
-        clib: ctypes.CDLL,
-        rank: int,
-        ranks: tuple[int, ...],
-        arena: Arena,
-        peers: "_PeerArenas",
-        key: str,
-    ) -> None:
+    def __init__(self, clib: ctypes.CDLL, rank: int, arena: Arena, infos: dict[int, HostInfo]) -> None:
+        """`arena`: this rank's. `infos`: of the ranks of this host, by rank in the world."""
         self.clib = clib
-        self.ranks = ranks  # of the world
-        self.arena = arena  # this rank's
-        self.mappings = {rank: arena.mapping, **peers.mappings}  # of all ranks, by rank
+        self.ranks = tuple(infos)
+        self.arena = arena
+        self.key = infos[self.ranks[0]].key
+        self.mappings = {rank: arena.mapping}  # of all ranks' arenas, by rank
         # Descriptors of the arenas: a live rank that has not left holds the lock of its own.
-        self.files = {rank: arena.fd, **peers.fds}
-        self.key = key
-        self._peers = peers
+        self.files = {rank: arena.fd}
+        self._rank = rank
+
+    def map_arenas(self, infos: dict[int, HostInfo]) -> str:
+        """Map the peers' arenas. Return the reason for a failure, or an empty string."""
+        for peer, info in infos.items():
+            if peer == self._rank:
+                continue
+            try:
+                self.files[peer] = open_peer_file(info.pid, info.fd)
+                self.mappings[peer] = Mapping(self.clib, self.files[peer], self.arena.mapping.num_bytes)
+            except (CommError, OSError) as error:
+                return f"rank {self._rank} cannot map rank {peer}'s memory: {str(error).splitlines()[0]}"
+        return ""
 
     def is_alive(self, rank: int) -> bool:
         """Return whether another rank lives and has not left. See [Note: liveness by file locks]."""
@@ -87,21 +85,9 @@ class HostPeers:
         """Leave: peers that wait for this rank then raise."""
         self.arena.close()
         self.mappings.clear()
-        self._peers.close()
-
-
-@dataclass
-class _PeerArenas:
-    """The open files and mappings of the other ranks' arenas."""
-
-    mappings: dict[int, Mapping] = field(default_factory=dict)
-    fds: dict[int, int] = field(default_factory=dict)
-
-    def close(self) -> None:
-        for fd in self.fds.values():
-            os.close(fd)
-        self.fds.clear()
-        self.mappings.clear()
+        for fd in self.files.values():
+            if fd != self.arena.fd:
+                os.close(fd)
 
 
 def connect_host_peers(
@@ -126,22 +112,37 @@ def connect_host_peers(
             info = HostInfo(info.host, info.pid, arena.fd, secrets.token_hex(8))
         except (CommError, OSError) as error:
             info = HostInfo(info.host, reason=str(error).splitlines()[0])
-    infos = _exchange(info, size, transport)
-    ranks = tuple(r for r in range(size) if infos[r].host == info.host)
-    peers = _PeerArenas()
-    reason = next((infos[r].reason for r in ranks if infos[r].reason), "")
-    if clib is not None and arena is not None and not reason:
-        reason = _map_peers(clib, peers, arena.mapping.num_bytes, rank, {r: infos[r] for r in ranks})
+    group = Group(tuple(range(size)), rank, transport)
+    infos = [HostInfo(**json.loads(text)) for text in _exchange(json.dumps(asdict(info)), group)]
+    own_host = {r: other for r, other in enumerate(infos) if other.host == info.host}
+    reason = next((other.reason for other in own_host.values() if other.reason), "")
+    peers = None
+    if clib is not None and arena is not None:
+        peers = HostPeers(clib, rank, arena, own_host)
+        reason = reason or peers.map_arenas(own_host)
     # Shared memory is used only if every rank of this host could map all arenas.
-    results = _exchange(HostInfo(info.host, reason=reason[:400]), size, transport)
-    reason = next((results[r].reason for r in ranks if results[r].reason), "")
-    hosts = [other.host for other in infos]
-    if arena is None or clib is None or reason:
-        if arena is not None:
-            arena.close()
+    reasons = _exchange(reason, group)
+    reason = next((reasons[r] for r in own_host if reasons[r]), "")
+    if peers is not None and reason:
         peers.close()
-        return None, hosts, reason if wanted else ""
-    return HostPeers(clib, rank, ranks, arena, peers, infos[ranks[0]].key), hosts, ""
+        peers = None
+    return peers, [other.host for other in infos], reason if wanted else ""
+
+
+def ranks_by_host(group: Group, device: torch.device | None = None) -> tuple[tuple[int, ...], ...]:
+    """Return, for each host, the group ranks on it, in order. Collective. `device`: of the ranks, by default
+    the CPU. LOCAL_WORLD_SIZE does not show which ranks share a host.
+
+    Containers of one machine with separate network namespaces count as hosts.
+    """
+    digest = hashlib.sha256(host_identity().encode()).digest()
+    fingerprint = torch.tensor([int.from_bytes(digest[:8], "little", signed=True)], device=device)
+    fingerprints = torch.empty(group.size, dtype=torch.int64, device=device)
+    all_gather(fingerprints, fingerprint, group, label="host names")
+    by_host: dict[int, list[int]] = {}
+    for rank, host in enumerate(fingerprints.tolist()):
+        by_host.setdefault(host, []).append(rank)
+    return tuple(map(tuple, by_host.values()))
 
 
 def _span_bytes(num_ranks: int) -> int:
@@ -151,25 +152,8 @@ def _span_bytes(num_ranks: int) -> int:
     return min(2 * memory, (_ADDRESS_SPACE // num_ranks) & -_PAGE)
 
 
-def _exchange(info: HostInfo, size: int, transport: Transport) -> list[HostInfo]:
-    out = torch.empty(size * _INFO_BYTES, dtype=torch.uint8)
-    transport.run(Call(OpType.ALL_GATHER, info.encode(), out, label="host identities"))
-    return [HostInfo.decode(data) for data in out.view(size, -1)]
-
-
-def _map_peers(
-    clib: ctypes.CDLL, peers: _PeerArenas, span_bytes: int, rank: int, infos: dict[int, HostInfo]
-) -> str:
-    """Return the reason for a failure, or an empty string."""
-    for peer, info in infos.items():
-        if peer == rank:
-            continue
-        try:
-            peers.fds[peer] = open_peer_file(info.pid, info.fd)
-            peers.mappings[peer] = Mapping(clib, peers.fds[peer], span_bytes)
-        except (CommError, OSError) as error:
-            return f"rank {rank} cannot map rank {peer}'s memory: {str(error).splitlines()[0]}"
-    return ""
+def _exchange(text: str, group: Group) -> list[str]:
+    return gather_texts(text, group, torch.device("cpu"), label="host identities")
 
 
 def open_peer_file(pid: int, fd: int) -> int:

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -27,8 +27,8 @@ from plait.comm.shm.native_calls import (
     to_native_call,
     to_native_sum,
 )
-from plait.comm.shm.rendezvous import HostPeers, open_peer_file
-from plait.comm.transport import Call, OpType, Work, narrow_reads_less
+from plait.comm.shm.rendezvous import HostPeers, connect_host_peers, open_peer_file
+from plait.comm.transport import Call, OpType, Transport, Work, narrow_reads_less
 from plait.errors import CommError
 
 _GONE, _LATE, _SIZE_MISMATCH = -1, -2, -4
@@ -152,25 +152,19 @@ class ShmTransport:
         """Return one flat tensor of zeros, the same memory on all ranks of the group. Collective."""
         num_bytes = max(1, numel * dtype.itemsize)
         descriptor = torch.zeros(3, dtype=torch.int64)  # pid, fd, whether rank 0 failed
-        fd = -1
+        refusal = CommError("too little memory for the ranks' shared memory", given=f"{num_bytes} bytes")
         if self._group_rank == 0:
             fd = os.memfd_create("plait-shared", os.MFD_CLOEXEC)
+            descriptor[0], descriptor[1] = os.getpid(), fd
             try:
                 reserve(fd, 0, num_bytes)
             except CommError as error:
-                descriptor[2] = 1
-                refusal: CommError | None = error
-            else:
-                refusal = None
-            descriptor[0], descriptor[1] = os.getpid(), fd
+                descriptor[2], refusal = 1, error
+                os.close(fd)
         self.run(Call(OpType.BROADCAST, descriptor, descriptor, label="shared memory"))
         pid, peer_fd, failed = descriptor.tolist()
         if failed:
-            if self._group_rank == 0:
-                os.close(fd)
-                assert refusal is not None
-                raise refusal
-            raise CommError("too little memory for the ranks' shared memory", given=f"{num_bytes} bytes")
+            raise refusal
         if self._group_rank:
             fd = open_peer_file(pid, peer_fd)
         try:
@@ -368,31 +362,18 @@ _POLL_S = 0.001  # initial interval; it grows while a rank waits
 _MAX_POLL_S = 0.02
 
 
-@dataclass(frozen=True)
-class Mailbox:
-    """Text that ranks leave for each other under a key: a store."""
-
-    put: Callable[[str, str], object]
-    has: Callable[[str], bool]
-    get: Callable[[str], str]
-
-    @classmethod
-    def over_store(cls, store: dist.Store) -> "Mailbox":
-        return cls(store.set, lambda key: store.check([key]), lambda key: bytes(store.get(key)).decode())
-
-
 def open_group(
     peers: HostPeers,
     ranks: tuple[int, ...],
     group_rank: int,
-    mailbox: Mailbox,
+    store: dist.Store,
     key: str,
     timeout: timedelta,
     *,
     is_own: bool = False,
 ) -> ShmTransport:
     """Return the transport of these ranks, which all call it with the same unused `key`. Group rank 0 creates
-    the control segment and posts its address. `is_own`: the transport closes `peers`.
+    the control segment and sets the key to its address. `is_own`: the transport closes `peers`.
 
     Raises CommError when a rank does not arrive.
     """
@@ -400,11 +381,11 @@ def open_group(
     if group_rank == 0:
         fd = os.memfd_create("plait-group", os.MFD_CLOEXEC)
         os.ftruncate(fd, size)
-        mailbox.put(key, f"{os.getpid()} {fd}")
+        store.set(key, f"{os.getpid()} {fd}")
     else:
-        address = _wait_for_address(mailbox, key, peers, ranks, 0, timeout.total_seconds())
+        _wait_for_key(store, key, peers, ranks, timeout.total_seconds())
         try:
-            fd = open_peer_file(*map(int, address.split()))
+            fd = open_peer_file(*map(int, store.get(key).split()))
         except OSError as error:
             raise _group_error(ranks, f"rank {ranks[0]} is gone") from error
     try:
@@ -422,19 +403,31 @@ def open_group(
     return transport
 
 
-def _wait_for_address(
-    mailbox: Mailbox, key: str, peers: HostPeers, ranks: tuple[int, ...], peer: int, timeout_s: float
-) -> str:
-    """Return the text that a rank posts. Raises CommError when it is gone or does not arrive."""
+def open_host_group(
+    base: Transport, rank: int, size: int, store: dist.Store, timeout: timedelta
+) -> tuple[ShmTransport | None, str]:
+    """Return a transport of all ranks of `base`, or None and why they share no memory. Collective."""
+    peers, hosts, reason = connect_host_peers(rank, size, base, wanted=True)
+    if peers is not None and len(set(hosts)) == 1:
+        return open_group(peers, tuple(range(size)), rank, store, peers.key, timeout, is_own=True), ""
+    if peers is not None:
+        peers.close()
+    return None, reason or f"{len(set(hosts))} hosts"
+
+
+def _wait_for_key(
+    store: dist.Store, key: str, peers: HostPeers, ranks: tuple[int, ...], timeout_s: float
+) -> None:
+    """Block until group rank 0 has set the key. Raises CommError when it is gone or does not arrive."""
     deadline_s, poll_s = time.monotonic() + timeout_s, _POLL_S
     while True:
-        is_alive = peers.is_alive(ranks[peer])  # checked first: it may have posted and ended since
-        if mailbox.has(key):
-            return mailbox.get(key)
+        is_alive = peers.is_alive(ranks[0])  # checked first: it may have set it and ended since
+        if store.check([key]):
+            return
         if not is_alive:
-            raise _group_error(ranks, f"rank {ranks[peer]} is gone")
+            raise _group_error(ranks, f"rank {ranks[0]} is gone")
         if time.monotonic() > deadline_s:
-            raise _group_error(ranks, f"rank {ranks[peer]} did not arrive within {timeout_s:g} s")
+            raise _group_error(ranks, f"rank {ranks[0]} did not arrive within {timeout_s:g} s")
         time.sleep(poll_s)
         poll_s = min(2 * poll_s, _MAX_POLL_S)
 

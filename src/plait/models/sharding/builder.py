@@ -5,11 +5,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from plait.errors import ModelError, PlanError
 from plait.models.sharding.styles import StyleSpec, replicate_hint
+from plait.models.transformers_types import is_conv1d, is_pretrained_model
 from plait.plan.sharding import (
     ArgumentSharding,
     DimSharding,
@@ -48,7 +47,7 @@ class TPPlanBuilder:
     @property
     def config(self) -> Any:
         """The text configuration of a transformers model; None for another model."""
-        return self.model.config.get_text_config() if isinstance(self.model, PreTrainedModel) else None
+        return self.model.config.get_text_config() if is_pretrained_model(self.model) else None
 
     def own_parameters(self, module: str) -> dict[str, str]:
         """Map the module's direct parameters, by their name in it, to their full names in the model."""
@@ -83,15 +82,19 @@ class TPPlanBuilder:
         block = self.block_of(name)
         if block is None:
             return None
-        path = block
-        for part in name[len(block) + 1 :].split("."):
-            path = f"{path}.{part}"
-            if path in self.modules and not isinstance(self.modules[path], CONTAINERS):
-                return path
-        return None
+        inner = [path for path in (*self.ancestors(name)[::-1], name) if path.startswith(f"{block}.")]
+        modules = (path for path in inner if path in self.modules)
+        return next((path for path in modules if not isinstance(self.modules[path], CONTAINERS)), None)
 
     def inside(self, region: str) -> list[str]:
         return [name for name in self.modules if name == region or name.startswith(f"{region}.")]
+
+    def style_of(self, name: str) -> Style | None:
+        return self.layers[name].style if name in self.layers else None
+
+    def unsharded(self, module: str) -> list[str]:
+        """The module's direct parameters, by their name in it, that are not sharded."""
+        return [key for key, name in self.own_parameters(module).items() if name not in self.parameters]
 
     def is_norm(self, name: str) -> bool:
         """Return whether the module is a norm, by its class name."""
@@ -105,22 +108,19 @@ def one_range_each(axis: str, ranges: Sequence[Range]) -> DimSharding:
 
 def repeat_per_part(sharding: DimSharding, width: int, parts: int) -> DimSharding:
     """Apply the same sharding to each of `parts` concatenated parts, each `width` wide."""
-    return DimSharding(
-        sharding.axis,
-        tuple(
-            tuple(
-                (part * width + start, part * width + stop) for part in range(parts) for start, stop in ranges
-            )
-            for ranges in sharding.ranges
-        ),
+    firsts = [part * width for part in range(parts)]
+    repeated = (
+        tuple((first + start, first + stop) for first in firsts for start, stop in ranges)
+        for ranges in sharding.ranges
     )
+    return DimSharding(sharding.axis, tuple(repeated))
 
 
 def linear_features(module: nn.Module) -> tuple[int, int, bool] | None:
     """(output features, input features, whether its weight is transposed); None if it is not linear."""
     if isinstance(module, nn.Linear):
         return module.out_features, module.in_features, False
-    if isinstance(module, Conv1D):
+    if is_conv1d(module):
         inp, out = module.weight.shape
         return out, inp, True
     return None
@@ -132,10 +132,9 @@ def add_linear(
     """Add a COLUMN or a ROW layer; `over_col` shards the features of heads or of the feed-forward."""
     features = linear_features(builder.modules[name])
     if features is None:
-        kind = type(builder.modules[name]).__name__
         raise ModelError(
             f"{name} is not a linear layer, and cannot be sharded like one",
-            given=f"{kind}, style {spec.style.value if spec.style else None}",
+            given=f"{type(builder.modules[name]).__name__}, style {spec.style.value if spec.style else None}",
             expected="nn.Linear or transformers' Conv1D",
         )
     out_features, in_features, transposed = features
@@ -146,17 +145,14 @@ def add_linear(
     builder.layers[name] = LayerSharding(
         name, spec.style, out, inp, transposed, spec.gathers, spec.splits, spec.head
     )
-    own = builder.own_parameters(name)
-    for key, full_name in own.items():
+    for key, full_name in builder.own_parameters(name).items():
         if key == "weight":
             builder.shard_parameter(full_name, (inp, out) if transposed else (out, inp))
         elif key == "bias":
             builder.shard_parameter(full_name, (out,))
         else:
             raise ModelError(
-                f"{name} has a parameter that linear layers do not have",
-                given=key,
-                hint=replicate_hint(name),
+                f"{name} has a parameter that linear layers do not have", given=key, hint=replicate_hint(name)
             )
 
 

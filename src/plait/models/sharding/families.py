@@ -7,53 +7,25 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
-from transformers.models.falcon.modeling_falcon import FalconLinear
 
 from plait.errors import ModelError
 from plait.models.sharding.builder import TPPlanBuilder
 from plait.models.sharding.heads import Heads
+from plait.models.transformers_types import is_pretrained_model
 from plait.plan.sharding import ArgumentSharding
 
 Patterns = dict[str, str]
 
 
-_GPT2 = {
-    "h.*.attn.c_attn": "packed_colwise:3",
-    "h.*.attn.c_proj": "rowwise",
-    "h.*.mlp.c_fc": "colwise",
-    "h.*.mlp.c_proj": "rowwise",
-}
+def _plan(layer: str, colwise: str, rowwise: str) -> Patterns:
+    """The plan of modules in each layer, whose paths in it are separated by spaces."""
+    styles = {"colwise": colwise, "rowwise": rowwise}
+    return {f"{layer}.{path}": style for style, paths in styles.items() for path in paths.split()}
 
 
-_GPT_NEO = {
-    "h.*.attn.attention.q_proj": "colwise",
-    "h.*.attn.attention.k_proj": "colwise",
-    "h.*.attn.attention.v_proj": "colwise",
-    "h.*.attn.attention.out_proj": "rowwise",
-    "h.*.mlp.c_fc": "colwise",
-    "h.*.mlp.c_proj": "rowwise",
-}
-
-
-_GPTJ = {
-    "h.*.attn.q_proj": "colwise",
-    "h.*.attn.k_proj": "colwise",
-    "h.*.attn.v_proj": "colwise",
-    "h.*.attn.out_proj": "rowwise",
-    "h.*.mlp.fc_in": "colwise",
-    "h.*.mlp.fc_out": "rowwise",
-}
-
-
-_OPT = {
-    "decoder.layers.*.self_attn.q_proj": "colwise",
-    "decoder.layers.*.self_attn.k_proj": "colwise",
-    "decoder.layers.*.self_attn.v_proj": "colwise",
-    "decoder.layers.*.self_attn.out_proj": "rowwise",
-    "decoder.layers.*.fc1": "colwise",
-    "decoder.layers.*.fc2": "rowwise",
-}
+_BLOOM = _plan(
+    "h.*", "self_attention.query_key_value mlp.dense_h_to_4h", "self_attention.dense mlp.dense_4h_to_h"
+)
 
 
 def _bloom(config: Any, _cols: int) -> Patterns:
@@ -64,12 +36,7 @@ def _bloom(config: Any, _cols: int) -> Patterns:
             given=f"pretraining_tp={config.pretraining_tp} slow_but_exact=True",
             hint="slow_but_exact=False",
         )
-    return {
-        "h.*.self_attention.query_key_value": "colwise",
-        "h.*.self_attention.dense": "rowwise",
-        "h.*.mlp.dense_h_to_4h": "colwise",
-        "h.*.mlp.dense_4h_to_h": "rowwise",
-    }
+    return _BLOOM
 
 
 def _falcon(config: Any, cols: int) -> Patterns:
@@ -84,21 +51,17 @@ def _falcon(config: Any, cols: int) -> Patterns:
     if cols > kv_heads:
         packed, end = "colwise_gather_output", "rowwise_split_input"
     return {
+        **_BLOOM,
         "h.*.self_attention.query_key_value": packed,
         "h.*.self_attention.dense": end,
-        "h.*.mlp.dense_h_to_4h": "colwise",
-        "h.*.mlp.dense_4h_to_h": "rowwise",
     }
 
 
 # Latent attention, as in transformers' plan for deepseek_v2. Patterns for layers that a configuration does
 # not have are ignored.
 _DEEPSEEK = {
-    "layers.*.self_attn.q_proj": "colwise",
-    "layers.*.self_attn.q_b_proj": "colwise",
+    **_plan("layers.*.self_attn", "q_proj q_b_proj kv_b_proj", "o_proj"),
     "layers.*.self_attn.kv_a_proj_with_mqa": "mla_kv_a_proj",
-    "layers.*.self_attn.kv_b_proj": "colwise",
-    "layers.*.self_attn.o_proj": "rowwise",
 }
 
 # Their own plans gather gate and up, which are halves of one matrix: each half can be sharded.
@@ -109,10 +72,16 @@ _PACKED_EXPERTS = {"layers.*.mlp.experts.gate_up_proj": "packed_colwise"}
 
 
 FAMILIES: dict[str, Patterns | Callable[[Any, int], Patterns]] = {
-    "gpt2": _GPT2,
-    "gpt_neo": _GPT_NEO,
-    "gptj": _GPTJ,
-    "opt": _OPT,
+    "gpt2": {"h.*.attn.c_attn": "packed_colwise:3", **_plan("h.*", "mlp.c_fc", "attn.c_proj mlp.c_proj")},
+    "gpt_neo": _plan(
+        "h.*",
+        "attn.attention.q_proj attn.attention.k_proj attn.attention.v_proj mlp.c_fc",
+        "attn.attention.out_proj mlp.c_proj",
+    ),
+    "gptj": _plan("h.*", "attn.q_proj attn.k_proj attn.v_proj mlp.fc_in", "attn.out_proj mlp.fc_out"),
+    "opt": _plan(
+        "decoder.layers.*", "self_attn.q_proj self_attn.k_proj self_attn.v_proj fc1", "self_attn.out_proj fc2"
+    ),
     "bloom": _bloom,
     "falcon": _falcon,
     "deepseek_v3": _DEEPSEEK,
@@ -123,9 +92,6 @@ FAMILIES: dict[str, Patterns | Callable[[Any, int], Patterns]] = {
     "inkling2_text": _PACKED_EXPERTS,
 }
 
-# Forwards that compute the same as nn.Linear's.
-LINEAR_FORWARDS = (nn.Linear.forward, FalconLinear.forward)
-
 # Per-head keyword arguments of attention modules, and the dim of the heads.
 _HEAD_ARGUMENTS = {"bloom": (("alibi", -3),), "falcon": (("alibi", -3), ("attention_mask", -3))}
 
@@ -133,7 +99,7 @@ _HEAD_ARGUMENTS = {"bloom": (("alibi", -3),), "falcon": (("alibi", -3), ("attent
 def family_plan(model: nn.Module, cols: int) -> Patterns:
     """The plan that plait has for a transformers model, which overrides the model's own."""
     kind = getattr(getattr(model, "config", None), "model_type", None)
-    if not isinstance(model, PreTrainedModel) or kind not in FAMILIES:
+    if not is_pretrained_model(model) or kind not in FAMILIES:
         return {}
     family = FAMILIES[kind]
     return family if isinstance(family, dict) else family(model.config, cols)

@@ -17,6 +17,7 @@ Also parameters between sharded layers: norms of queries and keys, learned activ
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from plait.errors import ModelError, PlanError
@@ -62,8 +63,7 @@ class Heads:
 
 
 def find_heads(builder: TPPlanBuilder, name: str) -> Heads | None:
-    """Return the heads of the attention that contains a layer or a parameter. See [Note: heads of a
-    layer]."""
+    """Return the heads of the attention that contains a layer or parameter: [Note: heads of a layer]."""
     block = builder.block_of(name)
     for path in builder.ancestors(name):
         spec = builder.specs.get(path)
@@ -82,13 +82,13 @@ def find_heads(builder: TPPlanBuilder, name: str) -> Heads | None:
 def head_counts(builder: TPPlanBuilder, attention: str) -> tuple[int, int] | None:
     """(query heads, key heads) of an attention module; None if neither it nor the configuration has them."""
     module = builder.modules[attention]
-    heads = _first_positive_int(module, NUM_HEADS_NAMES) or _first_positive_int(
-        builder.config, NUM_HEADS_NAMES
+    heads, groups, keys = (
+        _first_positive_int(module, names)
+        for names in (NUM_HEADS_NAMES, NUM_GROUPS_NAMES, NUM_KV_HEADS_NAMES)
     )
+    heads = heads or _first_positive_int(builder.config, NUM_HEADS_NAMES)
     if heads is None:
         return None
-    groups = _first_positive_int(module, NUM_GROUPS_NAMES)
-    keys = _first_positive_int(module, NUM_KV_HEADS_NAMES)
     if groups and heads % groups == 0:
         return heads, heads // groups
     if keys is None and _has_narrow_keys(builder, attention):
@@ -97,8 +97,7 @@ def head_counts(builder: TPPlanBuilder, attention: str) -> tuple[int, int] | Non
 
 
 def _has_narrow_keys(builder: TPPlanBuilder, attention: str) -> bool:
-    """Return whether its key layer is narrower than another: a configuration's number of key heads may be
-    unused."""
+    """Return whether its key layer is narrower than another: the configured key heads may be unused."""
     widths = {
         name: features[0]
         for name in builder.inside(attention)
@@ -122,15 +121,17 @@ def _declared_heads(builder: TPPlanBuilder, module: str, attributes: tuple[str, 
 
 
 def _attribute_values(builder: TPPlanBuilder, module: str, attributes: tuple[str, ...]) -> list[int]:
-    values = [getattr(builder.modules[module], key, None) for key in attributes]
-    for key, value in zip(attributes, values, strict=True):
+    values = []
+    for key in attributes:
+        value = getattr(builder.modules[module], key, None)
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
             raise ModelError(
                 f"the tensor plan divides an attribute of {module} that is not a positive integer",
                 given=f"{key}={value!r}",
                 expected="an integer that counts heads or their features",
             )
-    return [value for value in values if value is not None]
+        values.append(value)
+    return values
 
 
 def _declared_head_counts(builder: TPPlanBuilder, module: str) -> list[int]:
@@ -192,8 +193,7 @@ def _head_width(size: int, count: int, name: str, heads: Heads) -> int:
 
 
 def check_heads(builder: TPPlanBuilder, name: str, spec: StyleSpec) -> None:
-    """Raise ModelError for a ROW layer with one output per head: after sharding, the code expects only those
-    of its own heads."""
+    """Raise ModelError for a ROW layer with one output per head: sharded code expects its own heads' only."""
     features = linear_features(builder.modules[name])
     if spec.style is not Style.ROW or spec.splits or features is None or builder.cols == 1:
         return
@@ -214,26 +214,23 @@ def add_head_attributes(builder: TPPlanBuilder, heads: Heads) -> None:
     queries = [stop - start for start, stop in head_split.queries]
     keys = [stop - start for start, stop in head_split.keys]
 
-    def put(key: str, values: list[int]) -> None:
+    def put(key: str, values: Sequence[int]) -> None:
         builder.attributes[heads.module, key] = tuple(values)
 
     if heads.is_declared:
         for key in builder.specs[heads.module].attributes:
             put(key, _scale_to_columns(heads, key, getattr(module, key), queries, keys))
         return
-    for key in NUM_HEADS_NAMES:
-        if getattr(module, key, None) == heads.num_heads:
-            put(key, queries)
-    for key in NUM_KV_HEADS_NAMES:
-        if getattr(module, key, None) == heads.num_kv_heads:
-            put(key, keys)
-    for key in NUM_GROUPS_NAMES:
-        if getattr(module, key, None) == heads.num_heads // heads.num_kv_heads:
-            put(key, list(head_split.groups))
-    for key in TOTAL_WIDTH_NAMES:
-        value = getattr(module, key, None)
-        if isinstance(value, int) and value == heads.num_heads * getattr(module, "head_dim", 0):
-            put(key, [value // heads.num_heads * count for count in queries])
+    head_dim = getattr(module, "head_dim", None) or 0
+    for names, value, values in (
+        (NUM_HEADS_NAMES, heads.num_heads, queries),
+        (NUM_KV_HEADS_NAMES, heads.num_kv_heads, keys),
+        (NUM_GROUPS_NAMES, heads.num_heads // heads.num_kv_heads, head_split.groups),
+        (TOTAL_WIDTH_NAMES, heads.num_heads * head_dim, [head_dim * count for count in queries]),
+    ):
+        for key in names:
+            if getattr(module, key, None) == value:
+                put(key, values)
 
 
 def _scale_to_columns(heads: Heads, key: str, value: int, queries: list[int], keys: list[int]) -> list[int]:
@@ -260,12 +257,12 @@ def add_head_norm(builder: TPPlanBuilder, name: str) -> None:
     builder.layers[name] = LayerSharding(name, Style.PER_HEAD_NORM)
     heads = find_heads(builder, name)
     columns = _sibling_column_layers(builder, name)
-    for full_name in builder.own_parameters(name).values():
+    for full_name in builder.own_parameters(name).values() if columns else ():
         shape = builder.shapes[full_name]
-        over_heads = _shard_heads_dim(heads, shape) if columns else None
+        over_heads = _shard_heads_dim(heads, shape)
         if over_heads is not None:
             builder.shard_parameter(full_name, (over_heads, *([None] * (len(shape) - 1))))
-        elif columns:
+        else:
             builder.shard_parameter(full_name, [None] * len(shape), partial=True)
 
 
@@ -303,8 +300,7 @@ def add_undeclared_head_norms(builder: TPPlanBuilder) -> None:
 
 
 def add_activations(builder: TPPlanBuilder) -> None:
-    """Add the learned scalars of activations: every column applies them to its features and has a partial
-    gradient."""
+    """Add the learned scalars of activations; each column has a partial gradient, from its features."""
     for name in builder.modules:
         is_other = name in builder.specs or not _ACTIVATION.match(name.rpartition(".")[2])
         if not is_other and _sibling_column_layers(builder, name):
@@ -323,7 +319,6 @@ def _sibling_column_layers(builder: TPPlanBuilder, name: str) -> list[LayerShard
 
 
 def _shard_heads_dim(heads: Heads | None, shape: tuple[int, ...]) -> DimSharding | None:
-    """The sharding of a weight's first dim if it counts heads."""
     if heads is None or len(shape) < 2:
         return None
     if shape[0] == heads.num_heads:

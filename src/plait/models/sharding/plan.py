@@ -25,11 +25,16 @@ same.
 from collections.abc import Mapping, Sequence
 
 from torch import nn
-from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from plait.errors import ModelError
-from plait.models.sharding.builder import TPPlanBuilder, add_linear, one_range_each, part_width
+from plait.models.sharding.builder import (
+    TPPlanBuilder,
+    add_linear,
+    linear_features,
+    one_range_each,
+    part_width,
+    repeat_per_part,
+)
 from plait.models.sharding.families import add_head_arguments, family_plan
 from plait.models.sharding.heads import (
     add_activations,
@@ -49,6 +54,7 @@ from plait.models.sharding.residual import (
     pure_regions,
 )
 from plait.models.sharding.styles import StyleSpec, layer_pattern, replicate_hint, resolve_styles
+from plait.models.transformers_types import is_pretrained_model
 from plait.plan.sharding import DimSharding, LayerSharding, Style, TPPlan, split_width
 
 
@@ -110,7 +116,7 @@ def _example_plan(builder: TPPlanBuilder) -> str:
     """Return an example plan for two consecutive layers of the model's blocks."""
     block = builder.blocks[0] if builder.blocks else ""
     inside = [name for name in builder.modules if name.startswith(f"{block}.")] if block else []
-    layers = [name for name in inside if isinstance(builder.modules[name], nn.Linear | Conv1D)][-2:]
+    layers = [name for name in inside if linear_features(builder.modules[name])][-2:]
     if len(layers) < 2:
         return "tp=1"
     up, down = (layer_pattern(block) + name[len(block) :] for name in layers)
@@ -119,26 +125,18 @@ def _example_plan(builder: TPPlanBuilder) -> str:
 
 def _declare_embedding_and_head(builder: TPPlanBuilder) -> None:
     """Declare styles for a transformers model's embedding and head, tied or not."""
-    if not isinstance(builder.model, PreTrainedModel) or not builder.specs:
+    if not is_pretrained_model(builder.model) or not builder.specs:
         return
     names = {id(module): name for name, module in builder.modules.items()}
     embedding, head = builder.model.get_input_embeddings(), builder.model.get_output_embeddings()
-    is_head_sharded = False
-    if isinstance(head, nn.Linear) and id(head) in names:
-        spec = StyleSpec(Style.COLUMN, head=True)
-        is_head_sharded = _declare(builder, names[id(head)], spec, always=False)
-    if isinstance(embedding, nn.Embedding) and id(embedding) in names:
-        is_tied = is_head_sharded and isinstance(head, nn.Linear) and head.weight is embedding.weight
-        _declare(builder, names[id(embedding)], StyleSpec(Style.VOCABULARY), always=is_tied)
-
-
-def _declare(builder: TPPlanBuilder, name: str, spec: StyleSpec, *, always: bool) -> bool:
-    """Override the module's style, unless it is REPLICATE and not `always`. Return whether it did."""
-    declared = builder.specs.get(name)
-    if not always and declared is not None and declared.style is Style.REPLICATE:
-        return False
-    builder.specs[name] = spec
-    return True
+    replicated = {name for name, spec in builder.specs.items() if spec.style is Style.REPLICATE}
+    is_tied = False
+    if isinstance(head, nn.Linear) and names.get(id(head), "") not in {"", *replicated}:
+        builder.specs[names[id(head)]] = StyleSpec(Style.COLUMN, head=True)
+        is_tied = isinstance(embedding, nn.Embedding) and head.weight is embedding.weight
+    name = names.get(id(embedding))
+    if isinstance(embedding, nn.Embedding) and name is not None and (is_tied or name not in replicated):
+        builder.specs[name] = StyleSpec(Style.VOCABULARY)
 
 
 def _add_module(builder: TPPlanBuilder, name: str, spec: StyleSpec) -> None:
@@ -190,12 +188,9 @@ def _add_parameter(builder: TPPlanBuilder, name: str, spec: StyleSpec) -> None:
             expected="colwise, rowwise, packed_colwise, packed_rowwise or replicate",
         )
     is_column = spec.style is Style.COLUMN
-    if is_column:
-        dim = max(len(shape) - 2, 0)
-    elif len(shape) > 1:
-        dim = len(shape) - 1
-    else:
+    if not is_column and len(shape) <= 1:
         return  # a bias, added after the sum over columns
+    dim = max(len(shape) - 2, 0) if is_column else len(shape) - 1
     if len(shape) == 3:
         sharding = _shard_expert_dim(builder, owner, shape[dim], spec, name)
     else:
@@ -210,7 +205,12 @@ def _shard_expert_dim(
     groups of them, and the plan has to declare it: the width alone does not tell interleaved parts from
     concatenated ones."""
     width = part_width(size, spec.parts, name)
-    ffn = min(_expert_widths(builder, owner))
+    declared = [(builder.specs.get(of), builder.shapes[of]) for of in builder.own_parameters(owner).values()]
+    ffn = min(
+        shape[-2 if of.style is Style.COLUMN else -1] // of.parts
+        for of, shape in declared
+        if of is not None and of.style in (Style.COLUMN, Style.ROW) and len(shape) == 3
+    )
     each = width // ffn if width % ffn == 0 else 1
     if each not in (1, spec.multiple):
         style = f"packed_{'colwise' if spec.style is Style.COLUMN else 'rowwise'}"
@@ -222,46 +222,26 @@ def _shard_expert_dim(
             hint=f"tensor_plan={{'{layer_pattern(name)}': '{style}:{each * spec.parts}'}}",
         )
     ranges = split_width(width // each, builder.cols, of=f"the features of {owner}")
-    parts = range(spec.parts)
-    return DimSharding(
-        "col",
-        tuple(
-            tuple((part * width + start * each, part * width + stop * each) for part in parts)
-            for start, stop in ranges
-        ),
-    )
-
-
-def _expert_widths(builder: TPPlanBuilder, owner: str) -> list[int]:
-    widths = []
-    for full_name in builder.own_parameters(owner).values():
-        spec, shape = builder.specs.get(full_name), builder.shapes[full_name]
-        if spec is not None and spec.style in (Style.COLUMN, Style.ROW) and len(shape) == 3:
-            widths.append(shape[-2 if spec.style is Style.COLUMN else -1] // spec.parts)
-    return widths
+    of_part = one_range_each("col", [(start * each, stop * each) for start, stop in ranges])
+    return repeat_per_part(of_part, width, spec.parts)
 
 
 def _add_experts(builder: TPPlanBuilder) -> None:
     """Add modules that own sharded expert tensors, declared or not; check that all their parameters are."""
     for name in builder.modules:
-        own = builder.own_parameters(name)
-        experts = [
-            full_name
-            for full_name in own.values()
-            if full_name in builder.parameters and len(builder.shapes[full_name]) == 3
-        ]
-        if experts and name not in builder.layers:
+        own = builder.own_parameters(name).values()
+        has_experts = any(of in builder.parameters and len(builder.shapes[of]) == 3 for of in own)
+        if has_experts and name not in builder.layers:
             builder.layers[name] = LayerSharding(name, Style.EXPERTS)
-        layer = builder.layers.get(name)
-        if layer is None or layer.style is not Style.EXPERTS:
+        if builder.style_of(name) is not Style.EXPERTS:
             continue
         inside = [full_name for full_name in builder.shapes if full_name.startswith(f"{name}.")]
         unsharded = [full_name for full_name in inside if full_name not in builder.parameters]
         if unsharded or not inside:
+            given = ", ".join(full_name[len(name) + 1 :] for full_name in unsharded)
             raise ModelError(
                 f"the experts of {name} have parameters that the tensor plan does not shard",
-                given=", ".join(full_name[len(name) + 1 :] for full_name in unsharded)
-                or "no parameters at all",
+                given=given or "no parameters at all",
                 expected="every parameter sharded, as the columns' outputs are summed",
                 hint="tensor_plan= that shards them, or with 'replicate' for everything in it, or tp=1",
             )

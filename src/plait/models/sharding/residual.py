@@ -8,9 +8,10 @@ from torch import nn
 from plait.errors import ModelError
 from plait.models.sharding.builder import TPPlanBuilder, linear_features
 from plait.models.sharding.heads import is_head_norm
-from plait.plan.sharding import DimSharding, LayerSharding, ParamSharding, Style
+from plait.plan.sharding import LayerSharding, ParamSharding, Style
 
-_SHARDED = (Style.COLUMN, Style.ROW, Style.EXPERTS)
+_LINEAR = (Style.COLUMN, Style.ROW)
+_SHARDED = (*_LINEAR, Style.EXPERTS)
 
 
 def find_regions(builder: TPPlanBuilder) -> tuple[str, ...]:
@@ -21,9 +22,9 @@ def find_regions(builder: TPPlanBuilder) -> tuple[str, ...]:
         is_lone_row = region == name and layer.style is Style.ROW
         if layer.style in _SHARDED and region is not None and not is_lone_row:
             regions[region] = None
-    for name in builder.parameters:
+    for name, param in builder.parameters.items():
         region = builder.region_of(name)
-        if region is not None and region not in builder.layers and any(builder.parameters[name].dims):
+        if region is not None and region not in builder.layers and any(param.dims):
             regions.setdefault(region)
     return tuple(regions)
 
@@ -35,17 +36,12 @@ def pure_regions(builder: TPPlanBuilder, regions: Sequence[str]) -> frozenset[st
         region
         for region in regions
         if all(
-            _has_style(builder, name, *harmless)
+            builder.style_of(name) in harmless
             or is_head_norm(builder, name)
-            or all(full_name in builder.parameters for full_name in builder.own_parameters(name).values())
+            or (not builder.unsharded(name) and builder.style_of(name) is not Style.EXPERTS)
             for name in builder.inside(region)
         )
-        and not any(_has_style(builder, name, Style.EXPERTS) for name in builder.inside(region))
     )
-
-
-def _has_style(builder: TPPlanBuilder, name: str, *styles: Style) -> bool:
-    return name in builder.layers and builder.layers[name].style in styles
 
 
 def _is_in_any(builder: TPPlanBuilder, name: str, regions: frozenset[str]) -> bool:
@@ -88,9 +84,8 @@ def add_residual_layers(builder: TPPlanBuilder, regions: Sequence[str]) -> None:
             inp = builder.shard_over_row(module.in_features, name)
             builder.layers[name] = LayerSharding(name, Style.REPLICATE, out, inp)
         else:
-            raise _row_error(
-                builder, name or type(module).__name__, f"{type(module).__name__} with {', '.join(own)}"
-            )
+            kind = type(module).__name__
+            raise _row_error(builder, name or kind, f"{kind} with {', '.join(own)}")
 
 
 def _add_norm(builder: TPPlanBuilder, name: str, own: dict[str, str]) -> None:
@@ -109,11 +104,7 @@ def residual_width(builder: TPPlanBuilder) -> int:
     widths: dict[int, str] = {}
     for name, layer in builder.layers.items():
         features = linear_features(builder.modules[name])
-        if (
-            features is not None
-            and layer.style in (Style.COLUMN, Style.ROW)
-            and builder.block_of(name) is not None
-        ):
+        if features is not None and layer.style in _LINEAR and builder.block_of(name) is not None:
             widths.setdefault(features[1] if layer.style is Style.COLUMN else features[0], name)
     if not widths:
         raise _row_error(builder, "the model", "no block has a colwise or rowwise layer")
@@ -133,9 +124,7 @@ def check_rows(builder: TPPlanBuilder, regions: Sequence[str]) -> None:
         for name in builder.inside(region):
             if name in builder.layers or (is_gathered and builder.is_norm(name)):
                 continue
-            own = builder.own_parameters(name)
-            unsharded = [key for key, full_name in own.items() if full_name not in builder.parameters]
-            if unsharded:
+            if unsharded := builder.unsharded(name):
                 kind = type(builder.modules[name]).__name__
                 raise _row_error(builder, name, f"{kind} with {', '.join(unsharded)}")
 
@@ -164,7 +153,7 @@ def check_sequence(builder: TPPlanBuilder, regions: Sequence[str]) -> None:
         block = builder.block_of(name)
         if block is None or name == block or _is_in_any(builder, name, sharded):
             continue
-        is_harmless = _has_style(builder, name, Style.ROW) or builder.is_norm(name)
+        is_harmless = builder.style_of(name) is Style.ROW or builder.is_norm(name)
         if not is_harmless and builder.own_parameters(name):
             raise _sequence_error(builder, name, f"{type(module).__name__}, which is not sharded")
     for name, layer in builder.layers.items():
@@ -182,17 +171,15 @@ def check_sequence(builder: TPPlanBuilder, regions: Sequence[str]) -> None:
             raise _sequence_error(builder, region, "a region that does not end in a rowwise layer")
         parent = region.rpartition(".")[0]
         siblings = (f"{parent}.{child}" for child, _ in builder.modules[parent].named_children())
-        if region in builder.layers and not any(_has_style(builder, name, Style.ROW) for name in siblings):
+        if region in builder.layers and all(builder.style_of(name) is not Style.ROW for name in siblings):
             raise _sequence_error(builder, region, f"a lone layer, with no rowwise one in {parent}")
 
 
 def _is_residual_norm(builder: TPPlanBuilder, name: str) -> bool:
     """Return whether a norm of a user's model has the residual stream's width, and is not a norm of heads."""
-    own = builder.own_parameters(name).values()
-    unsharded = [full_name for full_name in own if full_name not in builder.parameters]
-    return name not in builder.layers and any(
-        builder.shapes[full_name] == (residual_width(builder),) for full_name in unsharded
-    )
+    own = builder.own_parameters(name)
+    shapes = (builder.shapes[own[key]] for key in builder.unsharded(name))
+    return name not in builder.layers and any(shape == (residual_width(builder),) for shape in shapes)
 
 
 def _sequence_error(builder: TPPlanBuilder, name: str, given: str) -> ModelError:
@@ -220,8 +207,5 @@ def mark_partial_grads(builder: TPPlanBuilder, regions: Sequence[str], *, sequen
         is_between = builder.block_of(full_name) is not None and not _is_in_any(builder, full_name, sharded)
         if full_name in biases or is_between:
             param = builder.parameters.get(full_name, ParamSharding(full_name, (None,) * len(shape)))
-            builder.parameters[full_name] = replace(param, partial=not _is_sharded_over_col(param.dims))
-
-
-def _is_sharded_over_col(dims: Sequence[DimSharding | None]) -> bool:
-    return any(sharding is not None and sharding.axis == "col" for sharding in dims)
+            is_over_col = any(sharding is not None and sharding.axis == "col" for sharding in param.dims)
+            builder.parameters[full_name] = replace(param, partial=not is_over_col)

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from torch import nn
-from transformers import PreTrainedModel
 
 from plait.errors import ModelError, nearest, unknown_key_hint
+from plait.models.transformers_types import is_pretrained_model
 from plait.plan.sharding import Style
 
 
@@ -145,7 +145,7 @@ def resolve_styles(
 
 def shipped_plan(model: nn.Module) -> dict[str, str]:
     """The tensor plan that a transformers model ships, by paths from the model; {} where it ships none."""
-    if not isinstance(model, PreTrainedModel):
+    if not is_pretrained_model(model):
         return {}
     plan = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
     if plan:
@@ -162,11 +162,8 @@ def base_prefix(model: nn.Module) -> str:
 
 def _matches(pattern: str, names: Iterable[str]) -> list[str]:
     wanted = pattern.split(".")
-    return [name for name in names if _path_matches(name.split("."), wanted)]
-
-
-def _path_matches(parts: list[str], wanted: list[str]) -> bool:
-    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+    paths = ((name, name.split(".")) for name in names)
+    return [name for name, path in paths if len(path) == len(wanted) and all(map(fnmatchcase, path, wanted))]
 
 
 def replicate_hint(name: str) -> str:

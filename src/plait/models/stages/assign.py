@@ -1,12 +1,11 @@
 """Assign a model's blocks and other parameters to pipeline stages."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 
 from plait.errors import ModelError, PlanError
+from plait.models.blocks import config_int
 from plait.models.stages.dataflow import Dataflow, trace_dataflow
 from plait.plan.stages import StageAssignment, balance_blocks
 
@@ -33,32 +32,25 @@ def plan_stages(
     """
     _check(model, len(blocks), num_stages, given)
     flow = trace_dataflow(model, blocks)
-    usage = _Usage.from_dataflow(model, blocks, flow)
-    counts = given or _balance(model, blocks, usage, num_stages, ranks)
+    indices = _block_indices(model, blocks)
+    gaps_of = _gaps_by_tensor(model.named_parameters(remove_duplicate=False), indices, len(blocks), flow)
+    counts = given or _balance(model, len(blocks), gaps_of, num_stages, ranks)
     stops = [sum(counts[: stage + 1]) for stage in range(num_stages)]
     ranges = tuple((stop - count, stop) for stop, count in zip(stops, counts, strict=True))
     stage_of = [stage for stage, count in enumerate(counts) for _ in range(count)]  # by gap
     stage_of.append(num_stages - 1)
     _check_skips(flow, ranges, len(blocks))
-    stages = {name: sorted({stage_of[gap] for gap in gaps}) for name, gaps in usage.parameters.items()}
+    stages = {name: sorted({stage_of[gap] for gap in gaps}) for name, gaps in gaps_of.items()}
     homes = {name: users[0] for name, users in stages.items()}
-    homes |= _buffer_homes(model, blocks, usage, stage_of)
+    gaps_of = _gaps_by_tensor(model.named_buffers(remove_duplicate=False), indices, len(blocks), flow)
+    first_names: dict[int, str] = {}
+    for name, buffer in model.named_buffers(remove_duplicate=False):  # under each of its names
+        first = first_names.setdefault(id(buffer), name)
+        index = indices[name.rpartition(".")[0]]  # a block's buffers belong to its stage
+        homes[name] = stage_of[index if 0 <= index < len(blocks) else min(gaps_of[first])]
     return StageAssignment(
         ranges, homes, {name: tuple(users) for name, users in stages.items() if len(users) > 1}
     )
-
-
-def _buffer_homes(
-    model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], usage: "_Usage", stage_of: Sequence[int]
-) -> dict[str, int]:
-    """The home stage of every buffer, under each of its names; a block's buffers belong to its stage."""
-    indices, first_names, homes = _block_indices(model, blocks), dict[int, str](), dict[str, int]()
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        first = first_names.setdefault(id(buffer), name)
-        index = indices[name.rpartition(".")[0]]
-        gap = index if 0 <= index < len(blocks) else min(usage.buffers[first])
-        homes[name] = stage_of[gap]
-    return homes
 
 
 def _check(model: nn.Module, num_blocks: int, num_stages: int, given: tuple[int, ...] | None) -> None:
@@ -71,11 +63,12 @@ def _check(model: nn.Module, num_blocks: int, num_stages: int, given: tuple[int,
         )
     if given is not None and (len(given) != num_stages or sum(given) != num_blocks or min(given) < 1):
         listed = ",".join(map(str, given))
+        even = balance_blocks([1.0] * num_blocks, num_stages) if num_stages <= num_blocks else ()
         raise PlanError(
             "the stages' blocks do not add up to the model's",
             given=f"stages={listed}: {len(given)} stages with {sum(given)} blocks",
             expected=f"{num_stages} numbers of at least 1 with the sum {num_blocks}",
-            hint=_even_hint(num_blocks, num_stages) if num_stages <= num_blocks else None,
+            hint=f"stages={','.join(map(str, even))}" if even else None,
         )
     if num_stages > num_blocks:
         fitting = [n for n in range(2, num_blocks + 1) if num_blocks % n == 0]
@@ -85,10 +78,6 @@ def _check(model: nn.Module, num_blocks: int, num_stages: int, given: tuple[int,
             expected="at least one block on every stage",
             hint=f"{' or '.join(map(str, fitting))} stages" if fitting else "no pipeline",
         )
-
-
-def _even_hint(num_blocks: int, num_stages: int) -> str:
-    return f"stages={','.join(map(str, balance_blocks([1.0] * num_blocks, num_stages)))}"
 
 
 def _check_skips(flow: Dataflow, ranges: Sequence[tuple[int, int]], num_blocks: int) -> None:
@@ -103,27 +92,6 @@ def _check_skips(flow: Dataflow, ranges: Sequence[tuple[int, int]], num_blocks: 
                 hint=f"blocks {earlier} to {min(later, num_blocks - 1)} on one stage, by stages=...; or "
                 "blocks that return what later ones need",
             )
-
-
-@dataclass(frozen=True)
-class _Usage:
-    """The gaps in which parameters and buffers are used, by first name; a block belongs to its own gap."""
-
-    parameters: Mapping[str, set[int]]
-    buffers: Mapping[str, set[int]]
-    tables: frozenset[str]  # parameters of embeddings, tied to a head or not
-
-    @classmethod
-    def from_dataflow(
-        cls, model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], flow: Dataflow
-    ) -> "_Usage":
-        indices = _block_indices(model, blocks)
-        embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-        return cls(
-            _gaps_by_tensor(model.named_parameters(remove_duplicate=False), indices, len(blocks), flow),
-            _gaps_by_tensor(model.named_buffers(remove_duplicate=False), indices, len(blocks), flow),
-            frozenset(name for name, p in model.named_parameters() if id(p) in embeddings),
-        )
 
 
 def _block_indices(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> dict[str, int]:
@@ -161,37 +129,25 @@ def _gaps_by_tensor(
 
 def _balance(
     model: nn.Module,
-    blocks: Sequence[tuple[str, nn.Module]],
-    usage: _Usage,
+    num_blocks: int,
+    gaps_of: Mapping[str, set[int]],
     num_stages: int,
     ranks: Sequence[int] | None,
 ) -> tuple[int, ...]:
     """Balance the blocks by the number of parameters that each token is multiplied with."""
-    fraction = _active_expert_fraction(getattr(model, "config", None))
-    costs = [0.0] * (len(blocks) + 1)
+    config = getattr(model, "config", None)
+    used = config_int(config, "num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk")
+    total = config_int(config, "num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
+    fraction = min(1.0, used / total) if used and total else 1.0  # of a block's experts, for a token
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}  # tied to a head or not
+    costs = [0.0] * (num_blocks + 1)
     for name, parameter in model.named_parameters():
         if parameter.ndim < 2:
             continue
-        gaps = usage.parameters[name]
-        if name in usage.tables:
-            gaps = gaps & {len(blocks)}  # a lookup costs nothing; a tied head does
+        gaps = gaps_of[name]
+        if id(parameter) in tables:
+            gaps = gaps & {num_blocks}  # a lookup costs nothing; a tied head does
         for gap in gaps:
             costs[gap] += parameter.numel() * (fraction if ".experts." in name else 1.0)
-    return balance_blocks(costs[:-1], num_stages, last=costs[-1] + _cost_of_loss(model), ranks=ranks)
-
-
-def _cost_of_loss(model: nn.Module) -> float:
-    vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
-    return float(_LOSS_AS_HIDDEN_UNITS * vocabulary) if isinstance(vocabulary, int) else 0.0
-
-
-def _active_expert_fraction(config: Any) -> float:
-    """The fraction of a block's experts that a token is routed to; 1 if the configuration lacks it."""
-    used = _config_int(config, ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk"))
-    total = _config_int(config, ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts"))
-    return min(1.0, used / total) if used and total else 1.0
-
-
-def _config_int(config: Any, names: Sequence[str]) -> int:
-    values = (getattr(config, name, None) for name in names)
-    return next((value for value in values if isinstance(value, int)), 0)
+    loss = _LOSS_AS_HIDDEN_UNITS * config_int(config, "vocab_size")
+    return balance_blocks(costs[:-1], num_stages, last=costs[-1] + loss, ranks=ranks)

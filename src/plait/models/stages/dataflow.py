@@ -14,8 +14,9 @@ between the two.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,10 +55,9 @@ def trace_dataflow(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) ->
         meta_model = copy_to_meta(model)
         tracer = _Tracer(meta_model, flow)
         for number, (name, _) in enumerate(blocks):
-            hooks = _BlockHooks(tracer, number)
             block = meta_model.get_submodule(name)
-            block.register_forward_pre_hook(hooks.before, prepend=True)
-            block.register_forward_hook(hooks.after)
+            block.register_forward_pre_hook(partial(tracer.enter, number), prepend=True)
+            block.register_forward_hook(partial(tracer.leave, number))
         ids = torch.zeros(_TOKENS, dtype=torch.long, device="meta")
         with running_on_meta(torch.device("cpu")), tracer:
             result = meta_model(**forward_inputs(meta_model, {"input_ids": ids}))
@@ -65,25 +65,6 @@ def trace_dataflow(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) ->
         tracer.read(tracer.sources_of(result))
         flow.is_complete = True
     return flow
-
-
-class _BlockHooks:
-    def __init__(self, tracer: "_Tracer", number: int) -> None:
-        self._tracer, self._number = tracer, number
-
-    def before(self, *_: Any) -> None:
-        self._tracer.inside = self._number
-
-    def after(self, _module: nn.Module, _args: Any, output: Any) -> Any:
-        """Replace a block's output by new tensors, as if received from another stage."""
-        self._tracer.read(self._tracer.sources_of(output))
-        self._tracer.inside = None
-        return tree_map_only(Tensor, self._received, output)
-
-    def _received(self, tensor: Tensor) -> Tensor:
-        received = torch.empty_like(tensor)
-        self._tracer.add(received, {_Computed(self._number, is_result=True)})
-        return received
 
 
 @dataclass(frozen=True)
@@ -110,6 +91,20 @@ class _Tracer(TorchDispatchMode):
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             self.add(tensor, {name})
 
+    def enter(self, number: int, *_: Any) -> None:
+        self.inside = number
+
+    def leave(self, number: int, _module: nn.Module, _args: Any, output: Any) -> Any:
+        """Replace a block's output by new tensors, as if received from another stage."""
+        self.read(self.sources_of(output))
+        self.inside = None
+        return tree_map_only(Tensor, partial(self._received, number), output)
+
+    def _received(self, number: int, tensor: Tensor) -> Tensor:
+        received = torch.empty_like(tensor)
+        self.add(received, {_Computed(number, is_result=True)})
+        return received
+
     def add(self, tensor: Tensor, sources: Iterable[_Source]) -> None:
         storage = tensor.untyped_storage()
         self._alive.append(storage)
@@ -129,14 +124,12 @@ class _Tracer(TorchDispatchMode):
             elif source.block < self.inside - source.is_result:
                 self._flow.skips.add((source.block, self.inside))
 
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         inputs = (args, kwargs or {})
         sources = set() if _reads_shape_only(func) else self.sources_of(inputs)
         self.read(sources)
         result = func(*args, **(kwargs or {}))
-        views = set() if func._schema.is_mutable else _storages(inputs)  # type: ignore[attr-defined]  # of operators
+        views = set() if func._schema.is_mutable else _storages(inputs)
         if self.inside is not None:
             sources = {_Computed(self.inside, is_result=False)}  # its inputs were read above
         for value in tree_leaves(result):

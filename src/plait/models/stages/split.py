@@ -14,7 +14,7 @@ Parameters outside of blocks that the stage does not use are placeholders (model
 
 import copy
 from collections.abc import Iterator, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
@@ -23,16 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
-from transformers import PreTrainedConfig
 
 from plait.errors import ModelError
-from plait.models.placeholder import (
-    make_placeholder,
-    placeholder_keys,
-    placeholder_like,
-    placeholders,
-    resize_placeholders,
-)
+from plait.models.placeholder import make_placeholder, placeholder_keys, placeholder_like, placeholders
+from plait.models.transformers_types import is_pretrained_config
 from plait.plan.sharding import Style, TPPlan
 from plait.plan.stages import StageAssignment
 
@@ -53,8 +47,7 @@ class StageModule:
     previous_block: str | None = None
 
     def has(self, name: str, *, include_placeholders: bool = False) -> bool:
-        """Return whether the stage has the model's module of that name, with its values or with placeholders
-        too."""
+        """Return whether the stage has the model's module of that name, with its values or placeholders."""
         try:
             module = self.module.get_submodule(name)
         except AttributeError:  # it is inside another stage's block
@@ -76,26 +69,19 @@ class StageModule:
         afterwards they are shards."""
         if not self._has_sharded_embedding(plan):
             return
-        tensors = dict(placeholders(self.module))
-        shardings = {param.name: param for param in plan.parameters if param.name in tensors}
-        shapes = {
-            name: [
-                sum(stop - start for start, stop in ranges)
-                for ranges in param.ranges(tensors[name].shape, row, col)
-            ]
-            for name, param in shardings.items()
-        }
-        resize_placeholders(self.module, shapes)
+        shardings = {param.name: param for param in plan.parameters}
+        for name, placeholder in list(placeholders(self.module)):
+            if name in shardings:
+                dims = shardings[name].ranges(placeholder.shape, row, col)
+                shape = [sum(stop - start for start, stop in ranges) for ranges in dims]
+                owner, _, key = name.rpartition(".")
+                self.module.get_submodule(owner).__dict__[key] = placeholder.flatten()[0].expand(*shape)
 
     def _has_sharded_embedding(self, plan: TPPlan) -> bool:
-        """Return whether features before the first block are sharded over rows, by an embedding of this
-        stage."""
+        """Return whether an embedding of this stage shards features before its first block over rows."""
         own = plan.within(self.has).layers
         is_embedding = any(layer.style in (Style.VOCABULARY, Style.FEATURE_EMBEDDING) for layer in own)
         return self.previous_block is not None and plan.rows > 1 and is_embedding
-
-    def receiving(self, structure: Any) -> AbstractContextManager[None]:
-        return receiving(self.module, structure)
 
     def check_taint(self, outputs: Any, received: Any = None) -> None:
         """Raise ModelError if another stage's values were needed for these outputs.
@@ -201,12 +187,11 @@ def _unshare_modules(block: nn.Module, earlier: Set[nn.Module], memo: dict[int, 
         memo |= _configs(module)
         if earlier.isdisjoint(module.modules()):
             memo[id(module)] = module
-    copied: nn.Module = copy.deepcopy(block, memo)
-    return copied
+    return copy.deepcopy(block, memo)
 
 
 def _configs(module: nn.Module) -> dict[int, Any]:
-    return {id(value): value for value in vars(module).values() if isinstance(value, PreTrainedConfig)}
+    return {id(value): value for value in vars(module).values() if is_pretrained_config(value)}
 
 
 def _install_placeholders(shell: nn.Module, inbox: "StageInbox") -> None:
@@ -216,7 +201,7 @@ def _install_placeholders(shell: nn.Module, inbox: "StageInbox") -> None:
             if tensor is not None and not isinstance(tensor, nn.Parameter):
                 make_placeholder(module, key, tensor)
         if placeholder_keys(module):
-            module.register_forward_pre_hook(_RunRecorder(name, inbox))
+            module.register_forward_pre_hook(partial(_record_run, name, inbox))
 
 
 class StageInbox:
@@ -233,43 +218,35 @@ class StageInbox:
         self.is_filled = False
         self._nans: Any = None
 
-    def take(self) -> Any:
-        self.is_taken = True
-        return self.received
-
     def nans(self) -> Any:
         """The received structure with NaN for every floating-point value; made once."""
         if self._nans is None:
-            self._nans = tree_map_only(Tensor, _nan_like, self.received)
+            self._nans = tree_map_only(
+                Tensor, lambda t: torch.full_like(t, torch.nan) if t.is_floating_point() else t, self.received
+            )
         return self._nans
 
 
-def _nan_like(tensor: Tensor) -> Tensor:
-    return torch.full_like(tensor, torch.nan) if tensor.is_floating_point() else tensor
-
-
 class PassThrough(nn.Module):
-    """A placeholder for another stage's block, with the attributes that the model's code may read, such as
-    its type."""
+    """A placeholder for another stage's block, with the attributes that the model's code may read."""
 
     def __init__(self, name: str, block: nn.Module, inbox: StageInbox, *, feeds: bool) -> None:
         """`feeds`: it is directly before the stage's first block, and returns the received input."""
         super().__init__()
         for key, value in vars(block).items():
-            if not key.startswith("_") and isinstance(value, _PLAIN_TYPES):
+            if not key.startswith("_") and (isinstance(value, _PLAIN_TYPES) or is_pretrained_config(value)):
                 setattr(self, key, value)
-        self.__dict__["_stage_inbox"] = inbox
-        self.__dict__["_stage_block"] = name
-        self.__dict__["_stage_feeds"] = feeds
+        self.__dict__.update(_stage_inbox=inbox, _stage_block=name, _stage_feeds=feeds)
 
     def forward(self, *_args: Any, **_kwargs: Any) -> Any:
         inbox: StageInbox = self.__dict__["_stage_inbox"]
         if inbox.is_taken or not inbox.is_filled:
             raise _out_of_order(inbox.stage, f"met {self.__dict__['_stage_block']} out of order")
-        return inbox.take() if self.__dict__["_stage_feeds"] else inbox.nans()
+        inbox.is_taken = self.__dict__["_stage_feeds"]
+        return inbox.received if inbox.is_taken else inbox.nans()
 
 
-_PLAIN_TYPES = (bool, int, float, str, tuple, type(None), torch.dtype, PreTrainedConfig)
+_PLAIN_TYPES = (bool, int, float, str, tuple, type(None), torch.dtype)
 
 
 class _EndOfStage(Exception):
@@ -337,14 +314,9 @@ def _out_of_order(stage: int, what: str) -> ModelError:
     )
 
 
-class _RunRecorder:
-    """A forward pre-hook that records that a module with placeholders ran."""
-
-    def __init__(self, name: str, inbox: StageInbox) -> None:
-        self._name, self._inbox = name, inbox
-
-    def __call__(self, *_: Any) -> None:
-        self._inbox.ran.add(self._name)
+def _record_run(name: str, inbox: StageInbox, *_: Any) -> None:
+    """A forward pre-hook of modules with placeholders."""
+    inbox.ran.add(name)
 
 
 def _has_nan(values: Any) -> bool:

@@ -8,18 +8,16 @@ forward; ranks that have joined contribute zeros, and do not divide. Hooks recei
 division.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from plait.comm.attach import AttachedGroup
 from plait.comm.collectives import Group, shares_memory, start_all_reduce
-from plait.comm.transport import Work
 from plait.errors import DDPError
 from plait.parallel.ddp.bucket import Bucket, GradBucket, SparseBucket, all_reduce_sparse
-from plait.parallel.ddp.errors import HOOK_REGISTERED_TWICE, HOOK_WITHOUT_FUTURE, invalid_hook_result
 
 AnyBucket = Bucket | SparseBucket
 Hook = Callable[..., "torch.futures.Future[Tensor]"]
@@ -80,7 +78,10 @@ class BucketReducer:
     def register(self, hook: Hook, state: object) -> None:
         """Set the communication hook. Raises DDPError if there already is one."""
         if self._hook is not None:
-            raise DDPError(HOOK_REGISTERED_TWICE, hint="one hook that does both")
+            raise DDPError(
+                "register_comm_hook or register_builtin_comm_hook can only be called once.",
+                hint="one hook that does both",
+            )
         self._hook, self._state = hook, state
 
     @property
@@ -91,23 +92,22 @@ class BucketReducer:
         """Start the reduction of `buffer`. Return a function that waits for the result."""
         if self._hook is not None:
             return self.run_hook(as_grad_bucket(bucket, buffer, is_last=is_last))
+        return self.start_sum(bucket, buffer, divides=self._takes_mean)
+
+    def start_sum(self, bucket: AnyBucket, buffer: Tensor, *, divides: bool) -> Callable[[], Tensor]:
+        """Start a reduction without hook. `divides`: by the number of ranks, in the transport."""
         if isinstance(bucket, SparseBucket):
-            return self._start_sparse_sum(bucket, buffer, self.group.size if self._takes_mean else 1)
-        work = self._start_sum(buffer, "mean" if self._takes_mean else "sum", bucket.index)
-        return _PendingSum(work, buffer)
-
-    def start_zeros(self, bucket: AnyBucket, zeros: Tensor) -> Callable[[], Tensor]:
-        """Start a reduction with zeros on a rank that has joined, without division in the transport."""
-        if isinstance(bucket, SparseBucket):
-            return self._start_sparse_sum(bucket, zeros, 1)
-        return _PendingSum(self._start_sum(zeros, "sum", bucket.index), zeros)
-
-    def _start_sparse_sum(self, bucket: SparseBucket, buffer: Tensor, divisor: int) -> Callable[[], Tensor]:
-        return lambda: all_reduce_sparse(buffer, self.group, f"bucket {bucket.index}") / divisor
-
-    def _start_sum(self, buffer: Tensor, op: str, index: int) -> Work:
+            divisor = self.group.size if divides else 1
+            return lambda: all_reduce_sparse(buffer, self.group, f"bucket {bucket.index}") / divisor
         real = torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
-        return start_all_reduce(real, self.group, op, label=f"bucket {index} of gradients")
+        op, label = "mean" if divides else "sum", f"bucket {bucket.index} of gradients"
+        work = start_all_reduce(real, self.group, op, label=label)
+
+        def wait() -> Tensor:
+            work.wait()
+            return buffer
+
+        return wait
 
     def run_hook(self, bucket: GradBucket) -> Callable[[], Tensor]:
         """Run the hook on a bucket. Return a function that waits for the new gradients."""
@@ -115,21 +115,12 @@ class BucketReducer:
         future = self._hook(self._state, bucket)
         if not isinstance(future, torch._C.Future):
             raise DDPError(
-                f"{HOOK_WITHOUT_FUTURE} {type(future)}",
+                "DDP communication hook's callback must return a torch.futures.Future object, but got "
+                f"{type(future)}",
                 expected="a future whose result is the new gradients",
             )
         self._futures[bucket.index()] = future
         return lambda: _hook_result(future.wait(), bucket)
-
-
-class _PendingSum:
-    def __init__(self, work: Work, buffer: Tensor) -> None:
-        self._work = work
-        self._buffer = buffer
-
-    def __call__(self) -> Tensor:
-        self._work.wait()
-        return self._buffer
 
 
 def as_grad_bucket(bucket: AnyBucket, buffer: Tensor, *, is_last: bool) -> GradBucket:
@@ -142,44 +133,11 @@ def _hook_result(result: object, bucket: GradBucket) -> Tensor:
         result = result[0]
     numel = bucket.buffer().numel()
     if not isinstance(result, Tensor) or result.numel() != numel:
-        raise invalid_hook_result(result, numel, bucket.index())
+        raise DDPError(
+            "The future of a DDP communication hook does not hold the gradients of its bucket.",
+            given=f"{result.numel()} elements"
+            if isinstance(result, Tensor)
+            else f"a {type(result).__name__}",
+            expected=f"a tensor of {numel} elements, like `bucket.buffer()` of bucket {bucket.index()}",
+        )
     return result
-
-
-InFlight = dict[int, Callable[[], Tensor]]  # by bucket: waits for its result
-
-
-def finish_all(
-    buckets: Sequence[AnyBucket],
-    in_flight: InFlight,
-    after_wait: Callable[[], None] | None,
-    is_unused: Callable[[int], bool],
-    runs_optimizers: bool,
-) -> None:
-    """Wait for the reductions in order and write the results to `.grad`. Empties `in_flight`.
-
-    `after_wait`: called once all results have arrived and none is written; ranks that have joined communicate
-    in this order too. None: a bucket is written while later ones are in flight.
-    """
-    for index in in_flight:
-        buckets[index].alias_grads()
-    results: dict[int, Tensor] = {}
-    if after_wait is not None:
-        results = {index: wait() for index, wait in in_flight.items()}
-        after_wait()
-    for index in [*in_flight]:
-        result = in_flight[index]() if after_wait is None else results[index]
-        del in_flight[index]
-        buckets[index].write_grads(result, is_unused)
-        if runs_optimizers:
-            _run_optimizers(buckets[index].parameters)
-
-
-def _run_optimizers(parameters: Sequence[nn.Parameter]) -> None:
-    """Step the optimizers of `apply_optimizer_in_backward`, and clear their gradients."""
-    for parameter in parameters:
-        optimizers: Sequence[torch.optim.Optimizer] = getattr(parameter, "_in_backward_optimizers", ())
-        for optimizer in optimizers:
-            optimizer.step()
-        if optimizers:
-            parameter.grad = None

@@ -9,7 +9,7 @@ the next gradient overwrites it). Without, the program owns its gradients: it ma
 None and expect it to stay unchanged. So the memory is reused only if no tensor refers to it except the
 `.grad` of its own parameters; else the bucket allocates new memory.
 
-[Note: when gradients are aliased]
+[Note: time of aliasing]
 Large ones as soon as they have been copied: autograd's tensor is freed, and the next gradient is written to
 the same pages, which are mapped and in the cache (4 % of the step on 33.7 M parameters). From then until the
 end of backward `.grad` must not be read. Small ones when autograd is done, while the last reductions are in
@@ -80,7 +80,7 @@ class ParamSlot:
 
 @dataclass
 class GradReadiness:
-    """Which gradients of the current backward are ready, by parameter index."""
+    """The gradients of the current backward that are ready, by parameter index."""
 
     num_params: int
     slots: list[ParamSlot] = field(default_factory=list)
@@ -173,9 +173,8 @@ class Bucket:
         self.grad_buffer = GradBuffer(f"bucket {index}", memory, len(self.sizes), self.views_of)
         self.factor: float | None = None  # factor applied to gradients when they are copied in
         self.is_exclusive = True  # no other reducer handles its parameters
-        self.pending = PendingCopies(
-            len(self.sizes), _FLUSH_BYTES if self.device.type == "cpu" else self.nbytes
-        )
+        flush_bytes = _FLUSH_BYTES if self.device.type == "cpu" else self.nbytes
+        self.pending = PendingCopies(len(self.sizes), flush_bytes)
         self._as_views = as_views
         self._has_large = max(self.grad_bytes) >= _EARLY_ALIAS_BYTES
         self._addresses: list[int] = []  # data_ptr of the views
@@ -251,11 +250,8 @@ class Bucket:
 
     def _start_filling(self) -> None:
         self.grad_buffer.move(GradientState.FILLING)
-        if (
-            self.grad_buffer.memory.tensor is not None
-            and not self._as_views
-            and self._is_referenced_elsewhere()
-        ):
+        memory = self.grad_buffer.memory.tensor
+        if memory is not None and not self._as_views and self._is_referenced_elsewhere():
             self.grad_buffer.discard()
         if self.grad_buffer.allocate():
             self._num_own_refs = self._num_storage_refs()
@@ -280,11 +276,9 @@ class Bucket:
 
     def _install_all_views(self) -> None:
         """Copy in existing gradients, from `no_sync` or former buckets, and replace them by views."""
-        for position, (parameter, view) in enumerate(
-            zip(self.parameters, self.grad_buffer.views, strict=True)
-        ):
+        for position, parameter in enumerate(self.parameters):
             if parameter.grad is not None:
-                view.copy_(parameter.grad)
+                self.grad_buffer.views[position].copy_(parameter.grad)
                 self._copied.append(position)
         self._install_views()
 
@@ -306,13 +300,8 @@ class Bucket:
         """
         if not self.is_exclusive:
             return
-        views, parameters, grad_bytes, dtype = (
-            self.grad_buffer.views,
-            self.parameters,
-            self.grad_bytes,
-            self.dtype,
-        )
-        unreached, copied, gradients = self._unreached, self._copied, self._gradients
+        views, parameters, grad_bytes = self.grad_buffer.views, self.parameters, self.grad_bytes
+        dtype, unreached, copied, gradients = self.dtype, self._unreached, self._copied, self._gradients
         self._copied, self._gradients = [], []
         for position, gradient in zip(copied, gradients, strict=True):  # hot loop
             if (
@@ -339,9 +328,14 @@ class Bucket:
         """Stop aliasing gradients: another reducer handles the same parameters."""
         self.is_exclusive = False
         if self.grad_buffer.views and not self._as_views:
-            for parameter, address in zip(self.parameters, self._addresses, strict=True):
-                if parameter.grad is not None and parameter.grad.data_ptr() == address:
-                    parameter.grad = parameter.grad.clone()
+            for position in range(len(self.parameters)):
+                self._unalias(position)
+
+    def _unalias(self, position: int) -> None:
+        """Give the parameter a copy of its gradient if that is in the buffer."""
+        parameter = self.parameters[position]
+        if parameter.grad is not None and parameter.grad.data_ptr() == self._addresses[position]:
+            parameter.grad = parameter.grad.clone()
 
     def is_unreached(self, position: int) -> bool:
         """True if this backward does not reach the parameter."""
@@ -350,14 +344,8 @@ class Bucket:
     def mark_unreached(self, position: int) -> None:
         """Mark a parameter that this backward does not reach. If no rank reaches it, `.grad` is unchanged."""
         self._unreached.add(position)
-        parameter, views = self.parameters[position], self.grad_buffer.views
-        if (
-            views
-            and parameter.grad is not None
-            and parameter.grad.data_ptr() == self._addresses[position]
-            and not self._as_views
-        ):
-            parameter.grad = parameter.grad.clone()
+        if self.grad_buffer.views and not self._as_views:
+            self._unalias(position)
 
     def finalize(self) -> Tensor:
         """Return the buffer for the reduction: all gradients are in it."""
@@ -412,12 +400,11 @@ def _views_of(parameters: Sequence[nn.Parameter], sizes: Sequence[int], flat: Te
     views, start = [], 0
     for parameter, size in zip(parameters, sizes, strict=True):
         chunk = flat[start : start + size]
-        dense = torch.ops.aten.is_non_overlapping_and_dense(parameter)
-        views.append(
-            chunk.as_strided(parameter.shape, parameter.stride(), flat.storage_offset() + start)
-            if dense
-            else chunk.view(parameter.shape)
-        )
+        if torch.ops.aten.is_non_overlapping_and_dense(parameter):
+            offset = flat.storage_offset() + start
+            views.append(chunk.as_strided(parameter.shape, parameter.stride(), offset))
+        else:
+            views.append(chunk.view(parameter.shape))
         start += size
     return views
 
@@ -499,17 +486,16 @@ class SparseBucket:
         self._gradient = gradient
         self.pending.clear()
 
-    def disable_aliasing(self) -> None:
-        """Do nothing: sparse gradients are never aliased."""
+    # A sparse gradient has its own storage.
+
+    def disable_aliasing(self) -> None: ...
+
+    def mark_unreached(self, _: int) -> None: ...
+
+    def alias_grads(self) -> None: ...
 
     def is_unreached(self, _: int) -> bool:
         return False
-
-    def mark_unreached(self, _: int) -> None:
-        """Do nothing: a sparse gradient has its own storage."""
-
-    def alias_grads(self) -> None:
-        """Do nothing: a sparse gradient has its own storage."""
 
     def finalize(self) -> Tensor:
         assert self._gradient is not None, f"{self.name}: reduced before its gradient was ready"

@@ -16,9 +16,11 @@ before the next one.
 """
 
 import weakref
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -38,11 +40,8 @@ from plait.errors import DDPError, unknown_key_hint
 from plait.parallel.ddp.allreduce import AnyBucket
 from plait.parallel.ddp.bucket import Bucket, GradBucket
 from plait.parallel.ddp.reducer import Reducer
-from plait.plan import UnitLayout
-from plait.plan.compression import BLOCK, code_bytes, factor_bytes
-from plait.plan.layout import ParamShard
+from plait.plan.compression import BLOCK, Factors, code_bytes
 from plait.plan.plan import DEFAULT_POWERSGD_RANK, REDUCE
-from plait.plan.sharding import Boxes
 
 KINDS = ("bf16", "fp16", "int8", "powersgd")
 
@@ -130,25 +129,26 @@ class Compression:
         """Build a compressor for each bucket. They share one scratch buffer, because they run one by one."""
         if group.size == 1:
             return []
-        device = buckets[0].device
-        rank, code = self._factor_rank, self.kind
-        if rank is not None:
-            layouts = [_layout(bucket) for bucket in buckets]
-            scratch = _scratch(max(factor_bytes(layout, rank) for layout in layouts), device)
-            return [
-                _BucketReduction(PowerSGDReduce(layout, rank, group, scratch), layout.numel, group, device)
-                for layout in layouts
+        device, code = buckets[0].device, self.kind
+        numels = [sum(bucket.sizes) for bucket in buckets]
+        compressors: Sequence[Compressor]
+        if self._factor_rank is not None:
+            all_factors = [_factors(bucket, self._factor_rank) for bucket in buckets]
+            scratch = _scratch(max(factors.left_bytes for factors in all_factors), device)
+            compressors = [
+                PowerSGDReduce(f"bucket {bucket.index}", numel, factors, group, scratch)
+                for bucket, numel, factors in zip(buckets, numels, all_factors, strict=True)
             ]
-        numels = [-(-sum(bucket.sizes) // BLOCK) * BLOCK for bucket in buckets]
-        if code == "bf16" and sends_narrow(group, torch.bfloat16, torch.float32):
-            return [
-                _BucketReduction(NarrowReduce(numel, group, torch.bfloat16, device), numel, group, device)
-                for numel in numels
-            ]
-        scratch = _scratch(max(code_bytes(numel, group.size, code) for numel in numels), device)
+        else:
+            numels = [-(-numel // BLOCK) * BLOCK for numel in numels]
+            if code == "bf16" and sends_narrow(group, torch.bfloat16, torch.float32):
+                compressors = [NarrowReduce(numel, group, torch.bfloat16, device) for numel in numels]
+            else:
+                scratch = _scratch(max(code_bytes(numel, group.size, code) for numel in numels), device)
+                compressors = [CompressedReduce(numel, group, CODECS[code], scratch) for numel in numels]
         return [
-            _BucketReduction(CompressedReduce(numel, group, CODECS[code], scratch), numel, group, device)
-            for numel in numels
+            _BucketReduction(compressor, numel, group, device)
+            for compressor, numel in zip(compressors, numels, strict=True)
         ]
 
     def _errors_by_param(self) -> dict[int, Tensor]:
@@ -212,15 +212,10 @@ class _BucketReduction:
         future.set_result(buffer)
 
 
-def _layout(bucket: Bucket) -> UnitLayout:
-    """Layout of the bucket's gradients."""
-    pieces, start = [], 0
-    for name, parameter, size in zip(bucket.names, bucket.parameters, bucket.sizes, strict=True):
-        shape = _shape_in_memory(parameter)
-        pieces.append(ParamShard(name, shape, Boxes.full(shape), start))
-        start += size
-    name = f"bucket {bucket.index}"
-    return UnitLayout(name, name, tuple(pieces), (), start, 1)
+def _factors(bucket: Bucket, rank: int) -> Factors:
+    """Factors of the bucket's gradients."""
+    starts = accumulate(bucket.sizes, initial=0)
+    return Factors.of(zip(starts, map(_shape_in_memory, bucket.parameters), strict=False), rank)
 
 
 def _shape_in_memory(parameter: Tensor) -> tuple[int, ...]:

@@ -8,7 +8,6 @@ and their log) is replaced: the methods below are the places where torch's class
 """
 
 import inspect
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,11 +24,10 @@ from plait.comm.attach import (
     remove_optimizer_hooks,
 )
 from plait.comm.collectives import broadcast, shares_memory
+from plait.errors import DDPError
 from plait.parallel.ddp.bucket import GradBucket
-from plait.parallel.ddp.build_buckets import Options
-from plait.parallel.ddp.errors import model_mismatch
 from plait.parallel.ddp.logger import Logger
-from plait.parallel.ddp.reducer import TorchReducer
+from plait.parallel.ddp.reducer import Options, Reducer, weak_method
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
@@ -47,7 +45,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     torch's.
     """
 
-    reducer: Any  # a `TorchReducer` and a `Logger`; torch declares its C++ types
+    reducer: Any  # a `Reducer` and a `Logger`; torch declares its C++ types
     logger: Any
 
     def __init__(self, module: nn.Module, *args: Any, transport: str = "auto", **kwargs: Any) -> None:
@@ -59,8 +57,13 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             index = mismatched_param_index(error)
             if index is None:
                 raise
-            raise model_mismatch(str(error), _parameter_name(module, index)) from error
-        if _bind_arguments(module, *args, **kwargs).get("init_sync", True) and hasattr(self, "_attached"):
+            raise DDPError(
+                str(error).splitlines()[0],
+                given=f"{_parameter_name(module, index)} differs between ranks",
+                expected="the same model on all ranks",
+            ) from error
+        bound = inspect.signature(super().__init__).bind(module, *args, **kwargs)
+        if bound.arguments.get("init_sync", True) and hasattr(self, "_attached"):
             self._attached.open()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -89,9 +92,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         )
         self._attached = AttachedGroup(self.process_group, self.device, self._transport)
         names = param_to_name_mapping if debug_names_enabled() else {}
-        self.reducer = TorchReducer(parameters, expect_sparse_gradient, names, options, self._attached)
+        self.reducer = Reducer(parameters, expect_sparse_gradient, names, options, self._attached)
         self.logger = Logger(self.reducer, self._attached)
-        self.reducer.error_log = weakref.ref(self.logger)
+        self.reducer.log_error = weak_method(self.logger.set_error_and_log)
         self.logger.set_construction_data_and_log(
             type(self.module).__name__,
             self.device_ids or [],
@@ -106,13 +109,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     def _bucket_limits(self) -> list[int]:
         """Bucket limits in bytes, in reduction order; the last one repeats."""
         caps: Sequence[int] = getattr(self, "bucket_bytes_cap_list", ())  # from torch 2.13 on
-        if caps:
-            return list(caps)
-        return (
-            [first_bucket_bytes(), self.bucket_bytes_cap]
-            if self.bucket_bytes_cap_default
-            else [self.bucket_bytes_cap]
-        )
+        first = [first_bucket_bytes()] if self.bucket_bytes_cap_default else []
+        return list(caps) or [*first, self.bucket_bytes_cap]
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Make `hook(state, bucket)` communicate each bucket; it returns a future of the new gradients.
@@ -178,10 +176,4 @@ def _parameter_name(module: nn.Module, index: int) -> str:
     return names[index] if index < len(names) else f"parameter {index}"
 
 
-def _bind_arguments(*args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Constructor arguments by name."""
-    return dict(_SIGNATURE.bind(None, *args, **kwargs).arguments)
-
-
-_SIGNATURE = inspect.signature(nn.parallel.DistributedDataParallel.__init__)
 _BF16_HOOKS = ("bf16_compress_hook", "bf16_compress_wrapper_hook")

@@ -6,8 +6,6 @@ Errors begin with torch's sentences, which programs match.
 import warnings
 from collections.abc import Mapping, Sequence
 
-from torch import Tensor
-
 from plait.errors import DDPError
 
 _warned: set[str] = set()
@@ -20,8 +18,6 @@ def warn_once(text: str) -> None:
         warnings.warn(text, stacklevel=2)
 
 
-HOOK_REGISTERED_TWICE = "register_comm_hook or register_builtin_comm_hook can only be called once."
-HOOK_WITHOUT_FUTURE = "DDP communication hook's callback must return a torch.futures.Future object, but got"
 STATIC_LATE = (
     "set_static_graph() should be called before training loop starts and after DistributedDataParallel is "
     "constructed."
@@ -102,23 +98,6 @@ def not_sparse(name: str, *, has_gradient: bool) -> DDPError:
     return DDPError(
         "Expected variable to have sparse gradient.",
         given=f"a dense gradient of {name}, of a module with sparse=True",
-    )
-
-
-def model_mismatch(text: str, name: str) -> DDPError:
-    """Ranks have different models. `text`: torch's message."""
-    return DDPError(
-        text.splitlines()[0], given=f"{name} differs between ranks", expected="the same model on all ranks"
-    )
-
-
-def invalid_hook_result(result: object, numel: int, index: int) -> DDPError:
-    """The result of a communication hook's future is not the bucket's gradients."""
-    given = f"{result.numel()} elements" if isinstance(result, Tensor) else f"a {type(result).__name__}"
-    return DDPError(
-        "The future of a DDP communication hook does not hold the gradients of its bucket.",
-        given=given,
-        expected=f"a tensor of {numel} elements, like `bucket.buffer()` of bucket {index}",
     )
 
 

@@ -10,13 +10,14 @@ from plait.parallel.ddp.allreduce import AnyBucket
 from plait.parallel.ddp.reducer import Reducer
 
 _DTYPES = {
-    "float32": "float",
-    "float64": "double",
-    "float16": "c10::Half",
-    "bfloat16": "c10::BFloat16",
-    "complex64": "c10::complex<float>",
-    "complex128": "c10::complex<double>",
+    "torch.float32": "float",
+    "torch.float64": "double",
+    "torch.float16": "c10::Half",
+    "torch.bfloat16": "c10::BFloat16",
+    "torch.complex64": "c10::complex<float>",
+    "torch.complex128": "c10::complex<double>",
 }
+_ALWAYS_MEASURED = 10  # iterations that are measured at any sample rate
 _VARIABLES = ("MASTER_PORT", "MASTER_ADDR", "TORCH_DISTRIBUTED_DEBUG", "CUDA_VISIBLE_DEVICES")
 _GLOO_VARIABLES = ("GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT")
 _NCCL_VARIABLES = ("NCCL_SOCKET_IFNAME", "NCCL_DEBUG", "NCCL_NTHREADS", "NCCL_IB_TIMEOUT")
@@ -52,7 +53,7 @@ class Logger:
         self.strs_map |= {
             "module_name": module_name,
             "device_ids": _join(device_ids),
-            "dtypes": _join(sorted({_dtype_name(str(p.dtype)) for p in parameters})),
+            "dtypes": _join(sorted({_DTYPES.get(str(p.dtype), str(p.dtype)[6:]) for p in parameters})),
             "bucket_sizes": _bucket_sizes(reducer.buckets),
         }
         names = _VARIABLES + (_GLOO_VARIABLES if "gloo_num_threads" in self.ints_map else ())
@@ -77,7 +78,8 @@ class Logger:
     def set_runtime_stats_and_log(self) -> None:
         """Record the previous iteration, if it was measured. Called at the beginning of a forward."""
         reducer, timings = self._reducer, self._reducer.timings
-        if not timings.is_sampled:
+        number = timings.iteration
+        if not number or (number > _ALWAYS_MEASURED and number % timings.sample_rate):
             return
         self.ints_map["iteration"] = timings.iteration
         self.ints_map["can_set_static_graph"] = int(reducer.is_static)
@@ -127,11 +129,6 @@ class Logger:
 
     def _set_static_graph(self) -> None:
         self.ints_map["static_graph"] = 1
-
-
-def _dtype_name(name: str) -> str:
-    name = name.removeprefix("torch.")
-    return _DTYPES.get(name, name)
 
 
 def _join(items: Iterable[object]) -> str:

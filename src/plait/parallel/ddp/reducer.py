@@ -16,10 +16,11 @@ the first buckets stay, except under static_graph, which excludes such changes.
 The rest implements what torch's module calls: join, hooks, settings. Those names are torch's.
 """
 
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +31,16 @@ from plait.comm.attach import AttachedGroup
 from plait.comm.collectives import broadcast
 from plait.comm.transport import Work
 from plait.errors import DDPError
-from plait.parallel.ddp.allreduce import AnyBucket, BucketReducer, Hook, as_grad_bucket, finish_all
-from plait.parallel.ddp.bucket import GradBucket, GradReadiness, SparseBucket, accumulate_grad_node, make_hook
-from plait.parallel.ddp.build_buckets import Options, build_buckets, build_slots
+from plait.parallel.ddp.allreduce import AnyBucket, BucketReducer, Hook, as_grad_bucket
+from plait.parallel.ddp.bucket import (
+    Bucket,
+    GradBucket,
+    GradReadiness,
+    ParamSlot,
+    SparseBucket,
+    accumulate_grad_node,
+    make_hook,
+)
 from plait.parallel.ddp.errors import (
     CREATE_GRAPH,
     STATIC_LATE,
@@ -41,16 +49,37 @@ from plait.parallel.ddp.errors import (
     unfinished_reduction,
     warn_once,
 )
-from plait.parallel.ddp.timings import Timings
 from plait.parallel.ddp.unused_params import StaticGraph, UsedMap, unused_in_backward
 from plait.parallel.ordered_launch import OrderedLauncher
+from plait.plan.ddp_buckets import GradSpec, assign_buckets
+
+T = TypeVar("T")
 
 # All live reducers of this process: a parameter does not record which reducers hook it.
 _live_reducers: "weakref.WeakSet[Reducer]" = weakref.WeakSet()
 
 
-class ErrorLog(Protocol):
-    def set_error_and_log(self, text: str) -> None: ...
+@dataclass(frozen=True)
+class Options:
+    """Constructor options about gradients. `limits`: bucket sizes in bytes, see `plan/ddp_buckets.py`."""
+
+    limits: Sequence[int]
+    find_unused: bool = False
+    as_views: bool = False
+    skips_unused: bool = False
+
+
+@dataclass
+class Timings:
+    """CPU times of the current iteration in nanoseconds, with torch's names; `logger.py` sums them."""
+
+    sample_rate: int = 100
+    iteration: int = 0  # forwards followed by a synchronized backward
+    forward_start: int = 0
+    backward_start: int = 0
+    backward_end: int = 0
+    comm_start: int = 0
+    comm_end: int = 0
 
 
 class Reducer:
@@ -73,9 +102,7 @@ class Reducer:
         self.is_static_so_far = True  # the set of unused parameters has not changed so far
         self._names = dict(names)
         self._has_sparse = any(are_sparse)
-        self._build_buckets = partial(
-            build_buckets, self.parameters, are_sparse, self._names, options, attached
-        )
+        self._are_sparse = list(are_sparse)
         self._device = self.parameters[0].device
         self._readiness = GradReadiness(len(self.parameters))
         self._lock = self._readiness.lock
@@ -90,7 +117,7 @@ class Reducer:
         self._expects_hooks = self._backward_started = self._is_unfinished = False
         self.has_rebuilt = False
         self.num_reduced = 0
-        self.error_log: weakref.ref[ErrorLog] | None = None
+        self.log_error: Callable[[str], object] = str  # set by the module; must not keep it alive
         self._is_exclusive = True
         self._set_buckets(range(len(self.parameters)), is_reverse=True)
         self._nodes = [accumulate_grad_node(parameter) for parameter in self.parameters]
@@ -99,8 +126,8 @@ class Reducer:
         self._detect_shared_parameters()
 
     def _register_hooks(self) -> None:
-        self_ref = weakref.ref(self)  # autograd keeps the hooks alive; they must not keep the reducer alive
-        flush, slow_path = partial(_flush_bucket, self_ref), partial(_hook_slow_path, self_ref)
+        # Autograd keeps the hooks alive; they must not keep the reducer alive.
+        flush, slow_path = weak_method(self._flush_bucket), weak_method(self._autograd_hook)
         for index, node in enumerate(self._nodes):
             hook = make_hook(self._readiness, index, flush, slow_path)
             self._hooks.append(node.register_hook(hook))
@@ -123,13 +150,32 @@ class Reducer:
 
     def _set_buckets(self, order: Sequence[int], *, is_reverse: bool = False) -> None:
         """Build buckets from parameters in `order`. `is_reverse`: reverse the order of the buckets."""
-        self.buckets = self._build_buckets(order, is_reverse)
-        for bucket in self.buckets if not self._is_exclusive else ():
+        specs = [
+            GradSpec(p.numel() * p.dtype.itemsize, (p.dtype, p.device), alone)
+            for p, alone in zip(self.parameters, self._are_sparse, strict=True)
+        ]
+        assignment = assign_buckets(specs, self.options.limits, order)
+        if is_reverse:
+            assignment.sort(key=min, reverse=True)
+        self.buckets = [self._build_bucket(*each) for each in enumerate(assignment)]
+        slots = {
+            param_index: ParamSlot(bucket, position, bucket.grad_bytes[position], bucket.pending)
+            for bucket in self.buckets
+            for position, param_index in enumerate(bucket.param_indices)
+        }
+        self._readiness.slots[:] = [slots[param_index] for param_index in range(len(slots))]
+        self._launcher = OrderedLauncher(range(len(self.buckets)), weak_method(self._start_reduction))
+
+    def _build_bucket(self, index: int, param_indices: Sequence[int]) -> AnyBucket:
+        names = [self._names.get(param_index, f"parameter {param_index}") for param_index in param_indices]
+        parameters = [self.parameters[param_index] for param_index in param_indices]
+        if self._are_sparse[param_indices[0]]:
+            return SparseBucket(index, param_indices[0], parameters[0], names[0])
+        allocate = self.bucket_reducer.attached.empty
+        bucket = Bucket(index, param_indices, parameters, names, allocate, as_views=self.options.as_views)
+        if not self._is_exclusive:
             bucket.disable_aliasing()
-        self._readiness.slots[:] = build_slots(self.buckets)
-        self._launcher = OrderedLauncher(
-            range(len(self.buckets)), partial(_start_reduction, weakref.ref(self))
-        )
+        return bucket
 
     @property
     def unused_bytes(self) -> int:
@@ -167,13 +213,14 @@ class Reducer:
         with self._lock:
             self._output_nodes.clear()
             self.bucket_reducer.leave_join()
-            self.timings.mark_forward_start()
+            self.timings.iteration += 1
+            self.timings.forward_start = time.perf_counter_ns()
 
     @torch.compiler.disable
     def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
         """Arm the hooks. `outputs`: forward's tensors, in which unused parameters are searched."""
         with self._lock:
-            self.timings.mark_backward_start()
+            self.timings.backward_start = time.perf_counter_ns()
             self._abandon_backward()
             self._expects_hooks = True
             self._backward_started = False
@@ -259,22 +306,23 @@ class Reducer:
             self._flush_bucket(index)
 
     def _flush_bucket(self, index: int) -> None:
-        """Copy a bucket's queued gradients; start its reduction if it is complete."""
-        bucket: AnyBucket = self._readiness.slots[index].bucket
-        if not bucket.pending.positions:
-            return  # another thread's hook has flushed it meanwhile
-        if self._used_map is not None and self.static_graph is None:
-            for position in bucket.pending.positions:
-                if bucket.parameters[position].grad is not None and not bucket.is_unreached(position):
-                    self._used_map.mark(bucket.param_indices[position])
-        bucket.flush()
-        if bucket.pending.num_missing:
-            return
-        self._launcher.complete(bucket.index)
-        if self._launcher.all_started:
-            if not self._has_sparse:
-                self._start_used_map()
-            Variable._execution_engine.queue_callback(self._finalize_backward)
+        """Copy the queued gradients of a parameter's bucket; start its reduction if it is complete."""
+        with self._lock:
+            bucket: AnyBucket = self._readiness.slots[index].bucket
+            if not bucket.pending.positions:
+                return  # another thread's hook has flushed it meanwhile
+            if self._used_map is not None and self.static_graph is None:
+                for position in bucket.pending.positions:
+                    if bucket.parameters[position].grad is not None and not bucket.is_unreached(position):
+                        self._used_map.mark(bucket.param_indices[position])
+            bucket.flush()
+            if bucket.pending.num_missing:
+                return
+            self._launcher.complete(bucket.index)
+            if self._launcher.all_started:
+                if not self._has_sparse:
+                    self._start_used_map()
+                Variable._execution_engine.queue_callback(self._finalize_backward)
 
     def _start_used_map(self) -> None:
         """Start the used-map reduction after the last bucket's; sparse reductions only start when waited
@@ -283,7 +331,8 @@ class Reducer:
             self._used_map.start(self.bucket_reducer.group)
 
     def _start_reduction(self, index: int) -> None:
-        self.timings.mark_comm_start(index)
+        if index == 0:
+            self.timings.comm_start = time.perf_counter_ns()
         bucket = self.buckets[index]
         if self.options.skips_unused and set(bucket.param_indices) <= set(self._unused):
             bucket.reset()
@@ -295,7 +344,7 @@ class Reducer:
     def _finalize_backward(self) -> None:
         """Wait for the reductions and write averaged gradients to `.grad`. Runs when autograd is done."""
         with self._lock:
-            self.timings.mark_backward_end()
+            self.timings.backward_end = time.perf_counter_ns()
             self._expects_hooks = self._backward_started = self._is_unfinished = False
             self._readiness.is_fast_path = False
             self._output_nodes.clear()
@@ -308,15 +357,27 @@ class Reducer:
                     self._used_map.reset()
             if self.static_graph is not None and self._readiness.order:
                 self._readiness.order += self._unused
-            self.timings.mark_comm_end()
+            self.timings.comm_end = time.perf_counter_ns()
 
     def _write_results(self) -> None:
+        """Wait for reductions in order and write results to `.grad`. Without sparse gradients, a bucket
+        is written while later ones are in flight."""
         while self._abandoned:
             self._abandoned.pop(0)()
         self.num_reduced = len(self._in_flight)
+        for index in self._in_flight:
+            self.buckets[index].alias_grads()
+        results: dict[int, Tensor] = {}
+        if self._has_sparse:  # ranks that have joined communicate in this order too
+            results = {index: wait() for index, wait in self._in_flight.items()}
+            self._start_used_map()
         is_unused = self._used_map.is_unused if self._used_map is not None else lambda _: False
-        after_wait = self._start_used_map if self._has_sparse else None
-        finish_all(self.buckets, self._in_flight, after_wait, is_unused, self._optimizers_run_in_backward)
+        for index in [*self._in_flight]:
+            result = results[index] if self._has_sparse else self._in_flight[index]()
+            del self._in_flight[index]
+            self.buckets[index].write_grads(result, is_unused)
+            if self._optimizers_run_in_backward:
+                _run_optimizers(self.buckets[index].parameters)
         for future in self._futures:
             future.wait()
         if self._used_map is not None:
@@ -382,9 +443,7 @@ class Reducer:
         self._hooks.clear()
 
     def _logged(self, error: DDPError) -> DDPError:
-        log = None if self.error_log is None else self.error_log()
-        if log is not None:
-            log.set_error_and_log(str(error))
+        self.log_error(str(error))
         return error
 
     def _reset_state(self) -> None:
@@ -398,28 +457,7 @@ class Reducer:
             if self._used_map is not None and self.static_graph is None:
                 self._used_map.reset()
 
-
-def _start_reduction(reducer_ref: "weakref.ref[Reducer]", index: int) -> None:
-    reducer = reducer_ref()
-    assert reducer is not None, "the reducer was deleted during backward"
-    reducer._start_reduction(index)
-
-
-def _flush_bucket(reducer_ref: "weakref.ref[Reducer]", index: int) -> None:
-    reducer = reducer_ref()
-    if reducer is not None:
-        with reducer._lock:
-            reducer._flush_bucket(index)
-
-
-def _hook_slow_path(reducer_ref: "weakref.ref[Reducer]", index: int) -> None:
-    reducer = reducer_ref()
-    if reducer is not None:
-        reducer._autograd_hook(index)
-
-
-class TorchReducer(Reducer):
-    """`Reducer` with the rest of the interface that torch's module calls."""
+    # --- the rest of the interface that torch's module calls
 
     def register_comm_hook(self, hook: Hook, state: object) -> None:
         self.bucket_reducer.register(hook, state)
@@ -436,7 +474,8 @@ class TorchReducer(Reducer):
         """Reduce a bucket on a rank that has joined. Return an object with `wait`."""
         if self.bucket_reducer.has_hook:
             return Work(self.bucket_reducer.run_hook(bucket))
-        return Work(self.bucket_reducer.start_zeros(self.buckets[bucket.index()], bucket.buffer()))
+        own = self.buckets[bucket.index()]
+        return Work(self.bucket_reducer.start_sum(own, bucket.buffer(), divides=False))
 
     def _push_all_rebuilt_params(self) -> None:
         """Set any ready order on a rank that has joined: rank 0's order is used."""
@@ -475,8 +514,30 @@ class TorchReducer(Reducer):
 
     def _run_allreduce_hook(self, bucket: GradBucket) -> "torch.futures.Future[list[Tensor]]":
         """Sum over the process group without dividing, for torch's own hooks."""
-        return self.bucket_reducer.attached.all_reduce_future(bucket.buffer())
+        return self.bucket_reducer.attached.process_group.allreduce([bucket.buffer()]).get_future()
 
     def get_backward_stats(self) -> list[int]:
         """Zeros: ready times of gradients are not recorded."""
         return [0] * len(self.parameters)
+
+
+def weak_method(method: Callable[[T], None]) -> Callable[[T], None]:
+    """Return a function that calls the bound method while its object lives, and does not keep it alive."""
+    ref = weakref.WeakMethod(method)
+
+    def call(argument: T) -> None:
+        bound = ref()
+        if bound is not None:
+            bound(argument)
+
+    return call
+
+
+def _run_optimizers(parameters: Sequence[nn.Parameter]) -> None:
+    """Step the optimizers of `apply_optimizer_in_backward`, and clear their gradients."""
+    for parameter in parameters:
+        optimizers: Sequence[torch.optim.Optimizer] = getattr(parameter, "_in_backward_optimizers", ())
+        for optimizer in optimizers:
+            optimizer.step()
+        if optimizers:
+            parameter.grad = None

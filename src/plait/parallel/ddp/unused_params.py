@@ -1,4 +1,4 @@
-"""Which parameters a backward uses, on this rank and on any, and hook counts of a static graph.
+"""The parameters that a backward uses, on this rank and on any, and hook counts of a static graph.
 
 With static_graph=True the first backward records how often each parameter's hook runs in every later one. A
 gradient is complete with the last run: with reentrant checkpoints around one layer several times, or

@@ -20,8 +20,8 @@ halves of a split backward, the inputs and output gradients of the linear layers
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -48,29 +48,26 @@ class StageInput:
 
     def __init__(self, packed: PackedOutput, tensors: Sequence[Tensor]) -> None:
         """Call it under the forward's grad mode: without recording, no gradients are stored."""
-        self._specs = packed.grad_specs
-        self._gradients: list[Tensor | None] = [None] * len(self._specs)
+        self._packed = packed
+        self._gradients: list[Tensor | None] = [None] * len(packed.grad_specs)
         self._device = tensors[0].device if tensors else torch.device("cpu")
-        self.tensors = list(tensors)  # for `unpack`; call `release_tensors` after it
+        self.tensors = list(tensors)
         token = torch.empty(0, requires_grad=True)  # makes autograd record the node
-        grad_index = 0
-        for index, spec in enumerate(packed.specs):
-            if spec.needs_grad:
-                self.tensors[index] = _ReceiveFunction.apply(
-                    token, self._gradients, grad_index, tensors[index]
-                )
-                grad_index += 1
+        with_grad = (index for index, spec in enumerate(packed.specs) if spec.needs_grad)
+        for place, index in enumerate(with_grad):
+            self.tensors[index] = _ReceiveFunction.apply(token, self._gradients, place, tensors[index])
 
-    def release_tensors(self) -> None:
-        """Release the tensors: the graph holds what it needs."""
-        self.tensors = []
+    def unpack(self) -> Any:
+        """Return the input, once: afterwards the graph alone holds the tensors that it needs."""
+        value, self.tensors = unpack(self._packed, self.tensors), []
+        return value
 
     def take_gradients(self) -> list[Tensor]:
         """Return, after backward, a gradient for each of the `grad_specs`, zeros if nothing depended on the
         tensor. Drops its own references: a second call returns zeros."""
         gradients = [
             grad if grad is not None else torch.zeros(spec.shape, dtype=spec.dtype, device=self._device)
-            for grad, spec in zip(self._gradients, self._specs, strict=True)
+            for grad, spec in zip(self._gradients, self._packed.grad_specs, strict=True)
         ]
         self._gradients[:] = [None] * len(self._gradients)
         return gradients
@@ -164,7 +161,7 @@ class Pipeline:
                 outbox.release_sent()  # also of those that send no more: activations after the last forward
             run.post(action)
             for upcoming in actions[index + 1 : index + 1 + _RECEIVE_AHEAD]:
-                run.post_if_described(upcoming)
+                run.post(upcoming, blocks=False)
             run.do(action, nullcontext() if clock is None else clock.around(action))
         run.check_complete()
         for outbox in self._outboxes.values():
@@ -183,11 +180,10 @@ class _Run:
         self._schedule = schedule
         self._keys = [(key, schedule.trains) for key in keys]
         self._states: dict[tuple[int, int], MicrobatchState] = defaultdict(MicrobatchState)
-        self._local: dict[
-            Action, tuple[PackedOutput, list[Tensor]] | list[Tensor]
-        ] = {}  # messages between two stages of this rank
+        # Messages, by the action that sends them.
+        self._local: dict[Action, list[Tensor]] = {}  # between two stages of this rank
         self._posted: dict[Action, PostedReceive] = {}
-        self._packed: dict[Action, PackedOutput] = {}  # of posted activations
+        self._packed: dict[Action, PackedOutput] = {}  # of local and posted activations
         # By channel, the messages still to be posted, the next one at the end.
         self._unposted = {channel: self._messages_of(*channel) for channel in pipeline._inboxes}
         self._last_backward: dict[int, Action] = {}
@@ -198,19 +194,17 @@ class _Run:
     # --- actions
 
     def do(self, action: Action, timed: AbstractContextManager[None]) -> None:
-        {Kind.F: self._forward, Kind.B: self._backward, Kind.W: self._backward_weight}[action.kind](
-            action, timed
-        )
+        run = {Kind.F: self._forward, Kind.B: self._backward, Kind.W: self._backward_weight}[action.kind]
+        run(action, timed)
 
     def _forward(self, action: Action, timed: AbstractContextManager[None]) -> None:
         _, stage, micro = action
         state, received = self._states[stage, micro], None
         if stage:
             previous = Action(Kind.F, stage - 1, micro)
-            packed, tensors = self._take_activations(previous)
+            packed, tensors = self._packed.pop(previous), self._take(previous)
             state.stage_input = StageInput(packed, tensors)
-            received = unpack(packed, state.stage_input.tensors)
-            state.stage_input.release_tensors()
+            received = state.stage_input.unpack()
         with timed:
             output = self._stages[stage].forward(micro, received)
             del received
@@ -231,7 +225,7 @@ class _Run:
         state, is_split = self._states[stage, micro], self._is_split(action)
         gradients: Sequence[Tensor | None] = [None] * len(state.roots)
         if stage < self._pipeline._last_stage:
-            gradients = self._take_gradients(Action(Kind.B, stage + 1, micro))
+            gradients = self._take(Action(Kind.B, stage + 1, micro))
         roots, state.roots = state.roots, []
         is_last = self._last_backward[stage] == action
         with timed, self._pipeline.splitter.deferring() if is_split else nullcontext() as deferred:
@@ -266,7 +260,7 @@ class _Run:
     def _send_activations(self, action: Action, packed: PackedOutput, tensors: list[Tensor]) -> None:
         target = self._pipeline._rank_of[action.stage + 1]
         if target == self._pipeline._rank:
-            self._local[action] = (packed, [tensor.detach() for tensor in tensors])
+            self._packed[action], self._local[action] = packed, [tensor.detach() for tensor in tensors]
         else:
             self._pipeline._outboxes["activations", target].send(self._key(action), packed, tensors)
 
@@ -277,29 +271,12 @@ class _Run:
         else:
             self._pipeline._outboxes["gradients", target].send_tensors(gradients)
 
-    def _take_activations(self, sent: Action) -> tuple[PackedOutput, list[Tensor]]:
-        if sent in self._local:
-            message = self._local.pop(sent)
-            assert isinstance(message, tuple)
-            return message
-        return self._packed.pop(sent), self._posted.pop(sent).wait()
+    def _take(self, sent: Action) -> list[Tensor]:
+        return self._local.pop(sent) if sent in self._local else self._posted.pop(sent).wait()
 
-    def _take_gradients(self, sent: Action) -> list[Tensor]:
-        if sent in self._local:
-            message = self._local.pop(sent)
-            assert isinstance(message, list)
-            return message
-        return self._posted.pop(sent).wait()
-
-    def post(self, action: Action) -> None:
-        """Post the receive that the action needs, and all earlier ones on the same channel."""
-        self._post(action, blocks=True)
-
-    def post_if_described(self, action: Action) -> None:
-        """Like `post`, but stop where a description would have to be received first."""
-        self._post(action, blocks=False)
-
-    def _post(self, action: Action, *, blocks: bool) -> None:
+    def post(self, action: Action, *, blocks: bool = True) -> None:
+        """Post the receive that the action needs, and all earlier ones on the same channel. If it may not
+        block, stop where a description would have to be received first."""
         sent = self._needed_message(action)
         if sent is None or sent in self._posted:
             return
@@ -339,15 +316,12 @@ class _Run:
 
     def _messages_of(self, kind: str, source: int) -> list[Action]:
         """Return all messages of a channel to this rank, the first at the end."""
-        sends, step, end = (
-            (Kind.F, 1, self._pipeline._last_stage) if kind == "activations" else (Kind.B, -1, 0)
-        )
+        sends, step = (Kind.F, 1) if kind == "activations" else (Kind.B, -1)
         return [
             action
             for action in reversed(self._schedule.ranks[source])
             if action.kind is sends
-            and action.stage != end
-            and self._pipeline._rank_of[action.stage + step] == self._pipeline._rank
+            and self._pipeline._rank_of.get(action.stage + step) == self._pipeline._rank
         ]
 
 
@@ -360,8 +334,11 @@ class _Clock:
         self._start_s = time.perf_counter()
         self._start = self._stamp()
 
-    def around(self, action: Action) -> "_Timed":
-        return _Timed(self._stamp, lambda start, end: self._stamps.append((action, start, end)))
+    @contextmanager
+    def around(self, action: Action) -> Iterator[None]:
+        start = self._stamp()
+        yield
+        self._stamps.append((action, start, self._stamp()))
 
     def spans(self) -> list[Span]:
         if not self._cuda:
@@ -379,14 +356,3 @@ class _Clock:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
-
-
-class _Timed:
-    def __init__(self, stamp: Callable[[], Any], done: Callable[[Any, Any], object]) -> None:
-        self._stamp, self._done = stamp, done
-
-    def __enter__(self) -> None:
-        self._start = self._stamp()
-
-    def __exit__(self, *_: object) -> None:
-        self._done(self._start, self._stamp())

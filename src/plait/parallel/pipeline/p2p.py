@@ -13,7 +13,7 @@ their tensors. It polls on CUDA too: a wait would block the stream, which is no 
 
 [Note: cached descriptions]
 Outputs of a stage have the same structure for all micro-batches with the same key (names, shapes and dtypes
-of the entries, and whether gradients are recorded). Both ranks know the key. The first time that a channel is
+of the entries, and whether gradients are recorded). Both ranks have the key. The first time that a channel is
 used with a key, the sender sends a description of the output first, and both ranks cache it.
 """
 
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plait.comm import Group, Work, empty, shares_memory, start_receive, start_send
+from plait.comm import Group, Work, decode_text, empty, encode_text, shares_memory, start_receive, start_send
 from plait.errors import ModelError
 from plait.parallel.pipeline.serialize import PackedOutput, TensorSpec
 
@@ -54,12 +54,13 @@ class Outbox:
         known = self._descriptions.get(key)
         if known is None:
             self._descriptions[key] = packed
-            encoded = torch.frombuffer(bytearray(packed.to_json().encode()), dtype=torch.uint8)
+            encoded = encode_text(packed.to_json())
             self.send_tensors([torch.tensor([encoded.numel()], dtype=_LENGTH), encoded])
         elif known != packed:
+            structures = f", as {packed.structure} and not {known.structure}"
             raise ModelError(
                 "a stage's output depends on more than the shapes of its micro-batch",
-                given=f"{packed}{_structure_difference(packed, known)}",
+                given=f"{packed}{structures if packed.specs == known.specs else ''}",
                 expected=f"{known}, as for earlier micro-batches of the same shapes",
                 hint="blocks whose output shapes follow from their input shapes",
             )
@@ -83,11 +84,6 @@ class Outbox:
                 time.sleep(_POLL_INTERVAL_S)  # wait() would block the stream only
             else:
                 self._release_first()
-
-    @property
-    def in_flight_bytes(self) -> int:
-        """Bytes of sends that had not completed at the last poll."""
-        return sum(tensor.nbytes for _, tensor in self._in_flight)
 
     def _send(self, tensor: Tensor) -> None:
         if tensor.numel():
@@ -123,7 +119,7 @@ class Inbox:
         if key not in self._descriptions:
             length = int(self.post([TensorSpec((1,), _LENGTH)]).wait()[0])
             [encoded] = self.post([TensorSpec((length,), torch.uint8)]).wait()
-            self._descriptions[key] = PackedOutput.from_json(encoded.cpu().numpy().tobytes().decode())
+            self._descriptions[key] = PackedOutput.from_json(decode_text(encoded))
         return self._descriptions[key]
 
     def post(self, specs: Sequence[TensorSpec]) -> "PostedReceive":
@@ -176,7 +172,3 @@ def _handshake(device: torch.device) -> Tensor:
 def _as_bytes(tensor: Tensor) -> Tensor:
     """Return a view as bytes; NCCL does not support all dtypes."""
     return tensor.view(-1).view(torch.uint8)
-
-
-def _structure_difference(packed: PackedOutput, known: PackedOutput) -> str:
-    return "" if packed.specs != known.specs else f", as {packed.structure} and not {known.structure}"

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.utils import ModelOutput
 
 from plait.errors import ModelError
+from plait.models import is_model_output_class
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class _Packer:
             return [kind, [self.node(child, f"{path}[{index}]") for index, child in enumerate(value)]]
         if type(value) is dict and all(type(key) in (str, int) for key in value):
             return ["dict", self._items(value, path)]
-        if isinstance(value, ModelOutput) and _find_class(*_class_name(value)) is type(value):
+        if _find_class(*_class_name(value)) is type(value):
             return ["model-output", self._items(value, path), *_class_name(value)]
         raise ModelError(
             f"{self._source} returns something that cannot be sent to the next stage",
@@ -161,7 +161,7 @@ def _class_name(value: object) -> tuple[str, str]:
 def _find_class(module: str, name: str) -> type[Any] | None:
     """Return the ModelOutput of that name at the top level of an imported module, if there is one."""
     value = getattr(sys.modules.get(module), name, None)
-    return value if isinstance(value, type) and issubclass(value, ModelOutput) else None
+    return value if is_model_output_class(value) else None
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -37,10 +37,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from transformers.pytorch_utils import Conv1D
 
-from plait.models import LINEAR_FORWARDS
-from plait.parallel.linear_ops import flat, input_gradient, product, weight_gradient
+from plait.models import linear_forwards
+from plait.parallel.linear_ops import autocast_dtype, bias_gradient, input_gradient, product, weight_gradient
 
 AccumulateGrad = Callable[[Tensor, Tensor], object]  # (parameter, gradient)
 
@@ -66,34 +65,33 @@ class DeferredWeightGrads:
     """Weight gradients that one backward has deferred, in its order."""
 
     def __init__(self) -> None:
-        self._uses: deque[_LinearUse | _ComputedGrad] = deque()
+        # Parameters, and what to compute their gradients from: `compute(*operands)`.
+        self._grads: deque[tuple[Tensor, Callable[..., Tensor], tuple[Any, ...]]] = deque()
 
-    def __len__(self) -> int:
-        return len(self._uses)
-
-    def add(self, use: "_LinearUse") -> None:
-        self._uses.append(use)
+    def add(self, parameter: Tensor, compute: Callable[..., Tensor], *operands: Any) -> None:
+        self._grads.append((parameter, compute, operands))
 
     def keep(self, parameter: Tensor, gradient: Tensor) -> None:
         """Queue a gradient that is computed already."""
-        self._uses.append(_ComputedGrad(parameter, gradient))
+        self.add(parameter, Tensor.detach, gradient)
 
     def parameters(self) -> list[Tensor]:
         """Return the parameters in order, once for each gradient."""
-        return [parameter for use in self._uses for parameter in use.parameters()]
+        return [parameter for parameter, _, _ in self._grads]
 
     def num_bytes(self) -> int:
         """Return the bytes held until `run`, each storage once."""
-        tensors = (tensor for use in self._uses for tensor in use.held_tensors())
-        storages = {s._cdata: s.nbytes() for s in (tensor.untyped_storage() for tensor in tensors)}
-        return sum(storages.values())
+        operands = (operand for _, _, operands in self._grads for operand in operands)
+        storages = (tensor.untyped_storage() for tensor in operands if isinstance(tensor, Tensor))
+        return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
     @torch.no_grad()
     def run(self, accumulate_grad: AccumulateGrad) -> None:
         """Compute the gradients, each in its parameter's shape and dtype, and pass them on. A parameter that
         was used twice gets two. Inputs of each product are freed after it."""
-        while self._uses:
-            self._uses.popleft().run(accumulate_grad)
+        while self._grads:
+            parameter, compute, operands = self._grads.popleft()
+            accumulate_grad(parameter, compute(*operands).to(parameter.dtype))
 
 
 def split_linears(modules: Iterable[nn.Module], splitter: BackwardSplitter) -> int:
@@ -102,12 +100,12 @@ def split_linears(modules: Iterable[nn.Module], splitter: BackwardSplitter) -> i
     Returns their number. Covers layers whose forward is nn.Linear's or that of transformers' Conv1D; layers
     with other forwards are unchanged. Under torch.compile nothing is split.
     """
-    num_split = 0
+    num_split, forwards = 0, linear_forwards()
     for module in modules:
         for layer in module.modules():
             original = _own_forward(layer)
-            if isinstance(original, FunctionType) and original in _FORWARDS:
-                layer.forward = MethodType(SplitLinear(splitter, original, _FORWARDS[original]), layer)
+            if isinstance(original, FunctionType) and original in forwards:
+                layer.forward = MethodType(SplitLinear(splitter, original, forwards[original]), layer)
                 num_split += 1
     return num_split
 
@@ -145,10 +143,6 @@ class DeferredBytes:
         self._output_bytes += output.nbytes
 
 
-# Forwards that can be split, and whether their weights are transposed.
-_FORWARDS: dict[Any, bool] = {**dict.fromkeys(LINEAR_FORWARDS, False), Conv1D.forward: True}
-
-
 def _own_forward(module: nn.Module) -> Any:
     forward: Any = module.forward
     is_own = isinstance(forward, MethodType) and forward.__self__ is module
@@ -176,7 +170,7 @@ class _Linear(Function):
     def forward(ctx: Any, x_TI: Tensor, w_OI: Tensor, b_O: Tensor | None, layer: SplitLinear) -> Tensor:
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         ctx.layer, ctx.x_dtype = layer, x_TI.dtype
-        ctx.cast = cast = _Autocast.current(x_TI.device.type)
+        ctx.cast = cast = _Autocast(x_TI.device.type, autocast_dtype(x_TI.device.type))
         x_TI = cast(x_TI)
         ctx.save_for_backward(x_TI if needs_weight else None, w_OI if needs_x else None)
         ctx.weight, ctx.bias = w_OI if needs_weight else None, b_O if needs_bias else None
@@ -187,15 +181,20 @@ class _Linear(Function):
     @once_differentiable
     def backward(ctx: Any, dy_TO: Tensor) -> tuple[Tensor | None, ...]:
         x_TI, w_OI = ctx.saved_tensors
-        transposed, deferred = ctx.layer.transposed, ctx.layer.splitter.deferred
-        use = _LinearUse(dy_TO, x_TI, ctx.weight, ctx.bias, transposed)
+        weight, bias, transposed = ctx.weight, ctx.bias, ctx.layer.transposed
         dx_TI = None
         if w_OI is not None:
             dx_TI = input_gradient(dy_TO, ctx.cast(w_OI), transposed).to(ctx.x_dtype)
-        if deferred is None or not use.has_leaf_parameters:
-            return dx_TI, use.weight_gradient(), use.bias_gradient(), None
-        if ctx.weight is not None or ctx.bias is not None:
-            deferred.add(use)
+        deferred = ctx.layer.splitter.deferred
+        # Those that are computed from parameters need their gradients now.
+        if deferred is None or not all(tensor is None or tensor.is_leaf for tensor in (weight, bias)):
+            dw_OI = None if weight is None else weight_gradient(dy_TO, x_TI, transposed).to(weight.dtype)
+            db_O = None if bias is None else bias_gradient(dy_TO).to(bias.dtype)
+            return dx_TI, dw_OI, db_O, None
+        if bias is not None:
+            deferred.add(bias, bias_gradient, dy_TO)
+        if weight is not None:
+            deferred.add(weight, weight_gradient, dy_TO, x_TI, transposed)
         return dx_TI, None, None, None
 
 
@@ -206,69 +205,9 @@ class _Autocast:
     device_type: str
     dtype: torch.dtype | None
 
-    @classmethod
-    def current(cls, device_type: str) -> "_Autocast":
-        is_on = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
-        return cls(device_type, torch.get_autocast_dtype(device_type) if is_on else None)
-
     def __call__(self, tensor: Tensor) -> Tensor:
         """Cast a tensor, unless it is float64, which autocast does not cast."""
         return tensor if self.dtype is None or tensor.dtype is torch.float64 else tensor.to(self.dtype)
 
     def disabled(self) -> Any:
         return torch.autocast(self.device_type, enabled=False) if self.dtype is not None else nullcontext()
-
-
-@dataclass(frozen=True)
-class _LinearUse:
-    """One call of a layer: the tensors that its parameters' gradients need."""
-
-    dy: Tensor
-    x: Tensor | None
-    weight: Tensor | None  # None if it needs no gradient
-    bias: Tensor | None
-    transposed: bool
-
-    @property
-    def has_leaf_parameters(self) -> bool:
-        """True if weight and bias are leaves. If computed from parameters, they need their gradients now."""
-        return all(tensor is None or tensor.is_leaf for tensor in (self.weight, self.bias))
-
-    def parameters(self) -> list[Tensor]:
-        return [parameter for parameter in (self.bias, self.weight) if parameter is not None]
-
-    def held_tensors(self) -> list[Tensor]:
-        return [self.dy] if self.x is None else [self.dy, self.x]
-
-    def weight_gradient(self) -> Tensor | None:
-        if self.weight is None:
-            return None
-        assert self.x is not None, "an input that was not saved"
-        return weight_gradient(self.dy, self.x, self.transposed).to(self.weight.dtype)
-
-    def bias_gradient(self) -> Tensor | None:
-        return None if self.bias is None else flat(self.dy).sum(0).to(self.bias.dtype)
-
-    def run(self, accumulate_grad: AccumulateGrad) -> None:
-        for parameter, compute in ((self.bias, self.bias_gradient), (self.weight, self.weight_gradient)):
-            if parameter is not None:
-                gradient = compute()
-                assert gradient is not None
-                accumulate_grad(parameter, gradient)
-
-
-@dataclass(frozen=True)
-class _ComputedGrad:
-    """A gradient of a parameter outside of split layers."""
-
-    parameter: Tensor
-    gradient: Tensor
-
-    def parameters(self) -> list[Tensor]:
-        return [self.parameter]
-
-    def held_tensors(self) -> list[Tensor]:
-        return [self.gradient]
-
-    def run(self, accumulate_grad: AccumulateGrad) -> None:
-        accumulate_grad(self.parameter, self.gradient)

@@ -6,8 +6,7 @@ the copy. So callables hold groups and names, but no modules or tensors of the m
 are looked up by identity.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from plait.errors import ModelError
-from plait.models import LINEAR_FORWARDS
+from plait.models import linear_forwards
 from plait.parallel.tensor.embedding import VocabParallelEmbedding, check_embedding, local_padding_idx
 from plait.parallel.tensor.groups import ShardedDim, TensorGroups
 from plait.parallel.tensor.linear import HeadOutput, ParallelLinear
@@ -23,7 +22,7 @@ from plait.parallel.tensor.norm import ParallelNorm
 from plait.parallel.tensor.replicated import ParallelExperts, ReplicatedLayer, slice_head_arguments
 from plait.parallel.tensor.sequence import SequenceShard
 from plait.parallel.tensor.sequence_forward import (
-    GatherTracker,
+    Region,
     SequenceParallelBlock,
     SequenceParallelRegion,
     check_outer_modules,
@@ -35,22 +34,6 @@ from plait.plan.sharding import DimSharding, LayerSharding, Style, TPPlan
 _LINEAR = (Style.COLUMN, Style.ROW)
 
 
-@dataclass(frozen=True)
-class ParallelLayers:
-    """Handle to the parallel layers of a model."""
-
-    head: HeadOutput
-
-    @contextmanager
-    def keep_logits_sharded(self) -> Iterator[None]:
-        """Make the head return only this rank's columns of the logits, inside the context."""
-        before, self.head.keep_sharded = self.head.keep_sharded, True
-        try:
-            yield
-        finally:
-            self.head.keep_sharded = before
-
-
 def apply_tp_plan(
     model: nn.Module,
     plan: TPPlan,
@@ -58,11 +41,11 @@ def apply_tp_plan(
     blocks: Sequence[tuple[str, nn.Module]],
     *,
     sequence: bool,
-) -> ParallelLayers:
+) -> HeadOutput:
     """Replace forwards in place, in a model whose parameters are this rank's shards already.
 
-    `sequence`: between the first block's input and the last block's output a rank has its tokens only. Raises
-    ModelError for a module that cannot be sharded as planned.
+    `sequence`: between the first block's input and the last block's output a rank has its tokens only.
+    Returns the head's output mode. Raises ModelError for a module that cannot be sharded as planned.
     """
     assert (groups.row.size, groups.col.size) == (plan.rows, plan.cols), "groups of another grid"
     application = _Application(
@@ -75,7 +58,7 @@ def apply_tp_plan(
     slice_head_arguments(model, plan, groups.col.rank)
     for name, attribute, values in plan.attributes:
         setattr(model.get_submodule(name), attribute, values[groups.col.rank])
-    return ParallelLayers(application.head)
+    return application.head
 
 
 @dataclass
@@ -92,75 +75,60 @@ class _Application:
     def __post_init__(self) -> None:
         self.shared_inputs = {"row": SharedInputs(self.groups.row), "col": SharedInputs(self.groups.col)}
         self.sequence_shard = SequenceShard(self.groups.col)
-        self.gathers = GatherTracker()
-        self.side_inputs = SideInputs(self.sequence_shard)
         self.regions = self._regions() if self.is_sequence_parallel else {}
 
     def apply_to_layer(self, layer: LayerSharding) -> None:
-        module = self.model.get_submodule(layer.module)
-        forward = _own_forward(layer.module, module)
+        name, module = layer.module, self.model.get_submodule(layer.module)
+        forward = own_forward(name, module)
+        inp, out = self._sharded_dim(layer.inp), self._sharded_dim(layer.out)
         match layer.style:
             case Style.COLUMN | Style.ROW:
                 _check_linear(layer, module, forward)
-                _set_forward(module, self._linear(layer))
+                set_forward(module, self._linear(layer, inp, out))
             case Style.VOCABULARY:
-                self._shard_embedding(layer, module, forward)
+                check_embedding(name, module)
+                if inp is not None and inp.group.size > 1:
+                    if isinstance(module, nn.Embedding):
+                        module.padding_idx = local_padding_idx(module.padding_idx, inp)
+                    set_forward(module, VocabParallelEmbedding(forward, inp))
             case Style.FEATURE_EMBEDDING:
-                check_embedding(layer.module, module)
+                check_embedding(name, module)
             case Style.NORM:
-                features = self._sharded_dim(layer.out)
-                if features is not None and features.group.size > 1:
-                    _set_forward(module, ParallelNorm(layer.module, forward, features))
+                if out is not None and out.group.size > 1:
+                    set_forward(module, ParallelNorm(name, forward, out))
             case Style.REPLICATE | Style.MLA_LATENT:
-                tail = self._rotary_width(layer.module) if layer.style is Style.MLA_LATENT else 0
-                inp, out = self._sharded_dim(layer.inp), self._sharded_dim(layer.out)
+                tail = self._rotary_width(name) if layer.style is Style.MLA_LATENT else 0
                 if inp is not None or out is not None or tail:
-                    _set_forward(
-                        module, ReplicatedLayer(layer.module, forward, inp, out, tail, self.groups.col)
-                    )
+                    set_forward(module, ReplicatedLayer(name, forward, inp, out, tail, self.groups.col))
             case Style.EXPERTS:
-                _set_forward(module, ParallelExperts(layer.module, forward, self.groups.col))
+                set_forward(module, ParallelExperts(name, forward, self.groups.col))
             case Style.PER_HEAD_NORM:
                 pass  # unchanged: the engine reduces its weight's gradient
 
     def apply_sequence_parallel(self, blocks: Sequence[tuple[str, nn.Module]]) -> None:
-        for region in self.regions.values():
+        sequence, side_inputs = self.sequence_shard, SideInputs(self.sequence_shard)
+        for name, region in self.regions.items():
             if region.gathers:
-                module = self.model.get_submodule(region.name)
-                forward = _own_forward(region.name, module)
-                scope = self._scope(region.name)
-                columns = self._columns_of(region) if region.is_pure else ()
-                _set_forward(
+                module = self.model.get_submodule(name)
+                forward, columns = own_forward(name, module), self._columns_of(region)
+                shared, scope = self.shared_inputs["col"], self._scope(name)
+                set_forward(
                     module,
-                    SequenceParallelRegion(
-                        region.name,
-                        forward,
-                        self.sequence_shard,
-                        self.gathers,
-                        self.side_inputs,
-                        self.shared_inputs["col"],
-                        scope,
-                        columns,
-                        region.is_pure,
-                        region.is_closed,
-                    ),
+                    SequenceParallelRegion(region, forward, sequence, side_inputs, shared, scope, columns),
                 )
         for index, (name, block) in enumerate(blocks):
-            forward, is_last = _own_forward(name, block), index == len(blocks) - 1
-            _set_forward(
-                block,
-                SequenceParallelBlock(
-                    name, forward, self.sequence_shard, self.gathers, self.side_inputs, index == 0, is_last
-                ),
+            forward, is_last = own_forward(name, block), index == len(blocks) - 1
+            set_forward(
+                block, SequenceParallelBlock(name, forward, sequence, side_inputs, index == 0, is_last)
             )
-        check_outer_modules(self.model, [name for name, _ in blocks], self.sequence_shard)
+        check_outer_modules(self.model, self.block_names, sequence)
 
     # --- layers
 
-    def _linear(self, layer: LayerSharding) -> ParallelLinear:
+    def _linear(self, layer: LayerSharding, inp: ShardedDim | None, out: ShardedDim | None) -> ParallelLinear:
         is_column = layer.style is Style.COLUMN
         output_axis, input_grad_axis = ("row", "col") if is_column else ("col", "row")
-        region = self._region_of(layer.module)
+        region = next((r for r in self.regions.values() if _is_in(layer.module, r.name)), None)
         is_open = region is not None and not region.is_closed
         return ParallelLinear(
             reduce_group=self.groups.along(output_axis),
@@ -168,21 +136,11 @@ class _Application:
             scope=self._scope(layer.module),
             input_is_gathered=is_column and region is not None and region.is_pure,
             transposed=layer.transposed,
-            split_input=self._sharded_dim(layer.inp) if layer.splits else None,
-            gather_output=self._sharded_dim(layer.out) if layer.gathers or layer.head else None,
+            split_input=inp if layer.splits else None,
+            gather_output=out if layer.gathers or layer.head else None,
             head=self.head if layer.head else None,
             sequence_shard=self.sequence_shard if is_open and not is_column else None,
         )
-
-    def _shard_embedding(self, layer: LayerSharding, module: nn.Module, forward: Callable[..., Any]) -> None:
-        check_embedding(layer.module, module)
-        vocabulary = self._sharded_dim(layer.inp)
-        if vocabulary is None or vocabulary.group.size == 1:
-            return
-        if isinstance(module, nn.Embedding):
-            padding = local_padding_idx(module.padding_idx, vocabulary)
-            module.padding_idx = padding
-        _set_forward(module, VocabParallelEmbedding(forward, vocabulary))
 
     def _sharded_dim(self, dim: DimSharding | None) -> ShardedDim | None:
         return None if dim is None else ShardedDim(dim, self.groups.along(dim.axis))
@@ -205,18 +163,15 @@ class _Application:
         block = next((block for block in self.block_names if _is_in(name, block)), None)
         return block if block is not None else name.rpartition(".")[0]
 
-    def _region_of(self, name: str) -> "_Region | None":
-        return next((region for region in self.regions.values() if _is_in(name, region.name)), None)
-
-    def _columns_of(self, region: "_Region") -> tuple[str, ...]:
-        """Names of the COLUMN layers, relative to the region; "" for the region itself."""
+    def _columns_of(self, region: Region) -> tuple[str, ...]:
+        """Names of a pure region's COLUMN layers, relative to the region; "" for the region itself."""
         return tuple(
             layer.module.removeprefix(region.name).removeprefix(".")
             for layer in self.plan.layers
-            if layer.style is Style.COLUMN and _is_in(layer.module, region.name)
+            if region.is_pure and layer.style is Style.COLUMN and _is_in(layer.module, region.name)
         )
 
-    def _regions(self) -> dict[str, "_Region"]:
+    def _regions(self) -> dict[str, Region]:
         """Return the plan's regions, and one for each linear layer of a block that is in none of them."""
         linears = [layer for layer in self.plan.layers if layer.style in _LINEAR]
         lone = [
@@ -227,27 +182,16 @@ class _Application:
         ]
         return {name: self._region(name) for name in (*self.plan.regions, *lone)}
 
-    def _region(self, name: str) -> "_Region":
+    def _region(self, name: str) -> Region:
         layers = [layer for layer in self.plan.layers if _is_in(layer.module, name)]
         lone = next((layer for layer in layers if layer.module == name and layer.style in _LINEAR), None)
         if lone is not None:
             # The input of a lone ROW layer has sharded features, and all tokens already.
             is_column = lone.style is Style.COLUMN
-            return _Region(name, is_pure=True, is_closed=is_column and lone.gathers, gathers=is_column)
+            return Region(name, is_pure=True, is_closed=is_column and lone.gathers, gathers=is_column)
         styles = {layer.style for layer in layers}
         is_closed = Style.ROW not in styles or Style.EXPERTS in styles
-        return _Region(name, name in self.plan.pure and not is_closed, is_closed, gathers=True)
-
-
-@dataclass(frozen=True)
-class _Region:
-    """A region of a block; `is_pure`, `is_closed`: see [Note: input gradients of regions] in
-    sequence_forward.py."""
-
-    name: str
-    is_pure: bool
-    is_closed: bool
-    gathers: bool  # its forward all-gathers the tokens of its input
+        return Region(name, name in self.plan.pure and not is_closed, is_closed, gathers=True)
 
 
 def _is_in(name: str, ancestor: str) -> bool:
@@ -255,11 +199,11 @@ def _is_in(name: str, ancestor: str) -> bool:
     return not ancestor or name == ancestor or name.startswith(ancestor + ".")
 
 
-def _set_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+def set_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
     module.forward = MethodType(forward, module)
 
 
-def _own_forward(name: str, module: nn.Module) -> Callable[..., Any]:
+def own_forward(name: str, module: nn.Module) -> Callable[..., Any]:
     """Return the module's forward as a function of the module. See [Note: forwards are methods]."""
     forward = module.forward
     if isinstance(forward, MethodType) and forward.__self__ is module:
@@ -272,7 +216,7 @@ def _own_forward(name: str, module: nn.Module) -> Callable[..., Any]:
 
 
 def _check_linear(layer: LayerSharding, module: nn.Module, forward: Callable[..., Any]) -> None:
-    if type(module).__name__ == "Conv1D" if layer.transposed else forward in LINEAR_FORWARDS:
+    if linear_forwards().get(forward) is layer.transposed:
         return
     raise ModelError(
         f"cannot shard {layer.module} as a linear layer",

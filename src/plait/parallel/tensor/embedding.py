@@ -37,14 +37,12 @@ class VocabParallelEmbedding:
         local_BS, mask_BS = _to_local(indices_BS, ranges)
         if not self.vocabulary.is_first:
             mask_BS = torch.ones_like(mask_BS)  # a copy of a shard: the first holder provides its rows
-        if not sum(stop - start for start, stop in ranges):
+        if any(stop > start for start, stop in ranges):
+            rows = self.forward(module, local_BS, *args, **kwargs)
+        else:  # in the graph, as on other ranks: a consumer reduces gradients on every rank or on none
             weight = weight_of(module)
-            # In the graph, as on other ranks: a consumer reduces gradients on every rank or on none.
             rows = weight.new_zeros(*indices_BS.shape, weight.shape[-1]) + weight.sum()
-            return _MaskAndReduce.apply(rows, mask_BS, self.vocabulary.group)
-        return _MaskAndReduce.apply(
-            self.forward(module, local_BS, *args, **kwargs), mask_BS, self.vocabulary.group
-        )
+        return _MaskAndReduce.apply(rows, mask_BS, self.vocabulary.group)
 
 
 def check_embedding(name: str, module: nn.Module) -> None:

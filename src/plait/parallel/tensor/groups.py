@@ -5,9 +5,10 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from plait.comm import Group
+from plait.comm import Group, all_gather
 from plait.plan.sharding import DimSharding
 
 
@@ -46,22 +47,20 @@ class ShardedDim:
 
     def shard(self, full_F: Tensor) -> Tensor:
         """Return this rank's features of (..., F), shape (..., f): a view where they are one range."""
-        ranges = self.sharding.ranges[self.coord]
-        slices = [full_F[..., start:stop] for start, stop in ranges]
-        return slices[0] if len(slices) == 1 else _concatenated(slices, full_F)
+        slices = [full_F[..., start:stop] for start, stop in self.sharding.ranges[self.coord]]
+        return slices[0] if len(slices) == 1 else torch.cat([full_F[..., :0], *slices], -1)
 
-    def write(self, full_F: Tensor, shard_f: Tensor, coord: int) -> None:
-        """Copy the shard of coordinate `coord` to its features of (..., F)."""
-        begin = 0
-        for start, stop in self.sharding.ranges[coord]:
-            full_F[..., start:stop] = shard_f[..., begin : begin + stop - start]
-            begin += stop - start
-
-
-def _concatenated(slices: list[Tensor], full_F: Tensor) -> Tensor:
-    out_f = full_F.new_empty(*full_F.shape[:-1], sum(part.shape[-1] for part in slices))
-    begin = 0
-    for part in slices:
-        out_f[..., begin : begin + part.shape[-1]] = part
-        begin += part.shape[-1]
-    return out_f
+    def all_gather(self, shard_f: Tensor) -> Tensor:
+        """All-gather (..., f) of every rank to (..., F), without a graph. Uneven shards are padded."""
+        full_F = shard_f.new_empty(*shard_f.shape[:-1], self.full_size)
+        buffer = shard_f.new_empty(self.group.size, *shard_f.shape[:-1], max(self.sharding.sizes))
+        own = buffer[self.coord]
+        own[..., : shard_f.shape[-1]] = shard_f
+        own[..., shard_f.shape[-1] :] = 0
+        all_gather(buffer.view(-1), own.view(-1), self.group, label="features")
+        for ranges, padded in zip(self.sharding.ranges, buffer, strict=True):
+            begin = 0
+            for start, stop in ranges:
+                full_F[..., start:stop] = padded[..., begin : begin + stop - start]
+                begin += stop - start
+        return full_F

@@ -16,7 +16,8 @@ call, in a table that holds it for the duration of the call.
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,11 +27,12 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from plait.comm import Group
-from plait.parallel.linear_ops import flat, input_gradient, product, weight_gradient
-from plait.parallel.tensor.functional import all_reduce_in_place, gather_features, split_features
+from plait.parallel.linear_ops import autocast_dtype, bias_gradient, input_gradient, product, weight_gradient
+from plait.parallel.tensor.functional import all_reduce_in_place, gather, split
 from plait.parallel.tensor.groups import ShardedDim
-from plait.parallel.tensor.sequence import SequenceShard, all_gather_tokens, reduce_scatter_tokens
+from plait.parallel.tensor.sequence import SequenceShard
 from plait.parallel.tensor.shared_input import SharedInput, SharedInputs, weight_of
+from plait.parallel.tensor.token_shards import TokenShards
 
 
 @dataclass
@@ -38,6 +40,15 @@ class HeadOutput:
     """Output mode of the head: logits sharded over the vocabulary, or all of them."""
 
     keep_sharded: bool = False
+
+    @contextmanager
+    def keep_logits_sharded(self) -> Iterator[None]:
+        """Make the head return only this rank's columns of the logits, inside the context."""
+        before, self.keep_sharded = self.keep_sharded, True
+        try:
+            yield
+        finally:
+            self.keep_sharded = before
 
 
 @dataclass(frozen=True)
@@ -73,24 +84,21 @@ class ParallelLinear:
             y = self.sharded_output(module, x.unflatten(0, (num_sequences, -1))).flatten(0, 1)
         if self.gather_output is None or (self.head is not None and self.head.keep_sharded):
             return y
-        return gather_features(y, self.gather_output)
+        return gather(y, self.gather_output)
 
     def sharded_output(self, module: nn.Module, x: Tensor) -> Tensor:
         """Return this rank's features of the output, (..., o)."""
         if self.split_input is not None:
-            x = split_features(x, self.split_input)
+            x = split(x, self.split_input)
         weight, bias = weight_of(module), getattr(module, "bias", None)
-        device_type = x.device.type
-        if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
-            dtype = torch.get_autocast_dtype(device_type)
+        dtype = autocast_dtype(x.device.type)
+        if dtype is not None:
             x, weight = x.to(dtype), weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
         lookup = self.shared_inputs.lookup if self.input_is_gathered else self.shared_inputs.share
         view = lookup(x, module, self.scope)
-        sizes = None if self.sequence_shard is None else self.sequence_shard.sizes_of_full(x)
-        call = _LinearCall(
-            self.reduce_group, self.transposed, view.shared_input, weight, self.sequence_shard, sizes
-        )
+        tokens = None if self.sequence_shard is None else self.sequence_shard.shards_of_full(x)
+        call = _LinearCall(self.reduce_group, self.transposed, view.shared_input, weight, tokens)
         x = x if view.tensor is None else view.tensor
         if call.defers_weight_grad:
             return _LinearFunction.apply(x, None, bias, view.shard, call)
@@ -99,45 +107,24 @@ class ParallelLinear:
 
 @dataclass(frozen=True)
 class _LinearCall:
-    """The arguments of one call that are not differentiated. `sizes`: each rank's tokens of the output."""
+    """The arguments of one call that are not differentiated. `tokens`: shards of the output's tokens."""
 
     reduce_group: Group
     transposed: bool
     shared_input: SharedInput | None
     weight: Tensor
-    sequence_shard: SequenceShard | None
-    sizes: tuple[int, ...] | None
+    tokens: TokenShards | None
 
     @property
     def defers_weight_grad(self) -> bool:
         """True if the shared input's node computes the weight's gradient."""
         return self.shared_input is not None and self.shared_input.defers(self.weight)
 
-    def deferred_input(self, saved: Tensor, input_node: Any) -> Callable[[], Tensor] | None:
-        """In backward, return a function that returns the layer's input, for the deferred weight gradient.
-
-        None if no gradient is deferred, or if this backward does not run `input_node`, the shared input's
-        autograd node. Starts the all-gather of the input if only this rank's tokens were saved.
-        """
-        shared = self.shared_input
-        if (
-            shared is None
-            or not self.defers_weight_grad
-            or not torch._C._will_engine_execute_node(input_node)
-        ):
-            return None
-        if shared.regather is None:
-            saved = saved.detach()  # its graph contains the shared input's node
-            return lambda: saved
-        shared.regather.start(saved)
-        return shared.regather.wait
-
     def reduce(self, partial_To: Tensor) -> Tensor:
         """Sum over the ranks, in place; or return this rank's tokens of the sum."""
-        if self.sequence_shard is None:
+        if self.tokens is None:
             return all_reduce_in_place(partial_To, self.reduce_group, "parts of a product")
-        assert self.sizes is not None
-        return reduce_scatter_tokens(partial_To, self.sequence_shard.group, self.sizes)
+        return self.tokens.reduce_scatter(partial_To)
 
 
 class _LinearFunction(Function):
@@ -161,45 +148,42 @@ class _LinearFunction(Function):
         bias_once_o = bias_o if call.reduce_group.rank == 0 else None
         if call.reduce_group.size == 1:
             return product(x_Ti, weight_oi, bias_once_o, call.transposed)
-        return _product_then_reduce(x_Ti, weight_oi, bias_once_o, call)
+        call_id = next(_call_ids)
+        _calls[call_id] = call
+        try:
+            return torch.ops.plait.summed_product(x_Ti, weight_oi, bias_once_o, call.transposed, call_id)
+        finally:
+            del _calls[call_id]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         saved, weight_oi = ctx.saved_tensors
         call, needs = ctx.call, ctx.needs_input_grad
-        x_Ti = None if saved is None else call.deferred_input(saved, ctx.next_functions[0][0])
-        db_o = flat(dy).sum(0) if needs[2] else None  # over this rank's tokens
-        if call.sequence_shard is not None:
-            dy = all_gather_tokens(dy, call.sequence_shard.group, call.sizes)
+        # False in a backward that does not run the shared input's node: it would compute no gradient.
+        defers = saved is not None and call.defers_weight_grad
+        defers = defers and torch._C._will_engine_execute_node(ctx.next_functions[0][0])
+        if defers:
+            call.shared_input.start_regather(saved)
+        db_o = bias_gradient(dy) if needs[2] else None  # over this rank's tokens
+        if call.tokens is not None:
+            dy = call.tokens.all_gather(dy)
         dx_Ti = input_gradient(dy, weight_oi, call.transposed) if needs[0] else None
-        if x_Ti is not None:
-            call.shared_input.defer_weight_grad(
-                call.weight, lambda: weight_gradient(dy, x_Ti(), call.transposed)
-            )
+        if defers:
+            call.shared_input.defer_weight_grad(call.weight, dy, saved, call.transposed)
         dw_oi = weight_gradient(dy, saved, call.transposed) if needs[1] else None
         return dx_Ti, dw_oi, db_o, None, None
-
-
-def _product_then_reduce(x_Ti: Tensor, weight_oi: Tensor, bias_o: Tensor | None, call: _LinearCall) -> Tensor:
-    """See [Note: product and reduction in one operator]."""
-    call_id = next(_call_ids)
-    _reductions[call_id] = call.reduce
-    try:
-        out: Tensor = torch.ops.plait.summed_product(x_Ti, weight_oi, bias_o, call.transposed, call_id)
-    finally:
-        _reductions.pop(call_id)
-    return out
 
 
 def _summed_product(
     x_Ti: Tensor, weight_oi: Tensor, bias_o: Tensor | None, transposed: bool, call_id: int
 ) -> Tensor:
-    return _reductions[call_id](product(x_Ti, weight_oi, bias_o, transposed))
+    """See [Note: product and reduction in one operator]."""
+    return _calls[call_id].reduce(product(x_Ti, weight_oi, bias_o, transposed))
 
 
 _call_ids = itertools.count()
-_reductions: dict[int, Callable[[Tensor], Tensor]] = {}  # by call id, during the call
+_calls: dict[int, _LinearCall] = {}  # by id, during the call
 _operators = torch.library.Library("plait", "FRAGMENT")
 _operators.define(
     "summed_product(Tensor x, Tensor weight, Tensor? bias, bool transposed, int number) -> Tensor"

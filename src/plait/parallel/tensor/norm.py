@@ -30,8 +30,8 @@ from plait.parallel.tensor.functional import all_reduce_in_place, differentiable
 from plait.parallel.tensor.groups import ShardedDim
 
 # Reduce over features without changing the shape: not detectable from the output.
-_KEEP_SHAPE = frozenset(
-    (
+_KEEP_SHAPE = {
+    *(
         "softmax",
         "log_softmax",
         "softmin",
@@ -41,16 +41,9 @@ _KEEP_SHAPE = frozenset(
         "cummax",
         "cummin",
         "logcumsumexp",
-        "sort",
-        "argsort",
-        "flip",
-        "roll",
-        "group_norm",
-        "batch_norm",
-        "instance_norm",
-        "local_response_norm",
-    )
-)
+    ),
+    *("sort", "argsort", "flip", "roll", "group_norm", "batch_norm", "instance_norm", "local_response_norm"),
+}
 
 
 @dataclass(frozen=True)
@@ -81,7 +74,7 @@ class _ReduceOverRanks(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         x = args[0] if args else kwargs.get("input")
-        if not self._is_sharded(x):
+        if not isinstance(x, Tensor) or not x.dim() or x.shape[-1] != self._local_size:
             return func(*args, **kwargs)
         op_name = getattr(func, "__name__", "").removeprefix("linalg_")
         implementation = _IMPLEMENTATIONS.get(op_name)
@@ -98,9 +91,6 @@ class _ReduceOverRanks(TorchFunctionMode):
         if isinstance(result, Tensor) and self._local_size > 1 and _reduced_features(x, result):
             raise self._unsupported(op_name)
         return result
-
-    def _is_sharded(self, x: object) -> bool:
-        return isinstance(x, Tensor) and x.dim() > 0 and x.shape[-1] == self._local_size
 
     def _unsupported(self, op_name: str) -> ModelError:
         return ModelError(
@@ -153,7 +143,6 @@ _SIGNATURES = {
 def _parse_call(op_name: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | None:
     """Return the call's arguments; None if it does not reduce over the last dim."""
     arguments = {**dict(zip(_SIGNATURES[op_name], args, strict=False)), **kwargs}
-    last = x.dim() - 1
     if "normalized_shape" in arguments:
         dims: tuple[int, ...] | None = tuple(range(x.dim() - len(arguments["normalized_shape"]), x.dim()))
     else:
@@ -162,21 +151,14 @@ def _parse_call(op_name: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str
             arguments["unbiased"], dim = dim, None
         signed_dims = (dim,) if isinstance(dim, int) else None if dim is None else tuple(dim)
         dims = None if not signed_dims else tuple(d % x.dim() for d in signed_dims)
-    if dims is not None and last not in dims:
+    if dims is not None and x.dim() - 1 not in dims:
         return None
     correction = arguments.get("correction")
     if correction is None:
         correction = 1 if arguments.get("unbiased", True) else 0
-    return _Call(
-        dims,
-        bool(arguments.get("keepdim", False)),
-        correction,
-        arguments.get("p", arguments.get("ord", 2)),
-        arguments.get("dtype"),
-        arguments.get("weight"),
-        arguments.get("bias"),
-        arguments.get("eps"),
-    )
+    order = arguments.get("p", arguments.get("ord", 2))
+    others = {name: arguments.get(name) for name in ("dtype", "weight", "bias", "eps")}
+    return _Call(dims, bool(arguments.get("keepdim", False)), correction, order, **others)
 
 
 # --- their implementation over all ranks
@@ -198,14 +180,6 @@ def _var_mean(x: Tensor, call: _Call, features: ShardedDim) -> tuple[Tensor, Ten
     if call.correction:
         var = var * (features.full_size / (features.full_size - call.correction))
     return (var, mean) if call.keepdim else (var.squeeze(-1), mean.squeeze(-1))
-
-
-def _var(x: Tensor, call: _Call, features: ShardedDim) -> Tensor:
-    return _var_mean(x, call, features)[0]
-
-
-def _std(x: Tensor, call: _Call, features: ShardedDim) -> Tensor:
-    return _var_mean(x, call, features)[0].sqrt()
 
 
 def _norm(x: Tensor, call: _Call, features: ShardedDim) -> Tensor:
@@ -241,8 +215,8 @@ def _scaled(normed: Tensor, x: Tensor, call: _Call) -> Tensor:
 _IMPLEMENTATIONS: dict[str, Callable[[Tensor, _Call, ShardedDim], Any]] = {
     "mean": _mean,
     "sum": _sum,
-    "var": _var,
-    "std": _std,
+    "var": lambda *call: _var_mean(*call)[0],
+    "std": lambda *call: _var_mean(*call)[0].sqrt(),
     "var_mean": _var_mean,
     "norm": _norm,
     "vector_norm": _norm,
@@ -260,9 +234,8 @@ class _Moments(Function):
     def forward(ctx: Any, x_f: Tensor, features: ShardedDim) -> tuple[Tensor, Tensor]:
         sharding, group = features.sharding, features.group
         counts = [size if sharding.sharers(c)[0] == c else 0 for c, size in enumerate(sharding.sizes)]
-        moments = x_f.new_zeros(
-            group.size, 2, *x_f.shape[:-1]
-        )  # of each rank: mean, sum of squared deviations
+        # Of each rank: mean, sum of squared deviations.
+        moments = x_f.new_zeros(group.size, 2, *x_f.shape[:-1])
         own = moments[group.rank]
         if x_f.shape[-1]:
             own[0] = x_f.mean(-1)

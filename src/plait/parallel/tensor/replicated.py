@@ -11,31 +11,31 @@ from plait.comm import Group
 from plait.parallel.tensor.functional import (
     copy_tail_to_group,
     copy_to_group,
-    gather_features,
+    gather,
     reduce_from_group,
-    split_features,
+    split,
 )
 from plait.parallel.tensor.groups import ShardedDim
 from plait.parallel.tensor.sequence_forward import map_hidden_input, map_hidden_output
+from plait.parallel.tensor.side_inputs import Arguments
 from plait.plan.sharding import ArgumentSharding, TPPlan
 
 
+@dataclass(frozen=True)
 class HeadSlicer:
-    """Forward pre-hook that slices an argument to this column's heads. See `ArgumentSharding`."""
+    """Forward pre-hook that slices an argument to this column's heads."""
 
-    def __init__(self, sharding: ArgumentSharding, col: int) -> None:
-        self._argument, self._dim, self._heads = sharding.argument, sharding.dim, sharding.heads
-        ((self._start, self._stop),) = sharding.sharding.ranges[col]
+    sharding: ArgumentSharding
+    col: int
 
-    def __call__(
-        self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        all_heads = kwargs.get(self._argument)
-        if not isinstance(all_heads, Tensor) or all_heads.shape[self._dim] % self._heads:
+    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        argument, dim, heads = self.sharding.argument, self.sharding.dim, self.sharding.heads
+        all_heads = kwargs.get(argument)
+        if not isinstance(all_heads, Tensor) or all_heads.shape[dim] % heads:
             return args, kwargs
-        by_head = all_heads.unflatten(self._dim, (-1, self._heads))
-        own_heads = by_head.narrow(self._dim, self._start, self._stop - self._start)
-        return args, {**kwargs, self._argument: own_heads.flatten(self._dim - 1, self._dim)}
+        [(start, stop)] = self.sharding.sharding.ranges[self.col]
+        own_heads = all_heads.unflatten(dim, (-1, heads)).narrow(dim, start, stop - start)
+        return args, {**kwargs, argument: own_heads.flatten(dim - 1, dim)}
 
 
 def slice_head_arguments(model: nn.Module, plan: TPPlan, col: int) -> None:
@@ -66,13 +66,11 @@ class ReplicatedLayer:
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         inp, out = self.inp, self.out
         if inp is not None:
-            args, kwargs = map_hidden_input(lambda x: gather_features(x, inp), self.name, args, kwargs)
+            args, kwargs = map_hidden_input(lambda x: gather(x, inp), self.name, args, kwargs)
         output = self.forward(module, *args, **kwargs)
         if self.tail:
             output = copy_tail_to_group(output, self.tail, self.col)
-        return (
-            output if out is None else map_hidden_output(lambda y: split_features(y, out), self.name, output)
-        )
+        return output if out is None else map_hidden_output(lambda y: split(y, out), self.name, output)
 
 
 @dataclass(frozen=True)

@@ -26,17 +26,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_leaves
-from transformers import PreTrainedModel
 
-from plait.errors import ModelError
+from plait.models import is_pretrained_model
 from plait.models.init_weights import derive_seed
+from plait.parallel.tensor.apply import own_forward, set_forward
 from plait.plan.sharding import LayerSharding, Style, TPPlan
 
 Axes = tuple[str, ...]  # over which an activation is sharded, in this order:
@@ -48,22 +47,21 @@ def install_rng_streams(
     model: nn.Module,
     blocks: Sequence[nn.Module],
     plan: TPPlan,
+    coords: Mapping[str, int],
     *,
-    row: int,
-    col: int,
     sequence: bool,
     device: torch.device,
 ) -> None:
     """Wrap forwards so that dropout follows [Note: RNG streams].
 
-    `row` and `col` are this rank's coordinates; `sequence`: the residual stream between blocks is also
+    `coords`: this rank's along `row` and `col`. `sequence`: the residual stream between blocks is also
     sharded over `col`. Call it after `apply_tp_plan` and before `recompute_blocks`. Wraps nothing on a grid
     of one rank, or if a Hugging Face model has no dropout. Wrapped forwards change nothing in eval mode and
     on meta.
     """
     if plan.rows * plan.cols == 1 or not _may_use_rng(model):
         return
-    streams = _RngStreams({"row": row, "col": col}, sequence, device)
+    streams = _RngStreams(coords, sequence, device)
     in_blocks = {inner for block in blocks for inner in block.modules()}
     for layer in plan.layers:
         module = model.get_submodule(layer.module)
@@ -72,10 +70,10 @@ def install_rng_streams(
     for name in plan.regions:
         _wrap(model.get_submodule(name), streams.region)
     for block in blocks:
-        _wrap(block, streams.block, is_outermost=True)
+        _wrap(block, partial(streams.block, streams.residual), is_outermost=True)
     for module in model.modules():
         if isinstance(module, _DropoutNd) and module not in in_blocks:
-            _wrap(module, streams.outside, is_outermost=True)
+            _wrap(module, partial(streams.block, ("row",)), is_outermost=True)  # sequences are full
 
 
 def _stream_scope(layer: LayerSharding, plan: TPPlan, streams: "_RngStreams") -> "StreamScope":
@@ -84,15 +82,13 @@ def _stream_scope(layer: LayerSharding, plan: TPPlan, streams: "_RngStreams") ->
         inp, out = (None if dim is None else dim.axis for dim in (layer.inp, layer.out))
         return partial(streams.full_features, inp, out)
     region = next((name for name in plan.regions if layer.module.startswith(f"{name}.")), None)
-    after_row = streams.residual
-    if region is not None and _runs_on_full_sequence(region, plan):
-        after_row = ("row",)
     if layer.style is Style.COLUMN and layer.gathers:
         return partial(streams.switch_after, () if region is not None else _without(streams.residual, "row"))
     if layer.style is Style.COLUMN:
         return partial(streams.switch_after, ("col",))
     if layer.style in (Style.ROW, Style.EXPERTS):
-        return partial(streams.switch_after, after_row)
+        is_full = region is not None and _runs_on_full_sequence(region, plan)
+        return partial(streams.switch_after, ("row",) if is_full else streams.residual)
     return nullcontext
 
 
@@ -107,7 +103,7 @@ class _BlockCall:
     """One run of a block."""
 
     seed: int  # the same on all ranks
-    current: Axes = ()  # the stream in use
+    current: Axes  # the stream in use
     states: dict[Axes, Tensor] = field(default_factory=dict)  # the generator's state, of the other streams
 
 
@@ -122,30 +118,19 @@ class _RngStreams:
         self._call: _BlockCall | None = None
 
     @contextmanager
-    def block(self) -> Iterator[None]:
+    def block(self, axes: Axes) -> Iterator[None]:
+        """Scope of a block, or of a dropout outside of blocks, whose input is sharded over `axes`."""
         if self._call is not None:  # a block within a block
             yield
             return
         seed, generator = self._draw_seed(), self._generator
         common = generator.get_state()
-        self._call = _BlockCall(seed)
+        self._call = _BlockCall(seed, axes)
         try:
-            self._start_stream(seed, self.residual)
-            self._call.current = self.residual
+            self._start_stream(seed, axes)
             yield
         finally:
             self._call = None
-            generator.set_state(common)
-
-    @contextmanager
-    def outside(self) -> Iterator[None]:
-        """Scope of a dropout of the residual stream outside of blocks, where sequences are full."""
-        seed, generator = self._draw_seed(), self._generator
-        common = generator.get_state()
-        try:
-            self._start_stream(seed, ("row",))
-            yield
-        finally:
             generator.set_state(common)
 
     @contextmanager
@@ -215,32 +200,24 @@ def _without(axes: Axes, axis: str | None) -> Axes:
 
 
 def _wrap(module: nn.Module, scope: StreamScope, *, is_outermost: bool = False) -> None:
-    forward = module.forward
-    if isinstance(forward, MethodType) and forward.__self__ is module:
-        module.forward = MethodType(_StreamForward(forward.__func__, scope, is_outermost), module)
-        return
-    raise ModelError(
-        "cannot set the RNG stream of a module whose forward is not its method",
-        given=f"{type(module).__name__}.forward is a {type(forward).__name__}",
-        expected="types.MethodType(function, module)",
-    )
+    forward = own_forward(f"a {type(module).__name__}", module)
+    set_forward(module, _StreamForward(forward, scope, is_outermost))
 
 
+@dataclass(frozen=True)
 class _StreamForward:
-    """A forward within a scope. Bound as a method to the module, and in a copy to the copy: so it holds a
-    function, and no module."""
+    """A forward within a scope. `is_outermost`: in no other scope; decides whether streams are used."""
 
-    def __init__(self, forward: Callable[..., Any], scope: StreamScope, is_outermost: bool) -> None:
-        self._forward = forward
-        self._scope = scope
-        self._is_outermost = is_outermost  # in no other scope: decides whether streams are used
+    forward: Callable[..., Any]
+    scope: StreamScope
+    is_outermost: bool
 
     @torch.compiler.disable(recursive=False)  # the module's own forward may be compiled
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if self._is_outermost and not (module.training and _has_values(args, kwargs)):
-            return self._forward(module, *args, **kwargs)
-        with self._scope():
-            return self._forward(module, *args, **kwargs)
+        if self.is_outermost and not (module.training and _has_values(args, kwargs)):
+            return self.forward(module, *args, **kwargs)
+        with self.scope():
+            return self.forward(module, *args, **kwargs)
 
 
 def _has_values(args: Any, kwargs: Any) -> bool:
@@ -250,7 +227,7 @@ def _has_values(args: Any, kwargs: Any) -> bool:
 
 def _may_use_rng(model: nn.Module) -> bool:
     """Return whether a Hugging Face model sets a dropout, in its config or modules; True for other models."""
-    if not isinstance(model, PreTrainedModel):
+    if not is_pretrained_model(model):
         return True
     settings = [model.config.to_dict(), *(vars(module) for module in model.modules())]
     dropouts = (module.p for module in model.modules() if isinstance(module, _DropoutNd))

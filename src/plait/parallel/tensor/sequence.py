@@ -20,18 +20,16 @@ The residual stream is sharded from the first block's input to the last block's 
 a block is recomputed in backward, and no longer when a new forward of the model begins.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
-from plait.comm import Group, Work, all_gather, start_all_gather, start_reduce_scatter
+from plait.comm import Group
 from plait.errors import ModelError
-from plait.parallel.tensor.shared_input import WeakTensorMap
+from plait.parallel.tensor.token_shards import TokenShards, token_dim
+from plait.parallel.tensor.weak_map import WeakTensorMap
 
 _MARK = "plait: length of the full sequence"
 
@@ -46,6 +44,10 @@ class SequenceShard:
     num_sequences: int = 1  # in the tokens that a block flattens
     region_input_dims: int = 3  # of the running region
     is_sharded: bool = False  # the residual stream, at this point of the running forward
+    # In the running block, for pure regions and for others: all tokens by this rank's. One gather for each.
+    gathered: dict[bool, WeakTensorMap[Tensor]] = field(
+        default_factory=lambda: {True: WeakTensorMap(), False: WeakTensorMap()}
+    )
     _graphless_marks: WeakTensorMap[tuple[int, int]] = field(default_factory=WeakTensorMap)
 
     def enter(self, name: str, x: Tensor, *, is_full: bool) -> None:
@@ -91,25 +93,24 @@ class SequenceShard:
     @property
     def own_length(self) -> int:
         """Tokens of this rank, per sequence."""
-        return self.lengths[self.group.rank]
+        return self._lengths[self.group.rank]
 
     @property
-    def lengths(self) -> tuple[int, ...]:
-        """Tokens of each rank, per sequence."""
-        return shard_lengths(self.full_length, self.group.size)
+    def _lengths(self) -> tuple[int, ...]:
+        length, ranks = self.full_length, self.group.size
+        return tuple(length // ranks + (rank < length % ranks) for rank in range(ranks))
 
-    def sizes_from_shard(self, shard: Tensor) -> tuple[int, ...]:
-        """Return each rank's tokens of the tensor that `shard` is this rank's shard of."""
-        own_length, num_tokens = self.own_length, shard.shape[token_dim(shard)]
-        if not own_length:  # an empty shard does not show the number of sequences
-            return self._sizes(self.num_sequences if shard.dim() == 2 else 1)
-        return self._checked_sizes(num_tokens, own_length, "a rank's shard")
+    def shards_of_own(self, x_BtH: Tensor) -> TokenShards:
+        """Return the shards of the tensor of which `x_BtH` is this rank's."""
+        if not self.own_length:  # an empty shard does not show the number of sequences
+            return self._shards(self.num_sequences if x_BtH.dim() == 2 else 1)
+        return self._shards(self._num_runs(x_BtH, self.own_length, "a rank's shard"))
 
-    def sizes_of_full(self, full: Tensor) -> tuple[int, ...]:
-        """Return each rank's tokens of `full`."""
-        return self._checked_sizes(full.shape[token_dim(full)], self.full_length, "the full sequence")
+    def shards_of_full(self, x_BTH: Tensor) -> TokenShards:
+        return self._shards(self._num_runs(x_BTH, self.full_length, "the full sequence"))
 
-    def _checked_sizes(self, num_tokens: int, length: int, what: str) -> tuple[int, ...]:
+    def _num_runs(self, x: Tensor, length: int, what: str) -> int:
+        num_tokens = x.shape[token_dim(x)]
         num_runs, rest = divmod(num_tokens, length) if length else (1, num_tokens)
         if rest:
             raise ModelError(
@@ -117,10 +118,10 @@ class SequenceShard:
                 given=f"{num_tokens} tokens where {what} has {length}",
                 hint="sp=false",
             )
-        return self._sizes(num_runs)
+        return num_runs
 
-    def _sizes(self, num_runs: int) -> tuple[int, ...]:
-        return tuple(num_runs * length for length in self.lengths)
+    def _shards(self, num_runs: int) -> TokenShards:
+        return TokenShards(self.group, tuple(num_runs * length for length in self._lengths))
 
 
 def depends_on_block_input(x: Tensor) -> bool:
@@ -140,143 +141,3 @@ def depends_on_block_input(x: Tensor) -> bool:
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-def shard_lengths(length: int, ranks: int) -> tuple[int, ...]:
-    return tuple(length // ranks + (rank < length % ranks) for rank in range(ranks))
-
-
-def token_dim(x: Tensor) -> int:
-    return 1 if x.dim() > 2 else 0
-
-
-def split_tokens(x_BTH: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
-    """Return this rank's tokens; backward all-gathers."""
-    return _SplitTokens.apply(x_BTH, group, sizes) if group.size > 1 else x_BTH
-
-
-def gather_tokens(x_BtH: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
-    """Return all tokens; backward takes this rank's, as what follows is the same on every rank."""
-    return _GatherTokens.apply(x_BtH, group, sizes) if group.size > 1 else x_BtH
-
-
-def all_gather_tokens(x_BtH: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
-    """All-gather (B, t, H) of every rank to (B, T, H), without a graph. Copies once more than the transport
-    does where B > 1 or shards are uneven."""
-    if group.size == 1:
-        return x_BtH
-    buffer = _GatherBuffer.build(x_BtH, group, sizes)
-    all_gather(buffer.output.view(-1), buffer.input.view(-1), group, label="tokens")
-    return buffer.full(x_BtH)
-
-
-def start_all_gather_tokens(
-    x_BtH: Tensor, group: Group, sizes: tuple[int, ...], label: str = "tokens"
-) -> Callable[[], Tensor]:
-    """Start `all_gather_tokens`; return a function that waits for the result."""
-    if group.size == 1:
-        return lambda: x_BtH
-    buffer = _GatherBuffer.build(x_BtH, group, sizes)
-    work = start_all_gather(buffer.output.view(-1), buffer.input.view(-1), group, label=label)
-
-    def wait() -> Tensor:
-        work.wait()
-        return buffer.full(x_BtH)
-
-    return wait
-
-
-@dataclass(frozen=True)
-class _GatherBuffer:
-    """Operands of an all-gather of tokens. `output`: the full tensor itself or, where ranks' tokens are not
-    contiguous in it, (ranks, ...) with shards padded to equal lengths."""
-
-    output: Tensor
-    input: Tensor
-    sizes: tuple[int, ...]
-
-    @classmethod
-    def build(cls, x_BtH: Tensor, group: Group, sizes: tuple[int, ...]) -> "_GatherBuffer":
-        dim, longest, own_size = token_dim(x_BtH), max(sizes), sizes[group.rank]
-        if _is_rank_major(x_BtH, sizes):
-            return cls(x_BtH.new_empty(_with_tokens(x_BtH, sum(sizes))), x_BtH.contiguous(), sizes)
-        padded = x_BtH.new_empty(group.size, *_with_tokens(x_BtH, longest))
-        own = padded[group.rank]
-        own.narrow(dim, 0, own_size).copy_(x_BtH)
-        own.narrow(dim, own_size, longest - own_size).zero_()
-        return cls(padded, own, sizes)
-
-    def full(self, x_BtH: Tensor) -> Tensor:
-        if _is_rank_major(x_BtH, self.sizes):
-            return self.output
-        dim, full = token_dim(x_BtH), x_BtH.new_empty(_with_tokens(x_BtH, sum(self.sizes)))
-        for part, padded in zip(full.split(self.sizes, dim), self.output, strict=True):
-            part.copy_(padded.narrow(dim, 0, part.shape[dim]))
-        return full
-
-
-def _with_tokens(x: Tensor, num_tokens: int) -> tuple[int, ...]:
-    """Return the shape of `x` with another number of tokens."""
-    dim = token_dim(x)
-    return (*x.shape[:dim], num_tokens, *x.shape[dim + 1 :])
-
-
-def start_reduce_scatter_tokens(
-    x_BTH: Tensor, group: Group, sizes: tuple[int, ...], label: str = "tokens"
-) -> tuple[Tensor, Work]:
-    """Start summing (B, T, H) over ranks; return this rank's tokens, valid once the Work is done."""
-    dim, longest = token_dim(x_BTH), max(sizes)
-    if group.size == 1:
-        return x_BTH, Work()
-    shape = (*x_BTH.shape[:dim], longest, *x_BTH.shape[dim + 1 :])
-    output = x_BTH.new_empty(shape)
-    if _is_rank_major(x_BTH, sizes):
-        buffer = x_BTH.contiguous()
-    else:
-        buffer = x_BTH.new_empty(group.size, *shape)
-        for part, padded in zip(x_BTH.split(sizes, dim), buffer, strict=True):
-            padded.narrow(dim, 0, part.shape[dim]).copy_(part)
-            padded.narrow(dim, part.shape[dim], longest - part.shape[dim]).zero_()
-    work = start_reduce_scatter(output.view(-1), buffer.view(-1), group, label=label)
-    own_size = sizes[group.rank]
-    return output if own_size == longest else output.narrow(dim, 0, own_size), work
-
-
-def reduce_scatter_tokens(x_BTH: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
-    """Sum (B, T, H) over ranks; return this rank's tokens. No view: the model may modify it in place."""
-    output, work = start_reduce_scatter_tokens(x_BTH, group, sizes)
-    work.wait()
-    return output.clone(memory_format=torch.contiguous_format) if output._is_view() else output
-
-
-def _is_rank_major(x: Tensor, sizes: tuple[int, ...]) -> bool:
-    """Return whether the full tensor is the ranks' shards one after another in memory, of equal sizes."""
-    return len(set(sizes)) == 1 and (token_dim(x) == 0 or x.shape[0] == 1)
-
-
-def _own_shard(x_BTH: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
-    return x_BTH.narrow(token_dim(x_BTH), sum(sizes[: group.rank]), sizes[group.rank])
-
-
-class _SplitTokens(Function):
-    @staticmethod
-    def forward(ctx: Any, x_BTH: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
-        ctx.group, ctx.sizes = group, sizes
-        return _own_shard(x_BTH, group, sizes).clone(memory_format=torch.contiguous_format)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_BtH: Tensor) -> tuple[Tensor | None, ...]:
-        return all_gather_tokens(grad_BtH, ctx.group, ctx.sizes), None, None
-
-
-class _GatherTokens(Function):
-    @staticmethod
-    def forward(ctx: Any, x_BtH: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
-        ctx.group, ctx.sizes = group, sizes
-        return all_gather_tokens(x_BtH, group, sizes)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_BTH: Tensor) -> tuple[Tensor | None, ...]:
-        return _own_shard(grad_BTH, ctx.group, ctx.sizes), None, None

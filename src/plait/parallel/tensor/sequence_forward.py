@@ -21,31 +21,17 @@ own may run.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from plait.errors import ModelError
-from plait.parallel.tensor.sequence import (
-    SequenceShard,
-    all_gather_tokens,
-    gather_tokens,
-    shard_lengths,
-    split_tokens,
-    start_all_gather_tokens,
-    start_reduce_scatter_tokens,
-    token_dim,
-)
-from plait.parallel.tensor.shared_input import (
-    Regather,
-    SharedInput,
-    SharedInputs,
-    WeakTensorMap,
-    weight_of,
-)
-from plait.parallel.tensor.side_inputs import SideInputs, map_side_inputs
+from plait.parallel.tensor.functional import gather, split
+from plait.parallel.tensor.sequence import SequenceShard
+from plait.parallel.tensor.shared_input import SharedInput, SharedInputs, weight_of
+from plait.parallel.tensor.side_inputs import Arguments, SideInputs, map_side_inputs
 
 
 def check_outer_modules(model: nn.Module, blocks: Sequence[str], sequence_shard: SequenceShard) -> None:
@@ -73,30 +59,13 @@ def _check_not_sharded(name: str, module: nn.Module, sequence_shard: SequenceSha
     module.register_forward_pre_hook(check)
 
 
-Forward = Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class GatherTracker:
-    """Tokens already all-gathered in the running block, by input: one all-gather per tensor and kind of
-    region."""
-
-    pure: WeakTensorMap[Tensor] = field(default_factory=WeakTensorMap)
-    not_pure: WeakTensorMap[Tensor] = field(default_factory=WeakTensorMap)
-
-    def clear(self) -> None:
-        self.pure.clear()
-        self.not_pure.clear()
-
-
 @dataclass(frozen=True)
 class SequenceParallelBlock:
     """Forward of a block whose input and output hold this rank's tokens."""
 
     name: str
-    forward: Forward
+    forward: Callable[..., Any]
     sequence_shard: SequenceShard
-    gathers: GatherTracker
     side_inputs: SideInputs
     is_first: bool
     is_last: bool
@@ -106,14 +75,13 @@ class SequenceParallelBlock:
         return self._exit(self.forward(module, *args, **kwargs))
 
     @torch.compiler.disable
-    def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         def enter(x: Tensor) -> Tensor:
             self.sequence_shard.enter(self.name, x, is_full=self.is_first)
             if not self.is_first:
                 return x
             self.side_inputs.clear()
-            group = self.sequence_shard.group
-            x_BtH = split_tokens(x, group, shard_lengths(x.shape[token_dim(x)], group.size))
+            x_BtH = split(x, self.sequence_shard.shards_of_full(x))
             self.sequence_shard.mark(x_BtH)
             return x_BtH
 
@@ -124,13 +92,14 @@ class SequenceParallelBlock:
 
     @torch.compiler.disable
     def _exit(self, output: Any) -> Any:
-        self.gathers.clear()
+        for gathered in self.sequence_shard.gathered.values():
+            gathered.clear()
         if self.is_last:
             self.sequence_shard.exit()
 
         def exit_block(x: Tensor) -> Tensor:
             if self.is_last:
-                return gather_tokens(x, self.sequence_shard.group, self.sequence_shard.sizes_from_shard(x))
+                return gather(x, self.sequence_shard.shards_of_own(x))
             self.sequence_shard.mark(x)
             return x
 
@@ -138,80 +107,76 @@ class SequenceParallelBlock:
 
 
 @dataclass(frozen=True)
+class Region:
+    """A region of a block; `is_pure`, `is_closed`: see [Note: input gradients of regions]."""
+
+    name: str
+    is_pure: bool
+    is_closed: bool
+    gathers: bool  # its forward all-gathers the tokens of its input
+
+
+@dataclass(frozen=True)
 class SequenceParallelRegion:
-    """Forward of a region. See [Note: input gradients of regions].
+    """Forward of a region.
 
     columns   of a pure region: names, relative to it, of the layers that multiply its input
     """
 
-    name: str
-    forward: Forward
+    region: Region
+    forward: Callable[..., Any]
     sequence_shard: SequenceShard
-    gathers: GatherTracker
     side_inputs: SideInputs
     shared_inputs: SharedInputs  # along col
     scope: str
     columns: tuple[str, ...]
-    is_pure: bool
-    is_closed: bool
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self._enter(module, args, kwargs)
         output = self.forward(module, *args, **kwargs)
-        return self._exit(output) if self.is_closed else output
+        return self._exit(output) if self.region.is_closed else output
 
     @torch.compiler.disable
-    def _enter(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        args, kwargs = map_hidden_input(lambda x: self._full_input(module, x), self.name, args, kwargs)
-        if self.is_pure:
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        name = self.region.name
+        args, kwargs = map_hidden_input(lambda x: self._full_input(module, x), name, args, kwargs)
+        if self.region.is_pure:
             return args, kwargs
-        return map_side_inputs(lambda x: self.side_inputs.for_region(self.name, x), args, kwargs)
+        return map_side_inputs(lambda x: self.side_inputs.for_region(name, x), args, kwargs)
 
     def _full_input(self, module: nn.Module, x: Tensor) -> Tensor:
         original = self.side_inputs.original(x)
         if original is None:
             return self._gather(module, x)
-        return x if self.is_pure else original  # a side input: has all tokens already
+        return x if self.region.is_pure else original  # a side input: has all tokens already
 
     def _gather(self, module: nn.Module, x_BtH: Tensor) -> Tensor:
-        self.sequence_shard.region_input_dims = x_BtH.dim()
-        gathered = self.gathers.pure if self.is_pure else self.gathers.not_pure
-        known = gathered.get(x_BtH)
-        if known is not None:
-            return self.shared_inputs.join(known, self._weights(module)) if self.is_pure else known
-        group, sizes = self.sequence_shard.group, self.sequence_shard.sizes_from_shard(x_BtH)
-        if self.is_pure and torch.is_grad_enabled() and x_BtH.requires_grad:
-            shared = SharedInput(
-                module,
-                self.scope,
-                self.shared_inputs.predict_weights(module, self._weights(module)),
-                lambda dz: start_reduce_scatter_tokens(dz, group, sizes, "gradient of a region's tokens"),
-                lambda x_t: all_gather_tokens(x_t, group, sizes),
-                Regather(lambda x_t: start_all_gather_tokens(x_t, group, sizes, "a region's tokens")),
-            )
+        sequence, is_pure = self.sequence_shard, self.region.is_pure
+        sequence.region_input_dims = x_BtH.dim()
+        weights = [weight_of(module.get_submodule(name)) for name in self.columns]
+        x_BTH = sequence.gathered[is_pure].get(x_BtH)
+        if x_BTH is not None:
+            return self.shared_inputs.join(x_BTH, weights) if is_pure else x_BTH
+        tokens = sequence.shards_of_own(x_BtH)
+        if is_pure and torch.is_grad_enabled() and x_BtH.requires_grad:
+            weights = self.shared_inputs.predict_weights(module, weights)
+            shared = SharedInput(module, self.scope, weights, tokens)
             x_BTH = shared.apply(x_BtH)
             self.shared_inputs.register(x_BTH, shared, x_BtH.detach())
         else:
-            x_BTH = gather_tokens(x_BtH, group, sizes)
-        gathered.put(x_BtH, x_BTH)
+            x_BTH = gather(x_BtH, tokens)
+        sequence.gathered[is_pure].put(x_BtH, x_BTH)
         return x_BTH
-
-    def _weights(self, module: nn.Module) -> list[Tensor]:
-        return [weight_of(module.get_submodule(name)) for name in self.columns]
 
     @torch.compiler.disable
     def _exit(self, output: Any) -> Any:
-        group = self.sequence_shard.group
-        return map_hidden_output(
-            lambda x: split_tokens(x, group, self.sequence_shard.sizes_of_full(x)), self.name, output
-        )
+        shards_of_full = self.sequence_shard.shards_of_full
+        return map_hidden_output(lambda x: split(x, shards_of_full(x)), self.region.name, output)
 
 
 def map_hidden_input(
     change: Callable[[Tensor], Tensor], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+) -> Arguments:
     """Return the arguments with hidden states changed: the first positional one, or the keyword
     `hidden_states`."""
     if args and isinstance(args[0], Tensor):

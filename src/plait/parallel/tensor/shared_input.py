@@ -46,77 +46,18 @@ every rank.
 """
 
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from plait.comm import Group, Work
-from plait.parallel.tensor.functional import start_all_reduce_in_place
-
-V = TypeVar("V")
-
-
-class WeakTensorMap(Generic[V]):
-    """Values by tensor, each valid while its tensor is alive and not modified in place."""
-
-    def __init__(self) -> None:
-        self._entries: dict[int, tuple[weakref.ref[Tensor], int, V]] = {}
-
-    def get(self, tensor: Tensor) -> V | None:
-        entry = self._entries.get(id(tensor))
-        if entry is None or entry[0]() is not tensor or entry[1] != _version(tensor):
-            return None
-        return entry[2]
-
-    def put(self, tensor: Tensor, value: V) -> None:
-        key, entries = id(tensor), self._entries
-
-        def discard(dead: weakref.ref[Tensor]) -> None:
-            if key in entries and entries[key][0] is dead:
-                del entries[key]
-
-        entries[key] = (weakref.ref(tensor, discard), _version(tensor), value)
-
-    def clear(self) -> None:
-        self._entries.clear()
-
-
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
-
-
-StartReduce = Callable[
-    [Tensor], tuple[Tensor, Work]
-]  # of a gradient: (the result once the Work is done, Work)
-StartGather = Callable[[Tensor], Callable[[], Tensor]]  # of this rank's tokens: a function that waits for all
-
-
-class Regather:
-    """All-gather of a sequence-parallel input during backward. See [Note: re-gathered inputs]."""
-
-    def __init__(self, start_gather: StartGather) -> None:
-        self._start_gather = start_gather
-        self._wait: Callable[[], Tensor] | None = None
-
-    def start(self, x_t: Tensor) -> None:
-        """Start the all-gather, unless another layer has."""
-        if self._wait is None:
-            self._wait = self._start_gather(x_t)
-
-    def wait(self) -> Tensor:
-        """Return z_T; the first call waits."""
-        assert self._wait is not None, "wait() before start()"
-        z_T = self._wait()
-        self._wait = lambda: z_T
-        return z_T
-
-    def discard(self) -> None:
-        self._wait = None
+from plait.comm import Group, Work, start_all_reduce
+from plait.parallel.linear_ops import weight_gradient
+from plait.parallel.tensor.token_shards import TokenGather, TokenShards
+from plait.parallel.tensor.weak_map import WeakTensorMap
 
 
 class SharedInput:
@@ -127,42 +68,44 @@ class SharedInput:
         first_layer: nn.Module | None,
         scope: str,
         weights: list[Tensor],
-        start_reduce: StartReduce,
-        forward: Callable[[Tensor], Tensor],
-        regather: Regather | None = None,
+        reduction: Group | TokenShards | None,
+        regather: TokenGather | None = None,
     ) -> None:
-        """`forward` computes z from x, without a graph; `start_reduce` starts the reduction of dz to dx.
-        `scope`: see SharedInputs. `regather`: set if layers save x_t instead of z_T."""
+        """`scope`: see SharedInputs. `reduction`: dz is all-reduced over this group, or reduce-scattered to
+        these shards, one of which x is; None: dx is dz. `regather`: by default of the shards."""
         self.first_layer = (lambda: None) if first_layer is None else weakref.ref(first_layer)
         self.scope = scope
-        self.start_reduce = start_reduce
-        self.forward = forward
-        self.regather = regather
+        self.reduction = reduction
+        self.regather = TokenGather(reduction) if isinstance(reduction, TokenShards) else regather
         self._weights = weights  # kept alive, so that their ids stay theirs
         self._indices = {id(weight): index for index, weight in enumerate(weights)}
-        self._deferred: list[list[Callable[[], Tensor]]] = [[] for _ in weights]
+        # By weight, calls of its layers: (dy, input or None for the re-gathered one, transposed).
+        self._deferred: list[list[tuple[Tensor, Tensor | None, bool]]] = [[] for _ in weights]
 
     def defers(self, weight: Tensor) -> bool:
         """Return whether this node computes the gradient of `weight`."""
         return id(weight) in self._indices
 
-    def defer_weight_grad(self, weight: Tensor, compute: Callable[[], Tensor]) -> None:
-        """In backward, leave one summand of the gradient of `weight` to be computed by the node."""
-        self._deferred[self._indices[id(weight)]].append(compute)
-
-    def end_backward(self) -> None:
-        """Free the re-gathered input, after all deferred gradients have been computed."""
+    def start_regather(self, x_t: Tensor) -> None:
+        """Start the all-gather of the saved input, if only this rank's tokens were saved."""
         if self.regather is not None:
-            self.regather.discard()
+            self.regather.start(x_t, "a region's tokens")
+
+    def defer_weight_grad(self, weight: Tensor, dy: Tensor, saved: Tensor, transposed: bool) -> None:
+        """In backward, leave one summand of the gradient of `weight` to be computed by the node."""
+        x = saved.detach() if self.regather is None else None  # detached: its graph contains the node
+        self._deferred[self._indices[id(weight)]].append((dy, x, transposed))
 
     def compute_weight_grad(self, index: int) -> Tensor | None:
         """Compute and sum the deferred parts of one weight's gradient; None if there are none."""
+        grad: Tensor | None = None
         deferred, self._deferred[index] = self._deferred[index], []
-        if not deferred:
-            return None
-        grad = deferred[0]()
-        for compute in deferred[1:]:
-            grad += compute()
+        for dy, x, transposed in deferred:
+            if x is None:
+                assert self.regather is not None
+                x = self.regather.wait()
+            part = weight_gradient(dy, x, transposed)
+            grad = part if grad is None else grad.add_(part)
         return grad
 
     def apply(self, x: Tensor) -> Tensor:
@@ -170,21 +113,23 @@ class SharedInput:
         z: Tensor = _SharedInputFunction.apply(x, self, *self._weights)
         return z
 
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute z, without a graph."""
+        return self.reduction.all_gather(x) if isinstance(self.reduction, TokenShards) else x.detach()
 
-class JoinedInput(SharedInput):
-    """A further region's node on the output of `shared`, for weights whose gradients `shared` does not
-    compute."""
-
-    def __init__(self, shared: SharedInput, weights: list[Tensor]) -> None:
-        super().__init__(None, shared.scope, weights, _no_reduce, Tensor.detach, shared.regather)
-        self.first_layer = shared.first_layer  # so that `shared` predicts these layers next time
+    def start_reduce(self, dz: Tensor) -> tuple[Tensor, Work]:
+        """Return dx, valid once the Work is done."""
+        if isinstance(self.reduction, TokenShards):
+            return self.reduction.start_reduce_scatter(dz, "gradient of a region's tokens")
+        if self.reduction is None:
+            return dz, Work()
+        dz = dz.contiguous()  # reduced in place: only products use z, so nothing else refers to dz
+        return dz, start_all_reduce(dz, self.reduction, label="gradient of features")
 
     def end_backward(self) -> None:
-        """Keep the re-gathered input, which `shared` still needs."""
-
-
-def _no_reduce(dz: Tensor) -> tuple[Tensor, Work]:
-    return dz, Work()
+        """Free the re-gathered input, unless it is another node's."""
+        if self.regather is not None and self.reduction is not None:
+            self.regather.discard()
 
 
 class _SharedInputFunction(Function):
@@ -244,7 +189,7 @@ class SharedInputs:
             return InputView()
         if self._views.get(x) is None:
             weights = self.predict_weights(module, [weight_of(module)])
-            shared = SharedInput(module, scope, weights, self._start_reduce, Tensor.detach)
+            shared = SharedInput(module, scope, weights, self._group)
             self._views.put(x, InputView(shared.apply(x), shared))
         return self.lookup(x, module, scope)
 
@@ -261,7 +206,10 @@ class SharedInputs:
         shared = view.shared_input
         if shared is None or all(shared.defers(weight) for weight in unique_trainable(weights)):
             return z
-        joined = JoinedInput(shared, unique_trainable(weights))
+        # With the same first layer, so that `shared` predicts these layers next time.
+        joined = SharedInput(
+            shared.first_layer(), shared.scope, unique_trainable(weights), None, shared.regather
+        )
         joined_z = joined.apply(z)
         self.register(joined_z, joined, view.shard)
         return joined_z
@@ -282,11 +230,6 @@ class SharedInputs:
         sharing = self._sharing.setdefault(first_layer, [])
         if all(other() is not module for other in sharing):
             sharing.append(weakref.ref(module))
-
-    def _start_reduce(self, dz: Tensor) -> tuple[Tensor, Work]:
-        """Reduce in place: only products use z, so nothing else refers to `dz`."""
-        dz = dz.contiguous()
-        return dz, start_all_reduce_in_place(dz, self._group, "gradient of features")
 
 
 def weight_of(module: nn.Module) -> Tensor:

@@ -20,8 +20,11 @@ from torch import Tensor
 
 from plait.errors import ModelError
 from plait.parallel.tensor.functional import copy_to_group
-from plait.parallel.tensor.sequence import SequenceShard, depends_on_block_input, token_dim
-from plait.parallel.tensor.shared_input import WeakTensorMap
+from plait.parallel.tensor.sequence import SequenceShard, depends_on_block_input
+from plait.parallel.tensor.token_shards import token_dim
+from plait.parallel.tensor.weak_map import WeakTensorMap
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # positional, keywords
 
 
 class SideInputs:
@@ -46,12 +49,14 @@ class SideInputs:
         if not _has_gradient(x) or self.original(x) is not None:
             return x
         if is_first or x.grad_fn is None or x.grad_fn._sequence_nr() < self._sequence_shard.begin_seq_nr:
-            return self._copy_of(x)
-        if (
-            depends_on_block_input(x)
-            and x.dim() > 1
-            and x.shape[token_dim(x)] == self._sequence_shard.own_length
-        ):
+            copy = self._copies.get(x)
+            if copy is None:
+                copy = copy_to_group(x, self._sequence_shard.group)
+                self._copies.put(x, copy)
+                self._originals.put(copy, weakref.ref(x))
+            return copy
+        own_length = self._sequence_shard.own_length
+        if depends_on_block_input(x) and x.dim() > 1 and x.shape[token_dim(x)] == own_length:
             return x
         raise _undecidable(name, x)
 
@@ -60,22 +65,16 @@ class SideInputs:
         if not _has_gradient(x):
             return x
         original = self.original(x)
-        if original is None and not depends_on_block_input(x):
-            raise _undecidable(name, x)
-        return x if original is None else original
-
-    def _copy_of(self, x: Tensor) -> Tensor:
-        copy = self._copies.get(x)
-        if copy is None:
-            copy = copy_to_group(x, self._sequence_shard.group)
-            self._copies.put(x, copy)
-            self._originals.put(copy, weakref.ref(x))
-        return copy
+        if original is not None:
+            return original
+        if depends_on_block_input(x):
+            return x
+        raise _undecidable(name, x)
 
 
 def map_side_inputs(
     change: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+) -> Arguments:
     """Return the arguments with all tensors changed except the hidden states; see `map_hidden_input`."""
 
     def change_tensors(value: Any) -> Any:
@@ -83,13 +82,10 @@ def map_side_inputs(
             return change(value)
         return tuple(map(change_tensors, value)) if type(value) is tuple else value
 
-    is_first = bool(args) and isinstance(args[0], Tensor)
-    hidden_keys = () if is_first else ("hidden_states",)
-    new_args = tuple(
-        value if is_first and not index else change_tensors(value) for index, value in enumerate(args)
-    )
-    return new_args, {
-        key: value if key in hidden_keys else change_tensors(value) for key, value in kwargs.items()
+    hidden = args[:1] if args and isinstance(args[0], Tensor) else ()
+    hidden_key = None if hidden else "hidden_states"
+    return (*hidden, *map(change_tensors, args[len(hidden) :])), {
+        key: value if key == hidden_key else change_tensors(value) for key, value in kwargs.items()
     }
 
 

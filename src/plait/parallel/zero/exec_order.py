@@ -22,15 +22,13 @@ from plait.comm import Group, all_reduce, broadcast
 from plait.parallel.zero.flat_param import FlatParam
 
 # A block's trainable and its frozen unit: unsharded together, each resharded when its own uses are over.
-ParamGroup = tuple[FlatParam, ...]
+UnitGroup = tuple[FlatParam, ...]
 
 
-def agreed_order(
-    recorded: Sequence[ParamGroup], layout: Sequence[ParamGroup], group: Group
-) -> list[ParamGroup]:
+def agreed_order(recorded: Sequence[UnitGroup], layout: Sequence[UnitGroup], group: Group) -> list[UnitGroup]:
     """Rank 0's order of uses, with those that only other ranks recorded. See [Note: all-gather order]."""
-    device = layout[0][0].config.device
-    used = any_rank([param_group in recorded for param_group in layout], group, device)
+    device = layout[0][0].context.device
+    used = any_rank([unit_group in recorded for unit_group in layout], group, device)
     length = torch.tensor([len(recorded)], device=device)
     broadcast(length, group)
     indices = torch.zeros(int(length.item()), dtype=torch.long, device=device)
@@ -53,11 +51,11 @@ def any_rank(flags: Sequence[bool], group: Group, device: torch.device) -> list[
 
 
 class ForwardWatch(TorchFunctionMode):
-    """Calls `on_use` with the param group of every parameter passed to a torch function."""
+    """Calls `on_use` with the unit group of every parameter passed to a torch function."""
 
-    def __init__(self, param_groups: Collection[ParamGroup], on_use: Callable[[ParamGroup], None]) -> None:
+    def __init__(self, unit_groups: Collection[UnitGroup], on_use: Callable[[UnitGroup], None]) -> None:
         super().__init__()
-        self._group_of = {id(p): g for g in param_groups for unit in g for p in unit.parameters.values()}
+        self._group_of = {id(p): g for g in unit_groups for unit in g for p in unit.parameters.values()}
         self._on_use = on_use
 
     def __torch_function__(
@@ -82,12 +80,12 @@ _READ_NO_VALUES = {
 
 
 def encloses(module: nn.Module, root: nn.Module, owners: Set[nn.Module]) -> bool:
-    """Whether the module is the root or contains other owners."""
+    """True if the module is the root or contains other owners."""
     return module is root or any(m in owners for m in module.modules() if m is not module)
 
 
 def reads_no_weight_in_backward(module: nn.Module) -> bool:
-    """Whether the gradient of the module's weight does not depend on the weight."""
+    """True if the gradient of the module's weight does not depend on the weight."""
     return type(module) is nn.Embedding
 
 

@@ -7,16 +7,16 @@
                views survive: tensors that autograd saved see the new memory after the next unshard.
 `shard`        the range of `storage` that this rank owns. Up to stage 2 a view of `storage`; at stage 3 a
                tensor of its own, the input of the all-gather.
-`master`       main storage: the same range in float32 (float64 for fp64), which the optimizer updates. The
-               same tensor as `shard` if the dtypes are equal and neither is offloaded; otherwise `write_back`
-               rounds it into `shard` after each update.
+`master`       what is trained and saved: the same range in float32 (float64 for fp64), which the optimizer
+               updates. The same tensor as `shard` if the dtypes are equal and neither is offloaded; otherwise
+               `write_back` rounds it into `shard` after each update.
 `grad_buffer`  unsharded gradients: hooks write into it, the reduce-scatter reads it. In the dtype in which
                gradients are communicated, or in master's if micro-batches accumulate in it. Allocated for the
                first gradient and freed when the reduction has completed, unless the stage keeps unsharded
                gradients.
 `grad_shard`   the sum over data ranks of the range that this rank owns, in master's dtype: the output of the
-               reduce-scatter. A view of `grad_buffer` if that is persistent and has that dtype. Nothing
-               zeroes it: a step's first reduction overwrites it, later ones add to it.
+               reduce-scatter. A view of `grad_buffer` if that is persistent and has that dtype. No step
+               zeroes it: its first reduction overwrites it, later ones add to it.
 
 [Note: parameters in shared memory]
 If the ranks along `shard` can access each other's memory, all of them share one `storage`, of which each
@@ -47,120 +47,82 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from plait.errors import ModelError
-from plait.parallel.zero.grad_buffer import (
-    ByteTracker,
-    GradBuffer,
-    GradientState,
-    LeasedTensor,
-    ResizableTensor,
-)
+from plait.parallel.zero.grad_buffer import GradBuffer, GradientState, LeasedTensor, ResizableTensor
+from plait.parallel.zero.rank_context import RankContext
 from plait.parallel.zero.state_io import slice_boxes
 from plait.plan import UnitLayout
-from plait.plan.layout import ParamShard
 
 
-class MasterAllocator(Protocol):
-    """Memory of master weights: on the device, on the host or in a file."""
+class GradientListener(Protocol):
+    """Follows the arrival of a unit's gradients. Implemented by `ShardedStage`."""
 
-    def allocate(self, numel: int) -> Tensor:
-        """Return zeros for the master weights of a range."""
+    def on_complete(self, unit: "FlatParam") -> None:
+        """All gradients of a micro-batch have arrived."""
 
-    def evict(self, master: Tensor) -> None:
-        """Drop the weights' pages from memory if they are backed by a file."""
+    def on_late(self, unit: "FlatParam") -> None:
+        """Wait for the unit's reduction in flight, because another gradient of the unit has arrived."""
 
-
-@dataclass(frozen=True)
-class FlatParamConfig:
-    """Placement and dtypes of all units' storages on one rank. Made by `flat_param_config`."""
-
-    shard_rank: int  # coordinate on `shard`
-    device: torch.device  # where the model computes
-    state_device: torch.device  # where master weights, gradient shards and optimizer states are
-    offloads: bool  # offload=cpu, also if the model itself computes on the CPU
-    compute_dtype: torch.dtype
-    master_dtype: torch.dtype
-    grad_buffer_dtype: torch.dtype
-    keeps_params_unsharded: bool  # `storage` is never freed
-    keeps_grads_unsharded: bool  # `grad_buffer` is never freed
-    master_allocator: MasterAllocator
-    tracker: ByteTracker  # of unsharded parameters and gradients
-    # See [Note: parameters in shared memory]. None: each rank has its own.
-    allocate_shared: Callable[[int, torch.dtype], Tensor] | None
-    allocate_grad: Callable[[int, torch.dtype], Tensor]  # memory from which the transport can send
-
-    @property
-    def has_masters(self) -> bool:
-        return self.compute_dtype != self.master_dtype or (self.offloads and self.keeps_params_unsharded)
+    def try_defer(self, parameter: Tensor, gradient: Tensor) -> bool:
+        """Queue the gradient and return True, or return False. See [Note: deferred early gradients]."""
 
 
 class FlatParam:
     """A unit: flat storage, parameters, gradient. See [Note: storages of a unit and their lifetimes].
 
-    Holds no process group: `Unsharder` unshards and reshards it, `GradReducer` reduces its gradient.
+    Communicates nothing: `Unsharder` unshards and reshards it, `GradReducer` reduces its gradient.
     """
 
-    def __init__(self, layout: UnitLayout, config: FlatParamConfig) -> None:
+    def __init__(self, layout: UnitLayout, context: RankContext) -> None:
         self.layout = layout
-        self.config = config
-        self.start, self.stop = layout.owned_range(config.shard_rank)
-        if config.allocate_shared is None:
-            storage = torch.zeros(layout.numel, dtype=config.compute_dtype, device=config.device)
-        else:
-            storage = config.allocate_shared(layout.numel, config.compute_dtype)
+        self.context = context
+        self.start, self.stop = layout.owned_range(context.groups.all_gather.rank)
         self.unsharded = ResizableTensor(
-            storage, persistent=config.keeps_params_unsharded, tracker=config.tracker
+            context.allocate_params(layout.numel),
+            persistent=context.keeps_params_unsharded,
+            tracker=context.tracker,
         )
         self.storage = self.unsharded.tensor
-        if config.keeps_params_unsharded:
+        if context.keeps_params_unsharded:
             self.shard = self.storage[self.start : self.stop]
         else:
-            self.shard = _zeros(layout.range_numel, config.compute_dtype, config.state_device)
+            self.shard = _zeros(layout.range_numel, context.precision.compute, context.state_device)
         self.has_sum = False  # this step: `grad_shard` holds the sum of earlier reductions
-        # Called when all gradients of a micro-batch have arrived.
-        self.on_complete: list[Callable[[FlatParam], None]] = []
-        # Called when a gradient arrives while a reduction of the unit is in flight; waits for that reduction.
-        self.on_late: Callable[[FlatParam], None] = lambda _: None
-        # See [Note: deferred early gradients]. None: accumulate at once.
-        self.defer_grad: Callable[[Tensor, Tensor], object] | None = None
         self._views = self.views_of(self.storage)
         self.unsharded.free()
-        self._nan = torch.full((), math.nan, dtype=config.compute_dtype, device=config.device)
+        self._nan = torch.full((), math.nan, dtype=context.precision.compute, device=context.device)
         self._points_to_nan = False
+        self.listener: GradientListener  # the stage, from `ShardedStage.__init__` on
         self._parameters: list[nn.Parameter] = []
         self._versions: list[int] = []  # of the parameters
         self.master = self.shard
         if layout.trains:
-            self._make_training_storages(config)
+            self._make_training_storages(context)
 
-    def _make_training_storages(self, config: FlatParamConfig) -> None:
+    def _make_training_storages(self, context: RankContext) -> None:
         numel, range_numel = self.layout.numel, self.layout.range_numel
-        if config.has_masters:
-            self.master = config.master_allocator.allocate(range_numel)
+        if context.has_masters:
+            self.master = context.masters.allocate(range_numel)
         memory = LeasedTensor(
-            lambda: config.allocate_grad(numel, config.grad_buffer_dtype),
-            persistent=config.keeps_grads_unsharded,
-            tracker=config.tracker,
+            lambda: context.allocate_grad(numel, context.grad_buffer_dtype),
+            persistent=context.keeps_grads_unsharded,
+            tracker=context.tracker,
         )
         self.grad_buffer = GradBuffer(
             f"unit {self.layout.name}", memory, len(self.layout.params), self.views_of
         )
-        if (
-            memory.tensor is not None
-            and config.grad_buffer_dtype == config.master_dtype
-            and not config.offloads
-        ):
+        dtype = context.precision.master
+        if memory.tensor is not None and context.grad_buffer_dtype == dtype and not context.offloads:
             self.grad_shard = memory.tensor[self.start : self.stop]
-        elif config.offloads:
-            self.grad_shard = _zeros(range_numel, config.master_dtype, config.state_device)
+        elif context.offloads:
+            self.grad_shard = _zeros(range_numel, dtype, context.state_device)
         else:
-            self.grad_shard = config.allocate_grad(range_numel, config.master_dtype).zero_()
+            self.grad_shard = context.allocate_grad(range_numel, dtype).zero_()
         self._num_expected: Counter[int] = Counter()  # calls of `accumulate_deferred`, by parameter
         self._in_micro = False
 
@@ -171,10 +133,6 @@ class FlatParam:
     def views_of(self, flat: Tensor) -> list[Tensor]:
         """Views of a tensor laid out like the storage, one per parameter, each in its boxes' shape."""
         return [flat[p.start : p.stop].view(p.boxes.shape) for p in self.layout.params]
-
-    def named_views(self, flat: Tensor) -> Iterator[tuple[ParamShard, Tensor]]:
-        """The layout's pieces with their views of a tensor laid out like the storage."""
-        return zip(self.layout.params, self.views_of(flat), strict=True)
 
     # --- parameters
 
@@ -187,7 +145,8 @@ class FlatParam:
                 self.master[overlap.at : overlap.at + owned.numel()].copy_(owned)
 
     def make_parameters(self, replaced: Mapping[str, nn.Parameter]) -> None:
-        """Create parameters that are views of `storage`; copy attributes that libraries have set."""
+        """Create parameters that are views of `storage`; copy attributes that libraries have set. Their
+        gradients need a `listener`."""
         for piece, view in zip(self.layout.params, self._views, strict=True):
             parameter = nn.Parameter(view.new_empty(0), requires_grad=self.trains)
             # A version counter of its own: all-gathers and updates do not count as edits.
@@ -223,7 +182,7 @@ class FlatParam:
         """Round the updated master weights into `shard`."""
         if self.master is not self.shard:
             self.shard.copy_(self.master)
-            self.config.master_allocator.evict(self.master)
+            self.context.masters.evict(self.master)
 
     def record_versions(self) -> None:
         """Record the parameters' version counters, which `check_unchanged` compares with."""
@@ -255,7 +214,7 @@ class FlatParam:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all gradients of this micro-batch have arrived."""
+        """True if all gradients of this micro-batch have arrived."""
         return self.grad_buffer.is_complete
 
     def expect_deferred(self, parameter: Tensor) -> None:
@@ -271,13 +230,18 @@ class FlatParam:
         self._num_expected[index] -= 1
         self._accumulate(index, gradient, last=not self._num_expected[index])
 
+    @property
+    def has_late_gradient(self) -> bool:
+        """After all reductions: whether a gradient has arrived since the unit's."""
+        return self.grad_buffer.state is GradientState.FILLING
+
     def finalize(self) -> Tensor:
         """Zero the gradients that never arrived and return `grad_buffer`'s memory, the reduction's input."""
         self._allocate_grad_buffer()
         return self.grad_buffer.finalize()
 
     def on_reduced(self) -> None:
-        """Note that `grad_shard` holds the reduction's result; `grad_buffer` is emptied, and freed here."""
+        """Note that `grad_shard` holds the result; empty `grad_buffer`, and free it unless it is kept."""
         self.has_sum = True
         self.grad_buffer.on_reduced()
 
@@ -322,8 +286,7 @@ class FlatParam:
             return  # a split backward: it arrives with the second half
         self._check_expected(index, parameter)
         gradient, parameter.grad = parameter.grad, None
-        if self.defer_grad is not None:
-            self.defer_grad(parameter, gradient)
+        if self.listener.try_defer(parameter, gradient):
             self.grad_buffer.mark_arrived(index)
         else:
             self._accumulate(index, gradient, last=True)
@@ -332,7 +295,7 @@ class FlatParam:
         """Copy or add a gradient to `grad_buffer`. `last`: of this parameter, in this backward."""
         buffer = self.grad_buffer
         if buffer.state is GradientState.REDUCING:
-            self.on_late(self)
+            self.listener.on_late(self)
         if buffer.state is not GradientState.FILLING:
             buffer.move(GradientState.FILLING)
             self._allocate_grad_buffer()
@@ -344,8 +307,7 @@ class FlatParam:
         if last:
             buffer.mark_arrived(index)
             if buffer.is_complete:
-                for callback in self.on_complete:
-                    callback(self)
+                self.listener.on_complete(self)
 
     def _check_expected(self, index: int, parameter: Tensor) -> None:
         if self._in_micro and not self.grad_buffer.has_arrived(index):

@@ -130,13 +130,13 @@ class GradBuffer:
     def move(self, state: GradientState) -> None:
         """Change the state. The only place that does, except `reset`."""
         assert state in _TRANSITIONS[self.state], (
-            f"{self._name}: from {self.state.name} to {state.name}: a gradient arrived after its "
-            "reduction started, or a reduction started twice"
+            f"{self._name}: from {self.state.name} to {state.name}: a gradient was written "
+            "during its reduction, or a reduction started twice"
         )
         self.state = state
 
     def allocate(self) -> bool:
-        """Allocate memory unless there is some; its contents are undefined. Return True if it was now."""
+        """Allocate memory unless there is some, with undefined contents. Return True if this call did."""
         if not self.memory.allocate():
             return False
         assert self.memory.tensor is not None
@@ -166,7 +166,7 @@ class GradBuffer:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the gradients of all parameters have arrived."""
+        """True if the gradients of all parameters have arrived."""
         return self._num_missing == 0
 
     # --- the reduction

@@ -4,7 +4,7 @@
 Units are reduced in one order (see [Note: one order of reductions] in `ordered_launch.py`): the reverse of
 forward's. Units that never become complete are reduced when backward is over, missing gradients as zeros. At
 stage 3 all ranks adopt, after the first step, the order in which rank 0 completed its units: a unit far from
-its position would be late every time.
+its position would miss its deadline in every step.
 
 [Note: reduction of micro-batches]
 The reduction is linear: reducing the sum of a step's micro-batches equals reducing each. With
@@ -15,23 +15,26 @@ accumulates the results. Either way the replicas (hybrid sharding) all-reduce th
 
 [Note: lifetime of an unsharded gradient]
 The transport reads `grad_buffer` until the reduction has completed. Completion needs a wait, so it is
-delayed: the reduction of unit i is waited for when that of unit i + TRAVELLING has started. At most three
-unsharded gradients are allocated at a time: one that fills or has just started, and two in flight. `finish`
-frees them (through `FlatParam.on_reduced`). If unsharded gradients are kept, nothing is freed, and reductions
-whose peers' contributions have not arrived by then are waited for at the end.
+delayed: the reduction of unit i is waited for when that of unit i + MAX_IN_FLIGHT has started. If units are
+completed one after the other, in the order of reductions, at most three unsharded gradients are allocated at
+a time: one that fills or has just started, and two in flight. `finish` frees them (through
+`FlatParam.on_reduced`). If unsharded gradients are kept, nothing is freed, and reductions whose peers'
+contributions have not arrived during backward are waited for at its end.
 
 [Note: one queue for all pipeline stages]
 A transport whose ranks read each other's contributions completes reductions in order: a contribution is free
-when all ranks have read it and all before it. A rank with several stages reduces them in turn; an unfinished
-reduction of one would keep the later ones of another from ever being freed. So reductions are waited for in
-the order in which they were started, across stages, and the limit on reductions in flight holds for all
-stages together.
+when all ranks have read it and all contributions before it. A rank with several stages reduces them in turn;
+an unfinished reduction of one would keep the later ones of another from ever being freed. So reductions are
+waited for in the order in which they were started, across stages, and the limit on reductions in flight holds
+for all stages together.
 
 [Note: late gradients]
-At stage 3 a reduction starts when its unit is complete or its deadline is reached, so that ranks cannot
-deadlock: see `plan/prefetch.py`. A gradient that arrives after its unit's reduction has started is *late*.
-It is accumulated in `grad_buffer` again, and after the step's last backward the ranks vote on which units to
-reduce once more.
+If parameters are freed after each pass and gradients after each reduction (stage 3 by default), a reduction
+starts when its unit is complete or its deadline is reached, so that ranks cannot deadlock: see
+`plan/prefetch.py`. A gradient that arrives after its unit's reduction has started is *late*. If the reduction
+is in flight, it is waited for first. The gradient is written to the emptied `grad_buffer`. If another
+micro-batch follows, its reduction includes it; after the step's last backward the ranks vote on which units
+to reduce once more.
 """
 
 from collections import deque
@@ -40,17 +43,43 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from plait.comm import Group, ReduceWork, all_reduce
-from plait.optim import squared_norm
+from plait.comm import Mesh, ReduceWork, all_reduce
+from plait.optim.clip import squared_norm
 from plait.parallel.ordered_launch import OrderedLauncher
 from plait.parallel.zero.copy_stream import CopyStream
-from plait.parallel.zero.flat_param import FlatParam, FlatParamConfig
-from plait.parallel.zero.grad_buffer import ByteTracker, GradientState
-from plait.parallel.zero.groups import ReplicatedGradReduce
+from plait.parallel.zero.flat_param import FlatParam
+from plait.parallel.zero.grad_buffer import GradientState
+from plait.parallel.zero.rank_context import RankContext
 from plait.parallel.zero.reduce_ops import GradReduction, ReplicaReduction
+from plait.plan import Layout, UnitLayout
 from plait.plan.prefetch import MAX_IN_FLIGHT, reduction_deadlines
 
-_MAX_IN_FLIGHT = 256  # if unsharded gradients are kept; transports can queue some hundreds
+_MAX_IN_FLIGHT_IF_KEPT = 256  # of unsharded gradients; transports can queue some hundreds
+
+
+class ColumnGradReduce:
+    """Sums over columns the gradients of parameters that are replicated over `col` but see partial inputs.
+
+    [Note: reduction over columns]
+    All ranks of a tensor-parallel grid run the same program on the same data, so units complete in the same
+    order on all of them. The all-reduce runs where a unit's reduction starts, at the same point of every
+    rank's program, on its own connections. It sums a step's micro-batches together, with one message per unit
+    and set of columns.
+    """
+
+    def __init__(self, mesh: Mesh, layout: Layout) -> None:
+        column_sets = {sharers for unit in layout.units if unit.trains for sharers, _, _ in unit.partial}
+        in_order = sorted(column_sets, key=lambda sharers: (len(sharers), sharers))
+        self._groups = {sharers: mesh.subgroup("col", sharers, channel="gradients") for sharers in in_order}
+
+    def reduce(self, layout: UnitLayout, gradient: Tensor) -> None:
+        """All-reduce in place, in float32 at least. `gradient` is laid out like the unit's storage."""
+        for sharers, start, stop in layout.partial:
+            partial_sums = gradient[start:stop]
+            wide = partial_sums.to(torch.promote_types(partial_sums.dtype, torch.float32))
+            all_reduce(wide, self._groups[sharers], label=f"parts of {layout.name}")
+            if wide is not partial_sums:
+                partial_sums.copy_(wide)
 
 
 class InFlightReductions:
@@ -89,39 +118,29 @@ class GradReducer:
     def __init__(
         self,
         units: list[FlatParam],
+        context: RankContext,
         reduction: GradReduction,
-        replicated_reduce: ReplicatedGradReduce,
+        column_reduce: ColumnGradReduce,
         in_flight: InFlightReductions,
-        *,
-        config: FlatParamConfig,
-        tp_size: int,
-        num_replicas: int,
-        dp_group: Group,
-        accumulate_unsharded: bool,
-        has_deadlines: bool,
-        tracker: ByteTracker,
     ) -> None:
-        """Start nothing; register for the units' completion.
+        """`in_flight`: shared by all reducers of this rank.
 
-        in_flight              shared by all reducers of this rank
-        tp_size                ranks that shard the same layers
-        accumulate_unsharded   micro-batches are summed in `grad_buffer` and reduced once a step
-        has_deadlines          see [Note: late gradients]
-
-        If unsharded gradients are kept, backward finishes only reductions that need no waiting (and, beyond
-        some hundreds of units, the oldest), so ranks cannot deadlock, and a late gradient would be added to
-        its own sum.
+        If unsharded gradients are kept, there are no deadlines and no late gradients: backward finishes only
+        reductions that need no waiting (and, beyond some hundreds of units, the oldest), so ranks cannot
+        deadlock.
         """
         self._launcher = OrderedLauncher(units[::-1], self._start)  # see [Note: reduction order of units]
         self._reduction = reduction
-        self._replicated_reduce = replicated_reduce
-        self._has_replica_reduction = num_replicas > 1 and not reduction.is_single
-        self._dp_group = dp_group
-        self._reduces_every_micro = not accumulate_unsharded
-        self._frees = not config.keeps_grads_unsharded
-        self._may_finish_early = not self._frees and (tp_size == 1 or not self._has_replica_reduction)
-        self._has_deadlines = has_deadlines
-        self._tracker = tracker
+        self._column_reduce = column_reduce
+        self._has_replica_reduction = context.groups.replicate.size > 1 and not reduction.is_single
+        self._dp_group = context.groups.dp
+        self._reduces_every_micro = not context.plan.accumulates_full
+        self._frees = not context.keeps_grads_unsharded
+        starts_nothing = context.groups.tp.size == 1 or not self._has_replica_reduction
+        self._may_finish_early = not self._frees and starts_nothing  # see `_finishes_early`
+        # See [Note: late gradients].
+        self._has_deadlines = self._frees and context.reshards_every_pass
+        self._tracker = context.tracker
         self._last = False  # the step's last micro-batch
         self._deadlines: list[int | None] = [None] * len(units)
         self._in_flight = in_flight
@@ -129,11 +148,8 @@ class GradReducer:
         # The last one finished: peers may still read its contribution, and those before it.
         self._to_release: list[ReduceWork] = []
         self._squared_norms: dict[FlatParam, Tensor] = {}
-        self._device = config.device
+        self._device = context.device
         self._copy_stream = CopyStream(self._device)
-        for unit in units:
-            unit.on_complete.append(self._on_complete)
-            unit.on_late = self._on_late
 
     def set_order(self, units: list[FlatParam], last_uses: Mapping[FlatParam, int], prefetch: int) -> None:
         """Reduce units in this order from now on, the same on every rank. `last_uses`: indices in backward's
@@ -242,31 +258,32 @@ class GradReducer:
 
     @property
     def _reduces_replicas(self) -> bool:
-        """Whether this reduction is followed by one over the replicas."""
+        """True if this reduction is followed by one over the replicas."""
         return self._last and self._has_replica_reduction
 
-    def _on_complete(self, unit: FlatParam) -> None:
+    def on_complete(self, unit: FlatParam) -> None:
         self._launcher.complete(unit)
         while self._in_flight and self._finishes_early(self._in_flight.oldest):
             self._in_flight.finish_oldest()
 
     def _finishes_early(self, work: ReduceWork) -> bool:
-        """Whether to finish a reduction during backward, while peers' contributions may be in the cache.
+        """Decide whether to finish a reduction during backward, while CPU caches may hold the contributions.
 
         Only if unsharded gradients are kept. Peak memory must not depend on the ranks' timing, so a reduction
         with buffers is not finished early. Nor is one on a tensor-parallel grid with replicas: finishing it
-        starts a replica reduction, which must have one order with the reductions over the grid.
+        starts a replica reduction, and these need one order among themselves and the reductions over the
+        grid.
         """
         return self._may_finish_early and not work.buffer_bytes and work.is_ready
 
-    def _on_late(self, unit: FlatParam) -> None:
+    def on_late(self, unit: FlatParam) -> None:
         """Finish the unit's reduction in flight before a late gradient is accumulated."""
         while unit in self._in_flight:
             self._in_flight.finish_oldest()
 
     def _reduce_late(self) -> None:
         """Reduce again the units that are late on any rank. See [Note: late gradients]."""
-        late = [float(unit.grad_buffer.state is GradientState.FILLING) for unit in self._units]
+        late = [float(unit.has_late_gradient) for unit in self._units]
         votes = torch.tensor(late, device=self._device)
         all_reduce(votes, self._dp_group, "max")
         for unit, vote in zip(self._units, votes.tolist(), strict=True):
@@ -277,12 +294,12 @@ class GradReducer:
     def _start(self, unit: FlatParam) -> None:
         """Start the reduce-scatter of a unit; finish the oldest ones beyond the limit in flight."""
         grads = unit.finalize()
-        self._replicated_reduce.reduce(unit.layout, grads)  # see [Note: reduction over columns]
+        self._column_reduce.reduce(unit.layout, grads)  # see [Note: reduction over columns]
         unit.grad_buffer.move(GradientState.REDUCING)
         work = self._reduction.start(unit, grads)
         self._in_flight.add(self, unit, work)
         self._tracker.add(work.buffer_bytes)
-        while len(self._in_flight) > (MAX_IN_FLIGHT if self._frees else _MAX_IN_FLIGHT):
+        while len(self._in_flight) > (MAX_IN_FLIGHT if self._frees else _MAX_IN_FLIGHT_IF_KEPT):
             self._in_flight.finish_oldest()
 
     def _finish_all(self) -> None:
@@ -297,9 +314,9 @@ class GradReducer:
 
     def finish(self, unit: FlatParam, work: ReduceWork) -> None:
         """Wait for a reduction, write or add the result to `grad_shard`, and free `grad_buffer` unless kept;
-        then, once a step, start the reduction over replicas."""
+        then, once a step, start the reduction over replicas (with deadlines, `wait` does)."""
         target = unit.grad_shard
-        if unit.config.offloads:
+        if unit.context.offloads:
             target = torch.empty_like(unit.grad_shard, device=self._device)
             if unit.has_sum:
                 self._copy_stream.copy(target, unit.grad_shard)()
@@ -314,7 +331,7 @@ class GradReducer:
             self._squared_norms[unit] = torch.stack(squares).sum()
         if self._reduces_replicas and not self._has_deadlines:
             self._start_replica_reduction(unit, target)
-        elif unit.config.offloads:
+        elif unit.context.offloads:
             self._copy_stream.copy(unit.grad_shard, target)
 
     def _start_replica_reduction(self, unit: FlatParam, reduced: Tensor) -> None:

@@ -1,28 +1,24 @@
 """Initialise a model's units, with the same weights on every data rank, and bind the model to them."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 
 import torch
 from torch import Tensor, nn
 
-from plait.comm import broadcast
+from plait.comm import Group, broadcast
 from plait.errors import ModelError
 from plait.models import initialize_weights
-from plait.parallel.zero.exec_order import ParamGroup
-from plait.parallel.zero.flat_param import FlatParam, FlatParamConfig
-from plait.parallel.zero.grad_reduce import InFlightReductions
-from plait.parallel.zero.groups import DataGroups, ReplicatedGradReduce
+from plait.parallel.zero.exec_order import UnitGroup
+from plait.parallel.zero.flat_param import FlatParam
+from plait.parallel.zero.rank_context import RankContext
 from plait.parallel.zero.shard_map import buffer_dtype
-from plait.parallel.zero.sharded_model import ShardedStage
 from plait.plan import Plan
 
 
 def init_flat_params(
     model: nn.Module,
     units: Mapping[int, Sequence[FlatParam]],
-    groups: DataGroups,
-    plan: Plan,
-    device: torch.device,
+    context: RankContext,
     seed: int,
     skip: Set[nn.Module],
 ) -> dict[str, nn.Parameter]:
@@ -43,6 +39,7 @@ def init_flat_params(
         for piece in unit.layout.params:
             units_of.setdefault(piece.name, []).append(unit)
     standalone: dict[str, nn.Parameter] = {}
+    device = context.device
 
     def store(name: str, values: Tensor) -> None:
         for unit in units_of.get(name, ()):
@@ -52,9 +49,9 @@ def init_flat_params(
 
     if on_meta == {True}:
         initialize_weights(model, seed, device, store, skip=skip)
-    move_buffers(model, plan, device)
+    move_buffers(model, context.plan, device)
     if on_meta == {False}:
-        _broadcast_weights(model, store, groups, device)
+        _broadcast_weights(model, store, context.groups.world, device)
     return standalone
 
 
@@ -64,29 +61,14 @@ def bind_flat_params(
     blocks: Sequence[tuple[str, nn.Module]],
     units: Sequence[FlatParam],
     standalone: Mapping[str, nn.Parameter],
-    plan: Plan,
-    groups: DataGroups,
-    replicated_reduce: ReplicatedGradReduce,
-    in_flight: InFlightReductions,
-    config: FlatParamConfig,
-) -> ShardedStage:
-    """Make the parameters of a model, or of one stage of it, views of the units; return the sharded stage.
+) -> dict[UnitGroup, list[nn.Module]]:
+    """Make the parameters of a model, or of one stage of it, views of the units; return the modules that use
+    each group of units. Tied parameters stay tied.
 
     `names`: of parameters in the full model, by id: in a stage, one that blocks share may have a later name
     only. `standalone`: parameters that are in no unit.
     """
     owners = _owners(model, names, dict(blocks), units)
-    _bind(model, names, units, standalone)
-    return ShardedStage(model, tuple(owners), owners, plan, groups, replicated_reduce, in_flight, config)
-
-
-def _bind(
-    model: nn.Module,
-    names: Mapping[int, str],
-    units: Iterable[FlatParam],
-    standalone: Mapping[str, nn.Parameter],
-) -> None:
-    """Replace the model's parameters by the units' and its own of `standalone`. Tied parameters stay tied."""
     old = {names[id(parameter)]: parameter for parameter in model.parameters()}
     new = {id(old[name]): parameter for name, parameter in standalone.items() if name in old}
     for unit in units:
@@ -98,6 +80,7 @@ def _bind(
                 module._parameters[key] = new[id(parameter)]
     for unit in units:
         unit.record_versions()
+    return owners
 
 
 def release_unused(model: nn.Module, used: Set[int]) -> None:
@@ -110,16 +93,16 @@ def release_unused(model: nn.Module, used: Set[int]) -> None:
 
 
 def _broadcast_weights(
-    model: nn.Module, store: Callable[[str, Tensor], None], groups: DataGroups, device: torch.device
+    model: nn.Module, store: Callable[[str, Tensor], None], world: Group, device: torch.device
 ) -> None:
     """Broadcast rank 0's weights and buffers, one tensor at a time."""
     for name, parameter in model.named_parameters():
         values = parameter.detach().to(device, copy=True)
-        broadcast(values, groups.world)
+        broadcast(values, world)
         store(name, values)
     for buffer in model.buffers():
         if not buffer.is_meta:
-            broadcast(buffer, groups.world)
+            broadcast(buffer, world)
 
 
 def move_buffers(model: nn.Module, plan: Plan, device: torch.device) -> None:
@@ -134,7 +117,7 @@ def move_buffers(model: nn.Module, plan: Plan, device: torch.device) -> None:
 
 def _owners(
     model: nn.Module, names: Mapping[int, str], blocks: Mapping[str, nn.Module], units: Sequence[FlatParam]
-) -> dict[ParamGroup, list[nn.Module]]:
+) -> dict[UnitGroup, list[nn.Module]]:
     """Map units that are unsharded together to the modules whose forward and backward use them."""
     by_block: dict[str, list[FlatParam]] = {}
     for unit in units:

@@ -1,26 +1,21 @@
 """Bytes on this rank by category: measured on the tensors themselves, and estimated from the plan."""
 
 from plait.comm import shares_memory
-from plait.parallel.zero.groups import DataGroups, shares_parameters
-from plait.parallel.zero.reduce_ops import (
-    exchanges_contributions,
-    grad_buffer_dtype,
-    receives_contributions,
-)
+from plait.parallel.zero.rank_context import RankContext
 from plait.parallel.zero.sharded_model import ShardedModel
 from plait.parallel.zero.sharded_optim import ShardedOptimizer
-from plait.plan import Layout, MemoryUse, Plan, model_state_bytes
+from plait.plan import Layout, MemoryUse, model_state_bytes
 from plait.plan.estimate.traffic import TransportFacts
 
 
 def allocated_bytes(
-    model: ShardedModel, optimizer: ShardedOptimizer, plan: Plan, activation_bytes: int | None
+    model: ShardedModel, optimizer: ShardedOptimizer, context: RankContext, activation_bytes: int | None
 ) -> MemoryUse:
     """Measure the bytes allocated now; for temporary buffers, the peak so far."""
-    offloads, host = plan.offload == "cpu", 0
+    offloads, host = context.offloads, 0
     use = {"parameters": 0, "gradients": 0, "master": 0, "optimizer": optimizer.chunked.state_bytes}
     for unit in model.units:
-        own_unsharded = unit.unsharded.persistent and unit.config.allocate_shared is None
+        own_unsharded = unit.unsharded.persistent and not context.shares_params
         shard_bytes = 0 if own_unsharded else unit.shard.nbytes
         use["parameters"] += (unit.unsharded.nbytes if own_unsharded else 0) + (
             0 if offloads else shard_bytes
@@ -36,14 +31,15 @@ def allocated_bytes(
         use["gradients"] += buffer_bytes + (0 if offloads or in_place else unit.grad_shard.nbytes)
         host += unit.grad_shard.nbytes if offloads else 0
         separate = unit.master is not unit.shard
-        use["master"] += unit.master.nbytes if separate and plan.offload == "none" else 0
+        use["master"] += unit.master.nbytes if separate and context.plan.offload == "none" else 0
         host += unit.master.nbytes if separate and offloads else 0
-    use["gradients"] += model.residual_bytes
+    compressors = [c for stage in model.stages.values() for c in stage.reduction.compressors]
+    use["gradients"] += sum(tensor.nbytes for compressor in compressors for tensor in compressor.state)
     if offloads:
         host, use["optimizer"] = host + use["optimizer"], 0
     return MemoryUse(
         **use,
-        buffers=model.buffer_bytes,
+        buffers=context.tracker.peak_bytes,
         activations=activation_bytes,
         host=host,
         disk=optimizer.disk_bytes,
@@ -52,8 +48,7 @@ def allocated_bytes(
 
 def estimated_bytes(
     layout: Layout,
-    plan: Plan,
-    groups: DataGroups,
+    context: RankContext,
     *,
     states_per_element: int,
     scratch_bytes: int,
@@ -63,27 +58,22 @@ def estimated_bytes(
 
     `states_per_element`: of the optimizer. `scratch_bytes`: receive buffers of a named algorithm.
     """
+    groups, exchanges = context.groups, context.exchanges_contributions
+    reads_in_place = shares_memory(groups.replicate if exchanges else groups.reduce_scatter)
     return model_state_bytes(
         layout,
-        plan,
+        context.plan,
         states_per_element=states_per_element,
-        grad_itemsize=grad_buffer_dtype(plan, groups).itemsize,
-        exchanges=exchanges_contributions(plan, groups),
-        receives=receives_contributions(plan, groups) and not _reads_in_place(plan, groups),
-        shares=shares_parameters(plan, groups),
+        grad_itemsize=context.grad_buffer_dtype.itemsize,
+        exchanges=exchanges,
+        receives=context.receives_contributions and not reads_in_place,
+        shares=context.shares_params,
         scratch_bytes=scratch_bytes,
         activation_bytes=activation_bytes,
     )
 
 
-def transport_facts(plan: Plan, groups: DataGroups, host_size: int) -> TransportFacts:
-    """The properties of these groups' transport that determine a step's traffic."""
-    grad_bytes = grad_buffer_dtype(plan, groups).itemsize
-    return TransportFacts(
-        grad_bytes, shares_parameters(plan, groups), exchanges_contributions(plan, groups), host_size
-    )
-
-
-def _reads_in_place(plan: Plan, groups: DataGroups) -> bool:
-    """Whether a reduction reads the peers' contributions in place."""
-    return shares_memory(groups.replicate if exchanges_contributions(plan, groups) else groups.reduce_scatter)
+def transport_facts(context: RankContext, host_size: int) -> TransportFacts:
+    """The properties of the groups' transport that determine a step's traffic."""
+    exchanges, grad_bytes = context.exchanges_contributions, context.grad_buffer_dtype.itemsize
+    return TransportFacts(grad_bytes, context.shares_params, exchanges, host_size)

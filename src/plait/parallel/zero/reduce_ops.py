@@ -8,9 +8,9 @@ second one.
 
 [Note: residuals of compressed reductions]
 The error that codecs and factors made in a step is added to the next step's gradient (error feedback). After
-a skipped step, or when weights are loaded, residuals belong to another training: `discard_residuals`. They
-are sums like the gradient and contain the loss scale: `scale_residuals` when it changes. They are not saved,
-see `reduce` in `plan/plan.py`.
+a skipped step, or when weights are loaded, residuals belong to another training and are discarded. They are
+sums like the gradient and contain the loss scale: they are scaled when it changes. They are not saved, see
+`reduce` in `plan/plan.py`.
 """
 
 from collections.abc import Sequence
@@ -28,17 +28,14 @@ from plait.comm import (
     PowerSGDReduce,
     ReduceWork,
     Work,
-    is_direct,
-    sends_narrow,
     start_all_reduce,
     start_exchange,
     start_scattered_sum,
 )
 from plait.parallel.zero.flat_param import FlatParam
-from plait.parallel.zero.grad_buffer import ByteTracker
-from plait.parallel.zero.groups import DataGroups, Precision
-from plait.plan import Layout, Plan, compresses
-from plait.plan.compression import message_buffer_bytes, reduces_over_all
+from plait.parallel.zero.rank_context import RankContext
+from plait.plan import Layout, compresses
+from plait.plan.compression import Factors, message_buffer_bytes, reduces_over_all
 
 
 @dataclass(frozen=True)
@@ -54,12 +51,8 @@ class GradReduction(Protocol):
     """Reduces units' gradients, in one order on all ranks."""
 
     is_single: bool  # see [Note: one or two reductions]
-
     scratch_bytes: int  # receive buffers of a named algorithm
-
-    @property
-    def residual_bytes(self) -> int:
-        """Bytes that live from step to step."""
+    compressors: Sequence[Compressor]  # their `state` lives from step to step
 
     def start(self, unit: FlatParam, grads: Tensor) -> ReduceWork:
         """Start the reduction into this rank's range. Until it has finished `grads`, the unsharded gradient,
@@ -68,36 +61,23 @@ class GradReduction(Protocol):
     def start_replica_reduction(self, unit: FlatParam, reduced: Tensor) -> ReplicaReduction:
         """Start the all-reduce over replicas of the result of `start`."""
 
-    def discard_residuals(self) -> None:
-        """See [Note: residuals of compressed reductions]. No reduction may be in flight."""
-
-    def scale_residuals(self, factor: float) -> None:
-        """Multiply residuals by `factor`, as the loss scale has been."""
-
 
 class DefaultReduction:
     """Gradients are sent as they are, or rounded to bf16."""
 
     scratch_bytes = 0
+    compressors: Sequence[Compressor] = ()
 
-    def __init__(
-        self, groups: DataGroups, device: torch.device, *, exchanges_contributions: bool, rounds_to_bf16: bool
-    ) -> None:
-        """`exchanges_contributions`: replicas send each other their unreduced gradients. `rounds_to_bf16`:
-        gradients are sent in bf16, whatever their dtype."""
-        self.is_single = exchanges_contributions
-        self._groups = groups
-        self._device = device
-        self._rounds = rounds_to_bf16
-
-    @property
-    def residual_bytes(self) -> int:
-        return 0
+    def __init__(self, context: RankContext) -> None:
+        self.is_single = context.exchanges_contributions
+        self._groups = context.groups
+        self._device = context.device
+        self._rounds = context.rounds_to_bf16
 
     def start(self, unit: FlatParam, grads: Tensor) -> ReduceWork:
         copied = self._rounds and grads.dtype != torch.bfloat16
         if copied:
-            grads = unit.config.allocate_grad(grads.numel(), torch.bfloat16).copy_(grads)
+            grads = unit.context.allocate_grad(grads.numel(), torch.bfloat16).copy_(grads)
         if self.is_single:
             work = start_exchange(grads, self._groups.replicate, label=unit.layout.name)
         else:
@@ -111,29 +91,17 @@ class DefaultReduction:
         work = start_all_reduce(reduced, self._groups.replicate, label=unit.layout.name)
         return ReplicaReduction(reduced, work, 0 if reduced is unit.grad_shard else reduced.nbytes)
 
-    def discard_residuals(self) -> None:
-        """There are none."""
-
-    def scale_residuals(self, factor: float) -> None:
-        """There are none."""
-
 
 class CompressedReduction:
     """Gradients are sent encoded or as low-rank factors. See [Note: residuals of compressed reductions]."""
 
     scratch_bytes = 0  # its scratch is part of the memory estimate of compression
 
-    def __init__(
-        self,
-        units: Sequence[FlatParam],
-        plan: Plan,
-        groups: DataGroups,
-        device: torch.device,
-        tracker: ByteTracker,
-    ) -> None:
+    def __init__(self, units: Sequence[FlatParam], context: RankContext) -> None:
         """`units`: the trainable ones."""
+        plan, groups = context.plan, context.groups
         self.is_single = reduces_over_all(plan)
-        self._device = device
+        self._device = context.device
         self._groups = groups
         first = groups.dp_reduce if self.is_single else groups.reduce_scatter
         wanted = [first] if self.is_single else [first, groups.replicate]
@@ -141,11 +109,13 @@ class CompressedReduction:
         self._first: dict[FlatParam, Compressor] = {}
         self._over_replicas: dict[FlatParam, Compressor] = {}
         for group, num_bytes in zip([g for g in wanted if g.size > 1], scratch_sizes, strict=True):
-            scratch = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-            tracker.add(num_bytes)  # never freed
+            scratch = torch.zeros(num_bytes, dtype=torch.uint8, device=context.device)
+            context.tracker.add(num_bytes)  # never freed
             for unit in units:
                 if plan.powersgd_rank is not None:
-                    self._first[unit] = PowerSGDReduce(unit.layout, plan.powersgd_rank, group, scratch)
+                    layout = unit.layout
+                    factors = Factors.of_unit(layout, plan.powersgd_rank)
+                    self._first[unit] = PowerSGDReduce(layout.name, layout.numel, factors, group, scratch)
                 elif group is first:
                     self._first[unit] = CompressedReduce(
                         unit.layout.numel, group, CODECS[plan.reduce], scratch
@@ -153,10 +123,7 @@ class CompressedReduction:
                 else:
                     numel = unit.layout.range_numel
                     self._over_replicas[unit] = CompressedReduce(numel, group, CODECS[plan.reduce], scratch)
-
-    @property
-    def residual_bytes(self) -> int:
-        return sum(tensor.nbytes for compressor in self._compressors() for tensor in compressor.state)
+        self.compressors: Sequence[Compressor] = [*self._first.values(), *self._over_replicas.values()]
 
     def start(self, unit: FlatParam, grads: Tensor) -> ReduceWork:
         label = unit.layout.name
@@ -170,33 +137,18 @@ class CompressedReduction:
         work = Work(lambda: [*reduce_work.into(reduced)])
         return ReplicaReduction(reduced, work, 0 if reduced is unit.grad_shard else reduced.nbytes)
 
-    def discard_residuals(self) -> None:
-        for compressor in self._compressors():
-            compressor.discard()
-
-    def scale_residuals(self, factor: float) -> None:
-        for compressor in self._compressors():
-            compressor.scale(factor)
-
-    def _compressors(self) -> list[Compressor]:
-        return [*self._first.values(), *self._over_replicas.values()]
-
 
 class AlgorithmReduction:
     """Gradients are reduced by the algorithm that the plan names."""
 
-    def __init__(
-        self,
-        units: Sequence[FlatParam],
-        plan: Plan,
-        groups: DataGroups,
-        device: torch.device,
-        tracker: ByteTracker,
-    ) -> None:
+    compressors: Sequence[Compressor] = ()
+
+    def __init__(self, units: Sequence[FlatParam], context: RankContext) -> None:
         """`units`: the trainable ones."""
+        plan, groups = context.plan, context.groups
         self.is_single = plan.algorithm_reduces_all
-        self._device = device
-        self._dtype = torch.bfloat16 if rounds_to_bf16(plan, groups) else Precision.from_plan(plan).master
+        self._device = context.device
+        self._dtype = torch.bfloat16 if context.rounds_to_bf16 else context.precision.master
         self._over = {
             g: AlgorithmReduce(plan.algorithm, g)
             for g in (groups.reduce_scatter, groups.replicate)
@@ -211,11 +163,7 @@ class AlgorithmReduction:
                 scratch_numel = self._over[group].scratch_numel(numel, scatter=group is groups.reduce_scatter)
                 self._over[group].reserve(scratch_numel * self._dtype.itemsize)
                 self.scratch_bytes += scratch_numel * self._dtype.itemsize
-        tracker.add(self.scratch_bytes)  # never freed
-
-    @property
-    def residual_bytes(self) -> int:
-        return 0
+        context.tracker.add(self.scratch_bytes)  # never freed
 
     def start(self, unit: FlatParam, grads: Tensor) -> ReduceWork:
         cast = grads.to(self._dtype)
@@ -232,59 +180,12 @@ class AlgorithmReduction:
         work = self._over[self._groups.replicate].start_all_reduce(reduced, label=unit.layout.name)
         return ReplicaReduction(reduced, work, 0 if reduced is unit.grad_shard else reduced.nbytes)
 
-    def discard_residuals(self) -> None:
-        """There are none."""
 
-    def scale_residuals(self, factor: float) -> None:
-        """There are none."""
-
-
-def receives_contributions(plan: Plan, groups: DataGroups) -> bool:
-    """Whether a range's owner receives each peer's contribution as it is and sums them itself."""
-    return exchanges_contributions(plan, groups) or (
-        plan.algorithm == "auto" and is_direct(groups.reduce_scatter)
-    )
-
-
-def exchanges_contributions(plan: Plan, groups: DataGroups) -> bool:
-    """Whether replicas send each other their unsharded gradients as they are."""
-    if groups.reduce_scatter.size > 1 or plan.micro > 1 or compresses(plan) or plan.algorithm != "auto":
-        return False
-    precision = Precision.from_plan(plan)
-    narrow = torch.bfloat16 if plan.reduce == "bf16" else precision.compute
-    return sends_narrow(groups.replicate, narrow, precision.master)
-
-
-def rounds_to_bf16(plan: Plan, groups: DataGroups) -> bool:
-    """Whether gradients are rounded to bf16. Gradients that are not sent are not rounded."""
-    return plan.reduce == "bf16" and groups.dp.size > 1
-
-
-def grad_buffer_dtype(plan: Plan, groups: DataGroups) -> torch.dtype:
-    """The dtype of unsharded gradients: narrow if each reduction sends one narrow contribution per rank.
-
-    See [Note: narrow tensors on the wire ...] in `comm/torch_transport.py`. Compression adds its residuals to
-    the buffer and leaves sums in it, so it is wide.
-    """
-    precision = Precision.from_plan(plan)
-    if compresses(plan) or (plan.accumulates_full and plan.micro > 1):
-        return precision.master
-    if rounds_to_bf16(plan, groups):
-        return torch.bfloat16
-    return precision.compute if receives_contributions(plan, groups) else precision.master
-
-
-def reduction_of_plan(
-    units: Sequence[FlatParam], plan: Plan, groups: DataGroups, device: torch.device, tracker: ByteTracker
-) -> GradReduction:
+def make_reduction(units: Sequence[FlatParam], context: RankContext) -> GradReduction:
     """Build the plan's reduction. `units`: the trainable ones."""
+    plan = context.plan
     if compresses(plan):
-        return CompressedReduction(units, plan, groups, device, tracker)
+        return CompressedReduction(units, context)
     if plan.algorithm != "auto" and plan.dp > 1:
-        return AlgorithmReduction(units, plan, groups, device, tracker)
-    return DefaultReduction(
-        groups,
-        device,
-        exchanges_contributions=exchanges_contributions(plan, groups),
-        rounds_to_bf16=rounds_to_bf16(plan, groups),
-    )
+        return AlgorithmReduction(units, context)
+    return DefaultReduction(context)

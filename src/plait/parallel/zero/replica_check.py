@@ -25,10 +25,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plait.comm import Mesh, all_gather, all_reduce
+from plait.comm import all_gather, all_reduce
 from plait.errors import RunError
-from plait.parallel.zero.flat_param import FlatParam, FlatParamConfig
-from plait.parallel.zero.groups import DataGroups
+from plait.parallel.zero.flat_param import FlatParam
+from plait.parallel.zero.rank_context import RankContext
 from plait.parallel.zero.shard_map import ShardMap
 from plait.plan import Boxes, Grid
 from plait.plan.layout import ALIGNMENT
@@ -63,26 +63,19 @@ class _Part:
 class ReplicaCheck:
     """The units of this rank's stages, and the number of copies of their tensors."""
 
-    def __init__(
-        self,
-        units: Sequence[FlatParam],
-        config: FlatParamConfig,
-        shard_map: ShardMap,
-        groups: DataGroups,
-        mesh: Mesh,
-    ) -> None:
+    def __init__(self, units: Sequence[FlatParam], context: RankContext, shard_map: ShardMap) -> None:
         self._units = units
-        self._groups = groups
-        self._grid = mesh.grid
-        self._device = mesh.world.device
-        self._has_unsharded = config.keeps_params_unsharded and config.allocate_shared is None
+        self._groups = groups = context.groups
+        self._grid = context.mesh.grid
+        self._device = context.device
+        self._has_unsharded = context.keeps_params_unsharded and not context.shares_params
         data_copies = groups.dp.size if self._has_unsharded else groups.replicate.size
         copies: Counter[ReplicatedTensor] = Counter()
         for layouts in shard_map.layouts:
             for unit in (unit for layout in layouts.values() for unit in layout.units):
                 for piece in unit.params:
                     copies[ReplicatedTensor("weights", piece.name, piece.boxes)] += data_copies
-                    if config.has_masters and unit.trains:
+                    if context.has_masters and unit.trains:
                         copies[ReplicatedTensor("master weights", piece.name, piece.boxes)] += (
                             groups.replicate.size
                         )
@@ -135,7 +128,7 @@ class ReplicaCheck:
                 yield from self._parts_of("weights", unit, unit.shard, *own_range)
             if unit.master is not unit.shard:
                 yield from self._parts_of("master weights", unit, unit.master, *own_range)
-                unit.config.master_allocator.evict(unit.master)
+                unit.context.masters.evict(unit.master)
 
     def _parts_of(self, kind: str, unit: FlatParam, flat: Tensor, start: int, stop: int) -> Iterator[_Part]:
         """The parts in `flat`, which is [start, stop) of the unit's storage."""

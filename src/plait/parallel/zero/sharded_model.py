@@ -46,59 +46,23 @@ saved. Summing earlier would make the first and the last stage wait for each oth
 schedule. The reduction is over a rank's range, in master's dtype.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from plait.comm import Group, Mesh, all_reduce, empty, share, shares_memory
+from plait.comm import Group, Mesh, all_reduce
 from plait.errors import ModelError
-from plait.parallel.zero.exec_order import ParamGroup, agreed_order
-from plait.parallel.zero.flat_param import (
-    FlatParam,
-    FlatParamConfig,
-    MasterAllocator,
-    changed_outside_engine,
-)
-from plait.parallel.zero.grad_buffer import ByteTracker
-from plait.parallel.zero.grad_reduce import GradReducer, InFlightReductions
-from plait.parallel.zero.groups import DataGroups, Precision, ReplicatedGradReduce, shares_parameters
-from plait.parallel.zero.reduce_ops import grad_buffer_dtype, reduction_of_plan
+from plait.parallel.zero.exec_order import UnitGroup, agreed_order
+from plait.parallel.zero.flat_param import FlatParam, changed_outside_engine
+from plait.parallel.zero.grad_reduce import ColumnGradReduce, GradReducer, InFlightReductions
+from plait.parallel.zero.rank_context import DataGroups, RankContext
+from plait.parallel.zero.reduce_ops import make_reduction
 from plait.parallel.zero.unshard import Unsharder
-from plait.plan import Plan
-from plait.plan.prefetch import ExecOrder
 
 # Where a backward starts: a tensor, or its edge in the graph if the tensor itself is gone.
 Root = Tensor | torch.autograd.graph.GradientEdge
-
-
-def flat_param_config(
-    plan: Plan, groups: DataGroups, device: torch.device, master_allocator: MasterAllocator
-) -> FlatParamConfig:
-    """Placement and dtypes of this rank's storages. See [Note: the four ZeRO stages]."""
-    precision = Precision.from_plan(plan)
-    offloads = plan.offload == "cpu"
-    nothing_to_free = groups.all_gather.size == 1 and not offloads
-    shares = shares_parameters(plan, groups)
-    sharing_groups = [g for g in (groups.reduce_scatter, groups.replicate) if shares_memory(g)]
-    return FlatParamConfig(
-        shard_rank=groups.all_gather.rank,
-        device=device,
-        state_device=torch.device("cpu") if offloads else device,
-        offloads=offloads,
-        compute_dtype=precision.compute,
-        master_dtype=precision.master,
-        grad_buffer_dtype=grad_buffer_dtype(plan, groups),
-        keeps_params_unsharded=plan.zero < 3 or nothing_to_free or shares,
-        keeps_grads_unsharded=plan.keeps_full_grads,
-        master_allocator=master_allocator,
-        tracker=ByteTracker(),
-        allocate_shared=partial(share, group=groups.all_gather) if shares else None,
-        allocate_grad=partial(empty, device=device, group=(sharing_groups or [groups.reduce_scatter])[0]),
-    )
 
 
 def _refuse_to_load(*_: Any) -> None:
@@ -124,56 +88,25 @@ class ShardedStage:
     def __init__(
         self,
         model: nn.Module,
-        param_groups: Sequence[ParamGroup],
-        owners: Mapping[ParamGroup, Sequence[nn.Module]],
-        plan: Plan,
-        groups: DataGroups,
-        replicated_reduce: ReplicatedGradReduce,
+        owners: Mapping[UnitGroup, Sequence[nn.Module]],
+        context: RankContext,
+        column_reduce: ColumnGradReduce,
         in_flight: InFlightReductions,
-        config: FlatParamConfig,
     ) -> None:
-        self._plan = plan
-        self._dp_group = groups.dp
-        self.config = config
-        self.units = [unit for param_group in param_groups for unit in param_group]
+        """`owners`: by unit group, in the layout's order: the modules that use it."""
+        self._context = context
+        self._unit_groups = tuple(owners)
+        self.units = [unit for unit_group in owners for unit in unit_group]
         self.trained = [unit for unit in self.units if unit.trains]
-        self._single = [(unit,) for unit in self.trained]
-        self._param_groups = param_groups
-        self._tracker = config.tracker
-        self._reduction = reduction_of_plan(self.trained, plan, groups, config.device, self._tracker)
-        self._reducer = GradReducer(
-            self.trained,
-            self._reduction,
-            replicated_reduce,
-            in_flight,
-            config=config,
-            tp_size=groups.tp.size,
-            num_replicas=groups.replicate.size,
-            dp_group=groups.dp,
-            accumulate_unsharded=plan.accumulates_full,
-            has_deadlines=not (
-                config.keeps_params_unsharded or plan.reshard == "step" or plan.keeps_full_grads
-            ),
-            tracker=self._tracker,
-        )
-        self._unsharder = Unsharder(
-            model,
-            param_groups,
-            owners,
-            groups.all_gather,
-            groups.dp,
-            config,
-            prefetch=plan.prefetch,
-            keep_unsharded=plan.zero < 3 or plan.reshard == "step",
-            watch=not plan.compile,
-            on_progress=self._reducer.start_due,
-        )
-        self._reducer.set_order(self.trained[::-1], self._unsharder.last_uses, plan.prefetch)
-        for unit in self.trained:
-            unit.on_complete.append(self._unsharder.on_complete)
-        self._unshards_after_update = config.keeps_params_unsharded
+        self.reduction = make_reduction(self.trained, context)
+        self.reducer = GradReducer(self.trained, context, self.reduction, column_reduce, in_flight)
+        self.unsharder = Unsharder(model, owners, context, self.reducer.start_due)
+        self.reducer.set_order(self.trained[::-1], self.unsharder.last_uses, context.plan.prefetch)
+        self._unshards_after_update = context.keeps_params_unsharded
+        self._deferred: DeferredWork | None = None  # of the current backward
         self.sync_params()
         for unit in self.units:
+            unit.listener = self
             unit.record_versions()
         self._unit_of = {id(p): unit for unit in self.units for p in unit.parameters.values()}
         self._model = model
@@ -190,21 +123,22 @@ class ShardedStage:
         ]
         self._tree = [(m, list(m._modules.values()), len(m._parameters)) for _, m in named]
 
-    @property
-    def recorded_order(self) -> ExecOrder[str]:
-        """Block names of the units in the order in which the first step's passes used them; empty if no unit
-        is unsharded for a use."""
-        return self._unsharder.recorded_order.map(lambda param_group: param_group[0].layout.block)
+    # --- listener of the units' gradients
 
-    @property
-    def scratch_bytes(self) -> int:
-        """Receive buffers of a named algorithm."""
-        return self._reduction.scratch_bytes
+    def on_complete(self, unit: FlatParam) -> None:
+        # The reduction starts before the parameters are freed: it is what other ranks may wait for.
+        self.reducer.on_complete(unit)
+        self.unsharder.on_complete(unit)
 
-    @property
-    def residual_bytes(self) -> int:
-        """Error-feedback residuals and factors that compressed reductions keep from step to step."""
-        return self._reduction.residual_bytes
+    def on_late(self, unit: FlatParam) -> None:
+        self.reducer.on_late(unit)
+
+    def try_defer(self, parameter: Tensor, gradient: Tensor) -> bool:
+        if self._deferred is not None:
+            self._deferred.keep(parameter, gradient)
+        return self._deferred is not None
+
+    # --- a step
 
     def check_unchanged(self) -> None:
         """Raise ModelError if a parameter was changed, replaced or added outside the engine."""
@@ -224,7 +158,7 @@ class ShardedStage:
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad and id(parameter) not in known:
                 raise ModelError(
-                    "a parameter came after parallelize: it would not be reduced or updated",
+                    "a parameter was added after parallelize: it would not be reduced or updated",
                     given=name,
                     expected="a model that has all its parameters before",
                     hint="change the model before parallelize, or freeze the parameter",
@@ -245,116 +179,80 @@ class ShardedStage:
         [Note: deferred early gradients] in `flat_param.py`.
         """
         split = deferred is not None
-        self._unsharder.begin_backward(split=split)
-        self._reducer.begin_micro(last=last and not split, split=split)
-        for unit in self.trained:
-            unit.defer_grad = None if deferred is None or self.config.keeps_grads_unsharded else deferred.keep
+        self.unsharder.begin_backward(split=split)
+        self.reducer.begin_micro(last=last and not split, split=split)
+        self._deferred = None if self._context.keeps_grads_unsharded else deferred
         if roots:  # otherwise nothing upstream trains
             torch.autograd.backward(roots, gradients)  # type: ignore[arg-type]  # a mixture is fine
-        self._unsharder.finish_walk()
-        self._reducer.end_micro()
-        self._unsharder.end_backward()
+        self.unsharder.finish_walk()
+        self.reducer.end_micro()
+        self.unsharder.end_backward()
 
     def backward_weight(self, deferred: DeferredWork, *, last: bool) -> None:
         """Compute and accumulate the weight gradients that a split backward has deferred."""
-        for unit in self.trained:
-            unit.defer_grad = None
+        self._deferred = None
         for parameter in deferred.parameters():
             self._unit_of[id(parameter)].expect_deferred(parameter)
-        self._reducer.begin_deferred(last=last)
+        self.reducer.begin_deferred(last=last)
         deferred.run(
             lambda parameter, gradient: self._unit_of[id(parameter)].accumulate_deferred(parameter, gradient)
         )
-        self._reducer.end_micro()
-
-    def wait_for_gradients(self) -> None:
-        """Wait for the reductions of gradients over the data ranks."""
-        self._reducer.wait()
-
-    def squared_norm(self) -> Tensor:
-        """After `wait_for_gradients`: the squared norm of this rank's gradient shards, float64, a scalar.
-        Each element of the full gradient counts once over the ranks that hold one copy."""
-        return self._reducer.squared_norm()
-
-    def update_squared_norm(self, unit: FlatParam) -> None:
-        """After `wait_for_gradients`: recompute it for a unit whose gradient has changed."""
-        self._reducer.update_squared_norm(unit)
-
-    @property
-    def digest(self) -> int:
-        """Digest of this step's all-gathers, equal on ranks that share the units. Reading it resets it."""
-        return self._unsharder.digest
+        self.reducer.end_micro()
 
     def update(self, step: Callable[[FlatParam], None]) -> None:
         """Update each unit's shard with `step`, then all-gather it or discard the unsharded parameters."""
         if not self._unshards_after_update:
-            self._unsharder.reshard_all()
-        self._unsharder.wait_all()
-        for param_group in self._param_groups:
-            for unit in param_group:
+            self.unsharder.reshard_all()
+        self.unsharder.wait_all()
+        for unit_group in self._unit_groups:
+            for unit in unit_group:
                 if unit.trains:
                     step(unit)
                     unit.write_back()
             if self._unshards_after_update:
-                self._unsharder.start_unshard_updated(param_group)
-        self._unsharder.wait_all()
+                self.unsharder.start_unshard(unit_group, include_frozen=False)
+        self.unsharder.wait_all()
 
     def end_step(self, *, skipped: bool, scale: float) -> None:
         """Prepare the next step. `scale`: the next step's loss scale divided by this one's."""
-        completion_order = self._reducer.completion_order
-        self._reducer.reset()
+        completion_order = self.reducer.completion_order
+        self.reducer.reset()
         if skipped:
             self._discard_residuals()
         elif scale != 1.0:
-            self._reduction.scale_residuals(scale)
-        if self._unsharder.agree() and self._single:
-            order = agreed_order([(unit,) for unit in completion_order], self._single, self._dp_group)
-            self._reducer.set_order(
-                [unit for (unit,) in order], self._unsharder.last_uses, self._plan.prefetch
-            )
-
-    def wait_for_readers(self) -> None:
-        """Wait until weights may be written other than by `update`: see [Note: parameters in shared memory]
-        in `flat_param.py`."""
-        self._unsharder.wait_for_readers()
+            for compressor in self.reduction.compressors:
+                compressor.scale(scale)
+        if self.unsharder.agree() and self.trained:
+            of_units, layout = [(unit,) for unit in completion_order], [(unit,) for unit in self.trained]
+            order = [unit for (unit,) in agreed_order(of_units, layout, self._context.groups.dp)]
+            self.reducer.set_order(order, self.unsharder.last_uses, self._context.plan.prefetch)
 
     def sync_params(self) -> None:
         """Make master weights that were written other than by `update` visible to the model."""
         for unit in self.units:
             unit.write_back()
         if self._unshards_after_update:
-            self._unsharder.start_unshard_all()
-            self._unsharder.wait_all()
-        self._unsharder.reshard_all()
+            for unit_group in self._unit_groups:
+                self.unsharder.start_unshard(unit_group)
+            self.unsharder.wait_all()
+        self.unsharder.reshard_all()
 
     def reset(self) -> None:
         """Discard a step that an exception ended, or the state of another training."""
-        self._reducer.reset()
+        self.reducer.reset()
         self._discard_residuals()
-        self._unsharder.reset()
+        self.unsharder.reset()
 
     def _discard_residuals(self) -> None:
-        self._reduction.discard_residuals()
+        for compressor in self.reduction.compressors:
+            compressor.discard()
         for unit in self.trained:
             unit.zero_gaps()
-
-    def watch_outside_uses(self) -> AbstractContextManager[None]:
-        """For a forward and its loss: see [Note: parameters used outside their modules] in `unshard.py`."""
-        return self._unsharder.watch_outside_uses()
 
     def point_to_storage(self) -> None:
         """Make the parameters views of their storages, also of those that are not allocated."""
         for unit in self.units:
             unit.point_to_storage()
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Disable the model's hooks in this context: a copy of the model has them too."""
-        self._unsharder.is_paused = True
-        try:
-            yield
-        finally:
-            self._unsharder.is_paused = False
 
 
 class ShardedModel:
@@ -363,9 +261,7 @@ class ShardedModel:
     def __init__(
         self, stages: Mapping[int, ShardedStage], groups: DataGroups, tied_reduce: "TiedGradReduce"
     ) -> None:
-        """`stages`: by index."""
         self.stages = dict(stages)
-        self.config = next(iter(self.stages.values())).config  # the same for all
         self._groups = groups
         self._tied_reduce = tied_reduce
 
@@ -377,37 +273,17 @@ class ShardedModel:
     def trained(self) -> list[FlatParam]:
         return [unit for stage in self.stages.values() for unit in stage.trained]
 
-    @property
-    def buffer_bytes(self) -> int:
-        """Peak bytes of temporarily unsharded parameters and gradients."""
-        return self.config.tracker.peak_bytes
-
-    @property
-    def scratch_bytes(self) -> int:
-        """Receive buffers of a named algorithm."""
-        return sum(stage.scratch_bytes for stage in self.stages.values())
-
-    @property
-    def residual_bytes(self) -> int:
-        """Error-feedback residuals and factors that compressed reductions keep from step to step."""
-        return sum(stage.residual_bytes for stage in self.stages.values())
-
-    def check_unchanged(self) -> None:
-        """Raise ModelError if a parameter was changed or replaced outside the engine."""
-        for stage in self.stages.values():
-            stage.check_unchanged()
-
     def finish_reductions(self) -> Tensor:
         """Wait for the gradients; return their squared norm, each element of the full gradient counted once,
         then the input of `check_digests`; float64, (1 + 2 x pipeline ranks,)."""
         for stage in self.stages.values():
-            stage.wait_for_gradients()
+            stage.reducer.wait()
         self._tied_reduce.reduce(self.stages)
         pp_rank, pp_size = self._groups.pp.rank, self._groups.pp.size
         digest = 0
         for stage in self.stages.values():
-            digest = (31 * digest + stage.digest) % 2**16
-        squares = [stage.squared_norm() for stage in self.stages.values()]
+            digest = (31 * digest + stage.unsharder.take_digest()) % 2**16
+        squares = [stage.reducer.squared_norm() for stage in self.stages.values()]
         totals = squares[0].new_zeros(1 + 2 * pp_size)
         totals[0] = torch.stack(squares).sum()
         totals[1 + 2 * pp_rank] = digest
@@ -428,31 +304,6 @@ class ShardedModel:
                     given="modules whose order or number of calls depends on a rank's data",
                     hint="zero=2, which does not shard parameters; or call the same modules, if with zeros",
                 )
-
-    def update(self, step: Callable[[FlatParam], None]) -> None:
-        """Update each unit's shard with `step`, and make the new weights visible to the model."""
-        for stage in self.stages.values():
-            stage.update(step)
-
-    def end_step(self, *, skipped: bool, scale: float) -> None:
-        """Prepare the next step. `scale`: the next step's loss scale divided by this one's."""
-        for stage in self.stages.values():
-            stage.end_step(skipped=skipped, scale=scale)
-
-    def wait_for_readers(self) -> None:
-        """Wait until weights may be written other than by `update`."""
-        for stage in self.stages.values():
-            stage.wait_for_readers()
-
-    def sync_params(self) -> None:
-        """Make master weights that were written other than by `update` visible to the model."""
-        for stage in self.stages.values():
-            stage.sync_params()
-
-    def reset(self) -> None:
-        """Discard a step that an exception ended, or the state of another training."""
-        for stage in self.stages.values():
-            stage.reset()
 
 
 class TiedGradReduce:
@@ -484,12 +335,12 @@ class TiedGradReduce:
             if not copies:  # it is frozen
                 continue
             (_, first), *others = copies
-            total = first.grad_shard.to(first.config.device, copy=True) if others else first.grad_shard
+            total = first.grad_shard.to(first.context.device, copy=True) if others else first.grad_shard
             for _, unit in others:
                 total.add_(unit.grad_shard.to(total.device))
-            total = total.to(first.config.device)
+            total = total.to(first.context.device)
             all_reduce(total, self._groups[name], label=f"gradients of {name}")
             for stage, unit in copies:
                 if unit.grad_shard is not total:
                     unit.grad_shard.copy_(total)
-                stage.update_squared_norm(unit)
+                stage.reducer.update_squared_norm(unit)

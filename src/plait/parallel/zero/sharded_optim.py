@@ -3,23 +3,17 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from plait.errors import ConfigError
-from plait.optim import (
-    CHUNK,
-    ChunkedOptimizer,
-    FlatSlice,
-    MappedFile,
-    make_optimizer,
-    mapped_bytes,
-    state_kinds,
-)
+from plait.optim.flat import FlatSlice, make_optimizer, state_kinds
+from plait.optim.mapped import MappedFile, mapped_bytes
+from plait.optim.stepper import CHUNK, ChunkedOptimizer
 from plait.parallel.zero.flat_param import FlatParam
-from plait.parallel.zero.groups import Precision
+from plait.parallel.zero.rank_context import Precision
 from plait.plan import Layout, Plan
 
 
@@ -77,8 +71,10 @@ class ShardedOptimizer:
         masters: MasterWeights,
         folder: Path | None,
     ) -> None:
-        streams_states = plan.optim_dtype == "bf16" or folder is not None
-        self.slices = {unit: _slices(unit, _max_slice(unit) if streams_states else None) for unit in units}
+        """`folder`: of the states' files; None: in memory."""
+        state_dtype: Literal["fp32", "bf16"] = "bf16" if plan.optim_dtype == "bf16" else "fp32"
+        streams = state_dtype == "bf16" or folder is not None
+        self.slices = {unit: _slices(unit, streams=streams) for unit in units}
         self.kinds = state_kinds(optimizer_class, arguments)
         flat = [(unit, part) for unit, parts in self.slices.items() for part in parts]
         self.optimizer = make_optimizer(
@@ -89,7 +85,7 @@ class ShardedOptimizer:
         self.chunked = ChunkedOptimizer(
             self.optimizer,
             self.kinds,
-            states="bf16" if plan.optim_dtype == "bf16" else "fp32",
+            states=state_dtype,
             folder=folder,
             masters=masters.file,
             positions={part.leaf: unit.start + part.start for unit, part in flat},
@@ -109,15 +105,12 @@ class ShardedOptimizer:
         self.chunked.step([part.leaf for part in self.slices[unit]], factor, number)
 
 
-def _max_slice(unit: FlatParam) -> int:
-    """Elements of a slice with streamed states: on a CPU they stay in cache, a GPU pays for each launch."""
-    return CHUNK * 64 if unit.master.is_cuda else CHUNK
-
-
-def _slices(unit: FlatParam, max_numel: int | None) -> list[OptimizerSlice]:
-    """This rank's ranges of the unit's optimizer groups, each in slices of at most `max_numel` elements."""
+def _slices(unit: FlatParam, *, streams: bool) -> list[OptimizerSlice]:
+    """This rank's ranges of the unit's optimizer groups. Streamed states are in slices: on a CPU they stay in
+    cache, a GPU pays for each launch."""
+    max_numel = (CHUNK * 64 if unit.master.is_cuda else CHUNK) if streams else None
     slices = []
-    for group, low, high in unit.layout.owned_groups(unit.config.shard_rank):
+    for group, low, high in unit.layout.owned_groups(unit.context.groups.all_gather.rank):
         for start in range(low, high, max_numel or high - low):
             stop = min(high, start + (max_numel or high - low))
             flat = FlatSlice.from_views(group, unit.master[start:stop], unit.grad_shard[start:stop])

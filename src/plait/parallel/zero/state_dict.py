@@ -1,9 +1,12 @@
 """The training state by name, as in a checkpoint: independent of units, ranges and ranks.
 
-Keys are `kind/name`: `weights/<parameter>` (master weights), `buffers/<buffer>`, for every state of the
-optimizer `<state>/<parameter>` (`exp_avg/...`) in the parameter's shape or, for counters, one per
-parameter, `scalar.<state>/<parameter>` (`scalar.step/...`; `number.` if it is a Python number), and
-`engine/...` for the engine's own counters.
+A key is `kind/name`, in the model's names:
+  weights/<parameter>            master weights; a frozen parameter as it is
+  buffers/<buffer>
+  <state>/<parameter>            of the optimizer, in the parameter's shape: exp_avg/...
+  scalar.<state>/<parameter>     of the optimizer, one number per parameter: scalar.step/...
+  number.<state>/<parameter>     the same, if the optimizer holds a Python number
+  engine/<counter>               the engine's counters: num_steps, loss_scale..., see `engine/engine.py`
 """
 
 import functools
@@ -14,9 +17,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from plait.comm import Group, all_gather, receive, send
+from plait.comm import all_gather, receive, receive_text, send, send_text
 from plait.errors import CheckpointError
-from plait.parallel.zero.flat_param import FlatParam, FlatParamConfig
+from plait.parallel.zero.flat_param import FlatParam
+from plait.parallel.zero.rank_context import RankContext
 from plait.parallel.zero.shard_map import ShardMap, persistent_buffers
 from plait.parallel.zero.sharded_optim import OptimizerSlice, ShardedOptimizer
 from plait.parallel.zero.state_io import StateReader, StateShard, slice_boxes, write_boxes
@@ -42,30 +46,26 @@ class ShardedState:
 
     def __init__(
         self,
+        context: RankContext,
         modules: Mapping[int, nn.Module],
         units: Mapping[int, Sequence[FlatParam]],
         optimizer: ShardedOptimizer,
-        config: FlatParamConfig,
-        shard: Group,
-        model: Group,
-        replicate: Group,
         shard_map: ShardMap,
     ) -> None:
-        """`modules`, `units`: by stage. `shard`: ranks with the other ranges of the same units. `model`:
-        ranks with other parts of the model. `replicate`: ranks with the same."""
+        """`modules`, `units`: by stage."""
         self._modules = modules
         self._units = units
         self._optimizer = optimizer
-        self._config = config
-        self._shard = shard
-        self._model = model
-        self._replicate = replicate
+        self._context = context
+        self._shard_group = context.groups.all_gather  # ranks with the other ranges of the same units
+        self._model_group = context.groups.model
+        self._replicate_group = context.groups.replicate
         self._shard_map = shard_map
         self._unit_shards: dict[bool, list[StateShard]] = {}  # without and with optimizer states
 
     @property
     def _is_first(self) -> bool:
-        return self._shard.rank == self._model.rank == 0
+        return self._shard_group.rank == self._model_group.rank == 0
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of all weights, by key."""
@@ -122,12 +122,14 @@ class ShardedState:
         shards = [*self._unit_shards[self._optimizer.has_states]]
         local = self._local_standalone()
         for name, tensor in self._shard_map.standalone.items():
-            if self._shard.rank == 0 and self._model.rank == self._shard_map.first_rank(tensor.stage):
+            if self._shard_group.rank == 0 and self._model_group.rank == self._shard_map.first_rank(
+                tensor.stage
+            ):
                 stages, tensors = local[name]
                 shards.append(
                     StateShard.from_tensor(f"{tensor.kind}/{name}", tensors[stages.index(tensor.stage)])
                 )
-        replica, num_replicas = self._replicate.rank, self._replicate.size
+        replica, num_replicas = self._replicate_group.rank, self._replicate_group.size
         own = []
         for index, shard in enumerate(shards):
             if shard.num_bytes >= num_replicas * _MIN_CHUNK_BYTES:
@@ -215,26 +217,27 @@ class ShardedState:
                 continue
             flat = None
             if stage in self._units:
-                shard = own_range(self._units[stage][index]).detach().to(self._config.device)
-                flat = shard.new_empty(shard.numel() * self._shard.size)
-                all_gather(flat, shard, self._shard)
-            if self._shard.rank == 0:
-                dtype = self._config.master_dtype if trains else self._config.compute_dtype
+                shard = own_range(self._units[stage][index]).detach().to(self._context.device)
+                flat = shard.new_empty(shard.numel() * self._shard_group.size)
+                all_gather(flat, shard, self._shard_group)
+            if self._shard_group.rank == 0:
+                precision = self._context.precision
+                dtype = precision.master if trains else precision.compute
                 yield from self._gather_from_model(layouts, flat, dtype)
 
     def _gather_from_model(
         self, layouts: Mapping[int, UnitLayout], flat: Tensor | None, dtype: torch.dtype
     ) -> Iterator[tuple[str, Tensor]]:
         """Assemble a unit's full parameters on the model's first rank from each rank's flat storage."""
-        if self._model.rank:
+        if self._model_group.rank:
             if flat is not None:
-                send(flat, self._model, 0)
+                send(flat, self._model_group, 0)
             return
         full: dict[str, Tensor] = {}
         for rank, layout in layouts.items():
             if rank:
-                flat = torch.empty(layout.numel, dtype=dtype, device=self._config.device)
-                receive(flat, self._model, rank)
+                flat = torch.empty(layout.numel, dtype=dtype, device=self._context.device)
+                receive(flat, self._model_group, rank)
             assert flat is not None, f"{layout.name} is not on the rank that the shard map names"
             for piece in layout.params:
                 if piece.counted:
@@ -254,16 +257,16 @@ class ShardedState:
         """Copies of the tensors outside units: all on the first rank, the local ones elsewhere."""
         local, copies = self._local_standalone(), {}
         for name, tensor in self._shard_map.standalone.items():
-            if tensor.kind != kind or self._shard.rank:
+            if tensor.kind != kind or self._shard_group.rank:
                 continue
             source = self._shard_map.first_rank(tensor.stage)
-            if self._model.rank == source:
+            if self._model_group.rank == source:
                 copies[name] = local[name][1][local[name][0].index(tensor.stage)].detach().clone()
                 if source:
-                    send(copies[name], self._model, 0)
-            elif self._model.rank == 0:
-                copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._config.device)
-                receive(copies[name], self._model, source)
+                    send(copies[name], self._model_group, 0)
+            elif self._model_group.rank == 0:
+                copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._context.device)
+                receive(copies[name], self._model_group, source)
         return copies
 
     def _local_standalone(self) -> dict[str, tuple[list[int], list[Tensor]]]:
@@ -279,7 +282,7 @@ class ShardedState:
 
     def _all_counters(self) -> dict[str, Tensor]:
         """The optimizer's counters of all parameters, by key, on the first rank."""
-        if self._shard.rank:
+        if self._shard_group.rank:
             return {}
         counters = {
             f"{kind}/{piece.name}": value
@@ -290,10 +293,12 @@ class ShardedState:
         encoded = {
             key: (str(value.dtype).removeprefix("torch."), value.item()) for key, value in counters.items()
         }
-        stage_roots = {rank for stage in self._stages for rank in [self._shard_map.first_rank(stage)]}
+        stage_roots = {self._shard_map.first_rank(stage) for stage in self._stages}
         for rank in sorted(stage_roots - {0}):
-            text = self._send_to_first(json.dumps(encoded) if self._model.rank == rank else None, rank)
-            if self._model.rank == 0:
+            if self._model_group.rank == rank:
+                send_text(json.dumps(encoded), self._model_group, 0, self._context.device)
+            elif self._model_group.rank == 0:
+                text = receive_text(self._model_group, rank, self._context.device)
                 for key, (dtype, value) in json.loads(text).items():
                     counters.setdefault(key, torch.tensor(value, dtype=getattr(torch, dtype)))
         return {
@@ -302,20 +307,6 @@ class ShardedState:
             for kind in sorted(self._optimizer.kinds)
             if f"{kind}/{name}" in counters
         }
-
-    def _send_to_first(self, text: str | None, rank: int) -> str:
-        """Send a text from `rank` to the model's first rank, which returns it."""
-        if text is not None:
-            data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(self._config.device)
-            send(torch.tensor([data.numel()], device=self._config.device), self._model, 0)
-            send(data, self._model, 0)
-        elif self._model.rank == 0:
-            length = torch.zeros(1, dtype=torch.long, device=self._config.device)
-            receive(length, self._model, rank)
-            data = torch.zeros(int(length.item()), dtype=torch.uint8, device=self._config.device)
-            receive(data, self._model, rank)
-            return data.cpu().numpy().tobytes().decode()
-        return ""
 
     @property
     def _stages(self) -> set[int]:

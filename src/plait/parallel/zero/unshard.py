@@ -4,15 +4,18 @@
 Parameters in shared memory are always unsharded; a barrier takes the place of the all-gather. Otherwise:
 Stages 1 and 2: unsharded except during an update. A unit's all-gather starts when its shard is updated, and
 all have completed when the update is over, so that no forward reads an old weight.
-Stage 3: from an all-gather just before a use (or `prefetch` uses earlier) until the use is over. A use is an
-*owner* running: the block for a block's units, otherwise any module that holds one of their parameters
-itself. A use starts with the owner's forward, and again when the gradient of its output arrives. It is over
-- in forward, when the owner has returned and the next use starts: the last use of forward is the first of
-  backward, and stays unsharded;
-- in backward, for a block, when the next use starts: the gradient of the block's input is then complete, so
-  all its operations have run. Units of other modules are resharded when all their parameters have their
-  gradients. Frozen ones among them, and those with a parameter that gets no gradient, stay until the end of
-  backward.
+Stage 3: a unit is all-gathered just before a use (or `prefetch` uses earlier) and resharded when the use is
+over. A use is an *owner* running: the block for a block's units, otherwise any module that holds one of their
+parameters itself. A use starts with the owner's forward, and again when the gradient of its output arrives.
+It is over
+- in forward, when the owner has returned and the next use starts. The unit of the last use stays unsharded:
+  that use is the first of backward;
+- in backward, for a trained unit, when all its parameters have their gradients;
+- in backward, for a frozen unit of a single owner, when the next use starts: the gradient of the owner's
+  input is then complete, so all its operations have run. The same holds for trained units in the first half
+  of a split backward.
+Other units (frozen with several owners, or with a parameter that gets no gradient) are resharded at the end
+of backward.
 Resharded parameters point to NaN: reading one gives NaN instead of freed memory.
 The order of all-gathers is in [Note: all-gather order] in `exec_order.py`; how far ahead they start is in
 `plan/prefetch.py`.
@@ -21,9 +24,9 @@ The order of all-gathers is in [Note: all-gather order] in `exec_order.py`; how 
 Some models read a parameter of a module that they do not call (tied heads written as
 `F.linear(x, self.embedding.weight)`). The first step finds them with a torch-function mode. Such units, like
 those with a parameter held by the root module or by another module that encloses owners, are
-*always unsharded*: from the start of forward to the end of their use in backward. (The forward of a pipeline
-stage ends within its last block: enclosing modules have no output whose gradient could signal their
-backward.)
+*always unsharded*: from the start of forward to the end of their use in backward. (A pipeline stage returns
+from within its last block, so modules that enclose blocks have no output whose gradient would signal the
+start of their backward.)
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,19 +36,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.comm import Group, barrier, start_all_gather
+from plait.comm import barrier, start_all_gather
 from plait.errors import ModelError
 from plait.parallel.zero.copy_stream import CopyStream
 from plait.parallel.zero.exec_order import (
     ForwardWatch,
-    ParamGroup,
+    UnitGroup,
     agreed_order,
     any_rank,
     encloses,
     reads_no_weight_in_backward,
     tensors_in,
 )
-from plait.parallel.zero.flat_param import FlatParam, FlatParamConfig
+from plait.parallel.zero.flat_param import FlatParam
+from plait.parallel.zero.rank_context import RankContext
 from plait.plan.prefetch import ExecOrder, PrefetchWalk
 
 
@@ -55,74 +59,63 @@ class Unsharder:
     def __init__(
         self,
         model: nn.Module,
-        param_groups: Sequence[ParamGroup],
-        owners: Mapping[ParamGroup, Sequence[nn.Module]],
-        group: Group,
-        dp_group: Group,
-        config: FlatParamConfig,
-        *,
-        prefetch: int,
-        keep_unsharded: bool,
-        watch: bool,
+        owners: Mapping[UnitGroup, Sequence[nn.Module]],
+        context: RankContext,
         on_progress: Callable[[int], None],
     ) -> None:
         """At stage 3, install hooks on `model`.
 
-        group            process group of the all-gathers
-        dp_group         all data-parallel ranks, which agree on orders
-        keep_unsharded   unsharded units stay unsharded until the next update
-        watch            the first step looks for parameters used outside their modules
-        on_progress      called when backward reaches this index of its walk, before it waits there
+        owners        by unit group, in the layout's order: the modules that use it
+        on_progress   called when backward reaches this index of its walk, before it waits there
         """
-        self._param_groups = list(param_groups)
-        self._group = group
-        self._dp_group = dp_group
-        self._prefetch = prefetch
-        self._keep_unsharded = keep_unsharded
+        plan = context.plan
+        self._unit_groups = list(owners)
+        self._all_gather_group = context.groups.all_gather
+        self._dp_group = context.groups.dp  # agrees on orders
+        self._prefetch = plan.prefetch
+        self._unshards_once = not context.reshards_every_pass
         self._on_progress = on_progress
-        self._reshards = any(not unit.unsharded.persistent for g in param_groups for unit in g)
-        self._shares_memory = config.allocate_shared is not None
+        self._reshards = any(not unit.unsharded.persistent for g in owners for unit in g)
+        self._shares_memory = context.shares_params
         self._was_written = False  # shared memory was written, and no barrier since
-        self._device = config.device
-        self._copy_stream = CopyStream(config.device)
+        self._device = context.device
+        self._copy_stream = CopyStream(context.device)
         self._pending: dict[FlatParam, Callable[[], None]] = {}  # waits of all-gathers in flight
-        self._unsharded: dict[FlatParam, ParamGroup] = {}  # unsharded, or being unsharded
-        self._kept: set[ParamGroup] = set()  # unsharded on every rank between passes
-        self._num_in_forward: dict[ParamGroup, int] = {}  # owners that are in forward
+        self._unsharded: dict[FlatParam, UnitGroup] = {}  # unsharded, or being unsharded
+        self._kept_between_passes: set[UnitGroup] = set()  # unsharded on every rank between passes
+        self._num_in_forward: dict[UnitGroup, int] = {}  # owners that are in forward
         inner = {module for modules in owners.values() for module in modules}
         self._always_unsharded = {
-            g for g in param_groups if any(encloses(m, model, inner) for m in owners[g])
+            g for g, of_group in owners.items() if any(encloses(m, model, inner) for m in of_group)
         }
-        self._of_blocks = {g for g in param_groups if len(owners[g]) == 1 and owners[g][0] is not model}
-        self._walk: PrefetchWalk[ParamGroup] | None = None
+        self._single_owner = {
+            g for g, of_group in owners.items() if len(of_group) == 1 and of_group[0] is not model
+        }
+        self._walk: PrefetchWalk[UnitGroup] | None = None
         self._in_backward = False
         self._is_split = False  # this backward leaves weight gradients for later
-        self._exec_order = ExecOrder(self._param_groups, self._param_groups[::-1], self._always_unsharded)
-        self._records: dict[bool, list[ParamGroup]] = {}  # of the first step's forward and backward
-        self._record: list[ParamGroup] | None = None  # of the current pass
+        # `_always_unsharded` grows during the first step, and this order with it.
+        self._exec_order = ExecOrder(self._unit_groups, self._unit_groups[::-1], self._always_unsharded)
+        self._records: dict[bool, list[UnitGroup]] = {}  # of the first step's forward and backward
+        self._record: list[UnitGroup] | None = None  # of the current pass
         self._has_agreed = False
         self._watch: ForwardWatch | None = None
         if self._reshards:
             self._install_hooks(model, owners)
-            self._watch = ForwardWatch(self._param_groups, self._on_outside_use) if watch else None
+            if not plan.compile:  # the first step looks for parameters used outside their modules
+                self._watch = ForwardWatch(self._unit_groups, self._on_outside_use)
         self._is_watching = False
         self._watch_scope = ExitStack()  # from the start of a forward to its end
         self._digest = 0
-        self.is_paused = False  # copies of the model have these hooks too, and must not trigger them
+        self._is_paused = False
 
     # --- after an update
 
-    def start_unshard_all(self) -> None:
-        """Stages 1 and 2: start all-gathers of all shards."""
-        for param_group in self._param_groups:
-            for unit in param_group:
-                self._start_unshard(unit, param_group)
-
-    def start_unshard_updated(self, param_group: ParamGroup) -> None:
-        """Stages 1 and 2: start all-gathers of the trainable shards, which every rank has updated."""
-        for unit in param_group:
-            if unit.trains:
-                self._start_unshard(unit, param_group)
+    def start_unshard(self, unit_group: UnitGroup, *, include_frozen: bool = True) -> None:
+        """Stages 1 and 2: start all-gathers of the group's shards after every rank has updated its own."""
+        for unit in unit_group:
+            if unit.trains or include_frozen:
+                self._start_all_gather(unit, unit_group)
 
     def reshard_all(self) -> None:
         """Stage 3: free unsharded parameters, which are out of date."""
@@ -131,7 +124,7 @@ class Unsharder:
         self.wait_all()
         for unit in list(self._unsharded):
             self._reshard(unit)
-        self._kept.clear()
+        self._kept_between_passes.clear()
 
     def wait_all(self) -> None:
         """Wait for all all-gathers and for copies from shards in host memory."""
@@ -140,12 +133,12 @@ class Unsharder:
         self._copy_stream.synchronize()
         if self._was_written:
             self._was_written = False
-            barrier(self._group, label="updated parameters")
+            barrier(self._all_gather_group, label="updated parameters")
 
     def wait_for_readers(self) -> None:
         """Wait until no rank reads parameters in shared memory in a forward or backward."""
         if self._shares_memory:
-            barrier(self._group, label="parameters to be written")
+            barrier(self._all_gather_group, label="parameters to be written")
 
     def reset(self) -> None:
         """Recover from an exception that all ranks raised at the same point."""
@@ -160,16 +153,16 @@ class Unsharder:
     # --- passes
 
     def begin_forward(self) -> None:
-        if self.is_paused:
+        if self._is_paused:
             return
         self._num_in_forward.clear()
         self._begin(backward=False)
-        for param_group in self._in_layout_order(self._always_unsharded):
-            self._enter_forward(param_group)
+        for unit_group in self._in_layout_order(self._always_unsharded):
+            self._enter_forward(unit_group)
         self._watch_scope.enter_context(self.watch_outside_uses())
 
     def end_forward(self, *, failed: bool) -> None:
-        if self.is_paused:
+        if self._is_paused:
             return
         self._watch_scope.close()
         if failed:
@@ -181,8 +174,8 @@ class Unsharder:
         self._in_backward, self._is_split = True, split
         self._begin(backward=True)
         # An evaluation since forward may have resharded them.
-        for param_group in self._in_layout_order(self._always_unsharded):
-            self._unshard(param_group)
+        for unit_group in self._in_layout_order(self._always_unsharded):
+            self._unshard_for_use(unit_group)
 
     def finish_walk(self) -> None:
         """Walk to the end of the pass, over the uses that this rank skipped."""
@@ -202,10 +195,10 @@ class Unsharder:
             return False
         self._has_agreed, self._watch = True, None
         always = any_rank(
-            [g in self._always_unsharded for g in self._param_groups], self._dp_group, self._device
+            [g in self._always_unsharded for g in self._unit_groups], self._dp_group, self._device
         )
-        self._always_unsharded = {g for g, flag in zip(self._param_groups, always, strict=True) if flag}
-        layouts = {False: self._param_groups, True: self._param_groups[::-1]}
+        self._always_unsharded = {g for g, flag in zip(self._unit_groups, always, strict=True) if flag}
+        layouts = {False: self._unit_groups, True: self._unit_groups[::-1]}
         orders = [
             agreed_order(self._records[backward], layout, self._dp_group)
             for backward, layout in layouts.items()
@@ -214,9 +207,11 @@ class Unsharder:
         return True
 
     @property
-    def recorded_order(self) -> ExecOrder[ParamGroup]:
-        """The uses in the first step's passes."""
-        return ExecOrder(self._records.get(False, ()), self._records.get(True, ()), self._always_unsharded)
+    def recorded_order(self) -> ExecOrder[str]:
+        """Block names of the units in the order in which the first step's passes used them; empty if no unit
+        is unsharded for a use."""
+        order = ExecOrder(self._records.get(False, ()), self._records.get(True, ()), self._always_unsharded)
+        return order.map(lambda unit_group: unit_group[0].layout.block)
 
     @property
     def last_uses(self) -> dict[FlatParam, int]:
@@ -225,42 +220,44 @@ class Unsharder:
             unit: i for i, group in enumerate(self._exec_order.walk_order(backward=True)) for unit in group
         }
 
-    @property
-    def digest(self) -> int:
-        """Digest of this step's on-demand all-gathers, which no order contains. Reading it resets it."""
+    def take_digest(self) -> int:
+        """Return the digest of this step's all-gathers on demand, those of uses that are not in the agreed
+        order, and reset it. Equal on ranks that share the units."""
         digest, self._digest = self._digest, 0
         return digest
 
     def _begin(self, *, backward: bool) -> None:
         if self._reshards:
             uses = self._exec_order.walk_order(backward=backward)
-            self._walk = PrefetchWalk(uses, self._prefetch, self._kept, reshards=not self._keep_unsharded)
+            self._walk = PrefetchWalk(
+                uses, self._prefetch, self._kept_between_passes, reshards=not self._unshards_once
+            )
             recording = not self._has_agreed and (backward or torch.is_grad_enabled())
             self._record = [] if recording and backward not in self._records else None
 
-    def _end(self, keep: set[ParamGroup]) -> None:
-        """End a pass, after which exactly `keep` are unsharded on every rank (all, with `keep_unsharded`)."""
+    def _end(self, keep: set[UnitGroup]) -> None:
+        """End a pass, after which `keep` are unsharded on every rank (all, if unsharded once a step)."""
         if self._walk is None:
             return
         self.finish_walk()
         if self._record is not None:
             self._records[self._in_backward], self._record = self._record, None
         uses, self._walk = {*self._walk.uses, *self._always_unsharded}, None
-        self._kept = uses if self._keep_unsharded else keep & uses
-        for unit, param_group in list(self._unsharded.items()):
-            if param_group not in self._kept:
+        self._kept_between_passes = uses if self._unshards_once else keep & uses
+        for unit, unit_group in list(self._unsharded.items()):
+            if unit_group not in self._kept_between_passes:
                 self._reshard(unit)
 
     # --- uses
 
-    def _install_hooks(self, model: nn.Module, owners: Mapping[ParamGroup, Sequence[nn.Module]]) -> None:
-        by_owner: dict[nn.Module, list[ParamGroup]] = {}
-        for param_group in self._param_groups:
-            for module in owners[param_group]:
-                by_owner.setdefault(module, []).append(param_group)
-        for module, param_groups in by_owner.items():
-            module.register_forward_pre_hook(self._make_pre_forward(param_groups), prepend=True)
-            module.register_forward_hook(self._make_post_forward(module, param_groups), always_call=True)
+    def _install_hooks(self, model: nn.Module, owners: Mapping[UnitGroup, Sequence[nn.Module]]) -> None:
+        by_owner: dict[nn.Module, list[UnitGroup]] = {}
+        for unit_group in self._unit_groups:
+            for module in owners[unit_group]:
+                by_owner.setdefault(module, []).append(unit_group)
+        for module, unit_groups in by_owner.items():
+            module.register_forward_pre_hook(self._make_pre_forward(unit_groups), prepend=True)
+            module.register_forward_hook(self._make_post_forward(module, unit_groups), always_call=True)
         model.register_forward_pre_hook(lambda *_: self.begin_forward(), prepend=True)
         model.register_forward_hook(
             lambda _model, _inputs, output: self.end_forward(failed=output is None), always_call=True
@@ -268,75 +265,76 @@ class Unsharder:
         for module in model.modules():
             module.register_state_dict_pre_hook(_refuse_state_dict)
 
-    def _make_pre_forward(self, param_groups: list[ParamGroup]) -> Callable[..., None]:
+    def _make_pre_forward(self, unit_groups: list[UnitGroup]) -> Callable[..., None]:
         def pre_forward(*_: Any) -> None:
-            if not self.is_paused:
-                for param_group in param_groups:
-                    self._enter_forward(param_group)
+            if not self._is_paused:
+                for unit_group in unit_groups:
+                    self._enter_forward(unit_group)
 
         return pre_forward
 
-    def _enter_forward(self, param_group: ParamGroup) -> None:
-        num_before = self._num_in_forward.get(param_group, 0)
-        self._num_in_forward[param_group] = num_before + 1
+    def _enter_forward(self, unit_group: UnitGroup) -> None:
+        num_before = self._num_in_forward.get(unit_group, 0)
+        self._num_in_forward[unit_group] = num_before + 1
         if not num_before:
-            self._unshard(param_group)
+            self._unshard_for_use(unit_group)
 
-    def _make_post_forward(self, module: nn.Module, param_groups: list[ParamGroup]) -> Callable[..., None]:
+    def _make_post_forward(self, module: nn.Module, unit_groups: list[UnitGroup]) -> Callable[..., None]:
         reads_weights = not reads_no_weight_in_backward(module)
 
         def post_forward(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            if self.is_paused:
+            if self._is_paused:
                 return
-            for param_group in param_groups:
-                self._num_in_forward[param_group] = max(0, self._num_in_forward.get(param_group, 0) - 1)
+            for unit_group in unit_groups:
+                self._num_in_forward[unit_group] = max(0, self._num_in_forward.get(unit_group, 0) - 1)
             if reads_weights and torch.is_grad_enabled():
                 tensors, is_all = tensors_in(output)
                 for tensor in tensors:
                     tensor.register_hook(pre_backward)
                 if not is_all:  # no hook would signal its backward
-                    self._always_unsharded.update(param_groups)
+                    self._always_unsharded.update(unit_groups)
 
         def pre_backward(_: Tensor) -> None:
-            for param_group in param_groups:
-                self._unshard(param_group)
+            for unit_group in unit_groups:
+                self._unshard_for_use(unit_group)
 
         return post_forward
 
-    def _unshard(self, param_group: ParamGroup) -> None:
+    def _unshard_for_use(self, unit_group: UnitGroup) -> None:
         """Unshard for a use and wait (on CUDA: kernels queued from now on see the parameters)."""
-        if self._walk is not None and param_group not in self._always_unsharded:
-            index = self._walk.find(param_group)
+        if self._walk is not None and unit_group not in self._always_unsharded:
+            index = self._walk.find(unit_group)
             if index is not None:
                 self._walk_to(self._walk, index)
-            if self._record is not None and param_group not in self._record[-1:]:
-                self._record.append(param_group)
-        for unit in param_group:
+            if self._record is not None and unit_group not in self._record[-1:]:
+                self._record.append(unit_group)
+        for unit in unit_group:
             if unit not in self._unsharded and not unit.unsharded.persistent:  # on demand
-                self._digest = (31 * self._digest + self._param_groups.index(param_group) + 1) % 2**16
-                self._start_unshard(unit, param_group)
+                self._digest = (31 * self._digest + self._unit_groups.index(unit_group) + 1) % 2**16
+                self._start_all_gather(unit, unit_group)
             self._wait_for_unshard(unit)
 
-    def _walk_to(self, walk: PrefetchWalk[ParamGroup], index: int) -> None:
-        """Start the uses up to this one. Those before it are other ranks': over as soon as they start."""
+    def _walk_to(self, walk: PrefetchWalk[UnitGroup], index: int) -> None:
+        """Walk to this use. Uses before it that this rank skipped start, for the other ranks' sake, and are
+        over at once."""
         while walk.position < index:
             to_start = walk.advance()
             self._reshard_finished(walk)
-            for param_group in to_start:
-                self._start_unshard_group(param_group)
-            if self._in_backward and not self._keep_unsharded:
+            for unit_group in to_start:
+                self._prefetch_group(unit_group)
+            if self._in_backward and not self._unshards_once:
                 self._on_progress(walk.position)
             skipped = walk.uses[walk.position]
-            if walk.position < index and not self._keep_unsharded and not self._num_in_forward.get(skipped):
+            if walk.position < index and not self._unshards_once and not self._num_in_forward.get(skipped):
                 for unit in skipped:
                     if unit in self._unsharded and skipped not in walk.window[1:]:
                         self._reshard(unit)
 
-    def _on_outside_use(self, param_group: ParamGroup) -> None:
+    def _on_outside_use(self, unit_group: UnitGroup) -> None:
         """See [Note: parameters used outside their modules]."""
-        if not self._num_in_forward.get(param_group):
-            self._always_unsharded.add(param_group)
-            self._enter_forward(param_group)
+        if not self._num_in_forward.get(unit_group):
+            self._always_unsharded.add(unit_group)
+            self._enter_forward(unit_group)
 
     @contextmanager
     def watch_outside_uses(self) -> Iterator[None]:
@@ -351,39 +349,48 @@ class Unsharder:
         finally:
             self._is_watching = False
 
-    def _reshard_finished(self, walk: PrefetchWalk[ParamGroup]) -> None:
+    def _reshard_finished(self, walk: PrefetchWalk[UnitGroup]) -> None:
         """Reshard units whose uses are over. See [Note: unshard and reshard]."""
-        for unit, param_group in list(self._unsharded.items()):
+        for unit, unit_group in list(self._unsharded.items()):
             if (
-                param_group in walk.window
-                or param_group in self._always_unsharded
-                or self._num_in_forward.get(param_group)
-                or self._keep_unsharded
+                unit_group in walk.window
+                or unit_group in self._always_unsharded
+                or self._num_in_forward.get(unit_group)
+                or self._unshards_once
             ):
                 continue
-            gets_grad = unit.trains and not self._is_split  # its gradient shows when its backward is over
-            if not self._in_backward or (unit.is_complete if gets_grad else param_group in self._of_blocks):
+            gets_grad = unit.trains and not self._is_split  # complete when its backward is over
+            if not self._in_backward or (unit.is_complete if gets_grad else unit_group in self._single_owner):
                 self._reshard(unit)
 
     def on_complete(self, unit: FlatParam) -> None:
         """Reshard a unit whose gradients are complete, if its uses are over."""
-        param_group = self._unsharded.get(unit)
-        if param_group is None or self._walk is None or self._keep_unsharded or not self._in_backward:
+        unit_group = self._unsharded.get(unit)
+        if unit_group is None or self._walk is None or self._unshards_once or not self._in_backward:
             return
-        if param_group not in self._walk.window and not self._num_in_forward.get(param_group):
+        if unit_group not in self._walk.window and not self._num_in_forward.get(unit_group):
             self._reshard(unit)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Disable the model's hooks in this context: a copy of the model has them too."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
 
     # --- all-gathers
 
-    def _in_layout_order(self, param_groups: Iterable[ParamGroup]) -> list[ParamGroup]:
-        return [param_group for param_group in self._param_groups if param_group in param_groups]
+    def _in_layout_order(self, unit_groups: Iterable[UnitGroup]) -> list[UnitGroup]:
+        return [unit_group for unit_group in self._unit_groups if unit_group in unit_groups]
 
-    def _start_unshard_group(self, param_group: ParamGroup) -> None:
-        for unit in param_group:
+    def _prefetch_group(self, unit_group: UnitGroup) -> None:
+        for unit in unit_group:
             if not unit.unsharded.persistent:
-                self._start_unshard(unit, param_group)
+                self._start_all_gather(unit, unit_group)
 
-    def _start_unshard(self, unit: FlatParam, param_group: ParamGroup) -> None:
+    def _start_all_gather(self, unit: FlatParam, unit_group: UnitGroup) -> None:
         if self._shares_memory:  # see [Note: parameters in shared memory] in `flat_param.py`
             self._was_written = True
             return
@@ -394,14 +401,14 @@ class Unsharder:
         wait_for_copy = None
         if own_range.data_ptr() != unit.shard.data_ptr():  # stage 3
             wait_for_copy = self._copy_stream.copy(own_range, unit.shard)
-        if wait_for_copy is not None and self._group.size > 1:
+        if wait_for_copy is not None and self._all_gather_group.size > 1:
             wait_for_copy()
-        work = start_all_gather(unit.storage, own_range, self._group, label=unit.layout.name)
+        work = start_all_gather(unit.storage, own_range, self._all_gather_group, label=unit.layout.name)
         self._pending[unit] = (
-            wait_for_copy if wait_for_copy is not None and self._group.size == 1 else work.wait
+            wait_for_copy if wait_for_copy is not None and self._all_gather_group.size == 1 else work.wait
         )
         if not unit.unsharded.persistent:
-            self._unsharded[unit] = param_group
+            self._unsharded[unit] = unit_group
 
     def _wait_for_unshard(self, unit: FlatParam) -> None:
         wait = self._pending.pop(unit, None)

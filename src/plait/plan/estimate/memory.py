@@ -68,7 +68,7 @@ def model_state_bytes(
     numel, trained = layout.numel, layout.trained_numel
     owned = trained // shards
     offloads = plan.offload == "cpu"
-    persistent = shares or _params_stay_full(plan)
+    persistent = shares or params_stay_full(plan)
     parts = {
         "parameters": compute * (numel // shards if plan.zero == 3 or shares else numel),
         "master": owned * master if master != compute or (offloads and persistent) else 0,
@@ -88,8 +88,8 @@ def model_state_bytes(
     return _offloaded(parts, plan, sums, buffers, activation_bytes)
 
 
-def _params_stay_full(plan: Plan) -> bool:
-    """Whether full parameters stay on the device."""
+def params_stay_full(plan: Plan) -> bool:
+    """True if full parameters stay on the device."""
     return plan.zero < 3 or (plan.shard_degree == 1 and plan.offload != "cpu")
 
 

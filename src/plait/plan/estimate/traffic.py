@@ -14,19 +14,19 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 
 from plait.plan.collectives import Hosts, Send, Steps, all_reduce_steps, reduce_scatter_steps, scratch_numel
 from plait.plan.comm_log import CommCount, CommKey, Traffic, sum_traffic
 from plait.plan.compression import (
     BLOCK_BYTES,
     SUM_BYTES,
+    Factors,
     blocks_per_rank,
     compresses,
-    factor_bytes,
-    matrices,
     reduces_over_all,
 )
-from plait.plan.estimate.memory import COMPUTE_BYTES, MASTER_BYTES
+from plait.plan.estimate.memory import COMPUTE_BYTES, MASTER_BYTES, params_stay_full
 from plait.plan.grid import AXES, Grid
 from plait.plan.layout import Layout, UnitLayout
 from plait.plan.plan import Plan
@@ -159,15 +159,14 @@ def parameters_traffic(facts: RankFacts) -> dict[CommKey, CommCount]:
 def gradients_traffic(facts: RankFacts) -> dict[CommKey, CommCount]:
     """Reductions of gradients to the owners of their ranges, and between replicas of those."""
     plan, calls = facts.plan, []
-    reduction = _reduction_traffic(facts)
     for stage in facts.own.values():
         units = [unit for unit in stage.layout.units if unit.trains]
         for unit in units:
-            once = sum_traffic([_partial_grads(facts, unit), reduction.first(unit)])
+            once = sum_traffic([_partial_grads(facts, unit), _reduction(facts, unit, replicas=False)])
             times = 1 if plan.accumulates_full else plan.micro
             calls.append({key: count * times for key, count in once.items()})
-            if not reduction.covers_replicas:
-                calls.append(reduction.over_replicas(unit))
+            if not _covers_replicas(facts):
+                calls.append(_reduction(facts, unit, replicas=True))
         if _votes_on_late_grads(facts):
             calls.append(facts.calls("all-reduce", [4 * len(units)], "replicate", "shard"))
     master = MASTER_BYTES[plan.precision]
@@ -187,106 +186,46 @@ def _partial_grads(facts: RankFacts, unit: UnitLayout) -> dict[CommKey, CommCoun
 
 
 def _votes_on_late_grads(facts: RankFacts) -> bool:
-    """Whether ranks vote on late gradients; see [Note: late gradients] in `parallel/zero/grad_reduce.py`."""
+    """True if ranks vote on late gradients; see [Note: late gradients] in `parallel/zero/grad_reduce.py`."""
     plan = facts.plan
-    persistent = plan.zero < 3 or facts.transport.shares or (plan.shard_degree == 1 and plan.offload != "cpu")
+    persistent = facts.transport.shares or params_stay_full(plan)
     return not (persistent or plan.reshard == "step" or plan.keeps_full_grads)
 
 
-@dataclass(frozen=True)
-class _DefaultTraffic:
-    """Gradients sent uncompressed, possibly rounded."""
-
-    facts: RankFacts
-
-    @property
-    def covers_replicas(self) -> bool:
-        return self.facts.transport.exchanges
-
-    def first(self, unit: UnitLayout) -> dict[CommKey, CommCount]:
-        sizes = [unit.numel * self._size(self.facts.transport.grad_itemsize)]
-        if self.covers_replicas:
-            return self.facts.calls("exchange", sizes, "replicate", channel="reductions")
-        return self.facts.calls("reduce-scatter", sizes, "shard", channel="reductions")
-
-    def over_replicas(self, unit: UnitLayout) -> dict[CommKey, CommCount]:
-        size = self._size(MASTER_BYTES[self.facts.plan.precision])
-        return self.facts.calls("all-reduce", [unit.range_numel * size], "replicate", channel="reductions")
-
-    def _size(self, wide: int) -> int:
-        return 2 if _rounds(self.facts.plan) else wide
+def _covers_replicas(facts: RankFacts) -> bool:
+    """True if a unit's first reduction is over replicas too."""
+    plan = facts.plan
+    if compresses(plan):
+        return reduces_over_all(plan)
+    named = plan.algorithm != "auto" and plan.dp > 1
+    return plan.algorithm_reduces_all if named else facts.transport.exchanges
 
 
-@dataclass(frozen=True)
-class _CompressedTraffic:
-    """Gradients sent in codes: to the owners, and back where all ranks need all."""
-
-    facts: RankFacts
-
-    @property
-    def covers_replicas(self) -> bool:
-        return reduces_over_all(self.facts.plan)
-
-    def first(self, unit: UnitLayout) -> dict[CommKey, CommCount]:
-        axes = ("replicate", "shard") if self.covers_replicas else ("shard",)
-        return self._sum(unit.numel, axes, scattered=not self.covers_replicas)
-
-    def over_replicas(self, unit: UnitLayout) -> dict[CommKey, CommCount]:
-        return self._sum(unit.range_numel, ("replicate",), scattered=False)
-
-    def _sum(self, numel: int, axes: tuple[str, ...], *, scattered: bool) -> dict[CommKey, CommCount]:
-        ranks = self.facts.grid.degree(*axes)
-        size = ranks * blocks_per_rank(numel, ranks) * BLOCK_BYTES[self.facts.plan.reduce]
-        ops = ["all-to-all"] if scattered else ["all-to-all", "all-gather"]
-        return sum_traffic(self.facts.calls(op, [size], *axes, channel="reductions") for op in ops)
-
-
-@dataclass(frozen=True)
-class _PowerSGDTraffic:
-    """Gradients sent as two thin factors."""
-
-    facts: RankFacts
-    covers_replicas: bool = True
-
-    def first(self, unit: UnitLayout) -> dict[CommKey, CommCount]:
-        rank = self.facts.plan.powersgd_rank
-        assert rank is not None, "powersgd without a rank"
-        right = SUM_BYTES * rank * sum(matrix.columns for matrix in matrices(unit, rank))
-        sizes = [factor_bytes(unit, rank), right]
-        return self.facts.calls("all-reduce", sizes, "replicate", "shard", channel="reductions")
-
-    def over_replicas(self, unit: UnitLayout) -> dict[CommKey, CommCount]:
-        raise AssertionError(f"{unit.name} is already reduced over replicas")
-
-
-@dataclass(frozen=True)
-class _AlgorithmTraffic:
-    """Gradients reduced by a named algorithm, in sends and receives."""
-
-    facts: RankFacts
-
-    @property
-    def covers_replicas(self) -> bool:
-        return self.facts.plan.algorithm_reduces_all
-
-    def first(self, unit: UnitLayout) -> dict[CommKey, CommCount]:
-        return self._moves(
-            unit.numel, "replicate" if self.covers_replicas else "shard", scatter=not self.covers_replicas
-        )
-
-    def over_replicas(self, unit: UnitLayout) -> dict[CommKey, CommCount]:
-        return self._moves(unit.range_numel, "replicate", scatter=False)
-
-    def _moves(self, numel: int, axis: str, *, scatter: bool) -> dict[CommKey, CommCount]:
-        plan = self.facts.plan
+def _reduction(facts: RankFacts, unit: UnitLayout, *, replicas: bool) -> dict[CommKey, CommCount]:
+    """One reduction of a unit's gradients to the owners of their ranges, or of these ranges over replicas."""
+    plan, covers = facts.plan, _covers_replicas(facts)
+    numel, scatter = unit.range_numel if replicas else unit.numel, not (replicas or covers)
+    axes: tuple[str, ...] = ("shard",) if scatter else ("replicate",)
+    sizes: dict[str, list[int]]  # of messages, by operation
+    if plan.powersgd_rank is not None:  # two thin factors
+        axes, rank = ("replicate", "shard"), plan.powersgd_rank
+        factors = Factors.of_unit(unit, rank)
+        sizes = {"all-reduce": [factors.left_bytes, SUM_BYTES * factors.right_numel]}
+    elif compresses(plan):  # codes: to the owners, and back where all ranks need all
+        axes = axes if replicas or scatter else ("replicate", "shard")
+        ranks = facts.grid.degree(*axes)
+        size = ranks * blocks_per_rank(numel, ranks) * BLOCK_BYTES[plan.reduce]
+        sizes = {op: [size] for op in ("all-to-all", "all-gather")[: 1 if scatter else 2]}
+    elif plan.algorithm != "auto" and plan.dp > 1:
         size = 2 if _rounds(plan) else MASTER_BYTES[plan.precision]
-        moves = [move for step in reduction_steps(self.facts, numel, axis, scatter=scatter) for move in step]
-        sent = [(m.stop - m.start) * size for m in moves if isinstance(m, Send)]
-        received = [(m.stop - m.start) * size for m in moves if not isinstance(m, Send)]
-        return sum_traffic(
-            self.facts.calls(op, sizes, axis, channel="reductions")
-            for op, sizes in (("send", sent), ("receive", received))
-        )
+        sizes = {"send": [], "receive": []}
+        for move in chain.from_iterable(reduction_steps(facts, numel, *axes, scatter=scatter)):
+            sizes["send" if isinstance(move, Send) else "receive"].append((move.stop - move.start) * size)
+    else:
+        wide = MASTER_BYTES[plan.precision] if replicas else facts.transport.grad_itemsize
+        op = "all-reduce" if replicas else "exchange" if covers else "reduce-scatter"
+        sizes = {op: [numel * (2 if _rounds(plan) else wide)]}
+    return sum_traffic(facts.calls(op, of_op, *axes, channel="reductions") for op, of_op in sizes.items())
 
 
 def reduction_steps(facts: RankFacts, numel: int, axis: str, *, scatter: bool) -> Steps:
@@ -324,17 +263,6 @@ def _rounds(plan: Plan) -> bool:
     return plan.reduce == "bf16" and plan.dp > 1
 
 
-def _reduction_traffic(
-    facts: RankFacts,
-) -> _DefaultTraffic | _CompressedTraffic | _PowerSGDTraffic | _AlgorithmTraffic:
-    plan = facts.plan
-    if compresses(plan):
-        return _CompressedTraffic(facts) if plan.powersgd_rank is None else _PowerSGDTraffic(facts)
-    if plan.algorithm != "auto" and plan.dp > 1:
-        return _AlgorithmTraffic(facts)
-    return _DefaultTraffic(facts)
-
-
 # --- between stages, and once a step
 
 
@@ -343,31 +271,19 @@ def stages_traffic(facts: RankFacts) -> dict[CommKey, CommCount]:
     messages = []
     rank_of, here, last = facts.schedule.rank_of, facts.pp_coord, len(facts.stages) - 1
     for kind, stage, _ in facts.actions:
-        if kind is Kind.F and stage < last:
+        for boundary in (stage, stage - 1):  # a boundary is named by the stage before it
+            if kind is Kind.W or not 0 <= boundary < last or rank_of[boundary] == rank_of[boundary + 1]:
+                continue
+            is_forward, before, after = kind is Kind.F, rank_of[boundary], rank_of[boundary + 1]
+            source, target = (before, after) if is_forward else (after, before)
+            content = "activations" if is_forward else "gradients"
+            of_boundary = facts.stages[boundary]
+            sizes = [size for size in (of_boundary.output if is_forward else of_boundary.gradient) if size]
+            channel = f"{content} from stage rank {source} to {target}"
             messages.append(
-                _message(facts, "activations", here, rank_of[stage + 1], facts.stages[stage].output)
-            )
-        if kind is Kind.F and stage:
-            sizes = facts.stages[stage - 1].output
-            messages.append(_message(facts, "activations", rank_of[stage - 1], here, sizes))
-        if kind is Kind.B and stage:
-            sizes = facts.stages[stage - 1].gradient
-            messages.append(_message(facts, "gradients", here, rank_of[stage - 1], sizes))
-        if kind is Kind.B and stage < last:
-            messages.append(
-                _message(facts, "gradients", rank_of[stage + 1], here, facts.stages[stage].gradient)
+                facts.calls("send" if source == here else "receive", sizes, "pp", channel=channel)
             )
     return sum_traffic(messages)
-
-
-def _message(
-    facts: RankFacts, content: str, source: int, target: int, sizes: Sequence[int]
-) -> dict[CommKey, CommCount]:
-    if source == target:
-        return {}
-    op = "send" if source == facts.pp_coord else "receive"
-    channel = f"{content} from stage rank {source} to {target}"
-    return facts.calls(op, [size for size in sizes if size], "pp", channel=channel)
 
 
 def per_step_traffic(facts: RankFacts) -> dict[CommKey, CommCount]:

@@ -3,15 +3,8 @@
 from plait.plan.schedule.action import Action, B, F, Kind, Schedule, W
 from plait.plan.schedule.generators import GENERATORS, make_schedule
 from plait.plan.schedule.load import forwards_only, one_micro_batch
-from plait.plan.schedule.simulate import (
-    Durations,
-    Span,
-    Timeline,
-    peak_activation_bytes,
-    peak_bytes,
-    simulate,
-)
-from plait.plan.schedule.validate import ScheduleNeeds, check
+from plait.plan.schedule.simulate import Durations, Span, Timeline, simulate
+from plait.plan.schedule.validate import ScheduleNeeds, check, peak_activation_bytes
 
 __all__ = [
     "GENERATORS",
@@ -30,6 +23,5 @@ __all__ = [
     "make_schedule",
     "one_micro_batch",
     "peak_activation_bytes",
-    "peak_bytes",
     "simulate",
 ]

@@ -118,7 +118,7 @@ class Schedule:
 
     @property
     def trains(self) -> bool:
-        """Whether there are backwards."""
+        """True if there are backwards."""
         return any(action.kind is not Kind.F for _, action in self)
 
     def __str__(self) -> str:

@@ -1,12 +1,12 @@
 """Simulated timing of schedules: when every action starts and ends, given the durations of actions."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from plait.errors import ScheduleError
 from plait.plan.schedule.action import Action, Kind, Schedule
-from plait.plan.schedule.validate import check, dependencies, live_activations, run_untimed
+from plait.plan.schedule.validate import check, dependencies, run_untimed
 
 
 @dataclass(frozen=True)
@@ -84,11 +84,6 @@ class Timeline:
         return self.total - self.busy(rank)
 
     @property
-    def ideal(self) -> float:
-        """The time without any waiting: that of the busiest rank."""
-        return max((self.busy(rank) for rank in range(len(self.ranks))), default=0.0)
-
-    @property
     def bubble_fraction(self) -> float:
         """Fraction of the total time of all ranks that is idle."""
         if not self.total:
@@ -120,40 +115,6 @@ def simulate(schedule: Schedule, durations: Durations) -> Timeline:
         ended[action] = free[rank] = end
         spans[rank].append(Span(action, start, end))
     return Timeline.from_spans(schedule, spans)
-
-
-def peak_bytes(schedule: Schedule, bytes_of_stage: Sequence[float]) -> tuple[float, ...]:
-    """Peak bytes of saved activations on each rank.
-
-    bytes_of_stage   what one micro-batch's forward saves, by stage; held until its backward, or the
-                     weight-gradient part, has ended. Independent of durations: it follows from the order of a
-                     rank's actions
-    """
-    return tuple(
-        max(live_activations(schedule, actions, bytes_of_stage), default=0.0) for actions in schedule.ranks
-    )
-
-
-def peak_activation_bytes(
-    schedule: Schedule, rank: int, kept: Mapping[int, tuple[int, int] | None]
-) -> int | None:
-    """Peak bytes over a rank's actions. `kept`: for each of its stages, what one micro-batch keeps from its
-    forward to its backward, and from there to the weight-gradient part; None if unknown."""
-    peak = now = 0
-    for action in schedule.ranks[rank]:
-        of_stage = kept[action.stage]
-        if of_stage is None:
-            return None
-        saved, deferred = of_stage
-        splits = (action.stage, action.micro) in schedule.split
-        if action.kind is Kind.F:
-            now += saved
-        elif action.kind is Kind.B:
-            now += (deferred if splits else 0) - saved
-        else:
-            now -= deferred
-        peak = max(peak, now)
-    return peak
 
 
 def _check_durations(schedule: Schedule, durations: Durations) -> None:

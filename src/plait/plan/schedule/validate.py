@@ -11,7 +11,7 @@ follows.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from plait.errors import ScheduleError
@@ -21,30 +21,22 @@ _COLUMNS = 5  # shown on either side of the marked cell
 _ROWS = 4
 
 
-def cell_error(
-    schedule: Schedule,
-    rank: int,
-    position: int,
-    fact: str,
-    *,
-    given: str = "",
-    expected: str | None = None,
-    hint: str | None = None,
+def _cell_error(
+    schedule: Schedule, rank: int, position: int, fact: str, *, given: str = "", expected: str | None = None
 ) -> ScheduleError:
     """An error that marks one cell of the grid. `given` adds details to the position."""
     actions = schedule.ranks[rank]
     action = f"{actions[position]} " if position < len(actions) else ""
     where = f"{action}at position {position} of rank {rank}, counted from 0"
-    grid = marked_grid(schedule, rank, position)
+    grid = _marked_grid(schedule, rank, position)
     return ScheduleError(
         fact,
         given="\n".join((f"{where}: {given}" if given else where, *(f"    {line}" for line in grid))),
         expected=expected,
-        hint=hint,
     )
 
 
-def marked_grid(schedule: Schedule, rank: int, position: int) -> list[str]:
+def _marked_grid(schedule: Schedule, rank: int, position: int) -> list[str]:
     """Lines of the ranks around a cell, with the positions around it as columns; the cell as `>F1.2<`."""
     first, stop = max(0, position - _COLUMNS), position + _COLUMNS + 1
     rows = range(max(0, rank - _ROWS), min(schedule.num_ranks, rank + _ROWS + 1))
@@ -112,88 +104,70 @@ def run_untimed(schedule: Schedule) -> UntimedRun:
     return UntimedRun(tuple(order), stuck)
 
 
-def live_activations(
-    schedule: Schedule, actions: Iterable[Action], sizes: Sequence[float]
-) -> Iterator[float]:
-    """Yield the size of the live activations during each of some actions, in order.
-
-    sizes    of one micro-batch's activations, by stage
-
-    They live from a forward's start to the end of their last use: the backward, or its weight-gradient part.
-    Forwards without a backward keep nothing.
-    """
-    now, last = 0.0, Kind.B if schedule.trains else Kind.F
-    for kind, stage, micro in actions:
+def peak_activation_bytes(
+    schedule: Schedule, rank: int, kept: Mapping[int, tuple[int, int] | None]
+) -> int | None:
+    """Peak bytes over a rank's actions. `kept`: for each of its stages, what one micro-batch keeps from its
+    forward to its backward, and from there to the weight-gradient part; None if unknown. Forwards without a
+    backward keep nothing."""
+    peak = now = 0
+    for kind, stage, micro in schedule.ranks[rank]:
+        of_stage = kept[stage]
+        if of_stage is None:
+            return None
+        saved, deferred = of_stage
         if kind is Kind.F:
-            now += sizes[stage]
-        yield now
-        if kind is Kind.W or (kind is last and (stage, micro) not in schedule.split):
-            now -= sizes[stage]
+            now = saved + (now if schedule.trains else 0)
+        elif kind is Kind.B:
+            now += (deferred if (stage, micro) in schedule.split else 0) - saved
+        else:
+            now -= deferred
+        peak = max(peak, now)
+    return peak
 
 
 @dataclass(frozen=True)
 class ScheduleNeeds:
-    """Resources that a valid schedule needs.
+    """Resources that a valid schedule needs, by rank.
 
-    in_flight         by rank: peak number of (stage, micro-batch) whose activations are live, from the
-                      forward's start to the end of the backward, or its weight-gradient part
-    stage_in_flight   the same in micro-batches, by stage
-    buffers           by rank: peak number of messages received or posted and not yet used. More than one or
-                      two if a channel's order differs from the order of use
+    in_flight   peak number of (stage, micro-batch) whose activations are live, from the forward's start to
+                the end of the backward, or its weight-gradient part
+    buffers     peak number of messages received or posted and not yet used. More than one or two if a
+                channel's order differs from the order of use
     """
 
     in_flight: tuple[int, ...]
-    stage_in_flight: tuple[int, ...]
     buffers: tuple[int, ...]
 
 
-def check(schedule: Schedule, *, bounds: Sequence[int] | None = None) -> ScheduleNeeds:
-    """Raise ScheduleError for a schedule that cannot run, or holds more than `bounds` activations, by rank.
+def check(schedule: Schedule) -> ScheduleNeeds:
+    """Raise ScheduleError for a schedule that cannot run.
 
     Every stage is on one rank; every stage runs every micro-batch's forward once, and if the schedule trains
     its backward once and the weight-gradient part at most once; no action waits for itself.
     """
-    _check_ranks(schedule, bounds)
+    if not schedule.ranks:
+        raise ScheduleError("the schedule has no ranks", given="no lines", expected="rank 0: F0.0 ...")
+    for rank, actions in enumerate(schedule.ranks):
+        if not actions:
+            fact = f"rank {rank} has no actions"
+            raise _cell_error(schedule, rank, 0, fact, expected="a stage on every rank")
     _check_stage_ranks(schedule)
     _check_once(schedule)
     _check_complete(schedule)
     run = run_untimed(schedule)
     if run.stuck:
         raise _deadlock(schedule, run)
-    ones = [1] * schedule.num_stages
-    amounts = [list(live_activations(schedule, actions, ones)) for actions in schedule.ranks]
-    for rank, bound in enumerate(bounds or ()):
-        over = next((at for at, amount in enumerate(amounts[rank]) if amount > bound), None)
-        if over is not None:
-            raise cell_error(
-                schedule,
-                rank,
-                over,
-                f"rank {rank} holds more activations than its bound",
-                given=f"{int(amounts[rank][over])} forwards whose backward has not ended",
-                expected=f"at most {bound}",
-            )
-    return ScheduleNeeds(
-        tuple(int(max(amount)) for amount in amounts),
-        _stage_in_flight(schedule),
-        _buffers(schedule),
-    )
+    ones = dict.fromkeys(range(schedule.num_stages), (1, 1))
+    peaks = (peak_activation_bytes(schedule, rank, ones) for rank in range(schedule.num_ranks))
+    return ScheduleNeeds(tuple(peak or 0 for peak in peaks), _buffers(schedule))
 
 
-def _check_ranks(schedule: Schedule, bounds: Sequence[int] | None) -> None:
-    if not schedule.ranks:
-        raise ScheduleError("the schedule has no ranks", given="no lines", expected="rank 0: F0.0 ...")
+def _cells(schedule: Schedule) -> Iterator[tuple[int, int, Action]]:
+    """Yield (rank, position, action)."""
     for rank, actions in enumerate(schedule.ranks):
-        if not actions:
-            raise cell_error(
-                schedule, rank, 0, f"rank {rank} has no actions", expected="a stage on every rank"
-            )
-    if bounds is not None and len(bounds) != schedule.num_ranks:
-        raise ScheduleError(
-            "bounds needs one number per rank",
-            given=str(list(bounds)),
-            expected=f"{schedule.num_ranks} numbers",
-        )
+        for position, action in enumerate(actions):
+            yield rank, position, action
 
 
 def _check_stage_ranks(schedule: Schedule) -> None:
@@ -203,52 +177,33 @@ def _check_stage_ranks(schedule: Schedule) -> None:
     for (stage, rank), count in counts.items():
         if stage not in home or count > counts[stage, home[stage]]:
             home[stage] = rank
-    if len(counts) == len(home):
-        return
-    for rank, actions in enumerate(schedule.ranks):
-        for position, action in enumerate(actions):
-            if home[action.stage] != rank:
-                raise cell_error(
-                    schedule,
-                    rank,
-                    position,
-                    f"stage {action.stage} is on two ranks",
-                    expected=f"all of its actions on one rank, such as rank {home[action.stage]}",
-                )
+    for rank, position, action in _cells(schedule) if len(counts) > len(home) else ():
+        if home[action.stage] != rank:
+            fact = f"stage {action.stage} is on two ranks"
+            expected = f"all of its actions on one rank, such as rank {home[action.stage]}"
+            raise _cell_error(schedule, rank, position, fact, expected=expected)
 
 
 def _check_once(schedule: Schedule) -> None:
-    for rank, actions in enumerate(schedule.ranks):
-        first: dict[Action, int] = {}
-        for position, action in enumerate(actions):
-            if first.setdefault(action, position) != position:
-                raise cell_error(
-                    schedule,
-                    rank,
-                    position,
-                    f"{action} appears twice",
-                    expected=f"once; the first is at position {first[action]}",
-                )
+    first: dict[Action, int] = {}  # on one rank, as all actions of its stage
+    for rank, position, action in _cells(schedule):
+        if first.setdefault(action, position) != position:
+            expected = f"once; the first is at position {first[action]}"
+            raise _cell_error(schedule, rank, position, f"{action} appears twice", expected=expected)
 
 
 def _check_complete(schedule: Schedule) -> None:
     """Check that every forward and, if the schedule trains, every backward exists. `W` is optional."""
     present = {action for _, action in schedule}
+    stages, micros = schedule.num_stages, schedule.num_micros
     for kind in (Kind.F, Kind.B) if schedule.trains else (Kind.F,):
-        num = sum(action.kind is kind for action in present)
-        if num == schedule.num_stages * schedule.num_micros:
+        if sum(action.kind is kind for action in present) == stages * micros:
             continue
-        pairs = ((s, m) for s in range(schedule.num_stages) for m in range(schedule.num_micros))
+        pairs = ((stage, micro) for stage in range(stages) for micro in range(micros))  # may be billions
         missing = next(action for pair in pairs if (action := Action(kind, *pair)) not in present)
-        rank, position = _closest_cell(schedule, missing)
-        raise cell_error(
-            schedule,
-            rank,
-            position,
-            f"{missing} is missing",
-            expected=f"stages 0 to {schedule.num_stages - 1} each with micro-batches 0 to "
-            f"{schedule.num_micros - 1}",
-        )
+        expected = f"stages 0 to {stages - 1} each with micro-batches 0 to {micros - 1}"
+        cell = _closest_cell(schedule, missing)
+        raise _cell_error(schedule, *cell, f"{missing} is missing", expected=expected)
 
 
 def _closest_cell(schedule: Schedule, missing: Action) -> tuple[int, int]:
@@ -257,14 +212,14 @@ def _closest_cell(schedule: Schedule, missing: Action) -> tuple[int, int]:
     kind, stage, micro = missing
     after = F(stage + 1, micro) if kind is Kind.F else B(stage - 1, micro)
     related = (B(stage, micro), after, W(stage, micro), F(stage, micro))
-    cells = [(rank, at) for rank, row in enumerate(schedule.ranks) for at in range(len(row))]
 
-    def distance(cell: tuple[int, int]) -> tuple[int, bool, bool]:
-        action = schedule.ranks[cell[0]][cell[1]]
+    def distance(cell: tuple[int, int, Action]) -> tuple[int, bool, bool]:
+        action = cell[2]
         close = related.index(action) if action in related else len(related)
         return close, action.stage != stage, action.micro != micro
 
-    return min(cells, key=distance)
+    rank, position, _ = min(_cells(schedule), key=distance)
+    return rank, position
 
 
 def _deadlock(schedule: Schedule, run: UntimedRun) -> ScheduleError:
@@ -279,7 +234,7 @@ def _deadlock(schedule: Schedule, run: UntimedRun) -> ScheduleError:
     cycle = cycle[start:] + cycle[:start]
     position, need = run.stuck[cycle[0]]
     if len(cycle) == 1:
-        return cell_error(
+        return _cell_error(
             schedule,
             cycle[0],
             position,
@@ -291,7 +246,7 @@ def _deadlock(schedule: Schedule, run: UntimedRun) -> ScheduleError:
         f"at {at[rank]} waits for {run.stuck[rank][1]} of rank {to}"
         for rank, to in zip(cycle, cycle[1:] + cycle[:1], strict=True)
     ]
-    return cell_error(
+    return _cell_error(
         schedule,
         cycle[0],
         position,
@@ -299,14 +254,6 @@ def _deadlock(schedule: Schedule, run: UntimedRun) -> ScheduleError:
         given=f"rank {cycle[0]} " + ", which ".join(waits),
         expected="an order in which every action comes after its dependencies",
     )
-
-
-def _stage_in_flight(schedule: Schedule) -> tuple[int, ...]:
-    stages: list[list[Action]] = [[] for _ in range(schedule.num_stages)]
-    for _, action in schedule:
-        stages[action.stage].append(action)
-    ones = [1] * schedule.num_stages
-    return tuple(int(max(live_activations(schedule, actions, ones))) for actions in stages)
 
 
 def _buffers(schedule: Schedule) -> tuple[int, ...]:

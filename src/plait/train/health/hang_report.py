@@ -36,6 +36,10 @@ class RankStatus:
     within: str = ""
     dumped: bool = False
 
+    @property
+    def activity(self) -> str:
+        return f"in {self.phase}" + (f", in {self.within}" if self.within else "")
+
     def write(self, path: Path) -> None:
         """Write the first line of the file in place. Raises OSError.
 
@@ -98,13 +102,12 @@ def _describe(
     for status in blocking[:_MAX_SHOWN]:
         when = f"for {status.since_s:.0f} s" if status.dumped else "at its last status"
         why = "" if status.dumped else f"; {_why_silent(status, folder, host)}"
-        lines.append(
-            f"rank {status.rank} (process {status.pid} on {status.host}): {_activity(status)} {when}{why}"
-        )
+        process = f"(process {status.pid} on {status.host})"
+        lines.append(f"rank {status.rank} {process}: {status.activity} {when}{why}")
     others: dict[str, list[int]] = {}
     for status in statuses:
         if status not in blocking:
-            others.setdefault(_activity(status), []).append(status.rank)
+            others.setdefault(status.activity, []).append(status.rank)
     return lines + [f"{name_ranks(ranks)}: {what}" for what, ranks in [*others.items()][:_MAX_SHOWN]]
 
 
@@ -120,9 +123,8 @@ def stacks_file(folder: Path, rank: int) -> Path:
 
 def has_stacks(folder: Path, rank: int) -> bool:
     try:
-        with stacks_file(folder, rank).open(
-            "rb"
-        ) as file:  # opening makes a network file system ask its server
+        # opening makes a network file system ask its server
+        with stacks_file(folder, rank).open("rb") as file:
             return bool(file.read(1))
     except OSError:
         return False
@@ -132,11 +134,6 @@ def name_ranks(ranks: Sequence[int]) -> str:
     """Format as "rank 3" or "ranks 0, 1, 2"."""
     shown = ", ".join(map(str, ranks[:_MAX_SHOWN])) + (", ..." if len(ranks) > _MAX_SHOWN else "")
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}"
-
-
-def _activity(status: RankStatus) -> str:
-    within = f", in {status.within}" if status.within else ""
-    return f"in {status.phase}{within}"
 
 
 def _why_silent(status: RankStatus, folder: Path, host: str) -> str:

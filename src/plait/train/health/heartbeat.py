@@ -32,8 +32,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 
 from plait.comm import World
 from plait.errors import CommError, RunError
@@ -62,9 +62,14 @@ class Heartbeat:
     def __init__(self, folder: Path, world: World, limit_s: float) -> None:
         """`folder`: for stacks, the same on all hosts. `limit_s`: between beats; 0 means no limit."""
         self._folder = folder
+        self._alarm = folder / "alarm"  # from the start, empty: on shared file systems new files appear late
+        self._stacks = stacks_file(folder, world.rank)
         self._world = world
         self._limit_s = limit_s
         self._poll_s = min(_MAX_POLL_S, max(_MIN_POLL_S, limit_s / 20))
+        self._grace_s = 2 * self._poll_s + 0.5  # of the timer: a thread that can poll acts first
+        # how long to wait for the other ranks' stacks, including those that the timer dumps
+        self._gather_s = self._grace_s + 2 * self._poll_s + 1.0
         self._current = (0, "startup", SLOW_FACTOR)  # step, phase, factor of the limit
         self._status = RankStatus(world.rank, socket.gethostname(), os.getpid())
         self._stop = threading.Event()
@@ -88,7 +93,7 @@ class Heartbeat:
                 self._alarm.touch()
             self._world.barrier()
             self._folder.mkdir(exist_ok=True)
-            self._file = stacks_file(self._folder, self._world.rank).open("w")
+            self._file = self._stacks.open("w")
             self._write_status(0.0)
         except OSError as error:
             raise RunError("cannot write the run's stacks", given=f"{self._folder}: {error}") from error
@@ -97,9 +102,7 @@ class Heartbeat:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._thread is None:
             return
         if isinstance(error, CommError):
@@ -113,7 +116,9 @@ class Heartbeat:
         faulthandler.cancel_dump_traceback_later()
         self._file.close()
         if isinstance(error, CommError):
-            raise self._with_stacks(error) from error
+            stacks = describe_stacks(self._folder, range(self._world.size))
+            hints = (error.hint, f"look at the stacks of all threads: {stacks}")
+            error.hint = "\n            ".join(str(hint) for hint in hints if hint is not None)
         if not self._has_dumped:
             self._remove_files()
 
@@ -139,11 +144,6 @@ class Heartbeat:
         limit_s = self._limit_s * factor
         faulthandler.dump_traceback_later(limit_s + self._grace_s, file=self._file, exit=True)
 
-    @property
-    def _grace_s(self) -> float:
-        """The timer's extra time: a thread that can poll acts first."""
-        return 2 * self._poll_s + 0.5
-
     def _end(self, age_s: float) -> None:
         """End this process, whatever the training thread does. The first rank here writes the report."""
         self._raise_alarm(_HANG)
@@ -162,11 +162,6 @@ class Heartbeat:
         os.write(descriptor, text)
         os._exit(_EXIT_CODE)
 
-    @property
-    def _gather_s(self) -> float:
-        """How long to wait for the other ranks' stacks, including those that the timer dumps."""
-        return self._grace_s + 2 * self._poll_s + 1.0
-
     def _gather(self, timeout_s: float) -> list[RankStatus]:
         """Wait for the stacks of all ranks, and return their statuses."""
         ranks = range(self._world.size)
@@ -180,21 +175,7 @@ class Heartbeat:
             while not condition() and time.monotonic() < until_s:
                 time.sleep(0.05)
 
-    def _with_stacks(self, error: CommError) -> CommError:
-        hint = f"look at the stacks of all threads: {describe_stacks(self._folder, range(self._world.size))}"
-        return CommError(
-            error.fact,
-            given=error.given,
-            expected=error.expected,
-            hint=hint if error.hint is None else f"{error.hint}\n            {hint}",
-        )
-
     # --- files
-
-    @property
-    def _alarm(self) -> Path:
-        """Exists from the start, empty: on shared file systems new files appear late on other hosts."""
-        return self._folder / "alarm"
 
     def _raise_alarm(self, what: str) -> None:
         with contextlib.suppress(OSError):
@@ -215,18 +196,15 @@ class Heartbeat:
     def _write_status(self, age_s: float) -> None:
         """Write this rank's status; the file is closed each time, which makes it visible to other hosts."""
         (step, phase, _), what = self._current, self._world.clock.current
-        within = "" if what is None else str(what)
+        status = replace(self._status, step=step, phase=phase, since_s=age_s, dumped=self._has_dumped)
         with contextlib.suppress(OSError):
-            path = stacks_file(self._folder, self._world.rank).with_suffix(".json")
-            own = self._status
-            RankStatus(own.rank, own.host, own.pid, step, phase, age_s, within, self._has_dumped).write(path)
+            replace(status, within="" if what is None else str(what)).write(self._stacks.with_suffix(".json"))
 
     def _remove_files(self) -> None:
         """Remove this rank's files after training without a hang."""
-        stacks = stacks_file(self._folder, self._world.rank)
         with contextlib.suppress(OSError):
-            stacks.unlink()
-            stacks.with_suffix(".json").unlink()
+            self._stacks.unlink()
+            self._stacks.with_suffix(".json").unlink()
             if self._world.rank == 0:
                 self._alarm.unlink()
             self._folder.rmdir()  # succeeds on the last rank

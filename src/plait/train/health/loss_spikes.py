@@ -25,11 +25,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-
 from plait import checkpoint
 from plait.checkpoint import step_of
-from plait.comm import World, broadcast
+from plait.comm import World, broadcast_text
+from plait.engine.engine import StepResult
 from plait.errors import RunError
 from plait.train.config import RunConfig
 
@@ -40,8 +39,11 @@ _MIN_DEVIATION = 0.01  # of the median
 class LossSpikeGuard:
     """Detects loss spikes and tracks skipped batches. Every rank makes the same calls."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, folder: Path, world: World) -> None:
+        """`folder`: of the checkpoints."""
         self._config = config
+        self._folder = folder
+        self._world = world
         self._recent: deque[float] = deque(maxlen=config.spike_window)
         self._skipped: list[tuple[int, int]] = []  # ranges of batches, end excluded
         self._rollbacks = 0
@@ -53,16 +55,15 @@ class LossSpikeGuard:
         """Batches skipped so far: the next batch's number minus its step's."""
         return sum(end - begin for begin, end in self._skipped)
 
-    def observe(
-        self, step: int, loss: float, *, skipped: bool, folder: Path, world: World, wait: Callable[[], None]
-    ) -> str | None:
+    def observe(self, step: int, result: StepResult, wait: Callable[[], None]) -> str | None:
         """Judge the loss of step number `step`, and return a message to log, if any.
 
-        Sets `rollback_to` if there is a spike and a checkpoint. `folder` contains the checkpoints; `wait`
-        waits for a save in progress, which may remove one. Raises RunError for one spike too many.
+        Sets `rollback_to` if there is a spike and a checkpoint. `wait` waits for a save in progress, which
+        may remove one. Raises RunError for one spike too many.
         """
-        if not self._config.spike_factor or skipped:
+        if not self._config.spike_factor or result.skipped:
             return None
+        loss = result.loss
         typical = self._typical()
         if typical is None or loss <= typical[0] + self._config.spike_factor * typical[1]:
             self._recent.append(loss)
@@ -77,7 +78,7 @@ class LossSpikeGuard:
             )
         self._spike = (self._rollbacks + 1, step + self.num_skipped + self._config.spike_skip)
         wait()
-        self.rollback_to = self._earlier(folder, step - 1 - self._config.spike_window, world)
+        self.rollback_to = self._earlier(step - 1 - self._config.spike_window)
         if self.rollback_to is None:
             self._recent.append(loss)
             return f"{fact}; there is no checkpoint to roll back to"
@@ -111,11 +112,11 @@ class LossSpikeGuard:
         deviation = _MAD_TO_STD * median(abs(loss - middle) for loss in self._recent)
         return middle, max(deviation, _MIN_DEVIATION * abs(middle))
 
-    def _earlier(self, folder: Path, step: int, world: World) -> Path | None:
+    def _earlier(self, step: int) -> Path | None:
         """Return the newest checkpoint up to `step`, else the oldest one, as seen by rank 0. Collective."""
-        paths = checkpoint.steps(folder) if world.rank == 0 else []
+        world = self._world
+        paths = checkpoint.steps(self._folder) if world.rank == 0 else []
         candidates = [path for path in paths if (step_of(path) or 0) <= step][-1:] or paths[:1]
-        chosen = torch.tensor([step_of(candidates[0]) if candidates else -1], device=world.device)
-        broadcast(chosen, world.group)
-        number = int(chosen.item())
-        return None if number < 0 else checkpoint.step_path(folder, number)
+        chosen = candidates[0].name if candidates else ""
+        name = broadcast_text(0, chosen, world.group, world.device)
+        return self._folder / name if name else None

@@ -14,11 +14,10 @@ from statistics import median
 
 import torch
 
-from plait.comm import World, all_gather, broadcast
+from plait.comm import World, all_gather, broadcast_text
 from plait.plan import Grid, Plan
 
 _MIN_FRACTION = 0.05  # of a step: smaller delays are not reported
-_NAME_BYTES = 64
 
 
 class Stragglers:
@@ -68,19 +67,12 @@ class Stragglers:
         slow = slow_ranks(own_s, self._stages, self._factor, _MIN_FRACTION * median(step_s))
         for rank, median_s in slow.items():
             if rank not in self._slow:
+                host = broadcast_text(rank, socket.gethostname(), world.group, world.device)
                 self._log(
-                    f"rank {rank} (host {self._host_of(rank)}) is a straggler: {own_s[rank]:.3g} s of own "
-                    f"work per step, {own_s[rank] / median_s:.1f}x the others' median ({median_s:.3g} s)"
+                    f"rank {rank} (host {host}) is a straggler: {own_s[rank]:.3g} s of own work per step, "
+                    f"{own_s[rank] / median_s:.1f}x the others' median ({median_s:.3g} s)"
                 )
         self._slow = set(slow)
-
-    def _host_of(self, rank: int) -> str:
-        buffer = torch.zeros(_NAME_BYTES, dtype=torch.uint8)
-        if rank == self._world.rank:
-            name = socket.gethostname().encode()[:_NAME_BYTES]
-            buffer[: len(name)] = torch.frombuffer(bytearray(name), dtype=torch.uint8)
-        broadcast(buffer, self._world.group, rank)
-        return bytes(buffer.tolist()).rstrip(b"\0").decode(errors="replace")
 
 
 def slow_ranks(

@@ -1,4 +1,4 @@
-"""How blocks are dealt to stages: no other way makes the slowest stage faster."""
+"""How blocks are assigned to stages: no other way makes the slowest stage faster."""
 
 import itertools
 
@@ -26,7 +26,7 @@ def all_ways(num_blocks: int, num_stages: int) -> list[tuple[int, ...]]:
 
 @settings(max_examples=200)
 @given(COSTS, st.integers(1, 8), st.integers(0, 20), st.integers(0, 20))
-def test_the_slowest_stage_is_as_fast_as_any_dealing_makes_it(
+def test_no_other_assignment_makes_the_slowest_stage_faster(
     costs: list[int], num_stages: int, first: int, last: int
 ) -> None:
     num_stages = min(num_stages, len(costs))
@@ -38,21 +38,21 @@ def test_the_slowest_stage_is_as_fast_as_any_dealing_makes_it(
     assert slowest(costs, numbers, first, last) == best
 
 
-def test_equal_blocks_are_dealt_evenly_and_the_head_takes_the_place_of_some() -> None:
+def test_equal_blocks_are_assigned_evenly_and_the_head_counts_as_some() -> None:
     assert balance_blocks([1.0] * 8, 4) == (2, 2, 2, 2)
     assert sorted(balance_blocks([1.0] * 7, 3)) == [2, 2, 3]
     assert balance_blocks([1.0] * 8, 2, last=4.0) == (6, 2)
     assert balance_blocks([1.0] * 8, 2, first=4.0) == (2, 6)
 
 
-def test_of_two_ways_that_are_as_slow_the_first_stage_is_the_heavier() -> None:
+def test_among_equally_slow_assignments_the_first_stage_is_the_heavier() -> None:
     assert balance_blocks([1.0] * 8, 2, last=1.0) == (5, 3)
     assert balance_blocks([1.0] * 7, 3) == (3, 2, 2)
 
 
 @settings(max_examples=100)
 @given(COSTS, st.integers(1, 4), st.integers(0, 20), st.booleans())
-def test_ranks_with_two_stages_each_are_no_slower_than_with_stages_dealt_alone(
+def test_assigning_two_stages_per_rank_together_is_no_slower_than_one_by_one(
     costs: list[int], num_ranks: int, last: int, v_shaped: bool
 ) -> None:
     num_ranks = min(num_ranks, len(costs) // 2)

@@ -1,4 +1,4 @@
-"""The reference: the one-process program in plain PyTorch, independent of the parallel code."""
+"""The trajectory of a training run: its steps, gradients and final weights; and that of the reference."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,12 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from plait.engine.batch import on_device
-from plait.engine.loss import Loss
+from plait.engine.loss import IGNORED, Loss
+from plait.engine.reference import sum_gradients
 from plait.errors import ModelError
-from plait.models import forward_inputs
+from plait.parallel.zero.rank_context import Precision
 
-IGNORE_INDEX = -100
 ADAMW: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.95)}
 CLIP_NORM = 0.05  # far below the norms of untrained models: clipping is active in every step
 
@@ -33,7 +32,7 @@ class Step:
 
 @dataclass
 class Trajectory:
-    """The results of a run: its steps, their unclipped gradients, and the final weights."""
+    """The results of a run; its gradients are not clipped."""
 
     steps: list[Step] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
@@ -44,45 +43,28 @@ def train_reference(
     model: nn.Module,
     weights: Mapping[str, Tensor],
     batches: Sequence[Sequence[Mapping[str, Tensor]]],
-    *,
-    compute: torch.dtype,
-    master: torch.dtype,
+    precision: Precision,
     loss: Loss | None,
 ) -> Trajectory:
-    """Train the model from these weights, with one step per batch; a batch is a list of micro-batches.
-
-    Computes in `compute`; accumulates gradients and updates weights in `master`.
-    """
-    model = model.to(compute).train()
-    named = dict(model.named_parameters())
+    """Train the model in one process from these weights, with one step per batch, a list of micro-batches."""
+    model = model.to(precision.compute).train()
     masters = {
-        name: nn.Parameter(weights[name].to(master, copy=True), p.requires_grad) for name, p in named.items()
+        name: nn.Parameter(weights[name].to(precision.master, copy=True), p.requires_grad)
+        for name, p in model.named_parameters()
     }
     trained = {name: parameter for name, parameter in masters.items() if parameter.requires_grad}
     optimizer = torch.optim.AdamW(_groups(model, trained), foreach=False, **ADAMW)
     trajectory = Trajectory()
     for micros in batches:
         with torch.no_grad():
-            for name, parameter in named.items():
+            for name, parameter in model.named_parameters():
                 parameter.copy_(masters[name])
-        sums = {name: torch.zeros_like(parameter) for name, parameter in trained.items()}
-        total, count = 0.0, 0
-        for inputs in micros:
-            micro = on_device(inputs, torch.device("cpu"), compute)
-            summed, targets = (loss or token_loss)(model(**forward_inputs(model, micro)), micro)
-            summed.backward()
-            total, count = total + summed.item(), count + int(targets)
-            for name in trained:
-                gradient, named[name].grad = named[name].grad, None
-                if gradient is not None:
-                    sums[name] += gradient.to(master)
+        total, count, sums = sum_gradients(model, micros, loss or token_loss, precision.master)
         if not count:
             raise ModelError("a step of the data has no targets", hint="labels that are not all -100")
-        for name, parameter in trained.items():  # unused parameters have a zero gradient
+        for name, parameter in trained.items():
             parameter.grad = sums[name] / count
-        trajectory.gradients.append(
-            {name: p.grad.clone() for name, p in trained.items() if p.grad is not None}
-        )
+        trajectory.gradients.append({name: sums[name] / count for name in trained})
         norm = nn.utils.clip_grad_norm_(trained.values(), CLIP_NORM, foreach=False)
         trajectory.steps.append(Step(total / count, norm.item()))
         optimizer.step()
@@ -95,8 +77,8 @@ def token_loss(outputs: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tenso
     logits = outputs.logits[:, :-1].flatten(0, 1)
     targets = batch["labels"][:, 1:].reshape(-1)
     upcast = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    summed = F.cross_entropy(upcast, targets, ignore_index=IGNORE_INDEX, reduction="sum")
-    return summed, (targets != IGNORE_INDEX).sum()
+    summed = F.cross_entropy(upcast, targets, ignore_index=IGNORED, reduction="sum")
+    return summed, (targets != IGNORED).sum()
 
 
 def _groups(model: nn.Module, trained: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What `plait verify` says before it starts a rank: one letter."""
+"""Errors of `plait verify` before it starts a rank."""
 
 from pathlib import Path
 
@@ -31,7 +31,9 @@ from plait.cli.main import app
         ),
     ],
 )
-def test_what_cannot_be_verified_is_one_letter_before_a_rank_starts(words: list[str], message: str) -> None:
+def test_models_that_cannot_be_verified_are_one_error_before_a_rank_starts(
+    words: list[str], message: str
+) -> None:
     found = CliRunner().invoke(app, ["verify", *words])
     assert found.exit_code == 2
     assert message in found.stderr

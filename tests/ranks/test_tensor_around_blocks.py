@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import plait
 from plait.errors import ModelError
-from plait.parallel.tensor import apply_tp_plan
+from plait.parallel.tensor.apply import apply_tp_plan
 from plait.parallel.tensor.sequence_forward import map_hidden_output
 from plait.plan.sharding import TPPlan
 from support.pool import Pool
@@ -121,22 +121,22 @@ def _gaps(tp: int, kind: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("kind", ["plain", "normed", "low", "in tuple", "checkpointed"])
-def test_what_all_blocks_read_beside_the_stream_gets_every_columns_gradient(pool: Pool, kind: str) -> None:
+def test_inputs_of_all_blocks_outside_the_stream_get_every_columns_gradient(pool: Pool, kind: str) -> None:
     for tp in (2, 3):
         for found in pool.run(_gaps, tp, tp, kind):
             assert {name: gap for name, gap in found.items() if not gap < TINY} == {}
 
 
-def _letter(kind: str, match: str) -> str:
+def _message(kind: str, match: str) -> str:
     with pytest.raises(ModelError, match=match) as caught:
         _gap(kind, "tp=2 sp=true precision=fp64", 6, 3)
     return str(caught.value)
 
 
-def test_what_may_be_different_on_every_column_is_refused(pool: Pool) -> None:
+def test_values_that_may_differ_between_columns_are_refused(pool: Pool) -> None:
     """Made between blocks; or in a block, for a region that sums for itself."""
     for kind, where in (("moved", "blocks.1"), ("low normed", "blocks.0.cross")):
-        for message in pool.run(_letter, 2, kind, "whether every rank has the same"):
+        for message in pool.run(_message, 2, kind, "whether every rank has the same"):
             assert message.startswith(where)
             assert "sp=false" in message
 
@@ -154,7 +154,7 @@ class Ff(nn.Module):
 
 
 class Norms(nn.Module):
-    """Norms beside the blocks, which run between them; or all before."""
+    """Norms outside the blocks, which run between them; or all before."""
 
     def __init__(self, *, between: bool = True) -> None:
         super().__init__()
@@ -195,8 +195,8 @@ def _between(what: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["with a graph", "no grad", "copied", "failed"])
-def test_modules_beside_the_blocks_must_not_see_pieces(pool: Pool, what: str) -> None:
-    """After a forward that failed among its blocks, the next one begins anew."""
+def test_modules_outside_the_blocks_must_not_see_pieces(pool: Pool, what: str) -> None:
+    """After a forward that failed among its blocks, the next one starts again."""
     pool.run(_between, 2, what)
 
 

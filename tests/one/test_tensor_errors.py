@@ -1,4 +1,4 @@
-"""What cannot be cut is refused by a letter, and what the letter says to try works."""
+"""Models that cannot be sharded are refused with an error whose suggestion works."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def test_a_mixture_of_experts_is_refused_with_sequence_parallelism(name: str) ->
         plan_of(small(name), 1, 2, sequence=True)
 
 
-def test_experts_of_which_it_is_not_said_how_they_hold_gate_and_up_are_refused() -> None:
+def test_experts_with_an_unknown_layout_of_gate_and_up_are_refused() -> None:
     model, path = small("mixtral"), "model.layers.*.mlp.experts.gate_up_proj"
     with pytest.raises(
         ModelError, match=r"does not declare how the parts of model\.layers\.0\.mlp\.experts\.gate_up"

@@ -1,4 +1,4 @@
-"""What the host transport says and does when ranks mean different things, or cannot share memory."""
+"""Errors of the host transport: ranks that call different things, or cannot share memory."""
 
 import os
 import resource
@@ -86,7 +86,7 @@ DIFFERENT = {
 
 
 @pytest.mark.parametrize("what", [*DIFFERENT])
-def test_a_letter_about_different_calls_lists_what_every_rank_called(pool: Pool, what: str) -> None:
+def test_an_error_about_different_calls_lists_every_ranks_call(pool: Pool, what: str) -> None:
     most, other = DIFFERENT[what]
     for message in pool.run(_differ, 3, what):
         assert "the ranks made different calls" in message
@@ -95,7 +95,7 @@ def test_a_letter_about_different_calls_lists_what_every_rank_called(pool: Pool,
 
 
 def _refused(what: str) -> str:
-    """A mistake that a rank makes alone, before it talks: the others do not hear of it."""
+    """An invalid call on one rank raises there, before any message: the other ranks do not see it."""
     world = connect(transport="host", timeout_s=10)
     group, meta = world.group, torch.ones(4, device="meta")
     try:
@@ -131,7 +131,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", [*REFUSED])
-def test_a_call_that_cannot_be_is_refused_before_anybody_is_spoken_to(pool: Pool, what: str) -> None:
+def test_an_invalid_call_is_refused_before_any_message(pool: Pool, what: str) -> None:
     for message in pool.run(_refused, 2, what):
         assert REFUSED[what] in message
 
@@ -149,7 +149,7 @@ def _calls_for_shapes(rank: int) -> float:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_of_a_tensor_without_values_a_rank_says_nothing_and_waits_for_nobody(pool: Pool, rank: int) -> None:
+def test_an_empty_tensor_is_neither_sent_nor_awaited(pool: Pool, rank: int) -> None:
     assert pool.run(_calls_for_shapes, 2, rank) == [8.0, 8.0]
 
 
@@ -175,7 +175,7 @@ def _without(what: str, rank: int, patch: pytest.MonkeyPatch) -> None:
 
 def _fall_back(what: str, transport: str) -> tuple[list[str], str, list[float]]:
     limits = {which: resource.getrlimit(which) for which in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE)}
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as heard:
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         _without(what, int(os.environ["RANK"]), patch)
         tensor = torch.ones(1000)
@@ -189,7 +189,7 @@ def _fall_back(what: str, transport: str) -> tuple[list[str], str, list[float]]:
         finally:
             for which, limit in limits.items():
                 resource.setrlimit(which, limit)
-        return [str(warning.message) for warning in heard], world.group.transport.name, tensor[:1].tolist()
+        return [str(warning.message) for warning in caught], world.group.transport.name, tensor[:1].tolist()
 
 
 REASONS = {
@@ -203,14 +203,14 @@ REASONS = {
 def test_where_memory_cannot_be_shared_one_rank_warns_and_all_take_gloo(pool: Pool, what: str) -> None:
     results = pool.run(_fall_back, 3, what, "auto")
     assert [(name, value) for _, name, value in results] == [("gloo", [3.0])] * 3
-    (heard,), *others = [warned for warned, _, _ in results]
+    (caught,), *others = [warned for warned, _, _ in results]
     assert others == [[], []]
-    assert "ranks of one host communicate through Gloo, which is slower" in heard
-    assert REASONS[what] in heard
+    assert "ranks of one host communicate through Gloo, which is slower" in caught
+    assert REASONS[what] in caught
 
 
 @pytest.mark.parametrize("what", [*REASONS])
-def test_where_memory_must_be_shared_and_cannot_it_is_a_letter(pool: Pool, what: str) -> None:
+def test_memory_that_must_be_shared_and_cannot_is_an_error(pool: Pool, what: str) -> None:
     for _, message, _ in pool.run(_fall_back, 2, what, "host"):
         assert "ranks of one host cannot share memory" in message
         assert REASONS[what] in message
@@ -228,7 +228,7 @@ def _share_too_much() -> str:
     return "no error"
 
 
-def test_too_little_memory_to_share_is_a_letter_on_every_rank(pool: Pool) -> None:
+def test_too_little_memory_to_share_is_an_error_on_every_rank(pool: Pool) -> None:
     first, *others = pool.run(_share_too_much, 3)
     assert "8.0 MiB more are needed, 1.0 MiB are free" in first
     assert all("too little memory for the ranks' shared memory" in other for other in others)
@@ -246,7 +246,7 @@ def test_a_namespace_of_its_own_is_a_host_of_its_own() -> None:
         "from plait.comm.shm.rendezvous import host_identity; print(host_identity())",
     ]
     if unshare is None or subprocess.run([unshare, "-Urn", "true"], capture_output=True).returncode:
-        pytest.skip("this system lets nobody make namespaces")
+        pytest.skip("this system does not allow namespaces")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     there = subprocess.run(
         [unshare, "-Urn", *ask], env=environment, capture_output=True, text=True, check=True

@@ -1,4 +1,4 @@
-"""What a stage's module is to others: to hooks, to copies, to a look ahead on meta."""
+"""A stage's module as hooks, copies and runs on meta see it."""
 
 import copy
 from functools import partial
@@ -62,7 +62,7 @@ def test_a_blocks_own_forward_is_a_method_of_the_stages_last_block_too() -> None
 
 
 def test_hooks_of_the_last_block_run_whenever_they_came() -> None:
-    """Also those that change what it returns, and those of backward, which torch puts behind all others."""
+    """Also hooks that change the output, and those of backward, which torch runs after all others."""
     model, parts = stages()
     name, last = parts[0].blocks[-1]
     assert name == "model.layers.1"
@@ -82,25 +82,25 @@ def test_hooks_of_the_last_block_run_whenever_they_came() -> None:
 
 def test_a_copy_of_a_stage_is_a_stage_of_its_own() -> None:
     model, parts = stages("gpt2")
-    twin = copy.deepcopy(parts[1].module)
+    copied = copy.deepcopy(parts[1].module)
     with torch.no_grad():
-        for parameter in twin.parameters():
+        for parameter in copied.parameters():
             parameter.zero_()
     inputs = forward_inputs(model, tokens())
     arrived = torch.randn(2, 6, 48)
-    with parts[1].receiving(arrived):
+    with receiving(parts[1].module, arrived):
         outputs = parts[1].module(**inputs)
-    with receiving(twin, arrived):
-        assert not twin(**inputs).logits.any()
+    with receiving(copied, arrived):
+        assert not copied(**inputs).logits.any()
     assert outputs.logits.any()
 
 
-def _lost(twin: nn.Module, loss: Any, batch: Any) -> None:
-    loss(twin(**forward_inputs(twin, batch)), batch)
+def _lost(copied: nn.Module, loss: Any, batch: Any) -> None:
+    loss(copied(**forward_inputs(copied, batch)), batch)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gptj", "gemma2", "opt"])
-def test_what_a_stage_keeps_for_backward_is_told_on_meta(family: str) -> None:
+def test_bytes_a_stage_keeps_for_backward_are_estimated_on_meta(family: str) -> None:
     model, parts = stages(family)
     batch = tokens()
     inputs = forward_inputs(model, batch)
@@ -109,21 +109,21 @@ def test_what_a_stage_keeps_for_backward_is_told_on_meta(family: str) -> None:
     sent, _ = stages_by_hand.forward(model, parts, batch)
     arrived = tree_map_only(Tensor, lambda t: t.detach().requires_grad_(), sent[0])
     for stage, loss in zip(parts, losses, strict=True):
-        twin = copy_to_meta(stage.module)
-        assert all(tensor.is_meta for tensor in (*twin.parameters(), *twin.buffers()))
-        run = partial(_lost, twin, loss, on_meta)
+        copied = copy_to_meta(stage.module)
+        assert all(tensor.is_meta for tensor in (*copied.parameters(), *copied.buffers()))
+        run = partial(_lost, copied, loss, on_meta)
         if stage.number:
-            stage_in, twin_in = stage.receiving(arrived), receiving(twin, _on_meta(arrived))
+            stage_in, copied_in = receiving(stage.module, arrived), receiving(copied, _on_meta(arrived))
             with stage_in, watch_activations(stage.module) as watch:
                 kept = loss(stage.module(**inputs), batch)
                 real = watch.total
-            with twin_in:
-                estimated = activation_bytes(twin, run, stages_by_hand.CPU)
+            with copied_in:
+                estimated = activation_bytes(copied, run, stages_by_hand.CPU)
         else:
             with watch_activations(stage.module) as watch:
                 kept = loss(stage.module(**inputs), batch)
                 real = watch.total
-            estimated = activation_bytes(twin, run, stages_by_hand.CPU)
+            estimated = activation_bytes(copied, run, stages_by_hand.CPU)
         assert real == estimated > 0
         del kept
 
@@ -144,7 +144,7 @@ def test_nothing_after_the_last_block_is_computed() -> None:
     assert calls == ["model.rotary_emb"]
 
 
-def test_an_error_in_a_stage_says_whose_it_is() -> None:
+def test_an_error_in_a_stage_names_the_stage() -> None:
     model, parts = stages()
     with pytest.raises(IndexError) as error:
         parts[0].module(input_ids=torch.full((1, 3), 1000), use_cache=False)
@@ -162,7 +162,7 @@ def test_a_stage_knows_what_it_has_not_received() -> None:
 def test_nan_that_came_from_before_is_no_leak() -> None:
     model, parts = stages()
     arrived = torch.full((2, 6, 48), torch.nan)
-    with parts[1].receiving(arrived):
+    with receiving(parts[1].module, arrived):
         outputs = parts[1].module(**forward_inputs(model, tokens()))
     assert outputs.logits.isnan().all()
     parts[1].check_taint(outputs, arrived)
@@ -177,7 +177,7 @@ class Failing(nn.Module):
         raise ValueError(f"of {tuple(self.blocks[0](x).shape)} no more can be made")
 
 
-def test_each_stage_is_told_why_the_whole_models_forward_failed() -> None:
+def test_each_stage_reports_why_the_full_models_forward_failed() -> None:
     outputs = BlockOutputs(copy_to_meta(Failing()), torch.device("cpu"))
     for block in ("blocks.0", "blocks.1"):
         with pytest.raises(ValueError, match="no more can be made"):

@@ -1,4 +1,4 @@
-"""What one rank says in a step, foretold from the plan alone: the laws that the numbers follow."""
+"""Traffic of one rank in a step, estimated from the plan alone: the laws that the numbers follow."""
 
 import itertools
 import time
@@ -29,7 +29,7 @@ BLOCKS = ("a", "b", "c")
 
 
 def facts_of(text: str, rank: int = 0, *, shares: bool = False) -> RankFacts:
-    """Of a model of three units, which a stage has all of; gradients travel in what the model computes in."""
+    """Facts of a model of three units, all on one stage; gradients travel in the dtype of computation."""
     plan = Plan.parse(text)
     units = [UnitInfo(name, (ParamInfo(f"{name}.weight", (64, 64), 0),)) for name in BLOCKS]
     schedule = make_schedule(plan.schedule, plan.pp, plan.micro, plan.chunks)
@@ -52,7 +52,7 @@ def sent_elements(text: str, **options: Any) -> float:
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 16])
-def test_zero_stages_send_what_the_readme_says(ranks: int) -> None:
+def test_zero_stages_send_as_much_as_the_readme_states(ranks: int) -> None:
     """2 (N-1)/N parameters up to stage 2, half as much again at stage 3."""
     share = (ranks - 1) / ranks
     for zero in (1, 2):
@@ -85,7 +85,7 @@ def test_replicas_add_up_ranges_once_a_step() -> None:
     assert traffic[CommKey(("shard",), "reductions", "reduce-scatter")] == CommCount(9, 3 * 4 * NUMEL)
 
 
-def test_a_lone_rank_says_nothing() -> None:
+def test_a_single_rank_sends_nothing() -> None:
     for text in ("dp=1", "dp=1 zero=3 micro=2", "dp=1 reduce=int8", "dp=1 algorithm=ring"):
         assert step_traffic(facts_of(text)) == {}
 
@@ -96,7 +96,7 @@ def test_a_lone_rank_says_nothing() -> None:
     micro=st.integers(1, 7),
     name=st.sampled_from(["1f1b", "gpipe"]),
 )
-def test_what_ranks_of_a_pipeline_send_others_receive(pp: int, chunks: int, micro: int, name: str) -> None:
+def test_every_message_of_a_pipeline_rank_has_a_receiver(pp: int, chunks: int, micro: int, name: str) -> None:
     text = f"pp={pp} schedule={name} chunks={chunks} micro={micro}"
     found = [step_traffic(facts_of(text, rank)).get("stages", {}) for rank in range(pp)]
     sent, received = (
@@ -129,7 +129,7 @@ def test_every_use_finds_its_unit_gathered(uses: int, prefetch: int, passes: lis
         assert uses <= len(found) <= most
 
 
-def test_what_is_pinned_is_gathered_once_for_a_forward_and_its_backward() -> None:
+def test_pinned_units_are_gathered_once_for_a_forward_and_its_backward() -> None:
     uses = ExecOrder(["a", "b", "c"], ["c", "b", "a"], {"a"})
     assert planned_gathers(uses, [False, True], 0, keeps=False) == ["a", "b", "c", "b"]
     assert planned_gathers(uses, [True], 0, keeps=False) == ["a", "c", "b"]
@@ -156,7 +156,7 @@ def test_traffic_survives_json() -> None:
     assert subtract_traffic({}, traffic) == traffic
 
 
-def test_a_rank_of_16384_is_foretold_in_a_moment() -> None:
+def test_traffic_of_one_of_16384_ranks_is_estimated_quickly() -> None:
     begun_s = time.process_time()
     facts = facts_of("pp=16 dp=128 tp=8 zero=3 shard=32 micro=64 precision=bf16", 16_383)
     said = step_traffic(facts)

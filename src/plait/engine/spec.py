@@ -1,0 +1,229 @@
+"""A valid plan for a model: what is decided, and which mistakes are found, without other ranks."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.engine.loss import Loss
+from plait.errors import ConfigError, PlanError, ScheduleError
+from plait.models import Blocks, blocks_of, build_tp_plan, plan_stages
+from plait.optim.flat import DEFAULT_GROUPS
+from plait.plan import Plan, StageAssignment, TPPlan, compile_conflict, single_stage
+from plait.plan.loss_scaling import LossScaling
+from plait.plan.schedule import Schedule, check
+from plait.plan.schedule.load import load_schedule
+
+
+@dataclass(frozen=True)
+class TrainingSpec:
+    """How a model is sharded and its weights are updated. The fields with defaults are not validated here."""
+
+    plan: Plan
+    blocks: Sequence[tuple[str, nn.Module]]
+    groups: Sequence[Mapping[str, Any]]  # options of each optimizer group
+    group_of: Mapping[str, int] | None  # by parameter name; None: grouped by whether weight decay applies
+    tensor: TPPlan
+    stages: StageAssignment
+    schedule: Schedule
+    optimizer: type[torch.optim.Optimizer]
+    clip_norm: float | None
+    clip_value: float | None
+    loss_scaling: LossScaling | None
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # of the optimizer
+    loss: Loss | None = None
+    seed: int = 0
+    draws: bool = True  # initialize weights; False: only those that `weights` will not replace
+    offload_dir: Path | None = None
+
+
+def validate(
+    model: nn.Module,
+    plan: Plan,
+    num_ranks: int | None = None,
+    device: torch.device | None = None,
+    *,
+    optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    param_groups: Iterable[Any] | None = None,
+    clip_norm: float | None = None,
+    clip_value: float | None = None,
+    loss_scaling: LossScaling | None = None,
+    blocks: Blocks | None = None,
+    tensor_plan: Mapping[str, str] | None = None,
+) -> TrainingSpec:
+    """Return what the plan means for the model; the arguments are those of `parallelize`.
+
+    Without `num_ranks` the plan is not resolved, and without `device` not checked against one. Raises
+    PlanError, ScheduleError, ModelError or ConfigError; needs no other ranks.
+    """
+    plan = check_arguments(plan, optimizer, clip_norm, clip_value)
+    if num_ranks is not None:
+        plan = plan.resolved(num_ranks)
+        plan.check_ranks(num_ranks)
+    if plan.precision != "fp16" and loss_scaling is not None:
+        raise ConfigError("loss_scaling needs precision=fp16", given=f"precision={plan.precision}")
+    if device is not None:
+        _check_device(plan, device)
+    named_blocks = _find_blocks(model, plan, blocks)
+    schedule, groups = _schedule(plan), _groups(param_groups)
+    return TrainingSpec(
+        plan=plan,
+        blocks=named_blocks,
+        groups=_options(groups),
+        group_of=_group_of(model, groups),
+        tensor=_tensor_plan(model, plan, named_blocks, tensor_plan),
+        stages=_stages(model, plan, named_blocks, schedule),
+        schedule=schedule,
+        optimizer=optimizer,
+        clip_norm=clip_norm,
+        clip_value=clip_value,
+        loss_scaling=(loss_scaling or LossScaling()) if plan.precision == "fp16" else None,
+    )
+
+
+def check_arguments(plan: Plan | str, optimizer: object, norm: float | None, value: float | None) -> Plan:
+    """Return the plan. Raises PlanError for its text, ConfigError for an optimizer that is not a class or for
+    invalid clipping limits."""
+    if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
+        raise ConfigError(
+            "optimizer must be a class: it is built over the shards that each rank owns",
+            given=f"{optimizer if isinstance(optimizer, type) else type(optimizer).__name__}",
+            hint="optimizer=torch.optim.AdamW, optimizer_args={'lr': 1e-3}",
+        )
+    for name, limit in (("clip_norm", norm), ("clip_value", value)):
+        if limit is not None and not (isinstance(limit, int | float) and limit > 0):
+            raise ConfigError(
+                f"{name} is not a valid limit", given=f"{name}={limit}", expected="above 0, or None"
+            )
+    if norm is not None and value is not None:
+        raise ConfigError(
+            "clip_norm and clip_value cannot be combined",
+            given=f"clip_norm={norm} and clip_value={value}",
+            expected="one of the two",
+        )
+    return Plan.parse(plan) if isinstance(plan, str) else plan
+
+
+def _check_device(plan: Plan, device: torch.device) -> None:
+    """Raise PlanError for what is impossible or useless on this device."""
+    if plan.algorithm != "auto" and device.type != "cpu":
+        raise PlanError(
+            "named all-reduce algorithms need CPU ranks: NCCL selects its own",
+            given=f"algorithm={plan.algorithm} on {device}",
+            hint="algorithm=auto; NCCL_ALGO=Ring or NCCL_ALGO=Tree in the environment",
+        )
+    if plan.offload == "disk" and device.type != "cpu":  # optimizers need gradients and states on one device
+        raise PlanError(
+            "offload=disk needs CPU ranks",
+            given=f"{plan} on {device}",
+            hint="offload=cpu, optim_dtype=bf16, or a higher zero over more ranks",
+        )
+    if plan.precision == "fp16" and (device.type == "cpu" or torch.cuda.is_available()):
+        _check_fp16(device)
+
+
+def _check_fp16(device: torch.device) -> None:
+    """Raise PlanError if the device cannot train in fp16."""
+    try:
+        x = torch.ones(2, 1, 8, 8, dtype=torch.float16, device=device, requires_grad=True)
+        nn.functional.scaled_dot_product_attention(x @ x, x, x, is_causal=True).sum().backward()
+    except RuntimeError as error:
+        raise PlanError(
+            "this device cannot train in fp16",
+            given=f"precision=fp16 on {device}: {str(error).splitlines()[0]}",
+            hint="precision=bf16",
+        ) from error
+
+
+def _find_blocks(model: nn.Module, plan: Plan, given: Blocks | None) -> list[tuple[str, nn.Module]]:
+    """The model's blocks. Raises PlanError if there are none and the plan has a per-block option."""
+    blocks = blocks_of(model, given)
+    options = {f"recompute={plan.recompute}": plan.recompute != "none", "compile=true": plan.compile}
+    for option, is_used in options.items():
+        if is_used and not blocks:
+            raise PlanError(
+                f"{option} needs repeated blocks, and the model has none",
+                expected="an nn.ModuleList or nn.Sequential of blocks",
+                hint=f"no {option.partition('=')[0]}",
+            )
+    return blocks
+
+
+def _schedule(plan: Plan) -> Schedule:
+    """The plan's schedule, validated. Raises ScheduleError."""
+    schedule = load_schedule(plan.schedule, plan.pp, plan.micro, plan.chunks)
+    check(schedule)
+    if not schedule.trains:
+        raise ScheduleError("the schedule has no backwards", given=f"schedule={plan.schedule}")
+    if schedule.split and plan.compile:  # from a file, which the plan has not read
+        raise compile_conflict(f"schedule={plan.schedule}")
+    return schedule
+
+
+def _stages(
+    model: nn.Module, plan: Plan, blocks: list[tuple[str, nn.Module]], schedule: Schedule
+) -> StageAssignment:
+    if schedule.num_stages == 1 and plan.blocks_per_stage is None:
+        tensors = (*model.named_parameters(), *model.named_buffers(remove_duplicate=False))
+        return single_stage((name for name, _ in tensors), len(blocks))
+    ranks = [schedule.rank_of[stage] for stage in range(schedule.num_stages)]
+    return plan_stages(model, blocks, schedule.num_stages, given=plan.blocks_per_stage, ranks=ranks)
+
+
+def _tensor_plan(
+    model: nn.Module, plan: Plan, blocks: list[tuple[str, nn.Module]], given: Mapping[str, str] | None
+) -> TPPlan:
+    """How layers are sharded. On a 1x1 grid any model will do, but a given tensor_plan is still checked."""
+    if plan.rows == plan.cols == 1 and given is None:
+        return TPPlan(1, 1)
+    return build_tp_plan(model, plan.rows, plan.cols, sequence=plan.sp, blocks=blocks, given=given)
+
+
+def _groups(given: Iterable[Any] | None) -> list[Mapping[str, Any]] | None:
+    """Parameter groups as dicts: plain parameters become one group without options."""
+    groups = None if given is None else list(given)
+    if groups is None or all(isinstance(entry, Mapping) for entry in groups):
+        return groups
+    if any(isinstance(entry, Mapping) for entry in groups):
+        raise ConfigError(
+            "param_groups mixes parameters and dicts",
+            given=", ".join(sorted({type(entry).__name__ for entry in groups})),
+            expected="model.parameters(), or [{'params': some}, {'params': others, 'weight_decay': 0.0}]",
+        )
+    return [{"params": groups}]
+
+
+def _options(groups: Sequence[Mapping[str, Any]] | None) -> Sequence[Mapping[str, Any]]:
+    if groups is None:
+        return DEFAULT_GROUPS
+    return [{key: value for key, value in group.items() if key != "params"} for group in groups]
+
+
+def _group_of(model: nn.Module, groups: Sequence[Mapping[str, Any]] | None) -> dict[str, int] | None:
+    """The index of each trainable parameter's group. Raises ConfigError unless each is in exactly one."""
+    if groups is None:
+        return None
+    group_index: dict[int, int] = {}
+    for index, group in enumerate(groups):
+        params = group.get("params", ())
+        for entry in [params] if isinstance(params, Tensor) else params:
+            parameter = entry[1] if isinstance(entry, tuple) else entry  # torch takes (name, parameter) too
+            if group_index.setdefault(id(parameter), index) != index:
+                raise ConfigError(
+                    "a parameter is in two param_groups", given=f"{group_index[id(parameter)]}, {index}"
+                )
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    unknown = group_index.keys() - {id(p) for p in model.parameters()}
+    missing = [name for name, p in named.items() if id(p) not in group_index]
+    if unknown or missing:
+        raise ConfigError(
+            "param_groups do not match the model's trainable parameters",
+            given=f"no group contains {missing[0]}"
+            if missing
+            else f"{len(unknown)} parameters that are not the model's",
+            expected="every parameter that requires a gradient, in one group: model.parameters()",
+        )
+    return {name: group_index[id(p)] for name, p in named.items()}

@@ -1,0 +1,46 @@
+"""Instance checks against classes of transformers that do not import it, as that takes seconds.
+
+An object can only be an instance of a class whose module has been imported.
+"""
+
+import sys
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers.pytorch_utils import Conv1D
+    from transformers.utils import ModelOutput
+
+
+def is_pretrained_model(model: object) -> TypeGuard["PreTrainedModel"]:
+    return isinstance(model, _loaded_class("modeling_utils", "PreTrainedModel"))
+
+
+def is_pretrained_config(value: object) -> TypeGuard["PreTrainedConfig"]:
+    return isinstance(value, _loaded_class("configuration_utils", "PreTrainedConfig"))
+
+
+def is_conv1d(module: object) -> TypeGuard["Conv1D"]:
+    return isinstance(module, _loaded_class("pytorch_utils", "Conv1D"))
+
+
+def is_model_output_class(value: object) -> TypeGuard[type["ModelOutput"]]:
+    return isinstance(value, type) and issubclass(value, _loaded_class("utils.generic", "ModelOutput"))
+
+
+def linear_forwards() -> dict[Any, bool]:
+    """The forwards of linear layers, and whether their weights are transposed."""
+    falcon = _loaded_class("models.falcon.modeling_falcon", "FalconLinear")
+    conv = _loaded_class("pytorch_utils", "Conv1D")
+    return {
+        nn.Linear.forward: False,
+        **({falcon.forward: False} if falcon else {}),
+        **({conv.forward: True} if conv else {}),
+    }
+
+
+def _loaded_class(module: str, name: str) -> Any:
+    """The class if its module has been imported, else (), of which nothing is an instance."""
+    return getattr(sys.modules.get(f"transformers.{module}"), name, ())

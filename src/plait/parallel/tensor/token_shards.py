@@ -1,0 +1,120 @@
+"""A sequence's tokens sharded over ranks, and the collectives between shards and full tensors.
+
+# B batch  T tokens of a sequence  H hidden;  t = this rank's tokens
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from plait.comm import Group, Work, all_gather, start_all_gather, start_reduce_scatter
+
+
+def token_dim(x: Tensor) -> int:
+    """Return 1 for (B, T, H), 0 for (T, H)."""
+    return 1 if x.dim() > 2 else 0
+
+
+@dataclass(frozen=True)
+class TokenShards:
+    """Contiguous shards of a tensor's tokens, in rank order. `sizes`: tokens of each rank."""
+
+    group: Group
+    sizes: tuple[int, ...]
+    is_first = True  # no two ranks hold the same tokens; see ShardedDim
+
+    def shard(self, x_BTH: Tensor) -> Tensor:
+        """Return this rank's tokens, a view."""
+        rank = self.group.rank
+        return x_BTH.narrow(token_dim(x_BTH), sum(self.sizes[:rank]), self.sizes[rank])
+
+    def all_gather(self, x_BtH: Tensor) -> Tensor:
+        """All-gather to (B, T, H), without a graph. Copies once more than the transport does where B > 1 or
+        shards are uneven."""
+        output, own = self.gather_buffers(x_BtH)
+        all_gather(output.view(-1), own.view(-1), self.group, label="tokens")
+        return self.unpadded(output, x_BtH.dim())
+
+    def start_reduce_scatter(self, x_BTH: Tensor, label: str) -> tuple[Tensor, Work]:
+        """Start summing (B, T, H) over ranks; return this rank's tokens, valid once the Work is done."""
+        dim, longest, own_size = token_dim(x_BTH), max(self.sizes), self.sizes[self.group.rank]
+        if self._are_rank_major(x_BTH):
+            buffer = x_BTH.contiguous()
+        else:
+            buffer = x_BTH.new_empty(self.group.size, *_with_tokens(x_BTH, longest))
+            for part, padded in zip(x_BTH.split(self.sizes, dim), buffer, strict=True):
+                _copy_padded(part, padded)
+        output = x_BTH.new_empty(_with_tokens(x_BTH, longest))
+        work = start_reduce_scatter(output.view(-1), buffer.view(-1), self.group, label=label)
+        return output if own_size == longest else output.narrow(dim, 0, own_size), work
+
+    def reduce_scatter(self, x_BTH: Tensor) -> Tensor:
+        """Sum (B, T, H) over ranks; return this rank's tokens. No view: the model may modify it in place."""
+        output, work = self.start_reduce_scatter(x_BTH, "tokens")
+        work.wait()
+        return output.clone(memory_format=torch.contiguous_format) if output._is_view() else output
+
+    def _are_rank_major(self, x: Tensor) -> bool:
+        """Return whether the full tensor is the shards one after another in memory, of equal sizes."""
+        return len(set(self.sizes)) == 1 and (token_dim(x) == 0 or x.shape[0] == 1)
+
+    def gather_buffers(self, x_BtH: Tensor) -> tuple[Tensor, Tensor]:
+        """Return an all-gather's output and input. The output is the full tensor itself or, where the shards
+        are not contiguous in it, (ranks, ...) with shards padded to equal lengths."""
+        if self._are_rank_major(x_BtH):
+            return x_BtH.new_empty(_with_tokens(x_BtH, sum(self.sizes))), x_BtH.contiguous()
+        output = x_BtH.new_empty(self.group.size, *_with_tokens(x_BtH, max(self.sizes)))
+        own = output[self.group.rank]
+        _copy_padded(x_BtH, own)
+        return output, own
+
+    def unpadded(self, output: Tensor, num_dims: int) -> Tensor:
+        """Return the full tensor, of `num_dims` dims, in the output of an all-gather."""
+        if output.dim() == num_dims:
+            return output
+        dim = token_dim(output[0])
+        parts = zip(output, self.sizes, strict=True)
+        return torch.cat([padded.narrow(dim, 0, size) for padded, size in parts], dim)
+
+
+class TokenGather:
+    """An all-gather that the first of several users of its result starts."""
+
+    def __init__(self, shards: TokenShards) -> None:
+        self._shards = shards
+        self._started: tuple[Tensor, int, Work] | None = None  # output, dims of the full tensor
+        self._full: Tensor | None = None
+
+    def start(self, x_BtH: Tensor, label: str) -> None:
+        """Start it, unless another user has."""
+        if self._started is None and self._full is None:
+            output, own = self._shards.gather_buffers(x_BtH)
+            work = start_all_gather(output.view(-1), own.view(-1), self._shards.group, label=label)
+            self._started = output, x_BtH.dim(), work
+
+    def wait(self) -> Tensor:
+        """Return (B, T, H); the first call waits."""
+        if self._full is None:
+            assert self._started is not None, "wait() before start()"
+            output, num_dims, work = self._started
+            work.wait()
+            self._full, self._started = self._shards.unpadded(output, num_dims), None
+        return self._full
+
+    def discard(self) -> None:
+        """Free the result; it may be started again."""
+        self._started = self._full = None
+
+
+def _with_tokens(x: Tensor, num_tokens: int) -> tuple[int, ...]:
+    """Return the shape of `x` with another number of tokens."""
+    dim = token_dim(x)
+    return (*x.shape[:dim], num_tokens, *x.shape[dim + 1 :])
+
+
+def _copy_padded(shard: Tensor, padded: Tensor) -> None:
+    dim = token_dim(shard)
+    own_size = shard.shape[dim]
+    padded.narrow(dim, 0, own_size).copy_(shard)
+    padded.narrow(dim, own_size, padded.shape[dim] - own_size).zero_()

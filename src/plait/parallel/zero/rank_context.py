@@ -1,0 +1,184 @@
+"""The values that all units, stages and reductions of a rank share: plan, groups, dtypes and memory."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from plait.comm import Group, Mesh, empty, is_direct, sends_narrow, share, shares_memory
+from plait.parallel.zero.grad_buffer import ByteTracker
+from plait.plan import Plan, compresses
+from plait.plan.compression import reduces_over_all
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtype of parameters in forward and backward, and that of master weights and reduced gradients."""
+
+    compute: torch.dtype
+    master: torch.dtype
+
+    @classmethod
+    def from_plan(cls, plan: Plan) -> "Precision":
+        return {
+            "fp64": cls(torch.float64, torch.float64),
+            "fp32": cls(torch.float32, torch.float32),
+            "bf16": cls(torch.bfloat16, torch.float32),
+            "fp16": cls(torch.float16, torch.float32),
+        }[plan.precision]
+
+
+@dataclass(frozen=True)
+class DataGroups:
+    """The process groups of this rank's data parallelism, and those with which it shares a model."""
+
+    world: Group
+    dp: Group  # replicate x shard
+    replicate: Group
+    all_gather: Group  # along shard; see [Note: two channels] in `sharded_model.py`
+    reduce_scatter: Group  # along shard
+    dp_reduce: Group  # replicate x shard, if the plan reduces over both at once; otherwise `reduce_scatter`
+    tp: Group  # row x col: ranks that shard the same layers
+    model: Group  # pp x row x col: ranks with other parts of the model, for the same data
+    stage: Group  # replicate x shard x row x col: ranks of the same stages
+    pp: Group  # ranks with other stages, for the same data
+    norm: Group  # pp x shard x row x col: ranks that together hold one copy of the gradient
+
+    @classmethod
+    def build(cls, mesh: Mesh, plan: Plan) -> "DataGroups":
+        reduce_scatter = mesh.group("shard", channel="reductions")
+        single_reduction = compresses(plan) and reduces_over_all(plan)
+        return cls(
+            mesh.world.group,
+            mesh.group("replicate", "shard"),
+            mesh.group("replicate", channel="reductions"),
+            mesh.group("shard", channel="gathers"),
+            reduce_scatter,
+            mesh.group("replicate", "shard", channel="reductions") if single_reduction else reduce_scatter,
+            mesh.group("row", "col"),
+            mesh.group("pp", "row", "col"),
+            mesh.group("replicate", "shard", "row", "col"),
+            mesh.group("pp"),
+            mesh.group("pp", "shard", "row", "col", channel="reductions"),
+        )
+
+
+class MasterAllocator(Protocol):
+    """Memory of master weights. Implemented by `MasterWeights` (device, host or file)."""
+
+    def allocate(self, numel: int) -> Tensor:
+        """Return zeros for the master weights of a range."""
+
+    def evict(self, master: Tensor) -> None:
+        """Drop the weights' pages from memory if they are backed by a file."""
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """The plan on this rank, and what follows from it for storages and reductions.
+
+    device     where the model computes
+    masters    memory of the master weights
+    tracker    bytes of unsharded parameters and gradients
+    """
+
+    plan: Plan
+    mesh: Mesh
+    device: torch.device
+    groups: DataGroups
+    masters: MasterAllocator
+    tracker: ByteTracker = field(default_factory=ByteTracker)
+
+    @cached_property
+    def precision(self) -> Precision:
+        return Precision.from_plan(self.plan)
+
+    # --- storages
+
+    @cached_property
+    def offloads(self) -> bool:
+        """True if shards and states are in host memory, also if the model itself computes on the CPU."""
+        return self.plan.offload == "cpu"
+
+    @cached_property
+    def state_device(self) -> torch.device:
+        """The device of master weights, gradient shards and optimizer states."""
+        return torch.device("cpu") if self.offloads and self.device.type != "meta" else self.device
+
+    @cached_property
+    def shares_params(self) -> bool:
+        """True if the ranks along `shard` share one storage: [Note: parameters in shared memory],
+        `flat_param.py`."""
+        return shares_memory(self.groups.all_gather) and not self.offloads
+
+    @cached_property
+    def keeps_params_unsharded(self) -> bool:
+        """True if `storage` is never freed."""
+        nothing_to_free = self.groups.all_gather.size == 1 and not self.offloads
+        return self.plan.zero < 3 or nothing_to_free or self.shares_params
+
+    @cached_property
+    def reshards_every_pass(self) -> bool:
+        """True if parameters are freed after each forward and backward, not once a step."""
+        return not (self.keeps_params_unsharded or self.plan.reshard == "step")
+
+    @cached_property
+    def keeps_grads_unsharded(self) -> bool:
+        """True if `grad_buffer` is never freed."""
+        return self.plan.keeps_full_grads
+
+    @cached_property
+    def has_masters(self) -> bool:
+        """True if master weights are separate from the parameters that the model computes with."""
+        keeps_host_copy = self.offloads and self.keeps_params_unsharded
+        return self.precision.compute != self.precision.master or keeps_host_copy
+
+    def allocate_params(self, numel: int) -> Tensor:
+        """Return zeros for a unit's unsharded parameters."""
+        if self.shares_params:
+            return share(numel, self.precision.compute, group=self.groups.all_gather)
+        return torch.zeros(numel, dtype=self.precision.compute, device=self.device)
+
+    def allocate_grad(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return uninitialized memory from which the transport can send."""
+        groups = (self.groups.reduce_scatter, self.groups.replicate)
+        group = next((group for group in groups if shares_memory(group)), groups[0])
+        return empty(numel, dtype, device=self.device, group=group)
+
+    # --- reductions
+
+    @cached_property
+    def exchanges_contributions(self) -> bool:
+        """True if replicas send each other their unsharded gradients as they are."""
+        plan = self.plan
+        is_default = plan.micro == 1 and plan.algorithm == "auto" and not compresses(plan)
+        if self.groups.reduce_scatter.size > 1 or not is_default:
+            return False
+        narrow = torch.bfloat16 if plan.reduce == "bf16" else self.precision.compute
+        return sends_narrow(self.groups.replicate, narrow, self.precision.master)
+
+    @cached_property
+    def receives_contributions(self) -> bool:
+        """True if a range's owner receives each peer's contribution as it is and sums them itself."""
+        is_default = self.plan.algorithm == "auto" and is_direct(self.groups.reduce_scatter)
+        return self.exchanges_contributions or is_default
+
+    @cached_property
+    def rounds_to_bf16(self) -> bool:
+        """True if gradients are rounded to bf16. Gradients that are not sent are not rounded."""
+        return self.plan.reduce == "bf16" and self.groups.dp.size > 1
+
+    @cached_property
+    def grad_buffer_dtype(self) -> torch.dtype:
+        """The dtype of unsharded gradients: narrow if each reduction sends one narrow contribution per rank.
+
+        See [Note: narrow messages, wide sums] in `comm/torch_transport.py`. Compression adds its
+        residuals to the buffer and leaves sums in it, so it is wide.
+        """
+        if compresses(self.plan) or (self.plan.accumulates_full and self.plan.micro > 1):
+            return self.precision.master
+        if self.rounds_to_bf16:
+            return torch.bfloat16
+        return self.precision.compute if self.receives_contributions else self.precision.master
