@@ -1,5 +1,6 @@
 """Jobs on local ranks as real processes: how they start, what they open, how they end."""
 
+import json
 import os
 import signal
 import subprocess
@@ -17,9 +18,15 @@ from support.cli_runs import LOOPBACK, listening
 START_S = 40.0  # two imports of torch while other tests run
 
 LAUNCHER = """
-import sys
-from plait.comm import launch_local
-sys.exit(launch_local(2, sys.argv[2:], command=[sys.executable, "-u", sys.argv[1]]))
+import runpy, sys
+from plait.comm.launch import launch_local, prepare_to_fork
+prepare_to_fork()
+how, script, *words = sys.argv[1:]
+def main():
+    sys.argv[0] = script
+    runpy.run_path(script, run_name="__main__")
+main = main if how == "forked" else None
+sys.exit(launch_local(2, words, command=[sys.executable, "-u", script], main=main))
 """
 
 # Counts the signals, and ends like a rank that saves: between steps, taking its time.
@@ -68,14 +75,20 @@ def run_here(script: Path, num_ranks: int, *argv: object) -> int:
     return launch_local(num_ranks, [str(arg) for arg in argv], command=[sys.executable, "-u", str(script)])
 
 
+@pytest.fixture(params=["fresh", "forked"])
+def how(request: pytest.FixtureRequest) -> str:
+    """How the ranks are started."""
+    return str(request.param)
+
+
 @pytest.fixture
-def start(script: Write, tmp_path: Path) -> Iterator[Start]:
+def start(how: str, script: Write, tmp_path: Path) -> Iterator[Start]:
     """Starts a launcher of two ranks in a process of its own, and waits until both have said `ready-RANK`."""
     launchers = []
 
     def start(text: str, *argv: object) -> subprocess.Popen[str]:
         launcher = subprocess.Popen(
-            [sys.executable, "-c", LAUNCHER, str(script(text)), str(tmp_path), *map(str, argv)],
+            [sys.executable, "-c", LAUNCHER, how, str(script(text)), str(tmp_path), *map(str, argv)],
             # A launcher that is killed cannot remove its directory.
             env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)},
             stdout=subprocess.PIPE,
@@ -159,6 +172,62 @@ pathlib.Path(r"{tmp_path}", os.environ["RANK"]).write_text(text)
     assert dict(os.environ) == before
     assert signal.getsignal(signal.SIGTERM) is handler
     assert not any((tmp_path / "tmp").iterdir())
+
+
+SETTINGS = """
+import json, os, pathlib, signal, sys, tempfile, threading, torch
+handlers = [repr(signal.getsignal(signum)) for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PLAIT_LAUNCHER_PID")
+settings = {
+    "argv": sys.argv,
+    "environment": [name in os.environ for name in names],
+    "threads": torch.get_num_threads(),
+    "leads": os.getpid() == os.getsid(0) == os.getpgid(0),
+    "handlers": handlers,
+    "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+    "parent": os.getppid() == int(os.environ["PLAIT_LAUNCHER_PID"]),
+    "main": threading.current_thread() is threading.main_thread(),
+}
+(pathlib.Path(sys.argv[1]) / f"ready-{os.environ['RANK']}").write_text(json.dumps(settings))
+import atexit
+print("half a line", end="")
+atexit.register(print, "at exit")
+sys.exit(5)
+"""
+
+
+def test_a_forked_rank_is_set_up_like_a_fresh_one(script: Write, tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    found = {}
+    for how in ("fresh", "forked"):
+        done = subprocess.run(
+            [sys.executable, "-c", LAUNCHER, how, str(script(SETTINGS)), str(tmp_path), "$$ $HOME"],
+            env=environment | {"PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        settings = [json.loads((tmp_path / f"ready-{rank}").read_text()) for rank in (0, 1)]
+        found[how] = (done.returncode, sorted(done.stdout), done.stderr, settings)
+    assert found["forked"] == found["fresh"]
+    code, letters, _, (first, _) = found["forked"]
+    assert (code, letters) == (5, sorted("half a lineat exit\n" * 2))
+    assert first["threads"] == max(1, len(os.sched_getaffinity(0)) // 2)
+    assert all(first["environment"])
+
+
+def test_a_rank_that_raises_prints_its_traceback(start: Start, tmp_path: Path) -> None:
+    launcher = start("""
+import os, pathlib, sys, time
+(pathlib.Path(sys.argv[1]) / f"ready-{os.environ['RANK']}").touch()
+while not (pathlib.Path(sys.argv[1]) / "go").exists():
+    time.sleep(0.02)
+raise ValueError("a mistake")
+""")
+    (tmp_path / "go").touch()
+    output, _ = launcher.communicate(timeout=10)
+    assert launcher.returncode == 1
+    assert "ValueError: a mistake" in output
 
 
 def test_a_stuck_peer_of_a_failed_rank_is_gone_within_10_seconds(script: Write, tmp_path: Path) -> None:

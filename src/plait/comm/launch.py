@@ -13,11 +13,27 @@ Agent and ranks rendezvous through files in a private directory (mode 0700, remo
 torch's TCPStore listens on every interface, without a password, whatever address it is given. Gloo and NCCL
 open sockets of their own, on the interface named in their environment, which we set to loopback.
 
+[Note: forked ranks]
+A rank that trains a Hugging Face model imports torch and transformers: four seconds of one core, more than a
+short run itself, and all ranks of a host import the same. The command line has imported them too, to check
+the recipe, so its ranks are forked from it (torch's agent with a function as its entrypoint): they start at
+once and share the pages of the libraries. A fork is safe only if no other thread can hold a lock that the
+child needs, and if no library has state that a fork breaks:
+- An accelerator's driver cannot be used in a child of a process that has used it: where torch finds one, the
+  ranks are started as fresh processes.
+- OpenMP's pool of threads does not exist in the child, which would wait for it: `prepare_to_fork` keeps the
+  launcher to one thread, so that there is no pool.
+- OpenBLAS and tokenizers handle a fork themselves; the rendezvous of torch's agent has a thread that sleeps.
+  With any other thread of Python's, and on other systems than Linux, the ranks are fresh processes.
+A fresh process reads its environment when it loads its libraries. A forked one applies the two settings that
+are read then: the number of threads and malloc's thresholds. It runs none of the launcher's exit handlers.
+
 [Note: SIGUSR1 is blocked at start]
 It requests a save, and would kill a rank without a handler, e.g. one still importing torch. A signal mask
 survives exec, unlike a handler: while blocked, the signal is pending until the rank unblocks it.
 """
 
+import atexit
 import contextlib
 import ctypes
 import logging
@@ -28,11 +44,13 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
+import torch
 import torch.distributed.elastic.rendezvous.registry as rendezvous_registry
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -52,12 +70,24 @@ _SECOND_CTRL_C_S = 1.0  # a second Ctrl-C this long after the first ends the ran
 
 _USER_ERROR = 2  # exit code of the command line for a PlaitError
 _FORWARDED = {signal.SIGTERM: signal.SIGTERM, signal.SIGINT: signal.SIGINT, signal.SIGHUP: signal.SIGTERM}
+_SIGNALS = (*_FORWARDED, signal.SIGUSR1)
+
+
+Main = Callable[[], object]
 
 
 def launch_local(
-    num_ranks: int, argv: list[str], *, command: Sequence[str] | None = None, save_s: float = 60.0
+    num_ranks: int,
+    argv: list[str],
+    *,
+    command: Sequence[str] | None = None,
+    main: Main | None = None,
+    save_s: float = 60.0,
 ) -> int:
     """Run `command *argv` (by default `python -m plait *argv`) on `num_ranks` ranks of this host.
+
+    With `main`, the ranks are forked from this process where that is safe, and run `main()` with `argv` in
+    sys.argv, as `python -m plait` would. See [Note: forked ranks]; call `prepare_to_fork` first.
 
     Each rank gets RANK, WORLD_SIZE, LOCAL_RANK as under `torchrun`, and in PLAIT_RENDEZVOUS_FILE the file for
     the rendezvous. Sockets listen on loopback only. When a rank ends with another code than 0, the others are
@@ -76,6 +106,7 @@ def launch_local(
     if num_ranks < 1:
         raise CommError("a job needs at least one rank", given=f"{num_ranks} ranks", expected="1 or more")
     entry = [*(command or (sys.executable, "-u", "-m", "plait")), *argv]
+    forked = _ForkedRank(main, argv) if main is not None and _can_fork() else None
     with tempfile.TemporaryDirectory(prefix="plait-", ignore_cleanup_errors=True) as rendezvous_dir:
         monitor = _RankMonitor(save_s)
         with (
@@ -83,8 +114,13 @@ def launch_local(
             _silence_torch(),
             _forward_signals(monitor.on_signal),
         ):
-            _run_agent(num_ranks, entry, Path(rendezvous_dir), monitor)
+            _run_agent(num_ranks, entry, forked, Path(rendezvous_dir), monitor)
     return monitor.exit_code()
+
+
+def prepare_to_fork() -> None:
+    """Keep torch to one thread in this process, which will fork ranks. See [Note: forked ranks]."""
+    torch.set_num_threads(1)
 
 
 def end_with_parent() -> None:
@@ -148,6 +184,9 @@ class _RankMonitor:
         self._send_due(now)
         return len(self._codes) < len(pids) and now < self._abandon_s
 
+    def succeeded(self) -> bool:
+        return len(self._codes) == len(self._pids) and not any(self._codes.values())
+
     def exit_code(self) -> int:
         failures = [code for code in self._codes.values() if self._is_failure(code)]
         if _USER_ERROR in failures:
@@ -203,25 +242,103 @@ def _poll_exit_code(pid: int) -> int | None:
 class _Agent(LocalElasticAgent):
     """torch's agent, which polls our monitor before its own. See [Note: extension of torch's agent]."""
 
-    def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs, monitor: _RankMonitor) -> None:
-        super().__init__(spec, logs)
+    def __init__(
+        self, spec: WorkerSpec, logs: DefaultLogsSpecs, monitor: _RankMonitor, forked: "_ForkedRank | None"
+    ) -> None:
+        super().__init__(spec, logs, start_method="fork")  # of a function; programs are always fresh
         self._monitor = monitor
+        self._forked = forked
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+        # A forked rank has the launcher's handlers until it unblocks all but SIGUSR1.
+        to_block = {signal.SIGUSR1} if self._forked is None else _SIGNALS
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, to_block)
         try:
             return super()._start_workers(worker_group)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+            if self._forked is not None:
+                self._forked.open_gate()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        if self._monitor.poll({worker.global_rank: worker.id for worker in worker_group.workers}):
+        pids = {worker.global_rank: worker.id for worker in worker_group.workers}
+        if self._monitor.poll(pids):
             return RunResult(state=WorkerState.HEALTHY)
+        if self._monitor.succeeded():  # torch waits for results, which forked ranks do not return
+            return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(pids))
         result: RunResult = super()._monitor_workers(worker_group)
         return result
 
 
-def _run_agent(num_ranks: int, entry: Sequence[str], rendezvous_dir: Path, monitor: _RankMonitor) -> None:
+def _can_fork() -> bool:
+    return sys.platform == "linux" and threading.active_count() == 1 and not torch.accelerator.is_available()
+
+
+class _ForkedRank:
+    """A rank that torch's agent forks from the launcher. See [Note: forked ranks]."""
+
+    def __init__(self, main: Main, argv: Sequence[str]) -> None:
+        self._main = main
+        self._argv = argv
+        self._gate = os.pipe()
+
+    def open_gate(self) -> None:
+        """Let the ranks begin. Starting one more process reaps those that have ended, so none may before."""
+        for end in self._gate:
+            os.close(end)
+
+    def run(self) -> NoReturn:
+        code: object = 1
+        try:
+            self._become_rank()
+            self._main()
+            code = 0
+        except SystemExit as end:
+            code = end.code
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            with contextlib.suppress(Exception):
+                atexit._run_exitfuncs()
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(code if isinstance(code, int) else int(code is not None))
+
+    def _become_rank(self) -> None:
+        """Set up what a fresh process has: its session, signals, output, threads, malloc, arguments."""
+        atexit._clear()
+        os.setsid()
+        for signum in _SIGNALS:
+            if signal.getsignal(signum) is not signal.SIG_IGN:
+                is_int = signum is signal.SIGINT
+                signal.signal(signum, signal.default_int_handler if is_int else signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
+        read, write = self._gate
+        os.close(write)
+        os.read(read, 1)
+        with contextlib.suppress(ValueError):  # libraries ignore a number that they cannot read, too
+            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))
+        _set_malloc_thresholds()
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        sys.argv = ["plait", *self._argv]
+
+
+def _set_malloc_thresholds() -> None:
+    """Apply what a process that starts reads from its environment, where that is glibc's malloc."""
+    trim, mmap = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD; to trim at -1 is never to trim
+    with contextlib.suppress(AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(mmap, int(os.environ["MALLOC_MMAP_THRESHOLD_"]))
+        mallopt(trim, -1)
+
+
+def _run_agent(
+    num_ranks: int,
+    command: Sequence[str],
+    forked: _ForkedRank | None,
+    rendezvous_dir: Path,
+    monitor: _RankMonitor,
+) -> None:
     rendezvous = rendezvous_registry.get_rendezvous_handler(
         RendezvousParameters(
             backend="c10d",
@@ -234,18 +351,20 @@ def _run_agent(num_ranks: int, entry: Sequence[str], rendezvous_dir: Path, monit
             keep_alive_interval=3600,  # keep-alives are for other hosts' agents, and each makes the file grow
         )
     )
+    program, *arguments = command
     spec = WorkerSpec(
         role="rank",
         local_world_size=num_ranks,
         rdzv_handler=rendezvous,
-        entrypoint=entry[0],
-        args=tuple(argument.replace("$", "$$") for argument in entry[1:]),  # torch expands ${local_rank}
+        entrypoint=program if forked is None else forked.run,
+        # torch expands ${local_rank}
+        args=tuple(argument.replace("$", "$$") for argument in arguments if forked is None),
         max_restarts=0,
         monitor_interval=_MONITOR_S,
         local_addr="127.0.0.1",
     )
     try:
-        _Agent(spec, DefaultLogsSpecs(log_dir=str(rendezvous_dir / "logs")), monitor).run()
+        _Agent(spec, DefaultLogsSpecs(log_dir=str(rendezvous_dir / "logs")), monitor, forked).run()
     finally:
         rendezvous.shutdown()
 
@@ -313,7 +432,7 @@ def _forward_signals(handler: Callable[[int, FrameType | None], Any]) -> Iterato
     """Route the signals for the ranks to `handler`, except those that the caller's shell ignores."""
     previous = {}
     if threading.current_thread() is threading.main_thread():
-        for signum in (*_FORWARDED, signal.SIGUSR1):
+        for signum in _SIGNALS:
             if signal.getsignal(signum) is not signal.SIG_IGN:
                 previous[signum] = signal.signal(signum, handler)
     try:
