@@ -4,7 +4,8 @@
 
 Each contender is a process of its own; those of a round run one after the other. The yardstick is a process
 that imports torch, which a command that trains cannot avoid. Help texts, wrong options and schedules do not
-need it, and a program that trains a plain module does not need transformers.
+need it, and a program that trains a plain module does not need transformers. The whole of a run of one step
+is timed on one rank and on two: the ranks of a host share the imports.
 """
 
 import subprocess
@@ -26,6 +27,11 @@ engine = plait.parallelize(
     optimizer_args={"lr": 0.1},
 )
 """
+HERE = "HERE"  # a new directory for each process
+TRAIN = [
+    *("-m", "plait", "train", "recipes/tiny.toml", "--set", f'run.dir="{HERE}/run"', "--set", "run.steps=1"),
+    *("--set", f'data.dir="{HERE}/data"'),
+]
 PROGRAMS = {
     YARDSTICK: ["-c", "import torch"],
     "import transformers.PreTrainedModel": ["-c", "from transformers import PreTrainedModel"],
@@ -37,19 +43,22 @@ PROGRAMS = {
     "plait schedule": ["-m", "plait", "schedule", "1f1b", "--pp", "4", "--micro", "8"],
     "plait checkpoint show, none there": ["-m", "plait", "checkpoint", "show", tempfile.gettempdir()],
     "parallelize a plain module": ["-c", PLAIN],
+    "plait train, 1 step, 1 rank": [*TRAIN, "--plan", "dp=1"],
+    "plait train, 1 step, 2 ranks": [*TRAIN, "--plan", "dp=2"],
 }
 
 
 def seconds(words: list[str]) -> float:
-    begin = time.perf_counter()
-    subprocess.run(
-        [sys.executable, *words],
-        cwd=Path(__file__).resolve().parent.parent,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        check=False,  # two of them end with an error, which is what is timed
-    )
-    return time.perf_counter() - begin
+    with tempfile.TemporaryDirectory() as folder:
+        begin = time.perf_counter()
+        subprocess.run(
+            [sys.executable, *(word.replace(HERE, folder) for word in words)],
+            cwd=Path(__file__).resolve().parent.parent,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            check=False,  # two of them end with an error, which is what is timed
+        )
+        return time.perf_counter() - begin
 
 
 def main() -> None:

@@ -18,17 +18,18 @@ TITLE = "## The last sweep\n"
 TOLERANCE = 1e-9
 
 HEAD = """
-Every plan trains a small model for three steps in float64: AdamW with weight decay, active
-clipping, unevenly masked labels, stages of different depth. The loss and gradient norm of every
-step, every gradient of every step, and the final weights are compared with those of the one-process
-program. A difference is the largest of any element, relative to the largest element of all
-gradients (or weights).
+Under every plan, a small model is trained for three steps in float64, with AdamW, weight decay,
+active clipping, unevenly masked labels, and stages that differ in depth. The loss and gradient norm
+of every step, all gradients of every step, and the final weights are compared with those of the
+one-process program. The reported difference is the largest of any element, relative to the largest
+element of all gradients (or weights).
 
-{date}, {machine}:
-**{passed} of {plans} plans within {tolerance:.0e}**, on 2 to {most} ranks, largest difference {worst}.
+{date}, {machine}: **{passed} of {plans} plans within {tolerance:.0e}**, on 2 to {most} ranks,
+largest difference {worst}.
 
 `make test` runs {few} other plans that cover every pair of options. `python tools/hybrid_table.py`
-writes this section from the results of `make sweep`. The plans are drawn from a seeded product of:
+generates this section from the results of `make sweep`. The plans are drawn at random, with a fixed
+seed, from the product of these options:
 
 """
 

@@ -19,14 +19,17 @@ START_S = 40.0  # two imports of torch while other tests run
 
 LAUNCHER = """
 import runpy, sys
-from plait.comm.launch import launch_local, prepare_to_fork
-prepare_to_fork()
+import plait.__main__
+from plait.comm import launch
 how, script, *words = sys.argv[1:]
 def main():
     sys.argv[0] = script
     runpy.run_path(script, run_name="__main__")
-main = main if how == "forked" else None
-sys.exit(launch_local(2, words, command=[sys.executable, "-u", script], main=main))
+if how == "forked":
+    plait.__main__.main = main
+    launch.fork_ranks()
+command = [sys.executable, "-u", script] if how == "fresh" else None
+sys.exit(launch.launch_local(2, words, command=command))
 """
 
 # Counts the signals, and ends like a rank that saves: between steps, taking its time.
@@ -210,8 +213,8 @@ def test_a_forked_rank_is_set_up_like_a_fresh_one(script: Write, tmp_path: Path)
         settings = [json.loads((tmp_path / f"ready-{rank}").read_text()) for rank in (0, 1)]
         found[how] = (done.returncode, sorted(done.stdout), done.stderr, settings)
     assert found["forked"] == found["fresh"]
-    code, letters, _, (first, _) = found["forked"]
-    assert (code, letters) == (5, sorted("half a lineat exit\n" * 2))
+    code, printed, _, (first, _) = found["forked"]
+    assert (code, printed) == (5, sorted("half a lineat exit\n" * 2))
     assert first["threads"] == max(1, len(os.sched_getaffinity(0)) // 2)
     assert all(first["environment"])
 

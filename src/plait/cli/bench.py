@@ -157,11 +157,12 @@ def _num_ranks(requested: int | None) -> tuple[int, int]:
 
 def _connect(num_ranks: int, transport: str, device: str) -> "World":
     """Return the world of this rank; in the process that the user started, run the ranks and exit."""
-    from plait.comm.launch import end_with_parent, launch_local
+    from plait.comm.launch import end_with_parent, fork_ranks, launch_local
     from plait.comm.world import connect
 
     end_with_parent()
     if "WORLD_SIZE" not in os.environ:
+        fork_ranks()
         raise typer.Exit(launch_local(num_ranks, sys.argv[1:]))  # the same command line, and WORLD_SIZE
     return connect(transport=transport, device=device)
 

@@ -55,17 +55,16 @@ def train(
 
     if not resume and not recipe.is_dir():  # errors in it are reported before torch is imported
         Plan.parse(read_recipe(recipe, sets, plan).plan)
-    from plait.__main__ import main
-    from plait.comm.launch import launch_local, prepare_to_fork
+    from plait.comm.launch import fork_ranks, launch_local
     from plait.train.prepare import prepare
     from plait.train.run_dir import discard_unused
 
-    prepare_to_fork()
+    fork_ranks()
     # A single rank is started the same way as several: the same signals, errors and exit codes.
     with contextlib.ExitStack() as lock:
         prepared = prepare(recipe, sets=sets, plan=plan, resume=resume, start=start, ranks=ranks, lock=lock)
         words = ["rank", str(prepared.dir.path), *(["--debug"] if debug else [])]
-        code = launch_local(prepared.plan.num_ranks, words, main=main, save_s=prepared.recipe.run.save_s)
+        code = launch_local(prepared.plan.num_ranks, words, save_s=prepared.recipe.run.save_s)
     if code == USER_ERROR and not resume:
         discard_unused(prepared.dir)
     raise typer.Exit(code)

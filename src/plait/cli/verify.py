@@ -71,15 +71,13 @@ def verify(
 
     from rich.console import Console
 
-    from plait.__main__ import main
-    from plait.comm.launch import prepare_to_fork
+    from plait.comm.launch import fork_ranks
+    from plait.verify import runner
     from plait.verify.model_spec import parse_source
     from plait.verify.report import print_verdict, verdict_matrix
-    from plait.verify.runner import WorkerOptions
-    from plait.verify.runner import verify as verify_on_ranks
     from plait.verify.worker import Case, check
 
-    prepare_to_fork()
+    fork_ranks()
     source = parse_source(model, layers=max(_LAYERS, stages), length=sequence, full=full)
     on = _device(device, transport, max(p.num_ranks for p in selected))
     samples = 2 * lcm(*(p.dp * p.micro for p in selected))
@@ -87,8 +85,8 @@ def verify(
     if plan is not None:
         check(source.spec(), selected[0])
     with tempfile.TemporaryDirectory(prefix="plait-verify-") as folder:
-        options = WorkerOptions(on, transport, find_suspects=plan is not None)
-        verdicts = verify_on_ranks(cases, Path(folder), options, main=main)
+        options = runner.WorkerOptions(on, transport, find_suspects=plan is not None)
+        verdicts = runner.verify(cases, Path(folder), options)
     if plan is not None:
         print_verdict(verdicts[0], Console())
     else:

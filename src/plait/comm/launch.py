@@ -21,7 +21,7 @@ once and share the pages of the libraries. A fork is safe only if no other threa
 child needs, and if no library has state that a fork breaks:
 - An accelerator's driver cannot be used in a child of a process that has used it: where torch finds one, the
   ranks are started as fresh processes.
-- OpenMP's pool of threads does not exist in the child, which would wait for it: `prepare_to_fork` keeps the
+- OpenMP's pool of threads does not exist in the child, which would wait for it: `fork_ranks` keeps the
   launcher to one thread, so that there is no pool.
 - OpenBLAS and tokenizers handle a fork themselves; the rendezvous of torch's agent has a thread that sleeps.
   With any other thread of Python's, and on other systems than Linux, the ranks are fresh processes.
@@ -36,6 +36,7 @@ survives exec, unlike a handler: while blocked, the signal is pending until the 
 import atexit
 import contextlib
 import ctypes
+import importlib
 import logging
 import os
 import signal
@@ -73,21 +74,13 @@ _FORWARDED = {signal.SIGTERM: signal.SIGTERM, signal.SIGINT: signal.SIGINT, sign
 _SIGNALS = (*_FORWARDED, signal.SIGUSR1)
 
 
-Main = Callable[[], object]
+_forks = False  # see `fork_ranks`
 
 
 def launch_local(
-    num_ranks: int,
-    argv: list[str],
-    *,
-    command: Sequence[str] | None = None,
-    main: Main | None = None,
-    save_s: float = 60.0,
+    num_ranks: int, argv: list[str], *, command: Sequence[str] | None = None, save_s: float = 60.0
 ) -> int:
     """Run `command *argv` (by default `python -m plait *argv`) on `num_ranks` ranks of this host.
-
-    With `main`, the ranks are forked from this process where that is safe, and run `main()` with `argv` in
-    sys.argv, as `python -m plait` would. See [Note: forked ranks]; call `prepare_to_fork` first.
 
     Each rank gets RANK, WORLD_SIZE, LOCAL_RANK as under `torchrun`, and in PLAIT_RENDEZVOUS_FILE the file for
     the rendezvous. Sockets listen on loopback only. When a rank ends with another code than 0, the others are
@@ -106,7 +99,7 @@ def launch_local(
     if num_ranks < 1:
         raise CommError("a job needs at least one rank", given=f"{num_ranks} ranks", expected="1 or more")
     entry = [*(command or (sys.executable, "-u", "-m", "plait")), *argv]
-    forked = _ForkedRank(main, argv) if main is not None and _can_fork() else None
+    forked = _ForkedRank(argv) if command is None and _forks and _can_fork() else None
     with tempfile.TemporaryDirectory(prefix="plait-", ignore_cleanup_errors=True) as rendezvous_dir:
         monitor = _RankMonitor(save_s)
         with (
@@ -118,8 +111,14 @@ def launch_local(
     return monitor.exit_code()
 
 
-def prepare_to_fork() -> None:
-    """Keep torch to one thread in this process, which will fork ranks. See [Note: forked ranks]."""
+def fork_ranks() -> None:
+    """Let `launch_local` fork the ranks of `python -m plait` from this process, where that is safe.
+
+    Must be called before torch computes: it keeps torch to one thread in this process. See
+    [Note: forked ranks].
+    """
+    global _forks
+    _forks = True
     torch.set_num_threads(1)
 
 
@@ -277,8 +276,7 @@ def _can_fork() -> bool:
 class _ForkedRank:
     """A rank that torch's agent forks from the launcher. See [Note: forked ranks]."""
 
-    def __init__(self, main: Main, argv: Sequence[str]) -> None:
-        self._main = main
+    def __init__(self, argv: Sequence[str]) -> None:
         self._argv = argv
         self._gate = os.pipe()
 
@@ -291,7 +289,7 @@ class _ForkedRank:
         code: object = 1
         try:
             self._become_rank()
-            self._main()
+            importlib.import_module("plait.__main__").main()
             code = 0
         except SystemExit as end:
             code = end.code

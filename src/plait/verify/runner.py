@@ -44,16 +44,8 @@ class WorkerOptions:
     find_suspects: bool = True
 
 
-def verify(
-    cases: Sequence[Case],
-    folder: Path,
-    options: WorkerOptions | None = None,
-    *,
-    main: Callable[[], object] | None = None,
-) -> list[Verdict]:
+def verify(cases: Sequence[Case], folder: Path, options: WorkerOptions | None = None) -> list[Verdict]:
     """Start local ranks and return the verdict of each case. `folder` is empty, for the ranks' files.
-
-    `main`: as for `launch_local`.
 
     Raises SystemExit with the shell's exit code if a signal ended the ranks.
     """
@@ -70,7 +62,7 @@ def verify(
         }
         write_json(work_dir / _JOBS, jobs)
         num_ranks = max(cases[number].num_ranks for number in left)
-        code = launch_local(num_ranks, ["verify-rank", str(work_dir)], main=main)
+        code = launch_local(num_ranks, ["verify-rank", str(work_dir)])
         files = {number: _verdict_file(work_dir, number) for number in left}
         new = {
             number: Verdict.from_values(json.loads(file.read_text(encoding="utf-8")))
