@@ -13,7 +13,7 @@ import pytest
 
 from plait.comm import launch_local
 from plait.errors import CommError
-from support.cli_runs import LOOPBACK, listening
+from support.cli_runs import LOOPBACK, family, listening
 
 START_S = 40.0  # two imports of torch while other tests run
 
@@ -107,7 +107,9 @@ def start(how: str, script: Write, tmp_path: Path) -> Iterator[Start]:
 
     yield start
     for launcher in launchers:
-        launcher.kill()
+        if launcher.poll() is None:
+            for pid in family(launcher.pid):  # ranks that are left would keep its output open
+                os.kill(pid, signal.SIGKILL)
         launcher.communicate()
 
 
