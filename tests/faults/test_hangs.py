@@ -2,14 +2,13 @@
 
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
 from plait.train.prepare import prepare
-from support.cli_runs import LIMIT_S, start, two_ranks, wait_for_step, write_recipe
+from support.cli_runs import LIMIT_S, ranks_of, start, two_ranks, wait_for_step, write_recipe
 
 HANG_S = 2.0
 ERROR_S = 8.0  # beyond that: the others' stacks are awaited for 2 s; the rest is a slow machine
@@ -83,7 +82,7 @@ def test_a_stopped_rank_ends_the_job_and_is_the_one_without_stacks(recipe: Path,
     sets = [word for value in words(run) for word in ("--set", value)]
     process = start("train", recipe, *sets)
     wait_for_step(process, 3)
-    stopped = _rank_of(process, 1)
+    _, stopped = ranks_of(process.pid)
     os.kill(stopped, signal.SIGSTOP)
     began_s = time.monotonic()
     _, err = process.communicate(timeout=LIMIT_S)
@@ -96,10 +95,3 @@ def test_a_stopped_rank_ends_the_job_and_is_the_one_without_stacks(recipe: Path,
     assert f"{run / 'stacks'}; none from rank 1" in err
     assert "in loop" in stacks_of(run, 0)
     assert not Path(f"/proc/{stopped}").exists()
-
-
-def _rank_of(launcher: subprocess.Popen[str], rank: int) -> int:
-    """The process of a local rank."""
-    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
-    found = [pid for pid in children if f"\0RANK={rank}\0" in Path(f"/proc/{pid}/environ").read_text()]
-    return int(found[0])

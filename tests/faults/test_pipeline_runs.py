@@ -19,7 +19,7 @@ from plait.plan.schedule import Kind, Timeline
 from plait.plan.schedule.trace import read_trace
 from plait.plan.schedule.validate import dependencies
 from plait.train.metrics import read_metrics
-from support.cli_runs import LIMIT_S, STEPS, finish, last_step, start, wait_for_step, write_recipe
+from support.cli_runs import LIMIT_S, STEPS, finish, last_step, ranks_of, start, wait_for_step, write_recipe
 
 PLAN = "pp=2 micro=4"
 
@@ -193,28 +193,13 @@ def test_a_rank_killed_in_a_step_ends_the_run_within_seconds(
     how = sets(f"run.dir={tmp_path}/run", f"run.transport={transport}", "run.steps=100000")
     process = start("train", recipe, "--plan", PLAN, *how, *sets("run.checkpoint_every=0"))
     wait_for_step(process, 3)
-    ranks = children_of(process.pid)
-    assert len(ranks) == 2
-    os.kill(ranks[0], signal.SIGKILL)
+    first, _ = ranks_of(process.pid)
+    os.kill(first, signal.SIGKILL)
     began_s = time.monotonic()
     _, err = process.communicate(timeout=LIMIT_S)
     assert time.monotonic() - began_s < MOST_S
     assert process.returncode not in (0, None)
     assert re.search(r"rank (\d )?is gone|SIGKILL", err), err
-
-
-def children_of(pid: int) -> list[int]:
-    """The ranks that a launcher started."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            stat = (entry / "stat").read_text() if entry.name.isdigit() else ""
-            words = (entry / "cmdline").read_bytes().split(b"\0") if stat else []
-        except OSError:
-            continue
-        if stat and int(stat.rpartition(")")[2].split()[1]) == pid and b"rank" in words:
-            found.append(int(entry.name))
-    return sorted(found)
 
 
 # --- what is found before a rank starts

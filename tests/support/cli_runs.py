@@ -169,6 +169,12 @@ def listening(pid: int) -> list[str]:
     return [row[1].partition(":")[0] for row in rows if row[3] == listen and row[9] in inodes]
 
 
+def ranks_of(launcher: int) -> list[int]:
+    """The processes of a launcher's ranks, by rank."""
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    return [int(pid) for pid in children if "rank" in Path(f"/proc/{pid}/comm").read_text()]
+
+
 def family(pid: int) -> list[int]:
     """A process and all its descendants."""
     found = [pid]

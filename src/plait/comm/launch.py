@@ -318,6 +318,7 @@ class _ForkedRank:
             torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))
         _set_malloc_thresholds()
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        Path("/proc/self/comm").write_text(f"plait rank {os.environ['RANK']}")  # for `top` and `pgrep`
         sys.argv = ["plait", *self._argv]
 
 
