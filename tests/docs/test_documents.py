@@ -24,6 +24,8 @@ from pathlib import Path
 
 import pytest
 
+from support import warm
+
 ROOT = Path(__file__).resolve().parents[2]
 NOT_RUN = ("needs several hosts", "needs a GPU", "needs the network")
 LIMIT_S = 300
@@ -83,8 +85,14 @@ BLOCKS = [block for document in documents() for block in blocks_of(document)]
 class Page:
     """A document being run: in order, every block once."""
 
-    def __init__(self, blocks: list[Block], folder: Path) -> None:
+    def __init__(self, blocks: list[Block], folder: Path, *, is_warm: bool = True) -> None:
+        """`is_warm`: with a `plait` that need not import its libraries."""
         self._folder = folder
+        self._environment = environment()
+        if is_warm:
+            (folder / ".bin").mkdir()
+            path = os.pathsep.join((str(folder / ".bin"), self._environment["PATH"]))
+            self._environment |= {"PATH": path, **warm.install(folder / ".bin")}
         self._to_run = blocks
         self._complaints: dict[Block, str] = {}
         self._python: Python | None = None
@@ -108,7 +116,7 @@ class Page:
             return "" if known else f"`{block.comment}` is not a reason; these are: {NOT_RUN}"
         if block.language == "bash":
             try:
-                return run_bash(shell_text(block), self._folder)
+                return run_bash(shell_text(block), self._folder, self._environment)
             except UnknownTarget as error:
                 return str(error)
         if self._python is None or self._python.process.poll() is not None:
@@ -116,11 +124,11 @@ class Page:
         return self._python.run(block)
 
 
-def run_bash(text: str, folder: Path) -> str:
+def run_bash(text: str, folder: Path, env: dict[str, str]) -> str:
     process = subprocess.Popen(
         ["bash", "-euo", "pipefail", "-c", text],
         cwd=folder,
-        env=environment(),
+        env=env,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -197,7 +205,7 @@ def pages() -> Iterator[dict[Path, Page]]:
             page_folder.mkdir(parents=True)
             (page_folder / "data").symlink_to(data)  # the first page that needs tokens builds them for all
             blocks = [block for block in BLOCKS if block.document == document]
-            opened[document] = Page(blocks, page_folder)
+            opened[document] = Page(blocks, page_folder, is_warm=document.name != "README.md")
         yield opened
         for page in opened.values():
             page.close()

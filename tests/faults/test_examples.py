@@ -82,7 +82,7 @@ def test_under_any_plan_a_parallel_script_prints_the_one_devices_losses_once(
 
 
 @pytest.mark.parametrize(
-    ("name", "command"), [("llama", LLAMA), pytest.param("plain", PLAIN, marks=pytest.mark.sweep)]
+    ("name", "command"), [("plain", PLAIN), pytest.param("llama", LLAMA, marks=pytest.mark.sweep)]
 )
 def test_the_readmes_commands_do_the_same(
     name: str, command: list[str], one_device: dict[str, Losses]

@@ -11,6 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 from plait import checkpoint
+from support import warm
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 24
@@ -79,12 +80,11 @@ def environment() -> dict[str, str]:
     }
 
 
-PLAIT = (sys.executable, "-m", "plait")
-
-
-def start(*words: object, entry: Sequence[str] = PLAIT) -> subprocess.Popen[str]:
-    """Start `plait words...` as the leader of its own process group, like a shell."""
-    return subprocess.Popen(
+def start(*words: object, entry: Sequence[str] = ()) -> subprocess.Popen[str]:
+    """Start `plait words...` as the leader of its own process group, like a shell; with `entry`, that command
+    instead of `plait`."""
+    popen = subprocess.Popen if entry else warm.Popen
+    return popen(
         [*entry, *map(str, words)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -1,0 +1,93 @@
+"""Commands in processes that have imported their libraries already: `Popen` for `python -m plait`, `install`
+for the `plait` of a shell.
+
+Their own start, with the imports, is what tests/one/test_startup.py and the README's commands run.
+"""
+
+import atexit
+import functools
+import json
+import os
+import select
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+SOURCES = str(HERE.parents[1] / "src")
+
+
+def install(folder: Path) -> dict[str, str]:
+    """Write a `plait` to the folder, and return the environment that its shell needs besides PATH."""
+    command = folder / "plait"
+    command.write_text(f"#!{sys.executable} -IS\n{(HERE / 'warm_plait.py').read_text()}")
+    command.chmod(0o755)
+    return {"PLAIT_WARM": _server()}
+
+
+@functools.cache
+def _server() -> str:
+    """Start the server, and return the path of its socket. It ends with this process."""
+    folder = tempfile.mkdtemp(prefix="plait-warm-")
+    path = str(Path(folder) / "socket")
+    server = subprocess.Popen(
+        [sys.executable, str(HERE / "warm_server.py"), path],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": SOURCES, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+    assert server.stdout is not None
+    assert server.stdout.readline() == b"ready\n"
+
+    @atexit.register
+    def end() -> None:
+        server.kill()
+        server.communicate()
+        Path(path).unlink(missing_ok=True)
+        Path(folder).rmdir()
+
+    return path
+
+
+class Popen(subprocess.Popen[str]):
+    """`subprocess.Popen` of `python -m plait *args`, forked from the server."""
+
+    _connection: socket.socket
+
+    def __init__(self, args: Sequence[str], *, env: Mapping[str, str], **options: Any) -> None:
+        super().__init__(args, env=env, **options)
+
+    def _execute_child(self, args: Sequence[str], *options: Any) -> None:
+        """Ask the server instead of `fork` and `exec`. The signature is that of Python 3.11 and 3.12."""
+        _, _, _, _, cwd, env, _, _, _, *pipes = options[:15]
+        leads = options[-2]
+        ends = [
+            ours if ours != -1 else standard for standard, ours in enumerate((pipes[0], pipes[3], pipes[5]))
+        ]
+        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._connection.connect(_server())
+        job = {"argv": [*args], "env": dict(env), "cwd": str(cwd or Path.cwd()), "leads": bool(leads)}
+        socket.send_fds(self._connection, [json.dumps(job).encode()], ends)
+        [self.pid] = struct.unpack("i", self._connection.recv(4))
+        self._child_created = True
+        self._close_pipe_fds(*pipes)
+
+    def _try_wait(self, wait_flags: int) -> tuple[int, int]:
+        if wait_flags & os.WNOHANG and not select.select([self._connection], [], [], 0)[0]:
+            return 0, 0
+        [status] = struct.unpack("i", self._connection.recv(4))
+        self._connection.close()
+        return self.pid, status
+
+    def _internal_poll(self, *_: Any, **__: Any) -> int | None:
+        if self.returncode is None:
+            pid, status = self._try_wait(os.WNOHANG)
+            if pid:
+                self._handle_exitstatus(status)
+        return self.returncode
