@@ -80,6 +80,9 @@ def environment() -> dict[str, str]:
     }
 
 
+PLAIT = (sys.executable, "-m", "plait")  # for `entry`
+
+
 def start(*words: object, entry: Sequence[str] = ()) -> subprocess.Popen[str]:
     """Start `plait words...` as the leader of its own process group, like a shell; with `entry`, that command
     instead of `plait`."""
