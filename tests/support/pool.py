@@ -23,6 +23,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from support import warm
+
 TESTS = Path(__file__).resolve().parents[1]
 WORKER = TESTS / "support" / "pool_worker.py"
 MAX_RANKS = 16
@@ -75,14 +77,9 @@ class Worker:
         self.output = folder / "output"
         ours, theirs = socket.socketpair()
         with theirs, self.output.open("wb") as output:
-            self.process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-u",
-                    str(WORKER),
-                    str(theirs.fileno()),
-                    str(self.stacks),
-                ],
+            self.process = warm.Popen(
+                [str(theirs.fileno()), str(self.stacks)],
+                script=WORKER,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=output,

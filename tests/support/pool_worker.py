@@ -125,6 +125,7 @@ def _default_torch() -> None:
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(line_buffering=True)
     _default_torch()
     _keep_modules()
     serve(connection.Connection(int(sys.argv[1])), Path(sys.argv[2]))

@@ -55,25 +55,31 @@ def _server() -> str:
     return path
 
 
-class Popen(subprocess.Popen[str]):
-    """`subprocess.Popen` of `python -m plait *args`, forked from the server."""
+class Popen(subprocess.Popen[Any]):
+    """`subprocess.Popen` of `python -m plait *args`, or of `python script *args`, forked from the server."""
 
-    _connection: socket.socket
-
-    def __init__(self, args: Sequence[str], *, env: Mapping[str, str], **options: Any) -> None:
+    def __init__(
+        self, args: Sequence[str], *, env: Mapping[str, str], script: Path | None = None, **options: Any
+    ) -> None:
+        self._script = script
         super().__init__(args, env=env, **options)
 
     def _execute_child(self, args: Sequence[str], *options: Any) -> None:
         """Ask the server instead of `fork` and `exec`. The signature is that of Python 3.11 and 3.12."""
-        _, _, _, _, cwd, env, _, _, _, *pipes = options[:15]
+        _, _, _, pass_fds, cwd, env, _, _, _, *pipes = options[:15]
         leads = options[-2]
-        ends = [
-            ours if ours != -1 else standard for standard, ours in enumerate((pipes[0], pipes[3], pipes[5]))
-        ]
+        ends = [ours if ours != -1 else target for target, ours in enumerate((pipes[0], pipes[3], pipes[5]))]
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._connection.connect(_server())
-        job = {"argv": [*args], "env": dict(env), "cwd": str(cwd or Path.cwd()), "leads": bool(leads)}
-        socket.send_fds(self._connection, [json.dumps(job).encode()], ends)
+        job = {
+            "argv": [*args],
+            "script": str(self._script or ""),
+            "env": dict(env),
+            "cwd": str(cwd or Path.cwd()),
+            "leads": bool(leads),
+            "targets": [0, 1, 2, *pass_fds],
+        }
+        socket.send_fds(self._connection, [json.dumps(job).encode()], [*ends, *pass_fds])
         [self.pid] = struct.unpack("i", self._connection.recv(4))
         self._child_created = True
         self._close_pipe_fds(*pipes)

@@ -3,21 +3,24 @@
 The imports of torch and transformers take four seconds of a core, more than most commands of the tests. A
 command's process is forked before anything is computed, so that it is like one that has just imported them.
 
-A client connects to the socket, sends a JSON object and the three standard files, and gets the pid; when the
-process ends, its wait status. A client that disconnects, or the end of the server's stdin, kills the process.
+A client connects to the socket, sends a JSON object and the process's files, and gets the pid, and later the
+wait status. A process is killed when its client disconnects or the server's stdin ends.
 """
 
 import atexit
 import contextlib
+import fcntl
 import importlib
 import json
 import os
+import runpy
 import select
 import signal
 import socket
 import struct
 import sys
 import traceback
+from pathlib import Path
 from typing import Any, NoReturn
 
 PRELOADED = (
@@ -31,7 +34,7 @@ PRELOADED = (
     "plait.train.trainer",
     "plait.verify.runner",
 )
-JOB_BYTES = 1 << 20
+JOB_BYTES, MOST_FILES = 1 << 20, 8
 
 
 def serve(path: str) -> None:
@@ -67,7 +70,7 @@ def serve(path: str) -> None:
                 clients[pid] = None
         if listener in ready:
             client, _ = listener.accept()
-            job, files, _, _ = socket.recv_fds(client, JOB_BYTES, 3)
+            job, files, _, _ = socket.recv_fds(client, JOB_BYTES, MOST_FILES)
             pid = os.fork()
             if not pid:
                 run(json.loads(job), files)
@@ -78,7 +81,10 @@ def serve(path: str) -> None:
 
 
 def run(job: dict[str, Any], files: list[int]) -> NoReturn:
-    """Be the process of a command: `argv`, `env`, `cwd`, `leads` (its own session)."""
+    """Be the process of `python -m plait *argv`, or of `python script *argv`.
+
+    `leads`: whether it leads a session; `targets`: the numbers of the files in the process.
+    """
     code: object = 1
     try:
         atexit._clear()
@@ -86,14 +92,22 @@ def run(job: dict[str, Any], files: list[int]) -> NoReturn:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         if job["leads"]:
             os.setsid()
-        for target, file in enumerate(files):
+        high = [fcntl.fcntl(file, fcntl.F_DUPFD, 1000) for file in files]
+        os.closerange(3, 1000)
+        for target, file in zip(job["targets"], high, strict=True):
             os.dup2(file, target)
-        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        os.closerange(1000, os.sysconf("SC_OPEN_MAX"))
         os.environ.clear()
         os.environ.update(job["env"])
+        if "PLAIT_LAUNCHER_PID" in job["env"]:
+            os.environ["PLAIT_LAUNCHER_PID"] = str(os.getppid())  # with which the process is to end
         os.chdir(job["cwd"])
-        sys.argv, sys.path[0] = ["plait", *job["argv"]], job["cwd"]
-        importlib.import_module("plait.__main__").main()
+        if job["script"]:
+            sys.argv, sys.path[0] = [job["script"], *job["argv"]], str(Path(job["script"]).parent)
+            runpy.run_path(job["script"], run_name="__main__")
+        else:
+            sys.argv, sys.path[0] = ["plait", *job["argv"]], job["cwd"]
+            importlib.import_module("plait.__main__").main()
         code = 0
     except SystemExit as end:
         code = end.code
