@@ -46,9 +46,7 @@ def losses(run: Path) -> list[float]:
 
 
 @pytest.mark.sweep
-def test_a_run_on_a_grid_that_goes_on_as_one_rank_ends_as_one_that_was_never_cut(
-    alone: Path, recipe: Path
-) -> None:
+def test_a_run_resumed_on_one_rank_ends_like_one_that_was_never_sharded(alone: Path, recipe: Path) -> None:
     run = recipe.parent / "cut"
     process = start("train", recipe, "--plan", GRID, *sets(f"run.dir={run}"))
     wait_for_step(process, 8)

@@ -77,7 +77,7 @@ def test_gradients_of_norms_sinks_and_biases_are_summed_over_tp(
 @pytest.mark.parametrize(
     ("plan", "ranks"), [("tp=2", 2), ("dp=2 tp=2 zero=3", 4), ("pp=2 dp=2 tp=2 zero=1", 8)]
 )
-def test_learned_sinks_and_their_part_of_the_norm_are_whole(pool: Pool, plan: str, ranks: int) -> None:
+def test_learned_sinks_and_their_part_of_the_norm_are_complete(pool: Pool, plan: str, ranks: int) -> None:
     """Megatron-LM#7452: sinks are cut by heads, and the norm counted those of the first rank alone."""
     ours, oracle = _ours_and_the_oracles(pool, silent_error_models.task("gpt_oss", **SGD), plan, ranks)
     for mine, theirs in zip(ours[0].gradients, oracle.gradients, strict=True):
@@ -168,7 +168,7 @@ def all_in_one(model: nn.Module) -> list[dict[str, Any]]:
     ("plan", "ranks"),
     [("dp=3 zero=1", 3), ("dp=2 tp=2 zero=3", 4), ("tp=2x2 sp=true", 4), ("pp=2 dp=2 tp=2 zero=2", 8)],
 )
-def test_weight_decay_falls_on_matrices_alone_however_they_lie(pool: Pool, plan: str, ranks: int) -> None:
+def test_weight_decay_applies_to_matrices_only_in_any_layout(pool: Pool, plan: str, ranks: int) -> None:
     """Flattened parameters have one dim, and the rule that spares what has one dim spares all or none."""
     decay = {"optimizer": "SGD", "arguments": {"lr": 0.5, "weight_decay": 0.5}, "clip_norm": 1e-6, "steps": 1}
     ours, oracle = _ours_and_the_oracles(pool, silent_error_models.task("biased_llama", **decay), plan, ranks)

@@ -89,7 +89,9 @@ def _logits(outputs: Any) -> Tensor:
 
 @grids
 @pytest.mark.parametrize("family", ["tied_llama", "gpt2"])
-def test_cut_logits_and_gathered_ones_give_one_loss(pool: Pool, family: str, plan: str, ranks: int) -> None:
+def test_sharded_and_gathered_logits_give_the_same_loss(
+    pool: Pool, family: str, plan: str, ranks: int
+) -> None:
     """Megatron-LM#7452: gathered logits, taken for cut ones, add log(tp) to the loss."""
     loss, _ = _alone(family, programs.summed_loss, programs.batches(1)[0])
     for mine in pool.run(_losses, ranks, family, plan):
@@ -241,9 +243,7 @@ def one_of_three(steps: int, number: int, data_ranks: int) -> list[list[dict[str
         ("pp=2 dp=2 tp=2 zero=1", 8),
     ],
 )
-def test_no_micro_batchs_gradient_is_missing_the_last_one_no_more_than_the_first(
-    pool: Pool, plan: str, ranks: int, number: int
-) -> None:
+def test_every_micro_batchs_gradient_counts(pool: Pool, plan: str, ranks: int, number: int) -> None:
     """DeepSpeed PR #7985: at stage 1 the last micro-batch's gradient was left out of the step's."""
     data = functools.partial(one_of_three, number=number, data_ranks=2 if "dp=2" in plan else 1)
     task = silent_error_models.task("llama", data=data, optimizer="SGD", arguments={"lr": 0.3})

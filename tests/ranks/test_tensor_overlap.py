@@ -358,7 +358,7 @@ def _heads(cols: int) -> dict[str, Any]:
     }
 
 
-def test_logits_stay_cut_where_they_are_wanted_so(pool: Pool) -> None:
+def test_logits_can_stay_sharded(pool: Pool) -> None:
     for rank, got in enumerate(pool.run(_heads, 2, 2)):
         assert got["attribute"] == 3 + rank
         assert got["whole"] < TINY

@@ -257,7 +257,7 @@ def test_each_element_counts_once_in_the_norm(pool: Pool, family: str, plan: str
 
 
 @pytest.mark.parametrize(("family", "plan"), GRIDS)
-def test_without_counting_the_norm_is_another(pool: Pool, family: str, plan: str) -> None:
+def test_the_norm_differs_without_the_count(pool: Pool, family: str, plan: str) -> None:
     alone = pool.run(_norms, 1, family, "dp=1 precision=fp64", False)[0]
     norms = pool.run(_norms, num_ranks(plan), family, f"{plan} precision=fp64", True)[0]
     assert norms[0] > alone[0] * (1 + 1e-6)
