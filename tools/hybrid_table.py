@@ -27,7 +27,7 @@ element of all gradients (or weights).
 {date}, {machine}: **{passed} of {plans} plans within {tolerance:.0e}**, on 2 to {most} ranks,
 largest difference {worst}.
 
-`make test` runs {few} other plans that cover every pair of options. `python tools/hybrid_table.py`
+`make test` runs {few} other plans, which cover every pair of options. `python tools/hybrid_table.py`
 generates this section from the results of `make sweep`. The plans are drawn at random, with a fixed
 seed, from the product of these options:
 

@@ -73,7 +73,7 @@ def test_pairs_that_are_shown_elsewhere_are_not_chosen_for_again(sizes: list[int
 
 def test_the_plans_that_mix_all_strands_leave_out_no_pair_that_can_be() -> None:
     few = hybrid_plans.few_cases()
-    assert len({hybrid_plans.name_of(case) for case in few}) == len(few) >= 200
+    assert len({hybrid_plans.name_of(case) for case in few}) == len(few) >= 120
     assert all(2 <= hybrid_plans.num_ranks(case) <= 8 for case in few)
     assert sum("1" not in (case["pp"], case["dp"], case["tp"]) for case in few) >= 40, "all three strands"
     chosen = {pair for case in few for pair in combined(case, 2)}
