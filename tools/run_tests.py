@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
-RANKS = [TESTS / "contract", TESTS / "ranks"]
+RANKS = [TESTS / "ranks"]
 NO_TESTS = 5  # pytest's exit code when the arguments select none of a half
 
 
