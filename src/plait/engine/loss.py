@@ -1,19 +1,20 @@
 """The loss of a step: a sum over targets and their count, so that it is divided once, by the count of all
 ranks.
 
-# S sequence  V vocabulary  B batch
+# S sequence  V vocabulary  B batch  C classes;  lower case = this rank's shard
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plait.comm import Group
 from plait.errors import ModelError
-from plait.models import is_pretrained_model
+from plait.models import Task, pretrained_base, task_of
 from plait.parallel.tensor.cross_entropy import SINGLE_RANK, cross_entropy
 
 # (outputs of the model, micro-batch) -> (loss summed over its targets, number of targets)
@@ -29,49 +30,140 @@ def choose_loss(
     group: Group = SINGLE_RANK,
     columns: Sequence[tuple[int, int]] | None = None,
 ) -> Loss:
-    """The user's loss, else that of a causal language model. Raises ModelError if neither applies.
+    """The user's loss, else that of the task of a Hugging Face model: the sum over targets of what the model
+    itself returns the mean of. Raises ModelError if neither applies.
 
-    The latter takes logits sharded over the vocabulary: `columns` are (start, stop) of each rank of `group`.
-    None: full logits.
+    Those of language models take logits sharded over the vocabulary: `columns` are (start, stop) of each rank
+    of `group`. None: full logits.
     """
     if loss is not None:
         return loss
-    if not is_pretrained_model(model) or model.get_output_embeddings() is None:
+    base, task = pretrained_base(model), task_of(model)
+    if base is None or task is None:
         raise ModelError(
             "this model has no default loss",
-            given=type(model).__name__,
-            expected="a Hugging Face causal language model, or loss=",
+            given=type(base or model).__name__,
+            expected=f"a Hugging Face model for one of: {', '.join(known.value for known in Task)}; or loss=",
             hint="parallelize(..., loss=lambda outputs, batch: (summed_loss, number_of_targets))",
         )
-    if getattr(model.config, "output_router_logits", False):
+    if getattr(base.config, "output_router_logits", False):
         raise ModelError(
             "the model's auxiliary router loss is not part of the loss over tokens",
             given="output_router_logits=True",
             hint="output_router_logits=False, or loss= with the auxiliary term in it",
         )
-    return partial(causal_lm_loss, group=group, columns=columns)
+    if task in (Task.CAUSAL_LM, Task.ALIGNED_LM):
+        return partial(token_loss, shift=task is Task.CAUSAL_LM, group=group, columns=columns)
+    if task is Task.QUESTION_ANSWERING:
+        return answer_loss
+    return (
+        token_classification_loss if task is Task.TOKEN_CLASSIFICATION else partial(class_loss, base.config)
+    )
 
 
-def causal_lm_loss(
+def token_loss(
     outputs: Any,
     batch: Mapping[str, Tensor],
     *,
+    shift: bool,
     group: Group = SINGLE_RANK,
     columns: Sequence[tuple[int, int]] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Cross entropy of the next token, summed. `labels` (B, S) are shifted here; -100 is ignored.
+    """Cross entropy of tokens, summed. `labels` (B, S), which are not targets where they are -100.
 
-    Computed in float32 or wider, for any dtype of logits; see `choose_loss` for sharded ones. Raises
-    ModelError without labels, or for a label outside the vocabulary.
+    `shift`: each position predicts the label of the next one. Computed in float32 or wider, for any dtype of
+    logits; see `choose_loss` for sharded ones. Raises ModelError without labels, for labels of another shape
+    than the logits', or outside the vocabulary.
     """
-    if "labels" not in batch:
-        raise ModelError(
-            "the batch has no labels to compute a loss from",
-            given=f"a batch with {', '.join(batch)}",
-            expected="labels: the input_ids, with -100 at positions without a target",
-        )
-    logits_BSV, labels_BS = outputs.logits, batch["labels"]
-    targets = F.pad(labels_BS, (0, 1), value=IGNORED)[:, 1:].reshape(-1)
+    logits_BSV, labels_BS = outputs.logits, _labels(batch)
+    _check_shape(labels_BS, logits_BSV.shape[:-1], "one per position of the logits")
+    if shift:
+        labels_BS = F.pad(labels_BS, (0, 1), value=IGNORED)[:, 1:]
+    targets = labels_BS.reshape(-1)
     columns = columns or [(0, logits_BSV.shape[-1])]
     total = cross_entropy(logits_BSV.flatten(0, 1), targets, group, columns, ignore_index=IGNORED)
     return total, (targets != IGNORED).sum()
+
+
+def token_classification_loss(outputs: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Cross entropy of the classes of tokens, summed. `labels` (B, S), which are not targets where they are
+    -100."""
+    logits_BSC, labels_BS = outputs.logits, _labels(batch)
+    _check_shape(labels_BS, logits_BSC.shape[:-1], "one per position of the logits")
+    return _cross_entropy(logits_BSC.flatten(0, -2), labels_BS.reshape(-1))
+
+
+def class_loss(config: Any, outputs: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, int | Tensor]:
+    """The loss of a sequence's classes by the configuration's `problem_type`, summed over samples and, except
+    for a single label, over classes.
+
+    `labels`: (B,) of a single label, (B, C) of several or of a regression. Without a `problem_type`, one
+    class means a regression, and integers a single label, as in transformers.
+    """
+    logits_BC, labels = outputs.logits, _labels(batch)
+    problem = config.problem_type
+    if problem is None:
+        is_single = not labels.is_floating_point()
+        problem = "single_label_classification" if is_single else "multi_label_classification"
+        problem = "regression" if config.num_labels == 1 else problem
+    if problem == "single_label_classification":
+        _check_shape(labels.reshape(-1), logits_BC.shape[:1], "one per sample")
+        return _cross_entropy(logits_BC, labels.reshape(-1))
+    if config.num_labels == 1:
+        labels = labels.reshape(-1, 1)
+    _check_shape(labels, logits_BC.shape, "one per sample and class")
+    wide = _widened(logits_BC)
+    if problem == "regression":
+        return F.mse_loss(wide, labels.to(wide.dtype), reduction="sum"), labels.numel()
+    return F.binary_cross_entropy_with_logits(wide, labels.to(wide.dtype), reduction="sum"), labels.numel()
+
+
+def answer_loss(outputs: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Cross entropy of the positions at which answers start and end, summed over both. A position after the
+    end of the sequence is not a target.
+
+    Where as many starts as ends are targets, the mean is that of transformers, the mean of two means.
+    """
+    total, count = torch.zeros(()), torch.zeros((), dtype=torch.long)
+    for key in ("start", "end"):
+        logits_BS, positions = (
+            getattr(outputs, f"{key}_logits"),
+            _labels(batch, f"{key}_positions").reshape(-1),
+        )
+        _check_shape(positions, logits_BS.shape[:1], "one per sample")
+        is_inside = positions.clamp(min=0) < logits_BS.shape[1]
+        targets = torch.where(is_inside, positions.clamp(min=0), IGNORED)
+        summed, targets_of_key = _cross_entropy(logits_BS, targets)
+        total, count = total.to(summed) + summed, count.to(targets_of_key) + targets_of_key
+    return total, count
+
+
+def _cross_entropy(logits_TC: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
+    columns = [(0, logits_TC.shape[-1])]
+    total = cross_entropy(logits_TC, targets_T, SINGLE_RANK, columns, ignore_index=IGNORED)
+    return total, (targets_T != IGNORED).sum()
+
+
+def _widened(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _labels(batch: Mapping[str, Tensor], key: str = "labels") -> Tensor:
+    if key not in batch:
+        raise ModelError(
+            f"the batch has no {key} to compute a loss from",
+            given=f"a batch with {', '.join(batch)}",
+            expected="for a causal language model: the input_ids, with -100 at positions without a target"
+            if key == "labels"
+            else "start_positions and end_positions",
+        )
+    return batch[key]
+
+
+def _check_shape(labels: Tensor, expected: Sequence[int], words: str) -> None:
+    if tuple(labels.shape) != tuple(expected):
+        raise ModelError(
+            "the labels do not fit the model's outputs",
+            given=f"labels {tuple(labels.shape)}",
+            expected=f"{tuple(expected)}, {words}",
+        )

@@ -8,13 +8,14 @@ from plait.models.activation_memory import (
     running_on_meta,
     watch_activations,
 )
-from plait.models.blocks import Blocks, Chain, FlopFacts, blocks_of, forward_inputs, unit_facts
+from plait.models.blocks import Blocks, Chain, FlopFacts, blocks_of, unit_facts
 from plait.models.huggingface import causal_lm_on_meta, pretrained_causal_lm, read_config
 from plait.models.huggingface_names import SavedGroup, SaveFormat, StateNames, map_file_keys
 from plait.models.init_weights import initialize_weights, parameter_only_modules, seeded_rng
 from plait.models.sharding.plan import build_tp_plan
 from plait.models.stages.assign import plan_stages
 from plait.models.stages.split import StageModule, foreign_modules, receiving, split_stage
+from plait.models.task import Task, forward_inputs, pretrained_base, task_of
 from plait.models.transformers_types import is_model_output_class, is_pretrained_model, linear_forwards
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "SavedGroup",
     "StageModule",
     "StateNames",
+    "Task",
     "activation_bytes",
     "blocks_of",
     "build_tp_plan",
@@ -41,12 +43,14 @@ __all__ = [
     "map_file_keys",
     "parameter_only_modules",
     "plan_stages",
+    "pretrained_base",
     "pretrained_causal_lm",
     "read_config",
     "receiving",
     "running_on_meta",
     "seeded_rng",
     "split_stage",
+    "task_of",
     "unit_facts",
     "watch_activations",
 ]

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from plait.errors import ModelError
 from plait.models.transformers_types import is_pretrained_model
@@ -164,11 +164,3 @@ def config_int(config: Any, *names: str) -> int:
             if isinstance(value := getattr(config, name, None), int):
                 return value
     return 0
-
-
-def forward_inputs(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the arguments of the model's forward: the batch without its labels, and no KV cache."""
-    inputs: dict[str, Any] = {key: value for key, value in batch.items() if key != "labels"}
-    if is_pretrained_model(model):
-        inputs["use_cache"] = False
-    return inputs

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from plait.models.activation_memory import copy_to_meta, running_on_meta
-from plait.models.blocks import forward_inputs
+from plait.models.task import forward_inputs
 
 _TOKENS = (2, 8)  # batch and sequence of the run
 

@@ -1,0 +1,129 @@
+"""What a Hugging Face model is trained for, and so which of a batch's entries are its labels."""
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from plait.errors import ModelError
+from plait.models.transformers_types import is_pretrained_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class Task(Enum):
+    """A task whose loss is a sum over targets.
+
+    CAUSAL_LM   each position predicts the label of the next one
+    ALIGNED_LM  each position predicts its own label: masked and encoder-decoder language models
+    The others are classifications, of a sequence, its tokens, or the start and end of an answer in it.
+    """
+
+    CAUSAL_LM = "causal language model"
+    ALIGNED_LM = "masked or sequence-to-sequence language model"
+    SEQUENCE_CLASSIFICATION = "sequence classification"
+    TOKEN_CLASSIFICATION = "token classification"
+    QUESTION_ANSWERING = "question answering"
+
+
+_LABELS, _ANSWER = ("labels",), ("start_positions", "end_positions")
+
+# By the model's `loss_type`, which transformers derives from the name of its class.
+_TASKS = {
+    "ForMaskedLM": Task.ALIGNED_LM,
+    "ForSequenceClassification": Task.SEQUENCE_CLASSIFICATION,
+    "ForImageClassification": Task.SEQUENCE_CLASSIFICATION,
+    "ForVideoClassification": Task.SEQUENCE_CLASSIFICATION,
+    "ForAudioClassification": Task.SEQUENCE_CLASSIFICATION,
+    "ForTokenClassification": Task.TOKEN_CLASSIFICATION,
+    "ForQuestionAnswering": Task.QUESTION_ANSWERING,
+}
+
+# Their own loss does not shift the labels; neither does that of the decoders of encoder-decoder families.
+_ALIGNED_DECODERS = ("cpmant", "trocr", "xlnet")
+_OTHER_LOSS = ("prophetnet",)  # of several tokens per position
+
+
+def task_of(model: nn.Module) -> Task | None:
+    """The task of a model, also of one in PEFT's wrapper; None if it has none, or one that is not known.
+
+    Raises no error: a model without a task can be trained with `loss=`.
+    """
+    base = pretrained_base(model)
+    if base is None or hasattr(base, "_loss_function"):  # set by the user
+        return None
+    loss_type = getattr(base, "loss_type", None)
+    if loss_type in _TASKS:
+        return _TASKS[loss_type]
+    return _language_modeling(base, loss_type)
+
+
+def pretrained_base(model: nn.Module) -> "PreTrainedModel | None":
+    """The model itself, or the one in PEFT's wrapper, if it is of transformers."""
+    unwrap = getattr(model, "get_base_model", None)
+    base = model if unwrap is None else unwrap()
+    return base if is_pretrained_model(base) else None
+
+
+def label_keys(model: nn.Module) -> tuple[str, ...]:
+    """The batch's entries that only the loss receives."""
+    return _ANSWER if task_of(model) is Task.QUESTION_ANSWERING else _LABELS
+
+
+def forward_inputs(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the arguments of the model's forward: the batch without its labels, and no KV cache.
+
+    The decoder of an encoder-decoder receives the labels shifted to the right, by the model's own method,
+    unless the batch has its inputs.
+    """
+    labels = label_keys(model)
+    inputs: dict[str, Any] = {key: value for key, value in batch.items() if key not in labels}
+    base = pretrained_base(model)
+    if base is None:
+        return inputs
+    inputs["use_cache"] = False
+    has_decoder = _is_encoder_decoder(base) and task_of(model) is Task.ALIGNED_LM
+    if (
+        has_decoder
+        and "labels" in batch
+        and not inputs.keys() & {"decoder_input_ids", "decoder_inputs_embeds"}
+    ):
+        shift: Any = getattr(base, "prepare_decoder_input_ids_from_labels", None)
+        if shift is None:
+            raise ModelError(
+                "the model does not say how its decoder's inputs follow from the labels",
+                given=f"{type(base).__name__} and a batch with {', '.join(batch)}",
+                expected="decoder_input_ids in the batch",
+            )
+        inputs["decoder_input_ids"] = shift(labels=batch["labels"])
+    return inputs
+
+
+def _language_modeling(base: "PreTrainedModel", loss_type: str | None) -> Task | None:
+    """The task of a language model. Class names of some do not say it, and their decoders' do not say
+    whether the loss shifts the labels; transformers' tables do."""
+    from transformers.models.auto import modeling_auto
+
+    name, family = type(base).__name__, base.config.model_type
+    encoder_decoders = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    if _is_encoder_decoder(base):
+        is_known = loss_type == "ForConditionalGeneration" or name in encoder_decoders.values()
+        return Task.ALIGNED_LM if is_known and family not in _OTHER_LOSS else None
+    if name in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.values():
+        return Task.ALIGNED_LM
+    is_causal = name in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    if loss_type != "ForCausalLM":
+        is_aligned = family in _ALIGNED_DECODERS
+        is_causal = is_causal or loss_type == "ForConditionalGeneration"
+    else:
+        is_aligned = family in _ALIGNED_DECODERS or family in encoder_decoders
+        is_causal = True
+    if not is_causal or family in _OTHER_LOSS:
+        return None
+    return Task.ALIGNED_LM if is_aligned else Task.CAUSAL_LM
+
+
+def _is_encoder_decoder(base: "PreTrainedModel") -> bool:
+    return bool(getattr(base.config, "is_encoder_decoder", False))
