@@ -36,6 +36,7 @@ def parallelize(
     offload_dir: str | Path | None = None,
     tensor_plan: Mapping[str, str] | None = None,
     probe: bool | Mapping[str, Tensor] = False,
+    example_batch: Mapping[str, Tensor] | None = None,
     seed: int = 0,
     weights: str | Path | None = None,
     world: World | None = None,
@@ -55,6 +56,8 @@ def parallelize(
     blocks          the repeated modules, or their classes. None: those of the largest ModuleList
     tensor_plan     how `tp` shards layers, {"blocks.*.fc1": "colwise"}. None: the model's own plan
     probe           compare gradients with the full model's on rank 0, for random tokens (True) or a batch
+    example_batch   under pp, for models without input_ids: a batch of these names, shapes and dtypes shows
+                    where parameters outside the blocks are used. None: first registered, first used
     seed            of initial weights and dropout
     weights         a Hugging Face checkpoint folder; each rank reads only its part. Needs a model on meta
     world           the ranks to use. None: `connect()`
@@ -77,8 +80,10 @@ def parallelize(
         loss_scaling=loss_scaling,
         blocks=blocks,
         tensor_plan=tensor_plan,
+        loss=loss,
+        example_batch=probe if example_batch is None and isinstance(probe, Mapping) else example_batch,
     )
-    spec = replace(spec, arguments=optimizer_args or {}, loss=loss, seed=seed, draws=weights is None)
+    spec = replace(spec, arguments=optimizer_args or {}, seed=seed, draws=weights is None)
     spec = replace(spec, offload_dir=None if offload_dir is None else Path(offload_dir))
     return _start(model, spec, world, probe, None if weights is None else Path(weights))
 

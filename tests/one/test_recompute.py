@@ -1,6 +1,7 @@
 """Recompute in one process: the numbers of none, the bytes estimated, hooks outside, odd blocks."""
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -244,17 +245,71 @@ def test_a_copy_recomputes_with_its_own_parameters(how: str) -> None:
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
 
 
+class _Counting(nn.Module):
+    """Changes buffers of every kind, and attributes, and computes with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.register_buffer("direction", torch.linspace(-1, 1, 6))  # in place
+        self.register_buffer("mean", torch.zeros(6))  # replaced by a new tensor
+        self.calls = 0
+        self.means: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        with torch.no_grad():
+            self.direction.copy_(F.normalize(self.linear.weight @ self.direction, dim=0))
+            self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        self.means.append(float(self.mean.sum()))
+        return torch.relu(self.norm(self.linear(x)) + self.direction - self.mean * self.calls)
+
+
+@pytest.mark.parametrize("how", [*HOWS, "every=2"])
+def test_state_that_a_forward_changes_is_that_of_none(how: str) -> None:
+    def trained(recompute: str) -> dict[str, Tensor]:
+        torch.manual_seed(2)
+        model = nn.Sequential(*(_Counting() for _ in range(3)))
+        recompute_blocks(list(model), recompute)
+        for micro in torch.randn(4, 8, 6).unbind():
+            model(micro).square().sum().backward()
+        gradients = {f"{name}.grad": p.grad for name, p in model.named_parameters() if p.grad is not None}
+        attributes = {f"{n}": torch.tensor([m.calls, *m.means]) for n, m in enumerate(model)}
+        return dict(model.named_buffers()) | gradients | attributes
+
+    expected, found = trained("none"), trained(how)
+    assert expected.keys() == found.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def test_a_buffer_that_changes_late_is_an_error() -> None:
+    class Late(_Counting):
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            if self.calls > 1:
+                self.direction.mul_(0.5)
+            return self.linear(x) * self.direction
+
+    model = nn.Sequential(Late())
+    recompute_blocks(list(model), "full")
+    model(torch.randn(2, 6)).sum().backward()
+    with pytest.raises(ModelError, match="a buffer changed for the first time after the first") as error:
+        model(torch.randn(2, 6))
+    assert "direction of a block" in str(error.value)
+
+
 class _Forgetful(nn.Module):
     """Does something else each time that it is run."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(4, 4))
-        self.times = 0
+        self.times = itertools.count()
 
     def forward(self, x: Tensor) -> Tensor:
-        self.times += 1
-        y = x @ self.weight if self.times % 2 else torch.addmm(x, x, self.weight)
+        y = torch.addmm(x, x, self.weight) if next(self.times) % 2 else x @ self.weight
         return y.exp()
 
 

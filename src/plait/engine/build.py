@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from torch import nn
 
 from plait.comm import Mesh
+from plait.engine.loss import Loss
 from plait.engine.spec import TrainingSpec
 from plait.engine.stage import StageRunner
 from plait.errors import ModelError
-from plait.models import StageModule, copy_to_meta, foreign_modules, split_stage, unit_facts
+from plait.models import DataflowCheck, StageModule, copy_to_meta, foreign_modules, split_stage, unit_facts
 from plait.models.init_weights import parameter_only_modules
 from plait.parallel.activation_checkpoint import recompute_blocks
 from plait.parallel.compile import compile_blocks
@@ -43,7 +44,8 @@ class EngineParts:
     state: ShardedState
     replicas: ReplicaCheck
     pipeline: Pipeline
-    meta_model: nn.Module | None  # the full model on meta, if it is split into stages
+    dataflow: DataflowCheck | None  # if the model is split into stages
+    loss: Loss | None  # the user's
 
 
 def build_engine_parts(model: nn.Module, spec: TrainingSpec, mesh: Mesh) -> EngineParts:
@@ -58,7 +60,10 @@ def build_engine_parts(model: nn.Module, spec: TrainingSpec, mesh: Mesh) -> Engi
         stage: [FlatParam(unit, context) for unit in of_stage.units] for stage, of_stage in layouts.items()
     }
     is_split = spec.stages.num_stages > 1
-    meta_model = copy_to_meta(model).to(context.precision.compute) if is_split else None
+    dataflow = None
+    if is_split:
+        meta_model = copy_to_meta(model).to(context.precision.compute)
+        dataflow = DataflowCheck(meta_model, spec.blocks, spec.stages, spec.example_batch)
     foreign = [foreign_modules(model, spec.blocks, spec.stages, stage) for stage in layouts]
     elsewhere = set.intersection(*foreign) | (set() if spec.draws else parameter_only_modules(model))
     standalone = init_flat_params(model, units, context, spec.seed, elsewhere)
@@ -84,7 +89,8 @@ def build_engine_parts(model: nn.Module, spec: TrainingSpec, mesh: Mesh) -> Engi
         ShardedState(context, modules, units, optimizer, shard_map),
         ReplicaCheck(sharded.units, context, shard_map),
         Pipeline(spec.schedule.rank_of, mesh, splitter),
-        meta_model,
+        dataflow,
+        spec.loss,
     )
 
 

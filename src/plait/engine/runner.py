@@ -133,6 +133,9 @@ class MicrobatchRunner:
                 "a step was interrupted while micro-batches were in flight between stages",
                 expected="a restart of all ranks",
             )
+        if self._parts.dataflow is not None:
+            for micro in micros:
+                self._parts.dataflow.check(micro, self._parts.loss)
         stages = {
             number: _StagePass(stage, micros, on_loss, seeds, number, of_outputs)
             for number, stage in self._parts.stages.items()
@@ -184,8 +187,8 @@ class MicrobatchRunner:
         return self._peak(kept)
 
     def estimated_bytes(self, batch_shape: tuple[int, int], device: torch.device) -> int | None:
-        meta_model = self._parts.meta_model
-        block_outputs = None if meta_model is None else BlockOutputs(meta_model, device)
+        dataflow = self._parts.dataflow
+        block_outputs = None if dataflow is None else BlockOutputs(dataflow.meta_model, device)
         kept = {
             number: stage.estimated_bytes(batch_shape, device, block_outputs)
             for number, stage in self._parts.stages.items()

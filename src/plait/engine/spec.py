@@ -35,6 +35,7 @@ class TrainingSpec:
     loss_scaling: LossScaling | None
     arguments: Mapping[str, Any] = field(default_factory=dict)  # of the optimizer
     loss: Loss | None = None
+    example_batch: Mapping[str, Tensor] | None = None
     seed: int = 0
     draws: bool = True  # initialize weights; False: only those that `weights` will not replace
     offload_dir: Path | None = None
@@ -53,6 +54,8 @@ def validate(
     loss_scaling: LossScaling | None = None,
     blocks: Blocks | None = None,
     tensor_plan: Mapping[str, str] | None = None,
+    loss: Loss | None = None,
+    example_batch: Mapping[str, Tensor] | None = None,
 ) -> TrainingSpec:
     """Return what the plan means for the model; the arguments are those of `parallelize`.
 
@@ -75,12 +78,14 @@ def validate(
         groups=_options(groups),
         group_of=_group_of(model, groups),
         tensor=_tensor_plan(model, plan, named_blocks, tensor_plan),
-        stages=_stages(model, plan, named_blocks, schedule),
+        stages=_stages(model, plan, named_blocks, schedule, example_batch, loss),
         schedule=schedule,
         optimizer=optimizer,
         clip_norm=clip_norm,
         clip_value=clip_value,
         loss_scaling=(loss_scaling or LossScaling()) if plan.precision == "fp16" else None,
+        loss=loss,
+        example_batch=example_batch,
     )
 
 
@@ -164,13 +169,19 @@ def _schedule(plan: Plan) -> Schedule:
 
 
 def _stages(
-    model: nn.Module, plan: Plan, blocks: list[tuple[str, nn.Module]], schedule: Schedule
+    model: nn.Module,
+    plan: Plan,
+    blocks: list[tuple[str, nn.Module]],
+    schedule: Schedule,
+    batch: Mapping[str, Tensor] | None,
+    loss: Loss | None,
 ) -> StageAssignment:
     if schedule.num_stages == 1 and plan.blocks_per_stage is None:
         tensors = (*model.named_parameters(), *model.named_buffers(remove_duplicate=False))
         return single_stage((name for name, _ in tensors), len(blocks))
     ranks = [schedule.rank_of[stage] for stage in range(schedule.num_stages)]
-    return plan_stages(model, blocks, schedule.num_stages, given=plan.blocks_per_stage, ranks=ranks)
+    given = plan.blocks_per_stage
+    return plan_stages(model, blocks, schedule.num_stages, given=given, ranks=ranks, batch=batch, loss=loss)
 
 
 def _tensor_plan(

@@ -14,6 +14,7 @@ from plait.models.huggingface_names import SavedGroup, SaveFormat, StateNames, m
 from plait.models.init_weights import initialize_weights, parameter_only_modules, seeded_rng
 from plait.models.sharding.plan import build_tp_plan
 from plait.models.stages.assign import plan_stages
+from plait.models.stages.dataflow_check import DataflowCheck
 from plait.models.stages.split import StageModule, foreign_modules, receiving, split_stage
 from plait.models.task import Task, forward_inputs, pretrained_base, task_of
 from plait.models.transformers_types import is_model_output_class, is_pretrained_model, linear_forwards
@@ -22,6 +23,7 @@ __all__ = [
     "BlockOutputs",
     "Blocks",
     "Chain",
+    "DataflowCheck",
     "DeviceKernelsOnMeta",
     "FlopFacts",
     "SaveFormat",

@@ -1,4 +1,4 @@
-"""What a Hugging Face model is trained for, and so which of a batch's entries are its labels."""
+"""The task of a Hugging Face model, and which of a batch's entries are its labels."""
 
 from collections.abc import Mapping
 from enum import Enum
@@ -42,7 +42,7 @@ _TASKS = {
 }
 
 # Their own loss does not shift the labels; neither does that of the decoders of encoder-decoder families.
-_ALIGNED_DECODERS = ("cpmant", "trocr", "xlnet")
+_ALIGNED_DECODERS = ("cpmant", "trocr", "whisper", "xlnet")
 _OTHER_LOSS = ("prophetnet",)  # of several tokens per position
 
 

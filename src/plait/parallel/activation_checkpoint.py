@@ -7,7 +7,8 @@ with the square of the sequence length, and fused attention is cheap compared wi
 
 The implementation is torch's non-reentrant checkpoint. It restores the random state, so dropout masks are
 equal both times and the results are those of `none`, bit for bit. A block's `forward` is wrapped, not its
-call: module hooks stay outside and do not run again.
+call: module hooks stay outside and do not run again. Buffers that it changes are put back first: see
+parallel/module_state.py.
 
 [Note: own modes for saved products]
 torch's selective contexts raise, in backward, for a saved output that was changed in place. That is common
@@ -18,8 +19,8 @@ for the partitioner, and a traced graph has no in-place changes.
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,7 @@ from torch.utils.checkpoint import (
 )
 
 from plait.errors import ModelError
+from plait.parallel.module_state import ModuleState, put_back
 
 # Matrix products as dispatched to a device; bmm and baddbmm belong to attention.
 _PRODUCTS = frozenset(
@@ -59,7 +61,7 @@ def recompute_blocks(blocks: Sequence[nn.Module], recompute: str) -> None:
         return
     step = int(recompute.removeprefix("every=")) if recompute.startswith("every=") else 1
     for block in blocks[::step]:
-        block.forward = RecomputedForward(block.forward, selective=recompute == "selective")
+        block.forward = RecomputedForward(block, selective=recompute == "selective")
 
 
 class RecomputedForward:
@@ -68,9 +70,10 @@ class RecomputedForward:
     `on_save` is called with every tensor that is saved outside autograd; see `models/activation_memory.py`.
     """
 
-    def __init__(self, forward: Callable[..., Any], *, selective: bool) -> None:
-        self.forward = forward
+    def __init__(self, block: nn.Module, *, selective: bool) -> None:
+        self.forward = block.forward
         self.selective = selective
+        self._state = ModuleState(block)
         self.on_save: Callable[[Tensor], object] | None = None
 
     def add_context(self, context: Callable[[], AbstractContextManager[Any]]) -> None:
@@ -83,14 +86,39 @@ class RecomputedForward:
             for value in tree_leaves((args, kwargs)):
                 if isinstance(value, Tensor):
                     self.on_save(value)
-        contexts: Callable[[], Any] = noop_context_fn
-        if self.selective:
-            contexts = _TRACED_CONTEXTS if traced else self._contexts
-        return checkpoint(self.forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        if traced:
+            contexts = _TRACED_CONTEXTS if self.selective else noop_context_fn
+            return checkpoint(self.forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        if not torch.is_grad_enabled():
+            return self.forward(*args, **kwargs)
+        with self._state.recorded() as before:
+            contexts = functools.partial(self._contexts, before)
+            return checkpoint(self.forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
-    def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    def _contexts(
+        self, before: Mapping[Any, Any]
+    ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        if not self.selective:
+            return nullcontext(), _Recomputation(before, nullcontext())
         saved: list[_SavedProduct | None] = []
-        return _SaveMode(saved, self.on_save), _ReplayMode(saved)
+        return _SaveMode(saved, self.on_save), _Recomputation(before, _ReplayMode(saved))
+
+
+class _Recomputation(AbstractContextManager[None]):
+    """The context of a forward in backward, which a retained graph may enter more than once."""
+
+    def __init__(self, before: Mapping[Any, Any], mode: AbstractContextManager[Any]) -> None:
+        """`before`: what the forward changed; see parallel/module_state.py."""
+        self._before = before
+        self._mode = mode
+        self._stack = ExitStack()
+
+    def __enter__(self) -> None:
+        self._stack.enter_context(put_back(self._before))
+        self._stack.enter_context(self._mode)
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
 
 
 def _run_in(

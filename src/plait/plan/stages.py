@@ -18,11 +18,15 @@ class StageAssignment:
                 with them, in order. All others belong to one stage
     owner       every parameter and buffer of the model, by name: the stage that counts it, and whose value of
                 a buffer is the model's
+    changing    names of attributes of blocks that their forwards set, and that other stages cannot read
+    is_traced   the use of parameters was traced in a run, not guessed from the order of their registration
     """
 
     blocks: tuple[tuple[int, int], ...]
     owner: Mapping[str, int]
     shared: Mapping[str, tuple[int, ...]]
+    changing: frozenset[str] = frozenset()
+    is_traced: bool = True
 
     @property
     def num_stages(self) -> int:

@@ -1,6 +1,7 @@
 """Assign a model's blocks and other parameters to pipeline stages."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -21,17 +22,22 @@ def plan_stages(
     *,
     given: tuple[int, ...] | None = None,
     ranks: Sequence[int] | None = None,
+    batch: Mapping[str, Tensor] | None = None,
+    loss: Callable[[Any, Mapping[str, Tensor]], Any] | None = None,
 ) -> StageAssignment:
     """Assign the blocks of a full model, on meta or not, to stages of similar cost.
 
     `given`: the number of blocks of each stage. `ranks`: the rank of each stage, to balance ranks that have
     several. The model is not changed. The use of parameters outside of blocks is traced in a run on meta, see
-    models/stages/dataflow.py; if that is impossible, those registered before the first block belong to the
-    first stage, those after it to the last one. Raises ModelError without blocks, or where the model cannot
-    be split, PlanError if the blocks cannot fill the stages or `given` does not add up.
+    models/stages/dataflow.py, of an example `batch` and the user's `loss`. If the inputs are not known yet,
+    those registered before the first block belong to the first stage, those after it to the last one, which
+    `DataflowCheck` verifies. Raises ModelError without blocks, or where the model cannot be split, PlanError
+    if the blocks cannot fill the stages or `given` does not add up.
     """
     _check(model, len(blocks), num_stages, given)
-    flow = trace_dataflow(model, blocks)
+    flow = trace_dataflow(model, blocks, batch, loss)
+    if flow.error is not None and batch is not None:
+        raise untraceable(flow.error)
     indices = _block_indices(model, blocks)
     gaps_of = _gaps_by_tensor(model.named_parameters(remove_duplicate=False), indices, len(blocks), flow)
     counts = given or _balance(model, len(blocks), gaps_of, num_stages, ranks)
@@ -39,7 +45,7 @@ def plan_stages(
     ranges = tuple((stop - count, stop) for stop, count in zip(stops, counts, strict=True))
     stage_of = [stage for stage, count in enumerate(counts) for _ in range(count)]  # by gap
     stage_of.append(num_stages - 1)
-    _check_skips(flow, ranges, len(blocks))
+    check_skips(flow, ranges)
     stages = {name: sorted({stage_of[gap] for gap in gaps}) for name, gaps in gaps_of.items()}
     homes = {name: users[0] for name, users in stages.items()}
     gaps_of = _gaps_by_tensor(model.named_buffers(remove_duplicate=False), indices, len(blocks), flow)
@@ -48,9 +54,9 @@ def plan_stages(
         first = first_names.setdefault(id(buffer), name)
         index = indices[name.rpartition(".")[0]]  # a block's buffers belong to its stage
         homes[name] = stage_of[index if 0 <= index < len(blocks) else min(gaps_of[first])]
-    return StageAssignment(
-        ranges, homes, {name: tuple(users) for name, users in stages.items() if len(users) > 1}
-    )
+    shared = {name: tuple(users) for name, users in stages.items() if len(users) > 1}
+    is_traced = flow.error is None
+    return StageAssignment(ranges, homes, shared, frozenset(flow.changing), is_traced=is_traced)
 
 
 def _check(model: nn.Module, num_blocks: int, num_stages: int, given: tuple[int, ...] | None) -> None:
@@ -80,8 +86,9 @@ def _check(model: nn.Module, num_blocks: int, num_stages: int, given: tuple[int,
         )
 
 
-def _check_skips(flow: Dataflow, ranges: Sequence[tuple[int, int]], num_blocks: int) -> None:
+def check_skips(flow: Dataflow, ranges: Sequence[tuple[int, int]]) -> None:
     """Raise ModelError if a block needs more of an earlier stage than its last block's output."""
+    num_blocks = len(flow.into) - 1
     for earlier, later in sorted(flow.skips):
         reader = f"block {later}" if later < num_blocks else "the model's result"
         if any(earlier < start <= later for start, _ in ranges):
@@ -92,6 +99,17 @@ def _check_skips(flow: Dataflow, ranges: Sequence[tuple[int, int]], num_blocks: 
                 hint=f"blocks {earlier} to {min(later, num_blocks - 1)} on one stage, by stages=...; or "
                 "blocks that return what later ones need",
             )
+
+
+def untraceable(error: Exception) -> ModelError:
+    """The error of a model whose flow of values between blocks is unknown."""
+    text = " ".join(str(error).split())[:200]
+    return ModelError(
+        "which values the stages would need of each other cannot be found out",
+        given=f"the model or the loss cannot run on meta tensors: {type(error).__name__}: {text}",
+        expected="code that does not read values of tensors, such as .numpy() and .tolist() do",
+        hint="no pipeline, or a plait.Chain of modules",
+    )
 
 
 def _block_indices(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> dict[str, int]:
@@ -122,7 +140,7 @@ def _gaps_by_tensor(
         else:
             outside.setdefault(name, set()).add(max(0, index))
     for name, gaps in gaps_of.items():
-        if not gaps or not flow.is_complete:
+        if not gaps or flow.error is not None:
             gaps |= outside.get(name, set())
     return gaps_of
 

@@ -1,5 +1,11 @@
 """Trace which parameters a model uses between which of its blocks, in a run on meta.
 
+[Note: run on borrowed modules]
+The model itself runs, with its tensors replaced by ones on meta, not a copy: a loss or a hook may hold a
+reference to the model or to a list, and what blocks leave there has to be seen. Afterwards all attributes of
+its modules are restored, and the contents of their lists, dicts and sets. When ranks are built the model is
+split; then only a copy can run, for a batch with other entries. Hooks do not run on the copy.
+
 [Note: gaps]
 A model with L blocks has L + 1 gaps: gap g is before block g, the last one after the last block. A stage runs
 all gaps up to its first block, with the received input in place of earlier blocks' outputs. So it needs those
@@ -14,8 +20,9 @@ between the two.
 """
 
 import contextlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -24,47 +31,108 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from plait.models.activation_memory import copy_to_meta, running_on_meta
+from plait.models.activation_memory import running_on_meta
 from plait.models.task import forward_inputs
+from plait.models.tensors import tensors_in
 
 _TOKENS = (2, 8)  # batch and sequence of the run
 
 
+@dataclass
 class Dataflow:
     """The flow of values between gaps. See [Note: gaps].
 
-    into            names of the parameters and buffers that flow into each block, by its number; at the end,
-                    those that flow into the result
-    skips           (k, g): block g reads a result of block k other than through the output of g - 1
-    is_complete     the run completed
+    into        names of the parameters and buffers that flow into each block, by its number; at the end,
+                those that flow into the result or the loss
+    skips       (k, g): block g reads a result of block k other than through the output of g - 1
+    changing    names of the blocks' attributes that their forwards set
+    error       the exception that ended the run: what is known is incomplete
     """
 
-    def __init__(self, num_gaps: int) -> None:
-        self.into: list[set[str]] = [set() for _ in range(num_gaps)]
-        self.skips: set[tuple[int, int]] = set()
-        self.is_complete = False
+    into: list[set[str]]
+    skips: set[tuple[int, int]] = field(default_factory=set)
+    changing: set[str] = field(default_factory=set)
+    error: Exception | None = None
 
     def gaps_of(self, name: str) -> set[int]:
         return {gap for gap, names in enumerate(self.into) if name in names}
 
 
-def trace_dataflow(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> Dataflow:
-    """Run a copy of the model on meta, on token ids, as far as possible."""
-    flow = Dataflow(len(blocks) + 1)
-    with contextlib.suppress(Exception), torch.no_grad():  # any error of the model's code without values
-        meta_model = copy_to_meta(model)
-        tracer = _Tracer(meta_model, flow)
-        for number, (name, _) in enumerate(blocks):
-            block = meta_model.get_submodule(name)
-            block.register_forward_pre_hook(partial(tracer.enter, number), prepend=True)
-            block.register_forward_hook(partial(tracer.leave, number))
-        ids = torch.zeros(_TOKENS, dtype=torch.long, device="meta")
-        with running_on_meta(torch.device("cpu")), tracer:
-            result = meta_model(**forward_inputs(meta_model, {"input_ids": ids}))
-        tracer.inside = len(blocks)
-        tracer.read(tracer.sources_of(result))
-        flow.is_complete = True
+def trace_dataflow(
+    model: nn.Module,
+    blocks: Sequence[tuple[str, nn.Module]],
+    batch: Mapping[str, Tensor] | None = None,
+    loss: Callable[[Any, Mapping[str, Tensor]], Any] | None = None,
+) -> Dataflow:
+    """Run the model and the loss on meta, as far as possible. `batch`: an example, of which only names,
+    shapes and dtypes are used; None: token ids. The model is not changed."""
+    flow = Dataflow([set() for _ in range(len(blocks) + 1)])
+    ids = torch.zeros(_TOKENS, dtype=torch.long, device="meta")
+    batch = {"input_ids": ids, "labels": ids} if batch is None else batch
+    on_meta = {key: torch.empty_like(value, device="meta") for key, value in batch.items()}
+    try:
+        with borrowed_on_meta(model), torch.random.fork_rng(devices=[]), torch.no_grad():
+            _run(model, blocks, on_meta, loss, flow)
+    except Exception as error:  # any error of the model's code without values
+        flow.error = error
     return flow
+
+
+def _run(model: nn.Module, blocks: Any, batch: Mapping[str, Tensor], loss: Any, flow: Dataflow) -> None:
+    tracer = _Tracer(model, flow)
+    for number, (_, block) in enumerate(blocks):
+        block.register_forward_pre_hook(partial(tracer.enter, number), prepend=True)
+        block.register_forward_hook(partial(tracer.leave, number))
+    plain = [dict(vars(block)) for _, block in blocks]
+    with running_on_meta(torch.device("cpu")), tracer:
+        result = model(**forward_inputs(model, batch))
+        tracer.inside = len(blocks)
+        if loss is not None:
+            result = (result, loss(result, batch))
+    tracer.read(tracer.sources_of(result))
+    for before, (_, block) in zip(plain, blocks, strict=True):
+        changed = {key for key, value in vars(block).items() if before.get(key, block) is not value}
+        flow.changing |= {key for key in changed if not key.startswith("_")}
+
+
+@contextlib.contextmanager
+def borrowed_on_meta(model: nn.Module) -> Iterator[None]:
+    """Replace the model's parameters and buffers by ones on meta inside the context. See [Note: run on
+    borrowed modules]."""
+    attributes = [(module, dict(vars(module))) for module in model.modules()]
+    contents = [
+        (value, _copied(value))
+        for _, values in attributes
+        for value in values.values()
+        if isinstance(value, list | dict | set | deque)
+    ]
+    on_meta: dict[int, Tensor] = {}
+    for module, _ in attributes:
+        registered: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for tensors in registered:
+            for key, tensor in tensors.items():
+                if tensor is not None and id(tensor) not in on_meta:
+                    on_meta[id(tensor)] = _on_meta(tensor)
+                if tensor is not None:
+                    tensors[key] = on_meta[id(tensor)]
+    try:
+        yield
+    finally:
+        for value, copied in contents:
+            value.clear()
+            value.extend(copied) if isinstance(value, list | deque) else value.update(copied)
+        for module, values in attributes:
+            vars(module).clear()
+            vars(module).update(values)
+
+
+def _copied(value: Any) -> Any:
+    return dict(value) if isinstance(value, dict) else type(value)(value)
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    empty = torch.empty_like(tensor, device="meta")
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
 @dataclass(frozen=True)
@@ -111,7 +179,7 @@ class _Tracer(TorchDispatchMode):
         self._sources.setdefault(storage._cdata, set()).update(sources)
 
     def sources_of(self, values: Any) -> set[_Source]:
-        keys = _storages(values)
+        keys = {_key(tensor) for tensor in tensors_in(values)}
         return set().union(*(self._sources[key] for key in keys if key in self._sources))
 
     def read(self, sources: Iterable[_Source]) -> None:
@@ -125,21 +193,30 @@ class _Tracer(TorchDispatchMode):
                 self._flow.skips.add((source.block, self.inside))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        inputs = (args, kwargs or {})
-        sources = set() if _reads_shape_only(func) else self.sources_of(inputs)
+        given: Any = (args, kwargs or {})
+        tensors = _tensors(given)
+        is_mixed = len({tensor.is_meta for tensor in tensors}) > 1
+        if is_mixed:  # with tables that a module keeps in plain attributes
+            given = tree_map_only(Tensor, lambda t: torch.empty_like(t, device="meta"), given)
+        sources = set() if _reads_shape_only(func) else self.sources_of(tensors)
         self.read(sources)
-        result = func(*args, **(kwargs or {}))
-        views = set() if func._schema.is_mutable else _storages(inputs)
+        result = func(*given[0], **given[1])
+        views = set() if func._schema.is_mutable else {_key(tensor) for tensor in _tensors(given)}
         if self.inside is not None:
             sources = {_Computed(self.inside, is_result=False)}  # its inputs were read above
-        for value in tree_leaves(result):
-            if isinstance(value, Tensor) and value.untyped_storage()._cdata not in views:
+        for value in (*_tensors(result), *(tensors if is_mixed and func._schema.is_mutable else ())):
+            if _key(value) not in views:
                 self.add(value, sources)
         return result
 
 
-def _storages(values: Any) -> set[int]:
-    return {v.untyped_storage()._cdata for v in tree_leaves(values) if isinstance(v, Tensor)}
+def _tensors(values: Any) -> list[Tensor]:
+    """The tensors among an operator's arguments or results."""
+    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 def _reads_shape_only(func: Any) -> bool:

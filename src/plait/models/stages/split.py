@@ -22,10 +22,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from plait.errors import ModelError
 from plait.models.placeholder import make_placeholder, placeholder_keys, placeholder_like, placeholders
+from plait.models.tensors import tensors_in
 from plait.models.transformers_types import is_pretrained_config
 from plait.plan.sharding import Style, TPPlan
 from plait.plan.stages import StageAssignment
@@ -137,7 +138,8 @@ def split_stage(
             own.append((name, _end_stage_after(unshared) if is_end else unshared))
             memo[id(block)] = own[-1][1]
         else:
-            memo[id(block)] = PassThrough(name, block, inbox, feeds=number == start - 1)
+            feeds = number == start - 1
+            memo[id(block)] = PassThrough(name, block, inbox, assignment.changing, feeds=feeds)
     shell = copy.deepcopy(model, memo)
     _install_placeholders(shell, inbox)
     shell.forward = StageForward(shell.forward, inbox, ends=stage < assignment.num_stages - 1)
@@ -230,13 +232,28 @@ class StageInbox:
 class PassThrough(nn.Module):
     """A placeholder for another stage's block, with the attributes that the model's code may read."""
 
-    def __init__(self, name: str, block: nn.Module, inbox: StageInbox, *, feeds: bool) -> None:
-        """`feeds`: it is directly before the stage's first block, and returns the received input."""
+    def __init__(
+        self, name: str, block: nn.Module, inbox: StageInbox, changing: Set[str], *, feeds: bool
+    ) -> None:
+        """`changing`: names of attributes that a block's forward sets, which cannot be read here. `feeds`: it
+        is directly before the stage's first block, and returns the received input."""
         super().__init__()
         for key, value in vars(block).items():
-            if not key.startswith("_") and (isinstance(value, _PLAIN_TYPES) or is_pretrained_config(value)):
+            is_plain = isinstance(value, _PLAIN_TYPES) or is_pretrained_config(value)
+            if not key.startswith("_") and key not in changing and is_plain:
                 setattr(self, key, value)
         self.__dict__.update(_stage_inbox=inbox, _stage_block=name, _stage_feeds=feeds)
+        self.__dict__["_stage_changing"] = changing
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.__dict__.get("_stage_changing", ()):
+            raise ModelError(
+                f"{name} of {self.__dict__['_stage_block']} is set in another stage",
+                given=f"stage {self.__dict__['_stage_inbox'].stage} reads what a block's forward sets",
+                expected="blocks that return what later ones and the model need",
+                hint="return it with the block's output, and pass it on; or no pipeline",
+            )
+        return super().__getattr__(name)
 
     def forward(self, *_args: Any, **_kwargs: Any) -> Any:
         inbox: StageInbox = self.__dict__["_stage_inbox"]
@@ -320,7 +337,7 @@ def _record_run(name: str, inbox: StageInbox, *_: Any) -> None:
 
 
 def _has_nan(values: Any) -> bool:
-    tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and not leaf.is_meta]
+    tensors = [tensor for tensor in tensors_in(values) if not tensor.is_meta]
     return any(bool(torch.isnan(t).any()) for t in tensors if t.is_floating_point() or t.is_complex())
 
 

@@ -1,0 +1,24 @@
+"""The tensors in a value of any structure."""
+
+import types
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+_OPAQUE = (nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in containers, dataclasses and attributes of other objects, but not of modules."""
+    seen: set[int] = set()
+    pending = [value]
+    while pending:
+        for leaf in tree_leaves(pending.pop()):
+            if isinstance(leaf, Tensor):
+                yield leaf
+            elif id(leaf) not in seen and not isinstance(leaf, _OPAQUE):
+                seen.add(id(leaf))
+                pending.extend(getattr(leaf, "__dict__", {}).values())
+                pending.extend(getattr(leaf, key, None) for key in getattr(type(leaf), "__slots__", ()))

@@ -1,0 +1,96 @@
+"""What a module's forward changes, buffers and attributes, put back for a recomputation.
+
+[Note: state that a forward changes]
+BatchNorm's running statistics, counters, the vectors of spectral norm: a second forward would change them
+twice, and compute with other values than the first. So a recomputation runs with the values from before the
+forward, and afterwards those of now are put back. The first forward shows which buffers and attributes
+change, mostly none; later ones copy only these. A buffer that changes for the first time later is an error:
+its old value is lost.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.errors import ModelError
+
+_Cell = tuple[nn.Module, str]  # a buffer or an attribute
+_CONTAINERS = (list, dict, set)
+_OF_TORCH = frozenset(vars(nn.Module()))
+
+
+class ModuleState:
+    """Follows the buffers and attributes that the forward of a module changes, also in the modules in it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._changing: tuple[_Cell, ...] | None = None  # unknown before the first forward
+
+    @contextmanager
+    def recorded(self) -> Iterator[Mapping[_Cell, Any]]:
+        """Run a forward inside the context. Yields what it changes, with the values from before, which are
+        filled in at its end."""
+        modules = list(self._module.modules())
+        buffers = {(m, key): b for m in modules for key, b in m._buffers.items() if b is not None}
+        versions = {cell: buffer._version for cell, buffer in buffers.items()}
+        cells = self._changing
+        if cells is None:
+            attributes = ((m, key) for m in modules for key in vars(m) if key not in _OF_TORCH)
+            cells = (*buffers, *attributes)
+        before = {cell: _copied(_read(cell), is_buffer=cell in buffers) for cell in cells}
+        recorded: dict[_Cell, Any] = {}
+        yield recorded
+        changed = [c for c, b in buffers.items() if _read(c) is not b or b._version != versions[c]]
+        if self._changing is None:
+            # BatchNorm's kernel does not count versions.
+            changed += [c for c, b in buffers.items() if c not in changed and not _equal(b, before[c])]
+            changed += [c for c in cells if c not in buffers and _differs(_read(c), before[c])]
+            self._changing = tuple(changed)
+        elif late := [key for module, key in changed if (module, key) not in self._changing]:
+            raise ModelError(
+                "with recompute, a buffer changed for the first time after the first forward",
+                given=f"{late[0]} of a block",
+                expected="buffers that every forward in training changes, or none",
+                hint="recompute=none",
+            )
+        recorded.update({cell: before[cell] for cell in self._changing})
+
+
+@contextmanager
+def put_back(recorded: Mapping[_Cell, Any]) -> Iterator[None]:
+    """Inside the context, buffers and attributes have the recorded values."""
+    now = {cell: _read(cell) for cell in recorded}
+    for (module, key), value in recorded.items():
+        _values(module, key)[key] = _copied(value, is_buffer=key in module._buffers)
+    try:
+        yield
+    finally:
+        for (module, key), value in now.items():
+            _values(module, key)[key] = value
+
+
+def _values(module: nn.Module, key: str) -> dict[str, Any]:
+    return module._buffers if key in module._buffers else vars(module)
+
+
+def _read(cell: _Cell) -> Any:
+    module, key = cell
+    return _values(module, key).get(key)
+
+
+def _copied(value: Any, *, is_buffer: bool) -> Any:
+    """A copy of what a forward may change in place."""
+    if is_buffer and isinstance(value, Tensor):
+        return value.clone()
+    return value.copy() if type(value) in _CONTAINERS else value
+
+
+def _equal(buffer: Tensor, before: Tensor) -> bool:
+    return buffer.is_meta or torch.equal(buffer, before)
+
+
+def _differs(value: Any, before: Any) -> bool:
+    return len(value) != len(before) if type(value) in _CONTAINERS else value is not before
