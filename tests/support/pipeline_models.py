@@ -20,8 +20,8 @@ def tied_llama(*, layers: int, on_meta: bool = True) -> nn.Module:
     return llama(layers=layers, on_meta=on_meta, tied=True)
 
 
-def gpt2(*, layers: int, on_meta: bool = True) -> nn.Module:
-    """Tied, with learned positions; linear layers are Conv1D. Computes in its weights' dtype."""
+def gpt2(*, layers: int, on_meta: bool = True, tied: bool = True) -> nn.Module:
+    """With learned positions; linear layers are Conv1D. Computes in its weights' dtype."""
     model: Any = causal_lm_on_meta(
         {
             "model_type": "gpt2",
@@ -35,6 +35,7 @@ def gpt2(*, layers: int, on_meta: bool = True) -> nn.Module:
             "attn_pdrop": 0.0,
             "bos_token_id": 0,
             "eos_token_id": 0,
+            "tie_word_embeddings": tied,
         }
     )
     return model if on_meta else type(model)(model.config)

@@ -152,7 +152,8 @@ def _build_stage(
     recompute_blocks(blocks, plan.recompute)
     if plan.compile:
         compile_blocks(blocks, mesh.world.device)
-    return StageRunner(part, zero, head, tensor.logit_columns, grid.col, spec.loss, is_last=is_last)
+    columns, groups = tensor.logit_columns, context.groups
+    return StageRunner(part, zero, head, columns, grid.col, groups.tp, spec.loss, is_last=is_last)
 
 
 def _refuse_forward(*_: object) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from plait.comm import broadcast, broadcast_text
 from plait.engine.build import EngineParts
+from plait.engine.replicated_outputs import check_replicated, named_tensors
 from plait.engine.stage import StageRunner
 from plait.errors import ModelError, PlanError
 from plait.models import BlockOutputs
@@ -100,7 +101,13 @@ class MicrobatchRunner:
         collected: list[Any] = []
         with self.eval_mode(), torch.no_grad():
             self._run(forwards_only(self._schedule, 1), [micro], collected.append, None, of_outputs=True)
-            return self._broadcast_from_last(lambda: collected[0] if pick is None else pick(collected[0]))
+            return self._broadcast_from_last(lambda: self._picked(collected[0], pick))
+
+    def _picked(self, outputs: Any, pick: Callable[[Any], Any] | None) -> Any:
+        """What the user gets: full on every rank of `tp`."""
+        picked = outputs if pick is None else pick(outputs)
+        check_replicated(named_tensors(picked), self._parts.context.groups.tp)
+        return picked
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:

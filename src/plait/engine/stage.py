@@ -10,6 +10,7 @@ from torch import Tensor
 
 from plait.comm import Group
 from plait.engine.loss import Loss, choose_loss
+from plait.engine.replicated_outputs import RecordedReads, check_replicated
 from plait.errors import ModelError
 from plait.models import (
     BlockOutputs,
@@ -39,20 +40,23 @@ class StageRunner:
         head: HeadOutput,
         columns: Sequence[tuple[int, int]] | None,
         col: Group,
+        tp: Group,
         loss: Loss | None,
         *,
         is_last: bool,
     ) -> None:
-        """`columns`: (start, stop) of each rank of `col` in the logits, if they are sharded. `loss`: the
-        user's."""
+        """`columns`: (start, stop) of each rank of `col` in the logits, if they are sharded. `tp`: the ranks
+        that hold shards of the model. `loss`: the user's."""
         self.activation_bytes: int | None = None
         self.part = part
         self.zero = zero
         self.is_last = is_last
         self._is_checked = False  # its outputs were checked to use only its own weights
+        self._is_loss_checked = False  # the loss was checked to read nothing that is sharded
         self._head = head
         self._user_loss = loss
         self._columns = columns
+        self._tp = tp
         self._col = SINGLE_RANK if self._columns is None else col
 
     def outputs(self, micro: Mapping[str, Tensor], received: Any = None) -> Any:
@@ -74,7 +78,14 @@ class StageRunner:
         else."""
         loss = self.loss()
         with self.zero.unsharder.watch_outside_uses(), self.logits():
-            result = loss(self.outputs(micro, received), micro)
+            outputs = self.outputs(micro, received)
+            if self._user_loss is None or self._is_loss_checked:
+                result = loss(outputs, micro)
+            else:
+                with RecordedReads() as reads:
+                    result = loss(outputs, micro)
+                check_replicated(reads.of(outputs), self._tp)
+                self._is_loss_checked = True
         if not isinstance(result, tuple) or len(result) != 2:
             raise ModelError(
                 "loss must return (summed loss, number of targets)",

@@ -28,7 +28,7 @@ from plait.errors import ModelError
 from plait.models.placeholder import make_placeholder, placeholder_keys, placeholder_like, placeholders
 from plait.models.tensors import tensors_in
 from plait.models.transformers_types import is_pretrained_config
-from plait.plan.sharding import Style, TPPlan
+from plait.plan.sharding import TPPlan
 from plait.plan.stages import StageAssignment
 
 
@@ -58,17 +58,17 @@ class StageModule:
     def tp_plan(self, plan: TPPlan) -> TPPlan:
         """Return the part of the model's plan that applies to this stage.
 
-        Layers before its first block run on placeholders, and unsharded, as the result is discarded. But if
-        the stage has an embedding of its own there whose features are sharded over rows (a tied embedding),
-        the other layers there get sharded features: then they are sharded too, and `shard_placeholders` must
-        shard their placeholders.
+        Layers before its first block run on placeholders, and unsharded, as the result is discarded. But
+        where features are sharded over rows, the model's code may combine their results with those of
+        blocks, or read their shapes: then they are sharded too, and `shard_placeholders` must shard their
+        placeholders.
         """
-        return plan.within(partial(self.has, include_placeholders=self._has_sharded_embedding(plan)))
+        return plan.within(partial(self.has, include_placeholders=self._shards_placeholders(plan)))
 
     def shard_placeholders(self, plan: TPPlan, row: int, col: int) -> None:
         """Give placeholders the shapes of this rank's shards, where `tp_plan` shards their layers. Call once:
         afterwards they are shards."""
-        if not self._has_sharded_embedding(plan):
+        if not self._shards_placeholders(plan):
             return
         shardings = {param.name: param for param in plan.parameters}
         for name, placeholder in list(placeholders(self.module)):
@@ -78,11 +78,8 @@ class StageModule:
                 owner, _, key = name.rpartition(".")
                 self.module.get_submodule(owner).__dict__[key] = placeholder.flatten()[0].expand(*shape)
 
-    def _has_sharded_embedding(self, plan: TPPlan) -> bool:
-        """Return whether an embedding of this stage shards features before its first block over rows."""
-        own = plan.within(self.has).layers
-        is_embedding = any(layer.style in (Style.VOCABULARY, Style.FEATURE_EMBEDDING) for layer in own)
-        return self.previous_block is not None and plan.rows > 1 and is_embedding
+    def _shards_placeholders(self, plan: TPPlan) -> bool:
+        return self.previous_block is not None and plan.rows > 1
 
     def check_taint(self, outputs: Any, received: Any = None) -> None:
         """Raise ModelError if another stage's values were needed for these outputs.

@@ -8,14 +8,16 @@ are looked up by identity.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import MethodType
 from typing import Any
 
 from torch import nn
 
 from plait.errors import ModelError
-from plait.models import linear_forwards
+from plait.models import linear_forwards, pretrained_base
 from plait.parallel.tensor.embedding import VocabParallelEmbedding, check_embedding, local_padding_idx
+from plait.parallel.tensor.functional import split
 from plait.parallel.tensor.groups import ShardedDim, TensorGroups
 from plait.parallel.tensor.linear import HeadOutput, ParallelLinear
 from plait.parallel.tensor.norm import ParallelNorm
@@ -58,6 +60,7 @@ def apply_tp_plan(
     slice_head_arguments(model, plan, groups.col.rank)
     for name, attribute, values in plan.attributes:
         setattr(model.get_submodule(name), attribute, values[groups.col.rank])
+    application.shard_input_embeddings()
     return application.head
 
 
@@ -104,6 +107,16 @@ class _Application:
                 set_forward(module, ParallelExperts(name, forward, self.groups.col))
             case Style.PER_HEAD_NORM:
                 pass  # unchanged: the engine reduces its weight's gradient
+
+    def shard_input_embeddings(self) -> None:
+        """Make the model take its shard of embeddings that it is given in place of token ids."""
+        base = pretrained_base(self.model)
+        table = None if base is None else base.get_input_embeddings()
+        for layer in self.plan.layers:
+            out = self._sharded_dim(layer.out)
+            if self.model.get_submodule(layer.module) is table and out is not None and out.group.size > 1:
+                hook = partial(_shard_input_embeddings, out)
+                self.model.register_forward_pre_hook(hook, with_kwargs=True)
 
     def apply_sequence_parallel(self, blocks: Sequence[tuple[str, nn.Module]]) -> None:
         sequence, side_inputs = self.sequence_shard, SideInputs(self.sequence_shard)
@@ -226,3 +239,11 @@ def _check_linear(layer: LayerSharding, module: nn.Module, forward: Callable[...
         else "nn.Linear, or a subclass that does not override forward",
         hint=f"a tensor_plan that replicates {layer.module}",
     )
+
+
+def _shard_input_embeddings(
+    features: ShardedDim, _: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A forward pre-hook. `inputs_embeds` (B, S, H) becomes (B, S, h)."""
+    embeddings = inputs.get("inputs_embeds")
+    return args, inputs if embeddings is None else {**inputs, "inputs_embeds": split(embeddings, features)}

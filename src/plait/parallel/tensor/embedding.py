@@ -33,6 +33,7 @@ class VocabParallelEmbedding:
 
     @torch.compiler.disable
     def __call__(self, module: nn.Module, indices_BS: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        _check_indices(indices_BS, self.vocabulary.full_size)
         ranges = self.vocabulary.sharding.ranges[self.vocabulary.coord]
         local_BS, mask_BS = _to_local(indices_BS, ranges)
         if not self.vocabulary.is_first:
@@ -43,6 +44,22 @@ class VocabParallelEmbedding:
             weight = weight_of(module)
             rows = weight.new_zeros(*indices_BS.shape, weight.shape[-1]) + weight.sum()
         return _MaskAndReduce.apply(rows, mask_BS, self.vocabulary.group)
+
+
+def _check_indices(indices: Tensor, size: int) -> None:
+    """Raise ModelError for an index that no rank holds; a GPU is not synchronized, but asserts, as in torch's
+    embedding."""
+    if indices.is_meta:
+        return
+    is_valid = (indices >= 0) & (indices < size)
+    if indices.device.type != "cpu":
+        torch._assert_async(is_valid.all())
+    elif not is_valid.all():
+        raise ModelError(
+            "an index is not in the embedding's table",
+            given=int(indices[~is_valid][0]),
+            expected=f"0 to {size - 1}: ids of tokens in the model's vocabulary",
+        )
 
 
 def check_embedding(name: str, module: nn.Module) -> None:
