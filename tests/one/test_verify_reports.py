@@ -49,13 +49,19 @@ def test_numbers_that_are_not_finite_are_infinitely_far_off_and_json_is_valid() 
     assert read.max_error == math.inf
 
 
-def course(gradient: float, weight: float = 1.0, loss: float = 4.0) -> Trajectory:
-    return Trajectory([Step(loss, 1.0)], [{"w": torch.tensor([gradient])}], {"w": torch.tensor([weight])})
+def course(
+    gradient: float, weight: float = 1.0, loss: float = 4.0, buffer: float = 2.0, evaluation: float = 3.0
+) -> Trajectory:
+    steps, gradients = [Step(loss, 1.0)], [{"w": torch.tensor([gradient])}]
+    return Trajectory(
+        steps, gradients, {"w": torch.tensor([weight])}, {"b": torch.tensor([buffer])}, evaluation
+    )
 
 
-def test_any_of_loss_gradient_and_weight_makes_courses_differ() -> None:
+def test_any_of_loss_gradient_weight_buffer_and_evaluation_makes_courses_differ() -> None:
     limits = Tolerances(1e-9)
     assert compare(course(1.0), course(1.0), limits)[0]
-    for other in (course(1.01), course(1.0, 1.01), course(1.0, loss=4.1), course(math.nan)):
+    others = [course(1.01), course(1.0, 1.01), course(1.0, loss=4.1), course(math.nan)]
+    for other in (*others, course(1.0, buffer=2.1), course(1.0, evaluation=3.1)):
         assert not compare(other, course(1.0), limits)[0]
     assert compare(course(1.01), course(1.0), Tolerances(1e-9, noise={"w": 0.01}))[0]

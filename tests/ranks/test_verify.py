@@ -38,6 +38,42 @@ def test_models_of_a_users_own_are_verified(pool: Pool, build: str) -> None:
     assert verdict.max_error < 1e-12
 
 
+@pytest.mark.parametrize("build", ["masked_lm", "sequence_to_sequence"])
+def test_models_of_other_tasks_are_compared_with_their_own_loss(pool: Pool, build: str) -> None:
+    source = ModelSource(build=f"support.verify_models:{build}")
+    verdict = verdict_of(pool, 2, source, "dp=2 zero=2 micro=2")
+    assert verdict.outcome is Outcome.SAME
+    assert verdict.max_error < 1e-12
+
+
+@pytest.mark.parametrize("build", ["batch_norm", "contrastive"])
+@pytest.mark.parametrize("plan", ["dp=2", "micro=2", "dp=2 micro=2 zero=1"])
+def test_numbers_that_depend_on_the_division_of_the_batch_are_reported_as_such(
+    pool: Pool, build: str, plan: str
+) -> None:
+    source = ModelSource(build=f"support.verify_models:{build}")
+    ranks = 2 if "dp" in plan else 1
+    assert verdict_of(pool, 1, source, "dp=1").outcome is Outcome.SAME
+    verdict = verdict_of(pool, ranks, source, plan)
+    assert verdict.outcome is Outcome.DIFFERS
+    assert "the numbers depend on how the batch is divided: batch statistics" in verdict.message
+    wrong = verdict_of(pool, 2, source, "dp=2 zero=1", "all replicas")
+    assert (wrong.outcome, wrong.message) == (Outcome.DIFFERS, "")
+
+
+def test_buffers_and_evaluation_are_compared_too(pool: Pool) -> None:
+    source = ModelSource(build="support.verify_models:batch_norm")
+    assert verdict_of(pool, 1, source, "recompute=full").outcome is Outcome.SAME
+    verdict = verdict_of(pool, 1, source, "recompute=full", "recomputation")
+    assert verdict.outcome is Outcome.DIFFERS
+    assert verdict.worst_parameters[0].name.startswith("blocks.")
+    assert "num_batches_tracked" in verdict.worst_parameters[0].name
+    verdict = verdict_of(pool, 2, verify_models.LLAMA, "dp=2", "evaluation")
+    assert verdict.outcome is Outcome.DIFFERS
+    assert verdict.evaluation is not None
+    assert verdict.evaluation[0] == pytest.approx(2 * verdict.evaluation[1])
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bf16"])
 def test_narrow_numbers_may_differ_by_their_rounding_and_no_more(pool: Pool, dtype: str) -> None:
     right = verdict_of(pool, 4, verify_models.LLAMA, "dp=2 tp=2", "", dtype)

@@ -12,6 +12,8 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 
 from plait.verify.tiny_config import shrink_config
@@ -19,6 +21,8 @@ from plait.verify.tiny_config import shrink_config
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for ranks started by `plait verify`
 
 from plait.comm import connect
+from plait.engine.batch import EvalResult
+from plait.engine.engine import Engine
 from plait.models import causal_lm_on_meta
 from plait.verify import Case, ModelSource, ModelSpec, Verdict
 from plait.verify.worker import Verifier
@@ -82,6 +86,68 @@ def of_numbers() -> ModelSpec:
         return (outputs - batch["labels"]).square().sum(), outputs.numel()
 
     return ModelSpec(lambda: nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]), batch, loss)
+
+
+class _ConvNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv1d(3, 3, 3, padding=1), nn.BatchNorm1d(3)) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x.flatten(1)
+
+
+def batch_norm() -> ModelSpec:
+    return ModelSpec(_ConvNet, _images, _squares)
+
+
+class _Pairs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.left, self.right = nn.Linear(12, 8), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.left(x.flatten(1)), self.right(x.flatten(1).flip(1))
+
+
+def contrastive() -> ModelSpec:
+    """The loss compares each sample with all others."""
+
+    def loss(outputs: tuple[Tensor, Tensor], _: Any) -> tuple[Tensor, int]:
+        left, right = outputs
+        return F.cross_entropy(left @ right.T, torch.arange(len(left)), reduction="sum"), len(left)
+
+    return ModelSpec(_Pairs, _images, loss)
+
+
+def _images(step: int, samples: int) -> dict[str, Tensor]:
+    x = torch.randn(samples, 3, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+    return {"x": x, "labels": x.flatten(1).roll(1, 1)}
+
+
+def _squares(outputs: Tensor, batch: Any) -> tuple[Tensor, int]:
+    return (outputs - batch["labels"]).square().sum(), outputs.numel()
+
+
+_BERT = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+
+
+def masked_lm() -> nn.Module:
+    config = transformers.BertConfig(**_BERT, num_attention_heads=4, tie_word_embeddings=False)
+    torch.manual_seed(4)
+    return transformers.BertForMaskedLM(config)
+
+
+def sequence_to_sequence() -> nn.Module:
+    sizes = {"vocab_size": 64, "d_model": 32, "d_ff": 48, "d_kv": 8, "num_layers": 2, "num_heads": 4}
+    torch.manual_seed(4)
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0))
 
 
 def no_model() -> int:
@@ -156,6 +222,10 @@ def no_sum_over_replicas() -> Any:
     return _muted("plait.parallel.zero.reduce_ops", "start_scattered_sum", _in_the_block)
 
 
+def no_sum_over_any_replicas() -> Any:
+    return _muted("plait.parallel.zero.reduce_ops", "start_scattered_sum", lambda _: True)
+
+
 def no_gather_of_parameters() -> Any:
     return _muted("plait.parallel.zero.unshard", "start_all_gather", _in_the_block)
 
@@ -186,8 +256,26 @@ def one_column_adds_too_much() -> Iterator[None]:
         yield
 
 
+def recomputation_that_changes_buffers() -> Any:
+    owner: Any = sys.modules["plait.parallel.activation_checkpoint"]
+    return mock.patch.object(owner, "put_back", return_value=nullcontext())
+
+
+def evaluation_that_is_doubled() -> Any:
+    real = Engine.evaluate
+
+    def call(engine: Engine, batch: Any) -> EvalResult:
+        result = real(engine, batch)
+        return EvalResult(2 * result.loss_sum, result.num_tokens)
+
+    return mock.patch.object(Engine, "evaluate", call)
+
+
 MUTATIONS: dict[str, Callable[[], Any]] = {
+    "recomputation": recomputation_that_changes_buffers,
+    "evaluation": evaluation_that_is_doubled,
     "replicas": no_sum_over_replicas,
+    "all replicas": no_sum_over_any_replicas,
     "parameters": no_gather_of_parameters,
     "parts": no_sum_of_partial_gradients,
     "one column": one_column_adds_too_much,

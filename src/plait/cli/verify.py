@@ -83,7 +83,7 @@ def verify(
     samples = 2 * lcm(*(p.dp * p.micro for p in selected))
     cases = [Case(source, str(p), dtype, steps, samples, sequence, seed, tolerance) for p in selected]
     if plan is not None:
-        check(source.spec(), selected[0])
+        check(cases[0])
     with tempfile.TemporaryDirectory(prefix="plait-verify-") as folder:
         options = runner.WorkerOptions(on, transport, find_suspects=plan is not None)
         verdicts = runner.verify(cases, Path(folder), options)

@@ -295,6 +295,10 @@ class Engine:
         {}. Every rank must call it, as `full_gradients` and `state`."""
         return {} if self._is_replica else self._parts.state.weights()
 
+    def full_buffers(self) -> dict[str, Tensor]:
+        """Copies of the persistent buffers: see above."""
+        return {} if self._is_replica else self._parts.state.buffers()
+
     def full_gradients(self) -> dict[str, Tensor]:
         """Copies of the last step's full gradients as the optimizer received them (clipped): see above."""
         return {} if self._is_replica else self._parts.state.gradients()

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.engine.batch import on_device
-from plait.engine.loss import Loss
+from plait.engine.loss import Loss, choose_loss
 from plait.models import forward_inputs
 
 _TIMES_NOISE = 4.0
@@ -31,8 +31,24 @@ def copy_with_values(
     return copy.deepcopy(meta_model, memo)
 
 
+# Runs the model on a batch: (loss summed over its targets, number of targets).
+Run = Callable[[nn.Module, Mapping[str, Tensor]], tuple[Tensor, int | Tensor]]
+
+
+def run_with(loss: Loss) -> Run:
+    """Run the model as ranks do, and compute this loss."""
+    return lambda model, batch: loss(model(**forward_inputs(model, batch)), batch)
+
+
+def run_with_own_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, int | Tensor]:
+    """Run a Hugging Face model with its labels, for the mean loss that it computes itself."""
+    outputs = model(**batch, use_cache=False)
+    _, count = choose_loss(model, None)(outputs, batch)
+    return outputs.loss * count, count
+
+
 def sum_gradients(
-    model: nn.Module, micros: Iterable[Mapping[str, Tensor]], loss: Loss, dtype: torch.dtype
+    model: nn.Module, micros: Iterable[Mapping[str, Tensor]], run: Run, dtype: torch.dtype
 ) -> tuple[float, int, dict[str, Tensor]]:
     """Run the micro-batches forward and backward.
 
@@ -45,7 +61,7 @@ def sum_gradients(
     total, count = 0.0, 0
     for micro in micros:
         inputs = on_device(micro, first.device, first.dtype)
-        summed, targets = loss(model(**forward_inputs(model, inputs)), inputs)
+        summed, targets = run(model, inputs)
         summed.backward()
         total, count = total + summed.item(), count + int(targets)
         for name, parameter in trained.items():

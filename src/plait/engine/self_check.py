@@ -21,7 +21,7 @@ from plait.comm import broadcast
 from plait.engine.batch import ProbeResult
 from plait.engine.engine import Engine
 from plait.engine.loss import Loss, choose_loss
-from plait.engine.reference import Tolerances, copy_with_values, relative_errors, sum_gradients
+from plait.engine.reference import Tolerances, copy_with_values, relative_errors, run_with, sum_gradients
 from plait.errors import ConfigError, ModelError
 from plait.models import copy_to_meta
 from plait.parallel.zero.rank_context import Precision
@@ -105,7 +105,7 @@ class SelfCheck:
                 total, count = summed(outputs, inputs)
                 return total * (_SCALE / float(count)), 1
 
-            sums = sum_gradients(model, [self.batch], mean, precision.master)[2]
+            sums = sum_gradients(model, [self.batch], run_with(mean), precision.master)[2]
             return {name: gradient / _SCALE for name, gradient in sums.items()}
 
         exact = reference(precision.master)

@@ -40,7 +40,7 @@ def summary(verdict: Verdict) -> str:
         else "no simpler plan matches either"
     )
     error = f"largest relative error {verdict.max_error:.1e}"
-    return f"does NOT match one process: {case}; {error}; {suspects}"
+    return f"does NOT match one process: {case}; {error}; {verdict.message or suspects}"
 
 
 def summary_line(verdict: Verdict) -> str:
@@ -51,12 +51,14 @@ def summary_line(verdict: Verdict) -> str:
 
 
 def _steps(verdict: Verdict) -> Table:
-    rows = (
+    rows = [
         (str(number), *(f"{x:.12g}" for x in (step.loss, ref.loss, step.grad_norm, ref.grad_norm)))
         for number, (step, ref) in enumerate(
             zip(verdict.steps, verdict.reference_steps, strict=True), start=1
         )
-    )
+    ]
+    if verdict.evaluation is not None:
+        rows.append(("evaluation", *(f"{loss:.12g}" for loss in verdict.evaluation), "", ""))
     headings = ("step", "loss", "one process", "gradient norm", "one process")
     differs = verdict.outcome is Outcome.DIFFERS
     return table("steps, up to the first mismatch" if differs else "steps", headings, rows)
@@ -65,7 +67,7 @@ def _steps(verdict: Verdict) -> Table:
 def _parameters(verdict: Verdict) -> Table:
     wrong_on = ["wrong on"] if verdict.outcome is Outcome.DIFFERS else []
     made = table(
-        f"largest relative errors: {len(verdict.worst_parameters)} of {verdict.num_parameters} parameters",
+        f"largest relative errors: {len(verdict.worst_parameters)} of {verdict.num_parameters} tensors",
         ("parameter", "gradient", "weight", "tolerance", *wrong_on),
         left=("parameter", "wrong on"),
     )

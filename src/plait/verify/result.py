@@ -11,6 +11,10 @@ from plait.fileio import finite_json
 from plait.verify.trajectory import Step, Trajectory
 
 MAX_SHOWN = 10  # parameters that are listed
+DEPENDS_ON_DIVISION = (
+    "the numbers depend on how the batch is divided: batch statistics, or a loss that is not a sum over "
+    "samples; one process that divides it in the same way computes those of the ranks"
+)
 
 
 class Outcome(Enum):
@@ -24,11 +28,11 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class Mismatch:
-    """The error of a parameter relative to the reference.
+    """The error of a parameter or buffer relative to the reference.
 
     gradient_error   norm of the difference over the norm of the reference gradient: of the first step that
                      differs, or the largest of all steps
-    weight_error     the same of the weight after the last step
+    weight_error     the same of the weight or buffer after the last step
     tolerance        the largest error that is allowed
     ranks            coordinates of the ranks whose shards are wrong, such as "col=1"; "" if not located
     """
@@ -53,10 +57,11 @@ class Verdict:
     steps              losses and gradient norms of the ranks
     reference_steps    those of the one-process reference
     worst_parameters   the parameters with the largest errors, the largest first
-    num_parameters     how many were compared
+    num_parameters     how many parameters and buffers were compared
     suspects           parts of the plan without which it matches the reference
     traffic            of rank 0 in the last step: (operation, calls, bytes)
-    message            the error that refused the plan or ended the ranks
+    message            the error that refused the plan or ended the ranks, or why numbers differ
+    evaluation         losses of an evaluation after the last step: of the ranks, and of the reference
     """
 
     model: str
@@ -72,11 +77,13 @@ class Verdict:
     suspects: tuple[str, ...] = ()
     traffic: tuple[tuple[str, int, int], ...] = ()
     message: str = ""
+    evaluation: tuple[float, float] | None = None
 
     @property
     def max_error(self) -> float:
         """The largest relative error of any loss, norm, gradient or weight."""
         errors = [step_error(one, other) for one, other in zip(self.steps, self.reference_steps, strict=True)]
+        errors += [relative_error(*self.evaluation)] if self.evaluation is not None else []
         worst = self.worst_parameters
         return max([*errors, *(max(p.gradient_error, p.weight_error) for p in worst)], default=math.nan)
 
@@ -96,6 +103,7 @@ class Verdict:
                 "steps": tuple(Step(**_numbers(step)) for step in fields["steps"]),
                 "reference_steps": tuple(Step(**_numbers(step)) for step in fields["reference_steps"]),
                 "worst_parameters": tuple(Mismatch(**_numbers(p)) for p in fields["worst_parameters"]),
+                "evaluation": fields["evaluation"] and tuple(fields["evaluation"]),
                 "suspects": tuple(fields["suspects"]),
                 "traffic": tuple((key, count, size) for key, count, size in fields["traffic"]),
             }
@@ -108,22 +116,28 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def compare(actual: Trajectory, expected: Trajectory, tolerances: Tolerances) -> tuple[bool, list[Mismatch]]:
-    """Return whether all errors are within the tolerances, and all parameters, the largest error first.
+    """Return whether all errors are within the tolerances, and all parameters and buffers, the largest error
+    first.
 
-    Without weights, if a mismatch ended the run, only the gradients of the last step are compared.
+    If a mismatch ended the run, it has no weights: only the gradients of the last step are compared.
     """
     steps = len(actual.steps)
     pairs = zip(actual.steps, expected.steps[:steps], strict=True)
     is_same = all(step_error(one, other) <= tolerances.of_steps for one, other in pairs)
     first = 0 if actual.weights else steps - 1
     gradients = relative_errors(actual.gradients[first:], expected.gradients[first:steps])
-    weights = relative_errors([actual.weights], [expected.weights]) if actual.weights else {}
+    ends: dict[str, float] = {}
+    if actual.weights:
+        is_same = is_same and relative_error(actual.evaluation, expected.evaluation) <= tolerances.of_steps
+        buffers = {name: expected.buffers[name] for name in actual.buffers}
+        ends = relative_errors([actual.weights], [expected.weights])
+        ends |= relative_errors([actual.buffers], [buffers])
     mismatches = [
-        Mismatch(name, gradients.get(name, 0.0), weights.get(name, 0.0), tolerances.of(name))
-        for name in weights or gradients
+        Mismatch(name, gradients.get(name, 0.0), ends.get(name, 0.0), tolerances.of(name))
+        for name in ends or gradients
     ]
     mismatches.sort(key=lambda mismatch: mismatch.excess, reverse=True)
-    return is_same and bool(actual.weights) and all(m.excess <= 1.0 for m in mismatches), mismatches
+    return is_same and all(m.excess <= 1.0 for m in mismatches), mismatches
 
 
 def rounding_noise(rounded: Trajectory, exact: Trajectory) -> tuple[dict[str, float], float]:
@@ -136,6 +150,11 @@ def rounding_noise(rounded: Trajectory, exact: Trajectory) -> tuple[dict[str, fl
 
 def step_error(actual: Step, expected: Step) -> float:
     """Return the larger relative error of loss and gradient norm."""
-    pairs = ((actual.loss, expected.loss), (actual.grad_norm, expected.grad_norm))
-    error = max(abs(a - b) / max(abs(b), 1e-30) for a, b in pairs)
+    losses = relative_error(actual.loss, expected.loss)
+    return max(losses, relative_error(actual.grad_norm, expected.grad_norm))
+
+
+def relative_error(actual: float, expected: float) -> float:
+    """Return the error relative to what is expected, infinite for a number that is not finite."""
+    error = abs(actual - expected) / max(abs(expected), 1e-30)
     return error if math.isfinite(error) else math.inf

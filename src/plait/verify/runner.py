@@ -92,7 +92,7 @@ def serve(work_dir: Path, on_verdict: Callable[[Verdict], None] | None = None) -
         verdict = worker.lead(case)
         # Written before simpler plans are tried, as these may fail.
         write_json(_verdict_file(work_dir, int(number)), verdict.to_values())
-        if verdict.outcome is Outcome.DIFFERS and options.find_suspects:
+        if verdict.outcome is Outcome.DIFFERS and not verdict.message and options.find_suspects:
             plans = simpler_plans(Plan.parse(case.plan))
             outcomes = {part: worker.lead(replace(case, plan=str(p))).outcome for part, p in plans.items()}
             matching = tuple(part for part, outcome in outcomes.items() if outcome is Outcome.SAME)

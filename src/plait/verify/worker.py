@@ -21,6 +21,7 @@ from plait.plan import Plan, Traffic, subtract_traffic
 from plait.verify.locate import locate_mismatches
 from plait.verify.model_spec import ModelSource, ModelSpec, random_tokens
 from plait.verify.result import (
+    DEPENDS_ON_DIVISION,
     MAX_SHOWN,
     Outcome,
     Verdict,
@@ -62,6 +63,10 @@ class Case:
         """The relative error that is allowed in addition to rounding."""
         return TOLERANCES[self.dtype] if self.tolerance is None else self.tolerance
 
+    def example(self, spec: ModelSpec) -> Mapping[str, Tensor] | None:
+        """A batch of the user's, to trace a model with; None: token ids will do."""
+        return None if spec.batch is None else spec.batch(0, self.samples)
+
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> "Case":
         return cls(**{**values, "source": ModelSource(**values["source"])})
@@ -70,9 +75,19 @@ class Case:
         return Verdict(str(self.source), self.plan, self.dtype, self.num_ranks, outcome, **more)
 
 
-def check(spec: ModelSpec, plan: Plan) -> None:
-    """Raise PlanError or ModelError if the plan cannot shard the model. Needs no ranks."""
-    validate(spec.build(torch.float32), plan, tensor_plan=spec.tensor_plan, blocks=spec.blocks)
+def check(case: Case) -> ModelSpec:
+    """Return the model to verify. Raises PlanError or ModelError if the plan cannot shard it. Needs no
+    ranks."""
+    spec = case.source.spec()
+    validate(
+        spec.build(torch.float32),
+        Plan.parse(case.plan),
+        tensor_plan=spec.tensor_plan,
+        blocks=spec.blocks,
+        loss=spec.loss,
+        example_batch=case.example(spec),
+    )
+    return spec
 
 
 class Verifier:
@@ -85,9 +100,8 @@ class Verifier:
 
     def run(self, case: Case, world: World, folder: Path) -> Verdict | None:
         """Return the verdict on rank 0. Collective over the plan's ranks. `folder`: for offload=disk."""
-        spec = case.source.spec()
         try:
-            check(spec, Plan.parse(case.plan))
+            spec = check(case)
         except PlaitError as error:  # found by all ranks; an error that only one finds later ends all of them
             return case.verdict(Outcome.REFUSED, message=error.message())
         engine = _engine(case, spec, world, folder)
@@ -96,31 +110,36 @@ class Verifier:
             world.store.wait_for(_REFERENCE_READY)  # without a limit, while a step has a timeout
             _train(case, spec, engine, None)
             return None
-        expected, tolerances = self._reference(case, spec, engine, weights)
+        expected, tolerances = self._reference(case, spec, weights, (1, 1))
         world.store.set(_REFERENCE_READY)
-        verdict = _train(case, spec, engine, Comparator(case, expected, tolerances))
+        comparator = Comparator(case, expected, tolerances)
+        verdict = _train(case, spec, engine, comparator)
         assert verdict is not None, "rank 0 has no verdict"
-        return verdict
+        division = (engine.plan.dp, engine.plan.micro)
+        if verdict.outcome is Outcome.SAME or division == (1, 1):
+            return verdict
+        is_divided = comparator.matches(*self._reference(case, spec, weights, division))
+        return replace(verdict, message=DEPENDS_ON_DIVISION) if is_divided else verdict
 
     def _reference(
-        self, case: Case, spec: ModelSpec, engine: Engine, weights: dict[str, Tensor]
+        self, case: Case, spec: ModelSpec, weights: dict[str, Tensor], division: tuple[int, int]
     ) -> tuple[Trajectory, Tolerances]:
-        """Return the reference run from these weights, which must not depend on the plan."""
-        micros = engine.plan.dp * engine.plan.micro
+        """Return the reference run from these weights, which must not depend on the plan. `division`: of the
+        batch, into shares of data ranks, and of these into micro-batches."""
         key = (case.source, case.dtype, case.seed)
         if self._key != key:  # the cache is for one source at a time
             self._key, self._weights, self._references = key, weights, {}
-        data_key = (micros, case.steps, case.samples, case.length, case.tolerance)
+        data_key = (division, case.steps, case.samples, case.length, case.tolerance)
         for name, weight in weights.items():
             if not torch.equal(weight, self._weights[name]):
                 raise ModelError(
                     "initial weights depend on the plan",
-                    given=f"{name}, {engine.plan}",
+                    given=f"{name}, {case.plan}",
                     expected="the same weights whenever the model is built, or a model on meta",
                     hint="torch.manual_seed(0) in the function that builds the model",
                 )
         if data_key not in self._references:
-            self._references[data_key] = _run_reference(case, spec, weights, micros)
+            self._references[data_key] = _run_reference(case, spec, weights, division)
         return self._references[data_key]
 
 
@@ -143,15 +162,19 @@ class Comparator:
             for name, error in relative_errors([gradients], [self.expected.gradients[number]]).items()
         )
 
-    def verdict(self, weights: dict[str, Tensor], traffic: Traffic, where: Mapping[str, str]) -> Verdict:
-        """Return the verdict. `weights`: empty if a mismatch ended the run."""
-        self.actual.weights = weights
+    def matches(self, expected: Trajectory, tolerances: Tolerances) -> bool:
+        """Return whether the ranks' run, as far as it went, matches another reference."""
+        return compare(self.actual, expected, tolerances)[0]
+
+    def verdict(self, traffic: Traffic, where: Mapping[str, str]) -> Verdict:
+        """Return the verdict."""
         is_same, mismatches = compare(self.actual, self.expected, self.tolerances)
         return self.case.verdict(
-            Outcome.SAME if is_same else Outcome.DIFFERS,
+            Outcome.SAME if is_same and self.actual.weights else Outcome.DIFFERS,
             tolerance=self.tolerances.of_steps,
             steps=tuple(self.actual.steps),
             reference_steps=tuple(self.expected.steps[: len(self.actual.steps)]),
+            evaluation=(self.actual.evaluation, self.expected.evaluation) if self.actual.weights else None,
             worst_parameters=tuple(
                 replace(worst, ranks=where.get(worst.name, "")) for worst in mismatches[:MAX_SHOWN]
             ),
@@ -177,6 +200,7 @@ def _engine(case: Case, spec: ModelSpec, world: World, folder: Path) -> Engine:
         loss=spec.loss,
         blocks=spec.blocks,
         tensor_plan=spec.tensor_plan,
+        example_batch=case.example(spec),
         offload_dir=folder if plan.offload == "disk" else None,
         seed=case.seed,
         world=world,
@@ -197,9 +221,17 @@ def _train(case: Case, spec: ModelSpec, engine: Engine, comparator: Comparator |
         if engine.world.any_flag(not is_same):
             expected = {} if comparator is None else comparator.worst_gradients()
             where = locate_mismatches(expected, engine, tolerance=case.base_tolerance)
-            return None if comparator is None else comparator.verdict({}, traffic, where)
+            return None if comparator is None else comparator.verdict(traffic, where)
     weights = {name: weight.cpu() for name, weight in engine.full_parameters().items()}
-    return None if comparator is None else comparator.verdict(weights, traffic, {})
+    buffers = {name: buffer.cpu() for name, buffer in engine.full_buffers().items()}
+    share = split_batch(_batch(case, spec, case.steps, engine.model), engine.data_ranks)[engine.data_rank]
+    evaluated = engine.evaluate(share)
+    if comparator is None:
+        return None
+    actual = comparator.actual
+    actual.weights, actual.buffers = weights, buffers
+    actual.evaluation = evaluated.loss_sum / max(evaluated.num_tokens, 1)
+    return comparator.verdict(traffic, {})
 
 
 def _batch(case: Case, spec: ModelSpec, step: int, model: Any) -> Mapping[str, Tensor]:
@@ -216,16 +248,18 @@ def _batch(case: Case, spec: ModelSpec, step: int, model: Any) -> Mapping[str, T
 
 
 def _run_reference(
-    case: Case, spec: ModelSpec, weights: Mapping[str, Tensor], micros: int
+    case: Case, spec: ModelSpec, weights: Mapping[str, Tensor], division: tuple[int, int]
 ) -> tuple[Trajectory, Tolerances]:
-    precision = case.precision
+    precision, (shares, micros) = case.precision, division
     model = spec.build_reference(precision.compute)
-    data = [split_batch(_batch(case, spec, step, model), micros) for step in range(case.steps)]
-    trajectory = train_reference(model, weights, data, precision, spec.loss)
+    *batches, evaluated = [_batch(case, spec, step, model) for step in range(case.steps + 1)]
+    data = [[split_batch(share, micros) for share in split_batch(batch, shares)] for batch in batches]
+    trajectory = train_reference(model, weights, data, evaluated, precision, spec.loss)
     if case.dtype == "float64" or case.tolerance is not None:
         return trajectory, Tolerances(case.base_tolerance)
     float64 = Precision(torch.float64, torch.float64)
-    exact = train_reference(spec.build_reference(torch.float64), weights, data, float64, spec.loss)
+    in_float64 = spec.build_reference(torch.float64)
+    exact = train_reference(in_float64, weights, data, evaluated, float64, spec.loss)
     noise, step_noise = rounding_noise(trajectory, exact)
     if not math.isfinite(step_noise + sum(noise.values())):
         raise ModelError(

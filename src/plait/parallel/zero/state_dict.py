@@ -78,6 +78,10 @@ class ShardedState:
         in_units = self._gather_full(lambda unit: unit.master, frozen=True)
         return self._in_order([*in_units, *self._gather_standalone("weights").items()])
 
+    def buffers(self) -> dict[str, Tensor]:
+        """Collect copies of the persistent buffers, by the model's names."""
+        return self._gather_standalone("buffers")
+
     def gradients(self) -> dict[str, Tensor]:
         """Collect copies of the last step's full gradients."""
         return self._in_order(self._gather_full(lambda unit: unit.grad_shard))
@@ -102,7 +106,7 @@ class ShardedState:
     def full_state(self) -> dict[str, Tensor]:
         """Collect copies of everything but the engine's counters, by key."""
         tensors = {f"weights/{name}": tensor for name, tensor in self.weights().items()}
-        tensors |= {f"buffers/{name}": tensor for name, tensor in self._gather_standalone("buffers").items()}
+        tensors |= {f"buffers/{name}": tensor for name, tensor in self.buffers().items()}
         if self._optimizer.has_states:
             for kind in sorted(self._optimizer.kinds):
                 if "." not in kind:
