@@ -1,6 +1,7 @@
 """`parallelize`: from a model and a plan to an engine. Everything is checked before the first weight is
 created."""
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +18,10 @@ from plait.engine.self_check import SelfCheck
 from plait.engine.spec import TrainingSpec, check_arguments, validate
 from plait.errors import CheckpointError, ModelError
 from plait.models import Blocks, Chain
+from plait.parallel.batch_norm import batch_norms
 from plait.plan import Grid, Plan
 from plait.plan.loss_scaling import LossScaling
+from plait.tables import counted
 
 
 def parallelize(
@@ -43,31 +46,26 @@ def parallelize(
 ) -> Engine:
     """Return an engine that trains `model` under `plan` on the ranks of this job (one rank if started alone).
 
-    model           a Hugging Face causal LM or any nn.Module, unmodified, or a list of modules (see `Chain`).
-                    With weights (rank 0's are used), or on the meta device to be initialized from `seed` and
-                    parameter names, identically under every plan. Its parameters are replaced by new objects
+    model           a Hugging Face model or any nn.Module, unmodified, or a list of modules (see `Chain`). On
+                    meta, it is initialized from `seed` and names of parameters; else rank 0's weights count
     plan            a `Plan`, or its text: "dp=2 tp=2 zero=3"
     optimizer       an element-wise class of torch.optim (fused if possible); `optimizer_args`: its arguments
     param_groups    as in torch: parameters, or dicts of them. None: no weight decay for norms and biases
-    clip_norm       maximum global 2-norm of the gradient; `clip_value`: of an element's absolute value
-    loss            (outputs, micro-batch) -> (summed loss, number of targets); the model receives the
-                    micro-batch's entries by name, without `labels`. None: next-token cross entropy
+    clip_norm       maximum global 2-norm of the gradient; `clip_value`: of an element
+    loss            (outputs, micro-batch) -> (summed loss, number of targets). None: by the model's task
     loss_scaling    dynamic loss scaling of precision=fp16; `offload_dir`: folder of offload=disk
-    blocks          the repeated modules, or their classes. None: those of the largest ModuleList
+    blocks          the repeated modules, or their classes. None: of the largest ModuleList
     tensor_plan     how `tp` shards layers, {"blocks.*.fc1": "colwise"}. None: the model's own plan
     probe           compare gradients with the full model's on rank 0, for random tokens (True) or a batch
-    example_batch   under pp, for models without input_ids: a batch of these names, shapes and dtypes shows
-                    where parameters outside the blocks are used. None: first registered, first used
-    seed            of initial weights and dropout
-    weights         a Hugging Face checkpoint folder; each rank reads only its part. Needs a model on meta
-    world           the ranks to use. None: `connect()`
+    example_batch   under pp, for inputs other than input_ids: shows where parameters outside blocks are used
+    seed            of initial weights and dropout; `world`: the ranks to use. None: `connect()`
+    weights         a Hugging Face checkpoint folder, of which each rank reads its part. For a model on meta
 
-    A parameter that a step does not use has a zero gradient: its moments and weight decay are still updated.
-    Buffers that forward changes are broadcast from the first data rank. Raises PlaitError.
+    Parameters become new objects; unused ones get a zero gradient and are updated. Raises PlaitError.
     """
     model = model if isinstance(model, nn.Module) else Chain(model)
     plan = check_arguments(plan, optimizer, clip_norm, clip_value)  # before ranks wait for each other
-    world = connect() if world is None else world
+    world = world or connect()
     spec = validate(
         model,
         plan,
@@ -81,11 +79,11 @@ def parallelize(
         blocks=blocks,
         tensor_plan=tensor_plan,
         loss=loss,
-        example_batch=probe if example_batch is None and isinstance(probe, Mapping) else example_batch,
+        example_batch=example_batch or (probe if isinstance(probe, Mapping) else None),
     )
-    spec = replace(spec, arguments=optimizer_args or {}, seed=seed, draws=weights is None)
-    spec = replace(spec, offload_dir=None if offload_dir is None else Path(offload_dir))
-    return _start(model, spec, world, probe, None if weights is None else Path(weights))
+    folder = None if offload_dir is None else Path(offload_dir)
+    spec = replace(spec, arguments=optimizer_args or {}, seed=seed, draws=not weights, offload_dir=folder)
+    return _start(model, spec, world, probe, weights)
 
 
 def _start(
@@ -93,10 +91,12 @@ def _start(
     spec: TrainingSpec,
     world: World,
     probe: bool | Mapping[str, Tensor],
-    weights: Path | None,
+    weights: str | Path | None,
 ) -> Engine:
     """Build the engine, load the initial weights, if given, and run the self-check."""
-    reader = None if weights is None else _weights_reader(model, weights, world)
+    if world.rank == 0:
+        _warn_of_batch_statistics(model, spec.plan)
+    reader = None if weights is None else _weights_reader(model, Path(weights), world)
     self_check = SelfCheck.build(model, probe, spec.plan, spec.seed)  # before the model is sharded
     if not model.training:  # otherwise parts of it may be in evaluation mode on purpose
         model.train()
@@ -105,6 +105,21 @@ def _start(
         with reader:
             engine.load_from(reader, weights_only=True)
     return engine if self_check is None else self_check.run(engine, spec.loss)
+
+
+def _warn_of_batch_statistics(model: nn.Module, plan: Plan) -> None:
+    """Warn if BatchNorm would compute with the statistics of a part of the batch."""
+    names = [name for name, _ in batch_norms(model)]
+    parts = plan.micro * (1 if plan.sync_batchnorm else plan.dp)
+    if names and parts > 1:
+        others = f" and {counted(len(names) - 1, 'other module')}" if len(names) > 1 else ""
+        way = "" if plan.dp == 1 or plan.sync_batchnorm else "sync_batchnorm=true, "
+        way += "micro=1" if plan.micro > 1 else ""
+        warnings.warn(
+            f"{names[0]}{others}: BatchNorm computes with the statistics of one of {parts} parts of the "
+            f"batch, so numbers are not those of one process ({plan}). Try {way.rstrip(', ')}, or GroupNorm",
+            stacklevel=3,
+        )
 
 
 def _weights_reader(model: nn.Module, folder: Path, world: World) -> Reader:

@@ -229,7 +229,8 @@ class _Running(torch.nn.Module):
 
 
 def _running_statistics() -> Any:
-    engine = plait.parallelize(_Running(), "dp=2", loss=lambda out, _: (out.square().sum(), len(out)))
+    with programs.ignoring_batch_statistics():
+        engine = plait.parallelize(_Running(), "dp=2", loss=lambda out, _: (out.square().sum(), len(out)))
     for step in range(3):
         engine.step({"x": torch.randn(6, 4) + engine.data_rank + step})
     return engine.model.norm.running_mean, engine.model.norm.num_batches_tracked

@@ -204,7 +204,8 @@ def buffered(on_meta: bool = False) -> nn.Module:
 def _with_buffers(words: str, state: dict[str, Tensor] | None = None, build: Any = buffered) -> Any:
     """Three steps, or the last one after a state of before it: what came of them."""
     task = task_of(build)
-    engine = programs.engine_of(task, f"{words} precision=fp64")
+    with programs.ignoring_batch_statistics():
+        engine = programs.engine_of(task, f"{words} precision=fp64")
     results, saved = [], {}
     for step, batch in enumerate(task.data(3)):
         if step == 2:

@@ -3,6 +3,7 @@
 import math
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -24,6 +25,14 @@ ADAMW = {"lr": 3e-3, "weight_decay": 0.1, "betas": (0.9, 0.95)}
 
 # Batch of a step over all data ranks: all samples, or all micro-batches, those of the first rank first.
 Batch = dict[str, Tensor] | list[dict[str, Tensor]]
+
+
+@contextmanager
+def ignoring_batch_statistics() -> Iterator[None]:
+    """Build an engine without the warning that BatchNorm's statistics are those of a part of the batch."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*BatchNorm computes with the statistics")
+        yield
 
 
 @dataclass

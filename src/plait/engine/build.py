@@ -13,6 +13,7 @@ from plait.errors import ModelError
 from plait.models import DataflowCheck, StageModule, copy_to_meta, foreign_modules, split_stage, unit_facts
 from plait.models.init_weights import parameter_only_modules
 from plait.parallel.activation_checkpoint import recompute_blocks
+from plait.parallel.batch_norm import sync_batch_norms
 from plait.parallel.compile import compile_blocks
 from plait.parallel.pipeline.executor import Pipeline
 from plait.parallel.pipeline.split_backward import BackwardSplitter, split_linears
@@ -147,6 +148,8 @@ def _build_stage(
     part.shard_placeholders(spec.tensor, grid.row.rank, grid.col.rank)
     head = apply_tp_plan(part.module, tensor, grid, part.blocks, sequence=plan.sp)
     install_rng_streams(part.module, blocks, tensor, mesh.coord, sequence=plan.sp, device=mesh.world.device)
+    if plan.sync_batchnorm:
+        sync_batch_norms(part.module, context.groups.dp)
     if spec.schedule.split:
         split_linears(blocks, splitter)
     recompute_blocks(blocks, plan.recompute)

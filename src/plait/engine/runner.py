@@ -104,7 +104,7 @@ class MicrobatchRunner:
             return self._broadcast_from_last(lambda: self._picked(collected[0], pick))
 
     def _picked(self, outputs: Any, pick: Callable[[Any], Any] | None) -> Any:
-        """What the user gets: full on every rank of `tp`."""
+        """The part of the outputs that is asked for, checked to be full on every rank of `tp`."""
         picked = outputs if pick is None else pick(outputs)
         check_replicated(named_tensors(picked), self._parts.context.groups.tp)
         return picked

@@ -1,4 +1,4 @@
-"""What a module's forward changes, buffers and attributes, put back for a recomputation.
+"""Buffers and attributes that a module's forward changes, put back for a recomputation.
 
 [Note: state that a forward changes]
 BatchNorm's running statistics, counters, the vectors of spectral norm: a second forward would change them

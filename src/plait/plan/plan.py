@@ -153,6 +153,7 @@ class Plan:
                 backward, `selective` keeps matrix products and recomputes the rest, `every=k` applies full to
                 every k-th block
     compile     torch.compile each block
+    sync_batchnorm  BatchNorm computes with the statistics of all data ranks' micro-batches
     """
 
     dp: int = 1
@@ -175,6 +176,7 @@ class Plan:
     offload: str = "none"
     recompute: str = "none"
     compile: bool = False
+    sync_batchnorm: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tp", canonical_tp(self.tp))

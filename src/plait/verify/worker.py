@@ -1,6 +1,7 @@
 """Verify on ranks: all ranks train under the plan, and rank 0 also trains the reference in one process."""
 
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -104,7 +105,11 @@ class Verifier:
             spec = check(case)
         except PlaitError as error:  # found by all ranks; an error that only one finds later ends all of them
             return case.verdict(Outcome.REFUSED, message=error.message())
-        engine = _engine(case, spec, world, folder)
+        with warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", ".*BatchNorm computes with the statistics"
+            )  # the verdict says it
+            engine = _engine(case, spec, world, folder)
         weights = engine.full_parameters()
         if world.rank:
             world.store.wait_for(_REFERENCE_READY)  # without a limit, while a step has a timeout
