@@ -98,6 +98,16 @@ def test_the_newest_that_is_whole_is_taken_and_damaged_ones_are_renamed(
     assert_same(found.read(), saved[1])
 
 
+def test_a_run_resumes_with_the_optimizers_options_of_its_recipe(
+    saved: list[dict[str, Tensor]], tmp_path: Path
+) -> None:
+    assert "engine/param_groups.0.weight_decay" in saved[0]
+    engine = engine_of()
+    engine.optimizer.param_groups[0]["weight_decay"] = 0.5
+    load_newest(engine, tmp_path, any_of_them)
+    assert engine.optimizer.param_groups[0]["weight_decay"] == 0.5
+
+
 def test_where_none_is_whole_the_error_names_all_and_nothing_is_renamed(
     saved: list[dict[str, Tensor]],
     tmp_path: Path,

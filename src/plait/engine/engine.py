@@ -42,6 +42,7 @@ from plait.engine.trace import Trace
 from plait.errors import CheckpointError, ModelError, PlanError, RunError
 from plait.models import FlopFacts, seeded_rng
 from plait.optim.clip import clip_factor, clip_values
+from plait.optim.groups import check_options, load_options, options_state
 from plait.parallel.zero.flat_param import FlatParam
 from plait.parallel.zero.memory_stats import allocated_bytes, estimated_bytes
 from plait.parallel.zero.shard_map import persistent_buffers
@@ -49,7 +50,7 @@ from plait.parallel.zero.sharded_model import ShardedStage
 from plait.parallel.zero.state_io import InMemoryState, StateReader, StateShard
 from plait.plan import MemoryUse
 
-_NUM_STEPS = "engine/num_steps"
+_NUM_STEPS, _OPTIONS = "engine/num_steps", "engine/param_groups."
 
 
 class Engine:
@@ -357,7 +358,8 @@ class Engine:
         self.load_from(InMemoryState(tensors))
 
     def _own_state(self) -> dict[str, Tensor]:
-        return {_NUM_STEPS: torch.tensor(self.num_steps), **self._scale.state()}
+        options = {f"{_OPTIONS}{key}": value for key, value in options_state(self.optimizer).items()}
+        return {**options, **self._scale.state(), _NUM_STEPS: torch.tensor(self.num_steps)}
 
     def state_shards(self) -> list[StateShard]:
         """This rank's share of the checkpoint: over all ranks, every element of `state` once. No
@@ -366,13 +368,16 @@ class Engine:
         own = self._own_state().items() if self.world.rank == 0 else ()
         return [*self._parts.state.shards(), *(StateShard.from_tensor(key, value) for key, value in own)]
 
-    def load_from(self, source: StateReader, *, weights_only: bool = False) -> None:
+    def load_from(self, source: StateReader, *, weights_only: bool = False, options: bool = True) -> None:
         """Restore this rank's shards from `source`, saved under any plan. `weights_only`: weights and
-        buffers; the optimizer starts fresh. Every rank must call it. Raises CheckpointError, on all ranks:
-        for another model's state, before anything changes; for damage, after which the engine has to load
-        again.
+        buffers; the optimizer starts fresh. `options`: also the hyper-parameters of the optimizer's groups,
+        if they were saved. Every rank must call it. Raises CheckpointError, on all ranks: for another model's
+        state, before anything changes; for damage, after which the engine has to load again.
         """
         self._parts.state.check(source, weights_only=weights_only)
+        keys = source.shapes if options and not weights_only else ()
+        option_keys = [key.removeprefix(_OPTIONS) for key in keys if key.startswith(_OPTIONS)]
+        check_options(self.optimizer, option_keys)
         self.discard_step()
         for stage in self._stages:
             stage.unsharder.wait_for_readers()
@@ -381,6 +386,7 @@ class Engine:
             self._parts.state.load(source, weights_only=weights_only)
             self._scale.load(() if weights_only else source.shapes, source.read_full)
             self.num_steps = 0 if weights_only else int(source.read_full(_NUM_STEPS))
+            load_options(self.optimizer, option_keys, lambda key: source.read_full(f"{_OPTIONS}{key}"))
         except CheckpointError as error:
             problem = error
         source.finish(self._groups.norm, self.world.group, self.device, problem)

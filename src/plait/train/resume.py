@@ -60,7 +60,7 @@ def load_newest(engine: Engine, folder: Path, check: Check) -> tuple[Checkpoint 
             saved = open_on_all_ranks(folder / name, world)
             check(saved)
             with saved.reader() as reader:
-                engine.load_from(reader)
+                engine.load_from(reader, options=False)  # the recipe's
         except CheckpointError as error:
             if not is_damaged(error):
                 raise

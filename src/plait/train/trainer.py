@@ -270,7 +270,7 @@ class Trainer:
         """Load a checkpoint from before a spike; save it again with the batches that are to be skipped."""
         saved = open_on_all_ranks(path, self._world)
         with saved.reader() as reader:
-            self._engine.load_from(reader)
+            self._engine.load_from(reader, options=False)  # the recipe's
         self._restore_progress(saved)
         self._warnings = [self.spikes.skip_batches(self._step)]
         folder = self._run.dir.checkpoints

@@ -6,7 +6,8 @@ A key is `kind/name`, in the model's names:
   <state>/<parameter>            of the optimizer, in the parameter's shape: exp_avg/...
   scalar.<state>/<parameter>     of the optimizer, one number per parameter: scalar.step/...
   number.<state>/<parameter>     the same, if the optimizer holds a Python number
-  engine/<counter>               the engine's counters: num_steps, loss_scale..., see `engine/engine.py`
+  engine/<number>                the engine's: num_steps, loss_scale..., param_groups.0.lr..., see
+                                 `engine/engine.py`
 """
 
 import functools

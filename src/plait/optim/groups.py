@@ -1,0 +1,84 @@
+"""Hyper-parameters of an optimizer's groups, as numbers in a checkpoint.
+
+Restored like torch's `load_state_dict` does, so that a scheduler goes on where it stopped: it computes the
+next learning rate from the present one. Every option of a group that is a number, or a tuple of numbers, is
+saved (lr, betas, weight_decay, and initial_lr or max_lr, which schedulers add), by keys such as `0.lr` and
+`1.betas.0`.
+"""
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.errors import CheckpointError
+
+_KEY = re.compile(r"(?P<group>\d+)\.(?P<option>\w+)(?:\.(?P<index>\d+))?")
+# Choices of a kernel, which depend on the device and not on the training.
+_KERNELS = ("fused", "foreach", "capturable", "differentiable")
+_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
+
+
+def options_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The options of all groups, by key."""
+    state = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for option, value in group.items():
+            if option in ("params", *_KERNELS):
+                continue
+            is_tuple = isinstance(value, tuple | list)
+            numbers = [_number(entry) for entry in (value if is_tuple else [value])]
+            if numbers and None not in numbers:
+                for index, entry in enumerate(numbers):
+                    key = f"{number}.{option}.{index}" if is_tuple else f"{number}.{option}"
+                    state[key] = torch.tensor(entry, dtype=_DTYPES[type(entry)])
+    return state
+
+
+def check_options(optimizer: torch.optim.Optimizer, keys: Iterable[str]) -> None:
+    """Raise CheckpointError if there are saved options, and not for the optimizer's number of groups."""
+    saved, present = len({_match(key)["group"] for key in keys}), len(optimizer.param_groups)
+    if saved and saved != present:
+        raise CheckpointError(
+            "the checkpoint is of another optimizer",
+            given=f"{saved} param_groups, here {present}",
+            expected="the param_groups that it was saved with",
+            hint="weights_only=True loads only the weights",
+        )
+
+
+def load_options(
+    optimizer: torch.optim.Optimizer, keys: Iterable[str], read: Callable[[str], Tensor]
+) -> None:
+    """Set the options whose keys these are; the others stay as they are. See `check_options`."""
+    tuples: dict[tuple[int, str], dict[int, Any]] = {}
+    for key in keys:
+        match, value = _match(key), read(key).item()
+        group = optimizer.param_groups[int(match["group"])]
+        if match["index"] is not None:
+            tuples.setdefault((int(match["group"]), match["option"]), {})[int(match["index"])] = value
+        elif isinstance(present := group.get(match["option"]), Tensor):
+            present.fill_(value)  # a captured graph may read it
+        else:
+            group[match["option"]] = value
+    for (number, option), entries in tuples.items():
+        optimizer.param_groups[number][option] = tuple(entries[index] for index in sorted(entries))
+
+
+def _number(value: object) -> bool | int | float | None:
+    """The value as a number of Python's; None if it is none."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    return value if isinstance(value, bool | int | float) else None
+
+
+def _match(key: str) -> re.Match[str]:
+    """The parts of a key. Raises CheckpointError."""
+    match = _KEY.fullmatch(key)
+    if match is None:
+        raise CheckpointError(
+            "this is not the state of an engine", given=f"param_groups.{key}", expected="param_groups.0.lr"
+        )
+    return match
