@@ -37,13 +37,3 @@ def facts_table(title: str | Text, facts: Iterable[tuple[str, Cell]]) -> Table:
 def counted(number: int, noun: str) -> str:
     """Return `1 file`, `2 files`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def format_bytes(num_bytes: int | None) -> str:
-    """Format bytes in the largest unit in which the value is at least 1; None as unknown."""
-    if num_bytes is None:
-        return "unknown"
-    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= factor:
-            return f"{num_bytes / factor:,.1f} {unit}"
-    return f"{num_bytes} B"

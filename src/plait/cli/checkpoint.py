@@ -48,7 +48,8 @@ def verify(
     """Read every byte. If one differs from what was written, print where, and exit with code 2."""
     from plait.checkpoint.checkpoint import open_checkpoint
     from plait.checkpoint.diff import find_checkpoints
-    from plait.tables import counted, format_bytes
+    from plait.plan import format_bytes
+    from plait.tables import counted
 
     paths = find_checkpoints(location)
     is_complete = True
@@ -196,7 +197,8 @@ def _print_contents(contents: "Contents") -> None:
     import rich
     from rich.text import Text
 
-    from plait.tables import facts_table, format_bytes, table
+    from plait.plan import format_bytes
+    from plait.tables import facts_table, table
 
     facts = {"step": f"{contents.step:,}", "written": contents.at}
     facts |= {

@@ -56,10 +56,16 @@ _NUM_STEPS, _OPTIONS = "engine/num_steps", "engine/param_groups."
 class Engine:
     """Trains one model under one plan. Created by `parallelize`.
 
-    layout  layout of the shards that this rank holds
-    model   the model that was passed in: in place with one stage; with several, only this rank's blocks are
-            kept
-    probed  result of the self-check, if `probe` was set
+    plan        the plan, with `dp=auto` resolved
+    model       the model that was passed in: in place with one stage; with several, only this rank's blocks
+                are kept
+    optimizer   torch's optimizer over this rank's flat shards, for schedulers of the learning rate
+    num_steps   steps taken, skipped ones included; part of a checkpoint
+    world       the ranks of the job: `world.rank`, `world.size`
+    device      this rank's device, to which batches are moved
+    seed        of initial weights and dropout
+    layout      layout of the shards that this rank holds
+    probed      result of the self-check, if `probe` was set
     """
 
     def __init__(
@@ -93,6 +99,15 @@ class Engine:
         self._trace: Trace | None = None
         self._batches = BatchPreparer(
             self.device, self._precision.compute, self._groups.model, self.plan.micro
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"Engine of a {type(self.model).__name__} with {self.num_parameters:,} trainable parameters\n"
+            f'  plan  : "{self.plan}"\n'
+            f"  rank  : {self.world.rank} of {self.world.size}, on {self.device}\n"
+            f"  steps : {self.num_steps}\n"
+            f"  memory: {self.memory()}"
         )
 
     @property

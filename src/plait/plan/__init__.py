@@ -2,7 +2,7 @@
 
 from plait.plan.comm_log import CommCount, CommKey, Traffic, subtract_traffic, sum_traffic
 from plait.plan.compression import compresses, message_buffer_bytes, reduces_over_all
-from plait.plan.estimate.memory import MemoryUse, model_state_bytes
+from plait.plan.estimate.memory import MemoryUse, format_bytes, model_state_bytes, used_categories
 from plait.plan.grid import AXES, Grid
 from plait.plan.layout import Layout, Overlap, ParamInfo, ParamShard, TPCoord, UnitInfo, UnitLayout
 from plait.plan.plan import Plan, compile_conflict
@@ -33,10 +33,12 @@ __all__ = [
     "boxes_of_range",
     "compile_conflict",
     "compresses",
+    "format_bytes",
     "message_buffer_bytes",
     "model_state_bytes",
     "reduces_over_all",
     "single_stage",
     "subtract_traffic",
     "sum_traffic",
+    "used_categories",
 ]

@@ -179,6 +179,12 @@ class Plan:
     sync_batchnorm: bool = False
 
     def __post_init__(self) -> None:
+        if isinstance(self.dp, str) and "=" in self.dp:
+            raise PlanError(
+                "Plan takes one argument per key, and not a plan's text",
+                given=f'Plan("{self.dp}")',
+                hint=f'Plan.parse("{self.dp}"); parallelize takes the text as it is',
+            )
         object.__setattr__(self, "tp", canonical_tp(self.tp))
         for field in fields(self):
             check_type(field.name, field.type, getattr(self, field.name))

@@ -14,15 +14,15 @@ from plait.data.tokenizer import read_tokenizer
 from plait.errors import ConfigError
 from plait.estimate.dry_run import Cluster
 from plait.estimate.explain import Explanation, RankClass, explain
-from plait.plan import AXES, CommCount, CommKey, Plan
+from plait.plan import AXES, CommCount, CommKey, Plan, format_bytes, used_categories
 from plait.plan.comm_log import sum_traffic, to_rows
 from plait.plan.estimate.traffic import ring_bytes
-from plait.tables import counted, facts_table, format_bytes, table
+from plait.tables import counted, facts_table, table
 from plait.train.config import Recipe
 from plait.train.measurements import Measurements
 from plait.train.model import check_config, config_of, model_on_meta
 from plait.train.optimizer import check_optimizer_args, optimizer_class
-from plait.train.report import memory_table, used_categories
+from plait.train.report import memory_table
 
 _MAX_SHOWN = 4  # classes of ranks whose traffic is printed, unless --rank selects one
 _STAGE_MESSAGE = re.compile(r"(activations|gradients) from stage rank")

@@ -9,8 +9,8 @@ from rich.table import Table
 
 from plait.comm import all_gather
 from plait.engine.engine import Engine
-from plait.plan import MemoryUse
-from plait.tables import counted, facts_table, format_bytes, table
+from plait.plan import MemoryUse, format_bytes, used_categories
+from plait.tables import counted, facts_table, table
 from plait.train.config import Recipe
 from plait.train.metrics import read_metrics
 
@@ -40,10 +40,6 @@ def start_table(recipe: Recipe, engine: Engine, peak_flops: float, memory: tuple
     """Return a table of model, plan, batch, device and estimated memory. `memory`: from `largest_memory`."""
     rank, predicted = memory
     run, sequence, world = recipe.run, recipe.data.sequence, engine.world
-    on_device, elsewhere = (
-        [f"{name} {format_bytes(getattr(predicted, name))}" for name in names]
-        for names in used_categories(predicted)
-    )
     facts = {
         "model": f"{type(engine.model).__name__}, {engine.num_parameters:,} parameters",
         "plan": f"{engine.plan} on {counted(world.size, 'rank')} ({engine.device.type})",
@@ -51,9 +47,7 @@ def start_table(recipe: Recipe, engine: Engine, peak_flops: float, memory: tuple
         "step": f"{run.batch} sequences of {sequence} = {run.batch * sequence:,} tokens",
         "steps": f"{run.steps:,}: {run.steps * run.batch * sequence:,} tokens",
         "peak": f"{peak_flops / 1e9:,.1f} GFLOP/s per rank (measured matrix product)",
-        "memory per rank" if engine.plan.pp == 1 else f"memory, at most (rank {rank})": "; ".join(
-            [", ".join(on_device), f"total {format_bytes(predicted.total)}", *elsewhere]
-        ),
+        "memory per rank" if engine.plan.pp == 1 else f"memory, at most (rank {rank})": str(predicted),
     }
     if engine.probed is None:
         del facts["probe"]
@@ -68,13 +62,6 @@ def memory_table(predicted: MemoryUse, measured: MemoryUse, ranks: str = "per ra
         for name in (*on_device, "total", *elsewhere)
     )
     return table(f"memory {ranks}", ("", "predicted", "measured"), rows)
-
-
-def used_categories(*uses: MemoryUse) -> tuple[list[str], list[str]]:
-    """Return the categories with bytes, or unknown ones, in any of `uses`: on the device, and offloaded."""
-    used = [field.name for field in fields(MemoryUse) if any(getattr(use, field.name) != 0 for use in uses)]
-    offloaded = ("host", "disk")
-    return [name for name in used if name not in offloaded], [name for name in used if name in offloaded]
 
 
 def draw_losses(metrics: Path, picture: Path) -> None:

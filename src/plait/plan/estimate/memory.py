@@ -15,11 +15,13 @@ from plait.plan.prefetch import MAX_IN_FLIGHT
 
 COMPUTE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 MASTER_BYTES = {"fp64": 8, "fp32": 4, "bf16": 4, "fp16": 4}  # of master weights and gradient sums
+_OFFLOADED = ("host", "disk")
 
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes held by one rank, by category. `activations` is None if they cannot be estimated.
+    """Bytes held by one rank, by category. `activations` is None if they cannot be estimated. Printed with
+    units.
 
     buffers       peak of gathered parameters and gradients in flight
     activations   peak of what micro-batches keep from their forwards to their backwards
@@ -38,8 +40,31 @@ class MemoryUse:
     @property
     def total(self) -> int:
         """Bytes on the device."""
-        elsewhere = ("host", "disk")
-        return sum(getattr(self, field.name) or 0 for field in fields(self) if field.name not in elsewhere)
+        on_device = (field.name for field in fields(self) if field.name not in _OFFLOADED)
+        return sum(getattr(self, name) or 0 for name in on_device)
+
+    def __str__(self) -> str:
+        on_device, offloaded = (
+            [f"{name} {format_bytes(getattr(self, name))}" for name in names]
+            for names in used_categories(self)
+        )
+        return "; ".join([", ".join(on_device), f"total {format_bytes(self.total)}", *offloaded])
+
+
+def used_categories(*uses: MemoryUse) -> tuple[list[str], list[str]]:
+    """Return the categories with bytes, or unknown ones, in any of `uses`: on the device, and offloaded."""
+    used = [field.name for field in fields(MemoryUse) if any(getattr(use, field.name) != 0 for use in uses)]
+    return [name for name in used if name not in _OFFLOADED], [name for name in used if name in _OFFLOADED]
+
+
+def format_bytes(num_bytes: int | None) -> str:
+    """Format bytes in the largest unit in which the value is at least 1; None as unknown."""
+    if num_bytes is None:
+        return "unknown"
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:,.1f} {unit}"
+    return f"{num_bytes} B"
 
 
 def model_state_bytes(
