@@ -1,7 +1,7 @@
 """Inputs and results of a step: batches, micro-batches, losses."""
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -61,10 +61,11 @@ class BatchPreparer:
     compute: torch.dtype
     model: Group
     micro: int
+    inputs: Collection[str] | None = None  # the entries that forward takes; None: all but the labels
     _compared: set[bool] = field(default_factory=set, init=False)  # in evaluation, in training
 
     def moved(self, batch: Batch) -> dict[str, Tensor]:
-        return on_device(batch, self.device, self.compute)
+        return on_device(batch, self.device, self.compute, self.inputs)
 
     def checked(self, batch: Batch, *, trains: bool = True) -> dict[str, Tensor]:
         """The batch on the device; the first one of training and of evaluation is compared over a model's
@@ -97,8 +98,13 @@ class BatchPreparer:
         return split_batch(moved, self.micro)
 
 
-def on_device(batch: Mapping[str, Tensor], device: torch.device, compute: torch.dtype) -> dict[str, Tensor]:
-    """Move the batch; floating-point inputs except labels are cast to the compute dtype.
+def on_device(
+    batch: Mapping[str, Tensor],
+    device: torch.device,
+    compute: torch.dtype,
+    inputs: Collection[str] | None = None,
+) -> dict[str, Tensor]:
+    """Move the batch; floating-point `inputs` (None: all but the labels) are cast to the compute dtype.
 
     Raises ModelError for an invalid batch.
     """
@@ -119,7 +125,9 @@ def on_device(batch: Mapping[str, Tensor], device: torch.device, compute: torch.
     return {
         key: value.to(
             device,
-            compute if value.is_floating_point() and key != "labels" else value.dtype,
+            compute
+            if value.is_floating_point() and key != "labels" and (inputs is None or key in inputs)
+            else value.dtype,
             non_blocking=True,
         )
         for key, value in batch.items()

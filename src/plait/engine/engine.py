@@ -40,7 +40,7 @@ from plait.engine.runner import MicrobatchRunner
 from plait.engine.spec import TrainingSpec
 from plait.engine.trace import Trace
 from plait.errors import CheckpointError, ModelError, PlanError, RunError
-from plait.models import FlopFacts, seeded_rng
+from plait.models import FlopFacts, forward_names, seeded_rng
 from plait.optim.clip import clip_factor, clip_values
 from plait.optim.groups import check_options, load_options, options_state
 from plait.parallel.zero.flat_param import FlatParam
@@ -83,6 +83,7 @@ class Engine:
         self.probed: ProbeResult | None = None
         self._spec = spec
         self._flops = FlopFacts.from_model(model)
+        inputs = forward_names(model)
         self._parts = build_engine_parts(model, spec, mesh)
         self._groups = self._parts.context.groups
         self._precision = self._parts.context.precision
@@ -98,7 +99,7 @@ class Engine:
         self._micros_done = 0
         self._trace: Trace | None = None
         self._batches = BatchPreparer(
-            self.device, self._precision.compute, self._groups.model, self.plan.micro
+            self.device, self._precision.compute, self._groups.model, self.plan.micro, inputs
         )
 
     def __repr__(self) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from plait.engine.batch import on_device
 from plait.engine.loss import Loss, choose_loss
-from plait.models import forward_inputs
+from plait.models import forward_inputs, forward_names
 
 _TIMES_NOISE = 4.0
 
@@ -60,7 +60,7 @@ def sum_gradients(
     first = next(iter(trained.values()))
     total, count = 0.0, 0
     for micro in micros:
-        inputs = on_device(micro, first.device, first.dtype)
+        inputs = on_device(micro, first.device, first.dtype, forward_names(model))
         summed, targets = run(model, inputs)
         summed.backward()
         total, count = total + summed.item(), count + int(targets)

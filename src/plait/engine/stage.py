@@ -14,10 +14,12 @@ from plait.engine.replicated_outputs import RecordedReads, check_replicated
 from plait.errors import ModelError
 from plait.models import (
     BlockOutputs,
+    RecordedBatch,
     StageModule,
     activation_bytes,
     copy_to_meta,
     forward_inputs,
+    label_keys,
     receiving,
     watch_activations,
 )
@@ -53,6 +55,7 @@ class StageRunner:
         self.is_last = is_last
         self._is_checked = False  # its outputs were checked to use only its own weights
         self._is_loss_checked = False  # the loss was checked to read nothing that is sharded
+        self._checked_entries: set[frozenset[str]] = set()  # keys of batches
         self._head = head
         self._user_loss = loss
         self._columns = columns
@@ -78,20 +81,30 @@ class StageRunner:
         else."""
         loss = self.loss()
         with self.zero.unsharder.watch_outside_uses(), self.logits():
-            outputs = self.outputs(micro, received)
-            if self._user_loss is None or self._is_loss_checked:
-                result = loss(outputs, micro)
-            else:
-                with RecordedReads() as reads:
-                    result = loss(outputs, micro)
-                check_replicated(reads.of(outputs), self._tp)
-                self._is_loss_checked = True
+            result = self._call(loss, self.outputs(micro, received), micro)
         if not isinstance(result, tuple) or len(result) != 2:
             raise ModelError(
                 "loss must return (summed loss, number of targets)",
                 given=f"a {type(result).__name__}",
                 hint="return loss_sum, num_targets: the step divides once, by the targets of all ranks",
             )
+        return result
+
+    def _call(self, loss: Loss, outputs: Any, micro: Mapping[str, Tensor]) -> Any:
+        """The loss's result. In the first call, check that a user's loss reads nothing that is sharded; for
+        new entries, that they are used: [Note: entries of a batch]."""
+        recorded = None if frozenset(micro) in self._checked_entries else RecordedBatch(micro)
+        batch = micro if recorded is None else recorded
+        if self._user_loss is None or self._is_loss_checked:
+            result = loss(outputs, batch)
+        else:
+            with RecordedReads() as reads:
+                result = loss(outputs, batch)
+            check_replicated(reads.of(outputs), self._tp)
+            self._is_loss_checked = True
+        if recorded is not None:
+            recorded.check_used(self.part.module, label_keys(self.part.module))
+            self._checked_entries.add(frozenset(micro))
         return result
 
     def measured(self) -> contextlib.AbstractContextManager[None]:

@@ -8,6 +8,7 @@ from plait.models.activation_memory import (
     running_on_meta,
     watch_activations,
 )
+from plait.models.batch_entries import RecordedBatch, forward_names
 from plait.models.blocks import Blocks, Chain, FlopFacts, blocks_of, unit_facts
 from plait.models.huggingface import causal_lm_on_meta, pretrained_causal_lm, read_config
 from plait.models.huggingface_names import SavedGroup, SaveFormat, StateNames, map_file_keys
@@ -16,7 +17,7 @@ from plait.models.sharding.plan import build_tp_plan
 from plait.models.stages.assign import plan_stages
 from plait.models.stages.dataflow_check import DataflowCheck
 from plait.models.stages.split import StageModule, foreign_modules, receiving, split_stage
-from plait.models.task import Task, forward_inputs, pretrained_base, task_of
+from plait.models.task import Task, forward_inputs, label_keys, pretrained_base, task_of
 from plait.models.transformers_types import is_model_output_class, is_pretrained_model, linear_forwards
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "DataflowCheck",
     "DeviceKernelsOnMeta",
     "FlopFacts",
+    "RecordedBatch",
     "SaveFormat",
     "SavedGroup",
     "StageModule",
@@ -38,9 +40,11 @@ __all__ = [
     "copy_to_meta",
     "foreign_modules",
     "forward_inputs",
+    "forward_names",
     "initialize_weights",
     "is_model_output_class",
     "is_pretrained_model",
+    "label_keys",
     "linear_forwards",
     "map_file_keys",
     "parameter_only_modules",

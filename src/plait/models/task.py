@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from plait.errors import ModelError
+from plait.models.batch_entries import check_present, forward_names
 from plait.models.transformers_types import is_pretrained_model
 
 if TYPE_CHECKING:
@@ -73,15 +74,19 @@ def label_keys(model: nn.Module) -> tuple[str, ...]:
 
 
 def forward_inputs(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the arguments of the model's forward: the batch without its labels, and no KV cache.
+    """Return the arguments of the model's forward: the entries that it takes, without the labels, and no KV
+    cache. See [Note: entries of a batch] in `batch_entries.py`.
 
     The decoder of an encoder-decoder receives the labels shifted to the right, by the model's own method,
-    unless the batch has its inputs.
+    unless the batch has its inputs. Raises ModelError if an argument is missing.
     """
-    labels = label_keys(model)
-    inputs: dict[str, Any] = {key: value for key, value in batch.items() if key not in labels}
+    labels, names = label_keys(model), forward_names(model)
+    inputs: dict[str, Any] = {
+        key: value for key, value in batch.items() if key not in labels and (names is None or key in names)
+    }
     base = pretrained_base(model)
     if base is None:
+        check_present(model, inputs, batch)
         return inputs
     inputs["use_cache"] = False
     has_decoder = _is_encoder_decoder(base) and task_of(model) is Task.ALIGNED_LM
