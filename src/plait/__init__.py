@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from plait.api import parallelize
+    from plait.comm.launch_function import launch
     from plait.engine.batch import EvalResult, StepResult
     from plait.engine.engine import Engine
     from plait.errors import DDPError, PlaitError
@@ -26,6 +27,7 @@ __all__ = [
     "Plan",
     "StepResult",
     "__version__",
+    "launch",
     "parallelize",
 ]
 
@@ -38,6 +40,7 @@ _HOMES = {
     "EvalResult": "plait.engine.batch",
     "StepResult": "plait.engine.batch",
     "LossScaling": "plait.plan.loss_scaling",
+    "launch": "plait.comm.launch_function",
     "parallelize": "plait.api",
     "PlaitError": "plait.errors",
     "Plan": "plait.plan",

@@ -89,7 +89,7 @@ def test_an_argument_that_the_batch_lacks_is_named() -> None:
 
 
 @pytest.mark.parametrize("name", ["shift_labels", "num_items_in_batch", "foo"])
-def test_what_a_transformers_model_would_swallow_is_refused_unless_the_loss_reads_it(name: str) -> None:
+def test_entries_that_transformers_would_swallow_are_refused_unless_the_loss_reads_them(name: str) -> None:
     options: dict[str, Any] = {"optimizer_args": programs.ADAMW}
     batch = {**BATCH, name: BATCH["labels"]}
     with pytest.raises(ModelError, match=re.escape(name)):

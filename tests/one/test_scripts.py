@@ -1,4 +1,4 @@
-"""What a script sees of plans and engines: texts, warnings, errors."""
+"""Texts, warnings and errors of plans and engines, as a script meets them."""
 
 import re
 from typing import Any

@@ -37,6 +37,7 @@ import atexit
 import contextlib
 import ctypes
 import importlib
+import io
 import logging
 import os
 import signal
@@ -78,9 +79,15 @@ _forks = False  # see `fork_ranks`
 
 
 def launch_local(
-    num_ranks: int, argv: list[str], *, command: Sequence[str] | None = None, save_s: float = 60.0
+    num_ranks: int,
+    argv: list[str],
+    *,
+    command: Sequence[str] | None = None,
+    function: Callable[[], object] | None = None,
+    save_s: float = 60.0,
 ) -> int:
-    """Run `command *argv` (by default `python -m plait *argv`) on `num_ranks` ranks of this host.
+    """Run `command *argv` (by default `python -m plait *argv`) on `num_ranks` ranks of this host; or
+    `function()`, on ranks that are forked whatever [Note: forked ranks] says.
 
     Each rank gets RANK, WORLD_SIZE, LOCAL_RANK as under `torchrun`, and in PLAIT_RENDEZVOUS_FILE the file for
     the rendezvous. Sockets listen on loopback only. When a rank ends with another code than 0, the others are
@@ -99,7 +106,9 @@ def launch_local(
     if num_ranks < 1:
         raise CommError("a job needs at least one rank", given=f"{num_ranks} ranks", expected="1 or more")
     entry = [*(command or (sys.executable, "-u", "-m", "plait")), *argv]
-    forked = _ForkedRank(argv) if command is None and _forks and _can_fork() else None
+    forked = None
+    if function is not None or (command is None and _forks and _can_fork()):
+        forked = _ForkedRank(argv, function or _run_command)
     with tempfile.TemporaryDirectory(prefix="plait-", ignore_cleanup_errors=True) as rendezvous_dir:
         monitor = _RankMonitor(save_s)
         with (
@@ -276,8 +285,9 @@ def _can_fork() -> bool:
 class _ForkedRank:
     """A rank that torch's agent forks from the launcher. See [Note: forked ranks]."""
 
-    def __init__(self, argv: Sequence[str]) -> None:
+    def __init__(self, argv: Sequence[str], function: Callable[[], object]) -> None:
         self._argv = argv
+        self._function = function
         self._gate = os.pipe()
 
     def open_gate(self) -> None:
@@ -289,7 +299,7 @@ class _ForkedRank:
         code: object = 1
         try:
             self._become_rank()
-            importlib.import_module("plait.__main__").main()
+            self._function()
             code = 0
         except SystemExit as end:
             code = end.code
@@ -317,9 +327,14 @@ class _ForkedRank:
         with contextlib.suppress(ValueError):  # libraries ignore a number that they cannot read, too
             torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))
         _set_malloc_thresholds()
-        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        if isinstance(sys.stdout, io.TextIOWrapper):  # a notebook's is not
+            sys.stdout.reconfigure(line_buffering=True)
         Path("/proc/self/comm").write_text(f"plait rank {os.environ['RANK']}")  # for `top` and `pgrep`
         sys.argv = ["plait", *self._argv]
+
+
+def _run_command() -> None:
+    importlib.import_module("plait.__main__").main()
 
 
 def _set_malloc_thresholds() -> None:

@@ -101,7 +101,10 @@ class World:
         return tuple(vote > 0 for vote in votes.tolist())
 
     def is_alive(self) -> bool:
-        """Return whether the process group that it was created for is still the default one."""
+        """Return whether the process group that it was created for is still the default one, and this process
+        is not a fork of the one that created it."""
+        if os.getpid() != self._pid:
+            return False
         if self.size == 1:
             return not dist.is_initialized() or dist.get_world_size() == 1
         return dist.is_initialized() and self._process_group is dist.group.WORLD

@@ -1,4 +1,4 @@
-"""Which of a batch's entries the model's forward takes, and which only the loss reads.
+"""The entries of a batch that the model's forward takes, and those that only the loss reads.
 
 [Note: entries of a batch]
 Entries that forward names are its arguments. The others, and the labels, are for the loss: sample weights,
