@@ -94,7 +94,7 @@ class _Outcome:
 
     @staticmethod
     def read(file: IO[bytes]) -> "_Outcome | None":
-        """What a rank has written; None if it was killed before."""
+        """Read the outcome that a rank has written; None if it was killed before."""
         file.seek(0)
         content = file.read()
         return pickle.loads(content) if content else None
