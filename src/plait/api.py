@@ -19,7 +19,7 @@ from plait.engine.spec import TrainingSpec, check_arguments, validate
 from plait.errors import CheckpointError, ModelError
 from plait.models import Blocks, Chain
 from plait.parallel.batch_norm import batch_norms
-from plait.plan import Grid, Plan
+from plait.plan import Grid, Plan, format_bytes
 from plait.plan.loss_scaling import LossScaling
 from plait.tables import counted
 
@@ -96,6 +96,7 @@ def _start(
     """Build the engine, load the initial weights, if given, and run the self-check."""
     if world.rank == 0:
         _warn_of_batch_statistics(model, spec.plan)
+        _warn_if_widened(model, spec.plan)
     reader = None if weights is None else _weights_reader(model, Path(weights), world)
     self_check = SelfCheck.build(model, probe, spec.plan, spec.seed)  # before the model is sharded
     if not model.training:  # otherwise parts of it may be in evaluation mode on purpose
@@ -120,6 +121,23 @@ def _warn_of_batch_statistics(model: nn.Module, plan: Plan) -> None:
             f"batch, so numbers are not those of one process ({plan}). Try {way.rstrip(', ')}, or GroupNorm",
             stacklevel=3,
         )
+
+
+def _warn_if_widened(model: nn.Module, plan: Plan) -> None:
+    """Warn of weights that the plan's default precision makes wider: transformers loads most models in the
+    dtype of their files, which is bfloat16."""
+    narrow = [p for p in model.parameters() if p.dtype in (torch.bfloat16, torch.float16)]
+    if not narrow or plan.precision != "fp32":
+        return
+    before = sum(parameter.nbytes for parameter in narrow)
+    dtype = str(narrow[0].dtype).removeprefix("torch.")
+    option = "bf16" if dtype == "bfloat16" else "fp16"
+    warnings.warn(
+        f"the model's weights are {dtype}, and a plan without precision= computes in float32: "
+        f"{format_bytes(before)} become {format_bytes(2 * before)}. precision={option} computes in {dtype}, "
+        "with float32 master weights; model.float() before parallelize means float32",
+        stacklevel=4,
+    )
 
 
 def _weights_reader(model: nn.Module, folder: Path, world: World) -> Reader:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import plait
 from plait.errors import ModelError
@@ -307,6 +308,38 @@ def test_blocks_that_are_not_called_in_order_are_refused(order: list[int], met: 
     with pytest.raises(ModelError, match="does not call each of its blocks once, in order") as message:
         stages_by_hand.forward(model, stages, {"x": torch.randn(2, WIDTH)})
     assert met in str(message.value)
+
+
+class Reads(Ways):
+    """Reads the dtype of its first block outside of the block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        assert not hasattr(self.blocks[0], "gate")
+        return x.to(self.blocks[0].weight.dtype)
+
+
+def test_an_attribute_of_another_stages_block_is_named() -> None:
+    model = Reads([0, 1, 2])
+    _, stages = stages_by_hand.stages_of(model, 2)
+    with pytest.raises(ModelError, match="read outside of the block") as message:
+        stages_by_hand.forward(model, stages, {"x": torch.randn(2, WIDTH)})
+    assert "blocks.0.weight, on stage 1" in str(message.value)
+
+
+class Checkpointed(Ways):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=True)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_reentrant_checkpointing_over_stages_is_named_as_a_cause() -> None:
+    model = Checkpointed([0, 1, 2])
+    _, stages = stages_by_hand.stages_of(model, 2)
+    with pytest.raises(ModelError, match="use_reentrant=False"):
+        stages_by_hand.in_stages(
+            model, stages, [{"x": torch.randn(2, WIDTH, requires_grad=True)}], lambda out, _: out.sum()
+        )
 
 
 def test_frozen_parts_need_no_gradient_of_activations() -> None:

@@ -226,6 +226,10 @@ class StageInbox:
         return self._nans
 
 
+class ElsewhereError(ModelError, AttributeError):
+    """An attribute of a block that is on another stage; an AttributeError for `hasattr`."""
+
+
 class PassThrough(nn.Module):
     """A placeholder for another stage's block, with the attributes that the model's code may read."""
 
@@ -250,7 +254,17 @@ class PassThrough(nn.Module):
                 expected="blocks that return what later ones and the model need",
                 hint="return it with the block's output, and pass it on; or no pipeline",
             )
-        return super().__getattr__(name)
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "_stage_block" not in self.__dict__ or name.startswith("__"):
+                raise
+        raise ElsewhereError(
+            "an attribute of a block on another stage is read outside of the block",
+            given=f"{self.__dict__['_stage_block']}.{name}, on stage {self.__dict__['_stage_inbox'].stage}",
+            expected="a forward that does no more with blocks than call them",
+            hint="the value in an attribute of the model, set before parallelize; or no pipeline",
+        )
 
     def forward(self, *_args: Any, **_kwargs: Any) -> Any:
         inbox: StageInbox = self.__dict__["_stage_inbox"]
@@ -324,7 +338,8 @@ def _out_of_order(stage: int, what: str) -> ModelError:
         "the model does not call each of its blocks once, in order",
         given=f"stage {stage} {what}",
         expected="a forward that calls all blocks, in the order in which they are assigned to stages",
-        hint="no layerdrop; blocks=[module, ...] in forward order; or no pipeline",
+        hint="no layerdrop; use_reentrant=False if the model checkpoints its blocks; blocks=[module, ...] in "
+        "forward order; or no pipeline",
     )
 
 

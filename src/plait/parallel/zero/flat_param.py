@@ -43,11 +43,12 @@ until the second half (weight gradients). Unless it is persistent, they are queu
 gradients and accumulated together with them.
 """
 
+import functools
 import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +58,8 @@ from plait.parallel.zero.grad_buffer import GradBuffer, GradientState, LeasedTen
 from plait.parallel.zero.rank_context import RankContext
 from plait.parallel.zero.state_io import slice_boxes
 from plait.plan import UnitLayout
+
+_ENGINES = "_plait_is_engines"  # attribute of parameters that an engine has made
 
 
 class GradientListener(Protocol):
@@ -152,11 +155,19 @@ class FlatParam:
             # A version counter of its own: all-gathers and updates do not count as edits.
             parameter.data = view
             parameter.__dict__.update(replaced[piece.name].__dict__)
+            self._mark(piece.name, parameter)
             self._parameters.append(parameter)
         self._index_of = {id(parameter): index for index, parameter in enumerate(self._parameters)}
         if self.trains:
             for index, parameter in enumerate(self._parameters):
                 parameter.register_post_accumulate_grad_hook(self._make_grad_hook(index))
+
+    def _mark(self, name: str, parameter: Any) -> None:
+        """Mark the parameter as an engine's; refuse copies of it if they would be NaN."""
+        setattr(parameter, _ENGINES, True)
+        vars(parameter).pop("__deepcopy__", None)  # another engine's
+        if not self.unsharded.persistent:
+            parameter.__deepcopy__ = functools.partial(_refuse_copy, name)
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -173,7 +184,7 @@ class FlatParam:
     def point_to_storage(self) -> None:
         """Make the parameters views of `storage` again. Raises ModelError if they were changed meanwhile."""
         if self._points_to_nan:
-            self.check_unchanged()
+            self._check_values()  # a script may freeze them in a forward that is not a step's
             for parameter, view in zip(self._parameters, self._views, strict=True):
                 parameter.data = view
             self._points_to_nan = False
@@ -189,17 +200,22 @@ class FlatParam:
         self._versions = [parameter._version for parameter in self._parameters]
 
     def check_unchanged(self) -> None:
-        """Raise ModelError if a parameter was changed outside the engine: the change would be lost."""
-        expected_storage = (self._nan if self._points_to_nan else self.storage).untyped_storage()._cdata
-        for piece, p, version in zip(self.layout.params, self._parameters, self._versions, strict=True):
-            if p._version != version or p.untyped_storage()._cdata != expected_storage:
-                raise changed_outside_engine(piece.name)
+        """Raise ModelError if a parameter's values or `requires_grad` were changed outside the engine."""
+        self._check_values()
+        for piece, p in zip(self.layout.params, self._parameters, strict=True):
             if p.requires_grad != self.trains:
                 raise ModelError(
                     "requires_grad of a parameter was changed after parallelize",
                     given=f"{piece.name}.requires_grad = {p.requires_grad}",
                     hint="freeze before parallelize, which creates optimizer states of what trains",
                 )
+
+    def _check_values(self) -> None:
+        """Raise ModelError if a parameter was changed outside the engine: the change would be lost."""
+        expected_storage = (self._nan if self._points_to_nan else self.storage).untyped_storage()._cdata
+        for piece, p, version in zip(self.layout.params, self._parameters, self._versions, strict=True):
+            if p._version != version or p.untyped_storage()._cdata != expected_storage:
+                raise changed_outside_engine(piece.name)
 
     # --- gradients
 
@@ -327,6 +343,30 @@ class FlatParam:
             expected="one, in which autograd has accumulated all uses",
             hint="use_reentrant=False if the model checkpoints a module that it uses twice",
         )
+
+
+def is_engines(parameter: object) -> bool:
+    """Return whether an engine has made this parameter."""
+    return hasattr(parameter, _ENGINES)
+
+
+def given_to_another_engine(name: str) -> ModelError:
+    """The error for a parameter that a newer engine of the same model has replaced."""
+    return ModelError(
+        "the model was given to another engine",
+        given=f"{name}, which another call of parallelize has replaced",
+        expected="one engine per model: the newest",
+        hint="the newer engine; or parallelize(copy.deepcopy(model), ...) for each",
+    )
+
+
+def _refuse_copy(name: str, _memo: object) -> NoReturn:
+    raise ModelError(
+        "a copy of the model would be NaN: its parameters are sharded",
+        given=name,
+        expected="zero=2 or less, or the full parameters",
+        hint="engine.full_parameters(), or a copy made before parallelize",
+    )
 
 
 def changed_outside_engine(name: str) -> ModelError:

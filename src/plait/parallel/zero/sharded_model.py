@@ -55,7 +55,12 @@ from torch import Tensor, nn
 from plait.comm import Group, Mesh, all_reduce
 from plait.errors import ModelError
 from plait.parallel.zero.exec_order import UnitGroup, agreed_order
-from plait.parallel.zero.flat_param import FlatParam, changed_outside_engine
+from plait.parallel.zero.flat_param import (
+    FlatParam,
+    changed_outside_engine,
+    given_to_another_engine,
+    is_engines,
+)
 from plait.parallel.zero.grad_reduce import ColumnGradReduce, GradReducer, InFlightReductions
 from plait.parallel.zero.rank_context import DataGroups, RankContext
 from plait.parallel.zero.reduce_ops import make_reduction
@@ -142,11 +147,11 @@ class ShardedStage:
 
     def check_unchanged(self) -> None:
         """Raise ModelError if a parameter was changed, replaced or added outside the engine."""
+        for holder, key, name, parameter in self._slots:
+            if (present := holder.get(key)) is not parameter:
+                raise given_to_another_engine(name) if is_engines(present) else changed_outside_engine(name)
         for unit in self.units:
             unit.check_unchanged()
-        for holder, key, name, parameter in self._slots:
-            if holder.get(key) is not parameter:
-                raise changed_outside_engine(name)
         for module, children, num_params in self._tree:
             if len(module._parameters) != num_params or [*module._modules.values()] != children:
                 self._check_all_known()

@@ -1,0 +1,85 @@
+"""Two models of one script, copies of a model and frozen parameters, over every transport."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+import plait
+from plait.errors import ModelError
+from support.pool import Pool
+
+STEPS, WIDTH = 3, 6
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+
+def realness(scores: Tensor, wanted: float) -> Tensor:
+    return (scores - wanted).square().sum()
+
+
+def shares(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    noise, real = torch.randn(2, 8, WIDTH, generator=generator, dtype=torch.float64)
+    return noise, real
+
+
+def adversarial(plan: str) -> list[dict[str, Tensor]]:
+    """The weights of a generator and a discriminator after steps that freeze the discriminator by turns."""
+    torch.manual_seed(0)
+    options = {"optimizer": torch.optim.SGD, "optimizer_args": {"lr": 0.1, "momentum": 0.9}}
+    generator, discriminator = (
+        plait.parallelize(net().double(), f"{plan} precision=fp64", **options) for _ in range(2)
+    )
+    own = slice(generator.data_rank, None, generator.data_ranks)
+    for step in range(STEPS):
+        noise, real = (share[own] for share in shares(step))
+        with torch.no_grad():
+            fake = generator.model(noise)
+        scores = discriminator.model(torch.cat([real, fake]))
+        loss = realness(scores[: len(real)], 1.0) + realness(scores[len(real) :], 0.0)
+        discriminator.backward(loss, scores.numel())
+        discriminator.update()
+        discriminator.model.requires_grad_(False)
+        scores = discriminator.model(generator.model(noise))
+        generator.backward(realness(scores, 1.0), scores.numel())
+        generator.update()
+        discriminator.model.requires_grad_(True)
+    return [generator.full_parameters(), discriminator.full_parameters()]
+
+
+@pytest.mark.parametrize("transport", ["host", "gloo"])
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_discriminator_that_is_frozen_between_its_steps_trains_as_on_one_rank(
+    pool: Pool, transport: str, zero: int
+) -> None:
+    expected = adversarial("dp=1")
+    actual = pool.over(transport).run(adversarial, 2, f"dp=2 zero={zero}")[0]
+    for of_model, want in zip(actual, expected, strict=True):
+        for name, tensor in want.items():
+            torch.testing.assert_close(of_model[name], tensor, rtol=1e-9, atol=1e-12)
+
+
+def copied(plan: str) -> str:
+    engine = plait.parallelize(net(), plan, loss=lambda out, _: (out.sum(), out.numel()))
+    engine.step({"input": torch.ones(2, WIDTH)})
+    try:
+        averaged = AveragedModel(engine.model)
+    except ModelError as error:
+        return str(error)
+    averaged.update_parameters(engine.model)
+    full = engine.full_parameters()
+    copied = dict(copy.deepcopy(engine.model).named_parameters())
+    assert all(torch.equal(copied[name], tensor) for name, tensor in full.items())
+    assert all(not parameter.isnan().any() for parameter in averaged.parameters())
+    return "copied"
+
+
+@pytest.mark.parametrize(("transport", "zero"), [("gloo", 3), ("gloo", 2), ("host", 3)])
+def test_a_copy_of_a_model_has_its_weights_or_is_refused(pool: Pool, transport: str, zero: int) -> None:
+    said = pool.over(transport).run(copied, 2, f"dp=2 zero={zero}")[0]
+    assert said == "copied" if (transport, zero) != ("gloo", 3) else "engine.full_parameters()" in said
