@@ -99,7 +99,8 @@ void write_item(void *items, int dtype, uint64_t i, int64_t value) {
 
 plan random_plan(uint64_t *state, int size, uint64_t most_bytes) {
     static const int dtypes[] = {PL_F32, PL_I64, PL_I16, PL_I8};
-    plan p = {.verb = (int)below(state, PL_BARRIER + 1), .dtype = dtypes[below(state, 4)], .op = (int)below(state, 2),
+    plan p = {.verb = (int)below(state, PL_BARRIER + 1), .dtype = dtypes[below(state, 4)],
+              .op = (int)below(state, PL_PROD + 1),
               .root = (int)below(state, (uint64_t)size), .seed = (uint32_t)next_random(state),
               .owned_sources = (uint32_t)next_random(state), .owned_outs = (uint32_t)next_random(state),
               .in_place = (int)below(state, 2)};
@@ -162,9 +163,19 @@ static int64_t reduced(const plan *p, int size, uint64_t i) {
     int64_t result = value_of(p->seed, 0, i);
     for (int place = 1; place < size; place++) {
         int64_t value = value_of(p->seed, place, i);
-        result = p->op == PL_SUM ? result + value : value > result ? value : result;
+        switch (p->op) {
+            case PL_SUM: result += value; break;
+            case PL_PROD: result *= value; break;
+            case PL_MAX: result = value > result ? value : result; break;
+            default: result = value < result ? value : result;
+        }
     }
-    return p->dtype == PL_I8 ? (int8_t)result : result;
+    switch (p->dtype) { /* products wrap around, or are rounded: once, from five factors on */
+        case PL_F32: return (int64_t)(float)result;
+        case PL_I16: return (int16_t)result;
+        case PL_I8: return (int8_t)result;
+        default: return result;
+    }
 }
 
 static int64_t expected(const plan *p, int place, int size, uint64_t i) {

@@ -8,7 +8,7 @@
 static void try_size(rank *me, int verb, int dtype, uint64_t count, uint32_t seed) {
     static const uint32_t owners[] = {0, ~0u, 1, ~1u};
     for (int i = 0; i < 4; i++) {
-        plan p = {.verb = verb, .dtype = dtype, .op = (int)(seed + (uint32_t)i) % 2, .root = (int)seed % me->size,
+        plan p = {.verb = verb, .dtype = dtype, .op = (int)(seed + (uint32_t)i) % (PL_PROD + 1), .root = (int)seed % me->size,
                   .count = count, .seed = seed + (uint32_t)i, .owned_sources = owners[i],
                   .owned_outs = owners[(uint32_t)i ^ seed % 4], .in_place = (int)seed % 3 == 0};
         run_checked(me, &p);

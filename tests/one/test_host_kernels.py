@@ -29,7 +29,7 @@ DTYPES = [
     torch.int8,
     torch.uint8,
 ]
-OPS = ["sum", "max", "min"]
+OPS = ["sum", "max", "min", "prod"]
 HALVES = [torch.bfloat16, torch.float16]
 PAIRS = [(dtype, dtype) for dtype in DTYPES]
 PAIRS += [pair for half in HALVES for pair in ((half, torch.float32), (torch.float32, half))]
@@ -108,8 +108,8 @@ def expected(op: str, ins: list[Tensor], old: Tensor, *, scale: float, add: bool
     total = ins[0].to(wide)
     for item in ins[1:]:
         value = item.to(wide)
-        if op == "sum":
-            total = total + value
+        if op in ("sum", "prod"):
+            total = total + value if op == "sum" else total * value
         else:
             wins = total > value if op == "max" else total < value
             total = torch.where(wins | (total != total), total, value)

@@ -27,7 +27,7 @@ from support.covering import Case
 from support.pool import Pool, RankError
 
 NUMELS, DTYPES = (0, 1, 5, 1000, 100_003), ("float64", "float32", "bfloat16", "int64")
-OPS = ("sum", "mean", "max", "min")
+OPS = ("sum", "mean", "max", "min", "prod")
 RANKS = (1, 2, 3, 4, 7)
 # Two ways to cut each number of ranks into hosts: as many on each where that can be, and not.
 HOSTS: dict[int, Sequence[Hosts]] = {
@@ -74,14 +74,16 @@ def _all_reduced(cases: list[Case]) -> list[tuple[Tensor, Tensor]]:
 
 def _reduced(parts: list[Tensor], op: str) -> Tensor:
     stacked = torch.stack(parts).to(torch.int64 if parts[0].dtype == torch.int64 else torch.float64)
-    return {"sum": stacked.sum, "mean": stacked.mean, "max": stacked.amax, "min": stacked.amin}[op](0)
+    by_op = {"sum": stacked.sum, "mean": stacked.mean, "max": stacked.amax, "min": stacked.amin}
+    return (by_op | {"prod": stacked.prod})[op](0)
 
 
 def _bound(parts: list[Tensor], op: str) -> Tensor | float:
-    """The error bound: half a unit of the last place for every sum that was rounded, here and there."""
+    """The error bound: half a unit of the last place for every sum or product that was rounded, here and there."""
     if op in ("max", "min") or not parts[0].is_floating_point():
         return 0.0
-    size = torch.stack(parts).double().abs().sum(0) / (len(parts) if op == "mean" else 1)
+    sizes = torch.stack(parts).double().abs()
+    size = sizes.prod(0) if op == "prod" else sizes.sum(0) / (len(parts) if op == "mean" else 1)
     eps = torch.finfo(parts[0].dtype).eps + torch.finfo(torch.float64).eps
     return len(parts) * eps / 2 * size * 1.01
 

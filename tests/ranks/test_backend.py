@@ -171,6 +171,7 @@ CASES: dict[str, Case] = {
     "sum": partial(_all_reduce, dist.ReduceOp.SUM),
     "max": partial(_all_reduce, dist.ReduceOp.MAX),
     "min": partial(_all_reduce, dist.ReduceOp.MIN),
+    "product": partial(_all_reduce, dist.ReduceOp.PRODUCT),
     "broadcast": _broadcast,
     "reduce": _reduce,
     "gathers": _gathers,

@@ -298,7 +298,7 @@ def _mistakes() -> dict[str, str]:
     group = join()
     x, other = torch.ones(4), 1 - dist.get_rank()
     mistakes: dict[str, Callable[[], Any]] = {
-        "product": lambda: dist.all_reduce(x, dist.ReduceOp.PRODUCT, group),
+        "bits": lambda: dist.all_reduce(x.long(), dist.ReduceOp.BAND, group),
         "device": lambda: dist.broadcast(torch.ones(4, device="meta"), 0, group),
         "sparse": lambda: dist.broadcast(x.to_sparse(), 0, group),
         "tag": lambda: dist.send(x, other, group, tag=3),
@@ -319,7 +319,7 @@ def _mistakes() -> dict[str, str]:
 
 def test_unsupported_calls_are_errors(pool: Pool) -> None:
     expected = {
-        "product": ["does not support this all-reduce reduction", "ReduceOp.PRODUCT", "SUM, AVG, MAX or MIN"],
+        "bits": ["does not support this all-reduce reduction", "ReduceOp.BAND", "SUM, AVG, MAX, MIN or PRODUCT"],
         "device": ["not on the CPU", "device meta", "(4,)"],
         "sparse": ["not dense", "sparse_coo"],
         "tag": ["does not support tags", "tag=3", "order"],

@@ -10,9 +10,11 @@ from plait.comm import (
     Mesh,
     all_gather,
     all_reduce,
+    all_reduce_by,
     broadcast,
     broadcast_text,
     connect,
+    reduce,
     reduce_scatter,
     sends_narrow,
     start_all_reduce,
@@ -64,6 +66,40 @@ def test_every_verb_gives_its_result_on_every_group(pool: Pool, replicate: int, 
         whole = torch.stack([_values(r, 6 * col) for r in got["ranks"]]).sum(0)
         place = rank - first
         assert torch.equal(got["scattered"], whole[6 * place : 6 * place + 6])
+
+
+PRODUCT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.uint8)
+
+
+def _factors(rank: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.arange(12).add(rank).remainder(5).add(1).to(dtype)
+
+
+def _products() -> list[torch.Tensor]:
+    """The product of all ranks' factors, by each collective that reduces and by each algorithm."""
+    group, found = connect().group, []
+    for dtype in PRODUCT_DTYPES:
+        everywhere, at_root = _factors(group.rank, dtype), _factors(group.rank, dtype)
+        all_reduce(everywhere, group, "prod")
+        reduce(at_root, group, 0, "prod")
+        scattered = torch.empty(12 // group.size, dtype=dtype)
+        reduce_scatter(scattered, _factors(group.rank, dtype), group, "prod")
+        gathered = torch.empty(12, dtype=dtype)
+        all_gather(gathered, scattered, group)
+        broadcast(at_root, group)
+        by_ring = _factors(group.rank, dtype)
+        all_reduce_by("ring", by_ring, group, "prod")
+        found += [everywhere, at_root, gathered, by_ring]
+    return found
+
+
+@pytest.mark.parametrize("transport", ["host", "gloo"])
+def test_a_product_is_torchs_for_every_dtype(pool: Pool, transport: str) -> None:
+    found = pool.over(transport).run(_products, 3)
+    for number, dtype in enumerate(PRODUCT_DTYPES):
+        expected = torch.stack([_factors(rank, dtype) for rank in range(3)]).prod(0).to(dtype)
+        for of_rank in found:
+            assert all(torch.equal(each, expected) for each in of_rank[4 * number : 4 * number + 4]), dtype
 
 
 def _pairs() -> list[tuple[int, ...]]:

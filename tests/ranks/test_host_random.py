@@ -84,7 +84,7 @@ class Player:
         numel, key = self.chance.choice(SIZES), self.chance.randrange(1 << 30)
         dtype, place = self.chance.choice(FLOATS + INTEGERS), self.chance.randrange(len(ranks))
         verb, other = self.chance.choice(VERBS), self.chance.randrange(1, len(ranks))
-        op = self.chance.choice(["sum", "max", "min"])
+        op = self.chance.choice(["sum", "max", "min", "prod"])
         if group is None:
             return
         if kind != "sum":

@@ -60,7 +60,7 @@ def ops_of(verb: str, dtype: torch.dtype) -> list[str]:
         return [""]
     if dtype is torch.bool:
         return ["max", "min"]
-    return ["sum", "max", "min"] + (["mean"] if dtype.is_floating_point else [])
+    return ["sum", "max", "min", "prod"] + (["mean"] if dtype.is_floating_point else [])
 
 
 def values(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
@@ -80,6 +80,8 @@ def reduced(parts: list[Tensor], op: str) -> Tensor:
         other = part.to(wide)
         if op in ("sum", "mean"):
             total = total + other
+        elif op == "prod":
+            total = total * other
         else:
             total = torch.maximum(total, other) if op == "max" else torch.minimum(total, other)
     if op == "mean":

@@ -44,6 +44,7 @@ _COMBINE: dict[str, Callable[[Tensor, Tensor], object]] = {
     "mean": lambda own, received: own.add_(received),
     "max": lambda own, received: torch.maximum(own, received, out=own),
     "min": lambda own, received: torch.minimum(own, received, out=own),
+    "prod": lambda own, received: own.mul_(received),
 }
 
 

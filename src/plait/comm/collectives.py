@@ -22,7 +22,7 @@ from plait.comm.transport import Call, CountedWork, OpType, PartialReduceWork, R
 from plait.errors import CommError
 from plait.plan.comm_log import CommKey
 
-OPS = ("sum", "mean", "max", "min")
+OPS = ("sum", "mean", "max", "min", "prod")
 P = ParamSpec("P")
 
 

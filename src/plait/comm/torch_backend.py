@@ -55,6 +55,7 @@ _OPS = (
     (dist.ReduceOp.AVG, "mean"),
     (dist.ReduceOp.MAX, "max"),
     (dist.ReduceOp.MIN, "min"),
+    (dist.ReduceOp.PRODUCT, "prod"),
 )
 
 
@@ -67,7 +68,7 @@ def reduce_op_name(opts: Any, collective: str) -> str:
     raise CommError(
         f"the {BACKEND_NAME} backend does not support this {collective} reduction",
         given=f"ReduceOp.{known[0]}" if known else requested,
-        expected="SUM, AVG, MAX or MIN",
+        expected="SUM, AVG, MAX, MIN or PRODUCT",
     )
 
 
@@ -94,10 +95,13 @@ def dense_real(tensor: Tensor, collective: str) -> Tensor:
 
 
 def reducible(tensor: Tensor, op: str, collective: str) -> tuple[Tensor, str]:
-    """Return a supported tensor and the equivalent reduction: the sum of bools is their maximum."""
-    if (tensor.is_complex() and op in ("max", "min")) or (tensor.dtype is torch.bool and op == "mean"):
+    """Return a supported tensor and the equivalent reduction: the sum of bools is their maximum, their product
+    the minimum."""
+    if (tensor.is_complex() and op in ("max", "min", "prod")) or (tensor.dtype is torch.bool and op == "mean"):
         raise CommError(f"{collective} by {op} is undefined for that dtype", given=tensor.dtype)
-    return dense_real(tensor, collective), "max" if tensor.dtype is torch.bool and op == "sum" else op
+    if tensor.dtype is torch.bool:
+        op = {"sum": "max", "prod": "min"}.get(op, op)
+    return dense_real(tensor, collective), op
 
 
 def single(items: Sequence[Any], collective: str) -> Any:

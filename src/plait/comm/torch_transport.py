@@ -50,6 +50,7 @@ _OPS = {
     "mean": dist.ReduceOp.SUM,  # then divided: Gloo has no mean
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
+    "prod": dist.ReduceOp.PRODUCT,
 }
 
 

@@ -34,7 +34,7 @@ class Call:
     op_type: OpType
     source: Tensor | None = None  # this rank's input
     out: Tensor | None = None  # this rank's output
-    op: str = "sum"  # sum, mean, max, min
+    op: str = "sum"  # one of OPS of `collectives.py`
     root: int = 0  # group rank of the root, or of the peer of a send or receive
     label: str = ""  # name of the data, for errors: the unit
 

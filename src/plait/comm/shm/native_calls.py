@@ -17,7 +17,7 @@ _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 DTYPES = {dtype: code for code, dtype in enumerate(_FLOATS + _INTEGERS)} | {torch.bool: 8}
 _BITS = {8: 4, 4: 5, 2: 6, 1: 7}  # data that is only copied is sent as integers of its size
-_OPS = {"sum": 0, "mean": 0, "max": 1, "min": 2}
+_OPS = {"sum": 0, "mean": 0, "max": 1, "min": 2, "prod": 3}  # pl_op of kernels.h
 _OP_TYPES = {op_type: number for number, op_type in enumerate([*OpType][:9])}  # pl_verb of group.h
 _SUM = 9
 _OP_NAMES = {number: op_type.value for op_type, number in _OP_TYPES.items()} | {_SUM: "sum"}
@@ -75,7 +75,7 @@ def check_device(call: Call, tensor: Tensor) -> None:
 
 def reduce_dtype_code(op: str, dtype: torch.dtype) -> int:
     """Return the C code of a dtype that ranks can reduce."""
-    if dtype not in DTYPES or (dtype is torch.bool and op == "sum"):
+    if dtype not in DTYPES or (dtype is torch.bool and op in ("sum", "prod")):
         raise CommError(
             "ranks cannot reduce tensors of this dtype",
             given=f"{op} of {dtype}",
@@ -94,7 +94,7 @@ def call_text(info: NativeCallInfo, ranks: tuple[int, ...]) -> str:
         return name + data
     if name not in ("all-reduce", "reduce-scatter", "reduce", "sum"):
         return f"{name}{data}{root}, {info.count * dtype.itemsize} bytes"
-    op = "mean" if info.op >> 8 else ("sum", "max", "min")[info.op]
+    op = "mean" if info.op >> 8 else ("sum", "max", "min", "prod")[info.op]
     op = "" if name == "sum" else f" ({op})"
     return f"{name}{op}{data}{root}, {info.count} x {str(dtype).removeprefix('torch.')}"
 

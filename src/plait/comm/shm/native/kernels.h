@@ -1,11 +1,11 @@
-// Sums, maxima, minima and copies of arrays, for the host transport's shared memory.
+// Sums, products, maxima, minima and copies of arrays, for the host transport's shared memory.
 #ifndef PLAIT_KERNELS_H
 #define PLAIT_KERNELS_H
 
 #include <stddef.h>
 
 typedef enum { PL_F64, PL_F32, PL_BF16, PL_F16, PL_I64, PL_I32, PL_I16, PL_I8, PL_U8 } pl_dtype;
-typedef enum { PL_SUM, PL_MAX, PL_MIN } pl_op;
+typedef enum { PL_SUM, PL_MAX, PL_MIN, PL_PROD } pl_op;
 
 // Bytes of an item of `dtype`.
 size_t pl_itemsize(int dtype);
@@ -15,7 +15,7 @@ size_t pl_itemsize(int dtype);
 //
 // in_dtype equals out_dtype, or one is PL_F32 and the other PL_BF16 or PL_F16.
 // The reduction runs strictly in the order of `ins`: f32, bf16 and f16 in f32, f64 in f64, integers in their own
-// width, where sums wrap around. A maximum or minimum with a NaN is a NaN; of two equal values it
+// width, where sums and products wrap around. A maximum or minimum with a NaN is a NaN; of two equal values it
 // is the later one (also for zeros of both signs).
 // scale is for floats: 1.0 leaves the values alone, any other is rounded to the type of the accumulation and
 // multiplied there. Results are rounded once, to nearest even; a NaN stays a NaN (its payload is unspecified), and

@@ -5,7 +5,7 @@
 #include <stddef.h>
 
 #define PL_NUM_DTYPES 9
-#define PL_NUM_OPS 3
+#define PL_NUM_OPS 4
 #define PL_LANES 16
 
 // Loops over n items. `acc` holds items of the type in which a dtype is accumulated and overlaps no other argument.

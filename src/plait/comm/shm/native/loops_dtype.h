@@ -20,9 +20,11 @@
 
 LOOP(load, WIDEN(a[i]))
 LOOP(fold_sum, ADD(acc[i], WIDEN(a[i])))
+LOOP(fold_prod, MULTIPLY(acc[i], WIDEN(a[i])))
 LOOP(fold_max, LARGER(acc[i], WIDEN(a[i])))
 LOOP(fold_min, SMALLER(acc[i], WIDEN(a[i])))
 PAIR_LOOP(pair_sum, ADD(WIDEN(a[i]), WIDEN(b[i])))
+PAIR_LOOP(pair_prod, MULTIPLY(WIDEN(a[i]), WIDEN(b[i])))
 PAIR_LOOP(pair_max, LARGER(WIDEN(a[i]), WIDEN(b[i])))
 PAIR_LOOP(pair_min, SMALLER(WIDEN(a[i]), WIDEN(b[i])))
 
@@ -66,8 +68,8 @@ static void NAMED(squares)(double *sums, size_t first, const void *values_, size
 
 static const struct pl_loops NAMED(loops) = {
     .load = NAMED(load),
-    .pair = {NAMED(pair_sum), NAMED(pair_max), NAMED(pair_min)},
-    .fold = {NAMED(fold_sum), NAMED(fold_max), NAMED(fold_min)},
+    .pair = {NAMED(pair_sum), NAMED(pair_max), NAMED(pair_min), NAMED(pair_prod)},
+    .fold = {NAMED(fold_sum), NAMED(fold_max), NAMED(fold_min), NAMED(fold_prod)},
 #if IS_FLOAT
     .scale = NAMED(scale),
 #endif
@@ -87,4 +89,5 @@ static const struct pl_loops NAMED(loops) = {
 #undef WIDEN
 #undef NARROW
 #undef ADD
+#undef MULTIPLY
 #undef IS_FLOAT

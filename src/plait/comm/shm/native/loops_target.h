@@ -50,12 +50,14 @@ static inline uint16_t HELPER(narrow_f16)(float wide) {
 
 #define SAME(x) (x)
 #define FLOAT_ADD(a, b) ((a) + (b))
+#define FLOAT_MULTIPLY(a, b) ((a) * (b))
 
 #define ITEM_NAME f64
 #define ITEM double
 #define ACC double
 #define WIDEN SAME
 #define ADD FLOAT_ADD
+#define MULTIPLY FLOAT_MULTIPLY
 #define IS_FLOAT 1
 #include "loops_dtype.h"
 
@@ -64,6 +66,7 @@ static inline uint16_t HELPER(narrow_f16)(float wide) {
 #define ACC float
 #define WIDEN SAME
 #define ADD FLOAT_ADD
+#define MULTIPLY FLOAT_MULTIPLY
 #define IS_FLOAT 1
 #include "loops_dtype.h"
 
@@ -73,6 +76,7 @@ static inline uint16_t HELPER(narrow_f16)(float wide) {
 #define WIDEN HELPER(widen_bf16)
 #define NARROW HELPER(narrow_bf16)
 #define ADD FLOAT_ADD
+#define MULTIPLY FLOAT_MULTIPLY
 #define IS_FLOAT 1
 #include "loops_dtype.h"
 
@@ -82,15 +86,18 @@ static inline uint16_t HELPER(narrow_f16)(float wide) {
 #define WIDEN HELPER(widen_f16)
 #define NARROW HELPER(narrow_f16)
 #define ADD FLOAT_ADD
+#define MULTIPLY FLOAT_MULTIPLY
 #define IS_FLOAT 1
 #include "loops_dtype.h"
 
-// Integers are added as unsigned, which wraps around.
+// Integers are added and multiplied as unsigned, which wraps around; narrow ones as 32 bits, because a product of
+// two uint16_t is an int, which may overflow.
 #define ITEM_NAME i64
 #define ITEM int64_t
 #define ACC int64_t
 #define WIDEN SAME
 #define ADD(a, b) (int64_t)((uint64_t)(a) + (uint64_t)(b))
+#define MULTIPLY(a, b) (int64_t)((uint64_t)(a) * (uint64_t)(b))
 #define IS_FLOAT 0
 #include "loops_dtype.h"
 
@@ -99,6 +106,7 @@ static inline uint16_t HELPER(narrow_f16)(float wide) {
 #define ACC int32_t
 #define WIDEN SAME
 #define ADD(a, b) (int32_t)((uint32_t)(a) + (uint32_t)(b))
+#define MULTIPLY(a, b) (int32_t)((uint32_t)(a) * (uint32_t)(b))
 #define IS_FLOAT 0
 #include "loops_dtype.h"
 
@@ -107,6 +115,7 @@ static inline uint16_t HELPER(narrow_f16)(float wide) {
 #define ACC int16_t
 #define WIDEN SAME
 #define ADD(a, b) (int16_t)((uint16_t)(a) + (uint16_t)(b))
+#define MULTIPLY(a, b) (int16_t)((uint32_t)(a) * (uint32_t)(b))
 #define IS_FLOAT 0
 #include "loops_dtype.h"
 
@@ -115,6 +124,7 @@ static inline uint16_t HELPER(narrow_f16)(float wide) {
 #define ACC int8_t
 #define WIDEN SAME
 #define ADD(a, b) (int8_t)((uint8_t)(a) + (uint8_t)(b))
+#define MULTIPLY(a, b) (int8_t)((uint32_t)(a) * (uint32_t)(b))
 #define IS_FLOAT 0
 #include "loops_dtype.h"
 
@@ -123,6 +133,7 @@ static inline uint16_t HELPER(narrow_f16)(float wide) {
 #define ACC uint8_t
 #define WIDEN SAME
 #define ADD(a, b) (uint8_t)((a) + (b))
+#define MULTIPLY(a, b) (uint8_t)((uint32_t)(a) * (uint32_t)(b))
 #define IS_FLOAT 0
 #include "loops_dtype.h"
 
@@ -135,5 +146,6 @@ static const struct pl_loops *const PASTE(loops, of, TARGET)[PL_NUM_DTYPES] = {
 #undef ENTRY
 #undef SAME
 #undef FLOAT_ADD
+#undef FLOAT_MULTIPLY
 #undef NAMED
 #undef HELPER
