@@ -24,8 +24,13 @@ from plait.comm import (
     share,
     shares_memory,
     start_exchange,
+    start_receive,
     start_send,
 )
+from plait.comm.shm import ShmTransport
+from plait.comm.shm.arena import as_tensor
+from plait.comm.shm.native_calls import call_text
+from plait.comm.shm.native_lib import NativeCallInfo
 from plait.errors import CommError
 from support.pool import Pool
 
@@ -151,6 +156,42 @@ def _calls_for_shapes(rank: int) -> float:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_empty_tensor_is_neither_sent_nor_awaited(pool: Pool, rank: int) -> None:
     assert pool.run(_calls_for_shapes, 2, rank) == [8.0, 8.0]
+
+
+def _described_outside(sends: bool) -> str:
+    """Rank 1's tensor begins in its memory and ends after it."""
+    world = connect(transport="host")
+    transport = world.group.transport
+    assert isinstance(transport, ShmTransport)
+    tensor = world.empty(100_000, torch.uint8)
+    if world.rank == 1:
+        mapping = transport.arena.mapping
+        tensor = as_tensor(mapping.address + mapping.num_bytes - 8, 100_000, torch.uint8, mapping)
+    try:
+        if not sends:
+            all_reduce(tensor, world.group, label="w")
+        elif world.rank == 1:
+            start_send(tensor, world.group, 0, label="w").wait()
+        else:
+            start_receive(tensor, world.group, 1, label="w").wait()
+    except CommError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("sends", [False, True])
+def test_a_description_that_was_overwritten_is_an_error_and_not_read(pool: Pool, sends: bool) -> None:
+    for message in pool.run(_described_outside, 2, sends):
+        assert "of w failed: the memory that the ranks share is damaged" in message
+        assert "the description of rank 1's tensor points outside" in message
+
+
+@pytest.mark.parametrize("field", ["op_type", "dtype", "op", "root"])
+def test_an_overwritten_description_is_still_text(field: str) -> None:
+    info = NativeCallInfo()
+    assert call_text(info, (0, 1)) == "all-reduce (sum), 0 x float64"
+    setattr(info, field, 0x5A5A5A5A)
+    assert call_text(info, (0, 1)) == "a description that was overwritten"
 
 
 # --- hosts whose ranks cannot share memory

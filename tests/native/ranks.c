@@ -60,6 +60,7 @@ void run_ranks(int size, const world *w, void (*body)(void *rank), const void *w
     for (int place = 0; place < size; place++) pthread_join(ranks[place].thread, NULL);
     for (int place = 0; place < size; place++) {
         pl_close(ranks[place].group);
+        pl_free(ranks[place].group);
         munmap(arenas[place], ARENA_BYTES);
     }
     munmap(control, pl_control_bytes(size));

@@ -94,6 +94,32 @@ static void mismatched(void *me_) {
     }
 }
 
+// Rank 1's tensor is said to be where its arena ends.
+static void outside(void *me_) {
+    rank *me = me_;
+    int which = *(const int *)me->with;
+    uint64_t num_bytes = 90000, size = (uint64_t)me->size;
+    int8_t *edge = (int8_t *)me->arena + ARENA_BYTES - num_bytes, *far = edge + 1;
+    int8_t *source = me->place == 1 && which != 3 ? far : edge, *out = me->place == 1 ? far : edge;
+    pl_call calls[] = {
+        {PL_ALL_REDUCE, PL_I8, PL_SUM, 0, num_bytes, source, source, 1.0, ""},
+        {PL_REDUCE_SCATTER, PL_I8, PL_SUM, 0, num_bytes / size, source, me->arena, 1.0, ""},
+        {PL_BROADCAST, PL_I8, PL_SUM, 1, num_bytes, source, source, 1.0, ""},
+        {PL_ALL_GATHER, PL_I8, PL_SUM, 0, num_bytes / size, me->arena, out, 1.0, ""},
+        {PL_HALVES, PL_I8, PL_SUM, 0, num_bytes, source, NULL, 1.0, ""},
+        {PL_HALVES, PL_I8, PL_SUM, 0, 1, me->place == 1 ? (int8_t *)calls : edge, NULL, 1.0, ""}, // foreign
+    };
+    int code;
+    if (which < 4) {
+        code = pl_run(me->group, &calls[which]);
+    } else {
+        uint32_t number;
+        CHECK(pl_sum_start(me->group, &calls[which], &number) == PL_OK, "a sum");
+        code = pl_sum_into(me->group, number, me->arena, PL_I8, 0, 1, 1.0, 0, NULL);
+    }
+    CHECK(code == PL_DAMAGED && fails_with(me->group, PL_DAMAGED, 1), "call %d: %d", which, code);
+}
+
 static const world soon_late = {.timeout_ns = 200000000};
 
 void test_group(void) {
@@ -108,4 +134,5 @@ void test_group(void) {
     run_ranks(4, &plain_world, random_calls, NULL);
     run_ranks(3, &soon_late, late, NULL);
     for (int which = 0; which < 5; which++) run_ranks(3, &plain_world, mismatched, &which);
+    for (int which = 0; which < 6; which++) run_ranks(3, &plain_world, outside, &which);
 }

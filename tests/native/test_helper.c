@@ -1,6 +1,7 @@
 // Calls that were started: many under way, waited for in any order, in several groups at once; and groups that close.
 #define _GNU_SOURCE
 #include "check.h"
+#include "messages.h"
 #include "ranks.h"
 
 #include <stdatomic.h>
@@ -54,7 +55,7 @@ static void in_many_groups(void *me_) {
     for (int i = 0; i < GROUPS; i++)
         groups[i] = open_group(&plain_world, controls[i], me->size, me->place, (void *const *)me->group->arenas);
     start_calls(me, groups, GROUPS, 400);
-    for (int i = 0; i < GROUPS; i++) pl_close(groups[i]);
+    for (int i = 0; i < GROUPS; i++) pl_close(groups[i]), pl_free(groups[i]);
 }
 
 // More than the queue holds.
@@ -80,6 +81,24 @@ static void *run_one(void *group) {
     return (void *)(intptr_t)pl_run(group, &call);
 }
 
+// Every function of a closed group returns, and touches nothing of what it shared.
+static void check_closed(pl_group *group) {
+    uint32_t number = 0;
+    pl_failure failure;
+    pl_said said;
+    pl_call call = {.verb = PL_HALVES, .dtype = PL_I32};
+    CHECK(run_one(group) == (void *)(intptr_t)PL_GONE, "a call");
+    CHECK(pl_wait(group, pl_start(group, &call), forever_ns) == PL_GONE, "a started call");
+    CHECK(pl_sum_start(group, &call, &number) == PL_GONE, "a sum");
+    CHECK(pl_sum_into(group, 0, NULL, PL_I32, 0, 0, 1.0, 0, NULL) == PL_GONE, "a sum's result");
+    CHECK(pl_sum_release(group, 0) == PL_GONE && pl_sum_is_ready(group, 0) && pl_sum_is_released(group, 0), "a sum");
+    pl_sum_done(group, 0);
+    CHECK(!pl_send(group, 1, NULL, 0) && !pl_receive(group, 1, NULL, 0), "a message");
+    pl_failure_of(group, &failure);
+    pl_last_said(group, 0, &said);
+    CHECK(failure.code == PL_GONE && failure.peer == 0, "%d of %d", failure.code, failure.peer);
+}
+
 // A thread waits for a call whose peers never come, and another closes the group.
 static void check_closing(void *(*wait)(void *)) {
     void *control = new_pages(pl_control_bytes(2), -1), *result, *arenas[2] = {control, control};
@@ -88,11 +107,38 @@ static void check_closing(void *(*wait)(void *)) {
     pl_call call = {.verb = PL_BARRIER, .dtype = PL_I32};
     if (wait == wait_for_one) pl_start(group, &call);
     CHECK(!pthread_create(&thread, NULL, wait, group), "pthread_create");
-    while (!pl_read(&group->desks[0].entered) || !atomic_load(&group->waiting)) nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
+    while (!pl_read(&group->desks[0].entered) || !atomic_load(&group->callers))
+        nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
     pl_close(group);
     pthread_join(thread, &result);
     CHECK((intptr_t)result == PL_GONE, "%d", (int)(intptr_t)result);
-    munmap(control, pl_control_bytes(2));
+    munmap(control, pl_control_bytes(2)); // as the transport does: a closed group must not touch it
+    check_closed(group);
+    pl_free(group);
+}
+
+// A thread is anywhere in its calls, of a group of one, when another closes it and unmaps its memory.
+static void *call_until_closed(void *group_) {
+    pl_group *group = group_;
+    pl_call call = {.verb = PL_BARRIER, .dtype = PL_I32};
+    int code = PL_OK;
+    for (int i = 0; code == PL_OK; i++) code = i % 2 ? pl_run(group, &call) : pl_wait(group, pl_start(group, &call), forever_ns);
+    return (void *)(intptr_t)code;
+}
+
+static void check_closing_between_calls(void) {
+    for (long i = 0; i < 30; i++) {
+        void *control = new_pages(pl_control_bytes(1), -1), *result, *arenas[1] = {control};
+        pl_group *group = open_group(&plain_world, control, 1, 0, arenas);
+        pthread_t thread;
+        CHECK(!pthread_create(&thread, NULL, call_until_closed, group), "pthread_create");
+        nanosleep(&(struct timespec){.tv_nsec = i % 10 * 100000}, NULL);
+        pl_close(group);
+        munmap(control, pl_control_bytes(1));
+        pthread_join(thread, &result);
+        CHECK((intptr_t)result == PL_GONE, "%d", (int)(intptr_t)result);
+        pl_free(group);
+    }
 }
 
 void test_helper(void) {
@@ -104,4 +150,5 @@ void test_helper(void) {
     for (int i = 0; i < GROUPS; i++) munmap(controls[i], pl_control_bytes(3));
     check_closing(wait_for_one);
     check_closing(run_one);
+    check_closing_between_calls();
 }

@@ -111,6 +111,17 @@ static void of_another_size(void *me_) {
     pl_message_free(me->group, m);
 }
 
+// An owned message of which the last byte is said to be outside of the arena.
+static void outside(void *me_) {
+    rank *me = me_;
+    uint8_t bytes[100];
+    pl_message *m = me->place ? pl_receive(me->group, 0, bytes, 100)
+                              : pl_send(me->group, 1, me->arena + ARENA_BYTES - 99, 100);
+    int code = pl_message_wait(me->group, m, 60000000000ull, NULL);
+    CHECK(code == PL_DAMAGED, "%d", code);
+    pl_message_free(me->group, m);
+}
+
 // Rank 1 sends nothing; what the others began is given up when they free it.
 static void late(void *me_) {
     rank *me = me_;
@@ -152,6 +163,7 @@ void test_messages(void) {
     run_ranks(4, &plain_world, exchange, &few);
     run_ranks(3, &plain_world, mixed_with_calls, NULL);
     run_ranks(2, &plain_world, of_another_size, NULL);
+    run_ranks(2, &plain_world, outside, NULL);
     run_ranks(2, &soon_late, late, NULL);
     run_ranks(2, &plain_world, given_up, NULL);
 }

@@ -36,6 +36,7 @@ static pid_t fork_rank(int size, int place, void (*body)(rank *)) {
                .arena = arenas[place]};
     body(&me);
     pl_close(me.group);
+    pl_free(me.group);
     _exit(0);
 }
 

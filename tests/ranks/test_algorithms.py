@@ -79,7 +79,7 @@ def _reduced(parts: list[Tensor], op: str) -> Tensor:
 
 
 def _bound(parts: list[Tensor], op: str) -> Tensor | float:
-    """The error bound: half a unit of the last place for every sum or product that was rounded, here and there."""
+    """The error bound: half a unit of the last place for every result that was rounded, here and there."""
     if op in ("max", "min") or not parts[0].is_floating_point():
         return 0.0
     sizes = torch.stack(parts).double().abs()

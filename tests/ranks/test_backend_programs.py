@@ -319,7 +319,11 @@ def _mistakes() -> dict[str, str]:
 
 def test_unsupported_calls_are_errors(pool: Pool) -> None:
     expected = {
-        "bits": ["does not support this all-reduce reduction", "ReduceOp.BAND", "SUM, AVG, MAX, MIN or PRODUCT"],
+        "bits": [
+            "does not support this all-reduce reduction",
+            "ReduceOp.BAND",
+            "SUM, AVG, MAX, MIN or PRODUCT",
+        ],
         "device": ["not on the CPU", "device meta", "(4,)"],
         "sparse": ["not dense", "sparse_coo"],
         "tag": ["does not support tags", "tag=3", "order"],

@@ -95,9 +95,11 @@ def dense_real(tensor: Tensor, collective: str) -> Tensor:
 
 
 def reducible(tensor: Tensor, op: str, collective: str) -> tuple[Tensor, str]:
-    """Return a supported tensor and the equivalent reduction: the sum of bools is their maximum, their product
-    the minimum."""
-    if (tensor.is_complex() and op in ("max", "min", "prod")) or (tensor.dtype is torch.bool and op == "mean"):
+    """Return a supported tensor and the equivalent reduction: the sum of bools is their maximum, and the
+    product their minimum."""
+    if (tensor.is_complex() and op in ("max", "min", "prod")) or (
+        tensor.dtype is torch.bool and op == "mean"
+    ):
         raise CommError(f"{collective} by {op} is undefined for that dtype", given=tensor.dtype)
     if tensor.dtype is torch.bool:
         op = {"sum": "max", "prod": "min"}.get(op, op)

@@ -17,7 +17,8 @@ _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 DTYPES = {dtype: code for code, dtype in enumerate(_FLOATS + _INTEGERS)} | {torch.bool: 8}
 _BITS = {8: 4, 4: 5, 2: 6, 1: 7}  # data that is only copied is sent as integers of its size
-_OPS = {"sum": 0, "mean": 0, "max": 1, "min": 2, "prod": 3}  # pl_op of kernels.h
+_OP_CODES = ("sum", "max", "min", "prod")  # pl_op of kernels.h
+_OPS = {op: code for code, op in enumerate(_OP_CODES)} | {"mean": 0}
 _OP_TYPES = {op_type: number for number, op_type in enumerate([*OpType][:9])}  # pl_verb of group.h
 _SUM = 9
 _OP_NAMES = {number: op_type.value for op_type, number in _OP_TYPES.items()} | {_SUM: "sum"}
@@ -86,15 +87,17 @@ def reduce_dtype_code(op: str, dtype: torch.dtype) -> int:
 
 def call_text(info: NativeCallInfo, ranks: tuple[int, ...]) -> str:
     """Format a rank's description of its call. For calls that only copy, C knows the bytes alone."""
-    name = _OP_NAMES[info.op_type]
-    dtype = next(dtype for dtype, dtype_code in DTYPES.items() if dtype_code == info.dtype)
+    name = _OP_NAMES.get(info.op_type)
+    dtype = next((dtype for dtype, dtype_code in DTYPES.items() if dtype_code == info.dtype), None)
+    if name is None or dtype is None or not (0 <= info.root < len(ranks) and info.op & 0xFF < len(_OP_CODES)):
+        return "a description that was overwritten"
     data = f" of {info.label.decode(errors='replace')}" if info.label else ""
     root = f" with root {ranks[info.root]}" if name in ("broadcast", "reduce", "scatter", "gather") else ""
     if name == "barrier":
         return name + data
     if name not in ("all-reduce", "reduce-scatter", "reduce", "sum"):
         return f"{name}{data}{root}, {info.count * dtype.itemsize} bytes"
-    op = "mean" if info.op >> 8 else ("sum", "max", "min", "prod")[info.op]
+    op = "mean" if info.op >> 8 else _OP_CODES[info.op]
     op = "" if name == "sum" else f" ({op})"
     return f"{name}{op}{data}{root}, {info.count} x {str(dtype).removeprefix('torch.')}"
 

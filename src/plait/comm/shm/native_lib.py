@@ -66,6 +66,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
         [c_void_p, c_int, c_int, POINTER(c_void_p), c_uint64, POINTER(c_int), c_uint64, c_uint64, c_uint64],
     ),
     "pl_close": (None, [c_void_p]),
+    "pl_free": (None, [c_void_p]),
     "pl_run": (c_int, [c_void_p, POINTER(NativeCall)]),
     "pl_failure_of": (None, [c_void_p, POINTER(NativeFailure)]),
     "pl_last_said": (None, [c_void_p, c_int, POINTER(NativeCallInfo)]),

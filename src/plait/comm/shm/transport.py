@@ -9,6 +9,7 @@ import ctypes
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from plait.comm.shm.rendezvous import HostPeers, connect_host_peers, open_peer_f
 from plait.comm.transport import Call, OpType, Transport, Work, narrow_reads_less
 from plait.errors import CommError
 
-_GONE, _LATE, _SIZE_MISMATCH = -1, -2, -4
+_GONE, _LATE, _SIZE_MISMATCH, _DAMAGED = -1, -2, -4, -5
 _PENDING = 1
 _WAIT_SLICE_NS = 100_000_000  # a wait returns to Python this often, to handle signals
 
@@ -93,6 +94,8 @@ class ShmTransport:
         )
         assert handle, "no memory for a group"
         self._handle: int | None = handle
+        # Another thread may be in a call, with the handle, while one closes: see the note in native/group.h.
+        weakref.finalize(self, self._clib.pl_free, handle).atexit = False
         self._in_flight: deque[tuple[int, Call]] = deque()  # see [Note: lifetime of a call's tensors]
         self._messages: list[_ShmMessage] = []
         self._lock = threading.Lock()  # of these two: several threads may start calls and wait
@@ -236,7 +239,8 @@ class ShmTransport:
     def _error(self, call: Call) -> CommError:
         failure = native_lib.NativeFailure()
         self._clib.pl_failure_of(self._open_handle, ctypes.byref(failure))
-        rank = self._ranks[failure.peer]
+        is_known = 0 <= failure.peer < len(self._ranks)  # shared memory may be damaged
+        rank = self._ranks[failure.peer] if is_known else -1
         if failure.code == _GONE:
             return CommError(
                 f"{call} failed: rank {rank} is gone",
@@ -253,6 +257,12 @@ class ShmTransport:
             return CommError(
                 f"{call} failed: the group has failed before",
                 given=f"rank {rank} sent a message of an unexpected size",
+            )
+        if failure.code == _DAMAGED:
+            return CommError(
+                f"{call} failed: the memory that the ranks share is damaged",
+                given=f"the description of rank {rank}'s tensor points outside of its memory",
+                hint="look for code that writes beyond a tensor's end; transport='gloo' shares no memory",
             )
         info = native_lib.NativeCallInfo()
         lines = []
@@ -274,7 +284,7 @@ class _ShmMessage:
         self._transport = transport
         self._tensor = tensor
         self._handle = function(transport._open_handle, peer, tensor.data_ptr(), tensor.nbytes)
-        assert self._handle, "no memory for a message"
+        assert self._handle, "no memory for a message, or a closed group"
 
     def wait(self, max_ns: int) -> tuple[int, int]:
         """Return the code, and the size of the sender's message if it is known."""

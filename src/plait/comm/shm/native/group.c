@@ -55,6 +55,7 @@ pl_group *pl_open(void *control, int size, int place, void *const *arenas, uint6
     group->mail = pl_mail_new(group);
     if (!group->helper || !group->mail) {
         pl_close(group);
+        pl_free(group);
         return NULL;
     }
     return group;
@@ -62,17 +63,29 @@ pl_group *pl_open(void *control, int size, int place, void *const *arenas, uint6
 
 void pl_close(pl_group *group) {
     if (getpid() != group->process) return; /* a fork: it has no threads, and its failure would be the rank's */
-    if (atomic_load(&group->waiting)) pl_fail(group->watch.failure, PL_GONE, group->place);
-    while (atomic_load(&group->waiting)) nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
+    const struct timespec pause = {.tv_nsec = 1000000};
+    atomic_store(&group->closed, 1);
+    if (atomic_load(&group->callers)) nanosleep(&pause, NULL); /* most do not wait */
+    if (atomic_load(&group->callers)) pl_fail(group->watch.failure, PL_GONE, group->place);
+    while (atomic_load(&group->callers)) nanosleep(&pause, NULL);
     if (group->helper) pl_helper_end(group->helper);
     if (group->mail) pl_mail_end(group->mail);
     pthread_mutex_destroy(&group->turn);
     pthread_mutex_destroy(&group->sums);
+}
+
+void pl_free(pl_group *group) {
+    if (!atomic_load(&group->closed)) return;
     free(group->arenas);
     free(group);
 }
 
-void pl_failure_of(pl_group *group, pl_failure *out) { *out = pl_failed(group->watch.failure); }
+void pl_failure_of(pl_group *group, pl_failure *out) {
+    *out = (pl_failure){PL_GONE, group->place};
+    if (!pl_enter(group)) return;
+    *out = pl_failed(group->watch.failure);
+    pl_leave(group, PL_OK);
+}
 
 /* --- descriptions */
 
@@ -81,8 +94,11 @@ pl_said *pl_said_by(const pl_group *group, int place, uint32_t call) {
 }
 
 void pl_last_said(pl_group *group, int place, pl_said *out) {
+    *out = (pl_said){.verb = PL_BARRIER};
+    if (!pl_enter(group)) return;
     uint32_t different = atomic_load(&group->head->different);
     *out = *pl_said_by(group, place, different ? different : group->calls);
+    pl_leave(group, PL_OK);
 }
 
 uint64_t pl_offset_of(const pl_group *group, const void *address) {
@@ -118,13 +134,25 @@ static int differ(pl_group *group, uint32_t number, int peer) {
     return pl_fail(group->watch.failure, PL_MISMATCH, peer);
 }
 
-int pl_check_same(pl_group *group, uint32_t number) {
+int pl_is_inside(const pl_group *group, uint64_t offset, uint64_t num_bytes) {
+    return offset == PL_FOREIGN || (offset <= group->arena_bytes && num_bytes <= group->arena_bytes - offset);
+}
+
+int pl_check_call(pl_group *group, uint32_t number) {
     const pl_said *own = pl_said_by(group, group->place, number);
     for (int peer = 0; peer < group->size; peer++) {
         const pl_said *other = pl_said_by(group, peer, number);
         if (other->verb != own->verb || other->dtype != own->dtype || other->op != own->op ||
             other->root != own->root || other->count != own->count)
             return differ(group, number, peer);
+    }
+    uint64_t size = (uint64_t)group->size, shard = own->count * pl_itemsize(own->dtype);
+    for (int peer = 0; peer < group->size; peer++) {
+        const pl_said *other = pl_said_by(group, peer, number);
+        if ((own->verb == PL_HALVES && own->count && other->source == PL_FOREIGN) ||
+            !pl_is_inside(group, other->source, pl_scatters(own->verb) ? size * shard : shard) ||
+            !pl_is_inside(group, other->out, pl_gathers(own->verb) ? size * shard : shard))
+            return pl_fail(group->watch.failure, PL_DAMAGED, peer);
     }
     return PL_OK;
 }
@@ -144,6 +172,7 @@ static void note_start(pl_group *group, uint32_t number) {
 }
 
 void pl_sum_done(pl_group *group, uint32_t number) {
+    if (!pl_enter(group)) return;
     pthread_mutex_lock(&group->sums);
     if (group->is_open[number % PL_CALLS]) {
         group->is_open[number % PL_CALLS] = 0;
@@ -152,10 +181,11 @@ void pl_sum_done(pl_group *group, uint32_t number) {
         pl_post(&group->desks[group->place].summed, group->ended);
     }
     pthread_mutex_unlock(&group->sums);
+    pl_leave(group, PL_OK);
 }
 
 int pl_sum_start(pl_group *group, const pl_call *call, uint32_t *number) {
-    pl_enter(group);
+    if (!pl_enter(group)) return PL_GONE;
     pl_helper_drain(group->helper);
     pthread_mutex_lock(&group->turn);
     int code = pl_failed(group->watch.failure).code;
@@ -172,35 +202,40 @@ int pl_sum_start(pl_group *group, const pl_call *call, uint32_t *number) {
 }
 
 int pl_sum_is_ready(pl_group *group, uint32_t number) {
-    for (int peer = 0; peer < group->size; peer++)
-        if (!pl_reached(pl_read(&group->desks[peer].entered), number)) return 0;
-    return 1;
+    if (!pl_enter(group)) return 1; /* what follows does not wait: it fails */
+    int ready = 1;
+    for (int peer = 0; ready && peer < group->size; peer++)
+        ready = pl_reached(pl_read(&group->desks[peer].entered), number);
+    return pl_leave(group, ready);
 }
 
 int pl_sum_into(pl_group *group, uint32_t number, void *out, int out_dtype, uint64_t begin, uint64_t n, double scale,
                 int add, double *squares) {
-    pl_enter(group);
+    if (!pl_enter(group)) return PL_GONE;
     int code = AWAIT_ALL(group, entered, number, group->spin_ns);
-    if (code == PL_OK) code = pl_check_same(group, number);
-    if (code != PL_OK) return pl_leave(group, code);
+    if (code == PL_OK) code = pl_check_call(group, number);
+    if (code != PL_OK || !n) return pl_leave(group, code); /* empty tensors are foreign */
     const pl_said *own = pl_said_by(group, group->place, number);
+    assert(begin <= own->count && n <= own->count - begin && "elements of the sum");
     const void *ins[group->size];
+    size_t item = pl_itemsize(own->dtype);
     for (int place = 0; place < group->size; place++)
-        ins[place] = group->arenas[place] + pl_said_by(group, place, number)->source + begin * pl_itemsize(own->dtype);
+        ins[place] = group->arenas[place] + pl_said_by(group, place, number)->source + begin * item;
     pl_reduce(own->dtype, out_dtype, PL_SUM, ins, group->size, &out, 1, n, scale, add, squares);
     return pl_leave(group, PL_OK);
 }
 
 int pl_sum_is_released(pl_group *group, uint32_t number) {
-    for (int peer = 0; peer < group->size; peer++)
-        if (!pl_reached(pl_read(&group->desks[peer].entered), number) ||
-            !pl_reached(pl_read(&group->desks[peer].summed), number))
-            return 0;
-    return 1;
+    if (!pl_enter(group)) return 1;
+    int released = 1;
+    for (int peer = 0; released && peer < group->size; peer++)
+        released = pl_reached(pl_read(&group->desks[peer].entered), number) &&
+                   pl_reached(pl_read(&group->desks[peer].summed), number);
+    return pl_leave(group, released);
 }
 
 int pl_sum_release(pl_group *group, uint32_t number) {
-    pl_enter(group);
+    if (!pl_enter(group)) return PL_GONE;
     int code = AWAIT_ALL(group, entered, number, group->spin_ns);
     if (code == PL_OK) code = AWAIT_ALL(group, summed, number, group->spin_ns);
     return pl_leave(group, code);

@@ -26,7 +26,17 @@ ago are free.
 A sum is entered by `pl_sum_start`, which does not wait. Each rank adds up its results with `pl_sum_into`, directly
 from the peers' arenas, when they have entered too; `pl_sum_done` signals to the peers that their memory is no longer
 read. Sums may end in any order; peers see the end when all that began before have ended, and at most
-PL_CALLS - PL_SUMS may be open. Between the start of a sum and its end, no call but other sums may be made in the group. */
+PL_CALLS - PL_SUMS may be open. Between the start of a sum and its end, no call but other sums may be made in the group.
+
+[Note: trust in descriptions]
+Ranks are processes of one user and have no secrets from each other, but a program that writes beyond the end of a
+tensor may overwrite the descriptions that its peers read. A description that points outside the arena of its rank is an error,
+PL_DAMAGED, before anything is read or written there.
+
+[Note: closing a group]
+A group may be closed while other threads are about to call its functions, or wait in them. So `pl_close` leaves the
+pl_group itself, in which every function first counts itself among the callers and then looks whether the group is
+closed; `pl_free` is for when no thread can call any more. */
 #ifndef PLAIT_GROUP_H
 #define PLAIT_GROUP_H
 
@@ -103,7 +113,7 @@ typedef struct {
     pl_watch watch;
     uint64_t spin_ns, helper_spin_ns;
     pid_t process;        /* a fork of it must not use the group */
-    _Atomic int waiting;  /* threads in a call that may block */
+    _Atomic int callers, closed; /* see [Note: closing a group] */
     pthread_mutex_t turn; /* one thread at a time executes calls */
     uint32_t calls, rounds; /* entered, used */
     pthread_mutex_t sums;   /* protects the fields below */
@@ -121,9 +131,11 @@ PL_API int pl_unmap(void *address, uint64_t num_bytes);
  * belong to the caller, as `arenas` do. Returns NULL without memory. */
 PL_API pl_group *pl_open(void *control, int size, int place, void *const *arenas, uint64_t arena_bytes,
                          const int *files, uint64_t timeout_ns, uint64_t spin_ns, uint64_t helper_spin_ns);
-/* Ends the group's threads. Calls in progress fail, also those that other threads wait for. Does nothing in a
- * fork of the rank's process. */
+/* Ends the group's threads. Calls in progress fail, also those that other threads wait for, and so do later ones, with
+ * PL_GONE. Does nothing in a fork of the rank's process. */
 PL_API void pl_close(pl_group *group);
+/* After it, if it was closed; else it stays allocated. */
+PL_API void pl_free(pl_group *group);
 PL_API int pl_lock(int fd);
 
 /* Runs a call to completion: PL_OK or the group's failure. */
@@ -143,12 +155,21 @@ PL_API int pl_sum_release(pl_group *group, uint32_t number);
 
 /* --- internal to the group */
 
-/* Around calls that may block: the group is not freed meanwhile. */
-static inline void pl_enter(pl_group *group) { atomic_fetch_add(&group->waiting, 1); }
+/* Around every function: the group is not closed meanwhile. Whether it is open: if not, there is nothing to leave. */
 static inline int pl_leave(pl_group *group, int code) {
-    atomic_fetch_sub(&group->waiting, 1);
+    atomic_fetch_sub(&group->callers, 1);
     return code;
 }
+static inline int pl_enter(pl_group *group) {
+    atomic_fetch_add(&group->callers, 1);
+    return !atomic_load(&group->closed) || pl_leave(group, 0);
+}
+
+/* Whether the source, or the out, of a call has a range for each rank. */
+static inline int pl_scatters(int verb) {
+    return verb == PL_REDUCE_SCATTER || verb == PL_SCATTER || verb == PL_ALL_TO_ALL;
+}
+static inline int pl_gathers(int verb) { return verb == PL_ALL_GATHER || verb == PL_GATHER || verb == PL_ALL_TO_ALL; }
 
 /* For the helper: executes a call; the caller holds `turn`. */
 int pl_execute(pl_group *group, const pl_call *call, uint64_t spin_ns);
@@ -158,8 +179,10 @@ uint64_t pl_offset_of(const pl_group *group, const void *address);
 pl_said *pl_said_by(const pl_group *group, int place, uint32_t call);
 /* Publishes this rank's description of its next call. */
 void pl_describe(pl_group *group, const pl_call *call, uint32_t number);
-/* Whether all ranks have described the same call; all have entered it. */
-int pl_check_same(pl_group *group, uint32_t number);
+/* Whether these bytes are in an arena, or foreign. */
+int pl_is_inside(const pl_group *group, uint64_t offset, uint64_t num_bytes);
+/* Whether all ranks, which have entered this call, describe the same one and tensors in their arenas. */
+int pl_check_call(pl_group *group, uint32_t number);
 /* Waits until the counter at this offset of every peer's desk has reached `target`. */
 int pl_await_all(pl_group *group, size_t counter, uint32_t target, uint64_t spin_ns);
 #define AWAIT_ALL(group, counter, target, spin_ns) pl_await_all(group, offsetof(pl_desk, counter), target, spin_ns)

@@ -71,8 +71,8 @@ static int begin(pl_helper *helper) {
 }
 
 uint64_t pl_start(pl_group *group, const pl_call *call) {
+    if (!pl_enter(group)) return 0;
     pl_helper *helper = group->helper;
-    pl_enter(group);
     pthread_mutex_lock(&helper->lock);
     if (!helper->runs && begin(helper)) { /* no thread available: run before returning, in the same order */
         pthread_mutex_lock(&group->turn);
@@ -92,11 +92,11 @@ uint64_t pl_start(pl_group *group, const pl_call *call) {
 }
 
 int pl_wait(pl_group *group, uint64_t ticket, uint64_t most_ns) {
+    if (!pl_enter(group)) return PL_GONE;
     pl_helper *helper = group->helper;
     uint64_t until = pl_now_ns() + most_ns;
     struct timespec at = {(time_t)(until / 1000000000ull), (long)(until % 1000000000ull)};
     int late = 0;
-    pl_enter(group);
     pthread_mutex_lock(&helper->lock);
     while (helper->finished < ticket && !late)
         late = pthread_cond_timedwait(&helper->changed, &helper->lock, &at) != 0;
@@ -113,7 +113,7 @@ void pl_helper_drain(pl_helper *helper) {
 }
 
 int pl_run(pl_group *group, const pl_call *call) {
-    pl_enter(group);
+    if (!pl_enter(group)) return PL_GONE;
     pl_helper_drain(group->helper);
     pthread_mutex_lock(&group->turn);
     int code = pl_execute(group, call, group->spin_ns);

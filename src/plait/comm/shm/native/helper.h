@@ -10,7 +10,7 @@ void pl_helper_end(pl_helper *helper);
 /* Waits until the queue is empty. */
 void pl_helper_drain(pl_helper *helper);
 
-/* Queues a call and returns its ticket at once. */
+/* Queues a call and returns its ticket at once: 0 in a closed group. */
 PL_API uint64_t pl_start(pl_group *group, const pl_call *call);
 /* PL_OK when that call has completed, PL_PENDING after `most_ns`, or the group's failure. */
 PL_API int pl_wait(pl_group *group, uint64_t ticket, uint64_t most_ns);

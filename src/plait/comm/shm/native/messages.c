@@ -96,6 +96,10 @@ static int move_in(pl_group *group, pl_message *m) {
             return m->over = 1;
         }
         if (l.source != PL_FOREIGN) n = left;
+        if (!pl_is_inside(group, l.source, m->num_bytes)) {
+            m->code = pl_fail(group->watch.failure, PL_DAMAGED, m->peer);
+            return m->over = 1;
+        }
         pl_copy(m->at + m->moved,
                 l.source == PL_FOREIGN ? c->blocks[taken % BLOCKS] : group->arenas[m->peer] + l.source, n);
         m->moved += n;
@@ -179,9 +183,13 @@ static void begin(pl_mail *mail) {
 }
 
 static pl_message *start(pl_group *group, int sends, int peer, void *at, uint64_t num_bytes) {
+    if (!pl_enter(group)) return NULL;
     pl_mail *mail = group->mail;
     pl_message *m = calloc(1, sizeof(*m));
-    if (!m) return NULL;
+    if (!m) {
+        pl_leave(group, PL_OK);
+        return NULL;
+    }
     *m = (pl_message){.sends = sends, .peer = peer, .at = at, .num_bytes = num_bytes, .since_ns = pl_now_ns()};
     line *l = &mail->lines[2 * peer + sends];
     pthread_mutex_lock(&mail->lock);
@@ -194,6 +202,7 @@ static pl_message *start(pl_group *group, int sends, int peer, void *at, uint64_
     int runs = mail->runs && !m->over;
     pthread_mutex_unlock(&mail->lock);
     if (runs) ring(group, group->place);
+    pl_leave(group, PL_OK);
     return m;
 }
 
@@ -206,10 +215,10 @@ pl_message *pl_receive(pl_group *group, int from, void *out, uint64_t num_bytes)
 }
 
 int pl_message_wait(pl_group *group, pl_message *message, uint64_t most_ns, uint64_t *bytes_sent) {
+    if (!pl_enter(group)) return PL_GONE;
     pl_mail *mail = group->mail;
     pl_counter *bell = &group->desks[group->place].bell;
     uint64_t begin_ns = pl_now_ns(), checked_ns = begin_ns;
-    pl_enter(group);
     for (;;) {
         uint32_t seen = pl_read(bell);
         uint64_t now = pl_now_ns();
@@ -232,8 +241,9 @@ int pl_message_wait(pl_group *group, pl_message *message, uint64_t most_ns, uint
 }
 
 void pl_message_free(pl_group *group, pl_message *message) {
-    line *l = &group->mail->lines[2 * message->peer + message->sends];
     if (getpid() != group->process) return; /* in a fork, a thread that is gone may hold the lock */
+    if (!pl_enter(group)) return;
+    line *l = &group->mail->lines[2 * message->peer + message->sends];
     pthread_mutex_lock(&group->mail->lock);
     for (pl_message **at = &l->first, *before = NULL; *at && !message->over; before = *at, at = &before->next) {
         if (*at != message) continue;
@@ -244,6 +254,7 @@ void pl_message_free(pl_group *group, pl_message *message) {
     }
     pthread_mutex_unlock(&group->mail->lock);
     free(message);
+    pl_leave(group, PL_OK);
 }
 
 void pl_mail_end(pl_mail *mail) {

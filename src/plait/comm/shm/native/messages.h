@@ -22,7 +22,7 @@ uint64_t pl_channel_bytes(void);
 pl_mail *pl_mail_new(pl_group *group);
 void pl_mail_end(pl_mail *mail);
 
-/* NULL: no memory. The tensor is in use until the message has completed. */
+/* NULL: no memory, or a closed group. The tensor is in use until the message has completed. */
 PL_API pl_message *pl_send(pl_group *group, int to, const void *source, uint64_t num_bytes);
 PL_API pl_message *pl_receive(pl_group *group, int from, void *out, uint64_t num_bytes);
 /* PL_OK when it has completed, PL_PENDING after `most_ns`, or the group's failure. `bytes_sent`, if not NULL: for a

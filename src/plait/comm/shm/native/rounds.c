@@ -122,7 +122,7 @@ static void act_alone(const run *r, uint32_t k) {
 
 static void act_by_copies(const run *r, uint32_t k) {
     const pl_group *group = r->group;
-    int verb = r->call->verb, many = verb == PL_ALL_GATHER || verb == PL_GATHER || verb == PL_ALL_TO_ALL;
+    int many = pl_gathers(r->call->verb);
     uint64_t at = (uint64_t)k * r->step, length = length_of(r, k);
     for (int step = 0; step < group->size; step++) {
         int from = (group->place + step) % group->size;
@@ -194,10 +194,9 @@ static int is_touched(const run *r) {
 }
 
 static void size_up(run *r) {
-    int verb = r->call->verb;
     uint64_t size = (uint64_t)r->group->size, ranges;
     r->item = pl_itemsize(r->call->dtype);
-    r->spreads = verb == PL_REDUCE_SCATTER || verb == PL_SCATTER || verb == PL_ALL_TO_ALL;
+    r->spreads = pl_scatters(r->call->verb);
     ranges = r->spreads ? size : 1;
     r->is_small = r->call->count * ranges * r->item <= PL_SMALL;
     r->step = r->call->count;
@@ -220,7 +219,7 @@ int pl_execute(pl_group *group, const pl_call *call, uint64_t spin_ns) {
     }
     pl_post(&desk->entered, r.number);
     int code = AWAIT_ALL(group, entered, r.number, spin_ns);
-    if (code == PL_OK) code = pl_check_same(group, r.number);
+    if (code == PL_OK) code = pl_check_call(group, r.number);
     if (code != PL_OK || call->verb == PL_BARRIER) return code;
     if (!r.is_small) {
         int staged = 0;

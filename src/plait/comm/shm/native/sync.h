@@ -25,12 +25,12 @@ typedef struct {
     _Atomic uint32_t sleepers;
 } pl_counter;
 
-enum { PL_OK = 0, PL_PENDING = 1, PL_GONE = -1, PL_LATE = -2, PL_MISMATCH = -3, PL_OTHER_SIZE = -4 };
+enum { PL_OK = 0, PL_PENDING = 1, PL_GONE = -1, PL_LATE = -2, PL_MISMATCH = -3, PL_OTHER_SIZE = -4, PL_DAMAGED = -5 };
 
 /* The first failure of a group: sticky, and the same for all ranks. */
 typedef struct {
-    int32_t code; /* PL_GONE, PL_LATE, PL_MISMATCH, PL_OTHER_SIZE (of a message) */
-    int32_t peer; /* the place of the missing rank */
+    int32_t code; /* PL_GONE, PL_LATE, PL_MISMATCH, PL_OTHER_SIZE (of a message), PL_DAMAGED (shared memory) */
+    int32_t peer; /* the place of the missing rank, or of the one whose call is not the expected one */
 } pl_failure;
 
 /* A group's state that waiting threads need. */
