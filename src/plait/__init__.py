@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from plait.engine.engine import Engine
     from plait.errors import DDPError, PlaitError
     from plait.models import Chain
+    from plait.parallel.all_gather import differentiable_all_gather
     from plait.parallel.ddp import DistributedDataParallel
     from plait.plan import Plan
     from plait.plan.loss_scaling import LossScaling
@@ -27,6 +28,7 @@ __all__ = [
     "Plan",
     "StepResult",
     "__version__",
+    "differentiable_all_gather",
     "launch",
     "parallelize",
 ]
@@ -41,6 +43,7 @@ _HOMES = {
     "StepResult": "plait.engine.batch",
     "LossScaling": "plait.plan.loss_scaling",
     "launch": "plait.comm.launch_function",
+    "differentiable_all_gather": "plait.parallel.all_gather",
     "parallelize": "plait.api",
     "PlaitError": "plait.errors",
     "Plan": "plait.plan",

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from plait.checkpoint import Saver
 from plait.checkpoint.checkpoint import open_on_all_ranks
 from plait.checkpoint.directory import step_path
-from plait.comm import Mesh, all_reduce, broadcast, start_all_reduce
+from plait.comm import Group, Mesh, all_reduce, broadcast, start_all_reduce
 from plait.engine.batch import (
     Batch,
     BatchPreparer,
@@ -119,6 +119,11 @@ class Engine:
     def data_rank(self) -> int:
         """Index of this rank's share of a step's batch, out of `data_ranks`."""
         return self._groups.dp.rank
+
+    @property
+    def data_group(self) -> Group:
+        """The data ranks of this part of the model: for `plait.differentiable_all_gather` in a loss."""
+        return self._groups.dp
 
     @property
     def data_ranks(self) -> int:
