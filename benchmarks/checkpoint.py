@@ -3,7 +3,7 @@ torch.distributed.checkpoint in the same run.
 
     python benchmarks/checkpoint.py [--layers N] [--rounds N] [--folder DIR] [--json FILE]
 
-The Llama of benchmarks/data_parallel.py, dp=2 zero=1 precision=bf16, 2 ranks with one thread each: master
+The Llama of benchmarks/llama.py, dp=2 zero=1 precision=bf16, 2 ranks with one thread each: master
 weights and both of Adam's states, 12 bytes per parameter, half of them on each rank. torch's contender holds
 the same tensors as DTensors cut over the two ranks. All save to one disk and wait until the bytes are on it
 (torch's does by default), and load what is in the page cache.
@@ -31,12 +31,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import common
 import plait
-from data_parallel import LLAMA, a_batch, on_ranks
+from llama import Llama, llama_of
 from peers import ADAMW
 from plait.bench.report import machine
 from plait.checkpoint import Saver, open_checkpoint, step_path
 from plait.comm import World, all_reduce, connect
-from plait.models import causal_lm_on_meta
 
 PLAN, OTHER = "dp=2 zero=1 precision=bf16", "tp=2 precision=bf16"
 COPY, TORCH = "file copy", "torch.distributed.checkpoint"
@@ -52,9 +51,8 @@ def timed(work: Callable[[], Any], world: World) -> float:
     return elapsed.item()
 
 
-def engine_of(plan: str, layers: int, world: World) -> plait.Engine:
-    model = causal_lm_on_meta(LLAMA | {"num_hidden_layers": layers})
-    return plait.parallelize(model, plan, optimizer_args=ADAMW, world=world)
+def engine_of(model: Llama, plan: str, layers: int, world: World) -> plait.Engine:
+    return plait.parallelize(model.on_meta(num_hidden_layers=layers), plan, optimizer_args=ADAMW, world=world)
 
 
 def torchs(engine: plait.Engine, world: World) -> dict[str, Any]:
@@ -81,10 +79,11 @@ class Case:
     def __init__(self, arguments: argparse.Namespace, world: World) -> None:
         self.world = world
         self.folder = arguments.folder
-        self.engine = engine_of(PLAN, arguments.layers, world)
-        self.engine.step(a_batch(2))
-        self.other = engine_of(OTHER, arguments.layers, world)
-        self.other.step(a_batch(2))
+        model = llama_of(arguments)
+        self.engine = engine_of(model, PLAN, arguments.layers, world)
+        self.engine.step(model.batch(2))
+        self.other = engine_of(model, OTHER, arguments.layers, world)
+        self.other.step(model.batch(2))
         self.state_shards = self.engine.state_shards()
         self.num_bytes = sum(each.num_bytes for each in self.state_shards)
         self.bytes_file = self.folder / f"bytes-{world.rank}"
@@ -195,10 +194,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--folder", type=Path, default=Path("build/bench-checkpoints"))
-    parser.add_argument("--weights", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = common.parse(parser, rounds=1, layers=1)
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    on_ranks(__file__, 2, "--weights", lambda: worker(arguments))
+    common.on_ranks(__file__, 2, lambda: worker(arguments))
 
 
 if __name__ == "__main__":

@@ -8,9 +8,7 @@ memcpy's bytes per second that the verb achieves. A time is that of the slower r
 `owned` tensors come from `World.empty`, `foreign` ones from anywhere.
 """
 
-import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,10 +27,12 @@ from plait.comm import (
     barrier,
     broadcast,
     connect,
-    launch_local,
     reduce_scatter,
 )
-from plait.comm.torch_transport import _gather_into, _reduce_into
+
+# torch 2.13 renamed these two and warns about the old names; 2.11 has only the old ones.
+gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 UNITS = {"K": 1 << 10, "M": 1 << 20}
 WARM_UP = 2
@@ -79,14 +79,14 @@ def cases(num_bytes: int, world: World) -> list[Case]:
             "reduce-scatter",
             "owned",
             lambda: reduce_scatter(piece, owned, group),
-            lambda: _reduce_into(piece, owned),
+            lambda: reduce_into(piece, owned),
             num_bytes * (1 + 1 / p) / 2,
         ),
         Case(
             "all-gather",
             "owned",
             lambda: all_gather(owned, own, group),
-            lambda: _gather_into(owned, own),
+            lambda: gather_into(owned, own),
             num_bytes * (p - 1) / p,
         ),
         Case(
@@ -155,12 +155,10 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--sizes", nargs="+", default=["4K", "25M", "128M"], help="whole tensors, K or M")
     parser.add_argument("--rounds", type=int, default=15)
-    arguments = parser.parse_args()
-    if "RANK" in os.environ:
-        worker(arguments.sizes, arguments.rounds, arguments.json)
-    else:
-        command = [sys.executable, str(Path(__file__).resolve())]
-        sys.exit(launch_local(arguments.ranks, sys.argv[1:], command=command))
+    arguments = common.parse(parser, sizes=["4K"], rounds=1)
+    common.on_ranks(
+        __file__, arguments.ranks, lambda: worker(arguments.sizes, arguments.rounds, arguments.json)
+    )
 
 
 if __name__ == "__main__":

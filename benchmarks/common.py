@@ -1,14 +1,18 @@
-"""Shared by the benchmarks: medians and ratios, a table and its JSON."""
+"""Shared by the benchmarks: the command line, medians and ratios, a table and its JSON."""
 
 import argparse
 import json
+import os
 import statistics
-from collections.abc import Collection
+import sys
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+from plait.comm import launch_local
 
 Times = dict[str, list[float]]  # contender -> seconds per step, in the order in which they were measured
 Row = dict[str, Any]
@@ -16,10 +20,29 @@ WIDTH = 160  # of the printed tables, in characters
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    """A command line whose help is the file's own words, with --json."""
+    """A command line whose help is the file's own words, with --json and --smallest."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--json", type=Path, help="write rows and machine facts to this file")
+    made.add_argument(
+        "--smallest", action="store_true", help="run everything once, on toys: a test of itself"
+    )
     return made
+
+
+def parse(made: argparse.ArgumentParser, **smallest: Any) -> argparse.Namespace:
+    """The arguments; with --smallest, those that are not given are `smallest`."""
+    if made.parse_args().smallest:
+        made.set_defaults(**smallest)
+    return made.parse_args()
+
+
+def on_ranks(program: str, num_ranks: int, work: Callable[[], None]) -> None:
+    """Does a rank's `work`; where this is no rank, starts `num_ranks` of `program` with our arguments."""
+    if "RANK" in os.environ:
+        work()
+    else:
+        command = [sys.executable, str(Path(program).resolve())]
+        sys.exit(launch_local(num_ranks, sys.argv[1:], command=command))
 
 
 def rows(case: str, times: Times, *, yardstick: str, peers: Collection[str]) -> list[Row]:
@@ -55,13 +78,14 @@ def report(title: str, found: list[Row], facts: dict[str, Any], json_path: Path 
         words = column in ("case", "contender", "best_peer")
         table.add_column(column.replace("_", " "), justify="left" if words else "right")
     for row in found:
-        table.add_row(*map(_cell, row.values()))
+        table.add_row(*map(cell, row.values()))
     Console(width=WIDTH).print(table)
     if json_path is not None:
         json_path.write_text(json.dumps({"title": title, "machine": facts, "rows": found}, indent=1))
 
 
-def _cell(value: object) -> str:
+def cell(value: object) -> str:
+    """A value of a row as text."""
     if value is None:
         return "-"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -21,97 +21,60 @@ of ranks that average each gradient after backward.
 import argparse
 import gc
 import itertools
-import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
-from transformers.utils import logging
 
 import common
 import ddp_peers
 import peers
 import plait
-from peers import ADAMW, Batch, Peer, Step
+from llama import Batch, Llama, llama_of
+from peers import ADAMW, Peer, Step
 from plait.bench.report import machine
-from plait.comm import World, all_reduce, connect, launch_local
-from plait.models import causal_lm_on_meta
+from plait.comm import World, all_reduce, connect
 
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 8192,
-    "hidden_size": 512,
-    "intermediate_size": 1376,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-}
-SEQUENCE = 256
 PLANS = {0: [""], 1: ["zero=1"], 2: ["zero=2"], 3: ["zero=3", "zero=3 reshard=step"]}  # stage -> ours
 YARDSTICK = "no communication"
 TORCH_ALONE = "torch, no communication"
 CHECKED_STEPS = 6  # enough for ranks that do not communicate to be far off
 MOST_APART = 0.25
+MODELS = ["llama", "small"]  # of --ddp
 WARM_UP = 2
 
 
-def ours(words: str, world: World) -> Step:
+def ours(model: Llama, words: str, world: World) -> Step:
     plan = f"dp={world.size} precision=bf16 {words}"
-    engine = plait.parallelize(causal_lm_on_meta(LLAMA), plan, optimizer_args=ADAMW, world=world)
+    engine = plait.parallelize(model.on_meta(), plan, optimizer_args=ADAMW, world=world)
     return lambda batch: engine.step(batch).loss
-
-
-def peer_model() -> nn.Module:
-    """The Hugging Face model with the weights that ours starts from."""
-    alone = World.alone(torch.device("cpu"))
-    weights = plait.parallelize(causal_lm_on_meta(LLAMA), "dp=1", world=alone).full_parameters()
-    model: nn.Module = AutoModelForCausalLM.from_config(causal_lm_on_meta(LLAMA).config)
-    model.load_state_dict(weights)
-    model.config.use_cache = False
-    return model
-
-
-def on_ranks(program: str, num_ranks: int, flag: str, work: Callable[[], None]) -> None:
-    """Does a rank's `work`; where this is no rank, starts `num_ranks` of `program` with our arguments, and
-    the folder of `peer_model` that follows `flag`."""
-    logging.disable_progress_bar()  # of weights that are written and read
-    if "RANK" in os.environ:
-        work()
-        return
-    with tempfile.TemporaryDirectory(prefix="plait-bench-") as folder:
-        peer_model().save_pretrained(folder)
-        command = [sys.executable, str(Path(program).resolve())]
-        code = launch_local(num_ranks, [*sys.argv[1:], flag, folder], command=command)
-    sys.exit(code)
 
 
 def wanted(name: str, only: list[str]) -> bool:
     return not only or any(word in name for word in only)
 
 
-def contenders(stage: int, rivals: list[Peer], world: World, only: list[str]) -> dict[str, Step]:
+def contenders(
+    model: Llama, stage: int, rivals: list[Peer], world: World, only: list[str]
+) -> dict[str, Step]:
     """The yardstick and, of all others of the stage, those whose names have one of the words `only`."""
 
     alone = World.alone(world.device)
-    steps = {YARDSTICK: ours("", alone)}
+    steps = {YARDSTICK: ours(model, "", alone)}
     for words in PLANS[stage]:
         name = f"plait {words}".strip()
         if wanted(name, only):
-            steps[name] = ours(words, world)
+            steps[name] = ours(model, words, world)
     if stage == 0 and wanted(TORCH_ALONE, only):
-        steps[TORCH_ALONE] = peers.ddp(peer_model(), 1)
+        steps[TORCH_ALONE] = peers.ddp(model.with_weights(), 1)
     for peer in rivals:
         if not wanted(peer.name, only):
             continue
         if peer.installed:
-            steps[peer.name] = peer.make(peer_model(), world.size)
+            steps[peer.name] = peer.make(model.with_weights(), world.size)
         elif world.rank == 0:
             print(f"{peer.name}: left out, {peer.package} is not installed (`make bench` installs it)")
     return steps
@@ -159,22 +122,23 @@ def measure(steps: dict[str, Step], batch: Batch, world: World, rounds: int) -> 
 
 def rows_of(stage: int, oracle: Oracle, world: World, arguments: argparse.Namespace) -> list[common.Row]:
     """Makes, checks and measures the contenders of a stage."""
-    rivals = peers.peers_of(stage)
-    steps = contenders(stage, rivals, world, arguments.only)
+    model, rivals = llama_of(arguments), peers.peers_of(stage)
+    steps = contenders(model, stage, rivals, world, arguments.only)
     apart = {
         name: oracle.check(name, step) for name, step in steps.items() if name not in (YARDSTICK, TORCH_ALONE)
     }
     rows = []
     for sequences in arguments.batches:
-        times = measure(steps, a_batch(sequences), world, arguments.rounds)
-        case = f"zero {stage}, {sequences} x {SEQUENCE}"
+        times = measure(steps, model.batch(sequences), world, arguments.rounds)
+        case = f"zero {stage}, {sequences} x {model.sequence}"
         rows += common.rows(case, times, yardstick=YARDSTICK, peers=[peer.name for peer in rivals])
     return [row | {"loss_apart": apart.get(row["contender"])} for row in rows]
 
 
 def stage_rows(world: World, arguments: argparse.Namespace) -> list[common.Row]:
-    lone = ours("", World.alone(world.device))
-    oracle = Oracle(ours("", world), lone, a_batch(2), world)
+    model = llama_of(arguments)
+    lone = ours(model, "", World.alone(world.device))
+    oracle = Oracle(ours(model, "", world), lone, model.batch(2), world)
     rows = []
     for stage in arguments.stages:
         rows += rows_of(stage, oracle, world, arguments)
@@ -185,7 +149,8 @@ def stage_rows(world: World, arguments: argparse.Namespace) -> list[common.Row]:
 def ddp_rows(world: World, arguments: argparse.Namespace) -> list[common.Row]:
     """Makes, checks and measures DistributedDataParallel, ours and torch's."""
     rows = []
-    for (name, (make, batch_of)), precision in itertools.product(MODELS.items(), arguments.precisions):
+    models = ddp_models(arguments)
+    for (name, (make, batch_of)), precision in itertools.product(models.items(), arguments.precisions):
         if name not in arguments.models:
             continue
         right = ddp_peers.averaged_by_hand(make(), precision, world)
@@ -198,7 +163,7 @@ def ddp_rows(world: World, arguments: argparse.Namespace) -> list[common.Row]:
                 steps[TORCH_ALONE] = ddp_peers.a_step(make(), precision)
             for sequences in arguments.batches if chosen else ():
                 times = measure(steps, batch_of(sequences), world, arguments.rounds)
-                case = f"{name}, {precision}, {sequences} x {SEQUENCE}{what}"
+                case = f"{name}, {precision}, {sequences} x {llama_of(arguments).sequence}{what}"
                 found = ddp_peers.rows_with_torch(case, times, chosen, yardstick=TORCH_ALONE)
                 rows += [row | {"loss_apart": apart.get(row["contender"])} for row in found]
             steps.clear()
@@ -206,18 +171,16 @@ def ddp_rows(world: World, arguments: argparse.Namespace) -> list[common.Row]:
     return rows
 
 
-def a_batch(sequences: int) -> Batch:
-    """Random tokens, from torch's generator: different ones on every rank."""
-    ids = torch.randint(0, LLAMA["vocab_size"], (sequences, SEQUENCE))
-    return {"input_ids": ids, "labels": ids}
-
-
-def rows_for_small(sequences: int) -> Batch:
-    """As many rows as a Llama's batch has tokens."""
-    return ddp_peers.small_batch(sequences * SEQUENCE)
-
-
-MODELS = {"llama": (peer_model, a_batch), "small": (ddp_peers.small, rows_for_small)}  # and their batches
+def ddp_models(
+    arguments: argparse.Namespace,
+) -> dict[str, tuple[Callable[[], nn.Module], Callable[[int], Batch]]]:
+    """The models of --ddp, and their batches: of the small one, as many rows as the Llama has tokens."""
+    model = llama_of(arguments)
+    layers = 10 if arguments.smallest else ddp_peers.NUM_LAYERS
+    return {
+        "llama": (model.with_weights, model.batch),
+        "small": (lambda: ddp_peers.small(layers), lambda n: ddp_peers.small_batch(n * model.sequence)),
+    }
 
 
 def worker(arguments: argparse.Namespace) -> None:
@@ -240,7 +203,7 @@ def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--stages", type=int, nargs="+", default=list(PLANS), choices=PLANS)
     parser.add_argument("--ddp", action="store_true", help="DistributedDataParallel, ours and torch's")
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS, help="with --ddp")
+    parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS, help="with --ddp")
     precisions = list(ddp_peers.COMPUTE)
     parser.add_argument("--precisions", nargs="+", default=precisions, choices=precisions, help="with --ddp")
     parser.add_argument(
@@ -252,12 +215,8 @@ def main() -> None:
         "--transport", default="auto", choices=["auto", "host", "gloo"], help="ours; peers have torch's Gloo"
     )
     parser.add_argument("--ranks", type=int, default=2, help="2 or more")
-    arguments = parser.parse_args()
-    if "RANK" in os.environ:
-        worker(arguments)
-    else:
-        command = [sys.executable, str(Path(__file__).resolve())]
-        sys.exit(launch_local(arguments.ranks, sys.argv[1:], command=command))
+    arguments = common.parse(parser, precisions=["fp32"], batches=[1], rounds=1)
+    common.on_ranks(__file__, arguments.ranks, lambda: worker(arguments))
 
 
 if __name__ == "__main__":

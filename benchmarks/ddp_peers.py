@@ -16,12 +16,13 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import common
 import peers
 import plait
-from peers import ADAMW, Batch, Step
+from llama import Batch
+from peers import ADAMW, Step
 from plait.comm import World, all_reduce
 
 TORCH = "torch DDP"
 COMPUTE = {"bf16": torch.bfloat16, "fp32": None}  # what autocast computes in
-NUM_LAYERS, WIDTH = 750, 32
+NUM_LAYERS, WIDTH = 750, 32  # of the small model: 1,500 parameters
 
 Wrap = Callable[[nn.Module], nn.Module]
 
@@ -84,24 +85,24 @@ class Outcome:
 
 
 class Small(nn.Module):
-    """1,500 parameters of 1,024 and 32 elements: 750 layers, each added to what goes into it."""
+    """Parameters of 1,024 and 32 elements, in layers that are each added to their input."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_layers: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_LAYERS))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(num_layers))
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Outcome:
         hidden = inputs
         for layer in self.layers:
-            hidden = hidden + layer(hidden) / NUM_LAYERS**0.5
+            hidden = hidden + layer(hidden) / len(self.layers) ** 0.5
         return Outcome(nn.functional.mse_loss(hidden.float(), targets))
 
 
-def small() -> nn.Module:
+def small(num_layers: int) -> nn.Module:
     """The same weights each time."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return Small()
+        return Small(num_layers)
 
 
 def small_batch(num_rows: int) -> Batch:

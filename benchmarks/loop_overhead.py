@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"])
-    arguments = parser.parse_args()
+    arguments = common.parse(parser, recipe=Path("recipes/tiny.toml"), steps=3, rounds=1, precisions=["bf16"])
     torch.set_num_threads(1)
     rows = []
     with tempfile.TemporaryDirectory() as folder:

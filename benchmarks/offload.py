@@ -176,7 +176,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--trial", type=int, metavar="LAYERS", help="only this trial, in this process")
     parser.add_argument("--plan", default=PLAN, help="of the only trial")
-    arguments = parser.parse_args()
+    arguments = common.parse(parser, cap_gib=1.0, steps=2)
     if not torch.cuda.is_available():
         print("offload: left out, it measures GPU memory and there is no GPU here")
     elif arguments.trial is not None:

@@ -30,8 +30,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
+from llama import Batch
+
 ADAMW = {"lr": 3e-4, "weight_decay": 0.1}
-Batch = dict[str, Tensor]
 Step = Callable[[Batch], Tensor | float]  # one optimizer step; returns the loss, this rank's own or the mean
 Make = Callable[[nn.Module, int], Step]  # from a model with float32 weights and the number of ranks
 

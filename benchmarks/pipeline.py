@@ -2,14 +2,14 @@
 
     python benchmarks/pipeline.py [--only WORD ...] [--precisions bf16] [--rounds 9]
 
-The Llama of 33.7 M parameters on 2 ranks with one thread each, 8 micro-batches of 1 x 256 tokens: forward and
-backward of a step, without the optimizer. The contenders of a precision live in the same processes and take
-turns; a time is that of the slower rank. The yardstick, `ideal`, follows from our engine in one process with
-the same micro-batches, the other rank idle: half of its time, and the bubble of stages that take equally
-long, 1 + (ranks - 1) / micro-batches. Schedules with shorter bubbles than 1F1B's may be below it. `one
-process, twice` is the same on both ranks at once: what it takes longer, the cores take from each other. Ours
-use the host transport, but for the one that says gloo; torch has Gloo. `pipeline_peers.py` lists the
-differences between peers.
+The Llama of 33.7 M parameters on 2 ranks with one thread each: a step of 8 micro-batches of 1 x 256 tokens,
+with the simplest optimizer, SGD, at a learning rate of 0. The contenders of a precision live in the same
+processes and take turns; a time is that of the slower rank. The yardstick, `ideal`, follows from our engine
+in one process with the same micro-batches, the other rank idle: half of its time, and the bubble of stages
+that take equally long, 1 + (ranks - 1) / micro-batches. Schedules with shorter bubbles than 1F1B's may be
+below it. `one process, twice` is the same on both ranks at once: what it takes longer, the cores take from
+each other. Ours use the host transport, but for the one that says gloo; torch has Gloo. Gradients of
+micro-batches are added up in float32 by all; `pipeline_peers.py` lists the differences between peers.
 
 `clock_ms` is what the schedule's clock makes of the durations of actions that a trace has measured, and
 `trace_ms` the step of the trace itself; `bubble` and `clock_bubble` are the shares of the ranks' time in
@@ -35,13 +35,11 @@ from torch import Tensor, nn
 import common
 import pipeline_peers
 import plait
-from data_parallel import LLAMA, SEQUENCE, a_batch, on_ranks
-from peers import Batch
+from llama import Batch, Llama, llama_of, weights_folder
 from pipeline_peers import DTYPES, Contender, Shape
 from plait.bench.report import machine
 from plait.comm import Connection, World, broadcast, connect
-from plait.engine.engine import Engine
-from plait.models import blocks_of, causal_lm_on_meta, plan_stages
+from plait.models import blocks_of, plan_stages
 from plait.plan.schedule import simulate
 from plait.plan.schedule.trace import durations_of, read_trace
 from tensor_parallel import measure
@@ -60,43 +58,39 @@ PLANS = {
 }
 OVER_GLOO = "plait 1f1b, gloo"
 MOST_APART = {"fp32": 1e-4, "bf16": 2e-2}
-STILL = {"lr": 0.0}  # the optimizer of steps that are checked and traced: weights stay as they are
+STILL = {"lr": 0.0}  # weights stay as they are
 TINY_MICROS = 100
 TINY_SCHEDULES = ("1f1b", "gpipe", "zb-h1")
 TINY_SIZE = 4
 
 
-def ours(name: str, words: str, precision: str, world: World) -> tuple[Contender, Engine]:
+def ours(name: str, model: Llama, words: str, precision: str, world: World) -> tuple[Contender, plait.Engine]:
     plan = f"pp={world.size} micro={MICROS} precision={precision} {words}"
     engine = plait.parallelize(
-        causal_lm_on_meta(LLAMA), plan, optimizer=torch.optim.SGD, optimizer_args=STILL, world=world
+        model.on_meta(), plan, optimizer=torch.optim.SGD, optimizer_args=STILL, world=world
     )
 
     def facts(batch: Batch) -> tuple[float, float]:
         found = engine.step(batch)
         return found.loss, found.grad_norm
 
-    return Contender(name, lambda batch: passes(engine, batch), facts, alone=world.size == 1), engine
-
-
-def passes(engine: Engine, batch: Batch) -> float:
-    """The part of `engine.step` before its update; the engine has no name for that part alone."""
-    engine._check_ready()
-    engine._runner.train(engine._batches.micros(batch), engine._add_loss, (engine.seed, 0), engine.data_rank)
-    loss = float(engine._totals[0])
-    engine.discard_step()
-    return loss
+    return Contender(name, lambda batch: engine.step(batch).loss, facts, alone=world.size == 1), engine
 
 
 class Field:
     """The contenders of a precision: one process and, of all others, those that `only` names."""
 
-    def __init__(self, precision: str, world: World, gloo: World, arguments: argparse.Namespace) -> None:
+    def __init__(
+        self, precision: str, world: World, gloo: World, folder: Path, arguments: argparse.Namespace
+    ) -> None:
+        """`folder`: with the model's weights, and for traces."""
         self.precision = precision
         self._world = world
-        self._folder: Path = arguments.folder
-        self._engines: dict[str, Engine] = {}
-        self.contenders = {ONE_PROCESS: ours(ONE_PROCESS, "", precision, World.alone(world.device))[0]}
+        self._folder = folder
+        self._engines: dict[str, plait.Engine] = {}
+        model = llama_of(arguments)
+        alone = World.alone(world.device)
+        self.contenders = {ONE_PROCESS: ours(ONE_PROCESS, model, "", precision, alone)[0]}
 
         def wanted(name: str) -> bool:
             return not arguments.only or any(word in name for word in arguments.only)
@@ -105,11 +99,11 @@ class Field:
         for name, where in worlds.items():
             if wanted(name):
                 words = PLANS.get(name, PLANS["plait 1f1b"]) + _stages(arguments, name)
-                self.contenders[name], self._engines[name] = ours(name, words, precision, where)
+                self.contenders[name], self._engines[name] = ours(name, model, words, precision, where)
         for name in pipeline_peers.SCHEDULES:
             if wanted(name):
                 self.contenders[name] = pipeline_peers.torch_pipeline(
-                    name, self._folder, precision, Shape(_stops(arguments), MICROS, 1, SEQUENCE)
+                    name, self._folder, precision, Shape(_stops(arguments), MICROS, 1, model.sequence)
                 )
 
     def takes_part(self, contender: Contender) -> bool:
@@ -135,8 +129,8 @@ class Field:
         return apart
 
     def times(self, batch: Batch, rounds: int) -> common.Times:
-        calls = {name: c.passes if self.takes_part(c) else None for name, c in self.contenders.items()}
-        alone = self.contenders[ONE_PROCESS].passes
+        calls = {name: c.step if self.takes_part(c) else None for name, c in self.contenders.items()}
+        alone = self.contenders[ONE_PROCESS].step
         found = measure(calls | {TWICE: alone}, batch, self._world, rounds)
         bubble = (RANKS - 1) / MICROS
         return {IDEAL: [seconds / RANKS * (1 + bubble) for seconds in found[ONE_PROCESS]]} | found
@@ -160,12 +154,12 @@ def _stages(arguments: argparse.Namespace, name: str) -> str:
 
 def _stops(arguments: argparse.Namespace) -> tuple[int, ...]:
     """The blocks at which our plan, or `--stages`, cuts the model."""
-    model = causal_lm_on_meta(LLAMA)
+    model = llama_of(arguments).on_meta()
     cut = plan_stages(model, blocks_of(model), RANKS, given=tuple(arguments.stages) or None)
     return tuple(stop for _, stop in cut.blocks)
 
 
-def traced(engine: Engine, batch: Batch, rounds: int, path: Path) -> None:
+def traced(engine: plait.Engine, batch: Batch, rounds: int, path: Path) -> None:
     engine.start_trace()
     for _ in range(rounds):
         engine.step(batch)
@@ -184,10 +178,13 @@ def clock(path: Path) -> common.Row:
     }
 
 
-def rows_of(precision: str, world: World, gloo: World, arguments: argparse.Namespace) -> list[common.Row]:
+def rows_of(
+    precision: str, world: World, gloo: World, folder: Path, arguments: argparse.Namespace
+) -> list[common.Row]:
     """Makes, checks and measures the contenders of a precision."""
-    field = Field(precision, world, gloo, arguments)
-    batch = a_batch(MICROS)
+    field = Field(precision, world, gloo, folder, arguments)
+    torch.manual_seed(0)  # the same batch on both ranks
+    batch = llama_of(arguments).batch(MICROS)
     apart = field.check(batch)
     times = field.times(batch, arguments.rounds)
     clocks = field.clocks(batch, arguments.rounds)
@@ -239,23 +236,24 @@ def worker(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     world = connect(device="cpu", transport="host")
     gloo = World(world.rank, world.size, world.local_rank, world.device, Connection("gloo"))
-    torch.manual_seed(0)  # the same batch on both ranks
     rows = []
-    for precision in arguments.precisions:
-        rows += rows_of(precision, world, gloo, arguments)
-        gc.collect()  # its contenders end before the next one's begin; peers hold themselves in cycles
-    costs = {s: ms_per_action(s, world, arguments.rounds, arguments.folder) for s in TINY_SCHEDULES}
+    with weights_folder(llama_of(arguments), world) as folder:
+        for precision in arguments.precisions:
+            rows += rows_of(precision, world, gloo, folder, arguments)
+            gc.collect()  # its contenders end before the next one's begin; peers hold themselves in cycles
+        costs = {s: ms_per_action(s, world, arguments.rounds, folder) for s in TINY_SCHEDULES}
+        if world.rank == 0:
+            alone = World.alone(world.device)
+            costs[ONE_PROCESS] = ms_per_action("1f1b", alone, arguments.rounds, folder)
     if world.rank == 0:
-        alone = World.alone(world.device)
-        costs[ONE_PROCESS] = ms_per_action("1f1b", alone, arguments.rounds, arguments.folder)
         facts: dict[str, Any] = machine() | {
             "ranks": RANKS,
-            "tokens": f"{MICROS} micro-batches of 1 x {SEQUENCE}",
+            "tokens": f"{MICROS} micro-batches of 1 x {llama_of(arguments).sequence}",
             "blocks": " | ".join(map(str, _numbers(_stops(arguments)))),
             "peers' backend": dist.get_backend(),
         }
         facts |= {f"ms per action (computing), {name}": words for name, words in costs.items()}
-        common.report("pipeline parallelism, forward + backward", rows, facts, arguments.json)
+        common.report("pipeline parallelism, a step with SGD", rows, facts, arguments.json)
     gloo.close()
     world.close()
 
@@ -272,9 +270,8 @@ def main() -> None:
     parser.add_argument("--precisions", nargs="+", default=list(DTYPES), choices=DTYPES)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--stages", nargs=RANKS, type=int, default=[], help="blocks of each stage")
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # that `main` gives ranks
-    arguments = parser.parse_args()
-    on_ranks(__file__, RANKS, "--folder", lambda: worker(arguments))
+    arguments = common.parse(parser, precisions=["bf16"], rounds=1)
+    common.on_ranks(__file__, RANKS, lambda: worker(arguments))
 
 
 if __name__ == "__main__":

@@ -4,14 +4,19 @@ torch.distributed.pipelining over Gloo, which is all that torch has between CPU 
 modules made of the Hugging Face model's own parts, cut where ours are. Shapes are given, so that nothing is
 inferred, losses are summed, and no outputs are collected.
 
+[Note: gradients in float32]
+torch adds up the gradients of micro-batches in the dtype of the weights; with bfloat16 weights, ours are
+added up in float32. So here a hook adds each micro-batch's gradient to one in float32, as Megatron-LM does,
+and the optimizer updates float32 weights, which are copied to the bfloat16 ones.
+
 [Note: differences between peers]
-- What is bfloat16: here all weights and gradients, as torch has it for a model that is loaded in bfloat16.
-  Ours computes in bfloat16 too, but adds up gradients in float32.
+- The gradient's norm: we compute it in every step; torch's schedules do not.
 - The loss: the model's own, which casts logits to float32; ours is the same function, in chunks.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +27,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from transformers import AutoModelForCausalLM
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from peers import Batch
+from llama import Batch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SCHEDULES = {"torch GPipe": ScheduleGPipe, "torch 1F1B": Schedule1F1B}
@@ -32,13 +37,13 @@ SCHEDULES = {"torch GPipe": ScheduleGPipe, "torch 1F1B": Schedule1F1B}
 class Contender:
     """Trains on a batch that all its ranks are given.
 
-    passes    forward and backward of all micro-batches; the gradients are dropped. Returns what is of no use
+    step      forward and backward of all micro-batches, and the optimizer. Returns what is of no use
     facts     the mean loss and the gradient's 2-norm, the same on all its ranks; weights stay as they are
     alone     one rank takes part, the others wait
     """
 
     name: str
-    passes: Callable[[Batch], float]
+    step: Callable[[Batch], float]
     facts: Callable[[Batch], tuple[float, float]]
     alone: bool = False
 
@@ -77,6 +82,41 @@ class Stage(nn.Module):
         return found
 
 
+class Float32Weights:
+    """The weights that the optimizer updates, and their gradients. See [Note: gradients in float32]."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._weights = [*module.parameters()]
+        is_wide = self._weights[0].dtype is torch.float32
+        self._masters = (
+            self._weights if is_wide else [nn.Parameter(p.detach().float()) for p in self._weights]
+        )
+        self._optimizer = torch.optim.SGD(self._masters, lr=0.0, fused=True)
+        if not is_wide:
+            for weight, master in zip(self._weights, self._masters, strict=True):
+                weight.register_post_accumulate_grad_hook(partial(_add_in_float32, master))
+
+    def gradients(self) -> list[Tensor]:
+        return [master.grad for master in self._masters if master.grad is not None]
+
+    def update(self) -> None:
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        if self._masters is not self._weights:
+            with torch.no_grad():
+                torch._foreach_copy_(self._weights, self._masters)
+
+
+def _add_in_float32(master: nn.Parameter, weight: Tensor) -> None:
+    """Adds a micro-batch's gradient to the step's."""
+    assert weight.grad is not None
+    if master.grad is None:
+        master.grad = weight.grad.float()
+    else:
+        master.grad += weight.grad
+    weight.grad = None
+
+
 def torch_pipeline(name: str, folder: Path, precision: str, shape: Shape) -> Contender:
     """A schedule of torch's on this rank, one stage to each."""
     rank = dist.get_rank()
@@ -86,6 +126,7 @@ def torch_pipeline(name: str, folder: Path, precision: str, shape: Shape) -> Con
     config = model.config
     del model  # with the other stages' weights
     is_last = rank == len(shape.stops) - 1
+    weights = Float32Weights(module)
     schedule = SCHEDULES[name](
         _stage(module, rank, shape, config, DTYPES[precision]),
         shape.micros,
@@ -101,22 +142,22 @@ def torch_pipeline(name: str, folder: Path, precision: str, shape: Shape) -> Con
         schedule.step(*inputs, **given, return_outputs=False)
         return torch.stack(losses).detach().sum() if is_last else torch.zeros(())
 
-    def passes(batch: Batch) -> float:
+    def step(batch: Batch) -> float:
         loss = backward(batch)
-        module.zero_grad(set_to_none=True)
+        weights.update()
         return float(loss)
 
     def facts(batch: Batch) -> tuple[float, float]:
         loss = backward(batch).double()
-        square = sum(p.grad.double().square().sum() for p in module.parameters() if p.grad is not None)
-        module.zero_grad(set_to_none=True)
+        square = sum(gradient.double().square().sum() for gradient in weights.gradients())
+        weights.update()
         sums = torch.stack([loss, torch.as_tensor(square)])
         dist.all_reduce(sums)
         labels = batch["labels"]
         num_targets = labels.shape[0] * (labels.shape[1] - 1)
         return float(sums[0]) / num_targets, float(sums[1].sqrt()) / num_targets
 
-    return Contender(name, passes, facts)
+    return Contender(name, step, facts)
 
 
 def _stage(module: Stage, rank: int, shape: Shape, config: Any, dtype: torch.dtype) -> PipelineStage:

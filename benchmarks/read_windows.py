@@ -45,7 +45,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=["uint16", "uint32"], default="uint16")
     parser.add_argument("--repeats", type=int, default=9, help="the median of as many is quoted")
     parser.add_argument("--dir", type=Path, help="where to make the files, for the time of the run")
-    return parser.parse_args()
+    return common.parse(parser, megabytes=2, repeats=1, batches=[8])
 
 
 def _make_stream(folder: Path, num_bytes: int, dtype: str) -> TokenStream:

@@ -15,20 +15,19 @@ from transformers import AutoModelForCausalLM
 
 import common
 import plait
-from data_parallel import LLAMA, SEQUENCE, a_batch
-from peers import ADAMW, Batch, Step, groups
+from llama import Batch, Llama, llama_of
+from peers import ADAMW, Step, groups
 from plait.bench.report import machine
 from plait.comm import World
-from plait.models import causal_lm_on_meta
 
 BARE = "bare torch loop"
 CLIP_NORM = 1.0
 WARM_UP = 3
 
 
-def ours(plan: str) -> Step:
+def ours(model: Llama, plan: str) -> Step:
     engine = plait.parallelize(
-        causal_lm_on_meta(LLAMA),
+        model.on_meta(),
         plan,
         optimizer_args=ADAMW,
         clip_norm=CLIP_NORM,
@@ -37,8 +36,8 @@ def ours(plan: str) -> Step:
     return lambda batch: engine.step(batch).loss
 
 
-def bare(precision: str) -> Step:
-    model = AutoModelForCausalLM.from_config(causal_lm_on_meta(LLAMA).config)
+def bare(llama: Llama, precision: str) -> Step:
+    model = AutoModelForCausalLM.from_config(llama.on_meta().config)
     optimizer = torch.optim.AdamW(groups(model), fused=True, **ADAMW)
     return _with_masters(model, optimizer) if precision == "bf16" else _plain(model, optimizer)
 
@@ -103,16 +102,17 @@ def main() -> None:
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
     parser.add_argument("--batches", type=int, nargs="+", default=[2, 1], help="sequences per step")
     parser.add_argument("--rounds", type=int, default=21)
-    arguments = parser.parse_args()
+    arguments = common.parse(parser, precisions=["bf16"], batches=[1], rounds=1)
+    model = llama_of(arguments)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     rows = []
     for precision in arguments.precisions:
         name = f"plait {arguments.plan}"
-        steps = {BARE: bare(precision), name: ours(f"{arguments.plan} precision={precision}")}
+        steps = {BARE: bare(model, precision), name: ours(model, f"{arguments.plan} precision={precision}")}
         for sequences in arguments.batches:
-            times = measure(steps, a_batch(sequences), arguments.rounds)
-            case = f"{precision}, {sequences} x {SEQUENCE}"
+            times = measure(steps, model.batch(sequences), arguments.rounds)
+            case = f"{precision}, {sequences} x {model.sequence}"
             rows += common.rows(case, times, yardstick=BARE, peers=[BARE])
     common.report("a step's own cost, one rank, one thread", rows, machine(), arguments.json)
 

@@ -64,11 +64,12 @@ def seconds(words: list[str]) -> float:
 def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    arguments = parser.parse_args()
-    times: common.Times = {name: [] for name in PROGRAMS}
+    parser.add_argument("--only", nargs="+", choices=PROGRAMS, default=list(PROGRAMS), metavar="NAME")
+    arguments = common.parse(parser, rounds=1, only=["import plait", "plait --version"])
+    times: common.Times = {name: [] for name in dict.fromkeys((YARDSTICK, *arguments.only))}
     for _ in range(arguments.rounds):
-        for name, words in PROGRAMS.items():
-            times[name].append(seconds(words))
+        for name, of_program in times.items():
+            of_program.append(seconds(PROGRAMS[name]))
     rows = common.rows("start-up", times, yardstick=YARDSTICK, peers=())
     common.report("start-up times", rows, machine(), arguments.json)
 

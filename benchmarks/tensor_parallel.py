@@ -25,11 +25,10 @@ from torch import Tensor
 import common
 import plait
 import tensor_peers
-from data_parallel import LLAMA, SEQUENCE, a_batch, on_ranks
-from peers import ADAMW, Batch
+from llama import Batch, Llama, llama_of, weights_folder
+from peers import ADAMW
 from plait.bench.report import machine
 from plait.comm import World, all_reduce, broadcast, connect
-from plait.models import causal_lm_on_meta
 from tensor_peers import DTYPES, ONE_PROCESS, Contender
 
 RANKS = 2
@@ -41,9 +40,9 @@ WARM_UP = 1  # the check was one, too
 Call = Callable[[Batch], float] | None
 
 
-def ours(words: str, precision: str, world: World) -> Contender:
+def ours(model: Llama, words: str, precision: str, world: World) -> Contender:
     plan = f"{words} precision={precision}"
-    engine = plait.parallelize(causal_lm_on_meta(LLAMA), plan, optimizer_args=ADAMW, world=world)
+    engine = plait.parallelize(model.on_meta(), plan, optimizer_args=ADAMW, world=world)
 
     def passes(batch: Batch) -> float:
         loss, num_targets = engine.loss(batch)
@@ -56,22 +55,22 @@ def ours(words: str, precision: str, world: World) -> Contender:
     )
 
 
-def contenders(precision: str, world: World, arguments: argparse.Namespace) -> list[Contender]:
+def contenders(precision: str, world: World, weights: Path, arguments: argparse.Namespace) -> list[Contender]:
     """The yardstick and, of all others, those whose names have one of the words `only`."""
 
     def wanted(name: str) -> bool:
         return not arguments.only or any(word in name for word in arguments.only)
 
     lone = World.alone(world.device)
-    found = [tensor_peers.one_process(arguments.weights, precision)]
+    found = [tensor_peers.one_process(weights, precision)]
     for words in PLANS:
         if wanted(f"plait {words}"):
-            found.append(ours(words, precision, lone if words == "tp=1" else world))
+            found.append(ours(llama_of(arguments), words, precision, lone if words == "tp=1" else world))
     for name, make in tensor_peers.PEERS.items():
         if not wanted(name):
             continue
         if tensor_peers.installed(name):
-            found.append(make(arguments.weights, precision))
+            found.append(make(weights, precision))
         elif world.rank == 0:
             print(f"{name}: left out, {tensor_peers.NEEDS[name]} is not installed (`make bench` installs it)")
     return found
@@ -129,10 +128,11 @@ def measure(calls: dict[str, Call], batch: Batch, world: World, rounds: int) -> 
     return times
 
 
-def rows_of(precision: str, world: World, arguments: argparse.Namespace) -> list[common.Row]:
+def rows_of(precision: str, world: World, weights: Path, arguments: argparse.Namespace) -> list[common.Row]:
     """Makes, checks and measures the contenders of a precision."""
-    found = contenders(precision, world, arguments)
-    batch = a_batch(SEQUENCES)
+    found = contenders(precision, world, weights, arguments)
+    torch.manual_seed(0)  # the same batch on both ranks
+    batch = llama_of(arguments).batch(SEQUENCES)
     apart = check(found, precision, batch, world)
     rows = []
     for case in ("passes", "step"):
@@ -149,15 +149,15 @@ def rows_of(precision: str, world: World, arguments: argparse.Namespace) -> list
 def worker(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     world = connect(device="cpu", transport=arguments.transport)
-    torch.manual_seed(0)  # the same batch on both ranks
     rows = []
-    for precision in arguments.precisions:
-        rows += rows_of(precision, world, arguments)
-        gc.collect()  # its contenders end before the next one's begin; peers hold themselves in cycles
+    with weights_folder(llama_of(arguments), world) as weights:
+        for precision in arguments.precisions:
+            rows += rows_of(precision, world, weights, arguments)
+            gc.collect()  # its contenders end before the next one's begin; peers hold themselves in cycles
     if world.rank == 0:
         facts = machine() | {
             "ranks": world.size,
-            "tokens": f"{SEQUENCES} x {SEQUENCE}",
+            "tokens": f"{SEQUENCES} x {llama_of(arguments).sequence}",
             "plait's transport": world.group.transport.name,
             "peers' backend": dist.get_backend(),
         }
@@ -175,9 +175,8 @@ def main() -> None:
     parser.add_argument(
         "--transport", default="auto", choices=["auto", "host", "gloo"], help="ours; peers have torch's Gloo"
     )
-    parser.add_argument("--weights", type=Path, help=argparse.SUPPRESS)  # the folder that `main` gives ranks
-    arguments = parser.parse_args()
-    on_ranks(__file__, RANKS, "--weights", lambda: worker(arguments))
+    arguments = common.parse(parser, precisions=["bf16"], rounds=1)
+    common.on_ranks(__file__, RANKS, lambda: worker(arguments))
 
 
 if __name__ == "__main__":

@@ -36,7 +36,8 @@ from torch.distributed.tensor.parallel import (
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
-from peers import ADAMW, Batch, groups
+from llama import Batch
+from peers import ADAMW, groups
 
 ONE_PROCESS = "torch, one process"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -31,8 +31,8 @@ from plait.plan.collectives import (
     sent,
     tree_reduce,
 )
-from plait.plan.cost_model import best_segments
-from support.collective_cost import Link, chain_broadcast_s, cost_s, tree_broadcast_s, two_level_cost_s
+from plait.plan.cost_model import Link, best_segments, chain_broadcast_s, chain_segments, gloo_broadcast_s
+from support.collective_cost import cost_s, tree_broadcast_s, two_level_cost_s
 
 NUM_RANKS = st.integers(1, 17)
 NUMELS = st.integers(0, 60)
@@ -300,6 +300,27 @@ def test_no_number_of_segments_beats_the_best(
     best = best_segments(num_bytes, num_ranks, float(latency_s), float(bandwidth))
     assert 1 <= best <= num_bytes
     assert exact_s(best) == min(exact_s(segments) for segments in range(1, num_bytes + 1))
+
+
+def test_gloos_tree_shares_the_link_of_a_rank_with_many_children() -> None:
+    messages = {
+        num_ranks: gloo_broadcast_s(num_ranks, 0, Link(1.0, 1.0)) for num_ranks in (1, 2, 3, 4, 8, 16)
+    }
+    assert messages == {1: 0, 2: 1, 3: 2, 4: 3, 8: 6, 16: 10}
+
+
+@given(st.integers(0, 1 << 30), st.integers(1, 64), st.floats(1e-6, 1e-2), st.floats(1e6, 1e11))
+def test_a_chain_is_chosen_where_it_is_estimated_to_be_faster(
+    num_bytes: int, num_ranks: int, latency_s: float, bytes_per_s: float
+) -> None:
+    link = Link(latency_s, bytes_per_s)
+    chosen, own_s = chain_segments(num_bytes, num_ranks, link), gloo_broadcast_s(num_ranks, num_bytes, link)
+    if chosen is None:
+        segments = (1, 2, best_segments(num_bytes, num_ranks, latency_s, bytes_per_s))
+        assert all(chain_broadcast_s(num_ranks, num_bytes, s, link) >= own_s * (1 - 1e-12) for s in segments)
+    else:
+        assert num_ranks > 2
+        assert chain_broadcast_s(num_ranks, num_bytes, chosen, link) < own_s
 
 
 def test_algorithms_with_a_reduce_scatter_of_their_own() -> None:

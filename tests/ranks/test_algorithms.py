@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+import plait
 from plait.comm import (
     AlgorithmReduce,
+    BulkBroadcast,
     all_gather_by,
     all_reduce_by,
     broadcast_by,
@@ -129,6 +131,38 @@ def test_broadcasts_and_gathers_give_every_rank_all_values(pool: Pool, num_ranks
         assert torch.equal(ring, torch.arange(numel).float())
     if num_ranks in (1, 2, 4):
         assert torch.equal(pool.run(_rooted, num_ranks, numel)[0][5], torch.arange(numel).float())
+
+
+def _bulk(num_hosts: int) -> tuple[bool, list[Tensor], bool]:
+    """Broadcasts of three sizes from rank 1, and a plain model's weights, on ranks of several hosts."""
+    rank = connect(transport="gloo").rank
+    with mock.patch.object(rendezvous, "host_identity", return_value=f"host {rank % num_hosts}"):
+        group = connect().group
+        bulk = BulkBroadcast(group)
+        tensors = [_contribution(group.rank, numel, "float32") for numel in (0, 1000, 400_003)]
+        for tensor in tensors:
+            bulk.run(tensor, source=1)
+        torch.manual_seed(group.rank)  # the engine takes rank 0's weights
+        engine = plait.parallelize([torch.nn.Linear(500, 500)], f"dp={group.size}", loss=_unused)
+        weights = engine.model(torch.eye(500)).detach()
+    assert group.comm_log is not None
+    has_sent = any(key.op == "send" for key in group.comm_log.read())
+    return bulk.chains, [*tensors, weights], has_sent
+
+
+def _unused(outputs: Any, batch: Any) -> tuple[Tensor, int]:
+    raise AssertionError("no step is taken")
+
+
+@pytest.mark.parametrize(("num_ranks", "num_hosts", "chains"), [(4, 2, True), (3, 1, False), (2, 2, False)])
+def test_weights_are_broadcast_by_a_chain_between_hosts_alone(
+    pool: Pool, num_ranks: int, num_hosts: int, chains: bool
+) -> None:
+    found = pool.over("gloo").run(_bulk, num_ranks, num_hosts)
+    expected = [_contribution(1, numel, "float32") for numel in (0, 1000, 400_003)] + [found[0][1][3]]
+    for chained, tensors, has_sent in found:
+        assert chained == has_sent == chains
+        assert all(torch.equal(*pair) for pair in zip(tensors, expected, strict=True))
 
 
 def _strided() -> tuple[Tensor, Tensor]:

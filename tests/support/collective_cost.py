@@ -2,25 +2,9 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from plait.plan.collectives import is_power_of_two, scatters
-
-
-@dataclass(frozen=True)
-class Link:
-    """Cost of a message: `latency_s` plus its bytes over `bytes_per_s`; a rank sends and receives at the same
-    time.
-
-    `reduce_s_per_byte`: cost of adding received data.
-    """
-
-    latency_s: float
-    bytes_per_s: float
-    reduce_s_per_byte: float = 0.0
-
-    def message_s(self, num_bytes: float) -> float:
-        return self.latency_s + num_bytes / self.bytes_per_s
+from plait.plan.cost_model import Link
 
 
 def cost_s(algorithm: str, num_ranks: int, num_bytes: float, link: Link, *, scatter: bool = False) -> float:
@@ -47,13 +31,6 @@ def _halves_s(algorithm: str, num_ranks: int, num_bytes: float, link: Link) -> t
         bytes_moved = float(messages * num_bytes)
     moved_s = messages * link.latency_s + bytes_moved / link.bytes_per_s
     return moved_s + bytes_moved * link.reduce_s_per_byte, moved_s
-
-
-def chain_broadcast_s(num_ranks: int, num_bytes: float, segments: int, link: Link) -> float:
-    """Seconds of a chain broadcast in segments."""
-    if num_ranks == 1:
-        return 0.0
-    return (num_ranks - 2 + segments) * link.message_s(num_bytes / segments)
 
 
 def two_level_cost_s(hosts: Sequence[int], num_bytes: float, inside: Link, between: Link) -> float:

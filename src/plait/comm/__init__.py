@@ -2,6 +2,7 @@
 
 from plait.comm.algorithms import (
     AlgorithmReduce,
+    BulkBroadcast,
     all_gather_by,
     all_reduce_by,
     broadcast_by,
@@ -65,6 +66,7 @@ __all__ = [
     "CODECS",
     "TRANSPORTS",
     "AlgorithmReduce",
+    "BulkBroadcast",
     "Call",
     "CommThread",
     "CompressedReduce",

@@ -118,6 +118,48 @@ def training_flops_per_token(
     return 6.0 * matmul_parameters + 6.0 * num_layers * attention_width * sequence
 
 
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Cost of a message: `latency_s` plus its bytes over `bytes_per_s`; a rank sends and receives at the same
+    time.
+
+    `reduce_s_per_byte`: cost of adding received data.
+    """
+
+    latency_s: float
+    bytes_per_s: float
+    reduce_s_per_byte: float = 0.0
+
+    def message_s(self, num_bytes: float) -> float:
+        return self.latency_s + num_bytes / self.bytes_per_s
+
+
+# Gloo's messages between hosts. Their product is what matters to the number of segments, as a square root.
+TCP_LINK = Link(5e-4, 1e9)
+
+
+def chain_broadcast_s(num_ranks: int, num_bytes: float, segments: int, link: Link) -> float:
+    """Seconds of a chain broadcast in segments."""
+    if num_ranks == 1:
+        return 0.0
+    return (num_ranks - 2 + segments) * link.message_s(num_bytes / segments)
+
+
+def gloo_broadcast_s(num_ranks: int, num_bytes: float, link: Link) -> float:
+    """Seconds of Gloo's broadcast: a binomial tree, in which the messages to all children of a rank share its
+    link: k(k+1)/2 times that of one message for 2^k ranks."""
+    subtrees = [min(1 << bit, num_ranks - (1 << bit)) for bit in range((num_ranks - 1).bit_length())]
+    below_s = max((gloo_broadcast_s(size, num_bytes, link) for size in subtrees), default=0.0)
+    return len(subtrees) * link.message_s(num_bytes) + below_s
+
+
+def chain_segments(num_bytes: int, num_ranks: int, link: Link) -> int | None:
+    """Number of segments of a chain that broadcasts faster than Gloo does; None if none does."""
+    segments = best_segments(num_bytes, num_ranks, link.latency_s, link.bytes_per_s)
+    chain_s = chain_broadcast_s(num_ranks, num_bytes, segments, link)
+    return segments if chain_s < gloo_broadcast_s(num_ranks, num_bytes, link) else None
+
+
 def best_segments(num_bytes: int, num_ranks: int, latency_s: float, bandwidth: float) -> int:
     """Number of segments of the fastest chain broadcast: sqrt((p-2) N / (alpha B)).
 

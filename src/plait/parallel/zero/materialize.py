@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 import torch
 from torch import Tensor, nn
 
-from plait.comm import Group, broadcast
+from plait.comm import BulkBroadcast, Group
 from plait.errors import ModelError
 from plait.models import initialize_weights
 from plait.parallel.zero.exec_order import UnitGroup
@@ -96,13 +96,14 @@ def _broadcast_weights(
     model: nn.Module, store: Callable[[str, Tensor], None], world: Group, device: torch.device
 ) -> None:
     """Broadcast rank 0's weights and buffers, one tensor at a time."""
+    bulk = BulkBroadcast(world)
     for name, parameter in model.named_parameters():
         values = parameter.detach().to(device, copy=True)
-        broadcast(values, world)
+        bulk.run(values, label=name)
         store(name, values)
-    for buffer in model.buffers():
+    for name, buffer in model.named_buffers():
         if not buffer.is_meta:
-            broadcast(buffer, world)
+            bulk.run(buffer, label=name)
 
 
 def move_buffers(model: nn.Module, plan: Plan, device: torch.device) -> None:

@@ -30,8 +30,8 @@ PL_CALLS - PL_SUMS may be open. Between the start of a sum and its end, no call 
 
 [Note: trust in descriptions]
 Ranks are processes of one user and have no secrets from each other, but a program that writes beyond the end of a
-tensor may overwrite the descriptions that its peers read. A description that points outside the arena of its rank is an error,
-PL_DAMAGED, before anything is read or written there.
+tensor may overwrite the descriptions that its peers read. A description that points outside the arena of its rank is
+an error, PL_DAMAGED, before anything is read or written there.
 
 [Note: closing a group]
 A group may be closed while other threads are about to call its functions, or wait in them. So `pl_close` leaves the
