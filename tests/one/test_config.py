@@ -227,32 +227,67 @@ def test_only_optimizers_that_update_each_element_by_itself_are_taken(recipe: Pa
     assert "[optimizer] itself" in message(lambda: read_and_check(recipe, ["optimizer.args={lr=1.0}"]))
 
 
-def test_a_course_longer_than_the_run_is_refused(recipe: Path) -> None:
+def test_a_schedule_longer_than_the_run_is_an_error(recipe: Path) -> None:
     assert "longer than the run" in message(lambda: read_recipe(recipe, ["schedule.warmup=101"]))
-    assert "decay" in message(lambda: read_recipe(recipe, ["schedule.decay=10"]))
-    assert "decay" in message(lambda: read_recipe(recipe, ["schedule.name=warmup_stable_decay"]))
+
+
+def test_a_key_without_effect_on_the_schedule_is_an_error(recipe: Path) -> None:
+    for key in ("min_lr_ratio=0.1", "cycles=2", "power=2.0", "timescale=5", "decay=10", "decay_type=linear"):
+        said = message(lambda key=key: read_recipe(recipe, ["schedule.name=constant", f"schedule.{key}"]))
+        assert f"schedule.{key.partition('=')[0]} has no effect" in said
+
+
+def test_the_last_phase_of_warmup_stable_decay_has_a_length_and_a_form(recipe: Path) -> None:
+    name = "schedule.name=warmup_stable_decay"
+    assert "--set schedule.decay=20" in message(lambda: read_recipe(recipe, [name]))
+    said = message(lambda: read_recipe(recipe, [name, "schedule.decay=10"]))
+    assert "schedule.decay_type=cosine" in said  # the form that recipes without this key had
+    read_recipe(recipe, [name, "schedule.decay=10", "schedule.decay_type=1-sqrt"])
+
+
+STABLE = {"name": "warmup_stable_decay", "decay": 20}
 
 
 @pytest.mark.parametrize(
-    ("name", "theirs", "decay"),
+    ("keys", "theirs", "specific"),
     [
-        ("constant", "constant_with_warmup", None),
-        ("linear", "linear", None),
-        ("cosine", "cosine", None),
-        ("warmup_stable_decay", "warmup_stable_decay", 20),
+        ({"name": "constant"}, "constant_with_warmup", {}),
+        ({"name": "linear"}, "linear", {}),
+        ({"name": "linear", "min_lr_ratio": 0.1}, "polynomial", {"lr_end": 0.05}),
+        ({"name": "cosine"}, "cosine", {}),
+        ({"name": "cosine", "min_lr_ratio": 0.1}, "cosine_with_min_lr", {"min_lr_rate": 0.1}),
+        ({"name": "cosine_with_restarts", "cycles": 3}, "cosine_with_restarts", {"num_cycles": 3}),
+        ({"name": "polynomial", "power": 2.0}, "polynomial", {"power": 2.0, "lr_end": 0.0}),
+        (
+            {"name": "polynomial", "power": 0.5, "min_lr_ratio": 0.2},
+            "polynomial",
+            {"power": 0.5, "lr_end": 0.1},
+        ),
+        ({"name": "inverse_sqrt"}, "inverse_sqrt", {}),
+        ({"name": "inverse_sqrt", "timescale": 30}, "inverse_sqrt", {"timescale": 30}),
+        *[
+            (
+                {**STABLE, "decay_type": form, "min_lr_ratio": floor},
+                "warmup_stable_decay",
+                {"num_decay_steps": 20, "decay_type": form, "min_lr_ratio": floor},
+            )
+            for form, floor in (("linear", 0.0), ("cosine", 0.1), ("1-sqrt", 0.1))
+        ],
     ],
 )
 def test_the_learning_rate_is_that_of_transformers_at_any_step_in_any_order(
-    name: str, theirs: str, decay: int | None
+    keys: dict[str, Any], theirs: str, specific: dict[str, Any]
 ) -> None:
     weight = torch.zeros(1, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=0.5)
-    specific = None if decay is None else {"num_decay_steps": decay}
     scheduler = get_scheduler(theirs, optimizer, 10, 100, specific)
     expected = []
     for _ in range(100):
         expected.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         scheduler.step()
-    course = lr_lambda(ScheduleConfig.model_validate({"name": name, "warmup": 10, "decay": decay}), 100)
-    assert [0.5 * course(step) for step in reversed(range(100))] == expected[::-1]
+    if theirs == "warmup_stable_decay":  # transformers' warmup starts at the minimum, ours always at 0
+        expected[:10] = [0.05 * step for step in range(10)]
+    factor = lr_lambda(ScheduleConfig.model_validate({"warmup": 10, **keys}), 100)
+    ours = [0.5 * factor(step) for step in reversed(range(100))][::-1]
+    assert ours == (pytest.approx(expected, rel=1e-14, abs=0) if "min_lr_ratio" in keys else expected)

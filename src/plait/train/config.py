@@ -101,9 +101,29 @@ class OptimizerConfig(Section):
 class ScheduleConfig(Section):
     """`[schedule]`: the learning rate schedule, one of transformers.get_scheduler's."""
 
-    name: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = "cosine"
+    name: Literal[
+        "constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt",
+        "warmup_stable_decay",
+    ] = "cosine"  # fmt: skip
     warmup: Count = 0  # steps from 0 up to optimizer.lr
-    decay: Positive | None = None  # for warmup_stable_decay: the last steps, down to 0
+    min_lr_ratio: float = Field(default=0.0, ge=0, lt=1)  # the decay ends at this fraction of optimizer.lr
+    cycles: Positive = 1
+    power: float = Field(default=1.0, gt=0)
+    timescale: Positive | None = None  # steps after which the rate has fallen by sqrt(2); None: warmup
+    decay: Positive | None = None  # the last steps, in which the rate decays
+    # required with `decay`: get_scheduler's default is a cosine, that of the papers is linear or 1-sqrt
+    decay_type: Literal["linear", "cosine", "1-sqrt"] | None = None
+
+
+_DECAYING = ("linear", "cosine", "cosine_with_restarts", "polynomial", "warmup_stable_decay")
+_SCHEDULES_WITH = {  # key: the schedules that use it
+    "min_lr_ratio": _DECAYING,
+    "cycles": ("cosine_with_restarts",),
+    "power": ("polynomial",),
+    "timescale": ("inverse_sqrt",),
+    "decay": ("warmup_stable_decay",),
+    "decay_type": ("warmup_stable_decay",),
+}
 
 
 class LossScaleConfig(Section):
@@ -306,11 +326,28 @@ def _check_optimizer(optimizer: OptimizerConfig) -> None:
 
 
 def _check_schedule(schedule: ScheduleConfig, steps: int) -> None:
-    if (schedule.name == "warmup_stable_decay") != (schedule.decay is not None):
-        raise ConfigError(
-            "schedule.decay is required by warmup_stable_decay and invalid otherwise",
-            given=f"schedule.name = {schedule.name!r}, decay {_is_set(schedule.decay)}",
-        )
+    for key, names in _SCHEDULES_WITH.items():
+        if schedule.name not in names and getattr(schedule, key) != getattr(ScheduleConfig(), key):
+            raise ConfigError(
+                f"schedule.{key} has no effect on this schedule",
+                given=f"schedule.{key} = {getattr(schedule, key)!r}, schedule.name = {schedule.name!r}",
+                expected=f"schedule.name = {' or '.join(names)}",
+                hint=f"--set schedule.{key}= removes the key from the recipe",
+            )
+    if schedule.name == "warmup_stable_decay":
+        if schedule.decay is None:
+            raise ConfigError(
+                "warmup_stable_decay needs the number of steps in which the rate decays",
+                given="no schedule.decay",
+                hint=f"--set schedule.decay={max(1, steps // 5)}",
+            )
+        if schedule.decay_type is None:
+            raise ConfigError(
+                "warmup_stable_decay needs the form of its decay",
+                given="no schedule.decay_type",
+                expected="linear, cosine or 1-sqrt",
+                hint="--set schedule.decay_type=cosine, with which runs from before this key continue",
+            )
     if schedule.warmup + (schedule.decay or 0) > steps:
         raise ConfigError(
             "the learning rate schedule is longer than the run",

@@ -36,7 +36,17 @@ def check_optimizer_args(config: OptimizerConfig) -> None:
 def lr_lambda(config: ScheduleConfig, steps: int) -> Callable[[int], float]:
     """Return the factor of optimizer.lr as a pure function of the step number, 0 to `steps` - 1."""
     name = "constant_with_warmup" if config.name == "constant" else config.name
-    specific = {"num_decay_steps": config.decay} if config.name == "warmup_stable_decay" else None
+    specific = {
+        "cosine_with_restarts": {"num_cycles": config.cycles},
+        "polynomial": {"power": config.power, "lr_end": 0.0},
+        "inverse_sqrt": {"timescale": config.timescale},
+        "warmup_stable_decay": {"num_decay_steps": config.decay, "decay_type": config.decay_type},
+    }
     unused = torch.optim.SGD([torch.zeros(1)], lr=1.0)  # only needed to build the scheduler
-    scheduler = get_scheduler(name, unused, config.warmup, steps, specific)
-    return typing.cast(Callable[[int], float], scheduler.lr_lambdas[0])
+    scheduler = get_scheduler(name, unused, config.warmup, steps, specific.get(name))
+    to_zero = typing.cast(Callable[[int], float], scheduler.lr_lambdas[0])
+    if not config.min_lr_ratio:
+        return to_zero
+    # As transformers' schedules with a minimum compute it, but warmup always starts at 0.
+    floor = config.min_lr_ratio
+    return lambda step: to_zero(step) if step < config.warmup else to_zero(step) * (1 - floor) + floor
