@@ -53,7 +53,7 @@ def parallelize(
     param_groups    as in torch: parameters, or dicts of them. None: no weight decay for norms and biases
     clip_norm       maximum global 2-norm of the gradient; `clip_value`: of an element
     loss            (outputs, micro-batch) -> (summed loss, number of targets). None: by the model's task
-    loss_scaling    dynamic loss scaling of precision=fp16; `offload_dir`: folder of offload=disk
+    loss_scaling    of precision=fp16; None: `LossScaling()`, dynamic. `offload_dir`: folder of offload=disk
     blocks          the repeated modules, or their classes. None: of the largest ModuleList
     tensor_plan     how `tp` shards layers, {"blocks.*.fc1": "colwise"}. None: the model's own plan
     probe           compare gradients with the full model's on rank 0, for random tokens (True) or a batch

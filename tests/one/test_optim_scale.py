@@ -104,6 +104,18 @@ def test_a_scale_of_other_settings_is_taken_over_within_these() -> None:
         hasty.load({**patient.state(), "value": torch.tensor(3.0)})
 
 
+def test_a_fixed_scale_never_changes_also_when_a_checkpoint_has_another() -> None:
+    fixed, dynamic = LossScale(LossScaling(initial=0.5, dynamic=False)), LossScale(LossScaling(interval=1))
+    for overflow in (True, False, True, True):
+        fixed.update(overflow)
+        assert fixed.value == 0.5
+    dynamic.update(False)
+    fixed.load(dynamic.state())
+    assert fixed.value == 0.5
+    dynamic.load(LossScale(LossScaling(initial=64.0, dynamic=False)).state())
+    assert dynamic.value == 64.0
+
+
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
@@ -120,6 +132,8 @@ def test_a_scale_of_other_settings_is_taken_over_within_these() -> None:
         ({"interval": 2.5}, "whole number from 1"),
         ({"hysteresis": True}, "whole number from 1"),
         ({"minimum": 2.0**17}, "at most the initial scale"),
+        ({"dynamic": False, "initial": 1000.0}, "initial=1024"),
+        ({"dynamic": False, "interval": 10}, "a fixed loss scale never changes"),
     ],
 )
 def test_invalid_settings_are_errors(settings: dict[str, Any], match: str) -> None:

@@ -182,6 +182,22 @@ def test_a_scale_grows_after_its_interval_and_backs_off_with_patience(pool: Pool
         assert state["engine/loss_scale.value"] == 256.0 * 4.0**3
 
 
+def test_a_fixed_scale_never_changes_and_overflows_are_skipped_all_the_same(pool: Pool) -> None:
+    fixed = {"loss_scaling": LossScaling(initial=256.0, dynamic=False)}
+    ranks = pool.run(_overflows, 2, "dp=2 zero=1 precision=fp16", fixed, 1, 1)
+    for found, changed in ranks:
+        assert [(result.skipped, scale) for result, scale in found] == [
+            (False, 256.0),
+            (True, 256.0),
+            (False, 256.0),
+        ]
+        assert set(changed) <= {"engine/num_steps"}
+    dynamic = {"loss_scaling": LossScaling(initial=256.0)}  # which nothing changes in so few steps
+    one, other = (pool.run(trained, 2, "dp=2 precision=fp16", options)[0] for options in (fixed, dynamic))
+    assert repr(one[0]) == repr(other[0])
+    assert not differing(one[1], other[1])
+
+
 def _scales_change_no_bit(initial: float) -> Any:
     results, weights, _ = trained(
         "dp=2 zero=3 precision=fp16", {"loss_scaling": LossScaling(initial=initial)}

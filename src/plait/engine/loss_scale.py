@@ -1,4 +1,4 @@
-"""fp16's dynamic loss scale, for losses that are sums over targets."""
+"""fp16's loss scale, for losses that are sums over targets."""
 
 import math
 from collections.abc import Callable, Collection

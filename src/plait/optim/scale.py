@@ -1,4 +1,4 @@
-"""Dynamic loss scaling for fp16: the largest scale without infinite gradients.
+"""Loss scaling for fp16: dynamic, the largest scale without infinite gradients, or fixed.
 
 torch.amp.GradScaler's rule: an overflow multiplies the scale by `backoff` and the step is skipped; after
 `interval` steps without one it is multiplied by `growth`.
@@ -25,6 +25,8 @@ class LossScale:
     def update(self, overflow: bool) -> None:
         """Update after a step. `overflow`: a gradient of any rank was not finite, and the step was
         skipped."""
+        if not self._scaling.dynamic:
+            return
         if overflow:
             self._clean = 0
             if self._left == 1:
@@ -48,7 +50,8 @@ class LossScale:
         }
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Load what `state` returned, also from a scale with other options. Raises CheckpointError."""
+        """Load what `state` returned, also from a scale with other options. A fixed scale keeps its own
+        value. Raises CheckpointError."""
         known = {key: tensor.item() for key, tensor in state.items() if tensor.numel() == 1}
         if known.keys() != self.state().keys() or not is_power_of_two(known["value"]):
             raise CheckpointError(
@@ -56,6 +59,8 @@ class LossScale:
                 given=known,
                 expected="a power of two and two counts",
             )
+        if not self._scaling.dynamic:
+            return
         self.value = max(known["value"], self._scaling.minimum)
         self._clean = min(max(int(known["clean"]), 0), self._scaling.interval - 1)
         self._left = min(max(int(known["hysteresis_left"]), 1), self._scaling.hysteresis)

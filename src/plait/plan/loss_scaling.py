@@ -1,4 +1,4 @@
-"""Options of dynamic loss scaling.
+"""Options of loss scaling.
 
 [Note: powers of two only]
 A scale that is a power of two changes exponents and no mantissa: scaling and unscaling are exact, so the
@@ -18,7 +18,7 @@ SMALLEST, LARGEST = 2.0**-126, 2.0**127
 
 @dataclass(frozen=True)
 class LossScaling:
-    """Options of dynamic loss scaling.
+    """Options of loss scaling: dynamic, or with a scale that never changes.
 
     initial      the first scale
     growth       factor after `interval` consecutive steps without an overflow
@@ -27,6 +27,8 @@ class LossScaling:
     hysteresis   overflows before the scale backs off, consecutive or not; after that every further one backs
                  off, until a full interval without one restores the number. 1 is torch.amp.GradScaler's rule
     minimum      lower bound of the scale
+    dynamic      False: every step has the initial scale, and the other options do not apply. Steps whose
+                 gradients overflow are skipped all the same
 
     All but the counts are powers of two: see [Note: powers of two only]. Raises ConfigError.
     """
@@ -37,9 +39,11 @@ class LossScaling:
     interval: int = 2000
     hysteresis: int = 1
     minimum: float = 1.0
+    dynamic: bool = True
 
     def __post_init__(self) -> None:
-        for field in fields(self):
+        self._check_fixed()
+        for field in fields(self)[:-1]:
             value = getattr(self, field.name)
             if field.name in ("interval", "hysteresis"):
                 is_valid, expected, near = (
@@ -53,8 +57,18 @@ class LossScaling:
             _require(is_valid, field.name, repr(value), expected, near)
         _require(self.growth > 1, "growth", self.growth, "more than 1")
         _require(self.backoff < 1, "backoff", self.backoff, "less than 1")
-        fits = self.minimum <= self.initial
+        fits = self.minimum <= self.initial or not self.dynamic
         _require(fits, "minimum", self.minimum, f"at most the initial scale, {self.initial}")
+
+    def _check_fixed(self) -> None:
+        changed = [f.name for f in fields(self)[1:-1] if getattr(self, f.name) != f.default]
+        if changed and not self.dynamic:
+            raise ConfigError(
+                "a fixed loss scale never changes",
+                given=f"dynamic=False, {changed[0]}={getattr(self, changed[0])}",
+                expected="no option but initial",
+                hint="dynamic=True",
+            )
 
 
 def _require(ok: bool, name: str, value: object, expected: str, hint: str | None = None) -> None:
