@@ -76,6 +76,21 @@ def test_a_resumed_run_has_every_step_once(tmp_path: Path) -> None:
     assert [event.value for event in board.Scalars("validation/loss")] == [8.0, 5.0, 2.0, -1.0]
 
 
+def test_a_validation_loss_is_reported_with_its_perplexity(tmp_path: Path) -> None:
+    run, shown = RunDir(tmp_path), io.StringIO()
+    with Metrics(run, Console(file=shown, width=200), 0, 12, 2) as metrics:
+        metrics.validation(3, 5.0)
+        metrics.validation(6, 1000.0)  # beyond the largest float
+    assert "step 3/12  validation loss 5.0000  perplexity 148.41\n" in shown.getvalue()
+    assert "perplexity inf\n" in shown.getvalue()
+    found = [line["validation_perplexity"] for line in read_metrics(run.metrics)]
+    assert found == [pytest.approx(148.4131591), None]
+    board = EventAccumulator(str(run.tensorboard))
+    board.Reload()
+    [first, _] = board.Scalars("validation/perplexity")
+    assert (first.step, first.value) == (3, pytest.approx(148.4131591))
+
+
 def test_a_run_that_starts_again_in_its_directory_logs_everything_once(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     for _ in range(2):

@@ -127,7 +127,7 @@ _SCHEDULES_WITH = {  # key: the schedules that use it
 
 
 class LossScaleConfig(Section):
-    """`[loss_scale]`: dynamic loss scaling for fp16; the keys are those of plait.optim.LossScaling."""
+    """`[loss_scale]`: loss scaling for fp16; the keys are those of plait.LossScaling."""
 
     initial: float = LossScaling.initial
     growth: float = LossScaling.growth
@@ -135,6 +135,7 @@ class LossScaleConfig(Section):
     interval: int = LossScaling.interval
     hysteresis: int = LossScaling.hysteresis
     minimum: float = LossScaling.minimum
+    dynamic: bool = LossScaling.dynamic
 
     def scaling(self) -> LossScaling:
         """Return the validated settings. Raises ConfigError."""

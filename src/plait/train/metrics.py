@@ -1,9 +1,9 @@
 """The metrics of a run: progress line, metrics.jsonl and TensorBoard. Written on rank 0 only.
 
 metrics.jsonl has one object per line: for a step all of `StepMetrics` (`loss_scale` only with fp16), for an
-evaluation `step` and `validation_loss`, for a save `step` and `save_pause_s`, for a warning `step` and
-`warning`. Non-finite numbers are written as null. A resumed run truncates the file to the step that it
-resumes from, so that no step is recorded twice.
+evaluation `step`, `validation_loss` and `validation_perplexity`, for a save `step` and `save_pause_s`, for a
+warning `step` and `warning`. Non-finite numbers are written as null. A resumed run truncates the file to the
+step that it resumes from, so that no step is recorded twice.
 """
 
 import contextlib
@@ -155,10 +155,14 @@ class Metrics:
         """Record an evaluation after `step` steps."""
         if self._console is None:
             return
-        self._record({"step": step, "validation_loss": loss})
+        values = {"loss": loss, "perplexity": perplexity(loss)}
+        self._record({"step": step} | {f"validation_{name}": value for name, value in values.items()})
         with self._writing():
-            self._board.add_scalar("validation/loss", loss, step)
-        self.log(f"step {step}/{self._steps}  validation loss {loss:.4f}")
+            for name, value in values.items():
+                self._board.add_scalar(f"validation/{name}", value, step)
+        self.log(
+            f"step {step}/{self._steps}  validation loss {loss:.4f}  perplexity {values['perplexity']:,.2f}"
+        )
 
     def saved(self, step: int, pause_s: float, text: str) -> None:
         """Record that the state after `step` steps is saved, for which training paused `pause_s` seconds."""
@@ -187,6 +191,14 @@ class Metrics:
         window = self._since_log
         left_s = (self._steps - window[-1].step) * sum(step.seconds for step in window) / len(window)
         return f"  {time.strftime('%H:%M:%S', time.gmtime(left_s))} left" if left_s < 86400 else ""
+
+
+def perplexity(loss: float) -> float:
+    """Return e to the loss, a mean over tokens in nats; infinity where a float cannot hold it."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
 
 
 def truncate_metrics(path: Path, last_step: int) -> None:

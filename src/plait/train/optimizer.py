@@ -36,7 +36,7 @@ def check_optimizer_args(config: OptimizerConfig) -> None:
 def lr_lambda(config: ScheduleConfig, steps: int) -> Callable[[int], float]:
     """Return the factor of optimizer.lr as a pure function of the step number, 0 to `steps` - 1."""
     name = "constant_with_warmup" if config.name == "constant" else config.name
-    specific = {
+    specific: dict[str, dict[str, object]] = {
         "cosine_with_restarts": {"num_cycles": config.cycles},
         "polynomial": {"power": config.power, "lr_end": 0.0},
         "inverse_sqrt": {"timescale": config.timescale},

@@ -5,7 +5,7 @@ A step with a non-finite loss or gradient is skipped, and run.max_skipped such s
 fp16, overflowing gradients are how the loss scale finds its level: going from 65536 down to 1 takes sixteen
 steps, more with hysteresis, and none of them means that the run has diverged. In fp16 a skipped step
 therefore counts only if no smaller scale could have saved it: its loss is not finite (the scale does not
-affect that), or the scale is at its minimum.
+affect that), or the scale is at its minimum or fixed.
 """
 
 import math
@@ -201,7 +201,8 @@ class Trainer:
         self._step += 1
         parts.stragglers.end(self._step)
         self._tokens += result.num_tokens
-        can_shrink = loss_scale is not None and loss_scale > self._recipe.loss_scale.minimum
+        scaling = self._recipe.loss_scale
+        can_shrink = loss_scale is not None and scaling.dynamic and loss_scale > scaling.minimum
         if not result.skipped:
             self._bad_steps_in_a_row = 0
         elif not (can_shrink and math.isfinite(result.loss)):
@@ -306,7 +307,9 @@ class Trainer:
         newest = f"; the newest checkpoint is {saved[-1]}" if saved else ""
         scale = self._engine.loss_scale
         at_scale = "" if scale is None else f" and a loss scale of {scale:g}"
-        try_bf16 = "" if scale is None else ", precision=bf16"
+        is_fixed = scale is not None and not self._recipe.loss_scale.dynamic
+        try_dynamic = ", a smaller loss_scale.initial or loss_scale.dynamic=true" if is_fixed else ""
+        try_bf16 = "" if scale is None else f"{try_dynamic}, precision=bf16"
         return RunError(
             f"the gradient was not finite in {self._bad_steps_in_a_row} steps in a row",
             given=f"up to step {self._step}, with a learning rate of {lr:.2e}{at_scale}",
