@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from plait.engine.engine import Engine
     from plait.errors import DDPError, PlaitError
     from plait.models import Chain
+    from plait.optim.lion import Lion
     from plait.parallel.all_gather import differentiable_all_gather
     from plait.parallel.ddp import DistributedDataParallel
     from plait.plan import Plan
@@ -23,6 +24,7 @@ __all__ = [
     "DistributedDataParallel",
     "Engine",
     "EvalResult",
+    "Lion",
     "LossScaling",
     "PlaitError",
     "Plan",
@@ -41,6 +43,7 @@ _HOMES = {
     "Engine": "plait.engine.engine",
     "EvalResult": "plait.engine.batch",
     "StepResult": "plait.engine.batch",
+    "Lion": "plait.optim.lion",
     "LossScaling": "plait.plan.loss_scaling",
     "launch": "plait.comm.launch_function",
     "differentiable_all_gather": "plait.parallel.all_gather",

@@ -5,11 +5,17 @@ from typing import Any
 import pytest
 import torch
 
+import plait
 from plait.errors import ConfigError
 from plait.optim.flat import FlatSlice, make_optimizer, scaled_step, state_kinds, states_per_element
 
 ELEMENTWISE = ["AdamW", "Adam", "SGD", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta"]
-ELEMENTWISE += ["ASGD", "Rprop"]
+ELEMENTWISE += ["ASGD", "Rprop", "Lion"]
+
+
+def class_named(name: str) -> type[torch.optim.Optimizer]:
+    kind: type[torch.optim.Optimizer] = plait.Lion if name == "Lion" else getattr(torch.optim, name)
+    return kind
 
 
 def piece(group: int, *, value: float = 1.0) -> FlatSlice:
@@ -18,7 +24,7 @@ def piece(group: int, *, value: float = 1.0) -> FlatSlice:
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_every_group_is_there_in_order_on_a_rank_without_a_leaf_in_it(name: str) -> None:
-    kind = getattr(torch.optim, name)
+    kind = class_named(name)
     lone = piece(1)
     groups = ({}, {"lr": 0.25}, {"lr": 0.5})
     optimizer = make_optimizer(kind, {"lr": 0.125}, [lone], groups)
@@ -34,7 +40,7 @@ def test_every_group_is_there_in_order_on_a_rank_without_a_leaf_in_it(name: str)
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_the_second_group_does_not_decay_where_the_class_can(name: str) -> None:
-    kind = getattr(torch.optim, name)
+    kind = class_named(name)
     arguments = {"lr": 0.1} if name == "Rprop" else {"lr": 0.1, "weight_decay": 0.1}
     optimizer = make_optimizer(kind, arguments, [piece(0), piece(1)])
     assert [group.get("weight_decay") for group in optimizer.param_groups] == (
@@ -66,6 +72,13 @@ def test_decay_for_a_class_that_knows_none_is_refused_unless_it_is_zero() -> Non
 def test_groups_with_different_states_are_refused() -> None:
     with pytest.raises(ConfigError, match="keep different states"):
         state_kinds(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, ({}, {"momentum": 0.0}))
+
+
+def test_lion_has_one_state_and_checks_its_arguments() -> None:
+    assert state_kinds(plait.Lion, {}) == {"exp_avg"}
+    for wrong in ({"lr": -1.0}, {"weight_decay": -0.1}, {"betas": (0.9, 1.0)}, {"betas": (0.9,)}):
+        with pytest.raises(ConfigError, match="Invalid"):
+            make_optimizer(plait.Lion, wrong, [])
 
 
 def test_the_states_of_an_optimizer_are_known_before_it_steps() -> None:
@@ -115,6 +128,6 @@ def test_classes_that_need_whole_tensors_are_refused_with_the_reason(
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
-def test_no_elementwise_class_of_torch_is_refused(name: str) -> None:
-    kinds = state_kinds(getattr(torch.optim, name), {"lr": 0.1})
+def test_no_elementwise_class_is_refused(name: str) -> None:
+    kinds = state_kinds(class_named(name), {"lr": 0.1})
     assert all(isinstance(kind, str) for kind in kinds)

@@ -189,10 +189,11 @@ def test_groups_with_options_of_their_own_train_the_same(pool: Pool, plan: str, 
         ("RMSprop", {"lr": 1e-3, "momentum": 0.5, "centered": True}),
         ("NAdam", {"lr": 1e-3, "weight_decay": 0.01}),
         ("Adam", {"lr": 1e-3, "amsgrad": True}),
+        ("Lion", {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}),
     ],
 )
 @every_stage
-def test_torchs_element_wise_optimizers_train_the_same(
+def test_element_wise_optimizers_train_the_same(
     pool: Pool, plan: str, kind: str, arguments: dict[str, Any]
 ) -> None:
     check_parity(pool, Task(programs.llama, optimizer=kind, arguments=arguments), plan)

@@ -210,7 +210,7 @@ def engine_of(task: Task, plan: str, seed: int = 3) -> plait.Engine:
         return plait.parallelize(
             model,
             plan,
-            optimizer=getattr(torch.optim, task.optimizer),
+            optimizer=plait.Lion if task.optimizer == "Lion" else getattr(torch.optim, task.optimizer),
             optimizer_args=task.arguments,
             clip_norm=task.clip_norm,
             loss=None if task.own_loss else summed_loss,
@@ -296,8 +296,10 @@ def one_process_task(task: Task, first_weights: dict[str, Tensor], micros: int) 
     if task.prepare is not None:
         task.prepare(model)
     groups = _decay_groups(named) if task.groups is None else task.groups(model)
-    options = {"foreach": False} | task.arguments
-    stepper: torch.optim.Optimizer = getattr(torch.optim, task.optimizer)(groups, **options)
+    if task.optimizer == "Lion":
+        stepper: torch.optim.Optimizer = PlainLion(groups, task.arguments)
+    else:
+        stepper = getattr(torch.optim, task.optimizer)(groups, **{"foreach": False} | task.arguments)
     trainable = {name: p for name, p in named.items() if p.requires_grad}
     trace = Trace(first_weights=first_weights)
     for batch in task.data(task.steps):
@@ -316,6 +318,20 @@ def one_process_task(task: Task, first_weights: dict[str, Tensor], micros: int) 
         stepper.step()
     trace.weights = {name: p.detach().clone() for name, p in named.items()}
     return trace
+
+
+class PlainLion(torch.optim.Optimizer):
+    """Algorithm 2 of arXiv 2302.06675, line by line, parameter by parameter."""
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            lr, decay, (beta1, beta2) = group["lr"], group["weight_decay"], group["betas"]
+            for w in group["params"]:
+                g, m = w.grad, self.state[w].get("m", torch.zeros_like(w))
+                c = beta1 * m + (1 - beta1) * g
+                w.copy_(w - lr * (torch.sign(c) + decay * w))
+                self.state[w]["m"] = beta2 * m + (1 - beta2) * g
 
 
 def _mean_loss(model: nn.Module, batch: Batch, micros: int) -> Tensor:

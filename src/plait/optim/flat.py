@@ -80,7 +80,7 @@ def _not_elementwise(optimizer_class: type[torch.optim.Optimizer], reason: str) 
         f"{optimizer_class.__name__} cannot work on flat shards of parameters",
         given=reason,
         expected="an element-wise optimizer",
-        hint="AdamW, Adam, SGD, Adagrad, RMSprop, NAdam, RAdam, Adamax, Adadelta, ASGD or Rprop",
+        hint="AdamW, Lion, Adam, SGD, Adagrad, RMSprop, NAdam, RAdam, Adamax, Adadelta, ASGD or Rprop",
     )
 
 

@@ -20,7 +20,7 @@ from plait.plan.loss_scaling import LossScaling
 # element-wise. (Adafactor, Muon and LBFGS are not.) Rprop is, but it has no weight decay and adapts its own
 # step sizes, so that two keys of the recipe would have no effect.
 OPTIMIZERS = (
-    "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD",
+    "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Lion", "NAdam", "RAdam", "RMSprop", "SGD",
 )  # fmt: skip
 
 MONTH_S = 30 * 86400.0
@@ -85,7 +85,7 @@ class ModelConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """`[optimizer]`: a class of torch.optim. `args` are its other arguments, with torch's names."""
+    """`[optimizer]`: a class of torch.optim, or plait's Lion. `args` are its other arguments, with torch's names."""
 
     name: str = "AdamW"
     lr: float = Field(gt=0)

@@ -10,13 +10,15 @@ from collections.abc import Callable
 import torch
 from transformers import get_scheduler
 
+import plait.optim.lion
 from plait.errors import ConfigError, unknown_key_hint
 from plait.optim.flat import states_per_element
 from plait.train.config import OptimizerConfig, ScheduleConfig
 
 
 def optimizer_class(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
-    return typing.cast(type[torch.optim.Optimizer], getattr(torch.optim, config.name))
+    home = plait.optim.lion if config.name == "Lion" else torch.optim
+    return typing.cast(type[torch.optim.Optimizer], getattr(home, config.name))
 
 
 def check_optimizer_args(config: OptimizerConfig) -> None:
@@ -25,7 +27,7 @@ def check_optimizer_args(config: OptimizerConfig) -> None:
     for key in config.args:
         if key not in known:
             raise ConfigError(
-                f"torch.optim.{config.name} has no argument {key!r}",
+                f"{config.name} has no argument {key!r}",
                 given=f"optimizer.args.{key}",
                 hint=unknown_key_hint(key, known),
             )
