@@ -121,6 +121,18 @@ def test_a_loss_scale_has_the_settings_of_its_section(recipe: Path) -> None:
     assert "loss_scale.interval" in message(lambda: read_recipe(recipe, ["loss_scale.intervall=3"]))
 
 
+def test_a_group_of_parameters_has_a_pattern_and_options(recipe: Path) -> None:
+    found = read_recipe(recipe, ['optimizer.groups=[{match="*.bias", weight_decay=0.5}]']).optimizer.groups
+    assert [(group.match, group.options()) for group in found] == [("*.bias", {"weight_decay": 0.5})]
+    for group, words in (
+        ('match="*", lrr=1.0', "try     : optimizer.groups.0.lr"),
+        ("lr=1.0", "no optimizer.groups.0.match"),
+        ('match="*", lr=-1.0', "greater than or equal to 0"),
+        ('match="*"', "lr or weight_decay"),
+    ):
+        assert words in message(lambda group=group: read_recipe(recipe, [f"optimizer.groups=[{{{group}}}]"]))
+
+
 def test_gradients_are_clipped_in_one_way(recipe: Path) -> None:
     found = read_recipe(recipe, ["optimizer.clip_value=0.5"])
     assert (found.optimizer.clip_norm, found.optimizer.clip_value) == (None, 0.5)

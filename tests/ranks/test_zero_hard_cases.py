@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from plait.train.config import OptimizerConfig
+from plait.train.optimizer import param_groups
 from support import edge_case_models, programs
 from support.pool import Pool, PoolOver
 from support.programs import Task
@@ -171,6 +173,17 @@ def test_hooks_of_the_user_see_whole_gradients_and_what_they_return_counts(pool:
 
 
 # --- optimizers and clipping
+
+
+def recipe_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
+    groups = [{"match": "*o_proj*", "lr": 2e-3}, {"match": "*norm.weight", "weight_decay": 0.1}]
+    config = OptimizerConfig.model_validate({"lr": 1e-3, "groups": groups})
+    return param_groups(config, model) or []
+
+
+@every_stage
+def test_groups_of_a_recipe_train_the_same(pool: Pool, plan: str) -> None:
+    check_parity(pool, Task(programs.llama, groups=recipe_groups), plan)
 
 
 @pytest.mark.parametrize("groups", [edge_case_models.two_groups, edge_case_models.interleaved_groups])

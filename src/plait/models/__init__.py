@@ -9,7 +9,7 @@ from plait.models.activation_memory import (
     watch_activations,
 )
 from plait.models.batch_entries import RecordedBatch, forward_names
-from plait.models.blocks import Blocks, Chain, FlopFacts, blocks_of, unit_facts
+from plait.models.blocks import Blocks, Chain, FlopFacts, blocks_of, default_groups, unit_facts
 from plait.models.huggingface import causal_lm_on_meta, pretrained_causal_lm, read_config
 from plait.models.huggingface_names import SavedGroup, SaveFormat, StateNames, map_file_keys
 from plait.models.init_weights import initialize_weights, parameter_only_modules, seeded_rng
@@ -38,6 +38,7 @@ __all__ = [
     "build_tp_plan",
     "causal_lm_on_meta",
     "copy_to_meta",
+    "default_groups",
     "foreign_modules",
     "forward_inputs",
     "forward_names",

@@ -104,24 +104,31 @@ def unit_facts(
 
     A block is a unit; parameters registered before the blocks are the unit `embedding`, those after them
     `head`. A tied parameter belongs to the first unit that registers it. `groups`: the optimizer's group of
-    each trainable parameter; without it, group 0 has weight decay and group 1 (norms, biases and other
-    vectors) has none.
+    each trainable parameter; None: `default_groups`.
     """
     names = [name for name, _ in blocks]
+    groups = default_groups(model) if groups is None else groups
     tensors: dict[str, list[ParamInfo]] = {"embedding": [], **{name: [] for name in names}, "head": []}
-    norms = _norm_parameters(model)
     seen_block = not names  # a model without blocks is one unit
     for name, parameter in model.named_parameters():
         block = next((b for b in names if name.startswith(f"{b}.")), None)
         seen_block = seen_block or block is not None
         unit = block or ("head" if seen_block else "embedding")
-        group: int | None = None
-        if parameter.requires_grad:
-            decays = parameter.ndim >= 2 and name not in norms and not name.endswith("bias")
-            group = int(not decays) if groups is None else groups[name]
+        group = groups[name] if parameter.requires_grad else None
         if parameter.is_floating_point() or parameter.requires_grad:
             tensors[unit].append(ParamInfo(name, tuple(parameter.shape), group))
     return tuple(UnitInfo(name, tuple(facts)) for name, facts in tensors.items() if facts)
+
+
+def default_groups(model: nn.Module) -> dict[str, int]:
+    """Return the optimizer's group of each trainable parameter: 0 has weight decay, 1 (norms, biases and other
+    vectors) has none."""
+    norms = _norm_parameters(model)
+    return {
+        name: int(parameter.ndim < 2 or name in norms or name.endswith("bias"))
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
 
 
 def _norm_parameters(model: nn.Module) -> set[str]:

@@ -8,7 +8,7 @@ import json
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -84,15 +84,31 @@ class ModelConfig(Section):
     tensor_plan: dict[str, str] | None = None  # how `tp` shards layers, on top of the model's own plan
 
 
+class ParamGroupConfig(Section):
+    """`[[optimizer.groups]]`: options of the parameters whose names match a pattern, e.g. `*.bias`."""
+
+    match: str = Field(min_length=1)
+    lr: float | None = Field(default=None, ge=0)
+    weight_decay: float | None = Field(default=None, ge=0)
+
+    def options(self) -> dict[str, float]:
+        return {name: value for name in ("lr", "weight_decay") if (value := getattr(self, name)) is not None}
+
+
 class OptimizerConfig(Section):
-    """`[optimizer]`: a class of torch.optim, or plait's Lion. `args` are its other arguments, with torch's names."""
+    """`[optimizer]`: a class of torch.optim, or plait's Lion; `args` are its other arguments.
+
+    A parameter is in the first of `groups` that matches its name. The others have the options of this
+    section, without weight decay for norms and biases.
+    """
 
     name: str = "AdamW"
     lr: float = Field(gt=0)
-    weight_decay: float = Field(default=0.0, ge=0)  # not applied to norms and biases
+    weight_decay: float = Field(default=0.0, ge=0)
     clip_norm: float | None = Field(default=None, gt=0)
     clip_value: float | None = Field(default=None, gt=0)
     args: dict[str, Any] = {}
+    groups: tuple[ParamGroupConfig, ...] = ()
 
     def torch_args(self) -> dict[str, Any]:
         return {"lr": self.lr, "weight_decay": self.weight_decay, **self.args}
@@ -283,10 +299,17 @@ def _config_error(error: ValidationError, source: str) -> ConfigError:
 
 
 def _keys(path: list[str]) -> list[str]:
-    model: Any = Recipe
+    section: type[BaseModel] = Recipe
     for part in path:
-        model = model.model_fields[part].annotation
-    return list(model.model_fields)
+        if not part.isdigit():  # the index in a list of sections
+            section = _section_of(section.model_fields[part].annotation)
+    return list(section.model_fields)
+
+
+def _section_of(annotation: Any) -> type[BaseModel]:
+    """Return the section in an annotation, which may be optional or a list of sections."""
+    types = [kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type)]
+    return next(kind for kind in types if issubclass(kind, BaseModel))
 
 
 def _check_model(model: ModelConfig) -> None:
@@ -324,6 +347,13 @@ def _check_optimizer(optimizer: OptimizerConfig) -> None:
     for key in optimizer.args:
         if key in ("lr", "weight_decay"):
             raise ConfigError(f"{key} is a key of [optimizer] itself", given=f"optimizer.args.{key}")
+    for group in optimizer.groups:
+        if not group.options():
+            raise ConfigError(
+                "a group of parameters has no options of its own",
+                given=f"optimizer.groups: match = {group.match!r}",
+                expected="lr or weight_decay, or both",
+            )
 
 
 def _check_schedule(schedule: ScheduleConfig, steps: int) -> None:

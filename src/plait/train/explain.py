@@ -21,7 +21,7 @@ from plait.tables import counted, facts_table, table
 from plait.train.config import Recipe
 from plait.train.measurements import Measurements
 from plait.train.model import check_config, config_of, model_on_meta
-from plait.train.optimizer import check_optimizer_args, optimizer_class
+from plait.train.optimizer import check_optimizer_args, optimizer_class, param_groups
 from plait.train.report import memory_table
 
 _MAX_SHOWN = 4  # classes of ranks whose traffic is printed, unless --rank selects one
@@ -213,13 +213,15 @@ def explain_recipe(recipe: Recipe, cluster: Cluster) -> Explanation:
     check_optimizer_args(recipe.optimizer)
     check_config(recipe.model, recipe.data.sequence, plan)
     ids = torch.zeros(sequences, recipe.data.sequence, dtype=torch.long, device="meta")
+    model = model_on_meta(recipe.model.model_copy(update={"config": _config(recipe), "path": None}))
     return explain(
-        model_on_meta(recipe.model.model_copy(update={"config": _config(recipe), "path": None})),
+        model,
         plan,
         {"input_ids": ids, "labels": ids},
         cluster=cluster,
         optimizer=optimizer_class(recipe.optimizer),
         optimizer_args=recipe.optimizer.torch_args(),
+        param_groups=param_groups(recipe.optimizer, model),
         tensor_plan=recipe.model.tensor_plan,
     )
 

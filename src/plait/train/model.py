@@ -36,8 +36,9 @@ def config_of(model: ModelConfig) -> dict[str, Any]:
     return read_config(model.path)
 
 
-def check_config(model: ModelConfig, sequence: int, plan: Plan) -> None:
-    """Check what does not depend on the tokenizer, before hours are spent on tokenizing.
+def check_config(model: ModelConfig, sequence: int, plan: Plan) -> PreTrainedModel:
+    """Check what does not depend on the tokenizer, before hours are spent on tokenizing; return the model on
+    meta.
 
     Raises ModelError for an invalid configuration or layers that cannot be sharded, PlanError for a grid that
     they cannot be sharded over, DataError for samples longer than the model allows, CheckpointError for
@@ -50,6 +51,7 @@ def check_config(model: ModelConfig, sequence: int, plan: Plan) -> None:
     on_meta = model_on_meta(model)
     check_sequence(sequence, getattr(on_meta.config, "max_position_embeddings", None))
     validate(on_meta, plan, tensor_plan=model.tensor_plan)
+    return on_meta
 
 
 def initial_model(model: ModelConfig) -> tuple[PreTrainedModel, Path | None]:

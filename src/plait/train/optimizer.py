@@ -5,14 +5,18 @@ Apart from `config.py`, so that a recipe is read and most of its mistakes are re
 
 import inspect
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
+from torch import nn
 from transformers import get_scheduler
 
 import plait.optim.lion
-from plait.errors import ConfigError, unknown_key_hint
-from plait.optim.flat import states_per_element
+from plait.errors import ConfigError, nearest, unknown_key_hint
+from plait.models import default_groups
+from plait.optim.flat import DEFAULT_GROUPS, state_kinds
 from plait.train.config import OptimizerConfig, ScheduleConfig
 
 
@@ -32,7 +36,58 @@ def check_optimizer_args(config: OptimizerConfig) -> None:
                 hint=unknown_key_hint(key, known),
             )
     # Runs a step on a tiny parameter: torch rejects some arguments only then.
-    states_per_element(optimizer_class(config), config.torch_args())
+    state_kinds(optimizer_class(config), config.torch_args(), _group_options(config))
+
+
+def param_groups(config: OptimizerConfig, model: nn.Module) -> list[dict[str, Any]] | None:
+    """Return the groups of the model's trainable parameters, for `parallelize`; None: the default groups.
+
+    Raises ConfigError for a pattern that no parameter is left for.
+    """
+    if not config.groups:
+        return None
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    group_of = default_groups(model)
+    free = dict.fromkeys(named)  # in the model's order
+    for index, group in enumerate(config.groups, start=len(DEFAULT_GROUPS)):
+        matches = [name for name in free if fnmatchcase(name, group.match)]
+        if not matches:
+            raise _unmatched(config, group.match, list(named))
+        for name in matches:
+            group_of[name] = index
+            del free[name]
+    return [
+        {"params": [parameter for name, parameter in named.items() if group_of[name] == index], **options}
+        for index, options in enumerate(_group_options(config))
+    ]
+
+
+def _group_options(config: OptimizerConfig) -> list[Mapping[str, Any]]:
+    return [*DEFAULT_GROUPS, *(group.options() for group in config.groups)]
+
+
+def _unmatched(config: OptimizerConfig, pattern: str, names: list[str]) -> ConfigError:
+    patterns = [group.match for group in config.groups]
+    earlier = patterns[: patterns.index(pattern)]
+    taken = next((name for name in names if fnmatchcase(name, pattern)), None)
+    if taken is not None:
+        first = next(other for other in earlier if fnmatchcase(taken, other))
+        return ConfigError(
+            "earlier groups contain all parameters that a pattern matches",
+            given=f"optimizer.groups: match = {pattern!r}, after {first!r}",
+            expected="narrow patterns before wide ones: the first match counts",
+        )
+    # The nearest pattern: a name, or its last parts, without the numbers of layers.
+    known: dict[str, None] = {}
+    for name in names:
+        parts = ["*" if part.isdigit() else part for part in name.split(".")]
+        known |= dict.fromkeys([".".join(parts), *(f"*.{'.'.join(parts[i:])}" for i in range(1, len(parts)))])
+    return ConfigError(
+        "a pattern matches no trainable parameter",
+        given=f"optimizer.groups: match = {pattern!r}",
+        expected=f"a name such as {names[-1]}, in which * means any text",
+        hint=nearest(pattern, known),
+    )
 
 
 def lr_lambda(config: ScheduleConfig, steps: int) -> Callable[[int], float]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from plait.checkpoint import Checkpoint
 from plait.data.build import build
@@ -21,7 +22,7 @@ from plait.optim.mapped import MappedFile
 from plait.plan import Plan
 from plait.train.config import LossScaleConfig, Recipe, RunConfig, differences, read_recipe
 from plait.train.model import check_config, check_prompt, complete_config, prompt_ids
-from plait.train.optimizer import check_optimizer_args, optimizer_class
+from plait.train.optimizer import check_optimizer_args, optimizer_class, param_groups
 from plait.train.resume import find_newest, rewind
 from plait.train.run_dir import RunDir, create_run_dir, lock_run, rewrite_recipe
 
@@ -45,13 +46,14 @@ class ResolvedRun:
         store = open_store(recipe.data, recipe.tokenizer, verify=False)
         return cls(recipe, Plan.parse(recipe.plan).resolved(ranks), RunDir(recipe.run.dir), store)
 
-    def engine_args(self) -> dict[str, Any]:
-        """Arguments of `parallelize`, without those of the model's weights and the world."""
+    def engine_args(self, model: PreTrainedModel) -> dict[str, Any]:
+        """Arguments of `parallelize` for this model, without its weights and the world."""
         recipe, optimizer = self.recipe, self.recipe.optimizer
         return {
             "plan": self.plan,
             "optimizer": optimizer_class(optimizer),
             "optimizer_args": optimizer.torch_args(),
+            "param_groups": param_groups(optimizer, model),
             "clip_norm": optimizer.clip_norm,
             "clip_value": optimizer.clip_value,
             "loss_scaling": recipe.loss_scale.scaling() if self.plan.precision == "fp16" else None,
@@ -184,7 +186,7 @@ def _check(recipe: Recipe, ranks: int | None, local: bool) -> Plan:
     if local:
         _check_devices(num_ranks, recipe.run.device)
     check_optimizer_args(recipe.optimizer)
-    check_config(recipe.model, recipe.data.sequence, plan)
+    param_groups(recipe.optimizer, check_config(recipe.model, recipe.data.sequence, plan))
     return plan
 
 

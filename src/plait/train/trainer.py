@@ -94,7 +94,8 @@ class Trainer:
         resuming = world.any_flag(world.rank == 0 and bool(checkpoint.steps(run.dir.checkpoints)))
         of_model = run.recipe.model
         model, weights = (model_on_meta(of_model), None) if resuming else initial_model(of_model)
-        self._engine = parallelize(model, **run.engine_args(), weights=weights, world=world)
+        self._engine = parallelize(model, **run.engine_args(model), weights=weights, world=world)
+        self._base_lrs = [group["lr"] for group in self._engine.optimizer.param_groups]
         self._console = rich.get_console() if world.rank == 0 else None
         self._recorder = StepRecorder(self._engine, self._config.trace)
         self.spikes = LossSpikeGuard(self._config, run.dir.checkpoints, world)
@@ -148,8 +149,9 @@ class Trainer:
             saving.wait(may_raise=may_raise)
 
         while self._step < config.steps:
-            lr = self._recipe.optimizer.lr * lr_factor(self._step)
-            result, step_metrics = self._run_step(parts, lr)
+            factor = lr_factor(self._step)
+            lr = self._recipe.optimizer.lr * factor
+            result, step_metrics = self._run_step(parts, lr, factor)
             metrics.step(step_metrics)
             if self._step == parts.first_step + 1:  # from here on the optimizer has states
                 saving.reserve(engine.state_shards())
@@ -186,12 +188,12 @@ class Trainer:
                 return signals.stop_signal or signal.SIGTERM
         return None
 
-    def _run_step(self, parts: _LoopParts, lr: float) -> tuple[StepResult, StepMetrics]:
-        """Run and count a step on the next batch."""
+    def _run_step(self, parts: _LoopParts, lr: float, factor: float) -> tuple[StepResult, StepMetrics]:
+        """Run and count a step on the next batch. `factor`: of the learning rate of every group."""
         is_slow = self._step == parts.first_step
         start_s = time.perf_counter()
-        for group in self._engine.optimizer.param_groups:
-            group["lr"] = lr
+        for group, base_lr in zip(self._engine.optimizer.param_groups, self._base_lrs, strict=True):
+            group["lr"] = base_lr * factor
         loss_scale = self._engine.loss_scale
         parts.stragglers.begin()
         parts.heartbeat.beat(self._step, "reading data", slow=is_slow)
