@@ -21,7 +21,8 @@ import torch
 import common
 from plait.bench.report import machine
 from plait.data.dataset import TokenStream
-from plait.data.loader import Windows
+from plait.data.loader import Batches, Windows
+from plait.data.sampler import BatchSizes, SampleOrder
 
 PART_BYTES = 32 << 20
 
@@ -65,15 +66,14 @@ def _make_stream(folder: Path, num_bytes: int, dtype: str) -> TokenStream:
 def _measure(
     stream: TokenStream, order: Literal["random", "sequential"], batch: int, args: argparse.Namespace
 ) -> common.Row:
-    windows = Windows(
-        stream, sequence=args.sequence, global_batch=batch, data_rank=0, data_ranks=1, seed=0, order=order
-    )
+    windows = Windows(stream, args.sequence)
+    batches = Batches(windows, SampleOrder(len(windows), 0, order), BatchSizes(batch))
     steps = max(1, (8 << 20) // (batch * args.sequence))
     speeds = []
     for repeat in range(args.repeats + 1):
         start_s = time.perf_counter()
         for step in range(repeat * steps, (repeat + 1) * steps):
-            tokens = windows[step]["input_ids"]
+            tokens = batches[step]["input_ids"]
         elapsed_s = time.perf_counter() - start_s
         assert tokens.shape == (batch, args.sequence)
         assert tokens.dtype == torch.int64

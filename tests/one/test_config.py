@@ -12,7 +12,14 @@ from transformers import get_scheduler
 from plait.errors import ConfigError
 from plait.plan import Plan
 from plait.plan.loss_scaling import LossScaling
-from plait.train.config import OPTIMIZERS, Recipe, ScheduleConfig, differences, read_recipe
+from plait.train.config import (
+    OPTIMIZERS,
+    BatchRampConfig,
+    Recipe,
+    ScheduleConfig,
+    differences,
+    read_recipe,
+)
 from plait.train.optimizer import check_optimizer_args, lr_lambda, optimizer_class
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -131,6 +138,20 @@ def test_a_group_of_parameters_has_a_pattern_and_options(recipe: Path) -> None:
         ('match="*"', "lr or weight_decay"),
     ):
         assert words in message(lambda group=group: read_recipe(recipe, [f"optimizer.groups=[{{{group}}}]"]))
+
+
+def test_a_batch_ramp_reaches_the_full_batch_in_whole_increments(recipe: Path) -> None:
+    ramp = ["batch_ramp.start=2", "batch_ramp.step=3", "batch_ramp.tokens=1000"]
+    assert read_recipe(recipe, ramp).batch_ramp == BatchRampConfig(start=2, step=3, tokens=1000)
+    assert read_recipe(recipe).batch_ramp is None
+    for assignment, words in (
+        ("batch_ramp.step=4", "run.batch = 6"),
+        ("batch_ramp.start=8", "run.batch = 11"),
+        ("batch_ramp.start=11", "run.batch = 14"),
+        ("batch_ramp.tokens=0", "greater than or equal to 1"),
+        ("batch_ramp.token=5", "try     : batch_ramp.tokens"),
+    ):
+        assert words in message(lambda assignment=assignment: read_recipe(recipe, [*ramp, assignment]))
 
 
 def test_gradients_are_clipped_in_one_way(recipe: Path) -> None:

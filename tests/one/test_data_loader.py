@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 
 from plait.data.dataset import TokenStream
-from plait.data.loader import Windows, check_samples, loader
+from plait.data.loader import Batches, Windows, check_samples, loader
+from plait.data.sampler import BatchRamp, BatchSizes, SampleOrder
 from plait.errors import DataError
 
 S = 9
@@ -30,7 +32,7 @@ def stream(tmp_path: Path) -> TokenStream:
 
 
 def steps(
-    stream: TokenStream, *, rank: int = 0, ranks: int = 1, last_step: int = 40, **changes: object
+    stream: TokenStream, *, rank: int = 0, ranks: int = 1, last_step: int = 40, **changes: Any
 ) -> list[Tensor]:
     return [
         batch["input_ids"]
@@ -46,11 +48,13 @@ def batches(
     last_step: int,
     first_step: int = 0,
     workers: int = 0,
-    **changes: object,
+    **changes: Any,
 ) -> Iterator[dict[str, Tensor]]:
-    values = {"sequence": S, "global_batch": 8, "seed": 5, **changes}
-    windows = Windows(stream, data_rank=rank, data_ranks=ranks, **values)
-    return iter(loader(windows, range(first_step, last_step), workers=workers))
+    sequence, sizes = changes.get("sequence", S), changes.get("sizes", BatchSizes(8))
+    windows = Windows(stream, sequence)
+    order = SampleOrder(len(windows), 5, changes.get("order", "random"))
+    shares = Batches(windows, order, sizes, data_rank=rank, data_ranks=ranks)
+    return iter(loader(shares, range(first_step, last_step), workers=workers))
 
 
 def test_batches_are_int64_with_labels_equal_to_inputs(stream: TokenStream) -> None:
@@ -69,7 +73,7 @@ def test_sequential_samples_share_one_token_so_each_is_predicted_once(stream: To
 def test_an_epoch_in_random_order_has_each_sample_once_and_the_next_another_order(
     stream: TokenStream,
 ) -> None:
-    rows = torch.cat(steps(stream, global_batch=25, last_step=10))
+    rows = torch.cat(steps(stream, sizes=BatchSizes(25), last_step=10))
     starts = rows[:, 0].tolist()
     every = [number * (S - 1) for number in range(125)]
     assert sorted(starts[:125]) == sorted(starts[125:]) == every
@@ -111,6 +115,22 @@ def test_resuming_on_other_ranks_goes_on_where_it_was(stream: TokenStream) -> No
     assert all(torch.equal(*pair) for pair in zip(before + after, steps(stream), strict=True))
 
 
+def test_a_ramp_changes_no_sample_and_no_order_on_any_number_of_ranks(stream: TokenStream) -> None:
+    """Batches of 4, 8, 12 and 16, resumed in the midst of the ramp on other ranks."""
+    sizes = BatchSizes(16, BatchRamp(start=4, step=4, tokens=40 * S, sequence=S))
+    found, lengths = [], []
+    for ranks, first, last in ((1, 0, 3), (4, 3, 5), (2, 5, 12)):
+        shares = [
+            steps(stream, rank=rank, ranks=ranks, first_step=first, last_step=last, sizes=sizes)
+            for rank in range(ranks)
+        ]
+        for step in zip(*shares, strict=True):
+            found += torch.cat(step)[:, 0].tolist()
+            lengths.append(len(torch.cat(step)))
+    assert lengths == [4, 4, 4, 4, 8, 8, 12, 16, 16, 16, 16, 16]
+    assert found == torch.cat(steps(stream))[:, 0].tolist()[: len(found)]
+
+
 def test_workers_give_the_same_batches_in_order_and_leave_torchs_generator_alone(stream: TokenStream) -> None:
     state = torch.get_rng_state()
     with_workers = steps(stream, workers=2)
@@ -119,11 +139,11 @@ def test_workers_give_the_same_batches_in_order_and_leave_torchs_generator_alone
 
 
 def test_a_stream_shorter_than_one_sequence_or_one_batch_is_an_error(stream: TokenStream) -> None:
-    check_samples(stream, sequence=1001, global_batch=1)
+    check_samples(Windows(stream, 1001), 1)
     with pytest.raises(DataError, match="training tokens are fewer than one sequence"):
-        check_samples(stream, sequence=1002, global_batch=1)
+        Windows(stream, 1002)
     with pytest.raises(DataError, match="training tokens are fewer than one batch") as error:
-        check_samples(stream, sequence=S, global_batch=126)
+        check_samples(Windows(stream, S), 126)
     assert error.value.given == "125 sequences of 9 tokens for batch=126"
 
 
@@ -133,13 +153,15 @@ import os, signal, sys, time
 from pathlib import Path
 import numpy as np
 from plait.data.dataset import TokenStream
-from plait.data.loader import Windows, loader
+from plait.data.loader import Batches, Windows, loader
+from plait.data.sampler import BatchSizes, SampleOrder
 
 asked = []
 signal.signal(signal.SIGTERM, lambda *_: asked.append(True))
 stream = TokenStream("training", [(Path(sys.argv[1]), 1001)], "uint16")
-windows = Windows(stream, sequence=9, global_batch=8, data_rank=0, data_ranks=1, seed=5)
-batches = iter(loader(windows, range(10_000), workers=2))
+windows = Windows(stream, 9)
+shares = Batches(windows, SampleOrder(len(windows), 5), BatchSizes(8))
+batches = iter(loader(shares, range(10_000), workers=2))
 next(batches)
 print(*(worker.pid for worker in batches._workers), flush=True)
 while not asked:

@@ -29,6 +29,7 @@ def facts(
         grad_norm=0.5,
         skipped=skipped > 0,
         skipped_steps=skipped,
+        batch=4,
         tokens=step * 100,
         tokens_per_s=5000.0,
         mfu=0.25,

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.data.sampler import BLOCK, Permutation, SampleOrder
+from plait.data.sampler import BLOCK, BatchRamp, BatchSizes, Permutation, SampleOrder
 
 SEEDS = st.integers(0, 2**63 - 1)
 EPOCHS = st.integers(0, 10**6)
@@ -126,3 +126,27 @@ def test_global_batches_are_the_same_on_any_ranks_and_after_a_resume(
 
     uninterrupted = steps(0, 50, 1)
     assert steps(0, resumed_at, ranks_before) + steps(resumed_at, 50, ranks_after) == uninterrupted
+
+
+@LAW
+@given(
+    start=st.integers(1, 20),
+    step=st.integers(1, 20),
+    increments=st.integers(1, 30),
+    tokens=st.integers(1, 10**5),
+    sequence=st.integers(2, 300),
+)
+def test_a_ramp_is_what_counting_one_batch_after_the_other_gives(
+    start: int, step: int, increments: int, tokens: int, sequence: int
+) -> None:
+    """Each batch has an increment for each full share of the ramp's tokens that were read before it."""
+    full = start + increments * step
+    sizes = BatchSizes(full, BatchRamp(start, step, tokens, sequence))
+    read = 0
+    for batch in range(200):
+        share = min(increments, read * sequence * increments // tokens)
+        assert sizes.span(batch) == (read, start + share * step)
+        read += start + share * step
+    last = 10**7
+    assert sizes.span(last)[1] == full
+    assert sizes.span(last + 1)[0] - sizes.span(last)[0] == full

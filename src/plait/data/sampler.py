@@ -1,4 +1,5 @@
-"""Sample order: a pure function of (seed, epoch, sample number).
+"""Sample order, a pure function of (seed, epoch, sample number), and the samples of each batch, a pure
+function of the batch's number.
 
 [Note: shuffling without a table]  A Feistel network is a bijection of [0, 2**bits) for any round function:
 each round changes one half of the number by a function of the other half, which can be undone. Numbers
@@ -6,11 +7,17 @@ outside [0, n) are mapped again until they fall inside (cycle walking; Black and
 arbitrary finite domains", 2002): a bijection of [0, n). The domain is less than twice n, so a number takes
 fewer than two passes on average. There is no state: sample i of epoch e is computed in O(1), for any number
 of ranks, from any step on.
+
+[Note: batch size ramp]  As in GPT-3 (Brown et al. 2020, section 2.3), the batch grows linearly with the number
+of tokens, in equal increments. The size of a batch follows from the number of samples before it, so a few
+runs of equal batches describe the whole ramp. The order of samples does not depend on it: batches are cut from
+one sequence of samples, in which those of a resumed run continue.
 """
 
 import hashlib
+from bisect import bisect_right
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,3 +104,51 @@ class SampleOrder:
             numbers = np.arange(block * BLOCK, min((block + 1) * BLOCK, self.num_samples), dtype=np.int64)
             self._block = (epoch, block), Permutation(self.num_samples, seed=self.seed, epoch=epoch)(numbers)
         return self._block[1]
+
+
+@dataclass(frozen=True)
+class BatchRamp:
+    """Batches that grow from `start` samples, by `step` at a time, while `tokens` tokens are read."""
+
+    start: int
+    step: int
+    tokens: int
+    sequence: int  # tokens of a sample
+
+
+class _Run(NamedTuple):
+    """Batches of one size: the number of the first one, and of its first sample."""
+
+    batch: int
+    sample: int
+    size: int
+
+
+class BatchSizes:
+    """The size of each batch and its first sample. See [Note: batch size ramp].
+
+    full    size of the largest batches; without a ramp, of all
+    """
+
+    def __init__(self, full: int, ramp: BatchRamp | None = None) -> None:
+        self.full = full
+        self._runs = [_Run(0, 0, full)] if ramp is None else _ramp_runs(full, ramp)
+
+    def span(self, batch: int) -> tuple[int, int]:
+        """The number of the batch's first sample, and the batch's size."""
+        run = self._runs[bisect_right(self._runs, batch, key=lambda run: run.batch) - 1]
+        return run.sample + (batch - run.batch) * run.size, run.size
+
+
+def _ramp_runs(full: int, ramp: BatchRamp) -> list[_Run]:
+    increments, remainder = divmod(full - ramp.start, ramp.step)
+    assert increments > 0 == remainder, f"a ramp from {ramp.start} to {full} in steps of {ramp.step}"
+    runs, batch, sample, done = list[_Run](), 0, 0, 0
+    while done < increments:
+        done = min(increments, sample * ramp.sequence * increments // ramp.tokens)
+        size = ramp.start + done * ramp.step
+        runs.append(_Run(batch, sample, size))
+        next_sample = -(-(done + 1) * ramp.tokens // (ramp.sequence * increments))  # of the next increment
+        count = -(-(next_sample - sample) // size)
+        batch, sample = batch + count, sample + count * size
+    return runs

@@ -121,7 +121,7 @@ def unit_facts(
 
 
 def default_groups(model: nn.Module) -> dict[str, int]:
-    """Return the optimizer's group of each trainable parameter: 0 has weight decay, 1 (norms, biases and other
+    """Return the optimizer's group of each trainable parameter: 0 has weight decay, 1 (norms, biases, other
     vectors) has none."""
     norms = _norm_parameters(model)
     return {

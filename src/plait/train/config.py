@@ -73,6 +73,14 @@ class RunConfig(Section):
     probe: bool = False  # before the first step, compare gradients with the one-process model's
 
 
+class BatchRampConfig(Section):
+    """`[batch_ramp]`: batches that grow to run.batch sequences, linearly in the tokens read."""
+
+    start: Positive  # sequences in the first batches
+    step: Positive  # sequences by which batches grow at a time
+    tokens: Positive  # from the run's beginning until the batches are full: data.sequence for each sequence
+
+
 class ModelConfig(Section):
     """`[model]`: either `config`, the keys of a Hugging Face configuration with its `model_type`, or
     `path`, a directory or JSON file that contains one. `pretrained` starts from the weights in `path`.
@@ -172,6 +180,7 @@ class Recipe(Section):
 
     plan: str
     run: RunConfig
+    batch_ramp: BatchRampConfig | None = None
     model: ModelConfig
     data: DataConfig
     tokenizer: TokenizerConfig
@@ -221,6 +230,8 @@ def parse_recipe(values: dict[str, Any], *, source: str) -> Recipe:
             hint="--set run.evaluate_every=100, or run.keep_best=false",
         )
     recipe.loss_scale.scaling()
+    if recipe.batch_ramp is not None:
+        _check_batch_ramp(recipe.batch_ramp, recipe.run.batch)
     return recipe
 
 
@@ -267,8 +278,8 @@ def _qualified_key_hint(key: str) -> str:
     keys = [
         f"{section}.{name}"
         for section, field in Recipe.model_fields.items()
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
-        for name in field.annotation.model_fields
+        if section != "plan"
+        for name in _section_of(field.annotation).model_fields
     ]
     match = nearest(key, [name.partition(".")[2] for name in keys] + [*Recipe.model_fields])
     qualified = [name for name in keys if name.partition(".")[2] == match]
@@ -354,6 +365,18 @@ def _check_optimizer(optimizer: OptimizerConfig) -> None:
                 given=f"optimizer.groups: match = {group.match!r}",
                 expected="lr or weight_decay, or both",
             )
+
+
+def _check_batch_ramp(ramp: BatchRampConfig, full: int) -> None:
+    increments, remainder = divmod(full - ramp.start, ramp.step)
+    if remainder or increments < 1:
+        nearest_full = ramp.start + max(1, increments) * ramp.step
+        raise ConfigError(
+            "the batches do not reach run.batch",
+            given=f"batch_ramp.start = {ramp.start}, batch_ramp.step = {ramp.step}, run.batch = {full}",
+            expected="start + k x step = run.batch, with k of at least 1",
+            hint=f"run.batch = {nearest_full}",
+        )
 
 
 def _check_schedule(schedule: ScheduleConfig, steps: int) -> None:

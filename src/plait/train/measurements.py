@@ -7,9 +7,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from torch import Tensor
-
 from plait.comm import gather_texts
+from plait.data.loader import Batch
 from plait.engine.engine import Engine, StepResult
 from plait.errors import PlaitError, RunError
 from plait.fileio import write_json
@@ -44,7 +43,7 @@ class StepRecorder:
         self._done_before, self._is_tracing = self._done, False
         self._first, self._last, self._log = min(_FIRST, steps), min(_LAST, steps), log
 
-    def step(self, batch: dict[str, Tensor]) -> StepResult:
+    def step(self, batch: Batch) -> StepResult:
         """Run `engine.step`. Raises RunError, after the step, if the trace cannot be written."""
         self._done += 1
         number = self._done - self._done_before

@@ -23,7 +23,9 @@ from plait.errors import RunError
 from plait.fileio import finite_json, write_text
 from plait.train.run_dir import RunDir
 
-_CURVES = {"loss", "lr", "grad_norm", "tokens_per_s", "mfu", "skipped_steps", "loss_scale"}
+_CURVES = {
+    "loss", "lr", "grad_norm", "batch", "tokens", "tokens_per_s", "mfu", "skipped_steps", "loss_scale",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class StepMetrics:
     """One training step, over all ranks. `step` counts from 1.
 
     skipped_steps  skipped since step 1
+    batch          samples in the step
     tokens         target tokens since step 1
     mfu            model FLOP/s over the measured peak of a matrix product
     loss_scale     fp16: the scale of this step's loss; None for other precisions
@@ -42,6 +45,7 @@ class StepMetrics:
     grad_norm: float
     skipped: bool
     skipped_steps: int
+    batch: int
     tokens: int
     tokens_per_s: float
     mfu: float

@@ -11,8 +11,9 @@ from transformers import PreTrainedModel
 
 from plait.checkpoint import Checkpoint
 from plait.data.build import build
-from plait.data.dataset import TokenStore, open_store
-from plait.data.loader import check_samples
+from plait.data.dataset import TokenStore, TokenStream, open_store
+from plait.data.loader import Samples, Windows, check_samples
+from plait.data.sampler import BatchRamp, BatchSizes, SampleOrder
 from plait.data.tokenizer import read_tokenizer
 from plait.engine.spec import validate
 from plait.errors import ConfigError, PlanError, RunError
@@ -77,8 +78,22 @@ class ResolvedRun:
                 "sequence": recipe.data.sequence,
                 "order": recipe.data.order,
                 "seed": recipe.run.seed,
+                **({} if recipe.batch_ramp is None else {"ramp": recipe.batch_ramp.model_dump()}),
             },
         }
+
+    def batch_sizes(self) -> BatchSizes:
+        """Return the sizes of the training batches."""
+        ramp, sequence = self.recipe.batch_ramp, self.recipe.data.sequence
+        return BatchSizes(
+            self.recipe.run.batch, None if ramp is None else BatchRamp(**ramp.model_dump(), sequence=sequence)
+        )
+
+    def samples(self, stream: TokenStream) -> tuple[Samples, SampleOrder]:
+        """Return the samples of a split, and their order. Raises DataError if there are too few."""
+        samples = Windows(stream, self.recipe.data.sequence)
+        check_samples(samples, self.recipe.run.batch)
+        return samples, SampleOrder(len(samples), self.recipe.run.seed, self.recipe.data.order)
 
     def check_checkpoint(self, saved: Checkpoint) -> None:
         """Raise CheckpointError unless the checkpoint has this run's model, data, optimizer and samples."""
@@ -122,6 +137,8 @@ def prepare(
         )
     store = build(recipe.data, recipe.tokenizer)
     run = ResolvedRun(_complete(recipe, store, resolved), resolved, run_dir, store)
+    for stream in (store.train, store.validation) if recipe.run.evaluate_every else (store.train,):
+        run.samples(stream)  # raises if there are too few
     if not resume:
         create_run_dir(run_dir, run.recipe, store, start, run.check_checkpoint)
         lock_run(run_dir, lock)
@@ -168,12 +185,15 @@ def _check(recipe: Recipe, ranks: int | None, local: bool) -> Plan:
     num_ranks = ranks if ranks is not None else num_local_ranks(requested, recipe.run.device)
     plan = requested.resolved(num_ranks)
     plan.check_ranks(num_ranks)
-    try:
-        plan.check_batch(recipe.run.batch)
-    except PlanError as error:  # name the recipe's key
-        raise PlanError(
-            error.fact, given=f"run.{error.given}", expected=error.expected, hint=f"run.{error.hint}"
-        ) from error
+    sizes = {"run.batch": recipe.run.batch}
+    if recipe.batch_ramp is not None:
+        sizes |= {"batch_ramp.start": recipe.batch_ramp.start, "batch_ramp.step": recipe.batch_ramp.step}
+    for key, size in sizes.items():
+        try:
+            plan.check_batch(size)
+        except PlanError as error:  # name the recipe's key
+            given, hint = (str(text).replace("batch", key, 1) for text in (error.given, error.hint))
+            raise PlanError(error.fact, given=given, expected=error.expected, hint=hint) from error
     if plan.precision != "fp16" and recipe.loss_scale != LossScaleConfig():
         raise ConfigError(
             "loss scaling requires fp16, whose gradients underflow",
@@ -240,8 +260,6 @@ def _complete(recipe: Recipe, store: TokenStore, plan: Plan) -> Recipe:
     validate(model, plan, tensor_plan=recipe.model.tensor_plan)
     if recipe.sample.tokens:  # otherwise found only at the end of the run
         check_prompt(prompt_ids(tokenizer, recipe.sample.prompt), model.config)
-    for stream in (store.train, store.validation) if recipe.run.evaluate_every else (store.train,):
-        check_samples(stream, sequence=recipe.data.sequence, global_batch=recipe.run.batch)
     of_model = {"path": recipe.model.path} if recipe.model.pretrained else {"config": config, "path": None}
     sections: dict[str, dict[str, Any]] = {
         "run": {"offload_dir": recipe.run.offload_dir, "trace": recipe.run.trace},

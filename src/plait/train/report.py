@@ -8,6 +8,7 @@ import torch
 from rich.table import Table
 
 from plait.comm import all_gather
+from plait.data.sampler import BatchSizes
 from plait.engine.engine import Engine
 from plait.plan import MemoryUse, format_bytes, used_categories
 from plait.tables import counted, facts_table, table
@@ -36,16 +37,20 @@ def largest_memory(recipe: Recipe, engine: Engine) -> tuple[int, MemoryUse]:
     return rank, by_rank[rank]
 
 
-def start_table(recipe: Recipe, engine: Engine, peak_flops: float, memory: tuple[int, MemoryUse]) -> Table:
+def start_table(
+    recipe: Recipe, engine: Engine, sizes: BatchSizes, peak_flops: float, memory: tuple[int, MemoryUse]
+) -> Table:
     """Return a table of model, plan, batch, device and estimated memory. `memory`: from `largest_memory`."""
     rank, predicted = memory
     run, sequence, world = recipe.run, recipe.data.sequence, engine.world
+    ramp = recipe.batch_ramp
+    growth = f", growing from {ramp.start} sequences over {ramp.tokens:,} tokens" if ramp else ""
     facts = {
         "model": f"{type(engine.model).__name__}, {engine.num_parameters:,} parameters",
         "plan": f"{engine.plan} on {counted(world.size, 'rank')} ({engine.device.type})",
         "probe": str(engine.probed),
-        "step": f"{run.batch} sequences of {sequence} = {run.batch * sequence:,} tokens",
-        "steps": f"{run.steps:,}: {run.steps * run.batch * sequence:,} tokens",
+        "step": f"{run.batch} sequences of {sequence} = {run.batch * sequence:,} tokens{growth}",
+        "steps": f"{run.steps:,}: {sizes.span(run.steps)[0] * sequence:,} tokens",
         "peak": f"{peak_flops / 1e9:,.1f} GFLOP/s per rank (measured matrix product)",
         "memory per rank" if engine.plan.pp == 1 else f"memory, at most (rank {rank})": str(predicted),
     }

@@ -20,7 +20,6 @@ import rich
 import torch
 import transformers
 from rich.console import Console
-from torch import Tensor
 
 import plait
 from plait import checkpoint
@@ -29,7 +28,8 @@ from plait.checkpoint import Checkpoint, Saver
 from plait.checkpoint.checkpoint import open_on_all_ranks
 from plait.comm import World, all_reduce
 from plait.data.dataset import TokenStream
-from plait.data.loader import Windows, loader
+from plait.data.loader import Batch, Batches, loader
+from plait.data.sampler import BatchSizes
 from plait.engine.engine import StepResult
 from plait.errors import RunError
 from plait.train.checkpointing import Checkpointing
@@ -76,7 +76,7 @@ class _LoopParts:
     saving: Checkpointing
     heartbeat: Heartbeat
     stragglers: Stragglers
-    batches: Iterator[dict[str, Tensor]]
+    batches: Iterator[Batch]
     peak_flops: float
     first_step: int  # steps done before
 
@@ -99,6 +99,7 @@ class Trainer:
         self._console = rich.get_console() if world.rank == 0 else None
         self._recorder = StepRecorder(self._engine, self._config.trace)
         self.spikes = LossSpikeGuard(self._config, run.dir.checkpoints, world)
+        self._sizes = run.batch_sizes()
         self._step = 0  # steps done
         self._tokens = 0  # target tokens trained on
         self._skipped = 0  # steps skipped
@@ -123,7 +124,7 @@ class Trainer:
         self._show_start(peak_flops)
         offset = self.spikes.num_skipped  # see [Note: batch numbering] in health/loss_spikes.py
         left = range(first_step + offset, config.steps + offset)
-        batches = self._batches(run.store.train, left, self._recipe.data.workers)
+        batches = self._batches(run.store.train, self._sizes, left, self._recipe.data.workers)
         with (
             Metrics(run.dir, self._console, first_step, config.steps, config.log_every) as metrics,
             Checkpointing(config, run.dir.checkpoints, self._world, metrics) as saving,
@@ -200,6 +201,7 @@ class Trainer:
         batch = next(parts.batches)
         parts.heartbeat.beat(self._step, "a step", slow=is_slow)
         result = self._recorder.step(batch)
+        _, batch_size = self._sizes.span(self._step + self.spikes.num_skipped)
         self._step += 1
         parts.stragglers.end(self._step)
         self._tokens += result.num_tokens
@@ -211,7 +213,7 @@ class Trainer:
             self._bad_steps_in_a_row += 1
         self._skipped += result.skipped
         seconds, sequence = time.perf_counter() - start_s, self._recipe.data.sequence
-        flops = self._engine.flops_per_token(sequence) * self._config.batch * sequence
+        flops = self._engine.flops_per_token(sequence) * batch_size * sequence
         return result, StepMetrics(
             step=self._step,
             loss=result.loss,
@@ -219,6 +221,7 @@ class Trainer:
             grad_norm=result.grad_norm,
             skipped=result.skipped,
             skipped_steps=self._skipped,
+            batch=batch_size,
             tokens=self._tokens,
             tokens_per_s=result.num_tokens / seconds,
             mfu=flops / (self._world.size * parts.peak_flops) / seconds,
@@ -246,25 +249,20 @@ class Trainer:
         all_reduce(slowest_s, self._world.group, "max")
         return max(1, min(MAX_STEPS_BETWEEN_FLAGS, int(1.0 / slowest_s.item())))
 
-    def _batches(self, stream: TokenStream, steps: range, workers: int) -> Iterator[dict[str, Tensor]]:
-        """Yield this rank's share of the batch of each of `steps`."""
+    def _batches(
+        self, stream: TokenStream, sizes: BatchSizes, numbers: range, workers: int
+    ) -> Iterator[Batch]:
+        """Yield this rank's share of the batches with these numbers."""
         engine = self._engine
-        windows = Windows(
-            stream,
-            sequence=self._recipe.data.sequence,
-            global_batch=self._config.batch,
-            data_rank=engine.data_rank,
-            data_ranks=engine.data_ranks,
-            seed=self._config.seed,
-            order=self._recipe.data.order,
-        )
-        return iter(loader(windows, steps, workers=workers, pin_memory=engine.device.type == "cuda"))
+        samples, order = self._run.samples(stream)
+        batches = Batches(samples, order, sizes, data_rank=engine.data_rank, data_ranks=engine.data_ranks)
+        return iter(loader(batches, numbers, workers=workers, pin_memory=engine.device.type == "cuda"))
 
     def _evaluate(self, heartbeat: Heartbeat) -> float:
         """Return the mean loss per target token over the validation batches, the same ones each time."""
-        steps = range(self._config.evaluate_batches)
+        numbers, sizes = range(self._config.evaluate_batches), BatchSizes(self._config.batch)
         results = []
-        for number, batch in enumerate(self._batches(self._run.store.validation, steps, workers=0)):
+        for number, batch in enumerate(self._batches(self._run.store.validation, sizes, numbers, workers=0)):
             heartbeat.beat(self._step, "evaluation", slow=number == 0)
             results.append(self._engine.evaluate(batch))
         return sum(result.loss_sum for result in results) / sum(result.num_tokens for result in results)
@@ -298,7 +296,7 @@ class Trainer:
         memory = largest_memory(self._recipe, self._engine)
         if self._console is None:
             return
-        self._console.print(start_table(self._recipe, self._engine, peak_flops, memory))
+        self._console.print(start_table(self._recipe, self._engine, self._sizes, peak_flops, memory))
         if self._step:
             is_complete = self._step >= self._config.steps
             done = ": training is complete (raise run.steps to go on)" if is_complete else ""
