@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from plait.api import parallelize
     from plait.comm.launch_function import launch
+    from plait.data.collator import PaddingCollator
     from plait.engine.batch import EvalResult, StepResult
     from plait.engine.engine import Engine
     from plait.errors import DDPError, PlaitError
@@ -26,6 +27,7 @@ __all__ = [
     "EvalResult",
     "Lion",
     "LossScaling",
+    "PaddingCollator",
     "PlaitError",
     "Plan",
     "StepResult",
@@ -47,6 +49,7 @@ _HOMES = {
     "LossScaling": "plait.plan.loss_scaling",
     "launch": "plait.comm.launch_function",
     "differentiable_all_gather": "plait.parallel.all_gather",
+    "PaddingCollator": "plait.data.collator",
     "parallelize": "plait.api",
     "PlaitError": "plait.errors",
     "Plan": "plait.plan",

@@ -142,7 +142,7 @@ def test_a_stream_shorter_than_one_sequence_or_one_batch_is_an_error(stream: Tok
     check_samples(Windows(stream, 1001), 1)
     with pytest.raises(DataError, match="training tokens are fewer than one sequence"):
         Windows(stream, 1002)
-    with pytest.raises(DataError, match="training tokens are fewer than one batch") as error:
+    with pytest.raises(DataError, match="training samples are fewer than one batch") as error:
         check_samples(Windows(stream, S), 126)
     assert error.value.given == "125 sequences of 9 tokens for batch=126"
 

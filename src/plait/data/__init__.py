@@ -10,5 +10,7 @@ workers.py    many shards, in this process or in several
 build.py      all shards -> a directory of tokens; restartable
 dataset.py    a checked directory of tokens, as two streams
 sampler.py    sample order: a pure function of (seed, epoch, sample number)
-loader.py     a stream and an order as a torch DataLoader
+loader.py     samples and their order as a torch DataLoader
+documents.py  samples of one document each, of unequal length
+collator.py   samples of unequal length as padded batches
 """

@@ -35,7 +35,9 @@ class DataConfig(BaseModel):
     """Sources of text, the directory of tokens, and the sampling of sequences.
 
     `sources`: paths or globs of text files (one document each), of .jsonl or .jsonl.gz (one per line, under
-    `text_key`), `hf:NAME_OR_DIR[?config=..&split=..]`, or `python-stdlib`. `sequence` is in tokens.
+    `text_key`), `hf:NAME_OR_DIR[?config=..&split=..]`, or `python-stdlib`. `samples`: `windows` of `sequence`
+    tokens each, across documents, or `documents`, each truncated to `sequence` tokens and padded to a
+    multiple of `pad_to_multiple_of`; `group_by_length` batches are sorted by length together (0: none).
     `validation` is a fraction of the documents. `workers` load batches; `build_workers` tokenize (0: this
     process; None: one per core if the corpus is large enough). `verify` hashes the token files at start.
     """
@@ -46,6 +48,9 @@ class DataConfig(BaseModel):
     sources: list[str] = Field(min_length=1)
     text_key: str = "text"
     sequence: int = Field(ge=2)
+    samples: Literal["windows", "documents"] = "windows"
+    pad_to_multiple_of: int = Field(default=1, ge=1)
+    group_by_length: int = Field(default=0, ge=0)
     order: Literal["random", "sequential"] = "random"
     validation: float = Field(default=0.02, ge=0, lt=1)
     seed: int = Field(default=0, ge=0, lt=2**63)

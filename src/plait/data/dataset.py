@@ -17,6 +17,7 @@ from plait.errors import DataError
 from plait.fileio import regular_file_bytes
 
 HASH_THREADS = 8
+SCAN_TOKENS = 1 << 20
 
 
 class TokenStream:
@@ -59,6 +60,15 @@ class TokenStream:
             else:
                 self._read_across(window, part_index, offset)
         return windows
+
+    def positions(self, token: int) -> NDArray[np.int64]:
+        """Positions of a token, in order. Reads the whole stream, about a gigabyte a second."""
+        found = [np.empty(0, dtype=np.int64)]
+        for part, stop in zip(self._parts, self._stops.tolist(), strict=True):
+            for begin in range(0, len(part), SCAN_TOKENS):
+                inside = np.flatnonzero(part[begin : begin + SCAN_TOKENS] == token)
+                found.append(inside + (stop - len(part) + begin))
+        return np.concatenate(found)
 
     def _read_across(self, window: NDArray[np.int64], part_index: int, offset: int) -> None:
         filled = 0

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from plait.data.dataset import TokenStream
-from plait.data.sampler import BatchSizes, Int64s, SampleOrder
+from plait.data.sampler import BatchSizes, Int64s, Order
 from plait.data.workers import init_loader_worker, worker_context
 from plait.errors import DataError
 
@@ -17,7 +17,7 @@ Batch = dict[str, Tensor]
 
 
 class Samples(Protocol):
-    """The samples of one split, e.g. `Windows`. Pickles as names and sizes.
+    """The samples of one split: `Windows` or `Documents`. Pickled for each worker process.
 
     name    of the samples in messages, e.g. "training sequences of 9 tokens"
     """
@@ -61,20 +61,22 @@ class Windows:
         return {"input_ids": tokens, "labels": tokens}
 
 
-class Batches(Dataset[Batch]):
+class Batches(Dataset[Batch | list[Batch]]):
     """This data rank's share of each batch: item `number` is that of batch `number`.
 
-    Rank r of R takes the r-th of R equal runs of a batch's samples.
+    Rank r of R takes the r-th of R equal runs of a batch's samples. An item is all of the share in one,
+    or with `micro` a list of that many micro-batches, each collated separately.
     """
 
     def __init__(
         self,
         samples: Samples,
-        order: SampleOrder,
+        order: Order,
         sizes: BatchSizes,
         *,
         data_rank: int = 0,
         data_ranks: int = 1,
+        micro: int | None = None,
     ) -> None:
         assert 0 <= data_rank < data_ranks, f"data rank {data_rank} of {data_ranks}"
         self._samples = samples
@@ -82,29 +84,34 @@ class Batches(Dataset[Batch]):
         self._sizes = sizes
         self._data_rank = data_rank
         self._data_ranks = data_ranks
+        self._micro = micro
 
-    def __getitem__(self, number: int) -> Batch:
+    def __getitem__(self, number: int) -> Batch | list[Batch]:
         first, size = self._sizes.span(number)
         share, remainder = divmod(size, self._data_ranks)
         assert not remainder, f"batch of {size} over {self._data_ranks} data ranks"
-        return self._samples.batch(self._order.indices(first + self._data_rank * share, share))
+        indices = self._order.indices(first + self._data_rank * share, share)
+        if self._micro is None:
+            return self._samples.batch(indices)
+        return [self._samples.batch(part) for part in indices.reshape(self._micro, -1)]
 
 
 def check_samples(samples: Samples, batch: int) -> None:
     """Check the number of samples. Raises DataError for fewer than one batch."""
     if len(samples) < batch:
         split, _, what = samples.name.partition(" ")
+        fewer = f"batch={len(samples)} or less, " if len(samples) else ""
         raise DataError(
-            f"the {split} tokens are fewer than one batch",
+            f"the {split} samples are fewer than one batch",
             given=f"{len(samples)} {what} for batch={batch}",
             expected=f"at least {batch} {what.split()[0]}",
-            hint=f"batch={len(samples)} or less, a shorter sequence, or more text",
+            hint=f"{fewer}more text{' or a larger data.validation' if split == 'validation' else ''}",
         )
 
 
 def loader(
     batches: Batches, numbers: range, *, workers: int = 0, pin_memory: bool = False
-) -> "DataLoader[Batch]":
+) -> "DataLoader[Batch | list[Batch]]":
     """DataLoader of the items of `batches` with these numbers, from 0 on.
 
     `workers` processes read ahead; 0 reads in this process.

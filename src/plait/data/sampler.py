@@ -8,16 +8,21 @@ arbitrary finite domains", 2002): a bijection of [0, n). The domain is less than
 fewer than two passes on average. There is no state: sample i of epoch e is computed in O(1), for any number
 of ranks, from any step on.
 
-[Note: batch size ramp]  As in GPT-3 (Brown et al. 2020, section 2.3), the batch grows linearly with the number
+[Note: batch size ramp]  As in GPT-3 (Brown et al. 2020, appendix B), the batch grows linearly with the number
 of tokens, in equal increments. The size of a batch follows from the number of samples before it, so a few
-runs of equal batches describe the whole ramp. The order of samples does not depend on it: batches are cut from
-one sequence of samples, in which those of a resumed run continue.
+runs of equal batches describe the whole ramp. The order of samples does not depend on it: batches are cut
+from one sequence of samples, in which those of a resumed run continue.
+
+[Note: length groups]  Samples padded to one length waste the less, the more similar they are. Within windows
+of some batches, samples are sorted by length and the batches shuffled, as transformers' LengthGroupedSampler
+does. Global batches, not those of a rank: all ranks have samples of about the same length, no rank waits for
+another one, and the order depends on no plan.
 """
 
 import hashlib
 from bisect import bisect_right
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,6 +109,47 @@ class SampleOrder:
             numbers = np.arange(block * BLOCK, min((block + 1) * BLOCK, self.num_samples), dtype=np.int64)
             self._block = (epoch, block), Permutation(self.num_samples, seed=self.seed, epoch=epoch)(numbers)
         return self._block[1]
+
+
+class Order(Protocol):
+    """An order of samples: `SampleOrder`, or `LengthGroups` over one."""
+
+    def indices(self, first: int, count: int) -> Int64s: ...
+
+
+@dataclass
+class LengthGroups:
+    """Another order, in which samples of similar length are next to each other. See [Note: length groups].
+
+    lengths    of all samples
+    batch      samples of similar length in a row
+    window     number of such rows among which samples are sorted
+    """
+
+    order: SampleOrder
+    lengths: Int64s
+    batch: int
+    window: int
+    _sorted: tuple[int, Int64s] | None = field(default=None, repr=False, compare=False)
+
+    def indices(self, first: int, count: int) -> Int64s:
+        """Indices of samples number first, first + 1, ...: (count,) int64."""
+        parts = [np.empty(0, dtype=np.int64)]
+        while count > 0:
+            window, offset = divmod(first, self.batch * self.window)
+            part = self._window_indices(window)[offset : offset + count]
+            parts.append(part)
+            first, count = first + len(part), count - len(part)
+        return np.concatenate(parts)
+
+    def _window_indices(self, window: int) -> Int64s:
+        if self._sorted is None or self._sorted[0] != window:
+            size = self.batch * self.window
+            samples = self.order.indices(window * size, size)
+            rows = samples[np.argsort(self.lengths[samples], kind="stable")].reshape(self.window, self.batch)
+            order = Permutation(self.window, seed=self.order.seed, epoch=window)(np.arange(self.window))
+            self._sorted = window, rows[order].ravel()
+        return self._sorted[1]
 
 
 @dataclass(frozen=True)

@@ -230,6 +230,14 @@ def parse_recipe(values: dict[str, Any], *, source: str) -> Recipe:
             hint="--set run.evaluate_every=100, or run.keep_best=false",
         )
     recipe.loss_scale.scaling()
+    for key in ("pad_to_multiple_of", "group_by_length"):
+        value = getattr(recipe.data, key)
+        if recipe.data.samples == "windows" and value != DataConfig.model_fields[key].default:
+            raise ConfigError(
+                f"data.{key} has no effect on windows, which all have data.sequence tokens",
+                given=f"data.{key} = {value}, data.samples = 'windows'",
+                hint="data.samples = 'documents'",
+            )
     if recipe.batch_ramp is not None:
         _check_batch_ramp(recipe.batch_ramp, recipe.run.batch)
     return recipe

@@ -43,7 +43,7 @@ class StepRecorder:
         self._done_before, self._is_tracing = self._done, False
         self._first, self._last, self._log = min(_FIRST, steps), min(_LAST, steps), log
 
-    def step(self, batch: Batch) -> StepResult:
+    def step(self, batch: Batch | list[Batch]) -> StepResult:
         """Run `engine.step`. Raises RunError, after the step, if the trace cannot be written."""
         self._done += 1
         number = self._done - self._done_before

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,12 @@ from transformers import PreTrainedModel
 
 from plait.checkpoint import Checkpoint
 from plait.data.build import build
+from plait.data.collator import PaddingCollator
+from plait.data.config import DataConfig
 from plait.data.dataset import TokenStore, TokenStream, open_store
+from plait.data.documents import Documents, check_documents
 from plait.data.loader import Samples, Windows, check_samples
-from plait.data.sampler import BatchRamp, BatchSizes, SampleOrder
+from plait.data.sampler import BatchRamp, BatchSizes, LengthGroups, Order, SampleOrder
 from plait.data.tokenizer import read_tokenizer
 from plait.engine.spec import validate
 from plait.errors import ConfigError, PlanError, RunError
@@ -79,6 +83,7 @@ class ResolvedRun:
                 "order": recipe.data.order,
                 "seed": recipe.run.seed,
                 **({} if recipe.batch_ramp is None else {"ramp": recipe.batch_ramp.model_dump()}),
+                **({} if recipe.data.samples == "windows" else _document_facts(recipe.data)),
             },
         }
 
@@ -89,16 +94,44 @@ class ResolvedRun:
             self.recipe.run.batch, None if ramp is None else BatchRamp(**ramp.model_dump(), sequence=sequence)
         )
 
-    def samples(self, stream: TokenStream) -> tuple[Samples, SampleOrder]:
-        """Return the samples of a split, and their order. Raises DataError if there are too few."""
-        samples = Windows(stream, self.recipe.data.sequence)
-        check_samples(samples, self.recipe.run.batch)
-        return samples, SampleOrder(len(samples), self.recipe.run.seed, self.recipe.data.order)
+    @cached_property
+    def train_samples(self) -> tuple[Samples, Order]:
+        """The training samples and their order. Raises DataError if there are too few."""
+        return self._samples(self.store.train)
+
+    @cached_property
+    def validation_samples(self) -> tuple[Samples, Order]:
+        """The validation samples and their order. Raises DataError if there are too few."""
+        return self._samples(self.store.validation)
+
+    def _samples(self, stream: TokenStream) -> tuple[Samples, Order]:
+        data, batch = self.recipe.data, self.recipe.run.batch
+        samples: Windows | Documents
+        if data.samples == "windows":
+            samples = Windows(stream, data.sequence)
+        else:
+            end = self.store.index.end_of_document
+            samples = Documents(stream, end, PaddingCollator(end, data.pad_to_multiple_of, data.sequence))
+        check_samples(samples, batch)
+        order = SampleOrder(len(samples), self.recipe.run.seed, data.order)
+        if isinstance(samples, Documents) and data.group_by_length:
+            return samples, LengthGroups(order, samples.lengths, batch, data.group_by_length)
+        return samples, order
+
+    def check_samples(self) -> None:
+        """Raise DataError unless there are samples for every batch."""
+        if self.recipe.data.samples == "documents":
+            check_documents(self.store)
+        _ = self.train_samples, self.validation_samples if self.recipe.run.evaluate_every else None
 
     def check_checkpoint(self, saved: Checkpoint) -> None:
         """Raise CheckpointError unless the checkpoint has this run's model, data, optimizer and samples."""
         for fact, value in self.facts().items():
             saved.check_same(fact, value)
+
+
+def _document_facts(data: DataConfig) -> dict[str, object]:
+    return {"kind": "documents", "group_by_length": data.group_by_length}
 
 
 def prepare(
@@ -137,8 +170,7 @@ def prepare(
         )
     store = build(recipe.data, recipe.tokenizer)
     run = ResolvedRun(_complete(recipe, store, resolved), resolved, run_dir, store)
-    for stream in (store.train, store.validation) if recipe.run.evaluate_every else (store.train,):
-        run.samples(stream)  # raises if there are too few
+    run.check_samples()
     if not resume:
         create_run_dir(run_dir, run.recipe, store, start, run.check_checkpoint)
         lock_run(run_dir, lock)

@@ -44,13 +44,15 @@ def start_table(
     rank, predicted = memory
     run, sequence, world = recipe.run, recipe.data.sequence, engine.world
     ramp = recipe.batch_ramp
-    growth = f", growing from {ramp.start} sequences over {ramp.tokens:,} tokens" if ramp else ""
+    at_most = "at most " if recipe.data.samples == "documents" else ""
+    samples = f"{'documents' if at_most else 'sequences'} of {at_most}{sequence}"
+    growth = f", growing from {ramp.start} over {ramp.tokens:,} tokens" if ramp else ""
     facts = {
         "model": f"{type(engine.model).__name__}, {engine.num_parameters:,} parameters",
         "plan": f"{engine.plan} on {counted(world.size, 'rank')} ({engine.device.type})",
         "probe": str(engine.probed),
-        "step": f"{run.batch} sequences of {sequence} = {run.batch * sequence:,} tokens{growth}",
-        "steps": f"{run.steps:,}: {sizes.span(run.steps)[0] * sequence:,} tokens",
+        "step": f"{run.batch} {samples} = {run.batch * sequence:,} tokens{growth}",
+        "steps": f"{run.steps:,}: {at_most}{sizes.span(run.steps)[0] * sequence:,} tokens",
         "peak": f"{peak_flops / 1e9:,.1f} GFLOP/s per rank (measured matrix product)",
         "memory per rank" if engine.plan.pp == 1 else f"memory, at most (rank {rank})": str(predicted),
     }

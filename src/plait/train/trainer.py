@@ -27,9 +27,8 @@ from plait.api import parallelize
 from plait.checkpoint import Checkpoint, Saver
 from plait.checkpoint.checkpoint import open_on_all_ranks
 from plait.comm import World, all_reduce
-from plait.data.dataset import TokenStream
-from plait.data.loader import Batch, Batches, loader
-from plait.data.sampler import BatchSizes
+from plait.data.loader import Batch, Batches, Samples, loader
+from plait.data.sampler import BatchSizes, Order
 from plait.engine.engine import StepResult
 from plait.errors import RunError
 from plait.train.checkpointing import Checkpointing
@@ -76,7 +75,7 @@ class _LoopParts:
     saving: Checkpointing
     heartbeat: Heartbeat
     stragglers: Stragglers
-    batches: Iterator[Batch]
+    batches: Iterator[Batch | list[Batch]]
     peak_flops: float
     first_step: int  # steps done before
 
@@ -124,7 +123,9 @@ class Trainer:
         self._show_start(peak_flops)
         offset = self.spikes.num_skipped  # see [Note: batch numbering] in health/loss_spikes.py
         left = range(first_step + offset, config.steps + offset)
-        batches = self._batches(run.store.train, self._sizes, left, self._recipe.data.workers)
+        # Documents are padded to the longest of a micro-batch; equal samples are for the engine to split.
+        micro = engine.plan.micro if self._recipe.data.samples == "documents" else None
+        batches = self._batches(run.train_samples, self._sizes, left, self._recipe.data.workers, micro)
         with (
             Metrics(run.dir, self._console, first_step, config.steps, config.log_every) as metrics,
             Checkpointing(config, run.dir.checkpoints, self._world, metrics) as saving,
@@ -212,8 +213,9 @@ class Trainer:
         elif not (can_shrink and math.isfinite(result.loss)):
             self._bad_steps_in_a_row += 1
         self._skipped += result.skipped
-        seconds, sequence = time.perf_counter() - start_s, self._recipe.data.sequence
-        flops = self._engine.flops_per_token(sequence) * batch_size * sequence
+        seconds = time.perf_counter() - start_s
+        num_inputs = result.num_tokens + batch_size  # the last token of a sample is no input to a target
+        flops = self._engine.flops_per_token(num_inputs // batch_size) * num_inputs
         return result, StepMetrics(
             step=self._step,
             loss=result.loss,
@@ -250,19 +252,26 @@ class Trainer:
         return max(1, min(MAX_STEPS_BETWEEN_FLAGS, int(1.0 / slowest_s.item())))
 
     def _batches(
-        self, stream: TokenStream, sizes: BatchSizes, numbers: range, workers: int
-    ) -> Iterator[Batch]:
+        self,
+        samples: tuple[Samples, Order],
+        sizes: BatchSizes,
+        numbers: range,
+        workers: int = 0,
+        micro: int | None = None,
+    ) -> Iterator[Batch | list[Batch]]:
         """Yield this rank's share of the batches with these numbers."""
         engine = self._engine
-        samples, order = self._run.samples(stream)
-        batches = Batches(samples, order, sizes, data_rank=engine.data_rank, data_ranks=engine.data_ranks)
+        batches = Batches(
+            *samples, sizes, data_rank=engine.data_rank, data_ranks=engine.data_ranks, micro=micro
+        )
         return iter(loader(batches, numbers, workers=workers, pin_memory=engine.device.type == "cuda"))
 
     def _evaluate(self, heartbeat: Heartbeat) -> float:
         """Return the mean loss per target token over the validation batches, the same ones each time."""
         numbers, sizes = range(self._config.evaluate_batches), BatchSizes(self._config.batch)
         results = []
-        for number, batch in enumerate(self._batches(self._run.store.validation, sizes, numbers, workers=0)):
+        for number, batch in enumerate(self._batches(self._run.validation_samples, sizes, numbers)):
+            assert isinstance(batch, dict), "the engine splits batches of an evaluation"
             heartbeat.beat(self._step, "evaluation", slow=number == 0)
             results.append(self._engine.evaluate(batch))
         return sum(result.loss_sum for result in results) / sum(result.num_tokens for result in results)

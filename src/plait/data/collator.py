@@ -1,0 +1,55 @@
+"""Batches of samples of unequal length, padded on the right.
+
+Causal attention never looks to the right, so padding changes no output at a sample's own positions; the
+attention mask says so to models that need it. Labels are -100 at padding, which losses ignore.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+IGNORED_LABEL = -100  # as in torch.nn.functional.cross_entropy and transformers
+
+Ids = Tensor | Sequence[int]
+
+
+@dataclass(frozen=True)
+class PaddingCollator:
+    """Stack samples of token ids. Also the `collate_fn` of a torch DataLoader.
+
+    pad_token    any id in the vocabulary
+    multiple_of  the padded length is a multiple of this, e.g. 8 for matrix products on a GPU
+    max_length   longer samples are truncated, and the padded length is at most this
+    """
+
+    pad_token: int = 0
+    multiple_of: int = 1
+    max_length: int | None = None
+
+    def __call__(self, samples: Sequence[Ids | Mapping[str, Ids]]) -> dict[str, Tensor]:
+        """Return {"input_ids", "attention_mask", "labels"}: (samples, padded length) int64.
+
+        A sample is its token ids, or a dict of `input_ids` and `labels` (with -100 at positions without a
+        target, e.g. of a prompt). By default the labels are the ids: models shift them inside.
+        """
+        rows = [sample if isinstance(sample, Mapping) else {"input_ids": sample} for sample in samples]
+        ids = [self._row(row["input_ids"]) for row in rows]
+        labels = [self._row(row.get("labels", row["input_ids"])) for row in rows]
+        longest = max(len(row) for row in ids)
+        width = -(-longest // self.multiple_of) * self.multiple_of
+        width = width if self.max_length is None else min(width, self.max_length)
+        return {
+            "input_ids": _stack(ids, width, self.pad_token),
+            "attention_mask": _stack([torch.ones_like(row) for row in ids], width, 0),
+            "labels": _stack(labels, width, IGNORED_LABEL),
+        }
+
+    def _row(self, ids: Ids) -> Tensor:
+        return torch.as_tensor(ids, dtype=torch.long)[: self.max_length]
+
+
+def _stack(rows: Sequence[Tensor], width: int, value: int) -> Tensor:
+    return torch.stack([pad(row, (0, width - len(row)), value=value) for row in rows])

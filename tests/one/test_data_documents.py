@@ -1,0 +1,127 @@
+"""Samples that are documents: their boundaries, padding, and orders that group them by length."""
+
+import itertools
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+import plait
+from plait.data import sources
+from plait.data.build import build
+from plait.data.config import DataConfig, TokenizerConfig
+from plait.data.dataset import TokenStore, TokenStream
+from plait.data.documents import Documents, check_documents
+from plait.data.loader import Batches
+from plait.data.sampler import BatchSizes, LengthGroups, SampleOrder
+from plait.data.tokenizer import read_tokenizer
+from plait.errors import DataError
+
+TEXTS = [f"document {n} has " + "many " * (n % 7) + "words" for n in range(60)]
+
+
+def built(folder: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> TokenStore:
+    monkeypatch.setattr(sources, "MIN_SHARD_BYTES", 500)  # several parts
+    monkeypatch.setattr(sources, "MAX_SHARD_BYTES", 500)
+    (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    data = DataConfig(dir=folder / "tokens", sources=[str(folder / "a.jsonl")], sequence=8, validation=0.2)
+    return build(data, TokenizerConfig(vocab_size=300, **changes), progress=False)
+
+
+@pytest.mark.quick
+def test_each_document_is_a_sample_with_its_end_truncated_to_the_longest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = built(tmp_path, monkeypatch)
+    check_documents(store)
+    end, tokenizer = store.index.end_of_document, read_tokenizer(store.tokenizer_dir)
+    expected = sorted([*tokenizer(text)["input_ids"], end] for text in TEXTS)
+    found: list[list[int]] = []
+    for stream in (store.train, store.validation):
+        samples = Documents(stream, end, plait.PaddingCollator(end, 1, 1000))
+        for index in range(len(samples)):
+            found += samples.batch(np.array([index]))["input_ids"].tolist()
+    assert sorted(found) == expected
+    short = pickle.loads(pickle.dumps(Documents(store.train, end, plait.PaddingCollator(end, 8, 11))))
+    batch = short.batch(np.arange(len(short)))
+    assert batch["input_ids"].shape[1] == 11, "a multiple of 8 would be longer than the longest"
+    assert batch["attention_mask"].sum(dim=1).tolist() == short.lengths.tolist()
+    assert max(short.lengths) == 11 < max(map(len, expected))
+
+
+def test_an_end_token_that_is_also_in_texts_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = built(tmp_path, monkeypatch)
+    a_word = read_tokenizer(first.tokenizer_dir).tokenize(TEXTS[0])[0]
+    tokenizer = TokenizerConfig(path=first.tokenizer_dir, end_of_document=a_word)
+    data = DataConfig(dir=tmp_path / "more", sources=[str(tmp_path / "a.jsonl")], sequence=8)
+    store = build(data, tokenizer, progress=False)
+    with pytest.raises(DataError, match="also inside of documents") as caught:
+        check_documents(store)
+    assert "in 60 documents" in str(caught.value.given)
+
+
+def test_the_collator_pads_ids_masks_and_labels() -> None:
+    samples = [[5, 6, 7], torch.tensor([8]), {"input_ids": [1, 2, 3, 4], "labels": [-100, -100, 3, 4]}]
+    batch = plait.PaddingCollator(pad_token=9, multiple_of=3)(samples)
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 9, 9, 9], [8, 9, 9, 9, 9, 9], [1, 2, 3, 4, 9, 9]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 0, 0, 0], [1, 0, 0, 0, 0, 0], [1, 1, 1, 1, 0, 0]]
+    assert batch["labels"].tolist() == [
+        [5, 6, 7, -100, -100, -100],
+        [8, -100, -100, -100, -100, -100],
+        [-100, -100, 3, 4, -100, -100],
+    ]
+    cut = plait.PaddingCollator(multiple_of=8, max_length=2)(samples)
+    assert cut["input_ids"].tolist() == [[5, 6], [8, 0], [1, 2]]
+    [batch] = DataLoader([[1], [2, 3]], batch_size=2, collate_fn=plait.PaddingCollator())
+    assert batch["input_ids"].tolist() == [[1, 0], [2, 3]]
+
+
+@given(num=st.integers(1, 90), batch=st.integers(1, 8), window=st.integers(1, 6), seed=st.integers(0, 99))
+def test_length_groups_reorder_within_windows_only(num: int, batch: int, window: int, seed: int) -> None:
+    lengths = np.random.default_rng(seed).integers(1, 50, num)
+    plain, grouped = SampleOrder(num, seed), LengthGroups(SampleOrder(num, seed), lengths, batch, window)
+    size = batch * window
+    ours = grouped.indices(0, 3 * size)
+    for first in range(0, 3 * size, size):
+        rows = ours[first : first + size].reshape(window, batch)
+        assert sorted(rows.ravel()) == sorted(plain.indices(first, size))
+        spans = sorted((lengths[row].min(), lengths[row].max()) for row in rows)
+        assert all(one[1] <= other[0] for one, other in itertools.pairwise(spans))
+    fresh = LengthGroups(SampleOrder(num, seed), lengths, batch, window)
+    first = size + batch // 2
+    assert fresh.indices(first, size).tolist() == ours[first : first + size].tolist(), "resumed in the midst"
+
+
+def test_shares_of_ranks_and_micro_batches_are_those_of_the_global_batch(tmp_path: Path) -> None:
+    """Documents 10 10 0, 20 0, ...: only the micro-batch's own longest counts."""
+    ids = [token for n in range(1, 30) for token in [10 * n] * (n % 5 + 1) + [0]]
+    np.array(ids, dtype="<u2").tofile(tmp_path / "a")
+    samples = Documents(
+        TokenStream("training", [(tmp_path / "a", len(ids))], "uint16"), 0, plait.PaddingCollator(0, 1, 5)
+    )
+    order = LengthGroups(SampleOrder(len(samples), 3), samples.lengths, 8, 2)
+
+    def documents(ranks: int, micro: int | None) -> list[list[int]]:
+        found = []
+        for number in range(5):
+            for rank in range(ranks):
+                shares = Batches(
+                    samples, order, BatchSizes(8), data_rank=rank, data_ranks=ranks, micro=micro
+                )[number]
+                for batch in [shares] if isinstance(shares, dict) else shares:
+                    lengths = batch["attention_mask"].sum(dim=1)
+                    assert batch["input_ids"].shape[1] == lengths.max()
+                    found += [row[:n].tolist() for row, n in zip(batch["input_ids"], lengths, strict=True)]
+        return found
+
+    assert documents(1, None) == documents(2, 2) == documents(4, 1) == documents(1, 4)
+    assert isinstance(Batches(samples, order, BatchSizes(8), micro=1)[0], list)
