@@ -1,14 +1,28 @@
 """The exception tree. User errors carry four parts: fact, given, expected, try (STYLE 17)."""
 
 import difflib
+import re
 from collections.abc import Iterable
+
+# What a terminal obeys, what reorders a line, and what UTF-8 cannot encode; tabs and newlines are kept.
+_CONTROL = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+
+
+_MAX_PART = 4000  # characters of one part of an error
+
+
+def printable(text: str) -> str:
+    """Escape control characters, as in `\\x1b`: names and keys in files must not control a terminal."""
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 class PlaitError(Exception):
     """An error that the user can fix. `str()` gives a message of up to four lines.
 
     `fact` states the problem in the user's terms; `given` the value received; `expected` a valid value;
-    `hint` what to try. Only the fact is required.
+    `hint` what to try. Only the fact is required. Long parts are shortened.
     """
 
     def __init__(
@@ -26,15 +40,20 @@ class PlaitError(Exception):
         super().__init__(fact)
 
     def __str__(self) -> str:
-        lines = [self.fact]
+        lines = [_shortened(self.fact)]
         for label, value in (("given", self.given), ("expected", self.expected), ("try", self.hint)):
             if value is not None:
-                lines.append(f"  {label:<8}: {value}")
-        return "\n".join(lines)
+                lines.append(f"  {label:<8}: {_shortened(value)}")
+        return printable("\n".join(lines))
 
     def message(self) -> str:
         """The class name and the message, as the command line prints them."""
         return f"{type(self).__name__}: {self}"
+
+
+def _shortened(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= _MAX_PART else f"{text[:_MAX_PART]} ... ({len(text):,} characters)"
 
 
 class PlanError(PlaitError):

@@ -1,7 +1,14 @@
-"""Atomic file writes: a file is complete and on disk when the call returns, or does not exist.
+"""Atomic file writes, and bounded reads.
 
-Written next to the target under a unique name, synced, and renamed; the folder is synced too, because a power
-failure may otherwise undo the rename.
+A file is complete and on disk when a write returns, or does not exist. It is written next to the target under
+a unique name, synced, and renamed; the folder is synced too, because a power failure may otherwise undo the
+rename.
+
+[Note: reads of untrusted files]
+Reads take time and memory in proportion to the file's size, which is bounded, and never wait: only regular
+files are opened, not pipes or devices. JSON and TOML are refused if they are nested deeper than any file of
+ours, as parsers, encoders and copies recurse over them; so are integers of more than 64 bits, and TOML keys
+of many parts, on which `tomllib` spends quadratic time.
 """
 
 import contextlib
@@ -10,13 +17,26 @@ import fcntl
 import json
 import math
 import os
+import re
 import stat
 import time
+import tomllib
 from collections.abc import Iterator, Mapping
+from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from plait.errors import ConfigError
+
+TEXT_LIMIT_BYTES = 1 << 26
+MAX_DEPTH = 64  # of nested JSON and TOML
+NOT_REGULAR = "not a regular file"
+_MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 4095  # on Linux
+_IN_KEYS = re.compile(r"""[ \t]+|"[^"\n]*"|'[^'\n]*'""")  # within a dotted key of TOML, besides bare words
+_BETWEEN_KEYS = re.compile(r"[^\w.-]+")
+
+T = TypeVar("T")
+P = TypeVar("P", str, Path)
 
 _POLL_S = 0.1
 # Errors of network file systems that cannot sync a folder.
@@ -110,6 +130,94 @@ def file_lock(path: Path, wait_s: float = 0.0) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked process may hold the descriptor too
     finally:
         os.close(descriptor)
+
+
+def open_descriptor(path: Path, *, follow: bool = True) -> int:
+    """Open a regular file for reading; `follow` symbolic links. Never blocks. Raises OSError for anything
+    else."""
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+    try:
+        descriptor = os.open(path, flags)
+    except ValueError as error:
+        raise OSError(errno.EINVAL, "not the name of a file", str(path)) from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, NOT_REGULAR, str(path))
+    return descriptor
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """Like `open_descriptor`, as a file."""
+    return os.fdopen(open_descriptor(path), "rb")
+
+
+def read_regular(path: Path, limit_bytes: int = TEXT_LIMIT_BYTES) -> bytes:
+    """Read a regular file. Raises OSError, also for one that is larger than the limit."""
+    with open_regular(path) as file:
+        content = file.read(limit_bytes + 1)
+    if len(content) > limit_bytes:
+        raise OSError(errno.EFBIG, f"larger than {limit_bytes} bytes", str(path))
+    return content
+
+
+def read_text(path: Path, limit_bytes: int = TEXT_LIMIT_BYTES) -> str:
+    """Read a regular file of UTF-8. Raises OSError, UnicodeDecodeError (a ValueError)."""
+    return read_regular(path, limit_bytes).decode("utf-8")
+
+
+def read_json(path: Path, limit_bytes: int = TEXT_LIMIT_BYTES) -> Any:
+    """Read a JSON file. Raises OSError, ValueError."""
+    return parse_json(read_regular(path, limit_bytes))
+
+
+def parse_json(text: str | bytes, **options: Any) -> Any:
+    """Like `json.loads`, but raises ValueError also for deep nesting."""
+    try:
+        return check_values(json.loads(text, **options))
+    except RecursionError as error:
+        raise _too_deep() from error
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Like `tomllib.loads`, but raises ValueError also for deep nesting and keys of many parts."""
+    if any(key.count(".") > MAX_DEPTH for key in _BETWEEN_KEYS.split(_IN_KEYS.sub("", text))):
+        raise _too_deep()
+    try:
+        values: dict[str, Any] = tomllib.loads(text)
+        return check_values(values)
+    except RecursionError as error:
+        raise _too_deep() from error
+
+
+def check_values(value: T) -> T:
+    """Return a JSON value. Raises ValueError if it is nested more than MAX_DEPTH deep, or has an integer that
+    does not fit into 64 bits: Python's own are unlimited, but not their conversion to text."""
+    level: list[Any] = [value]
+    for _ in range(MAX_DEPTH + 1):
+        if not all(-(2**63) <= each < 2**64 for each in level if isinstance(each, int)):
+            raise ValueError("an integer of more than 64 bits")
+        outer = [each for each in level if isinstance(each, dict | list | tuple)]
+        if not outer:
+            return value
+        level = [inner for each in outer for inner in (each.values() if isinstance(each, dict) else each)]
+    raise _too_deep()
+
+
+def _too_deep() -> ValueError:
+    return ValueError(f"nested more than {MAX_DEPTH} deep")
+
+
+def check_path(path: P) -> P:
+    """Return the path. Raises ValueError if no file can have it."""
+    try:
+        encoded = os.fsencode(path)
+    except UnicodeEncodeError as error:
+        raise ValueError("a path in UTF-8") from error
+    if b"\0" in encoded:
+        raise ValueError("a path without NUL characters")
+    if len(encoded) > _MAX_PATH_BYTES or any(len(name) > _MAX_NAME_BYTES for name in encoded.split(b"/")):
+        raise ValueError(f"a path of at most {_MAX_PATH_BYTES} bytes, and {_MAX_NAME_BYTES} in each name")
+    return path
 
 
 def regular_file_bytes(path: Path) -> int | None:

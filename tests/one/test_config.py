@@ -215,7 +215,18 @@ def test_a_misspelt_key_is_an_error_with_the_nearest_one(recipe: Path, key: str,
         ("run=3", "run = 3"),
         ("tokenizer.path=some", "exactly one of path"),
         ("run.device=tpu", "run.device = 'tpu'"),
+        ('run.dir="a\\u0000b"', "without NUL"),
+        (f"data.dir={'a' * 256}", "255 in each name"),
+        ('data.sources=["a\\u0000b"]', "without NUL"),
+        (f"run.steps={'9' * 5000}", "run.steps"),
+        (f"run.steps=0x{'f' * 5000}", "run.steps"),
+        ("run.batch=9223372036854775807", "less than or equal to"),
+        ("data.workers=100000", "less than or equal to 1024"),
+        (f"model.config={'{a=' * 10_000}", "model.config"),
+        (f"model.config={'{a=' * 70}1{'}' * 70}", "model.config"),
+        (f"{'a.' * 10_000}b=1", "--set needs key=value"),
     ],
+    ids=lambda text: text[:24],
 )
 def test_an_invalid_value_is_an_error_with_its_key(recipe: Path, assignment: str, words: str) -> None:
     assert words in message(lambda: read_recipe(recipe, [assignment]))
@@ -228,6 +239,13 @@ def test_a_set_without_key_and_value_is_an_error_with_an_example(recipe: Path, a
 
 def test_a_key_below_a_value_is_refused(recipe: Path) -> None:
     assert "is a value" in message(lambda: read_recipe(recipe, ["run.steps.more=3"]))
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "null", '"text"', "[" * 100_000, '{"plan": ' + "9" * 5000 + "}"])
+def test_a_saved_recipe_that_is_not_one_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "recipe.json").write_text(text)
+    for sets, plan in (((), None), (("run.steps=3",), None), ((), "dp=2")):
+        assert "the recipe is not" in message(lambda: read_recipe(tmp_path / "recipe.json", sets, plan))  # noqa: B023
 
 
 def test_a_recipe_that_is_no_toml_or_not_there_is_named(tmp_path: Path) -> None:

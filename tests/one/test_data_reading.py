@@ -3,6 +3,8 @@
 import gzip
 import itertools
 import json
+import os
+import re
 import sys
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from plait.data import readers, sources
 from plait.data.readers import ReadOptions, read_chunks
 from plait.data.sources import Shard, Slice, list_shards, list_source
+from plait.data.tokenizer import split_long_words, train_tokenizer
 from plait.errors import DataError
 
 TEXT = st.text(st.sampled_from("ab \n\r\té漢🙂"), max_size=200)
@@ -126,6 +129,42 @@ def test_the_standard_library_comes_without_its_tests() -> None:
 def test_a_missing_source_is_an_error() -> None:
     with pytest.raises(DataError, match=r"the source nowhere/\*\.txt is missing"):
         list_shards(["nowhere/*.txt"])
+    with pytest.raises(DataError, match="an unknown user"):
+        list_shards(["~unknown-user/a.txt"])
+
+
+@pytest.mark.parametrize("name", ["pipe.txt", "pipe.jsonl", "pipe.jsonl.gz", "zero.txt"])
+def test_a_source_that_is_not_a_regular_file_is_an_error(tmp_path: Path, name: str) -> None:
+    if name == "zero.txt":
+        (tmp_path / name).symlink_to("/dev/zero")
+    else:
+        os.mkfifo(tmp_path / name)
+    with pytest.raises(DataError, match=rf"{name}"):
+        documents(list_shards([str(tmp_path / name)]))
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz"])
+def test_a_line_too_long_for_memory_is_an_error(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readers, "MAX_LINE_BYTES", 1000)
+    rows = (f'{{"text": "{"x" * size}"}}\n'.encode() for size in (900, 1000))
+    (tmp_path / name).write_bytes(b"".join(map(gzip.compress if name.endswith("gz") else bytes, rows)))
+    with pytest.raises(DataError, match=rf"{name} contains a line that is too long"):
+        documents(list_shards([str(tmp_path / name)]))
+
+
+@given(st.text("ab \n", max_size=2000))
+def test_text_is_split_for_training_inside_long_words_only(text: str) -> None:
+    pieces = list(split_long_words(text * 20))
+    assert "".join(pieces) == text * 20
+    longest = max((len(run) for run in re.findall(r"\S+|\s+", text * 20)), default=0)
+    assert (len(pieces) == 1) == (longest <= 256)
+
+
+def test_a_tokenizer_is_trained_on_a_run_of_one_character_in_linear_time() -> None:
+    trained = train_tokenizer(iter(["x" * 300_000]), 300, None)
+    assert max(map(len, trained.get_vocab())) == 256
 
 
 def test_a_directory_as_a_source_is_an_error_with_the_glob_to_write(tmp_path: Path) -> None:

@@ -55,3 +55,85 @@ def test_only_a_plain_file_has_a_size(tmp_path: Path) -> None:
     assert fileio.regular_file_bytes(tmp_path) is None
     with pytest.raises(FileNotFoundError):
         fileio.regular_file_bytes(tmp_path / "missing")
+
+
+@pytest.fixture
+def others(tmp_path: Path) -> list[Path]:
+    """Paths of anything but a regular file, some of which would make a plain read wait or never end."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    return [
+        tmp_path,
+        *(tmp_path / name for name in ("pipe", "zero", "circle", "missing", "a\0b", "a\ud800b", "a" * 256)),
+    ]
+
+
+def test_only_a_regular_file_is_read_and_nothing_is_waited_for(tmp_path: Path, others: list[Path]) -> None:
+    plain = tmp_path / "plain"
+    plain.write_bytes(b"12345")
+    (tmp_path / "link").symlink_to(plain)
+    assert fileio.read_regular(plain) == fileio.read_regular(tmp_path / "link") == b"12345"
+    for other in others:
+        with pytest.raises(OSError):
+            fileio.read_regular(other)
+    with pytest.raises(OSError):
+        fileio.open_descriptor(tmp_path / "link", follow=False)
+    with pytest.raises(OSError, match="larger than 4 bytes"):
+        fileio.read_regular(plain, 4)
+
+
+DEEP = 100_000
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * DEEP,
+        '{"a":' * 900 + "1" + "}" * 900,
+        "[" * 65 + "]" * 65,
+        "1" * 5000,
+        "1" * 30,
+        "[1,",
+        "\ud800",
+        b"\xff",
+    ],
+    ids=["brackets", "braces", "just too deep", "digits", "65 bits", "incomplete", "surrogate", "not UTF-8"],
+)
+def test_invalid_json_is_a_value_error(text: str | bytes) -> None:
+    with pytest.raises(ValueError):
+        fileio.parse_json(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a=" + "[" * DEEP,
+        "a=" + "{b=" * DEEP,
+        ".".join(["a"] * DEEP) + "=1",
+        "[" + " . ".join(["'a'", '"b"'] * DEEP) + "]",
+        "a=" + "1" * 5000,
+        "a=0x" + "f" * 5000,
+        "a",
+    ],
+    ids=["brackets", "braces", "key", "section", "digits", "hexadecimal", "incomplete"],
+)
+def test_invalid_toml_is_a_value_error(text: str) -> None:
+    with pytest.raises(ValueError):
+        fileio.parse_toml(text)
+
+
+def test_valid_json_and_toml_are_read() -> None:
+    nested = "[" * 64 + "]" * 64
+    assert fileio.parse_json(f'{{"a": 1, "b": {nested[1:-1]}}}')["a"] == 1
+    words = ", ".join(f'"a.b.{number}"' for number in range(1000))
+    values = fileio.parse_toml(f'a.b = [{words}]\nprompt = "{"." * 100}"\nx = [{"1.5, " * 1000}]\n[ a . c ]')
+    assert len(values["a"]["b"]) == 1000
+
+
+def test_only_a_path_that_a_file_can_have_is_accepted() -> None:
+    for name in ("a/b", "\udc80", "a" * 255):
+        assert fileio.check_path(Path(name)) == Path(name)
+    for name in ("a\0b", "\ud800", "a" * 256, "a/" * 2100):
+        with pytest.raises(ValueError, match="a path"):
+            fileio.check_path(Path(name))

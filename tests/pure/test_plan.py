@@ -157,6 +157,12 @@ def test_every_key_takes_effect_on_the_value() -> None:
         ("optim_dtype=fp16", ["optim_dtype=fp16", "fp32 or bf16"]),
         ("zero=2 reshard=always", ["reshard=always", "use or step"]),
         ("zero=2 accumulate=half", ["accumulate=half", "auto or unsharded or sharded"]),
+        ("chunks=99999999999", ["chunks is not a valid degree", "at most 999999"]),
+        ("micro=1000000", ["at most 999999"]),
+        (f"dp={'9' * 5000}", ["at most 999999"]),
+        (f"tp={'9' * 5000}", ["tp is not a valid grid"]),
+        (f"pp=1 stages={'9' * 5000}", ["not a list of block counts"]),
+        (f"recompute=every={'9' * 5000}", ["k from 1"]),
     ],
 )
 def test_invalid_plans_are_refused_with_an_error(text: str, words: list[str]) -> None:
@@ -164,6 +170,22 @@ def test_invalid_plans_are_refused_with_an_error(text: str, words: list[str]) ->
         Plan.parse(text)
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"dp": "2"}, {"dp": 10**9}, {"dp": 2.0}, {"tp": None}, {"schedule": 5}, {"stages": 3}, {"sp": 1}],
+    ids=str,
+)
+def test_values_of_other_types_are_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(PlanError, match=next(iter(values))):
+        Plan(**values)
+
+
+@pytest.mark.parametrize("text", [None, 5, b"dp=1", ["dp=1"]])
+def test_a_plan_is_parsed_from_text_only(text: Any) -> None:
+    with pytest.raises(PlanError, match="a plan is text"):
+        Plan.parse(text)
 
 
 @pytest.mark.parametrize(

@@ -203,6 +203,22 @@ def test_numbers_and_names_that_cannot_be_are_refused() -> None:
         assert says in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "ranks", "micros"),
+    [("1f1b", 99_999_999, 8), ("gpipe", 100_000, 100_000), ("zbv", 1000, 1), ("bfs", 1, 10**12)],
+)
+def test_a_schedule_too_large_to_validate_is_refused_at_once(name: str, ranks: int, micros: int) -> None:
+    with pytest.raises(ScheduleError, match="too large"):
+        make_schedule(name, ranks, micros)
+    assert make_schedule("1f1b", 64, 2048).num_ranks == 64
+
+
+def test_a_file_of_too_many_actions_or_ranks_is_refused() -> None:
+    for text in ("F0.0," * 600_000, "F0.0\n" * 600_000, ",\n" * 600_000):
+        with pytest.raises(ScheduleError, match="too large"):
+            Schedule.from_csv(text)
+
+
 def test_plans_know_the_schedules_that_train_and_their_chunks() -> None:
     assert [*SCHEDULES, "inference"] == list(GENERATORS)
     for name in SCHEDULES:

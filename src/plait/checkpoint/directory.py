@@ -17,7 +17,6 @@ and finds no such step restores its name.
 """
 
 import contextlib
-import json
 import re
 import secrets
 import shutil
@@ -27,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plait.errors import CheckpointError
-from plait.fileio import file_lock, sync_folder, write_json
+from plait.fileio import file_lock, read_json, sync_folder, write_json
 
 _STEP = re.compile(r"step-(\d{8,})")
 _TEMPORARY = re.compile(r"step-\d{8,}\.tmp-[0-9a-f]+")
@@ -118,7 +117,7 @@ def remove_partial(folder: Path) -> None:
 def best(folder: Path) -> tuple[int, float] | None:
     """(step, score) of the best checkpoint in a folder, None if none is recorded."""
     try:
-        record = json.loads((folder / _BEST).read_text(encoding="utf-8"))
+        record = read_json(folder / _BEST)
         return int(record["step"]), float(record["score"])
     except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None

@@ -25,7 +25,7 @@ from plait.checkpoint.reader import Reader
 from plait.checkpoint.safetensors_format import DTYPES, Entry, Header, encode_header, read_header
 from plait.checkpoint.writer import bytes_of
 from plait.errors import CheckpointError, RunError
-from plait.fileio import sync_folder, sync_tree
+from plait.fileio import read_json, sync_folder, sync_tree
 from plait.models import SavedGroup, SaveFormat, StateNames, map_file_keys
 
 if TYPE_CHECKING:
@@ -125,15 +125,13 @@ class HuggingFaceFiles:
 def _read_index(path: Path) -> Iterator[tuple[str, set[str]]]:
     """Yield the files in an index, each with its keys."""
     try:
-        if path.stat().st_size > _INDEX_LIMIT_BYTES:
-            raise CheckpointError("the index of weights is too large", given=path)
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"].items()
+        weight_map = read_json(path, _INDEX_LIMIT_BYTES)["weight_map"].items()
         keys: dict[str, set[str]] = {}
         for key, name in weight_map:
             if not _FILE_NAME.fullmatch(name):
                 raise ValueError(f"{name!r:.100} is not the name of a file in this directory")
             keys.setdefault(name, set()).add(key)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError("the index of weights cannot be read", given=f"{path}: {error}") from error
     yield from keys.items()
 

@@ -17,7 +17,6 @@ import json
 import math
 import os
 import re
-import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -28,7 +27,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from plait.checkpoint.safetensors_format import DTYPES, HEADER_LIMIT_BYTES, is_valid_shape
 from plait.errors import CheckpointError
-from plait.fileio import regular_file_bytes
+from plait.fileio import NOT_REGULAR, open_descriptor, regular_file_bytes
 from plait.plan import Box
 
 MANIFEST = "manifest.json"
@@ -175,27 +174,25 @@ def plain_size(path: Path) -> int:
     except OSError as error:
         raise read_error(path, error) from error
     if size is None:
-        raise damage(path, "not a regular file")
+        raise damage(path, NOT_REGULAR)
     return size
 
 
 def open_plain(path: Path) -> int:
     """Open a regular file. Raises CheckpointError for anything else; never blocks on a pipe."""
-    plain_size(path)
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        return open_descriptor(path, follow=False)
     except OSError as error:
         raise read_error(path, error) from error
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise damage(path, "not a regular file")
-    return descriptor
 
 
 def read_error(path: Path, error: OSError) -> CheckpointError:
-    """A missing file is damage. Another error does not mean that the contents are damaged."""
+    """A missing file is damage, and so is a link or a folder. Another error does not mean that the contents
+    are damaged."""
     if error.errno == errno.ENOENT:
         return damage(path, "missing")
+    if error.errno == errno.ELOOP or error.strerror == NOT_REGULAR:
+        return damage(path, NOT_REGULAR)
     return CheckpointError("a checkpoint cannot be read", given=f"{path}: {error.strerror or error}")
 
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from plait.errors import CheckpointError
+from plait.fileio import open_regular, parse_json
 
 _MAX_DIMS, _MAX_ELEMENTS = 64, 2**60
 
@@ -82,7 +83,7 @@ def encode_header(entries: Mapping[str, Entry], metadata: Mapping[str, str] | No
 def read_header(path: Path) -> Header:
     """Read the header of a file of any program. See [Note: header validation]. Raises CheckpointError."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             size = file.seek(0, 2)
             file.seek(0)
             length = file.read(8)
@@ -95,9 +96,9 @@ def read_header(path: Path) -> Header:
     if len(text) < num_bytes:
         raise _not_safetensors(path, f"it ends at byte {8 + len(text)}")
     try:
-        values = json.loads(text, object_pairs_hook=_without_duplicates)
+        values = parse_json(text, object_pairs_hook=_without_duplicates)
         entries = {name: _entry(name, value) for name, value in values.items() if name != _METADATA}
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise _not_safetensors(path, f"its header: {str(error)[:200]}") from error
     ranges = sorted((entry.start, entry.stop) for entry in entries.values())
     edges = [(0, 0), *ranges, (size - 8 - num_bytes,) * 2]

@@ -20,7 +20,16 @@ from plait.bench.request import (
     parse_collectives,
     parse_sizes,
 )
-from plait.cli.common import Debug, Json, Png, check_outputs, report_errors, write_json_output, write_output
+from plait.cli.common import (
+    Debug,
+    Json,
+    Png,
+    check_outputs,
+    print_line,
+    report_errors,
+    write_json_output,
+    write_output,
+)
 from plait.cli.multirank import check_ranks, first_rank_first, report_once
 from plait.plan.cost_model import COLLECTIVES, TRANSPORTS
 from plait.plan.host_profile import HostProfile, check_writable, save
@@ -93,9 +102,9 @@ def collectives(
             write_json_output(json, to_json(found))
             write_output(png, lambda path: draw(found, path))
             if is_saved and found.num_hosts > 1:
-                print("not saved: a profile describes one host")
+                print_line("not saved: a profile describes one host")
             elif is_saved:
-                print(f"saved: {save(HostProfile(latency_fits(found)), profile)}")
+                print_line(f"saved: {save(HostProfile(latency_fits(found)), profile)}")
         return 0
 
     raise typer.Exit(report_once(run, world, debug=debug))
@@ -186,4 +195,4 @@ def _show(tables: "list[Table]", found: "Measurement | Breakdown", rounds: int, 
     for table in tables:
         Console().print(table)
     ranks = f"{found.num_ranks} ranks on {counted(found.num_hosts, 'host')}"
-    print(f"{ranks}{what}; {counted(rounds, 'round')} in {found.seconds:.0f} s")
+    print_line(f"{ranks}{what}; {counted(rounds, 'round')} in {found.seconds:.0f} s")

@@ -16,6 +16,7 @@ from plait.cli.common import (
     Json,
     NewDirectory,
     check_outputs,
+    print_line,
     report_errors,
     show_error,
     write_json_output,
@@ -66,7 +67,7 @@ def verify(
         speed = manifest.num_bytes / max(elapsed_s, 1e-9) / 1e9
         counts = f"{counted(len(manifest.files), 'file')}, {counted(len(manifest.tensors), 'tensor')}"
         size = format_bytes(manifest.num_bytes)
-        print(f"{path}: complete, {counts}, {size} in {elapsed_s:.2f} s ({speed:.2f} GB/s)")
+        print_line(f"{path}: complete, {counts}, {size} in {elapsed_s:.2f} s ({speed:.2f} GB/s)")
     if not is_complete:
         raise typer.Exit(USER_ERROR)
 
@@ -99,7 +100,7 @@ def show(
     _print_contents(contents)
     if tensors:
         for key, facts in found.manifest.tensors.items():
-            print(f"{key} {list(facts.shape)} {facts.dtype} {counted(len(facts.chunks), 'chunk')}")
+            print_line(f"{key} {list(facts.shape)} {facts.dtype} {counted(len(facts.chunks), 'chunk')}")
 
 
 @checkpoint.command()
@@ -152,7 +153,7 @@ def convert(
     found = _newest(location)
     run = RunDir(found.path.absolute().parent.parent)
     write(found, out, dtype, shard_bytes=limit, config=config, run=run if run.recipe.is_file() else None)
-    print(out)
+    print_line(out)
 
 
 def _newest(location: Path) -> "Checkpoint":
@@ -174,28 +175,27 @@ def _bytes_of(text: str) -> int:
 def _print_comparison(found: "Comparison", left: "Checkpoint", right: "Checkpoint", most: int | None) -> None:
     from plait.tables import counted
 
-    print(f"A {left.path}\nB {right.path}")
+    print_line(f"A {left.path}\nB {right.path}")
     for name, one, other in found.facts:
-        print(f"fact {name}: {dumps(one)} | {dumps(other)}")
+        print_line(f"fact {name}: {dumps(one)} | {dumps(other)}")
     for name, keys in zip("AB", found.only, strict=True):
         for key in keys:
-            print(f"only in {name}: {key}")
+            print_line(f"only in {name}: {key}")
     worst = sorted(found.differ, key=lambda each: (each.given is None, -each.relative))
     for each in worst[:most]:
         apart = (
             f"{each.elements:,} elements differ, by up to {each.largest:.3g}, relative {each.relative:.3g}"
         )
-        given = each.given or ""
-        print(f"{each.key}: {', '.join(word for word in (given, apart if each.elements else '') if word)}")
+        words = (each.given, apart if each.elements else None)
+        print_line(f"{each.key}: {', '.join(filter(None, words))}")
     if most is not None and len(worst) > most:
-        print(f"... and {len(worst) - most:,} more: --all")
-    print(f"{counted(found.same, 'tensor')} the same, {len(worst):,} not,", end=" ")
-    print(f"{len(found.only[0]):,} in A alone, {len(found.only[1]):,} in B alone")
+        print_line(f"... and {len(worst) - most:,} more: --all")
+    print_line(f"{counted(found.same, 'tensor')} the same, {len(worst):,} not,", end=" ")
+    print_line(f"{len(found.only[0]):,} in A alone, {len(found.only[1]):,} in B alone")
 
 
 def _print_contents(contents: "Contents") -> None:
     import rich
-    from rich.text import Text
 
     from plait.plan import format_bytes
     from plait.tables import facts_table, table
@@ -204,7 +204,7 @@ def _print_contents(contents: "Contents") -> None:
     facts |= {
         name: value if isinstance(value, str) else dumps(value) for name, value in contents.facts.items()
     }
-    rich.print(facts_table(Text(str(contents.path)), ((name, Text(value)) for name, value in facts.items())))
+    rich.print(facts_table(str(contents.path), facts.items()))
     kinds = (
         (
             kind.name,

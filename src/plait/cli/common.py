@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, ParamSpec, TextIO, TypeVar
 
 import typer
 
-from plait.errors import ConfigError, PlaitError
+from plait.errors import ConfigError, PlaitError, printable
 from plait.fileio import check_output_paths, finite_json, write_json
 
 USER_ERROR = 2
@@ -47,6 +47,11 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+def print_line(text: object, *, file: TextIO | None = None, end: str = "\n") -> None:
+    """Print text, which may come from a file's names and keys: control characters are escaped."""
+    print(printable(str(text)), file=file, end=end, flush=True)
+
+
 def report_errors(command: Callable[P, R]) -> Callable[P, R]:
     """Print a PlaitError as its message, and Ctrl-C as one line. `debug=True` adds the traceback."""
 
@@ -57,8 +62,14 @@ def report_errors(command: Callable[P, R]) -> Callable[P, R]:
         except PlaitError as error:
             show_error(error, debug=bool(kwargs.get("debug")))
             raise typer.Exit(USER_ERROR) from None
+        except OSError as error:  # of a path that only the file system can judge, such as a name too long
+            if error.filename is None:
+                raise
+            problem = ConfigError("a file cannot be used", given=f"{error.filename}: {error.strerror}")
+            show_error(problem.with_traceback(error.__traceback__), debug=bool(kwargs.get("debug")))
+            raise typer.Exit(USER_ERROR) from None
         except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
+            print_line("interrupted", file=sys.stderr)
             raise typer.Exit(INTERRUPTED) from None
 
     return run
@@ -67,7 +78,7 @@ def report_errors(command: Callable[P, R]) -> Callable[P, R]:
 def show_error(error: PlaitError, *, debug: bool = False) -> None:
     if debug:
         traceback.print_exception(error)
-    print(error.message(), file=sys.stderr, flush=True)
+    print_line(error.message(), file=sys.stderr)
 
 
 def check_outputs(outputs: Mapping[str, Path | None]) -> None:
@@ -91,7 +102,7 @@ def write_output(path: Path | None, write: Callable[[Path], None], *, report: Te
         write(path)
     except OSError as error:
         raise ConfigError("the file cannot be written", given=f"{path}: {error.strerror}") from error
-    print(f"written: {path}", file=report)
+    print_line(f"written: {path}", file=report)
 
 
 def write_json_output(path: Path | None, values: Any) -> None:
@@ -99,6 +110,6 @@ def write_json_output(path: Path | None, values: Any) -> None:
     ConfigError on failure."""
     values = finite_json(values)
     if path == STDOUT:
-        print(json.dumps(values, indent=1))
+        print_line(json.dumps(values, indent=1).replace("\x7f", "\\u007f"))
     else:
         write_output(path, lambda target: write_json(target, values))

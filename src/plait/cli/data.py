@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from plait.cli.common import Debug, Sets, report_errors
+from plait.cli.common import Debug, Sets, print_line, report_errors
 
 data = typer.Typer(help="Prepare text for training.", no_args_is_help=True)
 
@@ -30,6 +30,6 @@ def build(
     from plait.data.build import build as build_tokens
 
     store = build_tokens(values.data, values.tokenizer, force=force)
-    print(f"{values.data.dir}: {store.train.num_tokens:,} training tokens,", end=" ")
-    print(f"{store.validation.num_tokens:,} validation tokens, vocabulary {store.index.vocab_size:,}")
-    print(f"content {store.digest}")
+    print_line(f"{values.data.dir}: {store.train.num_tokens:,} training tokens,", end=" ")
+    print_line(f"{store.validation.num_tokens:,} validation tokens, vocabulary {store.index.vocab_size:,}")
+    print_line(f"content {store.digest}")

@@ -1,6 +1,6 @@
 """`plait export`: a run's newest checkpoint as a Hugging Face directory."""
 
-from plait.cli.common import Debug, Dtype, NewDirectory, Run, report_errors
+from plait.cli.common import Debug, Dtype, NewDirectory, Run, print_line, report_errors
 
 
 @report_errors
@@ -15,4 +15,4 @@ def export(
     from plait.train.run_dir import RunDir
 
     write(RunDir(run), out, dtype)
-    print(out)
+    print_line(out)

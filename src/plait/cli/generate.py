@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from plait.cli.common import Debug, Run, report_errors
+from plait.cli.common import Debug, Run, print_line, report_errors
 
 
 @report_errors
@@ -21,4 +21,4 @@ def generate(
     from plait.train.export import generate as write
     from plait.train.run_dir import RunDir
 
-    print(write(RunDir(run), prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed))
+    print_line(write(RunDir(run), prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed))

@@ -11,6 +11,7 @@ import typer
 from plait import __version__
 from plait.cli.bench import bench
 from plait.cli.checkpoint import checkpoint
+from plait.cli.common import print_line
 from plait.cli.data import data
 from plait.cli.explain import explain
 from plait.cli.export import export
@@ -42,7 +43,7 @@ app.add_typer(checkpoint, name="checkpoint")
 
 def _show_version(is_requested: bool) -> None:
     if is_requested:
-        print(f"plait {__version__}")
+        print_line(f"plait {__version__}")
         raise typer.Exit
 
 

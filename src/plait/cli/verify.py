@@ -15,11 +15,13 @@ from plait.cli.common import (
     Debug,
     Json,
     check_outputs,
+    print_line,
     report_errors,
     write_json_output,
 )
 from plait.cli.explain import MODEL_HELP
 from plait.errors import ConfigError, PlaitError, PlanError
+from plait.fileio import read_text
 from plait.plan import Plan
 from plait.plan.schedule.load import load_schedule
 
@@ -109,7 +111,7 @@ def verify_rank(work_dir: Path) -> None:
     logging.set_verbosity(logging.CRITICAL)
     are_several = len(json.loads((work_dir / "jobs.json").read_text(encoding="utf-8"))["jobs"]) > 1
     try:
-        serve(work_dir, (lambda verdict: print(summary_line(verdict), flush=True)) if are_several else None)
+        serve(work_dir, (lambda verdict: print_line(summary_line(verdict))) if are_several else None)
     except PlaitError:
         raise typer.Exit(LOST_RANK) from None
 
@@ -181,7 +183,7 @@ def _select_plans(
 
 def _read_plans(path: Path) -> list[Plan]:
     try:
-        lines = [text.partition("#")[0].strip() for text in path.read_text(encoding="utf-8").splitlines()]
+        lines = [text.partition("#")[0].strip() for text in read_text(path).splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("the plans cannot be read", given=f"{path}: {error}") from error
     parsed = []

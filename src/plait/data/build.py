@@ -11,7 +11,6 @@ processes scale better: reading, JSON and NumPy also run in parallel.
 import contextlib
 import fcntl
 import hashlib
-import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
@@ -31,7 +30,8 @@ from plait.data.shards import UNFINISHED, BuildSettings, PartRecord, finished_pa
 from plait.data.sources import Shard, list_shards
 from plait.data.workers import Report, write_parts
 from plait.errors import DataError
-from plait.fileio import sync_folder, write_json
+from plait.fileio import read_json, sync_folder, write_json
+from plait.tables import plain
 
 PARALLEL_FROM_BYTES = 64 << 20
 SAMPLE_BYTES = 64 << 20  # text to train a tokenizer on, evenly from all shards
@@ -109,7 +109,7 @@ class _Build:
         key = json_hash([self.spec.model_dump(), corpus])
         record = self.data.dir / UNFINISHED / "tokenizer.json"
         with contextlib.suppress(OSError, ValueError):
-            if json.loads(record.read_bytes()) == {"key": key, "files": tokenizers.file_hashes(folder)}:
+            if read_json(record) == {"key": key, "files": tokenizers.file_hashes(folder)}:
                 return
         path, vocab_size, end = self.tokenizer.path, self.tokenizer.vocab_size, self.tokenizer.end_of_document
         if path is not None:
@@ -227,9 +227,8 @@ def _print_changed_sources(store: TokenStore, data: DataConfig, console: Console
         return  # listing them may download data
     with contextlib.suppress(DataError):
         if _listing_hash(list_shards(data.sources)) != store.index.listing:
-            console.print(
-                f"note: the sources have changed since the tokens in {data.dir} were built from them"
-            )
+            text = f"note: the sources have changed since the tokens in {data.dir} were built from them"
+            console.print(plain(text))
 
 
 def _check_folder(folder: Path) -> None:
@@ -255,7 +254,7 @@ def _lock(folder: Path, console: Console) -> Iterator[None]:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                console.print(f"waiting for another process that builds {folder}")
+                console.print(plain(f"waiting for another process that builds {folder}"))
                 fcntl.flock(file, fcntl.LOCK_EX)
             with contextlib.suppress(FileNotFoundError):
                 if os.fstat(file.fileno()).st_ino == (folder / LOCK).stat().st_ino:

@@ -1,10 +1,17 @@
 """Recipe sections `[data]` and `[tokenizer]`."""
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from plait.fileio import check_path
+
+FilePath = Annotated[Path, AfterValidator(check_path)]
+Source = Annotated[str, AfterValidator(check_path)]
+MAX_COUNT = 2**53  # of anything in a recipe: numbers that JSON, floats and tensors have exactly
+
+MAX_WORKERS = 1024
 END_OF_DOCUMENT = "<|end|>"
 BYTES_AND_END = 257  # a byte-level vocabulary: all bytes, and the end of a document
 
@@ -18,7 +25,7 @@ class TokenizerConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    path: Path | None = None
+    path: FilePath | None = None
     vocab_size: int | None = Field(default=None, ge=BYTES_AND_END, le=2**31)
     end_of_document: str | None = Field(default=None, min_length=1)
 
@@ -44,16 +51,16 @@ class DataConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    dir: Path
-    sources: list[str] = Field(min_length=1)
+    dir: FilePath
+    sources: list[Source] = Field(min_length=1)
     text_key: str = "text"
-    sequence: int = Field(ge=2)
+    sequence: int = Field(ge=2, le=MAX_COUNT)
     samples: Literal["windows", "documents"] = "windows"
-    pad_to_multiple_of: int = Field(default=1, ge=1)
-    group_by_length: int = Field(default=0, ge=0)
+    pad_to_multiple_of: int = Field(default=1, ge=1, le=MAX_COUNT)
+    group_by_length: int = Field(default=0, ge=0, le=MAX_COUNT)
     order: Literal["random", "sequential"] = "random"
     validation: float = Field(default=0.02, ge=0, lt=1)
     seed: int = Field(default=0, ge=0, lt=2**63)
-    workers: int = Field(default=1, ge=0)
-    build_workers: int | None = Field(default=None, ge=0)
+    workers: int = Field(default=1, ge=0, le=MAX_WORKERS)
+    build_workers: int | None = Field(default=None, ge=0, le=MAX_WORKERS)
     verify: bool = True

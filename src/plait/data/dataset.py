@@ -14,7 +14,7 @@ from plait.data import tokenizer as tokenizers
 from plait.data.config import DataConfig, TokenizerConfig
 from plait.data.index import TOKENIZER, DatasetSpec, Index, read_index
 from plait.errors import DataError
-from plait.fileio import regular_file_bytes
+from plait.fileio import open_regular, regular_file_bytes
 
 HASH_THREADS = 8
 SCAN_TOKENS = 1 << 20
@@ -205,7 +205,7 @@ def _check_size(path: Path, expected: int) -> None:
 
 def _check_hash(path: Path, expected: str) -> None:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise DataError(f"cannot read the token file {path}", given=error.strerror) from error

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from plait.data import tokenizer as tokenizers
 from plait.data.config import DataConfig, TokenizerConfig
 from plait.errors import DataError
+from plait.fileio import read_json
 
 INDEX = "index.json"
 TOKENIZER = "tokenizer"
@@ -121,13 +122,11 @@ def read_index(folder: Path) -> Index:
             hint="plait data build",
         )
     try:
-        if path.stat().st_size > MAX_INDEX_BYTES:
-            raise ValueError(f"{path.stat().st_size} bytes, more than {MAX_INDEX_BYTES}")
-        document = json.loads(path.read_bytes())
+        document = read_json(path, MAX_INDEX_BYTES)
         if not isinstance(document, dict) or json_hash(document.get("index")) != document.get("sha256"):
             raise ValueError("its contents do not match its hash")
         return Index.model_validate(document["index"])
-    except (ValueError, RecursionError) as error:  # pydantic's and json's errors are ValueErrors
+    except ValueError as error:  # pydantic's and json's errors are ValueErrors
         given = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
         raise DataError(
             f"{path} is damaged", given=given, hint=f"remove {folder} and build the tokens again"

@@ -15,7 +15,6 @@ document that occurs twice is always on one side.
 import codecs
 import gzip
 import hashlib
-import json
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,8 +24,10 @@ from typing import Any, BinaryIO, NamedTuple
 
 from plait.data.sources import HF_ROW_BYTES, Shard, Slice, open_dataset
 from plait.errors import DataError, unknown_key_hint
+from plait.fileio import open_regular, parse_json
 
 CHUNK_BYTES = 1 << 20
+MAX_LINE_BYTES = 1 << 28
 ROWS_PER_READ = 64
 
 
@@ -64,14 +65,14 @@ def read_chunks(shard: Shard, options: ReadOptions) -> Iterator[TextChunk]:
 def _file_chunks(item: Slice, options: ReadOptions) -> Iterator[TextChunk]:
     try:
         if item.kind == "jsonl.gz":
-            with Path(item.name).open("rb") as compressed, gzip.GzipFile(fileobj=compressed) as file:
-                yield from _row_chunks(_gzip_lines(file, compressed), item, options)
+            with open_regular(Path(item.name)) as compressed, gzip.GzipFile(fileobj=compressed) as file:
+                yield from _row_chunks(_gzip_lines(file, item.name, compressed), item, options)
             return
-        with Path(item.name).open("rb") as file:
+        with open_regular(Path(item.name)) as file:
             start = _line_start(file, item.start, item.size)
             stop = _line_start(file, item.stop, item.size)
             if item.kind == "jsonl":
-                yield from _row_chunks(_lines(file, start, stop), item, options)
+                yield from _row_chunks(_lines(file, item.name, start, stop), item, options)
             else:
                 yield from _text_chunks(file, start, stop, item, options)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
@@ -131,17 +132,29 @@ class _Line(NamedTuple):
     num_bytes: int
 
 
-def _lines(file: BinaryIO, start: int, stop: int) -> Iterator[_Line]:
+def _lines(file: BinaryIO, name: str, start: int, stop: int) -> Iterator[_Line]:
     file.seek(start)
     offset = start
-    while offset < stop and (raw := file.readline()):
+    while offset < stop and (raw := _read_line(file, name)):
         yield _Line(raw, f"the line at byte {offset}", offset, len(raw))
         offset += len(raw)
 
 
-def _gzip_lines(file: gzip.GzipFile, compressed: BinaryIO) -> Iterator[_Line]:
+def _read_line(file: BinaryIO | gzip.GzipFile, name: str) -> bytes:
+    """Read a line. Raises DataError for one that is too long to be read into memory."""
+    raw = file.readline(MAX_LINE_BYTES + 1)
+    if len(raw) > MAX_LINE_BYTES:
+        raise DataError(
+            f"{name} contains a line that is too long",
+            given=f"more than {MAX_LINE_BYTES:,} bytes",
+            expected="one JSON object per line",
+        )
+    return raw
+
+
+def _gzip_lines(file: gzip.GzipFile, name: str, compressed: BinaryIO) -> Iterator[_Line]:
     done = offset = 0
-    for number, raw in enumerate(file, start=1):
+    for number, raw in enumerate(iter(lambda: _read_line(file, name), b""), start=1):
         before, done = done, compressed.tell()
         yield _Line(raw, f"line {number}", offset, done - before)
         offset += len(raw)
@@ -153,10 +166,10 @@ def _row_chunks(lines: Iterator[_Line], item: Slice, options: ReadOptions) -> It
         if not line.raw.strip():
             continue
         try:
-            row = json.loads(line.raw.decode("utf-8"))
+            row = parse_json(line.raw.decode("utf-8"))
         except UnicodeDecodeError as error:
             raise _not_utf8(item.name, line.offset + error.start, error) from error
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise DataError(
                 f"{item.name} contains a line that is not JSON", given=f"{line.location}: {error}"
             ) from error

@@ -80,7 +80,10 @@ def list_source(source: str) -> list[Slice]:
 
 
 def _glob_files(source: str) -> list[Path]:
-    path = Path(source).expanduser()
+    try:
+        path = Path(source).expanduser()
+    except RuntimeError as error:
+        raise DataError(f"the source {source} names an unknown user", given=error) from error
     if path.is_dir():
         raise DataError(
             f"the source {source} is a directory", expected="files", hint=f"{source.rstrip('/')}/**/*.txt"

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,9 @@ from plait.fileio import sync_folder, sync_tree
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+_MAX_WORD = 256  # characters
+_LONG_RUN = re.compile(rf"(?<!\S)\S{{{_MAX_WORD},}}+|(?<!\s)\s{{{_MAX_WORD},}}+")
 
 FILES = (
     "tokenizer.json",
@@ -43,8 +47,19 @@ def train_tokenizer(
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    bpe.train_from_iterator(texts, trainer)
+    bpe.train_from_iterator((piece for text in texts for piece in split_long_words(text)), trainer)
     return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=end, eos_token=end, pad_token=end)
+
+
+def split_long_words(text: str) -> Iterator[str]:
+    """Split the text inside its longest words and runs of spaces, on which training would spend quadratic
+    time. Tokens of that length would be of no use."""
+    start = 0
+    for run in _LONG_RUN.finditer(text):
+        for stop in range(run.start() + _MAX_WORD, run.end(), _MAX_WORD):
+            yield text[start:stop]
+            start = stop
+    yield text[start:]
 
 
 def read_tokenizer(path: Path, end_of_document: str | None = None) -> "PreTrainedTokenizerFast":

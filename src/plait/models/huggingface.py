@@ -1,6 +1,5 @@
 """Build Hugging Face causal language models: on meta from a configuration, or with their weights."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -8,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from plait.errors import ModelError, unknown_key_hint
+from plait.fileio import read_json
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -87,7 +87,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """Read the JSON object of a `config.json`, or of the one in a directory. Raises ModelError."""
     file = path / "config.json" if path.is_dir() else path
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = read_json(file)
     except (OSError, ValueError) as error:
         raise ModelError("the model's configuration cannot be read", given=f"{file}: {error}") from error
     if not isinstance(values, dict):

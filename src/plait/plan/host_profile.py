@@ -4,7 +4,6 @@ A profile is one JSON file per host: by default $XDG_CACHE_HOME/plait/profiles/H
 is not set).
 """
 
-import json
 import math
 import os
 import socket
@@ -15,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from plait.errors import ProfileError
-from plait.fileio import write_json
+from plait.fileio import parse_json, read_text, write_json
 from plait.plan.cost_model import COLLECTIVES, LatencyFit
 
 _FORMAT = "plait host profile 1"
@@ -87,7 +86,7 @@ def load(path: Path | None = None) -> HostProfile:
     """
     path = profile_path() if path is None else path
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except FileNotFoundError:
         return HostProfile({})
     except OSError as error:
@@ -97,8 +96,8 @@ def load(path: Path | None = None) -> HostProfile:
     except UnicodeDecodeError as error:
         raise _damaged(path, str(error)) from error
     try:
-        content = json.loads(text, parse_constant=_reject_constant)
-    except (ValueError, RecursionError) as error:
+        content = parse_json(text, parse_constant=_reject_constant)
+    except ValueError as error:
         raise _damaged(path, f"not JSON: {error}") from error
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise _damaged(path, f"its format is not {_FORMAT!r}")

@@ -27,11 +27,13 @@ CHOICES = {
 }
 # The smallest value of integer keys; 1 for all others.
 _MIN = {"dp": 0, "zero": 0, "shard": 0, "prefetch": 0, "chunks": 0}
-RECOMPUTE = re.compile(r"none|full|selective|every=[1-9][0-9]*")
-TP = re.compile(r"([1-9][0-9]*)(?:x([1-9][0-9]*))?")
-REDUCE = re.compile(r"fp32|bf16|fp16|int8|powersgd(?::([1-9][0-9]*))?")
+MAX_NUMBER = 999_999  # of any integer in a plan: six digits
+_NUMBER = "[1-9][0-9]{0,5}"
+RECOMPUTE = re.compile(f"none|full|selective|every={_NUMBER}")
+TP = re.compile(f"({_NUMBER})(?:x({_NUMBER}))?")
+REDUCE = re.compile(f"fp32|bf16|fp16|int8|powersgd(?::({_NUMBER}))?")
 DEFAULT_POWERSGD_RANK = 4  # of `powersgd` without a number
-STAGES = re.compile(r"([1-9][0-9]*(,[1-9][0-9]*)*)?")
+STAGES = re.compile(f"({_NUMBER}(,{_NUMBER})*)?")
 SCHEDULES = tuple(name for name, generator in GENERATORS.items() if generator.trains)
 
 
@@ -75,10 +77,12 @@ def canonical_tp(tp: object) -> str:
 
 def check_type(key: str, kind: Any, value: object) -> None:
     """Raise PlanError for a value of the wrong type for its key, or a number below the key's minimum."""
-    if kind is int and (type(value) is not int or value < _MIN.get(key, 1)):
+    if kind is int and (type(value) is not int or not _MIN.get(key, 1) <= value <= MAX_NUMBER):
         raise _not_a_number(key, value)
     if kind is bool and type(value) is not bool:
         raise PlanError(f"{key} is not a boolean", given=f"{key}={value}", expected="true or false")
+    if kind is str and not isinstance(value, str):
+        raise PlanError(f"{key} is not text", given=f"{key}={value!r}", expected="a str")
 
 
 def read_value(key: str, kind: Any, text: str) -> Any:
@@ -87,7 +91,7 @@ def read_value(key: str, kind: Any, text: str) -> Any:
     if key == "dp" and text == "auto":
         return 0
     if kind is int:
-        if not text.isascii() or not text.isdigit() or (key == "dp" and int(text) == 0):
+        if not re.fullmatch("[0-9]{1,6}", text) or (key == "dp" and int(text) == 0):
             raise _not_a_number(key, text)
         return int(text)
     if kind is bool:
@@ -107,6 +111,8 @@ def _not_a_number(key: str, value: object) -> PlanError:
     expected = "0, 1, 2 or 3" if key == "zero" else f"an integer, {_MIN.get(key, 1)} or more"
     if key == "dp":
         expected = "an integer, 1 or more, or auto"
+    if re.fullmatch("[0-9]{7,}", str(value)[:20]):
+        expected = f"an integer, at most {MAX_NUMBER}"
     return PlanError(f"{key} is not a valid {noun}", given=f"{key}={value}", expected=expected)
 
 
@@ -306,6 +312,8 @@ class Plan:
 
         Raises PlanError for an unknown or repeated key and for an invalid value.
         """
+        if not isinstance(text, str):
+            raise PlanError("a plan is text", given=repr(text), hint='"dp=2 precision=bf16"')
         types = {field.name: field.type for field in fields(cls)}
         values: dict[str, Any] = {}
         for word in re.split(r"[\s,]+(?=[^\s,]*=)|\s+", text.strip().strip(",")) if text.strip() else []:

@@ -5,15 +5,15 @@ error for a value of the wrong type names its key.
 """
 
 import json
-import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from plait.data.config import DataConfig, TokenizerConfig
+from plait.data.config import MAX_COUNT, DataConfig, FilePath, TokenizerConfig
 from plait.errors import ConfigError, nearest, unknown_key_hint
+from plait.fileio import MAX_DEPTH, parse_json, parse_toml, read_text
 from plait.plan.loss_scaling import LossScaling
 
 # The engine updates flat storages, where a matrix is not a matrix any more: the optimizer must be
@@ -25,8 +25,8 @@ OPTIMIZERS = (
 
 MONTH_S = 30 * 86400.0
 
-Count = Annotated[int, Field(ge=0)]
-Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+Positive = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 
 
 class Section(BaseModel):
@@ -36,7 +36,7 @@ class Section(BaseModel):
 class RunConfig(Section):
     """`[run]`: directory, length and intervals. Every `*_every` is in steps; 0 means never."""
 
-    dir: Path
+    dir: FilePath
     steps: Positive
     batch: Positive  # sequences per step, over all ranks
     seed: int = Field(default=0, ge=0, lt=2**63)  # for initial weights, dropout and sample order
@@ -56,7 +56,9 @@ class RunConfig(Section):
     straggler_factor: float = Field(default=1.5, gt=1)  # slow: so many times the median of the other ranks
     # a spike is this many typical deviations above the median loss; 0: off
     spike_factor: float = Field(default=0.0, ge=0)
-    spike_window: int = Field(default=100, ge=4)  # steps that define the typical loss; see loss_spikes.py
+    spike_window: int = Field(
+        default=100, ge=4, le=MAX_COUNT
+    )  # steps that define the typical loss; see loss_spikes.py
     spike_skip: Count = 100  # batches skipped after the spike, too
     max_spikes: Count = 3  # rollbacks before the run ends with an error
     max_skipped: Positive = 10  # steps in a row without a finite gradient that end the run; see trainer.py
@@ -68,8 +70,8 @@ class RunConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     # how ranks communicate; on CPUs shared memory (host) or Gloo
     transport: Literal["auto", "host", "gloo", "nccl"] = "auto"
-    offload_dir: Path | None = None  # for offload=disk: a folder on a local disk of each host
-    trace: Path | None = None  # file for a trace of the pipeline's actions in steps 3 to 5
+    offload_dir: FilePath | None = None  # for offload=disk: a folder on a local disk of each host
+    trace: FilePath | None = None  # file for a trace of the pipeline's actions in steps 3 to 5
     probe: bool = False  # before the first step, compare gradients with the one-process model's
 
 
@@ -87,7 +89,7 @@ class ModelConfig(Section):
     """
 
     config: dict[str, Any] | None = None
-    path: Path | None = None
+    path: FilePath | None = None
     pretrained: bool = False
     tensor_plan: dict[str, str] | None = None  # how `tp` shards layers, on top of the model's own plan
 
@@ -196,14 +198,17 @@ def read_recipe(path: Path, sets: Iterable[str] = (), plan: str | None = None) -
     Raises ConfigError.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-        values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        text = read_text(path)
+        values = parse_json(text) if path.suffix == ".json" else parse_toml(text)
     except FileNotFoundError as error:
         raise ConfigError("the recipe does not exist", given=path) from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("cannot read the recipe", given=f"{path}: {error}") from error
-    except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError("the recipe is not valid TOML", given=f"{path}: {error}") from error
+    except ValueError as error:
+        form = "JSON" if path.suffix == ".json" else "TOML"
+        raise ConfigError(f"the recipe is not valid {form}", given=f"{path}: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError("the recipe is not a JSON object", given=f"{path}: a {type(values).__name__}")
     source = str(path)
     for assignment in sets:
         _set(values, assignment)
@@ -261,7 +266,7 @@ def _set(values: dict[str, Any], assignment: str) -> None:
     """Apply `key=value` to a recipe; `key=` removes the key, so that its default applies."""
     key, equals, text = assignment.partition("=")
     *parents, last = key.strip().split(".")
-    if not equals or not last or not all(parents):
+    if not equals or not last or not all(parents) or len(parents) > MAX_DEPTH:
         raise ConfigError("--set needs key=value", given=assignment, hint="--set run.steps=100")
     if not parents and last not in Recipe.model_fields:
         raise ConfigError(
@@ -276,8 +281,8 @@ def _set(values: dict[str, Any], assignment: str) -> None:
         table.pop(last, None)
         return
     try:
-        table[last] = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        table[last] = parse_toml(f"value = {text}")["value"]
+    except ValueError:
         table[last] = text.strip()  # a bare word is text: quoting twice in a shell is tedious
 
 

@@ -11,7 +11,7 @@ from plait.comm import gather_texts
 from plait.data.loader import Batch
 from plait.engine.engine import Engine, StepResult
 from plait.errors import PlaitError, RunError
-from plait.fileio import write_json
+from plait.fileio import read_json, write_json
 from plait.plan import CommCount, CommKey, MemoryUse
 from plait.plan.comm_log import from_rows, subtract_traffic, to_rows
 from plait.plan.schedule.trace import read_trace
@@ -129,7 +129,7 @@ def write_measured(path: Path, engine: Engine, recorder: StepRecorder) -> None:
 def read_measured(path: Path) -> Measurements:
     """Read measured.json. Raises RunError."""
     try:
-        value: Any = json.loads(path.read_text(encoding="utf-8"))
+        value: Any = read_json(path)
         if value["format"] != _FORMAT:
             raise ValueError(f"format {value['format']!r}")
         rank_classes = [

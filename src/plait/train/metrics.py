@@ -20,7 +20,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from plait.errors import RunError
-from plait.fileio import finite_json, write_text
+from plait.fileio import finite_json, open_regular, parse_json, write_text
+from plait.tables import plain
 from plait.train.run_dir import RunDir
 
 _CURVES = {
@@ -181,7 +182,7 @@ class Metrics:
     def log(self, text: str) -> None:
         """Print a line on the console."""
         if self._console is not None:
-            self._console.print(text, highlight=False, soft_wrap=True, markup=False)
+            self._console.print(plain(text), highlight=False, soft_wrap=True)
 
     def _text(self, window: list[StepMetrics]) -> str:
         last = window[-1]
@@ -219,9 +220,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     Invalid lines, left by a killed process or a power failure, are ignored.
     """
     records = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+    with open_regular(path) as file:
+        text = file.read().decode("utf-8", errors="replace")
+    for line in text.splitlines(keepends=True):
         with contextlib.suppress(ValueError):
-            record = json.loads(line)
+            record = parse_json(line)
             if line.endswith("\n") and isinstance(record, dict) and isinstance(record.get("step"), int):
                 records.append(record)
     return records

@@ -8,7 +8,6 @@ the same process resume the run. After a restart a matching id is enough, becaus
 moved to another host; at a first start it is not, because another job may reuse the id.
 """
 
-import json
 import os
 import secrets
 import shutil
@@ -20,7 +19,7 @@ from pathlib import Path
 
 from plait.data.dataset import TokenStore
 from plait.errors import RunError
-from plait.fileio import file_lock, sync_folder, sync_tree, write_json
+from plait.fileio import file_lock, read_json, sync_folder, sync_tree, write_json
 from plait.train.config import Recipe, read_recipe
 from plait.train.resume import Check, start_from
 
@@ -126,7 +125,7 @@ def is_later_attempt(run: RunDir) -> bool:
     If so, this attempt resumes it. See [Note: run ownership].
     """
     try:
-        run_id, process = json.loads(run.job.read_text(encoding="utf-8"))
+        run_id, process = read_json(run.job)
     except (OSError, ValueError, TypeError):
         return False
     our_id, our_process = _current_job()

@@ -31,6 +31,7 @@ from plait.data.loader import Batch, Batches, Samples, loader
 from plait.data.sampler import BatchSizes, Order
 from plait.engine.engine import StepResult
 from plait.errors import RunError
+from plait.tables import plain
 from plait.train.checkpointing import Checkpointing
 from plait.train.config import Recipe
 from plait.train.export import DTYPES, export, generate
@@ -355,11 +356,11 @@ class Trainer:
             "loss": run.picture,
         }
         for name, path in outputs.items():
-            console.print(f"{name:<19} : {path}", highlight=False, soft_wrap=True, markup=False)
+            console.print(plain(f"{name:<19} : {path}"), highlight=False, soft_wrap=True)
         if self._recipe.sample.tokens:
             options = self._recipe.sample.model_dump()
             console.print("sample of generated text:", style="bold")
-            console.print(generate(run, **options, seed=self._config.seed), markup=False, highlight=False)
+            console.print(plain(generate(run, **options, seed=self._config.seed)), highlight=False)
 
 
 def _due(step: int, every: int, steps: int) -> bool:

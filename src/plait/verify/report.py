@@ -3,12 +3,10 @@
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
-from rich.text import Text
 
 from plait.plan import Plan
-from plait.tables import counted, table
+from plait.tables import Cell, cells, counted, plain, table
 from plait.verify.result import Outcome, Verdict
 
 _STYLES = {Outcome.SAME: "green", Outcome.DIFFERS: "red", Outcome.REFUSED: "yellow", Outcome.DIED: "red"}
@@ -21,7 +19,7 @@ def print_verdict(verdict: Verdict, console: Console) -> None:
         console.print(_parameters(verdict))
         if verdict.traffic:
             console.print(_traffic(verdict))
-    text = Text(summary(verdict), style=_STYLES[verdict.outcome])  # no markup: it may quote anything
+    text = plain(summary(verdict), style=_STYLES[verdict.outcome])
     console.print(text, highlight=False, soft_wrap=True)
 
 
@@ -75,8 +73,8 @@ def _parameters(verdict: Verdict) -> Table:
         is_wrong = worst.excess > 1
         numbers = (worst.gradient_error, worst.weight_error, worst.tolerance)
         ranks = [worst.ranks if is_wrong else "" for _ in wrong_on]
-        cells = (escape(worst.name), *(f"{value:.1e}" for value in numbers), *ranks)
-        made.add_row(*cells, style="red" if is_wrong else None)
+        row = (worst.name, *(f"{value:.1e}" for value in numbers), *ranks)
+        made.add_row(*cells(row), style="red" if is_wrong else None)
     return made
 
 
@@ -105,10 +103,9 @@ def verdict_matrix(verdicts: Sequence[Verdict]) -> Table:
     )
 
 
-def _cell(verdict: Verdict | None) -> str:
+def _cell(verdict: Verdict | None) -> Cell:
     if verdict is None:
         return ""
-    style = _STYLES[verdict.outcome]
     number = "" if verdict.outcome in (Outcome.REFUSED, Outcome.DIED) else f"{verdict.max_error:.0e}"
     word = "" if verdict.outcome is Outcome.SAME else verdict.outcome.value
-    return f"[{style}]{' '.join(filter(None, (word, number)))}[/]"
+    return plain(" ".join(filter(None, (word, number))), style=_STYLES[verdict.outcome])

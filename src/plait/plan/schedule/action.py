@@ -17,11 +17,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from itertools import islice
 from typing import NamedTuple
 
 from plait.errors import ScheduleError
 
 _ACTION = re.compile(r"([FBW])([0-9]{1,9})\.([0-9]{1,9})")
+MAX_ACTIONS = 2**19  # of a schedule: its validation and simulation take seconds
 _RANK = re.compile(r"\s*rank\s+([0-9]{1,9})\s*:(.*)")
 
 
@@ -79,7 +81,14 @@ class Schedule:
 
     @classmethod
     def from_actions(cls, name: str, ranks: Iterable[Iterable[Action]]) -> "Schedule":
-        return cls(name, tuple(tuple(actions) for actions in ranks))
+        """Raises ScheduleError for more than MAX_ACTIONS."""
+        left, rows = MAX_ACTIONS, []
+        for actions in ranks:
+            rows.append(tuple(islice(actions, left + 1)))
+            left -= len(rows[-1]) or 1  # a rank counts too
+            if left < 0:
+                raise too_large(name, f"more than {MAX_ACTIONS:,} actions")
+        return cls(name, tuple(rows))
 
     def __iter__(self) -> Iterator[tuple[int, Action]]:
         """(rank, action), rank by rank."""
@@ -153,3 +162,12 @@ class Schedule:
         """Read rows of actions; empty cells (idle) are skipped. Raises ScheduleError."""
         rows = [row for row in csv.reader(io.StringIO(text)) if row]
         return cls.from_actions(name, ([Action.parse(cell) for cell in row if cell.strip()] for row in rows))
+
+
+def too_large(name: str, given: str) -> ScheduleError:
+    return ScheduleError(
+        "the schedule is too large",
+        given=f"schedule={name}: {given}",
+        expected=f"at most {MAX_ACTIONS:,} actions over all ranks",
+        hint="a smaller pp, micro or chunks",
+    )

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from plait.errors import ScheduleError, unknown_key_hint
-from plait.plan.schedule.action import Action, B, F, Schedule, W
+from plait.plan.schedule.action import MAX_ACTIONS, Action, B, F, Schedule, W, too_large
 
 
 def zb_h1(rank: int, ranks: int, micros: int, chunks: int) -> list[Action]:
@@ -176,6 +176,10 @@ def make_schedule(name: str, ranks: int, micros: int, chunks: int = 0) -> Schedu
             )
     generator = GENERATORS[name]
     chunks = generator.chunks_for(name, chunks)
+    is_v_shaped = generator.chunks == 2 and not generator.varies
+    generated = max(micros, 2 * ranks - 1) if is_v_shaped else micros  # see [Note: V-shaped placement]
+    if ranks * chunks * generated > MAX_ACTIONS:
+        raise too_large(name, f"{ranks} ranks, {micros} micro-batches, chunks={chunks}")
     return Schedule.from_actions(name, (generator.make(rank, ranks, micros, chunks) for rank in range(ranks)))
 
 

@@ -4,6 +4,7 @@ import csv
 from pathlib import Path
 
 from plait.errors import ScheduleError
+from plait.fileio import read_text
 from plait.plan.schedule.action import Action, B, F, Schedule
 from plait.plan.schedule.generators import make_schedule
 
@@ -56,7 +57,7 @@ def load_schedule(name: str, ranks: int, micros: int, chunks: int = 0) -> Schedu
 
 def _read(path: Path) -> Schedule:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except OSError as error:
         raise ScheduleError("the schedule file cannot be read", given=f"{path}: {error.strerror}") from error
     except UnicodeDecodeError as error:

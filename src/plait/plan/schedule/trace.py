@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any
 
 from plait.errors import DataError, ScheduleError
-from plait.fileio import write_text
+from plait.fileio import read_json, write_text
 from plait.plan.schedule.action import Action, B, F, Kind, Schedule
 from plait.plan.schedule.simulate import Durations, Span, Timeline
 
@@ -92,10 +92,10 @@ def read_trace(path: Path) -> dict[int, Timeline]:
     Raises DataError for a file that is missing, not a trace, or incomplete.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
     except OSError as error:
         raise DataError("the trace cannot be read", given=f"{path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise _invalid(path, f"not JSON: {error}") from error
     about = content.get("plait") if isinstance(content, dict) else None
     if not isinstance(about, dict) or about.get("format") != _FORMAT:
