@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from plait import checkpoint
-from plait.checkpoint import MANIFEST, open_checkpoint
+from plait.checkpoint import MANIFEST, manifest, open_checkpoint
 from plait.errors import CheckpointError
 from support import checkpoints
 from support.checkpoints import FILE, flip_a_byte, some_tensors
@@ -316,6 +316,21 @@ def test_manifests_with_a_strange_value_are_refused_or_read_the_same(tmp_path: P
             if tensor.numel():
                 assert torch.equal(tensor, expected[key]), key
     assert refused > 1000
+
+
+def test_a_manifest_of_too_many_tensors_or_chunks_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save(tmp_path, 2) / MANIFEST
+    values = checkpoints.values_of(path)
+    values["tensors"] |= {f"empty/{n}": {"shape": [0], "dtype": "F32", "chunks": []} for n in range(100)}
+    checkpoints.seal(path, values)
+    assert len(open_checkpoint(path.parent).manifest.tensors) == 105
+    monkeypatch.setattr(manifest, "_MAX_ENTRIES", 100)
+    assert "more than" in message_of(path.parent)
+    monkeypatch.undo()
+    monkeypatch.setattr(manifest, "_MAX_LISTS", 100)  # before the text is parsed
+    assert "more than" in message_of(path.parent)
 
 
 def test_a_newest_checkpoint_without_a_manifest_is_reported(tmp_path: Path) -> None:

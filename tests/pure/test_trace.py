@@ -184,7 +184,7 @@ def _event(found: dict[str, Any], **changes: Any) -> None:
         (lambda found: _event(found, args=None), "event 35 is not an action"),
         (lambda found: _event(found, ts="soon"), "event 35 is not an action"),
         (lambda found: _event(found, ts=float("nan")), "event 35 is not an action"),
-        (lambda found: _event(found, ts=10**400), "event 35 is not an action"),
+        (lambda found: _event(found, ts=10**400), "an integer of more than 64 bits"),
         (lambda found: _event(found, dur=-1.0), "event 35 is not an action"),
         (
             lambda found: _event(found, args={"stage": [1], "micro": 0, "step": 0}),

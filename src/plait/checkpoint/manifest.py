@@ -32,8 +32,12 @@ from plait.plan import Box
 
 MANIFEST = "manifest.json"
 FORMAT: Literal["plait checkpoint 2"] = "plait checkpoint 2"
-MANIFEST_LIMIT_BYTES = 2**30
+# Bounds of the time and memory for a manifest, whatever is in it; those of plait have thousands of entries.
+MANIFEST_LIMIT_BYTES = 2**27
+_MAX_ENTRIES = 2**19  # tensors and chunks
+_MAX_LISTS = 4 * _MAX_ENTRIES  # in the text: three of a chunk, two of a tensor, those of the facts
 _MAX_COMPARISONS = 10**6  # of boxes that no plane separates; those that plait writes always are
+_TOO_MANY = f"more than {_MAX_ENTRIES:,} tensors and chunks"
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 
 
@@ -153,6 +157,8 @@ def read_manifest(folder: Path) -> Manifest:
     recorded = _HASH.fullmatch(text[-_HASH_BYTES:])
     if recorded is None or hashlib.sha256(text[:-_HASH_BYTES]).hexdigest() != recorded[1].decode():
         raise damage(path, "its content does not have the hash in its last line")
+    if text.count(b"[") > _MAX_LISTS:
+        raise damage(path, _TOO_MANY)
     try:
         manifest = Manifest.model_validate_json(text[:-_HASH_BYTES] + b"}")
     except ValidationError as error:
@@ -198,6 +204,8 @@ def read_error(path: Path, error: OSError) -> CheckpointError:
 
 def _problems(manifest: Manifest) -> Iterator[str]:
     """Yield the inconsistencies of a manifest whose hash is correct."""
+    if len(manifest.tensors) + sum(len(tensor.chunks) for tensor in manifest.tensors.values()) > _MAX_ENTRIES:
+        yield _TOO_MANY
     if manifest.step < 0:
         yield f"step {manifest.step}"
     for name, facts in manifest.files.items():
