@@ -269,6 +269,30 @@ def test_a_save_longer_than_a_steps_time_limit_and_a_late_signal_end_as_if_neith
     assert [path.name for path in run.iterdir() if "tmp" in path.name] == []
 
 
+FAILING_STEP = """
+from plait.engine.engine import Engine
+
+def fails(self, batch):
+    raise IndexError("of the model's code")
+
+Engine.step = fails
+from plait.__main__ import main
+main()
+"""
+
+
+def test_a_run_that_fails_in_its_first_step_can_be_started_again_by_the_same_command(
+    recipe: Path, tmp_path: Path
+) -> None:
+    words = ["train", recipe, "--set", f"run.dir={tmp_path / 'run'}", "--set", "run.steps=4"]
+    process = start(*words, entry=[sys.executable, "-c", FAILING_STEP])
+    _, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 1
+    assert "IndexError: of the model's code" in err
+    assert not (tmp_path / "run").exists()
+    finish(start(*words))
+
+
 def test_a_gradient_that_is_not_finite_is_skipped_counted_shown_and_at_last_ends_the_run(
     recipe: Path,
 ) -> None:

@@ -174,27 +174,6 @@ def test_a_configuration_is_read_from_a_directory_and_weights_are_loaded(tmp_pat
     assert all(torch.equal(loaded[name], p) for name, p in reference.named_parameters())
 
 
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        ({"hidden_size": 8}, "has no model_type"),
-        ({"model_type": "lama"}, "no such model type"),
-        ({"model_type": "vit"}, "is not of a causal language model"),
-        ({"model_type": "llama", "hidden_size": "wide"}, "not valid"),
-        (Path("nowhere.json"), "cannot be read"),
-    ],
-)
-def test_a_configuration_that_makes_no_model_is_an_error(config: Any, words: str) -> None:
-    with pytest.raises(ModelError, match=words):
-        causal_lm_on_meta(config)
-
-
-def test_a_misspelt_model_type_is_an_error_with_the_nearest_one() -> None:
-    with pytest.raises(ModelError) as caught:
-        causal_lm_on_meta({"model_type": "lama"})
-    assert caught.value.hint == "llama"
-
-
 def test_a_model_without_a_loss_of_its_own_needs_one() -> None:
     """In `step`, which computes it; a loop of one's own has its own."""
     engine = parallelize(nn.Linear(2, 2), "dp=1")

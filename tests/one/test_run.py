@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from plait.errors import ConfigError, PlanError, RunError
-from plait.train.prepare import prepare
+from plait.train.prepare import discard_unused, prepare
 from plait.train.run_dir import RunDir, is_later_attempt
+from support import checkpoints
 
 RECIPE = """
 plan = "dp=1"
@@ -133,6 +134,31 @@ def test_only_ranks_that_the_same_job_of_torchrun_has_started_again_go_on_unaske
     assert is_later_attempt(run), "it was resumed by this one"
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
     assert not is_later_attempt(run), "not torchrun"
+
+
+def test_a_run_that_took_no_step_is_discarded_and_one_with_a_step_or_a_save_is_kept(recipe: Path) -> None:
+    run = prepare(recipe).dir
+    run.metrics.write_text('{"step": 0, "validation_loss": 5.0}\n')
+    discard_unused(run)
+    assert not run.path.exists()
+    run = prepare(recipe).dir  # as the same command would
+    run.stacks.mkdir()
+    (run.stacks / "rank-00000.txt").write_text("")
+    (run.stacks / "rank-00001.txt").write_text("Thread 1")
+    aside = discard_unused(run)
+    assert aside is not None
+    assert (aside / "stacks" / "rank-00001.txt").exists()
+    assert not run.path.exists()
+    run = prepare(recipe).dir
+    run.metrics.write_text('{"step": 1, "loss": 5.0}\n')
+    assert discard_unused(run) is None
+    assert run.path.exists()
+    run.metrics.unlink()
+    saved = checkpoints.save(run.checkpoints, 3, checkpoints.some_tensors())
+    discard_unused(run)
+    assert run.path.exists()
+    discard_unused(run, saved)  # where it started from
+    assert not run.path.exists()
 
 
 def test_one_job_at_a_time_trains_a_run(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,18 +4,20 @@ import contextlib
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from plait.cli.common import INTERRUPTED, USER_ERROR, Debug, PlanOverride, Run, Sets, report_errors
+from plait.cli.common import INTERRUPTED, LOST_RANK, Debug, PlanOverride, Run, Sets, print_line, report_errors
 from plait.cli.multirank import check_ranks, first_rank_first, report_once
 from plait.plan import Plan
 
 if TYPE_CHECKING:
     from plait.comm.world import World
     from plait.train.config import Recipe
+    from plait.train.run_dir import RunDir
 
 _PREPARED = "plait: prepared"
 
@@ -57,16 +59,18 @@ def train(
         Plan.parse(read_recipe(recipe, sets, plan).plan)
     from plait.comm.launch import fork_ranks, launch_local
     from plait.train.prepare import prepare
-    from plait.train.run_dir import discard_unused
 
     fork_ranks()
     # A single rank is started the same way as several: the same signals, errors and exit codes.
     with contextlib.ExitStack() as lock:
         prepared = prepare(recipe, sets=sets, plan=plan, resume=resume, start=start, ranks=ranks, lock=lock)
         words = ["rank", str(prepared.dir.path), *(["--debug"] if debug else [])]
-        code = launch_local(prepared.plan.num_ranks, words, save_s=prepared.recipe.run.save_s)
-    if code == USER_ERROR and not resume:
-        discard_unused(prepared.dir)
+        code = LOST_RANK
+        try:
+            code = launch_local(prepared.plan.num_ranks, words, save_s=prepared.recipe.run.save_s)
+        finally:
+            if code and not resume:
+                _discard_unused(prepared.dir, start)
     raise typer.Exit(code)
 
 
@@ -94,7 +98,7 @@ def _train_under_torchrun(
     """Prepare the run on rank 0, while the others wait however long the data takes; then train."""
     from plait.train.config import read_recipe
     from plait.train.prepare import prepare
-    from plait.train.run_dir import RunDir, discard_unused, is_later_attempt
+    from plait.train.run_dir import RunDir, is_later_attempt
 
     with first_rank_first():
         check_ranks(ranks)
@@ -119,10 +123,22 @@ def _train_under_torchrun(
             )
             world.store.set(_PREPARED)
         world.store.wait_for(_PREPARED)
-        code = _train_on_rank(run.read_recipe(), world, debug)
-    if code and not resume and world.rank == 0:  # whichever rank failed
-        discard_unused(run)
+        code = LOST_RANK
+        try:
+            code = _train_on_rank(run.read_recipe(), world, debug)
+        finally:
+            if code and not resume and world.rank == 0:  # whichever rank failed
+                _discard_unused(run, start)
     return code
+
+
+def _discard_unused(run: "RunDir", start: Path | None) -> None:
+    from plait.train.prepare import discard_unused
+
+    with contextlib.suppress(OSError):  # the run's own error is the one to report
+        aside = discard_unused(run, start)
+        if aside is not None:
+            print_line(f"no step was taken: {run.path} is renamed to {aside}", file=sys.stderr)
 
 
 def _connect(recipe: "Recipe") -> "World":

@@ -10,7 +10,8 @@ from plait.models.activation_memory import (
 )
 from plait.models.batch_entries import RecordedBatch, forward_names
 from plait.models.blocks import Blocks, Chain, FlopFacts, blocks_of, default_groups, unit_facts
-from plait.models.huggingface import causal_lm_on_meta, pretrained_causal_lm, read_config
+from plait.models.huggingface import causal_lm_on_meta, pretrained_causal_lm
+from plait.models.huggingface_config import check_config_values, check_forward, read_config
 from plait.models.huggingface_names import SavedGroup, SaveFormat, StateNames, map_file_keys
 from plait.models.init_weights import initialize_weights, parameter_only_modules, seeded_rng
 from plait.models.sharding.plan import build_tp_plan
@@ -37,6 +38,8 @@ __all__ = [
     "blocks_of",
     "build_tp_plan",
     "causal_lm_on_meta",
+    "check_config_values",
+    "check_forward",
     "copy_to_meta",
     "default_groups",
     "foreign_modules",

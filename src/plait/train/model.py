@@ -9,7 +9,13 @@ from plait.checkpoint import HuggingFaceFiles
 from plait.data.dataset import check_sequence
 from plait.engine.spec import validate
 from plait.errors import ModelError, RunError, unknown_key_hint
-from plait.models import causal_lm_on_meta, pretrained_causal_lm, read_config
+from plait.models import (
+    causal_lm_on_meta,
+    check_config_values,
+    check_forward,
+    pretrained_causal_lm,
+    read_config,
+)
 from plait.plan import Plan
 from plait.train.config import ModelConfig
 
@@ -44,13 +50,16 @@ def check_config(model: ModelConfig, sequence: int, plan: Plan) -> PreTrainedMod
     they cannot be sharded over, DataError for samples longer than the model allows, CheckpointError for
     unreadable pretrained weights.
     """
+    values = config_of(model)
+    check_config_values(values)
     if model.config is not None:
-        _check_keys(model.config)
+        _check_keys(values)
     if model.pretrained and model.path is not None:
         HuggingFaceFiles.open(model.path)
     on_meta = model_on_meta(model)
     check_sequence(sequence, getattr(on_meta.config, "max_position_embeddings", None))
     validate(on_meta, plan, tensor_plan=model.tensor_plan)
+    check_forward(values)
     return on_meta
 
 
@@ -102,10 +111,7 @@ def check_prompt(ids: list[int], config: PretrainedConfig) -> int | None:
 
 def _check_keys(config: dict[str, Any]) -> None:
     """Reject unknown keys: transformers accepts any key and ignores those that it does not know."""
-    try:
-        default = AutoConfig.for_model(config.get("model_type", ""))
-    except ValueError:
-        return  # causal_lm_on_meta names the nearest model type
+    default = AutoConfig.for_model(config["model_type"])
     known = {*default.to_dict(), *default.attribute_map, *_OTHER_SPELLINGS}
     for key in config:
         if key not in known:

@@ -1,5 +1,7 @@
 """Decide what a recipe means: check it, build its data and create its directory, before the first rank."""
 
+import secrets
+import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -10,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from plait.checkpoint import Checkpoint
+from plait.checkpoint import Checkpoint, steps
 from plait.data.build import build
 from plait.data.collator import PaddingCollator
 from plait.data.config import DataConfig
@@ -26,6 +28,8 @@ from plait.models import causal_lm_on_meta
 from plait.optim.mapped import MappedFile
 from plait.plan import Plan
 from plait.train.config import LossScaleConfig, Recipe, RunConfig, differences, read_recipe
+from plait.train.health.hang_report import any_stacks
+from plait.train.metrics import read_metrics
 from plait.train.model import check_config, check_prompt, complete_config, prompt_ids
 from plait.train.optimizer import check_optimizer_args, optimizer_class, param_groups
 from plait.train.resume import find_newest, rewind
@@ -188,6 +192,23 @@ def prepare(
         run.check_checkpoint(newest)
     rewrite_recipe(run_dir, run.recipe)
     return run
+
+
+def discard_unused(run: RunDir, start: Path | None = None) -> Path | None:
+    """Delete the directory of a run that ended before its first step, so that the same command can start it
+    again. `start`: the checkpoint it began with. If it has stacks, to which errors refer, rename it instead,
+    and return the new path."""
+    begun = [] if start is None else [start.resolve().name]
+    if any(path.name not in begun for path in steps(run.checkpoints)):
+        return None
+    if run.metrics.exists() and any("loss" in record for record in read_metrics(run.metrics)):
+        return None
+    if not any_stacks(run.stacks):
+        shutil.rmtree(run.path, ignore_errors=True)
+        return None
+    aside = run.path.with_name(f"{run.path.name}.unused-{secrets.token_hex(4)}")
+    run.path.rename(aside)
+    return aside
 
 
 def _read(source: Path, sets: Sequence[str], plan: str | None, resume: bool) -> Recipe:

@@ -134,12 +134,6 @@ def is_later_attempt(run: RunDir) -> bool:
     return our_id != "" and (process == our_process or (restarts > 0 and is_named and run_id == our_id))
 
 
-def discard_unused(run: RunDir) -> None:
-    """Delete the directory of a run that ended before it recorded anything."""
-    if not run.metrics.exists():
-        shutil.rmtree(run.path, ignore_errors=True)
-
-
 def _current_job() -> tuple[str, str]:
     """torchrun's job id (empty without torchrun), and the process that started this one."""
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "")

@@ -121,6 +121,11 @@ def stacks_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:05d}.txt"
 
 
+def any_stacks(folder: Path) -> bool:
+    """Return whether a rank of the run has written its stacks."""
+    return any(path.stat().st_size for path in folder.glob("*.txt"))
+
+
 def has_stacks(folder: Path, rank: int) -> bool:
     try:
         # opening makes a network file system ask its server

@@ -1,0 +1,268 @@
+"""Hugging Face configurations: read, checked, and built into models on meta; their mistakes named.
+
+[Note: code named by configurations]
+transformers downloads and runs code that a configuration names: attention and experts that are not its own,
+of a repository (`org/name`, with a prefix `paged|`, or as the replacement of a package that is not
+installed), and classes in `auto_map`, unless it is given trust_remote_code. A configuration comes with a
+checkpoint or a folder of weights, which must not run code. So only transformers' own implementations are
+accepted, and installed packages, wherever in a configuration they are named.
+
+[Note: errors of configurations]
+Models raise whatever their code happens to: KeyError for an unknown activation, ZeroDivisionError for a size
+of zero. The key at fault is found by trial: the one whose default makes the model build. A forward finds
+more. It is run on meta, where it costs little; as not every valid model runs there, one that fails is run on
+the CPU, and only a failure there is an error.
+"""
+
+import importlib.util
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from plait.errors import ModelError, unknown_key_hint
+from plait.fileio import read_json
+from plait.models.activation_memory import running_on_meta
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+# See [Note: code named by configurations].
+_IMPLEMENTATIONS = {
+    "attn_implementation": ("eager", "sdpa", "flex_attention"),
+    "experts_implementation": ("eager", "grouped_mm", "batched_mm"),
+}
+_PACKAGES = {
+    "flash_attention_2": "flash_attn",
+    "flash_attention_3": "flash_attn_interface",
+    "flash_attention_4": "flash_attn.cute",
+}
+_MAX_LAYERS, _MAX_MODULES = 2**12, 2**15  # a model of a thousand layers has about 20,000 modules
+
+_TRIAL_S = 5.0  # for finding the key at fault
+_TRIAL_TOKENS = 8
+_MAX_TRIAL_PARAMETERS = 2 * 10**9  # of a trial on the CPU; a token takes two FLOPs for each
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Read the JSON object of a `config.json`, or of the one in a directory. Raises ModelError."""
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        values = read_json(file)
+    except (OSError, ValueError) as error:
+        raise ModelError("the model's configuration cannot be read", given=f"{file}: {error}") from error
+    if not isinstance(values, dict):
+        raise ModelError("the model's configuration is not a JSON object", given=file)
+    return values
+
+
+def check_config_values(values: Any) -> None:
+    """Raise ModelError for a configuration that must not be given to transformers: without a valid type, with
+    code to download (see [Note: code named by configurations]), or of too many modules."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if not isinstance(values, Mapping):
+        raise ModelError(
+            "the model's configuration is not an object of keys and values",
+            given=f"a {type(values).__name__}",
+        )
+    model_type = values.get("model_type")
+    if not isinstance(model_type, str):
+        has = "has no model_type" if model_type is None else "has an invalid model_type"
+        given = f"the keys {', '.join(map(str, values))}" if model_type is None else repr(model_type)
+        raise ModelError(f"the model's configuration {has}", given=given, hint='model_type = "llama"')
+    if model_type not in CONFIG_MAPPING:
+        raise ModelError(
+            "transformers has no such model type",
+            given=f"model_type={model_type}",
+            hint=unknown_key_hint(model_type, CONFIG_MAPPING),
+        )
+    for key, value in _entries(values):
+        _check_implementation(key, value)
+        if "layer" in key and isinstance(value, int) and value > _MAX_LAYERS:  # configurations list them
+            given, expected = f"{key} = {value}", f"at most {_MAX_LAYERS}"
+            raise ModelError("the model is too large", given=given, expected=expected)
+
+
+def _entries(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of a configuration, at any depth, with the innermost key that is not empty."""
+    if isinstance(value, Mapping):
+        for inner, each in value.items():
+            yield from _entries(each, key if _kind(key) else str(inner))
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _entries(each, key)
+    else:
+        yield key, value
+
+
+def _kind(key: str) -> str | None:
+    """The kind of implementation that a key names: transformers accepts several spellings of each."""
+    return next((kind for kind in _IMPLEMENTATIONS if kind in key), None)
+
+
+def _check_implementation(key: str, value: Any) -> None:
+    kind = _kind(key)
+    if kind is None or value is None or value in _IMPLEMENTATIONS[kind]:
+        return
+    package = _PACKAGES.get(value) if kind == "attn_implementation" and isinstance(value, str) else None
+    if package is None:
+        raise ModelError(
+            f"{kind} is not one of transformers' own",
+            given=f"{key} = {value!r}, which may be code to download",
+            expected=" or ".join(_IMPLEMENTATIONS[kind]),
+            hint=f"{kind} = {_IMPLEMENTATIONS[kind][0]!r}, or the configuration without this key",
+        )
+    try:
+        found = importlib.util.find_spec(package)
+    except ModuleNotFoundError:
+        found = None
+    if found is None:
+        raise ModelError(
+            f"the package of {value} is not installed",
+            given=f"{key} = {value!r}",
+            expected=f"the package {package}; transformers would download its code instead",
+            hint=f"{kind} = 'sdpa', or the configuration without this key",
+        )
+
+
+def build_on_meta(values: Mapping[str, Any]) -> "PreTrainedModel":
+    """Build the causal language model of a configuration on meta. Raises ModelError."""
+    check_config_values(values)
+    try:
+        model = _build(values)
+    except ModelError:
+        raise
+    except Exception as error:  # see [Note: errors of configurations]
+        raise _invalid(values, error, _build) from error
+    layers = getattr(model.config, "num_hidden_layers", 1)
+    if not isinstance(layers, int) or layers < 1:
+        raise ModelError(
+            "the model has no layers", given=f"num_hidden_layers = {layers!r}", expected="1 or more"
+        )
+    return model
+
+
+def check_forward(values: Mapping[str, Any]) -> None:
+    """Raise ModelError if a forward of the model fails. See [Note: errors of configurations]."""
+    if not _fails(_run_on_meta, values):
+        return
+    model = _build(values)
+    if sum(parameter.numel() for parameter in model.parameters()) > _MAX_TRIAL_PARAMETERS:
+        return
+    try:
+        with _quiet():
+            _run(model.to_empty(device="cpu"), "cpu")
+    except Exception as error:
+        raise _invalid(values, error, _run_on_meta) from error
+
+
+def _build(values: Mapping[str, Any]) -> "PreTrainedModel":
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    given = {key: _decode_floats(value) for key, value in values.items()}
+    for name in ("dtype", "torch_dtype"):  # of the files; the plan decides the compute dtype
+        given.pop(name, None)
+    config: PretrainedConfig = AutoConfig.for_model(given.pop("model_type"), **given)
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ModelError(
+            "the configuration is not of a causal language model", given=f"model_type={config.model_type}"
+        )
+    flash = getattr(
+        AutoModelForCausalLM._model_mapping[type(config)], "_compatible_flash_implementations", None
+    )
+    if flash and config._attn_implementation in _PACKAGES and config._attn_implementation not in flash:
+        raise ModelError(  # transformers would download one of them instead
+            f"the model does not support {config._attn_implementation}",
+            given=f"model_type={config.model_type}, attn_implementation = {config._attn_implementation!r}",
+            hint="attn_implementation = 'sdpa', or the configuration without this key",
+        )
+    with torch.device("meta"), _limited_modules():
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+
+
+@contextmanager
+def _limited_modules() -> Iterator[None]:
+    """Limit the modules that are created in the context, whichever key is their number."""
+    count = 0
+
+    def hook(*_: object) -> None:
+        nonlocal count
+        count += 1
+        if count > _MAX_MODULES:
+            raise ModelError("the model is too large", given=f"more than {_MAX_MODULES:,} modules")
+
+    handle = register_module_module_registration_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _run_on_meta(values: Mapping[str, Any]) -> object:
+    with running_on_meta(torch.device("cpu")):
+        return _run(_build(values), "meta")
+
+
+def _run(model: nn.Module, device: str) -> object:
+    ids = torch.zeros(1, _TRIAL_TOKENS, dtype=torch.long, device=device)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        return model.train()(input_ids=ids, use_cache=False)
+
+
+def _fails(run: Callable[[Mapping[str, Any]], object], values: Mapping[str, Any]) -> bool:
+    try:
+        with _quiet():
+            run(values)
+    except Exception:
+        return True
+    return False
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Suppress the warnings of a trial."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def _invalid(
+    values: Mapping[str, Any], error: Exception, run: Callable[[Mapping[str, Any]], object]
+) -> ModelError:
+    """The error for a configuration with which `run` fails; it names the keys without which it does not."""
+    reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    deadline_s, at_fault = time.monotonic() + _TRIAL_S, []
+    for key in values:
+        others = {other: value for other, value in values.items() if other != key}
+        if key != "model_type" and time.monotonic() < deadline_s and not _fails(run, others):
+            at_fault.append(key)
+    given = ", ".join(f"{key} = {values[key]!r:.200}" for key in at_fault)
+    return ModelError(
+        f"the model's configuration has an invalid {' or '.join(at_fault) or 'key'}",
+        given=f"{given or 'model_type=' + values['model_type']}: {reason}",
+        expected=f"keys and values that fit each other and model_type={values['model_type']}",
+    )
+
+
+def _decode_floats(value: Any) -> Any:
+    """Decode infinities and NaN, which transformers writes as {"__float__": "Infinity"}."""
+    if isinstance(value, Mapping):
+        text = value.get("__float__") if len(value) == 1 else None
+        if text in ("NaN", "Infinity", "-Infinity"):
+            return float(text)
+        return {key: _decode_floats(inner) for key, inner in value.items()}
+    return [_decode_floats(inner) for inner in value] if isinstance(value, list) else value
