@@ -6,10 +6,16 @@ the next save (pinned if there is a GPU); a thread writes it to files during the
 communicates only through files, and through the job's store, where it records failures: collectives belong to
 the training thread, in one order on all ranks. The next save waits for the last one. `finish` raises on all
 ranks if it failed; rank 0 knows before that whether it has ended: `has_ended`.
+
+[Note: waits of a save]
+A rank may write for hours, so waits have no time limit; but each ends when the rank that is waited for is
+lost, which the job's store tells: rank 0 waits for every rank's part, the others for rank 0's result. A save
+whose rank is lost fails on all others, with a CommError.
 """
 
 import contextlib
 import errno
+import functools
 import json
 import secrets
 import shutil
@@ -30,7 +36,7 @@ from plait.checkpoint.directory import Keep, commit, prune, record_score, remove
 from plait.checkpoint.manifest import MANIFEST, Manifest, RankFiles
 from plait.checkpoint.writer import write_rank_files
 from plait.comm import World, broadcast, decode_error, encode_error, raise_on_all
-from plait.errors import CheckpointError
+from plait.errors import CheckpointError, CommError, PlaitError
 from plait.fileio import sync_folder, write_text
 from plait.parallel.zero.state_io import StateShard
 
@@ -88,10 +94,16 @@ class Saver:
             raise CheckpointError("a checkpoint's facts must be JSON", given=error) from error
         self.finish()
         partial = self._begin(step, sum(shard.num_bytes for shard in shards))
-        source = self._copy(shards) if self._background else StateShard.cpu
+        source: _Source = StateShard.cpu
+        in_background = self._background
+        if in_background:
+            try:
+                source = self._copy(shards)
+            except BaseException as error:  # too little memory, on this rank alone: the save fails on all
+                source, in_background = functools.partial(_raise, error), False
         save = _Save(partial, step, shards, source, dict(facts), score)
         self._in_flight = partial.name
-        if self._background:
+        if in_background:
             self._thread = threading.Thread(target=self._run, args=(save,), name="plait-save", daemon=True)
             self._thread.start()
             return
@@ -135,7 +147,7 @@ class Saver:
         """Create the directory on rank 0 and return its path; the others wait for it before they write."""
         group, device = self._world.group, self._world.device
         random = torch.zeros(1, dtype=torch.int64, device=device)
-        problem: CheckpointError | None = None
+        problem: PlaitError | None = None
         if group.rank == 0:
             try:
                 random.fill_(self._create_partial(step, num_bytes * group.size))
@@ -213,11 +225,7 @@ class Saver:
         """On rank 0: complete the checkpoint once all ranks have written, and publish the result."""
         failure = ""
         try:
-            ranks = self._rank_manifests(save.partial)
-            if ranks is None:
-                failure = self._world.store.get(f"{save.partial.name} failed") or ""
-            else:
-                self._complete(save, Manifest.from_ranks(save.step, save.facts, ranks))
+            self._complete(save, self._rank_manifests(save.partial))
         except BaseException as error:
             failure = encode_error(self._problem(error, save.step))
         finally:
@@ -226,22 +234,25 @@ class Saver:
             self._lock.close()
         self._world.store.set(f"{save.partial.name} ended", failure)
 
-    def _rank_manifests(self, partial: Path) -> list[RankFiles] | None:
-        """Wait for all ranks and return what each has written; None if one has failed."""
-        ranks: list[RankFiles] = []
-        while len(ranks) < self._world.size:
-            path = _rank_manifest_path(partial, len(ranks))
+    def _rank_manifests(self, partial: Path) -> list[RankFiles]:
+        """Wait for all ranks and return what each has written. Raises the error of one that has failed, and
+        CommError if one is lost."""
+
+        def read(rank: int) -> RankFiles | None:
+            path = _rank_manifest_path(partial, rank)
             if path.exists():
                 with contextlib.suppress(ValidationError):  # another host may see a name before the content
-                    ranks.append(RankFiles.model_validate_json(path.read_bytes()))
-                    continue
-            if self._world.store.get(f"{partial.name} failed") is not None:
-                return None
-            time.sleep(_POLL_S)
-        return ranks
+                    return RankFiles.model_validate_json(path.read_bytes())
+            if (failure := self._world.store.get(f"{partial.name} failed")) is not None:
+                raise decode_error(failure)
+            return None
 
-    def _complete(self, save: _Save, manifest: Manifest) -> None:
+        wait_until = self._world.store.wait_until
+        return [wait_until(functools.partial(read, rank), rank) for rank in range(self._world.size)]
+
+    def _complete(self, save: _Save, ranks: Sequence[RankFiles]) -> None:
         """See [Note: atomic completion of a checkpoint] in `directory.py`."""
+        manifest = Manifest.from_ranks(save.step, save.facts, ranks)
         problem = manifest.problem()
         assert problem is None, f"the ranks' shards do not form a checkpoint: {problem}"
         for rank in range(self._world.size):
@@ -257,9 +268,9 @@ class Saver:
             except OSError as error:  # the new one is saved
                 warnings.warn(f"older checkpoints cannot be pruned: {error}", stacklevel=2)
 
-    def _problem(self, error: BaseException, step: int) -> CheckpointError:
+    def _problem(self, error: BaseException, step: int) -> PlaitError:
         """The error that all ranks raise for this one, which `finish` raises here if it is unexpected."""
-        if isinstance(error, CheckpointError):
+        if isinstance(error, CheckpointError | CommError):
             return error
         if not isinstance(error, OSError):  # an internal error, or Ctrl-C
             self._unexpected_error = error
@@ -272,6 +283,10 @@ class Saver:
             given=f"step {step} in {self._folder}: {error}",
             hint=hint if is_full else None,
         )
+
+
+def _raise(error: BaseException, _shard: StateShard) -> Tensor:
+    raise error
 
 
 def staged_bytes(shards: Iterable[StateShard]) -> int:

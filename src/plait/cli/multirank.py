@@ -67,7 +67,7 @@ def _show_once(error: PlaitError, world: "World", *, debug: bool) -> None:
     try:
         is_first = world.store.claim(_ERROR)
         if not is_first:
-            world.store.wait_for(_ERROR_SHOWN)
+            world.store.wait_for(_ERROR_SHOWN, int(world.store.get(_ERROR) or 0))
     except CommError:  # no store to coordinate through
         is_first = True
     if is_first:

@@ -6,8 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from plait import errors
 from plait.comm.collectives import Group, all_gather, all_reduce, broadcast, receive, send
-from plait.errors import CheckpointError
+from plait.errors import PlaitError
 
 
 def encode_text(text: str) -> Tensor:
@@ -59,7 +60,7 @@ def receive_text(group: Group, source: int, device: torch.device) -> str:
     return decode_text(encoded)
 
 
-def raise_on_all(error: CheckpointError | None, group: Group, device: torch.device) -> None:
+def raise_on_all(error: PlaitError | None, group: Group, device: torch.device) -> None:
     """Raise the same error on every rank if any rank passes one: that of the lowest such rank. Collective."""
     first = torch.tensor([-group.rank if error is not None else -group.size], device=device)
     all_reduce(first, group, "max")
@@ -70,13 +71,17 @@ def raise_on_all(error: CheckpointError | None, group: Group, device: torch.devi
     raise decode_error(broadcast_text(source, encoded, group, device)) from error
 
 
-def encode_error(error: CheckpointError) -> str:
+def encode_error(error: PlaitError) -> str:
     """Serialize an error for another rank."""
     parts = (error.given, error.expected, error.hint)
-    return json.dumps([error.fact, *(None if part is None else str(part) for part in parts)])
+    texts = [error.fact, *(None if part is None else str(part) for part in parts)]
+    return json.dumps([type(error).__name__, *texts])
 
 
-def decode_error(text: str) -> CheckpointError:
+def decode_error(text: str) -> PlaitError:
     """Return the error that `encode_error` serialized."""
-    fact, given, expected, hint = json.loads(text)
-    return CheckpointError(fact, given=given, expected=expected, hint=hint)
+    name, fact, given, expected, hint = json.loads(text)
+    kind = getattr(errors, name)
+    assert issubclass(kind, PlaitError), f"{name} is not an error class"
+    decoded: PlaitError = kind(fact, given=given, expected=expected, hint=hint)
+    return decoded

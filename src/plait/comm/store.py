@@ -4,9 +4,17 @@
 The store lives in one process, maybe on another host. A call to it is a request and a reply, without a time
 limit: if the network or that process is gone, the caller would block forever, deaf to signals. So a daemon
 thread makes the calls, one after the other, and callers wait for the thread for at most the timeout of
-communications. Waiting for a key is polling: it has no time limit of its own.
+communications.
+
+[Note: lost ranks]
+A rank that waits for another rank's key cannot tell whether that rank is slow, dead or stopped, and work such
+as a save or an export may take longer than any timeout. So the thread of every rank counts in the store,
+several times within the timeout, whatever the rank itself does. A rank is lost if its count does not change
+for the timeout, or, on one host, as soon as its file lock is free (`is_gone`). Time in which the waiting
+process did not run does not count: a job that was suspended goes on.
 """
 
+import contextlib
 import queue
 import threading
 import time
@@ -21,20 +29,27 @@ from plait.errors import CommError
 T = TypeVar("T")
 _POLL_S = 0.005  # initial interval
 _MAX_POLL_S = 0.1
+_COUNTS = 8  # within the timeout
+_MAX_COUNT_S = 60.0  # between two counts
 
 
 class JobStore:
     """One rank's access to the store. Without a store (a single rank) it is local. Methods raise CommError
-    when the store does not reply."""
+    when the store does not reply.
+
+    is_gone  whether a rank is known to have ended or left; set by the world that can tell
+    """
 
     def __init__(self, store: dist.Store | None, rank: int, timeout_s: float) -> None:
+        self.is_gone: Callable[[int], bool] = lambda _: False
         self._store = store
         self._rank = rank
         self._timeout_s = timeout_s
+        self._count_s = min(timeout_s / _COUNTS, _MAX_COUNT_S)
         self._cache: dict[str, str] = {}
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
+        if store is not None:
+            threading.Thread(target=self._serve, args=(store,), name="plait-store", daemon=True).start()
 
     def set(self, key: str, text: str = "") -> None:
         """Set a key for all ranks to read; release those that `wait_for` it."""
@@ -43,23 +58,30 @@ class JobStore:
             self._call(lambda: store.set(key, text))
 
     def get(self, key: str) -> str | None:
-        """Return the value of a key, or None if no rank has set it."""
-        if (store := self._store) is not None and key not in self._cache:
-            text = self._call(lambda: store.get(key) if store.check([key]) else None)
-            if text is not None:
-                self._cache[key] = text.decode()
+        """Return the value of a key that is set once, or None if no rank has set it."""
+        if key not in self._cache and (text := self._read(key)) is not None:
+            self._cache[key] = text
         return self._cache.get(key)
 
-    def wait_for(self, key: str) -> str:
-        """Block until a rank sets the key, without a time limit: the launcher ends us if that rank dies."""
-        poll_s = _POLL_S
-        while (text := self.get(key)) is None:
+    def wait_for(self, key: str, rank: int = 0) -> str:
+        """Block until `rank` sets the key, for as long as it lives. Raises CommError if that rank is lost."""
+        return self.wait_until(lambda: self.get(key), rank)
+
+    def wait_until(self, read: Callable[[], T | None], rank: int) -> T:
+        """Block until `read` returns a value. Raises CommError if `rank`, whose work that is, is lost: see
+        [Note: lost ranks]."""
+        watch, poll_s = _Watch(self, rank), _POLL_S
+        while True:
+            loss = watch.loss()  # before `read`: the rank may end after it has done its work
+            if (found := read()) is not None:
+                return found
+            if loss is not None:
+                raise loss
             time.sleep(poll_s)
             poll_s = min(2 * poll_s, _MAX_POLL_S)
-        return text
 
     def claim(self, key: str) -> bool:
-        """Return True on exactly one of the calling ranks: the first."""
+        """Return True on exactly one of the calling ranks: the first. The key's value is its number."""
         if (store := self._store) is None:
             return True
         rank = str(self._rank)
@@ -70,12 +92,14 @@ class JobStore:
         self._store = None
         self._calls.put(None)
 
+    def _read(self, key: str) -> str | None:
+        if (store := self._store) is None:
+            return None
+        text = self._call(lambda: store.get(key) if store.check([key]) else None)
+        return None if text is None else text.decode()
+
     def _call(self, call: Callable[[], T]) -> T:
         """See [Note: unresponsive store]."""
-        with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name="plait-store", daemon=True)
-                self._thread.start()
         reply: Future[T] = Future()
         self._calls.put((call, reply))
         try:
@@ -89,11 +113,61 @@ class JobStore:
         except dist.DistError as error:
             raise CommError("the job's store is gone", given=str(error).splitlines()[0]) from error
 
-    def _serve(self) -> None:
-        while (request := self._calls.get()) is not None:
-            call, reply = request
-            try:
-                reply.set_result(call())
-            except BaseException as error:
-                reply.set_exception(error)
-            del request, call, reply  # they reference the store
+    def _serve(self, store: dist.Store) -> None:
+        """Make the calls, and count: see [Note: lost ranks]."""
+        count, count_at_s = 0, time.monotonic()
+        while True:
+            if time.monotonic() >= count_at_s:
+                with contextlib.suppress(dist.DistError, RuntimeError):  # the next call raises it
+                    store.set(_count_key(self._rank), str(count))
+                count, count_at_s = count + 1, time.monotonic() + self._count_s
+            with contextlib.suppress(queue.Empty):
+                request = self._calls.get(timeout=max(0.0, count_at_s - time.monotonic()))
+                if request is None:
+                    return
+                call, reply = request
+                try:
+                    reply.set_result(call())
+                except BaseException as error:
+                    reply.set_exception(error)
+                del request, call, reply  # they reference the store
+
+
+class _Watch:
+    """Observes whether a rank is lost. See [Note: lost ranks]."""
+
+    def __init__(self, store: JobStore, rank: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._count: str | None = None
+        self._silent_s = 0.0
+        self._read_s = time.monotonic()
+
+    def loss(self) -> CommError | None:
+        """Return the error if the rank is lost."""
+        store = self._store
+        if store.is_gone(self._rank):
+            return CommError(
+                f"rank {self._rank} is gone",
+                given=f"rank {store._rank} waits for it",
+                hint="look for the first rank that ended: its error is the cause",
+            )
+        since_s = time.monotonic() - self._read_s
+        if since_s < store._count_s:
+            return None
+        self._read_s += since_s
+        count = store._read(_count_key(self._rank))
+        self._silent_s = self._silent_s + min(since_s, 2 * store._count_s) if count == self._count else 0.0
+        self._count = count
+        if self._silent_s < store._timeout_s:
+            return None
+        return CommError(
+            f"rank {self._rank} does not respond",
+            given=f"no sign of it for {store._timeout_s:g} s, and rank {store._rank} waits for it",
+            expected="a process that runs",
+            hint="whether it was stopped or killed, or its host is gone",
+        )
+
+
+def _count_key(rank: int) -> str:
+    return f"rank {rank} counts"

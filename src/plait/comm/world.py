@@ -66,6 +66,7 @@ class World:
         self._num_opened: Counter[tuple[tuple[int, ...], str]] = Counter()
         if size > 1 and device.type == "cpu":
             self._connect_host(connection.transport)
+            self.store.is_gone = self._is_gone
         self.group = self.new_group(tuple(range(size)))
 
     @classmethod
@@ -108,6 +109,12 @@ class World:
         if self.size == 1:
             return not dist.is_initialized() or dist.get_world_size() == 1
         return dist.is_initialized() and self._process_group is dist.group.WORLD
+
+    def _is_gone(self, rank: int) -> bool:
+        """Return whether a rank is known to have ended or left: True only for other ranks of this host."""
+        peers = self._host_peers
+        is_peer = peers is not None and rank != self.rank and rank in peers.files
+        return is_peer and peers is not None and not peers.is_alive(rank)
 
     def new_group(self, ranks: tuple[int, ...], channel: str = "", axes: tuple[str, ...] = ()) -> Group:
         """Create a group of these ranks, which include this one. All of them must call it at the same point
@@ -180,9 +187,9 @@ class World:
             comm_thread.close()
         for transport in self._transports:
             transport.close()
-        if self._host_peers is not None:
-            self._host_peers.close()
-        self._host_peers = self._process_group = None
+        host_peers, self._host_peers, self._process_group = self._host_peers, None, None
+        if host_peers is not None:
+            host_peers.close()
         if self._connection.owns_process_group and dist.is_initialized():
             dist.destroy_process_group()
         self._connection = Connection()  # without the store

@@ -112,7 +112,7 @@ class Verifier:
             engine = _engine(case, spec, world, folder)
         weights = engine.full_parameters()
         if world.rank:
-            world.store.wait_for(_REFERENCE_READY)  # without a limit, while a step has a timeout
+            world.store.wait_for(_REFERENCE_READY)  # may take longer than a step's timeout
             _train(case, spec, engine, None)
             return None
         expected, tolerances = self._reference(case, spec, weights, (1, 1))
