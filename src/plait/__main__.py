@@ -5,6 +5,8 @@ import signal
 import sys
 from types import FrameType
 
+from plait.cli.streams import finish_output, prepare_streams, print_interrupted
+
 _INTERRUPTED = 130
 
 
@@ -13,21 +15,23 @@ def main() -> None:
     ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if ours:
         signal.signal(signal.SIGINT, _interrupt)
+        # a rank starts with it blocked, see [Note: signals that are blocked at start] in comm/launch.py
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     try:
+        prepare_streams()
         from plait.cli.main import main as run
 
         run()
     except KeyboardInterrupt:
-        _say_interrupted()
+        print_interrupted()
         sys.exit(_INTERRUPTED)
+    except SystemExit as end:
+        if not end.code:  # otherwise that code is the cause
+            finish_output()
+        raise
     finally:
         if ours:  # an exception in the interpreter's own exit would be printed with its traceback
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def _say_interrupted() -> None:
-    if "PLAIT_LAUNCHER_PID" not in os.environ:  # a rank's launcher says it
-        os.write(sys.stderr.fileno(), b"interrupted\n")
 
 
 def _interrupt(_signum: int, frame: FrameType | None) -> None:
@@ -35,7 +39,7 @@ def _interrupt(_signum: int, frame: FrameType | None) -> None:
     in the import of numpy, and leaves it half imported."""
     while frame is not None:
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
-            _say_interrupted()
+            print_interrupted()
             os._exit(_INTERRUPTED)
         frame = frame.f_back
     raise KeyboardInterrupt

@@ -18,11 +18,12 @@ from support.cli_runs import LOOPBACK, family, listening
 START_S = 40.0  # two imports of torch while other tests run
 
 LAUNCHER = """
-import runpy, sys
+import runpy, signal, sys
 import plait.__main__
 from plait.comm import launch
 how, script, *words = sys.argv[1:]
 def main():
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     sys.argv[0] = script
     runpy.run_path(script, run_name="__main__")
 if how == "forked":
@@ -268,8 +269,10 @@ world.barrier()
 def test_sigterm_lets_every_rank_save_and_ends_with_0(start: Start, tmp_path: Path) -> None:
     launcher = start(SAVING_RANK, 0.0, 1.0, 0)
     launcher.send_signal(signal.SIGTERM)
-    time.sleep(0.3)
-    launcher.send_signal(signal.SIGTERM)  # schedulers repeat themselves
+    until_s = time.monotonic() + 10.0
+    while launcher.poll() is None and time.monotonic() < until_s:
+        time.sleep(0.002)
+        launcher.send_signal(signal.SIGTERM)  # schedulers repeat themselves, up to the launcher's own exit
     output, _ = launcher.communicate(timeout=10)
     assert launcher.returncode == 0
     assert output == ""

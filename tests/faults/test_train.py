@@ -308,6 +308,22 @@ def test_a_gradient_that_is_not_finite_is_skipped_counted_shown_and_at_last_ends
     assert not skipped[0]
 
 
+def test_a_run_whose_output_is_read_no_more_ends_like_any_other(recipe: Path) -> None:
+    run = recipe.parent / "unread"
+    process = start("train", recipe, "--set", f"run.dir={run}", "--set", "run.steps=6")
+    wait_for_step(process, 1)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    with process.stderr:
+        errors = process.stderr.read()
+    assert process.wait(LIMIT_S) == 0
+    assert errors.count("warning: standard output cannot be written: Broken pipe") == 1
+    assert last_step(run) == 6
+    assert [line["step"] for line in losses(run) if "loss" in line] == [*range(1, 7)]
+    assert (run / "export" / "model.safetensors").exists()
+
+
 def test_a_full_disk_ends_the_run_and_its_last_good_checkpoint_stays(
     whole: tuple[Path, str], recipe: Path
 ) -> None:

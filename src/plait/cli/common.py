@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, ParamSpec, TextIO, TypeVar
 
 import typer
 
+from plait.cli.streams import print_interrupted
 from plait.errors import ConfigError, PlaitError, printable
 from plait.fileio import check_output_paths, finite_json, write_json
 
@@ -69,7 +70,7 @@ def report_errors(command: Callable[P, R]) -> Callable[P, R]:
             show_error(problem.with_traceback(error.__traceback__), debug=bool(kwargs.get("debug")))
             raise typer.Exit(USER_ERROR) from None
         except KeyboardInterrupt:
-            print_line("interrupted", file=sys.stderr)
+            print_interrupted()
             raise typer.Exit(INTERRUPTED) from None
 
     return run

@@ -12,6 +12,7 @@ import typer
 
 from plait.cli.common import INTERRUPTED, LOST_RANK, Debug, PlanOverride, Run, Sets, print_line, report_errors
 from plait.cli.multirank import check_ranks, first_rank_first, report_once
+from plait.cli.streams import outlive_output
 from plait.plan import Plan
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ def train(
     debug: Debug = False,
 ) -> None:
     """Train a model as a recipe says, on local ranks, or on the ranks of torchrun."""
+    outlive_output()
     sets = [*(sets or []), *(["run.probe=true"] if probe else [])]
     sets += [] if trace is None else [f"run.trace={json.dumps(str(trace))}"]
     if "WORLD_SIZE" in os.environ:
@@ -79,6 +81,7 @@ def rank(run: Run, debug: Debug = False) -> None:
     """Run one rank of a run that `plait train` has prepared."""
     from plait.comm.launch import end_with_parent
 
+    outlive_output()
     end_with_parent()
     from plait.train.run_dir import RunDir
 

@@ -28,9 +28,10 @@ child needs, and if no library has state that a fork breaks:
 A fresh process reads its environment when it loads its libraries. A forked one applies the two settings that
 are read then: the number of threads and malloc's thresholds. It runs none of the launcher's exit handlers.
 
-[Note: SIGUSR1 is blocked at start]
-It requests a save, and would kill a rank without a handler, e.g. one still importing torch. A signal mask
-survives exec, unlike a handler: while blocked, the signal is pending until the rank unblocks it.
+[Note: signals that are blocked at start]
+SIGUSR1 requests a save, and would kill a rank without a handler, e.g. one still importing torch. SIGINT
+would print the traceback of a rank that does not handle it yet; only plait's own ranks unblock it. A signal
+mask survives exec, unlike a handler: while blocked, a signal is pending until the rank unblocks it.
 """
 
 import atexit
@@ -47,7 +48,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -73,6 +74,7 @@ _SECOND_CTRL_C_S = 1.0  # a second Ctrl-C this long after the first ends the ran
 _USER_ERROR = 2  # exit code of the command line for a PlaitError
 _FORWARDED = {signal.SIGTERM: signal.SIGTERM, signal.SIGINT: signal.SIGINT, signal.SIGHUP: signal.SIGTERM}
 _SIGNALS = (*_FORWARDED, signal.SIGUSR1)
+_BLOCKED_AT_START = {signal.SIGUSR1, signal.SIGINT}
 
 
 _forks = False  # see `fork_ranks`
@@ -96,6 +98,8 @@ def launch_local(
     SIGTERM, SIGINT (Ctrl-C) and SIGHUP (as SIGTERM) are forwarded once to every rank, which then has `save_s`
     seconds to save and exit; a second Ctrl-C ends it at once. SIGUSR1 is forwarded each time, and stays
     pending for ranks that have not unblocked it yet. Signals are handled only if called in the main thread.
+    After one that asked the ranks to end, all such signals stay ignored: this process is about to end, with
+    the code of the run.
 
     Returns the exit code: 0 when all ranks ended with 0; else 2 when any ended with 2 (a user error); else
     that of the rank that failed first, 128 + n for one killed by signal n. After a SIGINT that all ranks
@@ -105,18 +109,19 @@ def launch_local(
     """
     if num_ranks < 1:
         raise CommError("a job needs at least one rank", given=f"{num_ranks} ranks", expected="1 or more")
+    is_own = command is None
     entry = [*(command or (sys.executable, "-u", "-m", "plait")), *argv]
     forked = None
-    if function is not None or (command is None and _forks and _can_fork()):
+    if function is not None or (is_own and _forks and _can_fork()):
         forked = _ForkedRank(argv, function or _run_command)
     with tempfile.TemporaryDirectory(prefix="plait-", ignore_cleanup_errors=True) as rendezvous_dir:
         monitor = _RankMonitor(save_s)
         with (
             _patched_environment(_rank_environment(num_ranks, Path(rendezvous_dir))),
             _silence_torch(),
-            _forward_signals(monitor.on_signal),
+            _forward_signals(monitor),
         ):
-            _run_agent(num_ranks, entry, forked, Path(rendezvous_dir), monitor)
+            _run_agent(num_ranks, entry, forked, Path(rendezvous_dir), monitor, is_own=is_own)
     return monitor.exit_code()
 
 
@@ -192,6 +197,11 @@ class _RankMonitor:
         self._send_due(now)
         return len(self._codes) < len(pids) and now < self._abandon_s
 
+    @property
+    def is_stopping(self) -> bool:
+        """True once a signal has asked the ranks to end."""
+        return self._forwarded is not None
+
     def succeeded(self) -> bool:
         return len(self._codes) == len(self._pids) and not any(self._codes.values())
 
@@ -251,15 +261,22 @@ class _Agent(LocalElasticAgent):
     """torch's agent, which polls our monitor before its own. See [Note: extension of torch's agent]."""
 
     def __init__(
-        self, spec: WorkerSpec, logs: DefaultLogsSpecs, monitor: _RankMonitor, forked: "_ForkedRank | None"
+        self,
+        spec: WorkerSpec,
+        logs: DefaultLogsSpecs,
+        monitor: _RankMonitor,
+        forked: "_ForkedRank | None",
+        blocked: set[signal.Signals],
     ) -> None:
+        """`blocked`: signals with which fresh processes start blocked."""
         super().__init__(spec, logs, start_method="fork")  # of a function; programs are always fresh
         self._monitor = monitor
         self._forked = forked
+        self._blocked = blocked
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        # A forked rank has the launcher's handlers until it unblocks all but SIGUSR1.
-        to_block = {signal.SIGUSR1} if self._forked is None else _SIGNALS
+        # A forked rank has the launcher's handlers until it unblocks all but those that are blocked at start.
+        to_block = self._blocked if self._forked is None else _SIGNALS
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, to_block)
         try:
             return super()._start_workers(worker_group)
@@ -303,6 +320,8 @@ class _ForkedRank:
             code = 0
         except SystemExit as end:
             code = end.code
+        except KeyboardInterrupt:  # before `main` handles it
+            code = 128 + signal.SIGINT
         except BaseException:
             traceback.print_exc()
         finally:
@@ -320,7 +339,7 @@ class _ForkedRank:
             if signal.getsignal(signum) is not signal.SIG_IGN:
                 is_int = signum is signal.SIGINT
                 signal.signal(signum, signal.default_int_handler if is_int else signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {*_SIGNALS} - _BLOCKED_AT_START)
         read, write = self._gate
         os.close(write)
         os.read(read, 1)
@@ -352,6 +371,8 @@ def _run_agent(
     forked: _ForkedRank | None,
     rendezvous_dir: Path,
     monitor: _RankMonitor,
+    *,
+    is_own: bool,
 ) -> None:
     rendezvous = rendezvous_registry.get_rendezvous_handler(
         RendezvousParameters(
@@ -378,7 +399,8 @@ def _run_agent(
         local_addr="127.0.0.1",
     )
     try:
-        _Agent(spec, DefaultLogsSpecs(log_dir=str(rendezvous_dir / "logs")), monitor, forked).run()
+        logs = DefaultLogsSpecs(log_dir=str(rendezvous_dir / "logs"))
+        _Agent(spec, logs, monitor, forked, _BLOCKED_AT_START if is_own else {signal.SIGUSR1}).run()
     finally:
         rendezvous.shutdown()
 
@@ -442,15 +464,16 @@ def _silence_torch() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _forward_signals(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
-    """Route the signals for the ranks to `handler`, except those that the caller's shell ignores."""
+def _forward_signals(monitor: _RankMonitor) -> Iterator[None]:
+    """Route the signals for the ranks to the monitor, except those that the caller's shell ignores."""
     previous = {}
     if threading.current_thread() is threading.main_thread():
         for signum in _SIGNALS:
             if signal.getsignal(signum) is not signal.SIG_IGN:
-                previous[signum] = signal.signal(signum, handler)
+                previous[signum] = signal.signal(signum, monitor.on_signal)
     try:
         yield
     finally:
         for signum, old in previous.items():
-            signal.signal(signum, old)
+            is_repeated = monitor.is_stopping and signum in _FORWARDED
+            signal.signal(signum, signal.SIG_IGN if is_repeated else old)

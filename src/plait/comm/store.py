@@ -12,13 +12,18 @@ as a save or an export may take longer than any timeout. So the thread of every 
 several times within the timeout, whatever the rank itself does. A rank is lost if its count does not change
 for the timeout, or, on one host, as soon as its file lock is free (`is_gone`). Time in which the waiting
 process did not run does not count: a job that was suspended goes on.
+
+[Note: end of the store]
+Without torchrun or our launcher the store is a server in rank 0's process. If that ended first, the others
+would lose what they still wait for, such as the result of the last save. So every rank records when it
+leaves, and the server's rank waits for the others, for a while: a rank that has crashed records nothing.
 """
 
 import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -31,6 +36,7 @@ _POLL_S = 0.005  # initial interval
 _MAX_POLL_S = 0.1
 _COUNTS = 8  # within the timeout
 _MAX_COUNT_S = 60.0  # between two counts
+_LEAVE_S = 10.0  # limit of the server's wait for the others to leave
 
 
 class JobStore:
@@ -40,11 +46,15 @@ class JobStore:
     is_gone  whether a rank is known to have ended or left; set by the world that can tell
     """
 
-    def __init__(self, store: dist.Store | None, rank: int, timeout_s: float) -> None:
+    def __init__(
+        self, store: dist.Store | None, rank: int, timeout_s: float, clients: Collection[int] = ()
+    ) -> None:
+        """`clients`: other ranks whose store is a server in this process."""
         self.is_gone: Callable[[int], bool] = lambda _: False
         self._store = store
         self._rank = rank
         self._timeout_s = timeout_s
+        self._clients = clients
         self._count_s = min(timeout_s / _COUNTS, _MAX_COUNT_S)
         self._cache: dict[str, str] = {}
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
@@ -88,9 +98,21 @@ class JobStore:
         return bool(self._call(lambda: store.compare_set(key, "", rank)) == rank.encode())
 
     def close(self) -> None:
-        """Drop the store and end the thread."""
+        """Drop the store and end the thread. See [Note: end of the store]."""
+        if self._store is not None:
+            self._leave()
         self._store = None
         self._calls.put(None)
+
+    def _leave(self) -> None:
+        until_s = time.monotonic() + _LEAVE_S
+        with contextlib.suppress(CommError):  # the store is gone already
+            self.set(_left_key(self._rank))
+            for rank in self._clients:
+                while self.get(_left_key(rank)) is None and not self.is_gone(rank):
+                    if time.monotonic() > until_s:
+                        return
+                    time.sleep(_POLL_S)
 
     def _read(self, key: str) -> str | None:
         if (store := self._store) is None:
@@ -167,6 +189,10 @@ class _Watch:
             expected="a process that runs",
             hint="whether it was stopped or killed, or its host is gone",
         )
+
+
+def _left_key(rank: int) -> str:
+    return f"rank {rank} has left"
 
 
 def _count_key(rank: int) -> str:

@@ -34,6 +34,7 @@ class Connection:
     timeout: datetime.timedelta = datetime.timedelta(minutes=10)  # limit of a communication's wait for a rank
     store: dist.Store | None = None
     owns_process_group: bool = False  # the world destroys it
+    serves_store: bool = False  # the store is a server in this process
     dry_run_host_size: int | None = None  # ranks per host of a dry run; None: a real run
 
 
@@ -54,7 +55,8 @@ class World:
         self.local_rank = local_rank
         self.device = device
         self.timeout = connection.timeout
-        self.store = JobStore(connection.store, rank, connection.timeout.total_seconds())
+        clients = {*range(size)} - {rank} if connection.serves_store else ()
+        self.store = JobStore(connection.store, rank, connection.timeout.total_seconds(), clients)
         self.comm_log = CommLog()
         self.clock = WaitClock()  # of the creating thread: the training thread
         self._connection = connection
@@ -187,16 +189,25 @@ class World:
             comm_thread.close()
         for transport in self._transports:
             transport.close()
-        host_peers, self._host_peers, self._process_group = self._host_peers, None, None
-        if host_peers is not None:
-            host_peers.close()
+        self._process_group = None
         if self._connection.owns_process_group and dist.is_initialized():
             dist.destroy_process_group()
         self._connection = Connection()  # without the store
         self.store.close()
+        host_peers, self._host_peers = self._host_peers, None
+        if host_peers is not None:
+            host_peers.close()
         if _world is self:
             _world = None
-            atexit.unregister(self.close)
+            atexit.unregister(self._exit)
+
+    def _exit(self) -> None:
+        """Leave the job when Python ends. See TorchTransport, which NCCL does not need: it waits for peers
+        when destroyed."""
+        if self.device.type == "cpu":
+            self.close()
+        elif os.getpid() == self._pid:
+            self.store.close()
 
 
 # torch has one default process group per process, so there is one world that owns it.
@@ -229,12 +240,15 @@ def connect(*, timeout_s: float = 600.0, device: str | None = None, transport: s
     if size > 1 and not has_process_group:
         store = _store(rank, size, timeout)
         _join(store, rank, size, torch_device, timeout)
-    owns = store is not None and not has_process_group
-    connection = Connection(transport, timeout, store, owns_process_group=owns)
+    connection = Connection(
+        transport,
+        timeout,
+        store,
+        owns_process_group=store is not None and not has_process_group,
+        serves_store=store is not None and rank == 0 and not _has_outer_store(),
+    )
     _world = World(rank, size, local_rank, torch_device, connection)
-    # See TorchTransport. NCCL does not need it, and waits for peers when destroyed.
-    if torch_device.type == "cpu":
-        atexit.register(_world.close)
+    atexit.register(_world._exit)
     return _world
 
 
@@ -278,6 +292,11 @@ def _select_device(requested: str | None, local_rank: int) -> torch.device:
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+def _has_outer_store() -> bool:
+    """Return whether the store is a file or in torchrun's process, and not in that of rank 0."""
+    return RENDEZVOUS_FILE in os.environ or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _store(rank: int, size: int, timeout: datetime.timedelta) -> dist.Store:

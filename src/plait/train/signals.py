@@ -1,4 +1,8 @@
-"""Signals during training, recorded and handled between steps: SIGTERM and Ctrl-C stop, SIGUSR1 saves."""
+"""Signals during training, recorded and handled between steps: SIGTERM and Ctrl-C stop, SIGUSR1 saves.
+
+Schedulers repeat SIGTERM. After one of these has stopped the run, further ones are ignored until the process
+ends: it has saved, and its exit code tells the scheduler so.
+"""
 
 import signal
 from types import FrameType
@@ -30,7 +34,8 @@ class SignalHandler:
     def __exit__(self, *_: object) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._blocked)
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            is_repeated = self.stop_signal is not None and number != SAVE
+            signal.signal(number, signal.SIG_IGN if is_repeated else handler)
 
     def _record(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
         if number == SAVE:

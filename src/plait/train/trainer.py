@@ -172,10 +172,10 @@ class Trainer:
                 metrics.validation(self._step, score)
             if self._step == parts.first_step + 5:  # the first steps are slower than later ones
                 flags_every = self._flags_every(step_metrics.seconds)
-            stopping = to_save = False
+            stop_signal, to_save = None, False
             if self._step % flags_every == 0:
-                stopping, to_save = self._agree_on_requests(signals, saving)
-            last = stopping or self._step == config.steps
+                stop_signal, to_save = self._agree_on_requests(signals, saving)
+            last = stop_signal is not None or self._step == config.steps
             to_save = last or to_save or _due(self._step, config.checkpoint_every, config.steps)
             if config.check_replicas_every and (to_save or self._step % config.check_replicas_every == 0):
                 engine.check_replicas()  # before a corrupt checkpoint replaces good ones
@@ -184,11 +184,11 @@ class Trainer:
                 metrics.flush()
                 saving.save(self._step, engine.state_shards(), self._facts(), score=score, last=last)
                 signals.save_requested = False  # on any rank: this save answers all requests
-            if stopping and self._step < config.steps:
+            if stop_signal is not None and self._step < config.steps:
                 self._recorder.end_trace()
                 folder = self._run.dir.path
                 metrics.log(f"stopped after step {self._step} and saved: plait train {folder} --resume")
-                return signals.stop_signal or signal.SIGTERM
+                return stop_signal
         return None
 
     def _run_step(self, parts: _LoopParts, lr: float, factor: float) -> tuple[StepResult, StepMetrics]:
@@ -232,14 +232,23 @@ class Trainer:
             loss_scale=loss_scale,
         )
 
-    def _agree_on_requests(self, signals: SignalHandler, saving: Checkpointing) -> tuple[bool, bool]:
-        """Return whether any rank has to stop, and whether any has to save. Collects a finished save."""
-        stopping, to_save, has_ended = self._world.any_flags(
-            signals.stop_signal is not None, signals.save_requested or saving.is_due, saving.has_ended
+    def _agree_on_requests(
+        self, signals: SignalHandler, saving: Checkpointing
+    ) -> tuple[signal.Signals | None, bool]:
+        """Return the signal with which any rank has to stop, and whether any has to save. Collects a finished
+        save."""
+        stop = signals.stop_signal
+        is_interrupted, is_terminated, to_save, has_ended = self._world.any_flags(
+            stop is signal.SIGINT,
+            stop is signal.SIGTERM,
+            signals.save_requested or saving.is_due,
+            saving.has_ended,
         )
         if has_ended:
             saving.wait()
-        return stopping, to_save
+        if is_interrupted or is_terminated:
+            return signal.SIGINT if is_interrupted else signal.SIGTERM, to_save
+        return None, to_save
 
     def _flags_every(self, step_s: float) -> int:
         """Return the number of steps between flag exchanges: about one a second, equal on all ranks.

@@ -1,0 +1,111 @@
+"""Standard output and error of a command: what becomes of text that they cannot take.
+
+[Note: output that ends before the command]
+A pipe's reader may end (`plait explain | head`), a disk fill up under a log, and a shell start a command
+without standard output (`>&-`). For most commands the output is the result: a closed pipe ends them quietly,
+as it ends `cat`, with the code of SIGPIPE; any other error of the stream is an error of the command. For a
+run, `outlive_output`, the output is a convenience, unlike metrics.jsonl and the checkpoints: the run goes on,
+after one line on standard error. Standard error itself may always end.
+
+In all cases the descriptor is replaced by /dev/null, so that text that is still buffered, and what libraries
+print, finds it. A descriptor that is closed at start is opened on /dev/null before a file takes its number.
+
+The streams are wrapped below their buffers, where every write ends up, also the last one at exit.
+"""
+
+import contextlib
+import errno
+import io
+import os
+import signal
+import sys
+from typing import Any, TextIO
+
+_OUTPUT, _ERROR = 1, 2
+_CLOSED_PIPE = 128 + signal.SIGPIPE  # what a shell shows for a program that SIGPIPE has ended
+
+_outlives = False  # see `outlive_output`
+
+
+def prepare_streams() -> None:
+    """Set up standard output and error of this process, once. Characters that they cannot encode are
+    replaced, and errors handled as the note at the top says."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it takes the lowest free number
+    sys.stdout, sys.stderr = _checked(sys.stdout, _OUTPUT), _checked(sys.stderr, _ERROR)
+
+
+def outlive_output() -> None:
+    """Let this process go on when its standard output ends."""
+    global _outlives
+    _outlives = True
+
+
+def finish_output() -> None:
+    """Write what is buffered. Raises SystemExit if the output has ended, as the note at the top says."""
+    sys.stdout.flush()
+
+
+def _checked(stream: TextIO | None, descriptor: int) -> Any:
+    if stream is None:  # it was closed when Python started
+        return io.TextIOWrapper(_buffered(descriptor), "utf-8", "replace", line_buffering=True)
+    if not isinstance(stream, io.TextIOWrapper) or isinstance(
+        getattr(stream.buffer, "raw", None), _Descriptor
+    ):
+        return stream  # of a test, a notebook, or checked already
+    with contextlib.suppress(OSError, ValueError):
+        if stream.fileno() == descriptor:
+            stream.flush()
+            is_strict = stream.errors in ("strict", "surrogateescape")
+            return io.TextIOWrapper(
+                _buffered(descriptor),
+                stream.encoding,
+                "replace" if is_strict else stream.errors,
+                line_buffering=stream.line_buffering,
+                write_through=stream.write_through,
+            )
+    return stream
+
+
+def _buffered(descriptor: int) -> io.BufferedWriter:
+    return io.BufferedWriter(_Descriptor(descriptor, "w", closefd=False))
+
+
+class _Descriptor(io.FileIO):
+    """A standard stream's descriptor, whose writes end as the note at the top says."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self.fileno())
+            os.close(null)
+            if self.fileno() == _OUTPUT:
+                _on_lost_output(error)
+            return len(data)
+
+
+def _on_lost_output(error: OSError) -> None:
+    reason = f"standard output cannot be written: {error.strerror}"
+    if _outlives:
+        _print_error(f"warning: {reason}; the run goes on, and metrics.jsonl has its metrics")
+    elif error.errno == errno.EPIPE:
+        raise SystemExit(_CLOSED_PIPE)
+    else:
+        _print_error(reason)
+        raise SystemExit(1)
+
+
+def _print_error(text: str) -> None:
+    with contextlib.suppress(OSError):
+        os.write(_ERROR, f"{text}\n".encode(errors="replace"))
+
+
+def print_interrupted() -> None:
+    """Say on standard error that Ctrl-C ended the command; a rank's launcher says it for the rank."""
+    if "PLAIT_LAUNCHER_PID" not in os.environ:
+        _print_error("interrupted")
