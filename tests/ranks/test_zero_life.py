@@ -1,6 +1,8 @@
 """Events between and inside an engine's steps, at every stage, that must not change a number."""
 
+import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import plait
-from plait.errors import ModelError
+from plait.errors import ModelError, RunError
 from support import edge_case_models, programs
 from support.pool import Pool, PoolOver
 from support.programs import Task
@@ -129,6 +131,30 @@ def _raises_in_evaluation(plan: str) -> bool:
 @every_stage
 def test_an_exception_in_evaluation_leaves_training_as_it_was(pool: Pool, plan: str) -> None:
     assert pool.run(_raises_in_evaluation, 2, f"{plan} precision=fp64") == [True, True]
+
+
+def _raises_on_one_rank(plan: str, folder: Path) -> str:
+    """Rank 1's program catches the error of its first step and goes on, as rank 0's does."""
+    engine = fresh(plan)
+    saved = engine.save(folder)
+    if engine.world.rank == 1:
+        handle = engine.model.model.layers[0].register_forward_pre_hook(_fail_at(1))
+        with pytest.raises(ZeroDivisionError):
+            engine.step(programs.share_of(programs.batches(1)[0], engine))
+        handle.remove()
+    with pytest.raises(RunError) as failure:
+        engine.step(programs.share_of(programs.batches(1)[0], engine))
+    engine.load(saved)
+    assert math.isfinite(engine.step(programs.share_of(programs.batches(1)[0], engine)).loss)
+    return str(failure.value.given)
+
+
+@pytest.mark.parametrize("plan", ["dp=2 zero=0", "dp=2 zero=2"])
+def test_ranks_in_different_steps_raise_an_error_that_names_both(
+    pool: Pool, plan: str, tmp_path: Path
+) -> None:
+    given = "rank 0 is in its step 1, rank 1 in its step 2"
+    assert pool.run(_raises_on_one_rank, 2, f"{plan} precision=fp64", tmp_path) == [given] * 2
 
 
 # --- forwards that no update follows

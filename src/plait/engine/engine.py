@@ -38,6 +38,7 @@ from plait.engine.build import build_engine_parts
 from plait.engine.loss_scale import SumLossScale
 from plait.engine.runner import MicrobatchRunner
 from plait.engine.spec import TrainingSpec
+from plait.engine.step_count import StepCount
 from plait.engine.trace import Trace
 from plait.errors import CheckpointError, ModelError, PlanError, RunError
 from plait.models import FlopFacts, forward_names, seeded_rng
@@ -93,8 +94,9 @@ class Engine:
         self._is_replica = mesh.coord["replicate"] > 0
         self._scale = SumLossScale(spec.loss_scaling)
         self._totals = torch.zeros(
-            3, dtype=torch.float64, device=self.device
-        )  # loss, targets, unit of the loss scale
+            5, dtype=torch.float64, device=self.device
+        )  # loss, targets, unit of the loss scale, the terms of the step count
+        self._step_count = StepCount()
         self._is_inconsistent = False  # an update or load was interrupted
         self._micros_done = 0
         self._trace: Trace | None = None
@@ -198,7 +200,8 @@ class Engine:
             raise
 
     def _check_ready(self) -> None:
-        """Check that a step may start."""
+        """Begin a step, if it may start."""
+        self._step_count.begin()
         self._check_consistent()
         for stage in self._stages:
             stage.check_unchanged()
@@ -232,13 +235,15 @@ class Engine:
         # Also over the ranks of tp grids, which have the same totals: if one rank has a non-finite loss, all
         # skip. Stages before the last one contribute zero.
         self._totals[2] = self._scale.unit if self._runner.has_last_stage else 0.0
+        self._totals[3], self._totals[4] = self._step_count.terms()
         work = start_all_reduce(self._totals, self._groups.world)
         sums = self._parts.sharded.finish_reductions()
         work.wait()
-        totals = self._totals / self._groups.tp.size
-        loss_sum, num_targets, units, square_sum, *digests = torch.cat([totals, sums]).tolist()
+        *totals, begun, of_squares, square_sum = (values := torch.cat([self._totals, sums]).tolist())[:6]
         self._totals.zero_()
-        self._parts.sharded.check_digests(digests)
+        self._step_count.check(begun, of_squares, self._groups.world, self.device)
+        self._parts.sharded.check_digests(values[6:])
+        loss_sum, num_targets, units = (total / self._groups.tp.size for total in totals)
         self._scale.unit = units / self._groups.dp.size
         loss, norm = math.nan, math.nan
         scale = self._scale.factor
@@ -412,6 +417,7 @@ class Engine:
             problem = error
         source.finish(self._groups.norm, self.world.group, self.device, problem)
         self._is_inconsistent = False
+        self._step_count.reset()
         for stage in self._stages:
             stage.sync_params()
 

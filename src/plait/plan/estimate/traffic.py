@@ -287,8 +287,8 @@ def stages_traffic(facts: RankFacts) -> dict[CommKey, CommCount]:
 
 
 def per_step_traffic(facts: RankFacts) -> dict[CommKey, CommCount]:
-    """Once per step: loss and targets, the gradient's norm, buffers that forward changes."""
-    loss, norm = 3 * 8, (1 + 2 * facts.grid.degree("pp")) * 8
+    """Once per step: loss, targets and step count, the gradient's norm, buffers that forward changes."""
+    loss, norm = 5 * 8, (1 + 2 * facts.grid.degree("pp")) * 8
     calls = [facts.calls("all-reduce", [norm], "pp", "shard", "row", "col", channel="reductions")]
     if facts.grid.num_ranks > 1:
         calls.append({CommKey((), "", "all-reduce"): CommCount(1, loss)})
