@@ -59,7 +59,7 @@ with open(sys.argv[sys.argv.index("--json") + 1], "w") as file:
 
 
 def collected(here: str) -> object:
-    """What run_all exits with."""
+    """The exit code of run_all."""
     sys.path.insert(0, str(BENCHMARKS))
     import run_all  # noqa: PLC0415 - a program of the benchmarks' folder
 
