@@ -25,6 +25,7 @@ from plait.engine.batch import EvalResult
 from plait.engine.engine import Engine
 from plait.models import causal_lm_on_meta
 from plait.verify import Case, ModelSource, ModelSpec, Verdict
+from plait.verify.model_spec import random_tokens
 from plait.verify.worker import Verifier
 from support import pipeline_models, programs
 
@@ -135,19 +136,57 @@ def _squares(outputs: Tensor, batch: Any) -> tuple[Tensor, int]:
     return (outputs - batch["labels"]).square().sum(), outputs.numel()
 
 
-_BERT = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+_SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "cls_token_id": 1,
+    "sep_token_id": 2,
+}
+_DISTILBERT = {"dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4}
+_T5 = {"d_model": 32, "d_ff": 48, "d_kv": 8, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
+_BART = {
+    "d_model": 32,
+    **{
+        f"{part}_{key}": value
+        for part in ("encoder", "decoder")
+        for key, value in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 48))
+    },
+    "decoder_start_token_id": 2,
+}
 
 
-def masked_lm() -> nn.Module:
-    config = transformers.BertConfig(**_BERT, num_attention_heads=4, tie_word_embeddings=False)
+def _of_task(name: str, **sizes: Any) -> nn.Module:
+    model: Any = getattr(transformers, name)
     torch.manual_seed(4)
-    return transformers.BertForMaskedLM(config)
+    return model(model.config_class(**{**_SIZES, **sizes}))
 
 
-def sequence_to_sequence() -> nn.Module:
-    sizes = {"vocab_size": 64, "d_model": 32, "d_ff": 48, "d_kv": 8, "num_layers": 2, "num_heads": 4}
-    torch.manual_seed(4)
-    return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0))
+# Masked and sequence-to-sequence language models
+bert = functools.partial(_of_task, "BertForMaskedLM")
+roberta = functools.partial(_of_task, "RobertaForMaskedLM")
+modernbert = functools.partial(_of_task, "ModernBertForMaskedLM", reference_compile=False)
+distilbert = functools.partial(_of_task, "DistilBertForMaskedLM", **_DISTILBERT)
+t5 = functools.partial(_of_task, "T5ForConditionalGeneration", **_T5)
+bart = functools.partial(_of_task, "BartForConditionalGeneration", **_BART)
+marian = functools.partial(_of_task, "MarianMTModel", **_BART)
+
+
+def mbart() -> ModelSpec:
+    """Its decoder's first token is the last label, so each sample needs a label."""
+
+    def batch(step: int, samples: int) -> dict[str, Tensor]:
+        tokens = random_tokens(64, 0, step, samples, 8)
+        tokens["labels"][:, 0] = tokens["input_ids"][:, 0]
+        return tokens
+
+    return ModelSpec(functools.partial(_of_task, "MBartForConditionalGeneration", **_BART), batch)
 
 
 def no_model() -> int:
