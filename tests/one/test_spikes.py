@@ -10,7 +10,7 @@ from torch import Tensor
 
 from plait import checkpoint
 from plait.comm import World, connect
-from plait.data.loader import Windows
+from plait.data.loader import Batches
 from plait.engine.engine import StepResult
 from plait.errors import RunError
 from plait.train.config import RunConfig
@@ -76,10 +76,10 @@ def world() -> Iterator[World]:
     alone.close()
 
 
-READ = Windows.__getitem__
+READ = Batches.__getitem__
 
 
-def poisoned(self: Windows, number: int) -> dict[str, Tensor]:
+def poisoned(self: Batches, number: int) -> dict[str, Tensor]:
     """A batch that is all one byte, which these texts do not have: a loss far off."""
     batch = READ(self, number)
     if number == SPIKE:
@@ -87,7 +87,7 @@ def poisoned(self: Windows, number: int) -> dict[str, Tensor]:
     return batch
 
 
-def without(self: Windows, number: int) -> dict[str, Tensor]:
+def without(self: Batches, number: int) -> dict[str, Tensor]:
     """The data of a run whose corpus never had the batches that are skipped."""
     return READ(self, number + AHEAD if number >= BACK else number)
 
@@ -96,7 +96,7 @@ def trained(
     recipe: Path, run: Path, world: World, data: object, monkeypatch: pytest.MonkeyPatch, *sets: str
 ) -> dict[str, Tensor]:
     """The last checkpoint of a run with such data."""
-    monkeypatch.setattr(Windows, "__getitem__", data)
+    monkeypatch.setattr(Batches, "__getitem__", data)
     prepared = prepare(recipe, sets=[f"run.dir={run}", *sets], resume=run.exists())
     assert train(prepared.recipe, world) is None
     found = checkpoint.newest(RunDir(run).checkpoints)
@@ -138,7 +138,7 @@ def test_a_run_that_ends_after_a_rollback_and_is_resumed_goes_on_as_if_it_had_no
     class Killed(Exception):
         pass
 
-    def killed_at_once(self: Windows, number: int) -> dict[str, Tensor]:
+    def killed_at_once(self: Batches, number: int) -> dict[str, Tensor]:
         if number == BACK + AHEAD:
             raise Killed
         return poisoned(self, number)
