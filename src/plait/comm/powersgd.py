@@ -32,8 +32,12 @@ class PowerSGDReduce:
     remains a term in that column's row of Q.
     """
 
-    def __init__(self, name: str, numel: int, factors: Factors, group: Group, scratch: Tensor) -> None:
-        """`name`: seeds the right factors. `scratch`: of `Factors.left_bytes`, shared by the group's sums."""
+    def __init__(
+        self, name: str, numel: int, factors: Factors, group: Group, scratch: Tensor, uncompressed: int = 0
+    ) -> None:
+        """`name`: seeds the right factors. `scratch`: of `Factors.left_bytes`, shared by the group's sums.
+        `uncompressed`: number of first sums that are sent whole, while the gradient changes fast."""
+        self._uncompressed = uncompressed
         self._group = group
         self._factors = factors
         self._message = scratch[: factors.left_bytes].view(torch.float32)
@@ -62,6 +66,10 @@ class PowerSGDReduce:
         self._right.copy_(torch.randn(self._right.numel(), dtype=torch.float32, generator=random))
 
     def _sum(self, tensor: Tensor, own: tuple[int, int], label: str) -> None:
+        if self._uncompressed:
+            self._uncompressed -= 1
+            all_reduce(tensor, self._group, label=label)
+            return
         tensor.add_(self._residual)
         for matrix, left, right in self._terms():
             # Only the directions matter: normalized, they neither overflow nor vanish.

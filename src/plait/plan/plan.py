@@ -31,7 +31,7 @@ MAX_NUMBER = 999_999  # of any integer in a plan: six digits
 _NUMBER = "[1-9][0-9]{0,5}"
 RECOMPUTE = re.compile(f"none|full|selective|every={_NUMBER}")
 TP = re.compile(f"({_NUMBER})(?:x({_NUMBER}))?")
-REDUCE = re.compile(f"fp32|bf16|fp16|int8|powersgd(?::({_NUMBER}))?")
+REDUCE = re.compile(f"fp32|bf16|fp16|int8|powersgd(?::({_NUMBER})(?::({_NUMBER}))?)?")
 DEFAULT_POWERSGD_RANK = 4  # of `powersgd` without a number
 STAGES = re.compile(f"({_NUMBER}(,{_NUMBER})*)?")
 SCHEDULES = tuple(name for name, generator in GENERATORS.items() if generator.trains)
@@ -52,7 +52,11 @@ def check_choices(values: Mapping[str, object]) -> None:
             raise _unknown(key, values[key], " or ".join(choices), renamed)
     for key, pattern, expected in (
         ("recompute", RECOMPUTE, "none, full, selective or every=k with k from 1"),
-        ("reduce", REDUCE, "fp32, bf16, fp16, int8, powersgd or powersgd:r with a rank r from 1"),
+        (
+            "reduce",
+            REDUCE,
+            "fp32, bf16, fp16, int8, powersgd, powersgd:r or powersgd:r:s, with a rank r from 1",
+        ),
     ):
         value = values[key]
         if not (isinstance(value, str) and pattern.fullmatch(value)):
@@ -144,7 +148,8 @@ class Plan:
     precision   dtype of the model's computation. bf16 and fp16 keep fp32 master weights; fp16 scales its loss
     reduce      dtype or compression of gradients sent between data ranks. `bf16`: shards are summed in fp32
                 by their owners; sums over replicas (and by NCCL) are rounded on the way. `fp16`, `int8` and
-                `powersgd` (or `powersgd:8`, with factors of rank 8; default 4) are summed in fp32 everywhere.
+                `powersgd` (or `powersgd:8`, with factors of rank 8; default 4) are summed in fp32 everywhere;
+                `powersgd:8:100` sends whole gradients in the first 100 steps.
                 The compression error of the last two is added to the rank's next gradient (error feedback).
                 It is not saved: a resumed run starts without it, so it is close to the uninterrupted run but
                 not bit-identical. With precision=fp64, sums are in fp64
@@ -417,6 +422,12 @@ class Plan:
         if match is None or not self.reduce.startswith("powersgd"):
             return None
         return int(match[1] or DEFAULT_POWERSGD_RANK)
+
+    @property
+    def uncompressed_steps(self) -> int:
+        """The first steps of a process in which PowerSGD sends whole gradients."""
+        match = REDUCE.fullmatch(self.reduce)
+        return int((match and match[2]) or 0)
 
     @property
     def accumulates_full(self) -> bool:

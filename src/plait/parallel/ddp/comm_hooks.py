@@ -72,7 +72,7 @@ class Compression:
                 expected="plait.DistributedDataParallel",
             )
         self.kind = kind
-        self._factor_rank = _factor_rank(kind)
+        self._factor_rank, self._uncompressed_steps = _factor_options(kind)
         for bucket in reducer.buckets:
             _check(bucket)
         self._reducer = weakref.ref(reducer)  # which holds a reference to this object
@@ -136,7 +136,9 @@ class Compression:
             all_factors = [_factors(bucket, self._factor_rank) for bucket in buckets]
             scratch = _scratch(max(factors.left_bytes for factors in all_factors), device)
             compressors = [
-                PowerSGDReduce(f"bucket {bucket.index}", numel, factors, group, scratch)
+                PowerSGDReduce(
+                    f"bucket {bucket.index}", numel, factors, group, scratch, self._uncompressed_steps
+                )
                 for bucket, numel, factors in zip(buckets, numels, all_factors, strict=True)
             ]
         else:
@@ -239,17 +241,20 @@ def _fail(future: "torch.futures.Future[Tensor]", error: BaseException) -> None:
     future.set_exception(error)  # type: ignore[arg-type]  # torch annotates the value type
 
 
-def _factor_rank(kind: str) -> int | None:
-    """Rank of a "powersgd" kind, else None. Raises DDPError for an unknown kind."""
+def _factor_options(kind: str) -> tuple[int | None, int]:
+    """Rank of a "powersgd" kind, else None, and its uncompressed steps. Raises DDPError for an unknown
+    kind."""
     errors = REDUCE.fullmatch(kind) if isinstance(kind, str) else None
     if errors is None or kind == "fp32":
         raise DDPError(
             "unknown compression of gradients",
             given=f"{kind!r}",
-            expected='"bf16", "fp16", "int8", "powersgd" or "powersgd:r" with rank r >= 1',
+            expected='"bf16", "fp16", "int8", "powersgd", "powersgd:r" or "powersgd:r:s" with rank r >= 1',
             hint="no hook at all" if kind == "fp32" else unknown_key_hint(str(kind), KINDS),
         )
-    return int(errors[1] or DEFAULT_POWERSGD_RANK) if kind.startswith("powersgd") else None
+    if not kind.startswith("powersgd"):
+        return None, 0
+    return int(errors[1] or DEFAULT_POWERSGD_RANK), int(errors[2] or 0)
 
 
 def _check(bucket: AnyBucket) -> Bucket:

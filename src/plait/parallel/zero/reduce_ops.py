@@ -106,6 +106,7 @@ class CompressedReduction:
         first = groups.dp_reduce if self.is_single else groups.reduce_scatter
         wanted = [first] if self.is_single else [first, groups.replicate]
         scratch_sizes = message_buffer_bytes(Layout(tuple(unit.layout for unit in units)), plan)
+        uncompressed = plan.uncompressed_steps * (1 if plan.accumulates_full else plan.micro)
         self._first: dict[FlatParam, Compressor] = {}
         self._over_replicas: dict[FlatParam, Compressor] = {}
         for group, num_bytes in zip([g for g in wanted if g.size > 1], scratch_sizes, strict=True):
@@ -115,7 +116,9 @@ class CompressedReduction:
                 if plan.powersgd_rank is not None:
                     layout = unit.layout
                     factors = Factors.of_unit(layout, plan.powersgd_rank)
-                    self._first[unit] = PowerSGDReduce(layout.name, layout.numel, factors, group, scratch)
+                    self._first[unit] = PowerSGDReduce(
+                        layout.name, layout.numel, factors, group, scratch, uncompressed
+                    )
                 elif group is first:
                     self._first[unit] = CompressedReduce(
                         unit.layout.numel, group, CODECS[plan.reduce], scratch
