@@ -34,6 +34,9 @@ def test_a_configuration_is_made_small_and_stays_of_its_kind(tmp_path: Path) -> 
         assert sum(p.numel() for p in model.parameters()) < 100_000
         assert (model.config.hidden_act, model.config.sliding_window) == ("gelu", 512)
         assert model.config.rope_parameters["rope_theta"] == 5e5
+    assert parse_source(str(tmp_path), layers=3).left_out == ()
+    (tmp_path / "config.json").write_text(json.dumps({**BIG, "layer_types": ["full_attention"] * 32}))
+    assert parse_source(str(tmp_path), layers=3).left_out == ("layer_types",)
     full: Any = parse_source(str(tmp_path), layers=3, full=True).spec().build(torch.float32)
     assert len(full.model.layers) == 32
     assert full.lm_head.weight.is_meta

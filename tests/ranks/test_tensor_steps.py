@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import plait
+from plait.engine import batch as batch_module
 from plait.errors import PlanError
 from plait.parallel.zero.flat_param import FlatParam
 from plait.plan.loss_scaling import LossScaling
@@ -305,6 +306,25 @@ def test_batches_that_differ_between_ranks_of_a_grid_are_found_in_the_first_step
         assert "engine.data_rank" in message
         assert changed == []
         assert result == expected
+
+
+def _different_later() -> tuple[int, str]:
+    """The number of the step in which a difference that begins in step 2 is found."""
+    engine = engine_of("tp=2")
+    batch = programs.share_of(programs.batches(1)[0], engine)
+    with mock.patch.object(batch_module, "_COMPARED_EVERY", 5):
+        for number in range(10):
+            other = (batch["input_ids"] + int(number > 1 and engine.world.rank)) % programs.VOCABULARY
+            try:
+                engine.step({**batch, "input_ids": other})
+            except PlanError as error:
+                return number, error.fact
+    return -1, ""
+
+
+def test_batches_that_differ_later_are_found_too(pool: Pool) -> None:
+    expected = (5, "ranks that share one model received different batches")
+    assert pool.run(_different_later, 2) == [expected, expected]
 
 
 def _first_step(plan: str) -> Any:

@@ -1,6 +1,7 @@
 """`plait verify`: compare a plan with one process; and `plait verify-rank`, which it starts once per rank."""
 
 import json
+import sys
 import tempfile
 from dataclasses import replace
 from math import lcm
@@ -81,6 +82,9 @@ def verify(
 
     fork_ranks()
     source = parse_source(model, layers=max(_LAYERS, stages), length=sequence, full=full)
+    if source.left_out:
+        keys = ", ".join(source.left_out)
+        print_line(f"note: the small model leaves out of the configuration: {keys}", file=sys.stderr)
     on = _device(device, transport, max(p.num_ranks for p in selected))
     samples = 2 * lcm(*(p.dp * p.micro for p in selected))
     cases = [Case(source, str(p), dtype, steps, samples, sequence, seed, tolerance) for p in selected]

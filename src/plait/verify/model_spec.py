@@ -16,7 +16,7 @@ from plait.engine.reference import copy_with_values
 from plait.errors import ModelError, PlaitError, nearest
 from plait.models import Blocks, Chain, blocks_of, causal_lm_on_meta, initialize_weights, read_config
 from plait.verify.float64 import compute_in_float64, default_dtype
-from plait.verify.tiny_config import shrink_config
+from plait.verify.tiny_config import left_out, shrink_config
 
 # (step number, samples per step) -> the batch of all ranks
 BatchFn = Callable[[int, int], Mapping[str, Tensor]]
@@ -67,13 +67,15 @@ class ModelSpec:
 class ModelSource:
     """The source of a model, as plain data that can be sent to ranks.
 
-    config   of a Hugging Face model, with its model_type; or
-    build    `module:function` of the user, also searched in `folder`
+    config      of a Hugging Face model, with its model_type; or
+    build       `module:function` of the user, also searched in `folder`
+    left_out    keys of the given configuration that say more than a size, and that a small model cannot keep
     """
 
     config: Mapping[str, Any] = field(default_factory=dict)
     build: str = ""
     folder: str = ""
+    left_out: tuple[str, ...] = ()
 
     def spec(self) -> ModelSpec:
         """Return the model spec. Raises ModelError."""
@@ -113,7 +115,10 @@ def parse_source(model: str, *, layers: int, length: int = 16, full: bool = Fals
             expected="a config.json, a folder with one, a model_type of transformers, or module:function",
             hint=nearest(model, CONFIG_MAPPING.keys()) or "a path that exists",
         )
-    return ModelSource(config=values if full else shrink_config(values, layers, length))
+    if full:
+        return ModelSource(config=values)
+    small = shrink_config(values, layers, length)
+    return ModelSource(config=small, left_out=left_out(values, small))
 
 
 def random_tokens(vocabulary: int, seed: int, step: int, samples: int, length: int) -> dict[str, Tensor]:

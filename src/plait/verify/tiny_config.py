@@ -86,6 +86,12 @@ def shrink_config(values: Mapping[str, Any], layers: int, length: int = 16) -> d
     ) from failure
 
 
+def left_out(values: Mapping[str, Any], small: Mapping[str, Any]) -> tuple[str, ...]:
+    """Keys that are not sizes (flags, names, tables), and that the small configuration does not have."""
+    are_more = {key for key, value in values.items() if value and type(value) not in (int, float)}
+    return tuple(sorted(key for key in are_more - {*_NOT_SHAPES} if small.get(key) != values[key]))
+
+
 def _kept_keys(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     model_type = {"model_type": values["model_type"]}
     keys = {key: value for key, value in values.items() if key not in _NOT_SHAPES}
