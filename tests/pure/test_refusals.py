@@ -36,6 +36,7 @@ OPTIONS: dict[str, list[Any]] = {
     "offload": ["none", "cpu", "disk"],
     "recompute": ["none", "full", "selective", "every=2"],
     "compile": [False, False, True],
+    "sync_batchnorm": [False, False, True],
 }
 
 Values = dict[str, Any]

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-import torch.fx.experimental._config
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -106,14 +105,8 @@ def watch_activations(model: nn.Module) -> Iterator[ActivationBytes]:
 
 @contextmanager
 def running_on_meta(device: torch.device) -> Iterator[None]:
-    """Run the forward of a meta copy inside the context, as it would run on `device`. Operators whose output
-    has a row for each true condition return one for every condition."""
-    config: Any = torch.fx.experimental._config
-    with (
-        config.patch(meta_nonzero_assume_all_nonzero=True),
-        _ScalarReadsOnMeta(),
-        DeviceKernelsOnMeta(device),
-    ):
+    """Run the forward of a meta copy inside the context, as it would run on `device`."""
+    with _ScalarReadsOnMeta(), DeviceKernelsOnMeta(device):
         yield
 
 

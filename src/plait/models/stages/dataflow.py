@@ -27,6 +27,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.fx.experimental._config
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -84,7 +85,10 @@ def _run(model: nn.Module, blocks: Any, batch: Mapping[str, Tensor], loss: Any, 
         block.register_forward_pre_hook(partial(tracer.enter, number), prepend=True)
         block.register_forward_hook(partial(tracer.leave, number))
     plain = [dict(vars(block)) for _, block in blocks]
-    with running_on_meta(torch.device("cpu")), tracer:
+    # Operators whose output has a row for each true condition return one for every condition.
+    config: Any = torch.fx.experimental._config
+    assumed = config.patch(meta_nonzero_assume_all_nonzero=True)
+    with assumed, running_on_meta(torch.device("cpu")), tracer:
         result = model(**forward_inputs(model, batch))
         tracer.inside = len(blocks)
         if loss is not None:
