@@ -34,13 +34,8 @@ from plait.comm import (
 gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-UNITS = {"K": 1 << 10, "M": 1 << 20}
 WARM_UP = 2
 MOST_CALLS = 50  # of one measurement: small ones are repeated
-
-
-def size_of(word: str) -> int:
-    return int(word[:-1]) * UNITS[word[-1]]
 
 
 @dataclass(frozen=True)
@@ -144,7 +139,7 @@ def measure(num_bytes: int, world: World, rounds: int) -> list[common.Row]:
 def worker(sizes: list[str], rounds: int, json_path: Path | None) -> None:
     torch.set_num_threads(1)
     world = connect(device="cpu", transport="host")
-    rows = [row for word in sizes for row in measure(size_of(word), world, rounds)]
+    rows = [row for word in sizes for row in measure(common.size_of(word), world, rounds)]
     if world.rank == 0:
         common.report("collectives on one host", rows, machine() | {"ranks": world.size}, json_path)
     world.close()

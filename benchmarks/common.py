@@ -45,6 +45,11 @@ def on_ranks(program: str, num_ranks: int, work: Callable[[], None]) -> None:
         sys.exit(launch_local(num_ranks, sys.argv[1:], command=command))
 
 
+def size_of(word: str) -> int:
+    """Bytes of "4K" or "25M"."""
+    return int(word[:-1]) << {"K": 10, "M": 20}[word[-1]]
+
+
 def rows(case: str, times: Times, *, yardstick: str, peers: Collection[str]) -> list[Row]:
     """A row per contender: median, spread, and the median of its ratios to others of the same round.
 

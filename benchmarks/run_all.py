@@ -22,6 +22,7 @@ import common
 HERE = Path(__file__).resolve().parent
 BENCHMARKS = (
     "collectives",
+    "broadcast",
     "data_parallel",
     "data_parallel --ddp",
     "tensor_parallel",

@@ -16,7 +16,14 @@ from support.pool import Pool
 
 BENCHMARKS = ROOT / "benchmarks"
 HELPERS = {"common", "ddp_peers", "llama", "peers", "pipeline_peers", "run_all", "tensor_peers"}
-RANKS = {"checkpoint": 2, "collectives": 2, "data_parallel": 2, "pipeline": 2, "tensor_parallel": 2}
+RANKS = {
+    "broadcast": 3,
+    "checkpoint": 2,
+    "collectives": 2,
+    "data_parallel": 2,
+    "pipeline": 2,
+    "tensor_parallel": 2,
+}
 FOLDERS = {"checkpoint": "--folder", "read_windows": "--dir"}
 RUNS = ["data_parallel --ddp", *sorted(p.stem for p in BENCHMARKS.glob("*.py") if p.stem not in HELPERS)]
 
