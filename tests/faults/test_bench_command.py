@@ -47,6 +47,17 @@ def test_two_ranks_are_started_measured_kept_and_drawn(tmp_path: Path) -> None:
     assert f"saved: {profile}" in out
 
 
+def test_algorithms_are_compared_drawn_and_not_kept(tmp_path: Path) -> None:
+    report, picture, profile = (tmp_path / name for name in ("bench.json", "bench.png", "host.json"))
+    words = ("--collective", "all-reduce", "--algorithm", "auto,ring,naive", "--profile", profile)
+    out, _ = finish(start(*BENCH, *words, "--json", report, "--png", picture))
+    found = {row["algorithm"] for row in json.loads(report.read_text())["rows"]}
+    assert found == {"auto", "ring", "naive"}
+    assert re.search("│ all-reduce, ring ", out)
+    assert set(load(profile).lines) == {ProfileEntry("host", "all-reduce", 2)}
+    assert picture.read_bytes().startswith(PNG)
+
+
 def test_a_ddp_step_is_taken_apart_on_two_ranks_shown_and_drawn(tmp_path: Path) -> None:
     report, picture = tmp_path / "ddp.json", tmp_path / "ddp.png"
     words = (

@@ -7,7 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.bench.request import Request, available_bytes, check_memory, parse_collectives, parse_sizes
+from plait.bench.request import (
+    Request,
+    available_bytes,
+    check_algorithms,
+    check_memory,
+    parse_algorithms,
+    parse_collectives,
+    parse_sizes,
+)
 from plait.errors import ConfigError
 from plait.plan.cost_model import COLLECTIVES
 
@@ -34,6 +42,28 @@ def test_verbs_are_named_one_by_one_or_with_commas_in_the_usual_order_once() -> 
         "reduce",
         "barrier",
     )
+
+
+def test_each_collective_has_its_algorithms_and_ranks_that_they_need() -> None:
+    request = Request(COLLECTIVES, (1,), algorithms=parse_algorithms("auto, halving,chain,halving"))
+    assert request.algorithms == ("auto", "halving", "chain")
+    assert request.algorithms_of("all-reduce", 3) == ("auto", "halving")
+    assert request.algorithms_of("all-gather", 4) == ("auto", "halving")
+    assert request.algorithms_of("all-gather", 3) == ("auto",)
+    assert request.algorithms_of("broadcast", 3) == ("auto", "chain")
+    assert request.algorithms_of("gather", 4) == ("auto",)
+    with pytest.raises(ConfigError, match="unknown value of --algorithm"):
+        parse_algorithms("rings")
+
+
+def test_algorithms_that_cannot_be_measured_are_an_error() -> None:
+    request = Request(("all-gather", "gather"), (1,), algorithms=("halving",))
+    check_algorithms(request, 4, "cpu")
+    with pytest.raises(ConfigError, match="named algorithms are for CPU ranks"):
+        check_algorithms(request, 4, "cuda")
+    with pytest.raises(ConfigError, match="no requested collective has a requested algorithm") as caught:
+        check_algorithms(request, 3, "cpu")
+    assert "all-gather: ring, halving" in str(caught.value)
 
 
 def test_memory_needed_is_that_of_all_ranks_and_storages() -> None:

@@ -1,6 +1,7 @@
 """Measurements of collectives: wrong results are found, and what is timed is the slowest rank."""
 
 import time
+from itertools import product
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from plait.bench.cases import SUM, Pattern, TensorSlice, make_case
 from plait.bench.collectives import Measurement, measure
-from plait.bench.request import Request
+from plait.bench.request import ALGORITHM_CHOICES, Request
 from plait.comm import Call, Group, OpType, ReduceWork, Transport, Work, connect
 from plait.errors import CommError
 from plait.plan.cost_model import COLLECTIVES
@@ -67,6 +68,11 @@ def _measured(request: Request) -> Measurement:
         (2, Request(COLLECTIVES, (4, 4096), storage="both", rounds=1)),
         (3, Request(COLLECTIVES, (4, 100_000), "gloo", "bfloat16", "foreign", rounds=1)),
         (2, Request(SOME, (1000,), dtype="int64", rounds=2)),
+        (
+            3,
+            Request(("reduce-scatter", "broadcast"), (4096,), "gloo", rounds=1, algorithms=("ring", "chain")),
+        ),
+        (4, Request(COLLECTIVES, (70_000,), rounds=1, algorithms=ALGORITHM_CHOICES)),
     ],
 )
 def test_every_verb_passes_its_check_and_all_ranks_find_the_same(
@@ -82,11 +88,12 @@ def test_every_verb_passes_its_check_and_all_ranks_find_the_same(
     for row in found.rows:
         assert row.num_bytes % piece == 0
         assert row.visits % found.rounds == 0
-    cases = [(row.collective, row.storage) for row in found.rows]
+    cases = [(row.collective, row.storage, row.algorithm) for row in found.rows]
     for verb in request_.collectives:
         storages = request_.storages[:1] if verb == "barrier" else request_.storages
         sizes = 1 if verb == "barrier" else len(request_.sizes)
-        assert all(cases.count((verb, storage)) == sizes for storage in storages)
+        asked = product(storages, request_.algorithms_of(verb, num_ranks))
+        assert all(cases.count((verb, *case)) == sizes for case in asked)
 
 
 def _measured_in_silence(verb: str) -> Measurement:

@@ -1,7 +1,7 @@
 """Each collective on given tensors: the call, this rank's input, and its expected outputs."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -9,17 +9,23 @@ from torch import Tensor
 from plait.comm import (
     Group,
     all_gather,
+    all_gather_by,
     all_reduce,
+    all_reduce_by,
     all_to_all,
     barrier,
     broadcast,
+    broadcast_by,
     gather,
+    ranks_by_host,
     receive,
     reduce,
     reduce_scatter,
+    reduce_scatter_by,
     scatter,
     send,
 )
+from plait.plan.cost_model import TCP_LINK, best_segments
 
 SUM = -1  # instead of a rank: the sum of all
 
@@ -75,9 +81,24 @@ class Pattern:
             done += length
 
 
-def make_case(collective: str, group: Group, first: Tensor, second: Tensor) -> Case:
-    """Return the case of a collective. `first`, `second`: flat tensors of full size."""
-    return _MAKERS[collective](group, first, second)
+def make_case(collective: str, group: Group, first: Tensor, second: Tensor, algorithm: str = "auto") -> Case:
+    """Return the case of a collective. `first`, `second`: flat tensors of full size. `algorithm`: the
+    transport's own, or one of those of `comm/algorithms.py`. Collective."""
+    case = _MAKERS[collective](group, first, second)
+    if algorithm == "auto":
+        return case
+    if collective == "all-reduce":
+        hosts = ranks_by_host(group) if algorithm == "two-level" else None
+        return replace(case, run=lambda: all_reduce_by(algorithm, first, group, hosts=hosts))
+    if collective == "all-gather":
+        return replace(case, run=lambda: all_gather_by(algorithm, second, group))
+    if collective == "broadcast":
+        segments = best_segments(first.nbytes, group.size, TCP_LINK.latency_s, TCP_LINK.bytes_per_s)
+        return replace(case, run=lambda: broadcast_by(algorithm, first, group, segments=segments))
+    assert collective == "reduce-scatter", f"{algorithm} of {collective}"
+    shard_numel, start = _own_range(group, first)
+    out = TensorSlice(first[start : start + shard_numel], SUM, start)  # in place
+    return replace(case, run=lambda: reduce_scatter_by(algorithm, first, group), outputs=(out,))
 
 
 def _all_reduce(group: Group, first: Tensor, _: Tensor) -> Case:

@@ -43,6 +43,7 @@ class Row:
     min_s: float
     visits: int
     repeats: int  # per visit
+    algorithm: str = "auto"  # the transport's own
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class _TimedCase:
     storage: str
     num_bytes: int
     case: Case
+    algorithm: str
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,8 @@ def _rows(cases: list[_TimedCase], visits: list[_VisitPlan], rounds: list[list[f
         seconds = [time_s for round_s in rounds for time_s in round_s[start : start + plan.num_visits]]
         start += plan.num_visits
         of_case = (timed.collective, timed.storage, timed.num_bytes)
-        rows.append(Row(*of_case, statistics.median(seconds), min(seconds), len(seconds), plan.repeats))
+        median_s, min_s = statistics.median(seconds), min(seconds)
+        rows.append(Row(*of_case, median_s, min_s, len(seconds), plan.repeats, timed.algorithm))
     return tuple(rows)
 
 
@@ -160,10 +163,11 @@ def _cases(world: World, request: Request, buffers: dict[str, tuple[Tensor, Tens
         storages, sizes = request.storages, sorted({_numel(size, world, request) for size in request.sizes})
         if collective == "barrier":  # it has no tensors
             storages, sizes = storages[:1], [0]
-        for storage, numel in product(storages, sizes):
+        algorithms = request.algorithms_of(collective, world.size)
+        for algorithm, storage, numel in product(algorithms, storages, sizes):
             first, second = (tensor[:numel] for tensor in buffers[storage])
-            case = make_case(collective, world.group, first, second)
-            cases.append(_TimedCase(collective, storage, first.nbytes, case))
+            case = make_case(collective, world.group, first, second, algorithm)
+            cases.append(_TimedCase(collective, storage, first.nbytes, case, algorithm))
     return cases
 
 
@@ -183,7 +187,8 @@ def _check(timed: _TimedCase, world: World, pattern: Pattern) -> float:
     if not all(map(pattern.matches, outputs)):
         raise CommError(
             f"{timed.collective} gives wrong results",
-            given=f"{timed.num_bytes} bytes of {timed.storage} storage over {world.group.transport.name}, "
+            given=f"algorithm {timed.algorithm}, "
+            f"{timed.num_bytes} bytes of {timed.storage} storage over {world.group.transport.name}, "
             f"rank {world.rank} of {world.size}",
             hint="another --transport",
         )

@@ -44,6 +44,8 @@ def latency_fits(measurement: Measurement) -> LatencyFits:
     """Return the latency and bandwidth fit of each collective and storage with several sizes."""
     points: dict[ProfileEntry, list[tuple[int, float]]] = {}
     for row in measurement.rows:
+        if row.algorithm != "auto":  # profiles are of transports
+            continue
         points.setdefault(_profile_entry(measurement, row), []).append((row.num_bytes, row.median_s))
     return {
         entry: fit_ for entry, sizes_and_times in points.items() if (fit_ := fit(sizes_and_times)) is not None
@@ -55,11 +57,11 @@ def tables(measurement: Measurement) -> list[Table]:
     by = ("collective", "storage")
     title = f"collectives over {measurement.transport}, {measurement.num_ranks} ranks"
     times = table(title, (*by, "size", "time", "algorithm GB/s", "bus GB/s"), left=by)
-    for _, rows in groupby(measurement.rows, key=lambda row: (row.collective, row.storage)):
+    for _, rows in groupby(measurement.rows, key=_series):
         for row in rows:
             sized = [format_bytes(row.num_bytes), *(f"{b / 1e9:.3g}" for b in _bandwidths(measurement, row))]
             size, *bandwidths = sized if row.num_bytes else [""] * 3
-            times.add_row(row.collective, row.storage, size, _format_time(row.median_s), *bandwidths)
+            times.add_row(_name(row), row.storage, size, _format_time(row.median_s), *bandwidths)
         times.add_section()
     fits = table("time = latency + size / bandwidth", (*by, "latency", "GB/s", "off by"), left=by)
     for entry, fit_ in latency_fits(measurement).items():
@@ -77,6 +79,7 @@ def to_json(measurement: Measurement) -> dict[str, Any]:
         rows.append(
             {
                 "verb": row.collective,
+                "algorithm": row.algorithm,
                 "storage": row.storage,
                 "num_bytes": row.num_bytes,
                 "median_s": row.median_s,
@@ -103,13 +106,15 @@ def draw(measurement: Measurement, path: Path) -> None:
     figure = Figure(figsize=(13, 5.5), layout="constrained")
     left, right = figure.subplots(1, 2)
     colors = colormaps["tab10"]
-    series = dict.fromkeys((row.collective, row.storage) for row in measurement.rows)
-    for collective, storage in series:
-        rows = [row for row in measurement.rows if (row.collective, row.storage) == (collective, storage)]
-        color = colors(COLLECTIVES.index(collective))
+    series = dict.fromkeys(map(_series, measurement.rows))
+    names = dict.fromkeys(name for name, _ in series)
+    has_algorithms = any(row.algorithm != "auto" for row in measurement.rows)
+    for name, storage in series:
+        rows = [row for row in measurement.rows if _series(row) == (name, storage)]
+        color = colors([*(names if has_algorithms else COLLECTIVES)].index(name) % colors.N)
         style: dict[str, Any] = {"color": color, "linestyle": "-" if storage == "owned" else "--"}
-        label = collective if storage == "owned" else f"{collective} ({storage})"
-        if collective == "barrier":
+        label = name if storage == "owned" else f"{name} ({storage})"
+        if name == "barrier":
             left.axhline(rows[0].median_s, label=label, color=color, linestyle=":")
             continue
         sizes = [row.num_bytes for row in rows]
@@ -128,6 +133,15 @@ def draw(measurement: Measurement, path: Path) -> None:
         f"{measurement.num_ranks} ranks over {measurement.transport}, {measurement.dtype}, {machine()['cpu']}"
     )
     figure.savefig(path, dpi=120)
+
+
+def _name(row: Row) -> str:
+    return row.collective if row.algorithm == "auto" else f"{row.collective}, {row.algorithm}"
+
+
+def _series(row: Row) -> tuple[str, str]:
+    """Rows that differ in their sizes only have the same."""
+    return _name(row), row.storage
 
 
 def _profile_entry(measurement: Measurement, row: Row) -> ProfileEntry:

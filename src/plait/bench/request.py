@@ -6,8 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plait.errors import ConfigError, unknown_key_hint
+from plait.plan.collectives import ALGORITHMS, is_power_of_two
 from plait.plan.cost_model import COLLECTIVES, TRANSPORTS
 
+# Those of each collective besides "auto", the transport's own. Halving needs a power of two of ranks, except
+# for an all-reduce.
+ALGORITHMS_OF = {
+    "all-reduce": ALGORITHMS,
+    "reduce-scatter": ("ring", "halving"),
+    "all-gather": ("ring", "halving"),
+    "broadcast": ("naive", "tree", "chain"),
+}
+ALGORITHM_CHOICES = ("auto", *ALGORITHMS, "chain")
 DTYPES = ("float64", "float32", "bfloat16", "float16", "int64", "int32")  # names in torch
 STORAGES = {"owned": ("owned",), "foreign": ("foreign",), "both": ("owned", "foreign")}
 
@@ -32,6 +42,7 @@ class Request:
     storage: str = "owned"
     rounds: int | None = None
     budget_s: float = BUDGET_S
+    algorithms: tuple[str, ...] = ("auto",)
 
     def __post_init__(self) -> None:
         for flag, value, choices in (
@@ -48,6 +59,13 @@ class Request:
             raise ConfigError(
                 "the time budget must be positive", given=f"--budget {self.budget_s}", expected="seconds"
             )
+
+    def algorithms_of(self, collective: str, num_ranks: int) -> tuple[str, ...]:
+        """The requested algorithms of a collective of `num_ranks`."""
+        known = ALGORITHMS_OF.get(collective, ())
+        if collective != "all-reduce" and not is_power_of_two(num_ranks):
+            known = tuple(name for name in known if name != "halving")
+        return tuple(name for name in self.algorithms if name == "auto" or name in known)
 
     @property
     def storages(self) -> tuple[str, ...]:
@@ -69,6 +87,33 @@ def parse_collectives(values: Sequence[str]) -> tuple[str, ...]:
     for item in items:
         check_known("--collective", item, COLLECTIVES)
     return tuple(collective for collective in COLLECTIVES if collective in items or not items)
+
+
+def parse_algorithms(text: str) -> tuple[str, ...]:
+    """Return the algorithms of "auto,ring", each once."""
+    items = tuple(dict.fromkeys(item.strip() for item in text.split(",")))
+    for item in items:
+        check_known("--algorithm", item, ALGORITHM_CHOICES)
+    return items
+
+
+def check_algorithms(request: Request, num_ranks: int, device: str) -> None:
+    """Raise ConfigError if a named algorithm cannot run there, or there is nothing to measure."""
+    named = [name for name in request.algorithms if name != "auto"]
+    if named and device != "cpu":
+        raise ConfigError(
+            "named algorithms are for CPU ranks",
+            given=f"--algorithm {','.join(named)} on {device}",
+            hint="--algorithm auto, or --transport gloo",
+        )
+    if not any(request.algorithms_of(each, num_ranks) for each in request.collectives):
+        known = [each for each in request.collectives if each in ALGORITHMS_OF]
+        raise ConfigError(
+            "no requested collective has a requested algorithm",
+            given=f"--algorithm {','.join(named)}, {num_ranks} ranks, {', '.join(request.collectives)}",
+            expected="; ".join(f"{each}: {', '.join(ALGORITHMS_OF[each])}" for each in known)
+            or f"one of {', '.join(ALGORITHMS_OF)}",
+        )
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:

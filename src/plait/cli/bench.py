@@ -10,13 +10,16 @@ import typer
 
 from plait.bench.ddp_request import CAPS, MODELS, PRECISIONS, TRANSPORT_CHOICES, DdpRequest, parse_caps
 from plait.bench.request import (
+    ALGORITHM_CHOICES,
     BUDGET_S,
     DTYPES,
     STORAGES,
     Request,
     available_bytes,
+    check_algorithms,
     check_memory,
     check_num_ranks,
+    parse_algorithms,
     parse_collectives,
     parse_sizes,
 )
@@ -47,7 +50,23 @@ T = TypeVar("T")
 
 _RANKS = 2
 Ranks = Annotated[int | None, typer.Option(help="Local ranks to start. Default: 2.", show_default=False)]
-_COLLECTIVE_HELP = f"Any of {', '.join(COLLECTIVES)}; repeatable, or separated by commas. Default: all."
+Collective = Annotated[
+    list[str] | None,
+    typer.Option(
+        help=f"Any of {', '.join(COLLECTIVES)}; repeatable, or separated by commas. Default: all.",
+        show_default=False,
+    ),
+]
+Algorithm = Annotated[
+    str, typer.Option(help=f"Any of {', '.join(ALGORITHM_CHOICES)}, by commas; auto: the transport's own.")
+]
+Storage = Annotated[
+    str,
+    typer.Option(help=f"Allocator of the tensors, the transport's or torch's: {', '.join(STORAGES)}."),
+]
+Profile = Annotated[
+    Path | None, typer.Option(help="The profile of this host. Default: in ~/.cache/plait/profiles.")
+]
 
 
 @bench.command()
@@ -55,24 +74,20 @@ _COLLECTIVE_HELP = f"Any of {', '.join(COLLECTIVES)}; repeatable, or separated b
 def collectives(
     transport: Annotated[str, typer.Option(help=f"One of {', '.join(TRANSPORTS)}.")] = "auto",
     ranks: Ranks = None,
-    collective: Annotated[list[str] | None, typer.Option(help=_COLLECTIVE_HELP, show_default=False)] = None,
+    collective: Collective = None,
+    algorithm: Algorithm = "auto",
     sizes: Annotated[
         str, typer.Option(help="MIN:MAX by powers of 4, or a list separated by commas.")
     ] = "1K:256M",
     dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "float32",
-    storage: Annotated[
-        str,
-        typer.Option(help=f"Allocator of the tensors, the transport's or torch's: {', '.join(STORAGES)}."),
-    ] = "owned",
+    storage: Storage = "owned",
     rounds: Annotated[
         int | None, typer.Option(help="Rounds. Default: as many as fit into --budget.", show_default=False)
     ] = None,
     budget: Annotated[float, typer.Option(help="Seconds to measure for, if three rounds fit.")] = BUDGET_S,
     json: Json = None,
     png: Png = None,
-    profile: Annotated[
-        Path | None, typer.Option(help="The profile of this host. Default: in ~/.cache/plait/profiles.")
-    ] = None,
+    profile: Profile = None,
     is_saved: Annotated[
         bool, typer.Option("--save/--no-save", help="Save the fitted lines in the profile.")
     ] = True,
@@ -81,7 +96,14 @@ def collectives(
     """Time the collectives at every size, on local ranks or on the ranks of torchrun."""
     with first_rank_first():
         request = Request(
-            parse_collectives(collective or []), parse_sizes(sizes), transport, dtype, storage, rounds, budget
+            parse_collectives(collective or []),
+            parse_sizes(sizes),
+            transport,
+            dtype,
+            storage,
+            rounds,
+            budget,
+            parse_algorithms(algorithm),
         )
         num_ranks, local_ranks = _num_ranks(ranks)
         check_outputs({"--json": json, "--png": png})
@@ -90,6 +112,7 @@ def collectives(
         from plait.bench.collectives import device_for, measure
 
         device = device_for(transport, local_ranks)
+        check_algorithms(request, num_ranks, device)
         check_memory(request, local_ranks, available_bytes())
         world = _connect(num_ranks, transport, device)
 
