@@ -64,7 +64,7 @@ def rows(case: str, times: Times, *, yardstick: str, peers: Collection[str]) -> 
             "median_ms": 1e3 * medians[name],
             "least_ms": 1e3 * min(seconds),
             "of_yardstick": ratio(seconds, times[yardstick]),
-            "best_peer": best,
+            "fastest_other": best,
             "faster_than_it": ratio(times[best], seconds) if best is not None else None,
         }
         for name, seconds in times.items()
@@ -80,7 +80,7 @@ def report(title: str, found: list[Row], facts: dict[str, Any], json_path: Path 
     """Prints the table; writes rows and facts to `json_path` when there is one."""
     table = Table(title=title, caption=", ".join(f"{key} {value}" for key, value in facts.items()))
     for column in found[0]:
-        words = column in ("case", "contender", "best_peer")
+        words = column in ("case", "contender", "fastest_other")
         table.add_column(column.replace("_", " "), justify="left" if words else "right")
     for row in found:
         table.add_row(*map(cell, row.values()))

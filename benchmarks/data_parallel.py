@@ -192,7 +192,7 @@ def worker(arguments: argparse.Namespace) -> None:
         facts = machine() | {
             "ranks": world.size,
             "plait's transport": world.group.transport.name if world.size > 1 else "none",
-            "peers' backend": dist.get_backend(),
+            "others' backend": dist.get_backend(),
         }
         title = "DistributedDataParallel" if arguments.ddp else "data parallelism"
         common.report(title, rows, facts, arguments.json)

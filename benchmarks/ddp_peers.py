@@ -120,6 +120,6 @@ def rows_with_torch(
         name = row["contender"]
         peer = like.get(name)
         if peer in times:
-            row |= {"best_peer": peer, "faster_than_it": common.ratio(times[peer], times[name])}
+            row |= {"fastest_other": peer, "faster_than_it": common.ratio(times[peer], times[name])}
         rows.append(row)
     return rows

@@ -250,7 +250,7 @@ def worker(arguments: argparse.Namespace) -> None:
             "ranks": RANKS,
             "tokens": f"{MICROS} micro-batches of 1 x {llama_of(arguments).sequence}",
             "blocks": " | ".join(map(str, _numbers(_stops(arguments)))),
-            "peers' backend": dist.get_backend(),
+            "others' backend": dist.get_backend(),
         }
         facts |= {f"ms per action (computing), {name}": words for name, words in costs.items()}
         common.report("pipeline parallelism, a step with SGD", rows, facts, arguments.json)

@@ -159,7 +159,7 @@ def worker(arguments: argparse.Namespace) -> None:
             "ranks": world.size,
             "tokens": f"{SEQUENCES} x {llama_of(arguments).sequence}",
             "plait's transport": world.group.transport.name,
-            "peers' backend": dist.get_backend(),
+            "others' backend": dist.get_backend(),
         }
         common.report("tensor parallelism", rows, facts, arguments.json)
     world.close()
