@@ -209,6 +209,15 @@ def test_a_batch_that_does_not_split_is_refused_and_the_engine_goes_on(sizes: tu
     assert not engine.step(BATCH).skipped
 
 
+def test_a_share_without_samples_is_refused_and_the_engine_goes_on() -> None:
+    engine = engine_of("dp=1")
+    empty = {key: value[:0] for key, value in BATCH.items()}
+    for call in (engine.step, engine.evaluate, engine.loss):
+        with pytest.raises(PlanError, match="has no samples"):
+            call(empty)
+    assert not engine.step(BATCH).skipped
+
+
 def test_a_step_without_targets_is_skipped() -> None:
     engine = engine_of("dp=1")
     before = weights_of(engine)

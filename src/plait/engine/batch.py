@@ -73,8 +73,15 @@ class BatchPreparer:
 
     def checked(self, batch: Batch, *, trains: bool = True) -> dict[str, Tensor]:
         """The batch on the device. Batches of training and of evaluation are counted separately; which are
-        compared does not depend on what a rank has seen."""
+        compared does not depend on what a rank has seen. Raises PlanError for a batch without samples, as its rank alone would run nothing."""
         moved = self.moved(batch)
+        if not any(value.shape[0] for value in moved.values()):
+            raise PlanError(
+                "this rank's share of the batch has no samples",
+                given=", ".join(f"{key} {tuple(value.shape)}" for key, value in moved.items()),
+                expected="at least one sample on every data rank",
+                hint="drop_last=True in the loader, or engine.shard(loader), which checks it on all ranks",
+            )
         if self._num_checked[trains] % _COMPARED_EVERY == 0:
             check_same_batch(moved, self.model)
         self._num_checked[trains] += 1
@@ -112,6 +119,21 @@ def on_device(
 
     Raises ModelError for an invalid batch.
     """
+    check_is_batch(batch)
+    return {
+        key: value.to(
+            device,
+            compute
+            if value.is_floating_point() and key != "labels" and (inputs is None or key in inputs)
+            else value.dtype,
+            non_blocking=True,
+        )
+        for key, value in batch.items()
+    }
+
+
+def check_is_batch(batch: object) -> None:
+    """Raise ModelError unless it is a dict of tensors with samples along dim 0."""
     if not isinstance(batch, Mapping):
         raise ModelError(
             "a batch is a dict of tensors",
@@ -126,16 +148,6 @@ def on_device(
             if invalid
             else "an empty dict",
         )
-    return {
-        key: value.to(
-            device,
-            compute
-            if value.is_floating_point() and key != "labels" and (inputs is None or key in inputs)
-            else value.dtype,
-            non_blocking=True,
-        )
-        for key, value in batch.items()
-    }
 
 
 def split_batch(batch: Mapping[str, Tensor], parts: int) -> list[dict[str, Tensor]]:
@@ -149,13 +161,7 @@ def split_batch(batch: Mapping[str, Tensor], parts: int) -> list[dict[str, Tenso
 
 def check_same_batch(batch: Mapping[str, Tensor], grid: Group) -> None:
     """Raise PlanError on all ranks of `grid`, which hold one model, unless their batches are equal."""
-    if grid.size == 1:
-        return
-    device = next(iter(batch.values())).device
-    sums = torch.zeros(grid.size, dtype=torch.long, device=device)
-    all_gather(sums, torch.tensor([_checksum(batch)], device=device), grid)
-    checksums = sums.tolist()
-    others = [rank for rank, value in zip(grid.ranks, checksums, strict=True) if value != checksums[0]]
+    others = ranks_with_another_batch(batch, grid, next(iter(batch.values())).device)
     if others:
         shapes = ", ".join(f"{key} {tuple(value.shape)}" for key, value in batch.items())
         raise PlanError(
@@ -164,6 +170,16 @@ def check_same_batch(batch: Mapping[str, Tensor], grid: Group) -> None:
             expected="the same samples on all of them: tp and pp multiply ranks, not data",
             hint="the share of engine.data_rank, of engine.data_ranks",
         )
+
+
+def ranks_with_another_batch(batch: Batch, group: Group, device: torch.device) -> list[int]:
+    """The ranks whose batch differs from that of the first one. Collective."""
+    if group.size == 1:
+        return []
+    checksums = torch.zeros(group.size, dtype=torch.long, device=device)
+    all_gather(checksums, torch.tensor([_checksum(batch)], device=device), group)
+    first, *_ = values = checksums.tolist()
+    return [rank for rank, value in zip(group.ranks, values, strict=True) if value != first]
 
 
 def _checksum(batch: Mapping[str, Tensor]) -> int:

@@ -14,9 +14,9 @@ step is skipped follows from the reduced loss and norm, which are the same bits 
 
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,7 @@ from plait.engine.batch import (
 from plait.engine.build import build_engine_parts
 from plait.engine.loss_scale import SumLossScale
 from plait.engine.runner import MicrobatchRunner
+from plait.engine.shares import Shares, share_of
 from plait.engine.spec import TrainingSpec
 from plait.engine.step_count import StepCount
 from plait.engine.trace import Trace
@@ -130,6 +131,19 @@ class Engine:
     @property
     def data_ranks(self) -> int:
         return self._groups.dp.size
+
+    @overload
+    def shard(self, batches: Batch, *, trains: bool = True) -> dict[str, Tensor]: ...
+    @overload
+    def shard(self, batches: Iterable[Batch], *, trains: bool = True) -> Shares: ...
+    def shard(self, batches: Batch | Iterable[Batch], *, trains: bool = True) -> dict[str, Tensor] | Shares:
+        """This data rank's share of a global batch, or of each batch of a loader that gives the same ones on
+        every rank. Shares consist of `plan.micro` micro-batches; with `trains=False`, for `evaluate` and
+        `outputs`, of any number of samples. Raises PlanError, on all ranks, if a batch does not divide."""
+        unit = self.plan.micro if trains else 1
+        if isinstance(batches, Mapping):
+            return share_of(batches, unit, self._groups.dp)
+        return Shares(batches, unit, self._groups.dp, self.world.group, self.device)
 
     @property
     def num_parameters(self) -> int:

@@ -13,6 +13,7 @@ from plait.engine.batch import on_device
 from plait.engine.loss import Loss
 from plait.engine.reference import Run, run_with, run_with_own_loss, sum_gradients
 from plait.errors import ModelError
+from plait.models import forward_names
 from plait.parallel.zero.rank_context import Precision
 
 ADAMW: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.95)}
@@ -121,7 +122,7 @@ def _set_buffers(model: nn.Module, values: Mapping[str, Tensor]) -> None:
 def _evaluate(model: nn.Module, batch: Batch, run: Run) -> float:
     first = next(model.parameters())
     with torch.no_grad():
-        total, count = run(model, on_device(batch, first.device, first.dtype))
+        total, count = run(model, on_device(batch, first.device, first.dtype, forward_names(model)))
     return float(total) / float(count)
 
 
