@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM
@@ -380,10 +381,36 @@ def test_a_damaged_checkpoint_is_not_exported(checkpoints: Checkpoints, tmp_path
 
 def test_a_checkpoint_without_a_model_name_takes_the_given_one(tmp_path: Path, world: World) -> None:
     engine = parallelize(causal_lm_on_meta(MODELS["llama"]), "dp=1", world=world)
-    found = open_checkpoint(engine.save(tmp_path / "saved"))
+    found = open_checkpoint(engine.save(tmp_path / "saved", {"model": None}))
     with pytest.raises(CheckpointError, match="does not record its model"):
         convert(found, tmp_path / "out")
     config = tmp_path / "config.json"
     config.write_text(json.dumps(MODELS["llama"]))
     convert(found, tmp_path / "out", config=config)
     assert loaded(tmp_path / "out").config.model_type == "llama"
+
+
+TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+TASKS: dict[str, dict[str, Any]] = {
+    "BertForMaskedLM": {"model_type": "bert", "vocab_size": 61, **TINY},
+    "ViTForImageClassification": {"model_type": "vit", "image_size": 8, "patch_size": 4, **TINY},
+    "T5ForConditionalGeneration": {
+        "model_type": "t5",
+        "vocab_size": 61, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4,
+    },
+}
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_checkpoint_of_a_script_is_converted_to_the_class_of_its_model(
+    name: str, tmp_path: Path, world: World
+) -> None:
+    kind = getattr(transformers, name)
+    config = transformers.AutoConfig.for_model(**TASKS[name])
+    model = kind(config)
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    engine = parallelize(model, "dp=1", world=world)
+    convert(open_checkpoint(engine.save(tmp_path / "saved")), tmp_path / "out")
+    assert read_config(tmp_path / "out")["architectures"] == [name]
+    again = kind.from_pretrained(tmp_path / "out")
+    assert all(torch.equal(tensor, before[key]) for key, tensor in again.state_dict().items())

@@ -42,7 +42,7 @@ from plait.engine.spec import TrainingSpec
 from plait.engine.step_count import StepCount
 from plait.engine.trace import Trace
 from plait.errors import CheckpointError, ModelError, PlanError, RunError
-from plait.models import FlopFacts, forward_names, seeded_rng
+from plait.models import FlopFacts, config_of_model, forward_names, seeded_rng
 from plait.optim.clip import clip_factor, clip_values
 from plait.optim.groups import check_options, load_options, options_state
 from plait.parallel.zero.flat_param import FlatParam
@@ -437,10 +437,13 @@ class Engine:
 
     def save(self, folder: str | Path, facts: Mapping[str, Any] | None = None) -> Path:
         """Save the training state as a checkpoint, `step-00000120` in a folder that all hosts share: complete
-        and synced to disk, or not at all. `facts`: additional JSON. Every rank must call it. Raises
-        CheckpointError, which leaves earlier checkpoints intact; RunError, see `check_replicas`."""
+        and synced to disk, or not at all. `facts`: additional JSON; the plan, the seed and the configuration
+        of a Hugging Face model are added. Every rank must call it. Raises CheckpointError, which leaves
+        earlier checkpoints intact; RunError, see `check_replicas`."""
         self.check_replicas()
-        all_facts = {**(facts or {}), "plan": str(self.plan), "seed": self.seed}
+        config = config_of_model(self.model)
+        model = {} if config is None else {"model": {"config": config}}
+        all_facts = {**model, **(facts or {}), "plan": str(self.plan), "seed": self.seed}
         Saver(Path(folder), self.world).save(self.num_steps, self.state_shards(), all_facts)
         return step_path(Path(folder), self.num_steps)
 

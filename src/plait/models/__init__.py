@@ -10,7 +10,12 @@ from plait.models.activation_memory import (
 )
 from plait.models.batch_entries import RecordedBatch, forward_names
 from plait.models.blocks import Blocks, Chain, FlopFacts, blocks_of, default_groups, unit_facts
-from plait.models.huggingface import causal_lm_on_meta, pretrained_causal_lm
+from plait.models.huggingface import (
+    causal_lm_on_meta,
+    config_of_model,
+    pretrained_causal_lm,
+    saved_model_on_meta,
+)
 from plait.models.huggingface_config import check_config_values, check_forward, read_config
 from plait.models.huggingface_names import SavedGroup, SaveFormat, StateNames, map_file_keys
 from plait.models.init_weights import initialize_weights, parameter_only_modules, seeded_rng
@@ -40,6 +45,7 @@ __all__ = [
     "causal_lm_on_meta",
     "check_config_values",
     "check_forward",
+    "config_of_model",
     "copy_to_meta",
     "default_groups",
     "foreign_modules",
@@ -58,6 +64,7 @@ __all__ = [
     "read_config",
     "receiving",
     "running_on_meta",
+    "saved_model_on_meta",
     "seeded_rng",
     "split_stage",
     "task_of",

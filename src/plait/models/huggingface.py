@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from plait.errors import ModelError
 from plait.models.huggingface_config import build_on_meta, check_config_values, read_config
+from plait.models.transformers_types import is_pretrained_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -20,6 +22,20 @@ def causal_lm_on_meta(config: Mapping[str, Any] | Path) -> "PreTrainedModel":
     Raises ModelError, which names the key at fault where it can be found.
     """
     return build_on_meta(read_config(config) if isinstance(config, Path) else config)
+
+
+def saved_model_on_meta(config: Mapping[str, Any] | Path) -> "PreTrainedModel":
+    """Build the model that a saved configuration is of on the meta device: of the class in its
+    `architectures`, or else as `causal_lm_on_meta`. Raises ModelError."""
+    return build_on_meta(read_config(config) if isinstance(config, Path) else config, of_architecture=True)
+
+
+def config_of_model(model: nn.Module) -> dict[str, Any] | None:
+    """The configuration of a Hugging Face model, with its class, as JSON; None for other modules."""
+    if not is_pretrained_model(model):
+        return None
+    values: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))
+    return values | {"architectures": [type(model).__name__]}
 
 
 def pretrained_causal_lm(path: str) -> "PreTrainedModel":

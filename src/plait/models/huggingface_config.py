@@ -14,6 +14,7 @@ more. It is run on meta, where it costs little; as not every valid model runs th
 the CPU, and only a failure there is an error.
 """
 
+import functools
 import importlib.util
 import time
 import warnings
@@ -132,15 +133,17 @@ def _check_implementation(key: str, value: Any) -> None:
         )
 
 
-def build_on_meta(values: Mapping[str, Any]) -> "PreTrainedModel":
-    """Build the causal language model of a configuration on meta. Raises ModelError."""
+def build_on_meta(values: Mapping[str, Any], *, of_architecture: bool = False) -> "PreTrainedModel":
+    """Build the causal language model of a configuration on meta, or with `of_architecture` a model of the
+    class that it names, if it names one of transformers. Raises ModelError."""
     check_config_values(values)
+    build = functools.partial(_build, of_architecture=of_architecture)
     try:
-        model = _build(values)
+        model = build(values)
     except ModelError:
         raise
     except Exception as error:  # see [Note: errors of configurations]
-        raise _invalid(values, error, _build) from error
+        raise _invalid(values, error, build) from error
     layers = getattr(model.config, "num_hidden_layers", 1)
     if not isinstance(layers, int) or layers < 1:
         raise ModelError(
@@ -163,13 +166,17 @@ def check_forward(values: Mapping[str, Any]) -> None:
         raise _invalid(values, error, _run_on_meta) from error
 
 
-def _build(values: Mapping[str, Any]) -> "PreTrainedModel":
+def _build(values: Mapping[str, Any], *, of_architecture: bool = False) -> "PreTrainedModel":
     from transformers import AutoConfig, AutoModelForCausalLM
 
     given = {key: _decode_floats(value) for key, value in values.items()}
     for name in ("dtype", "torch_dtype"):  # of the files; the plan decides the compute dtype
         given.pop(name, None)
     config: PretrainedConfig = AutoConfig.for_model(given.pop("model_type"), **given)
+    architecture = _architecture(values) if of_architecture else None
+    if architecture is not None and isinstance(config, architecture.config_class or ()):
+        with torch.device("meta"), _limited_modules():
+            return architecture._from_config(config)  # as AutoModelForCausalLM.from_config calls it
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise ModelError(
             "the configuration is not of a causal language model", given=f"model_type={config.model_type}"
@@ -185,6 +192,15 @@ def _build(values: Mapping[str, Any]) -> "PreTrainedModel":
         )
     with torch.device("meta"), _limited_modules():
         return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+
+
+def _architecture(values: Mapping[str, Any]) -> "type[PreTrainedModel] | None":
+    """The class of transformers that a saved configuration names."""
+    import transformers
+
+    names = values.get("architectures")
+    kind = getattr(transformers, str(names[0]), None) if isinstance(names, list) and names else None
+    return kind if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel) else None
 
 
 @contextmanager
