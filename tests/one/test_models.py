@@ -231,7 +231,15 @@ def test_a_model_that_cannot_run_without_values_is_trained_all_the_same() -> Non
     assert engine.memory().activations
 
 
-def test_a_model_without_trainable_parameters_is_refused() -> None:
+def test_a_model_without_trainable_parameters_is_evaluated_and_not_trained() -> None:
     frozen = nn.Linear(2, 2).requires_grad_(False)
+    engine = parallelize(frozen, "dp=1 precision=bf16", loss=lambda out, _: (out.sum(), 1))
+    batch = {"input": torch.ones(3, 2)}
+    assert engine.evaluate(batch).loss_sum != 0
+    held = engine.memory()
+    assert (held.gradients, held.master, held.optimizer) == (0, 0, 0)
+    for train in (engine.step, lambda batch: engine.backward(engine.loss(batch)[0])):
+        with pytest.raises(ModelError):
+            train(batch)
     with pytest.raises(ModelError, match="no trainable parameters"):
-        parallelize(frozen, "dp=1", loss=lambda *_: (torch.zeros(()), 1))
+        engine.step(batch)

@@ -13,6 +13,7 @@ from plait.cli.bench import bench
 from plait.cli.checkpoint import checkpoint
 from plait.cli.common import print_line
 from plait.cli.data import data
+from plait.cli.evaluate import evaluate, evaluate_rank
 from plait.cli.explain import explain
 from plait.cli.export import export
 from plait.cli.generate import generate
@@ -32,6 +33,8 @@ app.command()(train)
 app.command(hidden=True)(rank)
 app.command()(generate)
 app.command()(export)
+app.command()(evaluate)
+app.command(hidden=True)(evaluate_rank)
 app.command()(schedule)
 app.command()(explain)
 app.command()(verify)

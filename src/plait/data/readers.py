@@ -22,7 +22,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from plait.data.sources import HF_ROW_BYTES, Shard, Slice, open_dataset
+from plait.data.sources import HF_ROW_BYTES, Shard, Slice, list_shards, open_dataset
 from plait.errors import DataError, unknown_key_hint
 from plait.fileio import open_regular, parse_json
 
@@ -60,6 +60,17 @@ def read_chunks(shard: Shard, options: ReadOptions) -> Iterator[TextChunk]:
     for item in shard.slices:
         read = _dataset_chunks if item.kind == "hf" else _file_chunks
         yield from read(item, options)
+
+
+def read_documents(source: str, text_key: str = "text") -> Iterator[str]:
+    """Yield the documents of a source as texts, in order. Raises DataError."""
+    options, parts = ReadOptions(text_key, 0, lambda _: None), list[str]()
+    for shard in list_shards([source]):
+        for chunk in read_chunks(shard, options):
+            parts.append(chunk.text)
+            if chunk.last:
+                yield "".join(parts)
+                parts.clear()
 
 
 def _file_chunks(item: Slice, options: ReadOptions) -> Iterator[TextChunk]:

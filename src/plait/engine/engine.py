@@ -215,6 +215,12 @@ class Engine:
 
     def _check_ready(self) -> None:
         """Begin a step, if it may start."""
+        if not self.num_parameters:
+            raise ModelError(
+                "the model has no trainable parameters",
+                given="no parameter requires a gradient",
+                expected="engine.evaluate or engine.outputs, or a parameter to train",
+            )
         self._step_count.begin()
         self._check_consistent()
         for stage in self._stages:

@@ -1,5 +1,6 @@
 """Build Hugging Face causal language models: on meta from a configuration, or with their weights."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any

@@ -30,7 +30,7 @@ def load_trained(
     `dtype`: a key of DTYPES; None for the precision of the run. Raises RunError, CheckpointError.
     """
     recipe = run.read_recipe()
-    saved = _newest(run)
+    saved = newest_checkpoint(run)
     # `weights/` and the persistent buffers: together a state_dict
     tensors = {
         name.partition("/")[2]: tensor for name, tensor in saved.read(("weights/", "buffers/")).items()
@@ -58,7 +58,7 @@ def export(run: RunDir, out: Path, dtype: str | None = None) -> None:
     Atomic. Raises RunError if `out` exists or cannot be written.
     """
     run.read_recipe()  # raises unless it is a run directory
-    convert(_newest(run), out, dtype, run=run)
+    convert(newest_checkpoint(run), out, dtype, run=run)
 
 
 def convert(
@@ -77,18 +77,9 @@ def convert(
 
     Raises RunError, ModelError, CheckpointError.
     """
-    model = saved.facts.get("model")
-    if config is None and isinstance(model, dict):
-        config = model.get("config") or (model.get("path") and Path(model["path"]))
-    if config is None:
-        raise CheckpointError(
-            "the checkpoint does not record its model configuration",
-            given=saved.path,
-            hint="--config with the model's config.json",
-        )
     write_hugging_face(
         saved,
-        saved_model_on_meta(config),
+        saved_model_on_meta(config if config is not None else recorded_config(saved)),
         out,
         dtype=DTYPES[dtype or Plan.parse(str(saved.facts.get("plan", ""))).precision],
         shard_bytes=shard_bytes,
@@ -129,7 +120,20 @@ def generate(
     return str(tokenizer.decode(output[0], skip_special_tokens=True))
 
 
-def _newest(run: RunDir) -> Checkpoint:
+def recorded_config(saved: Checkpoint) -> dict[str, Any] | Path:
+    """Return the Hugging Face configuration of a checkpoint's model, or its path. Raises CheckpointError."""
+    model = saved.facts.get("model")
+    if isinstance(model, dict) and (model.get("config") or model.get("path")):
+        return model.get("config") or Path(model["path"])
+    raise CheckpointError(
+        "the checkpoint does not record its model configuration",
+        given=saved.path,
+        hint="--config with the model's config.json",
+    )
+
+
+def newest_checkpoint(run: RunDir) -> Checkpoint:
+    """Return a run's newest checkpoint. Raises CheckpointError if there is none."""
     saved = checkpoint.newest(run.checkpoints)
     if saved is None:
         raise CheckpointError("the run has no checkpoint yet", given=run.checkpoints)

@@ -257,7 +257,7 @@ def _check(recipe: Recipe, ranks: int | None, local: bool) -> Plan:
         _check_offload(recipe.run)
     check_output_paths({"run.trace": recipe.run.trace})
     if local:
-        _check_devices(num_ranks, recipe.run.device)
+        check_devices(num_ranks, recipe.run.device)
     check_optimizer_args(recipe.optimizer)
     param_groups(recipe.optimizer, check_config(recipe.model, recipe.data.sequence, plan))
     return plan
@@ -285,7 +285,7 @@ def _check_offload(config: RunConfig) -> None:
     MappedFile(config.offload_dir, 0).close()
 
 
-def _check_devices(ranks: int, device: str) -> None:
+def check_devices(ranks: int, device: str) -> None:
     """Raise ConfigError unless there is a GPU per rank, or all ranks run on the CPU."""
     gpus = 0 if device == "cpu" else torch.cuda.device_count()
     if (device == "cuda" and gpus == 0) or 0 < gpus < ranks:

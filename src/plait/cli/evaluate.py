@@ -1,0 +1,116 @@
+"""`plait evaluate`: scores of a model on text; and `plait evaluate-rank`, which it starts once per rank."""
+
+import json as json_module
+import os
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from plait.cli.common import Debug, Json, check_outputs, report_errors, write_json_output
+from plait.cli.multirank import check_ranks, first_rank_first, report_once
+from plait.plan import Plan
+
+if TYPE_CHECKING:
+    from plait.train.evaluate import EvaluationRequest
+
+_REQUEST = "request.json"
+
+
+@report_errors
+def evaluate(
+    model: Annotated[
+        Path,
+        typer.Argument(help="A run directory, a checkpoint, or a Hugging Face folder.", show_default=False),
+    ],
+    data: Annotated[
+        str, typer.Argument(help="Text or .jsonl files, as in data.sources of a recipe.", show_default=False)
+    ],
+    plan: Annotated[str, typer.Option(help='How to distribute the model, e.g. "tp=2".')] = "dp=auto",
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Local ranks. Default: one per GPU, or those of the plan.")
+    ] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(help="Tokens in a window of a long document. Default: the model's positions."),
+    ] = None,
+    stride: Annotated[
+        int | None, typer.Option(help="New tokens in each later window. Default: context - 1.")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Windows in a micro-batch.")] = 8,
+    text_key: Annotated[str, typer.Option(help="Key of the text in JSON lines.")] = "text",
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="A tokenizer. Default: the model's.", show_default=False)
+    ] = None,
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Device of the ranks.")] = "auto",
+    json: Json = None,
+    debug: Debug = False,
+) -> None:
+    """Measure loss, perplexity and the accuracy of last words, on local ranks or the ranks of torchrun."""
+    check_outputs({"--json": json})
+    Plan.parse(plan)
+    from plait.train.evaluate import EvaluationRequest
+
+    own_tokenizer = None if tokenizer is None else str(tokenizer)
+    request = EvaluationRequest(
+        str(model), data, plan, batch, context, stride, text_key, own_tokenizer, device
+    )
+    output = None if json is None else str(json)
+    if "WORLD_SIZE" not in os.environ:
+        raise typer.Exit(_launch(request, ranks, output, debug))
+    with first_rank_first():
+        check_ranks(ranks)
+    raise typer.Exit(_run(request, output, debug))
+
+
+def _launch(request: "EvaluationRequest", ranks: int | None, json: str | None, debug: bool) -> int:
+    """Evaluate on local ranks. Returns the exit code."""
+    from plait.comm.launch import fork_ranks, launch_local
+    from plait.train.evaluate import ModelFiles
+    from plait.train.prepare import check_devices, num_local_ranks
+
+    fork_ranks()
+    plan = Plan.parse(request.plan)
+    num_ranks = ranks if ranks is not None else num_local_ranks(plan, request.device)
+    plan.resolved(num_ranks).check_ranks(num_ranks)
+    check_devices(num_ranks, request.device)
+    ModelFiles.find(request.model, request.tokenizer)
+    with tempfile.TemporaryDirectory(prefix="plait-evaluate-") as folder:
+        content = {"request": asdict(request), "json": json}
+        (Path(folder) / _REQUEST).write_text(json_module.dumps(content), encoding="utf-8")
+        return launch_local(num_ranks, ["evaluate-rank", folder, *(["--debug"] if debug else [])])
+
+
+@report_errors
+def evaluate_rank(folder: Path, debug: Debug = False) -> None:
+    """Run one rank of an evaluation that `plait evaluate` has prepared."""
+    from plait.comm.launch import end_with_parent
+
+    end_with_parent()
+    from plait.train.evaluate import EvaluationRequest
+
+    content = json_module.loads((folder / _REQUEST).read_text(encoding="utf-8"))
+    raise typer.Exit(_run(EvaluationRequest(**content["request"]), content["json"], debug))
+
+
+def _run(request: "EvaluationRequest", json: str | None, debug: bool) -> int:
+    """Evaluate on this rank; rank 0 prints the scores and writes them. Returns the exit code."""
+    from plait.comm.world import connect
+    from plait.train.evaluate import evaluate as score
+    from plait.train.evaluate import scores_table
+
+    world = connect(device=None if request.device == "auto" else request.device)
+
+    def run() -> int:
+        scores = score(request, world)
+        if world.rank == 0:
+            import rich
+
+            if json != "-":
+                rich.print(scores_table(request, scores))
+            write_json_output(None if json is None else Path(json), scores.to_values())
+        return 0
+
+    return report_once(run, world, debug=debug)
