@@ -49,8 +49,11 @@ def evaluate(
     debug: Debug = False,
 ) -> None:
     """Measure loss, perplexity and the accuracy of last words, on local ranks or the ranks of torchrun."""
-    check_outputs({"--json": json})
-    Plan.parse(plan)
+    with first_rank_first():
+        check_outputs({"--json": json})
+        Plan.parse(plan)
+        if "WORLD_SIZE" in os.environ:
+            check_ranks(ranks)
     from plait.train.evaluate import EvaluationRequest
 
     own_tokenizer = None if tokenizer is None else str(tokenizer)
@@ -60,8 +63,6 @@ def evaluate(
     output = None if json is None else str(json)
     if "WORLD_SIZE" not in os.environ:
         raise typer.Exit(_launch(request, ranks, output, debug))
-    with first_rank_first():
-        check_ranks(ranks)
     raise typer.Exit(_run(request, output, debug))
 
 

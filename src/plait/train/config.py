@@ -209,6 +209,8 @@ def read_recipe(path: Path, sets: Iterable[str] = (), plan: str | None = None) -
         raise ConfigError(f"the recipe is not valid {form}", given=f"{path}: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError("the recipe is not a JSON object", given=f"{path}: a {type(values).__name__}")
+    if path.suffix == ".json":
+        _add_old_defaults(values)
     source = str(path)
     for assignment in sets:
         _set(values, assignment)
@@ -216,6 +218,13 @@ def read_recipe(path: Path, sets: Iterable[str] = (), plan: str | None = None) -
     if plan is not None:
         values["plan"] = plan
     return parse_recipe(values, source=source)
+
+
+def _add_old_defaults(values: dict[str, Any]) -> None:
+    """Add what runs of earlier versions did by default, for keys that are required by now."""
+    schedule = values.get("schedule")
+    if isinstance(schedule, dict) and schedule.get("name") == "warmup_stable_decay":
+        schedule.setdefault("decay_type", "cosine")
 
 
 def parse_recipe(values: dict[str, Any], *, source: str) -> Recipe:
@@ -413,7 +422,7 @@ def _check_schedule(schedule: ScheduleConfig, steps: int) -> None:
                 "warmup_stable_decay needs the form of its decay",
                 given="no schedule.decay_type",
                 expected="linear, cosine or 1-sqrt",
-                hint="--set schedule.decay_type=cosine, with which runs from before this key continue",
+                hint="--set schedule.decay_type=cosine, which recipes without this key used to have",
             )
     if schedule.warmup + (schedule.decay or 0) > steps:
         raise ConfigError(

@@ -119,7 +119,8 @@ class ResolvedRun:
         check_samples(samples, batch)
         order = SampleOrder(len(samples), self.recipe.run.seed, data.order)
         if isinstance(samples, Documents) and data.group_by_length:
-            return samples, LengthGroups(order, samples.lengths, batch, data.group_by_length)
+            window = min(data.group_by_length, len(samples) // batch)  # an epoch at most
+            return samples, LengthGroups(order, samples.lengths, batch, window)
         return samples, order
 
     def check_samples(self) -> None:
