@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from plait.errors import DDPError, PlaitError
     from plait.models import Chain
     from plait.optim.lion import Lion
-    from plait.parallel.all_gather import differentiable_all_gather
+    from plait.parallel.all_gather import all_gather
     from plait.parallel.ddp import DistributedDataParallel
     from plait.plan import Plan
     from plait.plan.loss_scaling import LossScaling
@@ -32,7 +32,7 @@ __all__ = [
     "Plan",
     "StepResult",
     "__version__",
-    "differentiable_all_gather",
+    "all_gather",
     "launch",
     "parallelize",
 ]
@@ -48,7 +48,7 @@ _HOMES = {
     "Lion": "plait.optim.lion",
     "LossScaling": "plait.plan.loss_scaling",
     "launch": "plait.comm.launch_function",
-    "differentiable_all_gather": "plait.parallel.all_gather",
+    "all_gather": "plait.parallel.all_gather",
     "PaddingCollator": "plait.data.collator",
     "parallelize": "plait.api",
     "PlaitError": "plait.errors",

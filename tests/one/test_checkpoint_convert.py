@@ -396,7 +396,12 @@ TASKS: dict[str, dict[str, Any]] = {
     "ViTForImageClassification": {"model_type": "vit", "image_size": 8, "patch_size": 4, **TINY},
     "T5ForConditionalGeneration": {
         "model_type": "t5",
-        "vocab_size": 61, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4,
+        "vocab_size": 61,
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 48,
+        "num_layers": 2,
+        "num_heads": 4,
     },
 }
 

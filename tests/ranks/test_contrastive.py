@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import plait
-from plait import differentiable_all_gather
+from plait import all_gather
 from plait.comm import Group, connect
 from plait.errors import CommError
 from support.pool import Pool, RankError
@@ -53,7 +53,7 @@ def batches() -> list[dict[str, Tensor]]:
 def whole_loss(outputs: Outputs, group: Group) -> tuple[Tensor, int]:
     """Every rank computes the loss of all samples."""
     images, texts, scale = outputs
-    images, texts = differentiable_all_gather(images, group), differentiable_all_gather(texts, group)
+    images, texts = all_gather(images, group), all_gather(texts, group)
     logits, targets = scale * images @ texts.T, torch.arange(len(images))
     both = (
         F.cross_entropy(logits, targets, reduction="sum"),
@@ -66,8 +66,8 @@ def own_loss(outputs: Outputs, group: Group) -> tuple[Tensor, int]:
     """Every rank computes the loss of its own samples, among those of all ranks."""
     images, texts, scale = outputs
     targets = torch.arange(len(images)) + group.rank * len(images)
-    to_texts = scale * images @ differentiable_all_gather(texts, group).T
-    to_images = scale * texts @ differentiable_all_gather(images, group).T
+    to_texts = scale * images @ all_gather(texts, group).T
+    to_images = scale * texts @ all_gather(images, group).T
     both = (F.cross_entropy(logits, targets, reduction="sum") for logits in (to_texts, to_images))
     return sum(both) / 2, len(images)
 
@@ -147,7 +147,7 @@ def without_gradients_of_others(outputs: Outputs, group: Group) -> tuple[Tensor,
     """The usual mistake: an all-gather that passes no gradient to other ranks."""
 
     def gathered(own: Tensor) -> Tensor:
-        parts = [*differentiable_all_gather(own.detach(), group).chunk(group.size)]
+        parts = [*all_gather(own.detach(), group).chunk(group.size)]
         parts[group.rank] = own
         return torch.cat(parts)
 
@@ -164,10 +164,10 @@ def test_without_the_gradient_of_other_ranks_parity_fails(pool: Pool) -> None:
 def gathered_tensors() -> list[Any]:
     group = connect().group
     strided = torch.arange(6.0).view(2, 3).t() + group.rank
-    whole = differentiable_all_gather(strided.requires_grad_(), group)
+    whole = all_gather(strided.requires_grad_(), group)
     weights = torch.arange(1.0, 1 + len(whole))[:, None] * (1 + group.rank)
     [gradient] = torch.autograd.grad((whole * weights).sum(), strided)
-    labels = differentiable_all_gather(torch.full((group.rank,), group.rank), group)
+    labels = all_gather(torch.full((group.rank,), group.rank), group)
     return [whole.detach(), gradient, labels]
 
 
@@ -183,7 +183,7 @@ def test_tensors_are_concatenated_in_order_of_ranks_and_gradients_summed(pool: P
 
 def gathered_unlike() -> None:
     group = connect().group
-    differentiable_all_gather(torch.ones(2, 3 + group.rank), group)
+    all_gather(torch.ones(2, 3 + group.rank), group)
 
 
 def test_shapes_that_differ_beyond_the_first_dim_are_an_error_on_every_rank(pool: Pool) -> None:

@@ -3,6 +3,7 @@
 import json
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from math import lcm
 from pathlib import Path
@@ -82,9 +83,7 @@ def verify(
 
     fork_ranks()
     source = parse_source(model, layers=max(_LAYERS, stages), length=sequence, full=full)
-    if source.left_out:
-        keys = ", ".join(source.left_out)
-        print_line(f"note: the small model leaves out of the configuration: {keys}", file=sys.stderr)
+    _print_left_out(source.left_out)
     on = _device(device, transport, max(p.num_ranks for p in selected))
     samples = 2 * lcm(*(p.dp * p.micro for p in selected))
     cases = [Case(source, str(p), dtype, steps, samples, sequence, seed, tolerance) for p in selected]
@@ -118,6 +117,13 @@ def verify_rank(work_dir: Path) -> None:
         serve(work_dir, (lambda verdict: print_line(summary_line(verdict))) if are_several else None)
     except PlaitError:
         raise typer.Exit(LOST_RANK) from None
+
+
+def _print_left_out(keys: Sequence[str]) -> None:
+    if keys:
+        print_line(
+            f"note: the small model leaves out of the configuration: {', '.join(keys)}", file=sys.stderr
+        )
 
 
 def _device(asked: Device, transport: str, num_ranks: int) -> str:

@@ -125,7 +125,7 @@ class Engine:
 
     @property
     def data_group(self) -> Group:
-        """The data ranks of this part of the model: for `plait.differentiable_all_gather` in a loss."""
+        """The data ranks of this part of the model: for `plait.all_gather` in a loss."""
         return self._groups.dp
 
     @property

@@ -15,13 +15,14 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from plait.comm import Group, all_gather, reduce_scatter
+from plait.comm import Group, reduce_scatter
+from plait.comm import all_gather as all_gather_into
 from plait.errors import CommError
 
 _LABEL = "a differentiable all-gather"
 
 
-def differentiable_all_gather(tensor: Tensor, group: Group) -> Tensor:
+def all_gather(tensor: Tensor, group: Group) -> Tensor:
     """Concatenate the tensors of a group's ranks along dim 0, in order of rank; backward reaches all of them.
 
     For a loss over the samples of all data ranks, such as CLIP's: `group` is `engine.data_group`. Ranks may
@@ -48,7 +49,7 @@ class _AllGather(Function):
         ctx.group, ctx.lengths = group, lengths
         padded = _padded(tensor, max(lengths))
         gathered = padded.new_empty(group.size * len(padded), *padded.shape[1:])
-        all_gather(gathered, padded, group, label=_LABEL)
+        all_gather_into(gathered, padded, group, label=_LABEL)
         if min(lengths) == max(lengths):
             return gathered
         parts = gathered.split(max(lengths))
@@ -75,7 +76,7 @@ def _lengths(tensor: Tensor, group: Group) -> list[int]:
     digest = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape[1:])}".encode())
     facts = torch.empty(2 * group.size, dtype=torch.int64, device=tensor.device)
     own = torch.tensor([tensor.shape[0], digest], device=tensor.device)
-    all_gather(facts, own, group, label=_LABEL)
+    all_gather_into(facts, own, group, label=_LABEL)
     lengths, digests = facts.view(-1, 2).t().tolist()
     if len(set(digests)) > 1:
         raise CommError(
