@@ -3,7 +3,6 @@
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import replace
 from math import lcm
 from pathlib import Path
@@ -28,6 +27,7 @@ from plait.plan import Plan
 from plait.plan.schedule.load import load_schedule
 
 if TYPE_CHECKING:
+    from plait.verify.model_spec import ModelSource
     from plait.verify.result import Verdict
 
 DIFFERS = 1
@@ -82,8 +82,7 @@ def verify(
     from plait.verify.worker import Case, check
 
     fork_ranks()
-    source = parse_source(model, layers=max(_LAYERS, stages), length=sequence, full=full)
-    _print_left_out(source.left_out)
+    source = _noted(parse_source(model, layers=max(_LAYERS, stages), length=sequence, full=full))
     on = _device(device, transport, max(p.num_ranks for p in selected))
     samples = 2 * lcm(*(p.dp * p.micro for p in selected))
     cases = [Case(source, str(p), dtype, steps, samples, sequence, seed, tolerance) for p in selected]
@@ -119,11 +118,12 @@ def verify_rank(work_dir: Path) -> None:
         raise typer.Exit(LOST_RANK) from None
 
 
-def _print_left_out(keys: Sequence[str]) -> None:
-    if keys:
-        print_line(
-            f"note: the small model leaves out of the configuration: {', '.join(keys)}", file=sys.stderr
-        )
+def _noted(source: "ModelSource") -> "ModelSource":
+    """Print what the small model does not have of the given configuration."""
+    if source.left_out:
+        keys = ", ".join(source.left_out)
+        print_line(f"note: the small model leaves out of the configuration: {keys}", file=sys.stderr)
+    return source
 
 
 def _device(asked: Device, transport: str, num_ranks: int) -> str:
