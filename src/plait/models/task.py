@@ -1,5 +1,6 @@
 """The task of a Hugging Face model, and which of a batch's entries are its labels."""
 
+import functools
 from collections.abc import Mapping
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -58,7 +59,8 @@ def task_of(model: nn.Module) -> Task | None:
     loss_type = getattr(base, "loss_type", None)
     if loss_type in _TASKS:
         return _TASKS[loss_type]
-    return _language_modeling(base, loss_type)
+    name, family = type(base).__name__, base.config.model_type
+    return _language_modeling(name, family, loss_type, is_encoder_decoder=_is_encoder_decoder(base))
 
 
 def pretrained_base(model: nn.Module) -> "PreTrainedModel | None":
@@ -106,28 +108,27 @@ def forward_inputs(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, A
     return inputs
 
 
-def _language_modeling(base: "PreTrainedModel", loss_type: str | None) -> Task | None:
+@functools.lru_cache
+def _language_modeling(
+    name: str, family: str, loss_type: str | None, *, is_encoder_decoder: bool
+) -> Task | None:
     """The task of a language model. Class names of some do not say it, and their decoders' do not say
     whether the loss shifts the labels; transformers' tables do."""
     from transformers.models.auto import modeling_auto
 
-    name, family = type(base).__name__, base.config.model_type
     encoder_decoders = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
-    if _is_encoder_decoder(base):
+    if family in _OTHER_LOSS:
+        return None
+    if is_encoder_decoder:
         is_known = loss_type == "ForConditionalGeneration" or name in encoder_decoders.values()
-        return Task.ALIGNED_LM if is_known and family not in _OTHER_LOSS else None
+        return Task.ALIGNED_LM if is_known else None
     if name in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.values():
         return Task.ALIGNED_LM
-    is_causal = name in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-    if loss_type != "ForCausalLM":
-        is_aligned = family in _ALIGNED_DECODERS
-        is_causal = is_causal or loss_type == "ForConditionalGeneration"
-    else:
-        is_aligned = family in _ALIGNED_DECODERS or family in encoder_decoders
-        is_causal = True
-    if not is_causal or family in _OTHER_LOSS:
+    is_causal = loss_type in ("ForCausalLM", "ForConditionalGeneration")
+    if not is_causal and name not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         return None
-    return Task.ALIGNED_LM if is_aligned else Task.CAUSAL_LM
+    is_decoder = loss_type == "ForCausalLM" and family in encoder_decoders
+    return Task.ALIGNED_LM if is_decoder or family in _ALIGNED_DECODERS else Task.CAUSAL_LM
 
 
 def _is_encoder_decoder(base: "PreTrainedModel") -> bool:
