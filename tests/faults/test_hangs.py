@@ -18,9 +18,9 @@ LAUNCHER_S = 7.0  # and a launcher's, which kills 5 s after the first rank has e
 RANK = """
 import ctypes, os, sys, threading
 from plait.cli.main import main
-from plait.data.loader import Windows
+from plait.data.loader import Batches
 
-read = Windows.__getitem__
+read = Batches.__getitem__
 run, kind = sys.argv[1:]
 
 def reads_forever():
@@ -33,7 +33,7 @@ def stuck(self, number):
         reads_forever()
     return read(self, number)
 
-Windows.__getitem__ = stuck
+Batches.__getitem__ = stuck
 sys.argv = ["plait", "rank", run]
 main()
 """

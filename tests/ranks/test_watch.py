@@ -18,7 +18,7 @@ from plait.comm import (
     start_exchange,
     start_scattered_sum,
 )
-from plait.data.loader import Windows
+from plait.data.loader import Batches
 from plait.errors import CommError
 from plait.train.health.heartbeat import Heartbeat
 from plait.train.health.stragglers import Stragglers
@@ -180,19 +180,19 @@ SPIKE, BACK = 7, 2  # the number of the batch; the newest checkpoint of before t
 
 def _train(run: Path, ahead: int) -> None:
     """With a batch that is far off, or `ahead` in the data from where the other run goes back to."""
-    read = Windows.__getitem__
+    read = Batches.__getitem__
 
-    def altered(self: Windows, number: int) -> dict[str, torch.Tensor]:
+    def altered(self: Batches, number: int) -> dict[str, torch.Tensor]:
         batch = read(self, number + ahead if number >= BACK else number)
         if not ahead and number == SPIKE:
             batch = {name: torch.full_like(tokens, 3) for name, tokens in batch.items()}
         return batch
 
-    Windows.__getitem__ = altered  # type: ignore[method-assign]
+    Batches.__getitem__ = altered  # type: ignore[method-assign]
     try:
         train(RunDir(run).read_recipe(), connect())
     finally:
-        Windows.__getitem__ = read  # type: ignore[method-assign]
+        Batches.__getitem__ = read  # type: ignore[method-assign]
 
 
 def test_ranks_go_back_together_and_around_the_batches_of_a_spike(pool: Pool, tmp_path: Path) -> None:
