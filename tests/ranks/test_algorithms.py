@@ -1,6 +1,7 @@
 """Collective algorithms over sends and receives: against torch's sums, and what they send."""
 
 import time
+import warnings
 from collections.abc import Sequence
 from itertools import product
 from typing import Any
@@ -148,6 +149,44 @@ def _bulk(num_hosts: int) -> tuple[bool, list[Tensor], bool]:
     assert group.comm_log is not None
     has_sent = any(key.op == "send" for key in group.comm_log.read())
     return bulk.chains, [*tensors, weights], has_sent
+
+
+class _WithBuffers(torch.nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.large, self.half = torch.nn.Linear(600, 500), torch.nn.Linear(2, 2).bfloat16()
+        self.register_buffer("counts", torch.randint(9, (3,)))
+        self.register_buffer("own", torch.randn(()))
+        self._ddp_params_and_buffers_to_ignore = ["own"]
+
+
+def _wrapped(num_hosts: int, options: dict[str, bool]) -> tuple[bool, dict[str, Tensor]]:
+    """The states of a model that DistributedDataParallel has synchronized, in buckets of two parameters."""
+    world = connect(transport="gloo")
+    host = f"host {world.rank % num_hosts}"
+    with (
+        mock.patch.object(rendezvous, "host_identity", return_value=host),
+        mock.patch.object(by.BulkBroadcast, "run", autospec=True, side_effect=by.BulkBroadcast.run) as run,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 has another name for `broadcast_buffers`
+        model = plait.DistributedDataParallel(_WithBuffers(world.rank), transport="group", **options)
+    return run.called, dict(model.module.state_dict())
+
+
+@pytest.mark.parametrize("num_hosts", [1, 3])
+@pytest.mark.parametrize("options", [{}, {"broadcast_buffers": False}, {"init_sync": False}], ids=str)
+def test_a_wrapped_model_is_synchronized_by_a_chain_between_hosts_alone(
+    pool: Pool, num_hosts: int, options: dict[str, bool]
+) -> None:
+    syncs = options.get("init_sync", True)
+    for rank, (chained, found) in enumerate(pool.over("gloo").run(_wrapped, 3, num_hosts, options)):
+        assert chained == (syncs and num_hosts > 1)
+        for name, value in _WithBuffers(rank).state_dict().items():
+            taken = syncs and name != "own" and (name != "counts" or not options)
+            expected = _WithBuffers(0).state_dict()[name] if taken else value
+            assert torch.equal(found[name], expected), name
 
 
 def _unused(outputs: Any, batch: Any) -> tuple[Tensor, int]:

@@ -9,15 +9,17 @@ The program's communications and ours then use separate transports, each with it
 import importlib
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.utils as torch_utils
 from torch import Tensor, nn
 
+from plait.comm.algorithms import BulkBroadcast
 from plait.comm.collectives import Group, empty
 from plait.comm.comm_thread import CommThread
 from plait.comm.shm import open_host_group
@@ -107,6 +109,51 @@ class AttachedGroup:
         """Number of Gloo threads, if Gloo is the backend of the device."""
         gloo = _gloo_of(self.process_group) if self._device.type == "cpu" else None
         return None if gloo is None else int(getattr(gloo.options, "_threads", 2))
+
+
+def sync_module_states(
+    attached: AttachedGroup,
+    module: nn.Module,
+    parameters: Sequence[Tensor],
+    ignored: Container[str],
+    *,
+    with_buffers: bool,
+    bucket_bytes: int,
+) -> None:
+    """Overwrite all ranks' parameters, and `with_buffers` buffers, with those of the first rank. Collective.
+
+    Between hosts by a chain, in messages of `bucket_bytes`: see [Note: broadcasts between hosts] in
+    `algorithms.py`. Otherwise as torch does. Raises torch's RuntimeError if `parameters` differ in shape.
+    """
+    bulk = BulkBroadcast(attached.group)  # before the check, which does not fail on the first rank
+    torch_utils._verify_param_shape_across_processes(attached.process_group, [*parameters])
+    if not bulk.chains:
+        torch_utils._sync_module_states(
+            module, attached.process_group, bucket_bytes, 0, ignored, broadcast_buffers=with_buffers
+        )
+        return
+    named: Iterable[tuple[str, Tensor]] = module.named_parameters()
+    states = [*named, *(module.named_buffers() if with_buffers else ())]
+    bucket: list[Tensor] = []
+    is_source = attached.group.rank == 0
+    for tensor in (tensor.detach() for name, tensor in states if name not in ignored):
+        if bucket and sum(other.nbytes for other in bucket) + tensor.nbytes > bucket_bytes:
+            broadcast_as_bytes(bucket, bulk.run, is_source=is_source)
+            bucket = []
+        bucket.append(tensor)
+    broadcast_as_bytes(bucket, bulk.run, is_source=is_source)
+
+
+def broadcast_as_bytes(tensors: Sequence[Tensor], run: Callable[[Tensor], None], *, is_source: bool) -> None:
+    """Overwrite tensors of any dtypes with those of the source, in one message, which `run` broadcasts."""
+    if not tensors:
+        return
+    message = torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors])
+    run(message)
+    if not is_source:
+        chunks = message.split([tensor.nbytes for tensor in tensors])
+        for tensor, chunk in zip(tensors, chunks, strict=True):
+            tensor.copy_(chunk.clone().view(tensor.dtype).view(tensor.shape))
 
 
 def _group_of(process_group: dist.ProcessGroup, device: torch.device, transport: str) -> Group:

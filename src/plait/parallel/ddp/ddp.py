@@ -9,19 +9,21 @@ and their log) is replaced: the methods below are the places where torch's class
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from plait.comm.attach import (
     AttachedGroup,
+    broadcast_as_bytes,
     builtin_hook,
     check_attachable,
     debug_names_enabled,
     first_bucket_bytes,
     mismatched_param_index,
     remove_optimizer_hooks,
+    sync_module_states,
 )
 from plait.comm.collectives import broadcast, shares_memory
 from plait.errors import DDPError
@@ -51,8 +53,15 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     def __init__(self, module: nn.Module, *args: Any, transport: str = "auto", **kwargs: Any) -> None:
         check_attachable(transport)
         self._transport = transport
+        bound = inspect.signature(super().__init__).bind(module, *args, **kwargs)
+        given = bound.arguments
+        syncs, broadcasts = given.get("init_sync", True), given.get("broadcast_buffers")
+        # torch's rule: `forward_sync_buffers`, which torch 2.13 has, leaves the first synchronization alone.
+        has_new_option = given.get("forward_sync_buffers") is not None
+        self._pending_sync = (syncs, has_new_option or broadcasts is None or bool(broadcasts))
+        given["init_sync"] = False  # done by `_ddp_init_helper`
         try:
-            super().__init__(module, *args, **kwargs)
+            super().__init__(*bound.args, **bound.kwargs)
         except RuntimeError as error:
             index = mismatched_param_index(error)
             if index is None:
@@ -62,9 +71,6 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
                 given=f"{_parameter_name(module, index)} differs between ranks",
                 expected="the same model on all ranks",
             ) from error
-        bound = inspect.signature(super().__init__).bind(module, *args, **kwargs)
-        if bound.arguments.get("init_sync", True) and hasattr(self, "_attached"):
-            self._attached.open()
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
@@ -81,6 +87,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         static_graph: bool,
     ) -> None:
         """Build the reducer and the logger. Called by torch after it has checked arguments and parameters."""
+        self._attached = AttachedGroup(self.process_group, self.device, self._transport)
+        self._sync_once(parameters)
         if self.mixed_precision is not None:
             for number, parameter in enumerate(parameters):
                 parameter._idx = number  # type: ignore[attr-defined]
@@ -90,7 +98,6 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             as_views=self.gradient_as_bucket_view,
             skips_unused=getattr(self, "skip_all_reduce_unused_params", False),
         )
-        self._attached = AttachedGroup(self.process_group, self.device, self._transport)
         names = param_to_name_mapping if debug_names_enabled() else {}
         self.reducer = Reducer(parameters, expect_sparse_gradient, names, options, self._attached)
         self.logger = Logger(self.reducer, self._attached)
@@ -105,6 +112,19 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             self.bucket_bytes_cap,
         )
         self._passing_sync_batchnorm_handle(self.module)
+
+    def _sync_once(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Synchronize the model when it is constructed, but not when it is unpickled."""
+        (syncs, with_buffers), self._pending_sync = self._pending_sync, (False, False)
+        if syncs:
+            sync_module_states(
+                self._attached,
+                self.module,
+                parameters,
+                self.parameters_to_ignore,
+                with_buffers=with_buffers,
+                bucket_bytes=self.broadcast_bucket_size,
+            )
 
     def _bucket_limits(self) -> list[int]:
         """Bucket limits in bytes, in reduction order; the last one repeats."""
@@ -160,13 +180,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         group = self._attached.group
         if not shares_memory(group):
             super()._distributed_broadcast_coalesced(tensors, buffer_size, authoritative_rank)
-        elif tensors:
-            message = torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors])
-            broadcast(message, group, authoritative_rank, label="buffers")
-            if group.rank != authoritative_rank:
-                chunks = message.split([tensor.nbytes for tensor in tensors])
-                for tensor, chunk in zip(tensors, chunks, strict=True):
-                    tensor.copy_(chunk.clone().view(tensor.dtype).view(tensor.shape))
+        else:
+            run = partial(broadcast, group=group, source=authoritative_rank, label="buffers")
+            broadcast_as_bytes(tensors, run, is_source=group.rank == authoritative_rank)
 
 
 def _parameter_name(module: nn.Module, index: int) -> str:
