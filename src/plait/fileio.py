@@ -72,6 +72,17 @@ def finite_json(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON, as `object_pairs_hook` of `json.loads`. Raises ValueError for a key that is
+    there twice, of which parsers silently take the last."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {key!r:.100} is there twice")
+        found[key] = value
+    return found
+
+
 def temp_path(path: Path) -> Path:
     """A name next to `path` that no other writer has."""
     return path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
@@ -166,8 +177,8 @@ def read_text(path: Path, limit_bytes: int = TEXT_LIMIT_BYTES) -> str:
 
 
 def read_json(path: Path, limit_bytes: int = TEXT_LIMIT_BYTES) -> Any:
-    """Read a JSON file. Raises OSError, ValueError."""
-    return parse_json(read_regular(path, limit_bytes))
+    """Read a JSON file without duplicate keys. Raises OSError, ValueError."""
+    return parse_json(read_regular(path, limit_bytes), object_pairs_hook=unique_keys)
 
 
 def parse_json(text: str | bytes, **options: Any) -> Any:

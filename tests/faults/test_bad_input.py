@@ -4,18 +4,21 @@ These are found before a rank starts, so the command runs in this process; one t
 same as a process. What only the ranks can find is in test_train.py.
 """
 
+import json
 import os
 import re
 import shutil
 import socket
 import subprocess
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from plait.cli.main import app
+from plait.train.saved_recipe import SavedRecipe
 from support.cli_runs import PLAIT, STEPS, finish, start, write_recipe
 
 Damage = Callable[[Path], object]
@@ -33,13 +36,14 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def here(built: Path, tmp_path: Path) -> Path:
     """A copy of its run and tokens that a test may damage; of the same text."""
     recipe = (built / "recipe.toml").read_text()
-    saved = (built / "run" / "recipe.json").read_text()
+    saved = SavedRecipe.read(built / "run" / "recipe.json")
+    values = json.dumps(saved.values)
     for name in ("data", "run"):
         shutil.copytree(built / name, tmp_path / name)
         recipe = recipe.replace(f"{built}/{name}", f"{tmp_path}/{name}")
-        saved = saved.replace(f"{built}/{name}", f"{tmp_path}/{name}")
+        values = values.replace(f"{built}/{name}", f"{tmp_path}/{name}")
     (tmp_path / "recipe.toml").write_text(recipe)
-    (tmp_path / "run" / "recipe.json").write_text(saved)
+    replace(saved, values=json.loads(values)).write(tmp_path / "run" / "recipe.json")
     return tmp_path
 
 

@@ -206,7 +206,7 @@ def test_torchrun_starts_a_run_again_that_has_lost_a_rank_and_it_ends_with_the_s
     kill_a_rank_of(process.pid)
     assert wait_for(process, r"resumed after step (\d+)")[1] == "6"
     finish(process)
-    assert json.loads((run / "recipe.json").read_text())["plan"] == "dp=auto micro=2"
+    assert RunDir(run).read_recipe().plan == "dp=auto micro=2"
     assert [path.name for path in checkpoint.steps(run / "checkpoints")] == [
         "step-00000012",
         "step-00000018",
@@ -344,12 +344,14 @@ def test_a_full_disk_ends_the_run_and_its_last_good_checkpoint_stays(
 def test_a_run_that_starts_from_an_export_begins_where_that_ended(
     whole: tuple[Path, str], recipe: Path
 ) -> None:
-    run, export = recipe.parent / "tuned", whole[0] / "export"
-    text = recipe.read_text()
+    run, base = recipe.parent / "tuned", recipe.parent / "base"
+    shutil.copytree(whole[0] / "export", base)
+    (base / "generation_config.json").write_text('{"eos_token_id": [0], "max_new_tokens": 7}')
+    text = recipe.read_text().replace(f'"{recipe.parent}/data"', f'"{recipe.parent}/tuned-data"')
     model = text[text.index("[model.config]") : text.index("[data]")]
-    words = f'[model]\npath = "{export}"\npretrained = true\n'
+    text = text.replace(model, f'[model]\npath = "{base}"\npretrained = true\n')
     tune = recipe.parent / "tune.toml"
-    tune.write_text(text.replace(model, words))
+    tune.write_text(text.replace("vocab_size = 300", f'path = "{base}"'))
     finish(start("train", tune, "--set", f"run.dir={run}", "--set", "run.steps=4", "--plan", "dp=1"))
     ended, began = (
         [
@@ -362,6 +364,19 @@ def test_a_run_that_starts_from_an_export_begins_where_that_ended(
     assert began[0] == pytest.approx(ended[-1], rel=1e-6)
     assert began[-1] < ended[-1]
     assert AutoModelForCausalLM.from_pretrained(run / "export").config.vocab_size == 300
+
+    # the run has everything but its tokens, wherever it is, and even if what it began with is gone
+    shutil.rmtree(base)
+    moved = run.rename(recipe.parent / "moved")
+    data = (recipe.parent / "tuned-data").rename(recipe.parent / "moved-data")
+    finish(start("train", moved, "--resume", "--set", f"data.dir={data}", "--set", "run.steps=5"))
+    assert last_step(moved) == 5
+    assert json.loads((moved / "export" / "generation_config.json").read_text())["max_new_tokens"] == 7
+    shutil.rmtree(data)
+    out, _ = finish(start("generate", moved, "--prompt", "The ship", "--tokens", "1"))
+    assert out.startswith("The ship")
+    finish(start("export", moved, recipe.parent / "again"))
+    assert AutoModelForCausalLM.from_pretrained(recipe.parent / "again").config.vocab_size == 300
 
 
 def test_generate_writes_the_same_text_for_the_same_seed(whole: tuple[Path, str]) -> None:

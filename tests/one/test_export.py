@@ -10,14 +10,15 @@ from transformers import AutoModelForCausalLM
 from plait.api import parallelize
 from plait.checkpoint import Keep, Saver
 from plait.comm import World, connect
-from plait.data.tokenizer import save_tokenizer, train_tokenizer
+from plait.data.tokenizer import file_hashes, save_tokenizer, train_tokenizer
 from plait.engine.engine import Engine
-from plait.errors import CheckpointError
+from plait.errors import CheckpointError, RunError
 from plait.models import causal_lm_on_meta
 from plait.parallel.zero.state_io import StateShard
 from plait.train.config import Recipe, parse_recipe
 from plait.train.export import export, generate
 from plait.train.run_dir import RunDir
+from plait.train.saved_recipe import SavedRecipe
 
 # It keeps a bias that no gradient moves, e_score_correction_bias, as a persistent buffer.
 GLM = {
@@ -55,9 +56,9 @@ def trained(tmp_path: Path, world: World) -> tuple[RunDir, Engine]:
             buffer.copy_(torch.tensor([5.0, -5.0, 3.0, -3.0]))
     run = RunDir(tmp_path / "run")
     run.path.mkdir()
-    run.recipe.write_text(_recipe(tmp_path).model_dump_json())
     words = train_tokenizer(iter(["the ship sails " * 50]), 300, None)
     save_tokenizer(words, run.tokenizer)
+    SavedRecipe(_recipe(tmp_path).model_dump(mode="json"), file_hashes(run.tokenizer)).write(run.recipe)
     _save(run, engine, 1)
     return run, engine
 
@@ -94,6 +95,20 @@ def test_persistent_buffers_are_exported_with_the_weights(
     with torch.no_grad():
         assert torch.equal(engine.model(input_ids=ids).logits, exported(input_ids=ids).logits)
     assert generate(run, "the ship", tokens=2, temperature=0).startswith("the ship")
+
+
+def test_a_changed_tokenizer_or_recipe_is_not_used(trained: tuple[RunDir, Engine]) -> None:
+    run, _ = trained
+    file = run.tokenizer / "tokenizer.json"
+    file.write_text(file.read_text().replace('"!": 1', '"!": 2').replace('"\\"": 2', '"\\"": 1'))
+    for use in (lambda: export(run, run.path.with_name("out")), lambda: generate(run, "the", tokens=1)):
+        with pytest.raises(RunError, match="tokenizer is damaged") as failure:
+            use()
+        assert str(failure.value.given).endswith("tokenizer: tokenizer.json")
+    run.recipe.write_text(run.recipe.read_text().replace("0.001", "0.003"))
+    with pytest.raises(RunError, match="recipe is damaged"):
+        export(run, run.path.with_name("out"))
+    assert not list(run.path.parent.glob("out*"))
 
 
 def test_a_checkpoint_with_a_tensor_too_many_is_of_another_model(trained: tuple[RunDir, Engine]) -> None:

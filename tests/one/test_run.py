@@ -84,6 +84,43 @@ def test_a_changed_recipe_is_on_disk_before_the_run_goes_on(recipe: Path, synced
     assert not [path for path in (recipe.parent / "run").iterdir() if "tmp" in path.name]
 
 
+def test_a_changed_bit_of_a_runs_recipe_is_found_or_changes_nothing(recipe: Path) -> None:
+    run = prepare(recipe).dir
+    values, content, chance = run.read_recipe(), run.recipe.read_bytes(), random.Random(3)
+    hints = set()
+    for place in chance.sample(range(len(content)), 300):
+        changed = bytearray(content)
+        changed[place] ^= 1 << chance.randrange(8)
+        run.recipe.write_bytes(changed)
+        try:
+            assert run.read_recipe() == values, "1E-05 is 1e-05"
+        except RunError as error:
+            hints.add(error.hint)
+    assert len(hints) == 1
+    assert "--resume --set KEY=VALUE" in str(hints.pop())
+
+
+def test_a_recipe_that_was_edited_stops_a_resume_and_set_does_not(recipe: Path) -> None:
+    run = prepare(recipe).dir
+    text = run.recipe.read_text()
+    for edit in (("0.001", "0.003"), ('"steps": 1', '"steps": 1, "steps": 1'), ('"sha256"', '"sha512"')):
+        assert edit[0] in text
+        run.recipe.write_text(text.replace(*edit))
+        for source in (run.path, recipe):
+            with pytest.raises(RunError, match="recipe is damaged, or was edited"):
+                prepare(source, resume=True)
+        with pytest.raises((RunError, ConfigError), match=r"is damaged|there twice"):
+            prepare(run.recipe, sets=[f"run.dir={run.path}-2"])
+    run.recipe.write_text(text)
+    assert prepare(run.path, sets=["optimizer.lr=0.003"], resume=True).recipe.optimizer.lr == 0.003
+    assert prepare(run.path, resume=True).recipe.optimizer.lr == 0.003
+    again = prepare(run.recipe, sets=[f"run.dir={run.path}-2"])
+    assert again.recipe.optimizer.lr == 0.003, "a run's recipe can start another run"
+    (run.tokenizer / "tokenizer.json").write_text("{}")
+    with pytest.raises(RunError, match="tokenizer is damaged"):
+        prepare(run.path, resume=True)
+
+
 def test_a_folder_to_offload_to_is_found_again_from_elsewhere(
     recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

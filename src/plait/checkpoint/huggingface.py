@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from plait.checkpoint.reader import Reader
 from plait.checkpoint.safetensors_format import DTYPES, Entry, Header, encode_header, read_header
 from plait.checkpoint.writer import bytes_of
 from plait.errors import CheckpointError, RunError
-from plait.fileio import read_json, sync_folder, sync_tree
+from plait.fileio import read_json, sync_folder, sync_tree, write_json
 from plait.models import SavedGroup, SaveFormat, StateNames, map_file_keys
 
 if TYPE_CHECKING:
@@ -163,13 +163,15 @@ def write_hugging_face(
     dtype: torch.dtype,
     shard_bytes: int = SHARD_BYTES,
     tokenizer: Path | None = None,
+    generation: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a directory from which `AutoModelForCausalLM.from_pretrained` loads the checkpoint's weights.
 
     `model`: the checkpoint's, on meta. `dtype`: of floating-point tensors, except those that the model keeps
-    in float32. `tokenizer`: a directory that is copied into it. Files have at most `shard_bytes`, or one
-    group of tensors. The directory is created complete or not at all. Raises CheckpointError for another
-    model's checkpoint or a damaged one, RunError if `out` exists or cannot be written.
+    in float32. `tokenizer`: a directory that is copied into it. `generation`: the contents of
+    generation_config.json; None for the model's. Files have at most `shard_bytes`, or one group of tensors.
+    The directory is created complete or not at all. Raises CheckpointError for another model's checkpoint or
+    a damaged one, RunError if `out` exists or cannot be written.
     """
     if out.exists():
         raise RunError("the export's directory exists", given=out, hint="another directory")
@@ -182,7 +184,7 @@ def write_hugging_face(
         partial.mkdir(parents=True)
         if tokenizer is not None:
             shutil.copytree(tokenizer, partial, dirs_exist_ok=True)
-        _write_configuration(model, dtype, partial)
+        _write_configuration(model, dtype, generation, partial)
         with checkpoint.reader() as reader:
             read = functools.partial(_read_full, reader, names)
             for shard in shards:
@@ -230,12 +232,16 @@ def _shards(groups: Sequence[SavedGroup], limit: int) -> list[_Shard]:
     ]
 
 
-def _write_configuration(model: "PreTrainedModel", dtype: torch.dtype, folder: Path) -> None:
+def _write_configuration(
+    model: "PreTrainedModel", dtype: torch.dtype, generation: Mapping[str, Any] | None, folder: Path
+) -> None:
     """Write the configuration files as `save_pretrained` does."""
     model.config.dtype = str(dtype).removeprefix("torch.")
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
-    if model.can_generate() and model.generation_config is not None:
+    if generation is not None:
+        write_json(folder / "generation_config.json", dict(generation))
+    elif model.can_generate() and model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
 
 

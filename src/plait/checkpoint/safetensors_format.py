@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from plait.errors import CheckpointError
-from plait.fileio import open_regular, parse_json
+from plait.fileio import open_regular, parse_json, unique_keys
 
 _MAX_DIMS, _MAX_ELEMENTS = 64, 2**60
 
@@ -96,7 +96,7 @@ def read_header(path: Path) -> Header:
     if len(text) < num_bytes:
         raise _not_safetensors(path, f"it ends at byte {8 + len(text)}")
     try:
-        values = parse_json(text, object_pairs_hook=_without_duplicates)
+        values = parse_json(text, object_pairs_hook=unique_keys)
         entries = {name: _entry(name, value) for name, value in values.items() if name != _METADATA}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise _not_safetensors(path, f"its header: {str(error)[:200]}") from error
@@ -105,13 +105,6 @@ def read_header(path: Path) -> Header:
     if any(one[1] != other[0] for one, other in pairwise(edges)):
         raise _not_safetensors(path, "its tensors do not fill it, or overlap")
     return Header(entries, 8 + num_bytes, zlib.crc32(length + text), size)
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        raise ValueError("a duplicate name")
-    return values
 
 
 def _entry(name: str, value: Any) -> Entry:

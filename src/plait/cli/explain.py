@@ -153,4 +153,4 @@ def _explain_run(
     recipe = directory.read_recipe()
     measured = read_measured(directory.measured)
     recipe = recipe.model_copy(update={"plan": measured.plan})
-    return explain_recipe(recipe, cluster_from_run(measured, host_size)), measured
+    return explain_recipe(recipe, cluster_from_run(measured, host_size), is_saved=True), measured

@@ -13,8 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from plait.data.config import MAX_COUNT, DataConfig, FilePath, TokenizerConfig
 from plait.errors import ConfigError, nearest, unknown_key_hint
-from plait.fileio import MAX_DEPTH, parse_json, parse_toml, read_text
+from plait.fileio import MAX_DEPTH, parse_json, parse_toml, read_text, unique_keys
 from plait.plan.loss_scaling import LossScaling
+from plait.train.saved_recipe import SavedRecipe
 
 # The engine updates flat storages, where a matrix is not a matrix any more: the optimizer must be
 # element-wise. (Adafactor, Muon and LBFGS are not.) Rprop is, but it has no weight decay and adapts its own
@@ -85,10 +86,13 @@ class BatchRampConfig(Section):
 
 class ModelConfig(Section):
     """`[model]`: either `config`, the keys of a Hugging Face configuration with its `model_type`, or
-    `path`, a directory or JSON file that contains one. `pretrained` starts from the weights in `path`.
+    `path`, a directory or JSON file that contains one. `pretrained` starts from the weights in `path`; a run
+    saves the configuration next to that path, so that it needs `path` only until its first checkpoint.
+    `generation` are the keys of a generation_config.json, for the export; by default those in `path`.
     """
 
     config: dict[str, Any] | None = None
+    generation: dict[str, Any] | None = None
     path: FilePath | None = None
     pretrained: bool = False
     tensor_plan: dict[str, str] | None = None  # how `tp` shards layers, on top of the model's own plan
@@ -195,26 +199,34 @@ class Recipe(Section):
 def read_recipe(path: Path, sets: Iterable[str] = (), plan: str | None = None) -> Recipe:
     """Read a recipe from TOML (or the JSON that a run saved), overridden by `key=value` texts and `plan`.
 
-    Raises ConfigError.
+    Raises ConfigError, and RunError for a damaged JSON of a run.
     """
     try:
         text = read_text(path)
-        values = parse_json(text) if path.suffix == ".json" else parse_toml(text)
+        is_json = path.suffix == ".json"
+        values = parse_json(text, object_pairs_hook=unique_keys) if is_json else parse_toml(text)
     except FileNotFoundError as error:
         raise ConfigError("the recipe does not exist", given=path) from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("cannot read the recipe", given=f"{path}: {error}") from error
     except ValueError as error:
-        form = "JSON" if path.suffix == ".json" else "TOML"
+        form = "JSON" if is_json else "TOML"
         raise ConfigError(f"the recipe is not valid {form}", given=f"{path}: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError("the recipe is not a JSON object", given=f"{path}: a {type(values).__name__}")
+    if SavedRecipe.is_one(values):
+        values = SavedRecipe.from_document(values, path).values
     if path.suffix == ".json":
         _add_old_defaults(values)
-    source = str(path)
-    for assignment in sets:
+    return override_recipe(values, sets, plan, source=str(path))
+
+
+def override_recipe(values: dict[str, Any], sets: Iterable[str], plan: str | None, *, source: str) -> Recipe:
+    """Return the recipe with these values, overridden as in `read_recipe`. Raises ConfigError."""
+    assignments = list(sets)
+    for assignment in assignments:
         _set(values, assignment)
-        source = f"{path} and the command line"
+    source = f"{source} and the command line" if assignments else source
     if plan is not None:
         values["plan"] = plan
     return parse_recipe(values, source=source)
@@ -346,7 +358,7 @@ def _section_of(annotation: Any) -> type[BaseModel]:
 
 
 def _check_model(model: ModelConfig) -> None:
-    if (model.config is None) == (model.path is None):
+    if (model.config is None) == (model.path is None) and not model.pretrained:
         raise ConfigError(
             "the model needs either a configuration or a path",
             given=f"model.config {_is_set(model.config)}, model.path {_is_set(model.path)}",

@@ -206,12 +206,13 @@ def cluster_from_run(measured: Measurements, host_size: int | None = None) -> Cl
     return Cluster(transport, host_size, torch.device(measured.device))
 
 
-def explain_recipe(recipe: Recipe, cluster: Cluster) -> Explanation:
-    """Explain a recipe's plan without ranks or data. Raises a PlaitError if it cannot be trained."""
+def explain_recipe(recipe: Recipe, cluster: Cluster, *, is_saved: bool = False) -> Explanation:
+    """Explain a recipe's plan without ranks or data. `is_saved`: the recipe is a run's. Raises a PlaitError
+    if it cannot be trained."""
     plan = Plan.parse(recipe.plan)
     sequences = plan.check_batch(recipe.run.batch)
     check_optimizer_args(recipe.optimizer)
-    check_config(recipe.model, recipe.data.sequence, plan)
+    check_config(recipe.model, recipe.data.sequence, plan, is_saved=is_saved)
     ids = torch.zeros(sequences, recipe.data.sequence, dtype=torch.long, device="meta")
     model = model_on_meta(recipe.model.model_copy(update={"config": _config(recipe), "path": None}))
     return explain(

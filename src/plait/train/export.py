@@ -29,7 +29,7 @@ def load_trained(
 
     `dtype`: a key of DTYPES; None for the precision of the run. Raises RunError, CheckpointError.
     """
-    recipe = run.read_recipe()
+    recipe, tokenizer = run.read_recipe(), read_tokenizer(run.checked_tokenizer())
     saved = newest_checkpoint(run)
     # `weights/` and the persistent buffers: together a state_dict
     tensors = {
@@ -49,7 +49,7 @@ def load_trained(
     if mismatched:
         raise CheckpointError("the checkpoint is of another model", given=f"{saved.path}: {mismatched[0]}")
     trained: PreTrainedModel = model.to(device).eval()
-    return trained, read_tokenizer(run.tokenizer)
+    return trained, tokenizer
 
 
 def export(run: RunDir, out: Path, dtype: str | None = None) -> None:
@@ -77,13 +77,15 @@ def convert(
 
     Raises RunError, ModelError, CheckpointError.
     """
+    generation = saved.facts.get("generation")
     write_hugging_face(
         saved,
         saved_model_on_meta(config if config is not None else recorded_config(saved)),
         out,
         dtype=DTYPES[dtype or Plan.parse(str(saved.facts.get("plan", ""))).precision],
         shard_bytes=shard_bytes,
-        tokenizer=run.tokenizer if run is not None and run.tokenizer.is_dir() else None,
+        tokenizer=run.checked_tokenizer() if run is not None else None,
+        generation=generation if isinstance(generation, dict) else None,
     )
 
 

@@ -31,7 +31,16 @@ def complete_config(
     Adds `vocab_size` and the ids of the special tokens where they are not given. Raises ModelError.
     """
     specials = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": tokenizer.bos_token_id}
-    return {"vocab_size": vocab_size, **(specials if model.config is not None else {}), **config_of(model)}
+    return {"vocab_size": vocab_size, **(specials if model.path is None else {}), **config_of(model)}
+
+
+def generation_of(model: ModelConfig) -> dict[str, Any] | None:
+    """Return the keys of a generation_config.json: the recipe's, else those next to its config.json, if there
+    are any. Raises ModelError."""
+    if model.generation is not None or model.path is None:
+        return model.generation
+    file = model.path / "generation_config.json"
+    return read_config(file) if file.is_file() else None
 
 
 def config_of(model: ModelConfig) -> dict[str, Any]:
@@ -42,25 +51,32 @@ def config_of(model: ModelConfig) -> dict[str, Any]:
     return read_config(model.path)
 
 
-def check_config(model: ModelConfig, sequence: int, plan: Plan) -> PreTrainedModel:
+def check_config(model: ModelConfig, sequence: int, plan: Plan, *, is_saved: bool = False) -> PreTrainedModel:
     """Check what does not depend on the tokenizer, before hours are spent on tokenizing; return the model on
     meta.
 
-    Raises ModelError for an invalid configuration or layers that cannot be sharded, PlanError for a grid that
-    they cannot be sharded over, DataError for samples longer than the model allows, CheckpointError for
-    unreadable pretrained weights.
+    `is_saved`: the recipe is a run's, whose keys and weights are those that the run began with. Raises
+    ModelError for an invalid configuration or layers that cannot be sharded, PlanError for a grid that they
+    cannot be sharded over, DataError for samples longer than the model allows, CheckpointError for unreadable
+    pretrained weights.
     """
     values = config_of(model)
     check_config_values(values)
-    if model.config is not None:
-        _check_keys(values)
-    if model.pretrained and model.path is not None:
-        HuggingFaceFiles.open(model.path)
+    if not is_saved:
+        if model.config is not None:
+            _check_keys(values)
+        check_weights(model)
     on_meta = model_on_meta(model)
     check_sequence(sequence, getattr(on_meta.config, "max_position_embeddings", None))
     validate(on_meta, plan, tensor_plan=model.tensor_plan)
     check_forward(values)
     return on_meta
+
+
+def check_weights(model: ModelConfig) -> None:
+    """Check that the weights to start from can be read. Raises CheckpointError."""
+    if model.pretrained and model.path is not None:
+        HuggingFaceFiles.open(model.path)
 
 
 def initial_model(model: ModelConfig) -> tuple[PreTrainedModel, Path | None]:

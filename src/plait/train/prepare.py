@@ -18,6 +18,7 @@ from plait.data.collator import PaddingCollator
 from plait.data.config import DataConfig
 from plait.data.dataset import TokenStore, TokenStream, open_store
 from plait.data.documents import Documents, check_documents
+from plait.data.index import INDEX
 from plait.data.loader import Samples, Windows, check_samples
 from plait.data.sampler import BatchRamp, BatchSizes, LengthGroups, Order, SampleOrder
 from plait.data.tokenizer import read_tokenizer
@@ -30,7 +31,14 @@ from plait.plan import Plan
 from plait.train.config import LossScaleConfig, Recipe, RunConfig, differences, read_recipe
 from plait.train.health.hang_report import any_stacks
 from plait.train.metrics import read_metrics
-from plait.train.model import check_config, check_prompt, complete_config, prompt_ids
+from plait.train.model import (
+    check_config,
+    check_prompt,
+    check_weights,
+    complete_config,
+    generation_of,
+    prompt_ids,
+)
 from plait.train.optimizer import check_optimizer_args, optimizer_class, param_groups
 from plait.train.resume import find_newest, rewind
 from plait.train.run_dir import RunDir, create_run_dir, lock_run, rewrite_recipe
@@ -51,8 +59,8 @@ class ResolvedRun:
 
     @classmethod
     def open(cls, recipe: Recipe, ranks: int) -> "ResolvedRun":
-        """Return the run of a saved recipe, whose data `prepare` has hashed. Raises a PlaitError."""
-        store = open_store(recipe.data, recipe.tokenizer, verify=False)
+        """Return the run of a saved recipe, whose data `prepare` has checked. Raises a PlaitError."""
+        store = open_store(recipe.data, verify=False)
         return cls(recipe, Plan.parse(recipe.plan).resolved(ranks), RunDir(recipe.run.dir), store)
 
     def engine_args(self, model: PreTrainedModel) -> dict[str, Any]:
@@ -75,9 +83,8 @@ class ResolvedRun:
     def facts(self) -> dict[str, object]:
         """Return the facts that a checkpoint must share with the run to be loaded by it."""
         recipe = self.recipe
-        path = str(recipe.model.path) if recipe.model.path else None
         return {
-            "model": {"config": recipe.model.config, "path": path},
+            "model": {"config": recipe.model.config},
             "data": self.store.digest,
             "optimizer": recipe.optimizer.name,
             # the order of samples: if it changed, a resumed run would see some twice and others never
@@ -160,11 +167,14 @@ def prepare(
 
     Raises a PlaitError, and then has created no directory.
     """
-    recipe = _read(source, sets, plan, resume)
+    recipe, is_saved = _read(source, sets, plan, resume), source.is_dir()
     run_dir = RunDir(recipe.run.dir)
-    resolved = _check(recipe, ranks, local)
+    resolved = _check(recipe, ranks, local, is_saved=is_saved)
     if resume:
         saved = run_dir.read_recipe(sets, plan)
+        run_dir.checked_tokenizer()
+        if start is None and not steps(run_dir.checkpoints):
+            check_weights(recipe.model)
         lock_run(run_dir, lock)
         newest = find_newest(run_dir.checkpoints) if start is None else None
     elif run_dir.path.exists() and (not run_dir.path.is_dir() or any(run_dir.path.iterdir())):
@@ -173,8 +183,9 @@ def prepare(
             given=f"run.dir = {run_dir.path}",
             hint=f"--resume to continue the run, or --set run.dir={run_dir.path}-2",
         )
-    store = build(recipe.data, recipe.tokenizer)
-    run = ResolvedRun(_complete(recipe, store, resolved), resolved, run_dir, store)
+    store = _open_data(recipe, is_saved=is_saved)
+    complete = _complete(recipe, store, resolved, is_saved=is_saved)
+    run = ResolvedRun(complete, resolved, run_dir, store)
     run.check_samples()
     if not resume:
         create_run_dir(run_dir, run.recipe, store, start, run.check_checkpoint)
@@ -191,7 +202,7 @@ def prepare(
         rewind(run_dir.checkpoints, start, run.check_checkpoint)
     elif newest is not None:
         run.check_checkpoint(newest)
-    rewrite_recipe(run_dir, run.recipe)
+    rewrite_recipe(run_dir, run.recipe, store)
     return run
 
 
@@ -233,7 +244,15 @@ def num_local_ranks(plan: Plan, device: str) -> int:
     return max(1, gpus // plan.min_ranks) * plan.min_ranks
 
 
-def _check(recipe: Recipe, ranks: int | None, local: bool) -> Plan:
+def _open_data(recipe: Recipe, *, is_saved: bool) -> TokenStore:
+    """Build or open the tokens. Raises DataError."""
+    path = recipe.tokenizer.path
+    if is_saved and path is not None and not path.exists() and (recipe.data.dir / INDEX).exists():
+        return open_store(recipe.data)  # the tokens contain the tokenizer; a checkpoint knows their hash
+    return build(recipe.data, recipe.tokenizer)
+
+
+def _check(recipe: Recipe, ranks: int | None, local: bool, *, is_saved: bool) -> Plan:
     """Check all that does not depend on the data, and return the plan with its number of ranks."""
     requested = Plan.parse(recipe.plan)
     num_ranks = ranks if ranks is not None else num_local_ranks(requested, recipe.run.device)
@@ -260,7 +279,8 @@ def _check(recipe: Recipe, ranks: int | None, local: bool) -> Plan:
     if local:
         check_devices(num_ranks, recipe.run.device)
     check_optimizer_args(recipe.optimizer)
-    param_groups(recipe.optimizer, check_config(recipe.model, recipe.data.sequence, plan))
+    model = check_config(recipe.model, recipe.data.sequence, plan, is_saved=is_saved)
+    param_groups(recipe.optimizer, model)
     return plan
 
 
@@ -298,13 +318,15 @@ def check_devices(ranks: int, device: str) -> None:
         )
 
 
-def _complete(recipe: Recipe, store: TokenStore, plan: Plan) -> Recipe:
+def _complete(recipe: Recipe, store: TokenStore, plan: Plan, *, is_saved: bool) -> Recipe:
     """Return the recipe with the values that data and tokenizer determine, and absolute paths.
 
     Checks that data, tokenizer and model fit, and that the model, with its vocabulary, can be sharded.
     """
     tokenizer = read_tokenizer(store.tokenizer_dir)
-    config = complete_config(recipe.model, tokenizer, store.index.vocab_size)
+    config = recipe.model.config if is_saved else None  # a run's is complete
+    if config is None:
+        config = complete_config(recipe.model, tokenizer, store.index.vocab_size)
     model = causal_lm_on_meta(config)
     store.check_model(
         vocab_size=int(model.config.vocab_size),
@@ -314,7 +336,8 @@ def _complete(recipe: Recipe, store: TokenStore, plan: Plan) -> Recipe:
     validate(model, plan, tensor_plan=recipe.model.tensor_plan)
     if recipe.sample.tokens:  # otherwise found only at the end of the run
         check_prompt(prompt_ids(tokenizer, recipe.sample.prompt), model.config)
-    of_model = {"path": recipe.model.path} if recipe.model.pretrained else {"config": config, "path": None}
+    path = recipe.model.path if recipe.model.pretrained else None
+    of_model = {"config": config, "generation": generation_of(recipe.model), "path": path}
     sections: dict[str, dict[str, Any]] = {
         "run": {"offload_dir": recipe.run.offload_dir, "trace": recipe.run.trace},
         "model": of_model,

@@ -18,10 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plait.data.dataset import TokenStore
+from plait.data.tokenizer import file_hashes
 from plait.errors import RunError
 from plait.fileio import file_lock, read_json, sync_folder, sync_tree, write_json
-from plait.train.config import Recipe, read_recipe
+from plait.train.config import Recipe, override_recipe
 from plait.train.resume import Check, start_from
+from plait.train.saved_recipe import SavedRecipe
 
 _LOCK_TIMEOUT_S = 10.0
 
@@ -65,8 +67,21 @@ class RunDir:
                 expected=f"a directory with {self.recipe.name}",
                 hint="plait train RECIPE starts a run",
             )
-        recipe = read_recipe(self.recipe, sets, plan)
+        values = SavedRecipe.read(self.recipe).values
+        recipe = override_recipe(values, sets, plan, source=str(self.recipe))
         return recipe.model_copy(update={"run": recipe.run.model_copy(update={"dir": self.path})})
+
+    def checked_tokenizer(self) -> Path:
+        """Return the directory of the tokenizer. Raises RunError if it is not the one the run began with."""
+        expected, found = SavedRecipe.read(self.recipe).tokenizer_files, file_hashes(self.tokenizer)
+        if changed := sorted({name for name, _ in found.items() ^ expected.items()}):
+            raise RunError(
+                "the run's tokenizer is damaged, or was edited",
+                given=f"{self.tokenizer}: {', '.join(changed)}",
+                expected="the tokenizer of the tokens that the model was trained on",
+                hint="copy it from data.dir/tokenizer; what is to be changed for users, change in the export",
+            )
+        return self.tokenizer
 
 
 def lock_run(run: RunDir, lock: ExitStack | None) -> None:
@@ -95,9 +110,9 @@ def create_run_dir(run: RunDir, recipe: Recipe, store: TokenStore, start: Path |
     try:
         partial.mkdir(parents=True)
         try:
-            write_json(RunDir(partial).recipe, recipe.model_dump(mode="json"))
-            write_json(RunDir(partial).job, _current_job())
             shutil.copytree(store.tokenizer_dir, RunDir(partial).tokenizer)
+            _write_recipe(RunDir(partial), recipe, store)
+            write_json(RunDir(partial).job, _current_job())
             if start is not None:
                 start_from(RunDir(partial).checkpoints, start, check)
             sync_tree(partial)
@@ -110,13 +125,17 @@ def create_run_dir(run: RunDir, recipe: Recipe, store: TokenStore, start: Path |
         raise RunError("cannot create the run directory", given=f"{run.path}: {error}") from error
 
 
-def rewrite_recipe(run: RunDir, recipe: Recipe) -> None:
+def rewrite_recipe(run: RunDir, recipe: Recipe, store: TokenStore) -> None:
     """Write the recipe with the changes of --set and --plan, and the current job. Raises RunError."""
     try:
-        write_json(run.recipe, recipe.model_dump(mode="json"))
+        _write_recipe(run, recipe, store)
         write_json(run.job, _current_job())
     except OSError as error:
         raise RunError("cannot write the run's recipe", given=f"{run.recipe}: {error}") from error
+
+
+def _write_recipe(run: RunDir, recipe: Recipe, store: TokenStore) -> None:
+    SavedRecipe(recipe.model_dump(mode="json"), store.index.tokenizer_files).write(run.recipe)
 
 
 def is_later_attempt(run: RunDir) -> bool:

@@ -308,6 +308,7 @@ class Trainer:
             "plan": str(self._engine.plan),
             "loss_scale": self._engine.loss_scale,
             **self._run.facts(),
+            "generation": self._recipe.model.generation,
             "versions": {module.__name__: str(module.__version__) for module in (plait, torch, transformers)},
         }
 

@@ -1,0 +1,65 @@
+"""recipe.json of a run directory: the resolved recipe, the hashes of the tokenizer's files, a hash of both.
+
+A resumed run continues with these values, and an export gets this tokenizer: one changed bit must not pass
+for a decision. A change that is meant is made with `--set` on resume, which writes the file again.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from plait.data.index import json_hash
+from plait.errors import RunError
+from plait.fileio import read_json, write_json
+
+_HASH, _RECIPE, _TOKENIZER = "sha256", "recipe", "tokenizer_files"
+
+
+@dataclass(frozen=True)
+class SavedRecipe:
+    """Contents of recipe.json: the recipe's values, and sha256 by name of the tokenizer's files."""
+
+    values: dict[str, Any]
+    tokenizer_files: Mapping[str, str]
+
+    def write(self, path: Path) -> None:
+        """Write atomically. Raises OSError."""
+        content = {_RECIPE: self.values, _TOKENIZER: dict(self.tokenizer_files)}
+        write_json(path, {_HASH: json_hash(content), **content})
+
+    @classmethod
+    def read(cls, path: Path) -> "SavedRecipe":
+        """Raises RunError, also for a file without a hash."""
+        try:
+            document = read_json(path)
+        except (OSError, ValueError) as error:
+            raise _damaged(path, str(error)) from error
+        return cls.from_document(document, path)
+
+    @classmethod
+    def from_document(cls, document: Any, path: Path) -> "SavedRecipe":
+        """Raises RunError for another content than was written. `path`: for the error."""
+        if not isinstance(document, dict) or document.keys() != {_HASH, _RECIPE, _TOKENIZER}:
+            raise _damaged(path, f"its keys are not {_HASH}, {_RECIPE} and {_TOKENIZER}")
+        content = {key: document[key] for key in (_RECIPE, _TOKENIZER)}
+        if not all(isinstance(part, dict) for part in content.values()):
+            raise _damaged(path, f"{_RECIPE} and {_TOKENIZER} are not JSON objects")
+        if document[_HASH] != json_hash(content):
+            raise _damaged(path, "its content does not have the hash that it records")
+        return cls(document[_RECIPE], document[_TOKENIZER])
+
+    @staticmethod
+    def is_one(document: object) -> bool:
+        """Return whether a JSON value is one of these, perhaps a damaged one, and not a recipe by itself."""
+        return isinstance(document, dict) and bool(document.keys() & {_HASH, _RECIPE, _TOKENIZER})
+
+
+def _damaged(path: Path, reason: str) -> RunError:
+    return RunError(
+        "the run's recipe is damaged, or was edited",
+        given=f"{path}: {reason}",
+        expected="the file as plait wrote it",
+        hint="restore it; to change a value: plait train RUN --resume --set KEY=VALUE; "
+        "a new run can start from a checkpoint: plait train RECIPE --from RUN/checkpoints/STEP",
+    )
