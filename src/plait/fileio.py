@@ -14,10 +14,13 @@ of many parts, on which `tomllib` spends quadratic time.
 import contextlib
 import errno
 import fcntl
+import hashlib
 import json
 import math
 import os
 import re
+import shutil
+import socket
 import stat
 import time
 import tomllib
@@ -39,6 +42,8 @@ T = TypeVar("T")
 P = TypeVar("P", str, Path)
 
 _POLL_S = 0.1
+_RANDOM_DIGITS = 8  # in the name of a temporary folder
+_LOCKED_WITHIN_S = 60.0  # from the creation of a temporary folder
 # Errors of network file systems that cannot sync a folder.
 _SYNC_UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
 
@@ -86,6 +91,54 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def temp_path(path: Path) -> Path:
     """A name next to `path` that no other writer has."""
     return path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
+
+
+@contextlib.contextmanager
+def temporary_folder(final: Path, mode: int = 0o777) -> Iterator[Path]:
+    """Yield a new folder `FINAL.tmp-...`, to be renamed to `final` or removed at the end, and remove those
+    that killed processes have left. Raises OSError.
+
+    [Note: folders of killed processes] The folder is locked, by this process and those that it forks, until
+    all of them have ended: a folder without a lock is not in use. A lock may be of one host only, so names
+    contain the host's, and other hosts' folders are left alone. So are those of the last minute: a process
+    may be about to lock its own.
+    """
+    host = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
+    prefix = f"{final.name}.tmp-{host}"
+    if final.parent.is_dir():
+        for path in final.parent.iterdir():
+            if path.name.startswith(prefix) and len(path.name) == len(prefix) + _RANDOM_DIGITS:
+                _remove_if_unused(path)
+    path = final.with_name(prefix + os.urandom(_RANDOM_DIGITS // 2).hex())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir(mode)
+    with contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, path, ignore_errors=True)
+        with contextlib.suppress(OSError):  # without locks, it is never removed by others
+            stack.callback(os.close, _lock_folder(path))
+        yield path
+
+
+def _lock_folder(path: Path) -> int:
+    """Return a descriptor that holds the folder's lock. Raises OSError if another process holds it, or if the
+    file system has no locks for folders."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _remove_if_unused(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        status = path.lstat()
+        if status.st_uid != os.getuid() or time.time() - status.st_mtime < _LOCKED_WITHIN_S:
+            return
+        descriptor = _lock_folder(path)
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(descriptor)
 
 
 def sync_folder(folder: Path) -> None:

@@ -1,6 +1,8 @@
 """Files are written whole or not at all."""
 
 import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -137,3 +139,44 @@ def test_only_a_path_that_a_file_can_have_is_accepted() -> None:
     for name in ("a\0b", "\ud800", "a" * 256, "a/" * 2100):
         with pytest.raises(ValueError, match="a path"):
             fileio.check_path(Path(name))
+
+
+def _holder(final: Path) -> tuple[int, Path]:
+    """Fork a process that has a temporary folder for `final`; its id and the folder."""
+    before = {*final.parent.iterdir()}
+    process = os.fork()
+    if not process:
+        with fileio.temporary_folder(final):
+            time.sleep(60)
+        os._exit(0)
+    limit_s = time.monotonic() + 10
+    while not (made := {*final.parent.iterdir()} - before) and time.monotonic() < limit_s:
+        time.sleep(0.01)
+    time.sleep(0.1)  # for its lock
+    return process, made.pop()
+
+
+def test_folders_of_killed_processes_are_removed_and_those_in_use_are_not(tmp_path: Path) -> None:
+    final = tmp_path / "out"
+    killed, living = [_holder(final) for _ in range(3)], _holder(final)
+    try:
+        for process, _ in killed:
+            os.kill(process, signal.SIGKILL)
+            os.waitpid(process, 0)
+        (other_host := tmp_path / f"out.tmp-{'0' * 16}").mkdir()
+        (other_name := tmp_path / killed[1][1].name.replace("out", "output")).mkdir()
+        for path in (killed[0][1], killed[1][1], living[1], other_host, other_name):
+            os.utime(path, (0, 0))
+        with fileio.temporary_folder(final) as folder:
+            (folder / "file").write_text("new")
+            left = {path.name for path in tmp_path.iterdir()} - {folder.name}
+            folder.rename(final)
+        new, kept = killed[2][1], (living[1], other_host, other_name)
+        assert left == {path.name for path in (new, *kept)}, "a new one may be about to be locked"
+        assert (final / "file").read_text() == "new"
+        with pytest.raises(ZeroDivisionError), fileio.temporary_folder(tmp_path / "failed") as folder:
+            raise ZeroDivisionError
+        assert not folder.exists()
+    finally:
+        os.kill(living[0], signal.SIGKILL)
+        os.waitpid(living[0], 0)

@@ -3,6 +3,8 @@
 import io
 import json
 import math
+import shutil
+import threading
 import time
 from pathlib import Path
 
@@ -141,6 +143,26 @@ def test_a_full_disk_is_an_error(tmp_path: Path, steps: int) -> None:
     with pytest.raises(RunError, match="cannot write") as caught:
         record_on_a_full_disk(RunDir(tmp_path), steps)
     assert "No space left" in caught.value.message()
+
+
+def test_a_directory_that_is_removed_is_one_error_and_no_traceback_of_a_thread(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+    hook = threading.excepthook
+
+    def write_and_lose() -> None:
+        limit_s = time.monotonic() + 20
+        with Metrics(run, Console(file=io.StringIO()), 0, 10**9, 1) as metrics:
+            metrics.step(facts(1))
+            metrics._board.flush()  # its thread does nothing now
+            shutil.rmtree(run.path)
+            while time.monotonic() < limit_s:
+                metrics.validation(1, 2.0)
+                time.sleep(0.01)
+
+    with pytest.raises(RunError, match="cannot write the run's metrics"):
+        write_and_lose()
+    assert threading.excepthook is hook
 
 
 def test_a_full_disk_does_not_hide_the_error_that_ends_the_run(tmp_path: Path) -> None:

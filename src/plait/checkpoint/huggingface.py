@@ -9,7 +9,6 @@ before any data is read.
 import functools
 import json
 import re
-import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from plait.checkpoint.reader import Reader
 from plait.checkpoint.safetensors_format import DTYPES, Entry, Header, encode_header, read_header
 from plait.checkpoint.writer import bytes_of
 from plait.errors import CheckpointError, RunError
-from plait.fileio import read_json, sync_folder, sync_tree, write_json
+from plait.fileio import read_json, sync_folder, sync_tree, temporary_folder, write_json
 from plait.models import SavedGroup, SaveFormat, StateNames, map_file_keys
 
 if TYPE_CHECKING:
@@ -179,26 +178,23 @@ def write_hugging_face(
     _check_same(checkpoint, names)
     form = SaveFormat(model, dtype)
     shards = _shards(form.groups(), shard_bytes)
-    partial = out.with_name(f"{out.name}.tmp-{secrets.token_hex(4)}")
     try:
-        partial.mkdir(parents=True)
-        if tokenizer is not None:
-            shutil.copytree(tokenizer, partial, dirs_exist_ok=True)
-        _write_configuration(model, dtype, generation, partial)
-        with checkpoint.reader() as reader:
-            read = functools.partial(_read_full, reader, names)
-            for shard in shards:
-                _write_shard(partial, shard, form, read)
-            reader.finish()
-        if len(shards) > 1:
-            _write_index(partial / INDEX, shards, model)
-        sync_tree(partial)
-        partial.rename(out)
-        sync_folder(out.absolute().parent)
+        with temporary_folder(out) as partial:
+            if tokenizer is not None:
+                shutil.copytree(tokenizer, partial, dirs_exist_ok=True)
+            _write_configuration(model, dtype, generation, partial)
+            with checkpoint.reader() as reader:
+                read = functools.partial(_read_full, reader, names)
+                for shard in shards:
+                    _write_shard(partial, shard, form, read)
+                reader.finish()
+            if len(shards) > 1:
+                _write_index(partial / INDEX, shards, model)
+            sync_tree(partial)
+            partial.rename(out)
+            sync_folder(out.absolute().parent)
     except OSError as error:
         raise RunError("the export cannot be written", given=f"{out}: {error}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _check_same(checkpoint: Checkpoint, names: StateNames) -> None:

@@ -22,7 +22,7 @@ from plait.cli.common import (
 )
 from plait.cli.explain import MODEL_HELP
 from plait.errors import ConfigError, PlaitError, PlanError
-from plait.fileio import read_text
+from plait.fileio import read_text, temporary_folder
 from plait.plan import Plan
 from plait.plan.schedule.load import load_schedule
 
@@ -88,9 +88,9 @@ def verify(
     cases = [Case(source, str(p), dtype, steps, samples, sequence, seed, tolerance) for p in selected]
     if plan is not None:
         check(cases[0])
-    with tempfile.TemporaryDirectory(prefix="plait-verify-") as folder:
+    with temporary_folder(Path(tempfile.gettempdir()) / "plait-verify", 0o700) as folder:
         options = runner.WorkerOptions(on, transport, find_suspects=plan is not None)
-        verdicts = runner.verify(cases, Path(folder), options)
+        verdicts = runner.verify(cases, folder, options)
     if plan is not None:
         print_verdict(verdicts[0], Console())
     else:

@@ -62,6 +62,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from plait.comm.world import RENDEZVOUS_FILE
 from plait.errors import CommError
+from plait.fileio import temporary_folder
 
 _LAUNCHER_PID = "PLAIT_LAUNCHER_PID"
 
@@ -114,14 +115,14 @@ def launch_local(
     forked = None
     if function is not None or (is_own and _forks and _can_fork()):
         forked = _ForkedRank(argv, function or _run_command)
-    with tempfile.TemporaryDirectory(prefix="plait-", ignore_cleanup_errors=True) as rendezvous_dir:
+    with temporary_folder(Path(tempfile.gettempdir()) / "plait", 0o700) as rendezvous_dir:
         monitor = _RankMonitor(save_s)
         with (
-            _patched_environment(_rank_environment(num_ranks, Path(rendezvous_dir))),
+            _patched_environment(_rank_environment(num_ranks, rendezvous_dir)),
             _silence_torch(),
             _forward_signals(monitor),
         ):
-            _run_agent(num_ranks, entry, forked, Path(rendezvous_dir), monitor, is_own=is_own)
+            _run_agent(num_ranks, entry, forked, rendezvous_dir, monitor, is_own=is_own)
     return monitor.exit_code()
 
 

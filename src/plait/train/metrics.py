@@ -9,6 +9,7 @@ step that it resumes from, so that no step is recorded twice.
 import contextlib
 import json
 import math
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -94,6 +95,8 @@ class Metrics:
             self._task = self._progress.add_task("", total=steps, completed=first_step, text="starting")
 
     def __enter__(self) -> "Metrics":
+        if self._console is not None:  # TensorBoard's thread prints an error that the next call here raises
+            self._thread_hook, threading.excepthook = threading.excepthook, _print_unless_of_board
         if self._progress is not None:
             self._progress.start()
         return self
@@ -109,6 +112,8 @@ class Metrics:
         except RunError:
             if error is None:  # otherwise that error is the cause, and the one to report
                 raise
+        finally:
+            threading.excepthook = self._thread_hook
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
@@ -204,6 +209,11 @@ def perplexity(loss: float) -> float:
         return math.exp(loss)
     except OverflowError:
         return math.inf
+
+
+def _print_unless_of_board(of_thread: Any) -> None:
+    if not type(of_thread.thread).__module__.startswith("tensorboard."):
+        threading.__excepthook__(of_thread)
 
 
 def truncate_metrics(path: Path, last_step: int) -> None:

@@ -9,7 +9,6 @@ moved to another host; at a first start it is not, because another job may reuse
 """
 
 import os
-import secrets
 import shutil
 import socket
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from pathlib import Path
 from plait.data.dataset import TokenStore
 from plait.data.tokenizer import file_hashes
 from plait.errors import RunError
-from plait.fileio import file_lock, read_json, sync_folder, sync_tree, write_json
+from plait.fileio import file_lock, read_json, sync_folder, sync_tree, temporary_folder, write_json
 from plait.train.config import Recipe, override_recipe
 from plait.train.resume import Check, start_from
 from plait.train.saved_recipe import SavedRecipe
@@ -106,21 +105,17 @@ def lock_run(run: RunDir, lock: ExitStack | None) -> None:
 
 def create_run_dir(run: RunDir, recipe: Recipe, store: TokenStore, start: Path | None, check: Check) -> None:
     """Create the directory, atomically and durably: checkpoints are useless without it. Raises RunError."""
-    partial = run.path.with_name(f"{run.path.name}.tmp-{secrets.token_hex(4)}")
     try:
-        partial.mkdir(parents=True)
-        try:
-            shutil.copytree(store.tokenizer_dir, RunDir(partial).tokenizer)
-            _write_recipe(RunDir(partial), recipe, store)
-            write_json(RunDir(partial).job, _current_job())
+        with temporary_folder(run.path) as folder:
+            partial = RunDir(folder)
+            shutil.copytree(store.tokenizer_dir, partial.tokenizer)
+            _write_recipe(partial, recipe, store)
+            write_json(partial.job, _current_job())
             if start is not None:
-                start_from(RunDir(partial).checkpoints, start, check)
-            sync_tree(partial)
-            partial.replace(run.path)  # also over an empty directory
+                start_from(partial.checkpoints, start, check)
+            sync_tree(folder)
+            folder.replace(run.path)  # also over an empty directory
             sync_folder(run.path.parent)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
     except OSError as error:
         raise RunError("cannot create the run directory", given=f"{run.path}: {error}") from error
 
