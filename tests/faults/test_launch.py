@@ -274,8 +274,7 @@ def test_sigterm_lets_every_rank_save_and_ends_with_0(start: Start, tmp_path: Pa
         time.sleep(0.002)
         launcher.send_signal(signal.SIGTERM)  # schedulers repeat themselves, up to the launcher's own exit
     output, _ = launcher.communicate(timeout=10)
-    assert launcher.returncode == 0
-    assert output == ""
+    assert (launcher.returncode, output) == (0, "")
     for rank in (0, 1):  # the signal once, and not to the processes that the rank had started
         assert (tmp_path / f"saved-{rank}").read_text() == f"[{int(signal.SIGTERM)}] True"
 

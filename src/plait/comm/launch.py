@@ -475,6 +475,8 @@ def _forward_signals(monitor: _RankMonitor) -> Iterator[None]:
     try:
         yield
     finally:
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, previous)  # and the handlers of earlier ones run
         for signum, old in previous.items():
             is_repeated = monitor.is_stopping and signum in _FORWARDED
             signal.signal(signum, signal.SIG_IGN if is_repeated else old)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
