@@ -77,6 +77,11 @@ def finite_json(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def json_hash(value: Any) -> str:
+    """sha256 of a JSON value in canonical form."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return an object of JSON, as `object_pairs_hook` of `json.loads`. Raises ValueError for a key that is
     there twice, of which parsers silently take the last."""

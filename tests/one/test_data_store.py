@@ -18,8 +18,8 @@ from plait.data import sources
 from plait.data.build import build
 from plait.data.config import DataConfig, TokenizerConfig
 from plait.data.dataset import TokenStore, TokenStream, open_store
-from plait.data.index import json_hash
 from plait.errors import DataError
+from plait.fileio import json_hash
 
 TRAINED = TokenizerConfig(vocab_size=300)
 

@@ -225,3 +225,20 @@ main()
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
+@pytest.mark.parametrize(
+    ("limit", "fact"),
+    [
+        ("-n 40", "ConfigError: too few open files are allowed"),
+        ("-v 1000000", "ConfigError: too few addresses are allowed"),
+        ("-S -n 40", "ConfigError: the recipe does not exist"),  # a soft limit is raised
+    ],
+)
+def test_limits_that_no_rank_can_run_in_are_named_before_torch_is_imported(limit: str, fact: str) -> None:
+    command = f'ulimit {limit}; "$@"; code=$?; exit $code'
+    words = [sys.executable, "-m", "plait", "train", "missing.toml"]
+    done = subprocess.run(
+        ["bash", "-c", command, "bash", *words], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr.splitlines()[0]) == (2, fact)

@@ -33,7 +33,7 @@ from plait.cli.common import (
     write_json_output,
     write_output,
 )
-from plait.cli.multirank import check_ranks, first_rank_first, report_once
+from plait.cli.multirank import check_limits, check_ranks, first_rank_first, report_once
 from plait.plan.cost_model import COLLECTIVES, TRANSPORTS
 from plait.plan.host_profile import HostProfile, check_writable, save
 
@@ -177,6 +177,7 @@ def ddp(
 
 def _num_ranks(requested: int | None) -> tuple[int, int]:
     """Return the number of ranks, and of those on this host. Raises ConfigError, PlanError."""
+    check_limits()
     if "WORLD_SIZE" not in os.environ:
         size = local_size = _RANKS if requested is None else requested
     else:

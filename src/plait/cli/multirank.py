@@ -2,20 +2,49 @@
 
 import contextlib
 import os
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from plait.cli.common import LOST_RANK, USER_ERROR, show_error
-from plait.errors import CommError, PlaitError, PlanError
+from plait.errors import CommError, ConfigError, PlaitError, PlanError
 
 if TYPE_CHECKING:
     from plait.comm.world import World
 
 _ERROR, _ERROR_SHOWN = "plait: error", "plait: error shown"
 _STORE_TIMEOUT_S = 5.0  # after that, the store is taken to be unreachable
+_MIN_FILES, _MANY_FILES = 64, 65536  # open files that a rank needs at least, and that are always enough
+_MIN_ADDRESS_BYTES = 5 * 2**28  # torch, transformers and a small model
 _RANK_0_SHOWS_S = 10.0  # for rank 0 to print the same error, and for its launcher to end the others
+
+
+def check_limits() -> None:
+    """Raise the limit of open files as far as this process may: each file of tokens needs one. Raises
+    ConfigError if this limit or that of addresses is too small for any rank, before torch meets it."""
+    files, hard_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most_files = _MANY_FILES if hard_files == resource.RLIM_INFINITY else min(hard_files, _MANY_FILES)
+    if files != resource.RLIM_INFINITY and files < most_files:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, hard_files))
+            files = most_files
+    if files != resource.RLIM_INFINITY and files < _MIN_FILES:
+        raise ConfigError(
+            "too few open files are allowed",
+            given=f"{files} for each process (ulimit -n)",
+            expected=f"at least {_MIN_FILES}",
+            hint="ulimit -n 1024, or the limits of your batch system",
+        )
+    address_bytes, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if address_bytes != resource.RLIM_INFINITY and address_bytes < _MIN_ADDRESS_BYTES:
+        raise ConfigError(
+            "too few addresses are allowed",
+            given=f"{address_bytes / 2**20:.0f} MiB for each process (ulimit -v)",
+            expected=f"at least {_MIN_ADDRESS_BYTES / 2**20:.0f} MiB, and more than a rank's memory",
+            hint="ulimit -v unlimited: limit the memory that is used with a cgroup instead",
+        )
 
 
 def check_ranks(ranks: int | None) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from plait.cli.common import INTERRUPTED, LOST_RANK, Debug, PlanOverride, Run, Sets, print_line, report_errors
-from plait.cli.multirank import check_ranks, first_rank_first, report_once
+from plait.cli.multirank import check_limits, check_ranks, first_rank_first, report_once
 from plait.cli.streams import outlive_output
 from plait.plan import Plan
 
@@ -51,6 +51,7 @@ def train(
 ) -> None:
     """Train a model as a recipe says, on local ranks, or on the ranks of torchrun."""
     outlive_output()
+    check_limits()
     sets = [*(sets or []), *(["run.probe=true"] if probe else [])]
     sets += [] if trace is None else [f"run.trace={json.dumps(str(trace))}"]
     if "WORLD_SIZE" in os.environ:

@@ -21,6 +21,7 @@ from plait.cli.common import (
     write_json_output,
 )
 from plait.cli.explain import MODEL_HELP
+from plait.cli.multirank import check_limits
 from plait.errors import ConfigError, PlaitError, PlanError
 from plait.fileio import read_text, temporary_folder
 from plait.plan import Plan
@@ -127,7 +128,9 @@ def _noted(source: "ModelSource") -> "ModelSource":
 
 
 def _device(asked: Device, transport: str, num_ranks: int) -> str:
-    """Choose the device of the ranks. Raises ConfigError for an unknown transport, and for too few GPUs."""
+    """Choose the device of the ranks. Raises ConfigError for an unknown transport, for too few GPUs, and for
+    too low limits."""
+    check_limits()
     if transport not in ("auto", "host", "gloo"):
         raise ConfigError(
             "there is no such transport for CPU ranks", given=f"--transport {transport}", hint="host or gloo"

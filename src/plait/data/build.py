@@ -24,13 +24,13 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from plait.data import tokenizer as tokenizers
 from plait.data.config import DataConfig, TokenizerConfig
 from plait.data.dataset import TokenStore, open_store
-from plait.data.index import INDEX, TOKENIZER, DatasetSpec, Index, SourceStats, json_hash
+from plait.data.index import INDEX, TOKENIZER, DatasetSpec, Index, SourceStats
 from plait.data.readers import ReadOptions, read_chunks
 from plait.data.shards import UNFINISHED, BuildSettings, PartRecord, finished_part
 from plait.data.sources import Shard, list_shards
 from plait.data.workers import Report, write_parts
 from plait.errors import DataError
-from plait.fileio import read_json, sync_folder, write_json
+from plait.fileio import json_hash, read_json, sync_folder, write_json
 from plait.tables import plain
 
 PARALLEL_FROM_BYTES = 64 << 20

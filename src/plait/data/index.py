@@ -7,7 +7,6 @@ index.json                      written last: without it the directory is an unf
 unfinished/                     records of finished parts, during a build
 """
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -17,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from plait.data import tokenizer as tokenizers
 from plait.data.config import DataConfig, TokenizerConfig
 from plait.errors import DataError
-from plait.fileio import read_json
+from plait.fileio import json_hash, read_json
 
 INDEX = "index.json"
 TOKENIZER = "tokenizer"
@@ -103,11 +102,6 @@ class Index(Strict):
         """Hash of the tokens, their order and their tokenizer, independent of sources and recipe."""
         content = self.model_dump(mode="json", include={"dtype", "tokenizer_files", "train", "validation"})
         return json_hash(content)
-
-
-def json_hash(value: Any) -> str:
-    """sha256 of a JSON value in canonical form."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def read_index(folder: Path) -> Index:

@@ -11,10 +11,10 @@ import numpy as np
 from pydantic import Field, ValidationError
 from tokenizers import Tokenizer
 
-from plait.data.index import MAX_UINT16_VOCAB, Count, PartFile, Sha256, Strict, json_hash
+from plait.data.index import MAX_UINT16_VOCAB, Count, PartFile, Sha256, Strict
 from plait.data.readers import ReadOptions, TextChunk, read_chunks
 from plait.data.sources import Shard
-from plait.fileio import temp_path, write_json
+from plait.fileio import json_hash, temp_path, write_json
 
 BATCH_BYTES = 1 << 20  # text tokenized at once: some 100 MB of encodings
 UNFINISHED = "unfinished"

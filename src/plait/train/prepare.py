@@ -23,7 +23,7 @@ from plait.data.loader import Samples, Windows, check_samples
 from plait.data.sampler import BatchRamp, BatchSizes, LengthGroups, Order, SampleOrder
 from plait.data.tokenizer import read_tokenizer
 from plait.engine.spec import validate
-from plait.errors import ConfigError, PlanError, RunError
+from plait.errors import ConfigError, DataError, PlanError, RunError
 from plait.fileio import check_output_paths
 from plait.models import causal_lm_on_meta
 from plait.optim.mapped import MappedFile
@@ -246,10 +246,15 @@ def num_local_ranks(plan: Plan, device: str) -> int:
 
 def _open_data(recipe: Recipe, *, is_saved: bool) -> TokenStore:
     """Build or open the tokens. Raises DataError."""
-    path = recipe.tokenizer.path
-    if is_saved and path is not None and not path.exists() and (recipe.data.dir / INDEX).exists():
+    path, is_built = recipe.tokenizer.path, (recipe.data.dir / INDEX).exists()
+    if is_saved and is_built and path is not None and not path.exists():
         return open_store(recipe.data)  # the tokens contain the tokenizer; a checkpoint knows their hash
-    return build(recipe.data, recipe.tokenizer)
+    try:
+        return build(recipe.data, recipe.tokenizer)
+    except DataError as error:
+        if is_saved and not is_built and error.hint is None:
+            error.hint = f"if the tokens of {recipe.data.dir} were moved: --set data.dir=DIRECTORY"
+        raise
 
 
 def _check(recipe: Recipe, ranks: int | None, local: bool, *, is_saved: bool) -> Plan:

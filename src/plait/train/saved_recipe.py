@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plait.data.index import json_hash
 from plait.errors import RunError
-from plait.fileio import read_json, write_json
+from plait.fileio import json_hash, read_json, write_json
 
 _HASH, _RECIPE, _TOKENIZER = "sha256", "recipe", "tokenizer_files"
 

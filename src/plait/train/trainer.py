@@ -300,6 +300,7 @@ class Trainer:
 
     def _facts(self) -> dict[str, object]:
         """Return the metadata of a checkpoint."""
+        generation = self._recipe.model.generation
         return {
             "tokens": self._tokens,
             "skipped": self._skipped,
@@ -308,7 +309,7 @@ class Trainer:
             "plan": str(self._engine.plan),
             "loss_scale": self._engine.loss_scale,
             **self._run.facts(),
-            "generation": self._recipe.model.generation,
+            **({} if generation is None else {"generation": generation}),
             "versions": {module.__name__: str(module.__version__) for module in (plait, torch, transformers)},
         }
 
