@@ -7,7 +7,6 @@ index.json                      written last: without it the directory is an unf
 unfinished/                     records of finished parts, during a build
 """
 
-import json
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
