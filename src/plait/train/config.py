@@ -216,8 +216,6 @@ def read_recipe(path: Path, sets: Iterable[str] = (), plan: str | None = None) -
         raise ConfigError("the recipe is not a JSON object", given=f"{path}: a {type(values).__name__}")
     if SavedRecipe.is_one(values):
         values = SavedRecipe.from_document(values, path).values
-    if path.suffix == ".json":
-        _add_old_defaults(values)
     return override_recipe(values, sets, plan, source=str(path))
 
 
@@ -230,13 +228,6 @@ def override_recipe(values: dict[str, Any], sets: Iterable[str], plan: str | Non
     if plan is not None:
         values["plan"] = plan
     return parse_recipe(values, source=source)
-
-
-def _add_old_defaults(values: dict[str, Any]) -> None:
-    """Add what runs of earlier versions did by default, for keys that are required by now."""
-    schedule = values.get("schedule")
-    if isinstance(schedule, dict) and schedule.get("name") == "warmup_stable_decay":
-        schedule.setdefault("decay_type", "cosine")
 
 
 def parse_recipe(values: dict[str, Any], *, source: str) -> Recipe:
