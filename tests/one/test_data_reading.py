@@ -198,21 +198,25 @@ def test_a_character_cut_off_at_the_end_of_a_file_is_not_utf8(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("line", "fact", "given"),
     [
-        (b'{"text": "a"', "contains a line that is not JSON", "the line at byte 15"),
-        (b"[" * 100_000, "contains a line that is not JSON", "the line at byte 15"),
-        (b'["a"]', "contains a row that is not an object", "the line at byte 15: a list"),
-        (b'{"txet": "a"}', "contains a row without 'text'", "the line at byte 15: 'txet'"),
-        (b'{"text": null}', "contains a row whose 'text' is not text", "the line at byte 15: a NoneType"),
-        (b'{"text": "\\ud800"}', "contains a row with an unpaired surrogate", "the line at byte 15"),
+        (b'{"text": "a"', "contains a line that is not JSON", "line 2"),
+        (b"[" * 100_000, "contains a line that is not JSON", "line 2"),
+        (b'["a"]', "contains a row that is not an object", "line 2: a list"),
+        (b'{"txet": "a"}', "contains a row without 'text'", "line 2: 'txet'"),
+        (b'{"text": null}', "contains a row whose 'text' is not text", "line 2: a NoneType"),
+        (b'{"text": "\\ud800"}', "contains a row with an unpaired surrogate", "line 2"),
         (b'{"text": "\xff"}', "is not UTF-8", "byte 25 (0xff)"),
     ],
 )
 def test_a_bad_row_is_named_by_its_place(tmp_path: Path, line: bytes, fact: str, given: str) -> None:
     (tmp_path / "rows.jsonl").write_bytes(b'{"text": "ab"}\n' + line + b"\n")
-    with pytest.raises(DataError, match=r"rows\.jsonl") as error:
-        documents(list_shards([str(tmp_path / "rows.jsonl")]))
-    assert fact in error.value.fact
-    assert str(error.value.given).startswith(given)
+    for shards in (
+        list_shards([str(tmp_path / "rows.jsonl")]),
+        cut(tmp_path / "rows.jsonl", "jsonl", [5]),  # of which the second slice has the line
+    ):
+        with pytest.raises(DataError, match=r"rows\.jsonl") as error:
+            documents(shards)
+        assert fact in error.value.fact
+        assert str(error.value.given).startswith(given)
 
 
 def test_a_misspelt_text_key_is_an_error_with_the_nearest_one(tmp_path: Path) -> None:

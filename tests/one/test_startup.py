@@ -61,6 +61,7 @@ def test_help_loads_no_heavy_library(command: str) -> None:
     code, modules, text = loaded_by_command(*command.split(), "--help")
     assert code == 0
     assert "Usage" in text
+    assert "default: (" not in text
     assert not modules.intersection(HEAVY)
 
 

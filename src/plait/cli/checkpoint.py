@@ -33,7 +33,10 @@ DIFFERENT = 1
 _MAX_LINES = 40  # of a comparison, without --all
 
 Location = Annotated[
-    Path, typer.Argument(help="A checkpoint, or the directory of a run (its newest).", show_default=False)
+    Path,
+    typer.Argument(
+        metavar="DIR", help="A checkpoint, or the directory of a run (its newest).", show_default=False
+    ),
 ]
 
 
@@ -136,7 +139,8 @@ def convert(
     to: Annotated[Literal["hf"], typer.Option(help="hf: for AutoModelForCausalLM.from_pretrained.")] = "hf",  # noqa: ARG001 (one so far)
     dtype: Dtype = None,
     max_shard_size: Annotated[
-        str | None, typer.Option(help="Maximum size of a file, such as 5GB or 500MiB.", show_default="5GB")
+        str | None,
+        typer.Option(help="Maximum size of a file, such as 500MiB. Default: 5GB.", show_default=False),
     ] = None,
     config: Annotated[
         Path | None,

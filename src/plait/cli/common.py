@@ -29,9 +29,9 @@ Sets = Annotated[
 PlanOverride = Annotated[
     str | None, typer.Option("--plan", help='Override the plan of the recipe, e.g. "dp=4".')
 ]
-Run = Annotated[Path, typer.Argument(help="The directory of a run.", show_default=False)]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="The directory of a run.", show_default=False)]
 NewDirectory = Annotated[
-    Path, typer.Argument(help="A directory that does not exist yet.", show_default=False)
+    Path, typer.Argument(metavar="OUT", help="A directory that does not exist yet.", show_default=False)
 ]
 Dtype = Annotated[
     Literal["fp64", "fp32", "bf16", "fp16"] | None,

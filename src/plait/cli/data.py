@@ -18,7 +18,7 @@ def _data() -> None:
 @data.command()
 @report_errors
 def build(
-    recipe: Annotated[Path, typer.Argument(help="A TOML file.", show_default=False)],
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A TOML file.", show_default=False)],
     sets: Sets = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the contents of data.dir.")] = False,
     debug: Debug = False,  # noqa: ARG001 (read by report_errors)

@@ -18,7 +18,9 @@ MODEL_HELP = "A model_type of transformers, a config.json, a folder with one, or
 
 @report_errors
 def explain(
-    recipe: Annotated[Path | None, typer.Argument(help="A TOML file.", show_default=False)] = None,
+    recipe: Annotated[
+        Path | None, typer.Argument(metavar="RECIPE", help="A TOML file.", show_default=False)
+    ] = None,
     model: Annotated[
         str | None, typer.Option(help=f"Instead of a recipe, with --plan. {MODEL_HELP}", show_default=False)
     ] = None,

@@ -31,7 +31,8 @@ def _time(what: str) -> Any:
 @report_errors
 def schedule(
     name: Annotated[
-        str | None, typer.Argument(help=f"{_NAMES}. Default: that of the trace.", show_default=False)
+        str | None,
+        typer.Argument(metavar="SCHEDULE", help=f"{_NAMES}. Default: that of the trace.", show_default=False),
     ] = None,
     pp: Annotated[int, typer.Option(help="Pipeline ranks.", show_default=False)] = 0,
     micro: Annotated[int, typer.Option(help="Micro-batches per step.", show_default=False)] = 0,

@@ -27,7 +27,11 @@ _PREPARED = "plait: prepared"
 def train(
     recipe: Annotated[
         Path,
-        typer.Argument(help="A TOML file; with --resume, also the directory of a run.", show_default=False),
+        typer.Argument(
+            metavar="RECIPE",
+            help="A TOML file; with --resume, also the directory of a run.",
+            show_default=False,
+        ),
     ],
     plan: PlanOverride = None,
     ranks: Annotated[

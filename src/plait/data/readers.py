@@ -18,7 +18,7 @@ import hashlib
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -138,8 +138,7 @@ def _read_chunk(file: BinaryIO, limit: int, item: Slice) -> bytes:
 
 class _Line(NamedTuple):
     raw: bytes
-    location: str  # for error messages
-    offset: int
+    offset: int  # in the decompressed file
     num_bytes: int
 
 
@@ -147,7 +146,7 @@ def _lines(file: BinaryIO, name: str, start: int, stop: int) -> Iterator[_Line]:
     file.seek(start)
     offset = start
     while offset < stop and (raw := _read_line(file, name)):
-        yield _Line(raw, f"the line at byte {offset}", offset, len(raw))
+        yield _Line(raw, offset, len(raw))
         offset += len(raw)
 
 
@@ -165,9 +164,9 @@ def _read_line(file: BinaryIO | gzip.GzipFile, name: str) -> bytes:
 
 def _gzip_lines(file: gzip.GzipFile, name: str, compressed: BinaryIO) -> Iterator[_Line]:
     done = offset = 0
-    for number, raw in enumerate(iter(lambda: _read_line(file, name), b""), start=1):
+    while raw := _read_line(file, name):
         before, done = done, compressed.tell()
-        yield _Line(raw, f"line {number}", offset, done - before)
+        yield _Line(raw, offset, done - before)
         offset += len(raw)
 
 
@@ -182,15 +181,26 @@ def _row_chunks(lines: Iterator[_Line], item: Slice, options: ReadOptions) -> It
             raise _not_utf8(item.name, line.offset + error.start, error) from error
         except ValueError as error:
             raise DataError(
-                f"{item.name} contains a line that is not JSON", given=f"{line.location}: {error}"
+                f"{item.name} contains a line that is not JSON", given=f"{_line_of(item, line)}: {error}"
             ) from error
-        text = _text_of(row, item.name, line.location, options.text_key)
+        text = _text_of(row, item.name, partial(_line_of, item, line), options.text_key)
         yield from _chunk_text(text, options, line.num_bytes)
 
 
-def _text_of(row: Any, name: str, location: str, text_key: str) -> str:
+def _line_of(item: Slice, line: _Line) -> str:
+    """The number of a line in its file, of which this process may have read only a slice."""
+    number, left = 1, line.offset
+    with open_regular(Path(item.name)) as content_file:
+        file = gzip.GzipFile(fileobj=content_file) if item.kind == "jsonl.gz" else content_file
+        while left and (content := file.read(min(CHUNK_BYTES, left))):
+            number += content.count(b"\n")
+            left -= len(content)
+    return f"line {number:,}"
+
+
+def _text_of(row: Any, name: str, location: Callable[[], str], text_key: str) -> str:
     def invalid(problem: str, detail: str, **parts: str | None) -> DataError:
-        return DataError(f"{name} contains a row {problem}", given=f"{location}: {detail}", **parts)
+        return DataError(f"{name} contains a row {problem}", given=f"{location()}: {detail}", **parts)
 
     if not isinstance(row, dict):
         raise invalid("that is not an object", f"a {type(row).__name__}")
@@ -237,7 +247,7 @@ def _dataset_chunks(item: Slice, options: ReadOptions) -> Iterator[TextChunk]:
         columns = rows[first : min(first + ROWS_PER_READ, item.stop)]
         for number, values in enumerate(zip(*columns.values(), strict=True), start=first):
             row = dict(zip(columns, values, strict=True))
-            text = _text_of(row, f"hf:{item.name}", f"row {number}", options.text_key)
+            text = _text_of(row, f"hf:{item.name}", partial("row {}".format, number), options.text_key)
             options.digest(text.encode() + b"\0")
             yield from _chunk_text(text, options, HF_ROW_BYTES)
 
