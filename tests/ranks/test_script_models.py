@@ -1,6 +1,7 @@
 """Two models of one script, copies of a model and frozen parameters, over every transport."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import plait
 from plait.errors import ModelError
+from support import programs
 from support.pool import Pool
 
 STEPS, WIDTH = 3, 6
@@ -83,3 +85,51 @@ def copied(plan: str) -> str:
 def test_a_copy_of_a_model_has_its_weights_or_is_refused(pool: Pool, transport: str, zero: int) -> None:
     said = pool.over(transport).run(copied, 2, f"dp=2 zero={zero}")[0]
     assert said == "copied" if (transport, zero) != ("gloo", 3) else "engine.full_parameters()" in said
+
+
+class AveragedSGD(torch.optim.SGD):
+    """Keeps an exponential average of the weights as a state, as docs/scripts.md shows."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                value = parameter.detach()
+                self.state[parameter].setdefault("average", value.clone()).lerp_(value, 0.25)
+        return loss
+
+
+def averages(plan: str) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    engine = plait.parallelize(
+        net().double(),
+        f"{plan} precision=fp64",
+        loss=lambda out, _: (out.square().sum(), out.numel()),
+        optimizer=AveragedSGD,
+        optimizer_args={"lr": 0.1},
+    )
+    for step in range(STEPS):
+        engine.step(engine.shard({"input": shares(step)[0]}))
+    return {key: tensor for key, tensor in engine.state().items() if key.startswith("average/")}
+
+
+def test_an_average_of_weights_is_an_optimizers_state_under_every_plan(pool: Pool) -> None:
+    expected = averages("dp=1")
+    assert len(expected) == 4
+    torch.testing.assert_close(pool.over("gloo").run(averages, 2, "dp=2 zero=3")[0], expected)
+
+
+def generated(plan: str) -> Tensor:
+    model = programs.llama(exact=False)
+    engine = plait.parallelize(model, plan, optimizer_args=programs.ADAMW, seed=3)
+    engine.step(engine.shard(programs.batches(1)[0]))
+    engine.model.eval()
+    ids = torch.arange(8).view(2, 4)
+    tokens: Tensor = engine.model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    return tokens
+
+
+def test_text_is_generated_from_sharded_parameters(pool: Pool) -> None:
+    expected = generated("dp=1")
+    for tokens in pool.over("gloo").run(generated, 2, "dp=2 zero=3"):
+        assert torch.equal(tokens, expected)
