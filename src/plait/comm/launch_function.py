@@ -116,6 +116,7 @@ class _Rank:
         end_with_parent()
         thread = threading.Thread(target=self._run, name="plait rank", daemon=True)
         try:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked at the start of a rank
             thread.start()
             thread.join()
         except KeyboardInterrupt:

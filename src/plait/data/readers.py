@@ -190,8 +190,8 @@ def _row_chunks(lines: Iterator[_Line], item: Slice, options: ReadOptions) -> It
 def _line_of(item: Slice, line: _Line) -> str:
     """The number of a line in its file, of which this process may have read only a slice."""
     number, left = 1, line.offset
-    with open_regular(Path(item.name)) as content_file:
-        file = gzip.GzipFile(fileobj=content_file) if item.kind == "jsonl.gz" else content_file
+    with open_regular(Path(item.name)) as source:
+        file = gzip.GzipFile(fileobj=source) if item.kind == "jsonl.gz" else source
         while left and (content := file.read(min(CHUNK_BYTES, left))):
             number += content.count(b"\n")
             left -= len(content)
